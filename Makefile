@@ -1,0 +1,51 @@
+# The one door to every task; "make" alone lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# Threads of the demo (default: all physical cores) and of the benchmarks (default: 2).
+THREADS ?=
+BENCH_ARGS ?=
+TEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint types bench clean
+
+help: ## list the tasks
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
+
+venv: $(VENV)/.stamp-check ## make .venv with the package and what the demo needs
+
+demo: $(VENV)/.stamp-check ## compile MobileNet-V2, check it and race it
+	$(BIN)/python examples/demo.py $(if $(THREADS),--threads $(THREADS))
+
+test: $(VENV)/.stamp-test ## run all tests; TEST_ARGS="-k clip" for some
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(VENV)/.stamp-test ## check style, and that imports go down only
+	$(BIN)/ruff check .
+
+types: $(VENV)/.stamp-test ## check types
+	$(BIN)/mypy
+
+bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime and OpenVINO
+	$(BIN)/python examples/benchmarks/networks.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
+	$(BIN)/python examples/benchmarks/pairs.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
+
+clean: ## remove .venv and all that was built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp for each set of extras: a second call installs nothing.
+$(VENV)/.stamp-%: pyproject.toml requirements.lock | $(BIN)/python
+	$(PIP) install -c requirements.lock setuptools
+	$(PIP) install -c requirements.lock --no-build-isolation --editable '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "Python 3.10 to 3.13 is needed; set PYTHON, for example make PYTHON=python3.12 demo"; \
+	    exit 1; }
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks share: options, a series of races, a file of results that stays whole."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tvm_fusion.benchmark import Arena, EngineSpec, Progress
+from tvm_fusion.cli_output import FILE_WIDTH, progress_bar
+from tvm_fusion.host_info import host_info
+from tvm_fusion.json_text import json_text
+from tvm_fusion.race_result import TOLERANCE, Plan
+
+FOLDER = Path(__file__).resolve().parent / "results"
+
+Results = dict[str, dict[str, Any]]
+
+
+def parser(description: str, names: Sequence[str], output: str) -> argparse.ArgumentParser:
+    """Return the options that all benchmarks have; ``names`` are those of the models."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    options.add_argument("--threads", type=int, help="default: all physical cores")
+    options.add_argument("--rounds", type=int, help="turns of each engine")
+    options.add_argument("--quick", action="store_true", help="a few short rounds")
+    options.add_argument("--resume", action="store_true", help="keep what the file already has")
+    options.add_argument("--output", type=Path, default=FOLDER / output, metavar="FILE")
+    return options
+
+
+def run_races(
+    models: Mapping[str, Callable[[], Any]],
+    engines: Sequence[EngineSpec],
+    plan: Plan,
+    options: argparse.Namespace,
+) -> Results:
+    """Race ``engines`` on the models that ``options`` asks for, and write the file after each.
+
+    Results that the file already has are kept with ``--resume``, as long as they were taken with
+    the same settings: machine, versions, threads, plan and engines.
+    """
+    machine = host_info()
+    threads = options.threads or machine["physical_cores"]
+    if options.quick:
+        plan = replace(plan, rounds=5, turn_seconds=plan.turn_seconds / 2)
+    plan = replace(plan, rounds=options.rounds or plan.rounds)
+    settings = {"machine": machine, "threads": threads, "plan": asdict(plan)}
+    settings["engines"] = [asdict(engine) for engine in engines]
+    settings["options"] = {"image_size": getattr(options, "image_size", None)}
+    results = _load(options.output, settings) if options.resume else {}
+    missing = [name for name in options.only if name not in results]
+    with progress_bar() as progress, Arena(engines, threads) as arena:
+        for number, name in enumerate(missing, start=1):
+            report = _prefixed(progress, f"{name} ({number} of {len(missing)})")
+            result = arena.race(models[name](), name, plan=plan, progress=report)
+            results[name] = json.loads(json_text(result.to_json()))
+            _save(options.output, settings, results)
+    return {name: results[name] for name in models if name in results}
+
+
+def finish(table: Table, results: Results, options: argparse.Namespace) -> int:
+    """Print the table; the exit code is 1 if an engine's outputs are wrong."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=FILE_WIDTH)
+    first = next(iter(results.values()))
+    packages = ", ".join(f"{key} {text}" for key, text in first["machine"]["packages"].items())
+    table.caption = (
+        f"Ratio: how many times as fast {first['engines'][0]['title']} is, "
+        "median over alternating rounds."
+    )
+    console.print(table)
+    console.print(f"{first['machine']['cpu']}, {first['threads']} threads, {packages}")
+    console.print(f"Written to {options.output}")
+    return 0 if largest_error(results) <= TOLERANCE else 1
+
+
+def largest_error(results: Results) -> float:
+    """Return the largest relative error of the first engine in any race."""
+    return max(float(result["engines"][0]["relative_error"]) for result in results.values())
+
+
+def geometric_mean(values: Iterable[float]) -> str:
+    """Return the geometric mean of ratios, as text."""
+    return f"{statistics.geometric_mean(values):.2f}x"
+
+
+def _prefixed(progress: Progress, prefix: str) -> Progress:
+    return lambda text, done, total: progress(f"{prefix}: {text}", done, total)
+
+
+def _load(path: Path, settings: dict[str, Any]) -> Results:
+    """Return the results in a file, if there is one and it has the same settings."""
+    if not path.exists():
+        return {}
+    stored = json.loads(path.read_text())
+    same = stored["settings"] == json.loads(json_text(settings))
+    return stored["results"] if same else {}
+
+
+def _save(path: Path, settings: dict[str, Any], results: Results) -> None:
+    """Write aside and rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(json_text({"settings": settings, "results": results}) + "\n")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)

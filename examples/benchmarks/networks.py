@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Race tvm-fusion with ONNX Runtime and OpenVINO on five networks.
+
+    python examples/benchmarks/networks.py [--quick] [--only resnet_18] [--resume]
+
+Prints a table and writes results/networks.json.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+from rich.table import Table
+
+from tvm_fusion.benchmark import EngineSpec, Plan
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# The checkout itself holds the modules beside this one.
+from examples.benchmarks.campaign import (  # noqa: E402
+    Results,
+    finish,
+    geometric_mean,
+    parser,
+    run_races,
+)
+from examples.models import MODELS  # noqa: E402
+
+PLAN = Plan(rounds=30, runs=10, turn_seconds=0.5)
+
+
+def networks_table(results: Results) -> Table:
+    """One row a network: latencies, and how many times as fast as each peer tvm-fusion is."""
+    first = next(iter(results.values()))["engines"]
+    table = Table(title="Networks, batch 1, medians in ms")
+    table.add_column("network")
+    for engine in first:
+        table.add_column(engine["title"], justify="right")
+    for engine in first[1:]:
+        table.add_column(f"ratio to {engine['title']}", justify="right")
+    for heading in ("pairs fused", "compile s", "relative error"):
+        table.add_column(heading, justify="right")
+    for name, result in results.items():
+        ours, *peers = result["engines"]
+        table.add_row(
+            name,
+            *(f"{engine['median_ms']:.2f}" for engine in result["engines"]),
+            *(f"{engine['ratio']:.2f}x" for engine in peers),
+            f"{ours['details']['fused']} of {ours['details']['pairs']}",
+            f"{ours['compile_seconds']:.1f}",
+            f"{float(ours['relative_error']):.1e}",
+        )
+    ratios = ([peer["ratio"] for peer in result["engines"][1:]] for result in results.values())
+    means = [geometric_mean(column) for column in zip(*ratios, strict=True)]
+    table.add_section()
+    table.add_row("geometric mean", *[""] * len(first), *means)
+    return table
+
+
+def main() -> int:
+    """Run the benchmark; the exit code is 1 if any output is wrong."""
+    options = parser("Race tvm-fusion on five networks.", list(MODELS), "networks.json")
+    options.add_argument("--against", nargs="+", default=["onnxruntime", "openvino"])
+    options.add_argument("--image-size", type=int, default=224, help="pixels (default: 224)")
+    arguments = options.parse_args()
+    models = {
+        name: functools.partial(build, image_size=arguments.image_size)
+        for name, build in MODELS.items()
+    }
+    engines = [EngineSpec(name) for name in ("tvm-fusion", *arguments.against)]
+    results = run_races(models, engines, PLAN, arguments)
+    return finish(networks_table(results), results, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The convolution pairs of Table 3.2 of the dissertation on layer fusion, as records and as ONNX.
+
+``PAIRS`` holds the 39 pairs of the five networks that the dissertation measures (27 begin with a
+depthwise convolution); ``MNASNET_B1_PAIRS`` holds the six of MNasNet-B1 that stand in the same
+table. The table writes the inputs as (N, H, W, C); the models take and give NCHW.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import onnx
+
+from examples.models import GraphBuilder
+from schedules.conv2d_workload import Activation, ConvLayer, FusedConv2DWorkload
+
+
+@dataclass(frozen=True)
+class LayerPair:
+    """One row of the table.
+
+    Parameters
+    ----------
+    name : str
+        As the table calls the pair.
+    network : str
+        The network that the pair is taken from.
+    workload : FusedConv2DWorkload
+        Both layers, for batch 1.
+    """
+
+    name: str
+    network: str
+    workload: FusedConv2DWorkload
+
+
+# name: input (height, width, channels), layer 1, layer 2; a layer is (kernel size, output channels
+# or multiplier of a depthwise layer, stride, "dw-conv" or "conv", what follows it).
+_Layer = tuple[int, int, int, str, str]
+_Row = tuple[tuple[int, int, int], _Layer, _Layer]
+
+_MOBILENET_V1: dict[str, _Row] = {
+    "mv1_1": ((112, 112, 32), (3, 1, 1, "dw-conv", "relu"), (1, 64, 1, "conv", "relu")),
+    "mv1_2": ((112, 112, 64), (3, 1, 2, "dw-conv", "relu"), (1, 128, 1, "conv", "relu")),
+    "mv1_3": ((56, 56, 128), (3, 1, 1, "dw-conv", "relu"), (1, 128, 1, "conv", "relu")),
+    "mv1_4": ((56, 56, 128), (3, 1, 2, "dw-conv", "relu"), (1, 256, 1, "conv", "relu")),
+    "mv1_5": ((28, 28, 256), (3, 1, 1, "dw-conv", "relu"), (1, 256, 1, "conv", "relu")),
+    "mv1_6": ((28, 28, 256), (3, 1, 2, "dw-conv", "relu"), (1, 512, 1, "conv", "relu")),
+    "mv1_7-11": ((14, 14, 512), (3, 1, 1, "dw-conv", "relu"), (1, 512, 1, "conv", "relu")),
+    "mv1_12": ((14, 14, 512), (3, 1, 2, "dw-conv", "relu"), (1, 1024, 1, "conv", "relu")),
+    "mv1_13": ((7, 7, 1024), (3, 1, 1, "dw-conv", "relu"), (1, 1024, 1, "conv", "relu")),
+}
+_MOBILENET_V2: dict[str, _Row] = {
+    "mv2_1": ((112, 112, 32), (3, 1, 1, "dw-conv", "relu6"), (1, 16, 1, "conv", "bias")),
+    "mv2_2_1": ((112, 112, 96), (3, 1, 2, "dw-conv", "relu6"), (1, 24, 1, "conv", "bias")),
+    "mv2_2_2": ((56, 56, 144), (3, 1, 1, "dw-conv", "relu6"), (1, 24, 1, "conv", "bias")),
+    "mv2_3_1": ((56, 56, 144), (3, 1, 2, "dw-conv", "relu6"), (1, 32, 1, "conv", "bias")),
+    "mv2_3_2": ((28, 28, 192), (3, 1, 1, "dw-conv", "relu6"), (1, 32, 1, "conv", "bias")),
+    "mv2_4_1": ((28, 28, 192), (3, 1, 2, "dw-conv", "relu6"), (1, 64, 1, "conv", "bias")),
+    "mv2_4_2": ((14, 14, 384), (3, 1, 1, "dw-conv", "relu6"), (1, 64, 1, "conv", "bias")),
+    "mv2_5_1": ((14, 14, 384), (3, 1, 1, "dw-conv", "relu6"), (1, 96, 1, "conv", "bias")),
+    "mv2_5_2": ((14, 14, 576), (3, 1, 1, "dw-conv", "relu6"), (1, 96, 1, "conv", "bias")),
+    "mv2_6_1": ((14, 14, 576), (3, 1, 2, "dw-conv", "relu6"), (1, 160, 1, "conv", "bias")),
+    "mv2_6_2": ((7, 7, 960), (3, 1, 1, "dw-conv", "relu6"), (1, 160, 1, "conv", "bias")),
+    "mv2_7": ((7, 7, 960), (3, 1, 1, "dw-conv", "relu6"), (1, 320, 1, "conv", "bias")),
+}
+_MNASNET_A1: dict[str, _Row] = {
+    "mna1_1": ((112, 112, 32), (3, 1, 1, "dw-conv", "relu"), (1, 16, 1, "conv", "bias")),
+    "mna1_2_1": ((112, 112, 96), (3, 1, 2, "dw-conv", "relu"), (1, 24, 1, "conv", "bias")),
+    "mna1_2_2": ((56, 56, 144), (3, 1, 1, "dw-conv", "relu"), (1, 24, 1, "conv", "bias")),
+    "mna1_4_1": ((28, 28, 240), (3, 1, 2, "dw-conv", "relu"), (1, 80, 1, "conv", "bias")),
+    "mna1_4_2": ((14, 14, 480), (3, 1, 1, "dw-conv", "relu"), (1, 80, 1, "conv", "bias")),
+    "mna1_7": ((7, 7, 960), (3, 1, 1, "dw-conv", "relu"), (1, 320, 1, "conv", "bias")),
+}
+# The table calls these first layers "conv" with a multiplier of 1: they are depthwise.
+_MNASNET_B1: dict[str, _Row] = {
+    "mnb1_3_1": ((56, 56, 72), (5, 1, 2, "dw-conv", "relu"), (1, 40, 1, "conv", "bias")),
+    "mnb1_3_2": ((28, 28, 240), (5, 1, 1, "dw-conv", "relu"), (1, 40, 1, "conv", "bias")),
+    "mnb1_5_1": ((14, 14, 480), (3, 1, 1, "dw-conv", "relu"), (1, 112, 1, "conv", "bias")),
+    "mnb1_5_2": ((14, 14, 672), (3, 1, 1, "dw-conv", "relu"), (1, 112, 1, "conv", "bias")),
+    "mnb1_6_1": ((14, 14, 672), (5, 1, 2, "dw-conv", "relu"), (1, 160, 1, "conv", "bias")),
+    "mnb1_6_2": ((7, 7, 960), (5, 1, 1, "dw-conv", "relu"), (1, 160, 1, "conv", "bias")),
+}
+_RESNET_18: dict[str, _Row] = {
+    "res_2x": ((56, 56, 64), (3, 64, 1, "conv", "relu"), (3, 64, 1, "conv", "bias")),
+    "res_3x": ((28, 28, 128), (3, 128, 1, "conv", "relu"), (3, 128, 1, "conv", "bias")),
+    "res_4x": ((14, 14, 256), (3, 256, 1, "conv", "relu"), (3, 256, 1, "conv", "bias")),
+    "res_5x": ((7, 7, 512), (3, 512, 1, "conv", "relu"), (3, 512, 1, "conv", "bias")),
+    "res_2x_s2": ((56, 56, 64), (3, 64, 2, "conv", "relu"), (3, 64, 1, "conv", "bias")),
+    "res_3x_s2": ((28, 28, 128), (3, 128, 2, "conv", "relu"), (3, 128, 1, "conv", "bias")),
+    "res_4x_s2": ((14, 14, 256), (3, 256, 2, "conv", "relu"), (3, 256, 1, "conv", "bias")),
+    "res_5x_s2": ((7, 7, 512), (3, 512, 2, "conv", "relu"), (3, 512, 1, "conv", "bias")),
+}
+_RESNET_50: dict[str, _Row] = {
+    "res_2x_b2": ((56, 56, 64), (3, 64, 1, "conv", "relu"), (1, 256, 1, "conv", "relu")),
+    "res_3x_b2": ((28, 28, 128), (3, 128, 1, "conv", "relu"), (1, 512, 1, "conv", "relu")),
+    "res_4x_b2": ((14, 14, 256), (3, 256, 1, "conv", "relu"), (1, 1024, 1, "conv", "relu")),
+    "res_5x_b2": ((7, 7, 512), (3, 512, 1, "conv", "relu"), (1, 2048, 1, "conv", "relu")),
+}
+
+
+def _layer(in_channels: int, layer: _Layer) -> ConvLayer:
+    kernel, channels, stride, kind, post_op = layer
+    depthwise = kind == "dw-conv"
+    return ConvLayer(
+        in_channels=in_channels,
+        out_channels=in_channels * channels if depthwise else channels,
+        kernel=(kernel, kernel),
+        strides=(stride, stride),
+        padding=((kernel - 1) // 2,) * 4,
+        groups=in_channels if depthwise else 1,
+        activation=Activation("none" if post_op == "bias" else post_op),
+    )
+
+
+def _pairs(network: str, rows: dict[str, _Row]) -> dict[str, LayerPair]:
+    pairs = {}
+    for name, ((height, width, channels), first, second) in rows.items():
+        layer1 = _layer(channels, first)
+        layer2 = _layer(layer1.out_channels, second)
+        workload = FusedConv2DWorkload(1, height, width, layer1, layer2)
+        pairs[name] = LayerPair(name, network, workload)
+    return pairs
+
+
+PAIRS: dict[str, LayerPair] = {
+    **_pairs("MobileNet-V1", _MOBILENET_V1),
+    **_pairs("MobileNet-V2", _MOBILENET_V2),
+    **_pairs("MNasNet-A1", _MNASNET_A1),
+    **_pairs("ResNet-18", _RESNET_18),
+    **_pairs("ResNet-50", _RESNET_50),
+}
+DEPTHWISE_PAIRS = {n: pair for n, pair in PAIRS.items() if pair.workload.layer1.is_depthwise}
+MNASNET_B1_PAIRS = _pairs("MNasNet-B1", _MNASNET_B1)
+
+
+def workload(name: str, batch: int = 1) -> FusedConv2DWorkload:
+    """Return the shapes of the pair ``name`` for a batch of images."""
+    pair = PAIRS[name] if name in PAIRS else MNASNET_B1_PAIRS[name]
+    return replace(pair.workload, batch=batch)
+
+
+def build_pair(name: str, batch: int = 1, seed: int = 0) -> onnx.ModelProto:
+    """Build the pair ``name`` as a model: conv, bias, activation, conv, bias and activation."""
+    pair = workload(name, batch)
+    shape = (batch, pair.layer1.in_channels, pair.height, pair.width)
+    net = GraphBuilder(name, shape, seed)
+    x = net.input
+    for layer in (pair.layer1, pair.layer2):
+        gain = 1.0 if layer.activation.kind == "none" else 2.0
+        kernel, stride = layer.kernel[0], layer.strides[0]
+        x = net.conv(
+            x, layer.out_channels, kernel, stride, groups=layer.groups, gain=gain, bias=True
+        )
+        x = net.activation(x, layer.activation.kind)
+    return net.finish(x, [batch, pair.layer2.out_channels, *pair.out_size])

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes and ops on the graph; the IR is Relax, TVM's successor of Relay."""
+
+import tvm_ffi
+
+from schedules import errors
+
+from . import op
+from .fuse_conv2d import FuseConv2D
+from .fuse_epilogue import FuseEpilogue
+from .fusion_decision import Decision, decide
+from .pack_layout import PackLayout
+from .simplify_inference import SimplifyInference
+
+__all__ = [
+    "Decision",
+    "FuseConv2D",
+    "FuseEpilogue",
+    "PackLayout",
+    "SimplifyInference",
+    "decide",
+    "op",
+]
+
+# TVM calls passes and type inference from C++; registered, these classes come back as they are.
+_errors: list[type] = [errors.TVMFusionError, *errors.TVMFusionError.__subclasses__()]
+for _error in _errors:
+    tvm_ffi.register_error(_error.__name__, _error)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass ``FuseEpilogue``: a convolution takes in what follows it."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import IRModule, relax
+
+from schedules.errors import OpError
+
+from .chain_rewriter import Rewrites, rewrite_chains
+from .conv_chain import find_chains, find_users
+
+
+@tvm.transform.module_pass(opt_level=0, name="FuseEpilogue")
+class FuseEpilogue:
+    """Turn every convolution into one call that also adds its bias and residual and activates.
+
+    Before::
+
+        lv0 = R.nn.conv2d(x, weight, padding=[1, 1, 1, 1])
+        lv1 = R.add(lv0, bias)                    # [1, C, 1, 1]
+        lv2 = R.add(lv1, residual)
+        lv3 = R.nn.relu(lv2)
+
+    After::
+
+        lv3 = R.tvm_fusion.conv2d(
+            x, weight, bias, residual, padding=[1, 1, 1, 1], activation="relu"
+        )
+
+    A convolution without followers becomes such a call too, with a bias of zeros. Left alone:
+    other layouts than NCHW and OIHW, other element types than float32, symbolic channels or
+    kernels, convolutions outside of dataflow blocks (``relax.transform.ConvertToDataflow`` makes
+    them), and from the followers on what has a second consumer in between.
+    """
+
+    def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
+        """Rewrite all Relax functions."""
+        return rewrite_chains(mod, _plan)
+
+
+def _plan(_name: str, block: relax.DataflowBlock) -> Rewrites:
+    rewrites = Rewrites()
+    for chain in find_chains(block, find_users(block)):
+        try:
+            rewrites.calls[chain.output] = chain.to_call()
+        except OpError:
+            continue  # for example a kernel larger than its padded input
+        rewrites.dead.update(chain.dead)
+    return rewrites

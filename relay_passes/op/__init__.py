@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Relax ops of this package; importing it registers them.
+
+TVMScript prints a call as ``R.tvm_fusion.<op>(...)``; the last lines here let it read that back.
+"""
+
+import sys
+
+import tvm.relax.script
+
+from .conv2d import conv2d
+from .fused_conv2d import fused_conv2d
+from .hardswish import hardswish
+from .pack import pack, unpack
+
+__all__ = ["conv2d", "fused_conv2d", "hardswish", "pack", "unpack"]
+
+for _namespace in (tvm.relax.script, tvm.relax.script.parser):
+    _namespace.tvm_fusion = sys.modules[__name__]

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building and legalizing calls of the two convolution ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tvm import relax, te
+
+from schedules.conv2d_workload import Activation, Conv2DKernel, to_json
+from schedules.errors import OpError
+
+from .conv_types import (
+    ConvOp,
+    constant_shape,
+    is_typed,
+    output_type,
+    packed_lanes,
+    read_kernel,
+)
+
+OPAQUE_PATTERN = 8  # tvm::relax::OpPatternKind::kOpaque: FuseOps puts nothing into the kernel
+
+Compute = Callable[[Conv2DKernel, Sequence[te.Tensor], "te.Tensor | None"], te.Tensor]
+
+
+def build_call(
+    op: ConvOp,
+    operands: Sequence[relax.Expr | None],
+    residual: relax.Expr | None,
+    attrs: dict[str, Any],
+) -> relax.Call:
+    """A checked call of ``op``.
+
+    Parameters
+    ----------
+    op : ConvOp
+        The op, which must be registered.
+    operands : Sequence[relax.Expr | None]
+        Data, then a weight and a bias for each layer; None stands for a bias of zeros.
+    residual : relax.Expr | None
+        The last operand, if any.
+    attrs : dict[str, Any]
+        All attributes as the caller gave them.
+    """
+    attrs = _checked_attrs(op, attrs)
+    packed = attrs["out_layout"] != "NCHW"
+    arguments = [
+        _zero_bias(operands[index - 1], op.operand_name(index - 1), packed, op)
+        if operand is None
+        else operand
+        for index, operand in enumerate(operands)
+    ]
+    arguments += [] if residual is None else [residual]
+    call = relax.Call(op.get(), arguments, attrs)
+    if is_typed(*arguments):
+        output_type(call, op)
+    return call
+
+
+def legalize_call(
+    builder: relax.BlockBuilder, call: relax.Call, op: ConvOp, compute: Compute
+) -> relax.Expr:
+    """Put ``compute`` into the place of a call, as one function named after the op."""
+    kernel = read_kernel(call, op)
+    short_name = op.name.rpartition(".")[2]
+
+    def generate(*tensors: te.Tensor) -> te.Tensor:
+        residual = tensors[-1] if kernel.residual else None
+        return compute(kernel, tensors[: op.operands], residual)
+
+    legal = builder.call_te(
+        generate,
+        *call.args,
+        primfunc_name_hint=short_name,
+        primfunc_attrs={
+            "tvm_fusion.op": short_name,
+            "tvm_fusion.workload": to_json(kernel),
+            "op_pattern": OPAQUE_PATTERN,
+        },
+    )
+    # The inferred type, not the compute's: its symbolic extents are simplified.
+    return relax.Call(legal.op, legal.args, legal.attrs, ty_args=[call.ty])
+
+
+def _checked_attrs(op: ConvOp, attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain numbers, lists and strings for every attribute; packed calls need their channels."""
+    checked: dict[str, Any] = {}
+    for suffix in op.suffixes:
+        for name in ("strides", "padding", "dilation"):
+            checked[name + suffix] = _integers(attrs[name + suffix], name + suffix, op)
+        checked["groups" + suffix] = _integers([attrs["groups" + suffix]], "groups" + suffix, op)[0]
+        activation = Activation(
+            str(attrs["activation" + suffix]),
+            float(attrs["low" + suffix]),
+            float(attrs["high" + suffix]),
+        )
+        checked["activation" + suffix] = activation.kind
+        checked["low" + suffix], checked["high" + suffix] = activation.low, activation.high
+    data_layout = str(attrs["data_layout"])
+    out_layout = data_layout if attrs["out_layout"] is None else str(attrs["out_layout"])
+    checked |= {"data_layout": data_layout, "out_layout": out_layout}
+    channels = {name: attrs[name] for name in op.channels if attrs[name] is not None}
+    if packed_lanes(data_layout, out_layout, op.name):
+        if len(channels) < len(op.channels):
+            raise OpError(
+                f"{op.name}: {out_layout} output without all of {', '.join(op.channels)}; give "
+                "the true channel counts, which blocks do not tell"
+            )
+        for name, value in channels.items():
+            checked[name] = _integers([value], name, op)[0]
+    elif channels:
+        raise OpError(
+            f"{op.name}: {', '.join(channels)} given for NCHW tensors; leave them out, the weights "
+            "tell the channels"
+        )
+    return checked
+
+
+def _integers(values: Any, name: str, op: ConvOp) -> list[int]:
+    try:
+        numbers = [int(value) for value in values]
+        exact = all(number == value for number, value in zip(numbers, values, strict=True))
+    except (TypeError, ValueError):
+        exact = False
+    if not exact:
+        raise OpError(f"{op.name}: {name} is {values!r}; expected integers")
+    return numbers
+
+
+def _zero_bias(weight: relax.Expr | None, name: str, packed: bool, op: ConvOp) -> relax.Expr:
+    """Zeros for a layer without bias, in the layout that its weight asks for."""
+    if weight is None or not is_typed(weight):
+        raise OpError(
+            f"{op.name}: no bias beside {name}, whose type is not known yet; emit its producer "
+            "first, or give a bias"
+        )
+    shape = constant_shape(weight, name, op.name)
+    bias = (shape[0], shape[-1]) if packed else (shape[0],)
+    return relax.const(np.zeros(bias), str(weight.ty.dtype))

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the convolution ops refuse, each with the numbers found and expected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from schedules.conv2d_workload import ConvLayer
+from schedules.errors import OpError
+
+
+def check_layer(layer: ConvLayer, suffix: str, op: str) -> None:
+    """Refuse a layer whose numbers make no convolution."""
+    for what, count, values, least in (
+        ("strides", 2, layer.strides, 1),
+        ("padding", 4, layer.padding, 0),
+        ("dilation", 2, layer.dilation, 1),
+    ):
+        if len(values) != count or min(values) < least:
+            raise OpError(
+                f"{op}: {what}{suffix} is {tuple(values)}; expected {count} integers >= {least}"
+            )
+    channels = (layer.in_channels, layer.out_channels)
+    if layer.groups < 1 or any(count % layer.groups for count in channels):
+        raise OpError(
+            f"{op}: groups{suffix} is {layer.groups} for {channels[0]} input and {channels[1]} "
+            "output channels; expected a divisor of both"
+        )
+    if min(*layer.kernel, *channels) < 1:
+        raise OpError(
+            f"{op}: weight{suffix} has kernel {layer.kernel} for {channels[0]} to {channels[1]} "
+            "channels; expected every extent to be at least 1"
+        )
+
+
+def check_packable(layer: ConvLayer, lanes: int, plain_data: bool, suffix: str, op: str) -> None:
+    """Refuse a layer that has no packed form."""
+    if layer.groups == 1 or (layer.is_depthwise and not plain_data):
+        return
+    per_group = (layer.in_channels // layer.groups, layer.out_channels // layer.groups)
+    if plain_data or any(channels % lanes for channels in per_group):
+        raise OpError(
+            f"{op}: groups{suffix} is {layer.groups}, of {per_group[0]} to {per_group[1]} "
+            f"channels, which has no form in blocks of {lanes}; keep this convolution in NCHW"
+        )
+
+
+def packed_weight_shape(layer: ConvLayer, lanes: int, plain_data: bool) -> tuple[int, ...]:
+    """Shape of the packed weight of ``layer``; ``plain_data`` for a first layer on NCHW data."""
+    out_blocks = -(-layer.out_channels // lanes)
+    if layer.is_depthwise:
+        return (out_blocks, *layer.kernel, lanes)
+    per_group = layer.in_channels // layer.groups
+    if plain_data:
+        return (out_blocks, per_group, *layer.kernel, 1, lanes)
+    return (out_blocks, -(-per_group // lanes), *layer.kernel, lanes, lanes)
+
+
+def check_parameters(
+    layer: ConvLayer,
+    weight: Sequence[int],
+    bias: Sequence[int],
+    lanes: int,
+    plain_data: bool,
+    suffix: str,
+    op: str,
+) -> None:
+    """Refuse a weight or bias whose shape is not the one that ``layer`` needs."""
+    if lanes:
+        expected_weight = packed_weight_shape(layer, lanes, plain_data)
+        expected_bias: tuple[int, ...] = (-(-layer.out_channels // lanes), lanes)
+    else:
+        per_group = layer.in_channels // layer.groups
+        expected_weight = (layer.out_channels, per_group, *layer.kernel)
+        expected_bias = (layer.out_channels,)
+    for name, found, expected in (
+        ("weight", tuple(weight), expected_weight),
+        ("bias", tuple(bias), expected_bias),
+    ):
+        if found != expected:
+            raise OpError(f"{op}: {name}{suffix} has shape {found}; expected {expected}")
+
+
+def check_sizes(layers: Sequence[ConvLayer], height: int, width: int, op: str) -> None:
+    """Refuse an input on which a kernel does not fit once."""
+    for layer in layers:
+        size = layer.output_size(height, width)
+        if min(size) < 1:
+            raise OpError(
+                f"{op}: {layer} leaves an output of {size[0]}x{size[1]} for an input of "
+                f"{height}x{width}; expected the padded input to hold the kernel at least once"
+            )
+        height, width = size

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two convolution ops share: reading a call back and typing its result.
+
+A call holds ``data``, then a weight and a bias for each layer, then perhaps a residual. Layouts:
+``NCHW``, with weights OIHW and a bias ``[O]``; or ``NCHW{x}c``, channels in blocks of ``x`` lanes,
+with the weights and biases that ``schedules/compute/conv2d.py`` draws. A packed call carries its
+true channel counts as attributes, since packed shapes tell only the number of blocks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm.ir import Op
+from tvm.sym import Analyzer
+
+from schedules.conv2d_workload import Conv2DKernel, ConvLayer
+from schedules.errors import OpError
+
+from .conv_checks import check_layer, check_packable, check_parameters, check_sizes
+
+FLOAT_DTYPES = ("float32", "float64", "float16")
+_BLOCKED = re.compile(r"NCHW([1-9][0-9]*)c")
+
+
+@dataclass(frozen=True)
+class ConvOp:
+    """One of the two ops.
+
+    Parameters
+    ----------
+    name : str
+        Full name of the op.
+    suffixes : tuple[str, ...]
+        What the attribute names of each layer end in.
+    channels : tuple[str, ...]
+        Attributes with the true channel counts of a packed call, from input to output.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    channels: tuple[str, ...]
+
+    @property
+    def operands(self) -> int:
+        """Number of operands without the residual."""
+        return 1 + 2 * len(self.suffixes)
+
+    def operand_name(self, index: int) -> str:
+        """What messages call operand ``index``."""
+        if index in (0, self.operands):
+            return "data" if index == 0 else "residual"
+        return ("bias", "weight")[index % 2] + self.suffixes[(index - 1) // 2]
+
+    def get(self) -> Op:
+        """The op in TVM's registry."""
+        return Op.get(self.name)
+
+
+def lanes_of(layout: str, op: str) -> int:
+    """Lanes of a channel block in ``layout``; 0 for plain ``NCHW``."""
+    if layout == "NCHW":
+        return 0
+    match = _BLOCKED.fullmatch(layout)
+    if not match:
+        raise OpError(
+            f"{op}: layout is {layout!r}; expected 'NCHW' or channel blocks such as 'NCHW16c'"
+        )
+    return int(match[1])
+
+
+def packed_lanes(data_layout: str, out_layout: str, op: str) -> int:
+    """Lanes of a packed call, 0 for a plain one; refuses layouts that do not fit together."""
+    data_lanes, out_lanes = lanes_of(data_layout, op), lanes_of(out_layout, op)
+    if data_lanes not in (0, out_lanes):
+        raise OpError(
+            f"{op}: data_layout {data_layout!r} with out_layout {out_layout!r}; expected equal "
+            "layouts, or 'NCHW' data with a packed output: pack the data or unpack the output"
+        )
+    return out_lanes
+
+
+def is_typed(*arguments: relax.Expr) -> bool:
+    """Whether all types are known yet: a nested call gets its type when it is emitted."""
+    missing = tvm.ir.Type.missing()
+    return not any(argument.ty.same_as(missing) for argument in arguments)
+
+
+def tensor_type(argument: relax.Expr, name: str, op: str) -> relax.TensorType:
+    """The type of an operand, which must be a tensor of known extents and element type."""
+    ty = argument.ty
+    known = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr)
+    if not known or ty.dtype is None:
+        raise OpError(
+            f"{op}: {name} is {ty}; expected a tensor of known extents and element type: "
+            "normalize its producer, or bind its type with relax.match_cast"
+        )
+    return ty
+
+
+def constant_shape(argument: relax.Expr, name: str, op: str) -> tuple[int, ...]:
+    """The shape of a weight or bias, which must not be symbolic."""
+    values = tensor_type(argument, name, op).shape.values
+    if not all(isinstance(value, tirx.IntImm) for value in values):
+        raise OpError(f"{op}: {name} has shape {list(values)}; expected constant extents")
+    return tuple(int(value) for value in values)
+
+
+def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
+    """Everything that a call computes; raises OpError where its operands do not fit together."""
+    if len(call.args) not in (op.operands, op.operands + 1):
+        raise OpError(
+            f"{op.name}: {len(call.args)} operands; expected {op.operands}, and a residual at most"
+        )
+    layouts = str(call.attrs["data_layout"]), str(call.attrs["out_layout"])
+    lanes = packed_lanes(*layouts, op.name)
+    data = tensor_type(call.args[0], "data", op.name)
+    rank = 5 if lanes and layouts[0] != "NCHW" else 4
+    if len(data.shape.values) != rank:
+        raise OpError(
+            f"{op.name}: data has rank {len(data.shape.values)}; expected {rank} ({layouts[0]})"
+        )
+    _check_dtypes(call, op)
+    layers = tuple(_read_layer(call, op, index, lanes) for index in range(len(op.suffixes)))
+    _check_channels(data.shape.values, layers, lanes if rank == 5 else 0, op.name)
+    batch, height, width = (_known(data.shape.values[axis]) for axis in (0, 2, 3))
+    if height is not None and width is not None:
+        check_sizes(layers, height, width, op.name)
+    residual = len(call.args) > op.operands
+    return Conv2DKernel(layers, batch, height, width, residual, str(data.dtype), *layouts)
+
+
+def output_type(call: relax.Call, op: ConvOp) -> relax.TensorType:
+    """The type of a call's result."""
+    kernel = read_kernel(call, op)
+    data = call.args[0].ty
+    batch, _, height, width = data.shape.values[:4]
+    for layer in kernel.layers:
+        height, width = _output_extent(height, layer, 0), _output_extent(width, layer, 1)
+    channels = kernel.layers[-1].out_channels
+    lanes = lanes_of(kernel.out_layout, op.name)
+    shape = [batch, -(-channels // lanes) if lanes else channels, height, width]
+    shape += [lanes] if lanes else []
+    result = relax.TensorType(shape, data.dtype, data.vdevice)
+    if kernel.residual:
+        residual = tensor_type(call.args[-1], "residual", op.name)
+        if not _same_shape(residual.shape.values, result.shape.values):
+            raise OpError(
+                f"{op.name}: residual has shape {list(residual.shape.values)}; expected the "
+                f"output's, {list(result.shape.values)}"
+            )
+    return result
+
+
+def _read_layer(call: relax.Call, op: ConvOp, index: int, lanes: int) -> ConvLayer:
+    """Layer ``index`` of a call, checked against its weight and bias."""
+    suffix = op.suffixes[index]
+    weight = constant_shape(call.args[1 + 2 * index], "weight" + suffix, op.name)
+    bias = constant_shape(call.args[2 + 2 * index], "bias" + suffix, op.name)
+    if len(weight) not in ((4, 6) if lanes else (4,)):
+        raise OpError(
+            f"{op.name}: weight{suffix} has rank {len(weight)}; expected "
+            + ("4 (depthwise) or 6" if lanes else "4 (OIHW)")
+        )
+    plain_data = lanes > 0 and index == 0 and call.attrs["data_layout"] == "NCHW"
+    if lanes:
+        in_channels, out_channels = _true_channels(call.attrs, op, index)
+        kernel = weight[2:4] if len(weight) == 6 else weight[1:3]
+    else:
+        groups = int(call.attrs["groups" + suffix])
+        in_channels, out_channels, kernel = weight[1] * groups, weight[0], weight[2:4]
+    layer = ConvLayer.from_attrs(
+        call.attrs, in_channels, out_channels, (kernel[0], kernel[1]), suffix
+    )
+    check_layer(layer, suffix, op.name)
+    if lanes:
+        check_packable(layer, lanes, plain_data, suffix, op.name)
+    check_parameters(layer, weight, bias, lanes, plain_data, suffix, op.name)
+    return layer
+
+
+def _true_channels(attrs: Any, op: ConvOp, index: int) -> tuple[int, int]:
+    names = op.channels[index : index + 2]
+    if any(name not in attrs.keys() for name in op.channels):
+        raise OpError(
+            f"{op.name}: a packed call without {' or '.join(op.channels)}; expected the true "
+            "channel counts as attributes"
+        )
+    return int(attrs[names[0]]), int(attrs[names[1]])
+
+
+def _check_dtypes(call: relax.Call, op: ConvOp) -> None:
+    dtypes = [
+        str(tensor_type(argument, op.operand_name(index), op.name).dtype)
+        for index, argument in enumerate(call.args)
+    ]
+    if dtypes[0] not in FLOAT_DTYPES or len(set(dtypes)) > 1:
+        raise OpError(
+            f"{op.name}: operands have element types {', '.join(dtypes)}; expected one of "
+            f"{', '.join(FLOAT_DTYPES)} for all: cast them with relax.astype"
+        )
+
+
+def _check_channels(
+    data: Sequence[tirx.Expr], layers: Sequence[ConvLayer], lanes: int, op: str
+) -> None:
+    """Channels of the data against the first layer, and of the first against the second."""
+    channels = layers[0].in_channels
+    expected = [-(-channels // lanes), lanes] if lanes else [channels]
+    found = [_known(data[axis]) for axis in ((1, 4) if lanes else (1,))]
+    if found != expected:
+        raise OpError(
+            f"{op}: data has shape {list(data)}; expected {expected[0]} at axis 1"
+            + (f" and {lanes} at axis 4" if lanes else "")
+            + f" for {channels} input channels"
+        )
+    for first, second in zip(layers, layers[1:], strict=False):
+        if first.out_channels != second.in_channels:
+            raise OpError(
+                f"{op}: layer 1 has {first.out_channels} output channels and layer 2 "
+                f"{second.in_channels} input channels; expected the same number"
+            )
+
+
+def _known(extent: tirx.Expr) -> int | None:
+    return int(extent) if isinstance(extent, tirx.IntImm) else None
+
+
+def _output_extent(extent: tirx.Expr, layer: ConvLayer, axis: int) -> tirx.Expr:
+    """Extent of a layer's output along ``axis`` (0 height, 1 width), simplified."""
+    padding = layer.padding[axis] + layer.padding[axis + 2]
+    reach = (layer.kernel[axis] - 1) * layer.dilation[axis] + 1
+    moves = tirx.floordiv(extent + padding - reach, layer.strides[axis])
+    return Analyzer().simplify(moves + 1)
+
+
+def _same_shape(left: Sequence[tirx.Expr], right: Sequence[tirx.Expr]) -> bool:
+    """Whether two shapes are provably equal."""
+    analyzer = Analyzer()
+    return len(left) == len(right) and all(
+        analyzer.can_prove_equal(a, b) for a, b in zip(left, right, strict=True)
+    )

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Op ``relax.tvm_fusion.hardswish``: the activation of MobileNet-V3 as one node.
+
+::
+
+    hardswish(x) = x * clip(x + 3, 0, 6) / 6        any shape, any float type
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax, te
+
+from schedules.compute.conv2d import activate
+from schedules.conv2d_workload import Activation
+from schedules.errors import OpError
+
+from .register import register_op
+
+
+def hardswish(data: relax.Expr) -> relax.Call:
+    """Apply ``x * clip(x + 3, 0, 6) / 6`` to every element.
+
+    Parameters
+    ----------
+    data : relax.Expr
+        A tensor of a floating-point type.
+
+    Returns
+    -------
+    relax.Call
+        A tensor of the same type and shape.
+    """
+    call = relax.Call(_HARDSWISH, [data])
+    if not data.ty.same_as(tvm.ir.Type.missing()):  # a nested call is checked when it is emitted
+        _infer_type(call, None)
+    return call
+
+
+def _infer_type(call: relax.Call, _: relax.BlockBuilder | None) -> relax.TensorType:
+    ty = call.args[0].ty
+    if not isinstance(ty, relax.TensorType):
+        raise OpError(f"relax.tvm_fusion.hardswish: data is {ty}; expected a tensor")
+    if ty.dtype is not None and not str(ty.dtype).startswith(("float", "bfloat")):
+        raise OpError(
+            f"relax.tvm_fusion.hardswish: data has dtype {ty.dtype}; expected a floating-point "
+            "type: cast it with relax.astype first"
+        )
+    return ty
+
+
+def _hardswish(data: te.Tensor) -> te.Tensor:
+    activation = Activation("hardswish")
+    return te.compute(
+        data.shape, lambda *index: activate(data(*index), activation, data.dtype), name="hardswish"
+    )
+
+
+def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    return builder.call_te(_hardswish, call.args[0], primfunc_name_hint="hardswish")
+
+
+_HARDSWISH = register_op(
+    "relax.tvm_fusion.hardswish", "x * clip(x + 3, 0, 6) / 6.", _infer_type, _legalize
+)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one way in which an op of this package enters TVM's registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tvm
+from tvm import relax
+from tvm.ir import Op
+
+
+def register_op(
+    name: str,
+    description: str,
+    infer_type: Callable[[relax.Call, relax.BlockBuilder], relax.Type],
+    legalize: Callable[[relax.BlockBuilder, relax.Call], relax.Expr],
+) -> Op:
+    """Register a pure op with its type inference and legalization.
+
+    Parameters
+    ----------
+    name : str
+        Full name, ``relax.tvm_fusion.<op>``.
+    description : str
+        One line for TVM's registry.
+    infer_type : Callable
+        ``FInferType``: the type of a call.
+    legalize : Callable
+        ``FLegalize``: the expression that replaces a call in ``LegalizeOps``.
+
+    Returns
+    -------
+    Op
+        The op; an op that exists already is returned as it is, so that a reload is harmless.
+    """
+    if name not in Op.list_op_names():
+        tvm.ir._ffi_api.RegisterOp(name, description)
+        tvm.ir.register_op_attr(name, "FInferType", infer_type)
+        tvm.ir.register_op_attr(name, "FLegalize", legalize)
+        tvm.ir.register_op_attr(name, "FPurity", True)
+    return Op.get(name)

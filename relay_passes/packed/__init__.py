@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``PackLayout`` knows of each op: one module for each family of ops that can stay packed.
+
+``RULES`` maps an op's name to the function that rewrites a call of it. A rule gets the scope and
+the binding, and returns the packed result, an expression that replaces the value, or None where
+the call has to stay in NCHW.
+"""
+
+from __future__ import annotations
+
+from .channels import CHANNEL_RULES
+from .convolution import CONVOLUTION_RULES
+from .elementwise import ELEMENTWISE_RULES
+from .scope import Rule
+from .spatial import SPATIAL_RULES
+
+RULES: dict[str, Rule] = CONVOLUTION_RULES | ELEMENTWISE_RULES | SPATIAL_RULES | CHANNEL_RULES

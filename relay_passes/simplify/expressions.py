@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the graph asks of single expressions: which op, which operands, and another operand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tvm import relax
+from tvm.ir import GenericConst, Op
+
+Value = Any
+"""What is bound to a variable: an expression, or None where that is unknown."""
+
+TUPLE_GET_ITEM = "TupleGetItem"
+"""The key under which rules for ``TupleGetItem`` are filed; all others are filed by op name."""
+
+
+def op_name(expr: Value) -> str | None:
+    """Name of the op that ``expr`` calls; None when it is no call of an op."""
+    if isinstance(expr, relax.Call) and isinstance(expr.op, Op):
+        return str(expr.op.name)
+    return TUPLE_GET_ITEM if isinstance(expr, relax.TupleGetItem) else None
+
+
+def is_removable(value: relax.Expr) -> bool:
+    """Whether a value outside a dataflow block may go when nobody reads it."""
+    if isinstance(value, relax.Call):
+        return isinstance(value.op, Op) and value.op.get_attr("FPurity") is True
+    return isinstance(value, relax.Var | GenericConst | relax.Tuple | relax.TupleGetItem)
+
+
+def operands(value: relax.Expr) -> Iterator[relax.Var]:
+    """Every variable that ``value`` reads, as often as it reads it."""
+    if isinstance(value, relax.Var):
+        yield value
+    elif isinstance(value, relax.Call):
+        yield from operands(value.op) if isinstance(value.op, relax.Var) else ()
+        for argument in value.args:
+            yield from operands(argument)
+    elif isinstance(value, relax.Tuple):
+        for element in value.fields:
+            yield from operands(element)
+    elif isinstance(value, relax.TupleGetItem):
+        yield from operands(value.tuple_value)
+    elif isinstance(value, relax.If | relax.Function | relax.SeqExpr):
+        yield from relax.analysis.free_vars(value)
+
+
+def substitute(value: relax.Expr, old: relax.Var, new: relax.Expr) -> relax.Expr:
+    """``value`` with ``new`` wherever it reads ``old``; other kinds than calls and tuples stay."""
+    if isinstance(value, relax.Var):
+        return new if value.same_as(old) else value
+    if isinstance(value, relax.Call):
+        arguments = [substitute(argument, old, new) for argument in value.args]
+        return relax.Call(value.op, arguments, value.attrs, value.ty_args, value.span)
+    if isinstance(value, relax.Tuple):
+        return relax.Tuple([substitute(element, old, new) for element in value.fields])
+    if isinstance(value, relax.TupleGetItem):
+        return relax.TupleGetItem(substitute(value.tuple_value, old, new), value.index)
+    return value

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops on constants are computed here, by numpy.
+
+``relax.transform.FoldConstant`` builds and runs a kernel for each op that it folds, and a network
+has hundreds of weights to reshape. So the ops that stand in front of weights are computed by numpy,
+and what is not in the table is left to that pass. A ``broadcast_to`` that only element-wise ops
+read stays: they broadcast the small constant by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tvm import relax, tirx
+from tvm.ir import GenericConst, GlobalVar
+
+from .constants import array_of, tensor_constant
+from .expressions import Value, op_name
+from .graph import Graph
+from .remove_broadcast import is_broadcast_by_readers
+
+_SHAPE_OPS = ("relax.shape_of", "relax.shape_to_tensor", "relax.tensor_to_shape")
+_DTYPES = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool")
+
+
+def _shape(call: relax.Call) -> tuple[int, ...]:
+    return tuple(int(extent) for extent in call.ty.shape.values)
+
+
+def _permute(call: relax.Call, x: np.ndarray) -> np.ndarray:
+    axes = call.attrs.axes
+    return np.transpose(x, None if axes is None else [int(axis) for axis in axes])
+
+
+def _concat(call: relax.Call, *parts: np.ndarray) -> np.ndarray:
+    return np.concatenate(parts, int(call.attrs.axis or 0))
+
+
+_COMPUTE: dict[str, Callable[..., Any]] = {
+    "relax.add": lambda call, x, y: x + y,
+    "relax.subtract": lambda call, x, y: x - y,
+    "relax.multiply": lambda call, x, y: x * y,
+    "relax.maximum": lambda call, x, y: np.maximum(x, y),
+    "relax.minimum": lambda call, x, y: np.minimum(x, y),
+    "relax.negative": lambda call, x: -x,
+    "relax.sqrt": lambda call, x: np.sqrt(x),
+    "relax.rsqrt": lambda call, x: 1 / np.sqrt(x),
+    "relax.isnan": lambda call, x: np.isnan(x),
+    "relax.where": lambda call, condition, x, y: np.where(condition, x, y),
+    "relax.astype": lambda call, x: x,
+    "relax.reshape": lambda call, x: x.reshape(_shape(call)),
+    "relax.squeeze": lambda call, x: x.reshape(_shape(call)),
+    "relax.expand_dims": lambda call, x: x.reshape(_shape(call)),
+    "relax.broadcast_to": lambda call, x: np.broadcast_to(x, _shape(call)),
+    "relax.permute_dims": _permute,
+    "relax.concat": _concat,
+}
+_FLOAT_ONLY: dict[str, Callable[..., Any]] = {
+    "relax.divide": lambda call, x, y: x / y,
+}
+
+FOLDED = (*_COMPUTE, *_FLOAT_ONLY)
+
+
+def fold_constant(graph: Graph, call: relax.Expr) -> Value:
+    """The value of ``call`` if all its tensors are constants."""
+    name = op_name(call)
+    if name == "relax.broadcast_to" and is_broadcast_by_readers(graph, graph.current):
+        return None
+    tensors = _tensors(call)
+    if not tensors or not all(isinstance(tensor, GenericConst) for tensor in tensors):
+        return None
+    if not _is_static(call.ty) or not all(_is_static(tensor.ty) for tensor in tensors):
+        return None
+    dtype = str(call.ty.dtype)
+    if name in _FLOAT_ONLY and not dtype.startswith("float"):
+        return None
+    with np.errstate(all="ignore"):
+        compute = _COMPUTE.get(name or "") or _FLOAT_ONLY[name or ""]
+        result = compute(call, *(array_of(tensor) for tensor in tensors))
+    return tensor_constant(result, dtype)
+
+
+def needs_kernel(call: relax.Expr) -> bool:
+    """Whether ``call`` computes with constants only, but not with an op of the table."""
+    name = op_name(call)
+    if name is None or name in FOLDED or not isinstance(call, relax.Call):
+        return False
+    if name in _SHAPE_OPS:
+        return True
+    known = (GenericConst, relax.ShapeExpr, tirx.IntImm, tirx.FloatImm)
+    operands = [arg for arg in _flattened(call) if not isinstance(arg, GlobalVar)]
+    return bool(call.op.get_attr("FPurity")) and all(isinstance(arg, known) for arg in operands)
+
+
+def _tensors(call: relax.Call) -> list[relax.Expr]:
+    return [arg for arg in _flattened(call) if not isinstance(arg, relax.ShapeExpr)]
+
+
+def _flattened(call: relax.Call) -> list[relax.Expr]:
+    """The operands of ``call``, a tuple of them taken apart."""
+    operands: list[relax.Expr] = []
+    for argument in call.args:
+        operands.extend(argument.fields if isinstance(argument, relax.Tuple) else [argument])
+    return operands
+
+
+def _is_static(ty: relax.Type) -> bool:
+    """Whether ``ty`` is a tensor of known extents and of an element type that numpy has."""
+    if not isinstance(ty, relax.TensorType) or str(ty.dtype) not in _DTYPES:
+        return False
+    values = getattr(ty.shape, "values", None)
+    return values is not None and all(isinstance(value, tirx.IntImm) for value in values)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TE computes of one convolution and of a fused pair, in NCHW and in NCHW[x]c.
+
+Layouts (``x`` lanes a channel block, ``B(C) = ceil(C / x)``):
+
+========== ========================= =============================================
+tensor     NCHW                      NCHW[x]c
+========== ========================= =============================================
+data       ``[N, C, H, W]``          ``[N, B(C), H, W, x]``
+weight     ``[O, I / g, kh, kw]``    dense ``[B(O), B(I / g), kh, kw, x, x]`` (in, out lanes),
+                                     first layer ``[B(O), I, kh, kw, 1, x]`` on NCHW data,
+                                     depthwise ``[B(C), kh, kw, x]``
+bias       ``[O]``                   ``[B(O), x]``
+========== ========================= =============================================
+
+Block names are fixed, because schedule rules find their stages by them: ``pad1``, ``conv1``,
+``layer1`` (bias, residual, activation), and the same with 2 for the second layer.
+"""
+
+from __future__ import annotations
+
+from tvm import te, tirx
+
+from ..conv2d_workload import Activation, ConvLayer
+
+
+def activate(value: tirx.Expr, activation: Activation, dtype: str) -> tirx.Expr:
+    """Apply ``activation`` to one element, or to one vector of elements, of type ``dtype``."""
+
+    def const(number: float) -> tirx.Expr:
+        return tirx.const(number, dtype)
+
+    def clip(element: tirx.Expr, low: float, high: float) -> tirx.Expr:
+        return tirx.min(tirx.max(element, const(low)), const(high))
+
+    if activation.kind == "none":
+        return value
+    if activation.kind == "relu":
+        return tirx.max(value, const(0))
+    if activation.kind == "relu6":
+        return clip(value, 0, 6)
+    if activation.kind == "clip":
+        return clip(value, activation.low, activation.high)
+    if activation.kind == "hardswish":
+        return value * clip(value + const(3), 0, 6) * const(1 / 6)
+    gate = tirx.sigmoid(value)
+    return gate if activation.kind == "sigmoid" else value * gate
+
+
+def conv2d(
+    data: te.Tensor,
+    weight: te.Tensor,
+    bias: te.Tensor,
+    residual: te.Tensor | None,
+    layer: ConvLayer,
+    data_layout: str = "NCHW",
+    out_layout: str = "NCHW",
+) -> te.Tensor:
+    """One convolution: ``act(conv(data, weight) + bias [+ residual])``.
+
+    Parameters
+    ----------
+    data, weight, bias : te.Tensor
+        In the layouts of the table in this module's docstring.
+    residual : te.Tensor | None
+        A tensor of the output's shape.
+    layer : ConvLayer
+        Attributes; its channel counts are the true ones, without padding lanes.
+    data_layout, out_layout : str
+        ``NCHW`` or ``NCHW{x}c``.
+
+    Returns
+    -------
+    te.Tensor
+        The activated output in ``out_layout``.
+    """
+    return _layer(data, weight, bias, residual, layer, data_layout, out_layout, "1")
+
+
+def fused_conv2d(
+    data: te.Tensor,
+    weight1: te.Tensor,
+    bias1: te.Tensor,
+    weight2: te.Tensor,
+    bias2: te.Tensor,
+    residual: te.Tensor | None,
+    layer1: ConvLayer,
+    layer2: ConvLayer,
+    data_layout: str = "NCHW",
+    out_layout: str = "NCHW",
+) -> te.Tensor:
+    """Two convolutions: ``act2(conv2(act1(conv1(data) + bias1)) + bias2 [+ residual])``.
+
+    The intermediate has the layout of the output. Parameters are those of :func:`conv2d`,
+    numbered by layer.
+    """
+    mid = _layer(data, weight1, bias1, None, layer1, data_layout, out_layout, "1")
+    return _layer(mid, weight2, bias2, residual, layer2, out_layout, out_layout, "2")
+
+
+def _layer(
+    data: te.Tensor,
+    weight: te.Tensor,
+    bias: te.Tensor,
+    residual: te.Tensor | None,
+    layer: ConvLayer,
+    data_layout: str,
+    out_layout: str,
+    suffix: str,
+) -> te.Tensor:
+    if out_layout == "NCHW":
+        conv = _conv_plain(_pad(data, layer, suffix), weight, layer, suffix)
+    elif data_layout == "NCHW":
+        conv = _conv_first(_pad(data, layer, suffix), weight, layer, suffix)
+    elif layer.is_depthwise:
+        conv = _conv_depthwise(_pad(data, layer, suffix), weight, layer, suffix)
+    else:
+        conv = _conv_packed(_pad(data, layer, suffix), weight, layer, suffix)
+
+    def finish(*index: tirx.Var) -> tirx.Expr:
+        value = conv(*index) + (bias(index[1]) if len(index) == 4 else bias(index[1], index[4]))
+        if residual is not None:
+            value = value + residual(*index)
+        return activate(value, layer.activation, data.dtype)
+
+    return te.compute(conv.shape, finish, name=f"layer{suffix}")
+
+
+def _pad(data: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
+    top, left, bottom, right = layer.padding
+    if not any(layer.padding):
+        return data
+    height, width = data.shape[2], data.shape[3]
+    shape = [*data.shape]
+    shape[2], shape[3] = height + top + bottom, width + left + right
+
+    def read(*index: tirx.Var) -> tirx.Expr:
+        n, c, h, w, *lane = index
+        inside = tirx.all(h >= top, h < height + top, w >= left, w < width + left)
+        zero = tirx.const(0, data.dtype)
+        return tirx.if_then_else(inside, data(n, c, h - top, w - left, *lane), zero)
+
+    return te.compute(shape, read, name=f"pad{suffix}")
+
+
+def _out_space(padded: te.Tensor, layer: ConvLayer) -> list[tirx.Expr]:
+    return [
+        (padded.shape[2 + i] - (layer.kernel[i] - 1) * layer.dilation[i] - 1) // layer.strides[i]
+        + 1
+        for i in range(2)
+    ]
+
+
+def _taps(layer: ConvLayer) -> tuple[tirx.IterVar, tirx.IterVar]:
+    return (
+        te.reduce_axis((0, layer.kernel[0]), name="kh"),
+        te.reduce_axis((0, layer.kernel[1]), name="kw"),
+    )
+
+
+def _source(layer: ConvLayer, h: tirx.Expr, w: tirx.Expr, kh, kw) -> tuple[tirx.Expr, tirx.Expr]:
+    return (
+        h * layer.strides[0] + kh * layer.dilation[0],
+        w * layer.strides[1] + kw * layer.dilation[1],
+    )
+
+
+def _conv_plain(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
+    kh, kw = _taps(layer)
+    group_in = layer.in_channels // layer.groups
+    group_out = layer.out_channels // layer.groups
+    ic = te.reduce_axis((0, group_in), name="ic")
+
+    def value(n, o, h, w):
+        channel = ic if layer.groups == 1 else (o // group_out) * group_in + ic
+        return te.sum(
+            data(n, channel, *_source(layer, h, w, kh, kw)) * weight(o, ic, kh, kw),
+            axis=[ic, kh, kw],
+        )
+
+    shape = [data.shape[0], layer.out_channels, *_out_space(data, layer)]
+    return te.compute(shape, value, name=f"conv{suffix}")
+
+
+def _conv_first(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
+    kh, kw = _taps(layer)
+    ic = te.reduce_axis((0, layer.in_channels), name="ic")
+    shape = [data.shape[0], weight.shape[0], *_out_space(data, layer), weight.shape[5]]
+    return te.compute(
+        shape,
+        lambda n, ob, h, w, oi: te.sum(
+            data(n, ic, *_source(layer, h, w, kh, kw)) * weight(ob, ic, kh, kw, 0, oi),
+            axis=[ic, kh, kw],
+        ),
+        name=f"conv{suffix}",
+    )
+
+
+def _conv_depthwise(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
+    kh, kw = _taps(layer)
+    shape = [data.shape[0], data.shape[1], *_out_space(data, layer), data.shape[4]]
+    return te.compute(
+        shape,
+        lambda n, cb, h, w, ci: te.sum(
+            data(n, cb, *_source(layer, h, w, kh, kw), ci) * weight(cb, kh, kw, ci),
+            axis=[kh, kw],
+        ),
+        name=f"conv{suffix}",
+    )
+
+
+def _conv_packed(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
+    kh, kw = _taps(layer)
+    blocks_in, lanes = weight.shape[1], weight.shape[4]
+    icb = te.reduce_axis((0, blocks_in), name="icb")
+    ici = te.reduce_axis((0, lanes), name="ici")
+    shape = [data.shape[0], weight.shape[0], *_out_space(data, layer), weight.shape[5]]
+    blocks_out = int(weight.shape[0]) // layer.groups
+
+    def value(n, ob, h, w, oi):
+        block = icb if layer.groups == 1 else (ob // blocks_out) * blocks_in + icb
+        return te.sum(
+            data(n, block, *_source(layer, h, w, kh, kw), ici)
+            * weight(ob, icb, kh, kw, ici, oi),
+            axis=[icb, kh, kw, ici],
+        )
+
+    return te.compute(shape, value, name=f"conv{suffix}")

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule rule of a single packed convolution: dense, grouped or depthwise.
+
+Loop nest (``units`` are rows, or pixel tiles where the layer is flat)::
+
+    parallel image, chunk of units, chunk of block tiles
+      for group of units that fits L2
+        for block tile            # or inside the pixel loops, when the weights fit L1
+          for unit, pixel tile
+            micro-kernel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import s_tir, tirx
+from tvm.s_tir.dlight import ScheduleRule
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+
+from ..conv2d_workload import ITEM_BYTES, Conv2DKernel, from_json
+from .conv_nest import (
+    Span,
+    block_runs,
+    compute_tile,
+    flatten,
+    for_each_block_tile,
+    is_flat,
+    pixel_nest,
+)
+from .kernel_builder import KernelBuilder
+from .machine import CPUInfo
+from .micro_kernel import Index, LayerOperands
+from .register_tile import register_tile
+from .tiles import Run, split_evenly
+
+# Under this many multiply-add vectors a parallel region costs more than it saves.
+SERIAL_VECTORS = 20_000
+
+
+@dataclass(frozen=True)
+class Conv2DKnobs:
+    """What the template leaves open.
+
+    Parameters
+    ----------
+    pixels, blocks : int
+        The register tile: pixels x channel blocks.
+    unit_chunks, block_chunks : int
+        Parallel pieces of the units and of the block tiles.
+    unit_group : int
+        Units whose input stays in L2 while all block tiles pass over it.
+    blocks_inside : bool
+        Whether the loop over block tiles runs inside the pixel loops.
+    """
+
+    pixels: int
+    blocks: int
+    unit_chunks: int
+    block_chunks: int
+    unit_group: int
+    blocks_inside: bool
+
+
+class Conv2D(ScheduleRule):
+    """Rule for functions that legalization marked as one packed convolution.
+
+    Takes static image sizes (the batch may be symbolic) in ``NCHW[x]c``, or NCHW data with a packed
+    output; returns None for everything else.
+    """
+
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool) -> s_tir.Schedule | None:
+        """Schedule ``func`` for a CPU target with the default knobs."""
+        kernel = packed_kernel(func, target, layers=1)
+        if kernel is None:
+            return None
+        return conv2d_template(func, kernel, default_knobs(kernel, CPUInfo.from_target(target)))
+
+
+def packed_kernel(func: tirx.PrimFunc, target: Target, layers: int) -> Conv2DKernel | None:
+    """The workload of a marked function, or None if the packed templates cannot take it."""
+    text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
+    if target.kind.name != "llvm" or text is None:
+        return None
+    kernel = from_json(str(text))
+    packed = kernel.out_layout != "NCHW" and None not in (kernel.height, kernel.width)
+    return kernel if packed and len(kernel.layers) == layers else None
+
+
+def operands(
+    builder: KernelBuilder, kernel: Conv2DKernel, image: Index, position: int = 0
+) -> LayerOperands:
+    """The operands of a function with parameters data, weight, bias[, residual], output."""
+    layer = kernel.layers[position]
+    weight = builder.buffers[1 + 2 * position]
+    return LayerOperands(
+        layer=layer,
+        source=builder.feature_map(0, image),
+        output=builder.feature_map(-1, image),
+        weight=builder.flat[1 + 2 * position],
+        bias=builder.flat[2 + 2 * position],
+        residual=builder.feature_map(-2, image) if kernel.residual else None,
+        lanes=int(weight.shape[-1]),
+        in_blocks=1 if layer.is_depthwise else int(weight.shape[1]),
+        out_blocks=int(weight.shape[0]),
+        dtype=kernel.dtype,
+    )
+
+
+def conv2d_template(
+    func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: Conv2DKnobs
+) -> s_tir.Schedule:
+    """Write the loop nest of the module's docstring."""
+    builder = KernelBuilder(func)
+    with builder.body():
+        pieces = knobs.unit_chunks * knobs.block_chunks
+        with T.parallel(0, builder.batch * pieces) as index:
+            image, piece = tirx.floordiv(index, pieces), tirx.floormod(index, pieces)
+            ops = operands(builder, kernel, image)
+            if is_flat(ops):
+                ops = flatten(ops, 0, ops.output.height)
+            runs = block_runs(ops, knobs.blocks)
+            tiles = sum(count for _, count, _ in runs)
+            units = chunk(
+                count_units(ops, knobs.pixels),
+                tirx.floordiv(piece, knobs.block_chunks),
+                knobs.unit_chunks,
+            )
+            blocks = chunk(tiles, tirx.floormod(piece, knobs.block_chunks), knobs.block_chunks)
+            longest = -(-count_units(ops, knobs.pixels) // knobs.unit_chunks)
+            if knobs.unit_group >= longest:
+                _nest(ops, units, runs, blocks, knobs)
+            else:
+                with T.serial(0, -(-longest // knobs.unit_group)) as group:
+                    start = units[0] + group * knobs.unit_group
+                    stop = tirx.min(units[1], start + knobs.unit_group)
+                    _nest(ops, (start, stop), runs, blocks, knobs)
+    return builder.schedule()
+
+
+def count_units(ops: LayerOperands, pixels: int) -> int:
+    """How many pieces the pixels can be shared out in: tiles of a flat layer, else rows."""
+    return len(split_evenly(ops.output.width, pixels)) if is_flat(ops) else ops.output.height
+
+
+def chunk(extent: int, index: Index, chunks: int) -> Span:
+    """Part ``index`` of ``chunks`` equal parts of a range."""
+    if chunks == 1:
+        return 0, extent
+    return tirx.floordiv(index * extent, chunks), tirx.floordiv((index + 1) * extent, chunks)
+
+
+def _nest(
+    ops: LayerOperands,
+    units: Span,
+    runs: list[tuple[int, int, int]],
+    blocks: Span,
+    knobs: Conv2DKnobs,
+) -> None:
+    """Both orders of block tiles and pixels over one group of units."""
+    flat = is_flat(ops)
+    rows, tiles = ((0, 1), units) if flat else (units, None)
+
+    def over_pixels(body: Callable[[Index, Run, Index], None]) -> None:
+        pixel_nest(ops, rows, knobs.pixels, body, tiles)
+
+    def over_blocks(body: Callable[[Index, int], None]) -> None:
+        for block, size in for_each_block_tile(runs, blocks):
+            body(block, size)
+
+    if knobs.blocks_inside:
+        over_pixels(
+            lambda row, run, column: over_blocks(
+                lambda block, size: compute_tile(ops, block, size, row, run, column)
+            )
+        )
+    else:
+        over_blocks(
+            lambda block, size: over_pixels(
+                lambda row, run, column: compute_tile(ops, block, size, row, run, column)
+            )
+        )
+
+
+def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKnobs:
+    """Knobs by counting cycles (:mod:`.register_tile`), cache sizes and even shares for all cores.
+
+    All cores share the rows, as in the neighbouring layers, so that each finds its input in its own
+    cache; they share the channels where rows do not divide well or the weights outweigh the input.
+    """
+    layer = kernel.layers[0]
+    height, width = int(kernel.height or 1), int(kernel.width or 1)
+    out_h, out_w = layer.output_size(height, width)
+    out_blocks = -(-layer.out_channels // kernel.lanes)
+    flat = layer.is_pointwise and kernel.data_layout != "NCHW"
+    row = out_h * out_w if flat else out_w
+    pixels, blocks = register_tile(layer, row, kernel.lanes, cpu)
+    units = len(split_evenly(row, pixels)) if flat else out_h
+    block_tiles = -(-out_blocks // blocks)
+    item = ITEM_BYTES[kernel.dtype]
+    weight_bytes = layer.weight_elements() * item
+    unit_bytes = layer.in_channels * item * (
+        pixels if flat else width * layer.strides[0]
+    )
+    chunks = _share_out(kernel, cpu, units, block_tiles, weight_bytes > units * unit_bytes)
+    return Conv2DKnobs(
+        pixels=pixels,
+        blocks=blocks,
+        unit_chunks=chunks[0],
+        block_chunks=chunks[1],
+        unit_group=max(1, cpu.l2_bytes // 2 // unit_bytes),
+        blocks_inside=not layer.is_depthwise and weight_bytes <= cpu.l1d_bytes // 2,
+    )
+
+
+def _share_out(
+    kernel: Conv2DKernel, cpu: CPUInfo, units: int, block_tiles: int, heavy_weights: bool
+) -> tuple[int, int]:
+    """Parallel chunks of units and of block tiles."""
+    cores = cpu.num_cores
+    work = kernel.layers[0].flops(int(kernel.height or 1), int(kernel.width or 1)) // 2
+    batch = kernel.batch or 1
+    if cores == 1 or batch % cores == 0 or work * batch < SERIAL_VECTORS * kernel.lanes:
+        return 1, 1
+
+    def idle(pieces: int) -> float:
+        return -(-pieces // cores) * cores / pieces
+
+    by_units, by_blocks = idle(units), idle(block_tiles)
+    if by_blocks < by_units * (1.0 if heavy_weights else 0.95):
+        return 1, min(cores, block_tiles)
+    return min(cores, units), 1

@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule rule of two fused packed convolutions: Algorithm 2 of the dissertation, chapter 3.
+
+Loop nest (the four tunable loops in any order, layer one at any of five places)::
+
+    parallel n, h_t, w_t[, oc_t]                 # loop 0
+      for loop 1 in order                        # order: a permutation of
+        for loop 2 in order                      #   oc2, ic_o, h_o, w_o
+          [compute_at = 2: layer one's sub-tensor of the ranges open here, with its post-ops]
+          for loop 3 in order
+            for loop 4 in order
+              micro-kernels of layer two; its post-ops when ic_o completes
+
+Layer one's sub-tensor is always complete before layer two reads it, and stays in a buffer of the
+parallel tile. What several tiles of layer two need of it (the halo of kernels larger than 1x1, or
+everything if ``oc2`` lies outside) is computed again in each; so the output channels are shared
+out to cores (``oc_t``) only where there are too few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from tvm import s_tir, tirx
+from tvm.s_tir.dlight import ScheduleRule
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+
+from ..conv2d_workload import ITEM_BYTES, Conv2DKernel, ConvLayer
+from ..errors import OpError
+from .conv2d import chunk, packed_kernel
+from .conv_nest import (
+    Span,
+    block_runs,
+    compute_tile,
+    flatten,
+    for_each_block_tile,
+    is_flat,
+    pixel_nest,
+)
+from .kernel_builder import KernelBuilder
+from .machine import CPUInfo
+from .micro_kernel import FeatureMap, Index, LayerOperands, Reduction, loop
+from .register_tile import register_tile
+from .tiles import Run, split_evenly, tile_of, tile_start
+
+LOOPS = ("oc2", "ic_o", "h_o", "w_o")
+
+# Elements between the planes of the intermediate, so that planes of 4 KiB do not share cache sets.
+MID_SKEW = 16
+
+
+@dataclass(frozen=True)
+class FusedConv2DKnobs:
+    """What Algorithm 2 leaves open.
+
+    Parameters
+    ----------
+    pixels1, blocks1, pixels2, blocks2 : int
+        Register tiles of the two layers: pixels x channel blocks.
+    h_t, w_t, oc_t : int
+        Parallel pieces of the output's rows, of the tiles of a row, and of the channel tiles.
+    h : int
+        Rows of the output in one step of ``h_o``.
+    w_o : int
+        Pieces of a row in loop ``w_o``.
+    ic_o : int
+        Pieces of the reduction of layer two; a divisor of its input blocks.
+    order : tuple[str, ...]
+        Loops 1 to 4, outermost first.
+    compute_at : int
+        How many of them enclose the computation of layer one, 0 to 4.
+    """
+
+    pixels1: int
+    blocks1: int
+    pixels2: int
+    blocks2: int
+    h_t: int
+    w_t: int = 1
+    oc_t: int = 1
+    h: int = 1
+    w_o: int = 1
+    ic_o: int = 1
+    order: tuple[str, ...] = ("h_o", "w_o", "ic_o", "oc2")
+    compute_at: int = 1
+
+    def __post_init__(self) -> None:
+        if sorted(self.order) != sorted(LOOPS):
+            raise OpError(f"order is {self.order}; expected a permutation of {LOOPS}")
+        if not 0 <= self.compute_at <= len(LOOPS):
+            raise OpError(f"compute_at is {self.compute_at}; expected 0 to {len(LOOPS)}")
+
+
+class FusedConv2D(ScheduleRule):
+    """Rule for functions that legalization marked as a fused pair of packed convolutions.
+
+    Takes what :func:`unsupported` does not refuse; returns None for everything else.
+    """
+
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool) -> s_tir.Schedule | None:
+        """Schedule ``func`` for a CPU target with the default knobs."""
+        kernel = packed_kernel(func, target, layers=2)
+        if kernel is None or unsupported(*kernel.layers, kernel.lanes) is not None:
+            return None
+        knobs = default_knobs(kernel, CPUInfo.from_target(target))
+        return fused_conv2d_template(func, kernel, knobs)
+
+
+def unsupported(layer1: ConvLayer, layer2: ConvLayer, lanes: int) -> str | None:
+    """Why the template cannot take a pair; None if it can."""
+    if layer2.groups != 1:
+        return "the second layer has groups; the template reduces over all its input channels"
+    for name, layer in (("first", layer1), ("second", layer2)):
+        if layer.groups > 1 and not layer.is_depthwise:
+            if layer.in_channels // layer.groups % lanes or layer.out_channels // layer.groups % lanes:
+                return f"the {name} layer's groups do not fill blocks of {lanes} channels"
+    return None
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Ranges of layer two that are open at a point of the nest.
+
+    Parameters
+    ----------
+    rows : Span
+        Output rows.
+    row_counts : tuple[int, ...]
+        The numbers of rows that ``rows`` may hold.
+    tiles : Span | None
+        Pixel tiles of a row; None for whole rows.
+    block, blocks : Index, int
+        The tile of output blocks, once ``oc2`` is open.
+    reduction : Reduction
+        Input blocks of layer two.
+    """
+
+    rows: Span
+    row_counts: tuple[int, ...]
+    tiles: Span | None
+    reduction: Reduction
+    block: Index = 0
+    blocks: int = 0
+
+
+class _Nest:
+    """The loops of one parallel tile."""
+
+    def __init__(
+        self,
+        ops1: LayerOperands,
+        ops2: LayerOperands,
+        knobs: FusedConv2DKnobs,
+        block_span: Span | None,
+    ):
+        self.ops1, self.ops2, self.knobs = ops1, ops2, knobs
+        self.block_span = block_span
+
+    def build(self, tile: _Tile, level: int = 0) -> None:
+        """Open the loops from ``level`` on, and compute layer one where it belongs."""
+        if level == self.knobs.compute_at:
+            self._layer_one(tile)
+        if level == len(LOOPS):
+            self._layer_two(tile)
+            return
+        loops: dict[str, Callable[[_Tile], Iterator[_Tile]]] = {
+            "oc2": self._loop_oc2,
+            "ic_o": self._loop_ic,
+            "h_o": self._loop_h,
+            "w_o": self._loop_w,
+        }
+        for inner in loops[self.knobs.order[level]](tile):
+            self.build(inner, level + 1)
+
+    def _loop_oc2(self, tile: _Tile) -> Iterator[_Tile]:
+        runs = block_runs(self.ops2, self.knobs.blocks2)
+        for block, blocks in for_each_block_tile(runs, self.block_span):
+            yield replace(tile, block=block, blocks=blocks)
+
+    def _loop_ic(self, tile: _Tile) -> Iterator[_Tile]:
+        parts = self.knobs.ic_o
+        if parts == 1:
+            yield tile
+            return
+        count = self.ops2.in_blocks // parts
+        with loop(0, parts) as part:
+            yield replace(
+                tile, reduction=Reduction(part * count, count, part == 0, part == parts - 1)
+            )
+
+    def _loop_h(self, tile: _Tile) -> Iterator[_Tile]:
+        step, (start, stop) = self.knobs.h, tile.rows
+        if step >= max(tile.row_counts):
+            yield tile
+            return
+        counts = {min(step, count) for count in tile.row_counts}
+        counts |= {count % step for count in tile.row_counts} - {0}
+        count = stop - start
+        trips = -(-count // step) if isinstance(count, int) else tirx.ceildiv(count, step)
+        with loop(0, trips) as index:
+            first = start + index * step
+            rows = (first, tirx.min(stop, first + step))
+            yield replace(tile, rows=rows, row_counts=tuple(sorted(counts)))
+
+    def _loop_w(self, tile: _Tile) -> Iterator[_Tile]:
+        pieces = self.knobs.w_o
+        if pieces == 1:
+            yield tile
+            return
+        start, stop = tile.tiles or (0, self._row_tiles())
+        with loop(0, pieces) as piece:
+            low, high = chunk(stop - start, piece, pieces)
+            yield replace(tile, tiles=(start + low, start + high))
+
+    def _row_tiles(self) -> int:
+        return len(split_evenly(self.ops2.output.width, self.knobs.pixels2))
+
+    def _layer_one(self, tile: _Tile) -> None:
+        """Compute the sub-tensor of layer one that the open ranges of layer two read."""
+        ops, layer2, knobs = self.ops1, self.ops2.layer, self.knobs
+        rows = _source_span(tile.rows, layer2, ops.output.height, axis=0)
+        part = tile.reduction
+        output = replace(ops.output, first_row=rows[0], first_block=part.start)
+        ops = replace(ops, output=output)
+        tiles = None
+        if tile.tiles is not None:
+            width, row2 = output.width, self.ops2.output.width
+            columns = (
+                tile_start(row2, knobs.pixels2, tile.tiles[0]),
+                tile_start(row2, knobs.pixels2, tile.tiles[1]),
+            )
+            first, last = _source_span(columns, layer2, width, axis=1)
+            tiles = (
+                tile_of(width, knobs.pixels1, first),
+                tile_of(width, knobs.pixels1, last - 1) + 1,
+            )
+        for block, blocks in for_each_block_tile(self._runs_one(part.count), None):
+
+            def body(row: Index, run: Run, column: Index) -> None:
+                compute_tile(ops, part.start + block, blocks, row, run, column)
+
+            pixel_nest(ops, rows, knobs.pixels1, body, tiles)
+        self.ops2 = replace(self.ops2, source=output)
+
+    def _runs_one(self, count: int) -> list[tuple[int, int, int]]:
+        """Tiles of ``count`` blocks of layer one; a grouped layer's must not cross groups."""
+        layer = self.ops1.layer
+        tile = 1 if layer.groups > 1 else self.knobs.blocks1
+        return block_runs(replace(self.ops1, out_blocks=count, layer=replace(layer, groups=1)), tile)
+
+    def _layer_two(self, tile: _Tile) -> None:
+        """Call the micro-kernels of layer two; whole rows of a pointwise layer are flat."""
+        if not is_flat(self.ops2) or tile.tiles is not None:
+            self._pixels(self.ops2, tile.rows, tile, tile.tiles)
+            return
+        start, stop = tile.rows
+        for count in tile.row_counts:
+            with _when(stop - start == count, always=len(tile.row_counts) == 1):
+                self._pixels(flatten(self.ops2, start, count), (0, 1), tile, None)
+
+    def _pixels(
+        self, ops: LayerOperands, rows: Span, tile: _Tile, tiles: Span | None
+    ) -> None:
+        def body(row: Index, run: Run, column: Index) -> None:
+            compute_tile(ops, tile.block, tile.blocks, row, run, column, tile.reduction)
+
+        pixel_nest(ops, rows, self.knobs.pixels2, body, tiles)
+
+
+@contextmanager
+def _when(condition: tirx.Expr, always: bool) -> Iterator[None]:
+    if always:
+        yield
+        return
+    with T.If(condition), T.Then():
+        yield
+
+
+def _source_span(span: Span, layer: ConvLayer, extent: int, axis: int) -> Span:
+    """Rows (axis 0) or columns (axis 1) of the input that an output range of ``layer`` reads."""
+    stride, before = layer.strides[axis], layer.padding[axis]
+    reach = (layer.kernel[axis] - 1) * layer.dilation[axis] + 1
+    start, stop = span
+    low, high = start * stride - before, (stop - 1) * stride + reach - before
+    if before:
+        low = tirx.max(0, low)
+    return low, tirx.min(extent, high)
+
+
+def fused_conv2d_template(
+    func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: FusedConv2DKnobs
+) -> s_tir.Schedule:
+    """Write the loop nest of the module's docstring."""
+    builder = KernelBuilder(func)
+    pieces = knobs.h_t * knobs.w_t * knobs.oc_t
+    with builder.body():
+        with T.parallel(0, builder.batch * pieces) as index:
+            image = tirx.floordiv(index, pieces)
+            with T.sblock("parallel_tile"):
+                T.reads()
+                T.writes()
+                ops1, ops2 = _operands(builder, kernel, knobs, image)
+                piece = tirx.floormod(index, pieces)
+                height = ops2.output.height
+                tiles2 = len(split_evenly(ops2.output.width, knobs.pixels2))
+                blocks2 = sum(count for _, count, _ in block_runs(ops2, knobs.blocks2))
+                nest = _Nest(
+                    ops1,
+                    ops2,
+                    knobs,
+                    _share(blocks2, tirx.floormod(piece, knobs.oc_t), knobs.oc_t),
+                )
+                piece = tirx.floordiv(piece, knobs.oc_t)
+                whole = Reduction(0, ops2.in_blocks)
+                nest.build(
+                    _Tile(
+                        rows=chunk(height, tirx.floordiv(piece, knobs.w_t), knobs.h_t),
+                        row_counts=chunk_sizes(height, knobs.h_t),
+                        tiles=_share(tiles2, tirx.floormod(piece, knobs.w_t), knobs.w_t),
+                        reduction=whole,
+                    )
+                )
+    return builder.schedule()
+
+
+def _share(extent: int, index: Index, pieces: int) -> Span | None:
+    return None if pieces == 1 else chunk(extent, index, pieces)
+
+
+def chunk_sizes(extent: int, pieces: int) -> tuple[int, ...]:
+    """The sizes that :func:`chunk` produces."""
+    small, rest = divmod(extent, pieces)
+    return (small, small + 1) if rest else (small,)
+
+
+def _operands(
+    builder: KernelBuilder, kernel: Conv2DKernel, knobs: FusedConv2DKnobs, image: Index
+) -> tuple[LayerOperands, LayerOperands]:
+    """Operands of both layers, with the intermediate in a buffer of the parallel tile."""
+    _, weight1, _, weight2 = builder.buffers[:4]
+    layer1, layer2 = kernel.layers
+    source, output = builder.feature_map(0, image), builder.feature_map(-1, image)
+    mid_h, mid_w = layer1.output_size(source.height, source.width)
+    rows, blocks = mid_extents(kernel, knobs, mid_h, output.height, int(weight2.shape[1]))
+    lanes = kernel.lanes
+    row_stride = mid_w * lanes
+    block_stride = rows * row_stride + MID_SKEW
+    mid = FeatureMap(
+        buffer=T.sblock_alloc_buffer((blocks * block_stride,), kernel.dtype),
+        offset=0,
+        block_stride=block_stride,
+        row_stride=row_stride,
+        lanes=lanes,
+        height=mid_h,
+        width=mid_w,
+    )
+    ops1 = LayerOperands(
+        layer=layer1,
+        source=source,
+        output=mid,
+        weight=builder.flat[1],
+        bias=builder.flat[2],
+        residual=None,
+        lanes=lanes,
+        in_blocks=1 if layer1.is_depthwise else int(weight1.shape[1]),
+        out_blocks=int(weight1.shape[0]),
+        dtype=kernel.dtype,
+    )
+    ops2 = LayerOperands(
+        layer=layer2,
+        source=mid,
+        output=output,
+        weight=builder.flat[3],
+        bias=builder.flat[4],
+        residual=builder.feature_map(-2, image) if kernel.residual else None,
+        lanes=lanes,
+        in_blocks=int(weight2.shape[1]),
+        out_blocks=int(weight2.shape[0]),
+        dtype=kernel.dtype,
+    )
+    return ops1, ops2
+
+
+def mid_extents(
+    kernel: Conv2DKernel, knobs: FusedConv2DKnobs, mid_height: int, out_height: int, blocks: int
+) -> tuple[int, int]:
+    """Most rows and channel blocks of the intermediate that live at the same time."""
+    layer2 = kernel.layers[1]
+    enclosing = knobs.order[: knobs.compute_at]
+    out_rows = max(chunk_sizes(out_height, knobs.h_t))
+    if "h_o" in enclosing:
+        out_rows = min(out_rows, knobs.h)
+    reach = (layer2.kernel[0] - 1) * layer2.dilation[0] + 1
+    rows = min(mid_height, (out_rows - 1) * layer2.strides[0] + reach)
+    return rows, blocks // knobs.ic_o if "ic_o" in enclosing else blocks
+
+
+def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> FusedConv2DKnobs:
+    """Knobs from register tiles, cache sizes and even shares for all cores.
+
+    Rows are shared out; channels instead where rows leave cores idle and repeating layer one on
+    each core costs less than that. As many rows are taken at a time as keep the intermediate in
+    half of the L2 (of the L1, where the second layer's weights are small enough to stay there too).
+    """
+    layer1, layer2 = kernel.layers
+    height, width = int(kernel.height or 1), int(kernel.width or 1)
+    mid_h, mid_w = layer1.output_size(height, width)
+    out_h, out_w = layer2.output_size(mid_h, mid_w)
+    pixels1, blocks1 = register_tile(layer1, mid_w, kernel.lanes, cpu)
+    item = ITEM_BYTES[kernel.dtype]
+    row_bytes = mid_w * layer1.out_channels * item * layer2.strides[0]
+    small_weights = layer2.weight_elements() * item <= cpu.l1d_bytes // 2
+    budget = cpu.l1d_bytes // 2 if small_weights else cpu.l2_bytes // 2
+    h_t, oc_t = _share_out(kernel, cpu, out_h)
+    h = max(1, min(-(-out_h // h_t), budget // row_bytes))
+    row = h * out_w if layer2.is_pointwise else out_w
+    pixels2, blocks2 = register_tile(layer2, row, kernel.lanes, cpu)
+    return FusedConv2DKnobs(pixels1, blocks1, pixels2, blocks2, h_t=h_t, oc_t=oc_t, h=h)
+
+
+def _share_out(kernel: Conv2DKernel, cpu: CPUInfo, out_h: int) -> tuple[int, int]:
+    """Parallel pieces of rows and of output channels."""
+    layer1, layer2 = kernel.layers
+    cores, batch = cpu.num_cores, kernel.batch or 1
+    if cores == 1 or batch % cores == 0:
+        return 1, 1
+    height, width = int(kernel.height or 1), int(kernel.width or 1)
+    flops1 = layer1.flops(height, width)
+    flops2 = layer2.flops(*layer1.output_size(height, width))
+    pieces = min(cores, out_h)
+    by_rows = (flops1 + flops2) * -(-out_h // pieces) / out_h
+    by_channels = flops1 + flops2 / cores
+    enough_channels = layer2.out_channels >= 4 * cores * kernel.lanes
+    return (1, cores) if enough_channels and by_channels < by_rows else (pieces, 1)

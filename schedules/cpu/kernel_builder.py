@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening a scheduled function with the signature of the function that it implements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from .micro_kernel import FeatureMap, Index
+
+
+class KernelBuilder:
+    """Writes a function with the parameters and attributes of ``func``.
+
+    Attributes
+    ----------
+    flat : list[tirx.Buffer]
+        One-dimensional views of the parameters, in order, valid inside :meth:`body`.
+    """
+
+    def __init__(self, func: tirx.PrimFunc):
+        self.func = func
+        self.buffers = list(func.params)
+        self.flat: list[tirx.Buffer] = []
+        self._result: tirx.PrimFunc | None = None
+
+    @property
+    def batch(self) -> Index:
+        """Number of images; a variable where the batch is symbolic."""
+        batch = self.buffers[0].shape[0]
+        return int(batch) if isinstance(batch, tirx.IntImm) else batch
+
+    @contextmanager
+    def body(self) -> Iterator[None]:
+        """Open the function; what is built inside becomes its body."""
+        with IRBuilder() as builder:
+            with T.prim_func(s_tir=True):
+                T.func_name("main")
+                for buffer in self.buffers:
+                    T.arg(buffer.name, buffer)
+                T.func_attr(dict(self.func.attrs))
+                with T.sblock("root"):
+                    T.reads()
+                    T.writes()
+                    self.flat = [self._flatten(buffer) for buffer in self.buffers]
+                    yield
+        self._result = builder.get()
+
+    def schedule(self) -> s_tir.Schedule:
+        """The finished function as a schedule."""
+        assert self._result is not None, "body() has not been closed"
+        return s_tir.Schedule(tvm.IRModule({"main": self._result}))
+
+    @staticmethod
+    def _flatten(buffer: tirx.Buffer) -> tirx.Buffer:
+        size: Index = 1
+        for extent in buffer.shape:
+            size = size * extent
+        return T.decl_buffer((size,), buffer.dtype, data=buffer.data)
+
+    def feature_map(self, position: int, image: Index) -> FeatureMap:
+        """The parameter at ``position`` as the feature map of one image of the batch.
+
+        Five-dimensional parameters are ``NCHW[x]c``, four-dimensional ones NCHW.
+        """
+        shape = [int(extent) for extent in self.buffers[position].shape[1:]]
+        lanes = shape[3] if len(shape) == 4 else 1
+        channels, height, width = shape[:3]
+        plane = height * width * lanes
+        return FeatureMap(
+            buffer=self.flat[position],
+            offset=image * (channels * plane),
+            block_stride=plane,
+            row_stride=width * lanes,
+            lanes=lanes,
+            height=height,
+            width=width,
+        )

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule for transposes and for changes between NCHW and NCHW[x]c."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm import ir, s_tir, sym, tirx
+from tvm.s_tir.dlight.cpu.base import CPUScheduleRule
+from tvm.s_tir.schedule import LoopRV
+from tvm.target import Target
+
+from .facts import Access, BlockFacts, Kernel, block_facts, open_kernel
+from .guards import cut_points
+from .steps import (
+    SERIAL_ELEMENTS,
+    feeds,
+    finish,
+    fuse_group,
+    inline_blocks,
+    merge_groups,
+    schedule_spatial,
+)
+from .tails import TAIL, Overlap
+
+_CACHE_LINE = 64
+_BLOCKS = (4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """A group of loops along which one side is contiguous.
+
+    Parameters
+    ----------
+    group : int
+        Position in the list of merged groups.
+    run : int | None
+        After how many iterations contiguity ends (the lanes of a packed channel), None for never.
+    """
+
+    group: int
+    run: int | None
+
+
+class LayoutTransform(CPUScheduleRule):
+    """Functions that read along one axis and write along another.
+
+    Both contiguous axes are tiled, so that each cache line that is read or written is used whole
+    while it is in the first-level cache; vectors run along the written axis::
+
+        for n_c_block_pixels in T.parallel(...):
+            for pixel in range(8):
+                for lane in T.vectorized(8):
+                    out[n, c_block, pixels * 8 + pixel, lane] = data[n, c_block * 8 + lane, ...]
+
+    Left alone: functions without such a block, those with a reduction, and symbolic extents of the
+    two axes.
+    """
+
+    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+        """Schedule ``func``, or return None if nothing in it is transposed."""
+        kernel = open_kernel(func, target)
+        if kernel is None or not all(info.is_injective() for info in kernel.blocks):
+            return None
+        infos = inline_blocks(kernel)
+        found = [_find_walks(block_facts(kernel.sch, info.block_rv)) for info in infos]
+        if not any(found):
+            return None
+        overlaps: list[Overlap] = []
+        for info, walks in zip(infos, found, strict=True):
+            if walks is None:
+                overlaps += schedule_spatial(kernel, info.block_rv)
+            else:
+                overlaps += _transpose(kernel, block_facts(kernel.sch, info.block_rv), *walks)
+        return finish(kernel.sch, overlaps)
+
+
+def _find_walks(facts: BlockFacts | None) -> tuple[_Walk, _Walk] | None:
+    """The loops along which the block writes and reads contiguously, if they differ."""
+    if facts is None or facts.indirect or not facts.is_static or not facts.loads:
+        return None
+    if any(load.buffer.same_as(facts.store.buffer) for load in facts.loads):
+        return None
+    groups = merge_groups(facts, range(len(facts.extents)))
+    largest = max(facts.loads, key=lambda load: _touched(facts, load))
+    writes = _contiguous(facts, groups, facts.store)
+    reads = _contiguous(facts, groups, largest)
+    if writes is None or reads is None or writes.group == reads.group:
+        return None
+    return writes, reads
+
+
+def _touched(facts: BlockFacts, access: Access) -> int:
+    return facts.volume([k for k, stride in enumerate(access.strides) if stride != 0])
+
+
+def _contiguous(facts: BlockFacts, groups: list[list[int]], access: Access) -> _Walk | None:
+    """The group of loops along which ``access`` moves by one element."""
+    for index, group in enumerate(groups):
+        if access.strides[group[-1]] == 1:
+            return _Walk(index, None)
+    for index, group in enumerate(groups):
+        k = group[-1]
+        if access.strides[k] is None and len(group) == 1:
+            for run in _BLOCKS:
+                if run <= (facts.extents[k] or 0) and not _stride_is_one(facts, access, k, run):
+                    break
+                longest = run
+            else:
+                run = 2 * _BLOCKS[-1]
+            if run > _BLOCKS[0]:
+                return _Walk(index, longest)
+    return None
+
+
+def _stride_is_one(facts: BlockFacts, access: Access, k: int, run: int) -> bool:
+    """Whether the first ``run`` iterations of variable ``k`` touch neighbouring elements."""
+    analyzer = sym.Analyzer()
+    inner = tirx.Var("inner", str(facts.vars[k].ty.dtype))
+    analyzer.bind(inner, ir.Range(0, run))
+    axis = facts.vars[k]
+    moved = tvm_ffi.structural_map(
+        access.offset, (ir.Var, lambda var: inner if var.same_as(axis) else var)
+    )
+    found = sym.detect_linear_equation(analyzer.simplify(moved), [inner])
+    return bool(found) and isinstance(found[0], tirx.IntImm) and int(found[0]) == 1
+
+
+def _transpose(
+    kernel: Kernel, facts: BlockFacts | None, writes: _Walk, reads: _Walk
+) -> list[Overlap]:
+    """Tile both axes, vectorise the written one and parallelise what is outside of the tiles."""
+    assert facts is not None, "the walks were found in these facts"
+    sch = kernel.sch
+    groups = merge_groups(facts, range(len(facts.extents)))
+    loops = sch.get_loops(facts.block)
+    fused = [fuse_group(sch, [loops[k] for k in group]) for group in groups]
+    extents = [facts.volume(group) for group in groups]
+    line = max(1, _CACHE_LINE // facts.itemsize)
+    lanes = max(1, kernel.cpu.vector_bits // 8 // facts.itemsize)
+    overlaps: list[Overlap] = []
+
+    def tile(walk: _Walk, wanted: int) -> LoopRV | None:
+        size = min(wanted, walk.run or wanted, extents[walk.group])
+        if extents[walk.group] == size:
+            inner, fused[walk.group] = fused[walk.group], None
+            return inner
+        fused[walk.group], inner = sch.split(fused[walk.group], [None, size])
+        if extents[walk.group] % size:
+            overlaps.append(Overlap(facts.name, tuple(groups[walk.group]), size))
+        return inner
+
+    written, read = tile(writes, lanes), tile(reads, line)
+    outside = [loop for loop in fused if loop is not None]
+    sch.reorder(*outside, read, written)
+    sch.vectorize(written)
+    if fused[writes.group] is None:
+        cuts = cut_points(sch, facts.block, groups[writes.group][-1])
+        if cuts:
+            sch.annotate(written, TAIL, [1, *cuts, extents[writes.group]])
+    if facts.volume(range(len(facts.extents))) >= SERIAL_ELEMENTS:
+        _parallel_outside(sch, outside, kernel.cpu.num_cores)
+    return overlaps
+
+
+def _parallel_outside(sch: s_tir.Schedule, loops: list[LoopRV], cores: int) -> None:
+    taken, count = 0, 1
+    while taken < len(loops) and not feeds(count, cores):
+        count *= int(sch.get(loops[taken]).extent)
+        taken += 1
+    if taken:
+        sch.parallel(fuse_group(sch, loops[:taken]))

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Register-tiled micro-kernels of packed convolutions, written into a function under construction.
+
+A micro-kernel computes ``P`` pixels x ``V`` vectors of output channels with all accumulators in
+registers over the whole reduction: it starts from the bias (or a partial sum), ends with residual
+and activation, and touches the output once. The reduction runs over input blocks, kernel rows,
+kernel columns and lanes; each step broadcasts ``P`` input elements and loads ``V`` weight vectors
+for ``P x V`` multiply-adds (the batch-reduce GEMM of Georganas et al., arXiv 1906.06440).
+Zero padding costs nothing: rows outside the image shorten the loop over kernel rows, and
+border tiles know their taps (:mod:`.tiles`).
+
+The functions here may only be called between the ``with`` statements of an open ``IRBuilder``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..compute.conv2d import activate
+from ..conv2d_workload import ConvLayer
+from .tiles import Index, Run
+
+
+@dataclass(frozen=True)
+class FeatureMap:
+    """A feature map, or a tile of one, inside a flat buffer.
+
+    Parameters
+    ----------
+    buffer : tirx.Buffer
+        One-dimensional.
+    offset : Index
+        Element of the first stored block, row and column.
+    block_stride, row_stride, lanes : int
+        Elements from one channel block, row, pixel to the next; ``lanes`` is 1 for NCHW data.
+    height, width : int
+        Extents of the whole image, beyond which zeros are read.
+    first_row, first_block : Index
+        Image row and channel block that are stored first.
+    """
+
+    buffer: tirx.Buffer
+    offset: Index
+    block_stride: int
+    row_stride: int
+    lanes: int
+    height: int
+    width: int
+    first_row: Index = 0
+    first_block: Index = 0
+
+    def at(self, block: Index, row: Index, column: Index) -> Index:
+        """Element offset of lane 0 of a pixel."""
+        return (
+            self.offset
+            + (block - self.first_block) * self.block_stride
+            + (row - self.first_row) * self.row_stride
+            + column * self.lanes
+        )
+
+
+@dataclass(frozen=True)
+class LayerOperands:
+    """Everything that a micro-kernel of one layer reads and writes.
+
+    Parameters
+    ----------
+    layer : ConvLayer
+        Attributes; channel counts are the true ones.
+    source, output : FeatureMap
+        Input and output.
+    weight, bias : tirx.Buffer
+        Flat, in the packed layouts of :mod:`schedules.compute.conv2d`.
+    residual : FeatureMap | None
+        Added before the activation.
+    lanes : int
+        Output channels in a block (``x``).
+    in_blocks : int
+        Input blocks that one output channel reads: per group, and 1 for depthwise layers.
+    out_blocks : int
+        Blocks of the output.
+    dtype : str
+        Element type.
+    """
+
+    layer: ConvLayer
+    source: FeatureMap
+    output: FeatureMap
+    weight: tirx.Buffer
+    bias: tirx.Buffer
+    residual: FeatureMap | None
+    lanes: int
+    in_blocks: int
+    out_blocks: int
+    dtype: str
+
+    @property
+    def vector(self) -> str:
+        """Type of one vector of output channels."""
+        return f"{self.dtype}x{self.lanes}"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The part of layer two's input blocks that one call sums up.
+
+    ``first`` and ``last`` say whether this part starts from the bias and whether it ends with the
+    post-ops; a constant, or a condition on a loop variable.
+    """
+
+    start: Index
+    count: int
+    first: tirx.Expr | bool = True
+    last: tirx.Expr | bool = True
+
+
+@contextmanager
+def loop(start: Index, stop: Index) -> Iterator[Index]:
+    """A serial loop, or none where it runs exactly once.
+
+    The loop itself starts at zero: TVM 0.27's ``CanonicalizeLoop`` loses the offset of a loop whose
+    variable stands in the bounds of an inner loop.
+    """
+    if isinstance(start, int) and isinstance(stop, int) and stop - start == 1:
+        yield start
+    else:
+        with T.serial(0, stop - start) as variable:
+            yield start + variable
+
+
+def dense_tile(
+    ops: LayerOperands,
+    block: Index,
+    blocks: int,
+    row: Index,
+    run: Run,
+    column: Index,
+    reduction: Reduction,
+) -> None:
+    """Compute ``run.size`` pixels x ``blocks`` channel blocks of a dense or grouped layer.
+
+    Parameters
+    ----------
+    ops : LayerOperands
+        The layer.
+    block, blocks : Index, int
+        First output block and their number ``V``; all in one group.
+    row, column : Index
+        Output pixel at which the tile starts.
+    run : Run
+        Its number of pixels ``P`` and its taps.
+    reduction : Reduction
+        Which input blocks are summed.
+    """
+    with T.sblock("tile"):
+        T.reads()
+        T.writes()
+        lanes = ops.lanes
+        sums = T.sblock_alloc_buffer((run.size * blocks * lanes,), ops.dtype, scope="local")
+        _start(ops, sums, block, blocks, row, run, column, reduction)
+        group = 0 if ops.layer.groups == 1 else _group_start(ops, block)
+        with loop(reduction.start, reduction.start + reduction.count) as in_block:
+            for kh, kw, span in _taps(ops, row, run):
+                _multiply(ops, sums, (block, blocks), (row, column), (group, in_block), kh, kw, span)
+        _finish(ops, sums, block, blocks, row, run, column, reduction)
+
+
+def depthwise_tile(ops: LayerOperands, block: Index, row: Index, run: Run, column: Index) -> None:
+    """Compute ``run.size`` pixels of one channel block of a depthwise layer."""
+    whole = Reduction(0, 1)
+    with T.sblock("tile"):
+        T.reads()
+        T.writes()
+        lanes, layer = ops.lanes, ops.layer
+        sums = T.sblock_alloc_buffer((run.size * lanes,), ops.dtype, scope="local")
+        _start(ops, sums, block, 1, row, run, column, whole)
+        for kh, kw, (low, high) in _taps(ops, row, run, unroll_columns=True):
+            weight = ((block * layer.kernel[0] + kh) * layer.kernel[1] + kw) * lanes
+            in_row, in_column = _source_pixel(layer, row, column, kh, kw)
+            origin = ops.source.at(block, in_row, in_column)
+            with T.unroll(low, high) as p:
+                pixel = origin + p * (layer.strides[1] * lanes)
+                value = _load(sums, p * lanes, lanes) + _load(
+                    ops.source.buffer, pixel, lanes
+                ) * _load(ops.weight, weight, lanes)
+                _store(sums, value, p * lanes, lanes)
+        _finish(ops, sums, block, 1, row, run, column, whole)
+
+
+def _group_start(ops: LayerOperands, block: Index) -> Index:
+    return tirx.floordiv(block, ops.out_blocks // ops.layer.groups) * ops.in_blocks
+
+
+def _load(buffer: tirx.Buffer, offset: Index, lanes: int) -> tirx.Expr:
+    return buffer[T.ramp(offset, 1, lanes)] if lanes > 1 else buffer[offset]
+
+
+def _store(buffer: tirx.Buffer, value: tirx.Expr, offset: Index, lanes: int) -> None:
+    T.buffer_store(buffer, value, [T.ramp(offset, 1, lanes) if lanes > 1 else offset])
+
+
+def _source_pixel(
+    layer: ConvLayer, row: Index, column: Index, kh: Index, kw: Index
+) -> tuple[Index, Index]:
+    return (
+        row * layer.strides[0] + kh * layer.dilation[0] - layer.padding[0],
+        column * layer.strides[1] + kw * layer.dilation[1] - layer.padding[1],
+    )
+
+
+def _taps(
+    ops: LayerOperands, row: Index, run: Run, unroll_columns: bool = False
+) -> Iterator[tuple[Index, Index, tuple[int, int]]]:
+    """Open the loops over the kernel and yield its taps with the pixels that see them.
+
+    Border tiles and short bodies unroll the kernel's columns; a tap that no pixel sees is left out.
+    """
+    low, high = _visible_rows(ops, row)
+    with loop(low, high) as kh:
+        if run.is_inside and not unroll_columns and ops.source.lanes > 1:
+            with loop(0, ops.layer.kernel[1]) as kw:
+                yield kh, kw, (0, run.size)
+        else:
+            for kw, span in enumerate(run.taps):
+                if span[0] < span[1]:
+                    yield kh, kw, span
+
+
+def _visible_rows(ops: LayerOperands, row: Index) -> tuple[Index, Index]:
+    """Kernel rows whose input row exists, for output row ``row``."""
+    layer, height = ops.layer, ops.source.height
+    taps, dilation, top = layer.kernel[0], layer.dilation[0], layer.padding[0]
+    last = (ops.output.height - 1) * layer.strides[0] + (taps - 1) * dilation - top
+    low: Index = 0
+    high: Index = taps
+    origin = row * layer.strides[0] - top
+    if top > 0:
+        low = tirx.max(0, tirx.floordiv(dilation - 1 - origin, dilation))
+    if last >= height:
+        high = tirx.min(taps, tirx.floordiv(height - 1 - origin, dilation) + 1)
+    return low, high
+
+
+def _multiply(
+    ops: LayerOperands,
+    sums: tirx.Buffer,
+    out: tuple[Index, int],
+    pixel: tuple[Index, Index],
+    source_block: tuple[Index, Index],
+    kh: Index,
+    kw: Index,
+    span: tuple[int, int],
+) -> None:
+    """All multiply-adds of one tap and one input block."""
+    layer, lanes, source = ops.layer, ops.lanes, ops.source
+    block, blocks = out
+    group, in_block = source_block
+    taps = layer.kernel[0] * layer.kernel[1]
+    per_block = ops.in_blocks * taps * source.lanes * lanes
+    tap = (in_block * taps + kh * layer.kernel[1] + kw) * (source.lanes * lanes)
+    weight = block * per_block + tap
+    origin = source.at(group + in_block, *_source_pixel(layer, *pixel, kh, kw))
+    pixel_step = layer.strides[1] * source.lanes
+    with T.unroll(0, source.lanes) as lane:
+        with T.unroll(*span) as p:
+            element = T.broadcast(source.buffer[origin + p * pixel_step + lane], lanes)
+            with T.unroll(0, blocks) as v:
+                at = (p * blocks + v) * lanes
+                vector = _load(ops.weight, weight + v * per_block + lane * lanes, lanes)
+                _store(sums, _load(sums, at, lanes) + element * vector, at, lanes)
+
+
+def _start(
+    ops: LayerOperands,
+    sums: tirx.Buffer,
+    block: Index,
+    blocks: int,
+    row: Index,
+    run: Run,
+    column: Index,
+    reduction: Reduction,
+) -> None:
+    """Fill the accumulators with the bias, or with the partial sums of an earlier part."""
+    lanes = ops.lanes
+    with T.unroll(0, run.size) as p:
+        with T.unroll(0, blocks) as v:
+            value = _load(ops.bias, (block + v) * lanes, lanes)
+            if reduction.first is not True:
+                partial = _load(ops.output.buffer, ops.output.at(block + v, row, column + p), lanes)
+                value = tirx.if_then_else(reduction.first, value, partial)
+            _store(sums, value, (p * blocks + v) * lanes, lanes)
+
+
+def _finish(
+    ops: LayerOperands,
+    sums: tirx.Buffer,
+    block: Index,
+    blocks: int,
+    row: Index,
+    run: Run,
+    column: Index,
+    reduction: Reduction,
+) -> None:
+    """Write the accumulators, with residual and activation once the sum is complete."""
+    lanes = ops.lanes
+
+    def write(complete: bool) -> None:
+        with T.unroll(0, run.size) as p:
+            with T.unroll(0, blocks) as v:
+                value = _load(sums, (p * blocks + v) * lanes, lanes)
+                if complete:
+                    if ops.residual is not None:
+                        at = ops.residual.at(block + v, row, column + p)
+                        value = value + _load(ops.residual.buffer, at, lanes)
+                    value = activate(value, ops.layer.activation, ops.dtype)
+                _store(ops.output.buffer, value, ops.output.at(block + v, row, column + p), lanes)
+
+    if reduction.last is True:
+        write(True)
+        return
+    with T.If(reduction.last):
+        with T.Then():
+            write(True)
+        with T.Else():
+            write(False)

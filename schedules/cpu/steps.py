@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that the rules share: inlining, merging, vectorising and parallelising loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm import s_tir, tirx
+from tvm.s_tir import ScheduleError
+from tvm.s_tir.dlight.analysis import SBlockInfo
+from tvm.s_tir.schedule import LoopRV, SBlockRV
+
+from .facts import BlockFacts, Kernel, block_facts
+from .guards import cut_points
+from .machine import CPUInfo
+from .tails import TAIL, Overlap, overlap_tails, truncate_tails
+from .vector_math import vectorize_math
+
+SERIAL_ELEMENTS = 16384
+"""Below so much work a parallel region costs more than it saves."""
+
+def attempt(step: Callable[..., object], *args: object) -> bool:
+    """Try a schedule primitive; return whether it applied. A refused one changes nothing."""
+    try:
+        step(*args)
+    except ScheduleError:
+        return False
+    return True
+
+
+def inline_blocks(kernel: Kernel, keep: Sequence[SBlockInfo] = ()) -> list[SBlockInfo]:
+    """Inline every injective block that can be, except those in ``keep``.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        Its list of blocks is updated.
+    keep : Sequence[SBlockInfo]
+        Blocks that stay.
+
+    Returns
+    -------
+    list[SBlockInfo]
+        The remaining blocks in order.
+    """
+    sch = kernel.sch
+    remaining = []
+    for info in kernel.blocks:
+        fixed = any(info is kept for kept in keep) or not info.is_injective()
+        if fixed or not attempt(sch.compute_inline, info.block_rv):
+            remaining.append(info)
+    kernel.blocks = remaining
+    return remaining
+
+
+def inline_epilogue(kernel: Kernel) -> None:
+    """Merge each injective block into the injective block before it, where it only follows it."""
+    sch = kernel.sch
+    for info in reversed(kernel.blocks[1:]):
+        producers = sch.get_producers(info.block_rv)
+        names = {sch.get(block).name_hint for block in producers}
+        simple = info.is_injective() and all(
+            other.is_injective() for other in kernel.blocks if other.name in names
+        )
+        if simple and attempt(sch.reverse_compute_inline, info.block_rv):
+            kernel.blocks = [other for other in kernel.blocks if other is not info]
+
+
+def merge_groups(facts: BlockFacts, positions: Sequence[int]) -> list[list[int]]:
+    """Group neighbouring loops that every access walks as if they were one.
+
+    Parameters
+    ----------
+    facts : BlockFacts
+        The block.
+    positions : Sequence[int]
+        Consecutive positions of loops, outermost first.
+
+    Returns
+    -------
+    list[list[int]]
+        The positions in groups; loops with a guard or a symbolic extent stay alone.
+    """
+    groups: list[list[int]] = []
+    for k in positions:
+        if groups and _mergeable(facts, groups[-1][-1], k):
+            groups[-1].append(k)
+        else:
+            groups.append([k])
+    return groups
+
+
+def _mergeable(facts: BlockFacts, outer: int, inner: int) -> bool:
+    extent = facts.extents[inner]
+    if extent is None or facts.extents[outer] is None or facts.kinds[outer] != facts.kinds[inner]:
+        return False
+    if outer + 1 != inner or {outer, inner} & facts.guards:
+        return False
+    return all(
+        access.strides[inner] is not None
+        and access.strides[outer] == access.strides[inner] * extent  # type: ignore[operator]
+        for access in facts.accesses
+    )
+
+
+def fuse_group(sch: s_tir.Schedule, loops: Sequence[LoopRV]) -> LoopRV:
+    """Fuse the loops; a single one stays as it is."""
+    return sch.fuse(*loops) if len(loops) > 1 else loops[0]
+
+
+def feeds(extent: int, cores: int) -> bool:
+    """Whether a parallel loop of ``extent`` keeps ``cores`` equally busy."""
+    return extent >= 4 * cores or (extent >= cores and extent % cores == 0)
+
+
+def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
+    """Schedule an injective block as a nest of its own: one parallel loop, vectors innermost.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        The kernel; the block's loops are its iteration variables.
+    block : SBlockRV
+        An injective block.
+
+    Returns
+    -------
+    list[Overlap]
+        What :func:`finish` has to do about the tail.
+    """
+    sch, cpu = kernel.sch, kernel.cpu
+    facts = block_facts(sch, block)
+    if facts is None or not facts.extents or "S" * len(facts.kinds) != facts.kinds:
+        return []
+    groups = merge_groups(facts, range(len(facts.extents)))
+    loops = sch.get_loops(block)
+    fused = [fuse_group(sch, [loops[k] for k in group]) for group in groups]
+    extents = [facts.volume(group) for group in groups]
+    outer, overlaps = _vectorize_last(sch, facts, groups[-1], fused[-1], cpu)
+    if facts.volume(range(len(facts.extents))) >= SERIAL_ELEMENTS:
+        _parallelize(sch, fused[:-1], extents[:-1], outer, cpu.num_cores, bool(overlaps))
+    return overlaps
+
+
+def _vectorize_last(
+    sch: s_tir.Schedule, facts: BlockFacts, group: list[int], loop: LoopRV, cpu: CPUInfo
+) -> tuple[LoopRV | None, list[Overlap]]:
+    """Vectorise the innermost loop; return the loop over vectors, if any, and the tail's way."""
+    lanes = max(1, cpu.vector_bits // 8 // facts.itemsize)
+    symbolic = facts.extents[group[-1]] is None
+    extent = facts.volume(group)
+    guarded = bool(set(group) & facts.guards)
+    if not symbolic and extent <= max(lanes, 16) and not guarded:
+        sch.vectorize(loop)
+        return None, []
+    outer, inner = sch.split(loop, [None, lanes if symbolic else min(lanes, extent)])
+    in_place = any(load.buffer.same_as(facts.store.buffer) for load in facts.loads)
+    ends = [-1] if symbolic else [*cut_points(sch, facts.block, group[-1]), extent]
+    sch.vectorize(inner)
+    if symbolic or len(ends) > 1 or (extent % lanes and in_place):
+        sch.annotate(outer, TAIL, [2, *ends])
+        return None, []
+    if extent % lanes:
+        return outer, [Overlap(facts.name, tuple(group), lanes)]
+    return outer, []
+
+
+def _parallelize(
+    sch: s_tir.Schedule,
+    loops: Sequence[LoopRV],
+    extents: Sequence[int],
+    vectors: LoopRV | None,
+    cores: int,
+    overlapping: bool,
+) -> None:
+    """Run the outermost loops in parallel, with a part of the loop over vectors if they are few."""
+    taken, count = 0, 1
+    while taken < len(loops) and not feeds(count, cores):
+        count *= extents[taken]
+        taken += 1
+    chosen = list(loops[:taken])
+    if not feeds(count, cores) and vectors is not None:
+        extent = int(sch.get(vectors).extent)
+        chunks = chunk_count(extent, -(-4 * cores // count), overlapping)
+        if chunks > 1:
+            chunk, _ = sch.split(vectors, [chunks, None])
+            chosen.append(chunk)
+    if chosen:
+        sch.parallel(fuse_group(sch, chosen))
+
+
+def chunk_count(extent: int, wanted: int, any_count: bool) -> int:
+    """Into how many chunks to cut a loop: ``wanted`` or more, a divisor unless ``any_count``."""
+    if extent <= wanted:
+        return extent
+    for count in range(wanted, min(extent, 8 * wanted) + 1):
+        if extent % count == 0:
+            return count
+    return wanted if any_count else 1
+
+
+def finish(sch: s_tir.Schedule, overlaps: Sequence[Overlap] = ()) -> s_tir.Schedule:
+    """Apply what no primitive can do: overlapping tails and vector code for elementary functions.
+
+    Parameters
+    ----------
+    sch : Schedule
+        The finished schedule of one function named ``main``.
+    overlaps : Sequence[Overlap]
+        Axes with overlapping tiles.
+
+    Returns
+    -------
+    Schedule
+        A schedule of the final function.
+    """
+    func = sch.mod["main"]
+    done = vectorize_math(truncate_tails(overlap_tails(func, overlaps)))
+    return sch if done.same_as(func) else s_tir.Schedule(done)
+
+
+def static_extent(sch: s_tir.Schedule, loop: LoopRV) -> int | None:
+    """The extent of a loop, or None where it is symbolic."""
+    extent = sch.get(loop).extent
+    return int(extent) if isinstance(extent, tirx.IntImm) else None
+
+
+def facts_of(kernel: Kernel, info: SBlockInfo) -> BlockFacts | None:
+    """Facts of a block of the kernel."""
+    return block_facts(kernel.sch, info.block_rv)

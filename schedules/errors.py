@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one family of exceptions that every storey raises.
+
+It lives in the lowest storey so that passes, ops and schedules can raise it too; users meet it
+as ``tvm_fusion.errors``.
+"""
+
+from __future__ import annotations
+
+
+class TVMFusionError(Exception):
+    """Base of every error that tvm-fusion raises on purpose."""
+
+
+class InvalidModelError(TVMFusionError):
+    """A model that cannot be read: not ONNX, damaged, inconsistent, or with an unbound shape."""
+
+
+class UnsupportedOperatorError(TVMFusionError):
+    """A valid model that holds operators which cannot be imported; the message lists all of them."""
+
+
+class InvalidInputError(TVMFusionError):
+    """Arguments of a compiled model's call with a wrong name, count, dtype or shape."""
+
+
+class TargetError(TVMFusionError):
+    """A target that is unknown, or a CPU without the features that code was compiled for."""
+
+
+class ArtifactError(TVMFusionError):
+    """A saved model that cannot be written or read."""
+
+
+class OpError(TVMFusionError):
+    """An op, a pass or a schedule got arguments that it cannot take."""
+
+
+class EngineError(TVMFusionError):
+    """An engine to compare with is not installed, or failed on the model."""

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: threads, how hypothesis draws, and a check of every pass's result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# TVM reads this once, at its first parallel kernel; later it cannot be changed.
+os.environ.setdefault("TVM_NUM_THREADS", "2")
+
+import pytest
+import tvm
+from hypothesis import HealthCheck, settings
+from tvm.relax.ir.instrument import WellFormedInstrument
+
+settings.register_profile(
+    "tvm_fusion", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("tvm_fusion")
+
+
+@pytest.fixture(autouse=True)
+def _well_formed_modules() -> Iterator[None]:
+    """Check after every pass of every test that the module is still well formed."""
+    context = tvm.transform.PassContext.current()
+    before = list(context.instruments or [])
+    check = WellFormedInstrument(validate_before_transform=False)
+    context.override_instruments([*before, check])
+    yield
+    context.override_instruments(before)

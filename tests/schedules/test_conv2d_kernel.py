@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON text in which a generated function carries its workload."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedules.conv2d_workload import (
+    ACTIVATIONS,
+    Activation,
+    Conv2DKernel,
+    ConvLayer,
+    from_json,
+    to_json,
+)
+from schedules.errors import OpError
+
+COUNT = st.integers(0, 9)
+LAYERS = st.builds(
+    ConvLayer,
+    in_channels=COUNT,
+    out_channels=COUNT,
+    kernel=st.tuples(COUNT, COUNT),
+    strides=st.tuples(COUNT, COUNT),
+    padding=st.tuples(COUNT, COUNT, COUNT, COUNT),
+    dilation=st.tuples(COUNT, COUNT),
+    groups=COUNT,
+    activation=st.builds(
+        Activation, st.sampled_from(ACTIVATIONS), st.floats(-9, 0), st.just(float("inf"))
+    ),
+)
+KERNELS = st.builds(
+    Conv2DKernel,
+    layers=st.lists(LAYERS, min_size=1, max_size=2).map(tuple),
+    batch=COUNT | st.none(),
+    height=COUNT | st.none(),
+    width=COUNT | st.none(),
+    residual=st.booleans(),
+    dtype=st.sampled_from(["float32", "float64"]),
+    data_layout=st.sampled_from(["NCHW", "NCHW8c"]),
+    out_layout=st.sampled_from(["NCHW", "NCHW8c"]),
+)
+
+
+@given(KERNELS)
+def test_reads_back_what_was_written(kernel):
+    assert from_json(to_json(kernel)) == kernel
+    assert kernel.is_static == (None not in (kernel.batch, kernel.height, kernel.width))
+
+
+@given(KERNELS, KERNELS)
+def test_equal_texts_for_equal_kernels_only(one, other):
+    assert (to_json(one) == to_json(other)) == (one == other)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"layers": [{}]}', '{"layers": 1}', "null"])
+def test_refuses_other_texts(text):
+    with pytest.raises(OpError, match="kernel description .* cannot be read .*to_json writes"):
+        from_json(text)

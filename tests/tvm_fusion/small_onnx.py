@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small ONNX models for tests of whole commands and races."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+
+def small_model(
+    batch: int | str = 1, size: int = 12, channels: int = 8, seed: int = 0
+) -> onnx.ModelProto:
+    """Conv 3x3 + Relu, depthwise 3x3 + Clip(0, 6), conv 1x1: input "image", output "scores"."""
+    generator = np.random.default_rng(seed)
+    shapes = {
+        "w0": (channels, 3, 3, 3),
+        "w1": (channels, 1, 3, 3),
+        "b1": (channels,),
+        "w2": (6, channels, 1, 1),
+        "b2": (6,),
+    }
+    constants = {
+        name: generator.standard_normal(shape, dtype=np.float32) / 3
+        for name, shape in shapes.items()
+    }
+    constants |= {"low": np.array(0, np.float32), "high": np.array(6, np.float32)}
+    padded = {"kernel_shape": [3, 3], "pads": [1] * 4}
+    nodes = [
+        helper.make_node("Conv", ["image", "w0"], ["x0"], "conv0", **padded),
+        helper.make_node("Relu", ["x0"], ["x1"], "relu0"),
+        helper.make_node("Conv", ["x1", "w1", "b1"], ["x2"], "conv1", group=channels, **padded),
+        helper.make_node("Clip", ["x2", "low", "high"], ["x3"], "clip1"),
+        helper.make_node("Conv", ["x3", "w2", "b2"], ["scores"], "conv2", kernel_shape=[1, 1]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "small",
+        [helper.make_tensor_value_info("image", TensorProto.FLOAT, [batch, 3, size, size])],
+        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, [batch, 6, size, size])],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    opsets = [helper.make_operatorsetid("", 17)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    onnx.checker.check_model(model, full_check=True)
+    return model

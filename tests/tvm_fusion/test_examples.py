@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples run, print what they promise, and the benchmarks keep their results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_onnx import small_model
+
+from examples import demo, relay_pipeline
+from examples.benchmarks import campaign, networks, pairs
+from tvm_fusion.benchmark import EngineSpec, Plan
+
+PLAN = Plan(rounds=1, runs=1)
+ENGINES = [EngineSpec("tvm-fusion"), EngineSpec("onnxruntime")]
+
+
+def models(image_size: int = 0) -> Any:
+    return small_model()
+
+
+def options(path: Path, *arguments: str) -> argparse.Namespace:
+    parser = campaign.parser("Test.", ["one", "two"], "unused.json")
+    return parser.parse_args(["--threads", "1", "--output", str(path), *arguments])
+
+
+@pytest.fixture
+def races(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace the races by records of their names."""
+    raced: list[str] = []
+
+    class FakeResult:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def to_json(self) -> dict[str, Any]:
+            engines = [{"relative_error": float("inf") if self.name == "two" else 1e-6}]
+            return {"model": self.name, "engines": engines}
+
+    class FakeArena:
+        def __init__(self, engines: Any, threads: int) -> None:
+            assert threads == 1
+
+        def __enter__(self) -> FakeArena:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            pass
+
+        def race(self, model: Any, name: str, plan: Plan, progress: Any) -> FakeResult:
+            if name == "broken":
+                raise RuntimeError("no engine")
+            raced.append(f"{name} {plan.rounds}")
+            return FakeResult(name)
+
+    monkeypatch.setattr(campaign, "Arena", FakeArena)
+    return raced
+
+
+BUILDERS = {name: (lambda: None) for name in ("one", "two", "broken")}
+
+
+def test_campaign_resumes_what_has_the_same_settings(races: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "results.json"
+    first = options(path, "--only", "one")
+    campaign.run_races(BUILDERS, ENGINES, PLAN, first)
+    both = campaign.run_races(BUILDERS, ENGINES, PLAN, options(path, "--resume"))
+    assert races == ["one 1", "two 1"] and list(both) == ["one", "two"]
+    campaign.run_races(BUILDERS, ENGINES, PLAN, options(path, "--resume", "--rounds", "4"))
+    assert races[2:] == ["one 4", "two 4"]
+    campaign.run_races(BUILDERS, ENGINES, PLAN, options(path, "--quick"))
+    assert races[4:] == ["one 5", "two 5"]
+    stored = json.loads(path.read_text())
+    assert stored["settings"]["plan"]["rounds"] == 5 and stored["settings"]["threads"] == 1
+    assert [engine["engine"] for engine in stored["settings"]["engines"]] == [
+        "tvm-fusion",
+        "onnxruntime",
+    ]
+
+
+def test_campaign_keeps_what_was_done_before_a_failure(races: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    asked = options(path)
+    asked.only = ["one", "broken", "two"]
+    with pytest.raises(RuntimeError, match="no engine"):
+        campaign.run_races(BUILDERS, ENGINES, PLAN, asked)
+    assert list(json.loads(path.read_text())["results"]) == ["one"]
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_campaign_counts_wrong_outputs(races: list[str], tmp_path: Path) -> None:
+    results = campaign.run_races(BUILDERS, ENGINES, PLAN, options(tmp_path / "r.json"))
+    assert campaign.largest_error(results) == float("inf")
+    assert campaign.largest_error({"one": results["one"]}) == 1e-6
+
+
+def test_demo_prints_its_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(demo.MODELS, "mobilenet_v2", models)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--threads", "1", "--rounds", "3"])
+    assert demo.main() == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [row.split("│")[1].strip() for row in rows] == [
+        "stock TVM",
+        "ONNX Runtime",
+        "tvm-fusion",
+    ]
+    assert "of 2" in rows[2] and "reference" in rows[1]
+
+
+def test_networks_prints_its_table_and_writes_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(networks, "MODELS", {"tiny": models, "other": models})
+    path = tmp_path / "networks.json"
+    arguments = "--only tiny --against onnxruntime --rounds 2 --quick --threads 1 --output"
+    monkeypatch.setattr(sys, "argv", ["networks.py", *arguments.split(), str(path)])
+    assert networks.main() == 0
+    (result,) = json.loads(path.read_text())["results"].values()
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if "│ tiny" in line)
+    assert f"{result['engines'][0]['median_ms']:.2f}" in row
+    assert f"{result['engines'][1]['ratio']:.2f}x" in row
+    assert result["model"] == "tiny" and result["engines"][1]["rounds"] == 2
+    assert "│ geometric mean" in out and str(path) in out.replace("\n", "")
+
+
+def test_pairs_prints_its_table_and_writes_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pairs, "ENGINES", pairs.ENGINES[:3])
+    path = tmp_path / "pairs.json"
+    arguments = "--only mv2_6_2 --rounds 2 --threads 1 --output"
+    monkeypatch.setattr(sys, "argv", ["pairs.py", *arguments.split(), str(path)])
+    assert pairs.main() == 0
+    result = json.loads(path.read_text())["results"]["mv2_6_2"]
+    assert [engine["title"] for engine in result["engines"]] == ["fused", "unfused", "ONNX Runtime"]
+    assert [engine["details"]["fused"] for engine in result["engines"][:2]] == [1, 0]
+    out = capsys.readouterr().out
+    assert "│ mv2_6_2 " in out and "depthwise (1)" in out and "all (1)" in out
+
+
+def test_faster_peer_is_the_smallest_ratio_of_peers() -> None:
+    engines = [
+        {"engine": engine, "ratio": ratio}
+        for engine, ratio in [("tvm-fusion", 1), ("tvm-fusion", 0.5), ("a", 1.4), ("b", 1.2)]
+    ]
+    assert pairs.faster_peer(engines) == 1.2
+
+
+def test_relay_pipeline_shows_every_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert relay_pipeline.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    starts = ["the module", "SimplifyInference", "FuseConv2D", "FuseEpilogue", "PackLayout"]
+    assert [line[:18].strip() for line in lines[:5]] == starts
+    assert "batch_norm" in lines[0] and "batch_norm" not in lines[1]
+    assert "tvm_fusion.fused_conv2d" in lines[2] and "nn.conv2d" not in lines[2]
+    assert "tvm_fusion.pack" in lines[4]

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the arguments of a call to tensors of TVM, and back from its results to numpy arrays.
+
+Compiled kernels read their inputs with aligned instructions: TVM promises them 64 bytes, does not
+check it, and a lesser alignment ends the process. So an input which is contiguous, aligned and
+writable is handed over where it lies, and any other one is copied into memory of ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+
+from .errors import InvalidInputError
+from .tensor_spec import TensorSpec
+
+ALIGNMENT = 64
+"""Bytes; the alignment that TVM gives its own memory and that its kernels rely on."""
+
+_CPU = 1
+_CARRIERS = {2: "uint16", 1: "uint8"}
+"""Types by whose name memory passes between TVM and numpy where DLPack lacks the true type."""
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy type of a TVM type, those of ``ml_dtypes`` (bfloat16, float8) included."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        pass
+    try:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    except (ImportError, AttributeError, TypeError):
+        raise InvalidInputError(
+            f"numpy has no element type {name!r}; bfloat16 and float8 need the package ml_dtypes"
+        ) from None
+
+
+def bind(specs: Sequence[TensorSpec], args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+    """Put positional and named arguments into the order of the inputs.
+
+    Raises
+    ------
+    InvalidInputError
+        If one is missing, unknown, given twice, or if there are too many.
+    """
+    names = [spec.name for spec in specs]
+    if len(args) == 1 and isinstance(args[0], Mapping) and not named:
+        named, args = args[0], []
+    if len(args) > len(names):
+        raise InvalidInputError(
+            f"got {len(args)} inputs; expected {len(names)}: {_list(names) or 'none'}"
+        )
+    values = dict(zip(names, args, strict=False))
+    for name, value in named.items():
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InvalidInputError(
+                f"no input is called {name!r}; the inputs are {_list(names) or 'none'}{hint}"
+            )
+        if name in values:
+            raise InvalidInputError(f"input {name!r} is given twice, by position and by name")
+        values[name] = value
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise InvalidInputError(f"missing input {_list(missing)}; the inputs are {_list(names)}")
+    return [values[name] for name in names]
+
+
+def check(specs: Sequence[TensorSpec], values: Sequence[Any]) -> list[np.ndarray]:
+    """See each value as a numpy array, without copying, of the type and shape of its input.
+
+    Raises
+    ------
+    InvalidInputError
+        Names the input, what it got and what it expected. Nothing is converted silently.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
+    arrays = []
+    for spec, value in zip(specs, values, strict=True):
+        array = _as_array(spec, value)
+        expected = numpy_dtype(spec.dtype)
+        if array.dtype != expected:
+            raise InvalidInputError(
+                f"input {spec.name!r} has the element type {array.dtype}; expected {spec.dtype}: "
+                f"convert it, for example with .astype({spec.dtype!r})"
+            )
+        _check_shape(spec, array.shape, sizes)
+        arrays.append(array)
+    return arrays
+
+
+def _check_shape(
+    spec: TensorSpec, shape: tuple[int, ...], sizes: dict[str, tuple[int, str]]
+) -> None:
+    fits = len(shape) == len(spec.shape) and all(
+        got == size for got, size in zip(shape, spec.shape, strict=True) if isinstance(size, int)
+    )
+    if not fits:
+        raise InvalidInputError(
+            f"input {spec.name!r} has the shape {shape}; expected {_shape_text(spec)}"
+        )
+    for got, size in zip(shape, spec.shape, strict=True):
+        if isinstance(size, str):
+            known, where = sizes.setdefault(size, (got, spec.name))
+            if known != got:
+                raise InvalidInputError(
+                    f"dimension {size!r} is {got} in input {spec.name!r} and {known} in input "
+                    f"{where!r}; expected one size"
+                )
+
+
+def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)
+    if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
+        raise InvalidInputError(
+            f"input {spec.name!r} is a {type(value).__name__}; expected a numpy array or an "
+            "object with DLPack (__dlpack__)"
+        )
+    device = value.__dlpack_device__()
+    if int(device[0]) != _CPU:
+        raise InvalidInputError(
+            f"input {spec.name!r} lies on another device (DLPack type {int(device[0])}); "
+            "move it to the CPU"
+        )
+    try:
+        if numpy_dtype(spec.dtype).isbuiltin == 1:
+            return np.from_dlpack(value)
+        return _as_numpy(tvm_ffi.from_dlpack(value))
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"input {spec.name!r} ({type(value).__name__}) cannot be read through DLPack: {error}"
+        ) from error
+
+
+class Stage:
+    """Memory of our own for the inputs that cannot be used where they lie.
+
+    Parameters
+    ----------
+    specs : sequence of TensorSpec
+        The inputs.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._dtypes = [spec.dtype for spec in specs]
+        self._places: list[tuple[Any, np.ndarray] | None] = [None] * len(specs)
+
+    def tensors(self, arrays: Sequence[np.ndarray]) -> tuple[list[Any], list[np.ndarray]]:
+        """Tensors with the content of ``arrays``, and the memory that they lie in.
+
+        They are good until the next call.
+        """
+        pairs = [self._tensor(index, array) for index, array in enumerate(arrays)]
+        return [tensor for tensor, _ in pairs], [memory for _, memory in pairs]
+
+    def _tensor(self, index: int, array: np.ndarray) -> tuple[Any, np.ndarray]:
+        if _usable(array):
+            return tvm.runtime.from_dlpack(array), array
+        place = self._places[index]
+        if place is None or place[1].shape != array.shape:
+            tensor = tvm.runtime.empty(array.shape, self._dtypes[index])
+            place = self._places[index] = (tensor, _as_numpy(tensor))
+        np.copyto(place[1], array)
+        return place
+
+
+def _usable(array: np.ndarray) -> bool:
+    flags = array.flags
+    return (
+        flags.c_contiguous
+        and flags.writeable  # numpy exports no other
+        and array.ctypes.data % ALIGNMENT == 0
+        and array.size > 0
+        and array.dtype.isbuiltin == 1
+    )
+
+
+def results(
+    outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Results as numpy arrays that the caller may keep and change.
+
+    Parameters
+    ----------
+    outputs : sequence of tvm.runtime.Tensor
+        What the function returned.
+    fresh : sequence of bool
+        Which of them were made by this call.
+    inputs : sequence of numpy.ndarray
+        Memory of the inputs; what overlaps with it is copied, as is what is not fresh.
+    """
+    arrays: list[np.ndarray] = []
+    for tensor, new in zip(outputs, fresh, strict=True):
+        array = _as_numpy(tensor)
+        shared = any(np.may_share_memory(array, other) for other in (*inputs, *arrays))
+        arrays.append(array if new and not shared else array.copy())
+    return arrays
+
+
+def _as_numpy(tensor: Any) -> np.ndarray:
+    """A numpy array in the memory of a tensor."""
+    dtype = numpy_dtype(str(tensor.dtype))
+    if dtype.isbuiltin == 1:
+        return np.from_dlpack(tensor)
+    view = tensor._create_view(tensor.shape, _CARRIERS[dtype.itemsize])
+    return np.from_dlpack(view).view(dtype)
+
+
+def _shape_text(spec: TensorSpec) -> str:
+    inner = ", ".join(map(str, spec.shape))
+    return f"({inner},)" if len(spec.shape) == 1 else f"({inner})"
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))

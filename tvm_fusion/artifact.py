@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file that a compiled model is saved to.
+
+It is a shared library, which TVM itself can load too, with a description behind its end:
+
+======================  ========================================================================
+bytes                   content
+======================  ========================================================================
+library                 an ELF shared library: the kernels, the program that calls them, the weights
+description             JSON in UTF-8: a :class:`Description`
+length of the library   unsigned 64-bit integer, little-endian as all of them
+length of the JSON      unsigned 64-bit integer
+checksum                SHA-256 of all that comes before the lengths
+format                  unsigned 32-bit integer; the highest that is known here is ``FORMAT``
+magic                   ``TVMFUSION-MODEL`` and a newline
+======================  ========================================================================
+
+The description is read, and the file is checked, before anything of it is loaded: nothing in it is
+executed, unpickled, or followed to another file. **Loading the library then runs its code with all
+rights of the process.** The checksum finds damage and not malice: load only files that you trust.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tvm
+import tvm_ffi
+
+from .errors import ArtifactError
+from .linker import SharedLinker
+from .target import arch_of, check_host
+from .tensor_spec import TensorSpec
+from .version import __version__
+
+FORMAT = 1
+"""The format that is written; all up to it are read."""
+
+_MAGIC = b"TVMFUSION-MODEL\n"
+_FOOTER = struct.Struct("<QQ32sI16s")
+_SAVE_HELP = "save again with this version, or compile the model again"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of a compiled model without running it.
+
+    Parameters
+    ----------
+    target : str
+        The TVM target as JSON.
+    arch : str
+        Architecture of the code.
+    features : tuple of str
+        CPU features that the code needs.
+    inputs, outputs : tuple of TensorSpec
+        In the order of the call and of the results.
+    fresh : tuple of bool
+        Which outputs are made anew by each call.
+    fused : tuple of dict
+        One record a pair of convolutions.
+    versions : dict
+        Versions of ``tvm_fusion``, ``tvm`` and ``tvm_ffi`` that compiled the model.
+    """
+
+    target: str
+    arch: str
+    features: tuple[str, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    fresh: tuple[bool, ...]
+    fused: tuple[dict[str, Any], ...]
+    versions: dict[str, str]
+
+
+def current_versions() -> dict[str, str]:
+    """Versions of what compiles and runs models here."""
+    return {
+        "tvm_fusion": __version__,
+        "tvm": str(tvm.__version__),
+        "tvm_ffi": str(tvm_ffi.__version__),
+    }
+
+
+def write_artifact(path: str | os.PathLike[str], executable: Any, about: Description) -> None:
+    """Write a compiled model; the file appears complete or not at all.
+
+    Parameters
+    ----------
+    path : path
+        Where to; a file that is there already is replaced.
+    executable : tvm.runtime.Executable
+        The compiled model.
+    about : Description
+        Its description.
+
+    Raises
+    ------
+    ArtifactError
+        If the file cannot be written, or the model cannot be linked.
+    """
+    path = Path(os.path.realpath(path))
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+    triple = str(tvm.target.Target(about.target).attrs["mtriple"])
+    text = json.dumps(asdict(about)).encode()
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError(None, "something other than a file has this name")
+        aside.touch()
+        executable.export_library(str(aside), fcompile=SharedLinker(triple))
+        library = aside.stat().st_size
+        with aside.open("ab") as file:
+            file.write(text)
+        digest = _digest(aside, library + len(text))
+        with aside.open("ab") as file:
+            file.write(_FOOTER.pack(library, len(text), digest, FORMAT, _MAGIC))
+        aside.replace(path)
+    except (OSError, RuntimeError) as error:  # TVM's own failures to write are RuntimeErrors
+        reason = getattr(error, "strerror", None) or error
+        raise ArtifactError(f"cannot write {str(path)!r}: {reason}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+def read_artifact(path: str | os.PathLike[str]) -> Description:
+    """Read and check the description of a file without loading its code.
+
+    Raises
+    ------
+    ArtifactError
+        If the file cannot be read, is none of ours, is damaged, or comes from a version which
+        this one cannot read.
+    TargetError
+        If this machine cannot run its code.
+    """
+    path = Path(path)
+    try:
+        about = _read(path)
+    except OSError as error:
+        raise ArtifactError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    check_host(about.features, about.arch)
+    here = current_versions()
+    for package in ("tvm", "tvm_ffi"):
+        saved = about.versions[package]
+        if saved.split(".")[:2] != here[package].split(".")[:2]:
+            raise ArtifactError(
+                f"{str(path)!r} was compiled with {package} {saved}, and {here[package]} is "
+                "installed; compile the model again, or install that version"
+            )
+    return about
+
+
+def _read(path: Path) -> Description:
+    size = path.stat().st_size
+    if not path.is_file():
+        raise OSError(None, "it is not a file")
+    with path.open("rb") as file:
+        start = file.read(4)
+        file.seek(max(0, size - _FOOTER.size))
+        end = file.read(_FOOTER.size)
+        if len(end) < _FOOTER.size or not end.endswith(_MAGIC):
+            raise ArtifactError(_foreign(path, start))
+        library, length, digest, version, _ = _FOOTER.unpack(end)
+        if version > FORMAT:
+            raise ArtifactError(
+                f"{str(path)!r} has format {version}, and this version of tvm_fusion reads up to "
+                f"{FORMAT}; install a newer tvm_fusion"
+            )
+        whole = version >= 1 and library + length + _FOOTER.size == size
+        if not whole or digest != _digest(path, library + length):
+            raise ArtifactError(
+                f"{str(path)!r} is damaged: its checksum does not fit; {_SAVE_HELP}"
+            )
+        file.seek(library)
+        text = file.read(length)
+    try:
+        return _parse(json.loads(text))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ArtifactError(
+            f"the description in {str(path)!r} is not valid ({error!r}); {_SAVE_HELP}"
+        ) from error
+
+
+def _foreign(path: Path, start: bytes) -> str:
+    if start == b"\x7fELF":
+        return (
+            f"{str(path)!r} is a shared library which tvm_fusion did not save, or one that is cut "
+            "off; expected a file that was written by CompiledModel.save"
+        )
+    return f"{str(path)!r} is no compiled model; expected a file written by CompiledModel.save"
+
+
+def _digest(path: Path, count: int) -> bytes:
+    """SHA-256 of the first ``count`` bytes of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while count > 0 and (block := file.read(min(count, 1 << 20))):
+            digest.update(block)
+            count -= len(block)
+    return digest.digest()
+
+
+def _parse(data: Any) -> Description:
+    """Build a description from JSON; anything else than expected raises."""
+    fresh = tuple(_typed(item, bool) for item in _typed(data["fresh"], list))
+    outputs = _specs(data["outputs"])
+    if len(fresh) != len(outputs):
+        raise ValueError("'fresh' and 'outputs' differ in length")
+    versions = _typed(data["versions"], dict)
+    target = _typed(data["target"], str)
+    arch = arch_of(tvm.target.Target(target))
+    if data["arch"] != arch:
+        raise ValueError(f"the target is for {arch}, and 'arch' is {data['arch']!r}")
+    return Description(
+        target=target,
+        arch=arch,
+        features=tuple(_typed(item, str) for item in _typed(data["features"], list)),
+        inputs=_specs(data["inputs"]),
+        outputs=outputs,
+        fresh=fresh,
+        fused=tuple(_typed(item, dict) for item in _typed(data["fused"], list)),
+        versions={name: _typed(versions[name], str) for name in current_versions()},
+    )
+
+
+def _specs(data: Any) -> tuple[TensorSpec, ...]:
+    specs = []
+    for item in _typed(data, list):
+        shape = tuple(_typed(size, int, str) for size in _typed(item["shape"], list))
+        specs.append(TensorSpec(_typed(item["name"], str), shape, _typed(item["dtype"], str)))
+    return tuple(specs)
+
+
+def _typed(value: Any, *types: type) -> Any:
+    if type(value) not in types:
+        raise TypeError(f"{value!r:.50} is no {' or '.join(kind.__name__ for kind in types)}")
+    return value

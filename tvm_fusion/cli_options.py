@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options that the commands share, and how their values are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+PEERS = ("onnxruntime", "openvino", "tvm")
+
+
+class Shape(click.ParamType):
+    """``name=1,3,224,224``, the shape of an input, or ``name=1``, the size of a dimension."""
+
+    name = "NAME=SIZES"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, int | tuple[int, ...]]:
+        """Read the name and the sizes."""
+        if not isinstance(value, str):
+            return value
+        name, _, sizes = value.rpartition("=")
+        items = sizes.removesuffix(",").split(",")
+        if not name or not all(item.strip().isdecimal() and int(item) for item in items):
+            self.fail(f"{value!r} is not like input=1,3,224,224 or batch=1", param, ctx)
+        numbers = tuple(int(item) for item in items)
+        return name, numbers if "," in sizes else numbers[0]
+
+
+class NamedFile(click.ParamType):
+    """``name=file``, the file an existing one."""
+
+    name = "NAME=FILE"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, Path]:
+        """Read the name and the path."""
+        if not isinstance(value, str):
+            return value
+        # A name may hold a "=" and so may a path: the first split that gives a file is meant.
+        parts = value.split("=")
+        for index in range(1, len(parts)):
+            path = Path("=".join(parts[index:]))
+            if path.is_file():
+                return "=".join(parts[:index]), path
+        return self.fail(f"{value!r} is not like input=file.npy with an existing file", param, ctx)
+
+
+class EngineList(click.ParamType):
+    """Names of peers, separated by commas."""
+
+    name = "ENGINES"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[str]:
+        """Read the names; a repeated one counts once."""
+        if not isinstance(value, str):
+            return value
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        unknown = sorted(set(names) - set(PEERS))
+        if unknown or not names:
+            found = ", ".join(unknown) or repr(value)
+            self.fail(f"{found}: expected some of {', '.join(PEERS)}", param, ctx)
+        return list(dict.fromkeys(names))
+
+
+def as_mapping(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any]:
+    """Return the values of a repeated ``NAME=VALUE`` option by name; no name may come twice."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise click.UsageError(f"{option} names {', '.join(twice)} more than once")
+    return mapping
+
+
+def many_options(options: Iterable[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """One decorator for several options, which the help then shows in this order."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(list(options)):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def refuse_given(names: Sequence[str], why: str) -> None:
+    """Refuse options which the user gave and which would do nothing here."""
+    context = click.get_current_context()
+    default = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+    for name in names:
+        if context.get_parameter_source(name) not in default:
+            raise click.UsageError(f"--{name} has no effect: {why}")
+
+
+model_argument = click.argument(
+    "model", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="MODEL"
+)
+
+COMPILE_OPTIONS = (
+    click.option(
+        "--target",
+        default="native",
+        show_default=True,
+        help="CPU to compile for: native, x86-64-v3, x86-64-v4, or an LLVM target of TVM.",
+    ),
+    click.option(
+        "--shape",
+        multiple=True,
+        type=Shape(),
+        help="Shape of an input, x=1,3,224,224, or size of a dimension that the model leaves "
+        "open, batch=1. May be repeated.",
+    ),
+    click.option(
+        "--fuse",
+        type=click.Choice(["auto", "all", "none"]),
+        default="auto",
+        show_default=True,
+        help="Pairs of convolutions to fuse: those that gain, all that can be, or none.",
+    ),
+)
+
+threads_option = click.option(
+    "--threads", type=click.IntRange(min=1), help="Default: one a physical core."
+)
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Write JSON, and nothing else, to standard output."
+)

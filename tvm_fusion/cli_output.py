@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the commands speak: results on standard output, progress on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .json_text import json_text
+
+FILE_WIDTH = 200
+"""Columns of a table that is not written to a terminal; no reader wraps its cells there."""
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar on standard error while the block runs; yields ``report(text, done, total)``.
+
+    It is only drawn when something is reported, since a clock that ticks would disturb
+    measurements, and only on a terminal.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text, done, total: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda text, done, total: bar.update(
+            task, description=text, completed=done, total=total, refresh=True
+        )
+
+
+def show(result: Any, text: str, as_json: bool) -> None:
+    """Write ``result`` as JSON, or ``text``."""
+    click.echo(json_text(_plain(result)) if as_json else text)
+
+
+def show_table(result: Any, table: Table, as_json: bool) -> None:
+    """Write ``result`` as JSON, or ``table``."""
+    if as_json:
+        show(result, "", True)
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
+    console.print(table)
+
+
+def _plain(value: Any) -> Any:
+    """Turn records in ``value`` into dictionaries."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value

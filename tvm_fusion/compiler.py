@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile an ONNX model: import it, optimise it, generate code."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx
+import tvm
+
+from . import pipeline
+from .aliasing import fresh_outputs
+from .artifact import Description, current_versions
+from .frontend import import_onnx
+from .runtime import CompiledModel
+from .target import arch_of, required_features, resolve
+from .thread_pool import choose_threads
+
+REPORT = "tvm_fusion.fusion_report"
+"""The module attribute with the records of the pairs, as JSON."""
+
+Progress = Callable[[str, int, int], None]
+
+
+def compile(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    target: str | Mapping[str, Any] | tvm.target.Target = "native",
+    shapes: Mapping[str, Any] | None = None,
+    *,
+    fuse: str | Callable[..., Any] = "auto",
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> CompiledModel:
+    """Compile an ONNX model for a CPU.
+
+    Parameters
+    ----------
+    model : path, bytes or onnx.ModelProto
+        The model; external data needs a path.
+    target : str, mapping or tvm.target.Target
+        The CPU: ``"native"``, ``"x86-64-v3"``, ``"cortex-a72"``, ``"llvm -mcpu=..."`` or a target
+        of TVM. The code may be for another machine; it can be saved, and runs there.
+    shapes : mapping, optional
+        From the name of an input to its shape, or from the name of a dimension to its size, where
+        the model leaves them open.
+    fuse : str or callable
+        ``"auto"`` fuses the pairs of convolutions that gain, ``"all"`` those that can be fused,
+        ``"none"`` none; a callable decides itself.
+    threads : int, optional
+        Threads of a call; by default one a physical core. The code is made for that many, unless
+        the target says ``num-cores``.
+    progress : callable, optional
+        Called with the name of a stage, how many of its steps are done, and how many it has.
+
+    Returns
+    -------
+    CompiledModel
+
+    Raises
+    ------
+    InvalidModelError, UnsupportedOperatorError
+        If the model cannot be read, or holds operators that cannot be compiled.
+    TargetError
+        If the target is unknown or not a CPU.
+    InvalidInputError
+        If ``threads`` is not possible.
+
+    Examples
+    --------
+    >>> compiled = tvm_fusion.compile("model.onnx")            # doctest: +SKIP
+    >>> y = compiled(np.zeros((1, 3, 224, 224), "float32"))    # doctest: +SKIP
+    """
+    tell = progress or (lambda stage, done, total: None)
+    count = choose_threads(threads)
+    resolved = resolve(target, cores=threads)
+    tell("import", 0, 1)
+    imported = import_onnx(model, shapes)
+    tell("import", 1, 1)
+    options = pipeline.Options(fuse=fuse)
+    mod = pipeline.optimize(imported.mod, resolved, options, progress=progress)
+    tell("build", 0, 1)
+    executable = pipeline.build(mod, resolved)
+    tell("build", 1, 1)
+    about = Description(
+        target=str(resolved),
+        arch=arch_of(resolved),
+        features=required_features(resolved),
+        inputs=tuple(imported.inputs),
+        outputs=tuple(imported.outputs),
+        fresh=fresh_outputs(mod),
+        fused=tuple(_records(mod)),
+        versions=current_versions(),
+    )
+    return CompiledModel(executable, about, count)
+
+
+def _records(mod: tvm.IRModule) -> Sequence[dict[str, Any]]:
+    """The records of the pairs; none if nothing looked for pairs."""
+    report = mod.attrs.get(REPORT) if mod.attrs else None
+    return [] if report is None else json.loads(str(report))

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every exception that tvm-fusion raises on purpose, all of them under ``TVMFusionError``."""
+
+from __future__ import annotations
+
+from schedules.errors import (
+    ArtifactError,
+    EngineError,
+    InvalidInputError,
+    InvalidModelError,
+    OpError,
+    TargetError,
+    TVMFusionError,
+    UnsupportedOperatorError,
+)
+
+__all__ = [
+    "ArtifactError",
+    "EngineError",
+    "InvalidInputError",
+    "InvalidModelError",
+    "OpError",
+    "TVMFusionError",
+    "TargetError",
+    "UnsupportedOperatorError",
+]

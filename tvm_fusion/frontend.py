@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an ONNX model to a Relax module: load, check, bind shapes, mend, import.
+
+TVM's own importer does the translation. What it does badly is mended in front of it
+(``onnx_mends``) or behind it (the pass ``SimplifyInference``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import tvm
+from tvm import relax
+from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
+
+from .errors import InvalidModelError, UnsupportedOperatorError
+from .onnx_loader import check_external_data, check_model, check_opset, parse_model, read_model
+from .onnx_mends import drop_initializers_from_inputs, mend
+from .onnx_operators import check_operators
+from .onnx_shapes import Shapes, bind_shapes
+from .onnx_walk import default_opset, node_label
+from .onnx_weights import Weights, detach_weights, drop_stand_ins
+from .tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """A model as Relax.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        Its function ``main`` takes the inputs in order; the weights are constants in it.
+    inputs, outputs : tuple of TensorSpec
+        Under the names that the ONNX model gives them.
+    """
+
+    mod: tvm.IRModule
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+def import_onnx(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto, shapes: Shapes | None = None
+) -> ImportedModel:
+    """Import an ONNX model.
+
+    Parameters
+    ----------
+    model : path, bytes or onnx.ModelProto
+        Only a path may have external data, and only inside the folder of its file.
+    shapes : mapping, optional
+        Sizes of symbolic dimensions: from the name of an input to its whole shape, or from the
+        name of a dimension to its size. A string as a size keeps the dimension symbolic.
+
+    Returns
+    -------
+    ImportedModel
+
+    Raises
+    ------
+    InvalidModelError
+        If it is no ONNX model, is damaged or contradicts itself, or if a dimension has no size.
+    UnsupportedOperatorError
+        If it holds operators that cannot be imported; the message lists all of them.
+    """
+    path = None if isinstance(model, bytes | bytearray | memoryview | onnx.ModelProto) else model
+    data = read_model(model)
+    folder = None if path is None else Path(path).parent
+    proto = parse_model(data)
+    check_opset(proto)
+    check_operators(proto)
+    check_external_data(proto, folder)
+    check_model(data if path is None else path)
+    drop_initializers_from_inputs(proto)
+    bind_shapes(proto, shapes)
+    weights = detach_weights(proto, folder)
+    proto = mend(proto, weights)
+    drop_stand_ins(proto.graph, weights)
+    mod = _translate(proto, weights)
+    return ImportedModel(mod, _input_specs(proto, mod), _output_specs(proto, mod))
+
+
+class _Importer(ONNXGraphImporter):
+    """TVM's importer, with weights that are not part of the graph."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(None, "float32", keep_params_in_input=False)
+        self._weights = weights
+
+    def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
+        super()._parse_graph_initializers(graph)
+        for name, value in self._weights.items():
+            self._nodes[name] = relax.const(value)
+
+
+def _translate(model: onnx.ModelProto, weights: Weights) -> tvm.IRModule:
+    """Run TVM's importer; whatever it raises names the node that it stood at."""
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            return _Importer(weights).from_onnx(model.graph, default_opset(model))
+    except Exception as error:  # the importer raises anything from AssertionError to tvm.error
+        node = _node_in_traceback(error)
+        where = "the model" if node is None else f"{node_label(node)} ({node.op_type})"
+        reason = " ".join(str(error).split())[:500] or type(error).__name__
+        if isinstance(error, NotImplementedError | tvm.error.OpNotImplemented):
+            raise UnsupportedOperatorError(f"{where} cannot be imported: {reason}") from error
+        raise InvalidModelError(f"{where} cannot be imported: {reason}") from error
+
+
+def _node_in_traceback(error: BaseException) -> onnx.NodeProto | None:
+    """Return the node that the importer was translating when it raised the error."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        node = trace.tb_frame.f_locals.get("node")
+        found = node if isinstance(node, onnx.NodeProto) else found
+        trace = trace.tb_next
+    return found
+
+
+def _input_specs(model: onnx.ModelProto, mod: tvm.IRModule) -> tuple[TensorSpec, ...]:
+    types = [param.ty for param in mod["main"].params]
+    return tuple(
+        _spec(f"input {value.name!r}", value.name, ty)
+        for value, ty in zip(model.graph.input, types, strict=True)
+    )
+
+
+def _output_specs(model: onnx.ModelProto, mod: tvm.IRModule) -> tuple[TensorSpec, ...]:
+    result = mod["main"].ret_ty
+    types = [result] if len(model.graph.output) == 1 else list(result.fields)
+    return tuple(
+        _spec(f"output {value.name!r}", value.name, ty)
+        for value, ty in zip(model.graph.output, types, strict=True)
+    )
+
+
+def _spec(what: str, name: str, ty: relax.Type) -> TensorSpec:
+    if not isinstance(ty, relax.TensorType) or ty.shape is None:
+        raise UnsupportedOperatorError(
+            f"{what} is imported as {ty}; expected a tensor whose rank and sizes are known"
+        )
+    shape = tuple(int(dim) if isinstance(dim, tvm.tirx.IntImm) else str(dim) for dim in ty.shape)
+    return TensorSpec(name, shape, str(ty.dtype))

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse what TVM's importer would translate wrongly, or into code that reads beyond its tensors.
+
+The importer ignores what it does not know: an attribute, an output, a mode. Everything here has
+been seen to give wrong numbers or a dead process; a clear refusal is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx
+
+from .errors import UnsupportedOperatorError
+from .onnx_graph import GraphFacts
+from .onnx_operators import refusal
+from .onnx_resize import resize_problem
+from .onnx_walk import attribute, is_default_domain
+
+SHAPE_INPUTS = {
+    "ConstantOfShape": (0,),
+    "Expand": (1,),
+    "OneHot": (1,),
+    "Pad": (1, 3),
+    "Range": (0, 1, 2),
+    "Reshape": (1,),
+    "Resize": (1, 2, 3),
+    "Slice": (1, 2, 3, 4),
+    "Split": (1,),
+    "Squeeze": (1,),
+    "Tile": (1,),
+    "TopK": (1,),
+    "Unsqueeze": (1,),
+}
+"""Inputs that decide a shape or a place in memory; they must not depend on data."""
+
+INTEGER_TYPES = frozenset(
+    getattr(onnx.TensorProto, name)
+    for name in ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
+)
+
+
+def check_translations(model: onnx.ModelProto, facts: GraphFacts) -> None:
+    """Refuse a model with nodes that would be translated wrongly, naming every one of them."""
+    from_data = _computed_from_data(model)
+    problems = []
+    for node in model.graph.node:
+        if is_default_domain(node):
+            reason = _problem(node, facts, from_data)
+            if reason is not None:
+                problems.append((node, reason))
+    if problems:
+        raise UnsupportedOperatorError(refusal(model, problems))
+
+
+def _problem(node: onnx.NodeProto, facts: GraphFacts, from_data: set[str]) -> str | None:
+    """Say why a node cannot be translated, if so."""
+    for index in SHAPE_INPUTS.get(node.op_type, ()):
+        if index < len(node.input) and node.input[index] in from_data:
+            return f"its input {node.input[index]!r} depends on data; expected a constant"
+    if node.op_type.startswith("Reduce") and len(node.input) > 1 and node.input[1] in from_data:
+        return f"its axes {node.input[1]!r} depend on data; expected a constant"
+    check = _CHECKS.get(node.op_type)
+    return None if check is None else check(node, facts)
+
+
+def _training(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    mode = facts.constant(node.input[2]) if len(node.input) > 2 else None
+    asked = len(node.input) > 2 and node.input[2] and (mode is None or mode.any())
+    return "it is in training mode" if asked else None
+
+
+def _batch_norm(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    return "it is in training mode" if attribute(node, "training_mode", 0) else None
+
+
+def _space_to_depth(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    mode = attribute(node, "mode", "DCR")
+    return None if mode == "DCR" else f"its mode is {mode!r}"
+
+
+def _division(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    """An integer division by zero would end the process."""
+    if facts.dtype(node.output[0]) not in INTEGER_TYPES:
+        return None
+    divisor = facts.constant(node.input[1])
+    if divisor is None:
+        return "it divides integers by a number that depends on data; expected a constant"
+    return None if divisor.all() else "it divides integers by zero"
+
+
+def _power(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    if facts.dtype(node.input[0]) in INTEGER_TYPES:
+        return "it is a power of integers"
+    return None
+
+
+def _transposed(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    wanted = attribute(node, "output_shape")
+    return None if wanted is None else f"no padding gives its output_shape {list(wanted)}"
+
+
+def _branch(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    return "its condition depends on data; expected a constant"
+
+
+_CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
+    "BatchNormalization": _batch_norm,
+    "ConvTranspose": _transposed,
+    "Div": _division,
+    "Dropout": _training,
+    "If": _branch,
+    "Mod": _division,
+    "Pow": _power,
+    "Resize": resize_problem,
+    "SpaceToDepth": _space_to_depth,
+}
+
+
+def _computed_from_data(model: onnx.ModelProto) -> set[str]:
+    """Names of all tensors that depend on more than shapes and constants."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    from_data = {value.name for value in model.graph.input} - constants
+    for node in model.graph.node:
+        if node.op_type in ("Shape", "Size") and is_default_domain(node):
+            continue
+        if any(name in from_data for name in node.input):
+            from_data.update(name for name in node.output if name)
+    return from_data

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse nodes that onnx's checker lets pass and that then crash onnx's or TVM's own code."""
+
+from __future__ import annotations
+
+import onnx
+from onnx.defs import OpSchema
+
+from .errors import UnsupportedOperatorError
+from .onnx_operators import refusal
+from .onnx_walk import all_graphs, attribute, default_opset, is_default_domain
+
+OUTPUTS = {"BatchNormalization": 1, "Dropout": 1, "LayerNormalization": 1, "MaxPool": 1}
+"""How many outputs the importer computes; it is silent about the rest."""
+
+MAX_ATTRIBUTE = 2**31 - 1
+"""The compilers cast sizes and axes to 32 bits."""
+
+
+def check_nodes(model: onnx.ModelProto) -> None:
+    """Refuse a model with broken nodes, naming every one of them."""
+    opset = default_opset(model) or 1
+    problems = []
+    for graph in all_graphs(model):
+        for node in graph.node:
+            reason = _problem(node, opset) if is_default_domain(node) else None
+            if reason is not None:
+                problems.append((node, reason))
+    if problems:
+        raise UnsupportedOperatorError(refusal(model, problems))
+
+
+def _problem(node: onnx.NodeProto, opset: int) -> str | None:
+    schema = onnx.defs.get_schema(node.op_type, opset)
+    for index, name in enumerate(node.input):
+        formal = schema.inputs[min(index, len(schema.inputs) - 1)] if schema.inputs else None
+        if not name and (formal is None or formal.option != OpSchema.FormalParameterOption.Optional):
+            return f"its input {index} is missing"
+    for name in node.output[OUTPUTS.get(node.op_type, len(node.output)) :]:
+        if name:
+            return f"its output {name!r} is not supported"
+    for entry in node.attribute:
+        for value in (entry.i, *entry.ints):
+            if abs(value) > MAX_ATTRIBUTE and node.op_type not in ("Constant", "Cast"):
+                return f"its attribute {entry.name} is {value}"
+    parts = attribute(node, "num_outputs")
+    if node.op_type == "Split" and parts is not None and parts != len(node.output):
+        return f"its num_outputs is {parts}, and it has {len(node.output)} outputs"
+    return None

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways through an ONNX model that its loader, mends and importer share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import onnx
+
+DEFAULT_DOMAINS = ("", "ai.onnx")
+
+
+def default_opset(model: onnx.ModelProto) -> int | None:
+    """Return the version of the default operators that the model imports."""
+    return opset_of(model, "")
+
+
+def opset_of(model: onnx.ModelProto, domain: str) -> int | None:
+    """Return the version of ``domain`` that the model imports."""
+    names = DEFAULT_DOMAINS if domain in DEFAULT_DOMAINS else (domain,)
+    return next((entry.version for entry in model.opset_import if entry.domain in names), None)
+
+
+def all_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto | onnx.FunctionProto]:
+    """Yield the main graph, the model's functions, and the graphs nested in their nodes."""
+    stack: list[onnx.GraphProto | onnx.FunctionProto] = [*reversed(model.functions), model.graph]
+    while stack:
+        graph = stack.pop()
+        yield graph
+        for node in graph.node:
+            stack.extend(nested_graphs(node))
+
+
+def nested_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """Return the graphs among the attributes of a node."""
+    graphs = []
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            graphs.append(attribute.g)
+        graphs.extend(attribute.graphs)
+    return graphs
+
+
+def node_label(node: onnx.NodeProto) -> str:
+    """Return how messages call a node: its name, or what it computes if it has none."""
+    if node.name:
+        return f"node {node.name!r}"
+    output = next((name for name in node.output if name), "")
+    return f"the unnamed node that computes {output!r}"
+
+
+def is_default_domain(node: onnx.NodeProto) -> bool:
+    """Whether the node's operator is one of ONNX itself."""
+    return node.domain in DEFAULT_DOMAINS
+
+
+def attribute(node: onnx.NodeProto, name: str, default: Any = None) -> Any:
+    """Return the value of a node's attribute, strings decoded."""
+    for entry in node.attribute:
+        if entry.name == name:
+            value = onnx.helper.get_attribute_value(entry)
+            return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    return default
+
+
+def used_names(model: onnx.ModelProto) -> set[str]:
+    """Return the names of all tensors that a node reads or that are outputs of a graph."""
+    names: set[str] = set()
+    for graph in all_graphs(model):
+        names.update(name for node in graph.node for name in node.input)
+        if isinstance(graph, onnx.GraphProto):
+            names.update(value.name for value in graph.output)
+    return names

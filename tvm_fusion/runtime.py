@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a compiled model, time it, save it and load it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from .arguments import Stage, bind, check, results
+from .artifact import Description, read_artifact, write_artifact
+from .engines import random_inputs
+from .errors import ArtifactError, InvalidInputError
+from .linker import SharedLinker
+from .target import check_host
+from .tensor_spec import TensorSpec
+from .thread_pool import Crew, choose_threads
+
+
+@dataclass(frozen=True)
+class Latency:
+    """What :meth:`CompiledModel.benchmark` measured, in milliseconds a call.
+
+    Parameters
+    ----------
+    median_ms, min_ms, p90_ms, mean_ms : float
+        Over the timed calls.
+    repeat : int
+        Number of timed calls.
+    threads : int
+        Threads of the model.
+    """
+
+    median_ms: float
+    min_ms: float
+    p90_ms: float
+    mean_ms: float
+    repeat: int
+    threads: int
+
+
+class CompiledModel:
+    """A model compiled for a CPU; made by ``tvm_fusion.compile`` and ``tvm_fusion.load``.
+
+    It is called with its inputs as numpy arrays or anything else on the CPU that has DLPack
+    (tensors of PyTorch, TVM, JAX), by position, by name, or all of them in one mapping::
+
+        y = compiled(x)
+        y = compiled(image=x)
+        y = compiled({"input.1": x})
+
+    It returns a numpy array, or a tuple of them if the model has several outputs. The arrays are
+    the caller's: no later call changes them, and changing them changes nothing else.
+
+    Types and shapes must fit: nothing is converted silently. An input that is contiguous, writable
+    and aligned to 64 bytes is used where it lies (:func:`aligned_empty` makes such arrays); any
+    other one is copied first. Outputs are not copied, unless they are constants of the model or
+    share memory with an input.
+
+    **Threads.** A call runs on as many threads as the model was given, by default one a physical
+    core (or ``TVM_NUM_THREADS``, if the environment has it); models with different numbers can live
+    in one process. The number applies to the process's own processors, which a model's threads
+    share with everything else: they are not pinned.
+
+    A model may be called from several threads of a program: its calls then wait for each other. To
+    have them run at the same time, load the model several times with fewer threads each. The main
+    thread computes itself, other threads hand their calls over to a thread of the model. It also
+    works in a process that was forked.
+    """
+
+    def __init__(
+        self, executable: Any, about: Description, threads: int, origin: Path | None = None
+    ) -> None:
+        self._executable = executable
+        self._about = about
+        self._origin = origin
+        self._crew = Crew(threads)
+        self._stage = Stage(about.inputs)
+        self._main: Any = None
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs in the order of the call."""
+        return self._about.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs in the order in which they are returned."""
+        return self._about.outputs
+
+    @property
+    def target(self) -> tvm.target.Target:
+        """The target that the model is compiled for."""
+        return tvm.target.Target(self._about.target)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """CPU features that the code needs."""
+        return self._about.features
+
+    @property
+    def threads(self) -> int:
+        """How many threads a call runs on."""
+        return self._crew.threads
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of tvm_fusion, tvm and tvm_ffi that compiled the model."""
+        return dict(self._about.versions)
+
+    @property
+    def fused(self) -> list[dict[str, Any]]:
+        """One record for each pair of neighbouring convolutions: whether it is fused, and why.
+
+        ``first`` and ``second`` are names, ``fused`` is a bool, ``reason`` a text; FLOPs, bytes and
+        arithmetic intensity of both ways come with them.
+        """
+        return [dict(record) for record in self._about.fused]
+
+    def __repr__(self) -> str:
+        """Inputs, outputs, CPU and threads."""
+        cpu = self.target.attrs["mcpu"]
+        signature = f"{_signature(self.inputs)} -> {_signature(self.outputs)}"
+        return f"CompiledModel({signature}, {cpu}, {self.threads} threads)"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
+        """Compute the outputs.
+
+        Parameters
+        ----------
+        *args : array
+            Inputs in order, or one mapping from names to inputs.
+        **kwargs : array
+            Inputs by name.
+
+        Returns
+        -------
+        numpy.ndarray or tuple of numpy.ndarray
+            One array if the model has one output, else a tuple.
+
+        Raises
+        ------
+        InvalidInputError
+            If an input is missing, unknown, or of the wrong type or shape.
+        TargetError
+            If the model is compiled for another CPU than this machine has.
+        """
+        arrays = check(self.inputs, bind(self.inputs, args, kwargs))
+        outputs = self._crew.run(self._run, arrays)
+        return outputs[0] if len(self.outputs) == 1 else tuple(outputs)
+
+    def _run(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        if self._main is None:
+            self._main = self._start()
+        tensors, memory = self._stage.tensors(arrays)
+        try:
+            outputs = self._main(*tensors)
+        except (RuntimeError, ValueError, TypeError) as error:
+            # TVM checks what the specs cannot say, such as a dimension that is computed of others.
+            reason = str(error).strip().splitlines()[-1]
+            raise InvalidInputError(f"the model cannot run on these inputs: {reason}") from error
+        if isinstance(outputs, tvm.runtime.Tensor):
+            outputs = [outputs]
+        return results(outputs, self._about.fresh, memory)
+
+    def _start(self) -> Any:
+        """Make the code executable; before that, make sure that the CPU can execute it."""
+        check_host(self._about.features, self._about.arch)
+        module = self._executable
+        if not isinstance(module, tvm.runtime.Module):
+            module = module.jit(fcompile=SharedLinker(str(self.target.attrs["mtriple"])))
+        self._machine = relax.VirtualMachine(module, tvm.cpu())
+        return self._machine["main"]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model as a shared library that :func:`load` reads, and also TVM itself.
+
+        No compiler is needed, for whatever CPU the model is compiled. The file appears complete or
+        not at all.
+
+        Parameters
+        ----------
+        path : path
+            Where to; a file that is there is replaced.
+
+        Raises
+        ------
+        ArtifactError
+            If it cannot be written, or if this model was itself loaded from a file.
+        """
+        if self._origin is not None:
+            raise ArtifactError(
+                f"this model was loaded from {str(self._origin)!r}; copy that file instead"
+            )
+        write_artifact(path, self._executable, self._about)
+
+    def benchmark(
+        self, repeat: int = 50, warmup: int = 10, inputs: Mapping[str, Any] | None = None
+    ) -> Latency:
+        """Time whole calls.
+
+        Parameters
+        ----------
+        repeat : int
+            Number of timed calls.
+        warmup : int
+            Number of calls before them.
+        inputs : mapping, optional
+            Inputs by name; by default random ones, new at each call of this method: floats are
+            standard normal, integers 0 or 1.
+
+        Raises
+        ------
+        InvalidInputError
+            If a number makes no sense, or an input has dimensions whose size is not known.
+        """
+        if repeat < 1 or warmup < 0:
+            raise InvalidInputError(
+                f"repeat is {repeat} and warmup {warmup}; expected at least 1 and 0"
+            )
+        feed = self._random_feed() if inputs is None else inputs
+        values = bind(self.inputs, (), feed)
+        for _ in range(warmup):
+            self(*values)
+        times = []
+        for _ in range(repeat):
+            begin = time.perf_counter()
+            self(*values)
+            times.append((time.perf_counter() - begin) * 1e3)
+        return Latency(
+            median_ms=float(np.median(times)),
+            min_ms=min(times),
+            p90_ms=float(np.percentile(times, 90)),
+            mean_ms=float(np.mean(times)),
+            repeat=repeat,
+            threads=self.threads,
+        )
+
+    def _random_feed(self) -> dict[str, np.ndarray]:
+        for spec in self.inputs:
+            if not all(isinstance(size, int) for size in spec.shape):
+                raise InvalidInputError(
+                    f"input {spec.name!r} has the open shape {spec.shape}; pass inputs=..."
+                )
+        feed = {}
+        seed = int.from_bytes(os.urandom(8), "little")
+        for name, array in random_inputs(self.inputs, seed, normal=True).items():
+            feed[name] = aligned_empty(array.shape, array.dtype)
+            feed[name][...] = array
+        return feed
+
+
+def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledModel:
+    """Load a model that :meth:`CompiledModel.save` wrote.
+
+    **Loading runs code of the file.** What can be checked is checked before: that it is a complete
+    file of ours, of a format and a TVM that fit, for this architecture and for a CPU whose features
+    are here. That protects from accidents, not from a stranger: load only files that you trust.
+
+    Parameters
+    ----------
+    path : path
+        The file.
+    threads : int, optional
+        Threads of a call; by default one a physical core.
+
+    Raises
+    ------
+    ArtifactError
+        If the file cannot be read, is none of ours, is damaged, or is of another version.
+    TargetError
+        If it is compiled for another architecture, or for CPU features which are not here.
+    InvalidInputError
+        If ``threads`` is not possible.
+    """
+    count = choose_threads(threads)
+    about = read_artifact(path)
+    origin = Path(path).resolve()
+    try:
+        module = tvm.get_global_func("ffi.Module.load_from_file.so")(str(origin), "so")
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ArtifactError(f"cannot load {str(path)!r}: {reason}") from error
+    return CompiledModel(module, about, count, origin)
+
+
+def aligned_empty(shape: Sequence[int], dtype: Any = "float32") -> np.ndarray:
+    """Make an uninitialised array that a model can use as an input without copying it."""
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _signature(specs: Sequence[TensorSpec]) -> str:
+    texts = (f"{s.name}: {s.dtype}[{', '.join(map(str, s.shape))}]" for s in specs)
+    return f"({', '.join(texts)})"
