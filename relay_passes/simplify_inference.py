@@ -73,12 +73,16 @@ class SimplifyInference:
 
     def transform_module(self, mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
         """Simplify every Relax function of ``mod``."""
-        mod = relax.transform.Normalize()(mod)
-        mod = _simplify(mod)
+        tidy = tvm.transform.Sequential(
+            [
+                relax.transform.CanonicalizeBindings(),
+                relax.transform.DeadCodeElimination(),  # what is dead must not count as a reader
+            ]
+        )
+        mod = _simplify(tidy(relax.transform.Normalize()(mod)))
         if _has_constant_kernels(mod):
-            mod = _simplify(relax.transform.FoldConstant()(mod))
-        tidy = [relax.transform.CanonicalizeBindings(), relax.transform.DeadCodeElimination()]
-        return tvm.transform.Sequential(tidy)(mod)
+            mod = _simplify(tidy(relax.transform.FoldConstant()(mod)))
+        return tidy(mod)
 
 
 def _simplify(mod: tvm.IRModule) -> tvm.IRModule:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import tvm
 import tvm_ffi
@@ -27,20 +29,17 @@ _CARRIERS = {2: "uint16", 1: "uint8"}
 """Types by whose name memory passes between TVM and numpy where DLPack lacks the true type."""
 
 
+@cache
 def numpy_dtype(name: str) -> np.dtype:
     """The numpy type of a TVM type, those of ``ml_dtypes`` (bfloat16, float8) included."""
     try:
-        return np.dtype(name)
-    except TypeError:
-        pass
-    try:
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, name))
-    except (ImportError, AttributeError, TypeError):
-        raise InvalidInputError(
-            f"numpy has no element type {name!r}; bfloat16 and float8 need the package ml_dtypes"
-        ) from None
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+        same_layout = tvm_ffi.dtype(name).bits == 8 * dtype.itemsize  # TVM packs int4 and such
+    except (TypeError, ValueError):
+        same_layout = False
+    if not same_layout:
+        raise InvalidInputError(f"the element type {name!r} has no match in numpy")
+    return dtype
 
 
 def bind(specs: Sequence[TensorSpec], args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
@@ -51,9 +50,11 @@ def bind(specs: Sequence[TensorSpec], args: Sequence[Any], named: Mapping[str, A
     InvalidInputError
         If one is missing, unknown, given twice, or if there are too many.
     """
-    names = [spec.name for spec in specs]
-    if len(args) == 1 and isinstance(args[0], Mapping) and not named:
+    if not named and len(args) == 1 and isinstance(args[0], Mapping):
         named, args = args[0], []
+    if not named and len(args) == len(specs):
+        return list(args)
+    names = [spec.name for spec in specs]
     if len(args) > len(names):
         raise InvalidInputError(
             f"got {len(args)} inputs; expected {len(names)}: {_list(names) or 'none'}"
@@ -93,7 +94,8 @@ def check(specs: Sequence[TensorSpec], values: Sequence[Any]) -> list[np.ndarray
                 f"input {spec.name!r} has the element type {array.dtype}; expected {spec.dtype}: "
                 f"convert it, for example with .astype({spec.dtype!r})"
             )
-        _check_shape(spec, array.shape, sizes)
+        if array.shape != spec.shape:
+            _check_shape(spec, array.shape, sizes)
         arrays.append(array)
     return arrays
 
@@ -160,12 +162,16 @@ class Stage:
 
         They are good until the next call.
         """
-        pairs = [self._tensor(index, array) for index, array in enumerate(arrays)]
-        return [tensor for tensor, _ in pairs], [memory for _, memory in pairs]
+        tensors, memory = [], []
+        for index, array in enumerate(arrays):
+            tensor, place = (
+                (tvm_ffi.from_dlpack(array), array) if _usable(array) else self._copy(index, array)
+            )
+            tensors.append(tensor)
+            memory.append(place)
+        return tensors, memory
 
-    def _tensor(self, index: int, array: np.ndarray) -> tuple[Any, np.ndarray]:
-        if _usable(array):
-            return tvm.runtime.from_dlpack(array), array
+    def _copy(self, index: int, array: np.ndarray) -> tuple[Any, np.ndarray]:
         place = self._places[index]
         if place is None or place[1].shape != array.shape:
             tensor = tvm.runtime.empty(array.shape, self._dtypes[index])
@@ -179,7 +185,7 @@ def _usable(array: np.ndarray) -> bool:
     return (
         flags.c_contiguous
         and flags.writeable  # numpy exports no other
-        and array.ctypes.data % ALIGNMENT == 0
+        and array.__array_interface__["data"][0] % ALIGNMENT == 0
         and array.size > 0
         and array.dtype.isbuiltin == 1
     )
@@ -200,11 +206,21 @@ def results(
         Memory of the inputs; what overlaps with it is copied, as is what is not fresh.
     """
     arrays: list[np.ndarray] = []
+    taken = list(inputs)
     for tensor, new in zip(outputs, fresh, strict=True):
         array = _as_numpy(tensor)
-        shared = any(np.may_share_memory(array, other) for other in (*inputs, *arrays))
-        arrays.append(array if new and not shared else array.copy())
+        if not new or _overlaps(array, taken):
+            array = array.copy()
+        arrays.append(array)
+        taken.append(array)
     return arrays
+
+
+def _overlaps(array: np.ndarray, others: Sequence[np.ndarray]) -> bool:
+    for other in others:
+        if np.may_share_memory(array, other):
+            return True
+    return False
 
 
 def _as_numpy(tensor: Any) -> np.ndarray:

@@ -217,7 +217,10 @@ def _parse(data: Any) -> Description:
         raise ValueError("'fresh' and 'outputs' differ in length")
     versions = _typed(data["versions"], dict)
     target = _typed(data["target"], str)
-    arch = arch_of(tvm.target.Target(target))
+    made = tvm.target.Target(target)
+    arch = arch_of(made)
+    if "mcpu" not in made.attrs:
+        raise ValueError("the target names no CPU")
     if data["arch"] != arch:
         raise ValueError(f"the target is for {arch}, and 'arch' is {data['arch']!r}")
     return Description(

@@ -2,7 +2,7 @@
 """From an ONNX model to a Relax module: load, check, bind shapes, mend, import.
 
 TVM's own importer does the translation. What it does badly is mended in front of it
-(``onnx_mends``) or behind it (the pass ``SimplifyInference``).
+(``onnx_import/mends.py``) or behind it (the pass ``SimplifyInference``).
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
 from .errors import InvalidModelError, UnsupportedOperatorError
-from .onnx_loader import check_external_data, check_model, check_opset, parse_model, read_model
-from .onnx_mends import drop_initializers_from_inputs, mend
-from .onnx_operators import check_operators
-from .onnx_shapes import Shapes, bind_shapes
-from .onnx_walk import default_opset, node_label
-from .onnx_weights import Weights, detach_weights, drop_stand_ins
+from .onnx_import.interface import check_interface
+from .onnx_import.loader import (
+    check_external_data,
+    check_model,
+    check_opset,
+    parse_model,
+    read_model,
+)
+from .onnx_import.mends import drop_initializers_from_inputs, mend
+from .onnx_import.operators import check_operators
+from .onnx_import.shapes import Shapes, bind_shapes
+from .onnx_import.walk import default_opset, node_label
+from .onnx_import.weights import Weights, detach_weights, drop_stand_ins
 from .tensor_spec import TensorSpec
 
 
@@ -79,6 +86,7 @@ def import_onnx(
     check_external_data(proto, folder)
     check_model(data if path is None else path)
     drop_initializers_from_inputs(proto)
+    check_interface(proto)
     bind_shapes(proto, shapes)
     weights = detach_weights(proto, folder)
     proto = mend(proto, weights)

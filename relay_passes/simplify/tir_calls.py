@@ -60,7 +60,7 @@ def padding_of(graph: Graph, call: relax.Expr) -> tuple[relax.Expr, Padding] | N
 
 
 def _prim_func(graph: Graph, call: relax.Expr) -> tirx.PrimFunc | None:
-    """The function of a ``call_tir`` of buffers only and with one result."""
+    """The function of a ``call_tir`` with one result."""
     if op_name(call) != "relax.call_tir" or len(call.args) != 2:
         return None
     if not isinstance(call.args[1], relax.Tuple) or not isinstance(call.ty, relax.TensorType):
@@ -68,28 +68,36 @@ def _prim_func(graph: Graph, call: relax.Expr) -> tirx.PrimFunc | None:
     func = graph.mod[call.args[0]]
     if not isinstance(func, tirx.PrimFunc) or len(func.params) != len(call.args[1].fields) + 1:
         return None
-    return func if all(isinstance(p.ty, tirx.buffer.BufferType) for p in func.params) else None
+    return func if _is_buffer(func.params[0]) and _is_buffer(func.params[-1]) else None
+
+
+def _is_buffer(param: tirx.Var) -> bool:
+    return isinstance(param.ty, tirx.buffer.BufferType)
 
 
 def _read_bound(func: tirx.PrimFunc) -> Bound | None:
     stored = _stored(func)
-    tensors = _arguments(func)
+    arguments = _arguments(func)
+    tensors = [argument for argument in arguments if isinstance(argument, te.Tensor)]
     if type(stored) not in _EXTREMA or len(tensors) > 2:
+        return None
+    if any(isinstance(argument, te.Tensor) for argument in arguments[len(tensors) :]):
         return None
     if len(tensors) == 1 and not isinstance(stored.b, tirx.FloatImm):
         return None
     second = tensors[1] if len(tensors) == 2 else stored.b
-    if not _computes(func, [*tensors, _EXTREMA[type(stored)](tensors[0], second)]):
+    if not _computes(func, [*arguments, _EXTREMA[type(stored)](tensors[0], second)]):
         return None
     value = None if len(tensors) == 2 else float(stored.b.value)
     return Bound(isinstance(stored, tirx.Max), value)
 
 
 def _read_padding(func: tirx.PrimFunc) -> Padding | None:
-    tensors = _arguments(func)
-    if len(tensors) != 1:
+    arguments = _arguments(func)
+    if any(isinstance(argument, te.Tensor) for argument in arguments[1:]):
         return None
-    load, value = _stored(func), tirx.const(0.0, tensors[0].dtype)
+    data = arguments[0]
+    load, value = _stored(func), tirx.const(0.0, data.dtype)
     if op_name(load) == "prim.if_then_else":
         _, load, value = load.args
     if not isinstance(load, TensorLoad) or not isinstance(value, tirx.FloatImm):
@@ -98,7 +106,7 @@ def _read_padding(func: tirx.PrimFunc) -> Padding | None:
     if extents is None:
         return None
     before, after = extents
-    if not _computes(func, [tensors[0], topi.nn.pad(tensors[0], before, after, value)]):
+    if not _computes(func, [*arguments, topi.nn.pad(data, before, after, value)]):
         return None
     return Padding(tuple(before), tuple(after), float(value.value))
 
@@ -113,14 +121,17 @@ def _stored(func: tirx.PrimFunc) -> Value:
     return body.value
 
 
-def _arguments(func: tirx.PrimFunc) -> list[te.Tensor]:
-    """Fresh tensors like the arguments of ``func``, its result excluded."""
-    return [te.placeholder(p.ty.shape, str(p.ty.dtype)) for p in func.params[:-1]]
+def _arguments(func: tirx.PrimFunc) -> list[te.Tensor | tirx.Var]:
+    """Fresh tensors for the buffers of ``func``, its result excluded, and its shape variables."""
+    return [
+        te.placeholder(param.ty.shape, str(param.ty.dtype)) if _is_buffer(param) else param
+        for param in func.params[:-1]
+    ]
 
 
 def _padding_extents(func: tirx.PrimFunc, load: TensorLoad) -> tuple[list[int], list[int]] | None:
     """How many elements lie before and after the data along each axis."""
-    inner, outer = (param.ty.shape for param in func.params)
+    inner, outer = func.params[0].ty.shape, func.params[-1].ty.shape
     if len(inner) != len(outer) or len(inner) != len(load.indices):
         return None
     analyzer = Analyzer()
@@ -138,7 +149,7 @@ def _padding_extents(func: tirx.PrimFunc, load: TensorLoad) -> tuple[list[int], 
     return (before, after) if min(before + after, default=0) >= 0 else None
 
 
-def _computes(func: tirx.PrimFunc, tensors: list[te.Tensor]) -> bool:
+def _computes(func: tirx.PrimFunc, tensors: list[te.Tensor | tirx.Var]) -> bool:
     """Whether ``func`` is, but for names and attributes, the computation of ``tensors``.
 
     Its loops may count in int64, as Relax makes them, or in the type of the tensors' extents.

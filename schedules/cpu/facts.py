@@ -256,6 +256,11 @@ def _call_conditions(call: ir.Call) -> list[ir.Expr]:
     return [call.args[0]] if name in ("prim.if_then_else", "prim.likely") else []
 
 
+def realize_of(sch: s_tir.Schedule, block: SBlockRV) -> s_tir.SBlockRealize:
+    """The block with its bindings and guards."""
+    return tvm_ffi.get_global_func("s_tir.schedule.GetSBlockRealize")(sch, block)
+
+
 def uses(expr: ir.Expr, var: ir.Var) -> bool:
     """Whether ``var`` occurs in ``expr``."""
     found: list[ir.Var] = []

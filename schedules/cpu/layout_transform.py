@@ -13,16 +13,17 @@ from tvm.target import Target
 
 from .facts import Access, BlockFacts, Kernel, block_facts, open_kernel
 from .guards import cut_points
+from .overlap import Overlap
 from .steps import (
     SERIAL_ELEMENTS,
-    feeds,
     finish,
     fuse_group,
     inline_blocks,
     merge_groups,
+    parallel_outer,
     schedule_spatial,
 )
-from .tails import TAIL, Overlap
+from .truncate import TAIL
 
 _CACHE_LINE = 64
 _BLOCKS = (4, 8, 16, 32, 64)
@@ -161,14 +162,5 @@ def _transpose(
         if cuts:
             sch.annotate(written, TAIL, [1, *cuts, extents[writes.group]])
     if facts.volume(range(len(facts.extents))) >= SERIAL_ELEMENTS:
-        _parallel_outside(sch, outside, kernel.cpu.num_cores)
+        parallel_outer(sch, outside, kernel.cpu.num_cores)
     return overlaps
-
-
-def _parallel_outside(sch: s_tir.Schedule, loops: list[LoopRV], cores: int) -> None:
-    taken, count = 0, 1
-    while taken < len(loops) and not feeds(count, cores):
-        count *= int(sch.get(loops[taken]).extent)
-        taken += 1
-    if taken:
-        sch.parallel(fuse_group(sch, loops[:taken]))

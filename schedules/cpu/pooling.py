@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from tvm import s_tir, tirx
@@ -14,16 +13,17 @@ from tvm.target import Target
 
 from .facts import BlockFacts, Kernel, block_facts, open_kernel, uses
 from .guards import cut_points
+from .overlap import Tails
 from .steps import (
     SERIAL_ELEMENTS,
-    feeds,
     finish,
-    fuse_group,
     inline_blocks,
+    parallel_outer,
+    tile_size,
+    unroll,
 )
-from .tails import TAIL, Overlap, overlap_of
+from .truncate import TAIL
 
-_MOST_UNROLLED = 128
 _ACCUMULATORS = 8
 
 
@@ -153,81 +153,29 @@ def _schedule_lanes(
     vectors, lane = sch.split(loops[window.vector], [None, lanes])
     sch.reorder(*outer, slide, vectors, *reduced, pixel, lane)
     sch.reverse_compute_at(output, vectors)
-    tails = _Tails(sch, facts.name)
+    tails = Tails(sch)
     for place, tile in ((slide, pixels), (vectors, lanes)):
         tails.add(block, place, tile)
         tails.add(output, place, tile)
     cuts = tile_cuts(cut_points(sch, block, window.slide), extents[0], pixels)
-    _vectorize_tile(sch, lane, [*reduced, pixel])
-    _vectorize_tile(sch, sch.get_loops(output)[-1], sch.get_loops(output)[-2:-1])
-    _parallelize(kernel, facts, outer)
+    for vector, around in ((lane, [*reduced, pixel]), _last_two(sch.get_loops(output))):
+        sch.vectorize(vector)
+        unroll(sch, around)
+    if facts.volume(range(len(facts.extents))) >= SERIAL_ELEMENTS:
+        parallel_outer(sch, outer, kernel.cpu.num_cores)
     if len(cuts) > 1:
         sch.annotate(slide, TAIL, [1, *cuts])
-    init = sch.decompose_reduction(block, reduced[0])
-    _unroll(sch, sch.get_loops(init)[-2])
-    return finish(sch, tails.collect(init, block))
+    init = tails.decompose(block, reduced[0])
+    unroll(sch, sch.get_loops(init)[-2:-1])
+    return finish(sch, tails.collect())
 
 
 def _all(facts: BlockFacts, kind: str) -> list[int]:
     return [k for k, other in enumerate(facts.kinds) if other == kind]
 
 
-def _vectorize_tile(sch: s_tir.Schedule, lane: LoopRV, loops: list[LoopRV]) -> None:
-    """Vectorise the lanes and unroll as many of the loops around them as stay small."""
-    sch.vectorize(lane)
-    size = 1
-    for loop in reversed(loops):
-        size *= int(sch.get(loop).extent)
-        if size > _MOST_UNROLLED:
-            break
-        _unroll(sch, loop)
-
-
-def _unroll(sch: s_tir.Schedule, loop: LoopRV) -> None:
-    if int(sch.get(loop).extent) > 1:
-        sch.unroll(loop)
-
-
-def _parallelize(kernel: Kernel, facts: BlockFacts, outer: list[LoopRV]) -> None:
-    """Run enough of the outermost loops in parallel."""
-    sch = kernel.sch
-    if facts.volume(range(len(facts.extents))) < SERIAL_ELEMENTS:
-        return
-    taken, count = 0, 1
-    while taken < len(outer) and not feeds(count, kernel.cpu.num_cores):
-        count *= int(sch.get(outer[taken]).extent)
-        taken += 1
-    if taken:
-        sch.parallel(fuse_group(sch, outer[:taken]))
-
-
-class _Tails:
-    """Overlaps of blocks whose names change when the reduction is decomposed."""
-
-    def __init__(self, sch: s_tir.Schedule, name: str) -> None:
-        self._sch, self._name = sch, name
-        self._found: list[Overlap] = []
-
-    def add(self, block: SBlockRV, loop: LoopRV, tile: int) -> None:
-        overlap = overlap_of(self._sch, block, loop, tile)
-        if overlap is not None:
-            self._found.append(overlap)
-
-    def collect(self, init: SBlockRV, update: SBlockRV) -> list[Overlap]:
-        result = []
-        for overlap in self._found:
-            names = [overlap.block]
-            if overlap.block == self._name:
-                names = [self._sch.get(block).name_hint for block in (init, update)]
-            result += [Overlap(name, overlap.positions, overlap.tile) for name in names]
-        return result
-
-
-def tile_size(extent: int, most: int) -> int:
-    """The tile of at most ``most`` that wastes the fewest iterations of ``extent``."""
-    if extent <= most:
-        return extent
-    return min(range(most, most // 2 - 1, -1), key=lambda size: -(-extent // size) * size)
+def _last_two(loops: list[LoopRV]) -> tuple[LoopRV, list[LoopRV]]:
+    return loops[-1], loops[-2:-1]
 
 
 def tile_cuts(points: list[int], extent: int, tile: int) -> list[int]:
@@ -271,15 +219,13 @@ def _schedule_rows(
     vectors, lane = sch.split(loops[window.vector], [None, lanes])
     sch.reorder(*outer, vectors, *reduced, lane)
     sch.reverse_compute_at(output, vectors)
-    tails = _Tails(sch, facts.name)
+    tails = Tails(sch)
     tails.add(block, vectors, lanes)
     tails.add(output, vectors, lanes)
     cuts = [] if padding is not None else cut_points(sch, block, window.vector)
     if _stride(facts, window) == 1:
-        _vectorize_tile(sch, lane, reduced)
-    else:
-        for loop in reduced:
-            _unroll(sch, loop)
+        sch.vectorize(lane)
+    unroll(sch, reduced)
     sch.vectorize(sch.get_loops(output)[-1])
     plane = len(_all(facts, "S")) - len(_slides(facts))
     outside = outer[:plane] if padding is not None else outer
@@ -287,12 +233,13 @@ def _schedule_rows(
         outside = outer[:1]
     if padding is not None:
         _place_padding(kernel, padding, outside[-1])
-    _parallelize(kernel, facts, outside)
+    if facts.volume(range(len(facts.extents))) >= SERIAL_ELEMENTS:
+        parallel_outer(sch, outside, kernel.cpu.num_cores)
     if cuts:
         sch.annotate(vectors, TAIL, [1, *tile_cuts(cuts, width, lanes)])
-    init = sch.decompose_reduction(block, reduced[0])
+    init = tails.decompose(block, reduced[0])
     sch.vectorize(sch.get_loops(init)[-1])
-    return finish(sch, tails.collect(init, block))
+    return finish(sch, tails.collect())
 
 
 def _stride(facts: BlockFacts, window: _Window) -> int | None:

@@ -10,10 +10,11 @@ from tvm.s_tir import ScheduleError
 from tvm.s_tir.dlight.analysis import SBlockInfo
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from .facts import BlockFacts, Kernel, block_facts
+from .facts import BlockFacts, Kernel, block_facts, realize_of
 from .guards import cut_points
 from .machine import CPUInfo
-from .tails import TAIL, Overlap, overlap_tails, truncate_tails
+from .overlap import Overlap, overlap_tails
+from .truncate import TAIL, truncate_tails
 from .vector_math import vectorize_math
 
 SERIAL_ELEMENTS = 16384
@@ -225,6 +226,41 @@ def static_extent(sch: s_tir.Schedule, loop: LoopRV) -> int | None:
     return int(extent) if isinstance(extent, tirx.IntImm) else None
 
 
-def facts_of(kernel: Kernel, info: SBlockInfo) -> BlockFacts | None:
-    """Facts of a block of the kernel."""
-    return block_facts(kernel.sch, info.block_rv)
+def parallel_outer(sch: s_tir.Schedule, loops: Sequence[LoopRV], cores: int) -> None:
+    """Run as many of the outermost loops in parallel as it takes to keep the cores busy."""
+    taken, count = 0, 1
+    while taken < len(loops) and not feeds(count, cores):
+        count *= static_extent(sch, loops[taken]) or cores
+        taken += 1
+    if taken:
+        sch.parallel(fuse_group(sch, loops[:taken]))
+
+
+def unroll(sch: s_tir.Schedule, loops: Sequence[LoopRV], most: int = 128) -> None:
+    """Unroll the innermost of the loops while their product is at most ``most``."""
+    size = 1
+    for loop in reversed(loops):
+        extent = static_extent(sch, loop)
+        if extent is None or size * extent > most:
+            return
+        size *= extent
+        if extent > 1:
+            sch.unroll(loop)
+
+
+def tile_size(extent: int, most: int) -> int:
+    """The tile of at most ``most`` that wastes the fewest iterations of ``extent``."""
+    if extent <= most:
+        return extent
+    return min(range(most, most // 2, -1), key=lambda size: -(-extent // size) * size)
+
+
+def align_iters(sch: s_tir.Schedule, block: SBlockRV) -> None:
+    """Bring the iteration variables of a block into the order of its loops."""
+    realize = realize_of(sch, block)
+    order = []
+    for loop in sch.get_loops(block):
+        var = sch.get(loop).loop_var
+        order += [k for k, value in enumerate(realize.iter_values) if value.same_as(var)]
+    if len(order) == len(realize.iter_values):
+        sch.reorder_block_iter_var(block, order)

@@ -79,6 +79,11 @@ def vectorize_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
     return tvm_ffi.structural_map(func, (ir.Call, rewrite))
 
 
+def is_expensive(call: ir.Call) -> bool:
+    """Whether a call takes many instructions, whichever way it is computed."""
+    return isinstance(call.op, ir.Op) and call.op.name in _EXPANSIONS
+
+
 def _f32(value: float) -> ir.Expr:
     return tirx.FloatImm("float32", value)
 

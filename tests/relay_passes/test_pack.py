@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def tensor(*shape, dtype="float32"):
     return relax.Var("data", relax.TensorType(shape, dtype))
 
 
-@lru_cache(maxsize=None)
+@cache
 def build_kernel(direction: str, channels: int, block: int):
     """One compiled layout change for any batch, height and width."""
     batch, height, width = te.var("n", "int64"), te.var("h", "int64"), te.var("w", "int64")

@@ -61,6 +61,18 @@ class Symbolic:
 
 
 @I.ir_module
+class Dependent:
+    """The second input is twice as long as the first."""
+
+    @R.function
+    def main(a: R.Tensor(("n",), "float32"), b: R.Tensor(("n * 2",), "float32")):
+        with R.dataflow():
+            y = R.add(a, a)
+            R.output(y)
+        return y
+
+
+@I.ir_module
 class Identity:
     @R.function
     def main(x: R.Tensor((2, 3), "float32")):
@@ -77,12 +89,21 @@ def dense_reference(x: np.ndarray) -> np.ndarray:
     return np.maximum(x.astype("float64") @ WEIGHT.astype("float64"), 0)
 
 
+def assert_dense(y: np.ndarray, x: np.ndarray) -> None:
+    """Check a result of :func:`dense` against float64."""
+    np.testing.assert_allclose(y, dense_reference(x), rtol=1e-5, atol=1e-6)
+
+
 def many() -> CompiledModel:
     return compiled(Many, ["x", "flag", "s.1"], ["y", "y2", "same", "constant", "not", "next"])
 
 
 def symbolic() -> CompiledModel:
     return compiled(Symbolic, ["a", "b"], ["y"])
+
+
+def dependent() -> CompiledModel:
+    return compiled(Dependent, ["a", "b"], ["y"])
 
 
 def compiled(

@@ -18,7 +18,7 @@ import pytest
 import tvm
 from hypothesis import given
 from hypothesis import strategies as st
-from relax_models import Identity, compiled, dense, dense_reference
+from relax_models import Identity, assert_dense, compiled, dense
 from tvm import relax
 
 from tvm_fusion import artifact, host
@@ -86,7 +86,7 @@ def test_what_is_saved_is_loaded(model: CompiledModel, saved: Path) -> None:
     x = np.random.default_rng(1).standard_normal((4, 8), dtype=np.float32)
     again = load(saved, threads=1)
     np.testing.assert_array_equal(again(x), model(x))
-    np.testing.assert_allclose(again(x), dense_reference(x), rtol=1e-5)
+    assert_dense(again(x), x)
     for name in ("inputs", "outputs", "features", "fused", "versions", "threads"):
         assert getattr(again, name) == getattr(model, name)
     assert str(again.target) == str(model.target)
@@ -98,27 +98,27 @@ def test_results_outlive_the_model(saved: Path) -> None:
     again = load(saved, threads=1)
     y = again(x)
     del again
-    np.testing.assert_allclose(y, dense_reference(x), rtol=1e-5)
+    assert_dense(y, x)
 
 
 def test_tvm_alone_can_load_the_library(saved: Path) -> None:
     x = np.random.default_rng(3).standard_normal((4, 8), dtype=np.float32)
     machine = relax.VirtualMachine(tvm.runtime.load_module(str(saved)), tvm.cpu())
     y = machine["main"](tvm.runtime.tensor(x)).numpy()
-    np.testing.assert_allclose(y, dense_reference(x), rtol=1e-5)
+    assert_dense(y, x)
 
 
 BARE = """
 import sys
 import numpy as np
 sys.path[:0] = {paths!r}
-from relax_models import dense, dense_reference
+from relax_models import assert_dense, dense
 from tvm_fusion.runtime import load
 
 x = np.load({folder!r} + "/x.npy")
-np.testing.assert_allclose(load({saved!r})(x), dense_reference(x), rtol=1e-5)
+assert_dense(load({saved!r})(x), x)
 model = dense()
-np.testing.assert_allclose(model(x), dense_reference(x), rtol=1e-5)
+assert_dense(model(x), x)
 model.save({folder!r} + "/again.so")
 np.testing.assert_array_equal(load({folder!r} + "/again.so")(x), model(x))
 """
@@ -165,7 +165,7 @@ def test_a_file_that_is_there_is_replaced_also_while_it_is_in_use(
     dense("llvm").save(path)
     second = load(path, threads=1)
     for one in (first, second):
-        np.testing.assert_allclose(one(x), dense_reference(x), rtol=1e-5)
+        assert_dense(one(x), x)
     assert str(second.target) != str(first.target)
     assert link.is_symlink()
     assert sorted(tmp_path.iterdir()) == [link, path]
@@ -253,9 +253,7 @@ def test_any_wrong_bit_is_found(
         (join(b"", b"{}", version=2), r"has format 2, .* reads up to 1; install a newer"),
     ],
 )
-def test_files_that_are_not_ours_are_refused(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_files_that_are_not_ours_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "foreign.so"
     path.write_bytes(content)
     with pytest.raises(ArtifactError, match=message):

@@ -160,5 +160,6 @@ def test_relay_pipeline_shows_every_pass(capsys: pytest.CaptureFixture[str]) -> 
     starts = ["the module", "SimplifyInference", "FuseConv2D", "FuseEpilogue", "PackLayout"]
     assert [line[:18].strip() for line in lines[:5]] == starts
     assert "batch_norm" in lines[0] and "batch_norm" not in lines[1]
-    assert "tvm_fusion.fused_conv2d" in lines[2] and "nn.conv2d" not in lines[2]
+    assert "tvm_fusion.fused_conv2d" in lines[2] and lines[2].count("relax.nn.conv2d") == 1
+    assert "tvm_fusion.conv2d" in lines[3] and "relax.nn.conv2d" not in lines[3]
     assert "tvm_fusion.pack" in lines[4]

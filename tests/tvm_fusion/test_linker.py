@@ -151,8 +151,9 @@ def test_data_can_be_written_and_point_to_data_and_to_functions(tmp_path: Path) 
 def test_code_reads_constants_and_variables(tmp_path: Path) -> None:
     number = section(struct.pack("<q", 7), ALLOC | WRITE, 8)
     constant = section(struct.pack("<q", 9), ALLOC, 8)
-    get, fix = uses("variable", elsewhere("number")), uses(
-        "constant", define("constant", constant, LOCAL)
+    get, fix = (
+        uses("variable", elsewhere("number")),
+        uses("constant", define("constant", constant, LOCAL)),
     )
     symbols = [define("number", number), define("get", get), define("fix", fix)]
     library = load(tmp_path, machine_object([number, constant, get, fix], symbols))
@@ -202,9 +203,7 @@ def test_x86_distances(kind: int, before: int, value: int, place: int, after: in
         (282, 0x14000000, 0x0FFC, 0x1000, 0x17FFFFFF),  # b -4
     ],
 )
-def test_aarch64_instructions(
-    kind: int, before: int, value: int, place: int, after: int
-) -> None:
+def test_aarch64_instructions(kind: int, before: int, value: int, place: int, after: int) -> None:
     data = bytearray(struct.pack("<2I", 0xAAAAAAAA, before))
     ARM.apply(data, 4, kind, value, place)
     assert struct.unpack("<2I", data) == (0xAAAAAAAA, after)

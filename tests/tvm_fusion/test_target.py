@@ -83,9 +83,7 @@ def test_spellings_of_one_target_are_equal(spelling: Any, monkeypatch: pytest.Mo
 
 def test_target_objects_tags_and_resolved_targets_are_taken() -> None:
     tag = "raspberry-pi/4b-aarch64"
-    expected = resolve(
-        "llvm -mtriple=aarch64-linux-gnu -mcpu=cortex-a72 -mattr=+neon -num-cores=4"
-    )
+    expected = resolve("llvm -mtriple=aarch64-linux-gnu -mcpu=cortex-a72 -mattr=+neon -num-cores=4")
     for spelling in (tag, Target(tag), {"tag": tag}, expected, Target(str(expected))):
         assert attrs(resolve(spelling)) == attrs(expected)
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 import onnx
 from onnx import helper, version_converter
 
-from .errors import InvalidModelError
-from .onnx_branches import splice_branches
-from .onnx_conv_transpose import pad_transposed_convolutions
-from .onnx_fold import fold_constants
-from .onnx_functions import expand_operators, inline_functions
-from .onnx_graph import GraphFacts
-from .onnx_guards import check_translations
-from .onnx_indices import clamp_indices
-from .onnx_nodes import OUTPUTS, check_nodes
-from .onnx_resize import normalize_resizes
-from .onnx_shapes import infer_shapes
-from .onnx_walk import all_graphs, default_opset, is_default_domain, used_names
-from .onnx_weights import Weights
+from ..errors import InvalidModelError
+from .branches import splice_branches
+from .conv_transpose import pad_transposed_convolutions
+from .facts import GraphFacts
+from .fold import fold_constants
+from .functions import expand_operators, inline_functions
+from .guards import check_translations
+from .indices import clamp_indices
+from .nodes import OUTPUTS, check_nodes
+from .resize import normalize_resizes
+from .shapes import infer_shapes
+from .walk import all_graphs, default_opset, is_default_domain, used_names
+from .weights import Weights
 
 OLDEST_OPSET = 13
 """From here on axes, pads and the like are inputs; the importer is at its best there."""

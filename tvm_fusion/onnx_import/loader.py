@@ -16,8 +16,8 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx.external_data_helper import load_external_data_for_tensor
 
-from .errors import InvalidModelError
-from .onnx_walk import all_graphs, default_opset
+from ..errors import InvalidModelError
+from .walk import all_graphs, default_opset
 
 MIN_IR_VERSION = 3
 MAX_BYTES = 2**31 - 1

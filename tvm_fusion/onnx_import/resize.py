@@ -8,8 +8,8 @@ import math
 import numpy as np
 import onnx
 
-from .onnx_graph import GraphFacts
-from .onnx_walk import attribute, is_default_domain
+from .facts import GraphFacts
+from .walk import attribute, is_default_domain
 
 MODES = ("half_pixel", "pytorch_half_pixel", "align_corners", "asymmetric", "tf_crop_and_resize")
 

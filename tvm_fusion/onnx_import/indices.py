@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from .errors import InvalidModelError
-from .onnx_graph import GraphFacts
-from .onnx_walk import attribute, is_default_domain, node_label
+from ..errors import InvalidModelError
+from .facts import GraphFacts
+from .walk import attribute, is_default_domain, node_label
 
 ALONG_AXIS = frozenset({"Gather", "GatherElements", "ScatterElements"})
 BY_COORDINATES = frozenset({"GatherND", "ScatterND"})
@@ -66,7 +66,13 @@ def _extents(node: onnx.NodeProto, facts: GraphFacts) -> np.ndarray | None:
     if dims is None or index_dims is None:
         return None
     if node.op_type in ALONG_AXIS:
-        counted = (dims[attribute(node, "axis", 0)],)
+        axis = attribute(node, "axis", 0)
+        if not -len(dims) <= axis < len(dims):
+            raise InvalidModelError(
+                f"{node_label(node)} ({node.op_type}) has the axis {axis}; {node.input[0]!r} has "
+                f"{len(dims)} dimensions"
+            )
+        counted: tuple[int | None, ...] = (dims[axis],)
     else:
         first = attribute(node, "batch_dims", 0)
         if index_dims[-1] is None:

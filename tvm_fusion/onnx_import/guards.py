@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import onnx
 
-from .errors import UnsupportedOperatorError
-from .onnx_graph import GraphFacts
-from .onnx_operators import refusal
-from .onnx_resize import resize_problem
-from .onnx_walk import attribute, is_default_domain
+from ..errors import UnsupportedOperatorError
+from .facts import GraphFacts
+from .operators import refusal
+from .resize import resize_problem
+from .walk import attribute, is_default_domain
 
 SHAPE_INPUTS = {
     "ConstantOfShape": (0,),

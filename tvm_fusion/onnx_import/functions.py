@@ -6,8 +6,8 @@ from __future__ import annotations
 import onnx
 from onnx import inliner
 
-from .errors import InvalidModelError
-from .onnx_walk import nested_graphs
+from ..errors import InvalidModelError
+from .walk import nested_graphs
 
 EXPANDED = ("Celu", "Swish")
 """Operators that the importer lacks and that ONNX defines by others."""

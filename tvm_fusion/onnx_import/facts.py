@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from .onnx_walk import used_names
-from .onnx_weights import Weights, to_array
+from .walk import used_names
+from .weights import Weights, to_array
 
 
 class GraphFacts:

@@ -11,16 +11,20 @@ import onnx
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from .errors import InvalidModelError
-from .onnx_shapes import infer_shapes, static_shape
-from .onnx_walk import attribute, is_default_domain, node_label, used_names
-from .onnx_weights import SMALL_ELEMENTS, Weights, add_weight, keep_tensors, to_array
+from ..errors import InvalidModelError
+from .shapes import infer_shapes, static_shape
+from .walk import attribute, is_default_domain, node_label, used_names
+from .weights import SMALL_ELEMENTS, Weights, add_weight, keep_tensors, to_array
 
 FOLDABLE = frozenset(
     """Abs Add And Cast Ceil Concat Constant ConstantOfShape Div Equal Exp Expand Flatten Floor
     Gather Greater Identity Less Log Max Min Mod Mul Neg Not Or Pow Range Reciprocal ReduceMax
     ReduceMin ReduceProd ReduceSum Reshape Shape Size Slice Split Sqrt Squeeze Sub Sum Tile
     Transpose Unsqueeze Where""".split()
+)
+
+BROADCASTING = frozenset(
+    "Add And Div Equal Greater Less Max Min Mod Mul Or Pow Sub Sum Where".split()
 )
 
 MAX_FOLDED_BYTES = 4 << 30
@@ -82,10 +86,14 @@ class _Folder:
         if node.op_type in ("Shape", "Size") and shape is not None:
             self.values[node.output[0]] = _shape_value(node, shape)
             return True
-        feeds = {name: self._value(name) for name in node.input if name}
-        if any(value is None for value in feeds.values()):
+        feeds = {}
+        for name in filter(None, node.input):
+            value = self._value(name)
+            if value is None:
+                return False
+            feeds[name] = value
+        if not self._reserve(node, feeds):
             return False
-        self._reserve(node)
         results = _evaluate(node, feeds, self.opsets)
         if results is None:
             return False
@@ -100,15 +108,18 @@ class _Folder:
             self.values[name] = to_array(self.small[name])
         return self.values.get(name)
 
-    def _reserve(self, node: onnx.NodeProto) -> None:
-        """Account for the results' size before they take any memory."""
-        for name in node.output:
-            self.folded_bytes += 8 * math.prod(self.shapes.get(name) or ())
+    def _reserve(self, node: onnx.NodeProto, feeds: dict[str, np.ndarray]) -> bool:
+        """Account for the results' size before they take any memory; False if it is unknown."""
+        elements = _result_elements(node, [feeds[name] for name in node.input if name])
+        if elements is None:
+            return False
+        self.folded_bytes += 8 * elements
         if self.folded_bytes > MAX_FOLDED_BYTES:
             raise InvalidModelError(
                 f"{node_label(node)} ({node.op_type}): the constants that the model computes take "
                 f"more than {MAX_FOLDED_BYTES >> 30} GiB; store them as initialisers"
             )
+        return True
 
     def _store(self, graph: onnx.GraphProto, used: set[str]) -> None:
         """Keep constants that are still used: large ones as weights, small ones in the graph."""
@@ -128,9 +139,31 @@ def _shape_value(node: onnx.NodeProto, shape: tuple[int, ...]) -> np.ndarray:
     return np.array(shape[start:end], np.int64)
 
 
+def _result_elements(node: onnx.NodeProto, values: list[np.ndarray]) -> int | None:
+    """An upper bound of how many elements the results have together; None if it cannot be told."""
+    try:
+        if node.op_type == "ConstantOfShape":
+            return math.prod(values[0].tolist())
+        if node.op_type == "Expand":
+            return math.prod(np.broadcast_shapes(values[0].shape, tuple(values[1].tolist())))
+        if node.op_type == "Tile":
+            return values[0].size * math.prod(values[1].tolist())
+        if node.op_type == "Range":
+            start, limit, delta = (value.item() for value in values)
+            return max(0, math.ceil((limit - start) / delta))
+        if node.op_type == "Gather":
+            rows = max(1, values[0].shape[attribute(node, "axis", 0)])
+            return values[0].size // rows * values[1].size
+        if node.op_type in BROADCASTING:
+            return math.prod(np.broadcast_shapes(*(value.shape for value in values)))
+    except (ValueError, TypeError, IndexError, ArithmeticError):
+        return None
+    return sum(value.size for value in values)
+
+
 def _evaluate(
     node: onnx.NodeProto,
-    feeds: dict[str, np.ndarray | None],
+    feeds: dict[str, np.ndarray],
     opsets: list[onnx.OperatorSetIdProto],
 ) -> dict[str, np.ndarray] | None:
     """Run one node by ONNX's reference; None if the reference cannot."""

@@ -6,9 +6,9 @@ from __future__ import annotations
 import onnx
 from tvm.relax.frontend.onnx import onnx_frontend
 
-from .errors import UnsupportedOperatorError
-from .onnx_functions import EXPANDED
-from .onnx_walk import all_graphs, is_default_domain, node_label, opset_of
+from ..errors import UnsupportedOperatorError
+from .functions import EXPANDED
+from .walk import all_graphs, is_default_domain, node_label, opset_of
 
 CONTROL_FLOW = frozenset({"If"})
 """Spliced when the condition is known."""

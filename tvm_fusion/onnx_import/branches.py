@@ -6,8 +6,8 @@ from __future__ import annotations
 import onnx
 from onnx import helper
 
-from .onnx_graph import GraphFacts
-from .onnx_walk import attribute, is_default_domain, nested_graphs
+from .facts import GraphFacts
+from .walk import attribute, is_default_domain, nested_graphs
 
 
 def splice_branches(model: onnx.ModelProto, facts: GraphFacts) -> bool:

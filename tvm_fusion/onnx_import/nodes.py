@@ -6,9 +6,9 @@ from __future__ import annotations
 import onnx
 from onnx.defs import OpSchema
 
-from .errors import UnsupportedOperatorError
-from .onnx_operators import refusal
-from .onnx_walk import all_graphs, attribute, default_opset, is_default_domain
+from ..errors import UnsupportedOperatorError
+from .operators import refusal
+from .walk import all_graphs, attribute, default_opset, is_default_domain
 
 OUTPUTS = {"BatchNormalization": 1, "Dropout": 1, "LayerNormalization": 1, "MaxPool": 1}
 """How many outputs the importer computes; it is silent about the rest."""
@@ -34,7 +34,9 @@ def _problem(node: onnx.NodeProto, opset: int) -> str | None:
     schema = onnx.defs.get_schema(node.op_type, opset)
     for index, name in enumerate(node.input):
         formal = schema.inputs[min(index, len(schema.inputs) - 1)] if schema.inputs else None
-        if not name and (formal is None or formal.option != OpSchema.FormalParameterOption.Optional):
+        if not name and (
+            formal is None or formal.option != OpSchema.FormalParameterOption.Optional
+        ):
             return f"its input {index} is missing"
     for name in node.output[OUTPUTS.get(node.op_type, len(node.output)) :]:
         if name:

@@ -14,9 +14,9 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from .errors import InvalidModelError
-from .onnx_loader import load_all_external_data, load_external_data
-from .onnx_shapes import check_size
+from ..errors import InvalidModelError
+from .loader import load_all_external_data, load_external_data
+from .shapes import check_size
 
 Weights = dict[str, np.ndarray]
 

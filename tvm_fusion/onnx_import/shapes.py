@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import onnx
 
-from .errors import InvalidModelError
+from ..errors import InvalidModelError
 
 Shapes = Mapping[str, "int | str | Sequence[int | str]"]
 
@@ -33,9 +33,13 @@ def bind_shapes(model: onnx.ModelProto, shapes: Shapes | None) -> None:
     inputs = {value.name: value for value in model.graph.input}
     for name, size in (shapes or {}).items():
         if isinstance(size, str | numbers.Integral):
-            by_name[name] = size  # type: ignore[assignment]
+            by_name[name] = size
+        elif isinstance(size, Iterable):
+            by_input[name] = tuple(size)
         else:
-            by_input[name] = tuple(size)  # type: ignore[arg-type]
+            raise InvalidModelError(
+                f"shapes gives {name!r} the value {size!r}; expected a shape or a size"
+            )
     dims = [dim for value in inputs.values() for dim in value.type.tensor_type.shape.dim]
     unknown = sorted(set(by_input) - set(inputs))
     unknown += sorted(set(by_name) - {dim.dim_param for dim in dims if dim.dim_param})
@@ -59,16 +63,18 @@ def bind_shapes(model: onnx.ModelProto, shapes: Shapes | None) -> None:
 
 
 def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with the shapes of all its tensors, refusing contradictions."""
+    """Return the model with the shapes of all its tensors, refusing contradictions.
+
+    Without data propagation, which takes time and memory for each element of a vector; folding
+    constants finds the same shapes.
+    """
+    _check_sizes(model)
     try:
-        inferred = onnx.shape_inference.infer_shapes(
-            model, check_type=True, strict_mode=True, data_prop=True
-        )
+        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
     except (onnx.shape_inference.InferenceError, ValueError, RuntimeError) as error:
         text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise InvalidModelError(f"the model's shapes do not fit together: {text}") from error
-    for value in (*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output):
-        check_size(value.name, static_shape(value) or ())
+    _check_sizes(inferred)
     return inferred
 
 
@@ -94,6 +100,11 @@ def check_size(name: str, shape: Sequence[int]) -> None:
             f"tensor {name!r} of shape {tuple(shape)} has {count} elements; "
             f"at most {MAX_ELEMENTS} can be compiled: use smaller inputs"
         )
+
+
+def _check_sizes(model: onnx.ModelProto) -> None:
+    for value in (*model.graph.input, *model.graph.value_info, *model.graph.output):
+        check_size(value.name, static_shape(value) or ())
 
 
 def _bind_input(value: onnx.ValueInfoProto, shape: Sequence[int | str]) -> None:

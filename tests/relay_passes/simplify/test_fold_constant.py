@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rule ``fold_constant``: every op of its table against TVM's kernels, and TVM's pass for the rest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from simplify_checks import calls, check, check_unchanged, const, dyadic, simplify
+from tvm import relax, topi
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+from relay_passes.simplify.fold_constant import FOLDED
+
+op = relax.op
+A, B = dyadic(2, 3, 4), dyadic(3, 1, seed=1) + 4
+
+CASES = {
+    "relax.add": lambda: op.add(const(A), const(B)),
+    "relax.subtract": lambda: op.subtract(const(A), const(B)),
+    "relax.multiply": lambda: op.multiply(const(A), const(B)),
+    "relax.divide": lambda: op.divide(const(A), const(B)),
+    "relax.maximum": lambda: op.maximum(const(A), const(B - 4)),
+    "relax.minimum": lambda: op.minimum(const(A), const(B - 4)),
+    "relax.negative": lambda: op.negative(const(A)),
+    "relax.sqrt": lambda: op.sqrt(const(B)),
+    "relax.rsqrt": lambda: op.rsqrt(const(B)),
+    "relax.isnan": lambda: op.isnan(const(np.where(A > 0, np.nan, A))),
+    "relax.where": lambda: op.where(const(A > 0, "bool"), const(A), const(B)),
+    "relax.astype": lambda: op.astype(const(A), "int32"),
+    "relax.reshape": lambda: op.reshape(const(A), (4, 6)),
+    "relax.squeeze": lambda: op.squeeze(const(B), [1]),
+    "relax.expand_dims": lambda: op.expand_dims(const(A), [0, 2]),
+    "relax.broadcast_to": lambda: op.broadcast_to(const(B), (2, 3, 4)),
+    "relax.permute_dims": lambda: op.permute_dims(const(A), (2, 0, 1)),
+    "relax.concat": lambda: op.concat((const(A), const(A + 1)), axis=1),
+}
+
+
+def constant_function(make):
+    """``main(x)`` returning (``make()``, x)."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((1,), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            value = builder.emit(make())
+            result = builder.emit_output(relax.Tuple([value, x]))
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+def folded(mod):
+    """The constant that ``main`` returns first."""
+    (binding,) = mod["main"].body.blocks[0].bindings
+    return binding.value.fields[0].value.numpy()
+
+
+def test_every_op_of_the_table_has_a_case():
+    assert set(CASES) == set(FOLDED)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_those_of_tvm(name):
+    mod = constant_function(CASES[name])
+    expected = folded(relax.transform.CanonicalizeBindings()(relax.transform.FoldConstant()(mod)))
+    actual = folded(simplify(mod))
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: op.sin(const(A)), np.sin(A)),
+        (lambda: op.zeros((2, 3), "float32"), np.zeros((2, 3))),
+        (lambda: op.divide(const(7, "int32"), const(2, "int32")), 3),
+    ],
+)
+def test_tvm_computes_the_rest(make, expected):
+    np.testing.assert_allclose(folded(simplify(constant_function(make))), expected, rtol=1e-6)
+
+
+def test_tvm_computes_calls_of_prim_funcs():
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((2, 3, 4), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            value = builder.emit_te(topi.cos, const(A))
+            result = builder.emit_output(op.tanh(builder.emit(op.subtract(x, value))))
+        builder.emit_func_output(result)
+    simplified = simplify(builder.get())
+    assert calls(simplified) == ["subtract", "tanh"]
+    assert len(simplified.functions) == 1
+
+
+def test_arithmetic_on_known_shapes_goes():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((2, 3), "float32")):
+            with R.dataflow():
+                lv = R.shape_of(x)
+                lv1 = R.shape_to_tensor(lv)
+                lv2 = R.multiply(lv1, const([3, 1], "int64"))
+                gv = (lv2, x)
+                R.output(gv)
+            return gv
+
+    assert folded(simplify(Before)).tolist() == [6, 3]
+
+
+def test_broadcasts_for_elementwise_ops_stay_small():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((64, 1), "float32"), y: R.Tensor((64, 64), "float32")):
+            with R.dataflow():
+                lv = R.broadcast_to(const(2.0), (64, 64))
+                lv1 = R.divide(x, lv)
+                lv2 = R.divide(y, lv)
+                gv = (lv1, lv2)
+                R.output(gv)
+            return gv
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((64, 1), "float32"), y: R.Tensor((64, 64), "float32")):
+            with R.dataflow():
+                lv = R.broadcast_to(const(2.0), (64, 64))
+                lv1 = R.divide(x, lv)
+                lv2 = R.divide(y, const(2.0))
+                gv = (lv1, lv2)
+                R.output(gv)
+            return gv
+
+    check(Before, Expected)
+
+
+def test_what_depends_on_inputs_stays():
+    builder = relax.BlockBuilder()
+    extent = tvm.tirx.Var("n", "int64")
+    x = relax.Var("x", relax.TensorType((extent, 3), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            filled = builder.emit(op.broadcast_to(const(2.0), (extent, 3)))
+            result = builder.emit_output(op.concat((x, filled), axis=0))
+        builder.emit_func_output(result)
+    check_unchanged(builder.get())

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check that a model takes and gives dense tensors of numbers."""
+
+from __future__ import annotations
+
+import onnx
+
+from ..errors import InvalidModelError
+
+NUMBERS = frozenset(
+    getattr(onnx.TensorProto, name)
+    for name in (
+        *("FLOAT", "FLOAT16", "DOUBLE", "BFLOAT16", "BOOL"),
+        *("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"),
+    )
+)
+
+
+def check_interface(model: onnx.ModelProto) -> None:
+    """Refuse inputs, outputs and weights that compiled code cannot take or give."""
+    graph = model.graph
+    values = [("input", value) for value in graph.input]
+    values += [("output", value) for value in graph.output]
+    for role, value in values:
+        kind = value.type.WhichOneof("value") or "of unknown type"
+        if kind != "tensor_type":
+            raise InvalidModelError(
+                f"{role} {value.name!r} is {kind.replace('_', ' ')}; expected a tensor"
+            )
+        element = value.type.tensor_type.elem_type
+        if element not in NUMBERS:
+            names = onnx.TensorProto.DataType.Name
+            known = onnx.TensorProto.DataType.values()
+            found = names(element) if element in known else f"unknown type {element}"
+            raise InvalidModelError(
+                f"{role} {value.name!r} holds elements of {found}; expected one of "
+                f"{', '.join(sorted(names(number) for number in NUMBERS))}"
+            )
+    for sparse in graph.sparse_initializer:
+        raise InvalidModelError(
+            f"initialiser {sparse.values.name!r} is sparse; store it as a dense tensor"
+        )

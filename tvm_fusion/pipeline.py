@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline: which passes run, in which order. It only composes; every rewriting is a pass.
+
+Importing this module registers it with Relax, so that ``relax.get_pipeline("tvm_fusion")`` gives
+a pass from an imported module to one that ``tvm.compile`` can generate code for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import tvm
+from tvm import relax
+from tvm.ir.transform import Pass
+from tvm.relax.backend.cpu_generic import pipeline as cpu_generic
+from tvm.s_tir import dlight
+from tvm.target import Target
+
+from relay_passes import FuseConv2D, FuseEpilogue, PackLayout, SimplifyInference
+from relay_passes.fusion_decision import Decision
+from schedules import cpu
+from schedules.conv2d_workload import FusedConv2DWorkload
+
+from .errors import TargetError
+
+Fuse = str | Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
+Progress = Callable[[str, int, int], None]
+
+NAME = "tvm_fusion"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose of the pipeline.
+
+    Parameters
+    ----------
+    fuse : str or callable
+        Which pairs of convolutions :class:`relay_passes.FuseConv2D` fuses.
+    dump : Path | None
+        A folder for the module after each phase, as ``0-simplify.py`` and so on.
+    """
+
+    fuse: Fuse = "auto"
+    dump: Path | None = None
+
+
+def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
+    """All phases up to scheduled functions, in order.
+
+    Parameters
+    ----------
+    target : Target
+        A CPU target.
+    options : Options
+        The user's choices.
+
+    Returns
+    -------
+    dict[str, list[Pass]]
+        From the name of a phase to its passes.
+    """
+    transform = relax.transform
+    return {
+        "simplify": [SimplifyInference()],
+        "fuse": [FuseConv2D(fuse=options.fuse, target=target), FuseEpilogue()],
+        "pack": [PackLayout(target=target)],
+        "lower": [
+            *cpu_generic.library_dispatch_passes(target),
+            transform.LegalizeOps(),
+            transform.AnnotateTIROpPattern(),
+            transform.FuseOps(),
+            transform.FuseTIR(),
+            transform.DeadCodeElimination(),
+        ],
+        "schedule": [dlight.ApplyDefaultSchedule(*cpu.RULES)],
+    }
+
+
+def optimize(
+    mod: tvm.IRModule,
+    target: Target,
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> tvm.IRModule:
+    """Run all phases on a Relax module.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        A module as an importer makes it; it is not changed.
+    target : Target
+        A CPU target.
+    options : Options | None
+        The user's choices; all defaults if None.
+    progress : callable | None
+        Called with a phase's name, its number and the number of phases, before each.
+
+    Returns
+    -------
+    tvm.IRModule
+        Scheduled functions and a ``main`` that calls them; the attribute
+        ``tvm_fusion.fusion_report`` tells what became of each pair of convolutions.
+    """
+    if target.kind.name != "llvm":
+        raise TargetError(f"target kind is {target.kind.name!r}; expected 'llvm', a CPU")
+    options = options or Options()
+    plan = phases(target, options)
+    with target:
+        for number, (name, passes) in enumerate(plan.items()):
+            if progress is not None:
+                progress(name, number, len(plan))
+            mod = tvm.transform.Sequential(passes, name=name)(mod)
+            if options.dump is not None:
+                options.dump.mkdir(parents=True, exist_ok=True)
+                (options.dump / f"{number}-{name}.py").write_text(mod.script())
+    return mod
+
+
+def lower_to_vm(target: Target) -> Pass:
+    """Passes from scheduled functions to the Relax virtual machine, as in TVM's CPU pipeline."""
+    return tvm.transform.Sequential(
+        [*cpu_generic.dataflow_lower_passes(target), *cpu_generic.finalize_passes(target)],
+        name="lower_to_vm",
+    )
+
+
+def build(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
+    """Generate code for a module that :func:`optimize` returned."""
+    return tvm.compile(mod, target, relax_pipeline=lower_to_vm(target))
+
+
+@relax.register_pipeline(NAME)
+def tvm_fusion_pipeline(target: Target | None = None, fuse: Fuse = "auto") -> Pass:
+    """The whole pipeline as one pass, for ``tvm.compile(..., relax_pipeline=...)``.
+
+    Parameters
+    ----------
+    target : Target | None
+        A CPU target; the one that is current when the pass runs if None.
+    fuse : str or callable
+        As in :class:`Options`.
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name=NAME)
+    def run(mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
+        chosen = target or Target.current(allow_none=False)
+        return lower_to_vm(chosen)(optimize(mod, chosen, Options(fuse=fuse)))
+
+    return run
