@@ -53,7 +53,8 @@ def compile(
         Threads of a call; by default one a physical core. The code is made for that many, unless
         the target says ``num-cores``.
     progress : callable, optional
-        Called with the name of a stage, how many of its steps are done, and how many it has.
+        Called before each stage with its name, the number of stages done, and the number of all of
+        them; at the end with ``"done"``.
 
     Returns
     -------
@@ -73,17 +74,23 @@ def compile(
     >>> compiled = tvm_fusion.compile("model.onnx")            # doctest: +SKIP
     >>> y = compiled(np.zeros((1, 3, 224, 224), "float32"))    # doctest: +SKIP
     """
-    tell = progress or (lambda stage, done, total: None)
     count = choose_threads(threads)
     resolved = resolve(target, cores=threads)
-    tell("import", 0, 1)
-    imported = import_onnx(model, shapes)
-    tell("import", 1, 1)
     options = pipeline.Options(fuse=fuse)
-    mod = pipeline.optimize(imported.mod, resolved, options, progress=progress)
-    tell("build", 0, 1)
+    stages = len(pipeline.phases(resolved, options)) + 2
+
+    def tell(stage: str, done: int) -> None:
+        if progress is not None:
+            progress(stage, done, stages)
+
+    tell("import", 0)
+    imported = import_onnx(model, shapes)
+    mod = pipeline.optimize(
+        imported.mod, resolved, options, progress=lambda phase, done, _: tell(phase, done + 1)
+    )
+    tell("build", stages - 1)
     executable = pipeline.build(mod, resolved)
-    tell("build", 1, 1)
+    tell("done", stages)
     about = Description(
         target=str(resolved),
         arch=arch_of(resolved),

@@ -77,18 +77,16 @@ def import_onnx(
     UnsupportedOperatorError
         If it holds operators that cannot be imported; the message lists all of them.
     """
-    path = None if isinstance(model, bytes | bytearray | memoryview | onnx.ModelProto) else model
-    data = read_model(model)
-    folder = None if path is None else Path(path).parent
-    proto = parse_model(data)
+    proto = parse_model(read_model(model))
+    folder = Path(model).parent if isinstance(model, str | os.PathLike) else None
     check_opset(proto)
     check_operators(proto)
     check_external_data(proto, folder)
-    check_model(data if path is None else path)
     drop_initializers_from_inputs(proto)
     check_interface(proto)
     bind_shapes(proto, shapes)
     weights = detach_weights(proto, folder)
+    check_model(proto)
     proto = mend(proto, weights)
     drop_stand_ins(proto.graph, weights)
     mod = _translate(proto, weights)

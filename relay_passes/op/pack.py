@@ -120,13 +120,21 @@ def _infer_unpack(call: relax.Call, _: relax.BlockBuilder | None) -> relax.Tenso
 
 def _legalize_pack(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     return builder.call_te(
-        compute.pack, call.args[0], int(call.attrs["block"]), primfunc_name_hint="pack"
+        compute.pack,
+        call.args[0],
+        int(call.attrs["block"]),
+        primfunc_name_hint="pack",
+        primfunc_attrs={"tvm_fusion.op": "pack"},
     )
 
 
 def _legalize_unpack(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     return builder.call_te(
-        compute.unpack, call.args[0], int(call.attrs["channels"]), primfunc_name_hint="unpack"
+        compute.unpack,
+        call.args[0],
+        int(call.attrs["channels"]),
+        primfunc_name_hint="unpack",
+        primfunc_attrs={"tvm_fusion.op": "unpack"},
     )
 
 

@@ -23,7 +23,7 @@ from .graph import Graph
 
 def fold_input_affine(graph: Graph, call: relax.Expr) -> Value:
     """Move what is multiplied or added in front of the convolution ``call`` behind it."""
-    if False:
+    if not graph.has_one_use(call.args[0]):
         return None
     producer = graph.definition(call.args[0])
     scale = scaled(producer)

@@ -6,9 +6,12 @@ from __future__ import annotations
 from tvm.s_tir.dlight import ScheduleRule
 
 from .conv2d import Conv2D
+from .dense import Dense
 from .elementwise import Elementwise
+from .fallback import Fallback
 from .fused_conv2d import FusedConv2D
 from .layout_transform import LayoutTransform
+from .pack import Pack
 from .pooling import Pooling
 from .reduction import Reduction
 from .softmax import Softmax
@@ -16,19 +19,25 @@ from .softmax import Softmax
 RULES: tuple[ScheduleRule, ...] = (
     FusedConv2D(),
     Conv2D(),
+    Pack(),
     LayoutTransform(),
-    Softmax(),
-    Pooling(),
-    Reduction(),
     Elementwise(),
+    Pooling(),
+    Dense(),
+    Softmax(),
+    Reduction(),
+    Fallback(),
 )
 
 __all__ = [
     "RULES",
     "Conv2D",
+    "Dense",
     "Elementwise",
+    "Fallback",
     "FusedConv2D",
     "LayoutTransform",
+    "Pack",
     "Pooling",
     "Reduction",
     "Softmax",

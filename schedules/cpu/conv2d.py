@@ -22,7 +22,6 @@ from tvm.target import Target
 
 from ..conv2d_workload import ITEM_BYTES, Conv2DKernel, from_json
 from .conv_nest import (
-    Span,
     block_runs,
     compute_tile,
     flatten,
@@ -34,7 +33,7 @@ from .kernel_builder import KernelBuilder
 from .machine import CPUInfo
 from .micro_kernel import Index, LayerOperands
 from .register_tile import register_tile
-from .tiles import Run, split_evenly
+from .tiles import Run, Span, chunk, split_evenly
 
 # Under this many multiply-add vectors a parallel region costs more than it saves.
 SERIAL_VECTORS = 20_000
@@ -143,13 +142,6 @@ def conv2d_template(
 def count_units(ops: LayerOperands, pixels: int) -> int:
     """How many pieces the pixels can be shared out in: tiles of a flat layer, else rows."""
     return len(split_evenly(ops.output.width, pixels)) if is_flat(ops) else ops.output.height
-
-
-def chunk(extent: int, index: Index, chunks: int) -> Span:
-    """Part ``index`` of ``chunks`` equal parts of a range."""
-    if chunks == 1:
-        return 0, extent
-    return tirx.floordiv(index * extent, chunks), tirx.floordiv((index + 1) * extent, chunks)
 
 
 def _nest(

@@ -21,9 +21,7 @@ from .micro_kernel import (
     depthwise_tile,
     loop,
 )
-from .tiles import Run, row_runs, split_evenly
-
-Span = tuple[Index, Index]
+from .tiles import Run, Span, row_runs, split_evenly
 
 
 def is_flat(ops: LayerOperands) -> bool:

@@ -30,9 +30,8 @@ from tvm.target import Target
 
 from ..conv2d_workload import ITEM_BYTES, Conv2DKernel, ConvLayer
 from ..errors import OpError
-from .conv2d import chunk, packed_kernel
+from .conv2d import packed_kernel
 from .conv_nest import (
-    Span,
     block_runs,
     compute_tile,
     flatten,
@@ -44,7 +43,7 @@ from .kernel_builder import KernelBuilder
 from .machine import CPUInfo
 from .micro_kernel import FeatureMap, Index, LayerOperands, Reduction, loop
 from .register_tile import register_tile
-from .tiles import Run, split_evenly, tile_of, tile_start
+from .tiles import Run, Span, chunk, split_evenly, tile_of, tile_start
 
 LOOPS = ("oc2", "ic_o", "h_o", "w_o")
 

@@ -25,6 +25,9 @@ from ..compute.conv2d import activate
 from ..conv2d_workload import ConvLayer
 from .tiles import Index, Run
 
+# Kernel row, kernel column, and the pixels of the tile that see this tap.
+Tap = tuple[Index, Index, tuple[int, int]]
+
 
 @dataclass(frozen=True)
 class FeatureMap:
@@ -163,10 +166,17 @@ def dense_tile(
         lanes = ops.lanes
         sums = T.sblock_alloc_buffer((run.size * blocks * lanes,), ops.dtype, scope="local")
         _start(ops, sums, block, blocks, row, run, column, reduction)
-        group = 0 if ops.layer.groups == 1 else _group_start(ops, block)
-        with loop(reduction.start, reduction.start + reduction.count) as in_block:
-            for kh, kw, span in _taps(ops, row, run):
-                _multiply(ops, sums, (block, blocks), (row, column), (group, in_block), kh, kw, span)
+        blocks_read = (reduction.start, reduction.start + reduction.count)
+        if ops.source.lanes > 1:
+            with loop(*blocks_read) as in_block:
+                for tap in _taps(ops, row, run):
+                    _multiply(ops, sums, (block, blocks), (row, column), in_block, tap)
+        else:
+            # Channels innermost: pixels that neighbouring kernel columns share would otherwise be
+            # kept in registers from column to column, and push the accumulators out.
+            for tap in _taps(ops, row, run):
+                with loop(*blocks_read) as in_block:
+                    _multiply(ops, sums, (block, blocks), (row, column), in_block, tap)
         _finish(ops, sums, block, blocks, row, run, column, reduction)
 
 
@@ -193,6 +203,9 @@ def depthwise_tile(ops: LayerOperands, block: Index, row: Index, run: Run, colum
 
 
 def _group_start(ops: LayerOperands, block: Index) -> Index:
+    """First input block of the group that an output block belongs to."""
+    if ops.layer.groups == 1:
+        return 0
     return tirx.floordiv(block, ops.out_blocks // ops.layer.groups) * ops.in_blocks
 
 
@@ -215,14 +228,14 @@ def _source_pixel(
 
 def _taps(
     ops: LayerOperands, row: Index, run: Run, unroll_columns: bool = False
-) -> Iterator[tuple[Index, Index, tuple[int, int]]]:
+) -> Iterator[Tap]:
     """Open the loops over the kernel and yield its taps with the pixels that see them.
 
     Border tiles and short bodies unroll the kernel's columns; a tap that no pixel sees is left out.
     """
     low, high = _visible_rows(ops, row)
     with loop(low, high) as kh:
-        if run.is_inside and not unroll_columns and ops.source.lanes > 1:
+        if run.is_inside and not unroll_columns:
             with loop(0, ops.layer.kernel[1]) as kw:
                 yield kh, kw, (0, run.size)
         else:
@@ -251,20 +264,19 @@ def _multiply(
     sums: tirx.Buffer,
     out: tuple[Index, int],
     pixel: tuple[Index, Index],
-    source_block: tuple[Index, Index],
-    kh: Index,
-    kw: Index,
-    span: tuple[int, int],
+    in_block: Index,
+    tap: Tap,
 ) -> None:
-    """All multiply-adds of one tap and one input block."""
+    """All multiply-adds of one tap and one input block (counted within the group)."""
     layer, lanes, source = ops.layer, ops.lanes, ops.source
     block, blocks = out
-    group, in_block = source_block
+    kh, kw, span = tap
     taps = layer.kernel[0] * layer.kernel[1]
     per_block = ops.in_blocks * taps * source.lanes * lanes
-    tap = (in_block * taps + kh * layer.kernel[1] + kw) * (source.lanes * lanes)
-    weight = block * per_block + tap
-    origin = source.at(group + in_block, *_source_pixel(layer, *pixel, kh, kw))
+    position = (in_block * taps + kh * layer.kernel[1] + kw) * (source.lanes * lanes)
+    weight = block * per_block + position
+    source_block = _group_start(ops, block) + in_block
+    origin = source.at(source_block, *_source_pixel(layer, *pixel, kh, kw))
     pixel_step = layer.strides[1] * source.lanes
     with T.unroll(0, source.lanes) as lane:
         with T.unroll(*span) as p:

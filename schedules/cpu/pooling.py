@@ -25,6 +25,7 @@ from .steps import (
 from .truncate import TAIL
 
 _ACCUMULATORS = 8
+_LONGEST_STEP = 16
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,9 @@ def _window_of(facts: BlockFacts | None) -> _Window | None:
     if not slides or not vectors:
         return None
     if vectors[0] not in slides and facts.loads[0].strides[vectors[0]] != 1:
+        return None
+    step = facts.loads[0].strides[vectors[0]]
+    if vectors[0] in slides and (step is None or not 0 < step <= _LONGEST_STEP):
         return None
     slide = vectors[0] if vectors[0] in slides else slides[-1]
     return _Window(slide, vectors[0])

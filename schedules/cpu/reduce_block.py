@@ -12,6 +12,7 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from .consumers import follow, vectorize_under
 from .facts import BlockFacts, Kernel, block_facts
 from .lanes import arrange_lanes, split_into_lanes
+from .panel import copy_of_input, vectorize_copy
 from .overlap import Overlap, Tails
 from .steps import (
     SERIAL_ELEMENTS,
@@ -20,6 +21,7 @@ from .steps import (
     feeds,
     fuse_group,
     merge_groups,
+    open_reduction,
     parallel_outer,
     static_extent,
     tile_size,
@@ -30,13 +32,47 @@ _ACCUMULATORS = 8
 _ROWS = 4
 _PARTS = 4
 
+Result = tuple[list[Overlap], list[SBlockRV]]
+"""Overlapping tiles, and the consumers that could not be computed with the reduction."""
+
 
 @dataclass(frozen=True)
-class _Loops:
-    """The loops of a block, the reduced ones merged."""
+class Columns:
+    """Vectors of neighbouring outputs in registers.
 
-    spatial: list[LoopRV]
-    reduced: list[LoopRV]
+    Parameters
+    ----------
+    vectors : int
+        How many vectors of the last spatial axis.
+    rows : int
+        How many steps of another spatial axis, ``row_axis``.
+    row_axis : int
+        Which spatial axis; ignored for one row.
+    packed : int | None
+        Which of the block's inputs is copied, for each tile of columns, to a buffer of its own,
+        which all rows read; the loop over rows is then inside of the one over columns.
+    """
+
+    vectors: int
+    rows: int = 1
+    row_axis: int = -1
+    packed: int | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Outputs that are reduced in lanes.
+
+    Parameters
+    ----------
+    parts : int
+        Most accumulators of one output.
+    tile : tuple[tuple[int, int], ...]
+        Spatial axes, and how many steps of each are reduced side by side.
+    """
+
+    parts: int
+    tile: tuple[tuple[int, int], ...] = ()
 
 
 def reducible(facts: BlockFacts | None) -> bool:
@@ -51,9 +87,7 @@ def reducible(facts: BlockFacts | None) -> bool:
     return not spatial or facts.extents[spatial[-1]] is not None
 
 
-def reduce_block(
-    kernel: Kernel, block: SBlockRV, consumers: Sequence[SBlockRV]
-) -> tuple[list[Overlap], list[SBlockRV]]:
+def reduce_block(kernel: Kernel, block: SBlockRV, consumers: Sequence[SBlockRV]) -> Result:
     """Schedule a reduction that is :func:`reducible`, and its consumers with it.
 
     Parameters
@@ -67,17 +101,17 @@ def reduce_block(
 
     Returns
     -------
-    tuple[list[Overlap], list[SBlockRV]]
+    Result
         Overlapping tiles, and the consumers that could not be computed with it.
     """
     facts = block_facts(kernel.sch, block)
     assert facts is not None, "a reducible block has facts"
     parts = _thread_parts(kernel, facts)
     if parts <= 1:
-        return _schedule(kernel, block, consumers)
+        return _reduce_whole(kernel, block, consumers)
     partial = _split_over_threads(kernel.sch, facts, parts)
-    overlaps, _ = _schedule(kernel, partial, ())
-    more, rest = _schedule(kernel, block, consumers)
+    overlaps, _ = _reduce_whole(kernel, partial, ())
+    more, rest = _reduce_whole(kernel, block, consumers)
     return overlaps + more, rest
 
 
@@ -118,89 +152,122 @@ def _split_over_threads(sch: s_tir.Schedule, facts: BlockFacts, parts: int) -> S
     return partial
 
 
-def _schedule(
-    kernel: Kernel, block: SBlockRV, consumers: Sequence[SBlockRV]
-) -> tuple[list[Overlap], list[SBlockRV]]:
+def _reduce_whole(kernel: Kernel, block: SBlockRV, consumers: Sequence[SBlockRV]) -> Result:
     facts = block_facts(kernel.sch, block)
     assert facts is not None, "a reducible block has facts"
-    sch = kernel.sch
-    loops = sch.get_loops(block)
-    groups = merge_groups(facts, facts.positions("R"))
-    nest = _Loops(
-        spatial=[loops[k] for k in facts.positions("S")],
-        reduced=[fuse_group(sch, [loops[k] for k in group]) for group in groups],
-    )
-    step = _in_columns if runs_in_columns(kernel, facts) else _in_rows
-    return step(kernel, block, facts, nest, consumers)
+    lanes = kernel.cpu.vector_bits // 8 // facts.itemsize
+    spatial, reduced = facts.positions("S"), facts.positions("R")
+    extents = [facts.extents[k] for k in spatial]
+    if runs_in_columns(kernel, facts):
+        width = extents[-1] or 1
+        count = -(-width // min(lanes, width))
+        outer = facts.volume(spatial[:-1])
+        vectors = balanced_tile(count, _ACCUMULATORS, outer, kernel.cpu.num_cores)
+        height = extents[-2] if len(extents) > 1 else None
+        rows = 1
+        if height is not None and vectors < _ACCUMULATORS // 2:
+            rows = tile_size(height, min(_ROWS, _ACCUMULATORS // vectors))
+        return reduce_in_columns(kernel, block, consumers, Columns(vectors, rows, -2))
+    short = len(merge_groups(facts, reduced)) == 1 and facts.volume(reduced) < 8 * lanes
+    if spatial and short and extents[-1] is not None:
+        tile = ((-1, tile_size(extents[-1], _ROWS)),)
+        return reduce_in_rows(kernel, block, consumers, Rows(1, tile))
+    return reduce_in_rows(kernel, block, consumers, Rows(_PARTS))
 
 
-def _in_columns(
-    kernel: Kernel,
-    block: SBlockRV,
-    facts: BlockFacts,
-    nest: _Loops,
-    consumers: Sequence[SBlockRV],
-) -> tuple[list[Overlap], list[SBlockRV]]:
-    """Vectors of outputs, a tile of them in registers."""
+def balanced_tile(extent: int, most: int, outer: int, cores: int) -> int:
+    """The tile that finishes first: few rounds of the cores, little waste, enough accumulators.
+
+    Parameters
+    ----------
+    extent : int
+        Vectors along the axis.
+    most : int
+        Upper bound of the tile.
+    outer : int
+        Tiles along the other axes.
+    cores : int
+        Cores that share the tiles.
+
+    Returns
+    -------
+    int
+        Vectors of a tile.
+    """
+
+    def cost(size: int) -> tuple[float, int]:
+        rounds = -(-(-(-extent // size) * outer) // cores)
+        return rounds * max(size, 4), -size
+
+    return min(range(1, min(extent, most) + 1), key=cost)
+
+
+def reduce_in_columns(
+    kernel: Kernel, block: SBlockRV, consumers: Sequence[SBlockRV], plan: Columns
+) -> Result:
+    """Reduce with vectors along the last spatial axis and a tile of them in registers."""
     sch = kernel.sch
-    width = static_extent(sch, nest.spatial[-1]) or 1
+    facts, outer, reduced = open_reduction(kernel, block)
+    width = static_extent(sch, outer[-1]) or 1
     lanes = min(width, kernel.cpu.vector_bits // 8 // facts.itemsize)
-    vectors = tile_size(-(-width // lanes), min(_ACCUMULATORS, width // lanes))
-    columns, vector, lane = sch.split(nest.spatial[-1], [None, vectors, lanes])
-    outer, tile, tiled = nest.spatial[:-1], [vector], [(columns, vectors * lanes)]
-    height = static_extent(sch, outer[-1]) if outer else None
-    if height is not None and vectors < _ACCUMULATORS // 2:
-        rows = tile_size(height, min(_ROWS, _ACCUMULATORS // vectors))
-        row_tiles, row = sch.split(outer[-1], [None, rows])
-        outer, tile = [*outer[:-1], row_tiles], [row, vector]
-        tiled.append((row_tiles, rows))
-    sch.reorder(*outer, columns, *nest.reduced, *tile, lane)
-    outer = [*outer, columns]
-    moved, rest = follow(sch, consumers, columns)
+    vectors = min(plan.vectors, width // lanes)
+    packed = None if plan.packed is None else copy_of_input(sch, facts, plan.packed)
+    tiles, rows, tiled = [], [], {}
+    if plan.rows > 1:
+        row_tiles, row = sch.split(outer.pop(plan.row_axis), [None, plan.rows])
+        tiles, rows, tiled = [row_tiles], [row], {plan.rows: row_tiles}
+    columns, vector, lane = sch.split(outer.pop(), [None, vectors, lanes])
+    tiled = [(columns, vectors * lanes), *((loop, size) for size, loop in tiled.items())]
+    outer = [*outer, columns, *tiles] if packed is not None else [*outer, *tiles, columns]
+    sch.reorder(*outer, *reduced, *rows, vector, lane)
+    moved, rest = follow(sch, consumers, outer[-1])
     if not moved:
         moved = [sch.cache_write(block, 0, "global")]
-        sch.reverse_compute_at(moved[0], columns)
+        sch.reverse_compute_at(moved[0], outer[-1])
     tails = Tails(sch)
+    if packed is not None:
+        sch.compute_at(packed, columns)
+        tails.add(packed, columns, vectors * lanes)
+        vectorize_copy(sch, packed, columns, lanes)
     for loop, size in tiled:
         for part in (block, *moved):
             tails.add(part, loop, size)
     for part in moved:
         vectorize_under(kernel, part, len(outer))
     sch.vectorize(lane)
-    unroll(sch, [*nest.reduced, *tile])
-    if facts.volume(range(len(facts.extents))) >= SERIAL_ELEMENTS:
-        parallel_outer(sch, outer, kernel.cpu.num_cores)
-    init = tails.decompose(block, nest.reduced[0])
-    unroll(sch, sch.get_loops(init)[-1 - len(tile) : -1])
+    unroll(sch, [*reduced, *rows, vector])
+    if facts.volume(range(len(facts.extents))) >= SERIAL_ELEMENTS * plan.rows:
+        shared = len(outer) - (len(tiles) if packed is not None else 0)
+        parallel_outer(sch, outer[:shared], kernel.cpu.num_cores)
+    init = tails.decompose(block, reduced[0])
+    unroll(sch, sch.get_loops(init)[-2 - len(rows) : -1])
     return tails.collect(), rest
 
 
-def _in_rows(
-    kernel: Kernel,
-    block: SBlockRV,
-    facts: BlockFacts,
-    nest: _Loops,
-    consumers: Sequence[SBlockRV],
-) -> tuple[list[Overlap], list[SBlockRV]]:
-    """Each output from lanes that are reduced at the end; short rows several at a time."""
+def reduce_in_rows(
+    kernel: Kernel, block: SBlockRV, consumers: Sequence[SBlockRV], plan: Rows
+) -> Result:
+    """Reduce each output in lanes, and the lanes at the end."""
     sch = kernel.sch
-    extent = static_extent(sch, nest.reduced[-1]) or 1
+    facts, outer, reduced = open_reduction(kernel, block)
     lanes = kernel.cpu.vector_bits // 8 // facts.itemsize
-    short = len(nest.reduced) == 1 and extent < 8 * lanes and bool(nest.spatial)
-    split = split_into_lanes(sch, block, nest.reduced[-1], lanes, 1 if short else _PARTS)
+    split = split_into_lanes(sch, block, reduced[-1], lanes, plan.parts)
     first = split.stages[0]
-    outer, rows, height = sch.get_loops(first)[: len(nest.spatial)], [], 1
-    if short:
-        height = tile_size(static_extent(sch, outer[-1]) or 1, _ROWS)
-        outer[-1], row = sch.split(outer[-1], [None, height])
-        rows = [row]
+    outer, rows, tiled = sch.get_loops(first)[: len(outer)], [], []
+    for axis, size in plan.tile:
+        outer[axis], row = sch.split(outer[axis], [None, size])
+        rows.append(row)
+        tiled.append((outer[axis], size))
     tails, rest = Tails(sch), list(consumers)
     if outer:
+        inner = sch.get_loops(first)[len(outer) + len(rows) :]
+        sch.reorder(*outer, *inner, *rows)
         for stage in split.stages[1:]:
             sch.reverse_compute_at(stage, outer[-1])
         moved, rest = follow(sch, consumers, outer[-1])
         for part in (*split.stages, *moved):
-            tails.add(part, outer[-1], height)
+            for loop, size in tiled:
+                tails.add(part, loop, size)
         for part in moved:
             vectorize_under(kernel, part, len(outer))
     decompose_at = arrange_lanes(sch, split, len(outer), rows)

@@ -264,3 +264,16 @@ def align_iters(sch: s_tir.Schedule, block: SBlockRV) -> None:
         order += [k for k, value in enumerate(realize.iter_values) if value.same_as(var)]
     if len(order) == len(realize.iter_values):
         sch.reorder_block_iter_var(block, order)
+
+
+def open_reduction(
+    kernel: Kernel, block: SBlockRV
+) -> tuple[BlockFacts, list[LoopRV], list[LoopRV]]:
+    """Facts of a reduction, its spatial loops, and its reduced loops, the latter merged."""
+    sch = kernel.sch
+    facts = block_facts(sch, block)
+    assert facts is not None, "a reduction stores"
+    loops = sch.get_loops(block)
+    groups = merge_groups(facts, facts.positions("R"))
+    reduced = [fuse_group(sch, [loops[k] for k in group]) for group in groups]
+    return facts, [loops[k] for k in facts.positions("S")], reduced

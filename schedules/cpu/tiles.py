@@ -15,6 +15,7 @@ from tvm import tirx
 from ..conv2d_workload import ConvLayer
 
 Index = tirx.Expr | int
+Span = tuple[Index, Index]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,13 @@ def split_evenly(extent: int, tile: int) -> list[int]:
     count = -(-extent // tile)
     small, larger = divmod(extent, count)
     return [small + 1] * larger + [small] * (count - larger)
+
+
+def chunk(extent: int, index: Index, chunks: int) -> Span:
+    """Part ``index`` of ``chunks`` equal parts of a range."""
+    if chunks == 1:
+        return 0, extent
+    return tirx.floordiv(index * extent, chunks), tirx.floordiv((index + 1) * extent, chunks)
 
 
 def tile_start(extent: int, tile: int, index: Index) -> Index:

@@ -236,7 +236,7 @@ def test_dead_bindings_and_functions_go():
         def main(x: R.Tensor((2, 3), "float32")):
             with R.dataflow():
                 lv = Before.unused(x)
-                lv1 = R.tanh(lv)
+                _ = R.tanh(lv)
                 gv = R.exp(x)
                 R.output(gv)
             return gv

@@ -281,6 +281,9 @@ def objects_of(tmp_path_factory: pytest.TempPathFactory):
 def test_objects_of_llvm_are_read_and_linked(objects_of, target: str, arch: str) -> None:
     objects = [read_object(data) for data in objects_of(target)]
     assert {MACHINES[item.machine] for item in objects} == {arch}
+    names = {made.name for item in objects for made in item.sections}
+    assert {".text", ".rodata"} <= names
+    assert not names & {".eh_frame", ".debug_info", ".note.GNU-stack"}
     defined = {symbol.name for item in objects for symbol in item.symbols if symbol.section}
     assert {"__tvm_ffi__library_bin", "__tvm_ffi_matmul"} <= defined
     image = link(objects)
@@ -291,7 +294,7 @@ def test_objects_of_llvm_are_read_and_linked(objects_of, target: str, arch: str)
 
 
 def test_weights_come_last_so_that_code_stays_near_its_constants(objects_of) -> None:
-    objects = [read_object(data) for data in objects_of("native")]
+    objects = [read_object(data) for data in reversed(objects_of("native"))]
     link(objects)
     sections = [made for item in objects for made in item.sections if made.data]
     blob = next(s.section for item in objects for s in item.symbols if "library_bin" in s.name)

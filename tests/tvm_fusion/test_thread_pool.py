@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import tvm
 
 from tvm_fusion import thread_pool
 from tvm_fusion.errors import InvalidInputError
@@ -38,10 +37,6 @@ def on_another_thread(function):
     if error is not None:
         raise error
     return result
-
-
-def pool_size() -> int:
-    return tvm.get_global_func("runtime.NumThreads")()
 
 
 @pytest.fixture
@@ -84,14 +79,59 @@ def test_no_more_threads_than_processors(processors) -> None:
         choose_threads(3)
 
 
-def test_each_crew_has_its_threads_whoever_calls_in_whatever_order() -> None:
-    most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    crews = [Crew(1), Crew(most), Crew(1)]
-    sizes = [
-        (crew.run(pool_size), on_another_thread(lambda c=crew: c.run(pool_size)))
-        for crew in [*crews, *reversed(crews)]
-    ]
-    assert sizes == [(crew.threads, crew.threads) for crew in [*crews, *reversed(crews)]]
+COUNT = """
+import os, threading
+import tvm
+from tvm.script import ir as I
+from tvm.script import tirx as T
+from tvm_fusion.thread_pool import Crew
+
+threads = set()
+
+@tvm.register_global_func("tests.record_thread")
+def record():
+    threads.add(threading.get_native_id())
+    return 0
+
+@I.ir_module
+class Parallel:
+    @T.prim_func
+    def main(a: T.Buffer((64,), "float32")):
+        T.func_attr({"global_symbol": "main"})
+        for i in T.parallel(64):
+            T.evaluate(T.call_packed("tests.record_thread"))
+            a[i] = T.float32(1)
+
+kernel = tvm.compile(Parallel, "llvm")["main"]
+memory = tvm.runtime.empty((64,), "float32")
+
+def call(crew):
+    threads.clear()
+    crew.run(kernel, memory)
+    assert len(threads) == crew.threads, (threads, crew.threads)
+
+most = len(os.sched_getaffinity(0))
+crews = [Crew(1), Crew(most), Crew(1)]
+for crew in [*crews, *reversed(crews)]:
+    call(crew)
+    other = threading.Thread(target=call, args=(crew,))
+    other.start()
+    other.join()
+print("counted")
+"""
+
+
+def test_each_crew_has_its_threads_whoever_calls_in_whatever_order(tmp_path: Path) -> None:
+    script = tmp_path / "count.py"
+    script.write_text(COUNT)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout == "counted\n" and "Error" not in done.stderr, done.stderr
 
 
 def test_the_main_thread_runs_itself_and_keeps_its_affinity() -> None:

@@ -70,10 +70,6 @@ def _training(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     return "it is in training mode" if asked else None
 
 
-def _batch_norm(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
-    return "it is in training mode" if attribute(node, "training_mode", 0) else None
-
-
 def _space_to_depth(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     mode = attribute(node, "mode", "DCR")
     return None if mode == "DCR" else f"its mode is {mode!r}"
@@ -105,7 +101,6 @@ def _branch(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
 
 
 _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
-    "BatchNormalization": _batch_norm,
     "ConvTranspose": _transposed,
     "Div": _division,
     "Dropout": _training,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import onnx
 from google.protobuf.message import DecodeError
@@ -83,12 +83,17 @@ def check_opset(model: onnx.ModelProto) -> None:
         )
 
 
-def check_model(source: bytes | str | os.PathLike[str]) -> None:
-    """Run ``onnx.checker`` on a serialised model, or on a path if it may have external data."""
+def check_model(model: onnx.ModelProto) -> None:
+    """Run ``onnx.checker`` on a model without its weights."""
+    complete = onnx.ModelProto()
+    complete.CopyFrom(model)
+    for output in complete.graph.output:
+        # The checker wants a shape of every output; inference will find it.
+        output.type.tensor_type.shape.SetInParent()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            onnx.checker.check_model(source if isinstance(source, bytes) else os.fspath(source))
+            onnx.checker.check_model(complete)
     except (onnx.checker.ValidationError, ValueError, RuntimeError, TypeError) as error:
         raise InvalidModelError(f"onnx.checker refuses the model: {first_lines(error)}") from error
 
@@ -103,9 +108,10 @@ def check_external_data(model: onnx.ModelProto, folder: Path | None) -> None:
             raise InvalidModelError(
                 f"{what}, but the model has no folder; pass the path of its file instead"
             )
-        # A backslash would be a folder separator on another system: the same rule everywhere.
-        parts = location.replace("\\", "/").split("/")
-        if not location or os.path.isabs(location) or ".." in parts or parts[0].endswith(":"):
+        # The same rule on every system: a backslash and a drive count wherever the model came from.
+        windows = PureWindowsPath(location)
+        absolute = os.path.isabs(location) or windows.drive or windows.root
+        if not location or absolute or ".." in windows.parts:
             raise InvalidModelError(f"{what}; expected a relative path inside the model's folder")
         root = folder.resolve()
         target = (root / location).resolve()

@@ -28,6 +28,9 @@ OLDEST_OPSET = 13
 
 CONVERTED_OPSET = 17
 
+FIRST_COORDINATE_MODES = 11
+"""Before this opset, Upsample and Resize knew one way to place pixels; the converter forgets it."""
+
 
 def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     """Apply every mend and return the model, all its shapes inferred."""
@@ -74,13 +77,21 @@ def upgrade_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     if opset is None or opset >= OLDEST_OPSET:
         return model
     try:
-        return version_converter.convert_version(model, CONVERTED_OPSET)
+        converted = version_converter.convert_version(model, CONVERTED_OPSET)
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InvalidModelError(
             f"the model of opset {opset} cannot be brought to opset {CONVERTED_OPSET} ({reason}); "
             f"export it again with opset {OLDEST_OPSET} or newer"
         ) from error
+    if opset < FIRST_COORDINATE_MODES:
+        for node in converted.graph.node:
+            if node.op_type == "Resize" and is_default_domain(node):
+                node.attribute.append(
+                    helper.make_attribute("coordinate_transformation_mode", "asymmetric")
+                )
+                node.attribute.append(helper.make_attribute("nearest_mode", "floor"))
+    return converted
 
 
 def split_sums(model: onnx.ModelProto) -> None:

@@ -16,6 +16,9 @@ OUTPUTS = {"BatchNormalization": 1, "Dropout": 1, "LayerNormalization": 1, "MaxP
 MAX_ATTRIBUTE = 2**31 - 1
 """The compilers cast sizes and axes to 32 bits."""
 
+UNBOUNDED = ("starts", "ends", "start", "end")
+"""Attributes of Slice and Shape in which a huge number means the end."""
+
 
 def check_nodes(model: onnx.ModelProto) -> None:
     """Refuse a model with broken nodes, naming every one of them."""
@@ -42,9 +45,13 @@ def _problem(node: onnx.NodeProto, opset: int) -> str | None:
         if name:
             return f"its output {name!r} is not supported"
     for entry in node.attribute:
+        if node.op_type == "Constant" or entry.name in UNBOUNDED:
+            continue
         for value in (entry.i, *entry.ints):
-            if abs(value) > MAX_ATTRIBUTE and node.op_type not in ("Constant", "Cast"):
+            if abs(value) > MAX_ATTRIBUTE:
                 return f"its attribute {entry.name} is {value}"
+    if node.op_type == "BatchNormalization" and attribute(node, "training_mode", 0):
+        return "it is in training mode"
     parts = attribute(node, "num_outputs")
     if node.op_type == "Split" and parts is not None and parts != len(node.output):
         return f"its num_outputs is {parts}, and it has {len(node.output)} outputs"

@@ -150,9 +150,7 @@ class WithParameters:
     ):
         with R.dataflow():
             lv = R.nn.conv2d(x, weight)
-            lv1 = R.nn.batch_norm(
-                lv, gamma, beta, mean, var, axis=1, epsilon=1.0, training=False
-            )
+            lv1 = R.nn.batch_norm(lv, gamma, beta, mean, var, axis=1, epsilon=1.0, training=False)
             gv = lv1[0]
             R.output(gv)
         return gv
@@ -172,7 +170,9 @@ def test_parameters_become_vectors_and_fold_once_they_are_bound():
 def test_numbers_with_parameters(run_module):
     data = dyadic(2, 2, 5, 5)
     arguments = (data, WEIGHT, GAMMA, BETA, MEAN, VAR)
-    expected = run_module(tvm.relax.transform.DecomposeOpsForInference()(WithParameters), *arguments)
+    expected = run_module(
+        tvm.relax.transform.DecomposeOpsForInference()(WithParameters), *arguments
+    )
     actual = run_module(simplify(WithParameters), *arguments)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rule ``fold_constant``: every op of its table against TVM's kernels, and TVM's pass for the rest."""
+"""Rule ``fold_constant``: its table against TVM's kernels, and TVM's pass for the rest."""
 
 from __future__ import annotations
 

@@ -69,9 +69,7 @@ def test_factor_passes_padding():
         @R.function
         def main(x: R.Tensor((1, 4, 5, 5), "float32")):
             with R.dataflow():
-                gv = R.nn.conv2d(
-                    x, const(WEIGHT * grouped(SCALE)), groups=2, padding=(0, 1, 0, 0)
-                )
+                gv = R.nn.conv2d(x, const(WEIGHT * grouped(SCALE)), groups=2, padding=(0, 1, 0, 0))
                 R.output(gv)
             return gv
 

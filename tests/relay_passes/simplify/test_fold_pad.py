@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rule ``fold_pad``: padding as an op and as the importer's PrimFunc, and what is no zero padding."""
+"""Rule ``fold_pad``: padding as an op and as a PrimFunc, and what is no zero padding."""
 
 from __future__ import annotations
 

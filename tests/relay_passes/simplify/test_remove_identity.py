@@ -81,6 +81,19 @@ def test_others_stay(other):
     check_unchanged(Others)
 
 
+def test_a_shape_that_is_not_known_stays():
+    @I.ir_module
+    class Reshaped:
+        @R.function
+        def main(x: R.Tensor((3, 4, 5), "float32"), shape: R.Shape(ndim=3)):
+            with R.dataflow():
+                gv = R.reshape(x, shape)
+                R.output(gv)
+            return gv
+
+    check_unchanged(Reshaped)
+
+
 def test_dropout_goes_and_its_mask_stays():
     @I.ir_module
     class Before:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules ``unstack_reduction`` and ``remove_broadcast``: Sum, Max and Min as the importer writes them."""
+"""Rules ``unstack_reduction`` and ``remove_broadcast``: Sum, Max and Min as imported."""
 
 from __future__ import annotations
 
