@@ -8,6 +8,7 @@ from schedules import errors
 from . import op
 from .fuse_conv2d import FuseConv2D
 from .fuse_epilogue import FuseEpilogue
+from .fuse_pack import FusePack
 from .fusion_decision import Decision, decide
 from .pack_layout import PackLayout
 from .simplify_inference import SimplifyInference
@@ -16,6 +17,7 @@ __all__ = [
     "Decision",
     "FuseConv2D",
     "FuseEpilogue",
+    "FusePack",
     "PackLayout",
     "SimplifyInference",
     "decide",

@@ -60,14 +60,15 @@ class SimplifyInference:
         lv2 = R.clip(lv1, 0, 6)                                        # relax.op.nn.relu6
 
     A convolution comes out as ``conv2d``, then at most one ``add`` of a constant [1, C, 1, 1], then
-    residual ``add`` s with the convolution's side first, then ``nn.relu``, ``clip``, ``nn.silu`` or
+    residual additions with the convolution's side first, then ``nn.relu``, ``clip``, ``nn.silu`` or
     ``tvm_fusion.hardswish``. Batch normalisations that meet no convolution come out as one multiply
     and one add. Dropout and other identities, stacks that are summed, and dead bindings go, and
     constants are computed.
 
-    Left alone: whatever the rules in ``relay_passes.simplify`` do not know, values in between that
-    somebody else reads, other layouts than NCHW, other types than floats, functions that another
-    pass has marked as primitive, branches, and local functions. Every rule computes in float64.
+    Left alone: whatever the rules in ``relay_passes.simplify`` do not know, batch normalisations
+    with ``training=True`` (the op's default), values in between that somebody else reads, other
+    layouts than NCHW, other types than floats, functions that another pass has marked as primitive,
+    branches, and local functions. Every rule computes in float64.
     Applied twice the pass does what it does once.
     """
 

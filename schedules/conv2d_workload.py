@@ -240,6 +240,8 @@ class Conv2DKernel:
         Element type of every tensor.
     data_layout, out_layout : str
         ``NCHW`` or ``NCHW{x}c``.
+    plain_data, plain_out : bool
+        Whether the kernel itself packs its data from NCHW, or unpacks its output to NCHW.
     """
 
     layers: tuple[ConvLayer, ...]
@@ -250,6 +252,8 @@ class Conv2DKernel:
     dtype: str = "float32"
     data_layout: str = "NCHW"
     out_layout: str = "NCHW"
+    plain_data: bool = False
+    plain_out: bool = False
 
     @property
     def is_static(self) -> bool:

@@ -77,6 +77,18 @@ def import_onnx(
     UnsupportedOperatorError
         If it holds operators that cannot be imported; the message lists all of them.
     """
+    try:
+        proto, weights = _prepare(model, shapes)
+        mod = _translate(proto, weights)
+    except UnicodeDecodeError as error:
+        raise InvalidModelError(f"the model holds text that is no text: {error}") from error
+    return ImportedModel(mod, _input_specs(proto, mod), _output_specs(proto, mod))
+
+
+def _prepare(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto, shapes: Shapes | None
+) -> tuple[onnx.ModelProto, Weights]:
+    """Load, check, bind and mend; return the graph and the large weights, which it reads."""
     proto = parse_model(read_model(model))
     folder = Path(model).parent if isinstance(model, str | os.PathLike) else None
     check_opset(proto)
@@ -88,9 +100,8 @@ def import_onnx(
     weights = detach_weights(proto, folder)
     check_model(proto)
     proto = mend(proto, weights)
-    drop_stand_ins(proto.graph, weights)
-    mod = _translate(proto, weights)
-    return ImportedModel(mod, _input_specs(proto, mod), _output_specs(proto, mod))
+    drop_stand_ins(proto, weights)
+    return proto, weights
 
 
 class _Importer(ONNXGraphImporter):
@@ -102,8 +113,9 @@ class _Importer(ONNXGraphImporter):
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         super()._parse_graph_initializers(graph)
-        for name, value in self._weights.items():
-            self._nodes[name] = relax.const(value)
+        for name in list(self._weights):
+            # Popped, so that not all weights are in memory twice.
+            self._nodes[name] = relax.const(self._weights.pop(name))
 
 
 def _translate(model: onnx.ModelProto, weights: Weights) -> tvm.IRModule:

@@ -18,7 +18,7 @@ from tvm.relax.backend.cpu_generic import pipeline as cpu_generic
 from tvm.s_tir import dlight
 from tvm.target import Target
 
-from relay_passes import FuseConv2D, FuseEpilogue, PackLayout, SimplifyInference
+from relay_passes import FuseConv2D, FuseEpilogue, FusePack, PackLayout, SimplifyInference
 from relay_passes.fusion_decision import Decision
 from schedules import cpu
 from schedules.conv2d_workload import FusedConv2DWorkload
@@ -70,6 +70,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         "lower": [
             *cpu_generic.library_dispatch_passes(target),
             transform.LegalizeOps(),
+            FusePack(),
             transform.AnnotateTIROpPattern(),
             transform.FuseOps(),
             transform.FuseTIR(),

@@ -32,8 +32,10 @@ PLAN = Plan(rounds=30, runs=10, turn_seconds=0.5)
 
 def networks_table(results: Results) -> Table:
     """One row a network: latencies, and how many times as fast as each peer tvm-fusion is."""
-    first = next(iter(results.values()))["engines"]
-    table = Table(title="Networks, batch 1, medians in ms")
+    some = next(iter(results.values()))
+    first = some["engines"]
+    shape = "x".join(map(str, some["inputs"][0][1]))
+    table = Table(title=f"Networks, input {shape}, medians in ms")
     table.add_column("network")
     for engine in first:
         table.add_column(engine["title"], justify="right")

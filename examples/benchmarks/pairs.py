@@ -72,7 +72,7 @@ def pairs_table(results: Results) -> Table:
     for title, rows in (("depthwise", depthwise), ("all", list(ratios.values()))):
         means = [geometric_mean(column) for column in zip(*rows, strict=True)]
         if rows:
-            label = f"geometric mean, {title} ({len(rows)})"
+            label = f"geomean {title} ({len(rows)})"
             table.add_row(label, "", "", *[""] * len(ENGINES), *means)
     return table
 

@@ -42,6 +42,7 @@ _COMPUTE: dict[str, Callable[..., Any]] = {
     "relax.add": lambda call, x, y: x + y,
     "relax.subtract": lambda call, x, y: x - y,
     "relax.multiply": lambda call, x, y: x * y,
+    "relax.divide": lambda call, x, y: x / y,
     "relax.maximum": lambda call, x, y: np.maximum(x, y),
     "relax.minimum": lambda call, x, y: np.minimum(x, y),
     "relax.negative": lambda call, x: -x,
@@ -57,11 +58,8 @@ _COMPUTE: dict[str, Callable[..., Any]] = {
     "relax.permute_dims": _permute,
     "relax.concat": _concat,
 }
-_FLOAT_ONLY: dict[str, Callable[..., Any]] = {
-    "relax.divide": lambda call, x, y: x / y,
-}
 
-FOLDED = (*_COMPUTE, *_FLOAT_ONLY)
+FOLDED = tuple(_COMPUTE)
 
 
 def fold_constant(graph: Graph, call: relax.Expr) -> Value:
@@ -75,11 +73,10 @@ def fold_constant(graph: Graph, call: relax.Expr) -> Value:
     if not _is_static(call.ty) or not all(_is_static(tensor.ty) for tensor in tensors):
         return None
     dtype = str(call.ty.dtype)
-    if name in _FLOAT_ONLY and not dtype.startswith("float"):
-        return None
+    if name == "relax.divide" and not dtype.startswith("float"):
+        return None  # integers are rounded in a way of their own
     with np.errstate(all="ignore"):
-        compute = _COMPUTE.get(name or "") or _FLOAT_ONLY[name or ""]
-        result = compute(call, *(array_of(tensor) for tensor in tensors))
+        result = _COMPUTE[str(name)](call, *(array_of(tensor) for tensor in tensors))
     return tensor_constant(result, dtype)
 
 

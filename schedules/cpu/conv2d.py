@@ -193,9 +193,7 @@ def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKnobs:
     block_tiles = -(-out_blocks // blocks)
     item = ITEM_BYTES[kernel.dtype]
     weight_bytes = layer.weight_elements() * item
-    unit_bytes = layer.in_channels * item * (
-        pixels if flat else width * layer.strides[0]
-    )
+    unit_bytes = layer.in_channels * item * (pixels if flat else width * layer.strides[0])
     chunks = _share_out(kernel, cpu, units, block_tiles, weight_bytes > units * unit_bytes)
     return Conv2DKnobs(
         pixels=pixels,

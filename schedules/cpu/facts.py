@@ -147,6 +147,9 @@ def open_kernel(func: tirx.PrimFunc, target: Target) -> Kernel | None:
     blocks = normalize_prim_func(sch)
     if not blocks:
         return None
+    for info in blocks:
+        if not sch.get_loops(info.block_rv):
+            sch.add_unit_loop(info.block_rv)  # rfactor fails beside a block without loops
     return Kernel(sch, blocks, CPUInfo.from_target(target))
 
 

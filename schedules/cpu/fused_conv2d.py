@@ -15,6 +15,10 @@ Layer one's sub-tensor is always complete before layer two reads it, and stays i
 parallel tile. What several tiles of layer two need of it (the halo of kernels larger than 1x1, or
 everything if ``oc2`` lies outside) is computed again in each; so the output channels are shared
 out to cores (``oc_t``) only where there are too few rows.
+
+Where the kernel's own data or output is NCHW (:func:`takes_plain`), each channel block of the rows
+at hand is packed just before a depthwise layer one reads it, and each tile of output blocks is
+unpacked just after layer two wrote it, both in the cache.
 """
 
 from __future__ import annotations
@@ -44,11 +48,15 @@ from .machine import CPUInfo
 from .micro_kernel import FeatureMap, Index, LayerOperands, Reduction, loop
 from .register_tile import register_tile
 from .tiles import Run, Span, chunk, split_evenly, tile_of, tile_start
+from .transpose import Lanes, Planes, move_pixels
 
 LOOPS = ("oc2", "ic_o", "h_o", "w_o")
 
 # Elements between the planes of the intermediate, so that planes of 4 KiB do not share cache sets.
 MID_SKEW = 16
+
+# Rows at a time where layer one's data is packed on the way: their halo is packed twice.
+PLAIN_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -114,9 +122,27 @@ def unsupported(layer1: ConvLayer, layer2: ConvLayer, lanes: int) -> str | None:
         return "the second layer has groups; the template reduces over all its input channels"
     for name, layer in (("first", layer1), ("second", layer2)):
         if layer.groups > 1 and not layer.is_depthwise:
-            if layer.in_channels // layer.groups % lanes or layer.out_channels // layer.groups % lanes:
+            if (
+                layer.in_channels // layer.groups % lanes
+                or layer.out_channels // layer.groups % lanes
+            ):
                 return f"the {name} layer's groups do not fill blocks of {lanes} channels"
     return None
+
+
+def takes_plain(kernel: Conv2DKernel, data: bool, out: bool) -> bool:
+    """Whether the template can pack the data, or unpack the output, of a packed kernel itself."""
+    if len(kernel.layers) != 2 or None in (kernel.height, kernel.width):
+        return False
+    layer1, layer2 = kernel.layers
+    if kernel.data_layout == "NCHW" or unsupported(layer1, layer2, kernel.lanes) is not None:
+        return False
+    top, _, bottom, _ = layer1.padding
+    rows = (layer1.kernel[0] - 1) * layer1.dilation[0] + 1 - max(top, bottom)
+    pixels = min(rows, int(kernel.height or 1)) * int(kernel.width or 1)
+    if data and not (layer1.is_depthwise and layer2.is_pointwise and pixels >= kernel.lanes):
+        return False
+    return not out or layer2.is_pointwise
 
 
 @dataclass(frozen=True)
@@ -154,9 +180,12 @@ class _Nest:
         ops2: LayerOperands,
         knobs: FusedConv2DKnobs,
         block_span: Span | None,
+        plain_data: FeatureMap | None,
+        plain_out: FeatureMap | None,
     ):
         self.ops1, self.ops2, self.knobs = ops1, ops2, knobs
         self.block_span = block_span
+        self.plain_data, self.plain_out = plain_data, plain_out
 
     def build(self, tile: _Tile, level: int = 0) -> None:
         """Open the loops from ``level`` on, and compute layer one where it belongs."""
@@ -236,19 +265,54 @@ class _Nest:
                 tile_of(width, knobs.pixels1, first),
                 tile_of(width, knobs.pixels1, last - 1) + 1,
             )
-        for block, blocks in for_each_block_tile(self._runs_one(part.count), None):
-
-            def body(row: Index, run: Run, column: Index) -> None:
-                compute_tile(ops, part.start + block, blocks, row, run, column)
-
-            pixel_nest(ops, rows, knobs.pixels1, body, tiles)
+        if self.plain_data is not None:
+            self._plain_layer_one(ops, rows, part, tiles)
+        else:
+            for block, blocks in for_each_block_tile(self._runs_one(part.count), None):
+                self._pixels_one(ops, rows, tiles, part.start + block, blocks)
         self.ops2 = replace(self.ops2, source=output)
+
+    def _pixels_one(
+        self, ops: LayerOperands, rows: Span, tiles: Span | None, block: Index, blocks: int
+    ) -> None:
+        def body(row: Index, run: Run, column: Index) -> None:
+            compute_tile(ops, block, blocks, row, run, column)
+
+        pixel_nest(ops, rows, self.knobs.pixels1, body, tiles)
+
+    def _plain_layer_one(
+        self, ops: LayerOperands, rows: Span, part: Reduction, tiles: Span | None
+    ) -> None:
+        """Depthwise layer one of NCHW data: pack the rows of a block, then convolve them."""
+        plain, packed = self.plain_data, ops.source
+        assert plain is not None
+        first, last = _source_span(rows, ops.layer, plain.height, axis=0)
+        lanes, width = ops.lanes, plain.width
+
+        def one_block(block: Index, channels: int) -> None:
+            start = plain.at(block * lanes, first, 0)
+            planes = Planes(plain.buffer, start, plain.block_stride)
+            block_lanes = Lanes(packed.buffer, packed.offset)
+            move_pixels(planes, block_lanes, (last - first) * width, lanes, channels)
+            source = replace(packed, first_row=first, first_block=block)
+            self._pixels_one(replace(ops, source=source), rows, tiles, block, 1)
+
+        rest = ops.layer.in_channels % lanes
+        if rest and part.count != self.ops2.in_blocks:
+            raise OpError(f"ic_o splits {ops.layer.in_channels} channels that do not fill blocks")
+        full = part.count - (rest > 0)
+        if full:
+            with loop(0, full) as block:
+                one_block(part.start + block, lanes)
+        if rest:
+            one_block(full, rest)
 
     def _runs_one(self, count: int) -> list[tuple[int, int, int]]:
         """Tiles of ``count`` blocks of layer one; a grouped layer's must not cross groups."""
         layer = self.ops1.layer
         tile = 1 if layer.groups > 1 else self.knobs.blocks1
-        return block_runs(replace(self.ops1, out_blocks=count, layer=replace(layer, groups=1)), tile)
+        ungrouped = replace(self.ops1, out_blocks=count, layer=replace(layer, groups=1))
+        return block_runs(ungrouped, tile)
 
     def _layer_two(self, tile: _Tile) -> None:
         """Call the micro-kernels of layer two; whole rows of a pointwise layer are flat."""
@@ -258,11 +322,35 @@ class _Nest:
         start, stop = tile.rows
         for count in tile.row_counts:
             with _when(stop - start == count, always=len(tile.row_counts) == 1):
-                self._pixels(flatten(self.ops2, start, count), (0, 1), tile, None)
+                if self.plain_out is None:
+                    self._pixels(flatten(self.ops2, start, count), (0, 1), tile, None)
+                else:
+                    self._plain_layer_two(tile, count)
 
-    def _pixels(
-        self, ops: LayerOperands, rows: Span, tile: _Tile, tiles: Span | None
-    ) -> None:
+    def _plain_layer_two(self, tile: _Tile, rows: int) -> None:
+        """Layer two into a buffer of the tile, then from there to NCHW."""
+        plain, packed = self.plain_out, self.ops2.output
+        assert plain is not None
+        output = replace(packed, first_row=tile.rows[0], first_block=tile.block)
+        ops = replace(self.ops2, output=output)
+        self._pixels(flatten(ops, tile.rows[0], rows), (0, 1), tile, None)
+        lanes, rest = ops.lanes, ops.layer.out_channels % ops.lanes
+        for v in range(tile.blocks):
+            block = tile.block + v
+            start = plain.at(block * lanes, tile.rows[0], 0)
+            planes = Planes(plain.buffer, start, plain.block_stride)
+            block_lanes = Lanes(packed.buffer, v * packed.block_stride)
+            pixels = rows * plain.width
+            is_last = tirx.convert(block) == ops.out_blocks - 1
+            if rest:
+                with _when(is_last):
+                    move_pixels(block_lanes, planes, pixels, lanes, rest)
+                with _when(tirx.Not(is_last)):
+                    move_pixels(block_lanes, planes, pixels, lanes, lanes)
+            else:
+                move_pixels(block_lanes, planes, pixels, lanes, lanes)
+
+    def _pixels(self, ops: LayerOperands, rows: Span, tile: _Tile, tiles: Span | None) -> None:
         def body(row: Index, run: Run, column: Index) -> None:
             compute_tile(ops, tile.block, tile.blocks, row, run, column, tile.reduction)
 
@@ -270,7 +358,7 @@ class _Nest:
 
 
 @contextmanager
-def _when(condition: tirx.Expr, always: bool) -> Iterator[None]:
+def _when(condition: tirx.Expr, always: bool = False) -> Iterator[None]:
     if always:
         yield
         return
@@ -311,6 +399,8 @@ def fused_conv2d_template(
                     ops2,
                     knobs,
                     _share(blocks2, tirx.floormod(piece, knobs.oc_t), knobs.oc_t),
+                    builder.feature_map(0, image) if kernel.plain_data else None,
+                    builder.feature_map(-1, image) if kernel.plain_out else None,
                 )
                 piece = tirx.floordiv(piece, knobs.oc_t)
                 whole = Reduction(0, ops2.in_blocks)
@@ -343,19 +433,15 @@ def _operands(
     layer1, layer2 = kernel.layers
     source, output = builder.feature_map(0, image), builder.feature_map(-1, image)
     mid_h, mid_w = layer1.output_size(source.height, source.width)
-    rows, blocks = mid_extents(kernel, knobs, mid_h, output.height, int(weight2.shape[1]))
+    out_rows, rows, blocks = mid_extents(kernel, knobs, mid_h, output.height, int(weight2.shape[1]))
     lanes = kernel.lanes
-    row_stride = mid_w * lanes
-    block_stride = rows * row_stride + MID_SKEW
-    mid = FeatureMap(
-        buffer=T.sblock_alloc_buffer((blocks * block_stride,), kernel.dtype),
-        offset=0,
-        block_stride=block_stride,
-        row_stride=row_stride,
-        lanes=lanes,
-        height=mid_h,
-        width=mid_w,
-    )
+    mid = _tile_buffer(kernel, blocks, rows, mid_h, mid_w)
+    if kernel.plain_data:
+        reach = (layer1.kernel[0] - 1) * layer1.dilation[0] + 1
+        data_rows = min(source.height, (rows - 1) * layer1.strides[0] + reach)
+        source = _tile_buffer(kernel, 1, data_rows, source.height, source.width)
+    if kernel.plain_out:
+        output = _tile_buffer(kernel, knobs.blocks2, out_rows, output.height, output.width)
     ops1 = LayerOperands(
         layer=layer1,
         source=source,
@@ -383,10 +469,30 @@ def _operands(
     return ops1, ops2
 
 
+def _tile_buffer(
+    kernel: Conv2DKernel, blocks: int, rows: int, height: int, width: int
+) -> FeatureMap:
+    """A buffer of the parallel tile for some blocks and whole rows of a packed image."""
+    row_stride = width * kernel.lanes
+    block_stride = rows * row_stride + MID_SKEW
+    return FeatureMap(
+        buffer=T.sblock_alloc_buffer((blocks * block_stride,), kernel.dtype),
+        offset=0,
+        block_stride=block_stride,
+        row_stride=row_stride,
+        lanes=kernel.lanes,
+        height=height,
+        width=width,
+    )
+
+
 def mid_extents(
     kernel: Conv2DKernel, knobs: FusedConv2DKnobs, mid_height: int, out_height: int, blocks: int
-) -> tuple[int, int]:
-    """Most rows and channel blocks of the intermediate that live at the same time."""
+) -> tuple[int, int, int]:
+    """Most output rows, intermediate rows and channel blocks that are alive at the same time.
+
+    All for the range of layer two that is open where layer one is computed.
+    """
     layer2 = kernel.layers[1]
     enclosing = knobs.order[: knobs.compute_at]
     out_rows = max(chunk_sizes(out_height, knobs.h_t))
@@ -394,7 +500,7 @@ def mid_extents(
         out_rows = min(out_rows, knobs.h)
     reach = (layer2.kernel[0] - 1) * layer2.dilation[0] + 1
     rows = min(mid_height, (out_rows - 1) * layer2.strides[0] + reach)
-    return rows, blocks // knobs.ic_o if "ic_o" in enclosing else blocks
+    return out_rows, rows, blocks // knobs.ic_o if "ic_o" in enclosing else blocks
 
 
 def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> FusedConv2DKnobs:
@@ -414,7 +520,10 @@ def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> FusedConv2DKnobs:
     small_weights = layer2.weight_elements() * item <= cpu.l1d_bytes // 2
     budget = cpu.l1d_bytes // 2 if small_weights else cpu.l2_bytes // 2
     h_t, oc_t = _share_out(kernel, cpu, out_h)
-    h = max(1, min(-(-out_h // h_t), budget // row_bytes))
+    rows = -(-out_h // h_t)
+    h = max(1, min(rows, budget // row_bytes))
+    if kernel.plain_data:
+        h = min(rows, max(h, PLAIN_ROWS))
     row = h * out_w if layer2.is_pointwise else out_w
     pixels2, blocks2 = register_tile(layer2, row, kernel.lanes, cpu)
     return FusedConv2DKnobs(pixels1, blocks1, pixels2, blocks2, h_t=h_t, oc_t=oc_t, h=h)

@@ -124,11 +124,16 @@ def arrange_lanes(
     for stage in split.stages[1:]:
         loops = sch.get_loops(stage)[depth:]
         if stage is not split.stages[-1]:
-            lane = loops.pop([is_reduced(sch, stage, loop) for loop in loops].index(False))
+            lane = next(l for l in reversed(loops) if _is_lane(sch, stage, l, split.lanes))
+            loops = [other for other in loops if other != lane]
             sch.reorder(*loops, lane)
             sch.vectorize(lane)
         unroll(sch, loops)
     return reduced[0]
+
+
+def _is_lane(sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV, lanes: int) -> bool:
+    return static_extent(sch, loop) == lanes and not is_reduced(sch, block, loop)
 
 
 def is_reduced(sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV) -> bool:

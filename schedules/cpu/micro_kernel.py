@@ -226,9 +226,7 @@ def _source_pixel(
     )
 
 
-def _taps(
-    ops: LayerOperands, row: Index, run: Run, unroll_columns: bool = False
-) -> Iterator[Tap]:
+def _taps(ops: LayerOperands, row: Index, run: Run, unroll_columns: bool = False) -> Iterator[Tap]:
     """Open the loops over the kernel and yield its taps with the pixels that see them.
 
     Border tiles and short bodies unroll the kernel's columns; a tap that no pixel sees is left out.

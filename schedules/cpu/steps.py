@@ -130,11 +130,10 @@ def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
         What :func:`finish` has to do about the tail.
     """
     sch, cpu = kernel.sch, kernel.cpu
-    facts = block_facts(sch, block)
-    if facts is None or not facts.extents or "S" * len(facts.kinds) != facts.kinds:
+    facts, loops = block_facts(sch, block), sch.get_loops(block)
+    if facts is None or set(facts.kinds) - {"S"} or not loops or len(loops) != len(facts.kinds):
         return []
     groups = merge_groups(facts, range(len(facts.extents)))
-    loops = sch.get_loops(block)
     fused = [fuse_group(sch, [loops[k] for k in group]) for group in groups]
     extents = [facts.volume(group) for group in groups]
     outer, overlaps = _vectorize_last(sch, facts, groups[-1], fused[-1], cpu)

@@ -108,9 +108,7 @@ def row_runs(layer: ConvLayer, in_width: int, out_width: int, tile: int) -> list
     return runs
 
 
-def _visible(
-    layer: ConvLayer, in_width: int, start: int, size: int, kw: int
-) -> tuple[int, int]:
+def _visible(layer: ConvLayer, in_width: int, start: int, size: int, kw: int) -> tuple[int, int]:
     """Pixels of a tile whose input column for kernel column ``kw`` lies inside the row."""
     stride = layer.strides[1]
     column = start * stride + kw * layer.dilation[1] - layer.padding[1]

@@ -154,6 +154,12 @@ def test_damaged_models_never_raise_anything_else(data: st.DataObject) -> None:
         assert str(error)
 
 
+def test_names_that_are_no_text() -> None:
+    content = _conv_model().SerializeToString().replace(b"image", b"im\xffge")
+    with pytest.raises(InvalidModelError, match="the model holds text that is no text: .*utf-8"):
+        import_onnx(content)
+
+
 def test_every_cut_is_refused() -> None:
     content = _conv_model().SerializeToString()
     for length in range(0, len(content) - 1, 37):

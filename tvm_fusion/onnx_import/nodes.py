@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import onnx
 from onnx.defs import OpSchema
 
@@ -52,6 +54,9 @@ def _problem(node: onnx.NodeProto, opset: int) -> str | None:
                 return f"its attribute {entry.name} is {value}"
     if node.op_type == "BatchNormalization" and attribute(node, "training_mode", 0):
         return "it is in training mode"
+    equation = attribute(node, "equation", "")
+    if node.op_type == "Einsum" and not re.fullmatch(r"[A-Za-z,.>\- ]+", equation):
+        return f"its equation is {equation!r}"
     parts = attribute(node, "num_outputs")
     if node.op_type == "Split" and parts is not None and parts != len(node.output):
         return f"its num_outputs is {parts}, and it has {len(node.output)} outputs"

@@ -17,6 +17,7 @@ from onnx import helper, numpy_helper
 from ..errors import InvalidModelError
 from .loader import load_all_external_data, load_external_data
 from .shapes import check_size
+from .walk import used_names
 
 Weights = dict[str, np.ndarray]
 
@@ -66,11 +67,14 @@ def keep_tensors(graph: onnx.GraphProto, names: set[str]) -> None:
             del graph.initializer[index]
 
 
-def drop_stand_ins(graph: onnx.GraphProto, weights: Weights) -> None:
-    """Remove the inputs that stood in for the weights."""
+def drop_stand_ins(model: onnx.ModelProto, weights: Weights) -> None:
+    """Remove the inputs that stood in for weights, and the weights that nothing reads any more."""
+    graph = model.graph
     for index in reversed(range(len(graph.input))):
         if graph.input[index].name in weights:
             del graph.input[index]
+    for name in weights.keys() - used_names(model):
+        del weights[name]
 
 
 def to_array(tensor: onnx.TensorProto) -> np.ndarray:

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule for one packed convolution: its numbers, its machine code, and what it leaves alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from cpu.conv_cases import (
+    TARGET,
+    Case,
+    assembly,
+    build,
+    cases,
+    check,
+    compile_function,
+    hottest_block,
+    outer_loops,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tvm import tirx
+from tvm.target import Target
+
+from schedules.conv2d_workload import ACTIVATIONS, Activation, ConvLayer, to_json
+from schedules.cpu.conv2d import Conv2D, Conv2DKnobs, conv2d_template
+
+SEED = st.integers(0, 2**32 - 1)
+SAME = (1, 1, 1, 1)
+KNOBS = st.builds(
+    Conv2DKnobs,
+    pixels=st.integers(1, 5),
+    blocks=st.integers(1, 3),
+    unit_chunks=st.integers(1, 4),
+    block_chunks=st.integers(1, 4),
+    unit_group=st.integers(1, 6),
+    blocks_inside=st.booleans(),
+)
+
+
+def schedule(case: Case, target: Target = TARGET) -> tirx.PrimFunc:
+    found = Conv2D().apply(build(case), target, False)
+    assert found is not None
+    return found.mod["main"]
+
+
+@given(cases(pair=False), SEED)
+@settings(max_examples=25)
+def test_numbers_with_default_knobs(case, seed):
+    check(case, compile_function(schedule(case)), seed)
+
+
+@given(cases(pair=False), KNOBS, SEED)
+@settings(max_examples=50)
+def test_numbers_with_any_knobs(case, knobs, seed):
+    func = conv2d_template(build(case), case.kernel, knobs).mod["main"]
+    check(case, compile_function(func), seed)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_numbers_of_every_activation(kind):
+    layer = ConvLayer(13, 24, (1, 1), activation=Activation(kind, -0.4, 0.7))
+    case = Case((layer,), height=7, width=7, residual=True)
+    check(case, compile_function(schedule(case)), seed=1)
+
+
+NAMED = {
+    "first layer of a network": Case(
+        (ConvLayer(3, 24, (3, 3), (2, 2), (0, 0, 1, 1)),), batch=2, height=18, width=22, nchw=True
+    ),
+    "depthwise with idle lanes": Case((ConvLayer(40, 40, (5, 5), (2, 2), (2,) * 4, groups=40),)),
+    "grouped": Case((ConvLayer(32, 48, (3, 3), padding=SAME, groups=2),), batch=3, residual=True),
+    "one pixel": Case((ConvLayer(24, 40, (1, 1)),), height=1, width=1),
+    "kernel larger than the image": Case(
+        (ConvLayer(5, 13, (7, 7), padding=(3, 3, 3, 3)),), height=2, width=3
+    ),
+    "rows and columns of padding only": Case(
+        (ConvLayer(8, 8, (2, 2), (3, 3), (4, 4, 4, 4), (2, 2)),), height=3, width=2
+    ),
+    "dilated more than padded": Case(
+        (ConvLayer(8, 16, (3, 3), (1, 1), (1, 2, 3, 0), (3, 2)),), height=7, width=7
+    ),
+    "narrow lanes": Case((ConvLayer(13, 7, (3, 3), padding=SAME),), lanes=4),
+    "wide lanes": Case((ConvLayer(40, 24, (1, 1)),), lanes=16),
+    "strided pointwise": Case((ConvLayer(16, 24, (1, 1), (2, 2)),), batch=2, height=7, width=7),
+}
+
+
+@pytest.mark.parametrize("case", NAMED.values(), ids=NAMED.keys())
+def test_numbers_of_named_layers(case):
+    check(case, compile_function(schedule(case)), seed=2)
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3)])
+def test_one_function_serves_every_batch(kernel):
+    case = Case((ConvLayer(13, 24, kernel),), residual=True)
+    symbolic = to_json(replace(case.kernel, batch=None))
+    func = build(case, tirx.Var("n", "int64")).with_attr("tvm_fusion.workload", symbolic)
+    executable = compile_function(Conv2D().apply(func, TARGET, False).mod["main"])
+    for batch in (1, 3):
+        check(replace(case, batch=batch), executable, seed=batch)
+
+
+@pytest.mark.parametrize("layer", [ConvLayer(16, 16, (1, 1)), ConvLayer(16, 16, (3, 3), groups=16)])
+def test_one_parallel_loop_encloses_everything(layer):
+    for batch in (1, 3):
+        (loop,) = outer_loops(schedule(Case((layer,), batch=batch)).body)
+        assert loop.kind == tirx.ForKind.PARALLEL
+
+
+def test_large_layers_feed_all_cores():
+    layer = ConvLayer(64, 64, (3, 3), padding=SAME)
+    target = Target({"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 4})
+    (loop,) = outer_loops(schedule(Case((layer,), height=56, width=56), target).body)
+    assert int(loop.extent) == 4
+
+
+MACHINES = {
+    "x86-64-v3": ("x86_64-linux-gnu", 8, r"vfmadd231ps\t", "%ymm", "(%rsp"),
+    "x86-64-v4": ("x86_64-linux-gnu", 16, r"vfmadd231ps\t", "%zmm", "(%rsp"),
+    "neoverse-n1": ("aarch64-linux-gnu", 4, r"fmla\t", ".4s", "[sp"),
+}
+
+
+@pytest.mark.parametrize("cpu", MACHINES)
+def test_the_hottest_loop_is_multiply_adds_in_registers(cpu):
+    triple, lanes, instruction, register, stack = MACHINES[cpu]
+    target = Target({"kind": "llvm", "mtriple": triple, "mcpu": cpu, "num-cores": 2})
+    layer = ConvLayer(64, 64, (3, 3), padding=SAME, activation=Activation("relu"))
+    case = Case((layer,), height=56, width=56, lanes=lanes)
+    block = hottest_block(assembly(schedule(case, target), target), instruction)
+    multiply_adds = [line for line in block if re.search(instruction, line)]
+    assert len(multiply_adds) >= 8 * lanes
+    assert all(register in line for line in multiply_adds)
+    assert not [line for line in block if stack in line]
+
+
+PACKED = Case((ConvLayer(16, 16, (3, 3)),))
+PAIR = Case((ConvLayer(16, 16, (3, 3)), ConvLayer(16, 16, (1, 1))))
+
+
+@pytest.mark.parametrize(
+    ("func", "target"),
+    [
+        (build(PACKED, marked=False), TARGET),
+        (build(PAIR), TARGET),
+        (build(PACKED), Target("c")),
+        (
+            build(PACKED).with_attr(
+                "tvm_fusion.workload",
+                to_json(replace(PACKED.kernel, data_layout="NCHW", out_layout="NCHW")),
+            ),
+            TARGET,
+        ),
+        (
+            build(PACKED).with_attr(
+                "tvm_fusion.workload", to_json(replace(PACKED.kernel, width=None))
+            ),
+            TARGET,
+        ),
+    ],
+    ids=["unmarked", "pair", "other target", "NCHW", "symbolic width"],
+)
+def test_leaves_other_functions_alone(func, target):
+    assert Conv2D().apply(func, target, False) is None
+    assert Conv2D().apply(build(PACKED), TARGET, False) is not None
