@@ -164,6 +164,15 @@ def _compute(kernel: Conv2DKernel, data: te.Tensor, *operands: te.Tensor) -> te.
         data = compute_pack.pack(data, kernel.lanes)
     residual = operands[4] if kernel.residual else None
     out = compute_conv2d.fused_conv2d(
-        data, *operands[:4], residual, layer1, layer2, kernel.data_layout, kernel.out_layout
+        data,
+        operands[0],
+        operands[1],
+        operands[2],
+        operands[3],
+        residual,
+        layer1,
+        layer2,
+        kernel.data_layout,
+        kernel.out_layout,
     )
     return compute_pack.unpack(out, layer2.out_channels) if kernel.plain_out else out

@@ -103,7 +103,7 @@ class ConvLayer:
         return self.out_channels * (per_output + 1)
 
     def flops(self, height: int, width: int) -> int:
-        """Floating-point operations (two a multiply-add) for one image of ``height`` x ``width``."""
+        """Floating-point operations (two a multiply-add) for an image of ``height`` x ``width``."""
         out_h, out_w = self.output_size(height, width)
         per_output = self.in_channels // self.groups * self.kernel[0] * self.kernel[1]
         return 2 * out_h * out_w * self.out_channels * per_output
@@ -286,7 +286,7 @@ def from_json(text: str) -> Conv2DKernel:
 
 def _layer_from_fields(fields: dict[str, Any]) -> ConvLayer:
     activation = Activation(**fields.pop("activation"))
-    pairs = {
+    pairs: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
     }
     return ConvLayer(activation=activation, **pairs)

@@ -17,7 +17,7 @@ class InvalidModelError(TVMFusionError):
 
 
 class UnsupportedOperatorError(TVMFusionError):
-    """A valid model that holds operators which cannot be imported; the message lists all of them."""
+    """A valid model with operators that cannot be imported; the message lists all of them."""
 
 
 class InvalidInputError(TVMFusionError):

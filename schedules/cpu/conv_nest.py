@@ -37,9 +37,7 @@ def is_flat(ops: LayerOperands) -> bool:
 def flatten(ops: LayerOperands, row: Index, rows: int) -> LayerOperands:
     """The same layer on one long row that holds ``rows`` rows, beginning with ``row``."""
 
-    def flat(image: FeatureMap | None) -> FeatureMap | None:
-        if image is None:
-            return None
+    def flat(image: FeatureMap) -> FeatureMap:
         start = image.offset + (row - image.first_row) * image.row_stride
         pixels = rows * image.width
         return replace(
@@ -51,12 +49,8 @@ def flatten(ops: LayerOperands, row: Index, rows: int) -> LayerOperands:
             first_row=0,
         )
 
-    return replace(
-        ops,
-        source=flat(ops.source),
-        output=flat(ops.output),
-        residual=flat(ops.residual),
-    )
+    residual = None if ops.residual is None else flat(ops.residual)
+    return replace(ops, source=flat(ops.source), output=flat(ops.output), residual=residual)
 
 
 def block_runs(ops: LayerOperands, tile: int) -> list[tuple[int, int, int]]:

@@ -110,7 +110,10 @@ class FusedConv2D(ScheduleRule):
     def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool) -> s_tir.Schedule | None:
         """Schedule ``func`` for a CPU target with the default knobs."""
         kernel = packed_kernel(func, target, layers=2)
-        if kernel is None or unsupported(*kernel.layers, kernel.lanes) is not None:
+        if kernel is None:
+            return None
+        layer1, layer2 = kernel.layers
+        if unsupported(layer1, layer2, kernel.lanes) is not None:
             return None
         knobs = default_knobs(kernel, CPUInfo.from_target(target))
         return fused_conv2d_template(func, kernel, knobs)
@@ -135,12 +138,15 @@ def takes_plain(kernel: Conv2DKernel, data: bool, out: bool) -> bool:
     if len(kernel.layers) != 2 or None in (kernel.height, kernel.width):
         return False
     layer1, layer2 = kernel.layers
-    if kernel.data_layout == "NCHW" or unsupported(layer1, layer2, kernel.lanes) is not None:
+    lanes = kernel.lanes
+    if kernel.data_layout == "NCHW" or unsupported(layer1, layer2, lanes) is not None:
+        return False
+    if lanes < 2 or lanes & (lanes - 1):  # transposes in registers need a power of two
         return False
     top, _, bottom, _ = layer1.padding
     rows = (layer1.kernel[0] - 1) * layer1.dilation[0] + 1 - max(top, bottom)
     pixels = min(rows, int(kernel.height or 1)) * int(kernel.width or 1)
-    if data and not (layer1.is_depthwise and layer2.is_pointwise and pixels >= kernel.lanes):
+    if data and not (layer1.is_depthwise and layer2.is_pointwise and pixels >= lanes):
         return False
     return not out or layer2.is_pointwise
 
@@ -298,8 +304,6 @@ class _Nest:
             self._pixels_one(replace(ops, source=source), rows, tiles, block, 1)
 
         rest = ops.layer.in_channels % lanes
-        if rest and part.count != self.ops2.in_blocks:
-            raise OpError(f"ic_o splits {ops.layer.in_channels} channels that do not fill blocks")
         full = part.count - (rest > 0)
         if full:
             with loop(0, full) as block:
@@ -321,6 +325,8 @@ class _Nest:
             return
         start, stop = tile.rows
         for count in tile.row_counts:
+            if count == 0:
+                continue
             with _when(stop - start == count, always=len(tile.row_counts) == 1):
                 if self.plain_out is None:
                     self._pixels(flatten(self.ops2, start, count), (0, 1), tile, None)
@@ -377,10 +383,39 @@ def _source_span(span: Span, layer: ConvLayer, extent: int, axis: int) -> Span:
     return low, tirx.min(extent, high)
 
 
+def _check_plain(kernel: Conv2DKernel, knobs: FusedConv2DKnobs) -> None:
+    """Refuse knobs under which the kernel cannot change the layouts of its data or output."""
+    if not (kernel.plain_data or kernel.plain_out):
+        return
+    if not takes_plain(kernel, kernel.plain_data, kernel.plain_out):
+        raise OpError(
+            f"the pair has plain_data={kernel.plain_data} and plain_out={kernel.plain_out}; "
+            "expected one for which takes_plain is true"
+        )
+    if kernel.plain_out:
+        for name in ("w_t", "w_o", "ic_o"):
+            if getattr(knobs, name) != 1:
+                raise OpError(
+                    f"{name} is {getattr(knobs, name)}; expected 1, because the kernel unpacks "
+                    "whole rows of finished sums"
+                )
+    layer1, layer2 = kernel.layers
+    size = layer1.output_size(int(kernel.height or 1), int(kernel.width or 1))
+    rows = layer2.output_size(*size)[0]
+    if kernel.plain_data and knobs.h_t > rows:
+        raise OpError(f"h_t is {knobs.h_t}; expected at most the {rows} rows of the output")
+    if kernel.plain_data and knobs.ic_o > 1 and layer2.in_channels % kernel.lanes:
+        raise OpError(
+            f"ic_o is {knobs.ic_o}; expected 1, because {layer2.in_channels} channels do not "
+            f"fill blocks of {kernel.lanes}"
+        )
+
+
 def fused_conv2d_template(
     func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: FusedConv2DKnobs
 ) -> s_tir.Schedule:
     """Write the loop nest of the module's docstring."""
+    _check_plain(kernel, knobs)
     builder = KernelBuilder(func)
     pieces = knobs.h_t * knobs.w_t * knobs.oc_t
     with builder.body():

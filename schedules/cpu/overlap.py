@@ -130,10 +130,13 @@ def _overlap_axis(
         stride //= extent
         part = moved if stride == 1 else tirx.floordiv(moved, stride)
         values[k] = part if k == overlap.positions[0] else tirx.floormod(part, extent)
+    # Only this axis' guard depends on the place inside the tile.
+    inner: list[ir.Var] = []
+    tvm_ffi.structural_walk(inside, (ir.Var, inner.append))
     kept = [
         guard
         for guard in conjuncts(realize.predicate)
-        if not _bounds(guard, position, total, analyzer)
+        if not any(uses(guard, var) for var in inner) and not isinstance(guard, tirx.IntImm)
     ]
     predicate = tirx.all(*kept) if kept else tirx.IntImm("bool", 1)
     return s_tir.SBlockRealize(values, predicate, realize.block)
@@ -144,18 +147,6 @@ def conjuncts(predicate: ir.Expr) -> list[ir.Expr]:
     if isinstance(predicate, tirx.And):
         return conjuncts(predicate.a) + conjuncts(predicate.b)
     return [predicate]
-
-
-def _bounds(guard: ir.Expr, position: ir.Expr, total: int, analyzer: sym.Analyzer) -> bool:
-    """Whether ``guard`` says just that ``position`` is inside the axis, or nothing at all."""
-    if isinstance(guard, tirx.IntImm):
-        return bool(guard.value)
-    if not isinstance(guard, tirx.LT):
-        return False
-    difference = analyzer.simplify(guard.b - guard.a - (total - position))
-    return isinstance(difference, tirx.IntImm) and int(difference) == 0
-
-
 
 
 class Tails:

@@ -57,13 +57,21 @@ def vectorize_copy(sch: s_tir.Schedule, copy: SBlockRV, columns: LoopRV, lanes: 
     lanes : int
         Lanes of a vector; they divide the tile.
     """
+    realize = realize_of(sch, copy)
+    written = realize.block.body.indices[-1]
+    axis = next(k for k, i in enumerate(realize.block.iter_vars) if uses(written, i.var))
     shared = sch.get(columns).loop_var
-    values = realize_of(sch, copy).iter_values
-    column = next(value for value in values if uses(value, shared))
-    depth = [sch.get(loop).loop_var.same_as(shared) for loop in sch.get_loops(copy)].index(True)
-    inner = sch.get_loops(copy)[depth + 1 :]
-    last = next(loop for loop in inner if uses(column, sch.get(loop).loop_var))
-    rest = [loop for loop in inner if not sch.get(loop).loop_var.same_as(sch.get(last).loop_var)]
-    vector, lane = sch.split(last, [None, min(lanes, static_extent(sch, last) or 1)])
+    loops = sch.get_loops(copy)
+    depth = [sch.get(loop).loop_var.same_as(shared) for loop in loops].index(True) + 1
+    last = [
+        k
+        for k, loop in enumerate(loops)
+        if k >= depth and uses(realize.iter_values[axis], sch.get(loop).loop_var)
+    ]
+    if not last:
+        return
+    rest = [loop for k, loop in enumerate(loops) if k >= depth and k not in last]
+    extent = static_extent(sch, loops[last[0]]) or 1
+    vector, lane = sch.split(loops[last[0]], [None, min(lanes, extent)])
     sch.reorder(*rest, vector, lane)
     sch.vectorize(lane)

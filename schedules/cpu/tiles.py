@@ -9,13 +9,14 @@ the kernel. Tiles at the border of a padded row see fewer taps; nothing is ever 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tvm import tirx
 
 from ..conv2d_workload import ConvLayer
 
-Index = tirx.Expr | int
-Span = tuple[Index, Index]
+Index: TypeAlias = "tirx.Expr | int"
+Span: TypeAlias = tuple[Index, Index]
 
 
 @dataclass(frozen=True)

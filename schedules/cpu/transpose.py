@@ -106,18 +106,18 @@ def _transposed(rows: list[tirx.Expr], lanes: int) -> list[tirx.Expr]:
     """
     if lanes > 2:
         for distance in (1, 2):
-            rows = _round(rows, distance, lambda lane, d=distance: _interleaved(lane, d, lanes))
+            rows = _round(rows, distance, _interleaved)
         # Interleaving leaves the middle two columns of each four in each other's place.
         rows = [rows[row - row % 4 + (0, 2, 1, 3)[row % 4]] for row in range(lanes)]
     distance = 4 if lanes > 2 else 1
     while distance < lanes:
-        rows = _round(rows, distance, lambda lane, d=distance: _exchanged(lane, d, lanes))
+        rows = _round(rows, distance, _exchanged)
         distance *= 2
     return rows
 
 
 def _round(
-    rows: list[tirx.Expr], distance: int, pick: Callable[[int], tuple[int, int]]
+    rows: list[tirx.Expr], distance: int, pick: Callable[[int, int, int], tuple[int, int]]
 ) -> list[tirx.Expr]:
     """Shuffle each two rows that lie ``distance`` apart into two others."""
     lanes = len(rows)
@@ -126,7 +126,7 @@ def _round(
         if not low & distance:
             pair = [rows[low], rows[low + distance]]
             for half in (0, 1):
-                picked = [pick(lane)[half] for lane in range(lanes)]
+                picked = [pick(lane, distance, lanes)[half] for lane in range(lanes)]
                 after[low + half * distance] = T.bind(tirx.Shuffle(pair, picked))
     return after
 

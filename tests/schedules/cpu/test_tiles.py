@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import tvm
 from hypothesis import given
 from hypothesis import strategies as st
 from tvm import tirx
+from tvm.sym import Analyzer
 
 from schedules.conv2d_workload import ConvLayer
 from schedules.cpu.tiles import row_runs, split_evenly, tile_of, tile_start
@@ -26,7 +26,7 @@ def test_split_evenly_uses_the_fewest_tiles_and_equal_sizes(extent, tile):
 
 @given(EXTENT, TILE)
 def test_tile_start_and_tile_of_agree_with_the_sizes(extent, tile):
-    simplify = tvm.arith.Analyzer().simplify
+    simplify = Analyzer().simplify
     start = 0
     for index, size in enumerate(split_evenly(extent, tile)):
         constant = tirx.IntImm("int32", index)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classification models that onnx ships, as they are and with weights that tell apart.
+
+Their weights are nodes that make constant tensors, so that every class gets the same number; that
+shows only that a model compiles. With random weights in their place the numbers mean something.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from onnx_reference import assert_same, random_feed, run_onnx
+
+import tvm_fusion
+
+FOLDER = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
+PATHS = {path.stem.removeprefix("light_"): path for path in sorted(FOLDER.glob("*.onnx"))}
+
+
+def draw(name: str, shape: list[int], role: tuple[str, int], generator: np.random.Generator):
+    """A tensor fit for the input number ``role[1]`` of an operator ``role[0]``."""
+    values = generator.standard_normal(shape, dtype=np.float32)
+    operator, place = role
+    if operator in ("Conv", "Gemm") and place == 1:
+        return values * np.float32(math.sqrt(2 / math.prod(shape[1:])))
+    if operator == "BatchNormalization":
+        return 1 + np.abs(values) / 4 if place in (1, 4) else values / 4
+    return 1 + values / 8 if operator == "Mul" else values / 8
+
+
+def with_random_weights(model: onnx.ModelProto, seed: int) -> onnx.ModelProto:
+    """Replace each float tensor that a ConstantOfShape makes by a random initialiser."""
+    generator = np.random.default_rng(seed)
+    stored = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    roles = {
+        tensor: (node.op_type, place)
+        for node in model.graph.node
+        for place, tensor in enumerate(node.input)
+    }
+    for node in list(model.graph.node):
+        if node.op_type == "Unsqueeze" and node.output[0] in roles:
+            roles[node.input[0]] = roles[node.output[0]]
+    for node in list(model.graph.node):
+        if node.op_type == "ConstantOfShape":
+            shape = [int(extent) for extent in stored[node.input[0]]]
+            name = node.output[0]
+            values = draw(name, shape, roles.get(name, ("", 0)), generator)
+            model.graph.initializer.append(numpy_helper.from_array(values, name))
+            model.graph.node.remove(node)
+    return model
+
+
+def test_there_are_models() -> None:
+    known = {"bvlc_alexnet", "densenet121", "inception_v1", "inception_v2", "resnet50"}
+    assert known | {"shufflenet", "squeezenet", "vgg19", "zfnet512"} <= set(PATHS)
