@@ -11,7 +11,7 @@ from tvm import IRModule, relax, tirx
 from tvm.target import Target
 
 from schedules.conv2d_workload import FusedConv2DWorkload
-from schedules.cpu.fused_conv2d import unsupported
+from schedules.cpu.fused_conv2d_limits import unsupported
 from schedules.cpu.machine import CPUInfo
 from schedules.errors import OpError
 

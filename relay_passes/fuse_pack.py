@@ -13,7 +13,7 @@ from tvm.ir import GlobalVar, IRModule, Op
 from schedules.compute import conv2d as compute_conv2d
 from schedules.compute import pack as compute_pack
 from schedules.conv2d_workload import Conv2DKernel, from_json, to_json
-from schedules.cpu.fused_conv2d import takes_plain
+from schedules.cpu.fused_conv2d_limits import takes_plain
 
 from .op.conv_call import OPAQUE_PATTERN
 

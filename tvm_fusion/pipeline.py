@@ -147,7 +147,12 @@ def tvm_fusion_pipeline(target: Target | None = None, fuse: Fuse = "auto") -> Pa
 
     @tvm.transform.module_pass(opt_level=0, name=NAME)
     def run(mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
-        chosen = target or Target.current(allow_none=False)
+        chosen = target or Target.current(allow_none=True)
+        if chosen is None:
+            raise TargetError(
+                f"no target for the pipeline {NAME!r}; expected the option target=..., or a call "
+                "within 'with target:'"
+            )
         return lower_to_vm(chosen)(optimize(mod, chosen, Options(fuse=fuse)))
 
     return run

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tvm import tirx
+from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..compute.conv2d import activate
@@ -59,9 +59,11 @@ class FeatureMap:
 
     def at(self, block: Index, row: Index, column: Index) -> Index:
         """Element offset of lane 0 of a pixel."""
+        # Left as they are, terms that cancel make TVM 0.27's region analysis divide by zero.
+        stored = sym.Analyzer().simplify(tirx.convert(block - self.first_block))
         return (
             self.offset
-            + (block - self.first_block) * self.block_stride
+            + stored * self.block_stride
             + (row - self.first_row) * self.row_stride
             + column * self.lanes
         )

@@ -134,19 +134,22 @@ def _thread_parts(kernel: Kernel, facts: BlockFacts) -> int:
     cores = kernel.cpu.num_cores
     if facts.volume([*spatial, *reduced]) < 4 * SERIAL_ELEMENTS or feeds(tiles, cores):
         return 1
-    extent = facts.volume(merge_groups(facts, reduced)[0])
-    return 1 if cores == 1 else chunk_count(extent, 2 * cores, False)
+    if cores == 1:
+        return 1
+    parts = chunk_count(facts.volume(merge_groups(facts, reduced)[0]), 2 * cores, False)
+    return parts if parts < facts.volume(reduced) else 1
 
 
 def _split_over_threads(sch: s_tir.Schedule, facts: BlockFacts, parts: int) -> SBlockRV:
     """Reduce parts of the first reduced axis on their own; return the block that does."""
     loops = sch.get_loops(facts.block)
-    spatial = len(facts.positions("S"))
+    spatial = facts.kinds.count("S")
+    unit = 0 if facts.positions("S") else spatial
     group = merge_groups(facts, facts.positions("R"))[0]
     part, _ = sch.split(fuse_group(sch, [loops[k] for k in group]), [parts, None])
     partial = sch.rfactor(part, 0)
     loops = sch.get_loops(partial)
-    sch.reorder(loops[spatial], *loops[:spatial])
+    sch.reorder(*loops[:unit], loops[spatial], *loops[unit:spatial])
     align_iters(sch, partial)
     align_iters(sch, facts.block)
     return partial

@@ -10,7 +10,7 @@ as on current x86 cores,
 
 and the layer costs the sum over all its tiles, tails included. ``P V + V + 1`` registers are
 needed, and one is left to the compiler: LLVM spills accumulators in tiles that need every one.
-The smallest sum wins; on a tie the larger tile, which streams its weights less often.
+The smallest sum wins; on a tie the tile with fewer loads a multiply-add, then the larger one.
 """
 
 from __future__ import annotations
@@ -58,12 +58,17 @@ def best_tile(row: int, blocks: int, registers: int) -> tuple[int, int]:
         Vector registers of the CPU.
     """
     candidates = [
-        (row_cycles(row, blocks, pixels, vectors), -pixels * vectors, pixels, vectors)
+        (
+            row_cycles(row, blocks, pixels, vectors),
+            (pixels + vectors) / (pixels * vectors),
+            -pixels * vectors,
+            pixels,
+            vectors,
+        )
         for vectors in range(1, min(MAX_VECTORS, blocks) + 1)
         for pixels in range(1, min(row, (registers - 1 - SPARE_REGISTERS) // vectors - 1) + 1)
     ]
-    _, _, pixels, vectors = min(candidates)
-    return pixels, vectors
+    return min(candidates)[-2:]
 
 
 def register_tile(layer: ConvLayer, row: int, lanes: int, cpu: CPUInfo) -> tuple[int, int]:

@@ -275,4 +275,5 @@ def open_reduction(
     loops = sch.get_loops(block)
     groups = merge_groups(facts, facts.positions("R"))
     reduced = [fuse_group(sch, [loops[k] for k in group]) for group in groups]
-    return facts, [loops[k] for k in facts.positions("S")], reduced
+    spatial = [loop for loop, kind in zip(loops, facts.kinds, strict=True) if kind == "S"]
+    return facts, spatial, reduced

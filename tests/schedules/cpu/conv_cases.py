@@ -201,13 +201,14 @@ def assembly(func: tirx.PrimFunc, target: Target) -> str:
     return str(compile_function(func, target).mod.inspect_source("asm"))
 
 
-def hottest_block(text: str, instruction: str) -> list[str]:
-    """The basic block that holds most of ``instruction``, which must be a loop of its own."""
+def loop_bodies(text: str) -> list[list[str]]:
+    """The instructions of each innermost loop that is one basic block."""
     blocks = re.split(r"^(\.LBB\w+):.*$", text, flags=re.MULTILINE)
-    bodies = dict(zip(blocks[1::2], blocks[2::2], strict=True))
-    label, body = max(bodies.items(), key=lambda item: len(re.findall(instruction, item[1])))
-    assert re.search(rf"^\t[jb]\S*\t{re.escape(label)}$", body, re.M), body
-    return [line.strip() for line in body.splitlines() if line.strip()]
+    return [
+        [line.strip() for line in body.splitlines() if line.strip()]
+        for label, body in zip(blocks[1::2], blocks[2::2], strict=True)
+        if re.search(rf"^\t[jb]\S*\t{re.escape(label)}$", body, re.MULTILINE)
+    ]
 
 
 # Strategies.

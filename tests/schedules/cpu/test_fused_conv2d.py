@@ -61,13 +61,13 @@ def schedule(case: Case, target: Target = TARGET) -> tirx.PrimFunc:
 
 
 @given(cases(pair=True), SEED)
-@settings(max_examples=20)
+@settings(max_examples=15)
 def test_numbers_with_default_knobs(case, seed):
     check(case, compile_function(schedule(case)), seed)
 
 
 @given(cases(pair=True), st.data(), SEED)
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_numbers_with_any_knobs(case, data, seed):
     blocks = up(case.layers[1].in_channels, case.lanes)
     run(case, data.draw(knobs(blocks)), seed)
@@ -108,6 +108,15 @@ NAMED = {
     "3x3, pointwise": Case(
         (ConvLayer(16, 24, (3, 3), padding=SAME, activation=RELU6), ConvLayer(24, 64, (1, 1))),
         residual=True,
+    ),
+    "wide lanes": Case(
+        (
+            ConvLayer(24, 24, (3, 3), padding=SAME, groups=24, activation=RELU6),
+            ConvLayer(24, 40, (1, 1)),
+        ),
+        height=7,
+        width=7,
+        lanes=16,
     ),
     "3x3, 3x3": Case(
         (

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pairs of packed convolutions the fused template can take."""
+
+from __future__ import annotations
+
+from ..conv2d_workload import Conv2DKernel, ConvLayer
+
+
+def unsupported(layer1: ConvLayer, layer2: ConvLayer, lanes: int) -> str | None:
+    """Why the template cannot take a pair; None if it can."""
+    if layer2.groups != 1:
+        return "the second layer has groups; the template reduces over all its input channels"
+    for name, layer in (("first", layer1), ("second", layer2)):
+        if layer.groups > 1 and not layer.is_depthwise:
+            if (
+                layer.in_channels // layer.groups % lanes
+                or layer.out_channels // layer.groups % lanes
+            ):
+                return f"the {name} layer's groups do not fill blocks of {lanes} channels"
+    return None
+
+
+def takes_plain(kernel: Conv2DKernel, data: bool, out: bool) -> bool:
+    """Whether the template can pack the data, or unpack the output, of a packed kernel itself."""
+    if len(kernel.layers) != 2 or None in (kernel.height, kernel.width):
+        return False
+    layer1, layer2 = kernel.layers
+    lanes = kernel.lanes
+    if kernel.data_layout == "NCHW" or unsupported(layer1, layer2, lanes) is not None:
+        return False
+    if lanes < 2 or lanes & (lanes - 1):  # transposes in registers need a power of two
+        return False
+    top, _, bottom, _ = layer1.padding
+    rows = (layer1.kernel[0] - 1) * layer1.dilation[0] + 1 - max(top, bottom)
+    pixels = min(rows, int(kernel.height or 1)) * int(kernel.width or 1)
+    if data and not (layer1.is_depthwise and layer2.is_pointwise and pixels >= lanes):
+        return False
+    return not out or layer2.is_pointwise
