@@ -50,8 +50,9 @@ def bind(specs: Sequence[TensorSpec], args: Sequence[Any], named: Mapping[str, A
     InvalidInputError
         If one is missing, unknown, given twice, or if there are too many.
     """
-    if not named and len(args) == 1 and isinstance(args[0], Mapping):
-        named, args = args[0], []
+    if not named and len(args) == 1 and not isinstance(args[0], np.ndarray):
+        if isinstance(args[0], Mapping):
+            named, args = args[0], []
     if not named and len(args) == len(specs):
         return list(args)
     names = [spec.name for spec in specs]
@@ -121,7 +122,7 @@ def _check_shape(
 
 
 def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, (np.ndarray, np.generic)):  # a union type would be built in each call
         return np.asarray(value)
     if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
         raise InvalidInputError(
@@ -164,9 +165,10 @@ class Stage:
         """
         tensors, memory = [], []
         for index, array in enumerate(arrays):
-            tensor, place = (
-                (tvm_ffi.from_dlpack(array), array) if _usable(array) else self._copy(index, array)
-            )
+            tensor = tvm_ffi.from_dlpack(array) if _is_exportable(array) else None
+            place = array
+            if tensor is None or tensor.data_ptr() % ALIGNMENT:
+                tensor, place = self._copy(index, array)
             tensors.append(tensor)
             memory.append(place)
         return tensors, memory
@@ -180,15 +182,12 @@ class Stage:
         return place
 
 
-def _usable(array: np.ndarray) -> bool:
+def _is_exportable(array: np.ndarray) -> bool:
+    """Whether a tensor can lie in the array's memory; alignment is asked of the tensor."""
     flags = array.flags
-    return (
-        flags.c_contiguous
-        and flags.writeable  # numpy exports no other
-        and array.__array_interface__["data"][0] % ALIGNMENT == 0
-        and array.size > 0
-        and array.dtype.isbuiltin == 1
-    )
+    # numpy exports nothing that is read-only
+    contiguous = flags.c_contiguous and flags.writeable
+    return contiguous and array.size > 0 and array.dtype.isbuiltin == 1
 
 
 def results(
@@ -205,6 +204,8 @@ def results(
     inputs : sequence of numpy.ndarray
         Memory of the inputs; what overlaps with it is copied, as is what is not fresh.
     """
+    if len(outputs) == 1 and fresh[0]:
+        return [_as_numpy(outputs[0])]
     arrays: list[np.ndarray] = []
     taken = list(inputs)
     for tensor, new in zip(outputs, fresh, strict=True):

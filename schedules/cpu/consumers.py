@@ -91,8 +91,10 @@ def _contiguous_loops(
             break
         if extent is None or extent != facts.extents[inner]:
             break
-        if any(_jumps(access.strides[outer], access.strides[inner], extent)
-               for access in facts.accesses):
+        if any(
+            _jumps(access.strides[outer], access.strides[inner], extent)
+            for access in facts.accesses
+        ):
             break
         count += 1
     return count

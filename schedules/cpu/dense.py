@@ -3,24 +3,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from tvm import ir, s_tir, tirx
-from tvm.s_tir.dlight.cpu.base import CPUScheduleRule
+from tvm import s_tir, tirx
 from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
-from .facts import Access, BlockFacts, Kernel, block_facts, open_kernel, uses
+from .facts import BlockFacts, Kernel, block_facts, open_kernel
 from .machine import CPUInfo
-from .reduce_block import (
-    Columns,
-    Rows,
-    balanced_tile,
-    reduce_in_columns,
-    reduce_in_rows,
-    reducible,
-)
-from .steps import feeds, finish, inline_blocks, schedule_spatial
+from .product import Product, find_product
+from .reduce_block import balanced_tile, reducible
+from .reduce_nests import Columns, Rows, reduce_in_columns, reduce_in_rows
+from .rule import CPURule
+from .spatial import schedule_spatial
+from .steps import feeds, finish, inline_blocks
 from .stream import stream_rows
 
 _STACK_BYTES = 1024
@@ -28,28 +22,7 @@ _PACKED_ROWS = 24
 _STREAMED_ROWS = 4
 
 
-@dataclass(frozen=True)
-class _Product:
-    """Which axis is what in ``out[b.., m, n] += left[b.., m, k] * right[b.., k, n]``.
-
-    Parameters
-    ----------
-    left, right : Access
-        The factor that does not depend on ``n``, and the one that does.
-    row_axis : int | None
-        The spatial axis (its index among the spatial ones) on which only ``left`` depends.
-    n, k : int
-        Positions of the last spatial and of the last reduced variable.
-    """
-
-    left: Access
-    right: Access
-    row_axis: int | None
-    n: int
-    k: int
-
-
-class Dense(CPUScheduleRule):
+class Dense(CPURule):
     """Matrix times matrix and vector times matrix, batched or not, either weight layout.
 
     Weights ``[K, N]``: a tile of rows times vectors of columns stays in registers, 6 x 2 vectors
@@ -71,7 +44,7 @@ class Dense(CPUScheduleRule):
     columns and of K.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func``, or return None if it is no matrix product."""
         kernel = open_kernel(func, target)
         if kernel is None or sum(not info.is_injective() for info in kernel.blocks) != 1:
@@ -81,7 +54,7 @@ class Dense(CPUScheduleRule):
         facts = block_facts(kernel.sch, block)
         if facts is None or not reducible(facts):
             return None
-        product = _find_product(kernel.sch, block, facts)
+        product = find_product(kernel.sch, block, facts)
         if product is None:
             return None
         consumers = [info.block_rv for info in remaining[1:]]
@@ -99,65 +72,14 @@ class Dense(CPUScheduleRule):
         return finish(kernel.sch, overlaps)
 
 
-def _find_product(sch: s_tir.Schedule, block: SBlockRV, facts: BlockFacts) -> _Product | None:
-    spatial, reduced = facts.positions("S"), facts.positions("R")
-    if not spatial or len(facts.loads) != 2 or not _adds_product(sch.get(block).body):
-        return None
-    n, k = spatial[-1], reduced[-1]
-    factors = sorted(facts.loads, key=lambda load: load.strides[n] != 0)
-    left, right = factors
-    if left.strides[n] != 0 or right.strides[n] == 0 or facts.store.strides[n] != 1:
-        return None
-    if any(load.strides[r] in (0, None) for load in factors for r in reduced):
-        return None
-    if any(_mixes(facts, load) for load in factors):
-        return None
-    rows = [
-        index
-        for index, s in enumerate(spatial[:-1])
-        if left.strides[s] != 0 and right.strides[s] == 0 and facts.extents[s] is not None
-    ]
-    return _Product(left, right, rows[-1] if rows else None, n, k)
-
-
-def _adds_product(body: tirx.Stmt) -> bool:
-    """Whether the block is ``out = out + a * b``, in any order and with casts."""
-    if not isinstance(body, tirx.BufferStore) or not isinstance(body.value, tirx.Add):
-        return False
-    sides = [_strip_cast(body.value.a), _strip_cast(body.value.b)]
-    products = [side for side in sides if isinstance(side, tirx.Mul)]
-    sums = [
-        side
-        for side in sides
-        if isinstance(side, ir.TensorLoad) and side.source.same_as(body.buffer)
-    ]
-    return len(products) == 1 and len(sums) == 1 and all(
-        isinstance(_strip_cast(factor), ir.TensorLoad) for factor in (products[0].a, products[0].b)
-    )
-
-
-def _strip_cast(expr: ir.Expr) -> ir.Expr:
-    return expr.value if isinstance(expr, tirx.Cast) else expr
-
-
-def _mixes(facts: BlockFacts, load: Access) -> bool:
-    """Whether an index depends on spatial and reduced variables: a window that slides."""
-    variables = [
-        [facts.vars[position] for position in facts.positions(kind)] for kind in ("S", "R")
-    ]
-    return any(
-        all(any(uses(index, var) for var in kind) for kind in variables) for index in load.indices
-    )
-
-
-def _in_dots(facts: BlockFacts, product: _Product) -> bool:
+def _in_dots(facts: BlockFacts, product: Product) -> bool:
     """Whether both factors are contiguous along K, and the rows too few to transpose one."""
     if product.right.strides[product.n] == 1 or _height(facts, product) >= _PACKED_ROWS:
         return False
     return product.left.strides[product.k] == 1 and product.right.strides[product.k] == 1
 
 
-def _streams(kernel: Kernel, facts: BlockFacts, product: _Product) -> bool:
+def _streams(kernel: Kernel, facts: BlockFacts, product: Product) -> bool:
     """Whether a matrix that no cache of a core holds is used for a few rows only."""
     touched = [k for k, stride in enumerate(product.right.strides) if stride != 0]
     return (
@@ -168,7 +90,7 @@ def _streams(kernel: Kernel, facts: BlockFacts, product: _Product) -> bool:
     )
 
 
-def _stretch(kernel: Kernel, facts: BlockFacts, product: _Product) -> int:
+def _stretch(kernel: Kernel, facts: BlockFacts, product: Product) -> int:
     """Vectors of columns for each thread."""
     width = facts.extents[product.n] or 1
     vectors = -(-width // (kernel.cpu.vector_bits // 8 // facts.itemsize))
@@ -176,7 +98,7 @@ def _stretch(kernel: Kernel, facts: BlockFacts, product: _Product) -> int:
     return -(-vectors // max(1, kernel.cpu.num_cores // outer))
 
 
-def _height(facts: BlockFacts, product: _Product) -> int:
+def _height(facts: BlockFacts, product: Product) -> int:
     if product.row_axis is None:
         return 1
     return facts.extents[facts.positions("S")[product.row_axis]] or 1
@@ -188,7 +110,7 @@ def _accumulators(cpu: CPUInfo) -> int:
     return min(registers, (_STACK_BYTES - 1) // (cpu.vector_bits // 8))
 
 
-def _plan_columns(kernel: Kernel, block: SBlockRV, facts: BlockFacts, product: _Product) -> Columns:
+def _plan_columns(kernel: Kernel, block: SBlockRV, facts: BlockFacts, product: Product) -> Columns:
     cpu = kernel.cpu
     width = facts.extents[product.n] or 1
     lanes = min(width, cpu.vector_bits // 8 // facts.itemsize)
@@ -197,7 +119,7 @@ def _plan_columns(kernel: Kernel, block: SBlockRV, facts: BlockFacts, product: _
     height, outer = _height(facts, product), facts.volume(spatial[:-1])
     if height == 1:
         return Columns(balanced_tile(-(-width // lanes), 8, outer, cpu.num_cores))
-    rows, vectors = register_tile(height, count, _accumulators(cpu))
+    rows, vectors = matrix_tile(height, count, _accumulators(cpu))
     packed = None
     tiles = -(-count // vectors) * outer // height
     if height >= _PACKED_ROWS and (feeds(tiles, cpu.num_cores) or cpu.num_cores == 1):
@@ -208,15 +130,15 @@ def _plan_columns(kernel: Kernel, block: SBlockRV, facts: BlockFacts, product: _
     return Columns(vectors, rows, product.row_axis or 0, packed)
 
 
-def _plan_dots(cpu: CPUInfo, facts: BlockFacts, product: _Product) -> Rows:
+def _plan_dots(cpu: CPUInfo, facts: BlockFacts, product: Product) -> Rows:
     width = facts.extents[product.n] or 1
     if product.row_axis is None:
         return Rows(4)
-    rows, columns = register_tile(_height(facts, product), width, min(12, _accumulators(cpu)))
+    rows, columns = matrix_tile(_height(facts, product), width, min(12, _accumulators(cpu)))
     return Rows(1, ((product.row_axis, rows), (-1, columns)))
 
 
-def register_tile(height: int, width: int, accumulators: int) -> tuple[int, int]:
+def matrix_tile(height: int, width: int, accumulators: int) -> tuple[int, int]:
     """Rows and columns of the register tile with the least time for the whole matrix.
 
     Parameters

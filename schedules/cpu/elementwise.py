@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 from tvm import s_tir, tirx
-from tvm.s_tir.dlight.cpu.base import CPUScheduleRule
 from tvm.target import Target
 
 from .facts import open_kernel
-from .steps import finish, inline_blocks, schedule_spatial
+from .rule import CPURule
+from .spatial import schedule_spatial
+from .steps import finish, inline_blocks
 
 
-class Elementwise(CPUScheduleRule):
+class Elementwise(CPURule):
     """Injective functions: element-wise, broadcast, cast, concatenation, split, pad, resize, slice.
 
     All blocks are inlined into the outputs. Loops that every tensor walks contiguously become one,
@@ -27,7 +28,7 @@ class Elementwise(CPUScheduleRule):
     form.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func``, or return None if a block of it reduces."""
         kernel = open_kernel(func, target)
         if kernel is None or not all(info.is_injective() for info in kernel.blocks):

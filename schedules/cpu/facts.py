@@ -89,7 +89,8 @@ class BlockFacts:
     def positions(self, kind: str) -> list[int]:
         """Positions of the variables of ``kind`` that iterate more than once."""
         return [
-            k for k, (c, e) in enumerate(zip(self.kinds, self.extents, strict=True))
+            k
+            for k, (c, e) in enumerate(zip(self.kinds, self.extents, strict=True))
             if c == kind and e != 1
         ]
 
@@ -139,13 +140,13 @@ def open_kernel(func: tirx.PrimFunc, target: Target) -> Kernel | None:
     Returns
     -------
     Kernel | None
-        None for other targets and for functions whose blocks have no normal form.
+        None for other targets, and for functions whose blocks have no normal form or are empty.
     """
     if not isinstance(func, tirx.PrimFunc) or target.kind.name != "llvm":
         return None
     sch = s_tir.Schedule(func)
     blocks = normalize_prim_func(sch)
-    if not blocks:
+    if not blocks or any(extent == 0 for info in blocks for extent in info.dom()):
         return None
     for info in blocks:
         if not sch.get_loops(info.block_rv):
@@ -197,9 +198,7 @@ def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
         vars=tuple(domain.vars),
         store=store,
         loads=[domain.access(load.source, load.indices) for load in reads],
-        guards=frozenset(
-            k for k, i in enumerate(iters) if any(uses(c, i.var) for c in conditions)
-        ),
+        guards=frozenset(k for k, i in enumerate(iters) if any(uses(c, i.var) for c in conditions)),
         itemsize=max((_bits(buffer) + 7) // 8 for buffer in buffers),
         indirect=any(_loads_inside(index) for load in loads for index in load.indices),
     )

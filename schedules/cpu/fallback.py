@@ -12,10 +12,12 @@ from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
 from .facts import Kernel, block_facts, open_kernel
+from .lanes import is_reduced
 from .machine import CPUInfo
 from .overlap import Overlap
 from .reduce_block import reduce_block, reducible
-from .steps import attempt, finish, inline_blocks, parallel_outer, schedule_spatial, static_extent
+from .spatial import schedule_spatial
+from .steps import attempt, finish, inline_blocks, parallel_outer, static_extent
 
 
 class Fallback(CPUScheduleRule):
@@ -88,11 +90,18 @@ def _schedule_plainly(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
 
 
 def _schedule_opaque(func: tirx.PrimFunc, target: Target) -> s_tir.Schedule:
-    """Functions without a normal form: the outermost loop of each nest in parallel, if it may."""
+    """Functions without a normal form, and empty ones: only what is safe for any block.
+
+    The outermost loop of each nest runs in parallel if it may. Reductions are decomposed, so that
+    the result of reducing nothing is the initial value.
+    """
     sch = s_tir.Schedule(func)
     cores = CPUInfo.from_target(target).num_cores
     for block in sch.get_child_blocks(sch.get_sblock("root")):
         loops = sch.get_loops(block)
-        if loops and cores > 1:
+        reduced = [loop for loop in loops if is_reduced(sch, block, loop)]
+        if loops and cores > 1 and static_extent(sch, loops[0]) != 0:
             attempt(sch.parallel, loops[0])
+        if reduced:
+            attempt(sch.decompose_reduction, block, reduced[0])
     return finish(sch)

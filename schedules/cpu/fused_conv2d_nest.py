@@ -235,9 +235,10 @@ class _Nest:
         """Layer two into a buffer of the tile, then from there to NCHW."""
         plain, packed = self.plain_out, self.ops2.output
         assert plain is not None
-        output = replace(packed, first_row=tile.rows[0], first_block=tile.block)
-        ops = replace(self.ops2, output=output)
-        self._pixels(flatten(ops, tile.rows[0], rows), (0, 1), tile, None)
+        ops = flatten(self.ops2, tile.rows[0], rows)
+        # The buffer begins with the tile's first row, so no row may stand in its offsets.
+        output = replace(ops.output, offset=packed.offset, first_block=tile.block)
+        self._pixels(replace(ops, output=output), (0, 1), tile, None)
         lanes, rest = ops.lanes, ops.layer.out_channels % ops.lanes
         for v in range(tile.blocks):
             block = tile.block + v

@@ -7,7 +7,7 @@
         for part in T.unroll(4):
             for lane in T.vectorized(8):
                 acc[part, lane] += data[k * 32 + part * 8 + lane]
-    for part in T.unroll(4):                             # second stage: parts, left out for one part
+    for part in T.unroll(4):                             # second stage: parts, if several
         for lane in T.vectorized(8):
             sums[lane] += acc[part, lane]
     for lane in T.unroll(8):                             # last stage
@@ -124,8 +124,10 @@ def arrange_lanes(
     for stage in split.stages[1:]:
         loops = sch.get_loops(stage)[depth:]
         if stage is not split.stages[-1]:
-            lane = next(l for l in reversed(loops) if _is_lane(sch, stage, l, split.lanes))
-            loops = [other for other in loops if other != lane]
+            place = max(
+                k for k, loop in enumerate(loops) if _is_lane(sch, stage, loop, split.lanes)
+            )
+            lane = loops.pop(place)
             sch.reorder(*loops, lane)
             sch.vectorize(lane)
         unroll(sch, loops)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
-from tvm.s_tir.dlight.cpu.base import CPUScheduleRule
 from tvm.s_tir.schedule import LoopRV
 from tvm.target import Target
 
 from .facts import Access, BlockFacts, Kernel, block_facts, open_kernel
 from .guards import cut_points
 from .overlap import Overlap
+from .rule import CPURule
+from .spatial import schedule_spatial
 from .steps import (
     SERIAL_ELEMENTS,
     finish,
@@ -21,7 +22,6 @@ from .steps import (
     inline_blocks,
     merge_groups,
     parallel_outer,
-    schedule_spatial,
 )
 from .truncate import TAIL
 
@@ -45,7 +45,7 @@ class _Walk:
     run: int | None
 
 
-class LayoutTransform(CPUScheduleRule):
+class LayoutTransform(CPURule):
     """Functions that read along one axis and write along another.
 
     Both contiguous axes are tiled, so that each cache line that is read or written is used whole
@@ -60,7 +60,7 @@ class LayoutTransform(CPUScheduleRule):
     two axes.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func``, or return None if nothing in it is transposed."""
         kernel = open_kernel(func, target)
         if kernel is None or not all(info.is_injective() for info in kernel.blocks):
@@ -80,7 +80,7 @@ class LayoutTransform(CPUScheduleRule):
 
 def _find_walks(facts: BlockFacts | None) -> tuple[_Walk, _Walk] | None:
     """The loops along which the block writes and reads contiguously, if they differ."""
-    if facts is None or facts.indirect or not facts.is_static or not facts.loads:
+    if facts is None or facts.indirect or not facts.loads:
         return None
     if any(load.buffer.same_as(facts.store.buffer) for load in facts.loads):
         return None
@@ -90,7 +90,8 @@ def _find_walks(facts: BlockFacts | None) -> tuple[_Walk, _Walk] | None:
     reads = _contiguous(facts, groups, largest)
     if writes is None or reads is None or writes.group == reads.group:
         return None
-    return writes, reads
+    axes = groups[writes.group] + groups[reads.group]
+    return None if any(facts.extents[k] is None for k in axes) else (writes, reads)
 
 
 def _touched(facts: BlockFacts, access: Access) -> int:

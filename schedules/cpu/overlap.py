@@ -105,9 +105,12 @@ def _analyzer_of_loops(func: tirx.PrimFunc) -> sym.Analyzer:
     analyzer = sym.Analyzer()
     tvm_ffi.structural_walk(
         func.body,
-        (tirx.For, lambda loop: analyzer.bind(
-            loop.loop_var, ir.Range.from_min_extent(loop.min, loop.extent)
-        )),
+        (
+            tirx.For,
+            lambda loop: analyzer.bind(
+                loop.loop_var, ir.Range.from_min_extent(loop.min, loop.extent)
+            ),
+        ),
     )
     return analyzer
 

@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from tvm import s_tir, tirx
-from tvm.s_tir.dlight.cpu.base import CPUScheduleRule
 from tvm.target import Target
 
 from .facts import block_facts, open_kernel
 from .reduce_block import reduce_block, reducible
-from .steps import finish, inline_blocks, schedule_spatial
+from .rule import CPURule
+from .spatial import schedule_spatial
+from .steps import finish, inline_blocks
 
 
-class Reduction(CPUScheduleRule):
+class Reduction(CPURule):
     """One reduction (sum, max, mean, argmax, ...) over any axes.
 
     Where the reduced axes are not innermost, vectors run along the outputs and a tile of
@@ -37,7 +38,7 @@ class Reduction(CPUScheduleRule):
     of its own. Left alone: functions with no or several reductions, symbolic reduced extents.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func``, or return None if it does not have just one reduction."""
         kernel = open_kernel(func, target)
         if kernel is None or sum(not info.is_injective() for info in kernel.blocks) != 1:

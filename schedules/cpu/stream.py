@@ -16,7 +16,11 @@ _MOST_STEPS = 8
 
 
 def stream_rows(
-    kernel: Kernel, block: SBlockRV, consumers: Sequence[SBlockRV], vectors: int, row_axis: int | None
+    kernel: Kernel,
+    block: SBlockRV,
+    consumers: Sequence[SBlockRV],
+    vectors: int,
+    row_axis: int | None,
 ) -> tuple[list[Overlap], list[SBlockRV]]:
     """Schedule ``out[m, n] += x[m, k] * w[k, n]`` for few ``m`` and a ``w`` beyond the caches.
 

@@ -40,7 +40,6 @@ def truncate_tails(func: tirx.PrimFunc) -> tirx.PrimFunc:
     PrimFunc
         The function without these annotations.
     """
-
     buffers = _Buffers(func)
 
     def rewrite(loop: tirx.For) -> tirx.Stmt:

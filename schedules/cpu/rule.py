@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rules of this folder have in common."""
+
+from __future__ import annotations
+
+from tvm import s_tir, tirx
+from tvm.s_tir import ScheduleError
+from tvm.s_tir.dlight.cpu.base import CPUScheduleRule
+from tvm.target import Target
+
+
+class CPURule(CPUScheduleRule):
+    """A schedule rule for LLVM CPUs.
+
+    ``apply`` leaves functions for other targets alone, and also those for which TVM refuses one of
+    the rule's steps: the rule works on a schedule of its own, so that the next one starts afresh.
+    """
+
+    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+        """Schedule ``func``, or return None if the rule does not know it."""
+        if not isinstance(func, tirx.PrimFunc) or not self.is_target_available(target):
+            return None
+        try:
+            return self.schedule(func, target)
+        except ScheduleError:
+            return None
+
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+        """What :meth:`apply` does after its checks."""
+        raise NotImplementedError
