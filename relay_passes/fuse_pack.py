@@ -84,7 +84,8 @@ class _Rewriter(relax.PyExprMutator):
             if pair is not None and self._unpack_of(call.args[1].fields[0]) is not None:
                 self._bind(binding, pair, out=True)
                 return
-        if self._pair(call) and self._unpack_of(binding.var) is None and self._plain_data(call):
+        plain = self._pair(call) and self._plain_data(call) is not None
+        if plain and self._unpack_of(binding.var) is None:
             self._bind(binding, call, out=False)
             return
         super().visit_var_binding_(binding)

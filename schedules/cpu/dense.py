@@ -10,11 +10,11 @@ from tvm.target import Target
 from .facts import BlockFacts, Kernel, block_facts, open_kernel
 from .machine import CPUInfo
 from .product import Product, find_product
-from .reduce_block import balanced_tile, reducible
-from .reduce_nests import Columns, Rows, reduce_in_columns, reduce_in_rows
+from .reduce_block import balanced_tile, reduce_whole, reducible, split_over_threads
+from .reduce_nests import Columns, Result, Rows, reduce_in_columns, reduce_in_rows
 from .rule import CPURule
 from .spatial import schedule_spatial
-from .steps import feeds, finish, inline_blocks
+from .steps import feeds, finish, inline_blocks, merge_groups
 from .stream import stream_rows
 
 _STACK_BYTES = 1024
@@ -62,8 +62,7 @@ class Dense(CPURule):
             plan = _plan_dots(kernel.cpu, facts, product)
             overlaps, rest = reduce_in_rows(kernel, block, consumers, plan)
         elif _streams(kernel, facts, product):
-            vectors = _stretch(kernel, facts, product)
-            overlaps, rest = stream_rows(kernel, block, consumers, vectors, product.row_axis)
+            overlaps, rest = _stream(kernel, block, facts, product, consumers)
         else:
             tile = _plan_columns(kernel, block, facts, product)
             overlaps, rest = reduce_in_columns(kernel, block, consumers, tile)
@@ -86,16 +85,49 @@ def _streams(kernel: Kernel, facts: BlockFacts, product: Product) -> bool:
         product.right.strides[product.n] == 1
         and _height(facts, product) <= _STREAMED_ROWS
         and facts.volume(touched) * facts.itemsize > kernel.cpu.l2_bytes
-        and _stretch(kernel, facts, product) > _accumulators(kernel.cpu)
+        and facts.volume([product.n]) > _accumulators(kernel.cpu) * _lanes(kernel.cpu, facts)
     )
 
 
-def _stretch(kernel: Kernel, facts: BlockFacts, product: Product) -> int:
-    """Vectors of columns for each thread."""
-    width = facts.extents[product.n] or 1
-    vectors = -(-width // (kernel.cpu.vector_bits // 8 // facts.itemsize))
-    outer = facts.volume(facts.positions("S")[:-1]) // _height(facts, product)
-    return -(-vectors // max(1, kernel.cpu.num_cores // outer))
+def _stream(
+    kernel: Kernel,
+    block: SBlockRV,
+    facts: BlockFacts,
+    product: Product,
+    consumers: list[SBlockRV],
+) -> Result:
+    """Give each thread whole rows of the matrix if they can be shared out, else columns."""
+    height, cores = _height(facts, product), kernel.cpu.num_cores
+    lanes = _lanes(kernel.cpu, facts)
+    sums = kernel.cpu.l1d_bytes // 2 // (height * lanes * facts.itemsize)
+    outer = facts.volume(facts.positions("S")[:-1]) // height
+    group = merge_groups(facts, facts.positions("R"))[0]
+    parts = even_parts(facts.volume(group), cores)
+    if feeds(outer, cores) or (parts and len(facts.positions("R")) == len(group)):
+        if feeds(outer, cores):
+            return stream_rows(kernel, block, consumers, sums, product.row_axis)
+        partial = split_over_threads(kernel.sch, facts, parts)
+        axis = None if product.row_axis is None else product.row_axis + 1
+        overlaps, _ = stream_rows(kernel, partial, (), sums, axis)
+        more, rest = reduce_whole(kernel, block, consumers)
+        return overlaps + more, rest
+    vectors = -(-facts.volume([product.n]) // lanes)
+    share = -(-vectors // max(1, cores // outer))
+    return stream_rows(kernel, block, consumers, min(share, sums), product.row_axis)
+
+
+def even_parts(extent: int, cores: int) -> int:
+    """Into how many equal parts to cut an axis so that all cores finish together; 0 if none."""
+    choices = [
+        parts
+        for parts in range(cores, 4 * cores + 1)
+        if extent % parts == 0 and parts < extent and -(-parts // cores) * cores <= 1.25 * parts
+    ]
+    return min(choices, default=0)
+
+
+def _lanes(cpu: CPUInfo, facts: BlockFacts) -> int:
+    return max(1, cpu.vector_bits // 8 // facts.itemsize)
 
 
 def _height(facts: BlockFacts, product: Product) -> int:

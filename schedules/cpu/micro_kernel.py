@@ -9,6 +9,9 @@ for ``P x V`` multiply-adds (the batch-reduce GEMM of Georganas et al., arXiv 19
 Zero padding costs nothing: rows outside the image shorten the loop over kernel rows, and
 border tiles know their taps (:mod:`.tiles`).
 
+The accumulators are a small buffer of scope ``global``: that is what TVM 0.27 puts on the stack,
+where LLVM turns it into registers; one of scope ``local`` would be taken from the heap.
+
 The functions here may only be called between the ``with`` statements of an open ``IRBuilder``.
 """
 
@@ -166,7 +169,7 @@ def dense_tile(
         T.reads()
         T.writes()
         lanes = ops.lanes
-        sums = T.sblock_alloc_buffer((run.size * blocks * lanes,), ops.dtype, scope="local")
+        sums = T.sblock_alloc_buffer((run.size * blocks * lanes,), ops.dtype)
         _start(ops, sums, block, blocks, row, run, column, reduction)
         blocks_read = (reduction.start, reduction.start + reduction.count)
         if ops.source.lanes > 1:
@@ -189,7 +192,7 @@ def depthwise_tile(ops: LayerOperands, block: Index, row: Index, run: Run, colum
         T.reads()
         T.writes()
         lanes, layer = ops.lanes, ops.layer
-        sums = T.sblock_alloc_buffer((run.size * lanes,), ops.dtype, scope="local")
+        sums = T.sblock_alloc_buffer((run.size * lanes,), ops.dtype)
         _start(ops, sums, block, 1, row, run, column, whole)
         for kh, kw, (low, high) in _taps(ops, row, run, unroll_columns=True):
             weight = ((block * layer.kernel[0] + kh) * layer.kernel[1] + kw) * lanes

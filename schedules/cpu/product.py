@@ -33,6 +33,22 @@ class Product:
 
 
 def find_product(sch: s_tir.Schedule, block: SBlockRV, facts: BlockFacts) -> Product | None:
+    """Tell the axes of a sum of products apart; None if the block is something else.
+
+    Parameters
+    ----------
+    sch : Schedule
+        The schedule that holds the block.
+    block : SBlockRV
+        The block.
+    facts : BlockFacts
+        Its facts.
+
+    Returns
+    -------
+    Product | None
+        The factors and axes. Windows that slide (convolutions) are no products.
+    """
     spatial, reduced = facts.positions("S"), facts.positions("R")
     if not spatial or len(facts.loads) != 2 or not _adds_product(sch.get(block).body):
         return None

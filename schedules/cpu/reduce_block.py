@@ -58,10 +58,10 @@ def reduce_block(kernel: Kernel, block: SBlockRV, consumers: Sequence[SBlockRV])
     assert facts is not None, "a reducible block has facts"
     parts = _thread_parts(kernel, facts)
     if parts <= 1:
-        return _reduce_whole(kernel, block, consumers)
-    partial = _split_over_threads(kernel.sch, facts, parts)
-    overlaps, _ = _reduce_whole(kernel, partial, ())
-    more, rest = _reduce_whole(kernel, block, consumers)
+        return reduce_whole(kernel, block, consumers)
+    partial = split_over_threads(kernel.sch, facts, parts)
+    overlaps, _ = reduce_whole(kernel, partial, ())
+    more, rest = reduce_whole(kernel, block, consumers)
     return overlaps + more, rest
 
 
@@ -95,8 +95,24 @@ def _thread_parts(kernel: Kernel, facts: BlockFacts) -> int:
     return parts if parts < facts.volume(reduced) else 1
 
 
-def _split_over_threads(sch: s_tir.Schedule, facts: BlockFacts, parts: int) -> SBlockRV:
-    """Reduce parts of the first reduced axis on their own; return the block that does."""
+def split_over_threads(sch: s_tir.Schedule, facts: BlockFacts, parts: int) -> SBlockRV:
+    """Reduce parts of the first reduced axis on their own.
+
+    Parameters
+    ----------
+    sch : Schedule
+        The schedule.
+    facts : BlockFacts
+        Of the reduction; its block will only add up the parts.
+    parts : int
+        How many; a divisor of the axis, after merging.
+
+    Returns
+    -------
+    SBlockRV
+        The block that reduces each part; the first of its axes is the part. Both blocks are in
+        normal form.
+    """
     loops = sch.get_loops(facts.block)
     spatial = facts.kinds.count("S")
     unit = 0 if facts.positions("S") else spatial
@@ -110,7 +126,8 @@ def _split_over_threads(sch: s_tir.Schedule, facts: BlockFacts, parts: int) -> S
     return partial
 
 
-def _reduce_whole(kernel: Kernel, block: SBlockRV, consumers: Sequence[SBlockRV]) -> Result:
+def reduce_whole(kernel: Kernel, block: SBlockRV, consumers: Sequence[SBlockRV]) -> Result:
+    """Schedule a reduction as :func:`reduce_block` does, but never split over the threads."""
     facts = block_facts(kernel.sch, block)
     assert facts is not None, "a reducible block has facts"
     lanes = kernel.cpu.vector_bits // 8 // facts.itemsize

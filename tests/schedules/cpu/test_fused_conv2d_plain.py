@@ -245,8 +245,6 @@ def test_refuses_to_split_channels_that_do_not_fill_blocks():
 
 def test_refuses_pairs_that_cannot_be_plain():
     case = replace(BLOCK, width=1)
-    with pytest.raises(
-        OpError, match="plain_data=True and plain_out=False; expected"
-    ):
+    with pytest.raises(OpError, match="plain_data=True and plain_out=False; expected"):
         chosen = FusedConv2DKnobs(1, 1, 1, 1, h_t=1)
         fused_conv2d_template(build(case, True, False), kernel_of(case, True, False), chosen)
