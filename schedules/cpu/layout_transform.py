@@ -82,8 +82,6 @@ def _find_walks(facts: BlockFacts | None) -> tuple[_Walk, _Walk] | None:
     """The loops along which the block writes and reads contiguously, if they differ."""
     if facts is None or facts.indirect or not facts.loads:
         return None
-    if any(load.buffer.same_as(facts.store.buffer) for load in facts.loads):
-        return None
     groups = merge_groups(facts, range(len(facts.extents)))
     largest = max(facts.loads, key=lambda load: _touched(facts, load))
     writes = _contiguous(facts, groups, facts.store)

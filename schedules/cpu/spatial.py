@@ -56,10 +56,9 @@ def _vectorize_last(
         sch.vectorize(loop)
         return None, []
     outer, inner = sch.split(loop, [None, lanes if symbolic else min(lanes, extent)])
-    in_place = any(load.buffer.same_as(facts.store.buffer) for load in facts.loads)
     ends = [-1] if symbolic else [*cut_points(sch, facts.block, group[-1]), extent]
     sch.vectorize(inner)
-    if symbolic or len(ends) > 1 or (extent % lanes and in_place):
+    if symbolic or len(ends) > 1:
         sch.annotate(outer, TAIL, [2, *ends])
         return None, []
     if extent % lanes:

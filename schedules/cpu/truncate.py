@@ -200,7 +200,14 @@ def _substitute(stmt: tirx.Stmt, values: dict[ir.Var, ir.Expr]) -> tirx.Stmt:
 
 
 def _fresh(stmt: tirx.Stmt) -> tirx.Stmt:
-    """A copy that defines variables of its own."""
+    """A copy that defines variables of its own, with simplified bindings."""
+    analyzer = sym.Analyzer()
+
+    def simplified(realize: s_tir.SBlockRealize) -> s_tir.SBlockRealize:
+        values = [analyzer.simplify(value) for value in realize.iter_values]
+        return s_tir.SBlockRealize(values, realize.predicate, realize.block)
+
+    stmt = tvm_ffi.structural_map(stmt, (s_tir.SBlockRealize, simplified))
     defined: list[ir.Var] = []
     tvm_ffi.structural_walk(
         stmt,
