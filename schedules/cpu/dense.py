@@ -25,9 +25,9 @@ _STREAMED_ROWS = 4
 class Dense(CPURule):
     """Matrix times matrix and vector times matrix, batched or not, either weight layout.
 
-    Weights ``[K, N]``: a tile of rows times vectors of columns stays in registers, 6 x 2 vectors
-    with AVX2, 7 x 2 with AVX-512, 8 x 3 with NEON; for many rows the columns' weights are copied
-    to a contiguous panel first::
+    Weights ``[K, N]``: a tile of rows times vectors of columns stays in registers, such as 6 x 2
+    vectors with AVX2, 7 x 2 with AVX-512, 8 x 3 with NEON; for many rows the columns' weights are
+    copied to a contiguous panel first::
 
         for columns in T.parallel(63):
             for rows in range(8):
@@ -37,11 +37,11 @@ class Dense(CPURule):
                             for lane in T.vectorized(8):
                                 acc[row, vector, lane] += x[rows * 6 + row, k] * w[k, ...]
 
-    Weights ``[N, K]``: vectors run along K, with 3 x 4 dot products side by side. One row is a
-    matrix-vector product at the speed of memory: up to 8 vectors of columns, or 4 accumulators for
-    each dot product. Left alone: functions with another number of reductions than one, reductions
-    of anything but a product of two tensors, convolutions with a window, symbolic extents of the
-    columns and of K.
+    Weights ``[N, K]``: vectors run along K, with up to 12 dot products side by side. For one row
+    the speed is that of memory: up to 8 vectors of columns, or 4 accumulators for each dot
+    product; a matrix beyond the caches is read row after row (``stream_rows``). Left alone:
+    functions with another number of reductions than one, reductions of anything but a product of
+    two tensors, convolutions with a window, symbolic extents of the columns and of K.
     """
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
@@ -186,12 +186,16 @@ def matrix_tile(height: int, width: int, accumulators: int) -> tuple[int, int]:
         Rows and columns; at most ``height`` and ``width``.
     """
 
-    def cost(tile: tuple[int, int]) -> tuple[float, int]:
+    def cost(tile: tuple[int, int]) -> tuple[float, int, int]:
         rows, columns = tile
         tiles = -(-height // rows) * -(-width // columns)
         # Two loads or two multiply-adds a cycle, eight of the latter in flight; columns come
         # from the second-level cache at two thirds of a vector a cycle.
-        return tiles * max(rows * columns, rows + columns, 8, 3 * columns) / 2, -rows * columns
+        return (
+            tiles * max(rows * columns, rows + columns, 8, 3 * columns) / 2,
+            -rows * columns,
+            columns,
+        )
 
     tiles = [
         (rows, columns)

@@ -16,12 +16,12 @@ from .overlap import Overlap
 from .rule import CPURule
 from .spatial import schedule_spatial
 from .steps import (
-    SERIAL_ELEMENTS,
     finish,
     fuse_group,
     inline_blocks,
     merge_groups,
     parallel_outer,
+    worth_threads,
 )
 from .truncate import TAIL
 
@@ -160,6 +160,6 @@ def _transpose(
         cuts = cut_points(sch, facts.block, groups[writes.group][-1])
         if cuts:
             sch.annotate(written, TAIL, [1, *cuts, extents[writes.group]])
-    if facts.volume(range(len(facts.extents))) >= SERIAL_ELEMENTS:
+    if worth_threads(facts):
         parallel_outer(sch, outside, kernel.cpu.num_cores)
     return overlaps

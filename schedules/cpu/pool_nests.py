@@ -12,7 +12,7 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from .facts import BlockFacts, Kernel, block_facts, uses
 from .guards import cut_points
 from .overlap import Tails
-from .steps import SERIAL_ELEMENTS, finish, parallel_outer, tile_size, unroll
+from .steps import finish, parallel_outer, tile_size, unroll, worth_threads
 from .truncate import TAIL
 
 _ACCUMULATORS = 8
@@ -80,7 +80,7 @@ def pool_in_lanes(
     for vector, around in ((lane, [*reduced, pixel]), _last_two(sch.get_loops(output))):
         sch.vectorize(vector)
         unroll(sch, around)
-    if facts.volume(range(len(facts.extents))) >= SERIAL_ELEMENTS:
+    if worth_threads(facts):
         parallel_outer(sch, outer, kernel.cpu.num_cores)
     if len(cuts) > 1:
         sch.annotate(slide, TAIL, [1, *cuts])
@@ -151,7 +151,7 @@ def pool_in_rows(
     if padding is not None:
         outside = outer[: max(1, plane)]
         _place_padding(kernel, padding, outside)
-    if facts.volume(range(len(facts.extents))) >= SERIAL_ELEMENTS:
+    if worth_threads(facts):
         parallel_outer(sch, outside, kernel.cpu.num_cores)
     if cuts:
         sch.annotate(vectors, TAIL, [1, *tile_cuts(cuts, width, lanes)])

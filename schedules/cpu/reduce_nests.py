@@ -13,7 +13,7 @@ from .facts import Kernel
 from .lanes import arrange_lanes, split_into_lanes
 from .overlap import Overlap, Tails
 from .panel import copy_of_input, vectorize_copy
-from .steps import SERIAL_ELEMENTS, open_reduction, parallel_outer, static_extent, unroll
+from .steps import open_reduction, parallel_outer, static_extent, unroll, worth_threads
 
 Result = tuple[list[Overlap], list[SBlockRV]]
 """Overlapping tiles, and the consumers that could not be computed with the reduction."""
@@ -93,7 +93,7 @@ def reduce_in_columns(
         vectorize_under(kernel, part, len(outer))
     sch.vectorize(lane)
     unroll(sch, [*reduced, *rows, vector])
-    if facts.volume(range(len(facts.extents))) >= SERIAL_ELEMENTS * plan.rows:
+    if worth_threads(facts):
         shared = len(outer) - (len(tiles) if packed is not None else 0)
         parallel_outer(sch, outer[:shared], kernel.cpu.num_cores)
     init = tails.decompose(block, reduced[0])
@@ -128,7 +128,7 @@ def reduce_in_rows(
         for part in moved:
             vectorize_under(kernel, part, len(outer))
     decompose_at = arrange_lanes(sch, split, len(outer), rows)
-    if facts.volume(range(len(facts.extents))) >= SERIAL_ELEMENTS:
+    if worth_threads(facts):
         parallel_outer(sch, outer, kernel.cpu.num_cores)
     tails.decompose(first, decompose_at)
     return tails.collect(), rest

@@ -12,7 +12,7 @@ from .facts import BlockFacts, Kernel, block_facts
 from .guards import cut_points
 from .machine import CPUInfo
 from .overlap import Overlap
-from .steps import SERIAL_ELEMENTS, chunk_count, feeds, fuse_group, merge_groups
+from .steps import chunk_count, feeds, fuse_group, merge_groups, worth_threads
 from .truncate import TAIL
 
 
@@ -39,7 +39,7 @@ def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
     fused = [fuse_group(sch, [loops[k] for k in group]) for group in groups]
     extents = [facts.volume(group) for group in groups]
     outer, overlaps = _vectorize_last(sch, facts, groups[-1], fused[-1], cpu)
-    if facts.volume(range(len(facts.extents))) >= SERIAL_ELEMENTS:
+    if worth_threads(facts):
         _parallel_spatial(sch, fused[:-1], extents[:-1], outer, cpu.num_cores, bool(overlaps))
     return overlaps
 

@@ -136,6 +136,15 @@ def static_extent(sch: s_tir.Schedule, loop: LoopRV) -> int | None:
     return int(extent) if isinstance(extent, tirx.IntImm) else None
 
 
+def worth_threads(facts: BlockFacts) -> bool:
+    """Whether a block has enough to load, or eight times as much to compute, for threads."""
+    everything = range(len(facts.extents))
+    loaded = max(
+        facts.volume([k for k in everything if access.strides[k] != 0]) for access in facts.accesses
+    )
+    return max(loaded, facts.volume(everything) // 8) >= SERIAL_ELEMENTS
+
+
 def parallel_outer(sch: s_tir.Schedule, loops: Sequence[LoopRV], cores: int) -> None:
     """Run as many of the outermost loops in parallel as it takes to keep the cores busy."""
     taken, count = 0, 1

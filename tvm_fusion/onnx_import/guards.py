@@ -60,6 +60,9 @@ def _problem(node: onnx.NodeProto, facts: GraphFacts, from_data: set[str]) -> st
             return f"its input {node.input[index]!r} depends on data; expected a constant"
     if node.op_type.startswith("Reduce") and len(node.input) > 1 and node.input[1] in from_data:
         return f"its axes {node.input[1]!r} depend on data; expected a constant"
+    for name in node.output:
+        if 0 in (facts.dims(name) or ()):
+            return f"its output {name!r} of shape {facts.dims(name)} is empty"
     check = _CHECKS.get(node.op_type)
     return None if check is None else check(node, facts)
 

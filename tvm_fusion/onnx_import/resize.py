@@ -11,6 +11,8 @@ import onnx
 from .facts import GraphFacts
 from .walk import attribute, is_default_domain
 
+METHODS = ("nearest", "linear", "cubic")
+ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
 MODES = ("half_pixel", "pytorch_half_pixel", "align_corners", "asymmetric", "tf_crop_and_resize")
 
 
@@ -36,6 +38,9 @@ def resize_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
         return "its sizes are not known before the model runs"
     if not 3 <= len(before) <= 5 or before[:2] != after[:2]:
         return f"it resizes {before} to {after}; only the last one to three dimensions can change"
+    method, rounding = attribute(node, "mode", "nearest"), attribute(node, "nearest_mode")
+    if method not in METHODS or rounding not in (None, *ROUNDINGS):
+        return f"its mode is {method!r} with nearest_mode {rounding!r}"
     mode = attribute(node, "coordinate_transformation_mode", "half_pixel")
     if mode not in MODES:
         return f"its coordinate_transformation_mode is {mode!r}"

@@ -19,7 +19,9 @@ Array = NDArray[np.generic]
 
 HOST = Target({"kind": "llvm", "mcpu": str(llvm_get_system_cpu()), "num-cores": 2})
 AVX2 = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v3", "num-cores": 2})
-AVX512 = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v4", "num-cores": 8})
+AVX512 = Target(
+    {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v4", "num-cores": 8}
+)
 NEON = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "num-cores": 4})
 FOREIGN = Target("c")
 
@@ -66,8 +68,22 @@ def run(func: tirx.PrimFunc, *inputs: Array, target: Target = HOST) -> list[Arra
 
 
 def _poison(dtype: str) -> np.generic:
-    return np.dtype(dtype).type(np.nan if dtype.startswith("float") else 113 % 2 if dtype == "bool"
-                                else 113)
+    return np.dtype(dtype).type(
+        np.nan if dtype.startswith("float") else 113 % 2 if dtype == "bool" else 113
+    )
+
+
+def lowered(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The function without blocks, conditions decided where the loops decide them."""
+    passes = [
+        s_tir.transform.LowerInitBlock(),
+        s_tir.transform.PlanAndUpdateBufferAllocationLocation(),
+        s_tir.transform.ConvertBlocksToOpaque(),
+        s_tir.transform.CompactBufferAllocation(),
+        s_tir.transform.StmtSimplify(),
+        s_tir.transform.LowerOpaqueBlock(),
+    ]
+    return tvm.transform.Sequential(passes)(IRModule({"main": func}))["main"]
 
 
 def draw(shape: Sequence[int], seed: int = 0, dtype: str = "float32") -> Array:
@@ -125,6 +141,4 @@ def stores_outside_vectors(func: tirx.PrimFunc) -> int:
         )
         return len(found)
 
-    return count(
-        func.body, tirx.BufferStore, lambda loop: loop.kind == tirx.ForKind.VECTORIZED
-    )
+    return count(func.body, tirx.BufferStore, lambda loop: loop.kind == tirx.ForKind.VECTORIZED)

@@ -100,9 +100,7 @@ def test_packing_whole_blocks_is_taken():
 def test_symbolic_batch():
     n = tirx.Var("n", "int64")
     x = te.placeholder((n, tirx.IntImm("int64", 12), tirx.IntImm("int64", 20)), name="x")
-    executable = compiled(
-        schedule(LayoutTransform(), function([x], topi.transpose(x, [0, 2, 1])))
-    )
+    executable = compiled(schedule(LayoutTransform(), function([x], topi.transpose(x, [0, 2, 1]))))
     data = draw([5, 12, 20])
     out = tvm.runtime.tensor(np.full((5, 20, 12), np.nan, "float32"))
     executable["main"](tvm.runtime.tensor(data), out)

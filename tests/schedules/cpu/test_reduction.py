@@ -138,7 +138,8 @@ def test_compiles_for_other_vector_units(target, axes):
 
 
 @pytest.mark.parametrize(
-    ("extent", "outer", "cores", "tile"), [(125, 1, 2, 8), (63, 1, 8, 8), (8, 1, 2, 4), (1, 9, 2, 1)]
+    ("extent", "outer", "cores", "tile"),
+    [(125, 1, 2, 7), (63, 1, 8, 8), (8, 1, 2, 4), (1, 9, 2, 1)],
 )
 def test_tiles_are_balanced(extent, outer, cores, tile):
     assert balanced_tile(extent, 8, outer, cores) == tile

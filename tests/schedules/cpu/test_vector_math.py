@@ -15,8 +15,29 @@ from tvm import ir, te, tirx
 
 from schedules.cpu.vector_math import vectorize_math
 
-SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 88.7, 88.73, -87.4, -103.9, -104.5, 1e-40, -1e-40,
-           1e-45, 1.0, -1.0, 0.625, -0.625, 3.4e38, -3.4e38, 4.0, -4.0]
+SPECIAL = [
+    0.0,
+    -0.0,
+    np.inf,
+    -np.inf,
+    np.nan,
+    88.7,
+    88.73,
+    -87.4,
+    -103.9,
+    -104.5,
+    1e-40,
+    -1e-40,
+    1e-45,
+    1.0,
+    -1.0,
+    0.625,
+    -0.625,
+    3.4e38,
+    -3.4e38,
+    4.0,
+    -4.0,
+]
 
 
 def values(positive: bool) -> Array:
@@ -78,8 +99,9 @@ def test_other_powers_stay_calls(exponent):
 
 def test_float32_leaves_no_library_call_and_other_types_keep_theirs():
     assert "callq\texp" not in assembly(apply(te.exp, 64), AVX2)
-    before = function([x := tensor("x", 8, dtype="float64")],
-                      te.compute((8,), lambda i: te.exp(x[i]), name="y"))
+    before = function(
+        [x := tensor("x", 8, dtype="float64")], te.compute((8,), lambda i: te.exp(x[i]), name="y")
+    )
     assert vectorize_math(before).same_as(before)
 
 

@@ -49,6 +49,20 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], int, str]] = [
         "its coordinate_transformation_mode is 'half_pixel_symmetric'",
     ),
     ("Resize", [None, None, int64(2, 8, 5, 6)], {}, 13, r"it resizes \(2, 4, 5, 6\) to"),
+    (
+        "Resize",
+        [None, None, int64(2, 4, 5, 3)],
+        {"mode": "lanczos"},
+        13,
+        "its mode is 'lanczos' with nearest_mode None",
+    ),
+    (
+        "Slice",
+        [int64(3), int64(3), int64(2)],
+        {},
+        13,
+        r"its output 'y' of shape \(2, 4, 0, 6\) is empty",
+    ),
     ("SpaceToDepth", [], {"blocksize": 1, "mode": "CRD"}, 28, "its mode is 'CRD'"),
     (
         "ConvTranspose",
