@@ -55,14 +55,15 @@ def _vectorize_last(
     if not symbolic and extent <= max(lanes, 16) and not guarded:
         sch.vectorize(loop)
         return None, []
-    outer, inner = sch.split(loop, [None, lanes if symbolic else min(lanes, extent)])
+    tile = lanes if symbolic else min(lanes, extent)
+    outer, inner = sch.split(loop, [None, tile])
     ends = [-1] if symbolic else [*cut_points(sch, facts.block, group[-1]), extent]
     sch.vectorize(inner)
     if symbolic or len(ends) > 1:
         sch.annotate(outer, TAIL, [2, *ends])
         return None, []
-    if extent % lanes:
-        return outer, [Overlap(facts.name, tuple(group), lanes)]
+    if extent % tile:
+        return outer, [Overlap(facts.name, tuple(group), tile)]
     return outer, []
 
 
