@@ -63,7 +63,7 @@ class _Rewriter(relax.PyExprMutator):
             if isinstance(block, relax.DataflowBlock):
                 for binding in block.bindings:
                     self._note(binding)
-        if any(self._pair(call) and self._packs(call) for call in self.calls.values()):
+        if any(self._merges(var, call) for var, call in self.calls.items()):
             self.builder_.update_func(name, self.visit_expr(func))
 
     def _note(self, binding: relax.Binding) -> None:
@@ -132,23 +132,25 @@ class _Rewriter(relax.PyExprMutator):
         merged = kernel.plain_data or kernel.plain_out or kernel.out_layout == "NCHW"
         return None if merged else kernel
 
-    def _packs(self, call: relax.Call) -> bool:
-        var = next(var for var, other in self.calls.items() if other.same_as(call))
+    def _merges(self, var: relax.Var, call: relax.Call) -> bool:
+        if self._pair(call) is None:
+            return False
         return self._plain_data(call) is not None or self._unpack_of(var) is not None
 
     def _plain_data(self, pair: relax.Call) -> relax.Expr | None:
         """The NCHW tensor whose packed form only this pair reads."""
-        kernel, data = self._pair(pair), pair.args[1].fields[0]
-        pack = self.calls.get(data) if isinstance(data, relax.Var) else None
+        kernel, (data, *others) = self._pair(pair), pair.args[1].fields
+        pack = self.calls.get(data) if isinstance(data, relax.DataflowVar) else None
         if kernel is None or pack is None or self._kind(pack) != "pack":
             return None
-        if len(self.users.get(data, [])) != 1 or not takes_plain(kernel, data=True, out=False):
+        read_once = len(self.users.get(data, [])) == 1 and not any(data.same_as(e) for e in others)
+        if not read_once or not takes_plain(kernel, data=True, out=False):
             return None
         return pack.args[1].fields[0]
 
     def _unpack_of(self, var: relax.Expr) -> relax.Var | None:
         """The unpacked form of the result of a pair, where nothing else reads that result."""
-        pair = self.calls.get(var) if isinstance(var, relax.Var) else None
+        pair = self.calls.get(var) if isinstance(var, relax.DataflowVar) else None
         kernel = self._pair(pair) if pair is not None else None
         users = self.users.get(var, [])
         if kernel is None or len(users) != 1 or users[0] not in self.calls:

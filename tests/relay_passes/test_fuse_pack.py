@@ -203,6 +203,28 @@ def test_a_residual_keeps_its_pack():
     assert sides(merged) == (True, True)
 
 
+def test_an_input_that_is_the_residual_too_stays_packed():
+    network = Network((1, 16, 9, 7))
+    mod = legalized(network.build(lambda x: network.pair(x, depthwise(), dense(16, 16), x)))
+    assert called(mod) == ["pack", "fused_conv2d", "unpack"]
+    merged = fused(mod)
+    assert called(merged) == ["pack", "fused_conv2d"]
+    assert sides(merged) == (False, True)
+
+
+def test_a_packed_result_of_the_function_stays():
+    network = Network((1, 16, 9, 7))
+
+    def body(x):
+        packed = network.emit(R.tvm_fusion.pack(x, block=8))
+        return packed, network.pair(x, depthwise(), dense())
+
+    mod = relax.transform.EliminateCommonSubexpr()(legalized(network.build(body)))
+    mod = relax.transform.CanonicalizeBindings()(mod)
+    assert sorted(called(mod)) == ["fused_conv2d", "pack", "unpack"]
+    assert sides(fused(mod)) == (False, True)
+
+
 def test_a_dense_first_layer_only_takes_the_unpack():
     merged = fused(legalized(single(dense(16, 24, 3), dense(24, 16))))
     assert called(merged) == ["pack", "fused_conv2d"]
