@@ -9,7 +9,7 @@ from tvm.target import Target
 
 from .facts import BlockFacts, Kernel, block_facts, open_kernel
 from .machine import CPUInfo
-from .product import Product, find_product
+from .product import Product, find_product, separate_groups
 from .reduce_block import balanced_tile, reduce_whole, reducible, split_over_threads
 from .reduce_nests import Columns, Result, Rows, reduce_in_columns, reduce_in_rows
 from .rule import CPURule
@@ -51,6 +51,7 @@ class Dense(CPURule):
             return None
         remaining = inline_blocks(kernel)
         block = remaining[0].block_rv
+        grouped = separate_groups(kernel.sch, block)
         facts = block_facts(kernel.sch, block)
         if facts is None or not reducible(facts):
             return None
@@ -59,12 +60,12 @@ class Dense(CPURule):
             return None
         consumers = [info.block_rv for info in remaining[1:]]
         if _in_dots(facts, product):
-            plan = _plan_dots(kernel.cpu, facts, product)
+            plan = _plan_dots(kernel.cpu, facts, product, grouped)
             overlaps, rest = reduce_in_rows(kernel, block, consumers, plan)
         elif _streams(kernel, facts, product):
             overlaps, rest = _stream(kernel, block, facts, product, consumers)
         else:
-            tile = _plan_columns(kernel, block, facts, product)
+            tile = _plan_columns(kernel, block, facts, product, grouped)
             overlaps, rest = reduce_in_columns(kernel, block, consumers, tile)
         for consumer in rest:
             overlaps += schedule_spatial(kernel, consumer)
@@ -142,7 +143,9 @@ def _accumulators(cpu: CPUInfo) -> int:
     return min(registers, (_STACK_BYTES - 1) // (cpu.vector_bits // 8))
 
 
-def _plan_columns(kernel: Kernel, block: SBlockRV, facts: BlockFacts, product: Product) -> Columns:
+def _plan_columns(
+    kernel: Kernel, block: SBlockRV, facts: BlockFacts, product: Product, grouped: bool
+) -> Columns:
     cpu = kernel.cpu
     width = facts.extents[product.n] or 1
     lanes = min(width, cpu.vector_bits // 8 // facts.itemsize)
@@ -152,6 +155,7 @@ def _plan_columns(kernel: Kernel, block: SBlockRV, facts: BlockFacts, product: P
     if height == 1:
         return Columns(balanced_tile(-(-width // lanes), 8, outer, cpu.num_cores))
     rows, vectors = matrix_tile(height, count, _accumulators(cpu))
+    rows = _divisor(height, rows) if grouped else rows
     packed = None
     tiles = -(-count // vectors) * outer // height
     if height >= _PACKED_ROWS and (feeds(tiles, cpu.num_cores) or cpu.num_cores == 1):
@@ -162,12 +166,18 @@ def _plan_columns(kernel: Kernel, block: SBlockRV, facts: BlockFacts, product: P
     return Columns(vectors, rows, product.row_axis or 0, packed)
 
 
-def _plan_dots(cpu: CPUInfo, facts: BlockFacts, product: Product) -> Rows:
+def _plan_dots(cpu: CPUInfo, facts: BlockFacts, product: Product, grouped: bool) -> Rows:
     width = facts.extents[product.n] or 1
     if product.row_axis is None:
         return Rows(4)
-    rows, columns = matrix_tile(_height(facts, product), width, min(12, _accumulators(cpu)))
+    height = _height(facts, product)
+    rows, columns = matrix_tile(height, width, min(12, _accumulators(cpu)))
+    rows = _divisor(height, rows) if grouped else rows
     return Rows(1, ((product.row_axis, rows), (-1, columns)))
+
+
+def _divisor(extent: int, largest: int) -> int:
+    return max(tile for tile in range(1, largest + 1) if extent % tile == 0)
 
 
 def matrix_tile(height: int, width: int, accumulators: int) -> tuple[int, int]:

@@ -222,7 +222,8 @@ class _Domain:
     def access(self, buffer: ir.Var, indices: Sequence[ir.Expr]) -> Access:
         offset = self.analyzer.simplify(_flatten(buffer, indices))
         strides = tuple(self._stride(offset, var) for var in self.vars)
-        return Access(buffer, tuple(indices), offset, strides)
+        simple = tuple(self.analyzer.simplify(index) for index in indices)
+        return Access(buffer, simple, offset, strides)
 
     def _stride(self, offset: ir.Expr, var: ir.Var) -> int | None:
         if not uses(offset, var):

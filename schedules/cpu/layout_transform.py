@@ -83,13 +83,17 @@ def _find_walks(facts: BlockFacts | None) -> tuple[_Walk, _Walk] | None:
     if facts is None or facts.indirect or not facts.loads:
         return None
     groups = merge_groups(facts, range(len(facts.extents)))
-    largest = max(facts.loads, key=lambda load: _touched(facts, load))
     writes = _contiguous(facts, groups, facts.store)
-    reads = _contiguous(facts, groups, largest)
-    if writes is None or reads is None or writes.group == reads.group:
+    if writes is None:
         return None
-    axes = groups[writes.group] + groups[reads.group]
-    return None if any(facts.extents[k] is None for k in axes) else (writes, reads)
+    most = max(_touched(facts, load) for load in facts.loads)
+    for load in facts.loads:
+        reads = _contiguous(facts, groups, load)
+        if _touched(facts, load) < most or reads is None or reads.group == writes.group:
+            continue
+        if all(facts.extents[k] for k in groups[writes.group] + groups[reads.group]):
+            return writes, reads
+    return None
 
 
 def _touched(facts: BlockFacts, access: Access) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tvm import ir, s_tir, tirx
+import tvm_ffi
+from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import SBlockRV
 
 from .facts import Access, BlockFacts, uses
@@ -59,7 +60,7 @@ def find_product(sch: s_tir.Schedule, block: SBlockRV, facts: BlockFacts) -> Pro
         return None
     if any(load.strides[r] in (0, None) for load in factors for r in reduced):
         return None
-    if any(_mixes(facts, load) for load in factors):
+    if any(_slides(facts, load) for load in factors):
         return None
     rows = [
         index
@@ -94,11 +95,72 @@ def _strip_cast(expr: ir.Expr) -> ir.Expr:
     return expr.value if isinstance(expr, tirx.Cast) else expr
 
 
-def _mixes(facts: BlockFacts, load: Access) -> bool:
-    """Whether an index depends on spatial and reduced variables: a window that slides."""
-    variables = [
-        [facts.vars[position] for position in facts.positions(kind)] for kind in ("S", "R")
-    ]
-    return any(
-        all(any(uses(index, var) for var in kind) for kind in variables) for index in load.indices
-    )
+def _slides(facts: BlockFacts, load: Access) -> bool:
+    """Whether a window slides over the load: neighbouring outputs share some of what they add."""
+    return any(_overlaps(facts, index) for index in load.indices)
+
+
+def _overlaps(facts: BlockFacts, index: ir.Expr) -> bool:
+    """Whether one step along a spatial axis moves an index by less than the reduced ones span."""
+    steps: list[int] = []
+    span = 1
+    for k in (*facts.positions("S"), *facts.positions("R")):
+        if not uses(index, facts.vars[k]):
+            continue
+        found = sym.detect_linear_equation(index, [facts.vars[k]])
+        extent = facts.extents[k]
+        if not found or not isinstance(found[0], tirx.IntImm):
+            return True
+        if facts.kinds[k] == "S":
+            steps.append(abs(int(found[0])))
+        elif extent is None:
+            return True
+        else:
+            span += abs(int(found[0])) * (extent - 1)
+    return span > 1 and any(step < span for step in steps)
+
+
+def separate_groups(sch: s_tir.Schedule, block: SBlockRV) -> bool:
+    """Split a variable of which a load uses only the quotient, as a grouped convolution does.
+
+    ``x[o // 8 * 4 + k]`` with ``o`` over 32 becomes ``x[g * 4 + k]`` with ``g`` over 4, which makes
+    the groups a batch of products.
+
+    Parameters
+    ----------
+    sch : Schedule
+        The schedule.
+    block : SBlockRV
+        A reduction in normal form; it stays in normal form.
+
+    Returns
+    -------
+    bool
+        Whether there was such a variable. The buffer that is written keeps its shape, so tiles of
+        the new variables must divide them.
+    """
+    stmt = sch.get(block)
+    quotients: list[tirx.FloorDiv] = []
+    tvm_ffi.structural_walk(stmt.body, (tirx.FloorDiv, quotients.append))
+    spatial = [axis for axis in stmt.iter_vars if axis.iter_type == tirx.IterVar.DataPar]
+    for position, axis in enumerate(spatial[:-1]):
+        sizes = {
+            int(quotient.b)
+            for quotient in quotients
+            if quotient.a.same_as(axis.var) and isinstance(quotient.b, tirx.IntImm)
+        }
+        extent = axis.dom.extent
+        if len(sizes) == 1 and isinstance(extent, tirx.IntImm) and not int(extent) % min(sizes):
+            rank, dtype = len(stmt.iter_vars), str(axis.var.ty.dtype)
+            index_map = _split_map(rank, position, min(sizes), dtype)
+            sch.transform_block_layout(block, index_map)
+            return True
+    return False
+
+
+def _split_map(rank: int, position: int, size: int, dtype: str) -> tirx.IndexMap:
+    def split(*axes: ir.Expr) -> list[ir.Expr]:
+        parts = [tirx.floordiv(axes[position], size), tirx.floormod(axes[position], size)]
+        return [*axes[:position], *parts, *axes[position + 1 :]]
+
+    return tirx.IndexMap.from_func(split, ndim=rank, index_dtype=dtype)

@@ -179,6 +179,36 @@ def test_symbolic_rows():
     close(out.numpy(), a.astype("float64") @ b, 10)
 
 
+def convolve(x: Array, w: Array, stride: int, groups: int) -> Array:
+    """A convolution without padding in float64, as a sum over the kernel's places."""
+    kernel, each = w.shape[2], x.shape[1] // groups
+    parts = []
+    for g, part in enumerate(np.split(w.astype("float64"), groups)):
+        data = x[:, g * each : (g + 1) * each].astype("float64")
+        windows = np.lib.stride_tricks.sliding_window_view(data, (kernel, kernel), (2, 3))
+        parts.append(np.einsum("nchwij,ocij->nohw", windows[:, :, ::stride, ::stride], part))
+    return np.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize("kernel", [1, 4], ids=["pointwise", "patches"])
+@pytest.mark.parametrize("groups", [1, 3, 8])
+@pytest.mark.parametrize("each", [5, 8, 13])
+def test_convolutions_whose_windows_do_not_overlap(kernel, groups, each):
+    x = draw([2, 7 * groups, 8, 12])
+    w = draw([each * groups, 7, kernel, kernel], 1)
+    data, weight = tensor("x", *x.shape), tensor("w", *w.shape)
+    conv = topi.nn.group_conv2d_nchw(data, weight, kernel, 0, 1, groups)
+    func = schedule(Dense(), function([data, weight], topi.nn.relu(conv)))
+    close(run(func, x, w)[0], np.maximum(convolve(x, w, kernel, groups), 0), 30)
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (5, 4)])
+def test_windows_that_overlap_are_left_alone(kernel, stride):
+    x, w = tensor("x", 1, 4, 13, 13), tensor("w", 6, 2, kernel, kernel)
+    func = function([x, w], topi.nn.group_conv2d_nchw(x, w, stride, 0, 1, 2))
+    assert Dense().apply(func, HOST, False) is None
+
+
 def test_compiles_for_neon():
     for rows in (1, 30):
         assert "fmla" in assembly(schedule(Dense(), dense(rows, 65, 64, False), NEON), NEON)

@@ -68,6 +68,17 @@ def test_transposes(data):
     assert (found is not None) == (order != [] and order[-1] != max(order))
 
 
+@pytest.mark.parametrize("turned_first", [True, False])
+def test_a_sum_of_a_transposed_tensor_and_one_as_large(turned_first):
+    x, y = tensor("x", 33, 40), tensor("y", 40, 33)
+    turned = topi.transpose(x, [1, 0])
+    total = topi.add(turned, y) if turned_first else topi.add(y, turned)
+    func = schedule(LayoutTransform(), function([x, y], total))
+    assert stores_outside_vectors(func) == 0
+    a, b = draw([33, 40]), draw([40, 33], 1)
+    np.testing.assert_allclose(run(func, a, b)[0], a.T + b, rtol=1e-6)
+
+
 @settings(max_examples=8)
 @given(
     st.sampled_from([1, 3, 8, 13, 24, 40]),
