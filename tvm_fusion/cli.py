@@ -158,6 +158,12 @@ def run_command(
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Race this compiled model instead of compiling MODEL again.",
 )
+@click.option(
+    "--profile",
+    "as_profile",
+    is_flag=True,
+    help="Race nobody; show the time of each kernel beside the machine's limit.",
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--runs", type=click.IntRange(min=1), default=10, show_default=True)
 @many_options(COMPILE_OPTIONS)
@@ -167,6 +173,7 @@ def bench_command(
     model: Path,
     against: list[str] | None,
     compiled: Path | None,
+    as_profile: bool,
     rounds: int,
     runs: int,
     target: str,
@@ -178,8 +185,13 @@ def bench_command(
     """Race tvm-fusion against other engines on MODEL, an ONNX file.
 
     Each engine lives in a process of its own; in each of --rounds rounds they take turns of --runs
-    timed runs, on the same random inputs.
+    timed runs, on the same random inputs. With --profile, tvm-fusion runs alone, --runs times, and
+    a table shows its kernels, the one that loses most time against the machine's limit first.
     """
+    if as_profile:
+        refuse_given(["against", "compiled", "rounds"], "--profile races nobody")
+        _show_profile(model, target, as_mapping(shape, "--shape"), fuse, threads, runs, as_json)
+        return
     from .benchmark import EngineSpec, Plan, available_peers, race
     from .race_result import race_table
 
@@ -199,6 +211,24 @@ def bench_command(
             progress=progress,
         )
     show_table(result.to_json(), race_table(result), as_json)
+
+
+def _show_profile(
+    model: Path,
+    target: str,
+    shapes: dict[str, Any],
+    fuse: str,
+    threads: int | None,
+    runs: int,
+    as_json: bool,
+) -> None:
+    from .profiler import profile, profile_table
+
+    with progress_bar() as progress:
+        result = profile(
+            model, target, shapes, fuse=fuse, threads=threads, runs=runs, progress=progress
+        )
+    show_table(result.to_json(), profile_table(result, model.name), as_json)
 
 
 @cli.command("explain")

@@ -81,6 +81,7 @@ def test_version(run: Run) -> None:
         (["compile", "{model}", "--shape", "a=1", "--shape", "a=2"], "names a more than once"),
         (["bench", "{model}", "--against", "tvm,caffe"], "caffe: expected some of onnxruntime"),
         (["bench", "{model}", "--against", ","], "expected some of"),
+        (["bench", "{model}", "--profile", "--rounds", "3"], "--rounds has no effect"),
         (["run", "{model}", "--input", "image=no.npy"], "with an existing file"),
         (["run", "{library}", "--fuse", "all"], "--fuse has no effect: small.so is compiled"),
         (["bench", "{model}", "--compiled", "{library}", "--target", "native"], "has no effect"),
@@ -165,6 +166,17 @@ def test_explain_prints_every_pair(run: Run, model_path: Path) -> None:
     assert code == 0 and "1 of 2 pairs fused" in out
     for pair in pairs:
         assert any(pair["layer1"] in line and pair["layer2"] in line for line in out.splitlines())
+
+
+def test_bench_profiles_the_kernels(run: Run, model_path: Path) -> None:
+    command = ("bench", model_path, "--profile", "--runs", 2, "--threads", 1)
+    code, out, _ = run(*command, "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert any("conv 3x3" in kernel["operator"] for kernel in result["kernels"])
+    assert result["limits"]["threads"] == 1
+    code, out, _ = run(*command)
+    assert code == 0 and "conv 3x3" in out and "of limit" in out
 
 
 def test_bench_races_a_compiled_model(run: Run, model_path: Path, library: Path) -> None:
