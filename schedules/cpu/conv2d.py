@@ -6,12 +6,14 @@ Loop nest (``units`` are rows, or pixel tiles where the layer is flat)::
     parallel image, chunk of units, chunk of block tiles
       for group of units that fits L2
         for block tile            # or inside the pixel loops, when the weights fit L1
-          for unit, pixel tile
-            micro-kernel
+          for part of the input blocks
+            for unit, pixel tile
+              micro-kernel, which goes on from the sums of the part before
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +23,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from ..conv2d_workload import ITEM_BYTES, Conv2DKernel, from_json
+from ..errors import OpError
 from .conv_nest import (
     block_runs,
     compute_tile,
@@ -31,7 +34,7 @@ from .conv_nest import (
 )
 from .kernel_builder import KernelBuilder
 from .machine import CPUInfo
-from .micro_kernel import Index, LayerOperands
+from .micro_kernel import Index, LayerOperands, Reduction, loop
 from .register_tile import register_tile
 from .tiles import Run, Span, chunk, split_evenly
 
@@ -53,6 +56,9 @@ class Conv2DKnobs:
         Units whose input stays in L2 while all block tiles pass over it.
     blocks_inside : bool
         Whether the loop over block tiles runs inside the pixel loops.
+    ic_o : int
+        Parts of the reduction, a divisor of the input blocks: the weights of one part and block
+        tile stay in L1 while all pixels pass over them. 1 where ``blocks_inside``.
     """
 
     pixels: int
@@ -61,6 +67,7 @@ class Conv2DKnobs:
     block_chunks: int
     unit_group: int
     blocks_inside: bool
+    ic_o: int = 1
 
 
 class Conv2D(ScheduleRule):
@@ -111,13 +118,24 @@ def operands(
 def conv2d_template(
     func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: Conv2DKnobs
 ) -> s_tir.Schedule:
-    """Write the loop nest of the module's docstring."""
+    """Write the loop nest of the module's docstring.
+
+    Raises
+    ------
+    OpError
+        If ``ic_o`` does not divide the input blocks, or comes with ``blocks_inside``.
+    """
     builder = KernelBuilder(func)
     with builder.body():
         pieces = knobs.unit_chunks * knobs.block_chunks
         with T.parallel(0, builder.batch * pieces) as index:
             image, piece = tirx.floordiv(index, pieces), tirx.floormod(index, pieces)
             ops = operands(builder, kernel, image)
+            if ops.in_blocks % knobs.ic_o or (knobs.blocks_inside and knobs.ic_o > 1):
+                raise OpError(
+                    f"ic_o is {knobs.ic_o}; expected a divisor of the {ops.in_blocks} input "
+                    "blocks, and 1 with blocks_inside"
+                )
             if is_flat(ops):
                 ops = flatten(ops, 0, ops.output.height)
             runs = block_runs(ops, knobs.blocks)
@@ -168,12 +186,16 @@ def _nest(
                 lambda block, size: compute_tile(ops, block, size, row, run, column)
             )
         )
-    else:
-        over_blocks(
-            lambda block, size: over_pixels(
-                lambda row, run, column: compute_tile(ops, block, size, row, run, column)
+        return
+    count = ops.in_blocks // knobs.ic_o
+    for block, size in for_each_block_tile(runs, blocks):
+        with loop(0, knobs.ic_o) as part:
+            reduction = Reduction(part * count, count, part == 0, part == knobs.ic_o - 1)
+            over_pixels(
+                lambda row, run, column: compute_tile(
+                    ops, block, size, row, run, column, reduction
+                )
             )
-        )
 
 
 def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKnobs:
@@ -194,6 +216,7 @@ def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKnobs:
     item = ITEM_BYTES[kernel.dtype]
     weight_bytes = layer.weight_elements() * item
     unit_bytes = layer.in_channels * item * (pixels if flat else width * layer.strides[0])
+    inside = not layer.is_depthwise and weight_bytes <= cpu.l1d_bytes // 2
     chunks = _share_out(kernel, cpu, units, block_tiles, weight_bytes > units * unit_bytes)
     return Conv2DKnobs(
         pixels=pixels,
@@ -201,8 +224,22 @@ def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKnobs:
         unit_chunks=chunks[0],
         block_chunks=chunks[1],
         unit_group=max(1, cpu.l2_bytes // 2 // unit_bytes),
-        blocks_inside=not layer.is_depthwise and weight_bytes <= cpu.l1d_bytes // 2,
+        blocks_inside=inside,
+        ic_o=1 if inside else _reduction_parts(kernel, blocks, cpu),
     )
+
+
+def _reduction_parts(kernel: Conv2DKernel, blocks: int, cpu: CPUInfo) -> int:
+    """Parts of the reduction: several where the weights of a block tile outgrow half of the L2."""
+    layer = kernel.layers[0]
+    if layer.is_depthwise or kernel.data_layout == "NCHW":
+        return 1
+    in_blocks = -(-(layer.in_channels // layer.groups) // kernel.lanes)
+    block_bytes = math.prod(layer.kernel) * blocks * kernel.lanes**2 * ITEM_BYTES[kernel.dtype]
+    if in_blocks * block_bytes <= cpu.l2_bytes // 2:
+        return 1
+    parts = (p for p in range(1, in_blocks + 1) if in_blocks % p == 0)
+    return next((p for p in parts if in_blocks // p * block_bytes <= cpu.l1d_bytes), in_blocks)
 
 
 def _share_out(

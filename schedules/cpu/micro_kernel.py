@@ -17,6 +17,7 @@ The functions here may only be called between the ``with`` statements of an open
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -234,16 +235,21 @@ def _source_pixel(
 def _taps(ops: LayerOperands, row: Index, run: Run, unroll_columns: bool = False) -> Iterator[Tap]:
     """Open the loops over the kernel and yield its taps with the pixels that see them.
 
-    Border tiles and short bodies unroll the kernel's columns; a tap that no pixel sees is left out.
+    Neighbouring columns that the same pixels see are one loop: unrolled, the pixels that they share
+    would be kept in registers from column to column, and push the accumulators out. Short bodies
+    unroll all columns; a tap that no pixel sees is left out.
     """
     low, high = _visible_rows(ops, row)
     with loop(low, high) as kh:
-        if run.is_inside and not unroll_columns:
-            with loop(0, ops.layer.kernel[1]) as kw:
-                yield kh, kw, (0, run.size)
-        else:
-            for kw, span in enumerate(run.taps):
-                if span[0] < span[1]:
+        for span, columns in itertools.groupby(range(len(run.taps)), key=run.taps.__getitem__):
+            if span[0] == span[1]:
+                continue
+            first, *rest = columns
+            if unroll_columns:
+                for kw in (first, *rest):
+                    yield kh, kw, span
+            else:
+                with loop(first, first + 1 + len(rest)) as kw:
                     yield kh, kw, span
 
 

@@ -9,8 +9,8 @@ as on current x86 cores,
     cycles(P, V) = max(P V / 2, (P + V) / 2, 4)
 
 and the layer costs the sum over all its tiles, tails included. ``P V + V + 1`` registers are
-needed, and one is left to the compiler: LLVM spills accumulators in tiles that need every one.
-The smallest sum wins; on a tie the tile with fewer loads a multiply-add, then the larger one.
+needed. The smallest sum wins; on a tie a tile that leaves the compiler a register to spare, then the
+one with fewer loads a multiply-add, then the larger one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ FMA_PER_CYCLE = 2
 LOADS_PER_CYCLE = 2
 FMA_LATENCY = 4
 MAX_VECTORS = 4
-SPARE_REGISTERS = 1
 
 
 def step_cycles(pixels: int, vectors: int) -> float:
@@ -60,13 +59,14 @@ def best_tile(row: int, blocks: int, registers: int) -> tuple[int, int]:
     candidates = [
         (
             row_cycles(row, blocks, pixels, vectors),
+            pixels * vectors + vectors + 1 == registers,
             (pixels + vectors) / (pixels * vectors),
             -pixels * vectors,
             pixels,
             vectors,
         )
         for vectors in range(1, min(MAX_VECTORS, blocks) + 1)
-        for pixels in range(1, min(row, (registers - 1 - SPARE_REGISTERS) // vectors - 1) + 1)
+        for pixels in range(1, min(row, (registers - 1) // vectors - 1) + 1)
     ]
     return min(candidates)[-2:]
 

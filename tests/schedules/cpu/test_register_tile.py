@@ -36,7 +36,7 @@ def test_fits_the_registers_and_the_layer(row, blocks, registers):
     pixels, vectors = best_tile(row, blocks, registers)
     assert 1 <= pixels <= row
     assert 1 <= vectors <= min(4, blocks)
-    assert pixels * vectors + vectors + 2 <= registers
+    assert pixels * vectors + vectors + 1 <= registers
 
 
 @given(ROW, BLOCKS, REGISTERS)
@@ -45,14 +45,15 @@ def test_no_tile_that_fits_is_cheaper(row, blocks, registers):
     others = [
         (pixels, vectors)
         for pixels, vectors in itertools.product(range(1, row + 1), range(1, min(4, blocks) + 1))
-        if pixels * vectors + vectors + 2 <= registers
+        if pixels * vectors + vectors + 1 <= registers
     ]
     cheapest = min(cost(row, blocks, *tile) for tile in others)
     assert cost(row, blocks, *chosen) == cheapest
     ties = [tile for tile in others if cost(row, blocks, *tile) == cheapest]
 
-    def preference(tile: tuple[int, int]) -> tuple[float, int]:
-        return sum(tile) / math.prod(tile), -math.prod(tile)
+    def preference(tile: tuple[int, int]) -> tuple[bool, float, int]:
+        takes_all = math.prod(tile) + tile[1] + 1 == registers
+        return takes_all, sum(tile) / math.prod(tile), -math.prod(tile)
 
     assert preference(chosen) == min(map(preference, ties))
 
