@@ -13,8 +13,8 @@ Loop nest (``units`` are rows, or pixel tiles where the layer is flat)::
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import s_tir, tirx
@@ -172,30 +172,20 @@ def _nest(
     """Both orders of block tiles and pixels over one group of units."""
     flat = is_flat(ops)
     rows, tiles = ((0, 1), units) if flat else (units, None)
-
-    def over_pixels(body: Callable[[Index, Run, Index], None]) -> None:
-        pixel_nest(ops, rows, knobs.pixels, body, tiles)
-
-    def over_blocks(body: Callable[[Index, int], None]) -> None:
-        for block, size in for_each_block_tile(runs, blocks):
-            body(block, size)
-
     if knobs.blocks_inside:
-        over_pixels(
-            lambda row, run, column: over_blocks(
-                lambda block, size: compute_tile(ops, block, size, row, run, column)
-            )
-        )
+
+        def over_blocks(row: Index, run: Run, column: Index) -> None:
+            for block, size in for_each_block_tile(runs, blocks):
+                compute_tile(ops, block, size, row, run, column)
+
+        pixel_nest(ops, rows, knobs.pixels, over_blocks, tiles)
         return
     count = ops.in_blocks // knobs.ic_o
     for block, size in for_each_block_tile(runs, blocks):
         with loop(0, knobs.ic_o) as part:
             reduction = Reduction(part * count, count, part == 0, part == knobs.ic_o - 1)
-            over_pixels(
-                lambda row, run, column: compute_tile(
-                    ops, block, size, row, run, column, reduction
-                )
-            )
+            tile = functools.partial(compute_tile, ops, block, size, reduction=reduction)
+            pixel_nest(ops, rows, knobs.pixels, tile, tiles)
 
 
 def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKnobs:

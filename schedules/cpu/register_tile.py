@@ -9,8 +9,8 @@ as on current x86 cores,
     cycles(P, V) = max(P V / 2, (P + V) / 2, 4)
 
 and the layer costs the sum over all its tiles, tails included. ``P V + V + 1`` registers are
-needed. The smallest sum wins; on a tie a tile that leaves the compiler a register to spare, then the
-one with fewer loads a multiply-add, then the larger one.
+needed. The smallest sum wins; on a tie a tile that leaves the compiler a register to spare, then
+the one with fewer loads a multiply-add, then the larger one.
 """
 
 from __future__ import annotations
