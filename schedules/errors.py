@@ -32,6 +32,10 @@ class ArtifactError(TVMFusionError):
     """A saved model that cannot be written or read."""
 
 
+class CompilationError(TVMFusionError):
+    """A valid model that TVM fails to optimise or to generate code for; a defect, of it or us."""
+
+
 class OpError(TVMFusionError):
     """An op, a pass or a schedule got arguments that it cannot take."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from schedules.errors import (
     ArtifactError,
+    CompilationError,
     EngineError,
     InvalidInputError,
     InvalidModelError,
@@ -16,6 +17,7 @@ from schedules.errors import (
 
 __all__ = [
     "ArtifactError",
+    "CompilationError",
     "EngineError",
     "InvalidInputError",
     "InvalidModelError",

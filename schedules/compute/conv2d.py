@@ -19,24 +19,33 @@ Block names are fixed, because schedule rules find their stages by them: ``pad1`
 
 from __future__ import annotations
 
-from tvm import te, tirx
+from tvm import DataType, te, tirx
 
 from ..conv2d_workload import Activation, ConvLayer
 
 
 def activate(value: tirx.Expr, activation: Activation, dtype: str) -> tirx.Expr:
-    """Apply ``activation`` to one element, or to one vector of elements, of type ``dtype``."""
+    """Apply ``activation`` to one element, or to one vector of elements, of type ``dtype``.
+
+    NaN stays NaN: a comparison with it is false, which leaves it where ``max`` may drop it.
+    """
 
     def const(number: float) -> tirx.Expr:
-        return tirx.const(number, dtype)
+        scalar = tirx.const(number, dtype)
+        lanes = DataType(str(value.ty.dtype)).lanes
+        return tirx.Broadcast(scalar, lanes) if lanes > 1 else scalar
+
+    def at_least(element: tirx.Expr, low: float) -> tirx.Expr:
+        return tirx.Select(element < const(low), const(low), element)
 
     def clip(element: tirx.Expr, low: float, high: float) -> tirx.Expr:
-        return tirx.min(tirx.max(element, const(low)), const(high))
+        element = at_least(element, low)
+        return tirx.Select(element > const(high), const(high), element)
 
     if activation.kind == "none":
         return value
     if activation.kind == "relu":
-        return tirx.max(value, const(0))
+        return at_least(value, 0)
     if activation.kind == "relu6":
         return clip(value, 0, 6)
     if activation.kind == "clip":

@@ -17,6 +17,7 @@ from .micro_kernel import (
     Index,
     LayerOperands,
     Reduction,
+    cancelled,
     dense_tile,
     depthwise_tile,
     loop,
@@ -38,7 +39,7 @@ def flatten(ops: LayerOperands, row: Index, rows: int) -> LayerOperands:
     """The same layer on one long row that holds ``rows`` rows, beginning with ``row``."""
 
     def flat(image: FeatureMap) -> FeatureMap:
-        start = image.offset + (row - image.first_row) * image.row_stride
+        start = image.offset + cancelled(row - image.first_row) * image.row_stride
         pixels = rows * image.width
         return replace(
             image,

@@ -30,11 +30,11 @@ class Fallback(CPUScheduleRule):
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Schedule ``func``; None only for other targets and for functions without blocks."""
+        """Schedule ``func``; None for other targets, and for functions without a root block."""
         if not isinstance(func, tirx.PrimFunc) or target.kind.name != "llvm":
             return None
-        if not isinstance(func.body, s_tir.SBlockRealize):
-            return None
+        if not _has_root(func):
+            return None  # sorts, scatters and scans write their whole body themselves
         kernel = open_kernel(func, target)
         if kernel is None:
             return _schedule_opaque(func, target)
@@ -42,6 +42,11 @@ class Fallback(CPUScheduleRule):
         for info in inline_blocks(kernel):
             overlaps += _schedule_block(kernel, info.block_rv)
         return finish(kernel.sch, overlaps)
+
+
+def _has_root(func: tirx.PrimFunc) -> bool:
+    """Whether a schedule finds the block around all others, by the name that it goes by."""
+    return isinstance(func.body, s_tir.SBlockRealize) and func.body.block.name_hint == "root"
 
 
 def _schedule_block(kernel: Kernel, block: SBlockRV) -> list[Overlap]:

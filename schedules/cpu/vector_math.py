@@ -3,9 +3,11 @@
 
 LLVM turns ``exp`` of a vector into one call of the C library per lane, which is some twenty times
 slower than computing the lanes together. :func:`vectorize_math` replaces float32 ``exp``,
-``sigmoid``, ``tanh``, ``log``, ``erf`` and powers with a constant exponent in a scheduled function
-by range reduction and a minimax polynomial, within a few units in the last place. Infinities and
-NaN come out as they do from the C library; other types are left alone.
+``sigmoid``, ``tanh``, ``sinh``, ``cosh``, ``log``, ``erf`` and powers with a constant exponent in
+a scheduled function by range reduction and a minimax polynomial, within a few units in the last
+place. Infinities and NaN come out as they do from the C library, but for powers of minus infinity.
+Other types are left alone, but for ``sinh`` and ``cosh``: LLVM has no code for vectors of those,
+and they become calls of the C library.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from collections.abc import Callable, Sequence
 import tvm_ffi
 from tvm import ir, tirx
 
+from .shared_values import store_with_bindings
+
 _LOG2E = 1.4426950408889634
 _LN2_HIGH = 0.693359375
 _LN2_LOW = -2.12194440e-4
 _SQRT_HALF_BITS = 0x3F3504F3
 _INF = float("inf")
+_LARGEST_EXPONENT = 4
 
 # Minimax polynomials, constant term first.
 _EXP = (0.49999994, 0.1666652, 0.041668393, 0.008368781, 0.0013814467)
@@ -34,6 +39,7 @@ _LOG = (
     -0.07634498924016953,
 )
 _TANH = (-0.3333328068256378, 0.13331441581, -0.05373971537, 0.020639088, -0.0057049873)
+_SINH = (1 / 6, 1 / 120, 1 / 5040, 1 / 362880, 1 / 39916800)
 _ERF_SMALL = (
     1.1283791065216064,
     -0.376126229763031,
@@ -55,7 +61,7 @@ _ERF_LARGE = (
 
 
 def vectorize_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Replace float32 library calls of ``func`` by vector code.
+    """Replace float32 library calls in the stores of ``func`` by vector code.
 
     Parameters
     ----------
@@ -68,15 +74,51 @@ def vectorize_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
         The same function when it calls none of the known functions.
     """
 
-    def rewrite(call: ir.Call) -> ir.Expr:
-        name = call.op.name if isinstance(call.op, ir.Op) else ""
-        if name not in _EXPANSIONS or str(call.ty.dtype) != "float32":
-            return call
-        if name == "tirx.pow":
-            return _power(call)
-        return _EXPANSIONS[name](call.args[0])
+    def expand(store: tirx.BufferStore) -> tirx.Stmt:
+        shorter = tvm_ffi.structural_map(store.value, (ir.Call, _tanh_of_log))
+        value = tvm_ffi.structural_map(shorter, (ir.Call, _expand))
+        return store if value.same_as(store.value) else store_with_bindings(store, value)
 
-    return tvm_ffi.structural_map(func, (ir.Call, rewrite))
+    return tvm_ffi.structural_map(func, (tirx.BufferStore, expand))
+
+
+def _tanh_of_log(call: ir.Call) -> ir.Expr:
+    """(y*y - 1) / (y*y + 1), as Mish has it; three functions in one take TVM minutes."""
+    if not _is_float32(call, "tirx.tanh") or not _is_float32(call.args[0], "tirx.log"):
+        return call
+
+    def quotient(y: ir.Expr) -> ir.Expr:
+        denominator = y * y + _f32(1)
+        small = (y - _f32(1)) * (y + _f32(1)) / denominator
+        finite = tirx.Select(y < _f32(2), small, _f32(1) - _f32(2) / denominator)
+        return tirx.Select(y < _f32(0), _f32(float("nan")), finite)
+
+    return _bind(call.args[0].args[0], quotient)
+
+
+def _is_float32(expr: ir.Expr, name: str) -> bool:
+    return (
+        isinstance(expr, ir.Call)
+        and isinstance(expr.op, ir.Op)
+        and expr.op.name == name
+        and str(expr.ty.dtype) == "float32"
+    )
+
+
+def _expand(call: ir.Call) -> ir.Expr:
+    name = call.op.name if isinstance(call.op, ir.Op) else ""
+    if name not in _EXPANSIONS:
+        return call
+    dtype = str(call.ty.dtype)
+    if dtype == "float32":
+        return _power(call) if name == "tirx.pow" else _EXPANSIONS[name](call.args[0])
+    return _library_call(name, call.args[0], dtype) if name in _NOT_IN_LLVM else call
+
+
+def _library_call(name: str, x: ir.Expr, dtype: str) -> ir.Expr:
+    """A call that no vector may have; in float64, which is the type of the plain names."""
+    symbol = name.removeprefix("tirx.")
+    return tirx.Cast(dtype, tirx.call_pure_extern("float64", symbol, tirx.Cast("float64", x)))
 
 
 def is_expensive(call: ir.Call) -> bool:
@@ -163,6 +205,28 @@ def _tanh(x: ir.Expr) -> ir.Expr:
     return _bind(x, both)
 
 
+def _sinh(x: ir.Expr) -> ir.Expr:
+    def both(v: ir.Expr) -> ir.Expr:
+        square = v * v
+        small = v + v * square * _horner(square, _SINH)
+        large = _half_sum(v, -1)
+        return tirx.Select(_magnitude(v) < _f32(1), small, _with_sign(large, v))
+
+    return _bind(x, both)
+
+
+def _cosh(x: ir.Expr) -> ir.Expr:
+    return _bind(x, lambda v: _half_sum(v, 1))
+
+
+def _half_sum(x: ir.Expr, sign: int) -> ir.Expr:
+    """(e**|x| + sign * e**-|x|) / 2 by e**|x/2|, which is finite where the result is."""
+    return _bind(
+        _exp(_magnitude(x) * _f32(0.5)),
+        lambda e: _f32(0.5) * e * e + _f32(sign) * (_f32(0.5) / e / e),
+    )
+
+
 def _erf(x: ir.Expr) -> ir.Expr:
     def both(v: ir.Expr) -> ir.Expr:
         small = v * _horner(v * v, _ERF_SMALL)
@@ -214,25 +278,44 @@ def _zero_to_minus_inf(x: ir.Expr, otherwise: ir.Expr) -> ir.Expr:
 
 
 def _power(call: ir.Call) -> ir.Expr:
-    """x**c for a constant c: products for small whole numbers, else exp(c*log(x))."""
+    """x**c for a constant c: products and square roots for quarters, else exp(c * log(x)).
+
+    Of infinities only the positive one has the power that the C library gives it.
+    """
     base, exponent = call.args
     if not isinstance(exponent, tirx.FloatImm):
         return call
     value = float(exponent.value)
-    if value in (1.0, 2.0, 3.0):
-        return _bind(base, lambda v: v if value == 1 else v * v if value == 2 else v * v * v)
-    if value == 0.5:
-        return tirx.sqrt(base)
-    if value == 0.0 or value.is_integer() or not abs(value) <= 4:
-        return call  # signs, or an exponent that would magnify the logarithm's rounding
-    return _exp(_log(base) * _f32(value))
+    if value == 0 or not abs(value) <= _LARGEST_EXPONENT:
+        return call  # a larger exponent would magnify the logarithm's rounding
+    if not (4 * value).is_integer():
+        return _exp(_log(base) * _f32(value))
+    whole, quarters = divmod(int(4 * abs(value)), 4)
+    power = _bind(base, lambda v: _product([v] * whole + _roots(v, quarters)))
+    return power if value > 0 else _f32(1) / power
+
+
+def _roots(x: ir.Expr, quarters: int) -> list[ir.Expr]:
+    """Factors of x**(quarters / 4)."""
+    root = tirx.sqrt(x)
+    return [[], [tirx.sqrt(root)], [root], [root, tirx.sqrt(root)]][quarters]
+
+
+def _product(factors: Sequence[ir.Expr]) -> ir.Expr:
+    result = factors[0]
+    for factor in factors[1:]:
+        result = result * factor
+    return result
 
 
 _EXPANSIONS: dict[str, Callable[[ir.Expr], ir.Expr]] = {
     "tirx.exp": _exp,
     "tirx.sigmoid": _sigmoid,
     "tirx.tanh": _tanh,
+    "tirx.sinh": _sinh,
+    "tirx.cosh": _cosh,
     "tirx.erf": _erf,
     "tirx.log": _log,
     "tirx.pow": _log,
 }
+_NOT_IN_LLVM = frozenset({"tirx.sinh", "tirx.cosh"})

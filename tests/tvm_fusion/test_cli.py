@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -274,7 +275,10 @@ def command_line(*arguments: Any) -> list[str]:
 def test_real_ctrl_c_ends_the_workers_of_a_race(model_path: Path, library: Path) -> None:
     command = command_line("bench", model_path, "--compiled", library, "--rounds", 100000)
     command += ["--against", "onnxruntime", "--threads", "1"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+    options: dict[str, Any] = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
+    # Tests that run in the background of a shell ignore the signal, and their children would too.
+    options["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, **options) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         for _ in range(600):
             if not children.exists() or len(children.read_text().split()) == 2:
@@ -283,7 +287,10 @@ def test_real_ctrl_c_ends_the_workers_of_a_race(model_path: Path, library: Path)
         workers = children.read_text().split() if children.exists() else []
         time.sleep(1)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        try:
+            _, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err and err.endswith("Interrupted.\n")
     assert not any(Path(f"/proc/{pid}/exe").exists() for pid in workers)

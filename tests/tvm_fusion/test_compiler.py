@@ -15,7 +15,13 @@ from small_onnx import small_model
 
 import tvm_fusion
 from tvm_fusion import errors, host
-from tvm_fusion.errors import InvalidInputError, InvalidModelError, OpError, TargetError
+from tvm_fusion.errors import (
+    CompilationError,
+    InvalidInputError,
+    InvalidModelError,
+    OpError,
+    TargetError,
+)
 from tvm_fusion.runtime import CompiledModel
 from tvm_fusion.tensor_spec import TensorSpec
 
@@ -130,6 +136,17 @@ def test_models_are_compiled_for_other_cpus_and_run_only_where_they_can(
 def test_wrong_options_are_refused(options, error, message: str) -> None:
     with pytest.raises(error, match=message):
         tvm_fusion.compile(small_model(), **options)
+
+
+@pytest.mark.parametrize(("step", "stage"), [("optimize", "import"), ("build", "build")])
+def test_what_tvm_raises_names_the_stage(monkeypatch, step: str, stage: str) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no luck")
+
+    monkeypatch.setattr(f"tvm_fusion.pipeline.{step}", fail)
+    with pytest.raises(CompilationError, match=f"the stage '{stage}' failed: no luck") as caught:
+        tvm_fusion.compile(small_model(), threads=1)
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
 def test_what_is_no_model_is_refused() -> None:

@@ -173,16 +173,21 @@ def compile_function(func: tirx.PrimFunc, target: Target = TARGET) -> tvm.runtim
     return tvm.compile(tvm.IRModule({"main": func}), target=target)
 
 
-def check(case: Case, executable: tvm.runtime.Executable, seed: int) -> None:
-    """Run into a poisoned output and compare with NumPy."""
-    packed, expected = arguments(case, seed)
+def run(case: Case, executable: tvm.runtime.Executable, packed: list[Array]) -> Array:
+    """Run into a poisoned output, which comes back as it is stored."""
     shape = pack(np.zeros(case.out_shape), case.lanes).shape
     tensors = [tvm.runtime.tensor(array.astype("float32")) for array in packed]
     output = tvm.runtime.tensor(np.full(shape, np.nan, dtype="float32"))
     executable["main"](*tensors, output)
-    found = output.numpy()
+    return output.numpy()
+
+
+def check(case: Case, executable: tvm.runtime.Executable, seed: int) -> None:
+    """Compare with NumPy."""
+    packed, expected = arguments(case, seed)
+    found = run(case, executable, packed)
     assert np.isfinite(found).all(), case
-    channels = np.moveaxis(found, -1, 2).reshape(case.batch, -1, *shape[2:4])
+    channels = np.moveaxis(found, -1, 2).reshape(case.batch, -1, *found.shape[2:4])
     channels = channels[:, : expected.shape[1]]
     scale = max(1.0, float(np.abs(expected).max()))
     np.testing.assert_allclose(channels, expected, rtol=0, atol=2e-5 * scale, err_msg=str(case))

@@ -6,10 +6,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from cpu.conv_cases import (
     TARGET,
     Case,
+    arguments,
     assembly,
     build,
     cases,
@@ -17,6 +19,7 @@ from cpu.conv_cases import (
     compile_function,
     loop_bodies,
     outer_loops,
+    run,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,6 +102,16 @@ def test_numbers_of_every_activation(kind):
     layer = ConvLayer(13, 24, (1, 1), activation=Activation(kind, -0.4, 0.7))
     case = Case((layer,), height=7, width=7, residual=True)
     check(case, compile_function(schedule(case)), seed=1)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ACTIVATIONS if kind != "none"])
+def test_nan_stays_nan(kind):
+    layer = ConvLayer(8, 16, (1, 1), activation=Activation(kind, -0.4, 0.7))
+    case = Case((layer,), height=5, width=3)
+    packed, _ = arguments(case, seed=1)
+    packed[0][0, 0, 2, 1, 3] = np.nan
+    found = run(case, compile_function(schedule(case)), packed)
+    assert np.isnan(found[0, :, 2, 1]).all() and np.isnan(found).sum() == 16
 
 
 NAMED = {

@@ -157,3 +157,18 @@ def test_reductions_and_other_targets_are_left_alone():
     x = tensor("x", 4, 9)
     assert Elementwise().apply(function([x], topi.sum(x, 1)), HOST, False) is None
     assert Elementwise().apply(add_relu(8), FOREIGN, False) is None
+
+
+@pytest.mark.parametrize("width", range(1, 10))
+def test_a_short_axis_under_a_condition_on_data_is_written_inside_its_buffer(width):
+    x = tensor("x", 3, width)
+    y = te.compute(
+        (3, width),
+        lambda i, j: te.if_then_else(x[i, j] > 0, x[i, (j + 1) % width], 0.0),
+        name="y",
+    )
+    func = schedule(Elementwise(), function([x], y))
+    assert max(vectors(func), default=1) <= max(3, width)  # one column is three rows long
+    array = draw([3, width])
+    expected = np.where(array > 0, np.roll(array, -1, 1), 0)
+    np.testing.assert_array_equal(run(func, array)[0], expected)

@@ -106,3 +106,8 @@ def test_functions_without_blocks_and_other_targets_are_left_alone():
     assert Fallback().apply(func, FOREIGN, False) is None
     plain = tirx.PrimFunc([], tirx.Evaluate(0))
     assert Fallback().apply(plain, HOST, False) is None
+
+
+def test_functions_that_write_their_own_body_are_left_alone():
+    func = function([x := tensor("x", 3, 20)], topi.cumsum(x, 1))
+    assert Fallback().apply(func, HOST, False) is None

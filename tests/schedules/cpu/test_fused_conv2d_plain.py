@@ -194,6 +194,14 @@ def test_only_the_output_of_other_first_layers_is_plain(layer):
     check(case, False, True, [schedule.mod["main"]], seed=2)
 
 
+def test_rows_inside_of_channel_tiles():
+    case = Case((depthwise(8, 3, 1), ConvLayer(8, 24, (1, 1))), height=2, width=5, lanes=8)
+    order = ("oc2", "ic_o", "h_o", "w_o")
+    chosen = FusedConv2DKnobs(1, 1, 1, 2, h_t=1, order=order, compute_at=3)
+    func = fused_conv2d_template(build(case, True, True), kernel_of(case, True, True), chosen)
+    check(case, True, True, [func.mod["main"]], seed=5)
+
+
 def test_more_pieces_than_rows():
     case = replace(BLOCK, height=3)
     chosen = FusedConv2DKnobs(2, 1, 2, 1, h_t=3)
