@@ -155,10 +155,34 @@ def _input_specs(model: onnx.ModelProto, mod: tvm.IRModule) -> tuple[TensorSpec,
 def _output_specs(model: onnx.ModelProto, mod: tvm.IRModule) -> tuple[TensorSpec, ...]:
     result = mod["main"].ret_ty
     types = [result] if len(model.graph.output) == 1 else list(result.fields)
-    return tuple(
-        _spec(f"output {value.name!r}", value.name, ty)
-        for value, ty in zip(model.graph.output, types, strict=True)
-    )
+    specs = []
+    for value, ty in zip(model.graph.output, types, strict=True):
+        specs.append(_spec(f"output {value.name!r}", value.name, ty))
+        _check_output(value, specs[-1])
+    return tuple(specs)
+
+
+def _check_output(value: onnx.ValueInfoProto, spec: TensorSpec) -> None:
+    """Refuse an output that the importer gives another type or shape than ONNX does."""
+    tensor = value.type.tensor_type
+    dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+    shape = spec.shape
+    if tensor.HasField("shape"):
+        dims = tensor.shape.dim
+        shape = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in dims)
+    if dtype != spec.dtype or not _fits(shape, spec.shape):
+        raise UnsupportedOperatorError(
+            f"output {value.name!r} is imported as {spec.dtype} of shape {spec.shape}; ONNX infers "
+            f"{dtype} of shape {shape}: export the model with other operators"
+        )
+
+
+def _fits(shape: tuple[int | str, ...], other: tuple[int | str, ...]) -> bool:
+    """Whether two shapes can be the same; symbolic sizes can be anything."""
+    if len(shape) != len(other):
+        return False
+    pairs = zip(shape, other, strict=True)
+    return all(a == b or isinstance(a, str) or isinstance(b, str) for a, b in pairs)
 
 
 def _spec(what: str, name: str, ty: relax.Type) -> TensorSpec:

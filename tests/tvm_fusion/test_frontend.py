@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from onnx_cases import (
 )
 
 from examples.models import MODELS
-from tvm_fusion import errors
+from tvm_fusion import errors, frontend
 from tvm_fusion.errors import InvalidModelError, TVMFusionError, UnsupportedOperatorError
 from tvm_fusion.frontend import import_onnx
 from tvm_fusion.tensor_spec import TensorSpec
@@ -95,6 +96,28 @@ def test_light_models_of_onnx(name: str, result: tuple[int, ...]) -> None:
     assert not relax_ops(imported) & left_over
 
 
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (one_node("Relu", (2, 5)), r"float32 of shape \(2, 5\)"),
+        (one_node("Relu", (2, 3, 1)), r"float32 of shape \(2, 3, 1\)"),
+        (one_node("Cast", (2, 3), to=TensorProto.INT64), r"int64 of shape \(2, 3\)"),
+    ],
+)
+def test_outputs_that_are_not_what_onnx_infers(
+    other: onnx.ModelProto, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the importer had translated another model."""
+    other.graph.output[0].type.tensor_type.elem_type = (
+        TensorProto.INT64 if "int64" in found else TensorProto.FLOAT
+    )
+    translated = import_onnx(other).mod
+    monkeypatch.setattr(frontend, "_translate", lambda proto, weights: translated)
+    message = rf"output 'y' is imported as {found}; ONNX infers float32 of shape \(2, 3\)"
+    with pytest.raises(UnsupportedOperatorError, match=message):
+        import_onnx(one_node("Relu", (2, 3)))
+
+
 def test_symbolic_dimension_is_kept_if_asked() -> None:
     imported = import_onnx(_conv_model(batch="N"), {"N": "images"})
     assert imported.inputs[0].shape == ("images", 3, 8, 8)
@@ -125,12 +148,21 @@ def test_errors_are_one_family() -> None:
         (b"", "the model is not ONNX: it holds no graph with an output"),
         (42, "the model is a int; expected a path, bytes or onnx.ModelProto"),
         ("missing/model.onnx", "cannot read model 'missing/model.onnx': No such file"),
-        (".", r"cannot read model '\.': Is a directory"),
+        (".", r"cannot read model '\.': it is no regular file"),
+        ("/dev/zero", "cannot read model '/dev/zero': it is no regular file"),
     ],
 )
 def test_not_a_model(source: object, message: str) -> None:
     with pytest.raises(InvalidModelError, match=message):
         import_onnx(source)  # type: ignore[arg-type]
+
+
+def test_a_pipe_is_no_model(tmp_path: Path) -> None:
+    """To open it would wait for somebody to write."""
+    pipe = tmp_path / "model.onnx"
+    os.mkfifo(pipe)
+    with pytest.raises(InvalidModelError, match="model.onnx': it is no regular file"):
+        import_onnx(pipe)
 
 
 def test_other_messages_are_no_models() -> None:

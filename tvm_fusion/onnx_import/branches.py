@@ -7,7 +7,7 @@ import onnx
 from onnx import helper
 
 from .facts import GraphFacts
-from .walk import attribute, is_default_domain, nested_graphs
+from .walk import attribute, is_default_domain, nested_graphs, replace_nodes
 
 
 def splice_branches(model: onnx.ModelProto, facts: GraphFacts) -> bool:
@@ -32,8 +32,7 @@ def splice_branches(model: onnx.ModelProto, facts: GraphFacts) -> bool:
         changed = True
         nodes += _spliced(model.graph, node, branch, facts)
     if changed:
-        del model.graph.node[:]
-        model.graph.node.extend(nodes)
+        replace_nodes(model.graph, nodes)
     return changed
 
 

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import onnx
-from onnx import helper
 
 from .facts import GraphFacts
-from .walk import attribute, is_default_domain
+from .walk import attribute, is_default_domain, set_attributes
 
 
-def pad_transposed_convolutions(model: onnx.ModelProto, facts: GraphFacts) -> None:
-    """Replace ``output_shape`` by ``pads`` and ``output_padding`` wherever they can express it."""
+def pad_transposed_convolutions(model: onnx.ModelProto, facts: GraphFacts) -> bool:
+    """Replace ``output_shape`` by ``pads`` and ``output_padding`` wherever they can express it.
+
+    Return whether there was one. ONNX infers a shape without spatial dimensions for some of them,
+    so that all shapes must be inferred anew.
+    """
+    changed = False
     for node in model.graph.node:
         if not is_default_domain(node) or node.op_type != "ConvTranspose":
             continue
@@ -21,12 +25,10 @@ def pad_transposed_convolutions(model: onnx.ModelProto, facts: GraphFacts) -> No
         paddings = _paddings(node, data[2:], weight[2:])
         if paddings is None:
             continue
-        dropped = ("output_shape", "auto_pad", "pads", "output_padding")
-        kept = [entry for entry in node.attribute if entry.name not in dropped]
-        del node.attribute[:]
-        node.attribute.extend(kept)
-        node.attribute.append(helper.make_attribute("pads", paddings[0]))
-        node.attribute.append(helper.make_attribute("output_padding", paddings[1]))
+        pads, extra = paddings
+        set_attributes(node, ("output_shape", "auto_pad"), pads=pads, output_padding=extra)
+        changed = True
+    return changed
 
 
 def _paddings(

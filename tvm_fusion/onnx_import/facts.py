@@ -10,6 +10,13 @@ from onnx import numpy_helper
 from .walk import used_names
 from .weights import Weights, to_array
 
+SIGNED_TYPES = frozenset(
+    getattr(onnx.TensorProto, name) for name in ("INT8", "INT16", "INT32", "INT64")
+)
+INTEGER_TYPES = SIGNED_TYPES | frozenset(
+    getattr(onnx.TensorProto, name) for name in ("UINT8", "UINT16", "UINT32", "UINT64")
+)
+
 
 class GraphFacts:
     """A view of a model with inferred shapes, and a way to add constants to it.

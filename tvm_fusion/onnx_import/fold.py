@@ -12,8 +12,8 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from ..errors import InvalidModelError
-from .shapes import infer_shapes, static_shape
-from .walk import attribute, is_default_domain, node_label, used_names
+from .shapes import MAX_ELEMENTS, infer_shapes, static_shape
+from .walk import attribute, is_default_domain, node_label, replace_nodes, used_names
 from .weights import SMALL_ELEMENTS, Weights, add_weight, keep_tensors, to_array
 
 FOLDABLE = frozenset(
@@ -26,6 +26,9 @@ FOLDABLE = frozenset(
 BROADCASTING = frozenset(
     "Add And Div Equal Greater Less Max Min Mod Mul Or Pow Sub Sum Where".split()
 )
+
+SIZES = {"ConstantOfShape": 0, "Tile": 1}
+"""Which input says how large the result is, and must not be negative."""
 
 MAX_FOLDED_BYTES = 4 << 30
 """A model whose nodes make more constants than this is refused: it could exhaust the memory."""
@@ -73,8 +76,7 @@ class _Folder:
         kept = [node for node in nodes if not self._fold(node)]
         if len(kept) == len(nodes):
             return False
-        del graph.node[:]
-        graph.node.extend(kept)
+        replace_nodes(graph, kept)
         self._store(graph, used_names(model))
         return True
 
@@ -110,14 +112,21 @@ class _Folder:
 
     def _reserve(self, node: onnx.NodeProto, feeds: dict[str, np.ndarray]) -> bool:
         """Account for the results' size before they take any memory; False if it is unknown."""
-        elements = _result_elements(node, [feeds[name] for name in node.input if name])
+        values = [feeds[name] for name in node.input if name]
+        _refuse_negative_sizes(node, values)
+        elements = _result_elements(node, values)
         if elements is None:
             return False
+        what = f"{node_label(node)} ({node.op_type})"
+        if elements > MAX_ELEMENTS:
+            raise InvalidModelError(
+                f"{what} makes a constant of {elements} elements; expected at most {MAX_ELEMENTS}"
+            )
         self.folded_bytes += 8 * elements
         if self.folded_bytes > MAX_FOLDED_BYTES:
             raise InvalidModelError(
-                f"{node_label(node)} ({node.op_type}): the constants that the model computes take "
-                f"more than {MAX_FOLDED_BYTES >> 30} GiB; store them as initialisers"
+                f"{what}: the constants that the model computes take more than "
+                f"{MAX_FOLDED_BYTES >> 30} GiB; store them as initialisers"
             )
         return True
 
@@ -137,6 +146,16 @@ def _shape_value(node: onnx.NodeProto, shape: tuple[int, ...]) -> np.ndarray:
         return np.array(math.prod(shape), np.int64)
     start, end = attribute(node, "start", 0), attribute(node, "end", len(shape))
     return np.array(shape[start:end], np.int64)
+
+
+def _refuse_negative_sizes(node: onnx.NodeProto, values: list[np.ndarray]) -> None:
+    """Two negative sizes would look like a positive number of elements."""
+    index = SIZES.get(node.op_type)
+    if index is not None and index < len(values) and (values[index] < 0).any():
+        raise InvalidModelError(
+            f"{node_label(node)} ({node.op_type}) makes a constant of the negative size "
+            f"{values[index].min()}"
+        )
 
 
 def _result_elements(node: onnx.NodeProto, values: list[np.ndarray]) -> int | None:

@@ -30,7 +30,10 @@ def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def expand_operators(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with the operators of ``EXPANDED`` written out."""
+    """Return the model with the operators of ``EXPANDED`` written out.
+
+    Their bodies depend on types, which are inferred in the main graph only: splice branches first.
+    """
     if not any(node.op_type in EXPANDED for node in model.graph.node):
         return model
     wanted = [("", name) for name in EXPANDED]

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import onnx
 
-from ..errors import UnsupportedOperatorError
-from .facts import GraphFacts
-from .operators import refusal
+from .division import division_problem
+from .facts import INTEGER_TYPES, GraphFacts
+from .operators import refuse_nodes
 from .resize import resize_problem
 from .walk import attribute, is_default_domain
 
@@ -34,11 +34,6 @@ SHAPE_INPUTS = {
 }
 """Inputs that decide a shape or a place in memory; they must not depend on data."""
 
-INTEGER_TYPES = frozenset(
-    getattr(onnx.TensorProto, name)
-    for name in ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
-)
-
 
 def check_translations(model: onnx.ModelProto, facts: GraphFacts) -> None:
     """Refuse a model with nodes that would be translated wrongly, naming every one of them."""
@@ -46,15 +41,14 @@ def check_translations(model: onnx.ModelProto, facts: GraphFacts) -> None:
     problems = []
     for node in model.graph.node:
         if is_default_domain(node):
-            reason = _problem(node, facts, from_data)
+            reason = _mistranslation(node, facts, from_data)
             if reason is not None:
                 problems.append((node, reason))
-    if problems:
-        raise UnsupportedOperatorError(refusal(model, problems))
+    refuse_nodes(model, problems)
 
 
-def _problem(node: onnx.NodeProto, facts: GraphFacts, from_data: set[str]) -> str | None:
-    """Say why a node cannot be translated, if so."""
+def _mistranslation(node: onnx.NodeProto, facts: GraphFacts, from_data: set[str]) -> str | None:
+    """Say why the importer cannot translate a sound node, if so."""
     for index in SHAPE_INPUTS.get(node.op_type, ()):
         if index < len(node.input) and node.input[index] in from_data:
             return f"its input {node.input[index]!r} depends on data; expected a constant"
@@ -78,14 +72,9 @@ def _space_to_depth(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     return None if mode == "DCR" else f"its mode is {mode!r}"
 
 
-def _division(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
-    """An integer division by zero would end the process."""
-    if facts.dtype(node.output[0]) not in INTEGER_TYPES:
-        return None
-    divisor = facts.constant(node.input[1])
-    if divisor is None:
-        return "it divides integers by a number that depends on data; expected a constant"
-    return None if divisor.all() else "it divides integers by zero"
+def _p_norm(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    """The importer multiplies a mean by the whole window, also where that leaves the tensor."""
+    return "its ceil_mode is 1" if attribute(node, "ceil_mode", 0) else None
 
 
 def _power(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
@@ -105,10 +94,11 @@ def _branch(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
 
 _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "ConvTranspose": _transposed,
-    "Div": _division,
+    "Div": division_problem,
     "Dropout": _training,
     "If": _branch,
-    "Mod": _division,
+    "LpPool": _p_norm,
+    "Mod": division_problem,
     "Pow": _power,
     "Resize": resize_problem,
     "SpaceToDepth": _space_to_depth,

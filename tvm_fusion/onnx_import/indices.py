@@ -12,7 +12,7 @@ from onnx import helper
 
 from ..errors import InvalidModelError
 from .facts import GraphFacts
-from .walk import attribute, is_default_domain, node_label
+from .walk import attribute, is_default_domain, node_label, replace_nodes
 
 ALONG_AXIS = frozenset({"Gather", "GatherElements", "ScatterElements"})
 BY_COORDINATES = frozenset({"GatherND", "ScatterND"})
@@ -25,8 +25,7 @@ def clamp_indices(model: onnx.ModelProto, facts: GraphFacts) -> None:
         if is_default_domain(node) and node.op_type in ALONG_AXIS | BY_COORDINATES:
             nodes += _clamp(node, facts)
         nodes.append(node)
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    replace_nodes(model.graph, nodes)
 
 
 def _clamp(node: onnx.NodeProto, facts: GraphFacts) -> list[onnx.NodeProto]:

@@ -7,6 +7,7 @@ with it becomes an ``InvalidModelError`` before any of it reaches TVM.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -17,11 +18,18 @@ from google.protobuf.message import DecodeError
 from onnx.external_data_helper import load_external_data_for_tensor
 
 from ..errors import InvalidModelError
+from .shapes import check_size
 from .walk import all_graphs, default_opset
 
 MIN_IR_VERSION = 3
 MAX_BYTES = 2**31 - 1
 """Protobuf cannot hold a larger message."""
+
+PACKED_BITS = {
+    **dict.fromkeys(("INT4", "UINT4", "FLOAT4E2M1"), 4),
+    **dict.fromkeys(("INT2", "UINT2"), 2),
+}
+"""Element types of which several share a byte in a file."""
 
 
 def read_model(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> bytes:
@@ -41,7 +49,10 @@ def read_model(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> bytes
         )
     path = Path(model)
     try:
-        if path.is_file() and path.stat().st_size > MAX_BYTES:
+        if path.exists() and not path.is_file():
+            # A device may never end, a pipe may never begin.
+            raise InvalidModelError(f"cannot read model {str(path)!r}: it is no regular file")
+        if path.exists() and path.stat().st_size > MAX_BYTES:
             raise InvalidModelError(
                 f"{str(path)!r} is over 2 GB, so it is no ONNX model; a larger model keeps its "
                 "weights as external data"
@@ -99,7 +110,10 @@ def check_model(model: onnx.ModelProto) -> None:
 
 
 def check_external_data(model: onnx.ModelProto, folder: Path | None) -> None:
-    """Refuse external data that is not a file below ``folder``, the model's own folder."""
+    """Refuse external data that is not in a file below ``folder``, the model's own folder.
+
+    Every tensor gets the ``length`` that its shape asks for: without one, all of the file is read.
+    """
     for tensor in external_tensors(model):
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
@@ -108,19 +122,56 @@ def check_external_data(model: onnx.ModelProto, folder: Path | None) -> None:
             raise InvalidModelError(
                 f"{what}, but the model has no folder; pass the path of its file instead"
             )
-        # The same rule on every system: a backslash and a drive count wherever the model came from.
-        windows = PureWindowsPath(location)
-        absolute = os.path.isabs(location) or windows.drive or windows.root
-        if not location or absolute or ".." in windows.parts:
-            raise InvalidModelError(f"{what}; expected a relative path inside the model's folder")
-        root = folder.resolve()
-        target = (root / location).resolve()
-        if not target.is_relative_to(root):
-            raise InvalidModelError(
-                f"{what}, a link that leaves the model's folder; put the data beside the model"
-            )
-        if not target.is_file():
-            raise InvalidModelError(f"{what}; there is no such file in {str(folder)!r}")
+        length = _check_extent(tensor, entries, _external_file(what, location, folder), what)
+        if "length" not in entries:
+            tensor.external_data.add(key="length", value=str(length))
+
+
+def _external_file(what: str, location: str, folder: Path) -> Path:
+    """Return the file at ``location``, refusing all that does not lie below the folder."""
+    # The same rule on every system: a backslash and a drive count wherever the model came from.
+    windows = PureWindowsPath(location)
+    absolute = os.path.isabs(location) or windows.drive or windows.root
+    if not location or absolute or ".." in windows.parts:
+        raise InvalidModelError(f"{what}; expected a relative path inside the model's folder")
+    root = folder.resolve()
+    target = (root / location).resolve()
+    if not target.is_relative_to(root):
+        raise InvalidModelError(
+            f"{what}, a link that leaves the model's folder; put the data beside the model"
+        )
+    if not target.is_file():
+        raise InvalidModelError(f"{what}; there is no such file in {str(folder)!r}")
+    return target
+
+
+def _check_extent(tensor: onnx.TensorProto, entries: dict[str, str], file: Path, what: str) -> int:
+    """Return how many bytes the tensor takes, refusing a file that does not hold them."""
+    check_size(tensor.name, tensor.dims)
+    size = _byte_size(tensor)
+    try:
+        offset, length = int(entries.get("offset", 0)), int(entries.get("length", size))
+    except ValueError as error:
+        raise InvalidModelError(f"{what}, and its place in there is no number: {error}") from error
+    if length != size:
+        raise InvalidModelError(f"{what} of length {length}; its shape and type take {size} bytes")
+    if offset < 0 or offset + size > file.stat().st_size:
+        raise InvalidModelError(
+            f"{what}, {size} bytes from offset {offset}; the file has {file.stat().st_size} bytes"
+        )
+    return size
+
+
+def _byte_size(tensor: onnx.TensorProto) -> int:
+    """How many bytes of a file the tensor's shape and element type take."""
+    try:
+        bits = 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except KeyError as error:
+        raise InvalidModelError(
+            f"tensor {tensor.name!r} holds elements of the unknown type {tensor.data_type}"
+        ) from error
+    bits = PACKED_BITS.get(onnx.TensorProto.DataType.Name(tensor.data_type), bits)
+    return -(-bits * math.prod(tensor.dims) // 8)
 
 
 def load_external_data(tensor: onnx.TensorProto, folder: Path | None) -> onnx.TensorProto:

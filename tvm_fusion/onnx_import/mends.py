@@ -10,17 +10,26 @@ import onnx
 from onnx import helper, version_converter
 
 from ..errors import InvalidModelError
+from .auto_pad import pad_pools
 from .branches import splice_branches
 from .conv_transpose import pad_transposed_convolutions
-from .facts import GraphFacts
+from .division import replace_divisions_by_minus_one
+from .facts import INTEGER_TYPES, GraphFacts
 from .fold import fold_constants
 from .functions import expand_operators, inline_functions
 from .guards import check_translations
 from .indices import clamp_indices
 from .nodes import OUTPUTS, check_nodes
 from .resize import normalize_resizes
-from .shapes import infer_shapes
-from .walk import all_graphs, default_opset, is_default_domain, used_names
+from .shapes import infer_shapes, infer_shapes_anew
+from .walk import (
+    all_graphs,
+    default_opset,
+    is_default_domain,
+    replace_nodes,
+    set_attributes,
+    used_names,
+)
 from .weights import Weights
 
 OLDEST_OPSET = 13
@@ -37,14 +46,19 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     model = inline_functions(model)
     drop_unused_outputs(model)
     check_nodes(model)
-    model = expand_operators(upgrade_opset(model))
+    model = upgrade_opset(model)
     split_sums(model)
     model = fold_constants(infer_shapes(model), weights)
     while splice_branches(model, GraphFacts(model, weights)):
         model = fold_constants(infer_shapes(model), weights)
+    model = fold_constants(infer_shapes(expand_operators(model)), weights)
     facts = GraphFacts(model, weights)
+    while pad_transposed_convolutions(model, facts):
+        model = infer_shapes_anew(model)
+        facts = GraphFacts(model, weights)
     cast_exponents(model, facts)
-    pad_transposed_convolutions(model, facts)
+    replace_divisions_by_minus_one(model, facts)
+    pad_pools(model, facts)
     normalize_resizes(model, facts)
     clamp_indices(model, facts)
     drop_identities(model, facts)
@@ -85,42 +99,52 @@ def upgrade_opset(model: onnx.ModelProto) -> onnx.ModelProto:
             f"export it again with opset {OLDEST_OPSET} or newer"
         ) from error
     if opset < FIRST_COORDINATE_MODES:
-        for node in converted.graph.node:
-            if node.op_type == "Resize" and is_default_domain(node):
-                node.attribute.append(
-                    helper.make_attribute("coordinate_transformation_mode", "asymmetric")
-                )
-                node.attribute.append(helper.make_attribute("nearest_mode", "floor"))
+        _place_pixels_as_before(converted)
     return converted
+
+
+def _place_pixels_as_before(model: onnx.ModelProto) -> None:
+    for graph in all_graphs(model):
+        for node in graph.node:
+            if node.op_type == "Resize" and is_default_domain(node):
+                set_attributes(
+                    node, coordinate_transformation_mode="asymmetric", nearest_mode="floor"
+                )
 
 
 def split_sums(model: onnx.ModelProto) -> None:
     """Write a Sum as Add nodes; the importer stacks its inputs into one tensor and reduces that."""
+    for graph in all_graphs(model):
+        replace_nodes(graph, [part for node in graph.node for part in _additions(node)])
+
+
+def _additions(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """The Add nodes that make up a Sum; any other node itself."""
+    if not is_default_domain(node) or node.op_type != "Sum" or len(node.input) < 2:
+        return [node]
     nodes = []
-    for node in model.graph.node:
-        if not is_default_domain(node) or node.op_type != "Sum" or len(node.input) < 2:
-            nodes.append(node)
-            continue
-        total = node.input[0]
-        for index, term in enumerate(node.input[1:], start=1):
-            last = index == len(node.input) - 1
-            result = node.output[0] if last else f"{node.output[0]}/partial_{index}"
-            name = f"{node.name}/add_{index}" if node.name else ""
-            nodes.append(helper.make_node("Add", [total, term], [result], name=name))
-            total = result
-    _replace_nodes(model, nodes)
+    total = node.input[0]
+    for index, term in enumerate(node.input[1:], start=1):
+        last = index == len(node.input) - 1
+        result = node.output[0] if last else f"{node.output[0]}/partial_{index}"
+        name = f"{node.name}/add_{index}" if node.name else ""
+        nodes.append(helper.make_node("Add", [total, term], [result], name=name))
+        total = result
+    return nodes
 
 
 def cast_exponents(model: onnx.ModelProto, facts: GraphFacts) -> None:
-    """Give Pow two operands of one type, as TVM wants them."""
+    """Give Pow two operands of one type, as TVM wants them: the base's, which is the result's."""
     for node in model.graph.node:
         if is_default_domain(node) and node.op_type == "Pow":
             exponent = facts.constant(node.input[1])
             base = facts.dtype(node.input[0])
-            if exponent is not None and base and facts.dtype(node.input[1]) != base:
+            # A fraction would be lost on an integer base; powers of integers are refused later.
+            if exponent is None or not base or base in INTEGER_TYPES:
+                continue
+            if facts.dtype(node.input[1]) != base:
                 cast = exponent.astype(helper.tensor_dtype_to_np_dtype(base))
-                if (cast == exponent).all():
-                    node.input[1] = facts.add_constant(f"{node.input[1]}/cast", cast)
+                node.input[1] = facts.add_constant(f"{node.input[1]}/cast", cast)
 
 
 def drop_identities(model: onnx.ModelProto, facts: GraphFacts) -> None:
@@ -138,12 +162,7 @@ def drop_identities(model: onnx.ModelProto, facts: GraphFacts) -> None:
         if graph is not model.graph:
             for node in graph.node:
                 _rename_inputs(node, replaced)
-    _replace_nodes(model, kept)
-
-
-def _replace_nodes(model: onnx.ModelProto, nodes: list[onnx.NodeProto]) -> None:
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
+    replace_nodes(model.graph, kept)
 
 
 def _rename_inputs(node: onnx.NodeProto, names: dict[str, str]) -> None:

@@ -8,8 +8,7 @@ import re
 import onnx
 from onnx.defs import OpSchema
 
-from ..errors import UnsupportedOperatorError
-from .operators import refusal
+from .operators import refuse_nodes
 from .walk import all_graphs, attribute, default_opset, is_default_domain
 
 OUTPUTS = {"BatchNormalization": 1, "Dropout": 1, "LayerNormalization": 1, "MaxPool": 1}
@@ -28,14 +27,14 @@ def check_nodes(model: onnx.ModelProto) -> None:
     problems = []
     for graph in all_graphs(model):
         for node in graph.node:
-            reason = _problem(node, opset) if is_default_domain(node) else None
+            reason = _defect(node, opset) if is_default_domain(node) else None
             if reason is not None:
                 problems.append((node, reason))
-    if problems:
-        raise UnsupportedOperatorError(refusal(model, problems))
+    refuse_nodes(model, problems)
 
 
-def _problem(node: onnx.NodeProto, opset: int) -> str | None:
+def _defect(node: onnx.NodeProto, opset: int) -> str | None:
+    """Say what of a node would end in a crash, if anything; needs no shapes."""
     schema = onnx.defs.get_schema(node.op_type, opset)
     for index, name in enumerate(node.input):
         formal = schema.inputs[min(index, len(schema.inputs) - 1)] if schema.inputs else None

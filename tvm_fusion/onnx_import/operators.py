@@ -35,12 +35,13 @@ def check_operators(model: onnx.ModelProto) -> None:
         if (node.domain, node.op_type) not in functions
         and not (is_default_domain(node) and node.op_type in importable)
     ]
-    if problems:
-        raise UnsupportedOperatorError(refusal(model, problems))
+    refuse_nodes(model, problems)
 
 
-def refusal(model: onnx.ModelProto, problems: list[Problem]) -> str:
-    """The message of an error that refuses these nodes."""
+def refuse_nodes(model: onnx.ModelProto, problems: list[Problem]) -> None:
+    """Raise one error that names every node with a problem, if there are any."""
+    if not problems:
+        return
     count = "1 node" if len(problems) == 1 else f"{len(problems)} nodes"
     lines = [f"{count} of the model cannot be imported; export it with other operators:"]
     for node, reason in problems:
@@ -48,4 +49,4 @@ def refusal(model: onnx.ModelProto, problems: list[Problem]) -> str:
         version = "no imported opset" if opset is None else f"opset {opset}"
         domain = node.domain or "ai.onnx"
         lines.append(f"  {node_label(node)}: {node.op_type} of {domain}, {version}: {reason}")
-    return "\n".join(lines)
+    raise UnsupportedOperatorError("\n".join(lines))

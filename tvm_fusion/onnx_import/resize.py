@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 from .facts import GraphFacts
-from .walk import attribute, is_default_domain
+from .walk import attribute, is_default_domain, set_attributes
 
 METHODS = ("nearest", "linear", "cubic")
 ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
@@ -26,9 +26,7 @@ def normalize_resizes(model: onnx.ModelProto, facts: GraphFacts) -> None:
         inputs = [node.input[0], region, "", facts.add_constant(f"{node.output[0]}/sizes", sizes)]
         del node.input[:]
         node.input.extend(inputs)
-        kept = [a for a in node.attribute if a.name not in ("axes", "keep_aspect_ratio_policy")]
-        del node.attribute[:]
-        node.attribute.extend(kept)
+        set_attributes(node, ("axes", "keep_aspect_ratio_policy"))
 
 
 def resize_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numbers
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import onnx
 
@@ -28,26 +28,9 @@ def bind_shapes(model: onnx.ModelProto, shapes: Shapes | None) -> None:
         From the name of an input to its whole shape, or from the name of a symbolic dimension to
         its size. A string as a size keeps that dimension symbolic, under this name.
     """
-    by_input: dict[str, Sequence[int | str]] = {}
-    by_name: dict[str, int | str] = {}
     inputs = {value.name: value for value in model.graph.input}
-    for name, size in (shapes or {}).items():
-        if isinstance(size, str | numbers.Integral):
-            by_name[name] = size
-        elif isinstance(size, Iterable):
-            by_input[name] = tuple(size)
-        else:
-            raise InvalidModelError(
-                f"shapes gives {name!r} the value {size!r}; expected a shape or a size"
-            )
-    dims = [dim for value in inputs.values() for dim in value.type.tensor_type.shape.dim]
-    unknown = sorted(set(by_input) - set(inputs))
-    unknown += sorted(set(by_name) - {dim.dim_param for dim in dims if dim.dim_param})
-    if unknown:
-        raise InvalidModelError(
-            f"shapes names {', '.join(map(repr, unknown))}, which is neither an input with a whole "
-            f"shape nor a symbolic dimension with a size; inputs: {_describe(inputs.values())}"
-        )
+    by_input, by_name = _sorted_by_kind(shapes or {})
+    _check_names(inputs, by_input.keys(), by_name.keys())
     for name, shape in by_input.items():
         _bind_input(inputs[name], shape)
     for value in inputs.values():
@@ -60,6 +43,38 @@ def bind_shapes(model: onnx.ModelProto, shapes: Shapes | None) -> None:
     if missing:
         raise InvalidModelError("; ".join(missing))
     _forget_inferred_shapes(model)
+
+
+def _sorted_by_kind(
+    shapes: Shapes,
+) -> tuple[dict[str, Sequence[int | str]], dict[str, int | str]]:
+    """Whole shapes of inputs, and sizes of symbolic dimensions."""
+    by_input: dict[str, Sequence[int | str]] = {}
+    by_name: dict[str, int | str] = {}
+    for name, size in shapes.items():
+        if isinstance(size, str | numbers.Integral):
+            by_name[name] = size
+        elif isinstance(size, Iterable):
+            by_input[name] = tuple(size)
+        else:
+            raise InvalidModelError(
+                f"shapes gives {name!r} the value {size!r}; expected a shape or a size"
+            )
+    return by_input, by_name
+
+
+def _check_names(
+    inputs: Mapping[str, onnx.ValueInfoProto], by_input: Set[str], by_name: Set[str]
+) -> None:
+    """Refuse names of inputs and of symbolic dimensions that the model does not have."""
+    dims = [dim for value in inputs.values() for dim in value.type.tensor_type.shape.dim]
+    unknown = sorted(by_input - inputs.keys())
+    unknown += sorted(by_name - {dim.dim_param for dim in dims if dim.dim_param})
+    if unknown:
+        raise InvalidModelError(
+            f"shapes names {', '.join(map(repr, unknown))}, which is neither an input with a whole "
+            f"shape nor a symbolic dimension with a size; inputs: {_describe(inputs.values())}"
+        )
 
 
 def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -76,6 +91,14 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
         raise InvalidModelError(f"the model's shapes do not fit together: {text}") from error
     _check_sizes(inferred)
     return inferred
+
+
+def infer_shapes_anew(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with the shapes of all its tensors, none taken from what it declares."""
+    del model.graph.value_info[:]
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    return infer_shapes(model)
 
 
 def static_shape(value: onnx.ValueInfoProto) -> tuple[int, ...] | None:

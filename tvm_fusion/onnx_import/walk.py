@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways through an ONNX model that its loader, mends and importer share."""
+"""Ways through an ONNX model, and edits of it, that its loader, mends and importer share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import onnx
@@ -72,3 +72,21 @@ def used_names(model: onnx.ModelProto) -> set[str]:
         if isinstance(graph, onnx.GraphProto):
             names.update(value.name for value in graph.output)
     return names
+
+
+def replace_nodes(
+    graph: onnx.GraphProto | onnx.FunctionProto, nodes: Iterable[onnx.NodeProto]
+) -> None:
+    """Give a graph other nodes."""
+    nodes = list(nodes)
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def set_attributes(node: onnx.NodeProto, dropped: Iterable[str] = (), **values: Any) -> None:
+    """Drop a node's attributes by name, then set others."""
+    gone = {*dropped, *values}
+    kept = [entry for entry in node.attribute if entry.name not in gone]
+    kept += [onnx.helper.make_attribute(name, value) for name, value in values.items()]
+    del node.attribute[:]
+    node.attribute.extend(kept)

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from onnx import helper
-from onnx_cases import int64, normal, onnx_model
+from onnx_cases import int64, normal, onnx_model, run_relax
 
 from tvm_fusion.errors import InvalidModelError
 from tvm_fusion.frontend import import_onnx
+from tvm_fusion.onnx_import.loader import check_external_data
 
 
 @pytest.fixture
@@ -85,11 +87,49 @@ def test_missing_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "entries", [{"length": "4000"}, {"offset": "2044"}, {"offset": "-4"}, {"offset": "far"}]
+    ("entries", "message"),
+    [
+        ({"length": "4000"}, "of length 4000; its shape and type take 2048 bytes"),
+        ({"offset": "2044"}, "2048 bytes from offset 2044; the file has 2048 bytes"),
+        ({"offset": "-4"}, "2048 bytes from offset -4; the file has 2048 bytes"),
+        ({"offset": "far"}, "its place in there is no number: .*'far'"),
+    ],
 )
-def test_data_that_do_not_fill_the_tensor(folder: Path, entries: dict[str, str]) -> None:
-    with pytest.raises(InvalidModelError, match="tensor 'w'"):
+def test_data_that_do_not_fill_the_tensor(
+    folder: Path, entries: dict[str, str], message: str
+) -> None:
+    with pytest.raises(InvalidModelError, match=f"tensor 'w' has external data at .*{message}"):
         import_onnx(_save(folder, "weights.bin", **entries))
+
+
+def test_no_more_is_read_than_the_tensor_takes(folder: Path) -> None:
+    """A hole of a terabyte takes no space on the disk, but would take it in memory."""
+    with (folder / "weights.bin").open("ab") as file:
+        file.truncate(2**40)
+    path = _save(folder, "weights.bin")
+    zeros = np.zeros(512, np.float32)
+    np.testing.assert_array_equal(run_relax(import_onnx(path), [zeros])[0], normal(512))
+
+
+@pytest.mark.parametrize(("kind", "count"), [("INT4", 3), ("UINT2", 5), ("DOUBLE", 1)])
+def test_packed_elements_share_bytes(folder: Path, kind: str, count: int) -> None:
+    tensor = onnx.TensorProto(name="w", data_type=onnx.TensorProto.DataType.Value(kind))
+    tensor.dims.append(count)
+    _externalize(tensor, "weights.bin")
+    model = onnx_model([helper.make_node("Relu", ["x"], ["y"])], {"x": (1,)}, ["y"])
+    model.graph.initializer.append(tensor)
+    check_external_data(model, folder)
+    length = {entry.key: entry.value for entry in model.graph.initializer[0].external_data}
+    assert length["length"] == ("8" if kind == "DOUBLE" else "2")
+
+
+def test_elements_of_an_unknown_type(folder: Path) -> None:
+    path = _save(folder, "weights.bin")
+    model = onnx.ModelProto.FromString(path.read_bytes())
+    model.graph.initializer[0].data_type = 99
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(InvalidModelError, match="'w' holds elements of the unknown type 99"):
+        import_onnx(path)
 
 
 def test_bytes_have_no_folder(folder: Path) -> None:

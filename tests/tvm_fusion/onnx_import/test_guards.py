@@ -56,6 +56,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], int, str]] = [
         13,
         "its mode is 'lanczos' with nearest_mode None",
     ),
+    ("LpPool", [], {"kernel_shape": [2, 2], "ceil_mode": 1}, 18, "its ceil_mode is 1"),
     (
         "Slice",
         [int64(3), int64(3), int64(2)],
@@ -213,6 +214,34 @@ def test_integer_divisions(op_type: str) -> None:
         import_onnx(quotient("zero"))
     with pytest.raises(UnsupportedOperatorError, match="by a number that depends on data"):
         import_onnx(quotient("x"))
+
+
+def _quotient(op_type: str, divisor: np.ndarray, shape: tuple[int, ...]) -> onnx.ModelProto:
+    node = helper.make_node(op_type, ["x", "divisor"], ["y"], name="op")
+    kind = helper.np_dtype_to_tensor_dtype(divisor.dtype)
+    model = onnx_model([node], {"x": shape}, ["y"], {"divisor": divisor}, dtype=kind)
+    model.graph.output[0].type.tensor_type.elem_type = kind
+    return model
+
+
+@pytest.mark.parametrize("op_type", ["Div", "Mod"])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_divisions_by_minus_one(op_type: str, dtype: str) -> None:
+    """The smallest integer has no positive counterpart: to divide it by -1 would trap."""
+    smallest = np.iinfo(dtype).min
+    data = np.array([[smallest, 7, 0]], dtype)
+    imported = import_onnx(_quotient(op_type, np.full((2, 1), -1, dtype), data.shape))
+    expected = [smallest, -7, 0] if op_type == "Div" else [0, 0, 0]
+    np.testing.assert_array_equal(run_relax(imported, [data])[0], [expected] * 2)
+    harmless = {"x": data[:, 1:]}
+    assert_same_as_onnx_runtime(_quotient(op_type, np.full(2, -1, dtype), (1, 2)), harmless)
+
+
+@pytest.mark.parametrize("op_type", ["Div", "Mod"])
+def test_divisions_by_minus_one_among_others_are_refused(op_type: str) -> None:
+    model = _quotient(op_type, np.array([-1, 2, -1], np.int32), (3,))
+    with pytest.raises(UnsupportedOperatorError, match="divides integers by -1 and by other numb"):
+        import_onnx(model)
 
 
 def test_powers_of_integers() -> None:

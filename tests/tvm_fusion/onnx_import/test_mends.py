@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
@@ -68,6 +69,13 @@ def test_resizing_before_coordinate_modes(op_type: str, opset: int, mode: str) -
     assert_same_as_onnx_runtime(model)
 
 
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_resizing_before_coordinate_modes_inside_of_a_branch(mode: str) -> None:
+    nodes = [helper.make_node("Upsample", ["x", "scales"], ["r"], mode=mode)]
+    scales = {"scales": np.array([1, 1, 2, 3], np.float32)}
+    assert_same_as_onnx_runtime(_always(nodes, (1, 2, 3, 4), scales, opset=9))
+
+
 def test_opset_that_cannot_be_upgraded() -> None:
     """Scalar broadcasting along an axis ended with opset 7."""
     model = one_node("Add", (2, 3, 4), normal(3), opset=6, listed=True, broadcast=1, axis=1)
@@ -80,6 +88,17 @@ def test_sum_becomes_additions() -> None:
     node = helper.make_node("Sum", ["a", "b", "c"], ["y"], name="total")
     model = onnx_model([node], {"a": (2, 3), "b": (3,)}, ["y"], {"c": normal(2, 1)})
     assert relax_ops(assert_same_as_onnx_runtime(model)) == {"relax.add"}
+
+
+def test_sum_inside_of_a_branch() -> None:
+    nodes = [helper.make_node("Sum", ["x", "x", "c"], ["r"])]
+    imported = assert_same_as_onnx_runtime(_always(nodes, (2, 3), {"c": normal(3)}))
+    assert relax_ops(imported) == {"relax.add"}
+
+
+def test_expanded_operators_inside_of_a_branch() -> None:
+    nodes = [helper.make_node("Celu", ["x"], ["t"]), helper.make_node("Celu", ["t"], ["r"])]
+    assert_same_as_onnx_runtime(_always(nodes, (2, 3), {}))
 
 
 def test_identity_and_dropout_vanish() -> None:
@@ -149,9 +168,75 @@ def test_constants_that_would_fill_the_memory_are_refused() -> None:
         import_onnx(model)
 
 
-def test_exponent_of_another_type() -> None:
-    model = one_node("Pow", (2, 3), np.array(3, np.int64))
+@pytest.mark.parametrize(
+    ("op_type", "sizes", "message"),
+    [
+        ("ConstantOfShape", [-(10**13)], "of the negative size -10000000000000"),
+        ("ConstantOfShape", [-2, -2], "of the negative size -2"),
+        ("Tile", [-(10**13), 1], "of the negative size -10000000000000"),
+        ("ConstantOfShape", [2**31], "of 2147483648 elements; expected at most 2147483647"),
+        ("Tile", [2**40, 1], r"of \d+ elements; expected at most 2147483647"),
+    ],
+)
+def test_constants_of_absurd_sizes_are_refused(
+    op_type: str, sizes: list[int], message: str
+) -> None:
+    """Sizes that another node computes, which the inference of shapes does not see."""
+    names = ["size"] if op_type == "ConstantOfShape" else ["row", "size"]
+    nodes = [
+        helper.make_node("Neg", ["minus"], ["size"]),
+        helper.make_node(op_type, names, ["c"], name="op"),
+        helper.make_node("ReduceMax", ["c"], ["top"]),
+        helper.make_node("Add", ["x", "top"], ["y"]),
+    ]
+    constants = {"minus": -int64(*sizes), "row": normal(1, 3)}
+    with pytest.raises(InvalidModelError, match=rf"'op' \({op_type}\) makes a constant {message}"):
+        import_onnx(onnx_model(nodes, {"x": (1,)}, ["y"], constants))
+
+
+@pytest.mark.parametrize(
+    "exponent", [np.array(3, np.int64), np.array(2.1, np.float64), np.array(0.5, np.float64)]
+)
+def test_exponent_of_another_type(exponent: np.ndarray) -> None:
+    model = one_node("Pow", (2, 3), exponent)
+    assert_same_as_onnx_runtime(model, {"x": np.abs(normal(2, 3))})
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_automatic_padding(data: st.DataObject) -> None:
+    op_type = data.draw(st.sampled_from(["AveragePool", "Conv", "LpPool", "MaxPool"]))
+    size = data.draw(st.tuples(st.integers(3, 9), st.integers(3, 9)))
+    attributes: dict[str, Any] = {
+        "kernel_shape": data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3))),
+        "auto_pad": data.draw(st.sampled_from(["SAME_LOWER", "SAME_UPPER"])),
+    }
+    # ONNX Runtime refuses strides that skip elements here.
+    attributes["strides"] = [data.draw(st.integers(1, k)) for k in attributes["kernel_shape"]]
+    weights = [normal(3, 2, *attributes["kernel_shape"])] if op_type == "Conv" else []
+    model = one_node(op_type, (1, 2, *size), *weights, **attributes)
     assert_same_as_onnx_runtime(model)
+
+
+@pytest.mark.parametrize("mode", ["SAME_LOWER", "SAME_UPPER"])
+@pytest.mark.parametrize("op_type", ["AveragePool", "LpPool", "MaxPool"])
+def test_automatic_padding_of_dilated_windows(op_type: str, mode: str) -> None:
+    """ONNX Runtime forgets the dilation here, so it gets the padding written out."""
+    attributes = {"kernel_shape": [3, 2], "strides": [2, 3], "dilations": [2, 2]}
+    shape = (1, 2, 9, 8)
+    # Windows that span 5 and 3 of 9 and 8 elements, 5 and 3 times: 4 and 1 elements of padding.
+    pads = [2, 0, 2, 1] if mode == "SAME_UPPER" else [2, 1, 2, 0]
+    explicit = one_node(op_type, shape, opset=19, pads=pads, **attributes)
+    implied = one_node(op_type, shape, opset=19, auto_pad=mode, **attributes)
+    expected = assert_same_as_onnx_runtime(explicit)
+    tvm.ir.assert_structural_equal(import_onnx(implied).mod, expected.mod)
+
+
+def test_automatic_padding_with_a_symbolic_batch() -> None:
+    attributes = {"kernel_shape": [2, 2], "strides": [2, 2], "auto_pad": "SAME_LOWER"}
+    model = one_node("MaxPool", (1, 2, 9, 9), **attributes)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
+    assert import_onnx(model, {"n": "n"}).outputs[0].shape == ("n", 2, 5, 5)
 
 
 @settings(max_examples=15)
@@ -223,6 +308,20 @@ def test_operators_of_networks(op_type: str, constants: list[Any], attributes: A
     if op_type == "Split":
         model.graph.node[0].output.extend(["y1", "y2"])
     assert_same_as_onnx_runtime(model)
+
+
+def _always(
+    nodes: list[onnx.NodeProto],
+    shape: tuple[int, ...],
+    constants: dict[str, np.ndarray],
+    opset: int = 17,
+) -> onnx.ModelProto:
+    """An If that always runs the nodes, which compute "r" from "x" and the constants."""
+    result = helper.make_tensor_value_info("r", TensorProto.FLOAT, None)
+    branch = helper.make_graph(nodes, "branch", [], [result])
+    node = helper.make_node("If", ["c0"], ["y"], then_branch=branch, else_branch=branch)
+    constants = {"c0": np.array(True), **constants}
+    return onnx_model([node], {"x": shape}, ["y"], constants, opset)
 
 
 def _choice(condition: bool | None) -> onnx.ModelProto:
