@@ -22,7 +22,7 @@ from tvm.s_tir.dlight import ScheduleRule
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
-from ..conv2d_workload import ITEM_BYTES, Conv2DKernel, from_json
+from ..conv2d_workload import ITEM_BYTES, Conv2DKernel, ConvLayer, from_json
 from ..errors import OpError
 from .conv_nest import (
     block_runs,
@@ -59,6 +59,9 @@ class Conv2DKnobs:
     ic_o : int
         Parts of the reduction, a divisor of the input blocks: the weights of one part and block
         tile stay in L1 while all pixels pass over them. 1 where ``blocks_inside``.
+    prefetch : bool
+        Whether the micro-kernel asks for the weights that come next. Of no use to depthwise layers
+        and NCHW data.
     """
 
     pixels: int
@@ -68,6 +71,7 @@ class Conv2DKnobs:
     unit_group: int
     blocks_inside: bool
     ic_o: int = 1
+    prefetch: bool = False
 
 
 class Conv2D(ScheduleRule):
@@ -184,7 +188,9 @@ def _nest(
     for block, size in for_each_block_tile(runs, blocks):
         with loop(0, knobs.ic_o) as part:
             reduction = Reduction(part * count, count, part == 0, part == knobs.ic_o - 1)
-            tile = functools.partial(compute_tile, ops, block, size, reduction=reduction)
+            tile = functools.partial(
+                compute_tile, ops, block, size, reduction=reduction, prefetch=knobs.prefetch
+            )
             pixel_nest(ops, rows, knobs.pixels, tile, tiles)
 
 
@@ -205,28 +211,59 @@ def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKnobs:
     block_tiles = -(-out_blocks // blocks)
     item = ITEM_BYTES[kernel.dtype]
     weight_bytes = layer.weight_elements() * item
-    unit_bytes = layer.in_channels * item * (pixels if flat else width * layer.strides[0])
+    rows_read = min(layer.strides[0], layer.kernel[0])
+    unit_bytes = layer.in_channels * item * (pixels if flat else width * rows_read)
     inside = not layer.is_depthwise and weight_bytes <= cpu.l1d_bytes // 2
     chunks = _share_out(kernel, cpu, units, block_tiles, weight_bytes > units * unit_bytes)
+    share = _Share(-(-units // chunks[0]), -(-block_tiles // chunks[1]))
+    packed = not layer.is_depthwise and kernel.data_layout != "NCHW"
     return Conv2DKnobs(
         pixels=pixels,
         blocks=blocks,
         unit_chunks=chunks[0],
         block_chunks=chunks[1],
-        unit_group=max(1, cpu.l2_bytes // 2 // unit_bytes),
+        unit_group=_unit_group(layer, share, unit_bytes, weight_bytes // chunks[1], cpu),
         blocks_inside=inside,
-        ic_o=1 if inside else _reduction_parts(kernel, blocks, cpu),
+        ic_o=_reduction_parts(kernel, blocks, cpu) if packed and not inside else 1,
+        prefetch=packed and not inside,
     )
 
 
+@dataclass(frozen=True)
+class _Share:
+    """What one core gets."""
+
+    units: int
+    block_tiles: int
+
+
+def _unit_group(
+    layer: ConvLayer, share: _Share, unit_bytes: int, weight_bytes: int, cpu: CPUInfo
+) -> int:
+    """Units in a group: all, or what half of the L2 holds, whichever moves fewer bytes into it.
+
+    Several groups read the weights several times; one that the L2 does not hold is read again for
+    every block tile.
+    """
+    if layer.is_depthwise:
+        return share.units
+    group = max(1, cpu.l2_bytes // 2 // unit_bytes)
+    data = share.units * unit_bytes
+    passes = 1 if data <= cpu.l2_bytes else share.block_tiles
+    whole = passes * data + weight_bytes
+    parts = data + -(-share.units // group) * weight_bytes
+    return share.units if whole <= parts else group
+
+
 def _reduction_parts(kernel: Conv2DKernel, blocks: int, cpu: CPUInfo) -> int:
-    """Parts of the reduction: several where the weights of a block tile outgrow half of the L2."""
+    """Parts of the reduction: several where the weights of a block tile crowd the L2.
+
+    Two block tiles' weights, of this one and of the next, should share it with the data.
+    """
     layer = kernel.layers[0]
-    if layer.is_depthwise or kernel.data_layout == "NCHW":
-        return 1
     in_blocks = -(-(layer.in_channels // layer.groups) // kernel.lanes)
     block_bytes = math.prod(layer.kernel) * blocks * kernel.lanes**2 * ITEM_BYTES[kernel.dtype]
-    if in_blocks * block_bytes <= cpu.l2_bytes // 2:
+    if in_blocks * block_bytes <= cpu.l2_bytes // 4:
         return 1
     parts = (p for p in range(1, in_blocks + 1) if in_blocks % p == 0)
     return next((p for p in parts if in_blocks // p * block_bytes <= cpu.l1d_bytes), in_blocks)

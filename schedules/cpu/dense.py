@@ -86,7 +86,7 @@ def _streams(kernel: Kernel, facts: BlockFacts, product: Product) -> bool:
         product.right.strides[product.n] == 1
         and _height(facts, product) <= _STREAMED_ROWS
         and facts.volume(touched) * facts.itemsize > kernel.cpu.l2_bytes
-        and facts.volume([product.n]) > _accumulators(kernel.cpu) * _lanes(kernel.cpu, facts)
+        and facts.volume([product.n]) > _accumulators(kernel.cpu) * kernel.lanes(facts)
     )
 
 
@@ -99,7 +99,7 @@ def _stream(
 ) -> Result:
     """Give each thread whole rows of the matrix if they can be shared out, else columns."""
     height, cores = _height(facts, product), kernel.cpu.num_cores
-    lanes = _lanes(kernel.cpu, facts)
+    lanes = kernel.lanes(facts)
     sums = kernel.cpu.l1d_bytes // 2 // (height * lanes * facts.itemsize)
     outer = facts.volume(facts.positions("S")[:-1]) // height
     group = merge_groups(facts, facts.positions("R"))[0]
@@ -108,8 +108,7 @@ def _stream(
         if feeds(outer, cores):
             return stream_rows(kernel, block, consumers, sums, product.row_axis)
         partial = split_over_threads(kernel.sch, facts, parts)
-        axis = None if product.row_axis is None else product.row_axis + 1
-        overlaps, _ = stream_rows(kernel, partial, (), sums, axis)
+        overlaps, _ = stream_rows(kernel, partial, (), sums, product.row_axis)
         more, rest = reduce_whole(kernel, block, consumers)
         return overlaps + more, rest
     vectors = -(-facts.volume([product.n]) // lanes)
@@ -125,10 +124,6 @@ def even_parts(extent: int, cores: int) -> int:
         if extent % parts == 0 and parts < extent and -(-parts // cores) * cores <= 1.25 * parts
     ]
     return min(choices, default=0)
-
-
-def _lanes(cpu: CPUInfo, facts: BlockFacts) -> int:
-    return max(1, cpu.vector_bits // 8 // facts.itemsize)
 
 
 def _height(facts: BlockFacts, product: Product) -> int:
@@ -148,11 +143,11 @@ def _plan_columns(
 ) -> Columns:
     cpu = kernel.cpu
     width = facts.extents[product.n] or 1
-    lanes = min(width, cpu.vector_bits // 8 // facts.itemsize)
+    lanes = min(width, kernel.lanes(facts))
     count = width // lanes
     spatial = facts.positions("S")
     height, outer = _height(facts, product), facts.volume(spatial[:-1])
-    if height == 1:
+    if product.row_axis is None:
         return Columns(balanced_tile(-(-width // lanes), 8, outer, cpu.num_cores))
     rows, vectors = matrix_tile(height, count, _accumulators(cpu))
     rows = _divisor(height, rows) if grouped else rows
@@ -163,7 +158,7 @@ def _plan_columns(
         packed = next(
             index for index, read in enumerate(reads) if read.same_as(product.right.buffer)
         )
-    return Columns(vectors, rows, product.row_axis or 0, packed)
+    return Columns(vectors, rows, product.row_axis, packed)
 
 
 def _plan_dots(cpu: CPUInfo, facts: BlockFacts, product: Product, grouped: bool) -> Rows:

@@ -81,11 +81,6 @@ class BlockFacts:
     itemsize: int = 4
     indirect: bool = False
 
-    @property
-    def is_static(self) -> bool:
-        """Whether every extent is a constant."""
-        return None not in self.extents
-
     def positions(self, kind: str) -> list[int]:
         """Positions of the variables of ``kind`` that iterate more than once."""
         return [
@@ -126,6 +121,10 @@ class Kernel:
     blocks: list[SBlockInfo]
     cpu: CPUInfo
 
+    def lanes(self, facts: BlockFacts) -> int:
+        """How many of a block's widest elements a vector holds (at least 1)."""
+        return max(1, self.cpu.vector_bits // 8 // facts.itemsize)
+
 
 def open_kernel(func: tirx.PrimFunc, target: Target) -> Kernel | None:
     """Open ``func`` for scheduling, or return None if no CPU rule can take it.
@@ -140,7 +139,8 @@ def open_kernel(func: tirx.PrimFunc, target: Target) -> Kernel | None:
     Returns
     -------
     Kernel | None
-        None for other targets, and for functions whose blocks have no normal form or are empty.
+        None for other targets, and for functions whose blocks have no normal form, are empty, or
+        use buffers with strides.
     """
     if not isinstance(func, tirx.PrimFunc) or target.kind.name != "llvm":
         return None
@@ -148,10 +148,17 @@ def open_kernel(func: tirx.PrimFunc, target: Target) -> Kernel | None:
     blocks = normalize_prim_func(sch)
     if not blocks or any(extent == 0 for info in blocks for extent in info.dom()):
         return None
+    if any(_has_strides(sch.get(info.block_rv)) for info in blocks):
+        return None
     for info in blocks:
         if not sch.get_loops(info.block_rv):
             sch.add_unit_loop(info.block_rv)  # rfactor fails beside a block without loops
     return Kernel(sch, blocks, CPUInfo.from_target(target))
+
+
+def _has_strides(block: s_tir.SBlock) -> bool:
+    """Whether a buffer's elements lie apart, so that an offset is not row-major."""
+    return any(list(region.source.strides) for region in (*block.reads, *block.writes))
 
 
 def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import LoopRV
 from tvm.target import Target
 
+from .cut_points import cut_points
 from .facts import Access, BlockFacts, Kernel, block_facts, open_kernel
-from .guards import cut_points
 from .overlap import Overlap
 from .rule import CPURule
 from .spatial import schedule_spatial
@@ -108,15 +109,16 @@ def _contiguous(facts: BlockFacts, groups: list[list[int]], access: Access) -> _
     for index, group in enumerate(groups):
         k = group[-1]
         if access.strides[k] is None and len(group) == 1:
-            for run in _BLOCKS:
-                if run <= (facts.extents[k] or 0) and not _stride_is_one(facts, access, k, run):
-                    break
-                longest = run
-            else:
-                run = 2 * _BLOCKS[-1]
-            if run > _BLOCKS[0]:
-                return _Walk(index, longest)
+            run = _longest_run(facts, access, k)
+            if run > 0:
+                return _Walk(index, run)
     return None
+
+
+def _longest_run(facts: BlockFacts, access: Access, k: int) -> int:
+    """How many iterations of variable ``k`` are sure to touch neighbours; 0 if fewer than 4."""
+    runs = [run for run in _BLOCKS if run <= (facts.extents[k] or 0)]
+    return max(takewhile(lambda run: _stride_is_one(facts, access, k, run), runs), default=0)
 
 
 def _stride_is_one(facts: BlockFacts, access: Access, k: int, run: int) -> bool:
@@ -143,7 +145,7 @@ def _transpose(
     fused = [fuse_group(sch, [loops[k] for k in group]) for group in groups]
     extents = [facts.volume(group) for group in groups]
     line = max(1, _CACHE_LINE // facts.itemsize)
-    lanes = max(1, kernel.cpu.vector_bits // 8 // facts.itemsize)
+    lanes = kernel.lanes(facts)
     overlaps: list[Overlap] = []
 
     def tile(walk: _Walk, wanted: int) -> LoopRV | None:

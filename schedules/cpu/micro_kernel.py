@@ -26,8 +26,10 @@ from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..compute.conv2d import activate
-from ..conv2d_workload import ConvLayer
+from ..conv2d_workload import ITEM_BYTES, ConvLayer
 from .tiles import Index, Run
+
+CACHE_LINE_BYTES = 64
 
 # Kernel row, kernel column, and the pixels of the tile that see this tap.
 Tap = tuple[Index, Index, tuple[int, int]]
@@ -153,6 +155,7 @@ def dense_tile(
     run: Run,
     column: Index,
     reduction: Reduction,
+    prefetch: bool = False,
 ) -> None:
     """Compute ``run.size`` pixels x ``blocks`` channel blocks of a dense or grouped layer.
 
@@ -168,18 +171,25 @@ def dense_tile(
         Its number of pixels ``P`` and its taps.
     reduction : Reduction
         Which input blocks are summed.
+    prefetch : bool
+        Whether to ask meanwhile for a share of the weights that come next: of the next part of the
+        reduction, or after the last one of the next ``V`` blocks.
     """
     with T.sblock("tile"):
         T.reads()
         T.writes()
         lanes = ops.lanes
         sums = T.sblock_alloc_buffer((run.size * blocks * lanes,), ops.dtype)
+        ahead: Index | None = None
+        if prefetch:
+            turn = tirx.floordiv(row * ops.output.width + column, run.size)
+            ahead = next_weights(ops, block, blocks, reduction, turn)
         _start(ops, sums, block, blocks, row, run, column, reduction)
         blocks_read = (reduction.start, reduction.start + reduction.count)
         if ops.source.lanes > 1:
             with loop(*blocks_read) as in_block:
                 for tap in _taps(ops, row, run):
-                    _multiply(ops, sums, (block, blocks), (row, column), in_block, tap)
+                    _multiply(ops, sums, (block, blocks), (row, column), in_block, tap, ahead)
         else:
             # Channels innermost: pixels that neighbouring kernel columns share would otherwise be
             # kept in registers from column to column, and push the accumulators out.
@@ -220,6 +230,13 @@ def _group_start(ops: LayerOperands, block: Index) -> Index:
 
 def _load(buffer: tirx.Buffer, offset: Index, lanes: int) -> tirx.Expr:
     return buffer[T.ramp(offset, 1, lanes)] if lanes > 1 else buffer[offset]
+
+
+def _prefetch(buffer: tirx.Buffer, offset: Index) -> None:
+    """Ask for a cache line, for reading, into the L2; beyond the buffer it does nothing."""
+    read, into_l2, data = T.int32(0), T.int32(2), T.int32(1)
+    address = T.address_of(buffer[offset])
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, into_l2, data))
 
 
 def _store(buffer: tirx.Buffer, value: tirx.Expr, offset: Index, lanes: int) -> None:
@@ -271,6 +288,45 @@ def _visible_rows(ops: LayerOperands, row: Index) -> tuple[Index, Index]:
     return low, high
 
 
+def next_weights(
+    ops: LayerOperands, block: Index, blocks: int, reduction: Reduction, turn: Index
+) -> Index:
+    """Where a tile begins to ask for weights: tiles take turns, until all lines are asked for.
+
+    The weights of a part are ``V`` pieces of ``steps`` squares of lanes; a turn asks for as many
+    lines of one piece as it has steps.
+
+    Parameters
+    ----------
+    ops : LayerOperands
+        The layer.
+    block, blocks : Index, int
+        First output block of the tile and their number ``V``.
+    reduction : Reduction
+        The part of the input blocks that the tile sums.
+    turn : Index
+        Number of the tile among those of the same blocks and part.
+
+    Returns
+    -------
+    Index
+        Element of the packed weights from which the tile's step 0 (input block 0, tap 0) counts.
+    """
+    layer, lanes = ops.layer, ops.lanes
+    taps, square = layer.kernel[0] * layer.kernel[1], ops.source.lanes * lanes
+    line = CACHE_LINE_BYTES // ITEM_BYTES[ops.dtype]
+    turns = max(1, square // line)
+    piece = block + tirx.floormod(tirx.floordiv(turn, turns), blocks)
+    start: Index = reduction.start + reduction.count
+    if reduction.last is True:
+        piece, start = piece + blocks, 0
+    elif reduction.last is not False:
+        piece = tirx.Select(reduction.last, piece + blocks, piece)
+        start = tirx.Select(reduction.last, 0, start)
+    lines = tirx.floormod(turn, turns) * reduction.count - reduction.start
+    return (piece * ops.in_blocks + start) * (taps * square) + lines * (taps * line)
+
+
 def _multiply(
     ops: LayerOperands,
     sums: tirx.Buffer,
@@ -278,8 +334,12 @@ def _multiply(
     pixel: tuple[Index, Index],
     in_block: Index,
     tap: Tap,
+    ahead: Index | None = None,
 ) -> None:
-    """All multiply-adds of one tap and one input block (counted within the group)."""
+    """All multiply-adds of one tap and one input block (counted within the group).
+
+    They take long enough to ask for one cache line of weights, counted from ``ahead``.
+    """
     layer, lanes, source = ops.layer, ops.lanes, ops.source
     block, blocks = out
     kh, kw, span = tap
@@ -290,6 +350,9 @@ def _multiply(
     source_block = _group_start(ops, block) + in_block
     origin = source.at(source_block, *_source_pixel(layer, *pixel, kh, kw))
     pixel_step = layer.strides[1] * source.lanes
+    if ahead is not None:
+        step = in_block * taps + kh * layer.kernel[1] + kw
+        _prefetch(ops.weight, ahead + step * (CACHE_LINE_BYTES // ITEM_BYTES[ops.dtype]))
     with T.unroll(0, source.lanes) as lane:
         with T.unroll(*span) as p:
             element = T.broadcast(source.buffer[origin + p * pixel_step + lane], lanes)

@@ -62,15 +62,35 @@ def overlap_of(sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV, tile: int) ->
     Returns
     -------
     Overlap | None
-        None if the tile divides the axis, or if the block does not depend on the loop.
+        None if the tile divides the axis, if the block does not depend on the loop, or if what it
+        computes in an iteration is anything but the next tile (reshaped, reversed or shifted axes).
     """
     realize = realize_of(sch, block)
     var = sch.get(loop).loop_var
     positions = tuple(k for k, value in enumerate(realize.iter_values) if uses(value, var))
-    total = math.prod(int(realize.block.iter_vars[k].dom.extent) for k in positions)
-    if not positions or total % tile == 0:
+    extents = [realize.block.iter_vars[k].dom.extent for k in positions]
+    if not positions or not all(isinstance(extent, tirx.IntImm) for extent in extents):
+        return None
+    total = math.prod(int(extent) for extent in extents)
+    if total % tile == 0 or total < tile:
+        return None
+    analyzer = sym.Analyzer()
+    for around in sch.get_loops(block):
+        outer = sch.get(around)
+        analyzer.bind(outer.loop_var, ir.Range.from_min_extent(outer.min, outer.extent))
+    inside = analyzer.simplify(_place(realize, positions) - var * tile)
+    bound = analyzer.const_int_bound(inside)
+    if uses(inside, var) or bound.min_value < 0 or bound.max_value >= tile:
         return None
     return Overlap(realize.block.name_hint, positions, tile)
+
+
+def _place(realize: s_tir.SBlockRealize, positions: Sequence[int]) -> ir.Expr:
+    """The iteration along the axis into which variables are fused, row-major."""
+    place = realize.iter_values[positions[0]]
+    for k in positions[1:]:
+        place = place * realize.block.iter_vars[k].dom.extent + realize.iter_values[k]
+    return place
 
 
 def overlap_tails(func: tirx.PrimFunc, overlaps: Sequence[Overlap]) -> tirx.PrimFunc:
@@ -121,10 +141,7 @@ def _overlap_axis(
     extents = [int(realize.block.iter_vars[k].dom.extent) for k in overlap.positions]
     total = math.prod(extents)
     values = list(realize.iter_values)
-    position = values[overlap.positions[0]]
-    for k, extent in zip(overlap.positions[1:], extents[1:], strict=True):
-        position = position * extent + values[k]
-    position = analyzer.simplify(position)
+    position = analyzer.simplify(_place(realize, overlap.positions))
     start = analyzer.simplify(tirx.floordiv(position, overlap.tile) * overlap.tile)
     inside = analyzer.simplify(tirx.floormod(position, overlap.tile))
     moved = tirx.Min(start, tirx.IntImm(str(position.ty.dtype), total - overlap.tile)) + inside

@@ -9,9 +9,11 @@ from tvm import s_tir
 from tvm.s_tir.dlight.analysis import SBlockInfo
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from .consumers import Tiled, follow_or_copy
+from .cut_points import cut_points
 from .facts import BlockFacts, Kernel, block_facts, uses
-from .guards import cut_points
 from .overlap import Tails
+from .spatial import schedule_spatial
 from .steps import finish, parallel_outer, tile_size, unroll, worth_threads
 from .truncate import TAIL
 
@@ -48,12 +50,23 @@ def sliding_axes(facts: BlockFacts) -> list[int]:
     ]
 
 
-def _stage_output(kernel: Kernel, pool: SBlockInfo) -> SBlockRV:
-    """The block that writes the finished outputs: the epilogue, else a copy from registers."""
-    after = kernel.blocks[kernel.blocks.index(pool) + 1 :]
-    if after:
-        return after[0].block_rv
-    return kernel.sch.cache_write(pool.block_rv, 0, "global")
+def _place_output(
+    kernel: Kernel, pool: SBlockInfo, loop: LoopRV, tiled: Tiled
+) -> tuple[SBlockRV, list[SBlockRV]]:
+    """Put what writes the finished outputs at ``loop``: the epilogue, else a copy of registers.
+
+    Also returns the epilogue if it needs a nest of its own.
+    """
+    after = [info.block_rv for info in kernel.blocks[kernel.blocks.index(pool) + 1 :]]
+    moved, rest = follow_or_copy(kernel.sch, pool.block_rv, after, loop, tiled)
+    return moved[0], rest
+
+
+def _finish(kernel: Kernel, tails: Tails, rest: list[SBlockRV]) -> s_tir.Schedule:
+    overlaps = tails.collect()
+    for block in rest:
+        overlaps += schedule_spatial(kernel, block)
+    return finish(kernel.sch, overlaps)
 
 
 def pool_in_lanes(
@@ -61,19 +74,19 @@ def pool_in_lanes(
 ) -> s_tir.Schedule:
     """Windows that do not slide along the contiguous axis: a tile of pixels in registers."""
     sch, block = kernel.sch, pool.block_rv
-    output = _stage_output(kernel, pool)
     loops = sch.get_loops(block)
     reduced = [loops[k] for k in _all(facts, "R")]
     outer = [loops[k] for k in _all(facts, "S") if k not in (window.slide, window.vector)]
     extents = [facts.extents[k] or 1 for k in (window.slide, window.vector)]
     pixels = tile_size(extents[0], _ACCUMULATORS)
-    lanes = min(extents[1], max(1, kernel.cpu.vector_bits // 8 // facts.itemsize))
+    lanes = min(extents[1], kernel.lanes(facts))
     slide, pixel = sch.split(loops[window.slide], [None, pixels])
     vectors, lane = sch.split(loops[window.vector], [None, lanes])
     sch.reorder(*outer, slide, vectors, *reduced, pixel, lane)
-    sch.reverse_compute_at(output, vectors)
+    tiled = [(slide, pixels), (vectors, lanes)]
+    output, rest = _place_output(kernel, pool, vectors, tiled)
     tails = Tails(sch)
-    for place, tile in ((slide, pixels), (vectors, lanes)):
+    for place, tile in tiled:
         tails.add(block, place, tile)
         tails.add(output, place, tile)
     cuts = tile_cuts(cut_points(sch, block, window.slide), extents[0], pixels)
@@ -86,7 +99,7 @@ def pool_in_lanes(
         sch.annotate(slide, TAIL, [1, *cuts])
     init = tails.decompose(block, reduced[0])
     unroll(sch, sch.get_loops(init)[-2:-1])
-    return finish(sch, tails.collect())
+    return _finish(kernel, tails, rest)
 
 
 def _all(facts: BlockFacts, kind: str) -> list[int]:
@@ -129,15 +142,14 @@ def pool_in_rows(
     """Windows that slide along the contiguous axis: vectors of neighbouring windows."""
     sch, block = kernel.sch, pool.block_rv
     padding = None if kernel.blocks[0] is pool else kernel.blocks[0].block_rv
-    output = _stage_output(kernel, pool)
     loops = sch.get_loops(block)
     reduced = [loops[k] for k in _all(facts, "R")]
     outer = [loops[k] for k in _all(facts, "S") if k != window.vector]
     width = facts.extents[window.vector] or 1
-    lanes = min(width, max(1, kernel.cpu.vector_bits // 8 // facts.itemsize))
+    lanes = min(width, kernel.lanes(facts))
     vectors, lane = sch.split(loops[window.vector], [None, lanes])
     sch.reorder(*outer, vectors, *reduced, lane)
-    sch.reverse_compute_at(output, vectors)
+    output, rest = _place_output(kernel, pool, vectors, [(vectors, lanes)])
     tails = Tails(sch)
     tails.add(block, vectors, lanes)
     tails.add(output, vectors, lanes)
@@ -157,7 +169,7 @@ def pool_in_rows(
         sch.annotate(vectors, TAIL, [1, *tile_cuts(cuts, width, lanes)])
     init = tails.decompose(block, reduced[0])
     sch.vectorize(sch.get_loops(init)[-1])
-    return finish(sch, tails.collect())
+    return _finish(kernel, tails, rest)
 
 
 def _stride(facts: BlockFacts, window: Window) -> int | None:
@@ -167,7 +179,7 @@ def _stride(facts: BlockFacts, window: Window) -> int | None:
 
 def few_guarded(kernel: Kernel, facts: BlockFacts, window: Window) -> bool:
     """Whether windows are strided, which needs no padded copy, and few tiles have conditions."""
-    width, lanes = facts.extents[window.vector] or 1, kernel.cpu.vector_bits // 8 // facts.itemsize
+    width, lanes = facts.extents[window.vector] or 1, kernel.lanes(facts)
     return _stride(facts, window) != 1 and width >= 4 * lanes
 
 
@@ -181,7 +193,7 @@ def _place_padding(kernel: Kernel, padding: SBlockRV, outside: list[LoopRV]) -> 
     if outside:
         sch.compute_at(padding, outside[-1])
     row = sch.get_loops(padding)[-1]
-    lanes = max(1, kernel.cpu.vector_bits // 8 // facts.itemsize)
+    lanes = kernel.lanes(facts)
     vectors, lane = sch.split(row, [None, lanes])
     sch.vectorize(lane)
     sch.annotate(vectors, TAIL, [2, *cuts, facts.extents[position]])

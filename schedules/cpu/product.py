@@ -21,7 +21,7 @@ class Product:
     left, right : Access
         The factor that does not depend on ``n``, and the one that does.
     row_axis : int | None
-        The spatial axis (its index among the spatial ones) on which only ``left`` depends.
+        The spatial axis on which only ``left`` depends; counted as ``open_reduction`` does.
     n, k : int
         Positions of the last spatial and of the last reduced variable.
     """
@@ -63,7 +63,7 @@ def find_product(sch: s_tir.Schedule, block: SBlockRV, facts: BlockFacts) -> Pro
     if any(_slides(facts, load) for load in factors):
         return None
     rows = [
-        index
+        index - len(spatial)
         for index, s in enumerate(spatial[:-1])
         if left.strides[s] != 0 and right.strides[s] == 0 and facts.extents[s] is not None
     ]

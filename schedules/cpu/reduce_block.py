@@ -70,7 +70,7 @@ def runs_in_columns(kernel: Kernel, facts: BlockFacts) -> bool:
     spatial, reduced = facts.positions("S"), facts.positions("R")
     if not spatial or facts.extents[spatial[-1]] is None:
         return False
-    lanes = kernel.cpu.vector_bits // 8 // facts.itemsize
+    lanes = kernel.lanes(facts)
     return _side_by_side(facts) or facts.volume(reduced) < 2 * lanes
 
 
@@ -85,7 +85,7 @@ def _thread_parts(kernel: Kernel, facts: BlockFacts) -> int:
     spatial, reduced = facts.positions("S"), facts.positions("R")
     tiles = facts.volume(spatial)
     if runs_in_columns(kernel, facts):
-        tiles //= kernel.cpu.vector_bits // 8 // facts.itemsize
+        tiles //= kernel.lanes(facts)
     cores = kernel.cpu.num_cores
     if facts.volume([*spatial, *reduced]) < 4 * SERIAL_ELEMENTS or feeds(tiles, cores):
         return 1
@@ -130,7 +130,7 @@ def reduce_whole(kernel: Kernel, block: SBlockRV, consumers: Sequence[SBlockRV])
     """Schedule a reduction as :func:`reduce_block` does, but never split over the threads."""
     facts = block_facts(kernel.sch, block)
     assert facts is not None, "a reducible block has facts"
-    lanes = kernel.cpu.vector_bits // 8 // facts.itemsize
+    lanes = kernel.lanes(facts)
     spatial, reduced = facts.positions("S"), facts.positions("R")
     extents = [facts.extents[k] for k in spatial]
     if runs_in_columns(kernel, facts):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from .consumers import follow, vectorize_under
+from .consumers import follow, follow_or_copy, vectorize_under
 from .facts import Kernel
 from .lanes import arrange_lanes, split_into_lanes
 from .overlap import Overlap, Tails
@@ -30,7 +30,7 @@ class Columns:
     rows : int
         How many steps of another spatial axis, ``row_axis``.
     row_axis : int
-        Which spatial axis; ignored for one row.
+        Which spatial axis, counted as ``open_reduction`` does; ignored for one row.
     packed : int | None
         Which of the block's inputs is copied, for each tile of columns, to a buffer of its own,
         which all rows read; the loop over rows is then inside of the one over columns.
@@ -38,7 +38,7 @@ class Columns:
 
     vectors: int
     rows: int = 1
-    row_axis: int = -1
+    row_axis: int = -2
     packed: int | None = None
 
 
@@ -51,7 +51,7 @@ class Rows:
     parts : int
         Most accumulators of one output.
     tile : tuple[tuple[int, int], ...]
-        Spatial axes, and how many steps of each are reduced side by side.
+        Spatial axes, counted so too, and how many steps of each are reduced side by side.
     """
 
     parts: int
@@ -65,7 +65,7 @@ def reduce_in_columns(
     sch = kernel.sch
     facts, outer, reduced = open_reduction(kernel, block)
     width = static_extent(sch, outer[-1]) or 1
-    lanes = min(width, kernel.cpu.vector_bits // 8 // facts.itemsize)
+    lanes = min(width, kernel.lanes(facts))
     vectors = min(plan.vectors, width // lanes)
     packed = None if plan.packed is None else copy_of_input(sch, facts, plan.packed)
     tiles: list[LoopRV] = []
@@ -77,10 +77,7 @@ def reduce_in_columns(
     tiled = [(columns, vectors * lanes), *((loop, plan.rows) for loop in tiles)]
     outer = [*outer, columns, *tiles] if packed is not None else [*outer, *tiles, columns]
     sch.reorder(*outer, *reduced, *rows, vector, lane)
-    moved, rest = follow(sch, consumers, outer[-1])
-    if not moved:
-        moved = [sch.cache_write(block, 0, "global")]
-        sch.reverse_compute_at(moved[0], outer[-1])
+    moved, rest = follow_or_copy(sch, block, consumers, outer[-1], tiled)
     tails = Tails(sch)
     if packed is not None:
         sch.compute_at(packed, columns)
@@ -107,7 +104,7 @@ def reduce_in_rows(
     """Reduce each output in lanes, and the lanes at the end."""
     sch = kernel.sch
     facts, outer, reduced = open_reduction(kernel, block)
-    lanes = kernel.cpu.vector_bits // 8 // facts.itemsize
+    lanes = kernel.lanes(facts)
     split = split_into_lanes(sch, block, reduced[-1], lanes, plan.parts)
     first = split.stages[0]
     outer, rows, tiled = sch.get_loops(first)[: len(outer)], [], []
@@ -121,7 +118,7 @@ def reduce_in_rows(
         sch.reorder(*outer, *inner, *rows)
         for stage in split.stages[1:]:
             sch.reverse_compute_at(stage, outer[-1])
-        moved, rest = follow(sch, consumers, outer[-1])
+        moved, rest = follow(sch, block, consumers, outer[-1], tiled)
         for part in (*split.stages, *moved):
             for loop, size in tiled:
                 tails.add(part, loop, size)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from tvm import s_tir, tirx
+from tvm.error import InternalError
 from tvm.s_tir import ScheduleError
 from tvm.s_tir.dlight.cpu.base import CPUScheduleRule
 from tvm.target import Target
@@ -22,8 +23,8 @@ class CPURule(CPUScheduleRule):
             return None
         try:
             return self.schedule(func, target)
-        except ScheduleError:
-            return None
+        except (ScheduleError, InternalError, ValueError):
+            return None  # primitives also raise the latter two, half-way through their work
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """What :meth:`apply` does after its checks."""

@@ -65,7 +65,8 @@ class Softmax(CPURule):
             return None
         if not all(reducible(stage.facts) for stage in stages if "R" in stage.facts.kinds):
             return None
-        chain = _Columns if runs_in_columns(kernel, stages[0].facts) else _Rows
+        side_by_side = runs_in_columns(kernel, stages[0].facts)
+        chain = _NeighbouringRows if side_by_side else _ContiguousRows
         return chain(kernel, stages).schedule()
 
 
@@ -88,10 +89,6 @@ class _Chain:
         self.nests: list[SBlockRV] = []
         self.decompositions: list[tuple[SBlockRV, LoopRV]] = []
         self.overlaps: list[Overlap] = []
-
-    def lanes(self, facts: BlockFacts) -> int:
-        """Elements of a vector."""
-        return max(1, self.kernel.cpu.vector_bits // 8 // facts.itemsize)
 
     def close(self) -> s_tir.Schedule | None:
         """Merge the loops over rows into one, run it in parallel, decompose the reductions.
@@ -125,7 +122,7 @@ class _Chain:
         return [fuse_group(self.sch, [loops[k] for k in group]) for group in groups]
 
 
-class _Rows(_Chain):
+class _ContiguousRows(_Chain):
     """Rows whose elements are contiguous."""
 
     def schedule(self) -> s_tir.Schedule | None:
@@ -142,13 +139,13 @@ class _Rows(_Chain):
                     self.overlaps += schedule_spatial(self.kernel, block)
                 continue
             loop = self.fuse_reduced(stage)[-1]
-            split = split_into_lanes(sch, block, loop, self.lanes(stage.facts))
+            split = split_into_lanes(sch, block, loop, self.kernel.lanes(stage.facts))
             self.nests += split.stages
             self.decompositions.append((split.stages[0], arrange_lanes(sch, split, self.depth)))
         return self.close()
 
 
-class _Columns(_Chain):
+class _NeighbouringRows(_Chain):
     """Rows whose elements are apart, while neighbouring rows lie side by side."""
 
     def schedule(self) -> s_tir.Schedule | None:
@@ -163,7 +160,7 @@ class _Columns(_Chain):
             rows = [loops[k] for k in stage.rows]
             rest = reduced or [loop for k, loop in enumerate(loops) if k not in stage.rows]
             rows[-1], column = sch.split(rows[-1], [None, tile])
-            lanes = min(tile, self.lanes(stage.facts))
+            lanes = min(tile, self.kernel.lanes(stage.facts))
             vector, lane = sch.split(column, [None, lanes])
             sch.reorder(*rows, *rest, vector, lane)
             self.tails.add(block, rows[-1], tile)
@@ -177,6 +174,6 @@ class _Columns(_Chain):
 
     def _tile(self, facts: BlockFacts, extent: int) -> int:
         """Columns of a tile: whole vectors, as many as keep a temporary row in the L1 cache."""
-        lanes = min(extent, self.lanes(facts))
+        lanes = min(extent, self.kernel.lanes(facts))
         row = facts.volume(facts.positions("R")) * lanes * facts.itemsize
         return lanes * max(1, min(4, extent // lanes, _TEMPORARY_BYTES // max(1, row)))

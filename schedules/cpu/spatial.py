@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from tvm import s_tir
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from .cut_points import cut_points
 from .facts import BlockFacts, Kernel, block_facts
-from .guards import cut_points
-from .machine import CPUInfo
 from .overlap import Overlap
 from .steps import chunk_count, feeds, fuse_group, merge_groups, worth_threads
 from .truncate import TAIL
@@ -31,24 +30,25 @@ def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
     list[Overlap]
         What :func:`finish` has to do about the tail.
     """
-    sch, cpu = kernel.sch, kernel.cpu
+    sch = kernel.sch
     facts, loops = block_facts(sch, block), sch.get_loops(block)
     if facts is None or set(facts.kinds) - {"S"} or not loops or len(loops) != len(facts.kinds):
         return []
     groups = merge_groups(facts, range(len(facts.extents)))
     fused = [fuse_group(sch, [loops[k] for k in group]) for group in groups]
     extents = [facts.volume(group) for group in groups]
-    outer, overlaps = _vectorize_last(sch, facts, groups[-1], fused[-1], cpu)
+    outer, overlaps = _vectorize_last(kernel, facts, groups[-1], fused[-1])
     if worth_threads(facts):
-        _parallel_spatial(sch, fused[:-1], extents[:-1], outer, cpu.num_cores, bool(overlaps))
+        cores = kernel.cpu.num_cores
+        _parallel_spatial(sch, fused[:-1], extents[:-1], outer, cores, bool(overlaps))
     return overlaps
 
 
 def _vectorize_last(
-    sch: s_tir.Schedule, facts: BlockFacts, group: list[int], loop: LoopRV, cpu: CPUInfo
+    kernel: Kernel, facts: BlockFacts, group: list[int], loop: LoopRV
 ) -> tuple[LoopRV | None, list[Overlap]]:
     """Vectorise the innermost loop; return the loop over vectors, if any, and the tail's way."""
-    lanes = max(1, cpu.vector_bits // 8 // facts.itemsize)
+    sch, lanes = kernel.sch, kernel.lanes(facts)
     symbolic = facts.extents[group[-1]] is None
     extent = facts.volume(group)
     guarded = bool(set(group) & facts.guards)

@@ -188,12 +188,30 @@ def align_iters(sch: s_tir.Schedule, block: SBlockRV) -> None:
 def open_reduction(
     kernel: Kernel, block: SBlockRV
 ) -> tuple[BlockFacts, list[LoopRV], list[LoopRV]]:
-    """Facts of a reduction, its spatial loops, and its reduced loops, the latter merged."""
+    """Open a reduction.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        The kernel.
+    block : SBlockRV
+        The reduction, in normal form.
+
+    Returns
+    -------
+    tuple[BlockFacts, list[LoopRV], list[LoopRV]]
+        Its facts, its spatial loops, and its reduced loops, the latter merged. Spatial loops that
+        iterate once come first, so that -1, -2, ... number the others as ``positions("S")`` does.
+    """
     sch = kernel.sch
     facts = block_facts(sch, block)
     assert facts is not None, "a reduction stores"
     loops = sch.get_loops(block)
     groups = merge_groups(facts, facts.positions("R"))
     reduced = [fuse_group(sch, [loops[k] for k in group]) for group in groups]
-    spatial = [loop for loop, kind in zip(loops, facts.kinds, strict=True) if kind == "S"]
+    moving = facts.positions("S")
+    once = [k for k, kind in enumerate(facts.kinds) if kind == "S" and k not in moving]
+    spatial = [loops[k] for k in (*once, *moving)]
+    if once and moving:
+        sch.reorder(*spatial)
     return facts, spatial, reduced

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tvm.s_tir.schedule import SBlockRV
 
-from .consumers import follow, vectorize_under
+from .consumers import follow_or_copy, vectorize_under
 from .facts import Kernel
 from .overlap import Overlap, Tails
 from .steps import open_reduction, parallel_outer, static_extent, unroll
@@ -46,7 +46,8 @@ def stream_rows(
     vectors : int
         Vectors of columns that one thread takes.
     row_axis : int | None
-        Which spatial axis ``m`` is, if there is one; all of it is computed side by side.
+        Which spatial axis ``m`` is, counted as ``open_reduction`` does, if there is one; all of it
+        is computed side by side.
 
     Returns
     -------
@@ -56,7 +57,7 @@ def stream_rows(
     sch = kernel.sch
     facts, outer, reduced = open_reduction(kernel, block)
     width = static_extent(sch, outer[-1]) or 1
-    lanes = min(width, kernel.cpu.vector_bits // 8 // facts.itemsize)
+    lanes = min(width, kernel.lanes(facts))
     vectors = min(vectors, width // lanes)
     rows = [] if row_axis is None else [outer.pop(row_axis)]
     part, vector, lane = sch.split(outer.pop(), [None, vectors, lanes])
@@ -65,10 +66,8 @@ def stream_rows(
     k, step = sch.split(reduced[-1], [None, steps])
     outer = [*outer, part]
     sch.reorder(*outer, *reduced[:-1], k, vector, lane, *rows, step)
-    moved, rest = follow(sch, consumers, part)
-    if not moved:
-        moved = [sch.cache_write(block, 0, "global")]
-        sch.reverse_compute_at(moved[0], part)
+    tiled = [(part, vectors * lanes)]
+    moved, rest = follow_or_copy(sch, block, consumers, part, tiled)
     tails = Tails(sch)
     for stage in (block, *moved):
         tails.add(stage, part, vectors * lanes)

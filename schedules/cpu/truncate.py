@@ -33,7 +33,7 @@ def truncate_tails(func: tirx.PrimFunc) -> tirx.PrimFunc:
         A scheduled function. The annotation is a list: how many loops, perfectly nested from the
         annotated one on, are the parts of one split loop, and then where to cut that loop, the
         last number being its length; ``[2, 1000]`` is the example above. -1 for the length takes
-        it from the block's guard.
+        it from the block's guard, or, without one, from the loops.
 
     Returns
     -------
@@ -49,7 +49,7 @@ def truncate_tails(func: tirx.PrimFunc) -> tirx.PrimFunc:
         chain = _perfect_nest(loop, depth)
         bounds = [_like(loop.loop_var, end) for end in (0, *ends)]
         if ends[-1] < 0:
-            bounds[-1] = _guard_bound(chain[-1].body)
+            bounds[-1] = _guard_bound(chain)
         private = buffers.private_to(loop)
         pieces: list[tirx.Stmt] = []
         for start, end in zip(bounds, bounds[1:], strict=False):
@@ -130,9 +130,14 @@ def _perfect_nest(loop: tirx.For, depth: int) -> list[tirx.For]:
     return chain
 
 
-def _guard_bound(realize: s_tir.SBlockRealize) -> ir.Expr:
-    """The right side of the block's one guard ``position < bound``."""
-    return next(g for g in conjuncts(realize.predicate) if isinstance(g, tirx.LT)).b
+def _guard_bound(chain: Sequence[tirx.For]) -> ir.Expr:
+    """The right side of the guard ``position < bound`` of the loop that the chain is made of."""
+    realize, lane = chain[-1].body, chain[-1].loop_var
+    for guard in conjuncts(realize.predicate):
+        if isinstance(guard, tirx.LT) and uses(guard.a, lane):
+            return guard.b
+    # The parts divide a loop without a guard.
+    return math.prod((part.extent for part in chain[1:]), start=chain[0].extent)
 
 
 def _substitute_nest(chain: Sequence[tirx.For], values: dict[ir.Var, ir.Expr]) -> list[tirx.For]:

@@ -41,6 +41,7 @@ KNOBS = st.builds(
     block_chunks=st.integers(1, 4),
     unit_group=st.integers(1, 6),
     blocks_inside=st.booleans(),
+    prefetch=st.booleans(),
 )
 
 
@@ -86,6 +87,15 @@ def test_parts_that_do_not_fit_are_refused(parts, inside):
     knobs = Conv2DKnobs(4, 2, 1, 1, unit_group=2, blocks_inside=inside, ic_o=parts)
     with pytest.raises(OpError, match=f"ic_o is {parts}; expected a divisor of the 6 input blocks"):
         conv2d_template(build(case), case.kernel, knobs)
+
+
+@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64-v4", "neoverse-n1"])
+def test_weights_are_asked_for_ahead(cpu):
+    triple, lanes, *_ = MACHINES[cpu]
+    target = Target({"kind": "llvm", "mtriple": triple, "mcpu": cpu, "num-cores": 2})
+    case = Case((ConvLayer(256, 256, (1, 1)),), height=14, width=14, lanes=lanes)
+    found = assembly(schedule(case, target), target)
+    assert re.search(r"prefetcht1|prfm\tpldl2keep", found)
 
 
 def test_weights_beyond_the_cache_are_read_in_parts():

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from cpu.rule_cases import FOREIGN, HOST, function, tensor
+import pytest
+from cpu.rule_cases import AVX2, FOREIGN, HOST, function, tensor
 from tvm import te, tirx
+from tvm.script import tirx as T
 
 from schedules.cpu.facts import block_facts, open_kernel
 
@@ -61,7 +63,7 @@ def test_symbolic_extents_are_none():
     n = tirx.Var("n", "int64")
     x = te.placeholder((n, 8), name="x")
     facts = facts_of(function([x], te.compute((n, 8), lambda i, j: x[i, j] + 1.0, name="y")))
-    assert facts.extents == (None, 8) and not facts.is_static
+    assert facts.extents == (None, 8)
 
 
 def test_other_targets_and_empty_functions_cannot_be_opened():
@@ -71,3 +73,24 @@ def test_other_targets_and_empty_functions_cannot_be_opened():
     nothing = tensor("x", 0)
     empty = function([nothing], te.compute((0,), lambda i: nothing[i] + 1.0, name="y"))
     assert open_kernel(empty, HOST) is None
+
+
+@T.prim_func(private=True, s_tir=True)
+def strided(a: T.handle, y: T.Buffer((4, 4), "float32")):
+    x = T.match_buffer(a, (4, 4), "float32", strides=(8, 1))
+    for i, j in T.grid(4, 4):
+        with T.sblock("y"):
+            vi, vj = T.axis.remap("SS", [i, j])
+            y[vi, vj] = x[vi, vj] + T.float32(1)
+
+
+def test_buffers_with_strides_cannot_be_opened():
+    assert open_kernel(strided, HOST) is None
+
+
+@pytest.mark.parametrize(("dtype", "lanes"), [("float32", 8), ("float64", 4), ("int8", 32)])
+def test_lanes_of_the_widest_element(dtype, lanes):
+    x = tensor("x", 4, dtype=dtype)
+    kernel = open_kernel(function([x], te.compute((4,), lambda i: x[i] + x[i], name="y")), AVX2)
+    assert kernel is not None
+    assert kernel.lanes(block_facts(kernel.sch, kernel.blocks[0].block_rv)) == lanes

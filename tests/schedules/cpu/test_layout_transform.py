@@ -130,6 +130,8 @@ def test_what_is_not_transposed_is_left_alone():
         function([x], topi.nn.relu(x)),
         function([x], topi.transpose(x, [1, 0, 2])),
         function([x], topi.sum(topi.transpose(x, [2, 1, 0]), 0)),
+        # No axis is contiguous in x: one of the short ones is squared.
+        function([x], te.compute((2, 5), lambda i, j: x[0, i * i, j * 2] + 1.0)),
     ]
     for func in refused:
         assert LayoutTransform().apply(func, HOST, False) is None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tvm
 from cpu.rule_cases import draw, function, guards, run, tensor
 from hypothesis import given, settings
@@ -56,6 +57,26 @@ def test_no_overlap_is_found_where_the_tile_fits():
     block = sch.get_sblock("y")
     outer, _ = sch.split(sch.get_loops(block)[0], [None, 8])
     assert overlap_of(sch, block, outer, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("extents", "index"),
+    [
+        ((20,), lambda j: 19 - j),
+        ((17,), lambda j: j + 3),
+        ((5, 4), lambda p, q: 4 * p + q),
+    ],
+    ids=["reversed", "shifted", "reshaped"],
+)
+def test_no_overlap_is_found_where_an_iteration_is_not_the_next_tile(extents, index):
+    x = tensor("x", 20)
+    y = te.compute((20,), lambda i: x[i] * 2.0, name="y")
+    z = te.compute(extents, lambda *axes: y[index(*axes)] + 1.0, name="z")
+    sch = s_tir.Schedule(function([x], z))
+    outer, _ = sch.split(sch.get_loops(sch.get_sblock("y"))[0], [None, 8])
+    sch.reverse_compute_at(sch.get_sblock("z"), outer)
+    assert overlap_of(sch, sch.get_sblock("y"), outer, 8) is not None
+    assert overlap_of(sch, sch.get_sblock("z"), outer, 8) is None
 
 
 def test_both_parts_of_a_decomposed_reduction_are_named():

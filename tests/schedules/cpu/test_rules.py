@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cpu.rule_cases import HOST, close, draw, function, run, tensor
 from tvm import IRModule, te, tirx, topi
+from tvm.error import InternalError
 from tvm.s_tir import dlight
 
 from schedules.cpu import RULES
@@ -62,6 +63,29 @@ def test_a_step_that_tvm_refuses_leaves_the_function_to_the_next_rule():
     x = tensor("x", 8)
     total = te.compute((1,), lambda i: te.sum(x[k], axis=k), name="total")
     assert Wrong().apply(function([x], total), HOST, False) is None
+
+
+@pytest.mark.parametrize(
+    ("extent", "reads", "error"),
+    [
+        (10, lambda y, j: y[2 * j + 1], InternalError),
+        (24, lambda y, j: y[tirx.min(j, 19)], ValueError),
+    ],
+)
+def test_other_errors_of_primitives_leave_the_function_to_the_next_rule(extent, reads, error):
+    class Wrong(CPURule):
+        def schedule(self, func, target):
+            sch = dlight.base.transform.s_tir.Schedule(func)
+            outer, _ = sch.split(sch.get_loops(sch.get_sblock("y"))[0], [None, 8])
+            sch.reverse_compute_at(sch.get_sblock("z"), outer)
+            return sch
+
+    x = tensor("x", 20)
+    y = te.compute((20,), lambda i: x[i] * 2.0, name="y")
+    func = function([x], te.compute((extent,), lambda j: reads(y, j) * 2.0, name="z"))
+    with pytest.raises(error):
+        Wrong().schedule(func, HOST)
+    assert Wrong().apply(func, HOST, False) is None
 
 
 def test_rules_take_functions_only():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import tvm
-from cpu.rule_cases import draw, extents, function, guards, run, tensor
+from cpu.rule_cases import compiled, draw, extents, function, guards, run, tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import s_tir, te, tirx
@@ -85,6 +85,35 @@ def test_symbolic_lengths_come_from_the_guard():
         data, out = draw([length]), tvm.runtime.tensor(np.full(length, np.nan, "float32"))
         executable["main"](tvm.runtime.tensor(data), out)
         np.testing.assert_array_equal(out.numpy(), data * 2)
+
+
+def test_symbolic_multiples_of_the_tile_need_no_guard():
+    n = tirx.Var("n", "int64")
+    eight = tirx.IntImm("int64", 8)
+    x = te.placeholder((n, eight), name="x")
+    flat = te.compute((n * eight,), lambda i: x[i // eight, i % eight] * 2.0, name="y")
+    sch = s_tir.Schedule(function([x], flat))
+    outer, _ = sch.split(sch.get_loops(sch.get_sblock("y"))[0], [None, 8])
+    assert guards(sch.mod["main"]) == 0
+    sch.annotate(outer, TAIL, [2, -1])
+    executable = compiled(truncate_tails(sch.mod["main"]))
+    data, out = draw([3, 8]), tvm.runtime.tensor(np.full(24, np.nan, "float32"))
+    executable["main"](tvm.runtime.tensor(data), out)
+    np.testing.assert_array_equal(out.numpy(), data.ravel() * 2)
+
+
+def test_the_bound_is_that_of_the_annotated_loop():
+    n = tirx.Var("n", "int64")
+    x = te.placeholder((tirx.IntImm("int64", 3), n), name="x")
+    sch = s_tir.Schedule(function([x], te.compute(x.shape, lambda i, j: x[i, j] * 2.0, name="y")))
+    i, j = sch.get_loops(sch.get_sblock("y"))
+    sch.split(i, [2, 2])
+    outer, _ = sch.split(j, [None, 8])
+    sch.annotate(outer, TAIL, [2, -1])
+    executable = compiled(truncate_tails(sch.mod["main"]))
+    data, out = draw([3, 13]), tvm.runtime.tensor(np.full((3, 13), np.nan, "float32"))
+    executable["main"](tvm.runtime.tensor(data), out)
+    np.testing.assert_array_equal(out.numpy(), data * 2)
 
 
 @T.prim_func(private=True, s_tir=True)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tvm import te, tirx
 
+from schedules.cpu.cut_points import cut_points
 from schedules.cpu.facts import open_kernel
-from schedules.cpu.guards import cut_points
 
 i, j = 0, 1
 
