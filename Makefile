@@ -8,6 +8,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Threads of the demo (default: all physical cores) and of the benchmarks (default: 2).
 THREADS ?=
 BENCH_ARGS ?=
+# Processes that share the tests.
+JOBS ?= 2
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -22,7 +24,7 @@ demo: $(VENV)/.stamp-check ## compile MobileNet-V2, check it and race it
 	$(BIN)/python examples/demo.py $(if $(THREADS),--threads $(THREADS))
 
 test: $(VENV)/.stamp-test ## run all tests; TEST_ARGS="-k clip" for some
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TEST_ARGS)
 
 lint: $(VENV)/.stamp-test ## check style, and that imports go down only
 	$(BIN)/ruff check .

@@ -81,7 +81,7 @@ def test_there_are_models() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bvlc_alexnet", "shufflenet", "squeezenet", "zfnet512"])
+@pytest.mark.parametrize("name", PATHS)
 def test_model_as_it_is(name: str) -> None:
     model = onnx.load(PATHS[name])
     feed = random_feed(model, 0)

@@ -37,6 +37,8 @@ class FusedConv2DKnobs:
         Loops 1 to 4, outermost first.
     compute_at : int
         How many of them enclose the computation of layer one, 0 to 4.
+    prefetch : bool
+        Whether the micro-kernels ask for the weights that come next.
     """
 
     pixels1: int
@@ -51,6 +53,7 @@ class FusedConv2DKnobs:
     ic_o: int = 1
     order: tuple[str, ...] = ("h_o", "w_o", "ic_o", "oc2")
     compute_at: int = 1
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         if sorted(self.order) != sorted(LOOPS):
@@ -133,7 +136,9 @@ def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> FusedConv2DKnobs:
         h = min(rows, max(h, PLAIN_ROWS))
     row = h * out_w if layer2.is_pointwise else out_w
     pixels2, blocks2 = register_tile(layer2, row, kernel.lanes, cpu)
-    return FusedConv2DKnobs(pixels1, blocks1, pixels2, blocks2, h_t=h_t, oc_t=oc_t, h=h)
+    return FusedConv2DKnobs(
+        pixels1, blocks1, pixels2, blocks2, h_t=h_t, oc_t=oc_t, h=h, prefetch=True
+    )
 
 
 def _share_out(kernel: Conv2DKernel, cpu: CPUInfo, out_h: int) -> tuple[int, int]:

@@ -179,8 +179,10 @@ class _Nest:
     def _pixels_one(
         self, ops: LayerOperands, rows: Span, tiles: Span | None, block: Index, blocks: int
     ) -> None:
+        prefetch = self.knobs.prefetch and ops.source.lanes > 1
+
         def body(row: Index, run: Run, column: Index) -> None:
-            compute_tile(ops, block, blocks, row, run, column)
+            compute_tile(ops, block, blocks, row, run, column, prefetch=prefetch)
 
         pixel_nest(ops, rows, self.knobs.pixels1, body, tiles)
 
@@ -257,7 +259,9 @@ class _Nest:
 
     def _pixels(self, ops: LayerOperands, rows: Span, tile: _Tile, tiles: Span | None) -> None:
         def body(row: Index, run: Run, column: Index) -> None:
-            compute_tile(ops, tile.block, tile.blocks, row, run, column, tile.reduction)
+            compute_tile(
+                ops, tile.block, tile.blocks, row, run, column, tile.reduction, self.knobs.prefetch
+            )
 
         pixel_nest(ops, rows, self.knobs.pixels2, body, tiles)
 

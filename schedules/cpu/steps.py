@@ -11,6 +11,7 @@ from tvm.s_tir.dlight.analysis import SBlockInfo
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from .facts import BlockFacts, Kernel, block_facts, realize_of
+from .keep_nan import keep_nan
 from .overlap import Overlap, overlap_tails
 from .truncate import truncate_tails
 from .vector_math import vectorize_math
@@ -111,7 +112,7 @@ def chunk_count(extent: int, wanted: int, any_count: bool) -> int:
 
 
 def finish(sch: s_tir.Schedule, overlaps: Sequence[Overlap] = ()) -> s_tir.Schedule:
-    """Apply what no primitive can do: overlapping tails and vector code for elementary functions.
+    """Apply what no primitive can do: overlapping tails, NaN, vector code for elementary functions.
 
     Parameters
     ----------
@@ -126,7 +127,7 @@ def finish(sch: s_tir.Schedule, overlaps: Sequence[Overlap] = ()) -> s_tir.Sched
         A schedule of the final function.
     """
     func = sch.mod["main"]
-    done = vectorize_math(truncate_tails(overlap_tails(func, overlaps)))
+    done = vectorize_math(keep_nan(truncate_tails(overlap_tails(func, overlaps))))
     return sch if done.same_as(func) else s_tir.Schedule(done)
 
 

@@ -46,6 +46,7 @@ def knobs(blocks: int) -> st.SearchStrategy[FusedConv2DKnobs]:
         ic_o=st.sampled_from([d for d in range(1, blocks + 1) if blocks % d == 0]),
         order=st.sampled_from(ORDERS),
         compute_at=st.integers(0, 4),
+        prefetch=st.booleans(),
     )
 
 

@@ -124,6 +124,7 @@ def knobs(draw: st.DrawFn, case: Case, data: bool, out: bool) -> FusedConv2DKnob
         else 1,
         order=draw(st.permutations(LOOPS).map(tuple)),
         compute_at=draw(st.integers(0, 4)),
+        prefetch=draw(st.booleans()),
     )
 
 
