@@ -17,7 +17,7 @@ from schedules.errors import OpError
 
 from . import op as ops
 from .chain_rewriter import Rewrites, rewrite_chains
-from .conv_chain import ConvChain, find_chains, find_users
+from .conv_chain import ConvChain, Users, find_chains, find_users
 from .fusion_decision import Decision, decide
 from .fusion_report import Entry, cost_fields, merge_reports, read_report, write_report
 
@@ -95,10 +95,16 @@ class FuseConv2D:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two chains, the second of which is the only reader of the first."""
+    """Two chains, the second of which is the only reader of the first.
+
+    ``plain_data`` and ``plain_out`` say whether the data comes from outside of the block, and
+    whether the result leaves it.
+    """
 
     first: ConvChain
     second: ConvChain
+    plain_data: bool
+    plain_out: bool
 
     def input_shape(self) -> list[int | str]:
         """The shape of the data, symbolic extents as text."""
@@ -118,6 +124,8 @@ class _Pair:
             layer2=self.second.layer,
             residual=self.second.residual is not None,
             dtype=str(self.first.data.ty.dtype),
+            plain_data=self.plain_data,
+            plain_out=self.plain_out,
         )
 
     def to_call(self) -> relax.Call:
@@ -168,6 +176,7 @@ def _pairs(block: relax.DataflowBlock) -> Iterator[_Pair]:
     """All pairs of a block, in the order of their first convolutions."""
     users = find_users(block)
     chains = find_chains(block, users)
+    bound = {binding.var for binding in block.bindings}
     by_convolution = {chain.bindings[0].var: chain for chain in chains}
     for first in chains:
         readers = users.get(first.output, [])
@@ -175,7 +184,15 @@ def _pairs(block: relax.DataflowBlock) -> Iterator[_Pair]:
             continue  # the intermediate is needed elsewhere
         second = by_convolution.get(readers[0].var)
         if second is not None and second.data.same_as(first.output):
-            yield _Pair(first, second)
+            yield _Pair(first, second, first.data not in bound, _leaves(second.output, users))
+
+
+def _leaves(var: relax.Var, users: Users) -> bool:
+    """Whether a block gives the variable out, as it is."""
+    return not isinstance(var, relax.DataflowVar) or any(
+        binding.value.same_as(var) and not isinstance(binding.var, relax.DataflowVar)
+        for binding in users.get(var, [])
+    )
 
 
 def _judge(pair: _Pair, fuse: str | Chooser, target: Target) -> _Candidate:

@@ -13,7 +13,8 @@ tries all tile sizes and keeps the best. It charges
 - locality: an intermediate tile that leaves the cache with its input and output saves nothing.
 
 Separate kernels pay for writing and reading the intermediate, where it lives by its size, and for
-one more parallel region.
+one more parallel region; and where the data comes or the result leaves in NCHW, for a kernel that
+changes the layout, which a fused one does in its registers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from math import ceil
 from tvm.target import Target
 
 from schedules.conv2d_workload import ConvLayer, FusedConv2DWorkload
+from schedules.cpu.fused_conv2d_limits import plain_sides
 from schedules.cpu.machine import CPUInfo
 
 # Constants of the model, in bytes and cycles of one core; measure before changing one.
@@ -37,6 +39,8 @@ DENSE_EFFICIENCY = 0.95  # of the peak, with weights and data in L1
 DEPTHWISE_EFFICIENCY = 0.8
 EXPOSED = 0.6  # share of activation traffic that does not overlap with arithmetic
 REGION_CYCLES = 5000.0  # starting and joining one parallel region
+LAYOUT_BYTES_PER_CYCLE = 6.0  # of a kernel that changes the layout, each byte counted once
+TRANSPOSE_BYTES_PER_CYCLE = 16.0  # of transposes in registers
 CACHE_SHARE = 0.75  # of a cache that a kernel's own data may fill
 LEAST_TILE_WIDTH = 4  # pixels in a row that keep the multiply-add units busy
 LEAST_GAIN = 0.001  # predicted, below which two kernels stay
@@ -98,7 +102,10 @@ def decide(workload: FusedConv2DWorkload, target: Target) -> Decision:
         ),
         key=lambda candidate: candidate.cycles,
     )
-    gain = _separate_cycles(workload, cpu) / plan.cycles - 1
+    regions, layout_bytes = _layout_changes(workload, cpu)
+    layout = regions * REGION_CYCLES + layout_bytes / (cpu.num_cores * LAYOUT_BYTES_PER_CYCLE)
+    transposes = layout_bytes / (cpu.num_cores * TRANSPOSE_BYTES_PER_CYCLE)
+    gain = (_separate_cycles(workload, cpu) + layout) / (plan.cycles + transposes) - 1
     return Decision(gain >= LEAST_GAIN, _explain(workload, cpu, plan, gain), gain)
 
 
@@ -189,6 +196,27 @@ def _separate_cycles(workload: FusedConv2DWorkload, cpu: CPUInfo) -> float:
     ):
         traffic += _transfer(batch * bytes_moved, batch * size_bytes, cpu)
     return total + EXPOSED * traffic / cpu.num_cores
+
+
+def _layout_changes(workload: FusedConv2DWorkload, cpu: CPUInfo) -> tuple[int, int]:
+    """How many changes of layout the fused kernel saves, and of how many bytes."""
+    sides = plain_sides(
+        workload.layer1,
+        workload.layer2,
+        (workload.height, workload.width),
+        cpu.lanes(workload.dtype),
+    )
+    sizes = [
+        size * workload.batch
+        for plain, taken, size in zip(
+            (workload.plain_data, workload.plain_out),
+            sides,
+            (_input_bytes(workload), _output_bytes(workload)),
+            strict=True,
+        )
+        if plain and taken
+    ]
+    return len(sizes), sum(sizes)
 
 
 def _input_bytes(workload: FusedConv2DWorkload) -> int:

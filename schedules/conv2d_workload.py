@@ -176,6 +176,8 @@ class FusedConv2DWorkload:
         Whether a tensor of the output's shape is added before the second activation.
     dtype : str
         Element type of every tensor.
+    plain_data, plain_out : bool
+        Whether the input comes, or the output leaves, in NCHW, as those of a model do.
     """
 
     batch: int
@@ -185,6 +187,8 @@ class FusedConv2DWorkload:
     layer2: ConvLayer
     residual: bool = False
     dtype: str = "float32"
+    plain_data: bool = False
+    plain_out: bool = False
 
     @property
     def item_bytes(self) -> int:

@@ -25,14 +25,21 @@ def takes_plain(kernel: Conv2DKernel, data: bool, out: bool) -> bool:
     if len(kernel.layers) != 2 or None in (kernel.height, kernel.width):
         return False
     layer1, layer2 = kernel.layers
-    lanes = kernel.lanes
-    if kernel.data_layout == "NCHW" or unsupported(layer1, layer2, lanes) is not None:
+    if kernel.data_layout == "NCHW" or unsupported(layer1, layer2, kernel.lanes) is not None:
         return False
+    size = int(kernel.height or 1), int(kernel.width or 1)
+    takes_data, takes_out = plain_sides(layer1, layer2, size, kernel.lanes)
+    return (takes_data or not data) and (takes_out or not out)
+
+
+def plain_sides(
+    layer1: ConvLayer, layer2: ConvLayer, size: tuple[int, int], lanes: int
+) -> tuple[bool, bool]:
+    """Whether a pair on an image of ``size`` could pack its data itself, and unpack its output."""
     if lanes < 2 or lanes & (lanes - 1):  # transposes in registers need a power of two
-        return False
+        return False, False
     top, _, bottom, _ = layer1.padding
     rows = (layer1.kernel[0] - 1) * layer1.dilation[0] + 1 - max(top, bottom)
-    pixels = min(rows, int(kernel.height or 1)) * int(kernel.width or 1)
-    if data and not (layer1.is_depthwise and layer2.is_pointwise and pixels >= lanes):
-        return False
-    return not out or layer2.is_pointwise
+    pixels = min(rows, size[0]) * size[1]
+    data = layer1.is_depthwise and layer2.is_pointwise and pixels >= lanes
+    return data, layer2.is_pointwise

@@ -250,10 +250,33 @@ def test_a_callable_decides():
     mod = FuseConv2D(decide, TARGET)(row(depthwise(), dense(kernel=1), dense()))
     assert ops_of(mod) == ["tvm_fusion.fused_conv2d", "nn.conv2d", "tanh"]
     assert [entry["fused"] for entry in report_of(mod)] == [True, False]
-    assert seen[0] == (
-        FusedConv2DWorkload(1, 28, 28, depthwise(), dense(kernel=1)),
-        TARGET,
-    )
+    workload = FusedConv2DWorkload(1, 28, 28, depthwise(), dense(kernel=1), plain_data=True)
+    assert seen[0] == (workload, TARGET)
+
+
+def test_a_callable_learns_where_tensors_come_from_and_go():
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((1, 32, 28, 28), "float32"))
+    seen = []
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            value: relax.Expr = x
+            for layer in (depthwise(), dense(kernel=1), depthwise(), dense(kernel=1)):
+                shape = (32, 1 if layer.is_depthwise else 32, *layer.kernel)
+                weight = relax.const(np.ones(shape, "float32"))
+                call = relax.op.nn.conv2d(
+                    value, weight, padding=layer.padding, groups=layer.groups
+                )
+                value = builder.emit(call)
+            value = builder.emit_output(value)
+        builder.emit_func_output(value)
+
+    def decide(workload, target):
+        seen.append((workload.plain_data, workload.plain_out))
+        return workload.layer1.is_depthwise
+
+    FuseConv2D(decide, TARGET)(builder.get())
+    assert seen == [(True, False), (False, True)]
 
 
 def test_a_callable_gives_its_reason():

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -58,6 +60,18 @@ def test_depthwise_then_pointwise_gains_on_large_images(workload, mcpu):
 )
 def test_images_of_seven_pixels_do_not_gain(workload):
     assert not decide(workload, cpu()).fuse
+
+
+def test_what_comes_and_goes_in_nchw_gains_more():
+    inner = separable(14, 576, 160, stride=2)
+    gains = [
+        decide(replace(inner, plain_data=data, plain_out=out), cpu()).gain
+        for data, out in [(False, False), (False, True), (True, False), (True, True)]
+    ]
+    assert gains == sorted(set(gains))
+    dense_first = dense(14, 64, 64, 64, kernel=3)
+    plain = replace(dense_first, plain_data=True, plain_out=True)
+    assert decide(plain, cpu()).gain == decide(dense_first, cpu()).gain
 
 
 @pytest.mark.parametrize(
