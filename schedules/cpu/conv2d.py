@@ -185,11 +185,13 @@ def _nest(
         pixel_nest(ops, rows, knobs.pixels, over_blocks, tiles)
         return
     count = ops.in_blocks // knobs.ic_o
+    prefetch = knobs.prefetch and not ops.layer.is_depthwise and ops.source.lanes > 1
+    turns = len(split_evenly(ops.output.width, knobs.pixels)) if prefetch else 0
     for block, size in for_each_block_tile(runs, blocks):
         with loop(0, knobs.ic_o) as part:
             reduction = Reduction(part * count, count, part == 0, part == knobs.ic_o - 1)
             tile = functools.partial(
-                compute_tile, ops, block, size, reduction=reduction, prefetch=knobs.prefetch
+                compute_tile, ops, block, size, reduction=reduction, turns=turns
             )
             pixel_nest(ops, rows, knobs.pixels, tile, tiles)
 

@@ -116,14 +116,14 @@ def compute_tile(
     run: Run,
     column: Index,
     reduction: Reduction | None = None,
-    prefetch: bool = False,
+    turns: int = 0,
 ) -> None:
     """Call the micro-kernel of the layer's kind."""
     if ops.layer.is_depthwise:
         depthwise_tile(ops, block, row, run, column)
     else:
         whole = Reduction(0, ops.in_blocks)
-        dense_tile(ops, block, blocks, row, run, column, reduction or whole, prefetch)
+        dense_tile(ops, block, blocks, row, run, column, reduction or whole, turns)
 
 
 def pixel_nest(

@@ -172,17 +172,27 @@ class _Nest:
         if self.plain_data is not None:
             self._plain_layer_one(ops, rows, part, tiles)
         else:
+            turns = self._turns(ops, knobs.pixels1)
             for block, blocks in for_each_block_tile(self._runs_one(part.count), None):
-                self._pixels_one(ops, rows, tiles, part.start + block, blocks)
+                self._pixels_one(ops, rows, tiles, part.start + block, blocks, turns)
         self.ops2 = replace(self.ops2, source=output)
 
-    def _pixels_one(
-        self, ops: LayerOperands, rows: Span, tiles: Span | None, block: Index, blocks: int
-    ) -> None:
-        prefetch = self.knobs.prefetch and ops.source.lanes > 1
+    def _turns(self, ops: LayerOperands, pixels: int) -> int:
+        """Tiles of a row that ask in turns for the weights that come next; 0 if none does."""
+        packed = not ops.layer.is_depthwise and ops.source.lanes > 1
+        return len(split_evenly(ops.output.width, pixels)) if self.knobs.prefetch and packed else 0
 
+    def _pixels_one(
+        self,
+        ops: LayerOperands,
+        rows: Span,
+        tiles: Span | None,
+        block: Index,
+        blocks: int,
+        turns: int = 0,
+    ) -> None:
         def body(row: Index, run: Run, column: Index) -> None:
-            compute_tile(ops, block, blocks, row, run, column, prefetch=prefetch)
+            compute_tile(ops, block, blocks, row, run, column, turns=turns)
 
         pixel_nest(ops, rows, self.knobs.pixels1, body, tiles)
 
@@ -258,10 +268,10 @@ class _Nest:
                 move_pixels(block_lanes, planes, pixels, lanes, lanes)
 
     def _pixels(self, ops: LayerOperands, rows: Span, tile: _Tile, tiles: Span | None) -> None:
+        turns = self._turns(ops, self.knobs.pixels2)
+
         def body(row: Index, run: Run, column: Index) -> None:
-            compute_tile(
-                ops, tile.block, tile.blocks, row, run, column, tile.reduction, self.knobs.prefetch
-            )
+            compute_tile(ops, tile.block, tile.blocks, row, run, column, tile.reduction, turns)
 
         pixel_nest(ops, rows, self.knobs.pixels2, body, tiles)
 

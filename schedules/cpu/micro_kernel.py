@@ -155,7 +155,7 @@ def dense_tile(
     run: Run,
     column: Index,
     reduction: Reduction,
-    prefetch: bool = False,
+    turns: int = 0,
 ) -> None:
     """Compute ``run.size`` pixels x ``blocks`` channel blocks of a dense or grouped layer.
 
@@ -171,9 +171,9 @@ def dense_tile(
         Its number of pixels ``P`` and its taps.
     reduction : Reduction
         Which input blocks are summed.
-    prefetch : bool
-        Whether to ask meanwhile for a share of the weights that come next: of the next part of the
-        reduction, or after the last one of the next ``V`` blocks.
+    turns : int
+        Tiles of a row, if they take turns in asking for the weights that come next: of the next
+        part of the reduction, or after the last one of the next ``V`` blocks; else 0.
     """
     with T.sblock("tile"):
         T.reads()
@@ -181,9 +181,9 @@ def dense_tile(
         lanes = ops.lanes
         sums = T.sblock_alloc_buffer((run.size * blocks * lanes,), ops.dtype)
         ahead: Index | None = None
-        if prefetch:
-            turn = tirx.floordiv(row * ops.output.width + column, run.size)
-            ahead = next_weights(ops, block, blocks, reduction, turn)
+        if turns:
+            tile = run.first + tirx.floordiv(column - run.start, run.size)
+            ahead = next_weights(ops, block, blocks, reduction, row * turns + tile)
         _start(ops, sums, block, blocks, row, run, column, reduction)
         blocks_read = (reduction.start, reduction.start + reduction.count)
         if ops.source.lanes > 1:
