@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tvm
@@ -70,6 +70,14 @@ class MachineLimits:
     def level_of(self, size: float) -> CacheLevel:
         """The nearest level that holds ``size`` bytes."""
         return next(level for level in self.levels if size <= level.capacity)
+
+    def mean(self, other: MachineLimits) -> MachineLimits:
+        """The mean of two measurements of the same machine."""
+        levels = tuple(
+            replace(mine, bandwidth=(mine.bandwidth + theirs.bandwidth) / 2)
+            for mine, theirs in zip(self.levels, other.levels, strict=True)
+        )
+        return replace(self, peak_flops=(self.peak_flops + other.peak_flops) / 2, levels=levels)
 
 
 def measure_limits(target: Target, threads: int) -> MachineLimits:

@@ -149,7 +149,8 @@ def profile(
     runs : int
         Timed runs.
     limits : MachineLimits, optional
-        The roofs; measured if None.
+        The roofs; if None they are measured, before and after, and the mean is taken: the clock of
+        a processor changes with the time of day and with its other work.
     progress : callable, optional
         Called as ``progress(text, done, total)``.
 
@@ -164,7 +165,7 @@ def profile(
     resolved = resolve(target, cores=threads)
     check_host(required_features(resolved), arch_of(resolved))
     tell = progress or (lambda text, done, total: None)
-    tell("compiling", 0, 3)
+    tell("compiling", 0, 2)
     imported = import_onnx(model, shapes)
     _refuse_open_shapes(imported.inputs)
     plan = pipeline.phases(resolved, pipeline.Options(fuse=fuse))
@@ -176,11 +177,11 @@ def profile(
     machine = relax.VirtualMachine(pipeline.build(mod, resolved), tvm.cpu())
     arrays = random_inputs(imported.inputs, 0, normal=True)
     feed = [tvm.runtime.tensor(array) for array in arrays.values()]
-    tell("measuring kernels", 1, 3)
+    tell("measuring", 1, 2)
+    before = limits or measure_limits(resolved, count)
     seconds, calls = Crew(count).run(_time, machine, feed, runs)
-    tell("measuring the machine's limits", 2, 3)
-    limits = limits or measure_limits(resolved, count)
-    tell("done", 3, 3)
+    limits = limits or before.mean(measure_limits(resolved, count))
+    tell("done", 2, 2)
     calls = [(name, median) for name, median in calls if name in costs]
     weights = sum(costs[name][1].weight_bytes for name, _ in calls)
     kernels = [

@@ -13,7 +13,7 @@ import pytest
 from small_onnx import small_model
 
 from examples import demo, relay_pipeline
-from examples.benchmarks import campaign, networks, pairs
+from examples.benchmarks import campaign, networks, pairs, rooflines
 from tvm_fusion.benchmark import EngineSpec, Plan
 
 PLAN = Plan(rounds=1, runs=1)
@@ -134,14 +134,15 @@ def test_networks_prints_its_table_and_writes_json(
 def test_pairs_prints_its_table_and_writes_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(pairs, "ENGINES", pairs.ENGINES[:3])
+    monkeypatch.setattr(pairs, "ENGINES", pairs.ENGINES[:4])
     path = tmp_path / "pairs.json"
     arguments = "--only mv2_6_2 --rounds 2 --threads 1 --output"
     monkeypatch.setattr(sys, "argv", ["pairs.py", *arguments.split(), str(path)])
     assert pairs.main() == 0
     result = json.loads(path.read_text())["results"]["mv2_6_2"]
-    assert [engine["title"] for engine in result["engines"]] == ["fused", "unfused", "ONNX Runtime"]
-    assert [engine["details"]["fused"] for engine in result["engines"][:2]] == [1, 0]
+    titles = [engine["title"] for engine in result["engines"]]
+    assert titles == ["tvm-fusion", "fused", "unfused", "ONNX Runtime"]
+    assert [engine["details"]["fused"] for engine in result["engines"][1:3]] == [1, 0]
     out = capsys.readouterr().out
     assert "│ mv2_6_2 " in out and "depthwise (1)" in out and "all (1)" in out
 
@@ -152,6 +153,44 @@ def test_faster_peer_is_the_smallest_ratio_of_peers() -> None:
         for engine, ratio in [("tvm-fusion", 1), ("tvm-fusion", 0.5), ("a", 1.4), ("b", 1.2)]
     ]
     assert pairs.faster_peer(engines) == 1.2
+
+
+def test_the_gain_by_fusion_is_that_of_fused_over_unfused() -> None:
+    engines = [{"engine": "tvm-fusion", "ratio": ratio} for ratio in (1, 0.8, 1.2)]
+    assert pairs.gain([*engines, {"engine": "a", "ratio": 3}]) == pytest.approx(1.5)
+
+
+def test_rooflines_prints_its_table_and_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rooflines, "MODELS", {"tiny": lambda: small_model(size=64, channels=32)})
+    engines = [
+        {"title": "tvm-fusion", "details": {"fused": 1}, "median_ms": 0.1},
+        {"title": "ONNX Runtime", "details": {}, "median_ms": 0.2},
+    ]
+    stored = {"results": {"mv2_6_2": {"engines": engines}}}
+    (tmp_path / "pairs.json").write_text(json.dumps(stored))
+    arguments = ["--threads", "1", "--runs", "2", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["rooflines.py", *arguments])
+    assert rooflines.main() == 0
+    record = json.loads((tmp_path / "rooflines.json").read_text())
+    assert any(
+        "conv 3x3 3->32" in kernel["operator"] for kernel in record["tiny"]["fused"]["kernels"]
+    )
+    for name in ("rooflines_networks.png", "rooflines_pairs.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    row = next(line for line in capsys.readouterr().out.splitlines() if "│ tiny" in line)
+    assert "bound by" in row
+
+
+def test_an_engine_that_fuses_nothing_moves_more_bytes() -> None:
+    engines = [
+        {"title": title, "details": {"fused": fused}, "median_ms": 1.0}
+        for title, fused in (("fused", 1), ("unfused", 0))
+    ]
+    fused, unfused = rooflines.pair_points({"mv2_6_2": {"engines": engines}})
+    assert fused.intensity > unfused.intensity
+    assert fused.flops_per_second == unfused.flops_per_second
 
 
 def test_relay_pipeline_shows_every_pass(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,18 @@ def test_foreign_code_is_refused() -> None:
         profile(small_model(), "cortex-a72", limits=LIMITS)
 
 
+def test_the_mean_of_two_measurements() -> None:
+    faster = MachineLimits(
+        2,
+        3e11,
+        tuple(CacheLevel(lvl.name, lvl.capacity, 3 * lvl.bandwidth) for lvl in LIMITS.levels),
+    )
+    mean = LIMITS.mean(faster)
+    assert mean.peak_flops == 2e11
+    assert [lvl.bandwidth for lvl in mean.levels] == [8e10, 4e10, 2e10]
+    assert [lvl.name for lvl in mean.levels] == ["L2", "L3", "memory"]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_measured_limits_are_ordered(threads: int) -> None:
     limits = measure_limits(resolve("native", cores=threads), threads)
