@@ -22,7 +22,8 @@ from tvm import relax, tirx
 from tvm.ir import Constant
 from tvm.s_tir.analysis import estimate_tir_flops
 
-from schedules.conv2d_workload import from_json
+from schedules.conv2d_workload import Conv2DKernel, from_json
+from schedules.cpu.machine import CPUInfo
 
 from . import pipeline
 from .engines import random_inputs
@@ -30,6 +31,7 @@ from .errors import InvalidModelError
 from .frontend import import_onnx
 from .host_info import host_info
 from .machine_limits import MachineLimits, measure_limits
+from .shortfall import reason
 from .target import arch_of, check_host, required_features, resolve
 from .tensor_spec import TensorSpec
 from .thread_pool import Crew, choose_threads
@@ -58,6 +60,15 @@ class KernelCost:
 
 
 @dataclass(frozen=True)
+class _Described:
+    """A kernel before it is timed; ``kernel`` is None where it is no convolution."""
+
+    operator: str
+    cost: KernelCost
+    kernel: Conv2DKernel | None
+
+
+@dataclass(frozen=True)
 class KernelProfile:
     """One call of a kernel in the running model.
 
@@ -77,6 +88,8 @@ class KernelProfile:
         The roofline.
     bound : str
         What the limit is: ``compute``, or the level of the slower half of the bytes.
+    reason : str
+        Why it stays behind the limit; empty if it does not.
     """
 
     position: int
@@ -86,6 +99,7 @@ class KernelProfile:
     cost: KernelCost
     limit_seconds: float
     bound: str
+    reason: str = ""
 
     @property
     def fraction(self) -> float:
@@ -183,9 +197,10 @@ def profile(
     limits = limits or before.mean(measure_limits(resolved, count))
     tell("done", 2, 2)
     calls = [(name, median) for name, median in calls if name in costs]
-    weights = sum(costs[name][1].weight_bytes for name, _ in calls)
+    weights = sum(costs[name].cost.weight_bytes for name, _ in calls)
+    cpu = CPUInfo.from_target(resolved)
     kernels = [
-        _against_limits(position, name, costs[name], median, weights, limits)
+        _against_limits(position, name, costs[name], median, weights, limits, cpu)
         for position, (name, median) in enumerate(calls)
     ]
     return Profile(tuple(kernels), seconds, limits, host_info())
@@ -229,9 +244,9 @@ def _time(
     return float(np.median(totals)), list(zip(names, np.median(times, axis=0), strict=True))
 
 
-def _costs(mod: tvm.IRModule) -> dict[str, tuple[str, KernelCost]]:
-    """Operator and cost of each kernel of known shapes that ``main`` calls, by its name."""
-    costs: dict[str, tuple[str, KernelCost]] = {}
+def _costs(mod: tvm.IRModule) -> dict[str, _Described]:
+    """What each kernel of known shapes that ``main`` calls has to do, by its name."""
+    costs: dict[str, _Described] = {}
     for block in mod["main"].body.blocks:
         for binding in block.bindings:
             call = binding.value
@@ -250,7 +265,7 @@ def _is_static(func: tirx.PrimFunc) -> bool:
     )
 
 
-def _cost(call: relax.Call, func: tirx.PrimFunc) -> tuple[str, KernelCost]:
+def _cost(call: relax.Call, func: tirx.PrimFunc) -> _Described:
     sizes = [
         math.prod(int(extent) for extent in buffer.shape) * tvm.DataType(str(buffer.dtype)).bits
         for buffer in func.params
@@ -259,29 +274,38 @@ def _cost(call: relax.Call, func: tirx.PrimFunc) -> tuple[str, KernelCost]:
     constant += [False] * (len(sizes) - len(constant))
     weights = sum(size for size, fixed in zip(sizes, constant, strict=True) if fixed) // 8
     text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
-    if text is None:
-        operator = str(call.args[0].name_hint)
-        flops = estimate_tir_flops(tvm.IRModule({"main": func}))
+    kernel = None if text is None else from_json(str(text))
+    if kernel is None:
+        operator, flops = str(call.args[0].name_hint), _flops(func)
     else:
-        kernel = from_json(str(text))
         height, width = int(kernel.height or 1), int(kernel.width or 1)
         operator = " + ".join(map(str, kernel.layers)) + f" on {height}x{width}"
         flops = 0.0
         for layer in kernel.layers:
             flops += layer.flops(height, width) * (kernel.batch or 1)
             height, width = layer.output_size(height, width)
-    return operator, KernelCost(flops, sum(sizes) // 8 - weights, weights)
+    cost = KernelCost(flops, sum(sizes) // 8 - weights, weights)
+    return _Described(operator, cost, kernel)
+
+
+def _flops(func: tirx.PrimFunc) -> float:
+    """What TVM counts; 0 where it cannot, in sorts and other functions with a body of their own."""
+    try:
+        return estimate_tir_flops(tvm.IRModule({"main": func}))
+    except tvm.error.InternalError:
+        return 0.0
 
 
 def _against_limits(
     position: int,
-    kernel: str,
-    described: tuple[str, KernelCost],
+    name: str,
+    described: _Described,
     seconds: float,
     model_weights: int,
     limits: MachineLimits,
+    cpu: CPUInfo,
 ) -> KernelProfile:
-    operator, cost = described
+    cost = described.cost
     near = limits.level_of(cost.activation_bytes)
     far = limits.level_of(model_weights + cost.activation_bytes)
     moving = cost.activation_bytes / near.bandwidth + cost.weight_bytes / far.bandwidth
@@ -290,7 +314,9 @@ def _against_limits(
     if moving > computing:
         bound = near.name if cost.activation_bytes / near.bandwidth > moving / 2 else far.name
     limit = max(moving, computing)
-    return KernelProfile(position, kernel, operator, seconds, cost, limit, bound)
+    moved = cost.activation_bytes + cost.weight_bytes
+    why = reason(described.kernel, moved, seconds, limit / seconds, limits, cpu)
+    return KernelProfile(position, name, described.operator, seconds, cost, limit, bound, why)
 
 
 def profile_table(profile: Profile, title: str = "") -> Table:
@@ -313,7 +339,8 @@ def profile_table(profile: Profile, title: str = "") -> Table:
     table.add_column("kernel")
     for heading in ("us", "% of run", "GFLOP/s", "GB/s", "limit us", "of limit", "lost us"):
         table.add_column(heading, justify="right")
-    table.add_column("bound by")
+    for heading in ("bound by", "behind the limit because"):
+        table.add_column(heading)
     for kernel in sorted(profile.kernels, key=lambda kernel: -kernel.lost_seconds):
         moved = kernel.cost.activation_bytes + kernel.cost.weight_bytes
         table.add_row(
@@ -327,5 +354,6 @@ def profile_table(profile: Profile, title: str = "") -> Table:
             f"{kernel.fraction:.0%}",
             f"{kernel.lost_seconds * 1e6:.1f}",
             kernel.bound,
+            kernel.reason,
         )
     return table

@@ -138,7 +138,7 @@ def rooflines_table(profiles: dict[str, dict[str, Profile]]) -> Table:
             f"{limit * 1e3:.2f}",
             f"{limit / fused.seconds:.0%}",
             f"{unfused.seconds * 1e3:.2f}",
-            f"{worst.operator}: {worst.fraction:.0%}, bound by {worst.bound}",
+            f"{worst.operator}: {worst.fraction:.0%} ({worst.reason or 'near it'})",
         )
     return table
 
