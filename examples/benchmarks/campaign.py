@@ -56,7 +56,7 @@ def run_races(
     plan = replace(plan, rounds=options.rounds or plan.rounds)
     settings = {"machine": machine, "threads": threads, "plan": asdict(plan)}
     settings["engines"] = [asdict(engine) for engine in engines]
-    settings["options"] = {"image_size": getattr(options, "image_size", None)}
+    settings["options"] = {key: getattr(options, key, None) for key in ("image_size", "batch")}
     results = _load(options.output, settings) if options.resume else {}
     missing = [name for name in options.only if name not in results]
     with progress_bar() as progress, Arena(engines, threads) as arena:

@@ -65,9 +65,10 @@ def main() -> int:
     options = parser("Race tvm-fusion on five networks.", list(MODELS), "networks.json")
     options.add_argument("--against", nargs="+", default=["onnxruntime", "openvino"])
     options.add_argument("--image-size", type=int, default=224, help="pixels (default: 224)")
+    options.add_argument("--batch", type=int, default=1, help="images (default: 1)")
     arguments = options.parse_args()
     models = {
-        name: functools.partial(build, image_size=arguments.image_size)
+        name: functools.partial(build, arguments.batch, arguments.image_size)
         for name, build in MODELS.items()
     }
     engines = [EngineSpec(name) for name in ("tvm-fusion", *arguments.against)]

@@ -20,8 +20,8 @@ PLAN = Plan(rounds=1, runs=1)
 ENGINES = [EngineSpec("tvm-fusion"), EngineSpec("onnxruntime")]
 
 
-def models(image_size: int = 0) -> Any:
-    return small_model()
+def models(batch: int = 1, image_size: int = 12) -> Any:
+    return small_model(batch, min(image_size, 12))
 
 
 def options(path: Path, *arguments: str) -> argparse.Namespace:
@@ -119,7 +119,8 @@ def test_networks_prints_its_table_and_writes_json(
 ) -> None:
     monkeypatch.setattr(networks, "MODELS", {"tiny": models, "other": models})
     path = tmp_path / "networks.json"
-    arguments = "--only tiny --against onnxruntime --rounds 2 --quick --threads 1 --output"
+    arguments = "--only tiny --against onnxruntime --rounds 2 --quick --threads 1"
+    arguments += " --batch 3 --image-size 8 --output"
     monkeypatch.setattr(sys, "argv", ["networks.py", *arguments.split(), str(path)])
     assert networks.main() == 0
     (result,) = json.loads(path.read_text())["results"].values()
@@ -128,6 +129,7 @@ def test_networks_prints_its_table_and_writes_json(
     assert f"{result['engines'][0]['median_ms']:.2f}" in row
     assert f"{result['engines'][1]['ratio']:.2f}x" in row
     assert result["model"] == "tiny" and result["engines"][1]["rounds"] == 2
+    assert result["inputs"][0][1] == [3, 3, 8, 8]
     assert "│ geometric mean" in out and str(path) in out.replace("\n", "")
 
 
