@@ -24,7 +24,7 @@ from schedules.cpu.machine import CPUInfo
 from .thread_pool import Crew
 
 _SECONDS = 0.02
-_REPEATS = 7
+_REPEATS = 30
 _ROUNDS = 20_000
 _VECTORS_IN_FLIGHT = 12  # covers two multiply-adds a cycle of up to six cycles each
 _LEAST_MEMORY_BYTES = 128 << 20

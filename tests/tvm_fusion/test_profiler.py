@@ -110,10 +110,11 @@ def test_the_mean_of_two_measurements() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_measured_limits_are_ordered(threads: int) -> None:
+def test_limits_of_this_machine(threads: int) -> None:
     limits = measure_limits(resolve("native", cores=threads), threads)
+    assert limits.threads == threads
     assert [level.name for level in limits.levels] == ["L2", "L3", "memory"]
-    near, _, far = (level.bandwidth for level in limits.levels)
-    assert near > far > 1e8
-    assert limits.peak_flops > 1e9
-    assert limits.levels[0].capacity < limits.levels[-1].capacity == math.inf
+    rates = [limits.peak_flops, *(level.bandwidth for level in limits.levels)]
+    assert all(rate > 0 and math.isfinite(rate) for rate in rates)
+    capacities = [level.capacity for level in limits.levels]
+    assert capacities == sorted(capacities) and capacities[-1] == math.inf
