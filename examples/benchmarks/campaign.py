@@ -108,11 +108,16 @@ def _load(path: Path, settings: dict[str, Any]) -> Results:
 
 
 def _save(path: Path, settings: dict[str, Any], results: Results) -> None:
-    """Write aside and rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    text = json_text({"settings": settings, "results": results}) + "\n"
+    write_aside(path, lambda aside: aside.write_text(text))
+
+
+def write_aside(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` make a file beside ``path``, then rename it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(json_text({"settings": settings, "results": results}) + "\n")
+        write(aside)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from tvm_fusion.thread_pool import choose_threads  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
+from examples.benchmarks.campaign import write_aside  # noqa: E402
 from examples.layers import PAIRS  # noqa: E402
 from examples.models import MODELS  # noqa: E402
 
@@ -115,7 +115,7 @@ def draw(points: Sequence[Point], limits: MachineLimits, title: str, path: Path)
     axes.grid(which="both", alpha=0.2)
     axes.legend(fontsize=8)
     figure.tight_layout()
-    _write(path, lambda aside: figure.savefig(aside, format="png"))
+    write_aside(path, lambda aside: figure.savefig(aside, format="png"))
     pyplot.close(figure)
 
 
@@ -164,7 +164,7 @@ def main() -> int:
     record = {
         name: {key: p.to_json() for key, p in both.items()} for name, both in profiles.items()
     }
-    _write(
+    write_aside(
         arguments.folder / "rooflines.json",
         lambda aside: aside.write_text(json_text(record) + "\n"),
     )
@@ -188,16 +188,6 @@ def main() -> int:
     console.print(rooflines_table(profiles))
     console.print(f"Written to {arguments.folder}")
     return 0
-
-
-def _write(path: Path, write: Any) -> None:
-    """Write aside and rename."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(aside)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
