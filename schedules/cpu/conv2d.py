@@ -31,6 +31,7 @@ from .conv_nest import (
     for_each_block_tile,
     is_flat,
     pixel_nest,
+    weight_turns,
 )
 from .kernel_builder import KernelBuilder
 from .machine import CPUInfo
@@ -185,8 +186,7 @@ def _nest(
         pixel_nest(ops, rows, knobs.pixels, over_blocks, tiles)
         return
     count = ops.in_blocks // knobs.ic_o
-    prefetch = knobs.prefetch and not ops.layer.is_depthwise and ops.source.lanes > 1
-    turns = len(split_evenly(ops.output.width, knobs.pixels)) if prefetch else 0
+    turns = weight_turns(ops, knobs.pixels) if knobs.prefetch else 0
     for block, size in for_each_block_tile(runs, blocks):
         with loop(0, knobs.ic_o) as part:
             reduction = Reduction(part * count, count, part == 0, part == knobs.ic_o - 1)

@@ -126,6 +126,12 @@ def compute_tile(
         dense_tile(ops, block, blocks, row, run, column, reduction or whole, turns)
 
 
+def weight_turns(ops: LayerOperands, pixels: int) -> int:
+    """Tiles of a row that can ask in turns for the weights that come next; 0 if none can."""
+    packed = not ops.layer.is_depthwise and ops.source.lanes > 1
+    return len(split_evenly(ops.output.width, pixels)) if packed else 0
+
+
 def pixel_nest(
     ops: LayerOperands,
     rows: Span,

@@ -79,7 +79,7 @@ def _schedule_plainly(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
     reduced = [loop for loop, kind in zip(loops, facts.kinds, strict=True) if kind == "R"]
     if not spatial:
         return []
-    lanes = max(1, kernel.cpu.vector_bits // 8 // facts.itemsize)
+    lanes = kernel.lanes(facts)
     extent = static_extent(sch, spatial[-1])
     outer, lane = spatial, None
     if extent is not None and extent % lanes == 0 and reduced:

@@ -38,6 +38,7 @@ from .conv_nest import (
     for_each_block_tile,
     is_flat,
     pixel_nest,
+    weight_turns,
 )
 from .fused_conv2d_knobs import LOOPS, FusedConv2DKnobs, check_knobs, chunk_sizes, mid_extents
 from .kernel_builder import KernelBuilder
@@ -172,15 +173,10 @@ class _Nest:
         if self.plain_data is not None:
             self._plain_layer_one(ops, rows, part, tiles)
         else:
-            turns = self._turns(ops, knobs.pixels1)
+            turns = weight_turns(ops, knobs.pixels1) if knobs.prefetch else 0
             for block, blocks in for_each_block_tile(self._runs_one(part.count), None):
                 self._pixels_one(ops, rows, tiles, part.start + block, blocks, turns)
         self.ops2 = replace(self.ops2, source=output)
-
-    def _turns(self, ops: LayerOperands, pixels: int) -> int:
-        """Tiles of a row that ask in turns for the weights that come next; 0 if none does."""
-        packed = not ops.layer.is_depthwise and ops.source.lanes > 1
-        return len(split_evenly(ops.output.width, pixels)) if self.knobs.prefetch and packed else 0
 
     def _pixels_one(
         self,
@@ -268,7 +264,7 @@ class _Nest:
                 move_pixels(block_lanes, planes, pixels, lanes, lanes)
 
     def _pixels(self, ops: LayerOperands, rows: Span, tile: _Tile, tiles: Span | None) -> None:
-        turns = self._turns(ops, self.knobs.pixels2)
+        turns = weight_turns(ops, self.knobs.pixels2) if self.knobs.prefetch else 0
 
         def body(row: Index, run: Run, column: Index) -> None:
             compute_tile(ops, tile.block, tile.blocks, row, run, column, tile.reduction, turns)
