@@ -8,12 +8,13 @@ import sys
 
 import tvm.relax.script
 
+from .coalesced_reduce import coalesced_reduce
 from .conv2d import conv2d
 from .fused_conv2d import fused_conv2d
 from .hardswish import hardswish
 from .pack import pack, unpack
 
-__all__ = ["conv2d", "fused_conv2d", "hardswish", "pack", "unpack"]
+__all__ = ["coalesced_reduce", "conv2d", "fused_conv2d", "hardswish", "pack", "unpack"]
 
 for _namespace in (tvm.relax.script, tvm.relax.script.parser):
     _namespace.tvm_fusion = sys.modules[__name__]

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TE compute of a coalesced reduction: three stages over the two flattened loops.
+
+Block names are fixed, because schedule rules find their stages by them::
+
+    reduce_value[m, n]  = lift(data[subscripts(m, n)])
+    reduce_state[m]     = combine over n of reduce_value[m, n]
+    reduce_finish[...]  = finish(reduce_state[m])
+"""
+
+from __future__ import annotations
+
+from tvm import te, tirx
+
+from ..reduce_operator import combine, field_dtypes, finish, identity, lift
+from ..reduce_workload import CanonicalLoops, ReduceWorkload
+
+VALUE, STATE, FINISH = "reduce_value", "reduce_state", "reduce_finish"
+ATTRIBUTE = "tvm_fusion.reduce"
+
+
+def coalesced_reduce(data: te.Tensor, workload: ReduceWorkload) -> te.Tensor:
+    """Reduce ``data`` over ``workload.axes``.
+
+    Parameters
+    ----------
+    data : te.Tensor
+        Any number of axes with positive extents, at most one parallel and one reduced extent being
+        symbolic.
+    workload : ReduceWorkload
+        Operator, axes and types.
+
+    Returns
+    -------
+    te.Tensor
+        The parallel axes, and the reduced ones as 1 if ``workload.keepdims``.
+    """
+    loops = CanonicalLoops(tuple(data.shape), workload.axes)
+    outputs, reduced = loops.outputs, loops.reduced
+    value = te.compute(
+        (_extent(outputs), _extent(reduced)),
+        lambda m, n: lift(workload, data(*loops.subscripts(m, n))),
+        name=VALUE,
+        attrs={ATTRIBUTE: workload.to_json()},
+    )
+    state = _reduce(value, workload, _extent(outputs), _extent(reduced))
+    shape = output_shape(loops, workload.keepdims)
+
+    def element(*indices: tirx.Var) -> tirx.Expr:
+        m = _ravel(indices, shape)
+        return finish(workload, tuple(field[m] for field in state), reduced)
+
+    return te.compute(shape, element, name=FINISH)
+
+
+def output_shape(loops: CanonicalLoops, keepdims: bool) -> list[int | tirx.Expr]:
+    """Extents of the output's axes."""
+    if keepdims:
+        return [1 if axis in loops.axes else size for axis, size in enumerate(loops.shape)]
+    return [loops.shape[axis] for axis in loops.parallel_axes]
+
+
+def _reduce(
+    value: te.Tensor, workload: ReduceWorkload, outputs: tirx.Expr, reduced: tirx.Expr
+) -> tuple[te.Tensor, ...]:
+    n = te.reduce_axis((0, reduced), name="n")
+    fields = len(field_dtypes(workload))
+
+    def combined(left, right):
+        states = [state if fields > 1 else (state,) for state in (left, right)]
+        result = combine(workload, *map(tuple, states))
+        return result if fields > 1 else result[0]
+
+    def start(*_):
+        return identity(workload) if fields > 1 else identity(workload)[0]
+
+    reducer = te.comm_reducer(combined, start, name=workload.operator)
+    if fields > 1:
+        element = lambda m: reducer((value[m, n], n.astype("int64")), axis=n)  # noqa: E731
+    else:
+        element = lambda m: reducer(value[m, n], axis=n)  # noqa: E731
+    result = te.compute((outputs,), element, name=STATE)
+    return tuple(result) if fields > 1 else (result,)
+
+
+def _ravel(indices: tuple[tirx.Var, ...], shape: list[int | tirx.Expr]) -> tirx.Expr:
+    flat: tirx.Expr = tirx.const(0, "int64")
+    for index, extent in zip(indices, shape, strict=True):
+        flat = flat * extent + index.astype("int64")
+    return flat
+
+
+def _extent(extent: int | tirx.Expr) -> tirx.Expr:
+    return tirx.const(extent, "int64") if isinstance(extent, int) else extent

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule rules for GPUs, in the order in which they are asked."""

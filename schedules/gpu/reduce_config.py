@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shape of a GPU reduction kernel: threads, vectors, unrolling, split and finish.
+
+A block of 256 threads is ``rows x lanes``. In forms *all* and *x* a row of lanes shares one output
+and lanes walk the reduced loop; in form *y* lanes hold neighbouring outputs and rows share the
+reduced loop. The reduced loop is split over blocks only where outputs alone leave multiprocessors
+idle. The thresholds are estimates from what is published (16-byte loads, 32 KiB in flight on each
+multiprocessor); they have not been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import DataType
+from tvm.target import Target
+
+from ..reduce_operator import field_dtypes
+from ..reduce_workload import CanonicalLoops, ReduceWorkload, constant
+from .atomics import is_exact
+from .device import KINDS, GPUInfo
+
+THREADS = 256
+VECTOR_BYTES = 16
+LOADS_IN_FLIGHT = 4
+BLOCKS_PER_MULTIPROCESSOR = 4
+MIN_VALUES_PER_THREAD = 16
+MAX_SPLITS = 64  # partial results that one block of a y tile reads back
+MAX_ATOMIC_SPLITS = 16  # blocks that contend for one address where outputs are many
+LARGE = 1 << 24  # elements that a symbolic extent stands for when work is shared out
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """The decisions of one kernel.
+
+    Parameters
+    ----------
+    form : str
+        ``all``, ``x`` or ``y``.
+    lanes, rows : int
+        Threads along addresses and across them; powers of two.
+    vector : int
+        Neighbouring elements that a thread loads at once, a power of two.
+    unroll : int
+        Vectors that a thread loads before it combines them.
+    splits : int
+        Blocks that share one output.
+    finish : str
+        ``one_block``, ``atomic`` or ``last_block``.
+    """
+
+    form: str
+    lanes: int
+    rows: int
+    vector: int
+    unroll: int
+    splits: int
+    finish: str
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.lanes * self.rows
+
+    @property
+    def tile_outputs(self) -> int:
+        """Outputs of a block."""
+        return self.lanes * self.vector if self.form == "y" else self.rows
+
+    @property
+    def stride(self) -> int:
+        """Steps of the reduced loop that a block takes at once, one vector a thread."""
+        return self.rows if self.form == "y" else self.lanes * self.vector
+
+
+def choose(
+    workload: ReduceWorkload,
+    loops: CanonicalLoops,
+    gpu: GPUInfo,
+    scratch_bytes: int | None = None,
+) -> ReduceConfig:
+    """Decide how a reduction runs.
+
+    Parameters
+    ----------
+    workload : ReduceWorkload
+        Operator, types and the finish that was asked for.
+    loops : CanonicalLoops
+        Extents.
+    gpu : GPUInfo
+        The device.
+    scratch_bytes : int | None
+        Memory for partial results that the kernel has got; None stands for as much as it needs.
+
+    Returns
+    -------
+    ReduceConfig
+        The same for the same arguments.
+    """
+    form = loops.form
+    vector = _vector(workload, loops)
+    lanes, rows = _block(form, loops, vector, min(THREADS, gpu.max_threads))
+    config = ReduceConfig(form, lanes, rows, vector, LOADS_IN_FLIGHT, 1, "one_block")
+    finish = _finish(workload, scratch_bytes)
+    splits = _splits(config, loops, gpu, finish)
+    if splits == 1 and workload.finish in ("auto", "one_block"):
+        return config
+    config = ReduceConfig(form, lanes, rows, vector, LOADS_IN_FLIGHT, splits, finish)
+    if finish == "last_block" and scratch_bytes is not None:
+        if _scratch_words(config, workload, loops) * 4 > scratch_bytes:
+            return ReduceConfig(form, lanes, rows, vector, LOADS_IN_FLIGHT, 1, "one_block")
+    return config
+
+
+def scratch_words(workload: ReduceWorkload, loops: CanonicalLoops, target: Target | None) -> int:
+    """Zeroed 32-bit words that the kernel for ``target`` needs: tickets and partial results."""
+    if target is None or target.kind.name not in KINDS:
+        return 0
+    config = choose(workload, loops, GPUInfo.from_target(target))
+    return _scratch_words(config, workload, loops) if config.finish == "last_block" else 0
+
+
+def tiles(config: ReduceConfig, loops: CanonicalLoops) -> int:
+    """Blocks along the outputs; they must be known."""
+    outputs = constant(loops.outputs)
+    assert outputs is not None, "a symbolic number of outputs is not split"
+    return -(-outputs // config.tile_outputs)
+
+
+def ticket_words(config: ReduceConfig, loops: CanonicalLoops) -> int:
+    """Words before the partial results: a ticket for each tile, to a multiple of 16 bytes."""
+    return -(-tiles(config, loops) // 4) * 4
+
+
+def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
+    """States that all blocks write."""
+    return tiles(config, loops) * config.splits * config.tile_outputs
+
+
+def _scratch_words(config: ReduceConfig, workload: ReduceWorkload, loops: CanonicalLoops) -> int:
+    words = sum(max(4, DataType(dtype).bits // 8) // 4 for dtype in field_dtypes(workload))
+    # Fields begin at multiples of 8 bytes.
+    padded = -(-partials(config, loops) // 2) * 2
+    return ticket_words(config, loops) + words * padded
+
+
+def _vector(workload: ReduceWorkload, loops: CanonicalLoops) -> int:
+    """Elements of a 16-byte load, less where the innermost loop is short or odd."""
+    width = VECTOR_BYTES // max(1, DataType(workload.dtype).bits // 8)
+    runs = loops.runs
+    inner = constant(runs[-1][1]) if runs else 1
+    if inner is None:
+        return 1
+    if loops.form == "all":
+        return width if inner >= width else 1  # one row: the tail is apart
+    while inner % width:
+        width //= 2
+    return width
+
+
+def _block(form: str, loops: CanonicalLoops, vector: int, threads: int) -> tuple[int, int]:
+    """Lanes and rows of a block."""
+    if form == "all":
+        return threads, 1
+    extent = constant(loops.outputs if form == "y" else loops.reduced)
+    steps = LARGE if extent is None else -(-extent // vector)
+    lanes = min(32, _power_of_two(steps))
+    if form == "x":
+        while lanes < threads and steps > lanes * 2 * LOADS_IN_FLIGHT:
+            lanes *= 2
+    return lanes, threads // lanes
+
+
+def _finish(workload: ReduceWorkload, scratch_bytes: int | None) -> str:
+    """How partial results would meet if the reduction were split."""
+    if workload.finish in ("one_block", "atomic"):
+        return workload.finish
+    if scratch_bytes == 0:  # nowhere to put partial results
+        return "atomic" if workload.finish == "auto" and is_exact(workload) else "one_block"
+    if workload.finish == "auto" and is_exact(workload):
+        return "atomic"
+    return "last_block"
+
+
+def _splits(config: ReduceConfig, loops: CanonicalLoops, gpu: GPUInfo, finish: str) -> int:
+    """Blocks that share one output."""
+    outputs, reduced = constant(loops.outputs), constant(loops.reduced)
+    if finish == "one_block" or outputs is None:
+        return 1
+    reduced = LARGE if reduced is None else reduced
+    count = -(-outputs // config.tile_outputs)
+    if count >= 2 * gpu.multiprocessors:
+        return 1
+    wanted = -(-BLOCKS_PER_MULTIPROCESSOR * gpu.multiprocessors // count)
+    worth = reduced // (config.stride * max(1, MIN_VALUES_PER_THREAD // _values(config)))
+    limit = wanted
+    if config.tile_outputs > 1:
+        limit = MAX_ATOMIC_SPLITS if finish == "atomic" and outputs > 32 else MAX_SPLITS
+    return max(1, min(wanted, worth, limit))
+
+
+def _values(config: ReduceConfig) -> int:
+    """Elements of one output that a thread sees at one step."""
+    return 1 if config.form == "y" else config.vector
+
+
+def _power_of_two(value: int) -> int:
+    """The least power of two that is not below ``value``."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+__all__ = ["ReduceConfig", "choose", "partials", "scratch_words", "ticket_words", "tiles"]

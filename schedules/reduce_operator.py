@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The algebra of each reduction: identity, lift, combine and finish of its state.
+
+A state is a tuple of fields: one value, or for ``argmin`` and ``argmax`` a value and its position.
+Combining is associative and commutative but for rounding, NaN wins over every number, and of equal
+extremes the first position wins, all as in numpy. Sums begin with -0.0, which alone leaves every
+number as it is.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+
+from .reduce_workload import Extent, ReduceWorkload
+
+State = tuple[tirx.Expr, ...]
+
+_SUMS = ("sum", "mean", "sum_squares")
+
+
+def field_dtypes(workload: ReduceWorkload) -> tuple[str, ...]:
+    """The type of each field of a state."""
+    if workload.is_arg:
+        return (workload.acc_dtype, "int64")
+    return (workload.acc_dtype,)
+
+
+def identity(workload: ReduceWorkload) -> State:
+    """The state that changes nothing when it is combined."""
+    operator, dtype = workload.operator, workload.acc_dtype
+    if workload.is_arg:
+        return (_extreme(dtype, largest=operator == "argmin"), tirx.max_value("int64"))
+    if operator in _SUMS:
+        return (tirx.const(-0.0 if "float" in dtype else 0, dtype),)
+    if operator in ("prod", "and"):
+        return (tirx.const(1, dtype),)
+    if operator == "or":
+        return (tirx.const(0, dtype),)
+    return (_extreme(dtype, largest=operator == "min"),)
+
+
+def lift(workload: ReduceWorkload, element: tirx.Expr) -> tirx.Expr:
+    """The first field of the state of one element of the data."""
+    if workload.operator in ("and", "or"):
+        truth = element != tirx.const(0, workload.dtype)
+        return tirx.Cast(workload.acc_dtype, truth)
+    value = element.astype(workload.acc_dtype)
+    return value * value if workload.operator == "sum_squares" else value
+
+
+def combine(workload: ReduceWorkload, left: State, right: State) -> State:
+    """The state of the elements of both."""
+    operator = workload.operator
+    if workload.is_arg:
+        return _first_extreme(operator, left, right)
+    a, b = left[0], right[0]
+    if operator in _SUMS:
+        return (a + b,)
+    if operator == "prod":
+        return (a * b,)
+    if operator == "and":
+        return (a & b,)
+    if operator == "or":
+        return (a | b,)
+    return (tirx.Select(_beats(operator, b, a), b, a),)
+
+
+def finish(workload: ReduceWorkload, state: State, reduced: Extent) -> tirx.Expr:
+    """The element of the output that a state of all ``reduced`` elements stands for."""
+    if workload.is_arg:
+        return state[1].astype(workload.out_dtype)
+    value = state[0]
+    if workload.operator == "mean":
+        value = value / _as_number(reduced, workload.acc_dtype)
+    if workload.out_dtype == "bool":
+        return value != tirx.const(0, workload.acc_dtype)
+    return value.astype(workload.out_dtype)
+
+
+def empty_result(workload: ReduceWorkload) -> float | int | bool | None:
+    """The result of no elements as in numpy; None where there is none."""
+    return {
+        "sum": 0,
+        "sum_squares": 0,
+        "prod": 1,
+        "mean": float("nan"),
+        "and": True,
+        "or": False,
+    }.get(workload.operator)
+
+
+def _beats(operator: str, challenger: tirx.Expr, holder: tirx.Expr) -> tirx.Expr:
+    """Whether ``challenger`` is the more extreme one or NaN."""
+    is_max = operator in ("max", "argmax")
+    beats = challenger > holder if is_max else challenger < holder
+    if "float" in challenger.ty.dtype:
+        beats = tirx.any(beats, tirx.isnan(challenger))
+    return beats
+
+
+def _first_extreme(operator: str, left: State, right: State) -> State:
+    (a, at_a), (b, at_b) = left, right
+    tie = tirx.EQ(a, b)
+    better = b > a if operator == "argmax" else b < a
+    if "float" in a.ty.dtype:
+        tie = tirx.any(tie, tirx.all(tirx.isnan(a), tirx.isnan(b)))
+        better = tirx.any(better, tirx.all(tirx.isnan(b), tirx.Not(tirx.isnan(a))))
+    replace = tirx.any(better, tirx.all(tie, at_b < at_a))
+    return (tirx.Select(replace, b, a), tirx.Select(replace, at_b, at_a))
+
+
+def _extreme(dtype: str, largest: bool) -> tirx.Expr:
+    if "float" in dtype:
+        infinity = tirx.infinity(dtype)
+        return infinity if largest else -infinity
+    return tirx.max_value(dtype) if largest else tirx.min_value(dtype)
+
+
+def _as_number(extent: Extent, dtype: str) -> tirx.Expr:
+    if isinstance(extent, int | tirx.IntImm):
+        return tirx.const(int(extent), dtype)
+    return extent.astype(dtype)
