@@ -16,7 +16,9 @@ from tvm.tirx.buffer import BufferType
 
 from schedules.errors import InvalidInputError, OpError
 
-_AXES = {f"{kind}Idx.{axis}": (kind, i) for kind in ("block", "thread") for i, axis in enumerate("xyz")}
+_AXES = {
+    f"{kind}Idx.{axis}": (kind, i) for kind in ("block", "thread") for i, axis in enumerate("xyz")
+}
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class HostCode:
                 raise OpError(f"{name} needs the launch parameter {axis}, which OpenCL lacks")
             of, i = _AXES[axis]
             sizes[of][i] = self._evaluate(extent)
-        launch = Launch(name, tuple(sizes["block"]), tuple(sizes["thread"]))
+        launch = Launch(name, _triple(sizes["block"]), _triple(sizes["thread"]))
         if 0 in launch.grid + launch.block:
             raise OpError(f"{name} has an empty grid: {launch}")
         return Step(launch, tuple(arguments))
@@ -177,3 +179,8 @@ class HostCode:
         if not isinstance(value, tirx.IntImm | tirx.FloatImm):
             raise OpError(f"the host code needs {expr}, which the arguments do not determine")
         return value.value
+
+
+def _triple(sizes: list[int]) -> tuple[int, int, int]:
+    x, y, z = sizes
+    return x, y, z

@@ -115,7 +115,7 @@ class OpenCLKernels:
         # As TVM does it: a program for each kernel, since a text repeats the declarations.
         texts = re.split(r"^// Function: (\w+)\n", source, flags=re.MULTILINE)[1:]
         self._programs = {
-            name: cl.Program(_context(), without_half_and_bool(helpers + text)).build()
+            name: cl.Program(_context(), without_half_and_bool(helpers + text)).build("-w")
             for name, text in zip(texts[::2], texts[1::2], strict=True)
         }
 
