@@ -10,13 +10,16 @@ Block names are fixed, because schedule rules find their stages by them::
 
 from __future__ import annotations
 
+import json
+
 from tvm import te, tirx
 
 from ..reduce_operator import combine, field_dtypes, finish, identity, lift
-from ..reduce_workload import CanonicalLoops, ReduceWorkload
+from ..reduce_workload import CanonicalLoops, ReduceWorkload, constant
 
 VALUE, STATE, FINISH = "reduce_value", "reduce_state", "reduce_finish"
 ATTRIBUTE = "tvm_fusion.reduce"
+SHAPE_ATTRIBUTE = "tvm_fusion.reduce_shape"  # of the data, which fused producers hide; JSON
 
 
 def coalesced_reduce(data: te.Tensor, workload: ReduceWorkload) -> te.Tensor:
@@ -41,7 +44,10 @@ def coalesced_reduce(data: te.Tensor, workload: ReduceWorkload) -> te.Tensor:
         (_extent(outputs), _extent(reduced)),
         lambda m, n: lift(workload, data(*loops.subscripts(m, n))),
         name=VALUE,
-        attrs={ATTRIBUTE: workload.to_json()},
+        attrs={
+            ATTRIBUTE: workload.to_json(),
+            SHAPE_ATTRIBUTE: json.dumps([constant(extent) for extent in data.shape]),
+        },
     )
     state = _reduce(value, workload, _extent(outputs), _extent(reduced))
     shape = output_shape(loops, workload.keepdims)
