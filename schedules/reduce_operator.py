@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from .reduce_workload import Extent, ReduceWorkload
+from .reduce_workload import FLOATS, Extent, ReduceWorkload
 
 State = tuple[tirx.Expr, ...]
 
@@ -42,8 +42,7 @@ def identity(workload: ReduceWorkload) -> State:
 def lift(workload: ReduceWorkload, element: tirx.Expr) -> tirx.Expr:
     """The first field of the state of one element of the data."""
     if workload.operator in ("and", "or"):
-        truth = element != tirx.const(0, workload.dtype)
-        return tirx.Cast(workload.acc_dtype, truth)
+        return tirx.Cast(workload.acc_dtype, _truth(workload.dtype, element))
     value = element.astype(workload.acc_dtype)
     return value * value if workload.operator == "sum_squares" else value
 
@@ -87,6 +86,15 @@ def empty_result(workload: ReduceWorkload) -> float | int | bool | None:
         "and": True,
         "or": False,
     }.get(workload.operator)
+
+
+def _truth(dtype: str, element: tirx.Expr) -> tirx.Expr:
+    if dtype == "bool":
+        return element
+    if dtype in FLOATS:  # LLVM compares so that NaN would equal 0
+        number = element if dtype == "float64" else element.astype("float32")
+        return tirx.any(number != tirx.const(0, number.ty.dtype), tirx.isnan(number))
+    return element != tirx.const(0, dtype)
 
 
 def _beats(operator: str, challenger: tirx.Expr, holder: tirx.Expr) -> tirx.Expr:

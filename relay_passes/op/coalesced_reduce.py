@@ -132,8 +132,7 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     workload, loops = read_workload(call)
     shape = compute.output_shape(loops, workload.keepdims)
     if 0 in (constant(loops.outputs), constant(loops.reduced)):
-        value = empty_result(workload) or 0
-        return relax.op.full(shape, relax.const(value, workload.out_dtype))
+        return _fill(builder, shape, empty_result(workload) or 0, workload.out_dtype)
     words = scratch_words(workload, loops, Target.current(allow_none=True))
     scratch = [relax.const(np.zeros(words, "int32"))] if words else []
 
@@ -149,6 +148,15 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     )
     # The inferred type, not the compute's: its symbolic extents are simplified.
     return relax.Call(legal.op, legal.args, legal.attrs, ty_args=[call.ty])
+
+
+def _fill(builder: relax.BlockBuilder, shape: list, value: float, dtype: str) -> relax.Expr:
+    """A tensor of equal elements; TVM's own ``full`` fails for NaN."""
+
+    def generate() -> te.Tensor:
+        return te.compute(shape, lambda *_: tirx.const(value, dtype), name="fill")
+
+    return builder.call_te(generate, primfunc_name_hint="fill")
 
 
 def _axes(axes: int | Sequence[int]) -> list[int]:
