@@ -89,10 +89,9 @@ def _swap_until_kept(ctx: ReduceContext, m: tirx.Expr, value: tirx.Expr) -> None
 
 def _decode(word: tirx.Expr, shift: tirx.Expr, dtype: str) -> tirx.Expr:
     """The element that stands at a bit of a word."""
-    bits = DataType(dtype).bits
-    if bits >= 32:
+    if DataType(dtype).bits >= 32:
         return word if dtype.startswith("int") else tirx.reinterpret(dtype, word)
-    part = (word >> shift) & tirx.const((1 << bits) - 1, "int32")
+    part = _part(word, shift, dtype)
     if dtype in FLOATS:
         return tirx.reinterpret(dtype, part.astype("uint16"))
     return part.astype("uint8").astype(dtype)
@@ -103,9 +102,16 @@ def _encode(word: tirx.Expr, shift: tirx.Expr, element: tirx.Expr, dtype: str) -
     bits = DataType(dtype).bits
     if bits >= 32:
         return element if dtype.startswith("int") else tirx.reinterpret(f"int{bits}", element)
-    mask = tirx.const((1 << bits) - 1, "int32")
     if dtype in FLOATS:
         part = tirx.reinterpret("uint16", element).astype("int32")
     else:
-        part = element.astype("int32") & mask
-    return (word & ~(mask << shift)) | (part << shift)
+        part = element.astype("int32") & _mask(dtype)
+    return word ^ ((part ^ _part(word, shift, dtype)) << shift)
+
+
+def _part(word: tirx.Expr, shift: tirx.Expr, dtype: str) -> tirx.Expr:
+    return (word >> shift) & _mask(dtype)
+
+
+def _mask(dtype: str) -> tirx.Expr:
+    return tirx.const((1 << DataType(dtype).bits) - 1, "int32")

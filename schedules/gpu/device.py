@@ -72,7 +72,8 @@ class GPUInfo:
                 f"target kind is {kind!r}; the GPU schedules need one of {', '.join(KINDS)}"
             )
         threads = int(target.attrs.get("max_num_threads", 256))
-        shared = int(target.attrs.get("max_shared_memory_per_block", 16384))
+        least = 16384 if kind == "opencl" else 49152  # without asking for more at the launch
+        shared = int(target.attrs.get("max_shared_memory_per_block", least))
         if kind == "opencl":
             return cls(kind, 0, _OPENCL_MULTIPROCESSORS, 1, threads, shared)
         arch = _arch_number(str(target.attrs["arch"]))

@@ -26,7 +26,7 @@ __forceinline__ __device__ {word} tvm_fusion_swap{bits}(void* p, {word} expected
 }}
 """
 
-# TVM prints an external call as name and parentheses; the flag is a macro and cannot be an argument.
+# TVM prints an external call as name and parentheses; a macro cannot be an argument.
 _OPENCL_FENCE = "mem_fence(CLK_GLOBAL_MEM_FENCE); get_work_dim"
 
 

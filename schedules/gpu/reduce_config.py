@@ -21,6 +21,7 @@ from ..reduce_workload import FLOATS, CanonicalLoops, ReduceWorkload, constant
 from .device import KINDS, GPUInfo
 
 THREADS = 256
+MIN_THREADS = 64  # where rows are too few to fill the device with blocks of 256
 VECTOR_BYTES = 16
 LOADS_IN_FLIGHT = 4
 BLOCKS_PER_MULTIPROCESSOR = 4
@@ -104,10 +105,14 @@ def choose(
         If the finish ``atomic`` was asked for where there is none.
     """
     form = loops.form
-    vector = _vector(workload, loops)
+    vector = _vector(workload, loops, gpu)
     lanes, rows = _block(form, loops, vector, min(THREADS, gpu.max_threads))
     unroll = 1 if workload.is_arg else LOADS_IN_FLIGHT  # comparing hides the loads
     whole = ReduceConfig(form, lanes, rows, vector, unroll, 1, "one_block")
+    while form == "x" and whole.rows > 1 and whole.threads > MIN_THREADS:
+        if _most_blocks(whole, loops) >= 2 * gpu.multiprocessors:
+            break
+        whole = replace(whole, rows=whole.rows // 2)
     finish = _finish(workload, gpu, scratch_bytes)
     splits = _splits(whole, loops, gpu, finish)
     if splits == 1:
@@ -151,7 +156,7 @@ def _scratch_words(config: ReduceConfig, workload: ReduceWorkload, loops: Canoni
     return ticket_words(config, loops) + words * padded
 
 
-def _vector(workload: ReduceWorkload, loops: CanonicalLoops) -> int:
+def _vector(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> int:
     """Elements of a 16-byte load, less where the innermost loop is short or odd."""
     width = VECTOR_BYTES // max(1, DataType(workload.dtype).bits // 8)
     runs = loops.runs
@@ -160,6 +165,10 @@ def _vector(workload: ReduceWorkload, loops: CanonicalLoops) -> int:
         return 1
     if loops.form == "all":
         return width if inner >= width else 1  # one row: the tail is apart
+    if loops.form == "y":  # each thread puts its vector of states into shared memory
+        states = THREADS * sum(DataType(dtype).bits // 8 for dtype in field_dtypes(workload))
+        while width > 1 and 2 * width * states > gpu.shared_bytes:
+            width //= 2
     while inner % width:
         width //= 2
     return width
@@ -211,12 +220,22 @@ def _splits(config: ReduceConfig, loops: CanonicalLoops, gpu: GPUInfo, finish: s
     count = -(-outputs // config.tile_outputs)
     if count >= 2 * gpu.multiprocessors:
         return 1
+    enough = -(-2 * gpu.multiprocessors // count)
     wanted = -(-BLOCKS_PER_MULTIPROCESSOR * gpu.multiprocessors // count)
-    worth = reduced // (config.stride * max(1, MIN_VALUES_PER_THREAD // _values(config)))
-    limit = wanted
+    vectors = reduced // config.stride  # of a thread, over all splits
+    worth = min(wanted, vectors * _values(config) // MIN_VALUES_PER_THREAD)
     if config.tile_outputs > 1:
-        limit = MAX_ATOMIC_SPLITS if finish == "atomic" and outputs > 32 else MAX_SPLITS
-    return max(1, min(wanted, worth, limit))
+        worth = min(worth, MAX_ATOMIC_SPLITS if finish == "atomic" and outputs > 32 else MAX_SPLITS)
+    return max(1, worth, min(enough, vectors))
+
+
+def _most_blocks(config: ReduceConfig, loops: CanonicalLoops) -> int:
+    """Blocks if each thread had one vector only."""
+    outputs, reduced = constant(loops.outputs), constant(loops.reduced)
+    if outputs is None:
+        return LARGE
+    vectors = (LARGE if reduced is None else reduced) // config.stride
+    return -(-outputs // config.tile_outputs) * max(1, vectors)
 
 
 def _values(config: ReduceConfig) -> int:

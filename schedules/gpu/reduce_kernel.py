@@ -125,16 +125,23 @@ def _tail(
 
 
 def _share(ctx: ReduceContext) -> tuple[tirx.Expr, tirx.Expr]:
-    """Begin and length of the part of the reduced loop that this block has."""
+    """Begin and length of the part of the reduced loop that this block has.
+
+    Shares are whole strides, and differ by one stride at most; the last one ends with the loop.
+    """
     reduced, config = i64(ctx.reduction.reduced), ctx.config
     if config.splits == 1:
         return i64(0), reduced
-    known = constant(ctx.reduction.reduced)
-    if known is not None and known % (config.splits * config.stride) == 0:
-        return ctx.split * i64(known // config.splits), i64(known // config.splits)
-    part = simplified(ceildiv(ceildiv(reduced, config.splits), config.stride) * i64(config.stride))
-    begin = ctx.split * part
-    return begin, tirx.max(tirx.min(reduced - begin, part), i64(0))
+    strides = ceildiv(ctx.reduction.reduced, config.stride)
+    least = simplified(strides // i64(config.splits))
+    longer = simplified(strides % i64(config.splits))  # so many blocks take one more
+    if constant(longer) == 0 and constant(simplified(reduced % i64(config.stride))) == 0:
+        length = simplified(least * i64(config.stride))
+        return ctx.split * length, length
+    begin = T.bind((ctx.split * least + tirx.min(ctx.split, longer)) * i64(config.stride))
+    more = tirx.Select(ctx.split < longer, i64(1), i64(0))
+    end = T.bind(tirx.min(reduced, begin + (least + more) * i64(config.stride)))
+    return begin, tirx.max(end - begin, i64(0))
 
 
 def _position(ctx: ReduceContext, start: tirx.Expr, loads: VectorLoads) -> tirx.Expr:

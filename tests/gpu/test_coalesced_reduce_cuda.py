@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tvm
-from cuda_text import count, cuda_source, loops, ptxas, sass
-from reduce_cases import CUDA, Case
+from cuda_text import count, cuda_source, loops, opcodes, ptxas, sass
+from reduce_cases import CUDA, Case, numpy_dtype
 from tvm.target import Target
 
 from schedules.errors import OpError, TargetError
 from schedules.gpu.device import GPUInfo
-from schedules.reduce_workload import DTYPES, OPERATORS
+from schedules.gpu.reduce_config import choose, tiles
+from schedules.reduce_workload import DTYPES, OPERATORS, CanonicalLoops, ReduceWorkload
 
 FORMS: dict[str, tuple[tuple[int, ...], list[int]]] = {
     "all": ((1 << 22,), [0]),
@@ -49,18 +51,26 @@ def test_main_loop_loads_16_bytes(form: str, finish: str) -> None:
     shape, axes = FORMS[form]
     case = Case("sum", "float32", shape, axes, finish, CUDA)
     code = sass(cuda_source(case.func))
-    main = max((loop for text in code.values() for loop in loops(text)), key=len)
+    texts = [*code.values()]
+    bodies = [loop for text in texts for loop in loops(text)] or [opcodes(text) for text in texts]
+    main = max(bodies, key=lambda names: count(names, "LDG.E"))
     assert count(main, "LDG.E.128") >= case.config.unroll
     assert count(main, "LDG.E") == count(main, "LDG.E.128")
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_two_blocks_for_each_multiprocessor(form: str) -> None:
-    shape, axes = FORMS[form]
-    case = Case("sum", "float32", shape, axes, "auto", CUDA)
-    outputs = 1 if form == "all" else 64
-    blocks = -(-outputs // case.config.tile_outputs) * case.config.splits
-    assert blocks >= 2 * GPUInfo.from_target(CUDA).multiprocessors
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("outputs", [1, 3, 64, 1000, 4096, 1 << 18])
+@pytest.mark.parametrize("form", ["x", "y"])
+def test_two_blocks_for_each_multiprocessor(form: str, outputs: int, dtype: str) -> None:
+    """From 1 MiB up, whatever the shape."""
+    for size in (5 << 18, 1 << 24, 1 << 27):
+        reduced = -(-size // (outputs * np.dtype(numpy_dtype(dtype)).itemsize))
+        shape = (outputs, reduced) if form == "x" else (reduced, outputs)
+        workload = ReduceWorkload.create("max", [1 if form == "x" else 0], 2, dtype)
+        loops = CanonicalLoops(shape, workload.axes)
+        gpu = GPUInfo.from_target(CUDA)
+        config = choose(workload, loops, gpu)
+        assert tiles(config, loops) * config.splits >= 2 * gpu.multiprocessors, config
 
 
 @pytest.mark.parametrize("arch", ["sm_70", "sm_80", "sm_90"])
