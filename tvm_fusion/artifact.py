@@ -32,13 +32,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import tvm
 import tvm_ffi
 
 from .errors import ArtifactError
+from .host import check_host
 from .linker import SharedLinker
-from .target import arch_of, check_host
 from .tensor_spec import TensorSpec
+from .triples import arch_of_triple
+from .tvm_runtime import version as tvm_version
 from .version import __version__
 
 FORMAT = 1
@@ -80,12 +81,22 @@ class Description:
     fused: tuple[dict[str, Any], ...]
     versions: dict[str, str]
 
+    @property
+    def cpu(self) -> str:
+        """LLVM's name of the CPU that the code is for."""
+        return json.loads(self.target)["mcpu"]
+
+    @property
+    def triple(self) -> str:
+        """LLVM's triple of the system that the code is for."""
+        return json.loads(self.target)["mtriple"]
+
 
 def current_versions() -> dict[str, str]:
     """Versions of what compiles and runs models here."""
     return {
         "tvm_fusion": __version__,
-        "tvm": str(tvm.__version__),
+        "tvm": tvm_version(),
         "tvm_ffi": str(tvm_ffi.__version__),
     }
 
@@ -109,13 +120,12 @@ def write_artifact(path: str | os.PathLike[str], executable: Any, about: Descrip
     """
     path = Path(os.path.realpath(path))
     aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
-    triple = str(tvm.target.Target(about.target).attrs["mtriple"])
     text = json.dumps(asdict(about)).encode()
     try:
         if path.exists() and not path.is_file():
             raise OSError(None, "something other than a file has this name")
         aside.touch()
-        executable.export_library(str(aside), fcompile=SharedLinker(triple))
+        executable.export_library(str(aside), fcompile=SharedLinker(about.triple))
         library = aside.stat().st_size
         with aside.open("ab") as file:
             file.write(text)
@@ -217,10 +227,11 @@ def _parse(data: Any) -> Description:
         raise ValueError("'fresh' and 'outputs' differ in length")
     versions = _typed(data["versions"], dict)
     target = _typed(data["target"], str)
-    made = tvm.target.Target(target)
-    arch = arch_of(made)
-    if "mcpu" not in made.attrs:
-        raise ValueError("the target names no CPU")
+    options = _typed(json.loads(target), dict)
+    if options.get("kind") != "llvm":
+        raise ValueError(f"the target is of the kind {options.get('kind')!r}")
+    _typed(options["mcpu"], str)
+    arch = arch_of_triple(_typed(options["mtriple"], str))
     if data["arch"] != arch:
         raise ValueError(f"the target is for {arch}, and 'arch' is {data['arch']!r}")
     return Description(

@@ -111,12 +111,11 @@ class FusionEngine(Engine):
     """tvm-fusion: compiles the model, or loads a compiled one (option ``artifact``)."""
 
     def __init__(self) -> None:
-        import tvm
-
         import tvm_fusion
+        from tvm_fusion.tvm_runtime import version
 
         self._package = tvm_fusion
-        self.version = f"{tvm_fusion.__version__} (TVM {tvm.__version__})"
+        self.version = f"{tvm_fusion.__version__} (TVM {version()})"
 
     def load(self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any]) -> None:
         """Compile with ``target`` and ``fuse`` of ``options``, or load ``artifact``."""

@@ -8,20 +8,23 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tvm
-from tvm import relax
+import tvm_ffi
 
 from .arguments import Stage, bind, check, results
 from .artifact import Description, read_artifact, write_artifact
 from .engines import random_inputs
 from .errors import ArtifactError, InvalidInputError
+from .host import check_host
 from .linker import SharedLinker
-from .target import check_host
 from .tensor_spec import TensorSpec
 from .thread_pool import Crew, choose_threads
+from .tvm_runtime import get_function, start_machine
+
+if TYPE_CHECKING:
+    from tvm.target import Target
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,11 @@ class CompiledModel:
         return self._about.outputs
 
     @property
-    def target(self) -> tvm.target.Target:
-        """The target that the model is compiled for."""
-        return tvm.target.Target(self._about.target)
+    def target(self) -> Target:
+        """The target that the model is compiled for; asking for it imports TVM."""
+        from tvm.target import Target
+
+        return Target(self._about.target)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -126,9 +131,8 @@ class CompiledModel:
 
     def __repr__(self) -> str:
         """Inputs, outputs, CPU and threads."""
-        cpu = self.target.attrs["mcpu"]
         signature = f"{_signature(self.inputs)} -> {_signature(self.outputs)}"
-        return f"CompiledModel({signature}, {cpu}, {self.threads} threads)"
+        return f"CompiledModel({signature}, {self._about.cpu}, {self.threads} threads)"
 
     def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
         """Compute the outputs.
@@ -166,7 +170,7 @@ class CompiledModel:
             # TVM checks what the specs cannot say, such as a dimension that is computed of others.
             reason = str(error).strip().splitlines()[-1]
             raise InvalidInputError(f"the model cannot run on these inputs: {reason}") from error
-        if isinstance(outputs, tvm.runtime.Tensor):
+        if isinstance(outputs, tvm_ffi.Tensor):
             outputs = [outputs]
         return results(outputs, self._about.fresh, memory)
 
@@ -174,9 +178,9 @@ class CompiledModel:
         """Make the code executable; before that, make sure that the CPU can execute it."""
         check_host(self._about.features, self._about.arch)
         module = self._executable
-        if not isinstance(module, tvm.runtime.Module):
-            module = module.jit(fcompile=SharedLinker(str(self.target.attrs["mtriple"])))
-        self._machine = relax.VirtualMachine(module, tvm.cpu())
+        if not isinstance(module, tvm_ffi.Module):
+            module = module.jit(fcompile=SharedLinker(self._about.triple))
+        self._machine = start_machine(module)
         return self._machine["main"]
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -284,7 +288,7 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledMo
     about = read_artifact(path)
     origin = Path(path).resolve()
     try:
-        module = tvm.get_global_func("ffi.Module.load_from_file.so")(str(origin), "so")
+        module = get_function("ffi.Module.load_from_file.so")(str(origin), "so")
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ArtifactError(f"cannot load {str(path)!r}: {reason}") from error

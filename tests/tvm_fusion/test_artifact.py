@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
+import tvm_ffi
 from hypothesis import given
 from hypothesis import strategies as st
 from relax_models import Identity, assert_dense, compiled, dense
@@ -73,13 +74,13 @@ def altered(saved: Path, tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever loads a library fails the test."""
-    real = tvm.get_global_func
+    real = tvm_ffi.get_global_func
 
     def get(name: str, *args: Any) -> Any:
         assert "load_from_file" not in name, "the library was loaded before it was checked"
         return real(name, *args)
 
-    monkeypatch.setattr(tvm, "get_global_func", get)
+    monkeypatch.setattr(tvm_ffi, "get_global_func", get)
 
 
 def test_what_is_saved_is_loaded(model: CompiledModel, saved: Path) -> None:
@@ -286,6 +287,9 @@ def put(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         put("target", 3),
         put("target", "no target"),
         put("target", '{"kind": "llvm"}'),
+        put("target", '["llvm"]'),
+        put("target", '{"kind": "cuda", "mcpu": "znver3", "mtriple": "x86_64-linux-gnu"}'),
+        put("target", '{"kind": "llvm", "mcpu": 3, "mtriple": "x86_64-linux-gnu"}'),
         put("arch", OTHER),
         put("features", "avx2"),
         put("features", [1]),
