@@ -14,7 +14,7 @@ import numpy as np
 import tvm_ffi
 
 from .arguments import Stage, bind, check, results
-from .artifact import Description, read_artifact, write_artifact
+from .artifact import Description, read_artifact, read_artifact_weights, write_artifact
 from .engines import random_inputs
 from .errors import ArtifactError, InvalidInputError
 from .host import check_host
@@ -79,10 +79,16 @@ class CompiledModel:
     """
 
     def __init__(
-        self, executable: Any, about: Description, threads: int, origin: Path | None = None
+        self,
+        executable: Any,
+        about: Description,
+        threads: int,
+        weights: Sequence[Any] = (),
+        origin: Path | None = None,
     ) -> None:
         self._executable = executable
         self._about = about
+        self._weights = list(weights)
         self._origin = origin
         self._crew = Crew(threads)
         self._stage = Stage(about.inputs)
@@ -165,7 +171,7 @@ class CompiledModel:
             self._main = self._start()
         tensors, memory = self._stage.tensors(arrays)
         try:
-            outputs = self._main(*tensors)
+            outputs = self._main(*tensors, *self._weights)
         except (RuntimeError, ValueError, TypeError) as error:
             # TVM checks what the specs cannot say, such as a dimension that is computed of others.
             reason = str(error).strip().splitlines()[-1]
@@ -184,8 +190,9 @@ class CompiledModel:
         return self._machine["main"]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model as a shared library that :func:`load` reads, and also TVM itself.
+        """Write the model to a file for :func:`load`.
 
+        It is a shared library that TVM itself can load too: ``tvm_fusion.artifact`` describes it.
         No compiler is needed, for whatever CPU the model is compiled. The file appears complete or
         not at all.
 
@@ -203,7 +210,7 @@ class CompiledModel:
             raise ArtifactError(
                 f"this model was loaded from {str(self._origin)!r}; copy that file instead"
             )
-        write_artifact(path, self._executable, self._about)
+        write_artifact(path, self._executable, self._about, self._weights)
 
     def benchmark(
         self, repeat: int = 50, warmup: int = 10, inputs: Mapping[str, Any] | None = None
@@ -292,7 +299,7 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledMo
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ArtifactError(f"cannot load {str(path)!r}: {reason}") from error
-    return CompiledModel(module, about, count, origin)
+    return CompiledModel(module, about, count, read_artifact_weights(origin, about), origin)
 
 
 def aligned_empty(shape: Sequence[int], dtype: Any = "float32") -> np.ndarray:
