@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import tvm
 from relax_models import compiled, dense, dependent
+from small_onnx import small_model
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+import tvm_fusion
 from tvm_fusion import tvm_runtime
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,6 +159,27 @@ def test_errors_are_those_that_the_compiler_would_give(tmp_path: Path) -> None:
     assert light
     assert [name for name, _ in texts] == ["InvalidInputError"] + ["ArtifactError"] * 3
     assert run("import tvm\n" + FAIL, tmp_path, *paths) == [False, texts]
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_the_command_line_runs_a_saved_model_without_the_compiler(
+    tmp_path: Path, command: str
+) -> None:
+    onnx.save(small_model(), tmp_path / "model.onnx")
+    tvm_fusion.compile(small_model(), threads=1).save(tmp_path / "model.so")
+    arguments = {
+        "run": ["run", "model.so", "--json"],
+        "bench": "bench model.onnx --compiled model.so --against onnxruntime --json".split(),
+    }[command]
+    arguments += {"run": ["--repeat", "2"], "bench": ["--rounds", "1", "--runs", "2"]}[command]
+    code = f"""
+import os
+os.chdir(sys.argv[1])
+from tvm_fusion.cli import main
+assert main({arguments!r}) == 0
+print(json.dumps(compiler_is_loaded()))
+"""
+    assert run(code, tmp_path) is False
 
 
 AFTERWARDS = """
