@@ -293,13 +293,14 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledMo
     """
     count = choose_threads(threads)
     about = read_artifact(path)
+    weights = read_artifact_weights(Path(path), about)
     origin = Path(path).resolve()
     try:
         module = get_function("ffi.Module.load_from_file.so")(str(origin), "so")
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ArtifactError(f"cannot load {str(path)!r}: {reason}") from error
-    return CompiledModel(module, about, count, read_artifact_weights(origin, about), origin)
+    return CompiledModel(module, about, count, weights, origin)
 
 
 def aligned_empty(shape: Sequence[int], dtype: Any = "float32") -> np.ndarray:
