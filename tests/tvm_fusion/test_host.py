@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tvm_fusion import host
-from tvm_fusion.cpu_flags import flagged_features
 from tvm_fusion.errors import TargetError
 
 
@@ -94,23 +93,6 @@ def test_features_that_are_probed_and_absent_are_not_host_features(
 )
 def test_architectures_have_one_name_each(name: str, arch: str) -> None:
     assert host.canonical_arch(name) == arch
-
-
-def test_flags_have_the_names_that_llvm_gives_them(tmp_path: Path) -> None:
-    source = tmp_path / "x86"
-    source.write_text("flags\t\t: fpu pni sse4_1 avx2 abm\n\nflags\t\t: pni sse4_1 avx2 fma abm\n")
-    assert flagged_features(source) == {"sse3", "sse4.1", "avx2", "lzcnt"}
-    source = tmp_path / "arm"
-    source.write_text("Features\t: fp asimd crc32 atomics sve\nbugs : fma\n")
-    assert flagged_features(source) == {"fp-armv8", "neon", "crc", "lse", "sve"}
-    assert flagged_features(tmp_path / "nothing") == frozenset()
-
-
-def test_flags_agree_with_what_llvm_finds() -> None:
-    flags = flagged_features()
-    assert {"x86_64": "sse4.2", "aarch64": "neon"}[host.host_arch()] in flags
-    absent = {name for name, there in host.probe_features().items() if not there}
-    assert not flags & absent
 
 
 def test_flags_that_suffice_spare_the_question_to_llvm(monkeypatch: pytest.MonkeyPatch) -> None:

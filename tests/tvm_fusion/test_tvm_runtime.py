@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -253,3 +254,11 @@ def test_a_program_without_its_functions_does_not_start() -> None:
     library = tvm.compile(Missing, "llvm").jit()
     with pytest.raises(RuntimeError, match="Cannot find .*tests.missing"):
         tvm_runtime.start_machine(library)
+
+
+def test_without_tvm_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "tvm")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    tvm_runtime._load.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match="No module named 'tvm'; install apache-tvm"):
+        tvm_runtime.get_function("runtime.NumThreads")
