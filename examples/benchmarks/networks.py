@@ -42,9 +42,7 @@ def networks_table(results: Results) -> Table:
         table.add_column(engine["title"], justify="right")
     for engine in first[1:]:
         table.add_column(f"ratio to {engine['title']}", justify="right")
-    for engine in first:
-        table.add_column(f"MiB of {engine['title']}", justify="right")
-    for heading in ("pairs fused", "compile s", "relative error"):
+    for heading in ("peak MiB, each", "pairs fused", "compile s", "relative error"):
         table.add_column(heading, justify="right")
     for name, result in results.items():
         ours, *peers = result["engines"]
@@ -52,7 +50,7 @@ def networks_table(results: Results) -> Table:
             name,
             *(f"{engine['median_ms']:.2f}" for engine in result["engines"]),
             *(f"{engine['ratio']:.2f}x" for engine in peers),
-            *(f"{engine['peak_mib']:.0f}" for engine in result["engines"]),
+            ", ".join(f"{engine['peak_mib']:.0f}" for engine in result["engines"]),
             f"{ours['details']['fused']} of {ours['details']['pairs']}",
             f"{ours['compile_seconds']:.1f}",
             f"{float(ours['relative_error']):.1e}",
