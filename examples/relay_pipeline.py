@@ -17,7 +17,7 @@ from tvm import relax
 from tvm.script import ir as I  # noqa: N812  (TVMScript's own names)
 from tvm.script import relax as R  # noqa: N812
 
-import tvm_fusion  # registers the pipeline "tvm_fusion"
+import tvm_fusion.pipeline  # registers it as "tvm_fusion"
 from relay_passes import FuseConv2D, FuseEpilogue, PackLayout, SimplifyInference
 from tvm_fusion.target import resolve
 

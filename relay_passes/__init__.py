@@ -10,6 +10,7 @@ from .fuse_conv2d import FuseConv2D
 from .fuse_epilogue import FuseEpilogue
 from .fuse_pack import FusePack
 from .fusion_decision import Decision, decide
+from .lift_weights import LiftWeights
 from .pack_layout import PackLayout
 from .simplify_inference import SimplifyInference
 
@@ -18,6 +19,7 @@ __all__ = [
     "FuseConv2D",
     "FuseEpilogue",
     "FusePack",
+    "LiftWeights",
     "PackLayout",
     "SimplifyInference",
     "decide",

@@ -6,15 +6,36 @@
 >>> y = compiled(x)                                 # doctest: +SKIP
 >>> compiled.save("model.so")                       # doctest: +SKIP
 
-Importing the package registers its ops, and its pipeline as ``relax.get_pipeline("tvm_fusion")``.
+Loading and running a saved model needs no compiler, so TVM's is imported when something is
+compiled. Importing ``tvm_fusion.pipeline``, or this package behind ``tvm``, registers the ops, and
+the pipeline as ``relax.get_pipeline("tvm_fusion")``.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
 from . import errors
-from . import pipeline as pipeline
-from .compiler import compile
 from .runtime import CompiledModel, load
 from .version import __version__
 
+if TYPE_CHECKING:
+    from . import pipeline as pipeline
+    from .compiler import compile
+
 __all__ = ["CompiledModel", "__version__", "compile", "errors", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs the compiler is imported when it is asked for."""
+    if name == "compile":
+        return importlib.import_module(".compiler", __name__).compile
+    if name == "pipeline":
+        return importlib.import_module(".pipeline", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if "tvm" in sys.modules:
+    importlib.import_module(".pipeline", __name__)

@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import tvm
 import tvm_ffi
 
 from .errors import InvalidInputError
 from .tensor_spec import TensorSpec
+from .tvm_runtime import get_function
 
 ALIGNMENT = 64
 """Bytes; the alignment that TVM gives its own memory and that its kernels rely on."""
@@ -33,13 +32,22 @@ _CARRIERS = {2: "uint16", 1: "uint8"}
 def numpy_dtype(name: str) -> np.dtype:
     """The numpy type of a TVM type, those of ``ml_dtypes`` (bfloat16, float8) included."""
     try:
-        dtype = np.dtype(getattr(ml_dtypes, name, name))
+        dtype = _find_dtype(name)
         same_layout = tvm_ffi.dtype(name).bits == 8 * dtype.itemsize  # TVM packs int4 and such
     except (TypeError, ValueError):
         same_layout = False
     if not same_layout:
         raise InvalidInputError(f"the element type {name!r} has no match in numpy")
     return dtype
+
+
+def _find_dtype(name: str) -> np.dtype:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes  # only few models need it
+
+        return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def bind(specs: Sequence[TensorSpec], args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
@@ -176,7 +184,7 @@ class Stage:
     def _copy(self, index: int, array: np.ndarray) -> tuple[Any, np.ndarray]:
         place = self._places[index]
         if place is None or place[1].shape != array.shape:
-            tensor = tvm.runtime.empty(array.shape, self._dtypes[index])
+            tensor = _empty(array.shape, self._dtypes[index])
             place = self._places[index] = (tensor, _as_numpy(tensor))
         np.copyto(place[1], array)
         return place
@@ -197,7 +205,7 @@ def results(
 
     Parameters
     ----------
-    outputs : sequence of tvm.runtime.Tensor
+    outputs : sequence of tvm_ffi.Tensor
         What the function returned.
     fresh : sequence of bool
         Which of them were made by this call.
@@ -224,12 +232,19 @@ def _overlaps(array: np.ndarray, others: Sequence[np.ndarray]) -> bool:
     return False
 
 
+def _empty(shape: Sequence[int], dtype: str) -> Any:
+    """A tensor of TVM's own, with its alignment."""
+    allocate = get_function("runtime.TVMTensorAllocWithScope")
+    return allocate(tvm_ffi.Shape(tuple(shape)), tvm_ffi.dtype(dtype), tvm_ffi.device("cpu"), None)
+
+
 def _as_numpy(tensor: Any) -> np.ndarray:
     """A numpy array in the memory of a tensor."""
     dtype = numpy_dtype(str(tensor.dtype))
     if dtype.isbuiltin == 1:
         return np.from_dlpack(tensor)
-    view = tensor._create_view(tensor.shape, _CARRIERS[dtype.itemsize])
+    create_view = get_function("runtime.TVMTensorCreateView")
+    view = create_view(tensor, tensor.shape, tvm_ffi.dtype(_CARRIERS[dtype.itemsize]), 0)
     return np.from_dlpack(view).view(dtype)
 
 

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file that a compiled model is saved to.
 
-It is a shared library, which TVM itself can load too, with a description behind its end:
+It is a shared library with weights and a description behind its end. TVM itself can load it too;
+the function ``main`` of the program then takes the weights behind the inputs.
 
 ======================  ========================================================================
 bytes                   content
 ======================  ========================================================================
-library                 an ELF shared library: the kernels, the program that calls them, the weights
+library                 an ELF shared library: the kernels, the program that calls them, constants
+weights                 tensors, each followed by zeros up to a multiple of 64 bytes
 description             JSON in UTF-8: a :class:`Description`
-length of the library   unsigned 64-bit integer, little-endian as all of them
+length before the JSON  unsigned 64-bit integer, little-endian as all of them
 length of the JSON      unsigned 64-bit integer
 checksum                SHA-256 of all that comes before the lengths
 format                  unsigned 32-bit integer; the highest that is known here is ``FORMAT``
 magic                   ``TVMFUSION-MODEL`` and a newline
 ======================  ========================================================================
+
+Format 1 had no weights: there they are constants in the library.
 
 The description is read, and the file is checked, before anything of it is loaded: nothing in it is
 executed, unpickled, or followed to another file. **Loading the library then runs its code with all
@@ -28,20 +32,23 @@ import json
 import os
 import struct
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import tvm
 import tvm_ffi
 
 from .errors import ArtifactError
+from .host import check_host
 from .linker import SharedLinker
-from .target import arch_of, check_host
 from .tensor_spec import TensorSpec
+from .triples import arch_of_triple
+from .tvm_runtime import version as tvm_version
 from .version import __version__
+from .weights import read_weights, stored_bytes, write_weights
 
-FORMAT = 1
+FORMAT = 2
 """The format that is written; all up to it are read."""
 
 _MAGIC = b"TVMFUSION-MODEL\n"
@@ -69,6 +76,8 @@ class Description:
         One record a pair of convolutions.
     versions : dict
         Versions of ``tvm_fusion``, ``tvm`` and ``tvm_ffi`` that compiled the model.
+    weights : tuple of TensorSpec
+        What ``main`` takes behind the inputs.
     """
 
     target: str
@@ -79,18 +88,31 @@ class Description:
     fresh: tuple[bool, ...]
     fused: tuple[dict[str, Any], ...]
     versions: dict[str, str]
+    weights: tuple[TensorSpec, ...] = ()
+
+    @property
+    def cpu(self) -> str:
+        """LLVM's name of the CPU that the code is for."""
+        return json.loads(self.target)["mcpu"]
+
+    @property
+    def triple(self) -> str:
+        """LLVM's triple of the system that the code is for."""
+        return json.loads(self.target)["mtriple"]
 
 
 def current_versions() -> dict[str, str]:
     """Versions of what compiles and runs models here."""
     return {
         "tvm_fusion": __version__,
-        "tvm": str(tvm.__version__),
+        "tvm": tvm_version(),
         "tvm_ffi": str(tvm_ffi.__version__),
     }
 
 
-def write_artifact(path: str | os.PathLike[str], executable: Any, about: Description) -> None:
+def write_artifact(
+    path: str | os.PathLike[str], executable: Any, about: Description, weights: Sequence[Any] = ()
+) -> None:
     """Write a compiled model; the file appears complete or not at all.
 
     Parameters
@@ -101,6 +123,8 @@ def write_artifact(path: str | os.PathLike[str], executable: Any, about: Descrip
         The compiled model.
     about : Description
         Its description.
+    weights : sequence of tvm.runtime.Tensor
+        The tensors that the description lists.
 
     Raises
     ------
@@ -109,19 +133,19 @@ def write_artifact(path: str | os.PathLike[str], executable: Any, about: Descrip
     """
     path = Path(os.path.realpath(path))
     aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
-    triple = str(tvm.target.Target(about.target).attrs["mtriple"])
     text = json.dumps(asdict(about)).encode()
     try:
         if path.exists() and not path.is_file():
             raise OSError(None, "something other than a file has this name")
         aside.touch()
-        executable.export_library(str(aside), fcompile=SharedLinker(triple))
-        library = aside.stat().st_size
+        executable.export_library(str(aside), fcompile=SharedLinker(about.triple))
         with aside.open("ab") as file:
+            write_weights(file, weights)
+            place = file.tell()
             file.write(text)
-        digest = _digest(aside, library + len(text))
+        digest = _digest(aside, place + len(text))
         with aside.open("ab") as file:
-            file.write(_FOOTER.pack(library, len(text), digest, FORMAT, _MAGIC))
+            file.write(_FOOTER.pack(place, len(text), digest, FORMAT, _MAGIC))
         aside.replace(path)
     except (OSError, RuntimeError) as error:  # TVM's own failures to write are RuntimeErrors
         reason = getattr(error, "strerror", None) or error
@@ -159,6 +183,27 @@ def read_artifact(path: str | os.PathLike[str]) -> Description:
     return about
 
 
+def read_artifact_weights(path: Path, about: Description) -> list[tvm_ffi.Tensor]:
+    """Read the weights of a file whose description was read.
+
+    Raises
+    ------
+    ArtifactError
+        If the file cannot be read, or is no longer the one that was described.
+    """
+    if not about.weights:
+        return []
+    try:
+        with path.open("rb") as file:
+            file.seek(-_FOOTER.size, os.SEEK_END)
+            place, *_ = _FOOTER.unpack(file.read(_FOOTER.size))
+            file.seek(place - stored_bytes(about.weights))
+            return read_weights(file, about.weights)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ArtifactError(f"cannot read {str(path)!r}: {reason}") from error
+
+
 def _read(path: Path) -> Description:
     size = path.stat().st_size
     if not path.is_file():
@@ -169,21 +214,22 @@ def _read(path: Path) -> Description:
         end = file.read(_FOOTER.size)
         if len(end) < _FOOTER.size or not end.endswith(_MAGIC):
             raise ArtifactError(_foreign(path, start))
-        library, length, digest, version, _ = _FOOTER.unpack(end)
+        place, length, digest, version, _ = _FOOTER.unpack(end)
         if version > FORMAT:
             raise ArtifactError(
                 f"{str(path)!r} has format {version}, and this version of tvm_fusion reads up to "
                 f"{FORMAT}; install a newer tvm_fusion"
             )
-        whole = version >= 1 and library + length + _FOOTER.size == size
-        if not whole or digest != _digest(path, library + length):
+        whole = version >= 1 and place + length + _FOOTER.size == size
+        if not whole or digest != _digest(path, place + length):
             raise ArtifactError(
                 f"{str(path)!r} is damaged: its checksum does not fit; {_SAVE_HELP}"
             )
-        file.seek(library)
+        file.seek(place)
         text = file.read(length)
     try:
-        return _parse(json.loads(text))
+        data = json.loads(text)
+        return _parse(data if version > 1 else {**data, "weights": []}, place)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ArtifactError(
             f"the description in {str(path)!r} is not valid ({error!r}); {_SAVE_HELP}"
@@ -209,18 +255,25 @@ def _digest(path: Path, count: int) -> bytes:
     return digest.digest()
 
 
-def _parse(data: Any) -> Description:
-    """Build a description from JSON; anything else than expected raises."""
+def _parse(data: Any, room: int) -> Description:
+    """Build a description from JSON; anything else than expected raises.
+
+    ``room`` is how many bytes the library and the weights have.
+    """
     fresh = tuple(_typed(item, bool) for item in _typed(data["fresh"], list))
     outputs = _specs(data["outputs"])
     if len(fresh) != len(outputs):
         raise ValueError("'fresh' and 'outputs' differ in length")
+    weights = _specs(data["weights"])
+    if stored_bytes(weights) > room:
+        raise ValueError("the weights are larger than the file")
     versions = _typed(data["versions"], dict)
     target = _typed(data["target"], str)
-    made = tvm.target.Target(target)
-    arch = arch_of(made)
-    if "mcpu" not in made.attrs:
-        raise ValueError("the target names no CPU")
+    options = _typed(json.loads(target), dict)
+    if options.get("kind") != "llvm":
+        raise ValueError(f"the target is of the kind {options.get('kind')!r}")
+    _typed(options["mcpu"], str)
+    arch = arch_of_triple(_typed(options["mtriple"], str))
     if data["arch"] != arch:
         raise ValueError(f"the target is for {arch}, and 'arch' is {data['arch']!r}")
     return Description(
@@ -232,6 +285,7 @@ def _parse(data: Any) -> Description:
         fresh=fresh,
         fused=tuple(_typed(item, dict) for item in _typed(data["fused"], list)),
         versions={name: _typed(versions[name], str) for name in current_versions()},
+        weights=weights,
     )
 
 

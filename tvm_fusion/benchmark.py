@@ -84,6 +84,7 @@ class Arena:
         self.threads = threads or self._info["physical_cores"]
         self._stack = contextlib.ExitStack()
         self._engines = list(engines)
+        self._compiler: Worker | None = None
 
     def __enter__(self) -> Arena:
         """Start the processes."""
@@ -149,12 +150,25 @@ class Arena:
         racers: list[_Racer] = []
         for worker in self._workers:
             progress(f"compiling with {worker.spec.title}", len(racers), len(self._workers))
-            request = {"threads": self.threads, "options": dict(worker.spec.options)}
-            loaded = worker.call("load", path=str(path), shapes=shapes, **request)
+            loaded = self._load_one(worker, path, shapes)
             if not racers:
                 shapes = _static_shapes(loaded["inputs"])
             racers.append(_Racer(worker, loaded))
         return racers
+
+    def _load_one(self, worker: Worker, path: Path, shapes: dict[str, Any]) -> dict[str, Any]:
+        options = dict(worker.spec.options)
+        request = {"path": str(path), "shapes": shapes, "threads": self.threads}
+        if not ENGINES[worker.spec.engine].compiles_apart or "artifact" in options:
+            return worker.call("load", options=options, **request)
+        if self._compiler is None:
+            spec = EngineSpec(worker.spec.engine)
+            self._compiler = self._stack.enter_context(Worker(spec, self.threads))
+        with tempfile.TemporaryDirectory(prefix="tvm-fusion-") as folder:
+            artifact = str(Path(folder, "model.so"))
+            seconds = self._compiler.call("compile", options=options, output=artifact, **request)
+            loaded = worker.call("load", options={"artifact": artifact}, **request)
+        return loaded | {"seconds": seconds + loaded["seconds"]}
 
     def _compare(self, racers: list[_Racer], plan: Plan) -> str:
         """Set every racer's error, and return which engine was the reference."""

@@ -127,7 +127,6 @@ def run_command(
     --target and --fuse matter for an ONNX file alone; --seed is that of the random inputs,
     --repeat the number of timed runs.
     """
-    from . import compile as compile_model
     from . import load
     from .cli_run import is_compiled, run_model, save_outputs
 
@@ -136,6 +135,8 @@ def run_command(
         refuse_given(["target", "fuse"], f"{model.name} is compiled already")
         compiled = load(model, threads=threads)
     else:
+        from . import compile as compile_model
+
         with progress_bar() as progress:
             compiled = compile_model(
                 model, target, shapes, fuse=fuse, threads=threads, progress=progress

@@ -20,6 +20,7 @@ from .frontend import import_onnx
 from .runtime import CompiledModel
 from .target import arch_of, required_features, resolve
 from .thread_pool import choose_threads
+from .weights import weight_specs
 
 REPORT = "tvm_fusion.fusion_report"
 """The module attribute with the records of the pairs, as JSON."""
@@ -98,7 +99,7 @@ def compile(
             imported.mod, resolved, options, progress=lambda phase, done, _: tell(phase, done + 1)
         )
         tell("build", stages - 1)
-        executable = pipeline.build(mod, resolved)
+        executable, weights = pipeline.build_apart(mod, resolved)
     tell("done", stages)
     about = Description(
         target=str(resolved),
@@ -109,8 +110,9 @@ def compile(
         fresh=fresh_outputs(mod),
         fused=tuple(_records(mod)),
         versions=current_versions(),
+        weights=weight_specs(weights),
     )
-    return CompiledModel(executable, about, count)
+    return CompiledModel(executable, about, count, weights)
 
 
 @contextmanager

@@ -94,6 +94,12 @@ class Engine:
         """Compile the ONNX file for inputs of ``shapes`` and set :attr:`inputs`."""
         raise NotImplementedError
 
+    def compile(
+        self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any], output: str
+    ) -> float:
+        """Compile for another process; only engines that are said to do so have it."""
+        raise NotImplementedError
+
     def feed(self, arrays: Mapping[str, np.ndarray]) -> Any:
         """Arrange arrays by name as :meth:`run` takes them; this is not timed."""
         return dict(arrays)
@@ -108,24 +114,27 @@ class Engine:
 
 
 class FusionEngine(Engine):
-    """tvm-fusion: compiles the model, or loads a compiled one (option ``artifact``)."""
+    """tvm-fusion: one process compiles a model and saves it, another one loads and runs it."""
 
     def __init__(self) -> None:
-        import tvm
-
         import tvm_fusion
+        from tvm_fusion.tvm_runtime import version
 
         self._package = tvm_fusion
-        self.version = f"{tvm_fusion.__version__} (TVM {tvm.__version__})"
+        self.version = f"{tvm_fusion.__version__} (TVM {version()})"
+
+    def compile(
+        self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any], output: str
+    ) -> float:
+        """Compile with ``target`` and ``fuse`` of ``options`` and save; return the seconds."""
+        compile_model = self._package.compile  # which imports the compiler
+        begin = time.perf_counter()
+        compile_model(path, shapes=shapes, threads=threads, **options).save(output)
+        return time.perf_counter() - begin
 
     def load(self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any]) -> None:
-        """Compile with ``target`` and ``fuse`` of ``options``, or load ``artifact``."""
-        chosen = dict(options)
-        artifact = chosen.pop("artifact", None)
-        if artifact is None:
-            self._model = self._package.compile(path, shapes=shapes, threads=threads, **chosen)
-        else:
-            self._model = self._package.load(artifact, threads=threads)
+        """Load the compiled model ``artifact`` of ``options``."""
+        self._model = self._package.load(options["artifact"], threads=threads)
         self.inputs = [Input(s.name, tuple(s.shape), s.dtype) for s in self._model.inputs]
 
     def feed(self, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -247,15 +256,20 @@ class OpenVINOEngine(Engine):
 
 @dataclass(frozen=True)
 class EngineKind:
-    """What is known of an engine before it is imported; an optional one needs ``package``."""
+    """What is known of an engine before it is imported; an optional one needs ``package``.
+
+    One that ``compiles_apart`` loads only what its method ``compile`` wrote in another process, as
+    a user's program would that gets a compiled model.
+    """
 
     make: type[Engine]
     title: str
     package: str = ""
+    compiles_apart: bool = False
 
 
 ENGINES = {
-    "tvm-fusion": EngineKind(FusionEngine, "tvm-fusion"),
+    "tvm-fusion": EngineKind(FusionEngine, "tvm-fusion", compiles_apart=True),
     "onnxruntime": EngineKind(OnnxRuntimeEngine, "ONNX Runtime", "onnxruntime"),
     "openvino": EngineKind(OpenVINOEngine, "OpenVINO", "openvino"),
     "tvm": EngineKind(StockTVMEngine, "stock TVM"),
@@ -278,6 +292,10 @@ class Service:
             "version": self._engine.version,
             "details": self._engine.details(),
         }
+
+    def compile(self, path: str, shapes: Shapes, threads: int, options: dict, output: str) -> float:
+        """Compile a model into the file ``output`` and return the seconds that it took."""
+        return self._engine.compile(path, shapes, threads, options, output)
 
     def outputs(self, seed: Sequence[int]) -> list[np.ndarray]:
         """Return what the model answers to the inputs of ``seed``."""

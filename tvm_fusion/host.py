@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU that this process runs on: its features, and how many cores the process may use."""
+"""The CPU that this process runs on: its features, and how many cores the process may use.
+
+What only LLVM knows is asked of TVM's compiler, which is imported when that is needed.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ import contextlib
 import math
 import os
 import platform
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
-import tvm
-from tvm.target import codegen
+from .cpu_flags import flagged_features
+from .errors import TargetError
 
 
 def host_arch() -> str:
@@ -27,6 +31,8 @@ def canonical_arch(name: str) -> str:
 
 def host_cpu() -> str:
     """LLVM's name for this processor, for example ``znver3``."""
+    from tvm.target import codegen
+
     return str(codegen.llvm_get_system_cpu())
 
 
@@ -37,6 +43,8 @@ def probe_features() -> dict[str, bool]:
     It asks the processor and the operating system and not a table of models, so that a feature
     which a virtual machine hides, or whose registers the system does not save, counts as absent.
     """
+    import tvm
+
     probe = tvm.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")
     return {str(name): bool(there) for name, there in probe().items()}
 
@@ -44,6 +52,36 @@ def probe_features() -> dict[str, bool]:
 def host_features() -> frozenset[str]:
     """Names of the features that code may use on this machine, as LLVM spells them."""
     return frozenset(name for name, there in probe_features().items() if there)
+
+
+def check_host(features: Iterable[str], arch: str | None = None) -> None:
+    """Refuse code that this machine cannot run.
+
+    Parameters
+    ----------
+    features : iterable of str
+        The features that the code needs, from :func:`required_features`.
+    arch : str, optional
+        The architecture that it is for.
+
+    Raises
+    ------
+    TargetError
+        Names the architecture or the features that are missing.
+    """
+    if arch is not None and arch != host_arch():
+        raise TargetError(
+            f"the model is compiled for {arch} and this machine is {host_arch()}; "
+            "run it on such a machine, or compile it again with target='native'"
+        )
+    missing = sorted(set(features) - flagged_features())
+    if missing:  # or Linux does not list them: ask LLVM, which is exact and large
+        missing = sorted(set(missing) - host_features())
+    if missing:
+        raise TargetError(
+            f"this CPU ({host_cpu()}) has no {', '.join(missing)}, which the model is compiled "
+            "for; compile it again on this machine with target='native'"
+        )
 
 
 def usable_processors() -> int:

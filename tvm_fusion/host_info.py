@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .target import physical_cores
+from .host import physical_cores
 
 PACKAGES = ("apache-tvm", "onnx", "numpy", "onnxruntime", "openvino")
 

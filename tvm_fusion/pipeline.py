@@ -18,8 +18,16 @@ from tvm.relax.backend.cpu_generic import pipeline as cpu_generic
 from tvm.s_tir import dlight
 from tvm.target import Target
 
-from relay_passes import FuseConv2D, FuseEpilogue, FusePack, PackLayout, SimplifyInference
+from relay_passes import (
+    FuseConv2D,
+    FuseEpilogue,
+    FusePack,
+    LiftWeights,
+    PackLayout,
+    SimplifyInference,
+)
 from relay_passes.fusion_decision import Decision
+from relay_passes.lift_weights import WEIGHTS
 from schedules import cpu
 from schedules.conv2d_workload import FusedConv2DWorkload
 
@@ -131,6 +139,21 @@ def lower_to_vm(target: Target) -> Pass:
 def build(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
     """Generate code for a module that :func:`optimize` returned."""
     return tvm.compile(mod, target, relax_pipeline=lower_to_vm(target))
+
+
+def build_apart(
+    mod: tvm.IRModule, target: Target
+) -> tuple[relax.VMExecutable, list[tvm.runtime.Tensor]]:
+    """Generate code as :func:`build` does, and return the weights apart.
+
+    They are further arguments of ``main``, behind the model's inputs, so that code and weights can
+    be saved and loaded each in its own way.
+    """
+    with target:
+        mod = tvm.transform.Sequential([lower_to_vm(target), LiftWeights()])(mod)
+    weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
+    lowered = tvm.transform.Sequential([])
+    return tvm.compile(mod.without_attr(WEIGHTS), target, relax_pipeline=lowered), weights
 
 
 @relax.register_pipeline(NAME)

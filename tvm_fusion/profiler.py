@@ -29,10 +29,11 @@ from . import pipeline
 from .engines import random_inputs
 from .errors import InvalidModelError
 from .frontend import import_onnx
+from .host import check_host
 from .host_info import host_info
 from .machine_limits import MachineLimits, measure_limits
 from .shortfall import reason
-from .target import arch_of, check_host, required_features, resolve
+from .target import arch_of, required_features, resolve
 from .tensor_spec import TensorSpec
 from .thread_pool import Crew, choose_threads
 

@@ -8,20 +8,23 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tvm
-from tvm import relax
+import tvm_ffi
 
 from .arguments import Stage, bind, check, results
-from .artifact import Description, read_artifact, write_artifact
+from .artifact import Description, read_artifact, read_artifact_weights, write_artifact
 from .engines import random_inputs
 from .errors import ArtifactError, InvalidInputError
+from .host import check_host
 from .linker import SharedLinker
-from .target import check_host
 from .tensor_spec import TensorSpec
 from .thread_pool import Crew, choose_threads
+from .tvm_runtime import get_function, start_machine
+
+if TYPE_CHECKING:
+    from tvm.target import Target
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,16 @@ class CompiledModel:
     """
 
     def __init__(
-        self, executable: Any, about: Description, threads: int, origin: Path | None = None
+        self,
+        executable: Any,
+        about: Description,
+        threads: int,
+        weights: Sequence[Any] = (),
+        origin: Path | None = None,
     ) -> None:
         self._executable = executable
         self._about = about
+        self._weights = list(weights)
         self._origin = origin
         self._crew = Crew(threads)
         self._stage = Stage(about.inputs)
@@ -96,9 +105,11 @@ class CompiledModel:
         return self._about.outputs
 
     @property
-    def target(self) -> tvm.target.Target:
-        """The target that the model is compiled for."""
-        return tvm.target.Target(self._about.target)
+    def target(self) -> Target:
+        """The target that the model is compiled for; asking for it imports TVM."""
+        from tvm.target import Target
+
+        return Target(self._about.target)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -126,9 +137,8 @@ class CompiledModel:
 
     def __repr__(self) -> str:
         """Inputs, outputs, CPU and threads."""
-        cpu = self.target.attrs["mcpu"]
         signature = f"{_signature(self.inputs)} -> {_signature(self.outputs)}"
-        return f"CompiledModel({signature}, {cpu}, {self.threads} threads)"
+        return f"CompiledModel({signature}, {self._about.cpu}, {self.threads} threads)"
 
     def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
         """Compute the outputs.
@@ -161,12 +171,12 @@ class CompiledModel:
             self._main = self._start()
         tensors, memory = self._stage.tensors(arrays)
         try:
-            outputs = self._main(*tensors)
+            outputs = self._main(*tensors, *self._weights)
         except (RuntimeError, ValueError, TypeError) as error:
             # TVM checks what the specs cannot say, such as a dimension that is computed of others.
             reason = str(error).strip().splitlines()[-1]
             raise InvalidInputError(f"the model cannot run on these inputs: {reason}") from error
-        if isinstance(outputs, tvm.runtime.Tensor):
+        if isinstance(outputs, tvm_ffi.Tensor):
             outputs = [outputs]
         return results(outputs, self._about.fresh, memory)
 
@@ -174,14 +184,15 @@ class CompiledModel:
         """Make the code executable; before that, make sure that the CPU can execute it."""
         check_host(self._about.features, self._about.arch)
         module = self._executable
-        if not isinstance(module, tvm.runtime.Module):
-            module = module.jit(fcompile=SharedLinker(str(self.target.attrs["mtriple"])))
-        self._machine = relax.VirtualMachine(module, tvm.cpu())
+        if not isinstance(module, tvm_ffi.Module):
+            module = module.jit(fcompile=SharedLinker(self._about.triple))
+        self._machine = start_machine(module)
         return self._machine["main"]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model as a shared library that :func:`load` reads, and also TVM itself.
+        """Write the model to a file for :func:`load`.
 
+        It is a shared library that TVM itself can load too: ``tvm_fusion.artifact`` describes it.
         No compiler is needed, for whatever CPU the model is compiled. The file appears complete or
         not at all.
 
@@ -199,7 +210,7 @@ class CompiledModel:
             raise ArtifactError(
                 f"this model was loaded from {str(self._origin)!r}; copy that file instead"
             )
-        write_artifact(path, self._executable, self._about)
+        write_artifact(path, self._executable, self._about, self._weights)
 
     def benchmark(
         self, repeat: int = 50, warmup: int = 10, inputs: Mapping[str, Any] | None = None
@@ -282,13 +293,14 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledMo
     """
     count = choose_threads(threads)
     about = read_artifact(path)
+    weights = read_artifact_weights(Path(path), about)
     origin = Path(path).resolve()
     try:
-        module = tvm.get_global_func("ffi.Module.load_from_file.so")(str(origin), "so")
+        module = get_function("ffi.Module.load_from_file.so")(str(origin), "so")
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ArtifactError(f"cannot load {str(path)!r}: {reason}") from error
-    return CompiledModel(module, about, count, origin)
+    return CompiledModel(module, about, count, weights, origin)
 
 
 def aligned_empty(shape: Sequence[int], dtype: Any = "float32") -> np.ndarray:

@@ -15,29 +15,18 @@ from .host import (
     canonical_arch,
     host_arch,
     host_cpu,
-    host_features,
     physical_cores,
     probe_features,
 )
 from .target_names import (
     BASELINE,
     CODEGEN_FEATURES,
-    CROSS_TRIPLES,
-    arch_of_triple,
     known_cpus,
     known_features,
     triple_for,
     unknown_name,
 )
-
-__all__ = [
-    "arch_of",
-    "check_host",
-    "host_features",
-    "physical_cores",
-    "required_features",
-    "resolve",
-]
+from .triples import CROSS_TRIPLES, arch_of_triple
 
 
 def resolve(
@@ -98,34 +87,6 @@ def required_features(target: Target) -> tuple[str, ...]:
 def arch_of(target: Target) -> str:
     """Architecture of a resolved target, ``x86_64`` or ``aarch64``."""
     return arch_of_triple(str(target.attrs["mtriple"]))
-
-
-def check_host(features: Iterable[str], arch: str | None = None) -> None:
-    """Refuse code that this machine cannot run.
-
-    Parameters
-    ----------
-    features : iterable of str
-        The features that the code needs, from :func:`required_features`.
-    arch : str, optional
-        The architecture that it is for.
-
-    Raises
-    ------
-    TargetError
-        Names the architecture or the features that are missing.
-    """
-    if arch is not None and arch != host_arch():
-        raise TargetError(
-            f"the model is compiled for {arch} and this machine is {host_arch()}; "
-            "run it on such a machine, or compile it again with target='native'"
-        )
-    missing = sorted(set(features) - host_features())
-    if missing:
-        raise TargetError(
-            f"this CPU ({host_cpu()}) has no {', '.join(missing)}, which the model is compiled "
-            "for; compile it again on this machine with target='native'"
-        )
 
 
 def _read_config(target: Any) -> dict[str, Any]:

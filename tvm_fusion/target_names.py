@@ -10,14 +10,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
 
 from tvm.target import Target, codegen
 
 from .errors import TargetError
 from .host import canonical_arch, host_arch, probe_features
+from .triples import CROSS_TRIPLES
 
-CROSS_TRIPLES = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
 BASELINE = {"x86_64": "x86-64", "aarch64": "generic"}
 
 CODEGEN_FEATURES = {
@@ -39,17 +38,6 @@ def triple_for(arch: str) -> str:
     """A triple of the architecture: this system's own if it is of that architecture."""
     system = str(codegen.llvm_get_system_triple())
     return system if canonical_arch(system.split("-")[0]) == arch else CROSS_TRIPLES[arch]
-
-
-def arch_of_triple(triple: Any) -> str:
-    """The architecture that an LLVM triple begins with; refuses those that are not supported."""
-    arch = canonical_arch(str(triple).split("-")[0])
-    if arch not in CROSS_TRIPLES:
-        raise TargetError(
-            f"mtriple {triple!r} is for {arch!r}; this version compiles for "
-            f"{' and '.join(CROSS_TRIPLES)}, for example {CROSS_TRIPLES['aarch64']!r}"
-        )
-    return arch
 
 
 @lru_cache(maxsize=2)

@@ -25,10 +25,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import tvm
-
 from .errors import InvalidInputError
 from .host import physical_cores, usable_processors
+from .tvm_runtime import get_function
 
 _SHARE_PROCESSORS = -3
 _this_thread = threading.local()
@@ -153,7 +152,7 @@ def _set_threads(threads: int) -> None:
         return
     processors = [str(cpu) for cpu in _processors()]
     largest = max(len(processors), threads)
-    configure = tvm.get_global_func("runtime.config_threadpool")
+    configure = get_function("runtime.config_threadpool")
     configure(_SHARE_PROCESSORS, threads, processors, largest)
     _this_thread.setting = (os.getpid(), threads)
 

@@ -43,9 +43,11 @@ def run_races(
     engines: Sequence[EngineSpec],
     plan: Plan,
     options: argparse.Namespace,
+    fresh: bool = False,
 ) -> Results:
     """Race ``engines`` on the models that ``options`` asks for, and write the file after each.
 
+    With ``fresh``, each model has processes of its own, whose peaks of memory then are its own.
     Results that the file already has are kept with ``--resume``, as long as they were taken with
     the same settings: machine, versions, threads, plan and engines.
     """
@@ -59,12 +61,17 @@ def run_races(
     settings["options"] = {key: getattr(options, key, None) for key in ("image_size", "batch")}
     results = _load(options.output, settings) if options.resume else {}
     missing = [name for name in options.only if name not in results]
-    with progress_bar() as progress, Arena(engines, threads) as arena:
-        for number, name in enumerate(missing, start=1):
-            report = _prefixed(progress, f"{name} ({number} of {len(missing)})")
-            result = arena.race(models[name](), name, plan=plan, progress=report)
-            results[name] = json.loads(json_text(result.to_json()))
-            _save(options.output, settings, results)
+    groups = [[name] for name in missing] if fresh else [missing]
+    number = 0
+    with progress_bar() as progress:
+        for group in groups:
+            with Arena(engines, threads) as arena:
+                for name in group:
+                    number += 1
+                    report = _prefixed(progress, f"{name} ({number} of {len(missing)})")
+                    result = arena.race(models[name](), name, plan=plan, progress=report)
+                    results[name] = json.loads(json_text(result.to_json()))
+                    _save(options.output, settings, results)
     return {name: results[name] for name in models if name in results}
 
 

@@ -3,7 +3,8 @@
 
     python examples/benchmarks/networks.py [--quick] [--only resnet_18] [--resume]
 
-Prints a table and writes results/networks.json.
+Prints a table and writes results/networks.json. Peaks of memory are those of the process that an
+engine runs in; for tvm-fusion that one loads the compiled model, as a program would.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PLAN = Plan(rounds=30, runs=10, turn_seconds=0.5)
 
 
 def networks_table(results: Results) -> Table:
-    """One row a network: latencies, and how many times as fast as each peer tvm-fusion is."""
+    """One row a network: latencies, how many times as fast tvm-fusion is, and peaks of memory."""
     some = next(iter(results.values()))
     first = some["engines"]
     shape = "x".join(map(str, some["inputs"][0][1]))
@@ -41,7 +42,7 @@ def networks_table(results: Results) -> Table:
         table.add_column(engine["title"], justify="right")
     for engine in first[1:]:
         table.add_column(f"ratio to {engine['title']}", justify="right")
-    for heading in ("pairs fused", "compile s", "relative error"):
+    for heading in ("peak MiB, each", "pairs fused", "compile s", "relative error"):
         table.add_column(heading, justify="right")
     for name, result in results.items():
         ours, *peers = result["engines"]
@@ -49,6 +50,7 @@ def networks_table(results: Results) -> Table:
             name,
             *(f"{engine['median_ms']:.2f}" for engine in result["engines"]),
             *(f"{engine['ratio']:.2f}x" for engine in peers),
+            ", ".join(f"{engine['peak_mib']:.0f}" for engine in result["engines"]),
             f"{ours['details']['fused']} of {ours['details']['pairs']}",
             f"{ours['compile_seconds']:.1f}",
             f"{float(ours['relative_error']):.1e}",
@@ -72,7 +74,7 @@ def main() -> int:
         for name, build in MODELS.items()
     }
     engines = [EngineSpec(name) for name in ("tvm-fusion", *arguments.against)]
-    results = run_races(models, engines, PLAN, arguments)
+    results = run_races(models, engines, PLAN, arguments, fresh=True)
     return finish(networks_table(results), results, arguments)
 
 

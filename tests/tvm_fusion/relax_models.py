@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from tvm.script import tirx as T
 
 from tvm_fusion.aliasing import fresh_outputs
 from tvm_fusion.artifact import Description, current_versions
+from tvm_fusion.pipeline import build_apart
 from tvm_fusion.runtime import CompiledModel
 from tvm_fusion.target import arch_of, required_features, resolve
 from tvm_fusion.tensor_spec import TensorSpec
+from tvm_fusion.weights import weight_specs
 
 WEIGHT = np.random.default_rng(0).standard_normal((8, 6)).astype("float32")
 
@@ -115,6 +118,21 @@ def compiled(
 ) -> CompiledModel:
     """Build with TVM's own pipeline; names are given in order."""
     resolved = resolve(target)
+    mod, about = _described(mod, inputs, outputs, resolved)
+    return CompiledModel(tvm.compile(mod, resolved), about, threads)
+
+
+def lifted(mod: tvm.IRModule, inputs: list[str], outputs: list[str]) -> CompiledModel:
+    """Build with the weights apart, for one thread of this machine."""
+    resolved = resolve("native")
+    mod, about = _described(mod, inputs, outputs, resolved)
+    executable, weights = build_apart(mod, resolved)
+    return CompiledModel(executable, replace(about, weights=weight_specs(weights)), 1, weights)
+
+
+def _described(
+    mod: tvm.IRModule, inputs: list[str], outputs: list[str], resolved: tvm.target.Target
+) -> tuple[tvm.IRModule, Description]:
     with resolved:
         mod = relax.transform.LegalizeOps()(mod)
     main = mod["main"]
@@ -130,7 +148,7 @@ def compiled(
         fused=(RECORD,),
         versions=current_versions(),
     )
-    return CompiledModel(tvm.compile(mod, resolved), about, threads)
+    return mod, about
 
 
 def _spec(name: str, ty: relax.TensorType) -> TensorSpec:

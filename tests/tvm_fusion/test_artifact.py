@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
+import tvm_ffi
 from hypothesis import given
 from hypothesis import strategies as st
-from relax_models import Identity, assert_dense, compiled, dense
+from relax_models import Identity, assert_dense, compiled, dense, lifted
 from tvm import relax
 
 from tvm_fusion import artifact, host
@@ -73,13 +74,13 @@ def altered(saved: Path, tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever loads a library fails the test."""
-    real = tvm.get_global_func
+    real = tvm_ffi.get_global_func
 
     def get(name: str, *args: Any) -> Any:
         assert "load_from_file" not in name, "the library was loaded before it was checked"
         return real(name, *args)
 
-    monkeypatch.setattr(tvm, "get_global_func", get)
+    monkeypatch.setattr(tvm_ffi, "get_global_func", get)
 
 
 def test_what_is_saved_is_loaded(model: CompiledModel, saved: Path) -> None:
@@ -91,6 +92,79 @@ def test_what_is_saved_is_loaded(model: CompiledModel, saved: Path) -> None:
         assert getattr(again, name) == getattr(model, name)
     assert str(again.target) == str(model.target)
     assert read_artifact(saved) == model._about
+
+
+def test_format_1_which_had_no_weights_is_still_read(altered) -> None:
+    x = np.random.default_rng(5).standard_normal((4, 8), dtype=np.float32)
+    assert_dense(load(altered(drop("weights"), version=1), threads=1)(x), x)
+
+
+def large(tmp_path: Path) -> tuple[CompiledModel, CompiledModel]:
+    """relu(x @ w0) @ w1 of weights that lie apart, and the same loaded from a file."""
+    rng = np.random.default_rng(6)
+    names = {"x": (3, 70), "w0": (70, 65), "w1": (65, 33)}
+    types = {name: relax.TensorType(shape, "float32") for name, shape in names.items()}
+    builder = relax.BlockBuilder()
+    x, w0, w1 = (relax.Var(name, ty) for name, ty in types.items())
+    with builder.function("main", [x, w0, w1]):
+        with builder.dataflow():
+            hidden = builder.emit(relax.op.nn.relu(relax.op.matmul(x, w0)))
+            result = builder.emit_output(relax.op.matmul(hidden, w1))
+        builder.emit_func_output((result, w0))
+    weights = {
+        name: tvm.runtime.tensor(rng.standard_normal(names[name]).astype("float32"))
+        for name in ("w0", "w1")
+    }
+    mod = relax.transform.BindParams("main", weights)(builder.get())
+    model = lifted(mod, ["x"], ["y", "w0"])
+    model.save(tmp_path / "large.so")
+    return model, load(tmp_path / "large.so", threads=1)
+
+
+def test_weights_lie_in_the_file_once(tmp_path: Path) -> None:
+    model, again = large(tmp_path)
+    assert [spec.shape for spec in again._about.weights] == [(70, 65), (65, 33)]
+    data = (tmp_path / "large.so").read_bytes()
+    for weight in model._weights:
+        content = weight.numpy().tobytes()
+        assert data.count(content) == 1 and data.count(content[:64]) == 1
+
+
+def test_a_model_with_weights_computes_the_same_when_it_is_loaded(tmp_path: Path) -> None:
+    model, again = large(tmp_path)
+    first, second = (weight.numpy().astype("float64") for weight in model._weights)
+    x = np.random.default_rng(7).standard_normal((3, 70), dtype=np.float32)
+    y, w0 = again(x)
+    np.testing.assert_allclose(y, np.maximum(x @ first, 0) @ second, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(y, model(x)[0])
+    np.testing.assert_array_equal(w0, first.astype("float32"))
+    assert all(weight.data_ptr() % 64 == 0 for weight in again._weights)
+
+
+def test_a_weight_that_is_a_result_is_the_callers_copy(tmp_path: Path) -> None:
+    for one in large(tmp_path):
+        x = np.ones((3, 70), np.float32)
+        y, w0 = one(x)
+        w0[...] = np.nan
+        np.testing.assert_array_equal(one(x)[0], y)
+
+
+def test_tvm_alone_takes_the_weights_as_arguments(tmp_path: Path) -> None:
+    model, _ = large(tmp_path)
+    x = np.random.default_rng(8).standard_normal((3, 70), dtype=np.float32)
+    library = tvm.runtime.load_module(str(tmp_path / "large.so"))
+    machine = relax.VirtualMachine(library, tvm.cpu())
+    y = machine["main"](tvm.runtime.tensor(x), *model._weights)[0].numpy()
+    np.testing.assert_array_equal(y, model(x)[0])
+
+
+def test_a_file_that_shrinks_while_it_is_loaded_is_refused(tmp_path: Path) -> None:
+    large(tmp_path)
+    path = tmp_path / "large.so"
+    about = read_artifact(path)
+    path.write_bytes(path.read_bytes()[-3000:])
+    with pytest.raises(ArtifactError, match=r"cannot read '.*large\.so': "):
+        artifact.read_artifact_weights(path, about)
 
 
 def test_results_outlive_the_model(saved: Path) -> None:
@@ -250,7 +324,7 @@ def test_any_wrong_bit_is_found(
         (join(b"", b"{}"), r"is not valid \(KeyError"),
         (join(b"", b"[]"), r"is not valid \(TypeError"),
         (join(b"", b"{}", version=0), "is damaged: its checksum does not fit; save again"),
-        (join(b"", b"{}", version=2), r"has format 2, .* reads up to 1; install a newer"),
+        (join(b"", b"{}", version=3), r"has format 3, .* reads up to 2; install a newer"),
     ],
 )
 def test_files_that_are_not_ours_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -286,6 +360,9 @@ def put(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         put("target", 3),
         put("target", "no target"),
         put("target", '{"kind": "llvm"}'),
+        put("target", '["llvm"]'),
+        put("target", '{"kind": "cuda", "mcpu": "znver3", "mtriple": "x86_64-linux-gnu"}'),
+        put("target", '{"kind": "llvm", "mcpu": 3, "mtriple": "x86_64-linux-gnu"}'),
         put("arch", OTHER),
         put("features", "avx2"),
         put("features", [1]),
@@ -297,6 +374,14 @@ def put(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         put("outputs", []),
         put("fresh", [1]),
         put("fused", [3]),
+        put("weights", 3),
+        put("weights", [{"name": "w", "shape": ["n"], "dtype": "float32"}]),
+        put("weights", [{"name": "w", "shape": [0], "dtype": "float32"}]),
+        put("weights", [{"name": "w", "shape": [-3, -5], "dtype": "float32"}]),
+        put("weights", [{"name": "w", "shape": [1], "dtype": "object"}]),
+        put("weights", [{"name": "w", "shape": [1], "dtype": ">f4"}]),
+        put("weights", [{"name": "w", "shape": [1], "dtype": "no type"}]),
+        put("weights", [{"name": "w", "shape": [1 << 70], "dtype": "float32"}]),
         put("versions", {"tvm": "0.27.0"}),
         put("versions", {"tvm": 1, "tvm_ffi": "0.1.14", "tvm_fusion": "0.1.0"}),
     ],

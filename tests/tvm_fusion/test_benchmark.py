@@ -23,6 +23,7 @@ class FakeWorker:
 
     log: list[tuple[str, str]] = []
     open: list[str] = []
+    loaded: list[str] = []
 
     def __init__(self, spec: EngineSpec, threads: int) -> None:
         self.spec = spec
@@ -41,8 +42,14 @@ class FakeWorker:
 
     def load(self, path: str, shapes: Any, threads: int, options: Any) -> dict[str, Any]:
         self.asked = {"path": path, "shapes": shapes, "threads": threads, "options": options}
+        if "artifact" in options:
+            self.loaded.append(Path(options["artifact"]).read_text())
         inputs = self.spec.options.get("inputs", [("x", (2, 3), "float32")])
         return {"seconds": 1.5, "inputs": inputs, "version": "1.0", "details": {}}
+
+    def compile(self, options: Any, output: str, **request: Any) -> float:
+        Path(output).write_text(f"compiled with {options}")
+        return 4.0
 
     def outputs(self, seed: Any) -> list[np.ndarray]:
         return [np.array([1.0, self.spec.options.get("second", 2.0)])]
@@ -59,6 +66,7 @@ class FakeWorker:
 def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeWorker, "log", [])
     monkeypatch.setattr(FakeWorker, "open", [])
+    monkeypatch.setattr(FakeWorker, "loaded", [])
 
 
 @pytest.fixture
@@ -109,6 +117,31 @@ def test_shapes_of_the_first_engine_reach_the_others(monkeypatch: pytest.MonkeyP
     assert [one.asked["shapes"] for one in made] == [{"N": 2}, {"x": (2, 3)}]
     assert [one.asked["threads"] for one in made] == [3, 3]
     assert made[0].asked["options"] == {"latency": 0.001}
+
+
+def test_our_models_are_compiled_in_another_process_than_they_run_in(
+    fake: type[FakeWorker],
+) -> None:
+    engines = [spec(title, "tvm-fusion", fuse=title) for title in ("all", "none")]
+    with Arena(engines, threads=1) as arena:
+        results = [arena.race(b"m", plan=Plan(rounds=1)) for _ in range(2)]
+        assert fake.open == ["all", "none", "tvm-fusion"]
+    assert fake.open == []
+    one_race = [("compile", "tvm-fusion"), ("load", "all"), ("compile", "tvm-fusion")]
+    one_race += [("load", "none")]
+    assert [entry for entry in fake.log if entry[0] in ("compile", "load")] == 2 * one_race
+    told = [f"compiled with {engine.options}" for engine in engines]
+    assert fake.loaded == 2 * told
+    assert results[1].engines[1].compile_seconds == 5.5
+    assert results[1].engines[1].options == engines[1].options
+
+
+def test_a_compiled_model_is_not_compiled_again(fake: type[FakeWorker], tmp_path: Path) -> None:
+    (tmp_path / "model.so").write_text("compiled before")
+    engines = [spec("a", "tvm-fusion", artifact=str(tmp_path / "model.so"))]
+    race(b"m", engines, threads=1, plan=Plan(rounds=1))
+    assert "compile" not in [method for method, _ in fake.log]
+    assert fake.loaded == ["compiled before"]
 
 
 def test_open_shapes_are_refused(fake: type[FakeWorker]) -> None:

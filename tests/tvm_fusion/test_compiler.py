@@ -138,7 +138,7 @@ def test_wrong_options_are_refused(options, error, message: str) -> None:
         tvm_fusion.compile(small_model(), **options)
 
 
-@pytest.mark.parametrize(("step", "stage"), [("optimize", "import"), ("build", "build")])
+@pytest.mark.parametrize(("step", "stage"), [("optimize", "import"), ("build_apart", "build")])
 def test_what_tvm_raises_names_the_stage(monkeypatch, step: str, stage: str) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ValueError("no luck")

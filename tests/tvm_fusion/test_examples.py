@@ -45,6 +45,7 @@ def races(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     class FakeArena:
         def __init__(self, engines: Any, threads: int) -> None:
             assert threads == 1
+            raced.append("new")
 
         def __enter__(self) -> FakeArena:
             return self
@@ -70,17 +71,23 @@ def test_campaign_resumes_what_has_the_same_settings(races: list[str], tmp_path:
     first = options(path, "--only", "one")
     campaign.run_races(BUILDERS, ENGINES, PLAN, first)
     both = campaign.run_races(BUILDERS, ENGINES, PLAN, options(path, "--resume"))
-    assert races == ["one 1", "two 1"] and list(both) == ["one", "two"]
+    assert races == ["new", "one 1", "new", "two 1"] and list(both) == ["one", "two"]
     campaign.run_races(BUILDERS, ENGINES, PLAN, options(path, "--resume", "--rounds", "4"))
-    assert races[2:] == ["one 4", "two 4"]
+    assert races[4:] == ["new", "one 4", "two 4"]
     campaign.run_races(BUILDERS, ENGINES, PLAN, options(path, "--quick"))
-    assert races[4:] == ["one 5", "two 5"]
+    assert races[7:] == ["new", "one 5", "two 5"]
     stored = json.loads(path.read_text())
     assert stored["settings"]["plan"]["rounds"] == 5 and stored["settings"]["threads"] == 1
     assert [engine["engine"] for engine in stored["settings"]["engines"]] == [
         "tvm-fusion",
         "onnxruntime",
     ]
+
+
+def test_fresh_processes_are_made_for_each_model(races: list[str], tmp_path: Path) -> None:
+    asked = options(tmp_path / "results.json")
+    campaign.run_races(BUILDERS, ENGINES, PLAN, asked, fresh=True)
+    assert races == ["new", "one 1", "new", "two 1"]
 
 
 def test_campaign_keeps_what_was_done_before_a_failure(races: list[str], tmp_path: Path) -> None:
@@ -128,6 +135,8 @@ def test_networks_prints_its_table_and_writes_json(
     row = next(line for line in out.splitlines() if "│ tiny" in line)
     assert f"{result['engines'][0]['median_ms']:.2f}" in row
     assert f"{result['engines'][1]['ratio']:.2f}x" in row
+    peaks = [f"{engine['peak_mib']:.0f}" for engine in result["engines"]]
+    assert ", ".join(peaks) in [cell.strip() for cell in row.split("│")]
     assert result["model"] == "tiny" and result["engines"][1]["rounds"] == 2
     assert result["inputs"][0][1] == [3, 3, 8, 8]
     assert "│ geometric mean" in out and str(path) in out.replace("\n", "")

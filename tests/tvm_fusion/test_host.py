@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tvm_fusion import host
+from tvm_fusion.errors import TargetError
 
 
 def system(root: Path, siblings: dict[int, str], files: dict[str, str] | None = None) -> Path:
@@ -92,3 +93,23 @@ def test_features_that_are_probed_and_absent_are_not_host_features(
 )
 def test_architectures_have_one_name_each(name: str, arch: str) -> None:
     assert host.canonical_arch(name) == arch
+
+
+def test_flags_that_suffice_spare_the_question_to_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "flagged_features", lambda: frozenset({"sse2", "avx2"}))
+    monkeypatch.setattr(host, "host_features", lambda: pytest.fail("LLVM was asked"))
+    host.check_host(["sse2", "avx2"])
+
+
+def test_features_that_are_no_flags_are_asked_of_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "flagged_features", lambda: frozenset({"sse2"}))
+    monkeypatch.setattr(host, "host_features", lambda: frozenset({"avx10.1"}))
+    host.check_host(["sse2", "avx10.1"])
+    with pytest.raises(TargetError, match=r"has no avx512f, fma, which the model is compiled for"):
+        host.check_host(["sse2", "fma", "avx10.1", "avx512f"])
+
+
+def test_another_architecture_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "host_arch", lambda: "x86_64")
+    with pytest.raises(TargetError, match="compiled for aarch64 and this machine is x86_64"):
+        host.check_host([], "aarch64")

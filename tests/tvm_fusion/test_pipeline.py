@@ -206,3 +206,20 @@ def test_mobilenet_is_compiled_for_other_vectors(name: str, tmp_path: Path) -> N
     compiled.save(tmp_path / "model.so")
     machine = int.from_bytes((tmp_path / "model.so").read_bytes()[18:20], "little")
     assert machine == {"x86-64-v4": 62, "aarch64": 183}[name]
+
+
+def test_weights_that_are_built_apart_give_the_same_numbers() -> None:
+    model, target = small_model(channels=48), resolve("native")
+    mod = pipeline.optimize(import_onnx(model).mod, target)
+    executable, weights = pipeline.build_apart(mod, target)
+    (x,) = random_feed(model, 2).values()
+    assert weights and all(weight.numpy().nbytes >= 4096 for weight in weights)
+    apart = call(executable, x, *(weight.numpy() for weight in weights))
+    np.testing.assert_array_equal(apart, call(pipeline.build(mod, target), x))
+
+
+def test_a_module_without_weights_is_built_apart_too() -> None:
+    target = resolve("native")
+    executable, weights = pipeline.build_apart(pipeline.optimize(Pair, target), target)
+    assert weights == []
+    assert relative_error(call(executable, *arguments()), reference(*arguments())) <= 1e-5

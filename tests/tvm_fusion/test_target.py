@@ -10,7 +10,8 @@ from tvm.target import Target
 
 from tvm_fusion import host, target
 from tvm_fusion.errors import TargetError
-from tvm_fusion.target import arch_of, check_host, required_features, resolve
+from tvm_fusion.host import check_host
+from tvm_fusion.target import arch_of, required_features, resolve
 
 AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
@@ -156,16 +157,3 @@ def test_native_is_a_cpu_of_this_architecture() -> None:
     other = {"x86_64": "aarch64", "aarch64": "x86_64"}[host.host_arch()]
     with pytest.raises(TargetError, match=f"mcpu 'native' is a .* CPU, and the target is {other}"):
         resolve(f"llvm -mtriple={other}-linux-gnu -mcpu=native")
-
-
-def test_missing_features_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "host_features", lambda: frozenset({"sse2", "avx2"}))
-    check_host(["sse2"])
-    with pytest.raises(TargetError, match=r"has no avx512f, fma, which the model is compiled for"):
-        check_host(["sse2", "fma", "avx512f"])
-
-
-def test_another_architecture_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "host_arch", lambda: "x86_64")
-    with pytest.raises(TargetError, match="compiled for aarch64 and this machine is x86_64"):
-        check_host([], "aarch64")

@@ -84,6 +84,25 @@ def test_process_of_a_peer_holds_no_tvm(worker: Worker, model_path: str) -> None
     assert "onnxruntime" in listed and "libtvm" not in listed
 
 
+def test_a_process_that_loads_what_another_one_compiled_holds_no_compiler(
+    model_path: str, tmp_path: Path
+) -> None:
+    request = {"path": model_path, "shapes": {"image": (2, 3, 12, 12)}, "threads": 1}
+    artifact = str(tmp_path / "model.so")
+    feed = random_inputs([Input("image", (2, 3, 12, 12), "float32")], [0, 7])
+    (want,) = onnxruntime.InferenceSession(model_path).run(None, feed)
+    with Worker(EngineSpec("tvm-fusion"), 1) as one, Worker(EngineSpec("tvm-fusion"), 1) as other:
+        assert one.call("compile", options={"fuse": "none"}, output=artifact, **request) > 0
+        loaded = other.call("load", options={"artifact": artifact}, **request)
+        (got,) = other.call("outputs", seed=[0, 7])
+        assert loaded["details"] == {"pairs": 2, "fused": 0}
+        assert other.call("peak_bytes") < one.call("peak_bytes") / 2
+        maps = Path(f"/proc/{other.pid}/maps")
+        listed = maps.read_text() if maps.exists() else "libtvm_runtime"
+    assert "libtvm_runtime" in listed and "libtvm_compiler" not in listed
+    assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+
+
 def test_idle_process_is_stopped_and_wakes_up(worker: Worker) -> None:
     worker.call("peak_bytes")
     assert wait_for_state(worker.pid, "T") == "T"

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass ``LiftWeights``: the weights of a program become arguments of it."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import IRModule, relax
+from tvm.ir import GenericConst
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+WEIGHTS = "tvm_fusion.weights"
+"""The module attribute with the tensors for the new parameters, in order."""
+
+LEAST_BYTES = 4096
+"""Smaller constants stay where they are: as arguments they would cost more than they save."""
+
+_TYPES = frozenset(
+    ["float16", "float32", "float64"] + [f"{s}int{b}" for s in ("", "u") for b in (8, 16, 32, 64)]
+)
+
+
+@tvm.transform.module_pass(opt_level=0, name="LiftWeights")
+class LiftWeights:
+    """Turn the large constants of ``main`` into parameters behind its own ones.
+
+    TVM's virtual machine reads constants from its program by copying them three times. What is a
+    parameter can be read from a file once, into the place where the kernels use it.
+
+    Before::
+
+        def main(x: R.Tensor((1, 64), "float32")):
+            y = R.call_tir(cls.matmul, (x, metadata["relax.expr.Constant"][0]), ...)
+
+    After, with the constant in the module's attribute ``tvm_fusion.weights``::
+
+        def main(x: R.Tensor((1, 64), "float32"), weight0: R.Tensor((64, 64), "float32")):
+            y = R.call_tir(cls.matmul, (x, weight0), ...)
+
+    It runs last: the virtual machine checks the parameters that there are when ``VMShapeLower``
+    runs, in each call. Left alone: constants of less than 4096 bytes, those of types that numpy
+    lacks, and other functions than ``main``.
+    """
+
+    def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
+        """Rewrite ``main``."""
+        main = mod["main"]
+        lifter = _Lifter(mod)
+        seen = lifter.visit_expr(main)
+        if not lifter.weights:
+            return mod
+        params = [*seen.params, *lifter.params]
+        lifted = relax.Function(params, seen.body, seen.ret_ty, seen.is_pure, seen.attrs)
+        mod = mod.clone()
+        mod.update_func(mod.get_global_var("main"), lifted)
+        before = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
+        return mod.with_attr(WEIGHTS, before + lifter.weights)
+
+
+@mutator
+class _Lifter(PyExprMutator):
+    """Replaces constants and collects what they are replaced by."""
+
+    def __init__(self, mod: IRModule) -> None:
+        super().__init__(mod)
+        self.params: list[relax.Var] = []
+        self.weights: list[tvm.runtime.Tensor] = []
+        self._known: dict[int, relax.Var] = {}
+
+    def visit_generic_const_(self, op: GenericConst) -> relax.Expr:
+        """Use a parameter instead; one for all uses of a tensor."""
+        tensor = op.value
+        if not isinstance(tensor, tvm.runtime.Tensor):
+            return op
+        place = tensor.data_ptr()
+        if place in self._known:
+            return self._known[place]
+        if str(tensor.dtype) not in _TYPES or _bytes(tensor) < LEAST_BYTES:
+            return op
+        param = relax.Var(f"weight{len(self.params)}", op.ty)
+        self.params.append(param)
+        self.weights.append(tensor)
+        self._known[place] = param
+        return param
+
+
+def _bytes(tensor: tvm.runtime.Tensor) -> int:
+    size = tvm.DataType(str(tensor.dtype)).bits // 8
+    for extent in tensor.shape:
+        size *= extent
+    return size

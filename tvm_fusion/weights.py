@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a model as one run of bytes, each tensor aligned as the kernels need it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+import tvm_ffi
+
+from .arguments import ALIGNMENT
+from .tensor_spec import TensorSpec
+
+
+def weight_specs(weights: Sequence[Any]) -> tuple[TensorSpec, ...]:
+    """Describe tensors; they are called as the parameters of ``main`` that take them."""
+    return tuple(
+        TensorSpec(f"weight{index}", tuple(map(int, weight.shape)), str(weight.dtype))
+        for index, weight in enumerate(weights)
+    )
+
+
+def stored_bytes(specs: Sequence[TensorSpec]) -> int:
+    """How many bytes the tensors take, with the gaps between them.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a shape is not one of known sizes, or numpy has no such element type.
+    """
+    return sum(size + gap for _, size, gap in _layout(specs))
+
+
+def write_weights(file: BinaryIO, weights: Sequence[Any]) -> None:
+    """Write tensors one behind the other."""
+    for weight, (_, _, gap) in zip(weights, _layout(weight_specs(weights)), strict=True):
+        file.write(np.from_dlpack(weight).reshape(-1).view(np.uint8).data)
+        file.write(bytes(gap))
+
+
+def read_weights(file: BinaryIO, specs: Sequence[TensorSpec]) -> list[tvm_ffi.Tensor]:
+    """Read what :func:`write_weights` wrote into memory that the tensors share.
+
+    The bytes go from the file to where the kernels read them, without a copy in between.
+
+    Raises
+    ------
+    OSError
+        If the file ends too early.
+    """
+    total = stored_bytes(specs)
+    memory = np.empty(total + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    memory = memory[start : start + total]
+    if file.readinto(memory.data) != total:  # type: ignore[attr-defined]
+        raise OSError(None, "it ends within the weights")
+    tensors, begin = [], 0
+    for spec, (dtype, size, gap) in zip(specs, _layout(specs), strict=True):
+        array = memory[begin : begin + size].view(dtype).reshape(spec.shape)
+        tensors.append(tvm_ffi.from_dlpack(array))
+        begin += size + gap
+    return tensors
+
+
+def _layout(specs: Sequence[TensorSpec]) -> Iterator[tuple[np.dtype, int, int]]:
+    """Element type of each tensor, its bytes, and those of the gap behind it."""
+    for spec in specs:
+        dtype = np.dtype(spec.dtype)
+        extents = [extent for extent in spec.shape if isinstance(extent, int) and extent > 0]
+        if len(extents) < len(spec.shape):
+            raise ValueError(f"{spec.name!r} has the shape {spec.shape}")
+        if dtype.kind not in "iuf" or dtype.isbuiltin != 1:
+            raise ValueError(f"{spec.name!r} has the element type {spec.dtype}")
+        size = math.prod(extents) * dtype.itemsize
+        yield dtype, size, -size % ALIGNMENT
