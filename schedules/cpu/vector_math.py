@@ -3,11 +3,11 @@
 
 LLVM turns ``exp`` of a vector into one call of the C library per lane, which is some twenty times
 slower than computing the lanes together. :func:`vectorize_math` replaces float32 ``exp``,
-``sigmoid``, ``tanh``, ``sinh``, ``cosh``, ``log``, ``erf`` and powers with a constant exponent in
-a scheduled function by range reduction and a minimax polynomial, within a few units in the last
-place. Infinities and NaN come out as they do from the C library, but for powers of minus infinity.
-Other types are left alone, but for ``sinh`` and ``cosh``: LLVM has no code for vectors of those,
-and they become calls of the C library.
+``sigmoid``, ``tanh``, ``sinh``, ``cosh``, ``atanh``, ``log``, ``log1p``, ``erf`` and powers with a
+constant exponent in a scheduled function by range reduction and a minimax polynomial, within a few
+units in the last place. Infinities and NaN come out as they do from the C library, but for powers
+of minus infinity. Other types are left alone, but for ``sinh``, ``cosh`` and ``log1p``: LLVM has no
+code for vectors of those, and they become calls of the C library.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 import tvm_ffi
 from tvm import ir, tirx
 
+from .cancellation import EXP_POLYNOMIAL, keep_digits
+from .expressions import bind, f32, horner, i32, magnitude, power_of_two, with_sign
 from .shared_values import store_with_bindings
 
 _LOG2E = 1.4426950408889634
@@ -27,7 +29,6 @@ _INF = float("inf")
 _LARGEST_EXPONENT = 4
 
 # Minimax polynomials, constant term first.
-_EXP = (0.49999994, 0.1666652, 0.041668393, 0.008368781, 0.0013814467)
 _LOG = (
     0.3333333134651184,
     -0.2500081956386566,
@@ -75,34 +76,10 @@ def vectorize_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """
 
     def expand(store: tirx.BufferStore) -> tirx.Stmt:
-        shorter = tvm_ffi.structural_map(store.value, (ir.Call, _tanh_of_log))
-        value = tvm_ffi.structural_map(shorter, (ir.Call, _expand))
+        value = tvm_ffi.structural_map(keep_digits(store.value), (ir.Call, _expand))
         return store if value.same_as(store.value) else store_with_bindings(store, value)
 
     return tvm_ffi.structural_map(func, (tirx.BufferStore, expand))
-
-
-def _tanh_of_log(call: ir.Call) -> ir.Expr:
-    """(y*y - 1) / (y*y + 1), as Mish has it; three functions in one take TVM minutes."""
-    if not _is_float32(call, "tirx.tanh") or not _is_float32(call.args[0], "tirx.log"):
-        return call
-
-    def quotient(y: ir.Expr) -> ir.Expr:
-        denominator = y * y + _f32(1)
-        small = (y - _f32(1)) * (y + _f32(1)) / denominator
-        finite = tirx.Select(y < _f32(2), small, _f32(1) - _f32(2) / denominator)
-        return tirx.Select(y < _f32(0), _f32(float("nan")), finite)
-
-    return _bind(call.args[0].args[0], quotient)
-
-
-def _is_float32(expr: ir.Expr, name: str) -> bool:
-    return (
-        isinstance(expr, ir.Call)
-        and isinstance(expr.op, ir.Op)
-        and expr.op.name == name
-        and str(expr.ty.dtype) == "float32"
-    )
 
 
 def _expand(call: ir.Call) -> ir.Expr:
@@ -126,52 +103,26 @@ def is_expensive(call: ir.Call) -> bool:
     return isinstance(call.op, ir.Op) and call.op.name in _EXPANSIONS
 
 
-def _f32(value: float) -> ir.Expr:
-    return tirx.FloatImm("float32", value)
-
-
-def _i32(value: int) -> ir.Expr:
-    return tirx.IntImm("int32", value)
-
-
-def _bind(value: ir.Expr, body: Callable[[ir.Expr], ir.Expr], dtype: str = "float32") -> ir.Expr:
-    """``let v = value in body(v)``, so that a shared value is computed once."""
-    var = tirx.Var("m", dtype)
-    return tirx.Let(var, value, body(var))
-
-
-def _horner(x: ir.Expr, coefficients: Sequence[float]) -> ir.Expr:
-    result = _f32(coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        result = result * x + _f32(coefficient)
-    return result
-
-
-def _power_of_two(exponent: ir.Expr) -> ir.Expr:
-    """2**exponent for an int32 in the normal range."""
-    return tirx.reinterpret("float32", tirx.shift_left(exponent + _i32(127), _i32(23)))
-
-
 def _exp(x: ir.Expr) -> ir.Expr:
     """2**n * e**r with x = n*ln(2) + r; the scaling has two steps to reach subnormals and inf."""
 
     def scaled(clamped: ir.Expr, n: ir.Expr, exponent: ir.Expr) -> ir.Expr:
-        rest = clamped - n * _f32(_LN2_HIGH) - n * _f32(_LN2_LOW)
-        half = tirx.shift_right(exponent, _i32(1))
-        return _bind(
+        rest = clamped - n * f32(_LN2_HIGH) - n * f32(_LN2_LOW)
+        half = tirx.shift_right(exponent, i32(1))
+        return bind(
             rest,
             lambda r: (
-                (_horner(r, _EXP) * (r * r) + r + _f32(1))
-                * _power_of_two(half)
-                * _power_of_two(exponent - half)
+                (horner(r, EXP_POLYNOMIAL) * (r * r) + r + f32(1))
+                * power_of_two(half)
+                * power_of_two(exponent - half)
             ),
         )
 
     def with_exponent(clamped: ir.Expr, bounded: ir.Expr) -> ir.Expr:
-        rounded = tirx.floor(bounded * _f32(_LOG2E) + _f32(0.5))
-        return _bind(
+        rounded = tirx.floor(bounded * f32(_LOG2E) + f32(0.5))
+        return bind(
             rounded,
-            lambda n: _bind(
+            lambda n: bind(
                 tirx.Cast("int32", n), lambda exponent: scaled(clamped, n, exponent), "int32"
             ),
         )
@@ -179,102 +130,106 @@ def _exp(x: ir.Expr) -> ir.Expr:
     def clamp(value: ir.Expr) -> ir.Expr:
         # The comparisons are false for NaN: `low` keeps it for the polynomial, and the exponent
         # is taken from `bounded`, where NaN has become a number.
-        low = tirx.Select(value < _f32(-104), _f32(-104), value)
-        return _bind(
+        low = tirx.Select(value < f32(-104), f32(-104), value)
+        return bind(
             low,
-            lambda v: _bind(
-                tirx.Select(v > _f32(89), _f32(89), v),
-                lambda c: with_exponent(c, tirx.Select(c > _f32(-104), c, _f32(-104))),
+            lambda v: bind(
+                tirx.Select(v > f32(89), f32(89), v),
+                lambda c: with_exponent(c, tirx.Select(c > f32(-104), c, f32(-104))),
             ),
         )
 
-    return _bind(x, clamp)
+    return bind(x, clamp)
 
 
 def _sigmoid(x: ir.Expr) -> ir.Expr:
-    return _f32(1) / (_f32(1) + _exp(_f32(0) - x))
+    return f32(1) / (f32(1) + _exp(f32(0) - x))
 
 
 def _tanh(x: ir.Expr) -> ir.Expr:
     def both(v: ir.Expr) -> ir.Expr:
         square = v * v
-        small = v + v * square * _horner(square, _TANH)
-        large = _f32(1) - _f32(2) / (_exp(_magnitude(v) * _f32(2)) + _f32(1))
-        return tirx.Select(_magnitude(v) < _f32(0.625), small, _with_sign(large, v))
+        small = v + v * square * horner(square, _TANH)
+        large = f32(1) - f32(2) / (_exp(magnitude(v) * f32(2)) + f32(1))
+        return tirx.Select(magnitude(v) < f32(0.625), small, with_sign(large, v))
 
-    return _bind(x, both)
+    return bind(x, both)
 
 
 def _sinh(x: ir.Expr) -> ir.Expr:
     def both(v: ir.Expr) -> ir.Expr:
         square = v * v
-        small = v + v * square * _horner(square, _SINH)
+        small = v + v * square * horner(square, _SINH)
         large = _half_sum(v, -1)
-        return tirx.Select(_magnitude(v) < _f32(1), small, _with_sign(large, v))
+        return tirx.Select(magnitude(v) < f32(1), small, with_sign(large, v))
 
-    return _bind(x, both)
+    return bind(x, both)
 
 
 def _cosh(x: ir.Expr) -> ir.Expr:
-    return _bind(x, lambda v: _half_sum(v, 1))
+    return bind(x, lambda v: _half_sum(v, 1))
 
 
 def _half_sum(x: ir.Expr, sign: int) -> ir.Expr:
     """(e**|x| + sign * e**-|x|) / 2 by e**|x/2|, which is finite where the result is."""
-    return _bind(
-        _exp(_magnitude(x) * _f32(0.5)),
-        lambda e: _f32(0.5) * e * e + _f32(sign) * (_f32(0.5) / e / e),
+    return bind(
+        _exp(magnitude(x) * f32(0.5)),
+        lambda e: f32(0.5) * e * e + f32(sign) * (f32(0.5) / e / e),
     )
 
 
 def _erf(x: ir.Expr) -> ir.Expr:
     def both(v: ir.Expr) -> ir.Expr:
-        small = v * _horner(v * v, _ERF_SMALL)
-        reach = tirx.Select(_magnitude(v) > _f32(4), _f32(4), _magnitude(v))
-        large = _bind(reach, lambda a: _f32(1) - _exp(_f32(0) - _horner(a, _ERF_LARGE)))
-        return tirx.Select(_magnitude(v) < _f32(1), small, _with_sign(large, v))
+        small = v * horner(v * v, _ERF_SMALL)
+        reach = tirx.Select(magnitude(v) > f32(4), f32(4), magnitude(v))
+        large = bind(reach, lambda a: f32(1) - _exp(f32(0) - horner(a, _ERF_LARGE)))
+        return tirx.Select(magnitude(v) < f32(1), small, with_sign(large, v))
 
-    return _bind(x, both)
-
-
-def _magnitude(x: ir.Expr) -> ir.Expr:
-    return tirx.abs(x)
-
-
-def _with_sign(magnitude: ir.Expr, sign: ir.Expr) -> ir.Expr:
-    return _bind(magnitude, lambda m: tirx.Select(sign < _f32(0), _f32(0) - m, m))
+    return bind(x, both)
 
 
 def _log(x: ir.Expr) -> ir.Expr:
-    """e*ln(2) + log(m) with x = 2**e * m and m around 1."""
+    return bind(x, lambda v: _log_of(v, None))
+
+
+def _log1p(x: ir.Expr) -> ir.Expr:
+    return bind(x, lambda small: bind(f32(1) + small, lambda v: _log_of(v, small)))
+
+
+def _log_of(x: ir.Expr, beyond_one: ir.Expr | None) -> ir.Expr:
+    """e*ln(2) + log(1 + f) with x = 2**e * (1 + f); ``beyond_one`` is x - 1 where it is known."""
 
     def of_mantissa(f: ir.Expr, e: ir.Expr) -> ir.Expr:
         square = f * f
-        tail = f * square * _horner(f, _LOG) + e * _f32(_LN2_LOW) - square * _f32(0.5)
-        return f + tail + e * _f32(_LN2_HIGH)
+        tail = f * square * horner(f, _LOG) + e * f32(_LN2_LOW) - square * f32(0.5)
+        return f + tail + e * f32(_LN2_HIGH)
 
-    def of_normal(v: ir.Expr, extra: ir.Expr) -> ir.Expr:
-        bits = tirx.reinterpret("int32", v)
-        shifted = bits - _i32(_SQRT_HALF_BITS)
-        exponent = tirx.shift_right(shifted, _i32(23))
-        mantissa = tirx.reinterpret("float32", bits - tirx.shift_left(exponent, _i32(23)))
-        return _bind(
-            mantissa - _f32(1), lambda f: of_mantissa(f, tirx.Cast("float32", exponent) + extra)
-        )
+    def of_normal(normal: ir.Expr, extra: ir.Expr) -> ir.Expr:
+        bits = tirx.reinterpret("int32", normal)
+        shifted = bits - i32(_SQRT_HALF_BITS)
+        exponent = tirx.shift_right(shifted, i32(23))
+        f = tirx.reinterpret("float32", bits - tirx.shift_left(exponent, i32(23))) - f32(1)
+        if beyond_one is not None:
+            f = tirx.Select(exponent.equal(i32(0)), beyond_one, f)
+        return bind(f, lambda f: of_mantissa(f, tirx.Cast("float32", exponent) + extra))
 
-    def special(v: ir.Expr) -> ir.Expr:
-        tiny = v < _f32(1.17549435e-38)
-        normal = tirx.Select(tiny, v * _f32(8388608), v)
-        extra = tirx.Select(tiny, _f32(-23), _f32(0))
-        finite = _bind(normal, lambda n: of_normal(n, extra))
-        positive = tirx.Select(tirx.all(v > _f32(0), v < _f32(_INF)), finite, v * _f32(_INF))
-        return tirx.Select(v < _f32(0), _f32(float("nan")), _zero_to_minus_inf(v, positive))
+    tiny = x < f32(1.17549435e-38)
+    normal = tirx.Select(tiny, x * f32(8388608), x)
+    extra = tirx.Select(tiny, f32(-23), f32(0))
+    finite = bind(normal, lambda n: of_normal(n, extra))
+    positive = tirx.Select(tirx.all(x > f32(0), x < f32(_INF)), finite, x * f32(_INF))
+    return tirx.Select(x < f32(0), f32(float("nan")), _zero_to_minus_inf(x, positive))
 
-    return _bind(x, special)
+
+def _atanh(x: ir.Expr) -> ir.Expr:
+    def of_magnitude(a: ir.Expr) -> ir.Expr:
+        return f32(0.5) * _log1p(f32(2) * a / (f32(1) - a))
+
+    return bind(x, lambda v: with_sign(bind(magnitude(v), of_magnitude), v))
 
 
 def _zero_to_minus_inf(x: ir.Expr, otherwise: ir.Expr) -> ir.Expr:
-    return tirx.Select(x.equal(_f32(0)), _f32(-_INF), otherwise)
+    return tirx.Select(x.equal(f32(0)), f32(-_INF), otherwise)
 
 
 def _power(call: ir.Call) -> ir.Expr:
@@ -289,10 +244,10 @@ def _power(call: ir.Call) -> ir.Expr:
     if value == 0 or not abs(value) <= _LARGEST_EXPONENT:
         return call  # a larger exponent would magnify the logarithm's rounding
     if not (4 * value).is_integer():
-        return _exp(_log(base) * _f32(value))
+        return _exp(_log(base) * f32(value))
     whole, quarters = divmod(int(4 * abs(value)), 4)
-    power = _bind(base, lambda v: _product([v] * whole + _roots(v, quarters)))
-    return power if value > 0 else _f32(1) / power
+    power = bind(base, lambda v: _product([v] * whole + _roots(v, quarters)))
+    return power if value > 0 else f32(1) / power
 
 
 def _roots(x: ir.Expr, quarters: int) -> list[ir.Expr]:
@@ -316,6 +271,8 @@ _EXPANSIONS: dict[str, Callable[[ir.Expr], ir.Expr]] = {
     "tirx.cosh": _cosh,
     "tirx.erf": _erf,
     "tirx.log": _log,
+    "tirx.log1p": _log1p,
+    "tirx.atanh": _atanh,
     "tirx.pow": _log,
 }
-_NOT_IN_LLVM = frozenset({"tirx.sinh", "tirx.cosh"})
+_NOT_IN_LLVM = frozenset({"tirx.sinh", "tirx.cosh", "tirx.log1p"})
