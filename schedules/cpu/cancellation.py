@@ -44,7 +44,7 @@ def keep_digits(value: ir.Expr) -> ir.Expr:
 
 
 def _tanh_of_log(call: ir.Call) -> ir.Expr:
-    """n / (n + 2) for n = y*y - 1; three functions in one also take TVM minutes."""
+    """The quotient n / (n + 2) for n = y*y - 1, which also saves the logarithm and an exponential."""
     if not _is_call(call, "tirx.tanh", "float32"):
         return call
     logarithm = call.args[0]
@@ -114,6 +114,6 @@ def _is_exp(expr: ir.Expr) -> bool:
 
 
 def _is_call(expr: ir.Expr, name: str, dtype: str) -> bool:
-    """Whether ``expr`` calls an intrinsic, with a result whose type's name begins with ``dtype``."""
+    """Whether ``expr`` calls an intrinsic for a result of a type that begins with ``dtype``."""
     named = isinstance(expr, ir.Call) and isinstance(expr.op, ir.Op) and expr.op.name == name
     return named and str(expr.ty.dtype).startswith(dtype)

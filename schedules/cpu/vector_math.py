@@ -19,7 +19,7 @@ from tvm import ir, tirx
 
 from .cancellation import EXP_POLYNOMIAL, keep_digits
 from .expressions import bind, f32, horner, i32, magnitude, power_of_two, with_sign
-from .shared_values import store_with_bindings
+from .shared_values import share_values
 
 _LOG2E = 1.4426950408889634
 _LN2_HIGH = 0.693359375
@@ -74,12 +74,9 @@ def vectorize_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
     PrimFunc
         The same function when it calls none of the known functions.
     """
-
-    def expand(store: tirx.BufferStore) -> tirx.Stmt:
-        value = tvm_ffi.structural_map(keep_digits(store.value), (ir.Call, _expand))
-        return store if value.same_as(store.value) else store_with_bindings(store, value)
-
-    return tvm_ffi.structural_map(func, (tirx.BufferStore, expand))
+    return share_values(
+        func, lambda value: tvm_ffi.structural_map(keep_digits(value), (ir.Call, _expand))
+    )
 
 
 def _expand(call: ir.Call) -> ir.Expr:
