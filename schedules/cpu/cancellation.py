@@ -44,7 +44,7 @@ def keep_digits(value: ir.Expr) -> ir.Expr:
 
 
 def _tanh_of_log(call: ir.Call) -> ir.Expr:
-    """The quotient n / (n + 2) for n = y*y - 1, which also saves the logarithm and an exponential."""
+    """The quotient n / (n + 2) for n = y*y - 1, which saves the logarithm as well."""
     if not _is_call(call, "tirx.tanh", "float32"):
         return call
     logarithm = call.args[0]

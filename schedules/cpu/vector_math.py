@@ -12,6 +12,7 @@ code for vectors of those, and they become calls of the C library.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import tvm_ffi
@@ -21,12 +22,15 @@ from .cancellation import EXP_POLYNOMIAL, keep_digits
 from .expressions import bind, f32, horner, i32, magnitude, power_of_two, with_sign
 from .shared_values import share_values
 
+_LN2 = 0.6931471805599453
 _LOG2E = 1.4426950408889634
 _LN2_HIGH = 0.693359375
 _LN2_LOW = -2.12194440e-4
 _SQRT_HALF_BITS = 0x3F3504F3
 _INF = float("inf")
+_NAN = float("nan")
 _LARGEST_EXPONENT = 4
+_LEADING_BITS = 12
 
 # Minimax polynomials, constant term first.
 _LOG = (
@@ -85,7 +89,8 @@ def _expand(call: ir.Call) -> ir.Expr:
         return call
     dtype = str(call.ty.dtype)
     if dtype == "float32":
-        return _power(call) if name == "tirx.pow" else _EXPANSIONS[name](call.args[0])
+        expanded = _EXPANSIONS[name](*call.args)
+        return call if expanded is None else expanded
     return _library_call(name, call.args[0], dtype) if name in _NOT_IN_LLVM else call
 
 
@@ -101,26 +106,15 @@ def is_expensive(call: ir.Call) -> bool:
 
 
 def _exp(x: ir.Expr) -> ir.Expr:
-    """2**n * e**r with x = n*ln(2) + r; the scaling has two steps to reach subnormals and inf."""
-
-    def scaled(clamped: ir.Expr, n: ir.Expr, exponent: ir.Expr) -> ir.Expr:
-        rest = clamped - n * f32(_LN2_HIGH) - n * f32(_LN2_LOW)
-        half = tirx.shift_right(exponent, i32(1))
-        return bind(
-            rest,
-            lambda r: (
-                (horner(r, EXP_POLYNOMIAL) * (r * r) + r + f32(1))
-                * power_of_two(half)
-                * power_of_two(exponent - half)
-            ),
-        )
+    """2**n * e**r with x = n*ln(2) + r."""
 
     def with_exponent(clamped: ir.Expr, bounded: ir.Expr) -> ir.Expr:
         rounded = tirx.floor(bounded * f32(_LOG2E) + f32(0.5))
         return bind(
             rounded,
             lambda n: bind(
-                tirx.Cast("int32", n), lambda exponent: scaled(clamped, n, exponent), "int32"
+                clamped - n * f32(_LN2_HIGH) - n * f32(_LN2_LOW),
+                lambda r: bind(tirx.Cast("int32", n), lambda k: _scaled_exp(r, k), "int32"),
             ),
         )
 
@@ -137,6 +131,13 @@ def _exp(x: ir.Expr) -> ir.Expr:
         )
 
     return bind(x, clamp)
+
+
+def _scaled_exp(r: ir.Expr, exponent: ir.Expr) -> ir.Expr:
+    """2**exponent * e**r for a small r; in two steps, to reach subnormals and infinity."""
+    half = tirx.shift_right(exponent, i32(1))
+    mantissa = horner(r, EXP_POLYNOMIAL) * (r * r) + r + f32(1)
+    return mantissa * power_of_two(half) * power_of_two(exponent - half)
 
 
 def _sigmoid(x: ir.Expr) -> ir.Expr:
@@ -194,12 +195,20 @@ def _log1p(x: ir.Expr) -> ir.Expr:
 
 
 def _log_of(x: ir.Expr, beyond_one: ir.Expr | None) -> ir.Expr:
-    """e*ln(2) + log(1 + f) with x = 2**e * (1 + f); ``beyond_one`` is x - 1 where it is known."""
+    """The logarithm of x; ``beyond_one`` is x - 1 where that is known."""
 
-    def of_mantissa(f: ir.Expr, e: ir.Expr) -> ir.Expr:
-        square = f * f
-        tail = f * square * horner(f, _LOG) + e * f32(_LN2_LOW) - square * f32(0.5)
-        return f + tail + e * f32(_LN2_HIGH)
+    def sum_of(f: ir.Expr, e: ir.Expr) -> ir.Expr:
+        return f + (_log_tail(f) + e * f32(_LN2_LOW)) + e * f32(_LN2_HIGH)
+
+    finite = _split(x, sum_of, beyond_one)
+    positive = tirx.Select(tirx.all(x > f32(0), x < f32(_INF)), finite, x * f32(_INF))
+    return tirx.Select(x < f32(0), f32(_NAN), _at_zero(x, f32(-_INF), positive))
+
+
+def _split(
+    x: ir.Expr, body: Callable[[ir.Expr, ir.Expr], ir.Expr], beyond_one: ir.Expr | None = None
+) -> ir.Expr:
+    """``body(f, e)`` with x = 2**e * (1 + f) and 1 + f around 1, for a positive finite x."""
 
     def of_normal(normal: ir.Expr, extra: ir.Expr) -> ir.Expr:
         bits = tirx.reinterpret("int32", normal)
@@ -208,14 +217,18 @@ def _log_of(x: ir.Expr, beyond_one: ir.Expr | None) -> ir.Expr:
         f = tirx.reinterpret("float32", bits - tirx.shift_left(exponent, i32(23))) - f32(1)
         if beyond_one is not None:
             f = tirx.Select(exponent.equal(i32(0)), beyond_one, f)
-        return bind(f, lambda f: of_mantissa(f, tirx.Cast("float32", exponent) + extra))
+        e = tirx.Cast("float32", exponent) + extra
+        return bind(f, lambda f: bind(e, lambda e: body(f, e)))
 
     tiny = x < f32(1.17549435e-38)
     normal = tirx.Select(tiny, x * f32(8388608), x)
-    extra = tirx.Select(tiny, f32(-23), f32(0))
-    finite = bind(normal, lambda n: of_normal(n, extra))
-    positive = tirx.Select(tirx.all(x > f32(0), x < f32(_INF)), finite, x * f32(_INF))
-    return tirx.Select(x < f32(0), f32(float("nan")), _zero_to_minus_inf(x, positive))
+    return bind(normal, lambda n: of_normal(n, tirx.Select(tiny, f32(-23), f32(0))))
+
+
+def _log_tail(f: ir.Expr) -> ir.Expr:
+    """The value log(1 + f) - f."""
+    square = f * f
+    return f * square * horner(f, _LOG) - square * f32(0.5)
 
 
 def _atanh(x: ir.Expr) -> ir.Expr:
@@ -225,26 +238,53 @@ def _atanh(x: ir.Expr) -> ir.Expr:
     return bind(x, lambda v: with_sign(bind(magnitude(v), of_magnitude), v))
 
 
-def _zero_to_minus_inf(x: ir.Expr, otherwise: ir.Expr) -> ir.Expr:
-    return tirx.Select(x.equal(f32(0)), f32(-_INF), otherwise)
+def _at_zero(x: ir.Expr, value: ir.Expr, otherwise: ir.Expr) -> ir.Expr:
+    return tirx.Select(x.equal(f32(0)), value, otherwise)
 
 
-def _power(call: ir.Call) -> ir.Expr:
-    """x**c for a constant c: products and square roots for quarters, else exp(c * log(x)).
+def _power(base: ir.Expr, exponent: ir.Expr) -> ir.Expr | None:
+    """x**c for a constant c: products and square roots for quarters, else 2**(c * log2(x)).
 
     Of infinities only the positive one has the power that the C library gives it.
     """
-    base, exponent = call.args
     if not isinstance(exponent, tirx.FloatImm):
-        return call
+        return None
     value = float(exponent.value)
     if value == 0 or not abs(value) <= _LARGEST_EXPONENT:
-        return call  # a larger exponent would magnify the logarithm's rounding
+        return None  # a larger exponent would magnify the logarithm's rounding
     if not (4 * value).is_integer():
-        return _exp(_log(base) * f32(value))
+        return bind(base, lambda v: _any_power(v, value))
     whole, quarters = divmod(int(4 * abs(value)), 4)
     power = bind(base, lambda v: _product([v] * whole + _roots(v, quarters)))
     return power if value > 0 else f32(1) / power
+
+
+def _any_power(x: ir.Expr, c: float) -> ir.Expr:
+    """2**n * e**r with c * log2(x) = n + r / ln(2).
+
+    The whole exponent of x times the leading bits of c is exact, so that what is lost is relative
+    to the rest, a few units, and not to c * log2(x), which may be hundreds.
+    """
+    leading = math.ldexp(round(math.ldexp(c, _LEADING_BITS)), -_LEADING_BITS)
+
+    def of_parts(f: ir.Expr, e: ir.Expr) -> ir.Expr:
+        rest = e * f32(c - leading) + (f + _log_tail(f)) * f32(c * _LOG2E)
+        return bind(e * f32(leading), lambda exact: bind(rest, lambda t: of_sum(exact, t)))
+
+    def of_sum(exact: ir.Expr, rest: ir.Expr) -> ir.Expr:
+        return bind(
+            tirx.floor(exact + rest + f32(0.5)),
+            lambda n: bind(((exact - n) + rest) * f32(_LN2), lambda r: scaled(n, r)),
+        )
+
+    def scaled(n: ir.Expr, r: ir.Expr) -> ir.Expr:
+        bounded = tirx.Select(n < f32(-252), f32(-252), tirx.Select(n > f32(254), f32(254), n))
+        return bind(tirx.Cast("int32", bounded), lambda k: _scaled_exp(r, k), "int32")
+
+    zero, infinity = (f32(0), f32(_INF)) if c > 0 else (f32(_INF), f32(0))
+    finite = tirx.Select(x < f32(_INF), _split(x, of_parts), infinity)
+    positive = tirx.Select(tirx.isnan(x), x, _at_zero(x, zero, finite))
+    return tirx.Select(x < f32(0), f32(_NAN), positive)
 
 
 def _roots(x: ir.Expr, quarters: int) -> list[ir.Expr]:
@@ -260,7 +300,7 @@ def _product(factors: Sequence[ir.Expr]) -> ir.Expr:
     return result
 
 
-_EXPANSIONS: dict[str, Callable[[ir.Expr], ir.Expr]] = {
+_EXPANSIONS: dict[str, Callable[..., ir.Expr | None]] = {
     "tirx.exp": _exp,
     "tirx.sigmoid": _sigmoid,
     "tirx.tanh": _tanh,
@@ -270,6 +310,6 @@ _EXPANSIONS: dict[str, Callable[[ir.Expr], ir.Expr]] = {
     "tirx.log": _log,
     "tirx.log1p": _log1p,
     "tirx.atanh": _atanh,
-    "tirx.pow": _log,
+    "tirx.pow": _power,
 }
 _NOT_IN_LLVM = frozenset({"tirx.sinh", "tirx.cosh", "tirx.log1p"})

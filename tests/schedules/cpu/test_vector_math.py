@@ -88,12 +88,31 @@ def test_within_units_in_the_last_place_of_float64(op, reference, positive, unit
     np.testing.assert_allclose(found[~normal], expected[~normal], atol=1.2e-38)
 
 
-@pytest.mark.parametrize("exponent", [0.25, 0.5, 0.75, -0.75, 0.6, 1.0, 1.5, 2.0, -2.0, 4.0, -1.3])
+@pytest.mark.parametrize(
+    "exponent",
+    [0.25, 0.5, 0.75, -0.75, 0.6, 1.0, 1.5, 2.0, -2.0, 4.0, -1.3, 1 / 3, 2.2, -3.9, 1e-3],
+)
 def test_powers_with_a_constant_exponent(exponent):
-    x = values(True)[len(SPECIAL) :]
+    exponent = np.float32(exponent).item()
+    drawn = np.exp2(np.random.default_rng().uniform(-149, 128, 20_000)).astype("float32")
+    x = np.concatenate([values(True)[len(SPECIAL) :], drawn, [1e-45, 3.4e38]]).astype("float32")
     func = apply(lambda v: te.power(v, tirx.FloatImm("float32", exponent)), len(x))
     assert "tirx.pow" not in calls(func)
-    np.testing.assert_allclose(run(func, x)[0], x.astype("float64") ** exponent, rtol=6e-6)
+    with np.errstate(over="ignore"):
+        exact = x.astype("float64") ** exponent
+        expected = exact.astype("float32")
+    (found,) = run(func, x)
+    normal = np.isfinite(expected) & (expected > 1.2e-38)
+    np.testing.assert_allclose(found[normal], exact[normal], rtol=4e-7)
+    np.testing.assert_allclose(found[~normal], expected[~normal], atol=1.2e-38)
+
+
+@pytest.mark.parametrize("exponent", [0.6, -1.3])
+def test_powers_of_special_values(exponent):
+    x = np.array([0.0, -0.0, np.inf, -1.0, np.nan], "float32")
+    (found,) = run(apply(lambda v: te.power(v, tirx.FloatImm("float32", exponent)), len(x)), x)
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(found, np.power(x, np.float32(exponent)))
 
 
 @pytest.mark.parametrize("exponent", [0.0, 5.0, -4.25, 17.5])
