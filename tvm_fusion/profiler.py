@@ -33,7 +33,7 @@ from .host_info import host_info
 from .machine_limits import MachineLimits, measure_limits
 from .shortfall import reason
 from .target import arch_of, check_host, required_features, resolve
-from .tensor_spec import TensorSpec
+from .tensor_spec import refuse_open_shapes
 from .thread_pool import Crew, choose_threads
 
 Progress = Callable[[str, int, int], None]
@@ -181,7 +181,8 @@ def profile(
     tell = progress or (lambda text, done, total: None)
     tell("compiling", 0, 2)
     imported = import_onnx(model, shapes)
-    _refuse_open_shapes(imported.inputs)
+    remedy = "a profile needs sizes: give them in shapes"
+    refuse_open_shapes(imported.inputs, InvalidModelError, remedy)
     plan = pipeline.phases(resolved, pipeline.Options(fuse=fuse))
     schedule = plan.pop("schedule")
     with resolved:
@@ -204,15 +205,6 @@ def profile(
         for position, (name, median) in enumerate(calls)
     ]
     return Profile(tuple(kernels), seconds, limits, host_info())
-
-
-def _refuse_open_shapes(inputs: Sequence[TensorSpec]) -> None:
-    for spec in inputs:
-        if not all(isinstance(size, int) for size in spec.shape):
-            raise InvalidModelError(
-                f"input {spec.name!r} has the open shape ({', '.join(map(str, spec.shape))}); "
-                "a profile needs sizes: give them in shapes"
-            )
 
 
 def _time(

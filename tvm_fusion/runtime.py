@@ -20,7 +20,7 @@ from .engines import random_inputs
 from .errors import ArtifactError, InvalidInputError
 from .linker import SharedLinker
 from .target import check_host
-from .tensor_spec import TensorSpec
+from .tensor_spec import TensorSpec, refuse_open_shapes
 from .thread_pool import Crew, choose_threads
 
 
@@ -244,11 +244,7 @@ class CompiledModel:
         )
 
     def _random_feed(self) -> dict[str, np.ndarray]:
-        for spec in self.inputs:
-            if not all(isinstance(size, int) for size in spec.shape):
-                raise InvalidInputError(
-                    f"input {spec.name!r} has the open shape {spec.shape}; pass inputs=..."
-                )
+        refuse_open_shapes(self.inputs, InvalidInputError, "pass inputs=...")
         feed = {}
         seed = int.from_bytes(os.urandom(8), "little")
         for name, array in random_inputs(self.inputs, seed, normal=True).items():
