@@ -172,6 +172,8 @@ def profile(
     ------
     InvalidModelError, UnsupportedOperatorError
         As for ``compile``, or if the shape of an input stays open.
+    CompilationError
+        If TVM fails.
     TargetError
         If the code cannot run on this machine.
     """
@@ -184,11 +186,10 @@ def profile(
     remedy = "a profile needs sizes: give them in shapes"
     refuse_open_shapes(imported.inputs, InvalidModelError, remedy)
     plan = pipeline.phases(resolved, pipeline.Options(fuse=fuse))
-    schedule = plan.pop("schedule")
-    with resolved:
-        mod = tvm.transform.Sequential(sum(plan.values(), []))(imported.mod)
-        costs = _costs(mod)  # now: scheduled functions hold what no one can count
-        mod = tvm.transform.Sequential(schedule)(mod)
+    schedule = {"schedule": plan.pop("schedule")}
+    mod = pipeline.run_phases(imported.mod, resolved, plan)
+    costs = _costs(mod)  # now: scheduled functions hold what no one can count
+    mod = pipeline.run_phases(mod, resolved, schedule)
     machine = relax.VirtualMachine(pipeline.build(mod, resolved), tvm.cpu())
     arrays = random_inputs(imported.inputs, 0, normal=True)
     feed = [tvm.runtime.tensor(array) for array in arrays.values()]
