@@ -14,7 +14,7 @@ import tvm
 from . import pipeline
 from .aliasing import fresh_outputs
 from .artifact import Description, current_versions
-from .frontend import import_onnx
+from .frontend import ImportedModel, import_onnx
 from .runtime import CompiledModel
 from .target import arch_of, required_features, resolve
 from .thread_pool import choose_threads
@@ -93,17 +93,21 @@ def compile(
     tell("build", stages - 1)
     executable = pipeline.build(mod, resolved)
     tell("done", stages)
-    about = Description(
-        target=str(resolved),
-        arch=arch_of(resolved),
-        features=required_features(resolved),
+    return CompiledModel(executable, _describe(imported, mod, resolved), count)
+
+
+def _describe(imported: ImportedModel, mod: tvm.IRModule, target: tvm.target.Target) -> Description:
+    """What a compiled model knows about itself; ``mod`` is the optimised module."""
+    return Description(
+        target=str(target),
+        arch=arch_of(target),
+        features=required_features(target),
         inputs=tuple(imported.inputs),
         outputs=tuple(imported.outputs),
         fresh=fresh_outputs(mod),
         fused=tuple(_records(mod)),
         versions=current_versions(),
     )
-    return CompiledModel(executable, about, count)
 
 
 def _records(mod: tvm.IRModule) -> Sequence[dict[str, Any]]:
