@@ -8,8 +8,10 @@ import re
 import numpy as np
 import onnx
 import pytest
-import tvm
-from onnx import TensorProto, helper, numpy_helper
+from cpu.conv_cases import loop_bodies
+from cpu.rule_cases import assembly
+from onnx import helper
+from onnx_cases import onnx_model
 from tvm import tirx
 
 from tvm_fusion import pipeline
@@ -23,7 +25,9 @@ FEWEST = 16
 def convolutions(*layers: tuple[int, int, int]) -> onnx.ModelProto:
     """Convolutions one after the other, each (channels, kernel, groups), then ReLU6; 40 pixels."""
     generator = np.random.default_rng(0)
-    nodes, constants, channels, x = [], {"low": np.float32(0), "high": np.float32(6)}, 32, "x"
+    constants = {"low": np.array(0, np.float32), "high": np.array(6, np.float32)}
+    nodes: list[onnx.NodeProto] = []
+    channels, x = 32, "x"
     for index, (out_channels, kernel, groups) in enumerate(layers):
         weight, made, out = f"w{index}", f"conv{index}", f"clip{index}"
         shape = (out_channels, channels // groups, kernel, kernel)
@@ -34,25 +38,13 @@ def convolutions(*layers: tuple[int, int, int]) -> onnx.ModelProto:
             helper.make_node("Clip", [made, "low", "high"], [out]),
         ]
         channels, x = out_channels, out
-    return model_of(nodes, constants, [1, 32, 40, 40], [1, channels, 40, 40], x)
+    return onnx_model(nodes, {"x": [1, 32, 40, 40]}, [x], constants)
 
 
 def dense() -> onnx.ModelProto:
     weight = np.random.default_rng(0).standard_normal((256, 128), dtype=np.float32)
     node = helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)
-    return model_of([node], {"w": weight}, [24, 128], [24, 256], "y")
-
-
-def model_of(nodes, constants, in_shape, out_shape, result) -> onnx.ModelProto:
-    graph = helper.make_graph(
-        nodes,
-        "model",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, in_shape)],
-        [helper.make_tensor_value_info(result, TensorProto.FLOAT, out_shape)],
-        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
-    )
-    opsets = [helper.make_operatorsetid("", 17)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    return onnx_model([node], {"x": [24, 128]}, ["y"], {"w": weight})
 
 
 # Model, what to fuse, and how many layers its one kernel computes.
@@ -72,8 +64,7 @@ def kernels(model: onnx.ModelProto, fuse: str) -> list[str]:
     found = []
     for func in mod.functions.values():
         if isinstance(func, tirx.PrimFunc):
-            alone = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
-            text = tvm.compile(alone, target).mod.inspect_source("asm")
+            text = assembly(func, target)
             if re.search(r"\tf(mla|madd|mul)\t", text):
                 found.append(text)
     return found
@@ -83,20 +74,10 @@ def is_vector(line: str) -> bool:
     return re.match(r"fmla\tv\d+\.4s", line) is not None
 
 
-def loops(text: str) -> list[list[str]]:
-    """The instructions of each block that jumps to its own start."""
-    blocks = re.split(r"^(\.LBB\w+):.*$", text, flags=re.MULTILINE)
-    return [
-        [line.strip() for line in body.splitlines() if line.strip()]
-        for label, body in zip(blocks[1::2], blocks[2::2], strict=True)
-        if re.search(rf"^\tb\S*\t(?:.*, )?{re.escape(label)}$", body, re.MULTILINE)
-    ]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_main_loops_multiply_and_add_vectors(name: str) -> None:
     model, fuse, convolutions_fused = MODELS[name]
     (text,) = kernels(model, fuse)
     assert not re.search(r"\tf(madd|msub|nmadd|nmsub|mul)\t[sdh]\d", text)
-    main_loops = [body for body in loops(text) if sum(map(is_vector, body)) >= FEWEST]
+    main_loops = [body for body in loop_bodies(text) if sum(map(is_vector, body)) >= FEWEST]
     assert len(main_loops) >= convolutions_fused

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx_cases import one_node
 
 import tvm_fusion
 
@@ -52,14 +52,7 @@ def test_each_result_is_right_to_the_last_digits(case):
     # Tails and numbers near zero; results stay in float32's normal range.
     tiny = np.exp(generator.uniform(-80, 0, 1000)) * generator.choice([-1, 1], 1000)
     x = np.concatenate([generator.uniform(-80, 80, 1000), tiny, [0]]).astype("float32")[None]
-    graph = helper.make_graph(
-        [helper.make_node(op_type, ["x"], ["y"], **attributes)],
-        case,
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, x.shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, x.shape)],
-    )
-    opsets = [helper.make_operatorsetid("", opset)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    model = one_node(op_type, x.shape, opset=opset, **attributes)
     with np.errstate(invalid="ignore"):
         exact = reference(x.astype("float64"))
     found = tvm_fusion.compile(model, threads=1)(x)
