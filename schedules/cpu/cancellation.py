@@ -10,7 +10,7 @@ from __future__ import annotations
 import tvm_ffi
 from tvm import ir, tirx
 
-from .expressions import bind, f32, horner, magnitude
+from .expressions import bind, f32, horner, magnitude, select
 
 EXP_POLYNOMIAL = (0.49999994, 0.1666652, 0.041668393, 0.008368781, 0.0013814467)
 """(e**r - 1 - r) / r**2 up to ``EXP_REACH``, constant term first."""
@@ -52,8 +52,8 @@ def _tanh_of_log(call: ir.Call) -> ir.Expr:
         return call
 
     def quotient(small: ir.Expr, n: ir.Expr) -> ir.Expr:
-        finite = tirx.Select(small < f32(1), n / (n + f32(2)), f32(1) - f32(2) / (n + f32(2)))
-        return tirx.Select(small < f32(-1), f32(float("nan")), finite)
+        finite = select(small < f32(1), n / (n + f32(2)), f32(1) - f32(2) / (n + f32(2)))
+        return select(small < f32(-1), f32(float("nan")), finite)
 
     y = logarithm.args[0]
     beyond_one = _beyond_one(y)
@@ -90,7 +90,7 @@ def _exp_minus_one(exp: ir.Call, sign: int) -> ir.Expr:
     def both(x: ir.Expr) -> ir.Expr:
         near = x + x * x * horner(x, EXP_POLYNOMIAL)
         far = tirx.exp(x) - f32(1)
-        chosen = tirx.Select(magnitude(x) < f32(EXP_REACH), near, far)
+        chosen = select(magnitude(x) < f32(EXP_REACH), near, far)
         return chosen if sign > 0 else f32(0) - chosen
 
     return bind(exp.args[0], both)

@@ -2,12 +2,12 @@
 """Elementary functions as straight-line vector code.
 
 LLVM turns ``exp`` of a vector into one call of the C library per lane, which is some twenty times
-slower than computing the lanes together. :func:`vectorize_math` replaces float32 ``exp``,
-``sigmoid``, ``tanh``, ``sinh``, ``cosh``, ``atanh``, ``log``, ``log1p``, ``erf`` and powers with a
-constant exponent in a scheduled function by range reduction and a minimax polynomial, within a few
-units in the last place. Infinities and NaN come out as they do from the C library, but for powers
-of minus infinity. Other types are left alone, but for ``sinh``, ``cosh`` and ``log1p``: LLVM has no
-code for vectors of those, and they become calls of the C library.
+slower than computing the lanes together. :func:`vectorize_math` replaces ``exp``, ``sigmoid``,
+``tanh``, ``sinh``, ``cosh``, ``atanh``, ``log``, ``log1p``, ``erf`` and powers with a constant
+exponent, of float32 or of vectors of it, in a scheduled function by range reduction and a minimax
+polynomial, within a few units in the last place. Infinities and NaN come out as they do from the C
+library, but for powers of minus infinity. Other types are left alone, but for ``sinh``, ``cosh``
+and ``log1p``: LLVM has no code for vectors of those, and they become calls of the C library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,20 @@ import tvm_ffi
 from tvm import ir, tirx
 
 from .cancellation import EXP_POLYNOMIAL, keep_digits
-from .expressions import bind, f32, horner, i32, magnitude, power_of_two, with_sign
+from .expressions import (
+    bind,
+    cast,
+    f32,
+    horner,
+    i32,
+    magnitude,
+    power_of_two,
+    reinterpret,
+    select,
+    shift_left,
+    shift_right,
+    with_sign,
+)
 from .shared_values import share_values
 
 _LN2 = 0.6931471805599453
@@ -88,7 +101,7 @@ def _expand(call: ir.Call) -> ir.Expr:
     if name not in _EXPANSIONS:
         return call
     dtype = str(call.ty.dtype)
-    if dtype == "float32":
+    if dtype.startswith("float32"):
         expanded = _EXPANSIONS[name](*call.args)
         return call if expanded is None else expanded
     return _library_call(name, call.args[0], dtype) if name in _NOT_IN_LLVM else call
@@ -114,19 +127,19 @@ def _exp(x: ir.Expr) -> ir.Expr:
             rounded,
             lambda n: bind(
                 clamped - n * f32(_LN2_HIGH) - n * f32(_LN2_LOW),
-                lambda r: bind(tirx.Cast("int32", n), lambda k: _scaled_exp(r, k), "int32"),
+                lambda r: bind(cast("int32", n), lambda k: _scaled_exp(r, k)),
             ),
         )
 
     def clamp(value: ir.Expr) -> ir.Expr:
         # The comparisons are false for NaN: `low` keeps it for the polynomial, and the exponent
         # is taken from `bounded`, where NaN has become a number.
-        low = tirx.Select(value < f32(-104), f32(-104), value)
+        low = select(value < f32(-104), f32(-104), value)
         return bind(
             low,
             lambda v: bind(
-                tirx.Select(v > f32(89), f32(89), v),
-                lambda c: with_exponent(c, tirx.Select(c > f32(-104), c, f32(-104))),
+                select(v > f32(89), f32(89), v),
+                lambda c: with_exponent(c, select(c > f32(-104), c, f32(-104))),
             ),
         )
 
@@ -135,7 +148,7 @@ def _exp(x: ir.Expr) -> ir.Expr:
 
 def _scaled_exp(r: ir.Expr, exponent: ir.Expr) -> ir.Expr:
     """2**exponent * e**r for a small r; in two steps, to reach subnormals and infinity."""
-    half = tirx.shift_right(exponent, i32(1))
+    half = shift_right(exponent, 1)
     mantissa = horner(r, EXP_POLYNOMIAL) * (r * r) + r + f32(1)
     return mantissa * power_of_two(half) * power_of_two(exponent - half)
 
@@ -149,7 +162,7 @@ def _tanh(x: ir.Expr) -> ir.Expr:
         square = v * v
         small = v + v * square * horner(square, _TANH)
         large = f32(1) - f32(2) / (_exp(magnitude(v) * f32(2)) + f32(1))
-        return tirx.Select(magnitude(v) < f32(0.625), small, with_sign(large, v))
+        return select(magnitude(v) < f32(0.625), small, with_sign(large, v))
 
     return bind(x, both)
 
@@ -159,7 +172,7 @@ def _sinh(x: ir.Expr) -> ir.Expr:
         square = v * v
         small = v + v * square * horner(square, _SINH)
         large = _half_sum(v, -1)
-        return tirx.Select(magnitude(v) < f32(1), small, with_sign(large, v))
+        return select(magnitude(v) < f32(1), small, with_sign(large, v))
 
     return bind(x, both)
 
@@ -179,9 +192,9 @@ def _half_sum(x: ir.Expr, sign: int) -> ir.Expr:
 def _erf(x: ir.Expr) -> ir.Expr:
     def both(v: ir.Expr) -> ir.Expr:
         small = v * horner(v * v, _ERF_SMALL)
-        reach = tirx.Select(magnitude(v) > f32(4), f32(4), magnitude(v))
+        reach = select(magnitude(v) > f32(4), f32(4), magnitude(v))
         large = bind(reach, lambda a: f32(1) - _exp(f32(0) - horner(a, _ERF_LARGE)))
-        return tirx.Select(magnitude(v) < f32(1), small, with_sign(large, v))
+        return select(magnitude(v) < f32(1), small, with_sign(large, v))
 
     return bind(x, both)
 
@@ -201,8 +214,8 @@ def _log_of(x: ir.Expr, beyond_one: ir.Expr | None) -> ir.Expr:
         return f + (_log_tail(f) + e * f32(_LN2_LOW)) + e * f32(_LN2_HIGH)
 
     finite = _split(x, sum_of, beyond_one)
-    positive = tirx.Select(tirx.all(x > f32(0), x < f32(_INF)), finite, x * f32(_INF))
-    return tirx.Select(x < f32(0), f32(_NAN), _at_zero(x, f32(-_INF), positive))
+    positive = select(tirx.all(x > f32(0), x < f32(_INF)), finite, x * f32(_INF))
+    return select(x < f32(0), f32(_NAN), _at_zero(x, f32(-_INF), positive))
 
 
 def _split(
@@ -211,18 +224,18 @@ def _split(
     """``body(f, e)`` with x = 2**e * (1 + f) and 1 + f around 1, for a positive finite x."""
 
     def of_normal(normal: ir.Expr, extra: ir.Expr) -> ir.Expr:
-        bits = tirx.reinterpret("int32", normal)
+        bits = reinterpret("int32", normal)
         shifted = bits - i32(_SQRT_HALF_BITS)
-        exponent = tirx.shift_right(shifted, i32(23))
-        f = tirx.reinterpret("float32", bits - tirx.shift_left(exponent, i32(23))) - f32(1)
+        exponent = shift_right(shifted, 23)
+        f = reinterpret("float32", bits - shift_left(exponent, 23)) - f32(1)
         if beyond_one is not None:
-            f = tirx.Select(exponent.equal(i32(0)), beyond_one, f)
-        e = tirx.Cast("float32", exponent) + extra
+            f = select(exponent.equal(i32(0)), beyond_one, f)
+        e = cast("float32", exponent) + extra
         return bind(f, lambda f: bind(e, lambda e: body(f, e)))
 
     tiny = x < f32(1.17549435e-38)
-    normal = tirx.Select(tiny, x * f32(8388608), x)
-    return bind(normal, lambda n: of_normal(n, tirx.Select(tiny, f32(-23), f32(0))))
+    normal = select(tiny, x * f32(8388608), x)
+    return bind(normal, lambda n: of_normal(n, select(tiny, f32(-23), f32(0))))
 
 
 def _log_tail(f: ir.Expr) -> ir.Expr:
@@ -239,7 +252,7 @@ def _atanh(x: ir.Expr) -> ir.Expr:
 
 
 def _at_zero(x: ir.Expr, value: ir.Expr, otherwise: ir.Expr) -> ir.Expr:
-    return tirx.Select(x.equal(f32(0)), value, otherwise)
+    return select(x.equal(f32(0)), value, otherwise)
 
 
 def _power(base: ir.Expr, exponent: ir.Expr) -> ir.Expr | None:
@@ -278,13 +291,13 @@ def _any_power(x: ir.Expr, c: float) -> ir.Expr:
         )
 
     def scaled(n: ir.Expr, r: ir.Expr) -> ir.Expr:
-        bounded = tirx.Select(n < f32(-252), f32(-252), tirx.Select(n > f32(254), f32(254), n))
-        return bind(tirx.Cast("int32", bounded), lambda k: _scaled_exp(r, k), "int32")
+        bounded = select(n < f32(-252), f32(-252), select(n > f32(254), f32(254), n))
+        return bind(cast("int32", bounded), lambda k: _scaled_exp(r, k))
 
     zero, infinity = (f32(0), f32(_INF)) if c > 0 else (f32(_INF), f32(0))
-    finite = tirx.Select(x < f32(_INF), _split(x, of_parts), infinity)
-    positive = tirx.Select(tirx.isnan(x), x, _at_zero(x, zero, finite))
-    return tirx.Select(x < f32(0), f32(_NAN), positive)
+    finite = select(x < f32(_INF), _split(x, of_parts), infinity)
+    positive = select(tirx.isnan(x), x, _at_zero(x, zero, finite))
+    return select(x < f32(0), f32(_NAN), positive)
 
 
 def _roots(x: ir.Expr, quarters: int) -> list[ir.Expr]:

@@ -11,7 +11,8 @@ import pytest
 import tvm
 import tvm_ffi
 from cpu.rule_cases import AVX2, Array, assembly, function, run, tensor
-from tvm import ir, te, tirx
+from tvm import ir, s_tir, te, tirx
+from tvm.script import tirx as T
 
 from schedules.cpu.vector_math import vectorize_math
 
@@ -86,6 +87,23 @@ def test_within_units_in_the_last_place_of_float64(op, reference, positive, unit
     assert np.max(error / np.spacing(np.abs(expected[normal]))) <= units
     np.testing.assert_array_equal(found[~np.isfinite(expected)], expected[~np.isfinite(expected)])
     np.testing.assert_allclose(found[~normal], expected[~normal], atol=1.2e-38)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [te.exp, te.log, te.tanh, te.sigmoid, te.erf, te.sinh, te.cosh, tirx.log1p, tirx.atanh],
+)
+def test_vectors_have_the_results_of_their_elements(op):
+    @T.prim_func(s_tir=True)
+    def wide(x: T.Buffer((64,), "float32"), y: T.Buffer((64,), "float32")):
+        for i in range(8):
+            y[T.Ramp(i * 8, 1, 8)] = op(x[T.Ramp(i * 8, 1, 8)])
+
+    x = values(False)[:64]
+    expanded = vectorize_math(wide)
+    assert s_tir.analysis.verify_well_formed(expanded)
+    assert not calls(expanded) & calls(wide)
+    np.testing.assert_array_equal(run(expanded, x)[0], run(apply(op, 64), x)[0])
 
 
 @pytest.mark.parametrize(
