@@ -99,16 +99,24 @@ class _Shared:
         loads: dict[ir.Var, ir.Expr] = {}
         steps: list[tirx.Stmt] = []
         for var in lets.ordered:
-            buffer = tirx.decl_buffer((self._lanes,), str(var.ty.dtype), var.name, layout=None)
+            buffer, index = self._place(var)
             definition = _substitute(lets.values[var], loads)
-            step: tirx.Stmt = tirx.BufferStore(buffer, definition, [self._lane])
+            step: tirx.Stmt = tirx.BufferStore(buffer, definition, [index])
             for condition in lets.conditions.get(var, ()):
                 step = tirx.IfThenElse(_substitute(condition, loads), step, None)
             steps.append(step)
-            loads[var] = tirx.BufferLoad(buffer, [self._lane])
-            self.buffers.append(buffer)
+            loads[var] = tirx.BufferLoad(buffer, [index])
         last = _substitute(lets.stripped, loads)
         return tirx.SeqStmt([*steps, tirx.BufferStore(store.buffer, last, store.indices)])
+
+    def _place(self, var: ir.Var) -> tuple[ir.Var, ir.Expr]:
+        """A new buffer for a variable, and where in it this lane's value lies."""
+        lanes = int(var.ty.dtype.lanes)
+        element = str(var.ty.dtype).removesuffix(f"x{lanes}")
+        buffer = tirx.decl_buffer((self._lanes * lanes,), element, var.name, layout=None)
+        self.buffers.append(buffer)
+        # A buffer of vectors would get into the way of one of scalars when TVM shares their memory.
+        return buffer, self._lane if lanes == 1 else tirx.Ramp(self._lane * lanes, 1, lanes)
 
     def allocate(self, stmt: tirx.Stmt) -> tirx.Stmt:
         """The statement behind the allocations of all buffers."""

@@ -25,3 +25,11 @@ def test_no_activation_calls_the_c_library(kind: str, fused: bool) -> None:
     code = assembly(made[AVX2].mod["main"], AVX2)
     assert "vroundps" in code and "expf" not in code
     check(case, compile_function(made[HOST].mod["main"]), seed=3)
+
+
+def test_one_pixel() -> None:
+    # Here TVM puts the shared values and the sums of both layers into the same memory.
+    layers = (ConvLayer(1, 1, (1, 1)), ConvLayer(1, 1, (1, 1), activation=Activation("silu")))
+    case = Case(layers, height=1, width=1)
+    func = FusedConv2D().apply(build(case), HOST, False).mod["main"]
+    check(case, compile_function(func), seed=1)
