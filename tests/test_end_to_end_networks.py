@@ -55,6 +55,27 @@ def test_two_images() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "batch", "image_size", "threads"),
+    [
+        ("resnet_50", 4, 96, 2),
+        ("mnasnet_a1", 4, 160, 1),
+        ("mobilenet_v1", 4, 320, 2),
+        ("mobilenet_v2", 16, 96, 1),
+        ("resnet_18", 16, 160, 2),
+        ("mobilenet_v2", 16, 320, 1),
+    ],
+)
+def test_batches_sizes_and_threads(name: str, batch: int, image_size: int, threads: int) -> None:
+    model = MODELS[name](batch=batch, image_size=image_size)
+    compiled = tvm_fusion.compile(model, threads=threads)
+    feed = random_feed(model, 0)
+    actual = compiled(**feed)
+    assert actual.shape == (batch, 1000)
+    assert_same(actual, run_onnx(model, feed))
+
+
+@pytest.mark.slow
 def test_an_open_batch_is_bound_by_shapes() -> None:
     model = MODELS["resnet_18"](batch="N", image_size=96)
     feed = random_feed(model, 3, N=3)

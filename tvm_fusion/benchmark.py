@@ -28,6 +28,7 @@ from .engines import ENGINES
 from .errors import EngineError, InvalidModelError
 from .host_info import host_info
 from .race_result import EngineResult, Plan, RaceResult, relative_error
+from .tensor_spec import TensorSpec, refuse_open_shapes
 from .worker import EngineSpec, Worker
 
 REFERENCE = "onnxruntime"
@@ -214,12 +215,8 @@ def _is_installed(engine: str) -> bool:
 
 
 def _static_shapes(inputs: Sequence[Any]) -> dict[str, tuple[int, ...]]:
-    for name, shape, _ in inputs:
-        if not all(isinstance(size, int) for size in shape):
-            raise InvalidModelError(
-                f"input {name!r} has the open shape ({', '.join(map(str, shape))}); "
-                "a race needs sizes: give them in shapes"
-            )
+    specs = [TensorSpec(*entry) for entry in inputs]
+    refuse_open_shapes(specs, InvalidModelError, "a race needs sizes: give them in shapes")
     return {name: shape for name, shape, _ in inputs}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from .engines import random_inputs
 from .errors import ArtifactError, InvalidInputError
-from .tensor_spec import TensorSpec
+from .tensor_spec import TensorSpec, refuse_open_shapes
 
 TOP = 5
 """How many of an output's largest values are shown."""
@@ -125,9 +125,7 @@ def _with_sizes(spec: TensorSpec, shapes: Mapping[str, Any]) -> TensorSpec:
     """``spec`` with its open dimensions filled in from ``shapes``, by input or by dimension."""
     shape = shapes.get(spec.name, spec.shape)
     sizes = tuple(shapes.get(size, size) if isinstance(size, str) else size for size in shape)
-    if not all(isinstance(size, int) for size in sizes):
-        raise InvalidInputError(
-            f"input {spec.name!r} has the open shape ({', '.join(map(str, sizes))}); "
-            "give it an array with --input or sizes with --shape"
-        )
-    return TensorSpec(spec.name, sizes, spec.dtype)
+    filled = TensorSpec(spec.name, sizes, spec.dtype)
+    remedy = "give it an array with --input or sizes with --shape"
+    refuse_open_shapes([filled], InvalidInputError, remedy)
+    return filled

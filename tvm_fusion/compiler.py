@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -15,8 +14,7 @@ import tvm
 from . import pipeline
 from .aliasing import fresh_outputs
 from .artifact import Description, current_versions
-from .errors import CompilationError, TVMFusionError
-from .frontend import import_onnx
+from .frontend import ImportedModel, import_onnx
 from .runtime import CompiledModel
 from .target import arch_of, required_features, resolve
 from .thread_pool import choose_threads
@@ -84,27 +82,33 @@ def compile(
     options = pipeline.Options(fuse=fuse)
     stages = len(pipeline.phases(resolved, options)) + 2
 
-    stage_now = "import"
-
     def tell(stage: str, done: int) -> None:
-        nonlocal stage_now
-        stage_now = stage
         if progress is not None:
             progress(stage, done, stages)
 
     tell("import", 0)
     imported = import_onnx(model, shapes)
-    with _own_errors(lambda: stage_now):
-        mod = pipeline.optimize(
-            imported.mod, resolved, options, progress=lambda phase, done, _: tell(phase, done + 1)
-        )
-        tell("build", stages - 1)
-        executable, weights = pipeline.build_apart(mod, resolved)
+    mod = pipeline.optimize(
+        imported.mod, resolved, options, progress=lambda phase, done, _: tell(phase, done + 1)
+    )
+    tell("build", stages - 1)
+    executable, weights = pipeline.build_apart(mod, resolved)
     tell("done", stages)
-    about = Description(
-        target=str(resolved),
-        arch=arch_of(resolved),
-        features=required_features(resolved),
+    about = _describe(imported, mod, resolved, weights)
+    return CompiledModel(executable, about, count, weights)
+
+
+def _describe(
+    imported: ImportedModel,
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    weights: Sequence[tvm.runtime.Tensor],
+) -> Description:
+    """What a compiled model knows about itself; ``mod`` is the optimised module."""
+    return Description(
+        target=str(target),
+        arch=arch_of(target),
+        features=required_features(target),
         inputs=tuple(imported.inputs),
         outputs=tuple(imported.outputs),
         fresh=fresh_outputs(mod),
@@ -112,19 +116,6 @@ def compile(
         versions=current_versions(),
         weights=weight_specs(weights),
     )
-    return CompiledModel(executable, about, count, weights)
-
-
-@contextmanager
-def _own_errors(stage: Callable[[], str]) -> Iterator[None]:
-    """Give whatever TVM raises as one of our errors; ours and interrupts pass."""
-    try:
-        yield
-    except TVMFusionError:
-        raise
-    except Exception as error:  # TVM raises anything from ValueError to tvm.error
-        reason = " ".join(str(error).split())[-500:] or type(error).__name__
-        raise CompilationError(f"the stage {stage()!r} failed: {reason}") from error
 
 
 def _records(mod: tvm.IRModule) -> Sequence[dict[str, Any]]:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import tvm
 from rich.table import Table
 
 from relay_passes import FuseConv2D, SimplifyInference
 from relay_passes.fusion_report import read_report
 
+from . import pipeline
 from .frontend import import_onnx
 from .target import resolve
 
@@ -42,11 +42,15 @@ def explain(
         ``input_shape``, ``layer1`` and ``layer2`` (texts), ``fused``, ``reason``, ``flops``, and
         ``bytes_`` and ``intensity_`` (FLOPs a byte) ``unfused`` and ``fused``. What symbolic
         shapes leave unknown is None.
+
+    Raises
+    ------
+    InvalidModelError, UnsupportedOperatorError, CompilationError, TargetError
+        As for ``compile``.
     """
     host = resolve(target)
-    passes = tvm.transform.Sequential([SimplifyInference(), FuseConv2D(fuse=fuse, target=host)])
-    with host:
-        return read_report(passes(import_onnx(model, shapes).mod))
+    plan = {"explain": [SimplifyInference(), FuseConv2D(fuse=fuse, target=host)]}
+    return read_report(pipeline.run_phases(import_onnx(model, shapes).mod, host, plan))
 
 
 def explain_table(pairs: Sequence[Mapping[str, Any]], title: str = "") -> Table:

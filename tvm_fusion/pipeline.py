@@ -7,7 +7,8 @@ a pass from an imported module to one that ``tvm.compile`` can generate code for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from relay_passes.lift_weights import WEIGHTS
 from schedules import cpu
 from schedules.conv2d_workload import FusedConv2DWorkload
 
-from .errors import TargetError
+from .errors import CompilationError, TargetError, TVMFusionError
 
 Fuse = str | Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
 Progress = Callable[[str, int, int], None]
@@ -112,20 +113,50 @@ def optimize(
     tvm.IRModule
         Scheduled functions and a ``main`` that calls them; the attribute
         ``tvm_fusion.fusion_report`` tells what became of each pair of convolutions.
+
+    Raises
+    ------
+    TargetError
+        If the target is no CPU.
+    CompilationError
+        If TVM fails; the message names the phase.
     """
     if target.kind.name != "llvm":
         raise TargetError(f"target kind is {target.kind.name!r}; expected 'llvm', a CPU")
     options = options or Options()
-    plan = phases(target, options)
+    return run_phases(mod, target, phases(target, options), options.dump, progress)
+
+
+def run_phases(
+    mod: tvm.IRModule,
+    target: Target,
+    plan: Mapping[str, Sequence[Pass]],
+    dump: Path | None = None,
+    progress: Progress | None = None,
+) -> tvm.IRModule:
+    """Run some phases in order, with parameters and errors as :func:`optimize` has them."""
     with target:
         for number, (name, passes) in enumerate(plan.items()):
             if progress is not None:
                 progress(name, number, len(plan))
-            mod = tvm.transform.Sequential(passes, name=name)(mod)
-            if options.dump is not None:
-                options.dump.mkdir(parents=True, exist_ok=True)
-                (options.dump / f"{number}-{name}.py").write_text(mod.script())
+            with _own_errors(name):
+                mod = tvm.transform.Sequential(list(passes), name=name)(mod)
+            if dump is not None:
+                dump.mkdir(parents=True, exist_ok=True)
+                (dump / f"{number}-{name}.py").write_text(mod.script())
     return mod
+
+
+@contextmanager
+def _own_errors(stage: str) -> Iterator[None]:
+    """Give whatever TVM raises as one of our errors; ours and interrupts pass."""
+    try:
+        yield
+    except TVMFusionError:
+        raise
+    except Exception as error:  # TVM raises anything from ValueError to tvm.error
+        reason = " ".join(str(error).split())[-500:] or type(error).__name__
+        raise CompilationError(f"the stage {stage!r} failed: {reason}") from error
 
 
 def lower_to_vm(target: Target) -> Pass:
@@ -137,8 +168,15 @@ def lower_to_vm(target: Target) -> Pass:
 
 
 def build(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
-    """Generate code for a module that :func:`optimize` returned."""
-    return tvm.compile(mod, target, relax_pipeline=lower_to_vm(target))
+    """Generate code for a module that :func:`optimize` returned.
+
+    Raises
+    ------
+    CompilationError
+        If TVM fails.
+    """
+    with _own_errors("build"):
+        return tvm.compile(mod, target, relax_pipeline=lower_to_vm(target))
 
 
 def build_apart(
@@ -148,12 +186,17 @@ def build_apart(
 
     They are further arguments of ``main``, behind the model's inputs, so that code and weights can
     be saved and loaded each in its own way.
+
+    Raises
+    ------
+    CompilationError
+        If TVM fails.
     """
-    with target:
+    with target, _own_errors("build"):
         mod = tvm.transform.Sequential([lower_to_vm(target), LiftWeights()])(mod)
-    weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
-    lowered = tvm.transform.Sequential([])
-    return tvm.compile(mod.without_attr(WEIGHTS), target, relax_pipeline=lowered), weights
+        weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
+        lowered = tvm.transform.Sequential([])
+        return tvm.compile(mod.without_attr(WEIGHTS), target, relax_pipeline=lowered), weights
 
 
 @relax.register_pipeline(NAME)

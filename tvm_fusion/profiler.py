@@ -34,7 +34,7 @@ from .host_info import host_info
 from .machine_limits import MachineLimits, measure_limits
 from .shortfall import reason
 from .target import arch_of, required_features, resolve
-from .tensor_spec import TensorSpec
+from .tensor_spec import refuse_open_shapes
 from .thread_pool import Crew, choose_threads
 
 Progress = Callable[[str, int, int], None]
@@ -173,6 +173,8 @@ def profile(
     ------
     InvalidModelError, UnsupportedOperatorError
         As for ``compile``, or if the shape of an input stays open.
+    CompilationError
+        If TVM fails.
     TargetError
         If the code cannot run on this machine.
     """
@@ -182,13 +184,13 @@ def profile(
     tell = progress or (lambda text, done, total: None)
     tell("compiling", 0, 2)
     imported = import_onnx(model, shapes)
-    _refuse_open_shapes(imported.inputs)
+    remedy = "a profile needs sizes: give them in shapes"
+    refuse_open_shapes(imported.inputs, InvalidModelError, remedy)
     plan = pipeline.phases(resolved, pipeline.Options(fuse=fuse))
-    schedule = plan.pop("schedule")
-    with resolved:
-        mod = tvm.transform.Sequential(sum(plan.values(), []))(imported.mod)
-        costs = _costs(mod)  # now: scheduled functions hold what no one can count
-        mod = tvm.transform.Sequential(schedule)(mod)
+    schedule = {"schedule": plan.pop("schedule")}
+    mod = pipeline.run_phases(imported.mod, resolved, plan)
+    costs = _costs(mod)  # now: scheduled functions hold what no one can count
+    mod = pipeline.run_phases(mod, resolved, schedule)
     machine = relax.VirtualMachine(pipeline.build(mod, resolved), tvm.cpu())
     arrays = random_inputs(imported.inputs, 0, normal=True)
     feed = [tvm.runtime.tensor(array) for array in arrays.values()]
@@ -205,15 +207,6 @@ def profile(
         for position, (name, median) in enumerate(calls)
     ]
     return Profile(tuple(kernels), seconds, limits, host_info())
-
-
-def _refuse_open_shapes(inputs: Sequence[TensorSpec]) -> None:
-    for spec in inputs:
-        if not all(isinstance(size, int) for size in spec.shape):
-            raise InvalidModelError(
-                f"input {spec.name!r} has the open shape ({', '.join(map(str, spec.shape))}); "
-                "a profile needs sizes: give them in shapes"
-            )
 
 
 def _time(

@@ -19,7 +19,7 @@ from .engines import random_inputs
 from .errors import ArtifactError, InvalidInputError
 from .host import check_host
 from .linker import SharedLinker
-from .tensor_spec import TensorSpec
+from .tensor_spec import TensorSpec, refuse_open_shapes
 from .thread_pool import Crew, choose_threads
 from .tvm_runtime import get_function, start_machine
 
@@ -255,11 +255,7 @@ class CompiledModel:
         )
 
     def _random_feed(self) -> dict[str, np.ndarray]:
-        for spec in self.inputs:
-            if not all(isinstance(size, int) for size in spec.shape):
-                raise InvalidInputError(
-                    f"input {spec.name!r} has the open shape {spec.shape}; pass inputs=..."
-                )
+        refuse_open_shapes(self.inputs, InvalidInputError, "pass inputs=...")
         feed = {}
         seed = int.from_bytes(os.urandom(8), "little")
         for name, array in random_inputs(self.inputs, seed, normal=True).items():

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from .errors import TVMFusionError
 
 
 @dataclass(frozen=True)
@@ -23,3 +26,23 @@ class TensorSpec:
     name: str
     shape: tuple[int | str, ...]
     dtype: str
+
+
+def refuse_open_shapes(
+    inputs: Iterable[TensorSpec], error: type[TVMFusionError], remedy: str
+) -> None:
+    """Refuse inputs with dimensions that are only known when the model runs.
+
+    Parameters
+    ----------
+    inputs : iterable of TensorSpec
+        The inputs.
+    error : type
+        What to raise.
+    remedy : str
+        What the caller can do about it, as the end of the message.
+    """
+    for spec in inputs:
+        if not all(isinstance(size, int) for size in spec.shape):
+            shape = ", ".join(map(str, spec.shape))
+            raise error(f"input {spec.name!r} has the open shape ({shape}); {remedy}")

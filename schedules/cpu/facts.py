@@ -179,18 +179,7 @@ def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
     stmt = sch.get(block)
     iters = list(stmt.iter_vars)
     domain = _Domain(iters)
-    stores: list[tirx.BufferStore] = []
-    loads: list[ir.TensorLoad] = []
-    conditions: list[ir.Expr] = []
-    tvm_ffi.structural_walk(
-        stmt.body,
-        [
-            (tirx.BufferStore, stores.append),
-            (ir.TensorLoad, loads.append),
-            (ir.Call, lambda node: conditions.extend(_call_conditions(node))),
-            (tirx.IfThenElse, lambda node: conditions.append(node.condition)),
-        ],
-    )
+    stores, loads, conditions = _parts(stmt.body)
     if not stores:
         return None
     store = domain.access(stores[0].buffer, stores[0].indices)
@@ -209,6 +198,25 @@ def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
         itemsize=max((_bits(buffer) + 7) // 8 for buffer in buffers),
         indirect=any(_loads_inside(index) for load in loads for index in load.indices),
     )
+
+
+def _parts(
+    body: tirx.Stmt,
+) -> tuple[list[tirx.BufferStore], list[ir.TensorLoad], list[ir.Expr]]:
+    """All stores, loads and conditions of a statement."""
+    stores: list[tirx.BufferStore] = []
+    loads: list[ir.TensorLoad] = []
+    conditions: list[ir.Expr] = []
+    tvm_ffi.structural_walk(
+        body,
+        [
+            (tirx.BufferStore, stores.append),
+            (ir.TensorLoad, loads.append),
+            (ir.Call, lambda node: conditions.extend(_call_conditions(node))),
+            (tirx.IfThenElse, lambda node: conditions.append(node.condition)),
+        ],
+    )
+    return stores, loads, conditions
 
 
 _KINDS = {int(tirx.IterVar.DataPar): "S", int(tirx.IterVar.CommReduce): "R"}

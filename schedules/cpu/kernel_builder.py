@@ -12,6 +12,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from .micro_kernel import FeatureMap, Index
+from .vector_math import vectorize_math
 
 
 class KernelBuilder:
@@ -52,9 +53,9 @@ class KernelBuilder:
         self._result = builder.get()
 
     def schedule(self) -> s_tir.Schedule:
-        """The finished function as a schedule."""
+        """The finished function as a schedule, its elementary functions as vector code."""
         assert self._result is not None, "body() has not been closed"
-        return s_tir.Schedule(tvm.IRModule({"main": self._result}))
+        return s_tir.Schedule(tvm.IRModule({"main": vectorize_math(self._result)}))
 
     @staticmethod
     def _flatten(buffer: tirx.Buffer) -> tirx.Buffer:

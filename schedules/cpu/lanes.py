@@ -105,6 +105,19 @@ def arrange_lanes(
     LoopRV
         The first stage's outermost reduced loop, at which to decompose it when all else is done.
     """
+    outermost = _arrange_first(sch, split, depth, rows)
+    for stage in split.stages[1:]:
+        loops = sch.get_loops(stage)[depth:]
+        if stage is not split.stages[-1]:
+            lane = _pop_lane(sch, stage, loops, split.lanes)
+            sch.reorder(*loops, lane)
+            sch.vectorize(lane)
+        unroll(sch, loops)
+    return outermost
+
+
+def _arrange_first(sch: s_tir.Schedule, split: Lanes, depth: int, rows: Sequence[LoopRV]) -> LoopRV:
+    """Vectorise the stage that reads the input; return its outermost reduced loop."""
     first = split.stages[0]
     inner = sch.get_loops(first)[depth:]
     reduced = [loop for loop in inner if is_reduced(sch, first, loop)]
@@ -121,21 +134,15 @@ def arrange_lanes(
     unroll(sch, [part, *rows])
     if split.extent % (split.parts * split.lanes):
         sch.annotate(reduced[-1], TAIL, [3, split.extent])
-    for stage in split.stages[1:]:
-        loops = sch.get_loops(stage)[depth:]
-        if stage is not split.stages[-1]:
-            place = max(
-                k for k, loop in enumerate(loops) if _is_lane(sch, stage, loop, split.lanes)
-            )
-            lane = loops.pop(place)
-            sch.reorder(*loops, lane)
-            sch.vectorize(lane)
-        unroll(sch, loops)
     return reduced[0]
 
 
-def _is_lane(sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV, lanes: int) -> bool:
-    return static_extent(sch, loop) == lanes and not is_reduced(sch, block, loop)
+def _pop_lane(sch: s_tir.Schedule, block: SBlockRV, loops: list[LoopRV], lanes: int) -> LoopRV:
+    """Take the innermost loop over lanes out of ``loops``."""
+    for k in reversed(range(len(loops))):
+        if static_extent(sch, loops[k]) == lanes and not is_reduced(sch, block, loops[k]):
+            return loops.pop(k)
+    raise AssertionError("a stage before the last one keeps its lanes")
 
 
 def is_reduced(sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV) -> bool:

@@ -1,116 +1,204 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared values of an expression in a form that TVM's analyzer gets through in linear time.
+"""Shared values of an expression in a form that TVM gets through in linear time.
 
-The analyzer visits the value of each ``let`` several times, and replaces the variables of pure
-ones by their values, as a tree: nested lets and lets that use each other cost it exponential time.
-:func:`store_with_bindings` keeps values apart and makes them read memory, which stops that.
+TVM's analyzer, also in code generation, replaces the variables of lets by their values, as a tree:
+lets that use each other cost it exponential time. :func:`share_values` keeps values in small
+buffers instead, into which it does not look; LLVM makes registers of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import tvm_ffi
-from tvm import ir, tirx
+from tvm import ir, s_tir, tirx
+
+Rewrite = Callable[[ir.Expr], ir.Expr]
 
 
-def store_with_bindings(store: tirx.BufferStore, value: ir.Expr) -> tirx.Stmt:
-    """Store an expression in place of another, with its lets as statements before the store.
+def share_values(func: tirx.PrimFunc, rewrite: Rewrite) -> tirx.PrimFunc:
+    """Rewrite what a function stores, each let becoming a store before it.
 
-    The first becomes the rest::
+    With ``let b = x[v] + 1 in b * b`` as the new value of ``y[v]``, v being ``o * 8 + i``::
 
-        y[0] = f(let a = (let b = x[0] + 1 in b * b) in a * a)
-
-        b = x[0] + 1
-        a = select(true, b * b, x[0])
-        y[0] = f(a * a)
+        for i in T.vectorized(8):                       b = T.alloc_buffer((8,))
+            with T.sblock("y"):                         for i in T.vectorized(8):
+                v = T.axis.spatial(64, o * 8 + i)           with T.sblock("y"):
+                y[v] = f(x[v])                                  v = T.axis.spatial(64, o * 8 + i)
+                                                                lane = T.axis.spatial(8, i)
+                                                                b[lane] = x[v] + 1
+                                                                y[v] = b[lane] * b[lane]
 
     Parameters
     ----------
-    store : BufferStore
-        Where to store.
-    value : Expr
-        An expression with pure lets, each of a variable of its own.
+    func : PrimFunc
+        A scheduled function.
+    rewrite : callable
+        From a stored value to a new one with pure lets, each of a variable of its own; to the very
+        same one where there is nothing to do.
 
     Returns
     -------
-    Stmt
-        The same in effect. A let inside a branch of ``if_then_else`` stays in that branch. TVM does
-        not see that the selects are constant, LLVM does.
+    PrimFunc
+        The same function when nothing is rewritten. Lets inside a branch of ``if_then_else`` are
+        computed only where the branch is taken.
     """
-    values: dict[ir.Var, ir.Expr] = {}
 
-    def strip(let: tirx.Let) -> ir.Expr:
-        values[let.var] = let.value
-        return let.body
+    def in_vector(loop: tirx.For) -> tirx.Stmt:
+        if loop.kind != tirx.ForKind.VECTORIZED:
+            return loop
+        shared = _Shared(rewrite, loop.loop_var - loop.min, loop.extent)
+        body = tvm_ffi.structural_map(loop.body, (tirx.BufferStore, shared.store))
+        if not shared.buffers:
+            return loop if body.same_as(loop.body) else _with_body(loop, body)
+        named = tvm_ffi.structural_map(
+            body, (s_tir.SBlockRealize, lambda realize: _with_lane(realize, loop))
+        )
+        return shared.allocate(_with_body(loop, named))
 
-    def keep_inside(call: ir.Call) -> ir.Expr:
-        if not _is_branch(call):
+    def alone(store: tirx.BufferStore) -> tirx.Stmt:
+        if store not in outside:
+            return store
+        shared = _Shared(rewrite, tirx.IntImm("int32", 0), tirx.IntImm("int32", 1))
+        return shared.allocate(shared.store(store))
+
+    vectors = tvm_ffi.structural_map(func, (tirx.For, in_vector))
+    outside = _stores_outside_vectors(func)
+    return tvm_ffi.structural_map(vectors, (tirx.BufferStore, alone))
+
+
+def _stores_outside_vectors(func: tirx.PrimFunc) -> set[tirx.BufferStore]:
+    found: set[tirx.BufferStore] = set()
+
+    def skip_vectors(loop: tirx.For) -> tvm_ffi.WalkResult:
+        vector = loop.kind == tirx.ForKind.VECTORIZED
+        return tvm_ffi.WalkResult.SKIP if vector else tvm_ffi.WalkResult.ADVANCE
+
+    callbacks = ((tirx.For, skip_vectors), (tirx.BufferStore, found.add))
+    tvm_ffi.structural_walk(func.body, callbacks, order="pre")
+    return found
+
+
+class _Shared:
+    """The buffers of one vectorised loop, or of one store outside of any."""
+
+    def __init__(self, rewrite: Rewrite, lane: ir.Expr, lanes: ir.Expr) -> None:
+        self._rewrite = rewrite
+        self._lane, self._lanes = lane, lanes
+        self.buffers: list[ir.Var] = []
+
+    def store(self, store: tirx.BufferStore) -> tirx.Stmt:
+        """The store of the rewritten value, behind the stores of what it shares."""
+        value = self._rewrite(store.value)
+        if value.same_as(store.value):
+            return store
+        lets = _Lets(value)
+        if not lets.ordered:
+            return tirx.BufferStore(store.buffer, lets.stripped, store.indices)
+        loads: dict[ir.Var, ir.Expr] = {}
+        steps: list[tirx.Stmt] = []
+        for var in lets.ordered:
+            buffer, index = self._place(var)
+            definition = _substitute(lets.values[var], loads)
+            step: tirx.Stmt = tirx.BufferStore(buffer, definition, [index])
+            for condition in lets.conditions.get(var, ()):
+                step = tirx.IfThenElse(_substitute(condition, loads), step, None)
+            steps.append(step)
+            loads[var] = tirx.BufferLoad(buffer, [index])
+        last = _substitute(lets.stripped, loads)
+        return tirx.SeqStmt([*steps, tirx.BufferStore(store.buffer, last, store.indices)])
+
+    def _place(self, var: ir.Var) -> tuple[ir.Var, ir.Expr]:
+        """A new buffer for a variable, and where in it this lane's value lies."""
+        lanes = int(var.ty.dtype.lanes)
+        element = str(var.ty.dtype).removesuffix(f"x{lanes}")
+        buffer = tirx.decl_buffer((self._lanes * lanes,), element, var.name, layout=None)
+        self.buffers.append(buffer)
+        # A buffer of vectors would get into the way of one of scalars when TVM shares their memory.
+        return buffer, self._lane if lanes == 1 else tirx.Ramp(self._lane * lanes, 1, lanes)
+
+    def allocate(self, stmt: tirx.Stmt) -> tirx.Stmt:
+        """The statement behind the allocations of all buffers."""
+        if not self.buffers:
+            return stmt
+        return tirx.SeqStmt([*map(tirx.AllocBuffer, self.buffers), stmt])
+
+
+class _Lets:
+    """An expression taken apart.
+
+    ``stripped`` is the expression without lets, ``values`` the values of their variables,
+    ``ordered`` the variables, each behind those that its value uses, and ``conditions`` when a
+    value may be computed, the innermost condition first.
+    """
+
+    def __init__(self, expr: ir.Expr) -> None:
+        self.values: dict[ir.Var, ir.Expr] = {}
+        self.conditions: dict[ir.Var, list[ir.Expr]] = {}
+
+        def strip(let: tirx.Let) -> ir.Expr:
+            self.values[let.var] = let.value
+            return let.body
+
+        def note(call: ir.Call) -> ir.Call:
+            if isinstance(call.op, ir.Op) and call.op.name == "prim.if_then_else":
+                condition, yes, no = call.args
+                for branch, taken in ((yes, condition), (no, tirx.Not(condition))):
+                    for var in self._used([branch]):
+                        self.conditions.setdefault(var, []).append(taken)
             return call
-        condition, *branches = call.args
-        return tirx.if_then_else(condition, *[_define(branch, values) for branch in branches])
 
-    stripped = tvm_ffi.structural_map(value, ((tirx.Let, strip), (ir.Call, keep_inside)))
-    bindings = [tirx.Bind(var, definition) for var, definition in _needed(stripped, values)]
-    stored = tirx.BufferStore(store.buffer, stripped, store.indices)
-    return tirx.SeqStmt([*bindings, stored]) if bindings else stored
+        self.stripped = tvm_ffi.structural_map(expr, ((tirx.Let, strip), (ir.Call, note)))
+        self.ordered = self._used([self.stripped])
 
+    def _used(self, exprs: Sequence[ir.Expr]) -> list[ir.Var]:
+        """The variables of lets that expressions use, also by way of others."""
+        found: dict[ir.Var, None] = {}
 
-def _is_branch(call: ir.Call) -> bool:
-    return isinstance(call.op, ir.Op) and call.op.name == "prim.if_then_else"
+        def visit(var: ir.Var) -> None:
+            if var in self.values and var not in found:
+                for expr in (self.values[var], *self.conditions.get(var, ())):
+                    tvm_ffi.structural_walk(expr, (ir.Var, visit))
+                found[var] = None
 
-
-def _define(expr: ir.Expr, values: dict[ir.Var, ir.Expr]) -> ir.Expr:
-    """Put the definitions that an expression needs before it."""
-    for var, definition in reversed(_needed(expr, values)):
-        expr = tirx.Let(var, definition, expr)
-    return expr
-
-
-def _needed(expr: ir.Expr, values: dict[ir.Var, ir.Expr]) -> list[tuple[ir.Var, ir.Expr]]:
-    """Take the definitions that an expression needs from ``values``, each after what it uses."""
-    ordered: list[tuple[ir.Var, ir.Expr]] = []
-
-    def need(user: ir.Expr) -> None:
-        used: list[ir.Var] = []
-        tvm_ffi.structural_walk(user, (ir.Var, used.append))
-        for var in used:
-            if var in values:
-                definition = values.pop(var)
-                need(definition)
-                ordered.append((var, definition))
-
-    need(expr)
-    reads = [_first_read(definition) for _, definition in ordered]
-    read = next((read for read in reads if read is not None), None)
-    return [(var, _reading(definition, read)) for var, definition in ordered]
+        for expr in exprs:
+            tvm_ffi.structural_walk(expr, (ir.Var, visit))
+        return list(found)
 
 
-def _first_read(expr: ir.Expr) -> ir.Expr | None:
-    """A float32 read that is safe wherever ``expr`` is: a load, or a branch around one."""
-    found: list[ir.Expr] = []
+def _with_lane(realize: s_tir.SBlockRealize, loop: tirx.For) -> s_tir.SBlockRealize:
+    """Pass the loop's variable to a block that uses it, by an iteration variable of its own."""
+    lane = tirx.Var("lane", loop.loop_var.ty)
+    block = _substitute(realize.block, {loop.loop_var: lane})
+    if block.same_as(realize.block):
+        return realize
+    domain = ir.Range.from_min_extent(loop.min, loop.extent)
+    named = s_tir.SBlock(
+        [*block.iter_vars, tirx.IterVar(domain, lane, tirx.IterVar.DataPar)],
+        block.reads,
+        block.writes,
+        block.name_hint,
+        block.body,
+        block.init,
+        block.alloc_buffers,
+        block.match_buffers,
+        block.annotations,
+    )
+    return s_tir.SBlockRealize([*realize.iter_values, loop.loop_var], realize.predicate, named)
 
-    def take(read: ir.Expr) -> tvm_ffi.WalkResult:
-        if str(read.ty.dtype) == "float32":
-            found.append(read)
-        return tvm_ffi.WalkResult.SKIP
 
-    def look_into(call: ir.Call) -> tvm_ffi.WalkResult | None:
-        return take(call) if _is_branch(call) else None
-
-    tvm_ffi.structural_walk(expr, ((ir.TensorLoad, take), (ir.Call, look_into)), order="pre")
-    return next((read for read in found if _reads(read)), None)
+def _substitute(node: ir.Expr | tirx.Stmt, values: Mapping[ir.Var, ir.Expr]) -> Any:
+    return tvm_ffi.structural_map(node, (ir.Var, lambda var: values.get(var, var)))
 
 
-def _reads(expr: ir.Expr) -> bool:
-    found: list[ir.Expr] = []
-    tvm_ffi.structural_walk(expr, (ir.TensorLoad, found.append))
-    return bool(found)
-
-
-def _reading(value: ir.Expr, read: ir.Expr | None) -> ir.Expr:
-    """The value in a form that reads memory; only LLVM knows that 1 has one bit."""
-    dtype = str(value.ty.dtype)
-    if read is None or dtype not in ("float32", "int32") or _reads(value):
-        return value
-    one = tirx.IntImm("int32", 1)
-    other = read if dtype == "float32" else tirx.reinterpret(dtype, read)
-    return tirx.Select(tirx.popcount(one).equal(one), value, other)
+def _with_body(loop: tirx.For, body: tirx.Stmt) -> tirx.For:
+    return tirx.For(
+        loop.loop_var,
+        loop.min,
+        loop.extent,
+        loop.kind,
+        body,
+        loop.thread_binding,
+        loop.annotations,
+    )

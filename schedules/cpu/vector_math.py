@@ -2,32 +2,50 @@
 """Elementary functions as straight-line vector code.
 
 LLVM turns ``exp`` of a vector into one call of the C library per lane, which is some twenty times
-slower than computing the lanes together. :func:`vectorize_math` replaces float32 ``exp``,
-``sigmoid``, ``tanh``, ``sinh``, ``cosh``, ``log``, ``erf`` and powers with a constant exponent in
-a scheduled function by range reduction and a minimax polynomial, within a few units in the last
-place. Infinities and NaN come out as they do from the C library, but for powers of minus infinity.
-Other types are left alone, but for ``sinh`` and ``cosh``: LLVM has no code for vectors of those,
-and they become calls of the C library.
+slower than computing the lanes together. :func:`vectorize_math` replaces ``exp``, ``sigmoid``,
+``tanh``, ``sinh``, ``cosh``, ``atanh``, ``log``, ``log1p``, ``erf`` and powers with a constant
+exponent, of float32 or of vectors of it, in a scheduled function by range reduction and a minimax
+polynomial, within a few units in the last place. Infinities and NaN come out as they do from the C
+library, but for powers of minus infinity. Other types are left alone, but for ``sinh``, ``cosh``
+and ``log1p``: LLVM has no code for vectors of those, and they become calls of the C library.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import tvm_ffi
 from tvm import ir, tirx
 
-from .shared_values import store_with_bindings
+from .cancellation import EXP_POLYNOMIAL, keep_digits
+from .expressions import (
+    bind,
+    cast,
+    f32,
+    horner,
+    i32,
+    magnitude,
+    power_of_two,
+    reinterpret,
+    select,
+    shift_left,
+    shift_right,
+    with_sign,
+)
+from .shared_values import share_values
 
+_LN2 = 0.6931471805599453
 _LOG2E = 1.4426950408889634
 _LN2_HIGH = 0.693359375
 _LN2_LOW = -2.12194440e-4
 _SQRT_HALF_BITS = 0x3F3504F3
 _INF = float("inf")
+_NAN = float("nan")
 _LARGEST_EXPONENT = 4
+_LEADING_BITS = 12
 
 # Minimax polynomials, constant term first.
-_EXP = (0.49999994, 0.1666652, 0.041668393, 0.008368781, 0.0013814467)
 _LOG = (
     0.3333333134651184,
     -0.2500081956386566,
@@ -73,35 +91,8 @@ def vectorize_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
     PrimFunc
         The same function when it calls none of the known functions.
     """
-
-    def expand(store: tirx.BufferStore) -> tirx.Stmt:
-        shorter = tvm_ffi.structural_map(store.value, (ir.Call, _tanh_of_log))
-        value = tvm_ffi.structural_map(shorter, (ir.Call, _expand))
-        return store if value.same_as(store.value) else store_with_bindings(store, value)
-
-    return tvm_ffi.structural_map(func, (tirx.BufferStore, expand))
-
-
-def _tanh_of_log(call: ir.Call) -> ir.Expr:
-    """(y*y - 1) / (y*y + 1), as Mish has it; three functions in one take TVM minutes."""
-    if not _is_float32(call, "tirx.tanh") or not _is_float32(call.args[0], "tirx.log"):
-        return call
-
-    def quotient(y: ir.Expr) -> ir.Expr:
-        denominator = y * y + _f32(1)
-        small = (y - _f32(1)) * (y + _f32(1)) / denominator
-        finite = tirx.Select(y < _f32(2), small, _f32(1) - _f32(2) / denominator)
-        return tirx.Select(y < _f32(0), _f32(float("nan")), finite)
-
-    return _bind(call.args[0].args[0], quotient)
-
-
-def _is_float32(expr: ir.Expr, name: str) -> bool:
-    return (
-        isinstance(expr, ir.Call)
-        and isinstance(expr.op, ir.Op)
-        and expr.op.name == name
-        and str(expr.ty.dtype) == "float32"
+    return share_values(
+        func, lambda value: tvm_ffi.structural_map(keep_digits(value), (ir.Call, _expand))
     )
 
 
@@ -110,8 +101,9 @@ def _expand(call: ir.Call) -> ir.Expr:
     if name not in _EXPANSIONS:
         return call
     dtype = str(call.ty.dtype)
-    if dtype == "float32":
-        return _power(call) if name == "tirx.pow" else _EXPANSIONS[name](call.args[0])
+    if dtype.startswith("float32"):
+        expanded = _EXPANSIONS[name](*call.args)
+        return call if expanded is None else expanded
     return _library_call(name, call.args[0], dtype) if name in _NOT_IN_LLVM else call
 
 
@@ -126,173 +118,186 @@ def is_expensive(call: ir.Call) -> bool:
     return isinstance(call.op, ir.Op) and call.op.name in _EXPANSIONS
 
 
-def _f32(value: float) -> ir.Expr:
-    return tirx.FloatImm("float32", value)
-
-
-def _i32(value: int) -> ir.Expr:
-    return tirx.IntImm("int32", value)
-
-
-def _bind(value: ir.Expr, body: Callable[[ir.Expr], ir.Expr], dtype: str = "float32") -> ir.Expr:
-    """``let v = value in body(v)``, so that a shared value is computed once."""
-    var = tirx.Var("m", dtype)
-    return tirx.Let(var, value, body(var))
-
-
-def _horner(x: ir.Expr, coefficients: Sequence[float]) -> ir.Expr:
-    result = _f32(coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        result = result * x + _f32(coefficient)
-    return result
-
-
-def _power_of_two(exponent: ir.Expr) -> ir.Expr:
-    """2**exponent for an int32 in the normal range."""
-    return tirx.reinterpret("float32", tirx.shift_left(exponent + _i32(127), _i32(23)))
-
-
 def _exp(x: ir.Expr) -> ir.Expr:
-    """2**n * e**r with x = n*ln(2) + r; the scaling has two steps to reach subnormals and inf."""
-
-    def scaled(clamped: ir.Expr, n: ir.Expr, exponent: ir.Expr) -> ir.Expr:
-        rest = clamped - n * _f32(_LN2_HIGH) - n * _f32(_LN2_LOW)
-        half = tirx.shift_right(exponent, _i32(1))
-        return _bind(
-            rest,
-            lambda r: (
-                (_horner(r, _EXP) * (r * r) + r + _f32(1))
-                * _power_of_two(half)
-                * _power_of_two(exponent - half)
-            ),
-        )
+    """2**n * e**r with x = n*ln(2) + r."""
 
     def with_exponent(clamped: ir.Expr, bounded: ir.Expr) -> ir.Expr:
-        rounded = tirx.floor(bounded * _f32(_LOG2E) + _f32(0.5))
-        return _bind(
+        rounded = tirx.floor(bounded * f32(_LOG2E) + f32(0.5))
+        return bind(
             rounded,
-            lambda n: _bind(
-                tirx.Cast("int32", n), lambda exponent: scaled(clamped, n, exponent), "int32"
+            lambda n: bind(
+                clamped - n * f32(_LN2_HIGH) - n * f32(_LN2_LOW),
+                lambda r: bind(cast("int32", n), lambda k: _scaled_exp(r, k)),
             ),
         )
 
     def clamp(value: ir.Expr) -> ir.Expr:
         # The comparisons are false for NaN: `low` keeps it for the polynomial, and the exponent
         # is taken from `bounded`, where NaN has become a number.
-        low = tirx.Select(value < _f32(-104), _f32(-104), value)
-        return _bind(
+        low = select(value < f32(-104), f32(-104), value)
+        return bind(
             low,
-            lambda v: _bind(
-                tirx.Select(v > _f32(89), _f32(89), v),
-                lambda c: with_exponent(c, tirx.Select(c > _f32(-104), c, _f32(-104))),
+            lambda v: bind(
+                select(v > f32(89), f32(89), v),
+                lambda c: with_exponent(c, select(c > f32(-104), c, f32(-104))),
             ),
         )
 
-    return _bind(x, clamp)
+    return bind(x, clamp)
+
+
+def _scaled_exp(r: ir.Expr, exponent: ir.Expr) -> ir.Expr:
+    """2**exponent * e**r for a small r; in two steps, to reach subnormals and infinity."""
+    half = shift_right(exponent, 1)
+    mantissa = horner(r, EXP_POLYNOMIAL) * (r * r) + r + f32(1)
+    return mantissa * power_of_two(half) * power_of_two(exponent - half)
 
 
 def _sigmoid(x: ir.Expr) -> ir.Expr:
-    return _f32(1) / (_f32(1) + _exp(_f32(0) - x))
+    return f32(1) / (f32(1) + _exp(f32(0) - x))
 
 
 def _tanh(x: ir.Expr) -> ir.Expr:
     def both(v: ir.Expr) -> ir.Expr:
         square = v * v
-        small = v + v * square * _horner(square, _TANH)
-        large = _f32(1) - _f32(2) / (_exp(_magnitude(v) * _f32(2)) + _f32(1))
-        return tirx.Select(_magnitude(v) < _f32(0.625), small, _with_sign(large, v))
+        small = v + v * square * horner(square, _TANH)
+        large = f32(1) - f32(2) / (_exp(magnitude(v) * f32(2)) + f32(1))
+        return select(magnitude(v) < f32(0.625), small, with_sign(large, v))
 
-    return _bind(x, both)
+    return bind(x, both)
 
 
 def _sinh(x: ir.Expr) -> ir.Expr:
     def both(v: ir.Expr) -> ir.Expr:
         square = v * v
-        small = v + v * square * _horner(square, _SINH)
+        small = v + v * square * horner(square, _SINH)
         large = _half_sum(v, -1)
-        return tirx.Select(_magnitude(v) < _f32(1), small, _with_sign(large, v))
+        return select(magnitude(v) < f32(1), small, with_sign(large, v))
 
-    return _bind(x, both)
+    return bind(x, both)
 
 
 def _cosh(x: ir.Expr) -> ir.Expr:
-    return _bind(x, lambda v: _half_sum(v, 1))
+    return bind(x, lambda v: _half_sum(v, 1))
 
 
 def _half_sum(x: ir.Expr, sign: int) -> ir.Expr:
     """(e**|x| + sign * e**-|x|) / 2 by e**|x/2|, which is finite where the result is."""
-    return _bind(
-        _exp(_magnitude(x) * _f32(0.5)),
-        lambda e: _f32(0.5) * e * e + _f32(sign) * (_f32(0.5) / e / e),
+    return bind(
+        _exp(magnitude(x) * f32(0.5)),
+        lambda e: f32(0.5) * e * e + f32(sign) * (f32(0.5) / e / e),
     )
 
 
 def _erf(x: ir.Expr) -> ir.Expr:
     def both(v: ir.Expr) -> ir.Expr:
-        small = v * _horner(v * v, _ERF_SMALL)
-        reach = tirx.Select(_magnitude(v) > _f32(4), _f32(4), _magnitude(v))
-        large = _bind(reach, lambda a: _f32(1) - _exp(_f32(0) - _horner(a, _ERF_LARGE)))
-        return tirx.Select(_magnitude(v) < _f32(1), small, _with_sign(large, v))
+        small = v * horner(v * v, _ERF_SMALL)
+        reach = select(magnitude(v) > f32(4), f32(4), magnitude(v))
+        large = bind(reach, lambda a: f32(1) - _exp(f32(0) - horner(a, _ERF_LARGE)))
+        return select(magnitude(v) < f32(1), small, with_sign(large, v))
 
-    return _bind(x, both)
-
-
-def _magnitude(x: ir.Expr) -> ir.Expr:
-    return tirx.abs(x)
-
-
-def _with_sign(magnitude: ir.Expr, sign: ir.Expr) -> ir.Expr:
-    return _bind(magnitude, lambda m: tirx.Select(sign < _f32(0), _f32(0) - m, m))
+    return bind(x, both)
 
 
 def _log(x: ir.Expr) -> ir.Expr:
-    """e*ln(2) + log(m) with x = 2**e * m and m around 1."""
-
-    def of_mantissa(f: ir.Expr, e: ir.Expr) -> ir.Expr:
-        square = f * f
-        tail = f * square * _horner(f, _LOG) + e * _f32(_LN2_LOW) - square * _f32(0.5)
-        return f + tail + e * _f32(_LN2_HIGH)
-
-    def of_normal(v: ir.Expr, extra: ir.Expr) -> ir.Expr:
-        bits = tirx.reinterpret("int32", v)
-        shifted = bits - _i32(_SQRT_HALF_BITS)
-        exponent = tirx.shift_right(shifted, _i32(23))
-        mantissa = tirx.reinterpret("float32", bits - tirx.shift_left(exponent, _i32(23)))
-        return _bind(
-            mantissa - _f32(1), lambda f: of_mantissa(f, tirx.Cast("float32", exponent) + extra)
-        )
-
-    def special(v: ir.Expr) -> ir.Expr:
-        tiny = v < _f32(1.17549435e-38)
-        normal = tirx.Select(tiny, v * _f32(8388608), v)
-        extra = tirx.Select(tiny, _f32(-23), _f32(0))
-        finite = _bind(normal, lambda n: of_normal(n, extra))
-        positive = tirx.Select(tirx.all(v > _f32(0), v < _f32(_INF)), finite, v * _f32(_INF))
-        return tirx.Select(v < _f32(0), _f32(float("nan")), _zero_to_minus_inf(v, positive))
-
-    return _bind(x, special)
+    return bind(x, lambda v: _log_of(v, None))
 
 
-def _zero_to_minus_inf(x: ir.Expr, otherwise: ir.Expr) -> ir.Expr:
-    return tirx.Select(x.equal(_f32(0)), _f32(-_INF), otherwise)
+def _log1p(x: ir.Expr) -> ir.Expr:
+    return bind(x, lambda small: bind(f32(1) + small, lambda v: _log_of(v, small)))
 
 
-def _power(call: ir.Call) -> ir.Expr:
-    """x**c for a constant c: products and square roots for quarters, else exp(c * log(x)).
+def _log_of(x: ir.Expr, beyond_one: ir.Expr | None) -> ir.Expr:
+    """The logarithm of x; ``beyond_one`` is x - 1 where that is known."""
+
+    def sum_of(f: ir.Expr, e: ir.Expr) -> ir.Expr:
+        return f + (_log_tail(f) + e * f32(_LN2_LOW)) + e * f32(_LN2_HIGH)
+
+    finite = _split(x, sum_of, beyond_one)
+    positive = select(tirx.all(x > f32(0), x < f32(_INF)), finite, x * f32(_INF))
+    return select(x < f32(0), f32(_NAN), _at_zero(x, f32(-_INF), positive))
+
+
+def _split(
+    x: ir.Expr, body: Callable[[ir.Expr, ir.Expr], ir.Expr], beyond_one: ir.Expr | None = None
+) -> ir.Expr:
+    """``body(f, e)`` with x = 2**e * (1 + f) and 1 + f around 1, for a positive finite x."""
+
+    def of_normal(normal: ir.Expr, extra: ir.Expr) -> ir.Expr:
+        bits = reinterpret("int32", normal)
+        shifted = bits - i32(_SQRT_HALF_BITS)
+        exponent = shift_right(shifted, 23)
+        f = reinterpret("float32", bits - shift_left(exponent, 23)) - f32(1)
+        if beyond_one is not None:
+            f = select(exponent.equal(i32(0)), beyond_one, f)
+        e = cast("float32", exponent) + extra
+        return bind(f, lambda f: bind(e, lambda e: body(f, e)))
+
+    tiny = x < f32(1.17549435e-38)
+    normal = select(tiny, x * f32(8388608), x)
+    return bind(normal, lambda n: of_normal(n, select(tiny, f32(-23), f32(0))))
+
+
+def _log_tail(f: ir.Expr) -> ir.Expr:
+    """The value log(1 + f) - f."""
+    square = f * f
+    return f * square * horner(f, _LOG) - square * f32(0.5)
+
+
+def _atanh(x: ir.Expr) -> ir.Expr:
+    def of_magnitude(a: ir.Expr) -> ir.Expr:
+        return f32(0.5) * _log1p(f32(2) * a / (f32(1) - a))
+
+    return bind(x, lambda v: with_sign(bind(magnitude(v), of_magnitude), v))
+
+
+def _at_zero(x: ir.Expr, value: ir.Expr, otherwise: ir.Expr) -> ir.Expr:
+    return select(x.equal(f32(0)), value, otherwise)
+
+
+def _power(base: ir.Expr, exponent: ir.Expr) -> ir.Expr | None:
+    """x**c for a constant c: products and square roots for quarters, else 2**(c * log2(x)).
 
     Of infinities only the positive one has the power that the C library gives it.
     """
-    base, exponent = call.args
     if not isinstance(exponent, tirx.FloatImm):
-        return call
+        return None
     value = float(exponent.value)
     if value == 0 or not abs(value) <= _LARGEST_EXPONENT:
-        return call  # a larger exponent would magnify the logarithm's rounding
+        return None  # a larger exponent would magnify the logarithm's rounding
     if not (4 * value).is_integer():
-        return _exp(_log(base) * _f32(value))
+        return bind(base, lambda v: _any_power(v, value))
     whole, quarters = divmod(int(4 * abs(value)), 4)
-    power = _bind(base, lambda v: _product([v] * whole + _roots(v, quarters)))
-    return power if value > 0 else _f32(1) / power
+    power = bind(base, lambda v: _product([v] * whole + _roots(v, quarters)))
+    return power if value > 0 else f32(1) / power
+
+
+def _any_power(x: ir.Expr, c: float) -> ir.Expr:
+    """2**n * e**r with c * log2(x) = n + r / ln(2).
+
+    The whole exponent of x times the leading bits of c is exact, so that what is lost is relative
+    to the rest, a few units, and not to c * log2(x), which may be hundreds.
+    """
+    leading = math.ldexp(round(math.ldexp(c, _LEADING_BITS)), -_LEADING_BITS)
+
+    def of_parts(f: ir.Expr, e: ir.Expr) -> ir.Expr:
+        rest = e * f32(c - leading) + (f + _log_tail(f)) * f32(c * _LOG2E)
+        return bind(e * f32(leading), lambda exact: bind(rest, lambda t: of_sum(exact, t)))
+
+    def of_sum(exact: ir.Expr, rest: ir.Expr) -> ir.Expr:
+        return bind(
+            tirx.floor(exact + rest + f32(0.5)),
+            lambda n: bind(((exact - n) + rest) * f32(_LN2), lambda r: scaled(n, r)),
+        )
+
+    def scaled(n: ir.Expr, r: ir.Expr) -> ir.Expr:
+        bounded = select(n < f32(-252), f32(-252), select(n > f32(254), f32(254), n))
+        return bind(cast("int32", bounded), lambda k: _scaled_exp(r, k))
+
+    zero, infinity = (f32(0), f32(_INF)) if c > 0 else (f32(_INF), f32(0))
+    finite = select(x < f32(_INF), _split(x, of_parts), infinity)
+    positive = select(tirx.isnan(x), x, _at_zero(x, zero, finite))
+    return select(x < f32(0), f32(_NAN), positive)
 
 
 def _roots(x: ir.Expr, quarters: int) -> list[ir.Expr]:
@@ -308,7 +313,7 @@ def _product(factors: Sequence[ir.Expr]) -> ir.Expr:
     return result
 
 
-_EXPANSIONS: dict[str, Callable[[ir.Expr], ir.Expr]] = {
+_EXPANSIONS: dict[str, Callable[..., ir.Expr | None]] = {
     "tirx.exp": _exp,
     "tirx.sigmoid": _sigmoid,
     "tirx.tanh": _tanh,
@@ -316,6 +321,8 @@ _EXPANSIONS: dict[str, Callable[[ir.Expr], ir.Expr]] = {
     "tirx.cosh": _cosh,
     "tirx.erf": _erf,
     "tirx.log": _log,
-    "tirx.pow": _log,
+    "tirx.log1p": _log1p,
+    "tirx.atanh": _atanh,
+    "tirx.pow": _power,
 }
-_NOT_IN_LLVM = frozenset({"tirx.sinh", "tirx.cosh"})
+_NOT_IN_LLVM = frozenset({"tirx.sinh", "tirx.cosh", "tirx.log1p"})

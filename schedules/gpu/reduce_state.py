@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -12,7 +13,7 @@ from ..reduce_operator import State, combine, field_dtypes, identity, replaces
 from ..reduce_workload import ReduceWorkload
 
 Buffers = Sequence[tirx.Buffer]
-Index = tirx.Expr | int
+Index: TypeAlias = "tirx.Expr | int"
 
 
 def allocate(workload: ReduceWorkload, size: int, scope: str) -> list[tirx.Buffer]:

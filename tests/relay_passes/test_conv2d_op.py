@@ -12,6 +12,7 @@ import tvm
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from layer_strategies import ACTIVATIONS, Parameters, layers
+from op_calls import module_of, tensor
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -25,10 +26,6 @@ from schedules.conv2d_workload import Activation, Conv2DKernel, ConvLayer, from_
 from schedules.errors import OpError
 
 LAYER = ConvLayer(4, 6, (3, 3), (2, 1), (1, 0, 1, 2), activation=Activation("relu"))
-
-
-def tensor(name, *shape, dtype="float32"):
-    return relax.Var(name, relax.TensorType(shape, dtype))
 
 
 def extents(expr):
@@ -46,16 +43,6 @@ def plain_operands(layer, batch=1, height=8, width=9, dtype="float32"):
         tensor("weight", *weight, dtype=dtype),
         tensor("bias", layer.out_channels, dtype=dtype),
     ]
-
-
-def module_of(call, parameters):
-    """A module whose ``main`` returns one call."""
-    builder = relax.BlockBuilder()
-    with builder.function("main", parameters):
-        with builder.dataflow():
-            result = builder.emit_output(call)
-        builder.emit_func_output(result)
-    return builder.get()
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,6 +9,7 @@ import tvm
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from layer_strategies import Parameters, layers
+from op_calls import module_of, tensor
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -35,10 +36,6 @@ def pairs(draw):
     return first, second, height, width
 
 
-def tensor(name, *shape, dtype="float32"):
-    return relax.Var(name, relax.TensorType(shape, dtype))
-
-
 def plain_operands(first, second, batch=1, height=8, width=9, dtype="float32"):
     operands = [tensor("data", batch, first.in_channels, height, width, dtype=dtype)]
     for number, layer in ((1, first), (2, second)):
@@ -50,16 +47,6 @@ def plain_operands(first, second, batch=1, height=8, width=9, dtype="float32"):
 
 def attrs_of(first, second):
     return first.to_attrs("1") | second.to_attrs("2")
-
-
-def module_of(call, parameters):
-    """A module whose ``main`` returns one call."""
-    builder = relax.BlockBuilder()
-    with builder.function("main", parameters):
-        with builder.dataflow():
-            result = builder.emit_output(call)
-        builder.emit_func_output(result)
-    return builder.get()
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import relax_models
+import tvm
 from small_onnx import small_model
 
 import tvm_fusion
@@ -22,6 +23,8 @@ from tvm_fusion.errors import (
     OpError,
     TargetError,
 )
+from tvm_fusion.explain import explain
+from tvm_fusion.profiler import profile
 from tvm_fusion.runtime import CompiledModel
 from tvm_fusion.tensor_spec import TensorSpec
 
@@ -138,14 +141,27 @@ def test_wrong_options_are_refused(options, error, message: str) -> None:
         tvm_fusion.compile(small_model(), **options)
 
 
-@pytest.mark.parametrize(("step", "stage"), [("optimize", "import"), ("build_apart", "build")])
-def test_what_tvm_raises_names_the_stage(monkeypatch, step: str, stage: str) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise ValueError("no luck")
+def fail(*_: object, **__: object) -> None:
+    raise ValueError("no luck")
 
-    monkeypatch.setattr(f"tvm_fusion.pipeline.{step}", fail)
-    with pytest.raises(CompilationError, match=f"the stage '{stage}' failed: no luck") as caught:
-        tvm_fusion.compile(small_model(), threads=1)
+
+@pytest.mark.parametrize(
+    ("run", "broken", "stage"),
+    [
+        (tvm_fusion.compile, "tvm_fusion.pipeline.PackLayout", "pack"),
+        (tvm_fusion.compile, "tvm.compile", "build"),
+        (profile, "tvm_fusion.pipeline.PackLayout", "pack"),
+        (profile, "tvm_fusion.pipeline.dlight.ApplyDefaultSchedule", "schedule"),
+        (profile, "tvm.compile", "build"),
+        (explain, "tvm_fusion.explain.SimplifyInference", "explain"),
+    ],
+)
+def test_what_tvm_raises_names_the_stage(monkeypatch, run, broken: str, stage: str) -> None:
+    module_pass = tvm.transform.module_pass(fail, opt_level=0, name="broken")
+    replaced = fail if broken == "tvm.compile" else lambda *_, **__: module_pass
+    monkeypatch.setattr(broken, replaced)
+    with pytest.raises(CompilationError, match=f"the stage '{stage}' failed: .*no luck") as caught:
+        run(small_model())
     assert isinstance(caught.value.__cause__, ValueError)
 
 

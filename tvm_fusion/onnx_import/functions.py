@@ -7,7 +7,7 @@ import onnx
 from onnx import inliner
 
 from ..errors import InvalidModelError
-from .walk import nested_graphs
+from .walk import attribute, default_opset, is_default_domain, nested_graphs, set_attributes
 
 EXPANDED = ("Celu", "Swish")
 """Operators that the importer lacks and that ONNX defines by others."""
@@ -36,11 +36,22 @@ def expand_operators(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     if not any(node.op_type in EXPANDED for node in model.graph.node):
         return model
+    _write_defaults(model)
     wanted = [("", name) for name in EXPANDED]
     try:
         return inliner.inline_selected_functions(model, wanted, inline_schema_functions=True)
     except (RuntimeError, ValueError) as error:
         raise InvalidModelError(f"operators of the model cannot be expanded: {error}") from error
+
+
+def _write_defaults(model: onnx.ModelProto) -> None:
+    """Give the nodes that will be expanded all attributes; the inliner forgets defaults."""
+    opset = default_opset(model) or 1
+    for node in model.graph.node:
+        if node.op_type in EXPANDED and is_default_domain(node):
+            for name, entry in onnx.defs.get_schema(node.op_type, opset).attributes.items():
+                default = onnx.helper.get_attribute_value(entry.default_value)
+                set_attributes(node, **{name: attribute(node, name, default)})
 
 
 def _check_growth(model: onnx.ModelProto) -> None:
