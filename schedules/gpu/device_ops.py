@@ -155,3 +155,33 @@ def _cuda_atomic(gpu: GPUInfo, instruction: str, dtype: str) -> str | None:
         return f"atomic{instruction.capitalize()}(p, v);"
     adds = ("float32", "float64", "float16") if gpu.arch < 90 else tuple(_CUDA_TYPES)
     return "atomicAdd(p, v);" if instruction == "add" and dtype in adds else None
+
+
+# With 16-bit types the built-in functions also provide for shared memory, at the cost of a branch.
+_RED = 'asm volatile("red.global.add.noftz.{0}x2 [%0], %1;" :: "l"(p), "r"(*(int*)&v) : "memory");'
+_VECTOR_ADDS = {
+    ("float32", 2): "atomicAdd((float2*)p, make_float2(a, b));",
+    ("float32", 4): "atomicAdd((float4*)p, make_float4(a, b, c, d));",
+    ("float16", 2): "__half2 v = __halves2half2(a, b); " + _RED.format("f16"),
+    ("bfloat16", 2): "__nv_bfloat162 v = __halves2bfloat162(a, b); " + _RED.format("bf16"),
+}
+
+
+def vector_add_width(gpu: GPUInfo, dtype: str, elements: int) -> int:
+    """How many neighbours one instruction adds; 1 where there is none for vectors."""
+    if gpu.kind != "cuda" or (gpu.arch < 90 and dtype != "float16"):
+        return 1
+    widths = [width for kind, width in _VECTOR_ADDS if kind == dtype and elements % width == 0]
+    return max(widths, default=1)
+
+
+def vector_add(address: tirx.Expr, values: list[tirx.Expr], dtype: str) -> None:
+    """Emit one atomic addition of neighbours; the address is a multiple of their size."""
+    element = _CUDA_TYPES[dtype]
+    name = f"tvm_fusion_atomic_add{len(values)}_{dtype}"
+    parameters = ", ".join(f"{element} {letter}" for letter in "abcd"[: len(values)])
+    source = (
+        f"\n__forceinline__ __device__ void {name}({element}* p, {parameters}) {{\n"
+        f"  {_VECTOR_ADDS[dtype, len(values)]}\n}}\n"
+    )
+    T.evaluate(T.cuda.func_call(name, address, *values, source_code=source))

@@ -10,7 +10,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..reduce_operator import State, field_dtypes, finish
 from . import reduce_state
-from .atomics import atomic_update
+from .atomics import atomic_update_vector
 from .block_combine import combine_groups
 from .device_ops import draw_ticket, fence, sync
 from .index_math import i64
@@ -26,7 +26,11 @@ def one_block(ctx: ReduceContext, states: Buffers) -> None:
 
 def atomic(ctx: ReduceContext, states: Buffers) -> None:
     """Combine the states of the block with the outputs, which hold the identity."""
-    _for_each_result(ctx, states, lambda m, state: atomic_update(ctx, m, state[0]))
+    first = ctx.first_output
+    with _where(_is_leader(ctx), ctx.exists(first)):
+        with T.Then():
+            values = [reduce_state.load(states, k)[0] for k in range(_results(ctx))]
+            atomic_update_vector(ctx, first, values)
 
 
 def last_block(ctx: ReduceContext, states: Buffers) -> None:
@@ -89,12 +93,21 @@ def _for_each_result(
     guarded: bool = True,
 ) -> None:
     """Call ``action`` with each output of the block and its state, on the thread that has it."""
-    leader = tirx.EQ(ctx.row if ctx.is_y else ctx.lane, i64(0))
     first = ctx.first_output
-    with _where(leader, ctx.exists(first) if guarded else None):
+    with _where(_is_leader(ctx), ctx.exists(first) if guarded else None):
         with T.Then():
-            for k in range(ctx.config.vector if ctx.is_y else 1):
+            for k in range(_results(ctx)):
                 action(first + i64(k), reduce_state.load(states, k))
+
+
+def _is_leader(ctx: ReduceContext) -> tirx.Expr:
+    """Whether the thread has results of the block."""
+    return tirx.EQ(ctx.row if ctx.is_y else ctx.lane, i64(0))
+
+
+def _results(ctx: ReduceContext) -> int:
+    """How many neighbouring results a leader has."""
+    return ctx.config.vector if ctx.is_y else 1
 
 
 def _where(condition: tirx.Expr, other: tirx.Expr | None):

@@ -81,6 +81,17 @@ def test_integer_sums_are_atomic(arch: str) -> None:
     assert "atomicAdd(p, v)" in cuda_source(case.func, arch)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "instruction"), [("float32", "F32x4"), ("float16", "F16x2"), ("bfloat16", "BF16x2")]
+)
+def test_atomic_sums_of_columns_are_vectors(dtype: str, instruction: str) -> None:
+    case = Case("mean", dtype, (1 << 16, 64), [0], "atomic", CUDA)
+    names = [name for code in sass(cuda_source(case.func)).values() for name in opcodes(code)]
+    updates = [name for name in names if name.startswith(("RED", "ATOM"))]
+    assert updates
+    assert all(name.startswith("REDG") and instruction in name for name in updates)
+
+
 def test_old_architectures_are_refused() -> None:
     with pytest.raises(TargetError, match="sm_61 is too old"):
         GPUInfo.from_target(Target({"kind": "cuda", "arch": "sm_61"}))
