@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import tvm_ffi
-from tvm import ir, tirx
+from tvm import DataType, ir, tirx
 from tvm.ir import Range
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
 from .reduce_function import loads
+
+WIDEST_LOAD = 16  # bytes of one instruction
 
 Value = Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
 Flat = Callable[[tirx.Buffer], tirx.Buffer | None]
@@ -112,9 +114,12 @@ class VectorLoads:
         register = T.alloc_buffer((lanes,), source.dtype, scope="local")
         if lanes == 1:
             T.buffer_store(register, source[index], [0])
-        else:
-            with T.vectorized(0, lanes) as k:
-                T.buffer_store(register, source[index + k.astype("int64")], [k])
+            return register
+        width = min(lanes, WIDEST_LOAD * 8 // DataType(str(source.dtype)).bits)
+        for start in range(0, lanes, width):
+            with T.vectorized(0, width) as k:
+                element = source[index + (k + start).astype("int64")]
+                T.buffer_store(register, element, [k + start])
         return register
 
 

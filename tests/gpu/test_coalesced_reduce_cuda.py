@@ -8,6 +8,7 @@ import pytest
 import tvm
 from cuda_text import count, cuda_source, loops, opcodes, ptxas, sass
 from reduce_cases import CUDA, Case, numpy_dtype
+from tvm import te, tirx
 from tvm.target import Target
 
 from schedules.errors import OpError, TargetError
@@ -56,6 +57,18 @@ def test_main_loop_loads_16_bytes(form: str, finish: str) -> None:
     main = max(bodies, key=lambda names: count(names, "LDG.E"))
     assert count(main, "LDG.E.128") >= case.config.unroll
     assert count(main, "LDG.E") == count(main, "LDG.E.128")
+
+
+def _is_finite(data: te.Tensor) -> te.Tensor:
+    return te.compute(data.shape, lambda *i: tirx.isfinite(data(*i)), name="finite")
+
+
+def test_wide_data_of_narrow_values_is_loaded_in_parts() -> None:
+    case = Case("and", "float32", (1 << 22,), [0], target=CUDA, producer=_is_finite)
+    assert case.config.vector * 4 > 16
+    code = sass(cuda_source(case.func))
+    names = [name for text in code.values() for name in opcodes(text)]
+    assert count(names, "LDG.E") == count(names, "LDG.E.128") > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
