@@ -2,8 +2,8 @@
 """The reductions that GPU engines are compared on, as data.
 
 A case is one graph: inputs of one shape and type, element-wise steps, one or several reductions.
-Steps are words: ``cast float32``, ``neg``, ``abs``, ``exp``, ``square``, ``isfinite``, and ``add 1``
-or ``mul 1``, whose number names another input. Groups: the tables of Panamera (*paper2*, *paper4*),
+Steps are words: ``cast float32``, ``neg``, ``abs``, ``exp``, ``isfinite``, and ``add 1`` or
+``mul 1``, whose number names another input. Groups: the tables of Panamera (*paper2*, *paper4*),
 single reductions of today's networks (*network*), every operator and type once (*operator*), sizes
 (*sweep*), shapes without divisors (*odd*), and rows times columns as nvFuser's suite has them
 (*grid*).
@@ -263,7 +263,7 @@ def operators() -> list[Case]:
 
 
 def sweep() -> list[Case]:
-    """One output of 2^12 to 2^30 elements; every power for float32, every other one for the rest."""
+    """One output of 2^12 to 2^30 elements; every power for float32, every other one else."""
     return [
         _case(
             f"sweep/{dtype} 2^{power}",

@@ -25,7 +25,7 @@ LIMIT_SAMPLES = 20
 
 @dataclass(frozen=True)
 class Limits:
-    """Measured bytes a second of device memory; ``read`` is no upper bound, but what a peer reaches.
+    """Measured bytes a second of device memory; ``read`` is what a peer reaches, no upper bound.
 
     Parameters
     ----------

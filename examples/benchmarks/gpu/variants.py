@@ -92,10 +92,9 @@ def forced(variant: Variant) -> Iterator[None]:
         for name, value in names.items():
             if value is not None:
                 stack.enter_context(mock.patch.object(reduce_config, name, value))
-        if variant.splits is not None:
-            stack.enter_context(
-                mock.patch.object(reduce_config, "_splits", lambda *_: variant.splits)
-            )
+        splits = variant.splits
+        if splits is not None:
+            stack.enter_context(mock.patch.object(reduce_config, "_splits", lambda *_: int(splits)))
         yield
 
 
