@@ -30,7 +30,7 @@ from examples.benchmarks import reduction_cases  # noqa: E402
 from examples.benchmarks.campaign import FOLDER  # noqa: E402
 from examples.benchmarks.gpu import machine, report  # noqa: E402
 from examples.benchmarks.gpu.clock import Clock, CudaClock  # noqa: E402
-from examples.benchmarks.gpu.compare import compare  # noqa: E402
+from examples.benchmarks.gpu.compare import compare, presence  # noqa: E402
 from examples.benchmarks.gpu.cupy_cub import CupyCub  # noqa: E402
 from examples.benchmarks.gpu.engine import Engine  # noqa: E402
 from examples.benchmarks.gpu.nvrtc import compile_cuda, compiler  # noqa: E402
@@ -58,7 +58,6 @@ from examples.benchmarks.gpu.xla import XLA  # noqa: E402
 from examples.benchmarks.reduction_cases import Case  # noqa: E402
 from schedules.reduce_workload import FINISHES  # noqa: E402
 from tvm_fusion.cli_output import FILE_WIDTH, progress_bar  # noqa: E402
-from tvm_fusion.errors import EngineError  # noqa: E402
 from tvm_fusion.json_text import json_text  # noqa: E402
 
 NO_GPU = 2
@@ -118,21 +117,13 @@ def dry_run(cases: Sequence[Case], found: Sequence[Engine], arch: str, assemble:
     console = make_console()
     console.print(table)
     for engine in found:
-        console.print(f"{engine.title}: {presence(engine)}")
+        missing = presence(engine)
+        console.print(f"{engine.title}: {f'absent: {missing}' if missing else 'present'}")
     console.print(f"compiler: {compiler() or 'none'}")
     for line in failed:
         console.print(f"FAILED {line}")
     console.print(f"{len(cases)} cases, {sum(case.bytes for case in cases) / 1e9:.1f} GB")
     return 1 if failed else 0
-
-
-def presence(engine: Engine) -> str:
-    """Whether an engine can run here, in words."""
-    try:
-        engine.check()
-    except EngineError as error:
-        return f"absent: {error}"
-    return "present"
 
 
 def race(

@@ -9,15 +9,27 @@ from typing import Any
 from examples.benchmarks.reduction_cases import Case, Reduction
 from schedules.reduce_workload import ReduceWorkload
 
+Planned = list[tuple[Reduction, ReduceWorkload]]
+
 
 def run_case(
     case: Case, inputs: Sequence[Any], xp: Any, reduce: Callable[..., Any]
 ) -> tuple[Any, ...]:
     """All outputs of a case by the functions of ``xp``; ``reduce`` is one of this module."""
-    return tuple(
-        reduce(case.workload(reduction), steps(reduction, inputs, xp), xp)
-        for reduction in case.reductions
-    )
+    return run_planned(planned(case), inputs, xp, reduce)
+
+
+def planned(case: Case) -> Planned:
+    """What :func:`run_planned` needs to know of a case."""
+    return [(reduction, case.workload(reduction)) for reduction in case.reductions]
+
+
+def run_planned(
+    work: Planned, inputs: Sequence[Any], xp: Any, reduce: Callable[..., Any]
+) -> tuple[Any, ...]:
+    """All outputs, as of :func:`run_case`."""
+    found = [reduce(workload, steps(reduction, inputs, xp), xp) for reduction, workload in work]
+    return tuple(found)
 
 
 def steps(reduction: Reduction, inputs: Sequence[Any], xp: Any) -> Any:

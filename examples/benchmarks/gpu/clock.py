@@ -28,6 +28,9 @@ class Clock(Protocol):
     def flush(self) -> None:
         """Fill the cache with something else, by reading."""
 
+    def release(self) -> None:
+        """Give memory that nothing uses back to the device, for engines beside PyTorch."""
+
     def seconds(self, work: Callable[[], object]) -> float:
         """Device seconds of what ``work`` starts."""
 
@@ -68,6 +71,10 @@ class CudaClock:
         """Read four times the cache; written lines would be written back later."""
         with self.torch.cuda.stream(self.stream):
             self._cold.sum()
+
+    def release(self) -> None:
+        """Empty PyTorch's pool."""
+        self.torch.cuda.empty_cache()
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Time between two events around the work."""

@@ -51,6 +51,10 @@ def compare(
     ValueError
         If the inputs do not fit on the device.
     """
+    for engine in engines:
+        if not presence(engine):
+            engine.release()
+    clock.release()
     turns = rotation(case.input_bytes, clock.cache_bytes, clock.memory_bytes)
     sets = [make_inputs(case, seed + number, clock.device) for number in range(turns.sets)]
     verdicts = [Verdict(engine.title) for engine in engines]
@@ -69,6 +73,15 @@ def compare(
     return verdicts
 
 
+def presence(engine: Engine) -> str:
+    """Why an engine cannot run here; an empty text if it can."""
+    try:
+        engine.check()
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
 def _prepare(
     case: Case,
     engine: Engine,
@@ -84,6 +97,7 @@ def _prepare(
     outputs = launcher.launch(0)
     clock.wait()
     verdict.error, verdict.bound = deviation(case, sets[0], outputs)
+    clock.release()  # float64 references are large
     if not verdict.error <= 1:
         raise EngineError(f"wrong: off by {verdict.error:.3g} times what float64 allows")
     if launcher.repeatable:

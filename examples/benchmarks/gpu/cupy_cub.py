@@ -36,6 +36,10 @@ class CupyCub(Engine):
         arrays = [[cupy.from_dlpack(tensor) for tensor in tensors] for tensors in sets]
         return Launcher(lambda number: run_case(case, arrays[number], cupy, reduce_numpy))
 
+    def release(self) -> None:
+        """Free the memory pool, which other engines cannot use."""
+        module("cupy").get_default_memory_pool().free_all_blocks()
+
     def stream_scope(self, stream: int) -> contextlib.AbstractContextManager[object]:
         """Launch on this stream."""
         return module("cupy").cuda.ExternalStream(stream)

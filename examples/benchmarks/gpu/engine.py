@@ -70,6 +70,9 @@ class Engine:
         """
         raise NotImplementedError
 
+    def release(self) -> None:
+        """Give back what earlier cases left behind; the engine is known to be present."""
+
     def stream_scope(self, stream: int) -> contextlib.AbstractContextManager[object]:
         """A scope in which launches go to a CUDA stream, given by its handle."""
         return contextlib.nullcontext()

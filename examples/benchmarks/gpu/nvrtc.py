@@ -25,6 +25,8 @@ from tvm_fusion.errors import EngineError
 
 CALLBACK = "tvm_callback_cuda_compile"
 HEADERS = ("cuda_fp16.h", "cuda/std/type_traits")
+# Those of TVM's own calls, so that kernels are what its users get.
+OPTIONS = ("-std=c++17", "--use_fast_math", "--ptxas-options=--register-usage-level=10")
 _WHEEL_FOLDERS = ("nvidia/cu*", "nvidia/cuda_*")
 _ADVICE = (
     "install a CUDA toolkit, or the packages nvidia-cuda-nvrtc, nvidia-cuda-runtime and "
@@ -113,7 +115,7 @@ def include_folders() -> list[Path]:
 
 def _by_nvrtc(library: Path, text: str, arch: str) -> bytes:
     lib = _load(library)
-    options = [f"--gpu-architecture={arch}", "-default-device", "-std=c++17"]
+    options = [f"--gpu-architecture={arch}", "-default-device", *OPTIONS]
     options += [f"-I{folder}" for folder in include_folders()]
     program = ctypes.c_void_p()
     source = _prelude() + text
@@ -135,7 +137,7 @@ def _by_nvcc(nvcc: Path, text: str, arch: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
         source.write_text(text)
-        command = [str(nvcc), "--cubin", "-O3", "-arch", arch, "-o", str(target), str(source)]
+        command = [str(nvcc), "--cubin", "-arch", arch, *OPTIONS, "-o", str(target), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise EngineError(f"nvcc refused the kernel: {done.stderr.strip()}")

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from examples.benchmarks.reduction_cases import Case
 
-from .array_steps import reduce_torch, run_case
+from .array_steps import planned, reduce_torch, run_planned
 from .engine import Engine, Launcher, Sets, module
 
 
@@ -35,26 +34,16 @@ class TorchCompile(Engine):
     def prepare(self, case: Case, sets: Sets) -> Launcher:
         """Compile a case, all of it as one graph."""
         torch = module("torch")
-        torch.compiler.reset()
+        work = planned(case)  # the compiler need not trace how a case is described
 
         def graph(*inputs: Any) -> tuple[Any, ...]:
-            return run_case(case, inputs, torch, reduce_torch)
+            return run_planned(work, inputs, torch, reduce_torch)
 
         options = {"triton.cooperative_reductions": self.cooperative}
         compiled = torch.compile(graph, dynamic=False, fullgraph=True, options=options)
         compiled(*sets[0])
         return Launcher(lambda number: compiled(*sets[number]), repeatable=True)
 
-
-def kernel_count(launcher: Launcher) -> int:
-    """GPU kernels of one launch, counted by PyTorch's profiler; other engines' too."""
-    torch = module("torch")
-    kinds = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as profile:
-        launcher.launch(0)
-        torch.cuda.synchronize()
-    return len(_kernels(profile.events()))
-
-
-def _kernels(events: Sequence[Any]) -> list[Any]:
-    return [event for event in events if "CUDA" in str(event.device_type)]
+    def release(self) -> None:
+        """Forget compiled cases: PyTorch keeps but a few of one function."""
+        module("torch").compiler.reset()
