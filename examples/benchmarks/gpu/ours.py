@@ -64,7 +64,7 @@ def check_tvm() -> None:
     EngineError
         If it does not.
     """
-    if not tvm.runtime.enabled("cuda") or not tvm.cuda(0).exist:
+    if not tvm.cuda(0).exist:
         raise EngineError("TVM's CUDA runtime does not load or finds no GPU")
 
 

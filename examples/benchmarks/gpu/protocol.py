@@ -2,7 +2,8 @@
 """How a kernel is timed, apart from any device: rotation, turns, medians, bandwidth.
 
 Kernels below :data:`SHORT` seconds run from CUDA graphs over input sets that take turns, so that
-neither launch gaps nor a warm cache are measured; longer ones run one by one after a flush.
+neither launch gaps nor a warm cache are measured; longer ones run one by one. A flush of the cache
+comes before every sample, and keeps the device busy while the host queues the work.
 """
 
 from __future__ import annotations
