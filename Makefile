@@ -13,10 +13,10 @@ JOBS ?= 2
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types bench clean
+.PHONY: help venv demo test lint types bench bench-gpu clean
 
 help: ## list the tasks
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 venv: $(VENV)/.stamp-check ## make .venv with the package and what the demo needs
 
@@ -36,6 +36,10 @@ bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime, OpenVINO
 	$(BIN)/python examples/benchmarks/networks.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
 	$(BIN)/python examples/benchmarks/pairs.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
 	$(BIN)/python examples/benchmarks/rooflines.py --threads $(or $(THREADS),2)
+
+# Offline: no environment is made, PYTHON must have TVM, PyTorch and what else is to be compared.
+bench-gpu: ## race the GPU reductions; ends with 2 where there is no GPU; BENCH_ARGS="--quick"
+	@$(PYTHON) examples/benchmarks/reductions_gpu.py $(BENCH_ARGS)
 
 clean: ## remove .venv and all that was built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One case on all engines: prepare, check, warm up, time in turns."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from examples.benchmarks.reduction_cases import Case
+from tvm_fusion.errors import EngineError
+
+from .clock import Clock
+from .engine import Engine, Launcher, module
+from .protocol import (
+    SHORT,
+    Plan,
+    Rotation,
+    Summary,
+    Verdict,
+    interleave,
+    reason,
+    rotation,
+    same_bits,
+    warm_up,
+)
+from .reference import as_torch, deviation, make_inputs
+
+
+@dataclass
+class Contender:
+    """An engine that got a case right."""
+
+    engine: Engine
+    launcher: Launcher
+    verdict: Verdict
+    seconds: float
+    """Of one launch, roughly, with the launch itself."""
+
+
+def compare(
+    case: Case, engines: Sequence[Engine], clock: Clock, plan: Plan, seed: int = 0
+) -> list[Verdict]:
+    """Measure a case; one verdict for each engine, in their order.
+
+    An engine whose result is wrong is not timed.
+
+    Raises
+    ------
+    ValueError
+        If the inputs do not fit on the device.
+    """
+    for engine in engines:
+        if not presence(engine):
+            engine.release()
+    clock.release()
+    turns = rotation(case.input_bytes, clock.cache_bytes, clock.memory_bytes)
+    sets = [make_inputs(case, seed + number, clock.device) for number in range(turns.sets)]
+    verdicts = [Verdict(engine.title) for engine in engines]
+    contenders = []
+    for engine, verdict in zip(engines, verdicts, strict=True):
+        try:
+            with clock.scope(engine):
+                contender = _prepare(case, engine, sets, clock, plan, verdict)
+            contenders.append(contender)
+        except Exception as error:  # engines are others' code: any failure is a finding
+            verdict.problem = reason(error)
+    short = bool(contenders) and min(item.seconds for item in contenders) < SHORT
+    _time_device(contenders, clock, plan, turns, short)
+    if short:
+        _time_host(contenders, clock, plan)
+    return verdicts
+
+
+def presence(engine: Engine) -> str:
+    """Why an engine cannot run here; an empty text if it can."""
+    try:
+        engine.check()
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+def _prepare(
+    case: Case,
+    engine: Engine,
+    sets: Sequence[Sequence[Any]],
+    clock: Clock,
+    plan: Plan,
+    verdict: Verdict,
+) -> Contender:
+    """Compile, check against float64, check repeatability, warm up."""
+    engine.check()
+    launcher = engine.prepare(case, sets)
+    verdict.details = launcher.details
+    outputs = launcher.launch(0)
+    clock.wait()
+    verdict.error, verdict.bound = deviation(case, sets[0], outputs)
+    clock.release()  # float64 references are large
+    if not verdict.error <= 1:
+        raise EngineError(f"wrong: off by {verdict.error:.3g} times what float64 allows")
+    if launcher.repeatable:
+        prints = []
+        for _ in range(plan.repeats):
+            outputs = launcher.launch(0)
+            clock.wait()
+            prints.append(fingerprint(outputs))
+        verdict.repeatable = same_bits(prints)
+
+    def run() -> None:
+        launcher.launch(0)
+        clock.wait()
+
+    return Contender(engine, launcher, verdict, warm_up(run, clock.now, plan.warmup_seconds))
+
+
+def fingerprint(outputs: Sequence[Any]) -> bytes:
+    """A digest of the outputs' bits."""
+    digest = hashlib.sha256()
+    for output in outputs:
+        bits = as_torch(output).contiguous().flatten().view(module("torch").uint8)
+        digest.update(bits.cpu().numpy())
+    return digest.digest()
+
+
+def _time_device(
+    contenders: Sequence[Contender], clock: Clock, plan: Plan, turns: Rotation, short: bool
+) -> None:
+    """Device time; short cases from graphs where the engine can be captured."""
+    samplers: dict[str, Callable[[], float]] = {}
+    for contender in contenders:
+        title, launcher = contender.engine.title, contender.launcher
+        try:
+            with clock.scope(contender.engine):
+                sampler, how = _sampler(launcher, clock, turns, short)
+                sampler()  # the first replay uploads the graph
+            contender.verdict.how = how
+            samplers[title] = _scoped(sampler, contender.engine, clock)
+        except Exception as error:  # as above
+            contender.verdict.problem = reason(error)
+    taken, failed = interleave(samplers, plan.samples)
+    for contender in contenders:
+        title = contender.engine.title
+        if title in taken:
+            contender.verdict.device = Summary.of(taken[title])
+        elif title in failed:
+            contender.verdict.problem = failed[title]
+
+
+def _sampler(
+    launcher: Launcher, clock: Clock, turns: Rotation, short: bool
+) -> tuple[Callable[[], float], str]:
+    """What takes one sample of the seconds of a launch, and how it does so."""
+    if launcher.all_sets is not None:
+        return _ready_sampler(launcher.all_sets, clock, turns), "ready"
+    count = turns.launches if short else 1
+    order = [number % turns.sets for number in range(count)]
+    position = 0
+
+    def launch_all() -> list[Any]:
+        return [launcher.launch(number) for number in order]
+
+    def launch_next() -> object:
+        nonlocal position
+        position = (position + 1) % turns.sets
+        return launcher.launch(position)
+
+    captured = short and launcher.capturable
+    work = clock.capture(launch_all) if captured else launch_all if short else launch_next
+
+    def sample() -> float:
+        # The device is kept busy until the host has queued the work: no launch gap is timed.
+        clock.flush()
+        return clock.seconds(work) / count
+
+    return sample, "graph" if captured else "events"
+
+
+def _ready_sampler(
+    all_sets: Callable[[], object], clock: Clock, turns: Rotation
+) -> Callable[[], float]:
+    def sample() -> float:
+        if turns.flush:
+            clock.flush()
+        clock.wait()
+        start = clock.now()
+        all_sets()
+        return (clock.now() - start) / turns.sets
+
+    return sample
+
+
+def _time_host(contenders: Sequence[Contender], clock: Clock, plan: Plan) -> None:
+    """Seconds that a caller waits for one result on an idle device."""
+
+    def waiter(launcher: Launcher) -> Callable[[], float]:
+        def sample() -> float:
+            clock.wait()
+            start = clock.now()
+            launcher.launch(0)
+            clock.wait()
+            return clock.now() - start
+
+        return sample
+
+    samplers = {
+        item.engine.title: _scoped(waiter(item.launcher), item.engine, clock)
+        for item in contenders
+        if not item.verdict.problem
+    }
+    taken, failed = interleave(samplers, plan.samples)
+    for contender in contenders:
+        title = contender.engine.title
+        if title in taken:
+            contender.verdict.host = Summary.of(taken[title])
+        elif title in failed:
+            contender.verdict.problem = failed[title]
+
+
+def _scoped(sample: Callable[[], float], engine: Engine, clock: Clock) -> Callable[[], float]:
+    def scoped() -> float:
+        with clock.scope(engine):
+            return sample()
+
+    return scoped

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of the GPU comparison as a table, a record and a plot."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from examples.benchmarks.campaign import write_aside  # noqa: E402
+from examples.benchmarks.reduction_cases import Case  # noqa: E402
+from tvm_fusion.json_text import json_text  # noqa: E402
+
+from .protocol import Summary, Verdict  # noqa: E402
+
+FORMS = ("all", "x", "y")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case and what became of it."""
+
+    case: Case
+    verdicts: tuple[Verdict, ...]
+    state: Mapping[str, str]
+    """Of the GPU just before: clocks and temperature."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A record that :meth:`from_json` reads."""
+        case = {"bytes": self.case.bytes, "form": self.case.form} | asdict(self.case)
+        verdicts = [
+            asdict(verdict) | {"bytes_per_second": verdict.bandwidth(self.case.bytes)}
+            for verdict in self.verdicts
+        ]
+        return {"case": case, "state": dict(self.state), "verdicts": verdicts}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any], case: Case) -> Result:
+        """Read a record of ``case``."""
+        return cls(case, tuple(_verdict(entry) for entry in record["verdicts"]), record["state"])
+
+
+def results_table(results: Sequence[Result], limit: float, title: str) -> Table:
+    """One row a case: microseconds of each engine, and percent of ``limit`` bytes a second."""
+    engines = list(dict.fromkeys(v.engine for result in results for v in result.verdicts))
+    table = Table(title=title)
+    table.add_column("case")
+    table.add_column("form")
+    table.add_column("MB", justify="right")
+    for engine in engines:
+        table.add_column(engine, justify="right")
+    for result in results:
+        cells = {
+            verdict.engine: cell(verdict, result.case.bytes, limit) for verdict in result.verdicts
+        }
+        table.add_row(
+            result.case.name,
+            result.case.form,
+            f"{result.case.bytes / 1e6:.3g}",
+            *(cells.get(engine, "") for engine in engines),
+        )
+    table.caption = (
+        "Device microseconds of one launch, median, and percent of the measured bandwidth; "
+        "(host: until the caller has the result); * taken without a graph or on the host."
+    )
+    return table
+
+
+def cell(verdict: Verdict, moved: int, limit: float) -> str:
+    """What the table says of one engine on one case."""
+    if verdict.problem:
+        return "wrong" if math.isfinite(verdict.bound) and not verdict.error <= 1 else "none"
+    if verdict.device is None:
+        return ""
+    percent = verdict.bandwidth(moved) / limit
+    text = f"{verdict.device.median * 1e6:.1f} ({percent:.0%})"
+    if verdict.host is not None:
+        text += f" host {verdict.host.median * 1e6:.0f}"
+        text += "" if verdict.how == "graph" else " *"
+    return text + (" NOT REPEATABLE" if verdict.repeatable is False else "")
+
+
+def problems(results: Iterable[Result]) -> list[str]:
+    """Why engines have no time, each reason once with the number of cases."""
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for result in results:
+        for verdict in result.verdicts:
+            if verdict.problem:
+                counts[verdict.engine, verdict.problem] += 1
+    return [
+        f"{engine}: {problem} ({count} case{'s' * (count > 1)})"
+        for (engine, problem), count in counts.items()
+    ]
+
+
+def failures(results: Iterable[Result], engine_prefix: str) -> list[str]:
+    """Cases on which engines of that prefix are wrong, or vary where they promised not to."""
+    return [
+        f"{result.case.name}: {verdict.engine}: {verdict.problem or 'other bits in another run'}"
+        for result in results
+        for verdict in result.verdicts
+        if verdict.engine.startswith(engine_prefix)
+        and (bool(verdict.problem) or verdict.repeatable is False)
+    ]
+
+
+def save(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_aside(path, lambda aside: aside.write_text(json_text(dict(record)) + "\n"))
+
+
+def draw(results: Sequence[Result], limit: float, title: str, path: Path) -> None:
+    """Plot percent of ``limit`` over size, a panel a form; lines join medians of powers of two."""
+    figure, panels = pyplot.subplots(1, len(FORMS), figsize=(16, 5), dpi=110, sharey=True)
+    engines = list(dict.fromkeys(v.engine for result in results for v in result.verdicts))
+    colours = {engine: f"C{number}" for number, engine in enumerate(engines)}
+    for form, axes in zip(FORMS, panels, strict=True):
+        for engine in engines:
+            points = percents(results, form, engine, limit)
+            if not points:
+                continue
+            line = power_medians(points)
+            colour = colours[engine]
+            axes.plot(*zip(*line, strict=True), color=colour, label=engine)
+            axes.scatter(*zip(*points, strict=True), color=colour, s=8, alpha=0.4)
+        axes.set(xscale="log", xlabel="compulsory bytes", title=f"form {form}")
+        axes.grid(alpha=0.2)
+        if axes.lines:
+            axes.legend(fontsize=7)
+    panels[0].set_ylabel("percent of the measured bandwidth")
+    figure.suptitle(title)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_aside(path, lambda aside: figure.savefig(aside, format="png"))
+    pyplot.close(figure)
+
+
+def percents(
+    results: Iterable[Result], form: str, engine: str, limit: float
+) -> list[tuple[float, float]]:
+    """Bytes and percent of the limit of every time that an engine has, by size."""
+    return sorted(
+        (float(result.case.bytes), 100 * verdict.bandwidth(result.case.bytes) / limit)
+        for result in results
+        for verdict in result.verdicts
+        if result.case.form == form and verdict.engine == engine and verdict.device is not None
+    )
+
+
+def power_medians(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The medians of points whose sizes round to the same power of two."""
+    groups: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for size, percent in points:
+        groups[round(math.log2(size))].append((size, percent))
+    return [
+        (statistics.median(size for size, _ in group), statistics.median(p for _, p in group))
+        for _, group in sorted(groups.items())
+    ]
+
+
+def _verdict(entry: Mapping[str, Any]) -> Verdict:
+    fields = {key: value for key, value in entry.items() if key != "bytes_per_second"}
+    for key in ("device", "host"):
+        if fields[key] is not None:
+            fields[key] = Summary(**fields[key])
+    for key in ("error", "bound"):
+        fields[key] = float(fields[key])
+    return Verdict(**fields)

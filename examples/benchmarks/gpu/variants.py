@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our kernels with decisions forced: what the thresholds of ``schedules.gpu`` are set from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from unittest import mock
+
+from examples.benchmarks.reduction_cases import Case, Reduction
+from schedules.gpu import reduce_config
+from schedules.gpu.device import GPUInfo
+from schedules.gpu.reduce_config import ReduceConfig
+from tvm_fusion.errors import EngineError
+
+from .engine import Launcher, Sets
+from .ours import Ours
+from .relax_build import cuda_target
+
+SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 264, 528)
+MOST_BLOCKS = 2112
+"""Sixteen for each of 132 multiprocessors; more splits are not tried."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Decisions that are forced; None leaves one to the rule.
+
+    Parameters
+    ----------
+    finish : str
+        How partial results meet.
+    splits : int | None
+        Blocks that share an output.
+    unroll : int | None
+        Loads of a thread before it combines.
+    threads : int | None
+        Of a block.
+    """
+
+    finish: str = "auto"
+    splits: int | None = None
+    unroll: int | None = None
+    threads: int | None = None
+
+    @property
+    def title(self) -> str:
+        """The decisions, in short."""
+        parts = [self.finish]
+        parts += [f"splits {self.splits}"] if self.splits else []
+        parts += [f"unroll {self.unroll}"] if self.unroll else []
+        parts += [f"threads {self.threads}"] if self.threads else []
+        return " ".join(parts)
+
+
+class Forced(Ours):
+    """Our rules with some decisions forced.
+
+    Parameters
+    ----------
+    arch : str
+        Such as ``sm_90``.
+    variant : Variant
+        What is forced.
+    """
+
+    def __init__(self, arch: str, variant: Variant) -> None:
+        super().__init__(arch, variant.finish)
+        self.variant = variant
+        self.title = variant.title
+
+    def prepare(self, case: Case, sets: Sets) -> Launcher:
+        """Compile with the decisions forced, and record all of them."""
+        with forced(self.variant):
+            config = chosen(case, self.variant.finish, self.arch)
+            if self.variant.splits not in (None, config.splits):
+                raise EngineError(f"{config.splits} splits; {self.variant.splits} cannot be had")
+            launcher = super().prepare(case, sets)
+        launcher.details |= {"splits": config.splits, "finish": config.finish}
+        return launcher
+
+
+@contextlib.contextmanager
+def forced(variant: Variant) -> Iterator[None]:
+    """Let ``reduce_config.choose`` decide as the variant says while the block runs."""
+    names = {
+        "LOADS_IN_FLIGHT": variant.unroll,
+        "THREADS": variant.threads,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, value in names.items():
+            if value is not None:
+                stack.enter_context(mock.patch.object(reduce_config, name, value))
+        splits = variant.splits
+        if splits is not None:
+            stack.enter_context(mock.patch.object(reduce_config, "_splits", lambda *_: int(splits)))
+        yield
+
+
+def chosen(case: Case, finish: str, arch: str) -> ReduceConfig:
+    """The configuration of a case's first reduction."""
+    reduction = case.reductions[0]
+    gpu = GPUInfo.from_target(cuda_target(arch))
+    return reduce_config.choose(case.workload(reduction, finish), case.loops(reduction), gpu)
+
+
+def variants(case: Case, arch: str) -> list[Variant]:
+    """What is tried on a case of :func:`threshold_cases`; the rule's own choice comes first."""
+    if case.group == "reads":
+        return [
+            Variant(),
+            *(Variant(unroll=u, threads=t) for t in (128, 256, 512) for u in (1, 2, 4, 8)),
+        ]
+    found = [Variant(), Variant("one_block", 1)]
+    config = chosen(case, "last_block", arch)
+    loops = case.loops(case.reductions[0])
+    tiles = reduce_config.tiles(config, loops)
+    steps = int(loops.reduced) // config.stride
+    for splits in SPLITS[1:]:
+        if splits <= steps and tiles * splits <= MOST_BLOCKS:
+            found += [Variant("last_block", splits), Variant("atomic", splits)]
+    return found
+
+
+def threshold_cases() -> list[Case]:
+    """Float32 sums around the places where one decision overtakes another."""
+    found = [_sum("finish", (1 << power,), 0) for power in range(12, 26)]
+    for outputs in (1, 8, 32, 64, 128, 264):
+        found += [_sum("split", (outputs, 1 << power), 1) for power in (12, 14, 16, 18, 20, 22)]
+    for columns in (32, 256, 1024, 4096, 16384):
+        found += [_sum("tile", (1 << power, columns), 0) for power in (8, 10, 12, 14, 16)]
+    reads = [_sum("reads", (1 << 28,), 0), _sum("reads", (1 << 16, 1 << 12), 0)]
+    return (
+        found
+        + reads
+        + [replace(case, name=f"{case.name} bf16", dtype="bfloat16") for case in reads]
+    )
+
+
+def gain(seconds: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """The fastest of variants, and how many times as long the first one, the rule's own, takes."""
+    best, least = min(seconds, key=lambda pair: pair[1])
+    return best, seconds[0][1] / least
+
+
+def _sum(group: str, shape: tuple[int, ...], axis: int) -> Case:
+    name = f"{group}/{'x'.join(map(str, shape))}"
+    return Case(name, shape, "float32", (Reduction("sum", (axis,)),))
