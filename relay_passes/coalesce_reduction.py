@@ -141,7 +141,7 @@ def _collapse(rewriter: PyExprMutator, call: relax.Call) -> relax.Expr:
 
 def _squared(rewriter: PyExprMutator, data: relax.Expr) -> Value:
     """``x`` if ``data`` is ``x * x`` or ``square(x)``."""
-    value = rewriter.lookup_binding(data) if isinstance(data, relax.Var) else None
+    value: Value = rewriter.lookup_binding(data) if isinstance(data, relax.Var) else None
     name = op_name(value)
     if name == "relax.square":
         return value.args[0]

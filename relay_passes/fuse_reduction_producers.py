@@ -126,7 +126,8 @@ class _Group:
         self.shape_arguments = [relax.ShapeExpr(unknown)] if unknown else []
         if unknown:
             params.append(relax.Var("tir_vars", relax.ShapeType(unknown)))
-            function = relax.Function(params, function.body, attrs=function.attrs)
+            function = relax.Function(params, function.body, function.ret_ty)
+            function = function.with_attr("Primitive", True)
         self.function = copy_with_new_vars(function)
 
     def _read_inputs(self) -> list[relax.Expr]:
@@ -139,7 +140,7 @@ class _Group:
         return list(inputs)
 
     def _function(self, params: list[relax.Var]) -> relax.Function:
-        bindings = []
+        bindings: list[relax.VarBinding] = []
         for var, call in self.calls.items():
             is_result = len(bindings) == len(self.calls) - 1
             kind = relax.Var if is_result else relax.DataflowVar
