@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reduction_checks import Array, module_of, random_data
 from tvm import relax, s_tir, tirx
 from tvm.script import ir as I
@@ -402,3 +404,61 @@ def test_other_reductions_stay():
 
     before = legal(Softmax)
     tvm.ir.assert_structural_equal(FuseReductionProducers()(before), before)
+
+
+STEPS: dict[str, tuple[Callable, Callable]] = {
+    "negative": (op.negative, np.negative),
+    "abs": (op.abs, np.abs),
+    "tanh": (op.tanh, np.tanh),
+    "flat": (lambda x: op.reshape(x, (24,)), lambda x: x.reshape(24)),
+    "square": (lambda x: op.reshape(x, (4, 6)), lambda x: x.reshape(4, 6)),
+    "turn": (op.permute_dims, np.transpose),
+    "wide": (f32, lambda x: x),
+    "row": (
+        lambda x: op.add(x, relax.const(np.arange(int(x.ty.shape[-1])), "float32")),
+        lambda x: x + np.arange(x.shape[-1]),
+    ),
+    "halves": (
+        lambda x: op.concat([x, x], 0),
+        lambda x: np.concatenate([x, x]),
+    ),
+}
+FOLDS = {"sum": np.sum, "max": np.max, "min": np.min, "mean": np.mean}
+
+
+def grow(draw, emit, nodes, results):
+    """Add one random node, or one random result; each is a pair of a variable and its values."""
+    tensor, array = draw(st.sampled_from(nodes))
+    name = draw(st.sampled_from([*STEPS, "multiply", "output", *FOLDS]))
+    if name in FOLDS:
+        axis = draw(st.integers(0, array.ndim - 1))
+        reduced = emit(coalesced_reduce(tensor, name, axis))
+        results.append((reduced, FOLDS[name](array, axis=axis)))
+    elif name == "multiply":
+        other, factor = draw(st.sampled_from([n for n in nodes if n[1].shape == array.shape]))
+        nodes.append((emit(op.multiply(tensor, other)), array * factor))
+    elif name == "output":
+        results.append((tensor, array))
+    elif array.size == 24 or name not in ("flat", "square"):
+        step, by_numpy = STEPS[name]
+        nodes.append((emit(step(tensor)), by_numpy(array)))
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_numbers_of_random_graphs(draw):
+    params = [data(4, 6), data(4, 6, name="y")]
+    values = [random_data(np.random.default_rng(i), (4, 6), "float32") for i in range(2)]
+    nodes = [(p, v.astype("float64")) for p, v in zip(params, values, strict=True)]
+    results: list = []
+
+    def build(emit, *_):
+        for _ in range(draw.draw(st.integers(1, 8), "steps")):
+            grow(draw.draw, emit, nodes, results)
+        results.append((emit(coalesced_reduce(nodes[-1][0])), nodes[-1][1].sum()))
+        return [var for var, _ in results]
+
+    fused = fuse(several(build, *params))
+    scale = max(np.abs(array).max() for _, array in nodes)
+    for actual, (_, expected) in zip(run(fused, *values), results, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * scale)
