@@ -9,3 +9,7 @@ from ..reduce_workload import FLOATS, ReduceWorkload
 def is_exact(workload: ReduceWorkload) -> bool:
     """Whether the order of atomic updates cannot be seen in the result."""
     return workload.dtype not in FLOATS and not workload.is_arg
+
+
+def atomic_update(gpu, workload, output, m, state):
+    raise NotImplementedError

@@ -165,7 +165,7 @@ def _block(form: str, loops: CanonicalLoops, vector: int, threads: int) -> tuple
         return threads, 1
     extent = constant(loops.outputs if form == "y" else loops.reduced)
     steps = LARGE if extent is None else -(-extent // vector)
-    lanes = min(32, _power_of_two(steps))
+    lanes = min(32, power_of_two(steps))
     if form == "x":
         while lanes < threads and steps > lanes * 2 * LOADS_IN_FLIGHT:
             lanes *= 2
@@ -205,9 +205,6 @@ def _values(config: ReduceConfig) -> int:
     return 1 if config.form == "y" else config.vector
 
 
-def _power_of_two(value: int) -> int:
+def power_of_two(value: int) -> int:
     """The least power of two that is not below ``value``."""
     return 1 << max(0, value - 1).bit_length()
-
-
-__all__ = ["ReduceConfig", "choose", "partials", "scratch_words", "ticket_words", "tiles"]

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combining the states of a block's threads, in an order that never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from . import reduce_state
+from .device_ops import shuffle_xor, sync
+from .index_math import i64
+from .reduce_context import ReduceContext
+from .reduce_state import Buffers
+
+TREE_ARITY = 4  # states that a thread combines between two barriers
+
+
+def combine_lanes(ctx: ReduceContext, states: Buffers) -> None:
+    """Combine the states at 0 of a row's lanes; lane 0 gets the result there."""
+    lanes = ctx.config.lanes
+    if lanes == 1:
+        return
+    width = min(lanes, ctx.gpu.warp_size)
+    for distance in _halves(width):
+        other = tuple(shuffle_xor(value, distance, width) for value in reduce_state.load(states, 0))
+        reduce_state.update(ctx.workload, states, 0, other)
+    if width == 1:
+        combine_groups(ctx, states, ctx.lane, lanes, ctx.row, ctx.config.rows)
+    elif width < lanes:
+        _warps_through_memory(ctx, states, width)
+
+
+def combine_rows(ctx: ReduceContext, states: Buffers) -> None:
+    """Combine the vectors of states of all rows; row 0 gets the result."""
+    config = ctx.config
+    combine_groups(ctx, states, ctx.row, config.rows, ctx.lane, config.lanes, config.vector)
+
+
+def combine_groups(
+    ctx: ReduceContext,
+    states: Buffers,
+    group: tirx.Expr,
+    groups: int,
+    member: tirx.Expr,
+    members: int,
+    vector: int = 1,
+) -> None:
+    """Combine states of equal members of all groups through shared memory; group 0 gets them.
+
+    Parameters
+    ----------
+    ctx : ReduceContext
+        The thread.
+    states : Buffers
+        ``vector`` states of each thread.
+    group, groups : tirx.Expr, int
+        The thread's group, and how many there are, a power of two.
+    member, members : tirx.Expr, int
+        The thread's number in its group, and the size of a group.
+    vector : int
+        States of a thread.
+    """
+
+    def place(of: tirx.Expr, k: int) -> tirx.Expr:
+        # Members innermost: neighbouring threads use different banks.
+        return (of * i64(vector) + i64(k)) * i64(members) + member
+
+    while groups > 1:
+        fewer = max(1, groups // TREE_ARITY)
+        shared = reduce_state.allocate(ctx.workload, groups * members * vector, "shared")
+        sync()  # TVM gives the memory that was read before to the new buffers
+        with _where(group < i64(groups), groups * members == ctx.config.threads):
+            for k in range(vector):
+                reduce_state.store(shared, place(group, k), reduce_state.load(states, k))
+        sync()
+        with _where(group < i64(fewer)):
+            for other in range(fewer, groups, fewer):
+                for k in range(vector):
+                    read = reduce_state.load(shared, place(group + i64(other), k))
+                    reduce_state.update(ctx.workload, states, k, read)
+        groups = fewer
+
+
+def _warps_through_memory(ctx: ReduceContext, states: Buffers, width: int) -> None:
+    """Lane 0 of each row combines what the first lanes of the row's warps have."""
+    warps = ctx.config.lanes // width
+    shared = reduce_state.allocate(ctx.workload, ctx.config.threads // width, "shared")
+    with _where(tirx.EQ(ctx.thread % i64(width), i64(0))):
+        reduce_state.store(shared, ctx.thread // i64(width), reduce_state.load(states, 0))
+    sync()
+    with _where(tirx.EQ(ctx.lane, i64(0))):
+        for warp in range(1, warps):
+            other = reduce_state.load(shared, ctx.row * i64(warps) + i64(warp))
+            reduce_state.update(ctx.workload, states, 0, other)
+
+
+def _halves(width: int) -> list[int]:
+    found = []
+    while width > 1:
+        width //= 2
+        found.append(width)
+    return found
+
+
+@contextmanager
+def _where(condition: tirx.Expr, always: bool = False) -> Iterator[None]:
+    """Emit what is built inside under a condition, unless it always holds."""
+    if always:
+        yield
+    else:
+        with T.If(condition):
+            with T.Then():
+                yield

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every part of a reduction kernel knows: the reduction, its configuration, the thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..reduce_workload import ReduceWorkload, constant
+from .device import GPUInfo
+from .index_math import ceildiv, i64, simplified
+from .reduce_config import ReduceConfig
+from .reduce_function import ReduceFunction
+
+
+@dataclass(frozen=True)
+class ReduceContext:
+    """One thread's place in the kernel.
+
+    Parameters
+    ----------
+    reduction : ReduceFunction
+        What is computed.
+    config : ReduceConfig
+        How.
+    gpu : GPUInfo
+        Where.
+    tile, split : tirx.Expr
+        Which outputs, and which share of the reduced loop, the block has.
+    thread : tirx.Expr
+        Number in the block, ``row * lanes + lane``.
+    views : tuple
+        Parameters and their one-dimensional views.
+    """
+
+    reduction: ReduceFunction
+    config: ReduceConfig
+    gpu: GPUInfo
+    tile: tirx.Expr
+    split: tirx.Expr
+    thread: tirx.Expr
+    views: tuple[tuple[tirx.Buffer, tirx.Buffer], ...]
+
+    @classmethod
+    def open(
+        cls,
+        reduction: ReduceFunction,
+        config: ReduceConfig,
+        gpu: GPUInfo,
+        tile: tirx.Expr,
+        split: tirx.Expr,
+        thread: tirx.Expr,
+    ) -> ReduceContext:
+        """Declare one-dimensional views of the parameters, inside the kernel."""
+        views = tuple((buffer, _flatten(buffer)) for buffer in reduction.func.params)
+        return cls(reduction, config, gpu, tile, split, thread, views)
+
+    @property
+    def workload(self) -> ReduceWorkload:
+        """Operator and types."""
+        return self.reduction.workload
+
+    @property
+    def is_y(self) -> bool:
+        """Whether lanes hold neighbouring outputs."""
+        return self.config.form == "y"
+
+    @property
+    def row(self) -> tirx.Expr:
+        """Row of the thread."""
+        return self.thread // i64(self.config.lanes)
+
+    @property
+    def lane(self) -> tirx.Expr:
+        """Lane of the thread."""
+        return self.thread % i64(self.config.lanes)
+
+    @property
+    def first_output(self) -> tirx.Expr:
+        """The first of the outputs that the thread accumulates, maybe past the last one."""
+        if self.is_y:
+            return self.tile_start + self.lane * i64(self.config.vector)
+        return self.tile_start + self.row
+
+    @property
+    def tile_start(self) -> tirx.Expr:
+        """The first output of the block."""
+        return self.tile * i64(self.config.tile_outputs)
+
+    def exists(self, output: tirx.Expr) -> tirx.Expr | None:
+        """Whether an output exists; None where all do."""
+        outputs = constant(self.reduction.outputs)
+        if outputs is not None and outputs % self.config.tile_outputs == 0:
+            return None
+        return output < i64(self.reduction.outputs)
+
+    def safe_output(self) -> tirx.Expr:
+        """:attr:`first_output`, with the last one in place of those that do not exist."""
+        first = self.first_output
+        if self.exists(first) is None:
+            return first
+        width = self.config.vector if self.is_y else 1
+        last = i64(self.reduction.outputs) - i64(width)
+        if width == 1:
+            return tirx.min(first, last)
+        # A multiple of the vector, so that it is seen to be one.
+        group = tirx.min(first // i64(width), ceildiv(self.reduction.outputs, width) - i64(1))
+        return group * i64(width)
+
+    def flat(self, buffer: tirx.Buffer) -> tirx.Buffer:
+        """A parameter as one row; bool, which has no vectors, as bytes."""
+        return next(view for known, view in self.views if known.same_as(buffer))
+
+
+def _flatten(buffer: tirx.Buffer) -> tirx.Buffer:
+    size: tirx.Expr = i64(1)
+    for extent in buffer.shape:
+        size = size * i64(extent)
+    dtype = "uint8" if str(buffer.dtype) == "bool" else buffer.dtype
+    return T.decl_buffer((simplified(size),), dtype, data=buffer.data)

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of GPU kernels share."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random numbers, other ones at every run."""
+    return np.random.default_rng()

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs GPU functions on the CPU: TVM's OpenCL text, executed by PoCL.
+
+The text is what TVM's own lowering generates, and the launches follow the host code of that
+lowering: kernels in their order, grids computed from the sizes of the arguments, buffers of the
+function allocated for each call. What a kernel must not rely on is poisoned: its scratch buffers
+at every call, and a guard zone behind every buffer, which must survive.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+import tvm
+from host_code import Allocation, HostCode, Launch, Step
+from pocl_types import without_half_and_bool
+from tvm import tirx
+
+from schedules.errors import EngineError, OpError
+
+# Guard and poison: NaN in every float type, -1 or the largest value in the others.
+_POISON = np.array([0xFF], np.uint8)
+_GUARD_BYTES = 4096
+
+
+@functools.cache
+def _context() -> cl.Context:
+    for platform in cl.get_platforms():
+        if platform.name == "Portable Computing Language":
+            return cl.Context(platform.get_devices())
+    raise EngineError("PoCL is not installed: pip install pocl-binary-distribution")
+
+
+def new_queue() -> cl.CommandQueue:
+    """Create an in-order queue; kernels in different queues may run at the same time."""
+    return cl.CommandQueue(_context())
+
+
+def compile_opencl(
+    mod: tvm.IRModule | tirx.PrimFunc,
+    target: tvm.target.Target | None = None,
+    helpers: str = "",
+) -> OpenCLKernels:
+    """Compile a function for OpenCL, and its text for PoCL.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule or tirx.PrimFunc
+        The function, bound to ``blockIdx`` and ``threadIdx``; a module has it alone.
+    target : tvm.target.Target, optional
+        An OpenCL target with a host; a plain one by default.
+    helpers : str
+        OpenCL C text of the functions that kernels use by ``T.call_extern``; it is put before
+        each kernel, since TVM can add none to its OpenCL text.
+
+    Returns
+    -------
+    kernels : OpenCLKernels
+        The compiled function.
+
+    Raises
+    ------
+    OpError
+        Where the module has several functions, or one without kernels.
+    """
+    if isinstance(mod, tirx.PrimFunc):
+        mod = tvm.IRModule.from_expr(mod)
+    if len(mod.functions) != 1:
+        raise OpError(f"one function can be compiled at a time, not {len(mod.functions)}")
+    split = _AfterSplit()
+    with tvm.transform.PassContext(instruments=[split]):
+        built = tirx.build(mod, target=target or tvm.target.Target({"kind": "opencl"}, host="llvm"))
+    kernels = {
+        var.name_hint: func
+        for var, func in split.module.functions.items()
+        if "tirx.kernel_launch_params" in func.attrs
+    }
+    if not kernels:
+        raise OpError("the function launches no kernel: bind its loops to blockIdx, threadIdx")
+    [host] = (f for v, f in split.module.functions.items() if v.name_hint not in kernels)
+    return OpenCLKernels(host, kernels, built.imports[0].inspect_source(), helpers)
+
+
+@tvm.instrument.pass_instrument
+class _AfterSplit:
+    """Keeps the module as TVM's lowering has it after the split into host and kernels."""
+
+    module: tvm.IRModule
+
+    def run_after_pass(self, module: tvm.IRModule, info: Any) -> None:
+        if info.name == "tirx.SplitHostDevice":
+            self.module = module
+
+
+class OpenCLKernels:
+    """A function compiled for OpenCL.
+
+    Attributes
+    ----------
+    source : str
+        The OpenCL text of all kernels, as TVM generated it.
+    """
+
+    def __init__(
+        self, host: tirx.PrimFunc, kernels: dict[str, tirx.PrimFunc], source: str, helpers: str
+    ) -> None:
+        self.source = source
+        self._host = host
+        self._kernels = kernels
+        # As TVM does it: a program for each kernel, since a text repeats the declarations.
+        texts = re.split(r"^// Function: (\w+)\n", source, flags=re.MULTILINE)[1:]
+        self._programs = {
+            name: cl.Program(_context(), without_half_and_bool(helpers + text)).build("-w")
+            for name, text in zip(texts[::2], texts[1::2], strict=True)
+        }
+
+    def run(self, *arguments: np.ndarray | float) -> None:
+        """Call the function once; the arrays are read and overwritten, as on a GPU.
+
+        Parameters
+        ----------
+        *arguments : numpy.ndarray or number
+            As the function's parameters.
+
+        Raises
+        ------
+        InvalidInputError
+            Where an argument does not fit its parameter.
+        OpError
+            Where a kernel wrote behind the end of a buffer, or has an empty grid.
+        """
+        session = self.session(*arguments)
+        session.launch()
+        for argument, result in zip(arguments, session.read(), strict=True):
+            if isinstance(argument, np.ndarray):
+                argument[...] = result
+
+    def session(self, *arguments: np.ndarray | float) -> Session:
+        """Copy the arguments to the device, for many calls on the same buffers."""
+        return Session(self, arguments)
+
+    def launches(self, *arguments: np.ndarray | float) -> list[Launch]:
+        """List the launches of a call with these arguments, without running it."""
+        steps = self._host_code(arguments).steps()
+        return [step.launch for step in steps if isinstance(step, Step)]
+
+    def _host_code(self, arguments: Sequence[np.ndarray | float]) -> HostCode:
+        return HostCode(self._host, self._kernels, arguments)
+
+
+class Session:
+    """The arguments of a function on the device, kept between its calls."""
+
+    def __init__(self, kernels: OpenCLKernels, arguments: Sequence[np.ndarray | float]) -> None:
+        kernels._host_code(arguments)  # refuses what does not fit
+        self._kernels = kernels
+        self._arguments = arguments
+        self._own_queue = new_queue()
+        self._queues = [self._own_queue]
+        self._allocated: list[tuple[cl.Buffer, int]] = []
+        self._buffers: dict[tirx.Var, cl.Buffer] = {}
+        for param, argument in zip(kernels._host.params, arguments, strict=True):
+            if isinstance(argument, np.ndarray):
+                self._buffers[param] = self._allocate(self._own_queue, argument.nbytes)
+                if argument.nbytes:
+                    cl.enqueue_copy(self._own_queue, self._buffers[param], argument)
+        self._own_queue.finish()
+
+    def launch(self, queue: cl.CommandQueue | None = None) -> None:
+        """Enqueue the function's kernels, in this session's queue or in another one.
+
+        Returns at once: ``finish`` and ``read`` wait for the kernels.
+        """
+        queue = queue or self._own_queue
+        if queue not in self._queues:
+            self._queues.append(queue)
+        buffers = dict(self._buffers)
+        for step in self._kernels._host_code(self._arguments).steps():
+            if isinstance(step, Allocation):
+                buffers[step.buffer] = self._allocate(queue, step.nbytes)
+                continue
+            launch = step.launch
+            kernel = cl.Kernel(self._kernels._programs[launch.kernel], launch.kernel)
+            kernel.set_args(
+                *(
+                    buffers[argument] if dtype is None else dtype.type(argument)
+                    for argument, dtype in step.arguments
+                )
+            )
+            threads = tuple(g * b for g, b in zip(launch.grid, launch.block, strict=True))
+            cl.enqueue_nd_range_kernel(queue, kernel, threads, launch.block)
+        queue.flush()
+
+    def finish(self) -> None:
+        """Wait for all launches, and check that no buffer was written behind its end.
+
+        Raises
+        ------
+        OpError
+            Where one was.
+        """
+        for queue in self._queues:
+            queue.finish()
+        guard = np.empty(_GUARD_BYTES, np.uint8)
+        for buffer, nbytes in self._allocated:
+            cl.enqueue_copy(self._own_queue, guard, buffer, src_offset=nbytes)
+            if (guard != _POISON).any():
+                raise OpError(f"a kernel wrote behind the end of a buffer of {nbytes} bytes")
+
+    def read(self) -> list[np.ndarray | float]:
+        """Wait for all launches; return what the arguments hold now, in new arrays."""
+        self.finish()
+        results: list[np.ndarray | float] = []
+        for param, argument in zip(self._kernels._host.params, self._arguments, strict=True):
+            if isinstance(argument, np.ndarray):
+                argument = np.empty_like(argument)
+                if argument.nbytes:
+                    cl.enqueue_copy(self._own_queue, argument, self._buffers[param])
+            results.append(argument)
+        return results
+
+    def _allocate(self, queue: cl.CommandQueue, nbytes: int) -> cl.Buffer:
+        buffer = cl.Buffer(_context(), cl.mem_flags.READ_WRITE, nbytes + _GUARD_BYTES)
+        cl.enqueue_fill_buffer(queue, buffer, _POISON, 0, buffer.size)
+        self._allocated.append((buffer, nbytes))
+        return buffer
