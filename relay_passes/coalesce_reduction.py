@@ -11,7 +11,7 @@ from tvm import IRModule, relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from schedules.errors import OpError
-from schedules.reduce_workload import constant
+from schedules.reduce_workload import constant, normal_axes
 
 from .op import coalesced_reduce
 from .simplify.expressions import Value, op_name
@@ -42,6 +42,9 @@ class CoalesceReduction:
         lv4 = R.subtract(z, lv)
         lv5 = R.multiply(lv4, lv4)
         lv3 = R.tvm_fusion.coalesced_reduce(lv5, operator="mean", axes=[0])
+
+    A transposition before a reduction goes: the reduction reads the untransposed data, and its
+    result is transposed if that still matters. So the innermost loop scans consecutive addresses.
 
     It knows ``sum``, ``prod``, ``min``, ``max``, ``mean``, ``argmin``, ``argmax``, ``variance`` and
     ``std`` (computed in float32 if the data has 16 bits), ``collapse_sum_to`` and
@@ -104,7 +107,34 @@ def _reduce(rewriter: PyExprMutator, call: relax.Call) -> relax.Expr:
         factor = _squared(rewriter, data)
         if factor is not None:
             operator, data = "sum_squares", factor
+    result = _reduce_in_place(rewriter, call, operator, data)
+    if result is not None:
+        return result
     return coalesced_reduce(data, operator, call.attrs.axis, keepdims=call.attrs.keepdims)
+
+
+def _reduce_in_place(
+    rewriter: PyExprMutator, call: relax.Call, operator: str, data: relax.Expr
+) -> relax.Expr | None:
+    """The reduction of what ``data`` is a transposition of, transposed where that matters."""
+    transposition: Value = _definition(rewriter, data)
+    if op_name(transposition) != "relax.permute_dims":
+        return None
+    source, ndim = transposition.args[0], data.ty.ndim
+    given = transposition.attrs.axes
+    order = [int(a) % ndim for a in given] if given is not None else [*range(ndim)][::-1]
+    axes = normal_axes(_axis_list(call.attrs.axis), ndim)
+    reduced = [order[axis] for axis in axes]
+    parallel = [order[axis] for axis in range(ndim) if axis not in axes]
+    if operator.startswith("arg") and reduced != sorted(reduced):
+        return None  # positions count in the order of the transposed data
+    result = coalesced_reduce(source, operator, reduced)
+    if parallel != sorted(parallel):
+        result = rewriter.builder_.emit(result)
+        result = relax.op.permute_dims(result, [sorted(parallel).index(a) for a in parallel])
+    if call.attrs.keepdims:
+        result = relax.op.reshape(rewriter.builder_.emit(result), call.ty.shape)
+    return result
 
 
 def _variance(rewriter: PyExprMutator, call: relax.Call) -> relax.Expr:
@@ -141,13 +171,23 @@ def _collapse(rewriter: PyExprMutator, call: relax.Call) -> relax.Expr:
 
 def _squared(rewriter: PyExprMutator, data: relax.Expr) -> Value:
     """``x`` if ``data`` is ``x * x`` or ``square(x)``."""
-    value: Value = rewriter.lookup_binding(data) if isinstance(data, relax.Var) else None
+    value = _definition(rewriter, data)
     name = op_name(value)
     if name == "relax.square":
         return value.args[0]
     if name == "relax.multiply" and value.args[0].same_as(value.args[1]):
         return value.args[0]
     return None
+
+
+def _definition(rewriter: PyExprMutator, data: relax.Expr) -> Value:
+    return rewriter.lookup_binding(data) if isinstance(data, relax.Var) else None
+
+
+def _axis_list(axis: Value) -> list[int] | None:
+    if axis is None:
+        return None
+    return [axis] if isinstance(axis, int) else [int(each) for each in axis]
 
 
 def _extents(ty: relax.Type) -> list | None:

@@ -273,7 +273,51 @@ def test_sums_over_broadcast_axes(shape, target, expected, like):
     np.testing.assert_array_equal(actual, reference("sum", values, axes).reshape(target))
 
 
-@settings(max_examples=25)
+@I.ir_module
+class Transposed:
+    @R.function
+    def main(x: R.Tensor((2, 3, 4, 5), "float32")):
+        with R.dataflow():
+            lv = R.permute_dims(x, axes=[0, 3, 1, 2])
+            lv1 = R.mean(lv, axis=[2, 3])
+            lv2 = R.permute_dims(x, axes=[0, 2, 1, 3])
+            lv3 = R.sum(lv2, axis=[3])
+            gv = (lv1, lv3)
+            R.output(gv)
+        return gv
+
+
+@I.ir_module
+class Untransposed:
+    @R.function
+    def main(x: R.Tensor((2, 3, 4, 5), "float32")):
+        with R.dataflow():
+            lv1 = R.tvm_fusion.coalesced_reduce(x, operator="mean", axes=[1, 2])
+            lv = R.tvm_fusion.coalesced_reduce(x, operator="sum", axes=[3])
+            lv3 = R.permute_dims(lv, axes=[0, 2, 1])
+            gv = (lv1, lv3)
+            R.output(gv)
+        return gv
+
+
+def test_transposed_data_is_reduced_in_place():
+    check(Transposed, Untransposed)
+
+
+@settings(max_examples=15)
+@given(st.sampled_from(PLAIN), st.permutations(range(3)), st.booleans(), st.data())
+def test_numbers_of_transposed_data(name, order, keepdims, draw):
+    x = data(2, 3, 4)
+    turned = relax.op.permute_dims(x, order if draw.draw(st.booleans()) else None)
+    axes = draw.draw(st.sampled_from([None, [0], [1], [-1], [0, 2], [1, 2]]), "axes")
+    before = module_of(reduction(name, turned, axes, keepdims), x)
+    values = np.random.default_rng(0).permutation(24).reshape(2, 3, 4).astype("float32")
+    after = coalesce(before)
+    tvm.ir.assert_structural_equal(after["main"].ret_ty, before["main"].ret_ty)
+    np.testing.assert_allclose(run(after, values), run(before, values), rtol=1e-5)
+
+
+@settings(max_examples=15)
 @given(
     st.sampled_from(["variance", "std"]),
     st.sampled_from(["float64", "float32", "float16", "bfloat16"]),
