@@ -8,6 +8,7 @@ from tvm import s_tir, tirx
 from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
 from tvm.target import Target
 
+from .bfloat16_bits import convert_by_bits
 from .device import GPUInfo
 from .reduce_config import choose
 from .reduce_function import read_reduction
@@ -32,4 +33,7 @@ class CoalescedReduce(GPUScheduleRule):
         config = choose(
             reduction.workload, reduction.loops, gpu, scratch_bytes=reduction.scratch_bytes
         )
-        return s_tir.Schedule(tvm.IRModule({"main": write_kernel(reduction, config, gpu)}))
+        kernel = write_kernel(reduction, config, gpu)
+        if gpu.kind == "opencl":
+            kernel = convert_by_bits(kernel)
+        return s_tir.Schedule(tvm.IRModule({"main": kernel}))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -15,6 +17,13 @@ __forceinline__ __device__ int tvm_fusion_draw_ticket(int* counter, int last) {
   __threadfence();  // what the other blocks have written comes after it
   return ticket;
 }
+"""
+
+_SWAP = """
+__forceinline__ __device__ {word} tvm_fusion_swap{bits}(void* p, {word} expected, {word} desired) {{
+  typedef unsigned {word} bits_t;
+  return ({word})atomicCAS((bits_t*)p, (bits_t)expected, (bits_t)desired);
+}}
 """
 
 # TVM prints an external call as name and parentheses; the flag is a macro and cannot be an argument.
@@ -53,3 +62,96 @@ def fence(gpu: GPUInfo) -> None:
 def sync() -> None:
     """Emit a barrier of the block."""
     T.evaluate(T.tvm_storage_sync("shared"))
+
+
+def compare_and_swap(
+    gpu: GPUInfo, address: tirx.Expr, expected: tirx.Expr, desired: tirx.Expr
+) -> tirx.Expr:
+    """Store ``desired`` if the int32 or int64 word is ``expected``; gives the word as it was."""
+    dtype = expected.ty.dtype
+    wide = str(dtype) == "int64"
+    if gpu.kind == "opencl":
+        name = "atom_cmpxchg" if wide else "atomic_cmpxchg"
+        return T.call_extern(dtype, name, address, expected, desired)
+    return T.cuda.func_call(
+        "tvm_fusion_swap64" if wide else "tvm_fusion_swap32",
+        address,
+        expected,
+        desired,
+        source_code=_SWAP.format(
+            bits=64 if wide else 32,
+            word="long long" if wide else "int",
+        ),
+        return_type=dtype,
+    )
+
+
+def native_atomic(
+    gpu: GPUInfo, instruction: str, dtype: str
+) -> Callable[[tirx.Expr, tirx.Expr], None] | None:
+    """What emits an update by one instruction; None where the device has none.
+
+    Parameters
+    ----------
+    gpu : GPUInfo
+        The device.
+    instruction : str
+        ``add``, ``min`` or ``max``; others have no instruction.
+    dtype : str
+        Of the element.
+    """
+    if gpu.kind == "opencl":
+        if instruction not in ("add", "min", "max") or dtype != "int32":
+            return None
+        return lambda address, value: T.evaluate(
+            T.call_extern("int32", f"atomic_{instruction}", address, value)
+        )
+    body = _cuda_atomic(gpu, instruction, dtype)
+    if body is None:
+        return None
+    name = f"tvm_fusion_atomic_{instruction}_{dtype}"
+    of = _CUDA_TYPES[dtype]
+    source = f"\n__forceinline__ __device__ void {name}({of}* p, {of} v) {{\n  {body}\n}}\n"
+    return lambda address, value: T.evaluate(
+        T.cuda.func_call(name, address, value, source_code=source)
+    )
+
+
+_CUDA_TYPES = {
+    "float64": "double",
+    "float32": "float",
+    "float16": "half",
+    "bfloat16": "nv_bfloat16",
+    "int64": "int64_t",
+    "int32": "int",
+}
+
+# Signed integers order floats with a clear sign bit, unsigned ones in reverse those with it set;
+# NaN goes in as the pattern that no number comes before.
+_FLOAT_MAX = (
+    "if (v != v) atomicMax((int*)p, 0x7fffffff);\n"
+    "  else if (__float_as_int(v) >= 0) atomicMax((int*)p, __float_as_int(v));\n"
+    "  else atomicMin((unsigned int*)p, __float_as_uint(v));"
+)
+_FLOAT_MIN = (
+    "if (v != v) atomicMax((unsigned int*)p, 0xffffffffu);\n"
+    "  else if (__float_as_int(v) >= 0) atomicMin((int*)p, __float_as_int(v));\n"
+    "  else atomicMax((unsigned int*)p, __float_as_uint(v));"
+)
+
+
+def _cuda_atomic(gpu: GPUInfo, instruction: str, dtype: str) -> str | None:
+    """The body of ``void f(T* p, T v)``."""
+    if dtype == "float32" and instruction in ("min", "max"):
+        return _FLOAT_MAX if instruction == "max" else _FLOAT_MIN
+    if dtype == "int64":
+        unsigned = "unsigned long long"
+        return {
+            "add": f"atomicAdd(({unsigned}*)p, ({unsigned})v);",
+            "min": "atomicMin((long long*)p, (long long)v);",
+            "max": "atomicMax((long long*)p, (long long)v);",
+        }.get(instruction)
+    if dtype == "int32" and instruction in ("add", "min", "max"):
+        return f"atomic{instruction.capitalize()}(p, v);"
+    adds = ("float32", "float64", "float16") if gpu.arch < 90 else tuple(_CUDA_TYPES)
+    return "atomicAdd(p, v);" if instruction == "add" and dtype in adds else None

@@ -10,14 +10,14 @@ multiprocessor); they have not been measured on a GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import DataType
 from tvm.target import Target
 
+from ..errors import OpError
 from ..reduce_operator import field_dtypes
-from ..reduce_workload import CanonicalLoops, ReduceWorkload, constant
-from .atomics import is_exact
+from ..reduce_workload import FLOATS, CanonicalLoops, ReduceWorkload, constant
 from .device import KINDS, GPUInfo
 
 THREADS = 256
@@ -97,20 +97,25 @@ def choose(
     -------
     ReduceConfig
         The same for the same arguments.
+
+    Raises
+    ------
+    OpError
+        If the finish ``atomic`` was asked for where there is none.
     """
     form = loops.form
     vector = _vector(workload, loops)
     lanes, rows = _block(form, loops, vector, min(THREADS, gpu.max_threads))
-    config = ReduceConfig(form, lanes, rows, vector, LOADS_IN_FLIGHT, 1, "one_block")
-    finish = _finish(workload, scratch_bytes)
-    splits = _splits(config, loops, gpu, finish)
-    if splits == 1 and workload.finish in ("auto", "one_block"):
-        return config
-    config = ReduceConfig(form, lanes, rows, vector, LOADS_IN_FLIGHT, splits, finish)
+    whole = ReduceConfig(form, lanes, rows, vector, LOADS_IN_FLIGHT, 1, "one_block")
+    finish = _finish(workload, gpu, scratch_bytes)
+    splits = _splits(whole, loops, gpu, finish)
+    if splits == 1:
+        return whole
+    split = replace(whole, splits=splits, finish=finish)
     if finish == "last_block" and scratch_bytes is not None:
-        if _scratch_words(config, workload, loops) * 4 > scratch_bytes:
-            return ReduceConfig(form, lanes, rows, vector, LOADS_IN_FLIGHT, 1, "one_block")
-    return config
+        if _scratch_words(split, workload, loops) * 4 > scratch_bytes:
+            return whole
+    return split
 
 
 def scratch_words(workload: ReduceWorkload, loops: CanonicalLoops, target: Target | None) -> int:
@@ -172,15 +177,28 @@ def _block(form: str, loops: CanonicalLoops, vector: int, threads: int) -> tuple
     return lanes, threads // lanes
 
 
-def _finish(workload: ReduceWorkload, scratch_bytes: int | None) -> str:
-    """How partial results would meet if the reduction were split."""
+def _finish(workload: ReduceWorkload, gpu: GPUInfo, scratch_bytes: int | None) -> str:
+    """How partial results meet if the reduction is split."""
+    if workload.finish == "atomic":
+        _check_atomic(workload, gpu)
     if workload.finish in ("one_block", "atomic"):
         return workload.finish
-    if scratch_bytes == 0:  # nowhere to put partial results
-        return "atomic" if workload.finish == "auto" and is_exact(workload) else "one_block"
     if workload.finish == "auto" and is_exact(workload):
         return "atomic"
-    return "last_block"
+    return "one_block" if scratch_bytes == 0 else "last_block"
+
+
+def _check_atomic(workload: ReduceWorkload, gpu: GPUInfo) -> None:
+    if workload.is_arg or (gpu.kind, workload.dtype) == ("opencl", "bfloat16"):
+        raise OpError(
+            f"finish 'atomic' for {workload.operator} of {workload.dtype} on {gpu.kind}; expected "
+            "another one: there is no such atomic update, use 'last_block' or 'auto'"
+        )
+
+
+def is_exact(workload: ReduceWorkload) -> bool:
+    """Whether the order of atomic updates cannot be seen in the result."""
+    return workload.dtype not in FLOATS and not workload.is_arg
 
 
 def _splits(config: ReduceConfig, loops: CanonicalLoops, gpu: GPUInfo, finish: str) -> int:

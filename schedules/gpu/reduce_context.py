@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..reduce_workload import ReduceWorkload, constant
+from ..reduce_workload import ReduceWorkload, constant, unravel
 from .device import GPUInfo
 from .index_math import ceildiv, i64, simplified
 from .reduce_config import ReduceConfig
@@ -54,7 +54,11 @@ class ReduceContext:
         thread: tirx.Expr,
     ) -> ReduceContext:
         """Declare one-dimensional views of the parameters, inside the kernel."""
-        views = tuple((buffer, _flatten(buffer)) for buffer in reduction.func.params)
+        views = tuple(
+            (buffer, _flatten(buffer))
+            for buffer in reduction.func.params
+            if (gpu.kind, str(buffer.dtype)) != ("opencl", "bfloat16")  # TVM loses such views
+        )
         return cls(reduction, config, gpu, tile, split, thread, views)
 
     @property
@@ -109,9 +113,18 @@ class ReduceContext:
         group = tirx.min(first // i64(width), ceildiv(self.reduction.outputs, width) - i64(1))
         return group * i64(width)
 
-    def flat(self, buffer: tirx.Buffer) -> tirx.Buffer:
-        """A parameter as one row; bool, which has no vectors, as bytes."""
-        return next(view for known, view in self.views if known.same_as(buffer))
+    def flat(self, buffer: tirx.Buffer) -> tirx.Buffer | None:
+        """A parameter as one row; bool, which has no vectors, as bytes; None if it has no view."""
+        return next((view for known, view in self.views if known.same_as(buffer)), None)
+
+    def write(self, m: tirx.Expr, value: tirx.Expr) -> None:
+        """Store an element of the output."""
+        output = self.reduction.output
+        view = self.flat(output)
+        if view is None:
+            T.buffer_store(output, value, unravel(m, output.shape))
+        else:
+            T.buffer_store(view, value.astype(view.dtype), [m])
 
 
 def _flatten(buffer: tirx.Buffer) -> tirx.Buffer:

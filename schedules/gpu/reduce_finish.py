@@ -21,16 +21,12 @@ from .reduce_state import Buffers
 
 def one_block(ctx: ReduceContext, states: Buffers) -> None:
     """Write the outputs of the block."""
-    output = ctx.flat(ctx.reduction.output)
-    _for_each_result(ctx, states, lambda m, state: _write(ctx, output, m, state))
+    _for_each_result(ctx, states, lambda m, state: _write(ctx, m, state))
 
 
 def atomic(ctx: ReduceContext, states: Buffers) -> None:
     """Combine the states of the block with the outputs, which hold the identity."""
-    output = ctx.flat(ctx.reduction.output)
-    _for_each_result(
-        ctx, states, lambda m, state: atomic_update(ctx.gpu, ctx.workload, output, m, state)
-    )
+    _for_each_result(ctx, states, lambda m, state: atomic_update(ctx, m, state[0]))
 
 
 def last_block(ctx: ReduceContext, states: Buffers) -> None:
@@ -68,7 +64,6 @@ def _combine_partials(ctx: ReduceContext, kept: Buffers) -> None:
     width = min(config.tile_outputs, config.threads)
     groups = min(config.threads // width, power_of_two(config.splits))
     group, column = ctx.thread // i64(width), ctx.thread % i64(width)
-    output = ctx.flat(ctx.reduction.output)
     state = reduce_state.allocate(workload, 1, "local")
     for chunk in range(0, config.tile_outputs, width):
         place = column + i64(chunk)
@@ -84,7 +79,7 @@ def _combine_partials(ctx: ReduceContext, kept: Buffers) -> None:
         m = ctx.tile_start + place
         with _where(tirx.EQ(group, i64(0)), ctx.exists(m)):
             with T.Then():
-                _write(ctx, output, m, reduce_state.load(state, 0))
+                _write(ctx, m, reduce_state.load(state, 0))
 
 
 def _for_each_result(
@@ -106,9 +101,8 @@ def _where(condition: tirx.Expr, other: tirx.Expr | None):
     return T.If(condition if other is None else tirx.all(condition, other))
 
 
-def _write(ctx: ReduceContext, output: tirx.Buffer, m: tirx.Expr, state: State) -> None:
-    value = finish(ctx.workload, state, ctx.reduction.reduced)
-    T.buffer_store(output, value.astype(output.dtype), [m])
+def _write(ctx: ReduceContext, m: tirx.Expr, state: State) -> None:
+    ctx.write(m, finish(ctx.workload, state, ctx.reduction.reduced))
 
 
 def _scratch(ctx: ReduceContext) -> tuple[tirx.Buffer, list[tirx.Buffer]]:

@@ -14,7 +14,7 @@ from tvm.script.ir_builder import tirx as T
 from .reduce_function import loads
 
 Value = Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
-Flat = Callable[[tirx.Buffer], tirx.Buffer]
+Flat = Callable[[tirx.Buffer], tirx.Buffer | None]
 
 
 class VectorLoads:
@@ -47,7 +47,7 @@ class VectorLoads:
         m, n : tirx.Expr
             Position of lane 0.
         flat : Callable
-            From a parameter to its one-dimensional view.
+            From a parameter to its one-dimensional view, or None if it has none.
 
         Returns
         -------
@@ -59,10 +59,9 @@ class VectorLoads:
             known = next((entry for entry in registers if _same(entry[0], load)), None)
             if known is not None:
                 registers.append(known)
-            elif kind == "each":
-                registers.append((load, None, False))
             else:
-                registers.append((load, self._load(load, kind, flat), kind == "vector"))
+                register = None if kind == "each" else self._load(load, kind, flat)
+                registers.append((load, register, kind == "vector"))
 
         def lane(k: int) -> tirx.Expr:
             expression = self._at(m, n, tirx.const(k, "int64"))
@@ -104,8 +103,10 @@ class VectorLoads:
                 kinds.append("vector" if analyzer.can_prove_equal(step, lane) else "each")
         return kinds
 
-    def _load(self, load: ir.TensorLoad, kind: str, flat: Flat) -> tirx.Buffer:
+    def _load(self, load: ir.TensorLoad, kind: str, flat: Flat) -> tirx.Buffer | None:
         source = flat(load.source)
+        if source is None:
+            return None
         index = ravel(load)
         lanes = self.vector if kind == "vector" else 1
         register = T.alloc_buffer((lanes,), source.dtype, scope="local")

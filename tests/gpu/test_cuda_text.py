@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import cuda_text
 import pytest
 from cuda_text import count, cuda_source, loops, opcodes, ptxas, sass
 from tvm import tirx
 from tvm.script import tirx as T
 
-from schedules.errors import CompilationError
+from schedules.errors import CompilationError, EngineError
 
 
 def column_sums(lanes: int, dtype: str = "float32") -> tirx.PrimFunc:
@@ -130,3 +131,9 @@ def test_other_architectures() -> None:
     source = cuda_source(column_sums(4), arch="sm_80")
     [code] = sass(source, arch="sm_80").values()
     assert count(opcodes(code), "LDG.E.128") > 0
+
+
+def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_text.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EngineError, match="CUDA compiler is not installed"):
+        cuda_text._toolkit.__wrapped__()

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
+import opencl
 import pyopencl as cl
 import pytest
 import tvm
@@ -13,7 +13,7 @@ from opencl import compile_opencl, new_queue
 from tvm import tirx
 from tvm.script import tirx as T
 
-from schedules.errors import InvalidInputError, OpError
+from schedules.errors import EngineError, InvalidInputError, OpError
 
 DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool"]
 
@@ -326,6 +326,60 @@ def test_refusals() -> None:
         compile_opencl(nothing)
 
 
+def test_host_code_beyond_launches() -> None:
+    @T.prim_func(s_tir=True)
+    def prints(b: T.handle):
+        B = T.match_buffer(b, (32,), "int32")
+        T.evaluate(T.call_extern("int32", "putchar", 65))
+        for tx in T.thread_binding(32, thread="threadIdx.x"):
+            with T.sblock("write"):
+                i = T.axis.spatial(32, tx)
+                B[i] = i
+
+    with pytest.raises(OpError, match="more than launching kernels: .*putchar"):
+        compile_opencl(prints).run(np.zeros(32, "int32"))
+
+
+def test_dynamic_shared_memory_is_refused() -> None:
+    # TVM's OpenCL text would make it private to each thread, without a word.
+    @T.prim_func(s_tir=True)
+    def reverse(b: T.handle):
+        B = T.match_buffer(b, (32,), "int32")
+        for tx in T.thread_binding(32, thread="threadIdx.x"):
+            with T.sblock("reverse"):
+                i = T.axis.spatial(32, tx)
+                S = T.sblock_alloc_buffer((32,), "int32", scope="shared.dyn")
+                S[i] = i
+                B[i] = S[31 - i]
+
+    with pytest.raises(OpError, match="needs the launch parameter .*dyn_shared_memory"):
+        compile_opencl(reverse).run(np.zeros(32, "int32"))
+
+
+def test_without_pocl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cl, "get_platforms", lambda: [])
+    with pytest.raises(EngineError, match="PoCL is not installed"):
+        opencl._context.__wrapped__()
+
+
+def test_atomics_of_64_bits(rng: np.random.Generator) -> None:
+    @T.prim_func(s_tir=True)
+    def total(a: T.handle, b: T.handle):
+        A = T.match_buffer(a, (6400,), "int64")
+        B = T.match_buffer(b, (1,), "int64")
+        for bx in T.thread_binding(100, thread="blockIdx.x"):
+            for tx in T.thread_binding(64, thread="threadIdx.x"):
+                with T.sblock("add"):
+                    i = T.axis.spatial(6400, bx * 64 + tx)
+                    T.reads(A[i])
+                    T.writes(B[0])
+                    T.evaluate(T.call_extern("int64", "atom_add", T.address_of(B[0]), A[i]))
+
+    data, result = rng.integers(-(2**40), 2**40, 6400), np.zeros(1, "int64")
+    compile_opencl(total).run(data, result)
+    assert result[0] == data.sum()
+
+
 @pytest.mark.parametrize(
     ("dtype", "lanes", "load"),
     [("float32", 4, "vload4(0, A_ptr"), ("int32", 4, "vload4(0, A_ptr"), ("int8", 16, "vload16(0")],
@@ -398,6 +452,3 @@ def test_no_cuda_intrinsics() -> None:
 
     with pytest.raises(tvm.error.InternalError, match="Unresolved call .*cuda.atomic_add"):
         compile_opencl(adds)
-
-
-assert ml_dtypes  # numpy's bfloat16
