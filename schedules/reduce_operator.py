@@ -51,7 +51,8 @@ def combine(workload: ReduceWorkload, left: State, right: State) -> State:
     """The state of the elements of both."""
     operator = workload.operator
     if workload.is_arg:
-        return _first_extreme(operator, left, right)
+        keep_right = replaces(workload, left, right)
+        return tuple(tirx.Select(keep_right, b, a) for a, b in zip(left, right, strict=True))
     a, b = left[0], right[0]
     if operator in _SUMS:
         return (a + b,)
@@ -106,15 +107,15 @@ def _beats(operator: str, challenger: tirx.Expr, holder: tirx.Expr) -> tirx.Expr
     return beats
 
 
-def _first_extreme(operator: str, left: State, right: State) -> State:
+def replaces(workload: ReduceWorkload, left: State, right: State) -> tirx.Expr:
+    """Whether of two states of ``argmin`` or ``argmax`` the right one stays."""
     (a, at_a), (b, at_b) = left, right
     tie = tirx.EQ(a, b)
-    better = b > a if operator == "argmax" else b < a
+    better = b > a if workload.operator == "argmax" else b < a
     if "float" in a.ty.dtype:
         tie = tirx.any(tie, tirx.all(tirx.isnan(a), tirx.isnan(b)))
         better = tirx.any(better, tirx.all(tirx.isnan(b), tirx.Not(tirx.isnan(a))))
-    replace = tirx.any(better, tirx.all(tie, at_b < at_a))
-    return (tirx.Select(replace, b, a), tirx.Select(replace, at_b, at_a))
+    return tirx.any(better, tirx.all(tie, at_b < at_a))
 
 
 def _extreme(dtype: str, largest: bool) -> tirx.Expr:

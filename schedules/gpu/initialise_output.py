@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import ml_dtypes
 import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -18,22 +21,26 @@ from .reduce_function import ReduceFunction
 def initialise_output(reduction: ReduceFunction, config: ReduceConfig, gpu: GPUInfo) -> None:
     """Emit the kernel."""
     workload = reduction.workload
-    start = identity(workload)[0].astype(workload.out_dtype)
     with T.launch_thread("blockIdx.x", ceildiv(reduction.outputs, config.threads)) as block:
         with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
             ctx = ReduceContext.open(reduction, config, gpu, block, i64(0), thread)
             m = block * i64(config.threads) + thread
             with T.If(m < i64(reduction.outputs)):
                 with T.Then():
-                    if workload.out_dtype == "float16" and gpu.kind == "opencl":
-                        _write_bits(ctx, m, float(start))
+                    if workload.out_dtype in ("float16", "bfloat16"):
+                        _write_bits(ctx, m)
+                    elif workload.out_dtype == "bool":
+                        ctx.write(m, tirx.const(workload.operator in ("and", "min"), "bool"))
                     else:
-                        ctx.write(m, start)
+                        ctx.write(m, identity(replace(workload, acc_dtype=workload.out_dtype))[0])
 
 
-def _write_bits(ctx: ReduceContext, m: tirx.Expr, value: float) -> None:
-    """Store a constant by its bits: OpenCL has infinities of float32 only."""
-    output = ctx.reduction.output
-    bits = int(np.float16(value).view(np.uint16))
-    view = T.decl_buffer((i64(ctx.reduction.outputs),), "uint16", data=output.data)
+def _write_bits(ctx: ReduceContext, m: tirx.Expr) -> None:
+    """Store the identity of a 16-bit float by its bits: TVM has infinities of wider types only."""
+    operator, dtype = ctx.workload.operator, ctx.workload.out_dtype
+    number = {"prod": 1.0, "min": np.inf, "max": -np.inf}.get(operator, -0.0)
+    kind = np.float16 if dtype == "float16" else ml_dtypes.bfloat16
+    bits = int(np.array(number, kind).view(np.uint16))
+    outputs = i64(ctx.reduction.outputs)
+    view = T.decl_buffer((outputs,), "uint16", data=ctx.reduction.output.data)
     T.buffer_store(view, tirx.const(bits, "uint16"), [m])

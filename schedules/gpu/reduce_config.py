@@ -106,7 +106,8 @@ def choose(
     form = loops.form
     vector = _vector(workload, loops)
     lanes, rows = _block(form, loops, vector, min(THREADS, gpu.max_threads))
-    whole = ReduceConfig(form, lanes, rows, vector, LOADS_IN_FLIGHT, 1, "one_block")
+    unroll = 1 if workload.is_arg else LOADS_IN_FLIGHT  # comparing hides the loads
+    whole = ReduceConfig(form, lanes, rows, vector, unroll, 1, "one_block")
     finish = _finish(workload, gpu, scratch_bytes)
     splits = _splits(whole, loops, gpu, finish)
     if splits == 1:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..reduce_operator import State, combine, field_dtypes, identity
+from ..reduce_operator import State, combine, field_dtypes, identity, replaces
 from ..reduce_workload import ReduceWorkload
 
 Buffers = Sequence[tirx.Buffer]
@@ -40,10 +40,13 @@ def store(buffers: Buffers, index: Index, state: State) -> None:
 def update(workload: ReduceWorkload, buffers: Buffers, index: Index, state: State) -> None:
     """Combine a state into the one at ``index``."""
     right = tuple(T.bind(value) for value in state)
-    result = combine(workload, load(buffers, index), right)
-    if len(result) > 1:  # every field of the result reads the old fields
-        result = tuple(T.bind(value) for value in result)
-    store(buffers, index, result)
+    left = load(buffers, index)
+    if workload.is_arg:  # one condition for both fields
+        with T.If(replaces(workload, left, right)):
+            with T.Then():
+                store(buffers, index, right)
+    else:
+        store(buffers, index, combine(workload, left, right))
 
 
 def fold(workload: ReduceWorkload, buffers: Buffers, size: int) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import tvm_ffi
 from tvm import ir, tirx
-from tvm.sym import Analyzer
 from tvm.ir import Range
 from tvm.script.ir_builder import tirx as T
+from tvm.sym import Analyzer
 
 from .reduce_function import loads
 

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reductions for the tests of GPU kernels: functions, inputs, and what numpy makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import ml_dtypes
+import numpy as np
+from tvm import te, tirx
+from tvm.target import Target
+
+from schedules.compute.coalesced_reduce import coalesced_reduce
+from schedules.gpu import CoalescedReduce
+from schedules.gpu.device import GPUInfo
+from schedules.gpu.reduce_config import ReduceConfig, choose, scratch_words
+from schedules.reduce_workload import FLOATS, INTEGERS, CanonicalLoops, ReduceWorkload
+
+OPENCL = Target({"kind": "opencl"}, host="llvm")
+CUDA = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
+
+Producer = Callable[[te.Tensor], te.Tensor]
+
+
+class Case:
+    """A reduction of one tensor, scheduled for a target.
+
+    Attributes
+    ----------
+    func : tirx.PrimFunc
+        Data, then the scratch if ``words`` is not 0, then the output.
+    words : int
+        Size of the scratch.
+    """
+
+    def __init__(
+        self,
+        operator: str,
+        dtype: str,
+        shape: Sequence[int | tirx.Var],
+        axes: Sequence[int] | None,
+        finish: str = "auto",
+        target: Target = OPENCL,
+        producer: Producer | None = None,
+        keepdims: bool = False,
+    ):
+        data = te.placeholder(tuple(shape), dtype, name="data")
+        source = data if producer is None else producer(data)
+        self.workload = ReduceWorkload.create(
+            operator, axes, len(source.shape), str(source.dtype), keepdims, finish=finish
+        )
+        loops = CanonicalLoops(tuple(source.shape), self.workload.axes)
+        self.config: ReduceConfig = choose(self.workload, loops, GPUInfo.from_target(target))
+        self.words = scratch_words(self.workload, loops, target)
+        scratch = [te.placeholder((self.words,), "int32", name="scratch")] if self.words else []
+        result = coalesced_reduce(source, self.workload)
+        plain = te.create_prim_func([data, *scratch, result])
+        schedule = CoalescedReduce().apply(plain, target, False)
+        assert schedule is not None
+        self.func = schedule.mod["main"]
+
+    def arguments(self, data: np.ndarray, shape: Sequence[int]) -> list[np.ndarray]:
+        """Data, scratch, and an output of ``shape`` that holds something else than the result."""
+        scratch = [np.zeros(self.words, "int32")] if self.words else []
+        return [data, *scratch, np.full(shape, 77, numpy_dtype(self.workload.out_dtype))]
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """The type in numpy, which lacks bfloat16."""
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def random_data(
+    rng: np.random.Generator, operator: str, dtype: str, shape: Sequence[int]
+) -> np.ndarray:
+    """Values all over the type; factors near 1, so that products stay in range."""
+    if dtype == "bool":
+        return rng.random(shape) < rng.choice([0.01, 0.5, 0.99])
+    if dtype in INTEGERS:
+        limits = np.iinfo(dtype)
+        values = rng.integers(limits.min, limits.max, shape, dtype, endpoint=True)
+        return values if rng.random() < 0.5 else (values % 2).astype(dtype)
+    numbers = rng.standard_normal(shape)
+    if operator == "prod":
+        numbers = np.exp(numbers * 0.01)
+    return numbers.astype(numpy_dtype(dtype))
+
+
+def reference(operator: str, data: np.ndarray, axes: Sequence[int] | None) -> np.ndarray:
+    """The result in float64, or exact in the type of integers."""
+    kind = "float64" if data.dtype.kind not in "iub" else data.dtype
+    values = data.astype(kind)
+    axis = None if axes is None else tuple(axes)
+    if operator in ("argmin", "argmax"):
+        reduced = range(data.ndim) if axis is None else axis
+        kept = [k for k in range(data.ndim) if k not in reduced]
+        rows = values.transpose([*kept, *reduced]).reshape([data.shape[k] for k in kept] + [-1])
+        return getattr(np, operator)(rows, axis=-1)
+    with np.errstate(all="ignore"):
+        return {
+            "sum": lambda: values.sum(axis, kind),
+            "mean": lambda: values.mean(axis),
+            "sum_squares": lambda: (values * values).sum(axis, kind),
+            "prod": lambda: values.prod(axis, kind),
+            "min": lambda: values.min(axis),
+            "max": lambda: values.max(axis),
+            "and": lambda: (data != 0).all(axis),
+            "or": lambda: (data != 0).any(axis),
+        }[operator]()
+
+
+def check(operator: str, got: np.ndarray, data: np.ndarray, wanted: np.ndarray) -> None:
+    """Integers must agree; floats to a rounding that grows with the root of the terms."""
+    dtype = str(got.dtype)
+    if dtype not in FLOATS:
+        np.testing.assert_array_equal(got, wanted)
+        return
+    terms = max(1, data.size // max(1, got.size))
+    epsilon = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10}.get(dtype, 2.0**-7)
+    inner = max(epsilon if dtype in ("float64", "float32") else 2.0**-23, 2.0**-52)
+    scale = 1.0 if operator in ("prod", "mean", "min", "max") else np.sqrt(terms)
+    np.testing.assert_allclose(
+        got.astype("float64"),
+        wanted,
+        rtol=epsilon + 4 * inner * np.sqrt(terms),
+        atol=4 * inner * scale * np.sqrt(terms),
+    )

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU reductions executed on PoCL: numbers, determinism, tickets, producers, symbolic extents."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from opencl import compile_opencl, new_queue
+from reduce_cases import OPENCL, Case, check, random_data, reference
+from tvm import te, tirx
+
+from schedules.errors import OpError
+from schedules.gpu import CoalescedReduce
+from schedules.reduce_workload import DTYPES, OPERATORS, ReduceWorkload
+
+# Each form twice, with extents that no vector and no block divides; few and many outputs.
+SHAPES: dict[str, list[tuple[tuple[int, ...], list[int]]]] = {
+    "all": [((100_003,), [0]), ((6, 1, 2048), [0, 1, 2])],
+    "x": [((3, 4099), [1]), ((515, 24), [1]), ((5, 3, 1025), [0, 2])],
+    "y": [((4099, 3), [0]), ((2051, 72), [0]), ((3, 7, 130), [1])],
+}
+FINISHES = ("one_block", "atomic", "last_block")
+
+
+def _is_valid(operator: str, dtype: str, finish: str = "auto") -> bool:
+    if finish == "atomic" and (operator.startswith("arg") or dtype == "bfloat16"):
+        return False
+    try:
+        ReduceWorkload.create(operator, [0], 1, dtype)
+    except OpError:
+        return False
+    return True
+
+
+def _pairs() -> list[tuple[str, str, str, str, int]]:
+    """Every operator with every type; forms, finishes and shapes take turns, so all meet."""
+    found = []
+    for i, operator in enumerate(OPERATORS):
+        for j, dtype in enumerate(DTYPES):
+            form = list(SHAPES)[(i + j) % 3]
+            finish = FINISHES[(i + 2 * j + j // 3) % 3]
+            finish = finish if _is_valid(operator, dtype, finish) else "last_block"
+            if _is_valid(operator, dtype):
+                found.append((operator, dtype, form, finish, (i + j // 3) % 2))
+    return found
+
+
+def _run(case: Case, data: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    arguments = case.arguments(data, wanted.shape)
+    compile_opencl(case.func, OPENCL).run(*arguments)
+    return arguments[-1]
+
+
+@pytest.mark.parametrize(("operator", "dtype", "form", "finish", "number"), _pairs())
+def test_numbers(
+    operator: str, dtype: str, form: str, finish: str, number: int, rng: np.random.Generator
+) -> None:
+    shape, axes = SHAPES[form][number]
+    case = Case(operator, dtype, shape, axes, finish)
+    assert case.config.form == form
+    data = random_data(rng, operator, dtype, shape)
+    wanted = reference(operator, data, axes)
+    check(operator, _run(case, data, wanted), data, wanted)
+
+
+@pytest.mark.parametrize("finish", FINISHES)
+@pytest.mark.parametrize("form", SHAPES)
+def test_every_form_with_every_finish(form: str, finish: str, rng: np.random.Generator) -> None:
+    shape, axes = SHAPES[form][0]
+    case = Case("sum", "float32", shape, axes, finish)
+    assert case.config.finish == finish
+    assert (case.config.splits > 1) == (finish != "one_block")
+    data = random_data(rng, "sum", "float32", shape)
+    wanted = reference("sum", data, axes)
+    check("sum", _run(case, data, wanted), data, wanted)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    mask=st.integers(0, 15),
+    operator=st.sampled_from(["sum", "max", "argmin"]),
+    keepdims=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_axes(shape: list[int], mask: int, operator: str, keepdims: bool, seed: int) -> None:
+    axes = [k for k in range(len(shape)) if mask >> k & 1]
+    case = Case(operator, "float32", shape, axes, keepdims=keepdims)
+    data = random_data(np.random.default_rng(seed), operator, "float32", shape)
+    wanted = reference(operator, data, axes)
+    kept = [1 if k in axes else size for k, size in enumerate(shape)] if keepdims else wanted.shape
+    got = _run(case, data, wanted.reshape(kept))
+    check(operator, got, data, wanted.reshape(kept))
+
+
+def test_last_block_gives_the_same_bits_every_time(rng: np.random.Generator) -> None:
+    case = Case("sum", "float32", (3, 30_001), [1], "last_block")
+    assert case.config.splits > 1
+    data = random_data(rng, "sum", "float32", (3, 30_001))
+    session = compile_opencl(case.func, OPENCL).session(*case.arguments(data, (3,)))
+    session.launch()
+    first = np.array(session.read()[-1])
+    for _ in range(200):
+        session.launch()
+        np.testing.assert_array_equal(session.read()[-1], first)
+    tickets = np.array(session.read()[1])[: -(-3 // case.config.tile_outputs)]
+    assert (tickets == 0).all()
+
+
+def test_calls_in_several_queues_do_not_disturb_each_other(rng: np.random.Generator) -> None:
+    """Each queue has a scratch of its own; calls in one queue follow each other."""
+    case = Case("sum", "float64", (40_000, 2), [0], "last_block")
+    kernels = compile_opencl(case.func, OPENCL)
+    inputs = [random_data(rng, "sum", "float64", (40_000, 2)) for _ in range(3)]
+    sessions = [kernels.session(*case.arguments(data, (2,))) for data in inputs]
+    queues = [new_queue() for _ in sessions]
+    for _ in range(10):
+        for session, queue in zip(sessions, queues, strict=True):
+            session.launch(queue)
+    for session, data in zip(sessions, inputs, strict=True):
+        check("sum", np.array(session.read()[-1]), data, reference("sum", data, [0]))
+
+
+@pytest.mark.parametrize("finish", FINISHES)
+@pytest.mark.parametrize("operator", ["min", "max", "sum"])
+def test_nan_and_infinity(operator: str, finish: str, rng: np.random.Generator) -> None:
+    shape = (6, 20_000)
+    data = random_data(rng, operator, "float32", shape)
+    data[0, 11_111] = np.nan
+    data[1, 19_999] = np.inf
+    data[2, 0] = -np.inf
+    data[3] = -np.inf
+    data[4] = -np.abs(data[4])
+    data[5] = -0.0
+    case = Case(operator, "float32", shape, [1], finish)
+    wanted = reference(operator, data, [1])
+    got = _run(case, data, wanted)
+    check(operator, got, data, wanted)
+    assert np.signbit(got[5])
+
+
+def _cast_mul_exp(data: te.Tensor) -> te.Tensor:
+    wide = te.compute(data.shape, lambda *i: data(*i).astype("float32"), name="cast")
+    twice = te.compute(data.shape, lambda *i: wide(*i) * tirx.const(0.5, "float32"), name="mul")
+    return te.compute(data.shape, lambda *i: tirx.exp(twice(*i)), name="exp")
+
+
+def _reshape(data: te.Tensor) -> te.Tensor:
+    rows, columns = data.shape
+    shape = (rows, columns // 4, 4)
+    return te.compute(shape, lambda i, j, k: data[i, j * 4 + k], name="reshape")
+
+
+@pytest.mark.parametrize("axes", [[0], [1], [0, 1]])
+def test_producers_are_part_of_the_kernel(axes: list[int], rng: np.random.Generator) -> None:
+    shape = (130, 264)
+    case = Case("sum", "float16", shape, axes, producer=_cast_mul_exp)
+    kernels = compile_opencl(case.func, OPENCL)
+    data = random_data(rng, "sum", "float16", shape)
+    wanted = np.exp(data.astype("float64") * 0.5).sum(tuple(axes))
+    arguments = case.arguments(data, wanted.shape)
+    assert len(kernels.launches(*arguments)) == 1
+    kernels.run(*arguments)
+    np.testing.assert_allclose(arguments[-1], wanted, rtol=1e-5)
+
+
+def test_reshaped_data_is_read_in_place(rng: np.random.Generator) -> None:
+    case = Case("max", "int32", (64, 4096), [0, 2], producer=_reshape)
+    data = random_data(rng, "max", "int32", (64, 4096))
+    wanted = data.reshape(64, 1024, 4).max((0, 2))
+    np.testing.assert_array_equal(_run(case, data, wanted), wanted)
+
+
+@pytest.mark.parametrize(("symbolic", "axes"), [(0, [1]), (1, [1]), (0, [0]), (1, [0])])
+def test_symbolic_extents(symbolic: int, axes: list[int], rng: np.random.Generator) -> None:
+    extent = tirx.Var("n", "int64")
+    shape: list[int | tirx.Var] = [37, 70]
+    shape[symbolic] = extent
+    case = Case("mean", "float32", shape, axes)
+    kernels = compile_opencl(case.func, OPENCL)
+    for size in (1, 5, 300, 4000):
+        actual = (size, 70) if symbolic == 0 else (37, size)
+        data = random_data(rng, "mean", "float32", actual)
+        wanted = reference("mean", data, axes)
+        arguments = case.arguments(data, wanted.shape)
+        kernels.run(*arguments)
+        check("mean", arguments[-1], data, wanted)
+
+
+def test_other_functions_are_left_alone() -> None:
+    data = te.placeholder((8, 8), "float32", name="data")
+    func = te.create_prim_func([data, te.compute((8, 8), lambda i, j: data[i, j] + 1.0)])
+    assert CoalescedReduce().apply(func, OPENCL, False) is None
+    assert CoalescedReduce().apply(func, OPENCL.host, False) is None
+
+
+@pytest.mark.parametrize(("operator", "dtype"), [("argmax", "float32"), ("sum", "bfloat16")])
+def test_an_atomic_finish_that_does_not_exist(operator: str, dtype: str) -> None:
+    with pytest.raises(OpError, match="no such atomic update"):
+        Case(operator, dtype, (3, 4099), [1], "atomic")
