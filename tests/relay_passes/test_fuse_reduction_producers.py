@@ -12,6 +12,7 @@ import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reduction_checks import Array, module_of, random_data
+from reduction_graphs import TABLE_2, data, f32, op, several, total
 from tvm import relax, s_tir, tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -24,15 +25,6 @@ from schedules.compute.coalesced_reduce import FINISH, STATE, VALUE
 
 transform = relax.transform
 STAGES = [VALUE, STATE, FINISH]
-op = relax.op
-
-
-def data(*shape, dtype="float32", name="x"):
-    return relax.Var(name, relax.TensorType(shape, dtype))
-
-
-def total(x, axes=None, operator="sum"):
-    return coalesced_reduce(x, operator, axes)
 
 
 def legal(mod: tvm.IRModule) -> tvm.IRModule:
@@ -79,17 +71,6 @@ def run(mod: tvm.IRModule, *inputs: Array):
     if isinstance(result, tvm.runtime.Tensor):
         return result.numpy()
     return [tensor.numpy() for tensor in result]
-
-
-def several(build: Callable, *params: relax.Var) -> tvm.IRModule:
-    """A module whose ``main`` returns all that ``build(emit, *params)`` returns."""
-    builder = relax.BlockBuilder()
-    with builder.function("main", list(params)):
-        with builder.dataflow():
-            results = build(builder.emit, *params)
-            result = builder.emit_output(relax.Tuple([builder.emit(r) for r in results]))
-        builder.emit_func_output(result)
-    return builder.get()
 
 
 @I.ir_module
@@ -144,75 +125,6 @@ def test_without_the_pass_the_reshape_is_apart():
 def test_pass_has_the_name_of_its_file_and_is_exported():
     assert FuseReductionProducers().info.name == "FuseReductionProducers"
     assert relay_passes.FuseReductionProducers is FuseReductionProducers
-
-
-def f16(x):
-    return op.astype(x, "float16")
-
-
-def f32(x):
-    return op.astype(x, "float32")
-
-
-# The sub-graphs of Table 2 of the Panamera paper, smaller: types, results, and these by numpy.
-HALF, SINGLE = "float16", "float32"
-TABLE_2 = {
-    1: (
-        [(SINGLE, (6, 2))],
-        lambda x: [total(f16(f32(f16(x))), [0])],
-        lambda x: [x.sum(0)],
-    ),
-    2: ([(SINGLE, (9, 13))], lambda x: [total(f16(x), [0])], lambda x: [x.sum(0)]),
-    3: ([(HALF, (8, 11))], lambda x: [total(f32(x), [0])], lambda x: [x.sum(0)]),
-    4: (
-        [(SINGLE, (5, 13))] * 2,
-        lambda x, y: [total(op.multiply(x, y), [1])],
-        lambda x, y: [(x * y).sum(1)],
-    ),
-    5: (
-        [(SINGLE, (13,))] * 2,
-        lambda x, y: [total(op.multiply(op.negative(x), y))],
-        lambda x, y: [(-x * y).sum()],
-    ),
-    6: (
-        [(SINGLE, (31,))] * 3,
-        lambda x, y, z: [total(op.multiply(op.multiply(x, y), z))],
-        lambda x, y, z: [(x * y * z).sum()],
-    ),
-    7: (
-        [(SINGLE, (4, 3, 7))] * 3,
-        lambda x, y, z: [total(op.multiply(op.add(x, y), z), [0])],
-        lambda x, y, z: [((x + y) * z).sum(0)],
-    ),
-    8: (
-        [(SINGLE, (4, 3, 7))] * 4,
-        lambda x, y, z, w: [
-            total(op.multiply(op.add(x, y), z), [0, 1]),
-            total(op.multiply(op.add(x, w), z), [0, 1]),
-        ],
-        lambda x, y, z, w: [((x + y) * z).sum((0, 1)), ((x + w) * z).sum((0, 1))],
-    ),
-    9: (
-        [(SINGLE, (9, 7))] * 2,
-        lambda x, y: [total(x, [0]), total(y, [0])],
-        lambda x, y: [x.sum(0), y.sum(0)],
-    ),
-    10: (
-        [(HALF, (12, 10))],
-        lambda x: [total(f32(op.reshape(x, (3, 4, 2, 5))), [0, 1])],
-        lambda x: [x.sum(0).reshape(2, 5)],
-    ),
-    11: (
-        [(HALF, (12, 10))],
-        lambda x: [total(f32(op.reshape(x, (3, 4, 10))), [0, 1])],
-        lambda x: [x.sum(0)],
-    ),
-    12: (
-        [(HALF, (6, 10))],
-        lambda x: [total(op.reshape(x, (3, 20)))],
-        lambda x: [x.sum()],
-    ),
-}
 
 
 @pytest.mark.parametrize("number", TABLE_2)
