@@ -47,8 +47,9 @@ class FuseReductionProducers:
     absorbed; ``exp`` above would stay apart, because two reductions read it.
 
     Left alone: reductions without such producers, other reductions than ``coalesced_reduce``,
-    whatever lies outside a dataflow block, and functions that another pass has claimed. Applied
-    twice the pass does what it does once.
+    whatever lies outside a dataflow block, and functions that another pass has claimed. A binding
+    ``a = b`` counts as a reader; ``CanonicalizeBindings`` removes these. Applied twice the pass
+    does what it does once.
     """
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:

@@ -11,7 +11,9 @@ its tensor, and ``in`` bytes that computing it once reads from tensors that are 
 2. Arithmetic. ``exp``, ``tanh``, ``erf`` and the like are computed for one reduction only.
 3. Repetition. Before a broadcast, a reduction would compute the producer again for every copy:
    only cheap ones are, that read no more than twice what they produce.
-4. A kernel reads at most :data:`MAX_TENSORS`, for each keeps loads in flight of its own. A
+4. Epilogues. What ``FuseOps`` computes on the way out of a convolution or matrix product stays
+   with it, unless it widens the elements: the bytes are the same.
+5. A kernel reads at most :data:`MAX_TENSORS`, for each keeps loads in flight of its own. A
    concatenation of more than that stays apart.
 
 What stays apart may still be fused with its own producers by ``FuseOps``.
@@ -34,7 +36,7 @@ from schedules.reduce_workload import constant
 from .simplify.expressions import op_name
 
 MAX_TENSORS = 8
-_INJECTIVE = 2  # tvm::relax::OpPatternKind::kInjective; element-wise and broadcast are below
+_BROADCAST, _INJECTIVE, _PRODUCT = 1, 2, 4  # tvm::relax::OpPatternKind; 0 is element-wise
 _SYMBOLIC = 1024  # what an unknown extent counts as
 _EXPENSIVE = frozenset(
     f"tirx.{name}"
@@ -54,14 +56,17 @@ class TIRCalls:
     ----------
     reductions, producers : dict[relax.Var, relax.Call]
         In the order of the block.
-    users : dict[relax.Var, set[relax.Var | None]]
-        Who reads a variable; None stands for what lies outside of the block.
+    products : set[relax.Var]
+        Results of convolutions and matrix products.
+    users : dict[relax.Var, set[relax.Var]]
+        Who reads a variable within the block.
     """
 
     mod: IRModule
     reductions: dict[relax.Var, relax.Call] = field(default_factory=dict)
     producers: dict[relax.Var, relax.Call] = field(default_factory=dict)
-    users: dict[relax.Var, set[relax.Var | None]] = field(default_factory=dict)
+    products: set[relax.Var] = field(default_factory=set)
+    users: dict[relax.Var, set[relax.Var]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, mod: IRModule, block: relax.DataflowBlock) -> TIRCalls:
@@ -77,6 +82,8 @@ class TIRCalls:
                 calls.reductions[binding.var] = binding.value
             elif isinstance(binding.var, relax.DataflowVar) and _is_injective(func):
                 calls.producers[binding.var] = binding.value
+            elif _pattern(func) == _PRODUCT:
+                calls.products.add(binding.var)
         return calls
 
     def call(self, var: relax.Var) -> relax.Call:
@@ -128,9 +135,13 @@ def _called(mod: IRModule, value: relax.Expr) -> tirx.PrimFunc | None:
     return func if isinstance(value.ty, relax.TensorType) else None
 
 
+def _pattern(func: tirx.PrimFunc) -> int | None:
+    return int(func.attrs["op_pattern"]) if "op_pattern" in func.attrs else None
+
+
 def _is_injective(func: tirx.PrimFunc) -> bool:
-    pattern = func.attrs.get("op_pattern") if func.attrs else None
-    if pattern is not None and int(pattern) <= _INJECTIVE:
+    pattern = _pattern(func)
+    if pattern is not None and pattern <= _INJECTIVE:
         return True
     return bool(relax.analysis.has_reshape_pattern(func))  # TVM calls a reshape opaque
 
@@ -139,6 +150,8 @@ def _refused(calls: TIRCalls, var: relax.Var, taken: set[relax.Var]) -> bool:
     """Whether one of the rules of this module keeps a producer apart."""
     if var not in taken:
         return False
+    if _is_epilogue(calls, var, taken):
+        return True
     reductions = _reductions_of(calls, var, taken)
     count, out = len(reductions), _bytes(var)
     leaves = _upstream(calls, var, taken)[1]
@@ -151,6 +164,22 @@ def _refused(calls: TIRCalls, var: relax.Var, taken: set[relax.Var]) -> bool:
     if elements < data and (expensive or read > 2 * out):
         return True
     return count * read > read + (count + 1) * out
+
+
+def _is_epilogue(calls: TIRCalls, var: relax.Var, taken: set[relax.Var]) -> bool:
+    """Whether ``FuseOps`` computes a producer with the product that it follows."""
+    call = calls.producers[var]
+    pattern = _pattern(calls.mod[call.args[0]])
+    if pattern is None or pattern > _BROADCAST:
+        return False
+    for operand in operands(call):
+        alone = calls.users.get(operand) == {var} and operand not in taken
+        if alone and _bytes(var) <= _bytes(operand):
+            if operand in calls.products:
+                return True
+            if operand in calls.producers and _is_epilogue(calls, operand, taken):
+                return True
+    return False
 
 
 def _reductions_of(calls: TIRCalls, var: relax.Var, taken: set[relax.Var]) -> set[relax.Var]:

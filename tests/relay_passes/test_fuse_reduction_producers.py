@@ -224,6 +224,32 @@ def test_before_a_broadcast_only_cheap_producers_are_computed_again():
     assert kernels(lambda y, z, w: op.exp(y)) == 2
 
 
+def test_the_epilogue_of_a_product_stays_with_it():
+    def build(emit, x, y):
+        biased = op.add(emit(op.matmul(x, y)), relax.const(np.ones(8, "float32")))
+        return [total(op.nn.relu(biased), [0])]
+
+    fused = fuse(several(build, data(4, 6), data(6, 8, name="y")))
+    assert calls(fused) == ["fused_matmul_add_relu", "coalesced_sum"]
+
+
+def test_a_product_is_not_written_wider_than_it_is():
+    def build(emit, x, y):
+        return [total(f32(emit(op.matmul(x, y))), [0])]
+
+    params = [data(4, 6, dtype="float16"), data(6, 8, dtype="float16", name="y")]
+    assert calls(fuse(several(build, *params))) == ["matmul", "fused_cast_coalesced_sum"]
+
+
+def test_a_product_with_two_readers_has_no_epilogue():
+    def build(emit, x, y):
+        product = emit(op.matmul(x, y))
+        return [product, total(op.negative(product), [0])]
+
+    fused = fuse(several(build, data(4, 6), data(6, 8, name="y")))
+    assert calls(fused) == ["matmul", "fused_tir_negative_coalesced_sum"]
+
+
 def test_results_of_reductions_are_read():
     def build(emit, x):
         mean = emit(coalesced_reduce(x, "mean", 1, keepdims=True))
