@@ -6,19 +6,23 @@ import tvm_ffi
 from schedules import errors
 
 from . import op
+from .coalesce_reduction import CoalesceReduction
 from .fuse_conv2d import FuseConv2D
 from .fuse_epilogue import FuseEpilogue
 from .fuse_pack import FusePack
+from .fuse_reduction_producers import FuseReductionProducers
 from .fusion_decision import Decision, decide
 from .lift_weights import LiftWeights
 from .pack_layout import PackLayout
 from .simplify_inference import SimplifyInference
 
 __all__ = [
+    "CoalesceReduction",
     "Decision",
     "FuseConv2D",
     "FuseEpilogue",
     "FusePack",
+    "FuseReductionProducers",
     "LiftWeights",
     "PackLayout",
     "SimplifyInference",

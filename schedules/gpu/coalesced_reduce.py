@@ -31,7 +31,11 @@ class CoalescedReduce(GPUScheduleRule):
             return None
         gpu = GPUInfo.from_target(target)
         config = choose(
-            reduction.workload, reduction.loops, gpu, scratch_bytes=reduction.scratch_bytes
+            reduction.workload,
+            reduction.loops,
+            gpu,
+            scratch_bytes=reduction.scratch_bytes,
+            itemsize=reduction.itemsize,
         )
         kernel = write_kernel(reduction, config, gpu)
         if gpu.kind == "opencl":

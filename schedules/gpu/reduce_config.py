@@ -80,6 +80,7 @@ def choose(
     loops: CanonicalLoops,
     gpu: GPUInfo,
     scratch_bytes: int | None = None,
+    itemsize: int | None = None,
 ) -> ReduceConfig:
     """Decide how a reduction runs.
 
@@ -93,6 +94,9 @@ def choose(
         The device.
     scratch_bytes : int | None
         Memory for partial results that the kernel has got; None stands for as much as it needs.
+    itemsize : int | None
+        Bytes of the narrowest element that is read; None stands for those of the workload's type.
+        Only forms *all* and *x* look at it: in form *y* the scratch depends on the vector.
 
     Returns
     -------
@@ -105,7 +109,8 @@ def choose(
         If the finish ``atomic`` was asked for where there is none.
     """
     form = loops.form
-    vector = _vector(workload, loops, gpu)
+    own = max(1, DataType(workload.dtype).bits // 8)
+    vector = _vector(workload, loops, gpu, own if form == "y" else itemsize or own)
     lanes, rows = _block(form, loops, vector, min(THREADS, gpu.max_threads))
     unroll = 1 if workload.is_arg else LOADS_IN_FLIGHT  # comparing hides the loads
     whole = ReduceConfig(form, lanes, rows, vector, unroll, 1, "one_block")
@@ -156,9 +161,9 @@ def _scratch_words(config: ReduceConfig, workload: ReduceWorkload, loops: Canoni
     return ticket_words(config, loops) + words * padded
 
 
-def _vector(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> int:
+def _vector(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo, itemsize: int) -> int:
     """Elements of a 16-byte load, less where the innermost loop is short or odd."""
-    width = VECTOR_BYTES // max(1, DataType(workload.dtype).bits // 8)
+    width = VECTOR_BYTES // itemsize
     runs = loops.runs
     inner = constant(runs[-1][1]) if runs else 1
     if inner is None:

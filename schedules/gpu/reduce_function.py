@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import tvm
 import tvm_ffi
-from tvm import ir, s_tir, tirx
+from tvm import DataType, ir, s_tir, tirx
 
 from ..compute.coalesced_reduce import ATTRIBUTE, FINISH, SHAPE_ATTRIBUTE, STATE, VALUE
 from ..reduce_workload import CanonicalLoops, Extent, ReduceWorkload, constant
@@ -31,6 +31,8 @@ class ReduceFunction:
         ``M`` and ``N``.
     value : Callable
         The first field of the state of element ``(m, n)``, both int64.
+    itemsize : int
+        Bytes of the narrowest element that it reads.
     output : tirx.Buffer
         The result, row-major in ``m``.
     scratch : tirx.Buffer | None
@@ -43,6 +45,7 @@ class ReduceFunction:
     outputs: Extent
     reduced: Extent
     value: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
+    itemsize: int
     output: tirx.Buffer
     scratch: tirx.Buffer | None
 
@@ -72,7 +75,7 @@ def read_reduction(func: tirx.PrimFunc) -> ReduceFunction | None:
     m_var, n_var = (iter_var.var for iter_var in source.iter_vars)
     expression = source.body.value
     outputs, reduced = (_extent(iter_var.dom.extent) for iter_var in source.iter_vars)
-    inputs = list(func.params)[:-1]
+    *inputs, output = [param for param in func.params if isinstance(param, tirx.Buffer)]
     read = loads(expression)
     unread = [buffer for buffer in inputs if not any(load.source.same_as(buffer) for load in read)]
     return ReduceFunction(
@@ -82,7 +85,8 @@ def read_reduction(func: tirx.PrimFunc) -> ReduceFunction | None:
         outputs,
         reduced,
         lambda m, n: substitute(expression, {m_var: m, n_var: n}),
-        func.params[-1],
+        min((DataType(str(load.ty.dtype)).bits // 8 or 1 for load in read), default=1),
+        output,
         unread[0] if unread else None,
     )
 

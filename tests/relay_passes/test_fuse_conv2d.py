@@ -264,9 +264,7 @@ def test_a_callable_learns_where_tensors_come_from_and_go():
             for layer in (depthwise(), dense(kernel=1), depthwise(), dense(kernel=1)):
                 shape = (32, 1 if layer.is_depthwise else 32, *layer.kernel)
                 weight = relax.const(np.ones(shape, "float32"))
-                call = relax.op.nn.conv2d(
-                    value, weight, padding=layer.padding, groups=layer.groups
-                )
+                call = relax.op.nn.conv2d(value, weight, padding=layer.padding, groups=layer.groups)
                 value = builder.emit(call)
             value = builder.emit_output(value)
         builder.emit_func_output(value)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from small_onnx import small_model
 
-from examples import demo, relay_pipeline
+from examples import coalesced_reduction, demo, relay_pipeline
 from examples.benchmarks import campaign, networks, pairs, rooflines
 from tvm_fusion.benchmark import EngineSpec, Plan
 
@@ -213,3 +213,14 @@ def test_relay_pipeline_shows_every_pass(capsys: pytest.CaptureFixture[str]) -> 
     assert "tvm_fusion.fused_conv2d" in lines[2] and lines[2].count("relax.nn.conv2d") == 1
     assert "tvm_fusion.conv2d" in lines[3] and "relax.nn.conv2d" not in lines[3]
     assert "tvm_fusion.pack" in lines[4]
+
+
+def test_coalesced_reduction_prints_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert coalesced_reduction.main() == 0
+    out = capsys.readouterr().out
+    (functions,) = [line for line in out.splitlines() if line.startswith("functions:")]
+    *fused, main = functions.split()[1:]
+    assert main == "main" and len(fused) == 2
+    for name in fused:
+        _, kernel = out.split(f"{name}_kernel(")[1:]  # a declaration, then the kernel
+        assert "blockIdx.x" in kernel
