@@ -39,8 +39,7 @@ def shuffle_xor(value: tirx.Expr, mask: int, width: int) -> tirx.Expr:
 def draw_ticket(gpu: GPUInfo, counter: tirx.Expr, blocks: int) -> tirx.Expr:
     """Count this block at ``counter``; the ticket ``blocks - 1`` is the last one.
 
-    On CUDA the counter is zero again when the last ticket has been drawn; on OpenCL the block that
-    drew it has to reset it.
+    :func:`reset_counter` follows.
     """
     if gpu.kind == "cuda":
         return T.cuda.func_call(
@@ -51,6 +50,15 @@ def draw_ticket(gpu: GPUInfo, counter: tirx.Expr, blocks: int) -> tirx.Expr:
             return_type="int32",
         )
     return T.call_extern("int32", "atomic_inc", counter)
+
+
+def reset_counter(gpu: GPUInfo, counter: tirx.Expr, ticket: tirx.Expr, blocks: int) -> None:
+    """Make the counter zero for the next call if the last ticket has been drawn."""
+    if gpu.kind == "opencl":  # on CUDA it wraps around
+        with T.If(tirx.EQ(ticket, tirx.const(blocks - 1, "int32"))):
+            with T.Then():
+                zero = tirx.const(0, "int32")
+                T.evaluate(T.call_extern("int32", "atomic_xchg", counter, zero))
 
 
 def fence(gpu: GPUInfo) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -12,7 +13,7 @@ from ..reduce_operator import State, field_dtypes, finish
 from . import reduce_state
 from .atomics import atomic_update_vector
 from .block_combine import combine_groups
-from .device_ops import draw_ticket, fence, sync
+from .device_ops import draw_ticket, fence, reset_counter, sync
 from .index_math import i64
 from .reduce_config import partials, power_of_two, ticket_words
 from .reduce_context import ReduceContext
@@ -45,25 +46,32 @@ def last_block(ctx: ReduceContext, states: Buffers) -> None:
     _for_each_result(ctx, states, keep, guarded=False)
     fence(ctx.gpu)
     sync()
-    is_last = T.alloc_buffer((1,), "int32", scope="shared")
+    drawn = T.alloc_buffer((1,), "int32", scope="shared")
     with T.If(tirx.EQ(ctx.thread, i64(0))):
         with T.Then():
             counter = T.address_of(tickets[ctx.tile])
-            T.buffer_store(is_last, draw_ticket(ctx.gpu, counter, ctx.config.splits), [0])
+            own = T.bind(draw_ticket(ctx.gpu, counter, ctx.config.splits))
+            T.buffer_store(drawn, own, [0])
+            reset_counter(ctx.gpu, counter, own, ctx.config.splits)
     sync()
-    ticket = T.bind(is_last[0])
-    with T.If(tirx.EQ(ticket, tirx.const(ctx.config.splits - 1, "int32"))):
-        with T.Then():
-            fence(ctx.gpu)
-            if ctx.gpu.kind == "opencl":
-                with T.If(tirx.EQ(ctx.thread, i64(0))):
-                    with T.Then():
-                        T.buffer_store(tickets, tirx.const(0, "int32"), [ctx.tile])
-            _combine_partials(ctx, kept)
+    ticket = T.bind(drawn[0])
+    is_last = tirx.EQ(ticket, tirx.const(ctx.config.splits - 1, "int32"))
+    if ctx.gpu.kind == "opencl":  # compilers of OpenCL err on barriers under a condition
+        fence(ctx.gpu)
+        _combine_partials(ctx, kept, is_last)
+    else:
+        with T.If(is_last):
+            with T.Then():
+                _combine_partials(ctx, kept)
 
 
-def _combine_partials(ctx: ReduceContext, kept: Buffers) -> None:
-    """Combine the partial results of a tile in the order of their splits and write the outputs."""
+def _combine_partials(
+    ctx: ReduceContext, kept: Buffers, condition: tirx.Expr | None = None
+) -> None:
+    """Combine the partial results of a tile in the order of their splits and write the outputs.
+
+    All threads come here; memory is read and written under ``condition``, if there is one.
+    """
     config, workload = ctx.config, ctx.workload
     width = min(config.tile_outputs, config.threads)
     groups = min(config.threads // width, power_of_two(config.splits))
@@ -74,14 +82,14 @@ def _combine_partials(ctx: ReduceContext, kept: Buffers) -> None:
         reduce_state.clear(workload, state, 1)
         with T.serial(i64(0), i64(-(-config.splits // groups))) as step:
             split = T.bind(step * i64(groups) + group)
-            with T.If(tirx.all(group < i64(groups), split < i64(config.splits))):
+            with _where(group < i64(groups), split < i64(config.splits), condition):
                 with T.Then():
                     row = ctx.tile * i64(config.splits) + split
                     read = reduce_state.load(kept, row * i64(config.tile_outputs) + place)
                     reduce_state.update(workload, state, 0, read)
         combine_groups(ctx, state, group, groups, column, width)
         m = ctx.tile_start + place
-        with _where(tirx.EQ(group, i64(0)), ctx.exists(m)):
+        with _where(tirx.EQ(group, i64(0)), ctx.exists(m), condition):
             with T.Then():
                 _write(ctx, m, reduce_state.load(state, 0))
 
@@ -110,8 +118,10 @@ def _results(ctx: ReduceContext) -> int:
     return ctx.config.vector if ctx.is_y else 1
 
 
-def _where(condition: tirx.Expr, other: tirx.Expr | None):
-    return T.If(condition if other is None else tirx.all(condition, other))
+def _where(*conditions: tirx.Expr | None) -> AbstractContextManager[None]:
+    """A condition that all of those hold which are given."""
+    given = [condition for condition in conditions if condition is not None]
+    return T.If(tirx.all(*given) if len(given) > 1 else given[0])
 
 
 def _write(ctx: ReduceContext, m: tirx.Expr, state: State) -> None:
