@@ -88,8 +88,10 @@ class LayerOperands:
         Attributes; channel counts are the true ones.
     source, output : FeatureMap
         Input and output.
-    weight, bias : tirx.Buffer
+    weight : tirx.Buffer
         Flat, in the packed layouts of :mod:`schedules.compute.conv2d`.
+    bias : tirx.Buffer | None
+        Likewise; None stands for zeros.
     residual : FeatureMap | None
         Added before the activation.
     lanes : int
@@ -106,7 +108,7 @@ class LayerOperands:
     source: FeatureMap
     output: FeatureMap
     weight: tirx.Buffer
-    bias: tirx.Buffer
+    bias: tirx.Buffer | None
     residual: FeatureMap | None
     lanes: int
     in_blocks: int
@@ -376,7 +378,10 @@ def _start(
     lanes = ops.lanes
     with T.unroll(0, run.size) as p:
         with T.unroll(0, blocks) as v:
-            value = _load(ops.bias, (block + v) * lanes, lanes)
+            if ops.bias is None:
+                value = T.broadcast(tirx.const(0, ops.dtype), lanes)
+            else:
+                value = _load(ops.bias, (block + v) * lanes, lanes)
             if reduction.first is not True:
                 partial = _load(ops.output.buffer, ops.output.at(block + v, row, column + p), lanes)
                 value = tirx.if_then_else(reduction.first, value, partial)
