@@ -6,6 +6,7 @@ import tvm_ffi
 from schedules import errors
 
 from . import op
+from .choose_winograd import ChooseWinograd
 from .fuse_conv2d import FuseConv2D
 from .fuse_epilogue import FuseEpilogue
 from .fuse_pack import FusePack
@@ -14,6 +15,7 @@ from .pack_layout import PackLayout
 from .simplify_inference import SimplifyInference
 
 __all__ = [
+    "ChooseWinograd",
     "Decision",
     "FuseConv2D",
     "FuseEpilogue",

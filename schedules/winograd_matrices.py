@@ -58,3 +58,23 @@ def transforms(size: int) -> Transforms:
     inverse[-1, -1] = weight[-1, -1] = 1.0
     data[-1] = polynomial.polyfromroots(points)
     return Transforms(inverse, weight, data)
+
+
+def transform_weight(weight: np.ndarray, size: int) -> np.ndarray:
+    """``G g GT`` of every pair of channels, computed in float64.
+
+    Parameters
+    ----------
+    weight : np.ndarray
+        Packed, ``[B(O), B(I), 3, 3, x, x]``.
+    size : int
+        One of ``TILE_SIZES``.
+
+    Returns
+    -------
+    np.ndarray
+        ``[(size + 2)**2, B(O), B(I), x, x]``, of the element type of ``weight``.
+    """
+    matrix = transforms(size).weight
+    points = np.einsum("ar,oircxy,bc->aboixy", matrix, weight.astype("float64"), matrix)
+    return np.ascontiguousarray(points.reshape(-1, *points.shape[2:]).astype(weight.dtype))

@@ -119,7 +119,7 @@ class FusionEngine(Engine):
         self.version = f"{tvm_fusion.__version__} (TVM {tvm.__version__})"
 
     def load(self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any]) -> None:
-        """Compile with ``target`` and ``fuse`` of ``options``, or load ``artifact``."""
+        """Compile with ``target``, ``fuse``, ``winograd`` of ``options``, or load ``artifact``."""
         chosen = dict(options)
         artifact = chosen.pop("artifact", None)
         if artifact is None:

@@ -18,7 +18,14 @@ from tvm.relax.backend.cpu_generic import pipeline as cpu_generic
 from tvm.s_tir import dlight
 from tvm.target import Target
 
-from relay_passes import FuseConv2D, FuseEpilogue, FusePack, PackLayout, SimplifyInference
+from relay_passes import (
+    ChooseWinograd,
+    FuseConv2D,
+    FuseEpilogue,
+    FusePack,
+    PackLayout,
+    SimplifyInference,
+)
 from relay_passes.fusion_decision import Decision
 from schedules import cpu
 from schedules.conv2d_workload import FusedConv2DWorkload
@@ -39,11 +46,14 @@ class Options:
     ----------
     fuse : str or callable
         Which pairs of convolutions :class:`relay_passes.FuseConv2D` fuses.
+    winograd : str
+        Which 3x3 convolutions :class:`relay_passes.ChooseWinograd` takes.
     dump : Path | None
         A folder for the module after each phase, as ``0-simplify.py`` and so on.
     """
 
     fuse: Fuse = "auto"
+    winograd: str = "auto"
     dump: Path | None = None
 
 
@@ -63,10 +73,14 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         From the name of a phase to its passes.
     """
     transform = relax.transform
+    winograd = options.winograd
     return {
         "simplify": [SimplifyInference()],
-        "fuse": [FuseConv2D(fuse=options.fuse, target=target), FuseEpilogue()],
-        "pack": [PackLayout(target=target)],
+        "fuse": [
+            FuseConv2D(fuse=options.fuse, target=target, winograd=winograd),
+            FuseEpilogue(),
+        ],
+        "pack": [PackLayout(target=target), ChooseWinograd(winograd, target)],
         "lower": [
             *cpu_generic.library_dispatch_passes(target),
             transform.LegalizeOps(),
@@ -134,7 +148,9 @@ def build(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
 
 
 @relax.register_pipeline(NAME)
-def tvm_fusion_pipeline(target: Target | None = None, fuse: Fuse = "auto") -> Pass:
+def tvm_fusion_pipeline(
+    target: Target | None = None, fuse: Fuse = "auto", winograd: str = "auto"
+) -> Pass:
     """The whole pipeline as one pass, for ``tvm.compile(..., relax_pipeline=...)``.
 
     Parameters
@@ -142,6 +158,8 @@ def tvm_fusion_pipeline(target: Target | None = None, fuse: Fuse = "auto") -> Pa
     target : Target | None
         A CPU target; the one that is current when the pass runs if None.
     fuse : str or callable
+        As in :class:`Options`.
+    winograd : str
         As in :class:`Options`.
     """
 
@@ -153,6 +171,6 @@ def tvm_fusion_pipeline(target: Target | None = None, fuse: Fuse = "auto") -> Pa
                 f"no target for the pipeline {NAME!r}; expected the option target=..., or a call "
                 "within 'with target:'"
             )
-        return lower_to_vm(chosen)(optimize(mod, chosen, Options(fuse=fuse)))
+        return lower_to_vm(chosen)(optimize(mod, chosen, Options(fuse, winograd)))
 
     return run

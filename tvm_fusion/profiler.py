@@ -149,6 +149,7 @@ def profile(
     shapes: Mapping[str, Any] | None = None,
     *,
     fuse: Any = "auto",
+    winograd: str = "auto",
     threads: int | None = None,
     runs: int = 30,
     limits: MachineLimits | None = None,
@@ -158,7 +159,7 @@ def profile(
 
     Parameters
     ----------
-    model, target, shapes, fuse, threads
+    model, target, shapes, fuse, winograd, threads
         As for ``compile``.
     runs : int
         Timed runs.
@@ -182,7 +183,7 @@ def profile(
     tell("compiling", 0, 2)
     imported = import_onnx(model, shapes)
     _refuse_open_shapes(imported.inputs)
-    plan = pipeline.phases(resolved, pipeline.Options(fuse=fuse))
+    plan = pipeline.phases(resolved, pipeline.Options(fuse, winograd))
     schedule = plan.pop("schedule")
     with resolved:
         mod = tvm.transform.Sequential(sum(plan.values(), []))(imported.mod)
@@ -280,10 +281,8 @@ def _cost(call: relax.Call, func: tirx.PrimFunc) -> _Described:
     else:
         height, width = int(kernel.height or 1), int(kernel.width or 1)
         operator = " + ".join(map(str, kernel.layers)) + f" on {height}x{width}"
-        flops = 0.0
-        for layer in kernel.layers:
-            flops += layer.flops(height, width) * (kernel.batch or 1)
-            height, width = layer.output_size(height, width)
+        operator += f" by Winograd {kernel.winograd}x{kernel.winograd}" if kernel.winograd else ""
+        flops = float(kernel.flops())
     cost = KernelCost(flops, sum(sizes) // 8 - weights, weights)
     return _Described(operator, cost, kernel)
 

@@ -105,7 +105,7 @@ class WinogradShape:
         lanes: int,
         dtype: str,
     ) -> WinogradShape:
-        """The extents of ``layer`` with an output of ``out_size`` pixels, in blocks of ``lanes``."""
+        """The extents of ``layer`` for an output of ``out_size`` pixels."""
         return cls(
             size=size,
             tiles=batch * -(-out_size[0] // size) * -(-out_size[1] // size),
@@ -118,9 +118,7 @@ class WinogradShape:
 
 def best_plan(shape: WinogradShape, cpu: CPUInfo) -> WinogradPlan:
     """The plan of fewest predicted cycles; of equal ones that of the larger groups."""
-    plans = [
-        WinogradPlan(knobs, _cycles(shape, knobs, cpu)) for knobs in _candidates(shape, cpu)
-    ]
+    plans = [WinogradPlan(knobs, _cycles(shape, knobs, cpu)) for knobs in _candidates(shape, cpu)]
     return min(plans, key=lambda plan: (plan.cycles, -plan.knobs.group))
 
 

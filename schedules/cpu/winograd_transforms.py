@@ -68,4 +68,4 @@ def _combine(terms: Iterable[Term]) -> tirx.Expr:
 
 def _constant(factor: float, like: tirx.Expr) -> tirx.Expr:
     dtype, _, lanes = str(like.ty.dtype).partition("x")
-    return T.broadcast(tirx.const(factor, dtype), int(lanes)) if lanes else tirx.const(factor, dtype)
+    return T.broadcast(tirx.const(factor, dtype), int(lanes))
