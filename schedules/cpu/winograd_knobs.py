@@ -28,13 +28,13 @@ from .tiles import split_evenly
 MAX_GROUP = 32
 
 # Constants of the model, in cycles and bytes of one core; measure before changing one.
-DATA_CYCLES = 8.0  # of the data's transform, a point
-INVERSE_CYCLES = 5.5
+DATA_CYCLES = {2: 4.0, 4: 7.5}  # of the data's transform, a point; by the size of the tiles
+INVERSE_CYCLES = {2: 3.0, 4: 5.0}
 EFFICIENCY = 0.93  # of the peak, in products of full register tiles
-MEMORY_BYTES_PER_CYCLE = 8.0  # weights that one core alone reads from memory
-MEMORY_CORES = 1.35  # cores that saturate the memory with such reads; more share it
+MEMORY_BYTES_PER_CYCLE = 6.5  # weights that one core alone reads from memory
+MEMORY_CORES = 1.65  # cores that saturate the memory with such reads; more share it
 CACHE_BYTES_PER_CYCLE = 27.0  # weights that the core has read before
-EXPOSED = 0.5  # share of the weights' time that does not overlap with arithmetic
+EXPOSED = 0.15  # share of the weights' time that does not overlap with arithmetic
 FMA_BITS_PER_CYCLE = 512  # vector bits of multiply-adds started a cycle, of at most two registers
 TASK_CYCLES = 2000.0  # of beginning a task
 
@@ -160,7 +160,8 @@ def _cycles(shape: WinogradShape, knobs: WinogradKnobs, cpu: CPUInfo) -> float:
     vectors_per_cycle = min(2 * cpu.vector_bits, FMA_BITS_PER_CYCLE) / cpu.vector_bits
     rows = row_cycles(knobs.group, blocks, knobs.pixels, knobs.blocks) * 2 / vectors_per_cycle
     products = shape.in_blocks * shape.lanes * rows / EFFICIENCY
-    moves = knobs.group * (shape.in_blocks * DATA_CYCLES + blocks * INVERSE_CYCLES)
+    moves = shape.in_blocks * DATA_CYCLES[shape.size] + blocks * INVERSE_CYCLES[shape.size]
+    moves *= knobs.group
     arithmetic = turns * (shape.points * (products + moves) + TASK_CYCLES)
     weights = shape.points * shape.in_blocks * blocks * shape.lanes**2 * shape.item_bytes
     busy = min(cpu.num_cores, tasks)

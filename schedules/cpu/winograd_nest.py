@@ -202,6 +202,8 @@ class _Nest:
             dtype=self.kernel.dtype,
         )
         turns = weight_turns(ops, self.knobs.pixels)
+        step_bytes = self.knobs.blocks * self.kernel.lanes**2 * ITEM_BYTES[self.kernel.dtype]
+        lines = -(-step_bytes // (CACHE_LINE_BYTES * turns))
         for block, size in for_each_block_tile(block_runs(ops, self.knobs.blocks), None):
             tile = functools.partial(
                 compute_tile,
@@ -210,6 +212,7 @@ class _Nest:
                 size,
                 reduction=Reduction(0, self.in_blocks),
                 turns=turns,
+                lines=lines,
             )
             pixel_nest(ops, (0, 1), self.knobs.pixels, tile)
 
