@@ -84,7 +84,7 @@ def compile(
     """
     count = choose_threads(threads)
     resolved = resolve(target, cores=threads)
-    options = pipeline.Options(fuse, winograd)
+    options = pipeline.Options(fuse=fuse, winograd=winograd)
     stages = len(pipeline.phases(resolved, options)) + 2
 
     stage_now = "import"

@@ -46,15 +46,15 @@ class Options:
     ----------
     fuse : str or callable
         Which pairs of convolutions :class:`relay_passes.FuseConv2D` fuses.
-    winograd : str
-        Which 3x3 convolutions :class:`relay_passes.ChooseWinograd` takes.
     dump : Path | None
         A folder for the module after each phase, as ``0-simplify.py`` and so on.
+    winograd : str
+        Which 3x3 convolutions :class:`relay_passes.ChooseWinograd` takes.
     """
 
     fuse: Fuse = "auto"
-    winograd: str = "auto"
     dump: Path | None = None
+    winograd: str = "auto"
 
 
 def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
@@ -171,6 +171,6 @@ def tvm_fusion_pipeline(
                 f"no target for the pipeline {NAME!r}; expected the option target=..., or a call "
                 "within 'with target:'"
             )
-        return lower_to_vm(chosen)(optimize(mod, chosen, Options(fuse, winograd)))
+        return lower_to_vm(chosen)(optimize(mod, chosen, Options(fuse=fuse, winograd=winograd)))
 
     return run

@@ -183,7 +183,7 @@ def profile(
     tell("compiling", 0, 2)
     imported = import_onnx(model, shapes)
     _refuse_open_shapes(imported.inputs)
-    plan = pipeline.phases(resolved, pipeline.Options(fuse, winograd))
+    plan = pipeline.phases(resolved, pipeline.Options(fuse=fuse, winograd=winograd))
     schedule = plan.pop("schedule")
     with resolved:
         mod = tvm.transform.Sequential(sum(plan.values(), []))(imported.mod)
