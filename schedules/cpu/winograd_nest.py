@@ -131,42 +131,49 @@ class _Nest:
         T.buffer_store(buffer, value, [T.ramp(offset, 1, self.kernel.lanes)])
 
     def _transform_data(self, first_tile: Index, data: _Points, half: tirx.Buffer) -> None:
-        """Rows first, into ``half``; then the columns of that."""
-        lanes, count = self.kernel.lanes, self.count
+        """Rows first, into ``half``; then the columns of that.
+
+        Tiles at the left and right borders are code of their own, in which what lies outside is
+        zero; a row above or below the image is a branch.
+        """
+        lanes, count, classes = self.kernel.lanes, self.count, self._column_classes()
         with loop(0, self.in_blocks) as block, loop(0, self.knobs.group) as tile:
             place = self._place(tirx.min(first_tile + tile, self.tiles - 1))
             plane = (place.image * self.in_blocks + block) * self.source.block_stride
-            with loop(0, count) as r:
-                row = T.bind(place.row * self.size + r - self.layer.padding[0])
-                values = half, r * (count * lanes)
-                with T.If(tirx.all(row >= 0, row < self.source.height)):
-                    with T.Then():
-                        self._data_row(plane + row * self.source.row_stride, place.column, values)
-                    with T.Else():
-                        for c in range(count):
-                            self._store(half, values[1] + c * lanes, self._zero())
+            for first, stop, inside in classes:
+                here = tirx.all(place.column >= first, place.column < stop)
+                with _when(True if len(classes) == 1 else here):
+                    self._transform_rows(plane, place, inside, half)
             with loop(0, count) as c:
                 column = [self._load(half, (r * count + c) * lanes) for r in range(count)]
                 for r, value in enumerate(transform_data(self.size, column)):
                     self._store(data.buffer, data.at(r * count + c, block, tile), value)
 
-    def _data_row(self, row: Index, tile: Index, to: tuple[tirx.Buffer, Index]) -> None:
-        """Transform one row of a tile of column ``tile``; ``row`` is where the image's row begins.
-
-        Tiles at the two borders are code of their own, in which what lies outside is zero.
-        """
-        lanes = self.kernel.lanes
-        classes = self._column_classes()
-        for first, stop, inside in classes:
-            here = tirx.all(tile >= first, tile < stop)
-            with _when(True if len(classes) == 1 else here):
-                start = row + (tile * self.size - self.layer.padding[1]) * lanes
-                pixels = [
-                    self._load(self.source.buffer, start + c * lanes) if exists else self._zero()
-                    for c, exists in enumerate(inside)
-                ]
-                for c, value in enumerate(transform_data(self.size, pixels)):
-                    self._store(to[0], to[1] + c * lanes, value)
+    def _transform_rows(
+        self, plane: Index, place: _Place, inside: Sequence[bool], half: tirx.Buffer
+    ) -> None:
+        """Transform the rows of one tile, of whose columns those ``inside`` exist."""
+        lanes, count, padding = self.kernel.lanes, self.count, self.layer.padding
+        zero = T.broadcast(tirx.const(0, self.kernel.dtype), lanes)
+        first_row, first_column = (
+            start * self.size - before
+            for start, before in zip((place.row, place.column), padding, strict=False)
+        )
+        with loop(0, count) as r:
+            row = T.bind(first_row + r)
+            with T.If(tirx.all(row >= 0, row < self.source.height)):
+                with T.Then():
+                    start = plane + row * self.source.row_stride + first_column * lanes
+                    pixels = [
+                        self._load(self.source.buffer, start + c * lanes) if exists else zero
+                        for c, exists in enumerate(inside)
+                    ]
+                    values = transform_data(self.size, pixels)
+                    for c, value in enumerate(values):
+                        self._store(half, (r * count + c) * lanes, value)
+                with T.Else():
+                    for c in range(count):
+                        self._store(half, (r * count + c) * lanes, zero)
 
     def _column_classes(self) -> list[tuple[int, int, Sequence[bool]]]:
         """Columns of tiles ``[first, stop)`` alike in which of their columns of pixels exist."""
@@ -179,9 +186,6 @@ class _Nest:
                 first = classes.pop()[0]
             classes.append((first, column + 1, inside))
         return classes
-
-    def _zero(self) -> tirx.Expr:
-        return T.broadcast(tirx.const(0, self.kernel.dtype), self.kernel.lanes)
 
     def _multiply(
         self, point: Index, first_block: Index, blocks: int, data: _Points, products: _Points
