@@ -2,7 +2,7 @@
 """Whether a convolution should be computed by Winograd's algorithm, and in tiles of which size.
 
 It needs fewer multiplications (2.25 times as few in tiles of 2x2 outputs, 4 times in 4x4), but
-transforms of its data and output, and weights 1.8 or 4 times as large; and it rounds more. The
+transforms of its data and output, and weights 1.8 or 4 times as large; and it rounds otherwise. The
 times that are compared are predicted: by :mod:`schedules.cpu.winograd_knobs`, and by
 :func:`.cost_model.direct_cycles`. Traffic of the data and the output is the same for both.
 """
@@ -22,7 +22,7 @@ from schedules.winograd_matrices import TILE_SIZES
 from .cost_model import direct_cycles
 
 MODES = ("auto", "always", "never")
-LEAST_GAIN = 0.05  # predicted, below which a convolution stays as exact as it is
+LEAST_GAIN = 0.05  # predicted, below which a convolution stays direct
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class WinogradDecision:
 
     @property
     def pays(self) -> bool:
-        """Whether the gain is worth the accuracy."""
+        """Whether the gain is large enough to be sure of."""
         return self.gain >= LEAST_GAIN
 
 

@@ -124,8 +124,8 @@ COMPILE_OPTIONS = (
         type=click.Choice(["auto", "always", "never"]),
         default="auto",
         show_default=True,
-        help="3x3 convolutions to compute by Winograd's algorithm, which is faster but rounds "
-        "more: those that gain, all that can be, or none.",
+        help="3x3 convolutions to compute by Winograd's algorithm, with fewer multiplications: "
+        "those that gain, all that can be, or none.",
     ),
 )
 

@@ -54,7 +54,8 @@ def compile(
         ``"none"`` none; a callable decides itself.
     winograd : str
         ``"auto"`` computes 3x3 convolutions by Winograd's algorithm where that is predicted faster,
-        with somewhat larger rounding errors; ``"always"`` wherever it can be, ``"never"`` nowhere.
+        ``"always"`` wherever it can be, ``"never"`` nowhere. It rounds otherwise, by as much as the
+        direct kernels or twice that, and spreads an infinity or NaN over a tile of 4x4 pixels.
     threads : int, optional
         Threads of a call; by default one a physical core. The code is made for that many, unless
         the target says ``num-cores``.

@@ -9,10 +9,11 @@
     weight [(m + 2)**2, B(O), B(I), x, x]      G kernel GT at every point, input before output lanes
     B(C) = ceil(C / x)   H' = H + top + bottom - 2, and W' alike
 
-``m`` is the height and width of an output tile. Largest error of the whole output, relative to its
-largest element, in float32 on random data of unit variance, against float64: 1e-6 for m = 2 and
-3e-6 for m = 4, where a direct convolution has 5e-7. An infinity or NaN in the data makes NaN of all
-outputs of the tiles that read it. Batch, height and width may be symbolic.
+``m`` is the height and width of an output tile. The largest error in float32 on random data of 16
+to 512 channels, against float64 and relative to the largest output, is 2e-7 to 8e-7 for m = 2 and
+9e-7 to 4e-6 for m = 4; that of the direct op, which adds nine times as many products in a row, is
+5e-7 to 4e-6. An infinity or NaN in the data makes NaN of all outputs of the tiles that read it.
+Batch, height and width may be symbolic.
 """
 
 from __future__ import annotations
