@@ -13,9 +13,9 @@ tries all tile sizes and keeps the best. It charges
 - locality: an intermediate tile that leaves the cache with its input and output saves nothing.
 
 Separate kernels pay for writing and reading the intermediate, where it lives by its size, and for
-one more parallel region, but may be computed by Winograd's algorithm, which a fused one may not;
-and where the data comes or the result leaves in NCHW, for a kernel that
-changes the layout, which a fused one does in its registers.
+one more parallel region; and where the data comes or the result leaves in NCHW, for a kernel that
+changes the layout, which a fused one does in its registers. But they may be computed by Winograd's
+algorithm (:mod:`.winograd_decision`), which a fused kernel does not use.
 """
 
 from __future__ import annotations
