@@ -6,6 +6,7 @@ import tvm_ffi
 from schedules import errors
 
 from . import op
+from .choose_winograd import ChooseWinograd
 from .coalesce_reduction import CoalesceReduction
 from .fuse_conv2d import FuseConv2D
 from .fuse_epilogue import FuseEpilogue
@@ -17,6 +18,7 @@ from .pack_layout import PackLayout
 from .simplify_inference import SimplifyInference
 
 __all__ = [
+    "ChooseWinograd",
     "CoalesceReduction",
     "Decision",
     "FuseConv2D",

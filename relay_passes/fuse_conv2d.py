@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import tvm
 from tvm import IRModule, relax, tirx
+from tvm.ir import GenericConst
 from tvm.target import Target
 
 from schedules.conv2d_workload import FusedConv2DWorkload
@@ -20,6 +21,7 @@ from .chain_rewriter import Rewrites, rewrite_chains
 from .conv_chain import ConvChain, Users, find_chains, find_users
 from .fusion_decision import Decision, decide
 from .fusion_report import Entry, cost_fields, merge_reports, read_report, write_report
+from .winograd_decision import check_mode
 
 Chooser = Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
 _MODES = ("auto", "all", "none")
@@ -60,18 +62,24 @@ class FuseConv2D:
         can be, ``none`` only reports; a callable decides for itself.
     target : Target | str | dict | None
         Where the module will run; None takes the current target.
+    winograd : str
+        As for :class:`relay_passes.ChooseWinograd`: unless ``never``, a pair has to be faster than
+        its layers apart where those with constant weights may be computed by that algorithm.
     """
 
     def __init__(
         self,
         fuse: str | Chooser = "auto",
         target: Target | str | dict[str, object] | None = None,
+        winograd: str = "auto",
     ) -> None:
         if not callable(fuse) and fuse not in _MODES:
             raise OpError(
                 f"FuseConv2D: fuse is {fuse!r}; expected one of {', '.join(_MODES)} or a callable"
             )
+        check_mode(winograd, "FuseConv2D")
         self.fuse = fuse
+        self.winograd = winograd
         self.target = None if target is None else Target(target)
 
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
@@ -84,8 +92,10 @@ class FuseConv2D:
             )
         entries: list[Entry] = []
 
+        judge = _Judge(self.fuse, target, self.winograd != "never")
+
         def plan(name: str, block: relax.DataflowBlock) -> Rewrites:
-            candidates = _choose([_judge(pair, self.fuse, target) for pair in _pairs(block)])
+            candidates = _choose([judge(pair) for pair in _pairs(block)])
             entries.extend(candidate.report(name) for candidate in candidates)
             return _rewrites(candidates)
 
@@ -195,17 +205,50 @@ def _leaves(var: relax.Var, users: Users) -> bool:
     )
 
 
-def _judge(pair: _Pair, fuse: str | Chooser, target: Target) -> _Candidate:
-    """Decide on one pair, regardless of its neighbours."""
-    workload = pair.workload()
-    obstacle = _obstacle(pair, target)
-    if workload is None or obstacle:
-        return _Candidate(pair, None, Decision(False, obstacle or "height or width is symbolic"))
-    try:
-        call = pair.to_call()
-    except OpError as error:
-        return _Candidate(pair, None, Decision(False, str(error)))
-    return _Candidate(pair, call, _ask(fuse, workload, target))
+@dataclass(frozen=True)
+class _Judge:
+    """Decides on one pair, regardless of its neighbours."""
+
+    fuse: str | Chooser
+    target: Target
+    winograd: bool
+
+    def __call__(self, pair: _Pair) -> _Candidate:
+        workload = pair.workload()
+        obstacle = _obstacle(pair, self.target)
+        if workload is None or obstacle:
+            refusal = Decision(False, obstacle or "height or width is symbolic")
+            return _Candidate(pair, None, refusal)
+        try:
+            call = pair.to_call()
+        except OpError as error:
+            return _Candidate(pair, None, Decision(False, str(error)))
+        return _Candidate(pair, call, self._ask(pair, workload))
+
+    def _ask(self, pair: _Pair, workload: FusedConv2DWorkload) -> Decision:
+        if self.fuse == "none":
+            return Decision(False, "fusion is switched off")
+        decision = decide(workload, self.target, self._allowed(pair))
+        if not callable(self.fuse):
+            if self.fuse == "auto" or decision.fuse:
+                return decision
+            return Decision(True, f"every pair was asked for; {decision.reason}", decision.gain)
+        answer = self.fuse(workload, self.target)
+        if isinstance(answer, Decision):
+            return answer
+        if not isinstance(answer, bool):
+            raise OpError(
+                f"FuseConv2D: the callable returned {answer!r}; expected bool or Decision"
+            )
+        return Decision(answer, "the caller's choice", decision.gain)
+
+    def _allowed(self, pair: _Pair) -> tuple[bool, bool]:
+        """Which layers, apart, may be computed by Winograd's algorithm."""
+        first, second = (
+            self.winograd and isinstance(chain.weight, GenericConst)
+            for chain in (pair.first, pair.second)
+        )
+        return first, second
 
 
 def _obstacle(pair: _Pair, target: Target) -> str | None:
@@ -216,22 +259,6 @@ def _obstacle(pair: _Pair, target: Target) -> str | None:
         return f"no fused convolution kernel for target kind {target.kind.name!r}"
     lanes = CPUInfo.from_target(target).lanes("float32")
     return unsupported(pair.first.layer, pair.second.layer, lanes)
-
-
-def _ask(fuse: str | Chooser, workload: FusedConv2DWorkload, target: Target) -> Decision:
-    if fuse == "none":
-        return Decision(False, "fusion is switched off")
-    if not callable(fuse):
-        decision = decide(workload, target)
-        if fuse == "auto" or decision.fuse:
-            return decision
-        return Decision(True, f"every pair was asked for; {decision.reason}", decision.gain)
-    answer = fuse(workload, target)
-    if isinstance(answer, Decision):
-        return answer
-    if not isinstance(answer, bool):
-        raise OpError(f"FuseConv2D: the callable returned {answer!r}; expected bool or Decision")
-    return Decision(answer, "the caller's choice", decide(workload, target).gain)
 
 
 def _choose(candidates: list[_Candidate]) -> list[_Candidate]:

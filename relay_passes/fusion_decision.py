@@ -14,12 +14,13 @@ tries all tile sizes and keeps the best. It charges
 
 Separate kernels pay for writing and reading the intermediate, where it lives by its size, and for
 one more parallel region; and where the data comes or the result leaves in NCHW, for a kernel that
-changes the layout, which a fused one does in its registers.
+changes the layout, which a fused one does in its registers. But they may be computed by Winograd's
+algorithm (:mod:`.winograd_decision`), which a fused kernel does not use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -29,19 +30,14 @@ from schedules.conv2d_workload import ConvLayer, FusedConv2DWorkload
 from schedules.cpu.fused_conv2d_limits import plain_sides
 from schedules.cpu.machine import CPUInfo
 
+from .cost_model import CACHE_SHARE, arithmetic, direct_cycles, transfer
+from .winograd_decision import WinogradDecision, decide_winograd
+
 # Constants of the model, in bytes and cycles of one core; measure before changing one.
-FMA_BITS_PER_CYCLE = 512  # vector bits of multiply-adds started a cycle, of at most two registers
-L2_BYTES_PER_CYCLE = 32.0
-L3_BYTES_PER_CYCLE = 27.0
-MEMORY_BYTES_PER_CYCLE = 8.0  # for one core alone
-MEMORY_CORES = 2.0  # cores that saturate the memory; more share it
-DENSE_EFFICIENCY = 0.95  # of the peak, with weights and data in L1
-DEPTHWISE_EFFICIENCY = 0.8
 EXPOSED = 0.6  # share of activation traffic that does not overlap with arithmetic
 REGION_CYCLES = 5000.0  # starting and joining one parallel region
 LAYOUT_BYTES_PER_CYCLE = 6.0  # of a kernel that changes the layout, each byte counted once
 TRANSPOSE_BYTES_PER_CYCLE = 16.0  # of transposes in registers
-CACHE_SHARE = 0.75  # of a cache that a kernel's own data may fill
 LEAST_TILE_WIDTH = 4  # pixels in a row that keep the multiply-add units busy
 LEAST_GAIN = 0.001  # predicted, below which two kernels stay
 
@@ -76,7 +72,9 @@ class _Plan:
     imbalance: float  # outputs of the busiest core, over the mean
 
 
-def decide(workload: FusedConv2DWorkload, target: Target) -> Decision:
+def decide(
+    workload: FusedConv2DWorkload, target: Target, winograd: tuple[bool, bool] = (True, True)
+) -> Decision:
     """Predict whether one kernel is faster than two.
 
     Parameters
@@ -85,6 +83,8 @@ def decide(workload: FusedConv2DWorkload, target: Target) -> Decision:
         The pair on concrete shapes.
     target : Target
         Where it runs.
+    winograd : tuple[bool, bool]
+        Whether each layer, as a kernel of its own, may be computed by Winograd's algorithm.
 
     Returns
     -------
@@ -105,11 +105,34 @@ def decide(workload: FusedConv2DWorkload, target: Target) -> Decision:
     regions, layout_bytes = _layout_changes(workload, cpu)
     layout = regions * REGION_CYCLES + layout_bytes / (cpu.num_cores * LAYOUT_BYTES_PER_CYCLE)
     transposes = layout_bytes / (cpu.num_cores * TRANSPOSE_BYTES_PER_CYCLE)
-    gain = (_separate_cycles(workload, cpu) + layout) / (plan.cycles + transposes) - 1
-    return Decision(gain >= LEAST_GAIN, _explain(workload, cpu, plan, gain), gain)
+    apart = _winograd_apart(workload, target, winograd)
+    gain = (_separate_cycles(workload, cpu, apart) + layout) / (plan.cycles + transposes) - 1
+    return Decision(gain >= LEAST_GAIN, _explain(workload, cpu, plan, gain, apart), gain)
 
 
-def _explain(workload: FusedConv2DWorkload, cpu: CPUInfo, plan: _Plan, gain: float) -> str:
+def _winograd_apart(
+    workload: FusedConv2DWorkload, target: Target, allowed: tuple[bool, bool]
+) -> list[WinogradDecision | None]:
+    """For each layer, what Winograd's algorithm gains where it is a kernel of its own."""
+    decisions: list[WinogradDecision | None] = []
+    for layer, size, may in (
+        (workload.layer1, (workload.height, workload.width), allowed[0]),
+        (workload.layer2, workload.mid_size, allowed[1]),
+    ):
+        found = None
+        if may:
+            found = decide_winograd(layer, workload.batch, *size, workload.dtype, target)
+        decisions.append(found if found is not None and found.pays else None)
+    return decisions
+
+
+def _explain(
+    workload: FusedConv2DWorkload,
+    cpu: CPUInfo,
+    plan: _Plan,
+    gain: float,
+    apart: Sequence[WinogradDecision | None],
+) -> str:
     height, width = workload.out_size
     if gain >= LEAST_GAIN:
         tiles = f"{plan.tile[0]}x{plan.tile[1]} pixels"
@@ -119,6 +142,9 @@ def _explain(workload: FusedConv2DWorkload, cpu: CPUInfo, plan: _Plan, gain: flo
             f"predicted {gain:+.1%}: {kib:.{0 if kib >= 10 else 1}f} KiB between the layers stay "
             f"in cache, in tiles of {tiles}"
         )
+    if any(apart):
+        layers = " and ".join(f"layer {index}" for index, by in enumerate(apart, 1) if by)
+        return f"predicted {gain:+.1%}: apart, {layers} can be computed by Winograd's algorithm"
     losses = {
         f"output of {height}x{width} does not divide evenly among {cpu.num_cores} cores": (
             plan.imbalance
@@ -157,14 +183,14 @@ def _fused_plan(
     in_bytes = in_tile[0] * in_tile[1] * first.in_channels * item
     mid_bytes = mid_tile[0] * mid_tile[1] * first.out_channels * item
     out_bytes = tile[0] * tile[1] * second.out_channels * item * (2 if workload.residual else 1)
-    arithmetic = _arithmetic(first, mid_tile, cpu, workload.dtype)
-    arithmetic += _arithmetic(second, tile, cpu, workload.dtype)
+    work = arithmetic(first, mid_tile, cpu, workload.dtype)
+    work += arithmetic(second, tile, cpu, workload.dtype)
     weights = (first.weight_elements() + second.weight_elements()) * item
-    traffic = _transfer(in_bytes, workload.batch * _input_bytes(workload), cpu)
-    traffic += _transfer(out_bytes, workload.batch * _output_bytes(workload), cpu)
+    traffic = transfer(in_bytes, workload.batch * _input_bytes(workload), cpu)
+    traffic += transfer(out_bytes, workload.batch * _output_bytes(workload), cpu)
     if in_bytes + mid_bytes + out_bytes > CACHE_SHARE * cpu.l2_bytes:
-        traffic += _transfer(2 * mid_bytes, cpu.num_cores * mid_bytes, cpu)
-    cycles = max(arithmetic, _transfer(weights, weights, cpu, shared=True)) + EXPOSED * traffic
+        traffic += transfer(2 * mid_bytes, cpu.num_cores * mid_bytes, cpu)
+    cycles = max(work, transfer(weights, weights, cpu, shared=True)) + EXPOSED * traffic
 
     most = ceil(tiles / cpu.num_cores)
     mid_pixels, pixels = workload.batch * mid_h * mid_w, workload.batch * out_h * out_w
@@ -177,24 +203,25 @@ def _fused_plan(
     )
 
 
-def _separate_cycles(workload: FusedConv2DWorkload, cpu: CPUInfo) -> float:
-    """Cost of two kernels, each split evenly among the cores by rows or channels."""
-    item, batch = workload.item_bytes, workload.batch
+def _separate_cycles(
+    workload: FusedConv2DWorkload, cpu: CPUInfo, apart: Sequence[WinogradDecision | None]
+) -> float:
+    """Cost of two kernels, each split evenly among the cores, or by Winograd's algorithm."""
+    batch = workload.batch
     total = 2 * REGION_CYCLES
-    for layer, size in (
-        (workload.layer1, workload.mid_size),
-        (workload.layer2, workload.out_size),
+    for layer, size, winograd in (
+        (workload.layer1, workload.mid_size, apart[0]),
+        (workload.layer2, workload.out_size, apart[1]),
     ):
-        weights = layer.weight_elements() * item
-        arithmetic = batch * _arithmetic(layer, size, cpu, workload.dtype) / cpu.num_cores
-        total += max(arithmetic, _transfer(weights, weights, cpu, shared=True) / cpu.num_cores)
+        direct = direct_cycles(layer, batch, size, cpu, workload.dtype)
+        total += direct if winograd is None else min(direct, winograd.cycles)
     traffic = 0.0
     for bytes_moved, size_bytes in (
         (_input_bytes(workload), _input_bytes(workload)),
         (2 * workload.mid_bytes() // batch, workload.mid_bytes() // batch),
         (_output_bytes(workload), _output_bytes(workload)),
     ):
-        traffic += _transfer(batch * bytes_moved, batch * size_bytes, cpu)
+        traffic += transfer(batch * bytes_moved, batch * size_bytes, cpu)
     return total + EXPOSED * traffic / cpu.num_cores
 
 
@@ -244,26 +271,3 @@ def _reach(layer: ConvLayer, tile: tuple[int, int], whole: tuple[int, int]) -> t
         for axis in (0, 1)
     )
     return height, width
-
-
-def _arithmetic(layer: ConvLayer, size: tuple[int, int], cpu: CPUInfo, dtype: str) -> float:
-    """Cycles of multiply-adds for ``size`` output pixels, channels rounded up to whole vectors."""
-    lanes = cpu.lanes(dtype)
-    per_cycle = lanes * min(2 * cpu.vector_bits, FMA_BITS_PER_CYCLE) / cpu.vector_bits
-    channels = ceil(layer.out_channels / lanes) * lanes
-    taps = layer.kernel[0] * layer.kernel[1] * layer.in_channels // layer.groups
-    efficiency = DEPTHWISE_EFFICIENCY if layer.is_depthwise else DENSE_EFFICIENCY
-    return size[0] * size[1] * channels * taps / (per_cycle * efficiency)
-
-
-def _transfer(moved: float, resident: float, cpu: CPUInfo, *, shared: bool = False) -> float:
-    """Cycles in which one core moves bytes of a tensor whose size tells where it lives.
-
-    A ``shared`` tensor is wanted whole by every core, any other in parts.
-    """
-    l2_bytes = cpu.l2_bytes * (1 if shared else cpu.num_cores)
-    if resident <= CACHE_SHARE * l2_bytes:
-        return moved / L2_BYTES_PER_CYCLE
-    if resident <= CACHE_SHARE * cpu.l3_bytes:
-        return moved / L3_BYTES_PER_CYCLE
-    return moved / (MEMORY_BYTES_PER_CYCLE * min(1.0, MEMORY_CORES / cpu.num_cores))

@@ -7,6 +7,7 @@ These plain records are what ops, passes, schedules and reports agree on; none o
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -84,6 +85,16 @@ class ConvLayer:
             self.kernel == (1, 1)
             and self.strides == (1, 1)
             and not any(self.padding)
+            and self.groups == 1
+        )
+
+    @property
+    def suits_winograd(self) -> bool:
+        """Whether the kernel is 3x3 with stride 1, no dilation and one group."""
+        return (
+            self.kernel == (3, 3)
+            and self.strides == (1, 1)
+            and self.dilation == (1, 1)
             and self.groups == 1
         )
 
@@ -246,6 +257,8 @@ class Conv2DKernel:
         ``NCHW`` or ``NCHW{x}c``.
     plain_data, plain_out : bool
         Whether the kernel itself packs its data from NCHW, or unpacks its output to NCHW.
+    winograd : int
+        Height and width of the output tiles of Winograd's algorithm; 0 for a direct convolution.
     """
 
     layers: tuple[ConvLayer, ...]
@@ -258,6 +271,7 @@ class Conv2DKernel:
     out_layout: str = "NCHW"
     plain_data: bool = False
     plain_out: bool = False
+    winograd: int = 0
 
     @property
     def is_static(self) -> bool:
@@ -268,6 +282,21 @@ class Conv2DKernel:
     def lanes(self) -> int:
         """Channels in a block of the packed output; 1 for NCHW."""
         return int(self.out_layout[len("NCHW") : -1] or 1)
+
+    def flops(self) -> int:
+        """Floating-point operations (two a multiply-add) of one run; unknown extents count as one.
+
+        Those of Winograd's transforms are not counted, as they are not multiply-adds of weights.
+        """
+        size, total = (self.height or 1, self.width or 1), 0
+        for layer in self.layers:
+            total += layer.flops(*size)
+            size = layer.output_size(*size)
+        if self.winograd:
+            tiles = math.prod(-(-extent // self.winograd) for extent in size)
+            points = (self.winograd + self.layers[0].kernel[0] - 1) ** 2
+            total = 2 * tiles * points * self.layers[0].in_channels * self.layers[0].out_channels
+        return (self.batch or 1) * total
 
 
 def to_json(kernel: Conv2DKernel) -> str:

@@ -55,6 +55,7 @@ def compile_command(
     target: str,
     shape: tuple,
     fuse: str,
+    winograd: str,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -68,7 +69,13 @@ def compile_command(
     with progress_bar() as progress:
         shapes = as_mapping(shape, "--shape")
         compiled = compile_model(
-            model, target, shapes, fuse=fuse, threads=threads, progress=progress
+            model,
+            target,
+            shapes,
+            fuse=fuse,
+            winograd=winograd,
+            threads=threads,
+            progress=progress,
         )
         compiled.save(output)
     seconds = time.perf_counter() - begin
@@ -119,27 +126,34 @@ def run_command(
     target: str,
     shape: tuple,
     fuse: str,
+    winograd: str,
     threads: int | None,
     as_json: bool,
 ) -> None:
     """Run MODEL, a compiled model or an ONNX file, and show its outputs and its latency.
 
-    --target and --fuse matter for an ONNX file alone; --seed is that of the random inputs,
-    --repeat the number of timed runs.
+    --target, --fuse and --winograd matter for an ONNX file alone; --seed is that of the random
+    inputs, --repeat the number of timed runs.
     """
     from . import load
     from .cli_run import is_compiled, run_model, save_outputs
 
     shapes = as_mapping(shape, "--shape")
     if is_compiled(model):
-        refuse_given(["target", "fuse"], f"{model.name} is compiled already")
+        refuse_given(["target", "fuse", "winograd"], f"{model.name} is compiled already")
         compiled = load(model, threads=threads)
     else:
         from . import compile as compile_model
 
         with progress_bar() as progress:
             compiled = compile_model(
-                model, target, shapes, fuse=fuse, threads=threads, progress=progress
+                model,
+                target,
+                shapes,
+                fuse=fuse,
+                winograd=winograd,
+                threads=threads,
+                progress=progress,
             )
     result, outputs = run_model(compiled, as_mapping(inputs, "--input"), shapes, seed, repeat)
     if output is not None:
@@ -180,6 +194,7 @@ def bench_command(
     target: str,
     shape: tuple,
     fuse: str,
+    winograd: str,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -191,14 +206,15 @@ def bench_command(
     """
     if as_profile:
         refuse_given(["against", "compiled", "rounds"], "--profile races nobody")
-        _show_profile(model, target, as_mapping(shape, "--shape"), fuse, threads, runs, as_json)
+        shapes = as_mapping(shape, "--shape")
+        _show_profile(model, target, shapes, fuse, winograd, threads, runs, as_json)
         return
     from .benchmark import EngineSpec, Plan, available_peers, race
     from .race_result import race_table
 
-    options: dict[str, Any] = {"target": target, "fuse": fuse}
+    options: dict[str, Any] = {"target": target, "fuse": fuse, "winograd": winograd}
     if compiled is not None:
-        refuse_given(["target", "fuse"], f"{compiled.name} is compiled already")
+        refuse_given(["target", "fuse", "winograd"], f"{compiled.name} is compiled already")
         options = {"artifact": str(compiled.resolve())}
     engines = [EngineSpec("tvm-fusion", options=options)]
     engines += [EngineSpec(name) for name in against or available_peers()]
@@ -219,6 +235,7 @@ def _show_profile(
     target: str,
     shapes: dict[str, Any],
     fuse: str,
+    winograd: str,
     threads: int | None,
     runs: int,
     as_json: bool,
@@ -227,7 +244,14 @@ def _show_profile(
 
     with progress_bar() as progress:
         result = profile(
-            model, target, shapes, fuse=fuse, threads=threads, runs=runs, progress=progress
+            model,
+            target,
+            shapes,
+            fuse=fuse,
+            winograd=winograd,
+            threads=threads,
+            runs=runs,
+            progress=progress,
         )
     show_table(result.to_json(), profile_table(result, model.name), as_json)
 
@@ -236,7 +260,9 @@ def _show_profile(
 @model_argument
 @many_options(COMPILE_OPTIONS)
 @json_option
-def explain_command(model: Path, target: str, shape: tuple, fuse: str, as_json: bool) -> None:
+def explain_command(
+    model: Path, target: str, shape: tuple, fuse: str, winograd: str, as_json: bool
+) -> None:
     """Show every pair of convolutions of MODEL that could be fused, and what was decided.
 
     For each pair: its FLOPs, the bytes that its tensors take apart and fused, the FLOPs a byte
@@ -244,7 +270,7 @@ def explain_command(model: Path, target: str, shape: tuple, fuse: str, as_json: 
     """
     from .explain import explain, explain_table
 
-    pairs = explain(model, target, as_mapping(shape, "--shape"), fuse)
+    pairs = explain(model, target, as_mapping(shape, "--shape"), fuse, winograd)
     show_table(pairs, explain_table(pairs, model.name), as_json)
 
 

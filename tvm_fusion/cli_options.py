@@ -119,6 +119,14 @@ COMPILE_OPTIONS = (
         show_default=True,
         help="Pairs of convolutions to fuse: those that gain, all that can be, or none.",
     ),
+    click.option(
+        "--winograd",
+        type=click.Choice(["auto", "always", "never"]),
+        default="auto",
+        show_default=True,
+        help="3x3 convolutions to compute by Winograd's algorithm, with fewer multiplications: "
+        "those that gain, all that can be, or none.",
+    ),
 )
 
 threads_option = click.option(

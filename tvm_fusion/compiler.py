@@ -32,6 +32,7 @@ def compile(
     shapes: Mapping[str, Any] | None = None,
     *,
     fuse: str | Callable[..., Any] = "auto",
+    winograd: str = "auto",
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> CompiledModel:
@@ -50,6 +51,10 @@ def compile(
     fuse : str or callable
         ``"auto"`` fuses the pairs of convolutions that gain, ``"all"`` those that can be fused,
         ``"none"`` none; a callable decides itself.
+    winograd : str
+        ``"auto"`` computes 3x3 convolutions by Winograd's algorithm where that is predicted faster,
+        ``"always"`` wherever it can be, ``"never"`` nowhere. It rounds otherwise, by as much as the
+        direct kernels or twice that, and spreads an infinity or NaN over a tile of 4x4 pixels.
     threads : int, optional
         Threads of a call; by default one a physical core. The code is made for that many, unless
         the target says ``num-cores``.
@@ -79,7 +84,7 @@ def compile(
     """
     count = choose_threads(threads)
     resolved = resolve(target, cores=threads)
-    options = pipeline.Options(fuse=fuse)
+    options = pipeline.Options(fuse=fuse, winograd=winograd)
     stages = len(pipeline.phases(resolved, options)) + 2
 
     def tell(stage: str, done: int) -> None:

@@ -21,6 +21,7 @@ def explain(
     target: Any = "native",
     shapes: Mapping[str, Sequence[int]] | None = None,
     fuse: Any = "auto",
+    winograd: str = "auto",
 ) -> list[dict[str, Any]]:
     """Decide which pairs of ``model`` to fuse, without compiling anything.
 
@@ -34,6 +35,8 @@ def explain(
         Shapes of inputs whose dimensions the model leaves open.
     fuse : str or callable
         ``auto``, ``all``, ``none``, or a function, as for ``compile``.
+    winograd : str
+        ``auto``, ``always`` or ``never``, as for ``compile``.
 
     Returns
     -------
@@ -49,7 +52,8 @@ def explain(
         As for ``compile``.
     """
     host = resolve(target)
-    plan = {"explain": [SimplifyInference(), FuseConv2D(fuse=fuse, target=host)]}
+    choose = FuseConv2D(fuse=fuse, target=host, winograd=winograd)
+    plan = {"explain": [SimplifyInference(), choose]}
     return read_report(pipeline.run_phases(import_onnx(model, shapes).mod, host, plan))
 
 

@@ -20,6 +20,7 @@ from tvm.s_tir import dlight
 from tvm.target import Target
 
 from relay_passes import (
+    ChooseWinograd,
     FuseConv2D,
     FuseEpilogue,
     FusePack,
@@ -50,10 +51,13 @@ class Options:
         Which pairs of convolutions :class:`relay_passes.FuseConv2D` fuses.
     dump : Path | None
         A folder for the module after each phase, as ``0-simplify.py`` and so on.
+    winograd : str
+        Which 3x3 convolutions :class:`relay_passes.ChooseWinograd` takes.
     """
 
     fuse: Fuse = "auto"
     dump: Path | None = None
+    winograd: str = "auto"
 
 
 def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
@@ -72,10 +76,14 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         From the name of a phase to its passes.
     """
     transform = relax.transform
+    winograd = options.winograd
     return {
         "simplify": [SimplifyInference()],
-        "fuse": [FuseConv2D(fuse=options.fuse, target=target), FuseEpilogue()],
-        "pack": [PackLayout(target=target)],
+        "fuse": [
+            FuseConv2D(fuse=options.fuse, target=target, winograd=winograd),
+            FuseEpilogue(),
+        ],
+        "pack": [PackLayout(target=target), ChooseWinograd(winograd, target)],
         "lower": [
             *cpu_generic.library_dispatch_passes(target),
             transform.LegalizeOps(),
@@ -200,7 +208,9 @@ def build_apart(
 
 
 @relax.register_pipeline(NAME)
-def tvm_fusion_pipeline(target: Target | None = None, fuse: Fuse = "auto") -> Pass:
+def tvm_fusion_pipeline(
+    target: Target | None = None, fuse: Fuse = "auto", winograd: str = "auto"
+) -> Pass:
     """The whole pipeline as one pass, for ``tvm.compile(..., relax_pipeline=...)``.
 
     Parameters
@@ -208,6 +218,8 @@ def tvm_fusion_pipeline(target: Target | None = None, fuse: Fuse = "auto") -> Pa
     target : Target | None
         A CPU target; the one that is current when the pass runs if None.
     fuse : str or callable
+        As in :class:`Options`.
+    winograd : str
         As in :class:`Options`.
     """
 
@@ -219,6 +231,6 @@ def tvm_fusion_pipeline(target: Target | None = None, fuse: Fuse = "auto") -> Pa
                 f"no target for the pipeline {NAME!r}; expected the option target=..., or a call "
                 "within 'with target:'"
             )
-        return lower_to_vm(chosen)(optimize(mod, chosen, Options(fuse=fuse)))
+        return lower_to_vm(chosen)(optimize(mod, chosen, Options(fuse=fuse, winograd=winograd)))
 
     return run

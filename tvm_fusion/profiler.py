@@ -150,6 +150,7 @@ def profile(
     shapes: Mapping[str, Any] | None = None,
     *,
     fuse: Any = "auto",
+    winograd: str = "auto",
     threads: int | None = None,
     runs: int = 30,
     limits: MachineLimits | None = None,
@@ -159,7 +160,7 @@ def profile(
 
     Parameters
     ----------
-    model, target, shapes, fuse, threads
+    model, target, shapes, fuse, winograd, threads
         As for ``compile``.
     runs : int
         Timed runs.
@@ -186,7 +187,7 @@ def profile(
     imported = import_onnx(model, shapes)
     remedy = "a profile needs sizes: give them in shapes"
     refuse_open_shapes(imported.inputs, InvalidModelError, remedy)
-    plan = pipeline.phases(resolved, pipeline.Options(fuse=fuse))
+    plan = pipeline.phases(resolved, pipeline.Options(fuse=fuse, winograd=winograd))
     schedule = {"schedule": plan.pop("schedule")}
     mod = pipeline.run_phases(imported.mod, resolved, plan)
     costs = _costs(mod)  # now: scheduled functions hold what no one can count
@@ -274,10 +275,8 @@ def _cost(call: relax.Call, func: tirx.PrimFunc) -> _Described:
     else:
         height, width = int(kernel.height or 1), int(kernel.width or 1)
         operator = " + ".join(map(str, kernel.layers)) + f" on {height}x{width}"
-        flops = 0.0
-        for layer in kernel.layers:
-            flops += layer.flops(height, width) * (kernel.batch or 1)
-            height, width = layer.output_size(height, width)
+        operator += f" by Winograd {kernel.winograd}x{kernel.winograd}" if kernel.winograd else ""
+        flops = float(kernel.flops())
     cost = KernelCost(flops, sum(sizes) // 8 - weights, weights)
     return _Described(operator, cost, kernel)
 

@@ -52,6 +52,8 @@ def reason(
         return "short: threads start and wait"
     if kernel is None:
         return "unknown"
+    if kernel.winograd:
+        return "transforms before and after the products"
     used = useful_share(kernel, cpu)
     if used < MOST_USE:
         return f"{used:.0%} of the multiply-adds are of use: tails of tiles, idle lanes and cores"

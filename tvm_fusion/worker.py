@@ -39,8 +39,8 @@ class EngineSpec:
     title : str
         The name in tables; by default the engine's own.
     options : dict
-        For ``tvm-fusion`` the arguments ``target`` and ``fuse`` of ``compile``, or ``artifact``,
-        the path of a compiled model to load; for ``tvm`` the ``target``.
+        For ``tvm-fusion`` the arguments ``target``, ``fuse`` and ``winograd`` of ``compile``, or
+        ``artifact``, the path of a compiled model to load; for ``tvm`` the ``target``.
     """
 
     engine: str

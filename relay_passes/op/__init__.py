@@ -13,8 +13,17 @@ from .conv2d import conv2d
 from .fused_conv2d import fused_conv2d
 from .hardswish import hardswish
 from .pack import pack, unpack
+from .winograd_conv2d import winograd_conv2d
 
-__all__ = ["coalesced_reduce", "conv2d", "fused_conv2d", "hardswish", "pack", "unpack"]
+__all__ = [
+    "coalesced_reduce",
+    "conv2d",
+    "fused_conv2d",
+    "hardswish",
+    "pack",
+    "unpack",
+    "winograd_conv2d",
+]
 
 for _namespace in (tvm.relax.script, tvm.relax.script.parser):
     _namespace.tvm_fusion = sys.modules[__name__]

@@ -64,12 +64,18 @@ def legalize_call(
     builder: relax.BlockBuilder, call: relax.Call, op: ConvOp, compute: Compute
 ) -> relax.Expr:
     """Put ``compute`` into the place of a call, as one function named after the op."""
-    kernel = read_kernel(call, op)
-    short_name = op.name.rpartition(".")[2]
+    return legalize_kernel(builder, call, op.name, read_kernel(call, op), compute)
+
+
+def legalize_kernel(
+    builder: relax.BlockBuilder, call: relax.Call, op: str, kernel: Conv2DKernel, compute: Compute
+) -> relax.Expr:
+    """Put ``compute`` into the place of a call of ``op`` that computes ``kernel``."""
+    short_name = op.rpartition(".")[2]
 
     def generate(*tensors: te.Tensor) -> te.Tensor:
-        residual = tensors[-1] if kernel.residual else None
-        return compute(kernel, tensors[: op.operands], residual)
+        operands, residual = (tensors[:-1], tensors[-1]) if kernel.residual else (tensors, None)
+        return compute(kernel, operands, residual)
 
     legal = builder.call_te(
         generate,
@@ -90,8 +96,9 @@ def _checked_attrs(op: ConvOp, attrs: Mapping[str, Any]) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for suffix in op.suffixes:
         for name in ("strides", "padding", "dilation"):
-            checked[name + suffix] = _integers(attrs[name + suffix], name + suffix, op)
-        checked["groups" + suffix] = _integers([attrs["groups" + suffix]], "groups" + suffix, op)[0]
+            checked[name + suffix] = integers(attrs[name + suffix], name + suffix, op.name)
+        groups = integers([attrs["groups" + suffix]], "groups" + suffix, op.name)
+        checked["groups" + suffix] = groups[0]
         activation = Activation(
             str(attrs["activation" + suffix]),
             float(attrs["low" + suffix]),
@@ -110,7 +117,7 @@ def _checked_attrs(op: ConvOp, attrs: Mapping[str, Any]) -> dict[str, Any]:
                 "the true channel counts, which blocks do not tell"
             )
         for name, value in channels.items():
-            checked[name] = _integers([value], name, op)[0]
+            checked[name] = integers([value], name, op.name)[0]
     elif channels:
         raise OpError(
             f"{op.name}: {', '.join(channels)} given for NCHW tensors; leave them out, the weights "
@@ -119,14 +126,15 @@ def _checked_attrs(op: ConvOp, attrs: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _integers(values: Any, name: str, op: ConvOp) -> list[int]:
+def integers(values: Any, name: str, op: str) -> list[int]:
+    """An attribute's values as plain integers; refuses what is not exactly one."""
     try:
         numbers = [int(value) for value in values]
         exact = all(number == value for number, value in zip(numbers, values, strict=True))
     except (TypeError, ValueError):
         exact = False
     if not exact:
-        raise OpError(f"{op.name}: {name} is {values!r}; expected integers")
+        raise OpError(f"{op}: {name} is {values!r}; expected integers")
     return numbers
 
 

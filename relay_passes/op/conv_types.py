@@ -125,10 +125,10 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
         raise OpError(
             f"{op.name}: data has rank {len(data.shape.values)}; expected {rank} ({layouts[0]})"
         )
-    _check_dtypes(call, op)
+    check_dtypes(call, [op.operand_name(index) for index in range(len(call.args))], op.name)
     layers = tuple(_read_layer(call, op, index, lanes) for index in range(len(op.suffixes)))
-    _check_channels(data.shape.values, layers, lanes if rank == 5 else 0, op.name)
-    batch, height, width = (_known(data.shape.values[axis]) for axis in (0, 2, 3))
+    check_channels(data.shape.values, layers, lanes if rank == 5 else 0, op.name)
+    batch, height, width = (known_extent(data.shape.values[axis]) for axis in (0, 2, 3))
     if height is not None and width is not None:
         check_sizes(layers, height, width, op.name)
     residual = len(call.args) > op.operands
@@ -137,21 +137,25 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
 
 def output_type(call: relax.Call, op: ConvOp) -> relax.TensorType:
     """The type of a call's result."""
-    kernel = read_kernel(call, op)
+    return kernel_output_type(call, read_kernel(call, op), op.name)
+
+
+def kernel_output_type(call: relax.Call, kernel: Conv2DKernel, op: str) -> relax.TensorType:
+    """The type of the result of a call that computes ``kernel``; its residual is checked."""
     data = call.args[0].ty
     batch, _, height, width = data.shape.values[:4]
     for layer in kernel.layers:
         height, width = _output_extent(height, layer, 0), _output_extent(width, layer, 1)
     channels = kernel.layers[-1].out_channels
-    lanes = lanes_of(kernel.out_layout, op.name)
+    lanes = lanes_of(kernel.out_layout, op)
     shape = [batch, -(-channels // lanes) if lanes else channels, height, width]
     shape += [lanes] if lanes else []
     result = relax.TensorType(shape, data.dtype, data.vdevice)
     if kernel.residual:
-        residual = tensor_type(call.args[-1], "residual", op.name)
+        residual = tensor_type(call.args[-1], "residual", op)
         if not _same_shape(residual.shape.values, result.shape.values):
             raise OpError(
-                f"{op.name}: residual has shape {list(residual.shape.values)}; expected the "
+                f"{op}: residual has shape {list(residual.shape.values)}; expected the "
                 f"output's, {list(result.shape.values)}"
             )
     return result
@@ -194,25 +198,26 @@ def _true_channels(attrs: Any, op: ConvOp, index: int) -> tuple[int, int]:
     return int(attrs[names[0]]), int(attrs[names[1]])
 
 
-def _check_dtypes(call: relax.Call, op: ConvOp) -> None:
+def check_dtypes(call: relax.Call, names: Sequence[str], op: str) -> None:
+    """Refuse operands, called ``names``, that are not of one floating-point type."""
     dtypes = [
-        str(tensor_type(argument, op.operand_name(index), op.name).dtype)
-        for index, argument in enumerate(call.args)
+        str(tensor_type(argument, name, op).dtype)
+        for name, argument in zip(names, call.args, strict=True)
     ]
     if dtypes[0] not in FLOAT_DTYPES or len(set(dtypes)) > 1:
         raise OpError(
-            f"{op.name}: operands have element types {', '.join(dtypes)}; expected one of "
+            f"{op}: operands have element types {', '.join(dtypes)}; expected one of "
             f"{', '.join(FLOAT_DTYPES)} for all: cast them with relax.astype"
         )
 
 
-def _check_channels(
+def check_channels(
     data: Sequence[tirx.Expr], layers: Sequence[ConvLayer], lanes: int, op: str
 ) -> None:
-    """Channels of the data against the first layer, and of the first against the second."""
+    """Refuse data that do not fit the first layer, and a first that does not fit the second."""
     channels = layers[0].in_channels
     expected = [-(-channels // lanes), lanes] if lanes else [channels]
-    found = [_known(data[axis]) for axis in ((1, 4) if lanes else (1,))]
+    found = [known_extent(data[axis]) for axis in ((1, 4) if lanes else (1,))]
     if found != expected:
         raise OpError(
             f"{op}: data has shape {list(data)}; expected {expected[0]} at axis 1"
@@ -227,7 +232,8 @@ def _check_channels(
             )
 
 
-def _known(extent: tirx.Expr) -> int | None:
+def known_extent(extent: tirx.Expr) -> int | None:
+    """An extent as a number; None where it is symbolic."""
     return int(extent) if isinstance(extent, tirx.IntImm) else None
 
 

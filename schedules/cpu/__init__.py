@@ -15,10 +15,12 @@ from .pack import Pack
 from .pooling import Pooling
 from .reduction import Reduction
 from .softmax import Softmax
+from .winograd_conv2d import WinogradConv2D
 
 RULES: tuple[ScheduleRule, ...] = (
     FusedConv2D(),
     Conv2D(),
+    WinogradConv2D(),
     Pack(),
     LayoutTransform(),
     Elementwise(),
@@ -41,4 +43,5 @@ __all__ = [
     "Pooling",
     "Reduction",
     "Softmax",
+    "WinogradConv2D",
 ]

@@ -90,14 +90,17 @@ class Conv2D(ScheduleRule):
         return conv2d_template(func, kernel, default_knobs(kernel, CPUInfo.from_target(target)))
 
 
-def packed_kernel(func: tirx.PrimFunc, target: Target, layers: int) -> Conv2DKernel | None:
+def packed_kernel(
+    func: tirx.PrimFunc, target: Target, layers: int, winograd: bool = False
+) -> Conv2DKernel | None:
     """The workload of a marked function, or None if the packed templates cannot take it."""
     text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
     if target.kind.name != "llvm" or text is None:
         return None
     kernel = from_json(str(text))
     packed = kernel.out_layout != "NCHW" and None not in (kernel.height, kernel.width)
-    return kernel if packed and len(kernel.layers) == layers else None
+    mine = len(kernel.layers) == layers and bool(kernel.winograd) == winograd
+    return kernel if packed and mine else None
 
 
 def operands(

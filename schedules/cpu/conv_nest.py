@@ -117,13 +117,14 @@ def compute_tile(
     column: Index,
     reduction: Reduction | None = None,
     turns: int = 0,
+    lines: int = 1,
 ) -> None:
     """Call the micro-kernel of the layer's kind."""
     if ops.layer.is_depthwise:
         depthwise_tile(ops, block, row, run, column)
     else:
         whole = Reduction(0, ops.in_blocks)
-        dense_tile(ops, block, blocks, row, run, column, reduction or whole, turns)
+        dense_tile(ops, block, blocks, row, run, column, reduction or whole, turns, lines)
 
 
 def weight_turns(ops: LayerOperands, pixels: int) -> int:

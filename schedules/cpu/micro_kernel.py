@@ -18,7 +18,7 @@ The functions here may only be called between the ``with`` statements of an open
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -88,8 +88,10 @@ class LayerOperands:
         Attributes; channel counts are the true ones.
     source, output : FeatureMap
         Input and output.
-    weight, bias : tirx.Buffer
+    weight : tirx.Buffer
         Flat, in the packed layouts of :mod:`schedules.compute.conv2d`.
+    bias : tirx.Buffer | None
+        Likewise; None stands for zeros.
     residual : FeatureMap | None
         Added before the activation.
     lanes : int
@@ -106,7 +108,7 @@ class LayerOperands:
     source: FeatureMap
     output: FeatureMap
     weight: tirx.Buffer
-    bias: tirx.Buffer
+    bias: tirx.Buffer | None
     residual: FeatureMap | None
     lanes: int
     in_blocks: int
@@ -156,6 +158,7 @@ def dense_tile(
     column: Index,
     reduction: Reduction,
     turns: int = 0,
+    lines: int = 1,
 ) -> None:
     """Compute ``run.size`` pixels x ``blocks`` channel blocks of a dense or grouped layer.
 
@@ -174,16 +177,21 @@ def dense_tile(
     turns : int
         Tiles of a row, if they take turns in asking for the weights that come next: of the next
         part of the reduction, or after the last one of the next ``V`` blocks; else 0.
+    lines : int
+        Cache lines that a step of a tile then asks for: several where tiles are few.
     """
     with T.sblock("tile"):
         T.reads()
         T.writes()
         lanes = ops.lanes
         sums = T.sblock_alloc_buffer((run.size * blocks * lanes,), ops.dtype)
-        ahead: Index | None = None
+        ahead: list[Index] = []
         if turns:
             tile = run.first + tirx.floordiv(column - run.start, run.size)
-            ahead = next_weights(ops, block, blocks, reduction, row * turns + tile)
+            turn = (row * turns + tile) * lines
+            ahead = [
+                next_weights(ops, block, blocks, reduction, turn + line) for line in range(lines)
+            ]
         _start(ops, sums, block, blocks, row, run, column, reduction)
         blocks_read = (reduction.start, reduction.start + reduction.count)
         if ops.source.lanes > 1:
@@ -334,11 +342,11 @@ def _multiply(
     pixel: tuple[Index, Index],
     in_block: Index,
     tap: Tap,
-    ahead: Index | None = None,
+    ahead: Sequence[Index] = (),
 ) -> None:
     """All multiply-adds of one tap and one input block (counted within the group).
 
-    They take long enough to ask for one cache line of weights, counted from ``ahead``.
+    They take long enough to ask for cache lines of weights, one counted from each of ``ahead``.
     """
     layer, lanes, source = ops.layer, ops.lanes, ops.source
     block, blocks = out
@@ -350,9 +358,9 @@ def _multiply(
     source_block = _group_start(ops, block) + in_block
     origin = source.at(source_block, *_source_pixel(layer, *pixel, kh, kw))
     pixel_step = layer.strides[1] * source.lanes
-    if ahead is not None:
+    for start in ahead:
         step = in_block * taps + kh * layer.kernel[1] + kw
-        _prefetch(ops.weight, ahead + step * (CACHE_LINE_BYTES // ITEM_BYTES[ops.dtype]))
+        _prefetch(ops.weight, start + step * (CACHE_LINE_BYTES // ITEM_BYTES[ops.dtype]))
     with T.unroll(0, source.lanes) as lane:
         with T.unroll(*span) as p:
             element = T.broadcast(source.buffer[origin + p * pixel_step + lane], lanes)
@@ -376,7 +384,10 @@ def _start(
     lanes = ops.lanes
     with T.unroll(0, run.size) as p:
         with T.unroll(0, blocks) as v:
-            value = _load(ops.bias, (block + v) * lanes, lanes)
+            if ops.bias is None:
+                value = T.broadcast(tirx.const(0, ops.dtype), lanes)
+            else:
+                value = _load(ops.bias, (block + v) * lanes, lanes)
             if reduction.first is not True:
                 partial = _load(ops.output.buffer, ops.output.at(block + v, row, column + p), lanes)
                 value = tirx.if_then_else(reduction.first, value, partial)

@@ -235,9 +235,43 @@ def test_none_only_reports():
 
 
 def test_auto_leaves_what_does_not_gain():
-    mod = FuseConv2D("auto", TARGET)(row(dense(64, 64), dense(64, 64)))
+    mod = FuseConv2D("auto", TARGET, winograd="never")(row(dense(64, 64), dense(64, 64)))
     assert ops_of(mod) == ["nn.conv2d", "nn.conv2d", "tanh"]
     assert "of the first layer would be computed again" in report_of(mod)[0]["reason"]
+
+
+@pytest.mark.parametrize(("winograd", "fused"), [("auto", 0), ("always", 0), ("never", 1)])
+def test_a_pair_must_be_faster_than_its_layers_by_winograd(winograd, fused):
+    chain = row(dense(64, 64), dense(64, 256, 1), size=56)
+    mod = FuseConv2D("auto", TARGET, winograd)(chain)
+    assert ops_of(mod).count("tvm_fusion.fused_conv2d") == fused
+    assert ("Winograd" in report_of(mod)[0]["reason"]) == (not fused)
+
+
+def test_weights_that_are_no_constants_cannot_be_transformed():
+    first, second = dense(64, 64), dense(64, 256, 1)
+    builder = relax.BlockBuilder()
+    x, w1, w2 = (
+        relax.Var(name, relax.TensorType(shape, "float32"))
+        for name, shape in (
+            ("x", (1, 64, 56, 56)),
+            ("w1", (64, 64, 3, 3)),
+            ("w2", (256, 64, 1, 1)),
+        )
+    )
+    with builder.function("main", [x, w1, w2]):
+        with builder.dataflow():
+            mid = builder.emit(relax.op.nn.conv2d(x, w1, padding=first.padding))
+            out = builder.emit_output(relax.op.nn.conv2d(mid, w2, padding=second.padding))
+        builder.emit_func_output(out)
+    (entry,) = report_of(FuseConv2D("auto", TARGET)(builder.get()))
+    assert "Winograd" not in entry["reason"]
+    assert entry == report_of(FuseConv2D("auto", TARGET, "never")(builder.get()))[0]
+
+
+def test_an_unknown_choice_of_winograd_is_refused():
+    with pytest.raises(OpError, match="FuseConv2D: winograd is 'some'; expected one of auto"):
+        FuseConv2D(target=TARGET, winograd="some")
 
 
 def test_a_callable_decides():

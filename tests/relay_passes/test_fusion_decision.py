@@ -12,11 +12,15 @@ from layer_strategies import layers
 from tvm.target import Target
 
 from relay_passes import decide
+from relay_passes.winograd_decision import decide_winograd
 from schedules.conv2d_workload import ConvLayer, FusedConv2DWorkload
 
 
 def cpu(cores=2, mcpu="x86-64-v4"):
     return Target({"kind": "llvm", "mcpu": mcpu, "num-cores": cores})
+
+
+DIRECT = (False, False)
 
 
 def separable(size, channels, outputs, kernel=3, stride=1, batch=1):
@@ -78,14 +82,14 @@ def test_what_comes_and_goes_in_nchw_gains_more():
     "workload", [dense(56, 64, 64, 256), dense(28, 128, 128, 512), dense(14, 256, 256, 1024)]
 )
 def test_dense_then_pointwise_gains_little(workload):
-    decision = decide(workload, cpu())
+    decision = decide(workload, cpu(), DIRECT)
     assert decision.fuse
     assert decision.gain < 0.03
 
 
 @pytest.mark.parametrize("size", [14, 28, 56, 112])
 def test_two_dense_layers_compute_the_first_again(size):
-    decision = decide(dense(size, 64, 64, 64, kernel=3), cpu())
+    decision = decide(dense(size, 64, 64, 64, kernel=3), cpu(), DIRECT)
     assert not decision.fuse
     assert "of the first layer would be computed again" in decision.reason
 
@@ -108,7 +112,34 @@ def test_one_core_needs_no_even_parts():
 def test_nothing_to_save():
     first = ConvLayer(2048, 1, (3, 3), padding=(1, 1, 1, 1))
     workload = FusedConv2DWorkload(1, 256, 256, first, ConvLayer(1, 2048, (1, 1)))
-    assert decide(workload, cpu()).reason.endswith("too little traffic between the layers to save")
+    decision = decide(workload, cpu(), DIRECT)
+    assert decision.reason.endswith("too little traffic between the layers to save")
+
+
+@pytest.mark.parametrize(("kernel", "apart"), [(1, "layer 1 can"), (3, "layer 1 and layer 2 can")])
+def test_a_pair_loses_where_its_layers_apart_need_fewer_multiplications(kernel, apart):
+    workload = dense(56, 64, 64, 256, kernel)
+    decision, direct = decide(workload, cpu()), decide(workload, cpu(), DIRECT)
+    assert decision.gain < direct.gain
+    assert not decision.fuse
+    assert decision.reason.endswith(f"apart, {apart} be computed by Winograd's algorithm")
+
+
+def test_each_layer_is_asked_for():
+    workload = dense(28, 128, 128, 128, kernel=3)
+    gains = {
+        allowed: decide(workload, cpu(), allowed).gain
+        for allowed in [(False, False), (True, False), (False, True), (True, True)]
+    }
+    assert gains[True, True] < gains[True, False] < gains[False, False]
+    assert gains[True, False] == pytest.approx(gains[False, True])
+
+
+def test_an_algorithm_that_does_not_pay_changes_nothing():
+    workload = dense(7, 512, 512, 2048)
+    many = cpu(cores=64)  # which wait for the larger weights
+    assert not decide_winograd(workload.layer1, 1, 7, 7, "float32", many).pays
+    assert decide(workload, many) == decide(workload, many, DIRECT)
 
 
 def test_other_kinds_of_targets():

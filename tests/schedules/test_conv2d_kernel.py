@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +43,7 @@ KERNELS = st.builds(
     dtype=st.sampled_from(["float32", "float64"]),
     data_layout=st.sampled_from(["NCHW", "NCHW8c"]),
     out_layout=st.sampled_from(["NCHW", "NCHW8c"]),
+    winograd=st.sampled_from([0, 2, 4]),
 )
 
 
@@ -59,3 +62,13 @@ def test_equal_texts_for_equal_kernels_only(one, other):
 def test_refuses_other_texts(text):
     with pytest.raises(OpError, match="kernel description .* cannot be read .*to_json writes"):
         from_json(text)
+
+
+def test_operations_of_a_pair_and_by_winograd():
+    first, second = ConvLayer(3, 8, (3, 3), (2, 2)), ConvLayer(8, 5, (1, 1))
+    pair = Conv2DKernel((first, second), 2, 9, 9)
+    assert pair.flops() == 2 * 2 * 16 * (8 * 27 + 5 * 8)
+    same = Conv2DKernel((ConvLayer(3, 8, (3, 3), padding=(1, 1, 1, 1)),), 2, 9, 7)
+    assert same.flops() == 2 * 2 * 63 * 8 * 27
+    assert replace(same, winograd=4).flops() == 2 * 2 * 6 * 36 * 8 * 3
+    assert replace(same, winograd=2).flops() == 2 * 2 * 20 * 16 * 8 * 3

@@ -44,3 +44,37 @@ def small_model(
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     onnx.checker.check_model(model, full_check=True)
     return model
+
+
+def dense_model(
+    batch: int | str = 1, size: int = 12, channels: int = 16, seed: int = 0
+) -> onnx.ModelProto:
+    """Conv 3x3 + Relu, conv 1x1, both of ``channels``, and Add: input "x", output "y"."""
+    generator = np.random.default_rng(seed)
+    shapes = {
+        "w0": (channels, channels, 3, 3),
+        "b0": (channels,),
+        "w1": (channels, channels, 1, 1),
+    }
+    constants = {
+        name: generator.standard_normal(shape, dtype=np.float32) / channels**0.5
+        for name, shape in shapes.items()
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w0", "b0"], ["x0"], kernel_shape=[3, 3], pads=[1] * 4),
+        helper.make_node("Relu", ["x0"], ["x1"]),
+        helper.make_node("Conv", ["x1", "w1"], ["x2"], kernel_shape=[1, 1]),
+        helper.make_node("Add", ["x2", "x"], ["y"]),
+    ]
+    image = [batch, channels, size, size]
+    graph = helper.make_graph(
+        nodes,
+        "dense",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, image)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, image)],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    opsets = [helper.make_operatorsetid("", 17)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    onnx.checker.check_model(model, full_check=True)
+    return model

@@ -75,6 +75,7 @@ def test_version(run: Run) -> None:
         (["compile"], "Missing argument 'MODEL'"),
         (["compile", "no/such.onnx"], "File 'no/such.onnx' does not exist"),
         (["compile", "{model}", "--fuse", "some"], "'some' is not one of"),
+        (["compile", "{model}", "--winograd", "some"], "'some' is not one of"),
         (["compile", "{model}", "--threads", "0"], "0 is not in the range"),
         (["compile", "{model}", "--shape", "image"], "'image' is not like input=1,3,224,224"),
         (["compile", "{model}", "--shape", "image=1,x"], "is not like"),
@@ -85,6 +86,7 @@ def test_version(run: Run) -> None:
         (["bench", "{model}", "--profile", "--rounds", "3"], "--rounds has no effect"),
         (["run", "{model}", "--input", "image=no.npy"], "with an existing file"),
         (["run", "{library}", "--fuse", "all"], "--fuse has no effect: small.so is compiled"),
+        (["run", "{library}", "--winograd", "never"], "--winograd has no effect: small.so"),
         (["bench", "{model}", "--compiled", "{library}", "--target", "native"], "has no effect"),
     ],
 )

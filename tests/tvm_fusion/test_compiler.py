@@ -134,6 +134,7 @@ def test_models_are_compiled_for_other_cpus_and_run_only_where_they_can(
         ({"threads": 0}, InvalidInputError, "threads is 0; expected a positive integer"),
         ({"threads": 10**6}, InvalidInputError, "threads is 1000000, and this process may use"),
         ({"fuse": "some"}, OpError, "some"),
+        ({"winograd": "some"}, OpError, "winograd is 'some'; expected one of auto, always, never"),
     ],
 )
 def test_wrong_options_are_refused(options, error, message: str) -> None:

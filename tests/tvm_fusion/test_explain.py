@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from small_onnx import small_model
+from small_onnx import dense_model, small_model
 
 from schedules.conv2d_workload import Activation, ConvLayer, FusedConv2DWorkload
 from tvm_fusion.errors import InvalidModelError, OpError, TargetError
@@ -43,6 +43,13 @@ def test_fuse_and_target_decide() -> None:
     assert chosen[1]["fused"] and "caller" in chosen[1]["reason"]
 
 
+def test_the_reason_names_winograd_where_it_decides() -> None:
+    model = dense_model(channels=64, size=56)
+    (chosen,), (direct,) = explain(model), explain(model, winograd="never")
+    assert "apart, layer 1 can be computed by Winograd's algorithm" in chosen["reason"]
+    assert "Winograd" not in direct["reason"]
+
+
 def test_shapes_bind_open_dimensions() -> None:
     pairs = explain(small_model("N"), shapes={"N": 3})
     assert [pair["input_shape"][0] for pair in pairs] == [3, 3]
@@ -55,6 +62,8 @@ def test_bad_arguments_are_refused() -> None:
         explain(small_model(), "nonsense")
     with pytest.raises(OpError, match="fuse is 'some'"):
         explain(small_model(), fuse="some")
+    with pytest.raises(OpError, match="winograd is 'some'"):
+        explain(small_model(), winograd="some")
 
 
 def test_table_has_a_row_a_pair_and_the_sum() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tvm
 from onnx_reference import assert_same, random_feed, relative_error, run_onnx
-from small_onnx import small_model
+from small_onnx import dense_model, small_model
 from tvm import relax, tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -106,14 +106,44 @@ def test_a_callable_decides() -> None:
     assert [record["fused"] for record in report(mod)] == [False]
 
 
+def operators(mod: tvm.IRModule) -> list[str]:
+    return [str(f.attrs["tvm_fusion.op"]) for f in kernels(mod) if "tvm_fusion.op" in f.attrs]
+
+
 def test_the_options_choose_what_is_fused() -> None:
     target = resolve("native")
     for fuse, count in (("all", 1), ("none", 0)):
         mod = pipeline.optimize(Pair, target, pipeline.Options(fuse=fuse))
         assert [record["fused"] for record in report(mod)] == [bool(count)]
-        names = [str(f.attrs["tvm_fusion.op"]) for f in kernels(mod) if "tvm_fusion.op" in f.attrs]
-        assert names.count("fused_conv2d") == count
+        assert operators(mod).count("fused_conv2d") == count
         assert all(f.attrs["tirx.is_scheduled"] for f in kernels(mod))
+
+
+@pytest.mark.parametrize(
+    ("fuse", "winograd", "expected"),
+    [
+        ("auto", "auto", {"winograd_conv2d", "conv2d"}),
+        ("auto", "always", {"winograd_conv2d", "conv2d"}),
+        ("none", "never", {"conv2d"}),
+        ("all", "always", {"fused_conv2d"}),
+    ],
+)
+def test_the_options_choose_what_winograd_computes(fuse, winograd, expected) -> None:
+    imported = import_onnx(dense_model(channels=64, size=56)).mod
+    options = pipeline.Options(fuse=fuse, winograd=winograd)
+    mod = pipeline.optimize(imported, resolve("native", cores=2), options)
+    assert set(operators(mod)) - {"pack", "unpack"} == expected
+    assert all(f.attrs["tirx.is_scheduled"] for f in kernels(mod))
+
+
+@pytest.mark.parametrize("size", [9, 30])
+@pytest.mark.parametrize("winograd", ["always", "never"])
+def test_models_are_the_same_with_winograd_and_without(winograd: str, size: int) -> None:
+    model = dense_model(batch=3, size=size, channels=20)
+    compiled = tvm_fusion.compile(model, fuse="none", winograd=winograd)
+    for seed in range(2):
+        feed = random_feed(model, seed)
+        assert_same(compiled(**feed), run_onnx(model, feed), limit=1e-5)
 
 
 def test_optimize_and_build_are_the_pipeline() -> None:

@@ -7,7 +7,7 @@ import json
 import math
 
 import pytest
-from small_onnx import small_model
+from small_onnx import dense_model, small_model
 
 from tvm_fusion.errors import InvalidModelError, TargetError
 from tvm_fusion.json_text import json_text
@@ -64,6 +64,18 @@ def test_a_fused_pair_is_one_kernel() -> None:
         kernel.operator == "dw-conv 3x3 8->8 relu6 + conv 1x1 8->6 on 12x12"
         for kernel in found.kernels
     )
+
+
+def test_winograd_counts_the_multiplications_that_it_does() -> None:
+    found = profile(
+        dense_model(size=10), threads=1, runs=1, fuse="none", winograd="always", limits=LIMITS
+    )
+    (kernel,) = (one for one in found.kernels if "Winograd" in one.operator)
+    assert kernel.operator.startswith("conv 3x3 16->16 relu on 10x10 by Winograd ")
+    tile = int(kernel.operator[-1])
+    tiles = (-(-10 // tile)) ** 2
+    assert kernel.cost.flops == 2 * tiles * (tile + 2) ** 2 * 16 * 16
+    assert kernel.cost.weight_bytes >= (tile + 2) ** 2 * 16 * 16 * 4
 
 
 def test_the_level_is_the_nearest_that_holds_the_bytes() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from tvm.target import Target
@@ -42,6 +43,7 @@ FULL = kernel(dense(64, 64), 48)
         (kernel(ConvLayer(64, 64, (3, 3), groups=64), 50), 1000, 1e-3, 0.5, "depthwise"),
         (kernel(dense(16, 96, 1), 48), 1000, 1e-3, 0.5, "sums of 16 steps"),
         (kernel(dense(512, 512), 48), 1000, 1e-3, 0.5, "weights"),
+        (replace(FULL, winograd=4), 1000, 1e-3, 0.5, "transforms before and after the products"),
     ],
 )
 def test_reasons(made_of, moved, seconds, fraction, text) -> None:

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TE compute of a 3x3 convolution by Winograd's algorithm, in NCHW[x]c.
+
+With ``m x m`` outputs a tile, ``p = (m + 2)**2`` points, ``x`` lanes and ``B(C) = ceil(C / x)``::
+
+    data, out  [N, B(C), H, W, x]          weight  [p, B(O), B(I), x, x]  (input, output lanes)
+
+    V[point, ...] = BT d B                 d: a tile of (m + 2) x (m + 2) inputs
+    M[point, ...] = sum over the input channels of weight[point, ...] * V[point, ...]
+    out           = act(AT M A + bias [+ residual])
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import te, tirx
+
+from ..conv2d_workload import ConvLayer
+from ..winograd_matrices import TAPS, transforms
+from .conv2d import activate
+
+
+def winograd_conv2d(
+    data: te.Tensor,
+    weight: te.Tensor,
+    bias: te.Tensor,
+    residual: te.Tensor | None,
+    layer: ConvLayer,
+    size: int,
+) -> te.Tensor:
+    """One 3x3 convolution: ``act(conv(data, weight) + bias [+ residual])``.
+
+    Parameters
+    ----------
+    data, weight, bias : te.Tensor
+        As above; the weight is transformed already, the bias is ``[B(O), x]``.
+    residual : te.Tensor | None
+        A tensor of the output's shape.
+    layer : ConvLayer
+        Attributes; padding and activation are used.
+    size : int
+        ``m``, one of :data:`schedules.winograd_matrices.TILE_SIZES`.
+
+    Returns
+    -------
+    te.Tensor
+        The activated output.
+    """
+    top, left, bottom, right = layer.padding
+    height = data.shape[2] + top + bottom - TAPS + 1
+    width = data.shape[3] + left + right - TAPS + 1
+    grid = (tirx.ceildiv(height, size), tirx.ceildiv(width, size))
+    products = _multiply(_transform_data(data, layer, size, grid), weight)
+    inverse = transforms(size).inverse
+    count = size + TAPS - 1
+    r, c = te.reduce_axis((0, count), name="r"), te.reduce_axis((0, count), name="c")
+    shape = [data.shape[0], weight.shape[1], height, width, weight.shape[4]]
+    conv = te.compute(
+        shape,
+        lambda n, ob, h, w, lane: te.sum(
+            _entry(inverse, h % size, r, data.dtype)
+            * _entry(inverse, w % size, c, data.dtype)
+            * products(n, r * count + c, ob, h // size, w // size, lane),
+            axis=[r, c],
+        ),
+        name="inverse",
+    )
+
+    def finish(*index: tirx.Var) -> tirx.Expr:
+        value = conv(*index) + bias(index[1], index[4])
+        if residual is not None:
+            value = value + residual(*index)
+        return activate(value, layer.activation, data.dtype)
+
+    return te.compute(shape, finish, name="layer1")
+
+
+def _transform_data(
+    data: te.Tensor, layer: ConvLayer, size: int, grid: tuple[tirx.Expr, tirx.Expr]
+) -> te.Tensor:
+    """V: the tiles of the data, which overlap, at all points."""
+    count = size + TAPS - 1
+    top, left = layer.padding[:2]
+    batch, blocks, height, width, lanes = data.shape
+    padded = te.compute(
+        [batch, blocks, grid[0] * size + TAPS - 1, grid[1] * size + TAPS - 1, lanes],
+        lambda n, b, h, w, lane: tirx.if_then_else(
+            tirx.all(h >= top, h < height + top, w >= left, w < width + left),
+            data(n, b, h - top, w - left, lane),
+            tirx.const(0, data.dtype),
+        ),
+        name="pad1",
+    )
+    matrix = transforms(size).data
+    r, c = te.reduce_axis((0, count), name="r"), te.reduce_axis((0, count), name="c")
+    return te.compute(
+        [batch, count * count, blocks, *grid, lanes],
+        lambda n, point, b, tr, tc, lane: te.sum(
+            _entry(matrix, point // count, r, data.dtype)
+            * _entry(matrix, point % count, c, data.dtype)
+            * padded(n, b, tr * size + r, tc * size + c, lane),
+            axis=[r, c],
+        ),
+        name="transform",
+    )
+
+
+def _multiply(values: te.Tensor, weight: te.Tensor) -> te.Tensor:
+    """M: one matrix product for each point."""
+    block = te.reduce_axis((0, weight.shape[2]), name="icb")
+    lane = te.reduce_axis((0, weight.shape[3]), name="ici")
+    batch, points, _, rows, columns, _ = values.shape
+    return te.compute(
+        [batch, points, weight.shape[1], rows, columns, weight.shape[4]],
+        lambda n, point, ob, tr, tc, oi: te.sum(
+            values(n, point, block, tr, tc, lane) * weight(point, ob, block, lane, oi),
+            axis=[block, lane],
+        ),
+        name="multiply",
+    )
+
+
+def _entry(matrix: np.ndarray, row: tirx.Expr, column: tirx.Expr, dtype: str) -> tirx.Expr:
+    """An entry of a constant matrix at indices that are known only in the loop."""
+    value = tirx.const(0, dtype)
+    for (i, j), number in np.ndenumerate(matrix):
+        if number:
+            here = tirx.all(row == i, column == j)
+            value = tirx.Select(here, tirx.const(float(number), dtype), value)
+    return value
