@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule for the op ``coalesced_reduce``: which nest, which vectors, which threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import tvm_ffi
+from tvm import ir, s_tir, tirx
+from tvm.target import Target
+
+from .coalesced_columns import Columns, reduce_columns
+from .coalesced_rows import Rows, reduce_rows
+from .coalesced_stream import Stream, find_stream, reduce_stream
+from .reduce_source import Axis, ReduceSource, read_source
+from .reduce_tasks import Split
+from .rule import CPURule
+from .steps import SERIAL_ELEMENTS, feeds, finish
+from .vector_math import is_expensive
+
+_VECTORS = 8
+"""Independent states: four cycles of latency at two vectors a cycle."""
+
+_FEW_VECTORS = 4  # where elements take temporary registers as well
+_TILE_VECTORS = 4
+_ROWS = 4
+_SHORT = 16  # iterations of the innermost reduced loop that are unrolled whole
+_STATE_BYTES = 8 * 1024
+_LINE_BYTES = 64
+_LEAST_CHUNK_BYTES = 8 * _LINE_BYTES
+_SYMBOLIC = 1024  # what a symbolic extent counts as
+
+
+class CoalescedReduce(CPURule):
+    """One reduction over any axes that the op ``coalesced_reduce`` was legalized to.
+
+    Producers and epilogue are computed with it. Rows (:mod:`.coalesced_rows`) where the reduced
+    loop scans consecutive addresses, else columns (:mod:`.coalesced_columns`), or a stream
+    (:mod:`.coalesced_stream`) where there are few of them. Left alone: functions without such a
+    reduction or with several, and consumers of another shape than the result.
+    """
+
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+        """Schedule ``func``, or return None if it holds anything else."""
+        source = read_source(func, target)
+        if source is None:
+            return None
+        return finish(_write(source))
+
+
+def _write(source: ReduceSource) -> s_tir.Schedule:
+    lanes = source.cpu.lanes(source.workload.acc_dtype)
+    last = source.axes[-1]
+    if last.reduced and not _has_short_rows(source, lanes):
+        rows = _rows(source, lanes)
+        return reduce_rows(source, rows, _split_rows(source, rows))
+    stream = find_stream(source, lanes)
+    if stream is not None:
+        return reduce_stream(source, stream, _split_stream(source, stream))
+    columns, split = _columns(source, lanes)
+    return reduce_columns(source, columns, split)
+
+
+def _has_short_rows(source: ReduceSource, lanes: int) -> bool:
+    """Whether vectors fit better across the rows than along them."""
+    size = source.axes[-1].size
+    if not source.parallel or size is None or size >= 2 * lanes:
+        return False
+    outputs = source.parallel[-1].size
+    return outputs is None or outputs >= size
+
+
+def _rows(source: ReduceSource, lanes: int) -> Rows:
+    size = source.reduced[-1].size
+    most = _FEW_VECTORS if _is_expensive(source) else _VECTORS
+    if size is None:
+        return Rows(lanes, most)
+    lanes = min(lanes, _power_of_two(size))
+    return Rows(lanes, min(most, size // lanes))
+
+
+def _split_rows(source: ReduceSource, rows: Rows) -> Split:
+    """Threads share the rows, or parts of each row where there are few."""
+    cores = source.cpu.num_cores
+    if not _worth_threads(source):
+        return Split(threads=False)
+    if cores == 1 or feeds(_estimate(source.parallel), cores):
+        return Split(threads=cores > 1)
+    return _parts(source, rows.step)
+
+
+def _split_stream(source: ReduceSource, stream: Stream) -> Split:
+    cores = source.cpu.num_cores
+    if not _worth_threads(source):
+        return Split(threads=False)
+    if cores == 1 or feeds(_estimate(source.parallel[:-1]), cores):
+        return Split(threads=cores > 1)
+    return _parts(source, -(-stream.step // int(source.axes[-1].extent)))
+
+
+def _parts(source: ReduceSource, step: int) -> Split:
+    """Cut the outermost reduced loop that is long enough; the innermost one into whole steps."""
+    cores, reduced = source.cpu.num_cores, source.reduced
+    symbolic = any(axis.size is None for axis in source.parallel)
+    for position, axis in enumerate(reduced):
+        steps = _estimate([axis]) // (step if position == len(reduced) - 1 else 1)
+        if steps >= 4 * cores and not symbolic:
+            return Split(True, cores, position)
+    return Split(threads=True)
+
+
+def _columns(source: ReduceSource, lanes: int) -> tuple[Columns, Split]:
+    size, reduced = source.parallel[-1].size, source.reduced[-1].size
+    rows = reduced if reduced is not None and reduced <= _SHORT else _ROWS
+    if size is None:
+        return Columns(lanes, _TILE_VECTORS, 1, rows), Split(_worth_threads(source))
+    lanes = min(lanes, _power_of_two(size))
+    vectors = min(
+        range(1, min(_VECTORS, size // lanes) + 1),
+        key=lambda count: (-(-size // (count * lanes)) * max(count, 4), -count),
+    )
+    tiles = -(-size // (vectors * lanes))
+    if _estimate(source.reduced) <= _SHORT:
+        most = 1
+    else:
+        bytes_ = source.cpu.vector_bits // 8 * vectors
+        most = max(1, _STATE_BYTES // bytes_)
+    outer, cores = _estimate(source.parallel[:-1]), source.cpu.num_cores
+    chunks = -(-tiles // most)
+    if not _worth_threads(source):
+        return Columns(lanes, vectors, -(-tiles // chunks), rows), Split(False)
+    split = Split(cores > 1)
+    if cores > 1 and not feeds(outer * chunks, cores):
+        wide = size // cores * source.cpu.vector_bits // 8 // lanes >= _LEAST_CHUNK_BYTES
+        if wide and tiles >= cores:
+            chunks = min(tiles, -(-chunks // cores) * cores)
+        else:
+            split = _parts(source, rows)
+    return Columns(lanes, vectors, -(-tiles // chunks), rows), split
+
+
+def _worth_threads(source: ReduceSource) -> bool:
+    work = source.elements or SERIAL_ELEMENTS
+    return work * (8 if _is_expensive(source) else 1) >= SERIAL_ELEMENTS
+
+
+def _is_expensive(source: ReduceSource) -> bool:
+    calls: list[ir.Call] = []
+    tvm_ffi.structural_walk(source.element, (ir.Call, calls.append))
+    return any(is_expensive(call) for call in calls)
+
+
+def _estimate(axes: Sequence[Axis]) -> int:
+    return math.prod(_SYMBOLIC if axis.size is None else axis.size for axis in axes)
+
+
+def _power_of_two(size: int) -> int:
+    """The largest power of two up to ``size``."""
+    return 1 << (size.bit_length() - 1)
