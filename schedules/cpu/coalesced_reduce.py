@@ -23,12 +23,12 @@ _VECTORS = 8
 """Independent states: four cycles of latency at two vectors a cycle."""
 
 _FEW_VECTORS = 4  # where elements take temporary registers as well
-_TILE_VECTORS = 4
-_ROWS = 4
+_ROWS = 8  # streams that the prefetcher follows at once
 _SHORT = 16  # iterations of the innermost reduced loop that are unrolled whole
+_UNROLLED = 64  # vectors of elements
+_UNROLLED_EXPENSIVE = 8
 _STATE_BYTES = 8 * 1024
-_LINE_BYTES = 64
-_LEAST_CHUNK_BYTES = 8 * _LINE_BYTES
+_LEAST_CHUNK_BYTES = 16 * 1024  # narrower pieces of rows cost bandwidth
 _SYMBOLIC = 1024  # what a symbolic extent counts as
 
 
@@ -50,7 +50,7 @@ class CoalescedReduce(CPURule):
 
 
 def _write(source: ReduceSource) -> s_tir.Schedule:
-    lanes = source.cpu.lanes(source.workload.acc_dtype)
+    lanes = source.cpu.lanes(source.registers.acc_dtype)
     last = source.axes[-1]
     if last.reduced and not _has_short_rows(source, lanes):
         rows = _rows(source, lanes)
@@ -82,21 +82,19 @@ def _rows(source: ReduceSource, lanes: int) -> Rows:
 
 def _split_rows(source: ReduceSource, rows: Rows) -> Split:
     """Threads share the rows, or parts of each row where there are few."""
-    cores = source.cpu.num_cores
-    if not _worth_threads(source):
-        return Split(threads=False)
-    if cores == 1 or feeds(_estimate(source.parallel), cores):
-        return Split(threads=cores > 1)
-    return _parts(source, rows.step)
+    return _split(source, source.parallel, rows.step)
 
 
 def _split_stream(source: ReduceSource, stream: Stream) -> Split:
+    return _split(source, source.parallel[:-1], -(-stream.step // int(source.axes[-1].extent)))
+
+
+def _split(source: ReduceSource, tasks: Sequence[Axis], step: int) -> Split:
+    """Share ``tasks`` out to the threads, or parts of each where there are few."""
     cores = source.cpu.num_cores
-    if not _worth_threads(source):
+    if cores == 1 or not _worth_threads(source):
         return Split(threads=False)
-    if cores == 1 or feeds(_estimate(source.parallel[:-1]), cores):
-        return Split(threads=cores > 1)
-    return _parts(source, -(-stream.step // int(source.axes[-1].extent)))
+    return Split(threads=True) if feeds(_estimate(tasks), cores) else _parts(source, step)
 
 
 def _parts(source: ReduceSource, step: int) -> Split:
@@ -111,33 +109,39 @@ def _parts(source: ReduceSource, step: int) -> Split:
 
 
 def _columns(source: ReduceSource, lanes: int) -> tuple[Columns, Split]:
-    size, reduced = source.parallel[-1].size, source.reduced[-1].size
-    rows = reduced if reduced is not None and reduced <= _SHORT else _ROWS
+    size, cores = source.parallel[-1].size, source.cpu.num_cores
     if size is None:
-        return Columns(lanes, _TILE_VECTORS, 1, rows), Split(_worth_threads(source))
+        rows = _rows_together(source, _FEW_VECTORS)
+        threads = cores > 1 and _worth_threads(source)
+        return Columns(lanes, _FEW_VECTORS, 1, rows), Split(threads)
     lanes = min(lanes, _power_of_two(size))
     vectors = min(
         range(1, min(_VECTORS, size // lanes) + 1),
-        key=lambda count: (-(-size // (count * lanes)) * max(count, 4), -count),
+        key=lambda number: (-(-size // (number * lanes)) * max(number, 4), -number),
     )
+    rows = _rows_together(source, vectors)
     tiles = -(-size // (vectors * lanes))
+    vector_bytes = source.cpu.vector_bits // 8
+    most = max(1, _STATE_BYTES // (vector_bytes * vectors))
     if _estimate(source.reduced) <= _SHORT:
-        most = 1
-    else:
-        bytes_ = source.cpu.vector_bits // 8 * vectors
-        most = max(1, _STATE_BYTES // bytes_)
-    outer, cores = _estimate(source.parallel[:-1]), source.cpu.num_cores
+        most = 1  # all states of a tile are in registers
     chunks = -(-tiles // most)
-    if not _worth_threads(source):
-        return Columns(lanes, vectors, -(-tiles // chunks), rows), Split(False)
-    split = Split(cores > 1)
-    if cores > 1 and not feeds(outer * chunks, cores):
-        wide = size // cores * source.cpu.vector_bits // 8 // lanes >= _LEAST_CHUNK_BYTES
-        if wide and tiles >= cores:
+    split = Split(threads=cores > 1 and _worth_threads(source))
+    if split.threads and not feeds(_estimate(source.parallel[:-1]) * chunks, cores):
+        if size // lanes * vector_bytes >= cores * _LEAST_CHUNK_BYTES:
             chunks = min(tiles, -(-chunks // cores) * cores)
         else:
             split = _parts(source, rows)
     return Columns(lanes, vectors, -(-tiles // chunks), rows), split
+
+
+def _rows_together(source: ReduceSource, vectors: int) -> int:
+    """How many iterations of the innermost reduced loop are unrolled."""
+    most = (_UNROLLED_EXPENSIVE if _is_expensive(source) else _UNROLLED) // vectors
+    size = source.reduced[-1].size
+    if size is not None and size <= min(most, _SHORT):
+        return size
+    return max(1, min(_ROWS, most))
 
 
 def _worth_threads(source: ReduceSource) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
@@ -113,6 +113,14 @@ class ReduceSource:
         return constant(math.prod(axis.extent for axis in self.axes))
 
     @property
+    def registers(self) -> ReduceWorkload:
+        """The same reduction on the narrowest accumulators that hold its states."""
+        narrow = {"int8": "int8", "uint8": "uint8", "bool": "uint8"}.get(self.workload.dtype)
+        if narrow is None or self.workload.operator not in ("min", "max", "and", "or"):
+            return self.workload
+        return replace(self.workload, acc_dtype=narrow)
+
+    @property
     def position_dtype(self) -> str:
         """Type that holds the positions of ``argmin`` and ``argmax`` while they are compared."""
         reduced = constant(math.prod(axis.extent for axis in self.reduced))
@@ -128,7 +136,20 @@ class ReduceSource:
 
     def element_at(self, indices: Indices, buffers: Sequence[tirx.Buffer]) -> tirx.Expr:
         """First field of the state of one element, read from flat views of the parameters."""
-        return self._read(_at(self.element, indices), buffers)
+        value = self.element.astype(self.registers.acc_dtype)
+        return self._read(_at(value, indices), buffers)
+
+    def complete(self, state: State) -> State:
+        """The state of all elements in the types of the reduction.
+
+        Where each element equals the state of no elements, none of them has replaced that state:
+        then the first one is the extreme one.
+        """
+        value, *position = state
+        none = tirx.max_value(self.position_dtype)
+        first = tirx.const(0, self.position_dtype)
+        places = [tirx.Select(tirx.EQ(at, none), first, at).astype("int64") for at in position]
+        return (value.astype(self.workload.acc_dtype), *places)
 
     def result_at(
         self, state: State, indices: Indices, buffers: Sequence[tirx.Buffer]

@@ -91,11 +91,27 @@ class States:
 
     def update(self, at: Index, state: State) -> None:
         """Combine one state with another."""
-        both = combine(self.workload, self.load(at), state)
-        together = tuple(tvm_ffi.structural_map(value, (ir.Call, _nan_by_bits)) for value in both)
-        if len(together) > 1:  # each field depends on both old ones
-            together = tuple(T.Bind(value) for value in together)
-        self.store(at, together)
+        self._replace(at, _combine(self.workload, self.load(at), state))
+
+    def advance(self, at: Index, state: State) -> None:
+        """Combine one state with that of an element behind all that it has seen."""
+        if len(state) == 1:
+            self.update(at, state)
+            return
+        old = self.load(at)
+        stays = state[0] <= old[0] if self.workload.operator == "argmax" else state[0] >= old[0]
+        self._replace(
+            at,
+            tuple(
+                _unless_nan(old[0], tirx.Select(stays, mine, other), mine)
+                for mine, other in zip(old, state, strict=True)
+            ),
+        )
+
+    def _replace(self, at: Index, state: State) -> None:
+        if len(state) > 1:  # each field depends on both old ones
+            state = tuple(T.Bind(value) for value in state)
+        self.store(at, state)
 
     def clear(self, size: int, lanes: int) -> None:
         """Make the first ``size`` states, a multiple of ``lanes``, those of no elements."""
@@ -131,6 +147,24 @@ class States:
             lanes //= 2
             with vector(lanes) as lane:
                 self.update(lane, self.load(lane + lanes))
+
+
+def _combine(workload: ReduceWorkload, mine: State, other: State) -> State:
+    """As :func:`schedules.reduce_operator.combine`, in operations that vectors have."""
+    if workload.operator in ("min", "max"):
+        a, b = mine[0], other[0]
+        wins = a > b if workload.operator == "max" else a < b  # one instruction, gives b for NaN
+        return (_unless_nan(a, tirx.Select(wins, a, b), a),)
+    both = combine(workload, mine, other)
+    return tuple(tvm_ffi.structural_map(value, (ir.Call, _nan_by_bits)) for value in both)
+
+
+def _unless_nan(tested: tirx.Expr, value: tirx.Expr, otherwise: tirx.Expr) -> tirx.Expr:
+    """``otherwise`` where ``tested`` is NaN."""
+    dtype = str(tested.ty.dtype)
+    if "float" not in dtype:
+        return value
+    return tirx.Select(tested <= tirx.infinity(dtype), value, otherwise)
 
 
 def _nan_by_bits(call: ir.Call) -> ir.Expr:

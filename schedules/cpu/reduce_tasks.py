@@ -69,11 +69,11 @@ class Nest:
 
     def states(self, size: Index) -> States:
         """States for the block that is open."""
-        return States(self.source.workload, size, self.source.position_dtype)
+        return States(self.source.registers, size, self.source.position_dtype)
 
     def hold(self, lanes: int) -> None:
         """Make room for the elements of one vector, in the block that is open."""
-        self.held = T.sblock_alloc_buffer((int64(lanes),), self.source.workload.acc_dtype)
+        self.held = T.sblock_alloc_buffer((int64(lanes),), self.source.registers.acc_dtype)
 
     def step(
         self,
@@ -108,11 +108,12 @@ class Nest:
             if since and self.source.workload.operator not in REPEATABLE:
                 value = tirx.Select(lane >= int64(since), value, states.nothing()[0])
             position = [self.source.position(indices(lane))] if len(states.fields) > 1 else []
-            states.update(first + lane, (value, *position))
+            states.advance(first + lane, (value, *position))
 
     def write(self, state: Sequence[tirx.Expr], indices: Indices) -> None:
         """Store the output of a complete state."""
-        value = self.source.result_at(tuple(state), indices, self.builder.flat)
+        state = self.source.complete(tuple(state))
+        value = self.source.result_at(state, indices, self.builder.flat)
         T.buffer_store(self.builder.flat[-1], value, [self.source.output_index(indices)])
 
     def span(self, position: int, part: Index) -> Span:
