@@ -26,7 +26,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..reduce_workload import FLOATS, Extent
 from .reduce_source import ReduceSource
-from .reduce_states import States, count, int64, unrolled, vector
+from .reduce_states import States, count, int64, unrolled
 from .reduce_tasks import Nest, Split, places, share, width
 from .tiles import Index, Span
 

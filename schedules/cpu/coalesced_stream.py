@@ -69,11 +69,13 @@ def find_stream(source: ReduceSource, lanes: int) -> Stream | None:
 
 def _is_stream(source: ReduceSource, rows: Axis, columns: Axis) -> bool:
     """Whether all addresses go on from the end of one row to the begin of the next."""
-    return all(
-        tvm_ffi.structural_equal(strides[rows.var], strides[columns.var] * columns.size)
-        for strides in source.strides
-        if strides[rows.var] is not None and strides[columns.var] is not None
-    ) and all(strides[axis.var] is not None for strides in source.strides for axis in (rows, columns))
+    for strides in source.strides:
+        row, column = strides[rows.var], strides[columns.var]
+        if row is None or column is None:
+            return False
+        if not tvm_ffi.structural_equal(row, column * columns.extent):
+            return False
+    return True
 
 
 def reduce_stream(source: ReduceSource, stream: Stream, split: Split) -> s_tir.Schedule:
@@ -162,6 +164,7 @@ class _StreamNest(Nest):
 
     def _rest(self, states: States, part: Index) -> None:
         """What is left after whole steps, in every iteration of the outer loops."""
+
         def outer(position: int) -> None:
             if position == len(self.source.reduced) - 1:
                 self._elements_left(states)

@@ -122,8 +122,7 @@ class States:
 
     def nothing(self) -> State:
         """The state of no elements."""
-        value, *position = identity(self.workload)
-        return (value, *(tirx.max_value(dtype) for dtype, _ in zip(self.dtypes[1:], position)))
+        return (identity(self.workload)[0], *map(tirx.max_value, self.dtypes[1:]))
 
     def merge(self, other: States, size: int, lanes: int) -> None:
         """Combine the first ``size`` states with those of another array, and clear the latter."""

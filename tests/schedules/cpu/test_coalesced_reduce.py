@@ -192,8 +192,10 @@ def test_nan_and_infinity_are_as_in_numpy(operator, shape, axis):
         exact = expected(data, operator, [axis])
     if operator in ("sum", "prod"):
         assert np.isnan(found[[0, 3]]).all()
-        np.testing.assert_array_equal(found[[1, 2, 5]][np.isinf(exact[[1, 2, 5]])],
-                                      exact[[1, 2, 5]][np.isinf(exact[[1, 2, 5]])])
+        np.testing.assert_array_equal(
+            found[[1, 2, 5]][np.isinf(exact[[1, 2, 5]])],
+            exact[[1, 2, 5]][np.isinf(exact[[1, 2, 5]])],
+        )
     else:
         np.testing.assert_array_equal(found, exact.astype(found.dtype))
 
@@ -250,8 +252,15 @@ def test_an_epilogue_is_computed_with_the_result(shape, axis):
 @pytest.mark.parametrize("operator", ["sum", "max", "argmin", "and"])
 @pytest.mark.parametrize(
     ("shape", "axes"),
-    [(("n", 77), [1]), ((9, "n"), [1]), (("n", 12), [0]), ((9, "n"), [0]), (("n", 70), [0]),
-     ((5, "n", 9), [1]), ((3, "n", 20), [0, 2])],
+    [
+        (("n", 77), [1]),
+        ((9, "n"), [1]),
+        (("n", 12), [0]),
+        ((9, "n"), [0]),
+        (("n", 70), [0]),
+        ((5, "n", 9), [1]),
+        ((3, "n", 20), [0, 2]),
+    ],
 )
 def test_symbolic_extents(operator, shape, axes):
     n = tirx.Var("n", "int64")
@@ -270,8 +279,14 @@ def test_symbolic_extents(operator, shape, axes):
 
 @pytest.mark.parametrize(
     ("shape", "axes"),
-    [((300_007,), [0]), ((3, 70_001), [1]), ((40_009, 5), [0]), ((9_001, 40), [0]),
-     ((50, 3, 2003), [0, 2]), ((257, 1031), [1])],
+    [
+        ((300_007,), [0]),
+        ((3, 70_001), [1]),
+        ((40_009, 5), [0]),
+        ((9_001, 40), [0]),
+        ((50, 3, 2003), [0, 2]),
+        ((257, 1031), [1]),
+    ],
 )
 def test_results_do_not_depend_on_the_threads(shape, axes):
     func = schedule(RULE, reduction(shape, "float32", "sum", axes))
