@@ -32,10 +32,11 @@ lint: $(VENV)/.stamp-test ## check style, and that imports go down only
 types: $(VENV)/.stamp-test ## check types
 	$(BIN)/mypy
 
-bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime, OpenVINO and the machine's limits
+bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime, OpenVINO, numpy and the machine's limits
 	$(BIN)/python examples/benchmarks/networks.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
 	$(BIN)/python examples/benchmarks/pairs.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
 	$(BIN)/python examples/benchmarks/rooflines.py --threads $(or $(THREADS),2)
+	$(BIN)/python examples/benchmarks/reductions_cpu.py --threads $(or $(THREADS),2)
 
 clean: ## remove .venv and all that was built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -188,9 +188,10 @@ def read_source(func: tirx.PrimFunc, target: Target) -> ReduceSource | None:
     if kernel is None or not all(isinstance(p.ty, tirx.BufferType) for p in func.params):
         return None
     blocks = {_attribute(kernel.sch, info.block_rv): info for info in kernel.blocks}
-    text, value = next((item for item in blocks.items() if item[0]), (None, None))
+    text = next(filter(None, blocks), None)
     if text is None or sum(not info.is_injective() for info in kernel.blocks) != 1:
         return None
+    value = blocks[text]
     shape = _data_shape(kernel.sch.get(value.block_rv))
     remaining = inline_blocks(kernel, [value])
     if shape is None or len(remaining) != 3 or remaining[0] is not value:
