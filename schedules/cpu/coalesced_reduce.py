@@ -22,11 +22,11 @@ from .vector_math import is_expensive
 _VECTORS = 8
 """Independent states: four cycles of latency at two vectors a cycle."""
 
-_FEW_VECTORS = 4  # where elements take temporary registers as well
+_FEW_VECTORS = 4  # where elements or states take more registers
 _ROWS = 8  # streams that the prefetcher follows at once
 _SHORT = 16  # iterations of the innermost reduced loop that are unrolled whole
 _UNROLLED = 64  # vectors of elements
-_UNROLLED_EXPENSIVE = 8
+_UNROLLED_HEAVY = 8
 _STATE_BYTES = 8 * 1024
 _LEAST_CHUNK_BYTES = 16 * 1024  # narrower pieces of rows cost bandwidth
 _SYMBOLIC = 1024  # what a symbolic extent counts as
@@ -73,7 +73,7 @@ def _has_short_rows(source: ReduceSource, lanes: int) -> bool:
 
 def _rows(source: ReduceSource, lanes: int) -> Rows:
     size = source.reduced[-1].size
-    most = _FEW_VECTORS if _is_expensive(source) else _VECTORS
+    most = _FEW_VECTORS if _is_heavy(source) else _VECTORS
     if size is None:
         return Rows(lanes, most)
     lanes = min(lanes, _power_of_two(size))
@@ -137,7 +137,7 @@ def _columns(source: ReduceSource, lanes: int) -> tuple[Columns, Split]:
 
 def _rows_together(source: ReduceSource, vectors: int) -> int:
     """How many iterations of the innermost reduced loop are unrolled."""
-    most = (_UNROLLED_EXPENSIVE if _is_expensive(source) else _UNROLLED) // vectors
+    most = (_UNROLLED_HEAVY if _is_heavy(source) else _UNROLLED) // vectors
     size = source.reduced[-1].size
     if size is not None and size <= min(most, _SHORT):
         return size
@@ -153,6 +153,11 @@ def _is_expensive(source: ReduceSource) -> bool:
     calls: list[ir.Call] = []
     tvm_ffi.structural_walk(source.element, (ir.Call, calls.append))
     return any(is_expensive(call) for call in calls)
+
+
+def _is_heavy(source: ReduceSource) -> bool:
+    """Whether a step is many instructions: unrolled less, it compiles sooner and runs as fast."""
+    return source.workload.is_arg or _is_expensive(source)
 
 
 def _estimate(axes: Sequence[Axis]) -> int:

@@ -184,8 +184,10 @@ def read_source(func: tirx.PrimFunc, target: Target) -> ReduceSource | None:
         None for functions that hold anything else than one coalesced reduction, element-wise
         producers, and element-wise consumers of the output's shape.
     """
+    if not _is_marked(func) or not all(isinstance(p.ty, tirx.BufferType) for p in func.params):
+        return None
     kernel = open_kernel(func, target)
-    if kernel is None or not all(isinstance(p.ty, tirx.BufferType) for p in func.params):
+    if kernel is None:
         return None
     blocks = {_attribute(kernel.sch, info.block_rv): info for info in kernel.blocks}
     text = next(filter(None, blocks), None)
@@ -199,6 +201,12 @@ def read_source(func: tirx.PrimFunc, target: Target) -> ReduceSource | None:
     if remaining[1].is_injective():
         return None
     return _Reader(kernel, func, ReduceWorkload.from_json(text), shape).read()
+
+
+def _is_marked(func: tirx.PrimFunc) -> bool:
+    found: list[s_tir.SBlock] = []
+    tvm_ffi.structural_walk(func.body, (s_tir.SBlock, found.append))
+    return any(ATTRIBUTE in block.annotations for block in found)
 
 
 def _attribute(sch: s_tir.Schedule, block: SBlockRV) -> str:
