@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the module beside this one.
 from examples.benchmarks.campaign import FOLDER, geometric_mean, write_aside  # noqa: E402
 
-PLAN = Plan(rounds=5, runs=20, turn_seconds=0.04, budget_seconds=0.5)
+PLAN = Plan(rounds=5, runs=100, turn_seconds=0.04, budget_seconds=0.5)
+WARM_SECONDS = 0.02  # a processor that has slept takes milliseconds to wake up
 ENGINES = ("tvm-fusion", "numpy", "stock TVM")
 
 
@@ -235,8 +236,11 @@ def serve(pipe: Connection, title: str, threads: int) -> None:
 
 
 def timed(run: Callable[[], object], runs: int, seconds: float) -> list[float]:
-    """Seconds of each run, after one that warms up."""
+    """Seconds of each run, after some that warm up."""
+    until = time.perf_counter() + WARM_SECONDS
     run()
+    while time.perf_counter() < until:
+        run()
     times: list[float] = []
     until = time.perf_counter() + seconds
     while not times or (len(times) < runs and time.perf_counter() < until):
@@ -354,7 +358,7 @@ def main() -> int:
     options = parser.parse_args()
     machine = host_info()
     threads = options.threads or machine["physical_cores"]
-    plan = Plan(2, 5, PLAN.turn_seconds) if options.quick else PLAN
+    plan = replace(PLAN, rounds=2, runs=5) if options.quick else PLAN
     results: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack, progress_bar() as progress:
         racers = [Racer(title, threads) for title in ENGINES]

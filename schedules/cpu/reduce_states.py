@@ -100,13 +100,9 @@ class States:
             return
         old = self.load(at)
         stays = state[0] <= old[0] if self.workload.operator == "argmax" else state[0] >= old[0]
-        self._replace(
-            at,
-            tuple(
-                _unless_nan(old[0], tirx.Select(stays, mine, other), mine)
-                for mine, other in zip(old, state, strict=True)
-            ),
-        )
+        stays = _unless_nan(old[0], stays, tirx.const(True, "bool"))
+        pairs = zip(old, state, strict=True)
+        self._replace(at, tuple(tirx.Select(stays, mine, other) for mine, other in pairs))
 
     def _replace(self, at: Index, state: State) -> None:
         if len(state) > 1:  # each field depends on both old ones
