@@ -18,8 +18,8 @@ for a rest of columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tvm import s_tir, tirx
@@ -96,7 +96,7 @@ class _ColumnNest(Nest):
             self.hold(columns.lanes)
             states.clear(columns.tiles * columns.tile, columns.lanes)
             self.indices = indices
-            self._reduce(columns, states, chunk, part)
+            self._loops(0, columns, states, chunk, part)
             for at, place in self._each_vector(columns, chunk):
                 if partial is None:
                     self.write(states.load(at), place)
@@ -108,43 +108,37 @@ class _ColumnNest(Nest):
     def _tasks(self, columns: Columns, parts: int) -> Iterator[tuple[dict, Index, Index]]:
         """Open the loop over tasks; yields the outer loops' indices, the chunk and the part."""
         outer = self.source.parallel[:-1]
-        extent = self.last.size or self.last.extent
-        tiles = _ceildiv(extent, columns.tile)
+        tiles = _ceildiv(self.last.size or self.last.extent, columns.tile)
         chunks = _ceildiv(tiles, columns.tiles)
-        number: Index = parts
-        for axis in (*outer, None):
-            number = number * (chunks if axis is None else axis.extent)
-        with self.tasks(number) as task:
+        with self.tasks(math.prod(axis.extent for axis in outer) * chunks * parts) as task:
             part = tirx.floormod(task, int64(parts))
-            chunk = tirx.floordiv(task, int64(parts))
+            place = tirx.floordiv(task, int64(parts))
             if outer:
-                yield places(outer, tirx.floordiv(chunk, chunks)), chunk % int64(chunks), part
+                indices = places(outer, tirx.floordiv(place, int64(chunks)))
+                yield indices, tirx.floormod(place, int64(chunks)), part
             else:
-                yield {}, chunk, part
+                yield {}, place, part
 
-    @contextmanager
-    def _column(self, columns: Columns, chunk: Index, tile: Index) -> Iterator[Index]:
+    def _column(self, columns: Columns, chunk: Index, tile: Index) -> Index:
         """First output of a tile."""
-        index = chunk * columns.tiles + tile
-        extent = self.last.extent
-        if self.last.size is not None and self.last.size % (columns.tile * columns.tiles) == 0:
-            yield index * columns.tile
-        else:
-            yield tirx.min(index * columns.tile, int64(extent) - columns.tile)
+        first = (chunk * columns.tiles + tile) * columns.tile
+        size = self.last.size
+        if size is not None and size % (columns.tile * columns.tiles) == 0:
+            return first
+        return tirx.min(first, int64(self.last.extent) - columns.tile)
 
     def _each_vector(self, columns: Columns, chunk: Index) -> Iterator[tuple[Index, dict]]:
         """Open the loops over a task's outputs; yields their places in the states and indices."""
-        with count(columns.tiles) as tile, self._column(columns, chunk, tile) as column:
+        with count(columns.tiles) as tile:
+            column = self._column(columns, chunk, tile)
             with unrolled(columns.vectors) as v, vector(columns.lanes) as lane:
                 offset = v * columns.lanes + lane
                 yield tile * columns.tile + offset, {**self.indices, self.last.var: column + offset}
 
-    def _reduce(self, columns: Columns, states: States, chunk: Index, part: Index) -> None:
-        self._loops(0, columns, states, chunk, part)
-
     def _loops(
         self, position: int, columns: Columns, states: States, chunk: Index, part: Index
     ) -> None:
+        """The reduced loops from ``position`` on."""
         axis, span = self.source.reduced[position], self.span(position, part)
         if position < len(self.source.reduced) - 1:
             with count(width(span)) as index:
@@ -169,7 +163,8 @@ class _ColumnNest(Nest):
     ) -> None:
         """Add some rows to all tiles."""
         reduced = self.source.reduced[-1].var
-        with count(columns.tiles) as tile, self._column(columns, chunk, tile) as column:
+        with count(columns.tiles) as tile:
+            column = self._column(columns, chunk, tile)
             with unrolled(columns.vectors) as v, unrolled(rows) as row:
                 offset = v * columns.lanes
 

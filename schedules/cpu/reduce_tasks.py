@@ -18,7 +18,7 @@ from tvm.script.ir_builder import tirx as T
 from ..reduce_workload import Extent, constant, unravel
 from .kernel_builder import KernelBuilder
 from .reduce_source import Axis, Indices, ReduceSource
-from .reduce_states import REPEATABLE, States, count, int64, vector
+from .reduce_states import REPEATABLE, States, int64, vector
 from .tiles import Index, Span
 
 
@@ -142,6 +142,3 @@ def width(span: Span) -> Index:
     """How often a loop with these bounds runs."""
     start, stop = span
     return stop if constant(start) == 0 else stop - start
-
-
-__all__ = ["Nest", "Split", "count", "int64", "places", "share", "vector", "width"]
