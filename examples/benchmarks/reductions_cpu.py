@@ -318,7 +318,7 @@ def reductions_table(results: dict[str, dict[str, Any]], memory: float) -> Table
         table.add_column(heading)
     for title in ENGINES:
         table.add_column(title, justify="right")
-    headings = ("to numpy", "to stock TVM", "MB", "GB/s", "of memory's", "relative error")
+    headings = ("to numpy", "to stock TVM", "MB", "GB/s", "of memory's", "off numpy")
     for heading in headings:
         table.add_column(heading, justify="right")
     for name, result in results.items():
