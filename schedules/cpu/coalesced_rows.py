@@ -68,7 +68,7 @@ class _RowNest(Nest):
         self.rows = rows
         self.last = source.reduced[-1]
         self.blocks = _blocks(source, rows)
-        self.states_: States
+        self.accumulators: States
         self.total: States | None = None
         self.single: States | None = None
 
@@ -130,9 +130,9 @@ class _RowNest(Nest):
         if position == len(self.source.reduced) - 1:
             self._innermost(part)
         else:
-            start, stop = span = self.span(position, part)
+            span = self.span(position, part)
             with count(width(span)) as index:
-                self.indices[self.source.reduced[position].var] = start + index
+                self.indices[self.source.reduced[position].var] = span[0] + index
                 self._loops(position + 1, part)
         if position and position == self.blocks:
             assert self.total is not None, "blocks have totals"

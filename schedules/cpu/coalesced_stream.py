@@ -141,10 +141,10 @@ class _StreamNest(Nest):
                 self.indices[axis.var] = span[0] + index
                 self._loops(position + 1, states, part)
             return
-        start, stop = span = self._steps(part)
+        span = self._steps(part)
         with count(width(span)) as k, unrolled(self.stream.vectors) as u:
             at = u * self.stream.lanes
-            self._vector(states, at, self.stream.lanes, (start + k) * self.stream.step + at)
+            self._vector(states, at, self.stream.lanes, (span[0] + k) * self.stream.step + at)
 
     def _steps(self, part: Index) -> Span:
         """Which whole steps of the stream one part takes."""

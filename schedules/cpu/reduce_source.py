@@ -245,10 +245,11 @@ class _Reader:
     def read(self) -> ReduceSource | None:
         """The source, with the longest loops whose innermost one has linear addresses."""
         runs = _merge(self.shape, self.workload.axes)
-        candidates = [runs, *self._cut(runs)]
-        sources = [self._source(candidate) for candidate in candidates]
-        known = [source for source in sources if source is not None]
-        return next((source for source in known if _is_linear(source)), next(iter(known), None))
+        merged = self._source(runs)
+        if merged is None or _is_linear(merged):
+            return merged
+        cut = (self._source(candidate) for candidate in self._cut(runs))
+        return next((source for source in cut if source and _is_linear(source)), merged)
 
     def _cut(self, runs: list[list[int]]) -> list[list[list[int]]]:
         """The innermost run cut into an outer and an inner part, the longest inner part first."""
