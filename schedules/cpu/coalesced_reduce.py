@@ -23,6 +23,7 @@ _VECTORS = 8
 """Independent states: four cycles of latency at two vectors a cycle."""
 
 _FEW_VECTORS = 4  # where elements or states take more registers
+_LEAST_LANES = 4  # shorter rows go one by one
 _ROWS = 8  # streams that the prefetcher follows at once
 _SHORT = 16  # iterations of the innermost reduced loop that are unrolled whole
 _UNROLLED = 64  # vectors of elements
@@ -63,9 +64,9 @@ def _write(source: ReduceSource) -> s_tir.Schedule:
 
 
 def _has_short_rows(source: ReduceSource, lanes: int) -> bool:
-    """Whether vectors fit better across the rows than along them."""
+    """Whether vectors are better across the rows, whose strided loads cost less than the rest."""
     size = source.axes[-1].size
-    if not source.parallel or size is None or size >= 2 * lanes:
+    if not source.parallel or size is None or size >= 2 * lanes or not _is_heavy(source):
         return False
     outputs = source.parallel[-1].size
     return outputs is None or outputs >= size
@@ -76,7 +77,7 @@ def _rows(source: ReduceSource, lanes: int) -> Rows:
     most = _FEW_VECTORS if _is_heavy(source) else _VECTORS
     if size is None:
         return Rows(lanes, most)
-    lanes = min(lanes, _power_of_two(size))
+    lanes = min(lanes, _power_of_two(size)) if size >= _LEAST_LANES else 1
     return Rows(lanes, min(most, size // lanes))
 
 

@@ -50,11 +50,12 @@ NUMPY: dict[str, Callable[..., Array]] = {
 }
 EXTENTS = [1, 2, 3, 5, 8, 9, 17, 31, 33, 65, 100, 257]
 MOST_ELEMENTS = 100_000
-# One shape of each form: all, rows, short rows, columns, few columns, R-P-R, P-R-P, threads.
+# One shape of each form: all, rows, short rows twice, columns, few columns, R-P-R, P-R-P, threads.
 FORMS = [
     ((1003,), [0]),
     ((7, 131), [1]),
     ((65, 5), [1]),
+    ((65, 3), [1]),
     ((33, 77), [0]),
     ((131, 3), [0]),
     ((3, 5, 41), [0, 2]),
