@@ -32,10 +32,11 @@ lint: $(VENV)/.stamp-test ## check style, and that imports go down only
 types: $(VENV)/.stamp-test ## check types
 	$(BIN)/mypy
 
-bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime, OpenVINO and the machine's limits
+bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime, OpenVINO, numpy and the machine's limits
 	$(BIN)/python examples/benchmarks/networks.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
 	$(BIN)/python examples/benchmarks/pairs.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
 	$(BIN)/python examples/benchmarks/rooflines.py --threads $(or $(THREADS),2)
+	$(BIN)/python examples/benchmarks/reductions_cpu.py --threads $(or $(THREADS),2)
 
 # Offline: no environment is made, PYTHON must have TVM, PyTorch and what else is to be compared.
 bench-gpu: ## race the GPU reductions; ends with 2 where there is no GPU; BENCH_ARGS="--quick"

@@ -126,7 +126,7 @@ class FusionEngine(Engine):
     def compile(
         self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any], output: str
     ) -> float:
-        """Compile with ``target``, ``fuse``, ``winograd`` of ``options``, save; return the seconds."""
+        """Compile with ``target``, ``fuse``, ``winograd``; save; return the seconds that took."""
         compile_model = self._package.compile  # which imports the compiler
         begin = time.perf_counter()
         compile_model(path, shapes=shapes, threads=threads, **options).save(output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from tvm.s_tir.dlight import ScheduleRule
 
+from .coalesced_reduce import CoalescedReduce
 from .conv2d import Conv2D
 from .dense import Dense
 from .elementwise import Elementwise
@@ -27,12 +28,14 @@ RULES: tuple[ScheduleRule, ...] = (
     Pooling(),
     Dense(),
     Softmax(),
+    CoalescedReduce(),
     Reduction(),
     Fallback(),
 )
 
 __all__ = [
     "RULES",
+    "CoalescedReduce",
     "Conv2D",
     "Dense",
     "Elementwise",

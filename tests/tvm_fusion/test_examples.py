@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tvm_ffi
 from small_onnx import small_model
+from tvm import s_tir, tirx
 
 from examples import coalesced_reduction, demo, relay_pipeline
-from examples.benchmarks import campaign, networks, pairs, rooflines
+from examples.benchmarks import campaign, networks, pairs, reductions_cpu, rooflines
+from tvm_fusion import pipeline, target
 from tvm_fusion.benchmark import EngineSpec, Plan
 
 PLAN = Plan(rounds=1, runs=1)
@@ -224,3 +227,31 @@ def test_coalesced_reduction_prints_kernels(capsys: pytest.CaptureFixture[str]) 
     for name in fused:
         _, kernel = out.split(f"{name}_kernel(")[1:]  # a declaration, then the kernel
         assert "blockIdx.x" in kernel
+
+
+@pytest.mark.parametrize("case", reductions_cpu.CASES, ids=lambda case: case.name)
+def test_reductions_are_one_kernel_of_their_rule(case: reductions_cpu.Case) -> None:
+    mod = pipeline.optimize(reductions_cpu.relax_module(case, True), target.resolve("native", 2))
+    (kernel,) = [func for func in mod.functions.values() if isinstance(func, tirx.PrimFunc)]
+    assert kernel.attrs["tirx.is_scheduled"]
+    blocks: list[s_tir.SBlock] = []
+    tvm_ffi.structural_walk(kernel.body, (s_tir.SBlock, blocks.append))
+    assert "task" in [block.name_hint for block in blocks]
+
+
+def test_reductions_prints_its_table_and_writes_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    small = reductions_cpu.Case("tiny", (64, 70), "float16", "mean", (1,), "cast")
+    monkeypatch.setattr(reductions_cpu, "CASES", [small])
+    path = tmp_path / "reductions.json"
+    arguments = ["--threads", "1", "--quick", "--output", str(path)]
+    monkeypatch.setattr(sys, "argv", ["reductions_cpu.py", *arguments])
+    assert reductions_cpu.main() == 0
+    stored = json.loads(path.read_text())
+    engines = stored["results"]["tiny"]["engines"]
+    assert [engine["title"] for engine in engines] == ["tvm-fusion", "numpy", "stock TVM"]
+    assert all(engine["relative_error"] < 1e-5 for engine in engines)
+    assert stored["settings"]["threads"] == 1 and engines[0]["rounds"] == 2
+    out = capsys.readouterr().out
+    assert "│ tiny" in out and f"{engines[1]['ratio']:.2f}x" in out
