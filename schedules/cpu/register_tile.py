@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The size of a register tile, chosen by counting cycles.
+"""Register tiles: what one step of the reduction costs, and which sizes are worth a try.
 
 Per reduction step a tile of ``P`` pixels x ``V`` vectors issues ``P V`` multiply-adds and
-``P + V`` loads and cannot finish before the latency of one multiply-add (its accumulators form
-``P V`` independent chains). With two multiply-adds and two loads a cycle and a latency of four,
-as on current x86 cores,
+``P + V`` loads and cannot finish before the latency ``l`` of one multiply-add, because its
+accumulators form ``P V`` independent chains. With ``f`` multiply-adds and ``b`` loads a cycle
 
-    cycles(P, V) = max(P V / 2, (P + V) / 2, 4)
+    cycles(P, V) = max(P V / f, (P + V) / b, l)
 
-and the layer costs the sum over all its tiles, tails included. ``P V + V + 1`` registers are
-needed. The smallest sum wins; on a tie a tile that leaves the compiler a register to spare, then
-the one with fewer loads a multiply-add, then the larger one.
+and a row of pixels x channel blocks costs the sum over all its tiles, tails included.
+``P V + V + 1`` registers are needed.
 """
 
 from __future__ import annotations
@@ -18,13 +16,13 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..conv2d_workload import ConvLayer
-from .machine import CPUInfo
 from .tiles import split_evenly
 
 FMA_PER_CYCLE = 2
-LOADS_PER_CYCLE = 2
+LOADS_PER_CYCLE = 1.73  # measured in tiles of one vector; two can start
 FMA_LATENCY = 4
 MAX_VECTORS = 4
+MOST_CYCLES = 1.2  # of a tile size worth a try, over those of the best
 
 
 def step_cycles(pixels: int, vectors: int) -> float:
@@ -44,8 +42,10 @@ def row_cycles(row: int, blocks: int, pixels: int, vectors: int) -> float:
 
 
 @lru_cache(maxsize=1024)
-def best_tile(row: int, blocks: int, registers: int) -> tuple[int, int]:
-    """Pixels and vectors of the cheapest register tile.
+def dense_tiles(row: int, blocks: int, registers: int) -> list[tuple[int, int]]:
+    """Pixels and vectors of the register tiles worth a try, the one of the fewest cycles first.
+
+    Sizes that cut the row alike count once, those above ``MOST_CYCLES`` are left out.
 
     Parameters
     ----------
@@ -56,29 +56,25 @@ def best_tile(row: int, blocks: int, registers: int) -> tuple[int, int]:
     registers : int
         Vector registers of the CPU.
     """
-    candidates = [
-        (
-            row_cycles(row, blocks, pixels, vectors),
-            pixels * vectors + vectors + 1 == registers,
-            (pixels + vectors) / (pixels * vectors),
-            -pixels * vectors,
-            pixels,
-            vectors,
-        )
+    cycles = {
+        (split_evenly(row, pixels)[0], vectors): row_cycles(row, blocks, pixels, vectors)
         for vectors in range(1, min(MAX_VECTORS, blocks) + 1)
         for pixels in range(1, min(row, (registers - 1) // vectors - 1) + 1)
-    ]
-    return min(candidates)[-2:]
+    }
+    least = min(cycles.values())
+    order = sorted(cycles, key=lambda tile: (cycles[tile], -tile[0] * tile[1]))
+    return [tile for tile in order if cycles[tile] <= MOST_CYCLES * least]
 
 
-def register_tile(layer: ConvLayer, row: int, lanes: int, cpu: CPUInfo) -> tuple[int, int]:
-    """Pixels and vectors of the default tile of a layer.
+def register_tiles(layer: ConvLayer, row: int, lanes: int, registers: int) -> list[tuple[int, int]]:
+    """Pixels and vectors of the register tiles of a layer that are worth a try.
 
     A depthwise tile holds one vector of channels, and as many pixels as leave half of the registers
     for weights and inputs.
     """
-    registers = cpu.num_vector_registers
     if layer.is_depthwise:
-        return split_evenly(row, max(4, registers // 2 - 1))[0], 1
-    blocks = -(-layer.out_channels // lanes)
-    return best_tile(row, blocks // layer.groups, registers)
+        most = split_evenly(row, max(4, registers // 2 - 1))[0]
+        sizes = {split_evenly(row, pixels)[0] for pixels in range((most + 1) // 2, most + 1)}
+        return [(pixels, 1) for pixels in sorted(sizes, reverse=True)]
+    blocks = -(-layer.out_channels // layer.groups // lanes)
+    return dense_tiles(row, blocks, registers)
