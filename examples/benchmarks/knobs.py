@@ -147,7 +147,7 @@ def packed_function(kernel: Conv2DKernel) -> tirx.PrimFunc:
             weight = (blocks, -(-single.in_channels // lanes), *single.kernel, lanes, lanes)
         inputs.append(te.placeholder(weight, name=f"weight{number}"))
         inputs.append(te.placeholder((blocks, lanes), name=f"bias{number}"))
-    compute = conv2d if len(kernel.layers) == 1 else fused_conv2d
+    compute: Callable[..., te.Tensor] = conv2d if len(kernel.layers) == 1 else fused_conv2d
     output = compute(*inputs, None, *kernel.layers, kernel.data_layout, kernel.out_layout)
     func = te.create_prim_func([*inputs, output])
     return func.with_attr("tvm_fusion.workload", to_json(kernel))
@@ -301,10 +301,14 @@ def race(name: str, threads: int, options: argparse.Namespace) -> dict[str, Any]
     }
 
 
+def _save(path: Path, text: str) -> None:
+    write_aside(path, lambda aside: aside.write_text(text))
+
+
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
     """Spearman's correlation."""
-    ranks = [np.argsort(np.argsort(values)) for values in (left, right)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(values)).astype(float) for values in (left, right))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 def loss(result: dict[str, Any]) -> float:
@@ -362,8 +366,7 @@ def main() -> int:
         for done, (name, threads) in enumerate(todo):
             progress(f"{name}, {threads} threads", done, len(todo))
             results[f"{name}, {threads}"] = race(name, threads, chosen)
-            text = json_text({"machine": machine, "results": results}) + "\n"
-            write_aside(chosen.output, lambda aside, text=text: aside.write_text(text))
+            _save(chosen.output, json_text({"machine": machine, "results": results}) + "\n")
     console = Console()
     console = console if console.is_terminal else Console(width=FILE_WIDTH)
     console.print(table(results))

@@ -229,8 +229,7 @@ def _conv_packed(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: s
     def value(n, ob, h, w, oi):
         block = icb if layer.groups == 1 else (ob // blocks_out) * blocks_in + icb
         return te.sum(
-            data(n, block, *_source(layer, h, w, kh, kw), ici)
-            * weight(ob, icb, kh, kw, ici, oi),
+            data(n, block, *_source(layer, h, w, kh, kw), ici) * weight(ob, icb, kh, kw, ici, oi),
             axis=[icb, kh, kw, ici],
         )
 

@@ -10,7 +10,6 @@ from math import prod
 from ..conv2d_workload import ITEM_BYTES, Conv2DKernel
 from .machine import CPUInfo
 from .register_tile import register_tiles
-from .tiles import split_evenly
 
 # A smaller part of the weights is used up before its loop has started.
 LEAST_PART_BYTES = 4096
@@ -60,7 +59,7 @@ def conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Conv2DKnobs]:
     row = out_h * out_w if flat else out_w
     out_blocks = -(-layer.out_channels // kernel.lanes)
     for pixels, blocks in register_tiles(layer, row, kernel.lanes, cpu.num_vector_registers):
-        units = len(split_evenly(row, pixels)) if flat else out_h
+        units = -(-row // pixels) if flat else out_h
         for unit_chunks, block_chunks in shares(kernel.batch or 1, cpu.num_cores):
             if unit_chunks > units or block_chunks > -(-out_blocks // blocks):
                 continue

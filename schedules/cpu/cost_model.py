@@ -33,11 +33,12 @@ from ..errors import OpError
 from .conv2d_knobs import Conv2DKnobs, conv2d_space
 from .fused_conv2d_knobs import FusedConv2DKnobs, Grid, grids, tiles_one, tiles_two
 from .machine import CPUInfo
-from .nest_cost import L2, L3, MEMORY, Nest, Terms, fits, flat_tiles, nest_terms, split
+from .nest_cost import L2, L3, MEMORY, Nest, Terms, fits, nest_terms, split
+from .tiles import tile_counts
 
 CLOCK_HZ = 3.0e9  # scales the estimates; no choice depends on it
 FORK = 6000.0  # waking the threads and waiting for the last one
-EDGE = 9.0  # a line that another core is about to write
+EDGE = 16.0  # a line that another core is about to write
 PAGE_BYTES, LINE_BYTES = 4096, 64
 TRANSPOSE_BYTES_PER_CYCLE = 16.0  # of transposes in registers
 
@@ -169,7 +170,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
         rows = height * group / units if flat else min(height, _rows_used(layer, group))
         nest = nest._replace(
             rows=1 if flat else group,
-            flat=flat_tiles(out_h * out_w, knobs.pixels, group) if flat else None,
+            flat=tile_counts(out_h * out_w, knobs.pixels, group) if flat else None,
             data_bytes=rows * row_bytes,
         )
         kept = layer.weight_elements() * item + nest.data_bytes
@@ -275,7 +276,7 @@ def _layer_two(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> S
         mid_bytes = _mid_bytes(kernel, knobs, step)
         nest = nest._replace(
             rows=1 if flat else step,
-            flat=flat_tiles(step * out_w, knobs.pixels2) if flat else None,
+            flat=tile_counts(step * out_w, knobs.pixels2) if flat else None,
             data_bytes=mid_bytes,
             data_level=fits(mid_bytes, cpu),
         )

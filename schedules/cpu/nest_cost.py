@@ -5,12 +5,12 @@ A nest computes ``R`` rows of one layer: its tiles of ``P`` pixels x ``V`` chann
 all pixels for each block tile, or over all block tiles for each tile of pixels. With ``c`` input
 blocks of ``x`` lanes, ``k`` kernel taps and ``n`` parts of the reduction,
 
-    T         = max(compute, traffic) + exposed
+    T         = max(compute, traffic) + LEAK min(compute, traffic) + exposed
     compute   = multiply_adds + tiles + starts
     traffic   = weights + data + output
 
-    multiply_adds = sum over tiles, visible taps: c (x step_cycles(P, V) + BODY);
-                    SPILL cycles a step for each accumulator without a register
+    multiply_adds = sum over tiles, visible taps: c (x step_cycles(P, V) + BODY), with
+                    TIGHT or SPILL more a step where all registers are taken, or more
                     depthwise: P k / FMA_PER_CYCLE
     tiles     = sum over tiles: n DRAIN max(0, P V - in flight) + (n - 1) PARTIAL P V
                 depthwise: DEPTHWISE_TAP k; and INSIDE if the block tiles run inside
@@ -24,7 +24,8 @@ blocks of ``x`` lanes, ``k`` kernel taps and ``n`` parts of the reduction,
 
 ``step_cycles`` is that of :mod:`.register_tile`, tails and the missing taps at the border
 included; "in flight" are the multiply-adds that fill the units, ``l f``; ``B(level)`` are the bytes
-a cycle that a core gets from a level. Arithmetic and traffic overlap, so that the larger counts.
+a cycle that a core gets from a level. Arithmetic and traffic overlap: the larger counts, and little
+of the other.
 """
 
 from __future__ import annotations
@@ -41,19 +42,21 @@ from .tiles import row_runs, split_evenly
 L1, L2, L3, MEMORY = range(4)
 
 # Fitted to the settings that examples/benchmarks/knobs.py measures.
-BYTES_PER_CYCLE = (float("inf"), 50.0, 28.0, 3.1)  # from a level into the registers of one core
+BYTES_PER_CYCLE = (float("inf"), 36.0, 16.0, 3.8)  # from a level into the registers of one core
 MEMORY_CORES = 2.0  # cores that saturate the memory; more share it
 CACHE_SHARE = 0.75  # of a cache that a kernel's own data may fill
-BODY = 0.13  # loop control of one body: lanes steps
-DRAIN = 6.5  # per accumulator beyond those in flight: the next tile begins late
-PARTIAL = 0.7  # a partial sum is stored and loaded
-DEPTHWISE_TAP = 0.7  # a chain of taps is too long for the next tile to overlap with all of it
-INSIDE = 7.0  # a tile of pixels writes to all channel planes, whose addresses crowd the same sets
-SPILL = 4.0  # an accumulator without a register, stored and loaded in each step
-START = 50.0  # bounds, and a branch that is predicted wrongly
-STORE = 2.1  # a line is read for ownership before it is written
-MISS = 0.006  # cycles a byte of weights that the core waits for
-SKIP = 0.95  # share of the traffic of strides that skip pixels
+LEAK = 0.02  # share of the smaller of arithmetic and traffic that the larger does not hide
+BODY = 1.1  # loop control of one body: lanes steps
+DRAIN = 5.5  # per accumulator beyond those in flight: the next tile begins late
+PARTIAL = 1.0  # a partial sum is stored and loaded
+DEPTHWISE_TAP = 1.07  # a chain of taps is too long for the next tile to overlap with all of it
+INSIDE = 5.3  # a tile of pixels writes to all channel planes, whose addresses crowd the same sets
+TIGHT = 0.38  # a step of a tile that leaves the compiler no register
+SPILL = 3.6  # an accumulator without a register, stored and loaded in each step
+START = 40.0  # bounds, and a branch that is predicted wrongly
+STORE = 1.5  # a line is read for ownership before it is written
+MISS = 0.008  # cycles a byte of weights that the core waits for
+SKIP = 0.9  # share of the traffic of strides that skip pixels
 
 
 Sizes = tuple[tuple[int, int], ...]
@@ -74,7 +77,8 @@ class Terms(NamedTuple):
     def cycles(self) -> float:
         """Arithmetic and traffic overlap."""
         compute = self.multiply_adds + self.tiles + self.starts
-        return max(compute, self.weights + self.data + self.output) + self.exposed
+        traffic = self.weights + self.data + self.output
+        return max(compute, traffic) + LEAK * min(compute, traffic) + self.exposed
 
 
 class Nest(NamedTuple):
@@ -219,8 +223,9 @@ def _dense(
     count = sum(number for _, number in tiles)
     for blocks, times in Counter(nest.vectors).items():
         for size, number in spans:
-            spilled = SPILL * max(0, size * blocks + blocks + 1 - registers)
-            cycles = nest.source_lanes * (step_cycles(size, blocks) + spilled) + BODY
+            missing = size * blocks + blocks + 1 - registers
+            lost = SPILL * missing if missing > 0 else TIGHT * (missing == 0)
+            cycles = nest.source_lanes * (step_cycles(size, blocks) + lost) + BODY
             steps += times * number * cycles
         for size, number in tiles:
             late = max(0, size * blocks - FMA_LATENCY * FMA_PER_CYCLE)
@@ -279,12 +284,3 @@ def _data(nest: Nest, block_bytes: float, cpu: CPUInfo) -> tuple[float, float]:
 def split(extent: int, tile: int) -> tuple[int, ...]:
     """The sizes of :func:`split_evenly`, remembered."""
     return tuple(split_evenly(extent, tile))
-
-
-def flat_tiles(extent: int, tile: int, first: int | None = None) -> Sizes:
-    """Of the ``first`` tiles of :func:`split_evenly`: sizes, and how many there are of each."""
-    count = -(-extent // tile)
-    small, larger = divmod(extent, count)
-    taken = count if first is None else first
-    sizes = (small + 1, min(larger, taken)), (small, max(0, taken - larger))
-    return tuple((size, number) for size, number in sizes if number)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Register tiles: what one step of the reduction costs, and which sizes are worth a try.
 
-Per reduction step a tile of ``P`` pixels x ``V`` vectors issues ``P V`` multiply-adds and
-``P + V`` loads and cannot finish before the latency ``l`` of one multiply-add, because its
-accumulators form ``P V`` independent chains. With ``f`` multiply-adds and ``b`` loads a cycle
+Per reduction step a tile of ``P`` pixels x ``V`` vectors issues ``P V`` multiply-adds, loads ``P``
+elements and ``V`` vectors of weights, each as dear as ``w`` elements, and cannot finish before the
+latency ``l`` of one multiply-add, because its accumulators form ``P V`` independent chains. With
+``f`` multiply-adds and ``b`` loads a cycle
 
-    cycles(P, V) = max(P V / f, (P + V) / b, l)
+    cycles(P, V) = max(P V / f, (P + w V) / b, l)
 
 and a row of pixels x channel blocks costs the sum over all its tiles, tails included.
 ``P V + V + 1`` registers are needed.
@@ -16,11 +17,12 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..conv2d_workload import ConvLayer
-from .tiles import split_evenly
+from .tiles import tile_counts
 
 FMA_PER_CYCLE = 2
-LOADS_PER_CYCLE = 1.73  # measured in tiles of one vector; two can start
-FMA_LATENCY = 4
+LOADS_PER_CYCLE = 1.77  # measured in tiles of one vector; two can start
+WEIGHT_LOADS = 1.37  # a vector of weights, counted in loads of single elements
+FMA_LATENCY = 4.08  # four, and a chain without slack shows every late load
 MAX_VECTORS = 4
 MOST_CYCLES = 1.2  # of a tile size worth a try, over those of the best
 
@@ -29,7 +31,7 @@ def step_cycles(pixels: int, vectors: int) -> float:
     """Cycles of one reduction step of a tile."""
     return max(
         pixels * vectors / FMA_PER_CYCLE,
-        (pixels + vectors) / LOADS_PER_CYCLE,
+        (pixels + WEIGHT_LOADS * vectors) / LOADS_PER_CYCLE,
         FMA_LATENCY,
     )
 
@@ -37,7 +39,9 @@ def step_cycles(pixels: int, vectors: int) -> float:
 def row_cycles(row: int, blocks: int, pixels: int, vectors: int) -> float:
     """Cycles of one reduction step for all tiles of a row of ``row`` pixels x ``blocks`` blocks."""
     return sum(
-        step_cycles(p, v) for p in split_evenly(row, pixels) for v in split_evenly(blocks, vectors)
+        count * times * step_cycles(p, v)
+        for p, count in tile_counts(row, pixels)
+        for v, times in tile_counts(blocks, vectors)
     )
 
 
@@ -57,7 +61,7 @@ def dense_tiles(row: int, blocks: int, registers: int) -> list[tuple[int, int]]:
         Vector registers of the CPU.
     """
     cycles = {
-        (split_evenly(row, pixels)[0], vectors): row_cycles(row, blocks, pixels, vectors)
+        (tile_counts(row, pixels)[0][0], vectors): row_cycles(row, blocks, pixels, vectors)
         for vectors in range(1, min(MAX_VECTORS, blocks) + 1)
         for pixels in range(1, min(row, (registers - 1) // vectors - 1) + 1)
     }
@@ -73,8 +77,8 @@ def register_tiles(layer: ConvLayer, row: int, lanes: int, registers: int) -> li
     for weights and inputs.
     """
     if layer.is_depthwise:
-        most = split_evenly(row, max(4, registers // 2 - 1))[0]
-        sizes = {split_evenly(row, pixels)[0] for pixels in range((most + 1) // 2, most + 1)}
+        most = tile_counts(row, max(4, registers // 2 - 1))[0][0]
+        sizes = {tile_counts(row, pixels)[0][0] for pixels in range((most + 1) // 2, most + 1)}
         return [(pixels, 1) for pixels in sorted(sizes, reverse=True)]
     blocks = -(-layer.out_channels // layer.groups // lanes)
     return dense_tiles(row, blocks, registers)
