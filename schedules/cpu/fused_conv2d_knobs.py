@@ -157,7 +157,7 @@ def grids(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Grid]:
     whole = kernel.plain_data or kernel.plain_out or layer1.groups > 1 and not layer1.is_depthwise
     parts = [n for n in (1, 2, 4) if mid_blocks % n == 0 and not (whole and n > 1)]
     for h_t, oc_t in shares(kernel.batch or 1, cpu.num_cores):
-        if h_t > out_h or oc_t * kernel.lanes > layer2.out_channels:
+        if h_t > out_h or oc_t > -(-layer2.out_channels // kernel.lanes):
             continue
         rows = -(-out_h // h_t)
         for h in sorted({-(-rows // steps) for steps in (1, 2, 3, 4, 7, 14, 28)} | {1}):

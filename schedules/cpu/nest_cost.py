@@ -42,7 +42,7 @@ from .tiles import row_runs, split_evenly
 L1, L2, L3, MEMORY = range(4)
 
 # Fitted to the settings that examples/benchmarks/knobs.py measures.
-BYTES_PER_CYCLE = (float("inf"), 36.0, 16.0, 3.8)  # from a level into the registers of one core
+BYTES_PER_CYCLE = (float("inf"), 36.0, 20.0, 3.8)  # from a level into the registers of one core
 MEMORY_CORES = 2.0  # cores that saturate the memory; more share it
 CACHE_SHARE = 0.75  # of a cache that a kernel's own data may fill
 LEAK = 0.02  # share of the smaller of arithmetic and traffic that the larger does not hide

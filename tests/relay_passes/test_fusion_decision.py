@@ -97,18 +97,27 @@ def test_two_dense_layers_gain_where_the_intermediate_leaves_the_last_cache():
 def test_too_little_space_for_many_cores():
     decision = decide(separable(14, 512, 512), cpu(cores=64))
     assert not decision.fuse
-    assert decision.reason.endswith("output of 14x14 does not divide evenly among 64 cores")
-    assert decide(separable(14, 512, 512, batch=64), cpu(cores=64)).fuse
+    assert decision.reason.endswith("of the first layer would be computed again")
+    enough = decide(separable(14, 512, 512, batch=64), cpu(cores=64))
+    assert abs(enough.gain) < 0.01
+    assert enough.reason.endswith("too little traffic between the layers to save")
+
+
+def test_rows_that_do_not_divide_evenly():
+    decision = decide(dense(7, 512, 512, 2048), cpu())
+    assert decision.reason.endswith("output of 7x7 does not divide evenly among 2 cores")
 
 
 def test_one_core_needs_no_even_parts():
     assert decide(separable(7, 960, 320), cpu(cores=1)).fuse
 
 
-def test_nothing_to_save():
+def test_of_equals_one_kernel():
     first = ConvLayer(2048, 1, (3, 3), padding=(1, 1, 1, 1))
     workload = FusedConv2DWorkload(1, 256, 256, first, ConvLayer(1, 2048, (1, 1)))
-    assert decide(workload, cpu()).reason.endswith("too little traffic between the layers to save")
+    decision = decide(workload, cpu())
+    assert decision.fuse
+    assert abs(decision.gain) < 0.01
 
 
 def test_other_kinds_of_targets():
