@@ -6,7 +6,7 @@ elements and ``V`` vectors of weights, each as dear as ``w`` elements, and canno
 latency ``l`` of one multiply-add, because its accumulators form ``P V`` independent chains. With
 ``f`` multiply-adds and ``b`` loads a cycle
 
-    cycles(P, V) = max(P V / f, (P + w V) / b, l)
+    cycles(P, V) = max(ceil(P V / f), (P + w V) / b, l)
 
 and a row of pixels x channel blocks costs the sum over all its tiles, tails included.
 ``P V + V + 1`` registers are needed.
@@ -15,6 +15,7 @@ and a row of pixels x channel blocks costs the sum over all its tiles, tails inc
 from __future__ import annotations
 
 from functools import lru_cache
+from math import ceil
 
 from ..conv2d_workload import ConvLayer
 from .tiles import tile_counts
@@ -30,7 +31,7 @@ MOST_CYCLES = 1.2  # of a tile size worth a try, over those of the best
 def step_cycles(pixels: int, vectors: int) -> float:
     """Cycles of one reduction step of a tile."""
     return max(
-        pixels * vectors / FMA_PER_CYCLE,
+        ceil(pixels * vectors / FMA_PER_CYCLE),
         (pixels + WEIGHT_LOADS * vectors) / LOADS_PER_CYCLE,
         FMA_LATENCY,
     )
