@@ -240,7 +240,7 @@ def _layer_one(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> S
             rows=rows,
             data_bytes=fresh * row_bytes / read_parts,
             halo_bytes=(read - fresh) * row_bytes / read_parts,
-            out_level=fits(_mid_bytes(kernel, knobs, step), cpu),
+            out_level=_mid_level(kernel, knobs, step, cpu),
         )
         kept = _kept(kernel, knobs, step)
         found = _with_weights(nest, count, not steps, kept, cpu)
@@ -278,7 +278,7 @@ def _layer_two(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> S
             rows=1 if flat else step,
             flat=tile_counts(step * out_w, knobs.pixels2) if flat else None,
             data_bytes=mid_bytes,
-            data_level=fits(mid_bytes, cpu),
+            data_level=_mid_level(kernel, knobs, step, cpu),
         )
         kept = _kept(kernel, knobs, step)
         found = _with_weights(nest, count, not steps, kept, cpu)
@@ -320,6 +320,15 @@ def _mid_bytes(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, step: int) -> floa
     mid_h, mid_w = layer1.output_size(*_size(kernel))
     channels = _padded(layer1.out_channels, kernel.lanes) / knobs.ic_o
     return _rows_read(layer2, step, mid_h) * mid_w * channels * ITEM_BYTES[kernel.dtype]
+
+
+def _mid_level(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, step: int, cpu: CPUInfo) -> int:
+    """Where layer two finds the intermediate, past which layer one's data has streamed."""
+    layer1, layer2 = kernel.layers
+    (height, width), mid = _size(kernel), layer1.output_size(*_size(kernel))
+    rows = _rows_read(layer1, _rows_read(layer2, step, mid[0]), height)
+    data = rows * width * layer1.in_channels * ITEM_BYTES[kernel.dtype] / knobs.ic_o
+    return fits(_mid_bytes(kernel, knobs, step) + data, cpu)
 
 
 def _kept(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, step: int) -> float:

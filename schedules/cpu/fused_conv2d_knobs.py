@@ -115,8 +115,8 @@ def mid_extents(
 def fused_conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[FusedConv2DKnobs]:
     """All settings that the cost model compares, each of them legal.
 
-    Whole rows only; where the reduction of layer two has parts, layer one is computed for one part
-    at a time.
+    Whole rows, whole sums, and layer one once for each step of rows: other places of it, pieces of
+    a row and parts of the sum never gained anything worth their search.
     """
     for grid in grids(kernel, cpu):
         for pixels1, blocks1 in tiles_one(kernel, cpu):
@@ -126,43 +126,29 @@ def fused_conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[FusedConv
 
 @dataclass(frozen=True)
 class Grid:
-    """All of a setting but the register tiles: shares of the cores, rows at a time, parts."""
+    """All of a setting but the register tiles: shares of the cores, and rows at a time."""
 
     h_t: int
     oc_t: int
     h: int
-    ic_o: int
 
     def knobs(self, tile1: tuple[int, int], tile2: tuple[int, int]) -> FusedConv2DKnobs:
         """The setting with these register tiles."""
-        parts = self.ic_o > 1
         return FusedConv2DKnobs(
-            *tile1,
-            *tile2,
-            h_t=self.h_t,
-            oc_t=self.oc_t,
-            h=self.h,
-            ic_o=self.ic_o,
-            order=("h_o", "ic_o", "w_o", "oc2") if parts else ("h_o", "w_o", "ic_o", "oc2"),
-            compute_at=2 if parts else 1,
-            prefetch=True,
+            *tile1, *tile2, h_t=self.h_t, oc_t=self.oc_t, h=self.h, prefetch=True
         )
 
 
 def grids(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Grid]:
-    """Shares, rows at a time (some of those that leave different numbers of steps) and parts."""
-    layer1, layer2 = kernel.layers
+    """Shares and rows at a time (some of those that leave different numbers of steps)."""
+    layer2 = kernel.layers[1]
     out_h, _ = layer2.output_size(*_mid_size(kernel))
-    mid_blocks = -(-layer1.out_channels // kernel.lanes)
-    whole = kernel.plain_data or kernel.plain_out or layer1.groups > 1 and not layer1.is_depthwise
-    parts = [n for n in (1, 2, 4) if mid_blocks % n == 0 and not (whole and n > 1)]
     for h_t, oc_t in shares(kernel.batch or 1, cpu.num_cores):
         if h_t > out_h or oc_t > -(-layer2.out_channels // kernel.lanes):
             continue
         rows = -(-out_h // h_t)
         for h in sorted({-(-rows // steps) for steps in (1, 2, 3, 4, 7, 14, 28)} | {1}):
-            for ic_o in parts:
-                yield Grid(h_t, oc_t, h, ic_o)
+            yield Grid(h_t, oc_t, h)
 
 
 def tiles_one(kernel: Conv2DKernel, cpu: CPUInfo) -> list[tuple[int, int]]:
