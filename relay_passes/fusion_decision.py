@@ -28,7 +28,7 @@ from schedules.cpu.fused_conv2d_limits import plain_sides
 from schedules.cpu.machine import CPUInfo
 
 LAYOUT_BYTES_PER_CYCLE = 6.0  # of a kernel that changes the layout, each byte counted once
-LEAST_GAIN = -0.003  # predicted, below which two kernels stay; of equals one needs less memory
+LEAST_GAIN = -0.008  # predicted, below which two kernels stay; of equals one needs less memory
 
 
 @dataclass(frozen=True)
