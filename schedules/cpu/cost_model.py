@@ -323,12 +323,12 @@ def _mid_bytes(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, step: int) -> floa
 
 
 def _mid_level(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, step: int, cpu: CPUInfo) -> int:
-    """Where layer two finds the intermediate, past which layer one's data has streamed."""
+    """Where layer two finds the intermediate; half of layer one's data streams by meanwhile."""
     layer1, layer2 = kernel.layers
     (height, width), mid = _size(kernel), layer1.output_size(*_size(kernel))
     rows = _rows_read(layer1, _rows_read(layer2, step, mid[0]), height)
     data = rows * width * layer1.in_channels * ITEM_BYTES[kernel.dtype] / knobs.ic_o
-    return fits(_mid_bytes(kernel, knobs, step) + data, cpu)
+    return fits(_mid_bytes(kernel, knobs, step) + data / 2, cpu)
 
 
 def _kept(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, step: int) -> float:
