@@ -4,7 +4,7 @@
 It needs fewer multiplications (2.25 times as few in tiles of 2x2 outputs, 4 times in 4x4), but
 transforms of its data and output, and weights 1.8 or 4 times as large; and it rounds otherwise. The
 times that are compared are predicted: by :mod:`schedules.cpu.winograd_knobs`, and by
-:func:`.cost_model.direct_cycles`. Traffic of the data and the output is the same for both.
+:func:`.direct_cycles.direct_cycles`. Traffic of the data and the output is the same for both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from schedules.cpu.winograd_knobs import WinogradShape, best_plan
 from schedules.errors import OpError
 from schedules.winograd_matrices import TILE_SIZES
 
-from .cost_model import direct_cycles
+from .direct_cycles import direct_cycles
 
 MODES = ("auto", "always", "never")
 LEAST_GAIN = 0.05  # predicted, below which a convolution stays direct

@@ -36,9 +36,7 @@ class Activation:
 
     def __post_init__(self) -> None:
         if self.kind not in ACTIVATIONS:
-            raise OpError(
-                f"activation is {self.kind!r}; expected one of {', '.join(ACTIVATIONS)}"
-            )
+            raise OpError(f"activation is {self.kind!r}; expected one of {', '.join(ACTIVATIONS)}")
         if self.kind == "clip" and not self.low <= self.high:
             raise OpError(f"clip has bounds ({self.low}, {self.high}); expected low <= high")
 

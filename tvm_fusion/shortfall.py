@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from schedules.conv2d_workload import Conv2DKernel, ConvLayer
 from schedules.cpu.machine import CPUInfo
-from schedules.cpu.register_tile import FMA_PER_CYCLE, register_tile, row_cycles
+from schedules.cpu.register_tile import FMA_PER_CYCLE, register_tiles, row_cycles
 from schedules.cpu.tiles import split_evenly
 
 from .machine_limits import MachineLimits
@@ -87,7 +87,7 @@ def _layer_share(
     lanes = kernel.lanes
     blocks = -(-layer.out_channels // lanes // layer.groups) if not layer.is_depthwise else 1
     row = size[0] * size[1] if layer.is_pointwise else size[1]
-    pixels, vectors = register_tile(layer, row, lanes, cpu)
+    pixels, vectors = register_tiles(layer, row, lanes, cpu.num_vector_registers)[0]
     tiles = 1.0
     if not layer.is_depthwise:
         tiles = row * blocks / FMA_PER_CYCLE / row_cycles(row, blocks, pixels, vectors)

@@ -8,7 +8,8 @@ from tvm.s_tir.dlight import ScheduleRule
 from tvm.target import Target
 
 from .conv2d import packed_kernel
-from .fused_conv2d_knobs import LOOPS, FusedConv2DKnobs, default_knobs
+from .cost_model import default_fused_knobs
+from .fused_conv2d_knobs import LOOPS, FusedConv2DKnobs
 from .fused_conv2d_limits import takes_plain, unsupported
 from .fused_conv2d_nest import fused_conv2d_template
 from .machine import CPUInfo
@@ -17,7 +18,6 @@ __all__ = [
     "LOOPS",
     "FusedConv2D",
     "FusedConv2DKnobs",
-    "default_knobs",
     "fused_conv2d_template",
     "takes_plain",
     "unsupported",
@@ -38,5 +38,5 @@ class FusedConv2D(ScheduleRule):
         layer1, layer2 = kernel.layers
         if unsupported(layer1, layer2, kernel.lanes) is not None:
             return None
-        knobs = default_knobs(kernel, CPUInfo.from_target(target))
+        knobs = default_fused_knobs(kernel, CPUInfo.from_target(target))
         return fused_conv2d_template(func, kernel, knobs)

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fused template leaves open, and its default."""
+"""What the fused template leaves open, and all settings worth a try."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from ..conv2d_workload import ITEM_BYTES, Conv2DKernel
+from ..conv2d_workload import Conv2DKernel
 from ..errors import OpError
+from .conv2d_knobs import shares
 from .fused_conv2d_limits import takes_plain
 from .machine import CPUInfo
-from .register_tile import register_tile
+from .register_tile import register_tiles
 
 LOOPS = ("oc2", "ic_o", "h_o", "w_o")
-
-# Rows at a time where layer one's data is packed on the way: their halo is packed twice.
-PLAIN_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -113,45 +112,61 @@ def mid_extents(
     return out_rows, rows, blocks // knobs.ic_o if "ic_o" in enclosing else blocks
 
 
-def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> FusedConv2DKnobs:
-    """Knobs from register tiles, cache sizes and even shares for all cores.
+def fused_conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[FusedConv2DKnobs]:
+    """All settings that the cost model compares, each of them legal.
 
-    Rows are shared out; channels instead where rows leave cores idle and repeating layer one on
-    each core costs less than that. As many rows are taken at a time as keep the intermediate in
-    half of the L2 (of the L1, where the second layer's weights are small enough to stay there too).
+    Whole rows, whole sums, and layer one once for each step of rows: other places of it, pieces of
+    a row and parts of the sum never gained anything worth their search.
     """
-    layer1, layer2 = kernel.layers
-    height, width = int(kernel.height or 1), int(kernel.width or 1)
-    mid_h, mid_w = layer1.output_size(height, width)
-    out_h, out_w = layer2.output_size(mid_h, mid_w)
-    pixels1, blocks1 = register_tile(layer1, mid_w, kernel.lanes, cpu)
-    item = ITEM_BYTES[kernel.dtype]
-    row_bytes = mid_w * layer1.out_channels * item * layer2.strides[0]
-    small_weights = layer2.weight_elements() * item <= cpu.l1d_bytes // 2
-    budget = cpu.l1d_bytes // 2 if small_weights else cpu.l2_bytes // 2
-    h_t, oc_t = _share_out(kernel, cpu, out_h)
-    rows = -(-out_h // h_t)
-    h = max(1, min(rows, budget // row_bytes))
-    if kernel.plain_data:
-        h = min(rows, max(h, PLAIN_ROWS))
-    row = h * out_w if layer2.is_pointwise else out_w
-    pixels2, blocks2 = register_tile(layer2, row, kernel.lanes, cpu)
-    return FusedConv2DKnobs(
-        pixels1, blocks1, pixels2, blocks2, h_t=h_t, oc_t=oc_t, h=h, prefetch=True
-    )
+    for grid in grids(kernel, cpu):
+        for pixels1, blocks1 in tiles_one(kernel, cpu):
+            for pixels2, blocks2 in tiles_two(kernel, grid, cpu):
+                yield grid.knobs((pixels1, blocks1), (pixels2, blocks2))
 
 
-def _share_out(kernel: Conv2DKernel, cpu: CPUInfo, out_h: int) -> tuple[int, int]:
-    """Parallel pieces of rows and of output channels."""
-    layer1, layer2 = kernel.layers
-    cores, batch = cpu.num_cores, kernel.batch or 1
-    if cores == 1 or batch % cores == 0:
-        return 1, 1
-    height, width = int(kernel.height or 1), int(kernel.width or 1)
-    flops1 = layer1.flops(height, width)
-    flops2 = layer2.flops(*layer1.output_size(height, width))
-    pieces = min(cores, out_h)
-    by_rows = (flops1 + flops2) * -(-out_h // pieces) / out_h
-    by_channels = flops1 + flops2 / cores
-    enough_channels = layer2.out_channels >= 4 * cores * kernel.lanes
-    return (1, cores) if enough_channels and by_channels < by_rows else (pieces, 1)
+@dataclass(frozen=True)
+class Grid:
+    """All of a setting but the register tiles: shares of the cores, and rows at a time."""
+
+    h_t: int
+    oc_t: int
+    h: int
+
+    def knobs(self, tile1: tuple[int, int], tile2: tuple[int, int]) -> FusedConv2DKnobs:
+        """The setting with these register tiles."""
+        return FusedConv2DKnobs(
+            *tile1, *tile2, h_t=self.h_t, oc_t=self.oc_t, h=self.h, prefetch=True
+        )
+
+
+def grids(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Grid]:
+    """Shares and rows at a time (some of those that leave different numbers of steps)."""
+    layer2 = kernel.layers[1]
+    out_h, _ = layer2.output_size(*_mid_size(kernel))
+    for h_t, oc_t in shares(kernel.batch or 1, cpu.num_cores):
+        if h_t > out_h or oc_t > -(-layer2.out_channels // kernel.lanes):
+            continue
+        rows = -(-out_h // h_t)
+        for h in sorted({-(-rows // steps) for steps in (1, 2, 3, 4, 7, 14, 28)} | {1}):
+            yield Grid(h_t, oc_t, h)
+
+
+def tiles_one(kernel: Conv2DKernel, cpu: CPUInfo) -> list[tuple[int, int]]:
+    """Register tiles of layer one; a grouped layer's hold one block."""
+    layer1 = kernel.layers[0]
+    if layer1.groups > 1 and not layer1.is_depthwise:
+        layer1 = replace(layer1, in_channels=1, out_channels=kernel.lanes, groups=1)
+    row = _mid_size(kernel)[1]
+    return register_tiles(layer1, row, kernel.lanes, cpu.num_vector_registers)
+
+
+def tiles_two(kernel: Conv2DKernel, grid: Grid, cpu: CPUInfo) -> list[tuple[int, int]]:
+    """Register tiles of layer two, on a row or on all rows of a step."""
+    layer2 = kernel.layers[1]
+    out_w = layer2.output_size(*_mid_size(kernel))[1]
+    row = grid.h * out_w if layer2.is_pointwise else out_w
+    return register_tiles(layer2, row, kernel.lanes, cpu.num_vector_registers)
+
+
+def _mid_size(kernel: Conv2DKernel) -> tuple[int, int]:
+    return kernel.layers[0].output_size(int(kernel.height or 1), int(kernel.width or 1))

@@ -1,37 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The size of a register tile, chosen by counting cycles.
+"""Register tiles: what one step of the reduction costs, and which sizes are worth a try.
 
-Per reduction step a tile of ``P`` pixels x ``V`` vectors issues ``P V`` multiply-adds and
-``P + V`` loads and cannot finish before the latency of one multiply-add (its accumulators form
-``P V`` independent chains). With two multiply-adds and two loads a cycle and a latency of four,
-as on current x86 cores,
+Per reduction step a tile of ``P`` pixels x ``V`` vectors issues ``P V`` multiply-adds, loads ``P``
+elements and ``V`` vectors of weights, each as dear as ``w`` elements, and cannot finish before the
+latency ``l`` of one multiply-add, because its accumulators form ``P V`` independent chains. With
+``f`` multiply-adds and ``b`` loads a cycle
 
-    cycles(P, V) = max(P V / 2, (P + V) / 2, 4)
+    cycles(P, V) = max(ceil(P V / f), (P + w V) / b, l)
 
-and the layer costs the sum over all its tiles, tails included. ``P V + V + 1`` registers are
-needed. The smallest sum wins; on a tie a tile that leaves the compiler a register to spare, then
-the one with fewer loads a multiply-add, then the larger one.
+and a row of pixels x channel blocks costs the sum over all its tiles, tails included.
+``P V + V + 1`` registers are needed.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from math import ceil
 
 from ..conv2d_workload import ConvLayer
-from .machine import CPUInfo
-from .tiles import split_evenly
+from .tiles import tile_counts
 
 FMA_PER_CYCLE = 2
-LOADS_PER_CYCLE = 2
-FMA_LATENCY = 4
+LOADS_PER_CYCLE = 1.77  # measured in tiles of one vector; two can start
+WEIGHT_LOADS = 1.37  # a vector of weights, counted in loads of single elements
+FMA_LATENCY = 4.08  # four, and a chain without slack shows every late load
 MAX_VECTORS = 4
+MOST_CYCLES = 1.2  # of a tile size worth a try, over those of the best
 
 
 def step_cycles(pixels: int, vectors: int) -> float:
     """Cycles of one reduction step of a tile."""
     return max(
-        pixels * vectors / FMA_PER_CYCLE,
-        (pixels + vectors) / LOADS_PER_CYCLE,
+        ceil(pixels * vectors / FMA_PER_CYCLE),
+        (pixels + WEIGHT_LOADS * vectors) / LOADS_PER_CYCLE,
         FMA_LATENCY,
     )
 
@@ -39,13 +40,17 @@ def step_cycles(pixels: int, vectors: int) -> float:
 def row_cycles(row: int, blocks: int, pixels: int, vectors: int) -> float:
     """Cycles of one reduction step for all tiles of a row of ``row`` pixels x ``blocks`` blocks."""
     return sum(
-        step_cycles(p, v) for p in split_evenly(row, pixels) for v in split_evenly(blocks, vectors)
+        count * times * step_cycles(p, v)
+        for p, count in tile_counts(row, pixels)
+        for v, times in tile_counts(blocks, vectors)
     )
 
 
 @lru_cache(maxsize=1024)
-def best_tile(row: int, blocks: int, registers: int) -> tuple[int, int]:
-    """Pixels and vectors of the cheapest register tile.
+def dense_tiles(row: int, blocks: int, registers: int) -> list[tuple[int, int]]:
+    """Pixels and vectors of the register tiles worth a try, the one of the fewest cycles first.
+
+    Sizes that cut the row alike count once, those above ``MOST_CYCLES`` are left out.
 
     Parameters
     ----------
@@ -56,29 +61,25 @@ def best_tile(row: int, blocks: int, registers: int) -> tuple[int, int]:
     registers : int
         Vector registers of the CPU.
     """
-    candidates = [
-        (
-            row_cycles(row, blocks, pixels, vectors),
-            pixels * vectors + vectors + 1 == registers,
-            (pixels + vectors) / (pixels * vectors),
-            -pixels * vectors,
-            pixels,
-            vectors,
-        )
+    cycles = {
+        (tile_counts(row, pixels)[0][0], vectors): row_cycles(row, blocks, pixels, vectors)
         for vectors in range(1, min(MAX_VECTORS, blocks) + 1)
         for pixels in range(1, min(row, (registers - 1) // vectors - 1) + 1)
-    ]
-    return min(candidates)[-2:]
+    }
+    least = min(cycles.values())
+    order = sorted(cycles, key=lambda tile: (cycles[tile], -tile[0] * tile[1]))
+    return [tile for tile in order if cycles[tile] <= MOST_CYCLES * least]
 
 
-def register_tile(layer: ConvLayer, row: int, lanes: int, cpu: CPUInfo) -> tuple[int, int]:
-    """Pixels and vectors of the default tile of a layer.
+def register_tiles(layer: ConvLayer, row: int, lanes: int, registers: int) -> list[tuple[int, int]]:
+    """Pixels and vectors of the register tiles of a layer that are worth a try.
 
     A depthwise tile holds one vector of channels, and as many pixels as leave half of the registers
     for weights and inputs.
     """
-    registers = cpu.num_vector_registers
     if layer.is_depthwise:
-        return split_evenly(row, max(4, registers // 2 - 1))[0], 1
-    blocks = -(-layer.out_channels // lanes)
-    return best_tile(row, blocks // layer.groups, registers)
+        most = tile_counts(row, max(4, registers // 2 - 1))[0][0]
+        sizes = {tile_counts(row, pixels)[0][0] for pixels in range((most + 1) // 2, most + 1)}
+        return [(pixels, 1) for pixels in sorted(sizes, reverse=True)]
+    blocks = -(-layer.out_channels // layer.groups // lanes)
+    return dense_tiles(row, blocks, registers)

@@ -56,6 +56,15 @@ def split_evenly(extent: int, tile: int) -> list[int]:
     return [small + 1] * larger + [small] * (count - larger)
 
 
+def tile_counts(extent: int, tile: int, first: int | None = None) -> tuple[tuple[int, int], ...]:
+    """Of the ``first`` tiles of :func:`split_evenly`: sizes, and how many there are of each."""
+    count = -(-extent // tile)
+    small, larger = divmod(extent, count)
+    taken = count if first is None else first
+    sizes = (small + 1, min(larger, taken)), (small, max(0, taken - larger))
+    return tuple((size, number) for size, number in sizes if number)
+
+
 def chunk(extent: int, index: Index, chunks: int) -> Span:
     """Part ``index`` of ``chunks`` equal parts of a range."""
     if chunks == 1:

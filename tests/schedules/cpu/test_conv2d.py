@@ -27,7 +27,8 @@ from tvm import tirx
 from tvm.target import Target
 
 from schedules.conv2d_workload import ACTIVATIONS, Activation, ConvLayer, to_json
-from schedules.cpu.conv2d import Conv2D, Conv2DKnobs, conv2d_template, default_knobs
+from schedules.cpu.conv2d import Conv2D, Conv2DKnobs, conv2d_template
+from schedules.cpu.cost_model import default_conv2d_knobs
 from schedules.cpu.machine import CPUInfo
 from schedules.errors import OpError
 
@@ -101,10 +102,11 @@ def test_weights_are_asked_for_ahead(cpu):
 def test_weights_beyond_the_cache_are_read_in_parts():
     target = CPUInfo.from_target(TARGET)
     deep = Case((ConvLayer(512, 512, (3, 3), padding=SAME),), height=7, width=7).kernel
-    part = 9 * 512 // default_knobs(deep, target).ic_o * default_knobs(deep, target).blocks * 8 * 4
-    assert part <= target.l1d_bytes < 9 * 512 * 8 * 4
-    shallow = Case((ConvLayer(64, 64, (3, 3), padding=SAME),), height=56, width=56).kernel
-    assert default_knobs(shallow, target).ic_o == 1
+    knobs = default_conv2d_knobs(deep, target)
+    whole = 9 * 512 * knobs.blocks * 8 * 4
+    assert 2 * whole // knobs.ic_o <= target.l2_bytes < 2 * whole
+    shallow = Case((ConvLayer(16, 64, (3, 3), padding=SAME),), height=56, width=56).kernel
+    assert default_conv2d_knobs(shallow, target).ic_o == 1
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)

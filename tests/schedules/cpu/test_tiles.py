@@ -53,9 +53,7 @@ def test_runs_cover_a_row_once_and_know_their_taps(
     left, right = padding
     reach = (kernel - 1) * dilation + 1
     in_width = max(in_width, reach - left - right)
-    layer = ConvLayer(
-        8, 8, (1, kernel), (1, stride), (0, left, 0, right), dilation=(1, dilation)
-    )
+    layer = ConvLayer(8, 8, (1, kernel), (1, stride), (0, left, 0, right), dilation=(1, dilation))
     out_width = layer.output_size(1, in_width)[1]
     runs = row_runs(layer, in_width, out_width, tile)
 
@@ -68,10 +66,7 @@ def test_runs_cover_a_row_once_and_know_their_taps(
     for run, start in tiles:
         assert 1 <= run.size <= tile
         seen = [
-            [
-                0 <= (start + p) * stride + tap * dilation - left < in_width
-                for p in range(run.size)
-            ]
+            [0 <= (start + p) * stride + tap * dilation - left < in_width for p in range(run.size)]
             for tap in range(kernel)
         ]
         claimed = [[low <= p < high for p in range(run.size)] for low, high in run.taps]

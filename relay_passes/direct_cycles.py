@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What arithmetic and traffic cost, in clock cycles of one core: a small roofline model."""
+"""The roofline of a direct convolution, which Winograd's algorithm is held against."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEPTHWISE_EFFICIENCY = 0.8
 CACHE_SHARE = 0.75  # of a cache that a kernel's own data may fill
 
 
-def arithmetic(layer: ConvLayer, size: tuple[int, int], cpu: CPUInfo, dtype: str) -> float:
+def _arithmetic(layer: ConvLayer, size: tuple[int, int], cpu: CPUInfo, dtype: str) -> float:
     """Cycles of multiply-adds for ``size`` output pixels, channels rounded up to whole vectors."""
     lanes = cpu.lanes(dtype)
     per_cycle = lanes * min(2 * cpu.vector_bits, FMA_BITS_PER_CYCLE) / cpu.vector_bits
@@ -29,17 +29,13 @@ def arithmetic(layer: ConvLayer, size: tuple[int, int], cpu: CPUInfo, dtype: str
     return size[0] * size[1] * channels * taps / (per_cycle * efficiency)
 
 
-def transfer(moved: float, resident: float, cpu: CPUInfo, *, shared: bool = False) -> float:
-    """Cycles in which one core moves bytes of a tensor whose size tells where it lives.
-
-    A ``shared`` tensor is wanted whole by every core, any other in parts.
-    """
-    l2_bytes = cpu.l2_bytes * (1 if shared else cpu.num_cores)
-    if resident <= CACHE_SHARE * l2_bytes:
-        return moved / L2_BYTES_PER_CYCLE
-    if resident <= CACHE_SHARE * cpu.l3_bytes:
-        return moved / L3_BYTES_PER_CYCLE
-    return moved / (MEMORY_BYTES_PER_CYCLE * min(1.0, MEMORY_CORES / cpu.num_cores))
+def _read_weights(weights: float, cpu: CPUInfo) -> float:
+    """Cycles in which each core reads all weights, from where they fit."""
+    if weights <= CACHE_SHARE * cpu.l2_bytes:
+        return weights / L2_BYTES_PER_CYCLE
+    if weights <= CACHE_SHARE * cpu.l3_bytes:
+        return weights / L3_BYTES_PER_CYCLE
+    return weights / (MEMORY_BYTES_PER_CYCLE * min(1.0, MEMORY_CORES / cpu.num_cores))
 
 
 def direct_cycles(
@@ -50,5 +46,5 @@ def direct_cycles(
     The traffic of its input and output is not counted.
     """
     weights = layer.weight_elements() * ITEM_BYTES[dtype]
-    work = batch * arithmetic(layer, out_size, cpu, dtype)
-    return max(work, transfer(weights, weights, cpu, shared=True)) / cpu.num_cores
+    work = batch * _arithmetic(layer, out_size, cpu, dtype)
+    return max(work, _read_weights(weights, cpu)) / cpu.num_cores

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How near the knobs that the cost model chooses come to the best of the whole space.
+
+    python examples/benchmarks/knobs.py [--only "3x3 64 @56"] [--threads 1 2]
+
+Of each layer and fused pair all settings are built and timed, or where there are more than 36: the
+default, the settings that differ from it in one knob, and a random sample. All of a layer take
+turns in one process, in a new random order each round. As in a network, the input was just
+written by all threads in shares of rows, and the weights have not been used for a while.
+
+Prints a table and writes results/knobs.json with every setting's time, which
+tests/schedules/cpu/test_cost_model.py compares with what the model of today would choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields
+from datetime import datetime, timezone
+from itertools import cycle
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+from rich.console import Console
+from rich.table import Table
+from tvm import te, tirx
+from tvm.script import tirx as T
+from tvm.target import Target
+
+from schedules.compute.conv2d import conv2d, fused_conv2d
+from schedules.conv2d_workload import Activation, Conv2DKernel, ConvLayer, to_json
+from schedules.cpu.conv2d import Conv2DKnobs, conv2d_template
+from schedules.cpu.conv2d_knobs import conv2d_space
+from schedules.cpu.cost_model import default_conv2d_knobs, default_fused_knobs, estimate
+from schedules.cpu.fused_conv2d import FusedConv2DKnobs, fused_conv2d_template
+from schedules.cpu.fused_conv2d_knobs import fused_conv2d_space
+from schedules.cpu.machine import CPUInfo
+from tvm_fusion.cli_output import FILE_WIDTH, progress_bar
+from tvm_fusion.host_info import host_info
+from tvm_fusion.json_text import json_text
+from tvm_fusion.target import resolve
+from tvm_fusion.thread_pool import Crew
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# The checkout itself holds the modules beside this one.
+from examples.benchmarks.campaign import write_aside  # noqa: E402
+from examples.layers import PAIRS  # noqa: E402
+
+FOLDER = Path(__file__).resolve().parent / "results"
+MOST_SETTINGS = 36
+TURN_SECONDS = 4.0
+WEIGHT_BYTES = 48 << 20
+"""Of all copies of a kernel's weights, more than the last cache of most machines."""
+
+Knobs = Conv2DKnobs | FusedConv2DKnobs
+
+
+def layer(
+    kernel: int, inputs: int, outputs: int, stride: int = 1, activation: str = "relu"
+) -> ConvLayer:
+    """A convolution with the padding that keeps the size; depthwise if ``outputs`` is 0."""
+    return ConvLayer(
+        in_channels=inputs,
+        out_channels=outputs or inputs,
+        kernel=(kernel, kernel),
+        strides=(stride, stride),
+        padding=(kernel // 2,) * 4,
+        groups=1 if outputs else inputs,
+        activation=Activation(activation),
+    )
+
+
+# Layers of ResNets and MobileNets with the height of their input, and pairs of MobileNets.
+SINGLES: dict[str, tuple[ConvLayer, int]] = {
+    "3x3 64 @56": (layer(3, 64, 64), 56),
+    "3x3 128 @28": (layer(3, 128, 128), 28),
+    "3x3 256 @14": (layer(3, 256, 256), 14),
+    "3x3 512 @7": (layer(3, 512, 512), 7),
+    "3x3 64-128 s2 @56": (layer(3, 64, 128, 2), 56),
+    "1x1 64-256 @56": (layer(1, 64, 256), 56),
+    "1x1 512-128 @28": (layer(1, 512, 128), 28),
+    "1x1 256-1024 @14": (layer(1, 256, 1024), 14),
+    "1x1 256-512 s2 @56": (layer(1, 256, 512, 2, "none"), 56),
+    "1x1 16-96 @112": (layer(1, 16, 96, activation="relu6"), 112),
+    "1x1 24-144 @56": (layer(1, 24, 144, activation="relu6"), 56),
+    "1x1 160-960 @7": (layer(1, 160, 960, activation="relu6"), 7),
+    "3x3 3-32 s2 @224": (layer(3, 3, 32, 2, "relu6"), 224),
+    "dw 3x3 32 @112": (layer(3, 32, 0), 112),
+    "dw 3x3 96 s2 @112": (layer(3, 96, 0, 2), 112),
+    "dw 5x5 240 @28": (layer(5, 240, 0), 28),
+}
+FUSED = ("mv1_1", "mv1_3", "mv1_5", "mv1_7-11", "mv2_2_1", "mv2_3_2", "mv2_6_2")
+
+
+def kernels(lanes: int) -> dict[str, Conv2DKernel]:
+    """All kernels by name; the layer that reads the image has NCHW data."""
+    packed = f"NCHW{lanes}c"
+    found = {}
+    for name, (single, height) in SINGLES.items():
+        plain = single.in_channels < lanes
+        found[name] = Conv2DKernel(
+            layers=(single,),
+            batch=1,
+            height=height,
+            width=height,
+            data_layout="NCHW" if plain else packed,
+            out_layout=packed,
+        )
+    for name in FUSED:
+        pair = PAIRS[name].workload
+        found[name] = Conv2DKernel(
+            layers=(pair.layer1, pair.layer2),
+            batch=1,
+            height=pair.height,
+            width=pair.width,
+            data_layout=packed,
+            out_layout=packed,
+        )
+    return found
+
+
+def packed_function(kernel: Conv2DKernel) -> tirx.PrimFunc:
+    """The kernel as legalization makes it: data, weights and biases in turn, output."""
+    lanes, plain = kernel.lanes, kernel.data_layout == "NCHW"
+    size = kernel.height, kernel.width
+    first = kernel.layers[0].in_channels
+    shape = (1, first, *size) if plain else (1, -(-first // lanes), *size, lanes)
+    inputs = [te.placeholder(shape, name="data")]
+    for number, single in enumerate(kernel.layers):
+        blocks = -(-single.out_channels // lanes)
+        if single.is_depthwise:
+            weight: tuple[int, ...] = (blocks, *single.kernel, lanes)
+        elif plain:
+            weight = (blocks, single.in_channels, *single.kernel, 1, lanes)
+        else:
+            weight = (blocks, -(-single.in_channels // lanes), *single.kernel, lanes, lanes)
+        inputs.append(te.placeholder(weight, name=f"weight{number}"))
+        inputs.append(te.placeholder((blocks, lanes), name=f"bias{number}"))
+    compute: Callable[..., te.Tensor] = conv2d if len(kernel.layers) == 1 else fused_conv2d
+    output = compute(*inputs, None, *kernel.layers, kernel.data_layout, kernel.out_layout)
+    func = te.create_prim_func([*inputs, output])
+    return func.with_attr("tvm_fusion.workload", to_json(kernel))
+
+
+def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Knobs:
+    """What the cost model chooses."""
+    choose = default_conv2d_knobs if len(kernel.layers) == 1 else default_fused_knobs
+    return choose(kernel, cpu)
+
+
+def settings(kernel: Conv2DKernel, cpu: CPUInfo, most: int, seed: int) -> tuple[list[Knobs], int]:
+    """The settings to time, the default first, and the size of the space."""
+    space: list[Knobs] = [
+        *(conv2d_space if len(kernel.layers) == 1 else fused_conv2d_space)(kernel, cpu)
+    ]
+    default = default_knobs(kernel, cpu)
+    others = [knobs for knobs in space if knobs != default]
+    if len(space) > most:
+        near = [knobs for knobs in others if differences(knobs, default) == 1]
+        far = [knobs for knobs in others if knobs not in near]
+        generator = random.Random(seed)
+        others = [
+            *near,
+            *generator.sample(far, min(len(far), max(most // 4, most - 1 - len(near)))),
+        ]
+    return [default, *others], len(space)
+
+
+CHOICES = {
+    "pixels": "tile",
+    "blocks": "tile",
+    "pixels1": "tile 1",
+    "blocks1": "tile 1",
+    "pixels2": "tile 2",
+    "blocks2": "tile 2",
+    "unit_chunks": "share",
+    "block_chunks": "share",
+    "h_t": "share",
+    "oc_t": "share",
+    "order": "ic_o",
+    "compute_at": "ic_o",
+    "prefetch": "blocks_inside",
+}
+"""Knobs that change together."""
+
+
+def differences(one: Knobs, other: Knobs) -> int:
+    """In how many choices two settings differ; what a group or step holds follows the share."""
+    names = {
+        CHOICES.get(field.name, field.name)
+        for field in fields(one)
+        if getattr(one, field.name) != getattr(other, field.name)
+    }
+    return len(names - {"unit_group", "h"}) if "share" in names else len(names)
+
+
+def build(
+    kernel: Conv2DKernel, chosen: Sequence[Knobs], target: Target
+) -> list[Callable[..., None]]:
+    """One function for each setting; two compilers work at a time."""
+    func = packed_function(kernel)
+
+    def compiled(knobs: Knobs) -> Callable[..., None]:
+        if isinstance(knobs, Conv2DKnobs):
+            module = conv2d_template(func, kernel, knobs).mod
+        else:
+            module = fused_conv2d_template(func, kernel, knobs).mod
+        return tvm.compile(module, target)["main"]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compiled, chosen))
+
+
+def writer(shape: Sequence[int], threads: int, target: Target) -> Callable[..., None]:
+    """A function that writes a tensor as the layer before does: each thread a share of the rows."""
+    planes, rows, columns = prod(shape[:2]), shape[2], prod(shape[3:])
+
+    @T.prim_func
+    def write(data: T.Buffer((planes, rows, columns), "float32")):  # type: ignore[valid-type]
+        for share in T.parallel(threads):
+            for plane in range(planes):
+                for row in range((share + 1) * rows // threads - share * rows // threads):
+                    for column in T.vectorized(columns):
+                        data[plane, share * rows // threads + row, column] = data[
+                            plane, share * rows // threads + row, column
+                        ] * T.float32(1)
+
+    return tvm.compile(tvm.IRModule({"main": write}), target)["main"]
+
+
+def measure(
+    kernel: Conv2DKernel,
+    functions: Sequence[Callable[..., None]],
+    write: Callable[..., None],
+    seconds: float,
+    seed: int,
+) -> list[float]:
+    """Median seconds of each function; they take turns, in a new random order each round."""
+    func = packed_function(kernel)
+    generator = np.random.default_rng(seed)
+    shapes = [[int(extent) for extent in param.shape] for param in func.params]
+    arrays = [generator.standard_normal(shape, dtype="float32") for shape in shapes]
+    arguments = [tvm.runtime.tensor(array) for array in arrays]
+    plane_shape = (prod(shapes[0][:2]), shapes[0][2], prod(shapes[0][3:]))
+    data = arguments[0]._create_view(plane_shape)
+    weights = range(1, len(arrays) - 1, 2)
+    copies = min(200, max(2, WEIGHT_BYTES // sum(arrays[at].nbytes for at in weights)))
+    rotation = cycle([[tvm.runtime.tensor(arrays[at]) for at in weights] for _ in range(copies)])
+    times: list[list[float]] = [[] for _ in functions]
+    order = list(range(len(functions)))
+    shuffler = random.Random(seed)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < 5:
+        shuffler.shuffle(order)
+        for number in order:
+            for at, weight in zip(weights, next(rotation), strict=True):
+                arguments[at] = weight
+            write(data)
+            start = time.perf_counter()
+            functions[number](*arguments)
+            times[number].append(time.perf_counter() - start)
+    return [statistics.median(found) for found in times]
+
+
+def race(name: str, threads: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Time the settings of one kernel."""
+    target = resolve("native", threads)
+    cpu = CPUInfo.from_target(target)
+    kernel = kernels(cpu.lanes("float32"))[name]
+    chosen, space = settings(kernel, cpu, 12 if options.quick else MOST_SETTINGS, options.seed)
+    functions = build(kernel, chosen, target)
+    shape = packed_function(kernel).params[0].shape
+    write = writer([int(extent) for extent in shape], threads, target)
+    seconds = options.seconds / 4 if options.quick else options.seconds
+    found = Crew(threads).run(measure, kernel, functions, write, seconds, options.seed)
+    return {
+        "kernel": json.loads(to_json(kernel)),
+        "threads": threads,
+        "cpu": asdict(cpu),
+        "space": space,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "settings": [
+            {
+                "knobs": asdict(knobs),
+                "seconds": taken,
+                "estimate": estimate(kernel, knobs, cpu).seconds,
+            }
+            for knobs, taken in zip(chosen, found, strict=True)
+        ],
+    }
+
+
+def _save(path: Path, text: str) -> None:
+    write_aside(path, lambda aside: aside.write_text(text))
+
+
+def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """Spearman's correlation."""
+    first, second = (np.argsort(np.argsort(values)).astype(float) for values in (left, right))
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def loss(result: dict[str, Any]) -> float:
+    """How much longer the default takes than the best setting."""
+    times = [setting["seconds"] for setting in result["settings"]]
+    return times[0] / min(times) - 1
+
+
+def table(results: dict[str, dict[str, Any]]) -> Table:
+    """One row for each kernel and number of threads."""
+    found = Table(title="Default knobs against the best of their space")
+    for column in ("kernel", "threads", "settings", "default", "best", "loss", "estimate", "rank"):
+        found.add_column(column, justify="left" if column == "kernel" else "right")
+    for name, result in results.items():
+        times = [setting["seconds"] for setting in result["settings"]]
+        estimates = [setting["estimate"] for setting in result["settings"]]
+        found.add_row(
+            name.rpartition(",")[0],
+            str(result["threads"]),
+            f"{len(times)} of {result['space']}",
+            f"{times[0] * 1e6:.1f} us",
+            f"{min(times) * 1e6:.1f} us",
+            f"{loss(result):.1%}",
+            f"{estimates[0] * 1e6:.1f} us",
+            f"{rank_correlation(times, estimates):.2f}",
+        )
+    losses = [loss(result) for result in results.values()]
+    found.caption = f"Loss: median {statistics.median(losses):.1%}, worst {max(losses):.1%}."
+    return found
+
+
+def main() -> int:
+    """Time all kernels and write the file after each."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [*SINGLES, *FUSED]
+    options.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    options.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    options.add_argument("--seconds", type=float, default=TURN_SECONDS, help="for each kernel")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--quick", action="store_true", help="few settings, short races")
+    options.add_argument("--resume", action="store_true", help="keep what the file already has")
+    options.add_argument("--output", type=Path, default=FOLDER / "knobs.json", metavar="FILE")
+    chosen = options.parse_args()
+    machine = host_info()
+    results: dict[str, dict[str, Any]] = {}
+    if chosen.resume and chosen.output.exists():
+        results = json.loads(chosen.output.read_text())["results"]
+    todo = [
+        (name, threads)
+        for threads in chosen.threads
+        for name in chosen.only
+        if f"{name}, {threads}" not in results
+    ]
+    with progress_bar() as progress:
+        for done, (name, threads) in enumerate(todo):
+            progress(f"{name}, {threads} threads", done, len(todo))
+            results[f"{name}, {threads}"] = race(name, threads, chosen)
+            _save(chosen.output, json_text({"machine": machine, "results": results}) + "\n")
+    console = Console()
+    console = console if console.is_terminal else Console(width=FILE_WIDTH)
+    console.print(table(results))
+    console.print(f"{machine['cpu']}; written to {chosen.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
