@@ -15,7 +15,6 @@ L3_BYTES_PER_CYCLE = 27.0
 MEMORY_BYTES_PER_CYCLE = 8.0  # for one core alone
 MEMORY_CORES = 2.0  # cores that saturate the memory; more share it
 DENSE_EFFICIENCY = 0.95  # of the peak, with weights and data in L1
-DEPTHWISE_EFFICIENCY = 0.8
 CACHE_SHARE = 0.75  # of a cache that a kernel's own data may fill
 
 
@@ -24,9 +23,8 @@ def _arithmetic(layer: ConvLayer, size: tuple[int, int], cpu: CPUInfo, dtype: st
     lanes = cpu.lanes(dtype)
     per_cycle = lanes * min(2 * cpu.vector_bits, FMA_BITS_PER_CYCLE) / cpu.vector_bits
     channels = ceil(layer.out_channels / lanes) * lanes
-    taps = layer.kernel[0] * layer.kernel[1] * layer.in_channels // layer.groups
-    efficiency = DEPTHWISE_EFFICIENCY if layer.is_depthwise else DENSE_EFFICIENCY
-    return size[0] * size[1] * channels * taps / (per_cycle * efficiency)
+    taps = layer.kernel[0] * layer.kernel[1] * layer.in_channels
+    return size[0] * size[1] * channels * taps / (per_cycle * DENSE_EFFICIENCY)
 
 
 def _read_weights(weights: float, cpu: CPUInfo) -> float:

@@ -64,18 +64,18 @@ class _Lifter(PyExprMutator):
         super().__init__(mod)
         self.params: list[relax.Var] = []
         self.weights: list[tvm.runtime.Tensor] = []
-        self._known: dict[int, relax.Var] = {}
+        self._known: dict[tuple[int, str, tuple[int, ...]], relax.Var] = {}
 
     def visit_generic_const_(self, op: GenericConst) -> relax.Expr:
         """Use a parameter instead; one for all uses of a tensor."""
         tensor = op.value
         if not isinstance(tensor, tvm.runtime.Tensor):
             return op
-        place = tensor.data_ptr()
-        if place in self._known:
-            return self._known[place]
         if str(tensor.dtype) not in _TYPES or _bytes(tensor) < LEAST_BYTES:
             return op
+        place = (tensor.data_ptr(), str(tensor.dtype), tuple(int(size) for size in tensor.shape))
+        if place in self._known:
+            return self._known[place]
         param = relax.Var(f"weight{len(self.params)}", op.ty)
         self.params.append(param)
         self.weights.append(tensor)

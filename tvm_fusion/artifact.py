@@ -199,7 +199,7 @@ def read_artifact_weights(path: Path, about: Description) -> list[tvm_ffi.Tensor
             place, *_ = _FOOTER.unpack(file.read(_FOOTER.size))
             file.seek(place - stored_bytes(about.weights))
             return read_weights(file, about.weights)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, struct.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ArtifactError(f"cannot read {str(path)!r}: {reason}") from error
 

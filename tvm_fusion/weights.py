@@ -13,6 +13,11 @@ import tvm_ffi
 from .arguments import ALIGNMENT
 from .tensor_spec import TensorSpec
 
+_DTYPES = frozenset(
+    ["float16", "float32", "float64"]
+    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+)
+
 
 def weight_specs(weights: Sequence[Any]) -> tuple[TensorSpec, ...]:
     """Describe tensors; they are called as the parameters of ``main`` that take them."""
@@ -28,7 +33,7 @@ def stored_bytes(specs: Sequence[TensorSpec]) -> int:
     Raises
     ------
     ValueError, TypeError
-        If a shape is not one of known sizes, or numpy has no such element type.
+        If a shape is not one of known sizes, or an element type is none of weights.
     """
     return sum(size + gap for _, size, gap in _layout(specs))
 
@@ -67,11 +72,11 @@ def read_weights(file: BinaryIO, specs: Sequence[TensorSpec]) -> list[tvm_ffi.Te
 def _layout(specs: Sequence[TensorSpec]) -> Iterator[tuple[np.dtype, int, int]]:
     """Element type of each tensor, its bytes, and those of the gap behind it."""
     for spec in specs:
+        if spec.dtype not in _DTYPES:
+            raise ValueError(f"{spec.name!r} has the element type {spec.dtype!r}")
         dtype = np.dtype(spec.dtype)
         extents = [extent for extent in spec.shape if isinstance(extent, int) and extent > 0]
         if len(extents) < len(spec.shape):
             raise ValueError(f"{spec.name!r} has the shape {spec.shape}")
-        if dtype.kind not in "iuf" or dtype.isbuiltin != 1:
-            raise ValueError(f"{spec.name!r} has the element type {spec.dtype}")
         size = math.prod(extents) * dtype.itemsize
         yield dtype, size, -size % ALIGNMENT

@@ -6,9 +6,10 @@
     out[p...] = finish(combine over r... of lift(data[p..., r...]))
 
 ``operator`` is ``sum``, ``prod``, ``min``, ``max``, ``and``, ``or``, ``mean``, ``sum_squares``,
-``argmin`` or ``argmax``. At most one parallel and one reduced extent may be symbolic. NaN, infinity
-and integer wrap-around are as in numpy; 16-bit floats are accumulated in float32 and rounded once,
-8-bit integers in int32.
+``argmin`` or ``argmax``. At most one parallel and one reduced extent may be symbolic; at run time
+they have to be positive. NaN, infinity and integer wrap-around are as in numpy (subnormal numbers
+on CUDA are not: TVM lets them flush to zero); 16-bit floats are accumulated in float32 and rounded
+once, 8-bit integers in int32.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     scratch = [relax.const(np.zeros(words, "int32"))] if words else []
 
     def generate(data: te.Tensor, *_: te.Tensor) -> te.Tensor:
-        return compute.coalesced_reduce(data, workload)
+        return compute.coalesced_reduce(data, workload, words)
 
     legal = builder.call_te(
         generate,

@@ -50,7 +50,9 @@ class KernelBuilder:
                     T.writes()
                     self.flat = [self._flatten(buffer) for buffer in self.buffers]
                     yield
-        self._result = builder.get()
+        written = builder.get()  # named by the builder; the module names it by its variable
+        named = "global_symbol" in self.func.attrs
+        self._result = written if named else written.without_attr("global_symbol")
 
     def schedule(self) -> s_tir.Schedule:
         """The finished function as a schedule, its elementary functions as vector code."""

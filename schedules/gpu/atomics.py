@@ -4,7 +4,7 @@
 Where the hardware has an instruction without a return value (``red``) it is used: sums of float32,
 float64, and integers; extremes of integers, and of floats by the order of their bits. ``and`` and
 ``or`` store the absorbing value, which every block may do at any time. Everything else loops over
-compare-and-swap of the 32- or 64-bit word that holds the element.
+compare-and-swap of the element's bits: 32 or 64, on CUDA also 16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..reduce_operator import combine, finish
-from ..reduce_workload import FLOATS, ReduceWorkload
+from ..reduce_workload import ReduceWorkload
 from .device_ops import compare_and_swap, native_atomic, vector_add, vector_add_width
 from .index_math import i64
 from .reduce_context import ReduceContext
@@ -81,55 +81,31 @@ def _absorb(ctx: ReduceContext, m: tirx.Expr, value: tirx.Expr) -> None:
 
 
 def _swap_until_kept(ctx: ReduceContext, m: tirx.Expr, value: tirx.Expr) -> None:
-    """Replace the word that holds the element until no other block comes between."""
+    """Replace the element until no other block comes between."""
     dtype = ctx.workload.out_dtype
-    bits = DataType(dtype).bits
-    word_bits = max(32, bits)
-    per_word = word_bits // bits
-    word_type = f"int{word_bits}"
+    word_type = f"int{DataType(dtype).bits}"
     words = T.decl_buffer((m + i64(1),), word_type, data=ctx.reduction.output.data)
-    place = T.bind(m // i64(per_word))
-    shift = T.bind(((m % i64(per_word)) * i64(bits)).astype(word_type))
     mine = T.bind(value)
     seen = T.alloc_buffer((1,), word_type, scope="local")
     kept = T.alloc_buffer((1,), "int32", scope="local")
-    T.buffer_store(seen, words[place], [0])
+    T.buffer_store(seen, words[m], [0])
     T.buffer_store(kept, tirx.const(0, "int32"), [0])
     with T.While(tirx.EQ(kept[0], tirx.const(0, "int32"))):
         expected = T.bind(seen[0])
-        old = T.bind(_decode(expected, shift, dtype).astype(mine.ty.dtype))
+        old = T.bind(_decode(expected, dtype).astype(mine.ty.dtype))
         new = combine(ctx.workload, (old,), (mine,))[0]
-        desired = T.bind(_encode(expected, shift, T.bind(new.astype(dtype)), dtype))
-        found = T.bind(compare_and_swap(ctx.gpu, T.address_of(words[place]), expected, desired))
+        desired = T.bind(_encode(T.bind(new.astype(dtype)), dtype))
+        found = T.bind(compare_and_swap(ctx.gpu, T.address_of(words[m]), expected, desired))
         T.buffer_store(kept, tirx.EQ(found, expected).astype("int32"), [0])
         T.buffer_store(seen, found, [0])
 
 
-def _decode(word: tirx.Expr, shift: tirx.Expr, dtype: str) -> tirx.Expr:
-    """The element that stands at a bit of a word."""
-    if DataType(dtype).bits >= 32:
-        return word if dtype.startswith("int") else tirx.reinterpret(dtype, word)
-    part = _part(word, shift, dtype)
-    if dtype in FLOATS:
-        return tirx.reinterpret(dtype, part.astype("uint16"))
-    return part.astype("uint8").astype(dtype)
+def _decode(bits: tirx.Expr, dtype: str) -> tirx.Expr:
+    """The element that some bits stand for."""
+    return bits if dtype.startswith("int") else tirx.reinterpret(dtype, bits)
 
 
-def _encode(word: tirx.Expr, shift: tirx.Expr, element: tirx.Expr, dtype: str) -> tirx.Expr:
-    """The word with another element."""
-    bits = DataType(dtype).bits
-    if bits >= 32:
-        return element if dtype.startswith("int") else tirx.reinterpret(f"int{bits}", element)
-    if dtype in FLOATS:
-        part = tirx.reinterpret("uint16", element).astype("int32")
-    else:
-        part = element.astype("int32") & _mask(dtype)
-    return word ^ ((part ^ _part(word, shift, dtype)) << shift)
-
-
-def _part(word: tirx.Expr, shift: tirx.Expr, dtype: str) -> tirx.Expr:
-    return (word >> shift) & _mask(dtype)
-
-
-def _mask(dtype: str) -> tirx.Expr:
-    return tirx.const((1 << DataType(dtype).bits) - 1, "int32")
+def _encode(element: tirx.Expr, dtype: str) -> tirx.Expr:
+    """The bits of an element."""
+    integer = f"int{DataType(dtype).bits}"
+    return element if dtype.startswith("int") else tirx.reinterpret(integer, element)

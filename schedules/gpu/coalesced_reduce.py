@@ -26,7 +26,10 @@ class CoalescedReduce(GPUScheduleRule):
         """Write the kernel, or return None if the rule does not know the function."""
         if not isinstance(func, tirx.PrimFunc) or target.kind.name not in ("cuda", "opencl"):
             return None
-        reduction = read_reduction(func)
+        try:
+            reduction = read_reduction(func)
+        except s_tir.ScheduleError:
+            return None
         if reduction is None:
             return None
         gpu = GPUInfo.from_target(target)

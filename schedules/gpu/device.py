@@ -71,7 +71,7 @@ class GPUInfo:
             raise TargetError(
                 f"target kind is {kind!r}; the GPU schedules need one of {', '.join(KINDS)}"
             )
-        threads = int(target.attrs.get("max_num_threads", 256))
+        threads = int(target.attrs.get("max_num_threads", 256 if kind == "opencl" else 1024))
         least = 16384 if kind == "opencl" else 49152  # without asking for more at the launch
         shared = int(target.attrs.get("max_shared_memory_per_block", least))
         if kind == "opencl":
@@ -80,7 +80,7 @@ class GPUInfo:
         if arch < min(_MULTIPROCESSORS):
             raise TargetError(f"architecture sm_{arch} is too old; expected sm_70 or newer")
         nearest = max(known for known in _MULTIPROCESSORS if known <= arch)
-        return cls(kind, arch, _MULTIPROCESSORS[nearest], 32, max(threads, 1024), shared)
+        return cls(kind, arch, _MULTIPROCESSORS[nearest], 32, threads, shared)
 
 
 def _arch_number(arch: str) -> int:

@@ -20,7 +20,8 @@ __forceinline__ __device__ int tvm_fusion_draw_ticket(int* counter, int last) {
 """
 
 _SWAP = """
-__forceinline__ __device__ {word} tvm_fusion_swap{bits}(void* p, {word} expected, {word} desired) {{
+__forceinline__ __device__ {word} tvm_fusion_swap_{name}(
+    void* p, {word} expected, {word} desired) {{
   typedef unsigned {word} bits_t;
   return ({word})atomicCAS((bits_t*)p, (bits_t)expected, (bits_t)desired);
 }}
@@ -75,21 +76,18 @@ def sync() -> None:
 def compare_and_swap(
     gpu: GPUInfo, address: tirx.Expr, expected: tirx.Expr, desired: tirx.Expr
 ) -> tirx.Expr:
-    """Store ``desired`` if the int32 or int64 word is ``expected``; gives the word as it was."""
-    dtype = expected.ty.dtype
-    wide = str(dtype) == "int64"
+    """Store ``desired`` if the signed integer is ``expected``; gives it as it was."""
+    dtype = str(expected.ty.dtype)
+    wide = dtype == "int64"
     if gpu.kind == "opencl":
         name = "atom_cmpxchg" if wide else "atomic_cmpxchg"
         return T.call_extern(dtype, name, address, expected, desired)
     return T.cuda.func_call(
-        "tvm_fusion_swap64" if wide else "tvm_fusion_swap32",
+        f"tvm_fusion_swap_{dtype}",
         address,
         expected,
         desired,
-        source_code=_SWAP.format(
-            bits=64 if wide else 32,
-            word="long long" if wide else "int",
-        ),
+        source_code=_SWAP.format(name=dtype, word=_CUDA_WORDS[dtype]),
         return_type=dtype,
     )
 
@@ -125,6 +123,7 @@ def native_atomic(
     )
 
 
+_CUDA_WORDS = {"int16": "short", "int32": "int", "int64": "long long"}
 _CUDA_TYPES = {
     "float64": "double",
     "float32": "float",

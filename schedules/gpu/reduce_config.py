@@ -17,17 +17,19 @@ from tvm.target import Target
 
 from ..errors import OpError
 from ..reduce_operator import field_dtypes
-from ..reduce_workload import FLOATS, CanonicalLoops, ReduceWorkload, constant
+from ..reduce_workload import CanonicalLoops, ReduceWorkload, constant
 from .device import KINDS, GPUInfo
 
 THREADS = 256
 MIN_THREADS = 64  # where rows are too few to fill the device with blocks of 256
 VECTOR_BYTES = 16
 LOADS_IN_FLIGHT = 4
+LOADS_OF_A_LANE = 8  # beyond which a row gets more lanes
 BLOCKS_PER_MULTIPROCESSOR = 4
 MIN_VALUES_PER_THREAD = 16
 MAX_SPLITS = 64  # partial results that one block of a y tile reads back
 MAX_ATOMIC_SPLITS = 16  # blocks that contend for one address where outputs are many
+_BYTES = ("int8", "uint8")  # updates by words would touch the neighbours of the output
 LARGE = 1 << 24  # elements that a symbolic extent stands for when work is shared out
 
 
@@ -111,7 +113,7 @@ def choose(
     form = loops.form
     own = max(1, DataType(workload.dtype).bits // 8)
     vector = _vector(workload, loops, gpu, own if form == "y" else itemsize or own)
-    lanes, rows = _block(form, loops, vector, min(THREADS, gpu.max_threads))
+    lanes, rows = _block(form, loops, vector, _threads(gpu))
     unroll = 1 if workload.is_arg else LOADS_IN_FLIGHT  # comparing hides the loads
     whole = ReduceConfig(form, lanes, rows, vector, unroll, 1, "one_block")
     while form == "x" and whole.rows > 1 and whole.threads > MIN_THREADS:
@@ -161,6 +163,11 @@ def _scratch_words(config: ReduceConfig, workload: ReduceWorkload, loops: Canoni
     return ticket_words(config, loops) + words * padded
 
 
+def _threads(gpu: GPUInfo) -> int:
+    """Threads of a whole block, a power of two."""
+    return 1 << (min(THREADS, gpu.max_threads).bit_length() - 1)
+
+
 def _vector(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo, itemsize: int) -> int:
     """Elements of a 16-byte load, less where the innermost loop is short or odd."""
     width = VECTOR_BYTES // itemsize
@@ -187,7 +194,7 @@ def _block(form: str, loops: CanonicalLoops, vector: int, threads: int) -> tuple
     steps = LARGE if extent is None else -(-extent // vector)
     lanes = min(32, power_of_two(steps))
     if form == "x":
-        while lanes < threads and steps > lanes * 2 * LOADS_IN_FLIGHT:
+        while lanes < threads and steps > lanes * LOADS_OF_A_LANE:
             lanes *= 2
     return lanes, threads // lanes
 
@@ -204,7 +211,8 @@ def _finish(workload: ReduceWorkload, gpu: GPUInfo, scratch_bytes: int | None) -
 
 
 def _check_atomic(workload: ReduceWorkload, gpu: GPUInfo) -> None:
-    if workload.is_arg or (gpu.kind, workload.dtype) == ("opencl", "bfloat16"):
+    narrow = DataType(workload.out_dtype).bits < 32 and workload.out_dtype != "bool"
+    if workload.is_arg or (narrow and gpu.kind == "opencl") or workload.out_dtype in _BYTES:
         raise OpError(
             f"finish 'atomic' for {workload.operator} of {workload.dtype} on {gpu.kind}; expected "
             "another one: there is no such atomic update, use 'last_block' or 'auto'"
@@ -212,8 +220,8 @@ def _check_atomic(workload: ReduceWorkload, gpu: GPUInfo) -> None:
 
 
 def is_exact(workload: ReduceWorkload) -> bool:
-    """Whether the order of atomic updates cannot be seen in the result."""
-    return workload.dtype not in FLOATS and not workload.is_arg
+    """Whether atomic updates have an instruction, and their order cannot be seen in the result."""
+    return workload.dtype in ("int32", "int64", "bool") and not workload.is_arg
 
 
 def _splits(config: ReduceConfig, loops: CanonicalLoops, gpu: GPUInfo, finish: str) -> int:

@@ -4,14 +4,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import tvm
 import tvm_ffi
 from tvm import DataType, ir, s_tir, tirx
 
-from ..compute.coalesced_reduce import ATTRIBUTE, FINISH, SHAPE_ATTRIBUTE, STATE, VALUE
+from ..compute.coalesced_reduce import (
+    ATTRIBUTE,
+    FINISH,
+    SCRATCH_ATTRIBUTE,
+    SHAPE_ATTRIBUTE,
+    STATE,
+    VALUE,
+)
 from ..reduce_workload import CanonicalLoops, Extent, ReduceWorkload, constant
 
 
@@ -56,7 +63,13 @@ class ReduceFunction:
 
 
 def read_reduction(func: tirx.PrimFunc) -> ReduceFunction | None:
-    """Take a function apart, or return None if it is not one reduction behind its producers."""
+    """Take a function apart, or return None if it is not one reduction behind its producers.
+
+    Raises
+    ------
+    ScheduleError
+        If something else than producers stands beside the reduction.
+    """
     sch = s_tir.Schedule(tvm.IRModule({"main": func}))
     found = sch.get_child_blocks(sch.get_sblock("root"))
     blocks = {sch.get(block).name_hint: block for block in found}
@@ -77,7 +90,7 @@ def read_reduction(func: tirx.PrimFunc) -> ReduceFunction | None:
     outputs, reduced = (_extent(iter_var.dom.extent) for iter_var in source.iter_vars)
     *inputs, output = [param for param in func.params if isinstance(param, tirx.Buffer)]
     read = loads(expression)
-    unread = [buffer for buffer in inputs if not any(load.source.same_as(buffer) for load in read)]
+    scratch = _find_scratch(inputs, read, int(annotations[SCRATCH_ATTRIBUTE]))
     return ReduceFunction(
         func,
         workload,
@@ -87,8 +100,22 @@ def read_reduction(func: tirx.PrimFunc) -> ReduceFunction | None:
         lambda m, n: substitute(expression, {m_var: m, n_var: n}),
         min((DataType(str(load.ty.dtype)).bits // 8 or 1 for load in read), default=1),
         output,
-        unread[0] if unread else None,
+        scratch,
     )
+
+
+def _find_scratch(
+    inputs: Sequence[tirx.Buffer], read: Sequence[ir.TensorLoad], words: int
+) -> tirx.Buffer | None:
+    """The operand for partial results; None unless it can be nothing else."""
+    found = [
+        buffer
+        for buffer in inputs
+        if str(buffer.dtype) == "int32"
+        and [constant(extent) for extent in buffer.shape] == [words]
+        and not any(load.source.same_as(buffer) for load in read)
+    ]
+    return found[0] if words and len(found) == 1 else None
 
 
 def loads(expression: tirx.Expr) -> list[ir.TensorLoad]:

@@ -102,8 +102,15 @@ class VectorLoads:
             elif analyzer.can_prove_equal(step, _const(0)):
                 kinds.append("uniform")
             else:
-                kinds.append("vector" if analyzer.can_prove_equal(step, lane) else "each")
+                aligned = self._is_aligned(analyzer, ravel(a))
+                follows = aligned and analyzer.can_prove_equal(step, lane)
+                kinds.append("vector" if follows else "each")
         return kinds
+
+    def _is_aligned(self, analyzer: Analyzer, index: tirx.Expr) -> bool:
+        """Whether an index is a multiple of the vector, as its load needs it."""
+        known = analyzer.modular_set(index)
+        return known.coeff % self.vector == 0 and known.base % self.vector == 0
 
     def _load(self, load: ir.TensorLoad, kind: str, flat: Flat) -> tirx.Buffer | None:
         source = flat(load.source)

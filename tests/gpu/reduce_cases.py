@@ -53,7 +53,7 @@ class Case:
         self.config: ReduceConfig = choose(self.workload, loops, GPUInfo.from_target(target))
         self.words = scratch_words(self.workload, loops, target)
         scratch = [te.placeholder((self.words,), "int32", name="scratch")] if self.words else []
-        result = coalesced_reduce(source, self.workload)
+        result = coalesced_reduce(source, self.workload, self.words)
         plain = te.create_prim_func([data, *scratch, result])
         schedule = CoalescedReduce().apply(plain, target, False)
         assert schedule is not None

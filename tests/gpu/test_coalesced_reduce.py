@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from opencl import compile_opencl, new_queue
 from reduce_cases import OPENCL, Case, check, random_data, reference
 from tvm import te, tirx
+from tvm.target import Target
 
+from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.errors import OpError
 from schedules.gpu import CoalescedReduce
 from schedules.reduce_workload import DTYPES, OPERATORS, ReduceWorkload
@@ -25,7 +27,9 @@ FINISHES = ("one_block", "atomic", "last_block")
 
 
 def _is_valid(operator: str, dtype: str, finish: str = "auto") -> bool:
-    if finish == "atomic" and (operator.startswith("arg") or dtype == "bfloat16"):
+    narrow = ("int8", "uint8", "float16", "bfloat16")
+    logical = operator in ("and", "or")  # whose output is bool
+    if finish == "atomic" and (operator.startswith("arg") or dtype in narrow and not logical):
         return False
     try:
         ReduceWorkload.create(operator, [0], 1, dtype)
@@ -148,6 +152,16 @@ def _cast_mul_exp(data: te.Tensor) -> te.Tensor:
     return te.compute(data.shape, lambda *i: tirx.exp(twice(*i)), name="exp")
 
 
+def _without_first(data: te.Tensor) -> te.Tensor:
+    rows, columns = data.shape
+    return te.compute((rows, columns - 1), lambda i, j: data[i, j + 1], name="slice")
+
+
+def _nothing(data: te.Tensor) -> te.Tensor:
+    zero = te.compute(data.shape, lambda *i: data(*i) * tirx.const(0, "int32"), name="times_zero")
+    return te.compute(data.shape, lambda *i: zero(*i).astype("float32"), name="cast")
+
+
 def _reshape(data: te.Tensor) -> te.Tensor:
     rows, columns = data.shape
     shape = (rows, columns // 4, 4)
@@ -165,6 +179,34 @@ def test_producers_are_part_of_the_kernel(axes: list[int], rng: np.random.Genera
     assert len(kernels.launches(*arguments)) == 1
     kernels.run(*arguments)
     np.testing.assert_allclose(arguments[-1], wanted, rtol=1e-5)
+
+
+def test_data_that_begins_off_a_vector(rng: np.random.Generator) -> None:
+    case = Case("max", "int8", (33, 4097), [1], producer=_without_first)
+    data = random_data(rng, "max", "int8", (33, 4097))
+    wanted = data[:, 1:].max(1)
+    np.testing.assert_array_equal(_run(case, data, wanted), wanted)
+
+
+def test_an_input_that_is_not_needed_is_left_alone(rng: np.random.Generator) -> None:
+    """TVM folds the product, so that the kernel reads nothing: the data is not its scratch."""
+    case = Case("sum", "int32", (100_000,), [0], "last_block", producer=_nothing)
+    data = random_data(rng, "sum", "int32", (100_000,))
+    arguments = case.arguments(data.copy(), ())
+    compile_opencl(case.func, OPENCL).run(*arguments)
+    np.testing.assert_array_equal(arguments[0], data)
+    assert arguments[-1] == 0
+
+
+@pytest.mark.parametrize("threads", [100, 64])
+def test_devices_with_small_blocks(threads: int, rng: np.random.Generator) -> None:
+    target = Target({"kind": "opencl", "max_num_threads": threads}, host="llvm")
+    case = Case("sum", "int32", (50_001,), [0], target=target)
+    data = random_data(rng, "sum", "int32", (50_001,))
+    wanted = reference("sum", data, [0])
+    arguments = case.arguments(data, ())
+    compile_opencl(case.func, target).run(*arguments)
+    assert arguments[-1] == wanted
 
 
 def test_reshaped_data_is_read_in_place(rng: np.random.Generator) -> None:
@@ -194,10 +236,18 @@ def test_other_functions_are_left_alone() -> None:
     data = te.placeholder((8, 8), "float32", name="data")
     func = te.create_prim_func([data, te.compute((8, 8), lambda i, j: data[i, j] + 1.0)])
     assert CoalescedReduce().apply(func, OPENCL, False) is None
+    workload = ReduceWorkload.create("sum", [1], 2, "float32")
+    result = coalesced_reduce(data, workload)
+    root = te.compute(result.shape, lambda i: tirx.sqrt(result[i]), name="root")
+    epilogue = te.create_prim_func([data, root])
+    assert CoalescedReduce().apply(epilogue, OPENCL, False) is None
     assert CoalescedReduce().apply(func, OPENCL.host, False) is None
 
 
-@pytest.mark.parametrize(("operator", "dtype"), [("argmax", "float32"), ("sum", "bfloat16")])
+@pytest.mark.parametrize(
+    ("operator", "dtype"),
+    [("argmax", "float32"), ("sum", "bfloat16"), ("max", "float16"), ("sum", "int8")],
+)
 def test_an_atomic_finish_that_does_not_exist(operator: str, dtype: str) -> None:
     with pytest.raises(OpError, match="no such atomic update"):
         Case(operator, dtype, (3, 4099), [1], "atomic")

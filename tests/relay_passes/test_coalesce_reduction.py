@@ -15,12 +15,14 @@ from onnx import TensorProto, helper
 from reduction_checks import module_of, random_data, reference, run
 from tvm import relax, tirx
 from tvm.relax.frontend.onnx import from_onnx
+from tvm.s_tir import dlight
 from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relay_passes
 from relay_passes import CoalesceReduction
 from relay_passes.op import coalesced_reduce
+from schedules import cpu
 
 PLAIN = ["sum", "prod", "min", "max", "mean", "argmin", "argmax"]
 
@@ -398,3 +400,25 @@ def test_a_nan_wins():
     x = data(2, 3)
     after = coalesce(module_of(relax.op.max(x, 1), x))
     np.testing.assert_array_equal(run(after, values), [np.nan, 6])
+
+
+def test_a_scheduled_reduction_passes_through_tvms_own_pipeline() -> None:
+    """It is one of several functions: it must not call itself ``main``."""
+    builder = relax.BlockBuilder()
+    data = relax.Var("data", relax.TensorType((64, 70), "float32"))
+    with builder.function("main", [data]):
+        with builder.dataflow():
+            result = builder.emit_output(relax.op.sum(data, [1]))
+        builder.emit_func_output(result)
+    target = tvm.target.Target({"kind": "llvm", "num-cores": 1})
+    passes = [
+        CoalesceReduction(),
+        relax.transform.LegalizeOps(),
+        dlight.ApplyDefaultSchedule(*cpu.RULES),
+    ]
+    with target:
+        lowered = tvm.transform.Sequential(passes)(builder.get())
+    machine = relax.VirtualMachine(tvm.compile(lowered, target), tvm.cpu())
+    array = np.random.default_rng().standard_normal((64, 70)).astype("float32")
+    got = machine["main"](tvm.runtime.tensor(array)).numpy()
+    np.testing.assert_allclose(got, array.astype("float64").sum(1), rtol=1e-5, atol=1e-5)
