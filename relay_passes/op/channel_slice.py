@@ -61,8 +61,8 @@ def _infer_type(call: relax.Call, _: relax.BlockBuilder | None) -> relax.TensorT
     known = isinstance(blocks, tirx.IntImm) and isinstance(lanes, tirx.IntImm)
     if not known or begin < 0 or channels < 1 or begin + channels > int(blocks) * int(lanes):
         raise OpError(
-            f"relax.tvm_fusion.channel_slice: channels {begin} to {begin + channels} of {blocks} "
-            f"blocks of {lanes} lanes; expected a range within constant extents"
+            f"relax.tvm_fusion.channel_slice: channels {begin} to {begin + channels} of data, "
+            f"which is {ty}; expected a range within constant extents"
         )
     shape = [batch, channel_blocks(channels, int(lanes)), height, width, lanes]
     return relax.TensorType(shape, ty.dtype, ty.vdevice)
