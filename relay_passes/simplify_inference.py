@@ -9,6 +9,7 @@ from tvm import relax
 from .simplify.canonicalize_activation import canonicalize_activation
 from .simplify.canonicalize_bias import canonicalize_bias
 from .simplify.canonicalize_clip import canonicalize_clip
+from .simplify.canonicalize_shuffle import canonicalize_shuffle
 from .simplify.expressions import TUPLE_GET_ITEM
 from .simplify.fold_batch_norm import fold_batch_norm
 from .simplify.fold_constant import FOLDED, fold_constant, needs_kernel
@@ -33,6 +34,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (remove_broadcast, ELEMENTWISE),
     (unstack_reduction, ("relax.sum", "relax.max", "relax.min")),
     (fold_batch_norm, (TUPLE_GET_ITEM,)),
+    (canonicalize_shuffle, ("relax.reshape",)),
     (canonicalize_clip, CLIPS),
     (canonicalize_activation, ("relax.multiply", "relax.divide")),
     (fold_scale, ("relax.multiply", "relax.divide")),
@@ -62,7 +64,8 @@ class SimplifyInference:
     A convolution comes out as ``conv2d``, then at most one ``add`` of a constant [1, C, 1, 1], then
     residual additions with the convolution's side first, then ``nn.relu``, ``clip``, ``nn.silu`` or
     ``tvm_fusion.hardswish``. Batch normalisations that meet no convolution come out as one multiply
-    and one add. Dropout and other identities, stacks that are summed, and dead bindings go, and
+    and one add, reshapes and transposes that shuffle channels as ``tvm_fusion.channel_shuffle``.
+    Dropout and other identities, stacks that are summed, and dead bindings go, and
     constants are computed.
 
     Left alone: whatever the rules in ``relay_passes.simplify`` do not know, batch normalisations

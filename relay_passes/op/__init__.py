@@ -8,6 +8,8 @@ import sys
 
 import tvm.relax.script
 
+from .channel_shuffle import channel_shuffle
+from .channel_slice import channel_slice
 from .coalesced_reduce import coalesced_reduce
 from .conv2d import conv2d
 from .fused_conv2d import fused_conv2d
@@ -16,6 +18,8 @@ from .pack import pack, unpack
 from .winograd_conv2d import winograd_conv2d
 
 __all__ = [
+    "channel_shuffle",
+    "channel_slice",
     "coalesced_reduce",
     "conv2d",
     "fused_conv2d",

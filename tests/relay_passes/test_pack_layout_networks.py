@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import relax
 
-from relay_passes.op import conv2d, fused_conv2d
+from relay_passes.op import channel_shuffle, conv2d, fused_conv2d
 from relay_passes.pack_layout import PackLayout
 
 nn, op = relax.op.nn, relax.op
@@ -18,7 +18,8 @@ CHANNELS = (3, 8, 13, 24, 40)
 TARGET = tvm.target.Target({"kind": "llvm", "opt-level": 0})
 STEPS = (
     "dense", "depthwise", "grouped", "pair", "residual", "gate", "plain gate", "unary", "scalar",
-    "divide", "bias", "add", "concat", "split", "pool", "mean", "resize", "softmax", "shuffle",
+    "divide", "bias", "add", "concat", "split", "pool", "mean", "resize", "softmax", "transpose",
+    "shuffle", "halves", "prelu",
 )  # fmt: skip
 
 
@@ -123,8 +124,16 @@ class Network:
             self.add(op.image.resize2d(x, size, method="nearest_neighbor"))
         elif kind == "softmax":
             self.add(nn.softmax(x, 1))
-        elif kind == "shuffle":
+        elif kind == "transpose":
             self.add(op.permute_dims(x, [0, 1, 3, 2]))
+        elif kind == "shuffle":
+            self.add(channel_shuffle(x, channels, 2 if channels % 2 == 0 else channels))
+        elif kind == "halves" and channels > 1:
+            parts = emit(op.split(x, [channels // 2], 1))
+            self.add(relax.TupleGetItem(parts, 0))
+            self.add(relax.TupleGetItem(parts, 1))
+        elif kind == "prelu":
+            self.add(nn.prelu(x, self.const(channels)))
 
     def build(self, steps: list[str], channels: int) -> tvm.IRModule:
         image = relax.Var("image", relax.TensorType((1, channels, 4, 4), "float32"))

@@ -11,7 +11,7 @@ import tvm
 from tvm import relax
 from tvm.relax.utils import copy_with_new_vars
 
-from relay_passes.op import conv2d
+from relay_passes.op import channel_shuffle, conv2d
 from relay_passes.op.hardswish import hardswish
 from relay_passes.pack_layout import PackLayout
 
@@ -141,8 +141,17 @@ STAY_PACKED = {
     "zero padding": lambda b, x: nn.pad(x, [0, 0, 0, 0, 1, 0, 2, 1], "constant", 0.0),
     "reflection": lambda b, x: nn.pad(x, [0, 0, 0, 0, 1, 1, 1, 1], "reflect"),
     "concat over height": lambda b, x: op.concat([x, b.emit(nn.relu(x))], 2),
+    "prelu": lambda b, x: nn.prelu(x, const(int(x.ty.shape.values[1]))),
+    "prelu of one slope": lambda b, x: nn.prelu(x, relax.const(np.full(PIXELS[1], -0.4, "f4")), 3),
+    "shuffle": lambda b, x: shuffle(x),
     "split over width": lambda b, x: op.add(*emit_all(b, *halves(b, op.split(x, [3], 3)))),
 }
+
+
+def shuffle(x):
+    """Two groups where the channels are even, else as many as there are channels."""
+    channels = int(x.ty.shape.values[1])
+    return channel_shuffle(x, channels, 2 if channels % 2 == 0 else channels)
 
 
 def halves(builder, call):
@@ -169,6 +178,7 @@ ONLY_FULL_BLOCKS = {
     "division by a tensor": lambda b, x: op.divide(x, b.emit(op.exp(b.emit(op.tanh(x))))),
     "division by channels": lambda b, x: op.divide(x, const(1, int(x.ty.shape.values[1]), 1, 1)),
     "concat over channels": lambda b, x: op.concat([x, b.emit(nn.relu(x))], 1),
+    "logarithm": lambda b, x: op.log(b.emit(op.add(b.emit(op.abs(x)), scalar(1.0)))),
     "large scalars": lambda b, x: op.multiply(b.emit(op.add(x, scalar(1e6))), scalar(1e-6)),
     "exponential of many": lambda b, x: op.divide(
         b.emit(op.exp(b.emit(op.multiply(b.emit(op.tanh(x)), scalar(12.0))))), scalar(1e4)
@@ -214,6 +224,7 @@ STAY_PLAIN = {
     "mean over channels": lambda b, x: op.mean(x, [1], True),
     "mean over batch": lambda b, x: op.mean(x, [0], True),
     "mean over everything": lambda b, x: op.mean(x, None, True),
+    "slopes of columns": lambda b, x: nn.prelu(x, const(PIXELS[1]), 3),
     "transposition": lambda b, x: op.permute_dims(x, [0, 1, 3, 2]),
     "channel padding": lambda b, x: nn.pad(x, [0, 0, 1, 2, 0, 0, 0, 0]),
     "more channels by broadcast": lambda b, x: op.add(
@@ -230,6 +241,22 @@ STAY_PLAIN = {
 def test_stays_plain(middle):
     found = check(build(middle, 13), 8)
     assert found["pack"] in (0, 1) and found["unpack"] == 2
+
+
+def test_infinite_slopes_stay_plain():
+    slopes = relax.const(np.full(13, np.inf, "float32"))
+    assert check(build(lambda b, x: nn.prelu(x, slopes), 13), 8)["nn.prelu"] == 1
+
+
+def test_slices_and_concatenation_between_block_borders_are_packed_at_once():
+    found = check(build(split_and_add(2), 24), 8)
+    assert (found["channel_slice"], found["pack"], found["unpack"]) == (2, 1, 3)
+
+
+def test_an_uneven_split_for_nobody_but_the_caller_stays_plain():
+    before = build(lambda b, x: relax.TupleGetItem(b.emit(op.split(x, 2, 1)), 0), 24, last=False)
+    found = check(before, 8)
+    assert (found["channel_slice"], found["split"], found["unpack"]) == (0, 1, 1)
 
 
 def test_numbers_around_what_stays_plain():

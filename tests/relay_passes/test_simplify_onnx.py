@@ -194,7 +194,7 @@ def test_networks(build, convolutions, ops):
     ("network", "convolutions", "ops"),
     [
         ("squeezenet", 26, CONV | POOL | CLASSIFIER | {"concat"}),
-        ("shufflenet", 49, CONV | POOL | CLASSIFIER | {"concat", "permute_dims"}),
+        ("shufflenet", 49, CONV | POOL | CLASSIFIER | {"concat", "tvm_fusion.channel_shuffle"}),
         ("densenet121", 121, CONV | POOL | CLASSIFIER | {"concat", "multiply"}),
     ],
 )
