@@ -60,8 +60,8 @@ def test_a_file_that_ends_too_early_is_an_error() -> None:
     [
         (("n",), "float32", r"'w' has the shape \('n',\)"),
         ((2, 0), "float32", r"'w' has the shape \(2, 0\)"),
-        ((2,), "bool", "'w' has the element type bool"),
-        ((2,), ">f4", "'w' has the element type >f4"),
+        ((2,), "bool", "'w' has the element type .bool."),
+        ((2,), ">f4", "'w' has the element type '>f4'"),
     ],
 )
 def test_what_can_be_no_weight_is_refused(shape: tuple, dtype: str, message: str) -> None:
