@@ -24,12 +24,12 @@ unpacked just after layer two wrote it, both in the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
+from ..branch import when
 from ..conv2d_workload import Conv2DKernel, ConvLayer
 from .conv_nest import (
     block_runs,
@@ -233,7 +233,7 @@ class _Nest:
         for count in tile.row_counts:
             if count == 0:
                 continue
-            with _when(stop - start == count, always=len(tile.row_counts) == 1):
+            with when(None if len(tile.row_counts) == 1 else stop - start == count):
                 if self.plain_out is None:
                     self._pixels(flatten(self.ops2, start, count), (0, 1), tile, None)
                 else:
@@ -256,9 +256,9 @@ class _Nest:
             pixels = rows * plain.width
             is_last = tirx.convert(block) == ops.out_blocks - 1
             if rest:
-                with _when(is_last):
+                with when(is_last):
                     move_pixels(block_lanes, planes, pixels, lanes, rest)
-                with _when(tirx.Not(is_last)):
+                with when(tirx.Not(is_last)):
                     move_pixels(block_lanes, planes, pixels, lanes, lanes)
             else:
                 move_pixels(block_lanes, planes, pixels, lanes, lanes)
@@ -270,15 +270,6 @@ class _Nest:
             compute_tile(ops, tile.block, tile.blocks, row, run, column, tile.reduction, turns)
 
         pixel_nest(ops, rows, self.knobs.pixels2, body, tiles)
-
-
-@contextmanager
-def _when(condition: tirx.Expr, always: bool = False) -> Iterator[None]:
-    if always:
-        yield
-        return
-    with T.If(condition), T.Then():
-        yield
 
 
 def _source_span(span: Span, layer: ConvLayer, extent: int, axis: int) -> Span:

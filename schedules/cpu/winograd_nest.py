@@ -16,13 +16,13 @@ leave out what does not exist; the last group repeats its last tile.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
+from ..branch import when
 from ..compute.conv2d import activate
 from ..conv2d_workload import ITEM_BYTES, Conv2DKernel, ConvLayer
 from ..winograd_matrices import TAPS
@@ -142,7 +142,7 @@ class _Nest:
             plane = (place.image * self.in_blocks + block) * self.source.block_stride
             for first, stop, inside in classes:
                 here = tirx.all(place.column >= first, place.column < stop)
-                with _when(True if len(classes) == 1 else here):
+                with when(True if len(classes) == 1 else here):
                     self._transform_rows(plane, place, inside, half)
             with loop(0, count) as c:
                 column = [self._load(half, (r * count + c) * lanes) for r in range(count)]
@@ -228,7 +228,7 @@ class _Nest:
         with loop(0, span[1]) as b, loop(0, self.knobs.group) as t:
             block, tile = span[0] + b, first_tile + t
             whole = isinstance(self.tiles, int) and self.tiles % self.knobs.group == 0
-            with _when(True if whole else tile < self.tiles):
+            with when(True if whole else tile < self.tiles):
                 place = self._place(tile)
                 bias = self._load(self.bias, block * lanes)
                 with loop(0, count) as r:
@@ -242,7 +242,7 @@ class _Nest:
                 with loop(0, self.size) as c:
                     values = [self._load(half, (r * self.size + c) * lanes) for r in range(count)]
                     column = place.column * self.size + c
-                    with _when(self.output.width % self.size == 0 or column < self.output.width):
+                    with when(self.output.width % self.size == 0 or column < self.output.width):
                         self._finish(plane + column * lanes, place.row * self.size, values, bias)
 
     def _finish(
@@ -251,22 +251,13 @@ class _Nest:
         """Write one column of an output tile; ``column`` is where the image's column begins."""
         for r, value in enumerate(transform_inverse(self.size, values)):
             row = first_row + r
-            with _when(self.output.height % self.size == 0 or row < self.output.height):
+            with when(self.output.height % self.size == 0 or row < self.output.height):
                 offset = column + row * self.output.row_stride
                 value = value + bias
                 if self.residual is not None:
                     value = value + self._load(self.residual, offset)
                 value = activate(value, self.layer.activation, self.kernel.dtype)
                 self._store(self.output.buffer, offset, value)
-
-
-@contextmanager
-def _when(condition: tirx.Expr | bool) -> Iterator[None]:
-    if condition is True:
-        yield
-        return
-    with T.If(condition), T.Then():
-        yield
 
 
 def winograd_template(

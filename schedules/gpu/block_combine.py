@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from tvm import tirx
-from tvm.script.ir_builder import tirx as T
 
+from ..branch import when
 from . import reduce_state
 from .device_ops import shuffle_xor, sync
 from .index_math import i64
@@ -72,11 +69,11 @@ def combine_groups(
         fewer = max(1, groups // TREE_ARITY)
         shared = reduce_state.allocate(ctx.workload, groups * members * vector, "shared")
         sync()  # TVM gives the memory that was read before to the new buffers
-        with _where(group < i64(groups), groups * members == ctx.config.threads):
+        with when(None if groups * members == ctx.config.threads else group < i64(groups)):
             for k in range(vector):
                 reduce_state.store(shared, place(group, k), reduce_state.load(states, k))
         sync()
-        with _where(group < i64(fewer)):
+        with when(group < i64(fewer)):
             for other in range(fewer, groups, fewer):
                 for k in range(vector):
                     read = reduce_state.load(shared, place(group + i64(other), k))
@@ -88,10 +85,10 @@ def _warps_through_memory(ctx: ReduceContext, states: Buffers, width: int) -> No
     """Lane 0 of each row combines what the first lanes of the row's warps have."""
     warps = ctx.config.lanes // width
     shared = reduce_state.allocate(ctx.workload, ctx.config.threads // width, "shared")
-    with _where(tirx.EQ(ctx.thread % i64(width), i64(0))):
+    with when(tirx.EQ(ctx.thread % i64(width), i64(0))):
         reduce_state.store(shared, ctx.thread // i64(width), reduce_state.load(states, 0))
     sync()
-    with _where(tirx.EQ(ctx.lane, i64(0))):
+    with when(tirx.EQ(ctx.lane, i64(0))):
         for warp in range(1, warps):
             other = reduce_state.load(shared, ctx.row * i64(warps) + i64(warp))
             reduce_state.update(ctx.workload, states, 0, other)
@@ -103,14 +100,3 @@ def _halves(width: int) -> list[int]:
         width //= 2
         found.append(width)
     return found
-
-
-@contextmanager
-def _where(condition: tirx.Expr, always: bool = False) -> Iterator[None]:
-    """Emit what is built inside under a condition, unless it always holds."""
-    if always:
-        yield
-    else:
-        with T.If(condition):
-            with T.Then():
-                yield

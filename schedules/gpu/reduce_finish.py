@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ..branch import when
 from ..reduce_operator import State, field_dtypes, finish
 from . import reduce_state
 from .atomics import atomic_update_vector
@@ -28,10 +28,9 @@ def one_block(ctx: ReduceContext, states: Buffers) -> None:
 def atomic(ctx: ReduceContext, states: Buffers) -> None:
     """Combine the states of the block with the outputs, which hold the identity."""
     first = ctx.first_output
-    with _where(_is_leader(ctx), ctx.exists(first)):
-        with T.Then():
-            values = [reduce_state.load(states, k)[0] for k in range(_results(ctx))]
-            atomic_update_vector(ctx, first, values)
+    with when(_is_leader(ctx), ctx.exists(first)):
+        values = [reduce_state.load(states, k)[0] for k in range(_results(ctx))]
+        atomic_update_vector(ctx, first, values)
 
 
 def last_block(ctx: ReduceContext, states: Buffers) -> None:
@@ -82,16 +81,14 @@ def _combine_partials(
         reduce_state.clear(workload, state, 1)
         with T.serial(i64(0), i64(-(-config.splits // groups))) as step:
             split = T.bind(step * i64(groups) + group)
-            with _where(group < i64(groups), split < i64(config.splits), condition):
-                with T.Then():
-                    row = ctx.tile * i64(config.splits) + split
-                    read = reduce_state.load(kept, row * i64(config.tile_outputs) + place)
-                    reduce_state.update(workload, state, 0, read)
+            with when(group < i64(groups), split < i64(config.splits), condition):
+                row = ctx.tile * i64(config.splits) + split
+                read = reduce_state.load(kept, row * i64(config.tile_outputs) + place)
+                reduce_state.update(workload, state, 0, read)
         combine_groups(ctx, state, group, groups, column, width)
         m = ctx.tile_start + place
-        with _where(tirx.EQ(group, i64(0)), ctx.exists(m), condition):
-            with T.Then():
-                _write(ctx, m, reduce_state.load(state, 0))
+        with when(tirx.EQ(group, i64(0)), ctx.exists(m), condition):
+            _write(ctx, m, reduce_state.load(state, 0))
 
 
 def _for_each_result(
@@ -102,10 +99,9 @@ def _for_each_result(
 ) -> None:
     """Call ``action`` with each output of the block and its state, on the thread that has it."""
     first = ctx.first_output
-    with _where(_is_leader(ctx), ctx.exists(first) if guarded else None):
-        with T.Then():
-            for k in range(_results(ctx)):
-                action(first + i64(k), reduce_state.load(states, k))
+    with when(_is_leader(ctx), ctx.exists(first) if guarded else None):
+        for k in range(_results(ctx)):
+            action(first + i64(k), reduce_state.load(states, k))
 
 
 def _is_leader(ctx: ReduceContext) -> tirx.Expr:
@@ -116,12 +112,6 @@ def _is_leader(ctx: ReduceContext) -> tirx.Expr:
 def _results(ctx: ReduceContext) -> int:
     """How many neighbouring results a leader has."""
     return ctx.config.vector if ctx.is_y else 1
-
-
-def _where(*conditions: tirx.Expr | None) -> AbstractContextManager[None]:
-    """A condition that all of those hold which are given."""
-    given = [condition for condition in conditions if condition is not None]
-    return T.If(tirx.all(*given) if len(given) > 1 else given[0])
 
 
 def _write(ctx: ReduceContext, m: tirx.Expr, state: State) -> None:
