@@ -15,7 +15,7 @@ from .reduce_workload import FLOATS, Extent, ReduceWorkload
 
 State = tuple[tirx.Expr, ...]
 
-_SUMS = ("sum", "mean", "sum_squares")
+SUMS = ("sum", "mean", "sum_squares")
 
 
 def field_dtypes(workload: ReduceWorkload) -> tuple[str, ...]:
@@ -30,7 +30,7 @@ def identity(workload: ReduceWorkload) -> State:
     operator, dtype = workload.operator, workload.acc_dtype
     if workload.is_arg:
         return (_extreme(dtype, largest=operator == "argmin"), tirx.max_value("int64"))
-    if operator in _SUMS:
+    if operator in SUMS:
         return (tirx.const(-0.0 if "float" in dtype else 0, dtype),)
     if operator in ("prod", "and"):
         return (tirx.const(1, dtype),)
@@ -54,7 +54,7 @@ def combine(workload: ReduceWorkload, left: State, right: State) -> State:
         keep_right = replaces(workload, left, right)
         return tuple(tirx.Select(keep_right, b, a) for a, b in zip(left, right, strict=True))
     a, b = left[0], right[0]
-    if operator in _SUMS:
+    if operator in SUMS:
         return (a + b,)
     if operator == "prod":
         return (a * b,)

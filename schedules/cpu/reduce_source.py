@@ -19,6 +19,7 @@ from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
 from ..compute.coalesced_reduce import ATTRIBUTE
+from ..expression_walk import loads, substitute
 from ..reduce_operator import State, field_dtypes
 from ..reduce_workload import Extent, ReduceWorkload, constant, is_one, unravel
 from .facts import Kernel, open_kernel, uses
@@ -128,16 +129,16 @@ class ReduceSource:
 
     def output_index(self, indices: Indices) -> tirx.Expr:
         """Position of an output in the flat output."""
-        return _at(_ravel(self.parallel), indices)
+        return substitute(_ravel(self.parallel), indices)
 
     def position(self, indices: Indices) -> tirx.Expr:
         """Position of an element among those that are reduced to one output."""
-        return _at(_ravel(self.reduced), indices).astype(self.position_dtype)
+        return substitute(_ravel(self.reduced), indices).astype(self.position_dtype)
 
     def element_at(self, indices: Indices, buffers: Sequence[tirx.Buffer]) -> tirx.Expr:
         """First field of the state of one element, read from flat views of the parameters."""
         value = self.element.astype(self.registers.acc_dtype)
-        return self._read(_at(value, indices), buffers)
+        return self._read(substitute(value, indices), buffers)
 
     def complete(self, state: State) -> State:
         """The state of all elements in the types of the reduction.
@@ -156,7 +157,7 @@ class ReduceSource:
     ) -> tirx.Expr:
         """The element of the output that a complete state stands for."""
         fields = dict(zip(self.state, state, strict=True))
-        return self._read(_at(self.result, {**indices, **fields}), buffers)
+        return self._read(substitute(self.result, {**indices, **fields}), buffers)
 
     def _read(self, expr: tirx.Expr, buffers: Sequence[tirx.Buffer]) -> tirx.Expr:
         views = dict(zip(self.flats, buffers, strict=True))
@@ -215,11 +216,10 @@ def _attribute(sch: s_tir.Schedule, block: SBlockRV) -> str:
 
 def _data_shape(value: s_tir.SBlock) -> list[Extent] | None:
     """Extents of what the reduction reads, before its producers are inlined."""
-    loads: list[ir.TensorLoad] = []
-    tvm_ffi.structural_walk(value.body, (ir.TensorLoad, loads.append))
-    if not loads or any(not load.source.same_as(loads[0].source) for load in loads):
+    read = loads(value.body)
+    if not read or any(not load.source.same_as(read[0].source) for load in read):
         return None
-    known = [(extent, constant(extent)) for extent in loads[0].source.shape]
+    known = [(extent, constant(extent)) for extent in read[0].source.shape]
     return [extent if number is None else number for extent, number in known]
 
 
@@ -270,7 +270,7 @@ class _Reader:
         flat = zip(store.indices, (_ravel(parallel), _ravel(reduced)), strict=True)
         indices = {index: place for index, place in flat if isinstance(index, tirx.Var)}
         plain = tvm_ffi.structural_map(store.value, (tirx.NE, _truth_of_bool))
-        element = self._flatten(_at(plain, indices))
+        element = self._flatten(substitute(plain, indices))
         state = tuple(tirx.Var("state", dtype) for dtype in field_dtypes(self.workload))
         result = self._result(finish, _ravel(parallel), state)
         if element is None or result is None:
@@ -284,7 +284,7 @@ class _Reader:
             result=result,
             state=state,
             flats=tuple(self.flats.values()),
-            strides=tuple(self._strides(load, axes) for load in _loads(element)),
+            strides=tuple(self._strides(load, axes) for load in loads(element)),
             bare=_bare_variables(element, axes),
         )
 
@@ -297,7 +297,7 @@ class _Reader:
 
     def _flatten(self, expr: tirx.Expr) -> tirx.Expr | None:
         """Let all loads read stand-ins; None if one reads anything else than a parameter."""
-        if any(load.source not in self.flats for load in _loads(expr)):
+        if any(load.source not in self.flats for load in loads(expr)):
             return None
 
         def flat(load: ir.TensorLoad) -> tirx.Expr:
@@ -322,8 +322,8 @@ class _Reader:
                 return None
         writes = self.blocks[1].writes
         fields = {part.source: field for part, field in zip(writes, state, strict=True)}
-        expr = _at(store.value, indices)
-        own = [load for load in _loads(expr) if load.source in fields]
+        expr = substitute(store.value, indices)
+        own = [load for load in loads(expr) if load.source in fields]
         if any(not self.analyzer.can_prove_equal(load.indices[0], output) for load in own):
             return None
         return self._flatten(
@@ -375,17 +375,6 @@ def _truth_of_bool(expr: tirx.NE) -> tirx.Expr:
 
 def _only_store(block: s_tir.SBlock) -> tirx.BufferStore | None:
     return block.body if isinstance(block.body, tirx.BufferStore) else None
-
-
-def _loads(expr: tirx.Expr) -> list[ir.TensorLoad]:
-    found: list[ir.TensorLoad] = []
-    tvm_ffi.structural_walk(expr, (ir.TensorLoad, found.append))
-    return found
-
-
-def _at(expr: tirx.Expr, indices: Indices) -> tirx.Expr:
-    """``expr`` with variables replaced."""
-    return tvm_ffi.structural_map(expr, (ir.Var, lambda var: indices.get(var, var)))
 
 
 def _ravel(axes: Sequence[Axis]) -> tirx.Expr:

@@ -14,13 +14,11 @@ from dataclasses import replace
 from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..reduce_operator import combine, finish
+from ..reduce_operator import SUMS, combine, finish
 from ..reduce_workload import ReduceWorkload
 from .device_ops import compare_and_swap, native_atomic, vector_add, vector_add_width
 from .index_math import i64
 from .reduce_context import ReduceContext
-
-_SUMS = ("sum", "mean", "sum_squares")
 
 
 def atomic_update_vector(ctx: ReduceContext, m: tirx.Expr, values: list[tirx.Expr]) -> None:
@@ -30,7 +28,7 @@ def atomic_update_vector(ctx: ReduceContext, m: tirx.Expr, values: list[tirx.Exp
     two or four float32.
     """
     workload, step = ctx.workload, 1
-    if workload.operator in _SUMS:
+    if workload.operator in SUMS:
         step = vector_add_width(ctx.gpu, workload.out_dtype, len(values))
     for start in range(0, len(values), step):
         part = values[start : start + step]
@@ -61,7 +59,7 @@ def atomic_update(ctx: ReduceContext, m: tirx.Expr, value: tirx.Expr) -> None:
 
 
 def _instruction(workload: ReduceWorkload) -> str:
-    return "add" if workload.operator in _SUMS else workload.operator
+    return "add" if workload.operator in SUMS else workload.operator
 
 
 def _final(ctx: ReduceContext, value: tirx.Expr) -> tirx.Expr:

@@ -105,13 +105,10 @@ class ReduceContext:
         first = self.first_output
         if self.exists(first) is None:
             return first
-        width = self.config.vector if self.is_y else 1
-        last = i64(self.reduction.outputs) - i64(width)
-        if width == 1:
-            return tirx.min(first, last)
         # A multiple of the vector, so that it is seen to be one.
-        group = tirx.min(first // i64(width), ceildiv(self.reduction.outputs, width) - i64(1))
-        return group * i64(width)
+        width = self.config.vector if self.is_y else 1
+        last = ceildiv(self.reduction.outputs, width) - i64(1)
+        return tirx.min(first // i64(width), last) * i64(width)
 
     def flat(self, buffer: tirx.Buffer) -> tirx.Buffer | None:
         """A parameter as one row; bool, which has no vectors, as bytes; None if it has no view."""

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import tvm
-import tvm_ffi
 from tvm import DataType, ir, s_tir, tirx
 
 from ..compute.coalesced_reduce import (
@@ -19,6 +18,7 @@ from ..compute.coalesced_reduce import (
     STATE,
     VALUE,
 )
+from ..expression_walk import loads, substitute
 from ..reduce_workload import CanonicalLoops, Extent, ReduceWorkload, constant
 
 
@@ -116,22 +116,6 @@ def _find_scratch(
         and not any(load.source.same_as(buffer) for load in read)
     ]
     return found[0] if words and len(found) == 1 else None
-
-
-def loads(expression: tirx.Expr) -> list[ir.TensorLoad]:
-    """Every read of memory in an expression, in the order of evaluation."""
-    found: list[ir.TensorLoad] = []
-    tvm_ffi.structural_walk(expression, (ir.TensorLoad, found.append))
-    return found
-
-
-def substitute(expression: tirx.Expr, values: Mapping[ir.Var, tirx.Expr]) -> tirx.Expr:
-    """Replace variables by expressions of their type."""
-
-    def replace(var: ir.Var) -> tirx.Expr:
-        return next((new for old, new in values.items() if var.same_as(old)), var)
-
-    return tvm_ffi.structural_map(expression, (ir.Var, replace))
 
 
 def _unknown() -> tirx.Expr:

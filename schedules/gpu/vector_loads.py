@@ -11,7 +11,7 @@ from tvm.ir import Range
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from .reduce_function import loads
+from ..expression_walk import loads
 
 WIDEST_LOAD = 16  # bytes of one instruction
 

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rules look for in expressions of TensorIR, and replace in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tvm_ffi
+from tvm import ir, tirx
+
+
+def loads(expression: tirx.Expr) -> list[ir.TensorLoad]:
+    """Every read of memory in an expression, in the order of evaluation."""
+    found: list[ir.TensorLoad] = []
+    tvm_ffi.structural_walk(expression, (ir.TensorLoad, found.append))
+    return found
+
+
+def substitute(expression: tirx.Expr, values: Mapping[ir.Var, tirx.Expr]) -> tirx.Expr:
+    """Replace variables by expressions of their type."""
+    return tvm_ffi.structural_map(expression, (ir.Var, lambda var: values.get(var, var)))
