@@ -7,7 +7,8 @@ from tvm.s_tir.dlight import ScheduleRule
 
 from .coalesced_reduce import CoalescedReduce
 from .elementwise import Elementwise
+from .matmul import Matmul
 
-RULES: tuple[ScheduleRule, ...] = (CoalescedReduce(), Elementwise())
+RULES: tuple[ScheduleRule, ...] = (CoalescedReduce(), Elementwise(), Matmul())
 
-__all__ = ["RULES", "CoalescedReduce", "Elementwise"]
+__all__ = ["RULES", "CoalescedReduce", "Elementwise", "Matmul"]
