@@ -11,8 +11,9 @@ import tvm_ffi
 from tvm import DataType, ir, sym, tirx
 
 from ..expression_walk import substitute
-from ..reduce_workload import constant, unravel
+from ..reduce_workload import constant
 from .element_program import Read, Value
+from .index_math import subscripts
 from .iteration_space import IterationSpace, Store, as_expr, uses
 from .vector_loads import WIDEST_LOAD
 
@@ -145,7 +146,7 @@ def _varies(
     analyzer.bind(start, ir.Range.from_min_extent(as_expr(0), as_expr(_FAR)))
     analyzer.bind(lane, ir.Range.from_min_extent(as_expr(0), as_expr(vector)))
     point = start * as_expr(vector) + lane
-    places = [point] if aligned else unravel(point, space.extents)
+    places = [point] if aligned else subscripts(point, space.extents)
     moving = space.axes[-1:] if aligned else space.axes
     guard = analyzer.simplify(substitute(guard, dict(zip(moving, places, strict=True))))
     return not all(_is_even(node, lane, vector) for node in _comparisons(guard, lane))
