@@ -8,7 +8,8 @@ from tvm.s_tir.dlight import ScheduleRule
 from .coalesced_reduce import CoalescedReduce
 from .elementwise import Elementwise
 from .matmul import Matmul
+from .pooling import Pooling
 
-RULES: tuple[ScheduleRule, ...] = (CoalescedReduce(), Elementwise(), Matmul())
+RULES: tuple[ScheduleRule, ...] = (CoalescedReduce(), Elementwise(), Matmul(), Pooling())
 
-__all__ = ["RULES", "CoalescedReduce", "Elementwise", "Matmul"]
+__all__ = ["RULES", "CoalescedReduce", "Elementwise", "Matmul", "Pooling"]

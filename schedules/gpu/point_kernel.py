@@ -128,7 +128,7 @@ class PointWriter:
         TVM would put what is only bound to a name into every use of it.
         """
         values = [substitute(step.expression, names) for names in self._names]
-        if self.lanes.space.uses_of(step.var) < 2:
+        if not step.is_partial and self.lanes.space.uses_of(step.var) < 2:
             self.give(step.var, values)
             return
         count = self.lanes.vector if step.var in self.lanes.varying else 1
