@@ -9,7 +9,14 @@ from .coalesced_reduce import CoalescedReduce
 from .elementwise import Elementwise
 from .matmul import Matmul
 from .pooling import Pooling
+from .transpose import Transpose
 
-RULES: tuple[ScheduleRule, ...] = (CoalescedReduce(), Elementwise(), Matmul(), Pooling())
+RULES: tuple[ScheduleRule, ...] = (
+    CoalescedReduce(),
+    Transpose(),
+    Elementwise(),
+    Matmul(),
+    Pooling(),
+)
 
-__all__ = ["RULES", "CoalescedReduce", "Elementwise", "Matmul", "Pooling"]
+__all__ = ["RULES", "CoalescedReduce", "Elementwise", "Matmul", "Pooling", "Transpose"]

@@ -14,7 +14,7 @@ from ..expression_walk import substitute
 from ..reduce_workload import constant
 from .element_program import Read, Value
 from .index_math import subscripts
-from .iteration_space import IterationSpace, Store, as_expr, uses
+from .iteration_space import IterationSpace, Store, as_expr, uses, variables
 from .vector_loads import WIDEST_LOAD
 
 SECTOR = 32  # bytes that the memory delivers at least
@@ -97,7 +97,7 @@ def _depends(
     expression: tirx.Expr,
 ) -> bool:
     moving = space.axes[-1:] if aligned else space.axes
-    return any(uses(expression, var) for var in (*moving, *varying))
+    return bool(variables(expression) & {*moving, *varying})
 
 
 def _kind(
@@ -113,7 +113,7 @@ def _kind(
         return "uniform", False
     linear = space.linear(access)
     follows = linear is not None and _is_row_major(space, linear[0])
-    if any(uses(index, var) for var in varying):
+    if variables(index) & varying:
         return "each", False
     if any(_varies(space, aligned, varying, guard, vector) for guard in access.guards):
         return "each", follows
@@ -139,7 +139,7 @@ def _varies(
     """Whether a condition may hold for some lanes only; a bound that is a multiple does not."""
     if not _depends(space, aligned, varying, guard):
         return False
-    if any(uses(guard, var) for var in varying):
+    if variables(guard) & varying:
         return True
     start, lane = tirx.Var("start", "int64"), tirx.Var("lane", "int64")
     analyzer = sym.Analyzer()
