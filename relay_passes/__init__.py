@@ -8,6 +8,7 @@ from schedules import errors
 from . import op
 from .choose_winograd import ChooseWinograd
 from .coalesce_reduction import CoalesceReduction
+from .decompose_normalization import DecomposeNormalization
 from .fuse_conv2d import FuseConv2D
 from .fuse_epilogue import FuseEpilogue
 from .fuse_pack import FusePack
@@ -21,6 +22,7 @@ __all__ = [
     "ChooseWinograd",
     "CoalesceReduction",
     "Decision",
+    "DecomposeNormalization",
     "FuseConv2D",
     "FuseEpilogue",
     "FusePack",
