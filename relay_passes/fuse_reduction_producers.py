@@ -73,7 +73,7 @@ class _Rewriter(PyExprMutator):
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
         """Decide about a block, then visit its bindings."""
-        self.calls = TIRCalls.read(self.mod, block)
+        self.calls = TIRCalls.read(self.mod, block.bindings)
         self.absorption = absorb_into_single(self.calls)
         return super().visit_dataflow_block_(block)
 

@@ -16,9 +16,10 @@ that are written anyway:
 5. A kernel reads at most :data:`MAX_TENSORS`, for each keeps loads in flight of its own. A
    concatenation of more than that stays apart.
 
-What stays apart may still be fused with its own producers by ``FuseOps``. ``FuseReductionProducers``
-takes every reduction for a kernel and absorbs only what nothing else reads, so that the tensor is
-never written. ``FuseReductions`` has kernels of several calls, which may also compute a copy:
+What stays apart may still be fused with its own producers by ``FuseOps``.
+``FuseReductionProducers`` takes every reduction for a kernel and absorbs only what nothing else
+reads, so that the tensor is never written. ``FuseReductions`` has kernels of several calls, which
+may also compute a copy:
 
 6. A single injective reader outside, into which ``FuseOps`` puts the original, counts as one more
    kernel. With other readers the tensor is written anyway: a kernel computes a copy only if that

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of PrimFuncs in a dataflow block, sorted by what a fusion of reductions asks of them."""
+"""The calls of PrimFuncs in a dataflow block, sorted as the fusion of reductions needs it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import tvm_ffi
@@ -13,7 +13,7 @@ from tvm.ir import GlobalVar, IRModule, Var
 from tvm.sym import Analyzer
 
 from schedules.compute.coalesced_reduce import ATTRIBUTE
-from schedules.reduce_workload import constant
+from schedules.reduce_workload import ReduceWorkload, constant
 
 from .simplify.expressions import op_name
 
@@ -43,10 +43,10 @@ class TIRCalls:
     users: dict[relax.Var, set[relax.Var]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, mod: IRModule, block: relax.DataflowBlock) -> TIRCalls:
+    def read(cls, mod: IRModule, bindings: Iterable[relax.Binding]) -> TIRCalls:
         """Sort the bindings of a block."""
         calls = cls(mod)
-        for binding in block.bindings:
+        for binding in bindings:
             for var in relax.analysis.free_vars(binding.value):
                 calls.users.setdefault(var, set()).add(binding.var)
             func = _called(mod, binding.value)
@@ -72,6 +72,12 @@ class TIRCalls:
     def function(self, var: relax.Var) -> tirx.PrimFunc:
         """The function that it calls."""
         return self.mod[self.call(var).args[0]]
+
+    def workload(self, var: relax.Var) -> ReduceWorkload:
+        """What a reduction computes."""
+        block = reduction_block(self.function(var))
+        assert block is not None, f"{var} is no reduction"
+        return ReduceWorkload.from_json(str(block.annotations[ATTRIBUTE]))
 
     def pattern(self, var: relax.Var) -> int | None:
         """The kind of that function as ``AnnotateTIROpPattern`` says; None if it does not."""
