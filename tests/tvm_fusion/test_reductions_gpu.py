@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from examples.benchmarks import reduction_cases, reductions_gpu
 from examples.benchmarks.gpu import (
@@ -43,6 +44,7 @@ from examples.benchmarks.gpu.report import Result
 from examples.benchmarks.reduction_cases import Case, Reduction, all_cases, select
 from schedules.reduce_workload import OPERATORS
 from tvm_fusion.errors import EngineError
+from tvm_fusion.json_text import json_text
 
 CASES = {case.name: case for case in all_cases()}
 
@@ -151,7 +153,10 @@ def test_every_case_is_whole(name: str) -> None:
     outputs = 0
     for reduction in case.reductions:
         workload = case.workload(reduction)  # raises where operator, axes or types do not fit
-        kept = [size for axis, size in enumerate(case.shape) if axis not in reduction.axes]
+        shape = case.reduced_shape(reduction)
+        assert math.prod(shape) == case.elements
+        kept = [size for axis, size in enumerate(shape) if axis not in reduction.axes]
+        assert tuple(kept) == case.output_shape(reduction)
         outputs += math.prod(kept) * np.dtype(_numpy(workload.out_dtype)).itemsize
         used = {reduction.source} | {
             int(step.split()[1]) for step in reduction.steps if step[:3] in ("add", "mul")
@@ -242,14 +247,16 @@ def test_short_cases_run_from_graphs_over_all_sets(clock: FakeClock) -> None:
         3e-6
     )
     assert first.bandwidth(400) == pytest.approx(4e8)
+    assert second.stream is not None and second.stream.median == pytest.approx(3e-6)
     assert set(fast.launched) == set(range(10)), "4000 bytes of cold data in sets of 400"
-    assert clock.log.count("flush") == 2 * (1 + 3), "before every sample, and not timed"
+    assert clock.log.count("flush") == 2 * (1 + 3 + 3), "before every sample, and not timed"
 
 
 def test_long_cases_run_one_by_one_behind_a_flush(clock: FakeClock) -> None:
     slow = FakeEngine(clock, "slow", 0.5)
     (verdict,) = compare.compare(some_case(), [slow], clock, Plan(samples=2, warmup_seconds=0))
     assert verdict.how == "events" and verdict.host is None and "capture" not in clock.log
+    assert verdict.stream is None
     assert verdict.device == Summary(0.5, 0.5, 0.5, 2), "the flush is not timed"
     timed = [clock.log[place + 1] for place, word in enumerate(clock.log) if word == "flush"]
     assert timed == ["slow"] * 3
@@ -258,7 +265,7 @@ def test_long_cases_run_one_by_one_behind_a_flush(clock: FakeClock) -> None:
 def test_an_engine_with_its_own_stream_is_timed_until_ready(clock: FakeClock) -> None:
     other = FakeEngine(clock, "other", 2e-6, own_stream=True)
     (verdict,) = compare.compare(some_case(), [other], clock, Plan(samples=2, warmup_seconds=0))
-    assert verdict.how == "ready" and verdict.device is not None
+    assert verdict.how == "ready" and verdict.device is not None and verdict.stream is None
     assert verdict.device.median == pytest.approx(2e-6)
 
 
@@ -418,6 +425,20 @@ def test_thresholds_table_names_the_fastest(clock: FakeClock) -> None:
         ("test/one", "3.0", "atomic splits 4", "2.0", "1.50x"),
         ("test/one", "none", "", "", "no memory"),
     ]
+
+
+def test_sub_graphs_are_shown_with_and_without_graphs(clock: FakeClock, tmp_path: Path) -> None:
+    engines = [FakeEngine(clock, "ours", 2e-6), FakeEngine(clock, "XLA", 3e-6, own_stream=True)]
+    plan = Plan(samples=2, warmup_seconds=0)
+    cases = [replace(some_case(), name="paper2/1"), replace(some_case(), name="odd/1")]
+    found = [Result(case, tuple(compare.compare(case, engines, clock, plan)), {}) for case in cases]
+    console = Console(width=200, record=True)
+    reductions_gpu.show_sub_graphs(found, console, "fake", tmp_path)
+    lines = [line.split("│") for line in console.export_text().splitlines() if "paper2/1" in line]
+    assert [cell.strip() for cell in lines[0][1:-1]] == ["paper2/1", "2.0", "2.0", "3.0", ""]
+    assert (tmp_path / "subgraphs_gpu.png").read_bytes().startswith(b"\x89PNG")
+    again = Result.from_json(json.loads(json_text(found[0].to_json())), cases[0])
+    assert again.verdicts == found[0].verdicts
 
 
 def test_race_writes_after_each_case_and_resumes(
