@@ -15,7 +15,7 @@ import tvm_ffi
 
 from .arguments import bind
 from .artifact import Description, read_artifact, read_artifact_weights, write_artifact
-from .device import device_of
+from .device import DeviceNeeds, device_of
 from .engines import random_inputs
 from .errors import ArtifactError, InvalidInputError
 from .memory import DeviceMemory, HostMemory, Memory, own_tensors
@@ -118,6 +118,11 @@ class CompiledModel:
         return Target(self._about.target)
 
     @property
+    def needs(self) -> DeviceNeeds | None:
+        """What the kernels need of a GPU; None if they run on the CPU."""
+        return self._about.device
+
+    @property
     def device(self) -> tvm_ffi.Device:
         """Where the kernels run, and where :meth:`tensors` leaves the results."""
         return self._memory.device
@@ -149,8 +154,7 @@ class CompiledModel:
     def __repr__(self) -> str:
         """Inputs, outputs, CPU or GPU, and threads."""
         signature = f"{_signature(self.inputs)} -> {_signature(self.outputs)}"
-        needs = self._about.device
-        place = self._about.cpu if needs is None else f"{needs.kind} {needs.arch}".strip()
+        place = self._about.device or self._about.cpu
         return f"CompiledModel({signature}, {place}, {self.threads} threads)"
 
     def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
