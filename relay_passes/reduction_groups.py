@@ -21,7 +21,8 @@ before nor after it, and no group has more than ``MAX_TENSORS`` reductions or in
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tvm import relax
 
@@ -38,7 +39,7 @@ from .tir_calls import TIRCalls, count_bytes, count_elements, item_bytes
 KEPT_BYTES = 1 << 26  # little beside the memory of a device
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class ReductionGroup:
     """Calls that one kernel computes.
 
@@ -48,18 +49,18 @@ class ReductionGroup:
         Their loops.
     finish : str
         How blocks shall meet, which all reductions have to agree on.
-    reductions, rows, tiles : set[relax.Var]
+    reductions, rows, tiles : frozenset[relax.Var]
         The members: reductions, calls of as many elements as results, and as the data.
     """
 
     space: RowSpace
     finish: str
-    reductions: set[relax.Var] = field(default_factory=set)
-    rows: set[relax.Var] = field(default_factory=set)
-    tiles: set[relax.Var] = field(default_factory=set)
+    reductions: frozenset[relax.Var] = frozenset()
+    rows: frozenset[relax.Var] = frozenset()
+    tiles: frozenset[relax.Var] = frozenset()
 
-    @property
-    def members(self) -> set[relax.Var]:
+    @cached_property
+    def members(self) -> frozenset[relax.Var]:
         """All of them."""
         return self.reductions | self.rows | self.tiles
 
@@ -71,6 +72,12 @@ class ReductionGroup:
         if len(self.reductions) > 1:
             return "sisters"
         return "epilogue" if self.rows else "producers"
+
+    def joined(self, var: relax.Var, kind: str) -> ReductionGroup:
+        """A group with a call of rows or of tiles more."""
+        if kind == ROW:
+            return replace(self, rows=self.rows | {var})
+        return replace(self, tiles=self.tiles | {var})
 
     def united(self, other: ReductionGroup) -> ReductionGroup:
         """A group of the members of both."""
@@ -107,6 +114,8 @@ class ReductionGroups:
         self.calls, self.order, self.gpu = calls, order, gpu
         self.groups: list[ReductionGroup] = []
         self._functions: dict[relax.Expr, ElementFunction | None] = {}
+        self._members: dict[relax.Var, frozenset[relax.Var]] = {}
+        self._large: dict[ReductionGroup, frozenset[relax.Expr]] = {}
         self._agreed: dict[tuple[relax.Var, frozenset[relax.Var]], bool] = {}
         for var in order.bindings:
             if var in calls.reductions:
@@ -125,7 +134,9 @@ class ReductionGroups:
     def _add_reduction(self, var: relax.Var) -> None:
         workload = self.calls.workload(var)
         data = self.calls.tensors(var)[0]
-        single = ReductionGroup(RowSpace(data.ty.shape, workload), workload.finish, {var})
+        single = ReductionGroup(
+            RowSpace(data.ty.shape, workload), workload.finish, frozenset({var})
+        )
         if constant(single.space.reduced) == 1:
             return  # a tensor of rows would be one of tiles
         read = self._large_inputs(single)
@@ -134,14 +145,13 @@ class ReductionGroups:
                 if self._replace([group], group.united(single)):
                     return
         self.groups.append(single)
+        self._members[var] = single.members
 
     def _add_injective(self, var: relax.Var) -> None:
         for group in self.groups:
             if not group.members.isdisjoint(self.calls.tensors(var)):
                 kind = group.space.kind(var)
-                rows, tiles = ({var} if kind == wanted else set() for wanted in (ROW, TILE))
-                single = ReductionGroup(group.space, group.finish, set(), rows, tiles)
-                if kind is not None and self._replace([group], group.united(single)):
+                if kind is not None and self._replace([group], group.joined(var, kind)):
                     return
 
     def _unite_strangers(self) -> None:
@@ -173,7 +183,7 @@ class ReductionGroups:
         for group in self.groups:
             is_read = not group.members.isdisjoint(self.calls.users.get(var, ()))
             if is_read and group.space.kind(var) == TILE:
-                united = replace(group, tiles=group.tiles | {var})
+                united = group.joined(var, TILE)
                 if self._is_kernel(united):
                     found.append((group, united))
         return found
@@ -188,6 +198,7 @@ class ReductionGroups:
         self.groups[self.groups.index(first)] = united
         for part in parts[1:]:
             self.groups.remove(part)
+        self._members.update(dict.fromkeys(united.members, united.members))
         return True
 
     def _is_kernel(self, group: ReductionGroup) -> bool:
@@ -200,15 +211,14 @@ class ReductionGroups:
             return False
         if group.tiles and not self._has_rows_at_once(group):
             return False
-        together = {var: other.members for other in self.groups for var in other.members}
-        return self.order.is_convex(members, together)
+        return self.order.is_convex(members, self._members)
 
     def _has_rows_at_once(self, group: ReductionGroup) -> bool:
         space = group.space
         itemsize = sum(map(item_bytes, self._large_inputs(group)))
         return chain_fits(constant(space.outputs), constant(space.reduced), itemsize, self.gpu)
 
-    def _agrees(self, space: RowSpace, var: relax.Var, members: set[relax.Var]) -> bool:
+    def _agrees(self, space: RowSpace, var: relax.Var, members: frozenset[relax.Var]) -> bool:
         """Whether a call fits into the space; remembered, for groups grow by and by."""
         read = frozenset(members.intersection(self.calls.tensors(var)))
         key = (var, read)
@@ -220,12 +230,14 @@ class ReductionGroups:
             self._agreed[key] = space.agrees(self._functions[function], call, read)
         return self._agreed[key]
 
-    def _large_inputs(self, group: ReductionGroup) -> set[relax.Expr]:
+    def _large_inputs(self, group: ReductionGroup) -> frozenset[relax.Expr]:
         """What a group reads of as many elements as it reduces, or more."""
-        data = next(iter(group.reductions))
-        least = count_elements(self.calls.tensors(data)[0])
-        inputs = self._inputs(group.members)
-        return {tensor for tensor in inputs if count_elements(tensor) >= least}
+        if group not in self._large:
+            data = next(iter(group.reductions))
+            least = count_elements(self.calls.tensors(data)[0])
+            inputs = self._inputs(group.members)
+            self._large[group] = frozenset(e for e in inputs if count_elements(e) >= least)
+        return self._large[group]
 
     def _inputs(self, members: Collection[relax.Var]) -> set[relax.Expr]:
         """What calls and the producers that only they read, read from outside."""

@@ -150,10 +150,11 @@ class Absorption:
 
     def _drop_unread(self, order: list[relax.Var], copies: bool) -> None:
         for var in reversed(order):
-            users = self.calls.users.get(var, set())
-            inside = self.taken | self.kernels.keys()
-            if var in self.taken and not (users & inside if copies else users and users <= inside):
-                self._drop(var)
+            if var in self.taken:
+                users = self.calls.users.get(var, set())
+                inside = sum(user in self.taken or user in self.kernels for user in users)
+                if not inside or (inside < len(users) and not copies):
+                    self._drop(var)
 
     def _drop(self, var: relax.Var) -> None:
         self.taken.discard(var)

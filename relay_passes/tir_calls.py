@@ -41,6 +41,7 @@ class TIRCalls:
     injective: dict[relax.Var, relax.Call] = field(default_factory=dict)
     products: set[relax.Var] = field(default_factory=set)
     users: dict[relax.Var, set[relax.Var]] = field(default_factory=dict)
+    _tensors: dict[relax.Var, list[relax.Expr]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, mod: IRModule, bindings: Iterable[relax.Binding]) -> TIRCalls:
@@ -66,8 +67,10 @@ class TIRCalls:
 
     def tensors(self, var: relax.Var) -> list[relax.Expr]:
         """What that call reads, without the scratch of a reduction."""
-        found = list(operands(self.call(var)))
-        return found[:1] if var in self.reductions else found
+        if var not in self._tensors:
+            found = list(operands(self.call(var)))
+            self._tensors[var] = found[:1] if var in self.reductions else found
+        return self._tensors[var]
 
     def function(self, var: relax.Var) -> tirx.PrimFunc:
         """The function that it calls."""
