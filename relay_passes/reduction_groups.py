@@ -20,6 +20,7 @@ before nor after it, and no group has more than ``MAX_TENSORS`` reductions or in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -140,10 +141,10 @@ class ReductionGroups:
         if constant(single.space.reduced) == 1:
             return  # a tensor of rows would be one of tiles
         read = self._large_inputs(single)
-        for group in self.groups:
-            if data in group.tiles or not read.isdisjoint(self._large_inputs(group)):
-                if self._replace([group], group.united(single)):
-                    return
+        for group in sorted(self.groups, key=lambda group: data not in group.tiles):
+            related = data in group.tiles or not read.isdisjoint(self._large_inputs(group))
+            if related and self._unite(group, single):
+                return
         self.groups.append(single)
         self._members[var] = single.members
 
@@ -151,16 +152,16 @@ class ReductionGroups:
         for group in self.groups:
             if not group.members.isdisjoint(self.calls.tensors(var)):
                 kind = group.space.kind(var)
-                if kind is not None and self._replace([group], group.joined(var, kind)):
+                if kind is not None and self._replace(group, group.joined(var, kind)):
                     return
 
     def _unite_strangers(self) -> None:
         for group in list(self.groups):
             for earlier in self.groups[: self.groups.index(group)]:
-                united = earlier.united(group)
-                if not united.tiles and self._bytes_kept_longer(united) <= KEPT_BYTES:
-                    if self._replace([earlier, group], united):
-                        break
+                strangers = not earlier.tiles and not group.tiles
+                if strangers and self._unite(earlier, group, kept_bytes=KEPT_BYTES):
+                    self.groups.remove(group)
+                    break
 
     def _absorb(self) -> Absorption:
         """Absorb producers, and let those join whose tensors are written on the way."""
@@ -173,7 +174,7 @@ class ReductionGroups:
                 alone = var not in kernels and var not in absorption.taken
                 if alone and not absorption.is_epilogue(var):
                     for group, united in self._writers(var)[:1]:
-                        has_joined |= self._replace([group], united)
+                        has_joined |= self._replace(group, united)
             if not has_joined:
                 return absorption
 
@@ -188,17 +189,21 @@ class ReductionGroups:
                     found.append((group, united))
         return found
 
-    def _replace(self, parts: list[ReductionGroup], united: ReductionGroup) -> bool:
-        """Put one group in the place of others, if it can be one kernel."""
-        first = parts[0]
-        if not all(part.space.is_same(first.space) for part in parts):
+    def _unite(
+        self, group: ReductionGroup, other: ReductionGroup, kept_bytes: float = math.inf
+    ) -> bool:
+        """Put the members of another group into ``group``, if that can be one kernel."""
+        if group.finish != other.finish or not group.space.is_same(other.space):
             return False
-        if not self._is_kernel(united):
+        united = group.united(other)
+        return self._bytes_kept_longer(united) <= kept_bytes and self._replace(group, united)
+
+    def _replace(self, group: ReductionGroup, larger: ReductionGroup) -> bool:
+        """Put a larger group in the place of one, if it can be one kernel."""
+        if not self._is_kernel(larger):
             return False
-        self.groups[self.groups.index(first)] = united
-        for part in parts[1:]:
-            self.groups.remove(part)
-        self._members.update(dict.fromkeys(united.members, united.members))
+        self.groups[self.groups.index(group)] = larger
+        self._members.update(dict.fromkeys(larger.members, larger.members))
         return True
 
     def _is_kernel(self, group: ReductionGroup) -> bool:
