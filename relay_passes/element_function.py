@@ -49,6 +49,8 @@ class ElementFunction:
         store = block.body
         plain = (
             isinstance(store, tirx.BufferStore)
+            and block.init is None
+            and all(int(iter_var.iter_type) == tirx.IterVar.DataPar for iter_var in block.iter_vars)
             and store.buffer.same_as(output)
             and len(store.indices) == len(variables)
             and all(map(lambda a, b: a.same_as(b), store.indices, variables))

@@ -113,7 +113,7 @@ class _Rewriter(PyExprMutator):
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
         """Put calls of groups into the place of their members, then visit the bindings."""
         order = BlockOrder(block)
-        calls = TIRCalls.read(self.mod, order.bindings.values())
+        calls = TIRCalls.read(self.mod, order.bindings.values(), gathers=True)
         if calls.reductions:
             groups = ReductionGroups(calls, order, self.gpu)
             kernels = _kernels(groups, order)

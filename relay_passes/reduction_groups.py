@@ -2,7 +2,7 @@
 """Which calls of a dataflow block one kernel of reductions computes.
 
 A *group* has reductions over one :class:`~relay_passes.row_space.RowSpace`, and what is computed
-from their results in this space. It is made in three steps:
+from their results in this space. It is made in four steps:
 
 1. In the order of the block, a reduction joins the first group that it belongs to: one whose
    tensors it reduces (a *chain*), or one that reads a large tensor that it reads too (*sisters*).
@@ -10,7 +10,8 @@ from their results in this space. It is made in three steps:
    elements as results (an *epilogue*), with as many as the data only in a chain.
 2. Groups that are no chains and have the same space become one although they share no tensor, for
    a launch less: unless that keeps more than :data:`KEPT_BYTES` of tensors longer.
-3. Each group absorbs producers (:mod:`relay_passes.reduction_producers`). One that is read outside
+3. A reshape of what a group writes anyway leaves it: TVM makes a view of it.
+4. Each group absorbs producers (:mod:`relay_passes.reduction_producers`). One that is read outside
    as well joins the group, which writes its tensor on the way, if it has the size of the data.
 
 A chain needs a whole row at once: :func:`schedules.gpu.reduce_limits.chain_fits` tells where that
@@ -33,7 +34,7 @@ from schedules.reduce_workload import constant
 
 from .block_order import BlockOrder
 from .element_function import ElementFunction
-from .reduction_producers import MAX_TENSORS, Absorption
+from .reduction_producers import MAX_TENSORS, Absorption, count_tensors
 from .row_space import ROW, TILE, RowSpace
 from .tir_calls import TIRCalls, count_bytes, count_elements, item_bytes
 
@@ -124,6 +125,7 @@ class ReductionGroups:
             elif var in calls.injective:
                 self._add_injective(var)
         self._unite_strangers()
+        self._leave_views()
         self.absorption = self._absorb()
 
     def is_result(self, var: relax.Var, group: ReductionGroup) -> bool:
@@ -162,6 +164,27 @@ class ReductionGroups:
                 if strangers and self._unite(earlier, group, kept_bytes=KEPT_BYTES):
                     self.groups.remove(group)
                     break
+
+    def _leave_views(self) -> None:
+        """Take out reshapes of what is written anyway, which cost nothing outside."""
+        for number, group in enumerate(self.groups):
+            for var in reversed(self.order.bindings):
+                if var in group.rows | group.tiles and self._is_view(var, group):
+                    rows, tiles = group.rows - {var}, group.tiles - {var}
+                    group = self.groups[number] = replace(group, rows=rows, tiles=tiles)
+                    self._members[var] = frozenset({var})
+            self._members.update(dict.fromkeys(group.members, group.members))
+
+    def _is_view(self, var: relax.Var, group: ReductionGroup) -> bool:
+        """Whether a member is a reshape, for others only, of a tensor that others read too."""
+        local = isinstance(var, relax.DataflowVar)
+        if not local or not group.members.isdisjoint(self.calls.users.get(var, set())):
+            return False
+        if not relax.analysis.has_reshape_pattern(self.calls.function(var)):
+            return False
+        source = self.calls.tensors(var)[0]
+        kept = not isinstance(source, relax.DataflowVar)
+        return kept or not self.calls.users[source] <= group.members
 
     def _absorb(self) -> Absorption:
         """Absorb producers, and let those join whose tensors are written on the way."""
@@ -210,7 +233,7 @@ class ReductionGroups:
         """Whether calls of one space can be one kernel, and shall be."""
         members = group.members
         inputs = self._inputs(members)
-        if max(len(group.reductions), len(inputs)) > MAX_TENSORS:
+        if max(len(group.reductions), count_tensors(inputs)) > MAX_TENSORS:
             return False
         if not all(self._agrees(group.space, var, members) for var in group.rows | group.tiles):
             return False
