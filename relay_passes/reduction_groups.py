@@ -177,10 +177,8 @@ class ReductionGroups:
 
     def _is_view(self, var: relax.Var, group: ReductionGroup) -> bool:
         """Whether a member is a reshape, for others only, of a tensor that others read too."""
-        local = isinstance(var, relax.DataflowVar)
-        if not local or not group.members.isdisjoint(self.calls.users.get(var, set())):
-            return False
-        if not relax.analysis.has_reshape_pattern(self.calls.function(var)):
+        is_read = not group.members.isdisjoint(self.calls.users.get(var, set()))
+        if is_read or not self.calls.is_reshape(var):
             return False
         source = self.calls.tensors(var)[0]
         kept = not isinstance(source, relax.DataflowVar)
@@ -206,7 +204,7 @@ class ReductionGroups:
         found = []
         for group in self.groups:
             is_read = not group.members.isdisjoint(self.calls.users.get(var, ()))
-            if is_read and group.space.kind(var) == TILE:
+            if is_read and group.space.kind(var) == TILE and not self.calls.is_reshape(var):
                 united = group.joined(var, TILE)
                 if self._is_kernel(united):
                     found.append((group, united))

@@ -91,6 +91,11 @@ class TIRCalls:
         assert block is not None, f"{var} is no reduction"
         return ReduceWorkload.from_json(str(block.annotations[ATTRIBUTE]))
 
+    def is_reshape(self, var: relax.Var) -> bool:
+        """Whether TVM makes a view of an injective tensor, if it is not fused."""
+        local = isinstance(var, relax.DataflowVar)
+        return local and bool(relax.analysis.has_reshape_pattern(self.function(var)))
+
     def is_fusible(self, var: relax.Var, most: int = INJECTIVE) -> bool:
         """Whether ``FuseOps`` puts producers into the function that computes ``var``.
 
