@@ -130,7 +130,7 @@ def random_inputs(model: onnx.ModelProto, seed: int = 0, **sizes: int) -> dict[s
     """
     rng = np.random.default_rng(seed)
     limits = {entry.key: int(entry.value) for entry in model.metadata_props}
-    feed = {}
+    feed: dict[str, np.ndarray] = {}
     for value in model.graph.input:
         dims = value.type.tensor_type.shape.dim
         shape = [sizes[dim.dim_param] if dim.dim_param else dim.dim_value for dim in dims]

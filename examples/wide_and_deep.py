@@ -103,9 +103,7 @@ def _deep(
     return _linear(net, x, "deep.logit", features, 1, 1.0)
 
 
-def _linear(
-    net: ModelBuilder, x: str, name: str, inputs: int, outputs: int, gain: float
-) -> str:
+def _linear(net: ModelBuilder, x: str, name: str, inputs: int, outputs: int, gain: float) -> str:
     weight = net.weight(f"{name}.weight", net.normal((outputs, inputs), math.sqrt(gain / inputs)))
     bias = net.weight(f"{name}.bias", net.normal((outputs,), 0.1))
     return net.op("Gemm", x, weight, bias, transB=1)
