@@ -6,7 +6,8 @@ from __future__ import annotations
 from tvm.s_tir.dlight import ScheduleRule
 
 from .coalesced_reduce import CoalescedReduce
+from .conv2d import Conv2D
 
-RULES: tuple[ScheduleRule, ...] = (CoalescedReduce(),)
+RULES: tuple[ScheduleRule, ...] = (Conv2D(), CoalescedReduce())
 
-__all__ = ["RULES", "CoalescedReduce"]
+__all__ = ["RULES", "CoalescedReduce", "Conv2D"]

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile sizes of convolutions on a GPU, chosen from the workload and the device.
+
+The choice is an estimate and has been measured on no GPU. Every tile of a small set is held against
+a model of one multiprocessor that gets its share of the blocks, and the fastest is taken:
+
+- instructions: four warps issue in each cycle; a thread needs ``16 x blocks x pixels`` multiply-adds
+  a quad and ``pixels + 4 blocks`` reads of 16 bytes from shared memory, so that large register
+  tiles win where there is work enough for all multiprocessors;
+- latency: a block cannot take less than ``STEP_LATENCY`` cycles a step, as the step's barrier waits
+  for data from the second-level cache; blocks that share a multiprocessor hide it for each other;
+- traffic: both operands of every step come from the second-level cache.
+
+Small images have few tiles. Smaller tiles then reach more multiprocessors, and the parts let more
+threads work on one tile by sharing the reduction, until traffic or latency is the limit.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .device import GPUInfo
+
+STEP_LATENCY = 400.0  # cycles from a load's issue to the barrier behind its store
+BLOCK_LATENCY = 1500.0  # cycles of a block outside of its main loop
+L2_BYTES = 40.0  # per cycle and multiprocessor
+REGISTERS = 65536  # of a multiprocessor
+SHARED_BYTES = 100 * 1024  # of a multiprocessor, on all devices since sm_80
+ISSUE = 4.0  # warps that issue in a cycle
+WARP = 32
+
+
+@dataclass(frozen=True)
+class ConvTile:
+    """How a block of threads shares a tile of the output.
+
+    Parameters
+    ----------
+    blocks, pixels : int
+        Blocks of four channels, and pixels, of the tile.
+    thread_blocks, thread_pixels : int
+        Those of a thread.
+    quads : int
+        Steps of four of the sums that are in shared memory at once.
+    parts : int
+        Teams of threads that share the quads of each step among them.
+    """
+
+    blocks: int
+    pixels: int
+    thread_blocks: int
+    thread_pixels: int
+    quads: int
+    parts: int = 1
+
+    @property
+    def block_threads(self) -> int:
+        """Threads along the channels."""
+        return self.blocks // self.thread_blocks
+
+    @property
+    def pixel_threads(self) -> int:
+        """Threads along the pixels."""
+        return self.pixels // self.thread_pixels
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.parts * self.block_threads * self.pixel_threads
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: two steps of both operands, and the sums of all parts."""
+        staged = 2 * 16 * (self.blocks * (4 * self.quads + 1) + self.pixels * self.quads)
+        return staged + (16 * self.parts * self.blocks * self.pixels if self.parts > 1 else 0)
+
+    @property
+    def registers(self) -> int:
+        """An estimate of the registers of a thread."""
+        turns = -(-self.blocks * 4 * self.quads // self.threads)
+        turns += -(-self.pixels * self.quads // self.threads)
+        sums = 4 * self.thread_blocks * self.thread_pixels
+        return sums + 4 * (self.thread_blocks + self.thread_pixels + turns) + 48
+
+
+@dataclass(frozen=True)
+class Product:
+    """Extents of a product of matrices.
+
+    Parameters
+    ----------
+    groups : int
+        Independent products of these extents.
+    blocks, pixels, quads : int
+        Blocks of four rows, columns, and steps of four of the sums.
+    """
+
+    groups: int
+    blocks: int
+    pixels: int
+    quads: int
+
+
+def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile:
+    """The tile for which :func:`estimate` gives the least time.
+
+    Parameters
+    ----------
+    product : Product
+        Extents of the convolution; a symbolic batch counts as one image.
+    gpu : GPUInfo
+        The device.
+    """
+    fitting = [tile for tile in _tiles() if fits(tile, gpu)]
+    return min(fitting, key=lambda tile: estimate(product, tile, gpu))
+
+
+def fits(tile: ConvTile, gpu: GPUInfo) -> bool:
+    """Whether a block of the device can hold a tile."""
+    return tile.threads <= gpu.max_threads and tile.shared_bytes <= gpu.shared_bytes
+
+
+def estimate(product: Product, tile: ConvTile, gpu: GPUInfo) -> float:
+    """Predicted cycles of the kernel with a tile; see the module's docstring."""
+    down, across = -(-product.blocks // tile.blocks), -(-product.pixels // tile.pixels)
+    share = -(-product.groups * down * across // gpu.multiprocessors)
+    resident = min(
+        REGISTERS // (tile.registers * tile.threads),
+        SHARED_BYTES // tile.shared_bytes,
+        2048 // tile.threads,
+    )
+    rounds = -(-share // max(1, resident))
+    steps = -(-product.quads // tile.quads)
+    issue, traffic = _step_cycles(tile), _step_bytes(tile) / L2_BYTES
+    alone = steps * max(issue, traffic, STEP_LATENCY) + BLOCK_LATENCY
+    return max(share * steps * max(issue, traffic), rounds * alone)
+
+
+def _step_cycles(tile: ConvTile) -> float:
+    """Cycles in which a multiprocessor issues the instructions of one step of a block."""
+    reads = 2 * (tile.thread_pixels + 4 * tile.thread_blocks)  # each keeps its unit for two
+    products = 16 * tile.thread_blocks * tile.thread_pixels
+    staged = 10 * -(-tile.blocks * 4 * tile.quads // tile.threads)
+    staged += 20 * -(-tile.pixels * tile.quads // tile.threads)
+    instructions = (products + reads) * (tile.quads // tile.parts) + staged + 10
+    return instructions * -(-tile.threads // WARP) / ISSUE
+
+
+def _step_bytes(tile: ConvTile) -> float:
+    """Bytes of both operands of one step."""
+    return 16.0 * tile.quads * (4 * tile.blocks + tile.pixels)
+
+
+@functools.cache
+def _tiles() -> tuple[ConvTile, ...]:
+    """All tiles that are considered."""
+    return tuple(_enumerate())
+
+
+def _enumerate() -> Iterator[ConvTile]:
+    for blocks, pixels in itertools.product((1, 2, 4, 8, 16, 32), (16, 32, 64, 128)):
+        for own in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8)):
+            for quads, parts in itertools.product((2, 4, 8, 16), (1, 2, 4, 8)):
+                if own[0] > blocks or quads % parts:
+                    continue
+                tile = ConvTile(blocks, pixels, *own, quads, parts)
+                if WARP <= tile.threads <= 256:
+                    yield tile
