@@ -7,7 +7,8 @@ from tvm.s_tir.dlight import ScheduleRule
 
 from .coalesced_reduce import CoalescedReduce
 from .conv2d import Conv2D
+from .depthwise_conv2d import DepthwiseConv2D
 
-RULES: tuple[ScheduleRule, ...] = (Conv2D(), CoalescedReduce())
+RULES: tuple[ScheduleRule, ...] = (Conv2D(), DepthwiseConv2D(), CoalescedReduce())
 
-__all__ = ["RULES", "CoalescedReduce", "Conv2D"]
+__all__ = ["RULES", "CoalescedReduce", "Conv2D", "DepthwiseConv2D"]

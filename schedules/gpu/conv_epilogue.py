@@ -43,20 +43,19 @@ class Epilogue:
         return register
 
     def finish(
-        self, block: Index, pixel: Index, bias: tirx.Buffer, value: Callable[[Index], tirx.Expr]
+        self, place: Index, bias: tirx.Buffer, value: Callable[[Index], tirx.Expr]
     ) -> None:
-        """Store four channels of a pixel of the batch.
+        """Store four channels of a pixel.
 
         Parameters
         ----------
-        block, pixel : Index
-            Which; both must exist.
+        place : Index
+            Where the output has them, in fours; see :meth:`ConvShape.out_place`.
         bias : tirx.Buffer
             What :meth:`load_bias` gave.
         value : Callable
             From a lane to its sum.
         """
-        place = self.shape.out_place(block, pixel)
         result = T.alloc_buffer((LANES,), "float32", scope="local")
         if self.residual is not None:
             copy4(result, 0, self.residual, place)
@@ -89,10 +88,11 @@ def _finish_registers(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue) ->
                 pixel = gemm.pixel + place.pixel + j * tile.pixel_threads
                 first = (i * tile.thread_pixels + j) * LANES
                 with when(gemm.has_pixel(pixel)):
-                    epilogue.finish(of_all, pixel, bias, _at(sums, first))
+                    epilogue.finish(shape.out_place(of_all, pixel), bias, lanes_at(sums, first))
 
 
-def _at(sums: tirx.Buffer, first: int) -> Callable[[Index], tirx.Expr]:
+def lanes_at(sums: tirx.Buffer, first: int) -> Callable[[Index], tirx.Expr]:
+    """From a lane to its element of four, the first of which is at ``first``."""
     return lambda lane: sums[first + lane]
 
 
@@ -117,7 +117,8 @@ def _finish_parts(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue) -> Non
         with when(*conditions):
             of_all = gemm.group * shape.out_blocks + block
             total = _sum_parts(shared, tile.parts, items, item)
-            epilogue.finish(of_all, pixel, epilogue.load_bias(of_all), _at(total, 0))
+            bias = epilogue.load_bias(of_all)
+            epilogue.finish(shape.out_place(of_all, pixel), bias, lanes_at(total, 0))
 
 
 def _sum_parts(shared: tirx.Buffer, parts: int, items: int, item: tirx.Expr) -> tirx.Buffer:

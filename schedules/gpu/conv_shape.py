@@ -67,8 +67,8 @@ class ConvShape:
 
     @property
     def groups(self) -> int:
-        """Independent products."""
-        return self.layer.groups
+        """Independent products; a depthwise layer, which is no product, has its blocks in one."""
+        return 1 if self.layer.is_depthwise else self.layer.groups
 
     @property
     def in_blocks(self) -> int:

@@ -7,8 +7,9 @@ a model of one multiprocessor that gets its share of the blocks, and the fastest
 - instructions: four warps issue in each cycle; a thread needs ``16 x blocks x pixels`` multiply-adds
   a quad and ``pixels + 4 blocks`` reads of 16 bytes from shared memory, so that large register
   tiles win where there is work enough for all multiprocessors;
-- latency: a block cannot take less than ``STEP_LATENCY`` cycles a step, as the step's barrier waits
-  for data from the second-level cache; blocks that share a multiprocessor hide it for each other;
+- latency: a warp issues in every second cycle at best, and a step takes no less than
+  ``STEP_LATENCY`` cycles, as its barrier waits for data from the second-level cache; blocks that
+  share a multiprocessor hide it for each other;
 - traffic: both operands of every step come from the second-level cache.
 
 Small images have few tiles. Smaller tiles then reach more multiprocessors, and the parts let more
@@ -26,10 +27,13 @@ from .device import GPUInfo
 
 STEP_LATENCY = 400.0  # cycles from a load's issue to the barrier behind its store
 BLOCK_LATENCY = 1500.0  # cycles of a block outside of its main loop
-L2_BYTES = 40.0  # per cycle and multiprocessor
+L2_BYTES = 30.0  # per cycle and multiprocessor
 REGISTERS = 65536  # of a multiprocessor
 SHARED_BYTES = 100 * 1024  # of a multiprocessor, on all devices since sm_80
 ISSUE = 4.0  # warps that issue in a cycle
+WARP_CYCLES = 2.0  # between two instructions of a warp
+MOST_REGISTERS = 200  # of a thread, so that the estimate may err by a quarter
+MOST_TURNS = 6  # loads of 16 bytes of a thread and step
 WARP = 32
 
 
@@ -78,12 +82,21 @@ class ConvTile:
         return staged + (16 * self.parts * self.blocks * self.pixels if self.parts > 1 else 0)
 
     @property
+    def weight_turns(self) -> int:
+        """Loads of weights of a thread and step."""
+        return -(-self.blocks * 4 * self.quads // self.threads)
+
+    @property
+    def data_turns(self) -> int:
+        """Loads of data of a thread and step."""
+        return -(-self.pixels * self.quads // self.threads)
+
+    @property
     def registers(self) -> int:
         """An estimate of the registers of a thread."""
-        turns = -(-self.blocks * 4 * self.quads // self.threads)
-        turns += -(-self.pixels * self.quads // self.threads)
         sums = 4 * self.thread_blocks * self.thread_pixels
-        return sums + 4 * (self.thread_blocks + self.thread_pixels + turns) + 48
+        loaded = self.weight_turns + self.data_turns
+        return sums + 4 * (self.thread_blocks + self.thread_pixels + loaded) + 48
 
 
 @dataclass(frozen=True)
@@ -134,19 +147,19 @@ def estimate(product: Product, tile: ConvTile, gpu: GPUInfo) -> float:
     )
     rounds = -(-share // max(1, resident))
     steps = -(-product.quads // tile.quads)
-    issue, traffic = _step_cycles(tile), _step_bytes(tile) / L2_BYTES
-    alone = steps * max(issue, traffic, STEP_LATENCY) + BLOCK_LATENCY
-    return max(share * steps * max(issue, traffic), rounds * alone)
+    instructions = _step_instructions(tile)
+    issue = instructions * -(-tile.threads // WARP) / ISSUE
+    busy = max(issue, _step_bytes(tile) / L2_BYTES)
+    alone = steps * max(busy, instructions * WARP_CYCLES, STEP_LATENCY) + BLOCK_LATENCY
+    return max(share * steps * busy, rounds * alone)
 
 
-def _step_cycles(tile: ConvTile) -> float:
-    """Cycles in which a multiprocessor issues the instructions of one step of a block."""
+def _step_instructions(tile: ConvTile) -> float:
+    """Instructions of a thread in one step."""
     reads = 2 * (tile.thread_pixels + 4 * tile.thread_blocks)  # each keeps its unit for two
     products = 16 * tile.thread_blocks * tile.thread_pixels
-    staged = 10 * -(-tile.blocks * 4 * tile.quads // tile.threads)
-    staged += 20 * -(-tile.pixels * tile.quads // tile.threads)
-    instructions = (products + reads) * (tile.quads // tile.parts) + staged + 10
-    return instructions * -(-tile.threads // WARP) / ISSUE
+    staged = 10 * tile.weight_turns + 20 * tile.data_turns
+    return (products + reads) * (tile.quads // tile.parts) + staged + 10
 
 
 def _step_bytes(tile: ConvTile) -> float:
@@ -167,5 +180,7 @@ def _enumerate() -> Iterator[ConvTile]:
                 if own[0] > blocks or quads % parts:
                     continue
                 tile = ConvTile(blocks, pixels, *own, quads, parts)
-                if WARP <= tile.threads <= 256:
+                small = tile.registers <= MOST_REGISTERS
+                small = small and tile.weight_turns + tile.data_turns <= MOST_TURNS
+                if small and 2 * WARP <= tile.threads <= 256:
                     yield tile
