@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from tvm.s_tir.dlight import ScheduleRule
 
+from .any_conv2d import AnyConv2D
 from .coalesced_reduce import CoalescedReduce
 from .conv2d import Conv2D
 from .depthwise_conv2d import DepthwiseConv2D
 
-RULES: tuple[ScheduleRule, ...] = (Conv2D(), DepthwiseConv2D(), CoalescedReduce())
+RULES: tuple[ScheduleRule, ...] = (Conv2D(), DepthwiseConv2D(), AnyConv2D(), CoalescedReduce())
 
-__all__ = ["RULES", "CoalescedReduce", "Conv2D", "DepthwiseConv2D"]
+__all__ = ["RULES", "AnyConv2D", "CoalescedReduce", "Conv2D", "DepthwiseConv2D"]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import tvm
 from tvm import s_tir, tirx
 from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
@@ -11,9 +13,9 @@ from tvm.target import Target
 
 from ..conv2d_workload import Conv2DKernel, from_json
 from .conv_epilogue import Epilogue, finish_tile
-from .conv_gemm import GemmBlock, multiply
+from .conv_gemm import DataStage, GemmBlock, WeightStage, multiply
 from .conv_memory import flat_view
-from .conv_shape import LANES, ConvShape
+from .conv_shape import LANES, ConvShape, Index, Window, window_of
 from .conv_tiles import ConvTile, Product, choose_tile
 from .device import KINDS, GPUInfo
 from .kernel_function import write_function
@@ -88,9 +90,31 @@ def conv2d_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: ConvTile) -
             data, weight, bias, *residual, output = [flat_view(param) for param in func.params]
             group = 0 if shape.groups == 1 else row // down
             first = (row if shape.groups == 1 else row % down) * tile.blocks
-            gemm = GemmBlock(shape, tile, thread, group, first, column * tile.pixels, data, weight)
-            sums = multiply(gemm)
+            gemm = GemmBlock(shape, tile, thread, group, first, weight)
+            pixels = _Pixels(shape, tile, column * tile.pixels)
+            sums = multiply(gemm, WeightStage(gemm), DataStage(gemm, data, pixels.window))
             epilogue = Epilogue(shape, bias, output, residual[0] if residual else None)
-            finish_tile(gemm, sums, epilogue)
+            finish_tile(gemm, sums, epilogue, pixels.locate)
 
     return s_tir.Schedule(tvm.IRModule({"main": write_function(func, body)}))
+
+
+@dataclass(frozen=True)
+class _Pixels:
+    """The pixels of a block's tile: neighbours in the batch, beginning with ``first``."""
+
+    shape: ConvShape
+    tile: ConvTile
+    first: tirx.Expr
+
+    def window(self, pixel: tirx.Expr) -> Window:
+        """What a pixel sees; those behind the last one see what that one sees."""
+        last = self.shape.const(self.shape.pixels) - 1
+        return window_of(self.shape, T.bind(tirx.min(self.first + pixel, last)))
+
+    def locate(self, block: Index, pixel: Index) -> tuple[Index, tirx.Expr | None]:
+        """Where the output has a pixel, and whether."""
+        pixels, place = self.shape.pixels, self.first + pixel
+        whole = isinstance(pixels, int) and pixels % self.tile.pixels == 0
+        exists = None if whole else place < self.shape.const(pixels)
+        return self.shape.out_place(block, place), exists

@@ -42,9 +42,7 @@ class Epilogue:
         copy4(register, 0, self.bias, block)
         return register
 
-    def finish(
-        self, place: Index, bias: tirx.Buffer, value: Callable[[Index], tirx.Expr]
-    ) -> None:
+    def finish(self, place: Index, bias: tirx.Buffer, value: Callable[[Index], tirx.Expr]) -> None:
         """Store four channels of a pixel.
 
         Parameters
@@ -68,15 +66,22 @@ class Epilogue:
         copy4(self.output, place, result, 0)
 
 
-def finish_tile(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue) -> None:
+Locate = Callable[[Index, Index], "tuple[Index, tirx.Expr | None]"]
+"""From a block of channels, counted over all groups, and a pixel of the tile to the place in the
+output, in fours, and what must hold for it to exist; None where it always does."""
+
+
+def finish_tile(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue, locate: Locate) -> None:
     """Emit what follows the main loop: the sums of all parts, then the epilogue."""
     if gemm.tile.parts == 1:
-        _finish_registers(gemm, sums, epilogue)
+        _finish_registers(gemm, sums, epilogue, locate)
     else:
-        _finish_parts(gemm, sums, epilogue)
+        _finish_parts(gemm, sums, epilogue, locate)
 
 
-def _finish_registers(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue) -> None:
+def _finish_registers(
+    gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue, locate: Locate
+) -> None:
     """Each thread finishes what it has summed up."""
     tile, place, shape = gemm.tile, gemm.place, gemm.shape
     for i in range(tile.thread_blocks):
@@ -85,10 +90,10 @@ def _finish_registers(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue) ->
             of_all = gemm.group * shape.out_blocks + block
             bias = epilogue.load_bias(of_all)
             for j in range(tile.thread_pixels):
-                pixel = gemm.pixel + place.pixel + j * tile.pixel_threads
+                at, exists = locate(of_all, place.pixel + j * tile.pixel_threads)
                 first = (i * tile.thread_pixels + j) * LANES
-                with when(gemm.has_pixel(pixel)):
-                    epilogue.finish(shape.out_place(of_all, pixel), bias, lanes_at(sums, first))
+                with when(exists):
+                    epilogue.finish(at, bias, lanes_at(sums, first))
 
 
 def lanes_at(sums: tirx.Buffer, first: int) -> Callable[[Index], tirx.Expr]:
@@ -96,7 +101,7 @@ def lanes_at(sums: tirx.Buffer, first: int) -> Callable[[Index], tirx.Expr]:
     return lambda lane: sums[first + lane]
 
 
-def _finish_parts(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue) -> None:
+def _finish_parts(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue, locate: Locate) -> None:
     """The threads share the tile anew, and each sums up what all parts have of its share."""
     tile, place, shape = gemm.tile, gemm.place, gemm.shape
     items = tile.blocks * tile.pixels
@@ -112,13 +117,12 @@ def _finish_parts(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue) -> Non
     for turn in range(-(-items // tile.threads)):
         item = gemm.thread + turn * tile.threads
         whole = (turn + 1) * tile.threads <= items
-        block, pixel = gemm.block + item // tile.pixels, gemm.pixel + item % tile.pixels
-        conditions = [None if whole else item < items, gemm.exists(block), gemm.has_pixel(pixel)]
-        with when(*conditions):
-            of_all = gemm.group * shape.out_blocks + block
+        block = gemm.block + item // tile.pixels
+        of_all = gemm.group * shape.out_blocks + block
+        at, exists = locate(of_all, item % tile.pixels)
+        with when(None if whole else item < items, gemm.exists(block), exists):
             total = _sum_parts(shared, tile.parts, items, item)
-            bias = epilogue.load_bias(of_all)
-            epilogue.finish(shape.out_place(of_all, pixel), bias, lanes_at(total, 0))
+            epilogue.finish(at, epilogue.load_bias(of_all), lanes_at(total, 0))
 
 
 def _sum_parts(shared: tirx.Buffer, parts: int, items: int, item: tirx.Expr) -> tirx.Buffer:

@@ -18,6 +18,8 @@ of padding behind the weights of a block keeps blocks out of each other's banks.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -25,7 +27,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..branch import when
 from .conv_memory import at_once, copy4, zero4
-from .conv_shape import LANES, ConvShape, Index, Window, inside, window_of
+from .conv_shape import LANES, ConvShape, Index, Window, inside
 from .conv_tiles import ConvTile
 from .device_ops import sync
 
@@ -73,19 +75,17 @@ class GemmBlock:
         Extents of the block's part.
     thread : tirx.Expr
         Number of the thread in the block.
-    group, block, pixel : tirx.Expr
-        The group of channels, the first block of channels in it, the first pixel of the batch.
-    data, weight : tirx.Buffer
-        Flat views.
+    group, block : tirx.Expr
+        The group of channels, and the first block of channels in it.
+    weight : tirx.Buffer
+        A flat view.
     """
 
     shape: ConvShape
     tile: ConvTile
     thread: tirx.Expr
     group: Index
-    block: tirx.Expr
-    pixel: tirx.Expr
-    data: tirx.Buffer
+    block: Index
     weight: tirx.Buffer
 
     @property
@@ -93,16 +93,10 @@ class GemmBlock:
         """The part of the tile that the thread computes."""
         return ThreadPlace.of(self.tile, self.thread)
 
-    def exists(self, block: tirx.Expr) -> tirx.Expr | None:
+    def exists(self, block: Index) -> tirx.Expr | None:
         """Whether the group has a block; None where it has all that the tiles reach."""
         whole = self.shape.out_blocks % self.tile.blocks == 0
         return None if whole else block < self.shape.out_blocks
-
-    def has_pixel(self, pixel: tirx.Expr) -> tirx.Expr | None:
-        """Whether the batch has a pixel; None where it has all that the tiles reach."""
-        pixels = self.shape.pixels
-        whole = isinstance(pixels, int) and pixels % self.tile.pixels == 0
-        return None if whole else pixel < self.shape.const(pixels)
 
 
 class WeightStage:
@@ -148,38 +142,42 @@ class WeightStage:
 
 
 class DataStage:
-    """The data of one step on their way from global to shared memory."""
+    """The data of one step on their way from global to shared memory.
 
-    def __init__(self, gemm: GemmBlock) -> None:
+    Parameters
+    ----------
+    gemm : GemmBlock
+        The block.
+    data : tirx.Buffer
+        A flat view.
+    window : Callable
+        From a pixel of the tile to its window, which must lie in an image.
+    """
+
+    def __init__(
+        self, gemm: GemmBlock, data: tirx.Buffer, window: Callable[[tirx.Expr], Window]
+    ) -> None:
         tile = gemm.tile
-        self.gemm = gemm
+        self.gemm, self.data = gemm, data
         self.items = tile.pixels * tile.quads
         self.turns = -(-self.items // tile.threads)
         self.registers = T.alloc_buffer((self.turns * LANES,), "float32", scope="local")
         self.shared = _halves(self.items * LANES)
-        self.windows = self._windows()
-
-    def _windows(self) -> list[Window]:
-        """One for each turn; pixels behind the last one see what that one sees."""
-        tile, shape = self.gemm.tile, self.gemm.shape
-        different = max(1, tile.pixels // tile.threads)
-        found = []
-        for turn in range(min(different, self.turns)):
-            pixel = self.gemm.pixel + (self.gemm.thread + turn * tile.threads) % tile.pixels
-            last = shape.const(shape.pixels) - 1
-            found.append(window_of(shape, T.bind(tirx.min(pixel, last))))
-        return [found[turn % different] for turn in range(self.turns)]
+        period = tile.pixels // math.gcd(tile.pixels, tile.threads)
+        found = [
+            window((gemm.thread + turn * tile.threads) % tile.pixels)
+            for turn in range(min(period, self.turns))
+        ]
+        self.windows = [found[turn % period] for turn in range(self.turns)]
 
     def fetch(self, step: Index) -> None:
         """Load a step; what lies in the padding is zero."""
         tile = self.gemm.tile
         for turn, window in enumerate(self.windows):
-            item = self.gemm.thread + turn * tile.threads
-            if tile.threads % tile.pixels == 0 and tile.threads == tile.pixels:
-                quad = step * tile.quads + turn  # the same for all threads
-            elif tile.pixels % tile.threads == 0:
+            if tile.pixels % tile.threads == 0:  # the same for all threads
                 quad = step * tile.quads + turn * tile.threads // tile.pixels
             else:
+                item = self.gemm.thread + turn * tile.threads
                 quad = T.bind(step * tile.quads + item // tile.pixels)
             if self.gemm.shape.plain_data:
                 self._fetch_plain(turn, quad, window)
@@ -196,7 +194,7 @@ class DataStage:
         if conditions:
             zero4(self.registers, turn)
         with when(at_once(conditions)):
-            copy4(self.registers, turn, self.gemm.data, place)
+            copy4(self.registers, turn, self.data, place)
 
     def _fetch_plain(self, turn: int, quad: Index, window: Window) -> None:
         shape = self.gemm.shape
@@ -207,7 +205,7 @@ class DataStage:
             if shape.rows % (LANES * self.gemm.tile.quads):
                 conditions.append(row < shape.rows)
             with when(at_once(conditions)):
-                T.buffer_store(self.registers, self.gemm.data[place], [turn * LANES + lane])
+                T.buffer_store(self.registers, self.data[place], [turn * LANES + lane])
 
     def keep(self, half: int) -> None:
         """Store what was loaded into a half of the shared memory."""
@@ -247,7 +245,16 @@ def tap_place(
     return window.base + place, inside(shape, row, column)
 
 
-def multiply(gemm: GemmBlock) -> tirx.Buffer:
+def clear_sums(tile: ConvTile) -> tirx.Buffer:
+    """Registers ``[block][pixel][4]`` of zeros, for a thread's share of the tile."""
+    count = tile.thread_blocks * tile.thread_pixels
+    sums = T.alloc_buffer((count * LANES,), "float32", scope="local")
+    for number in range(count):
+        zero4(sums, number)
+    return sums
+
+
+def multiply(gemm: GemmBlock, weights: WeightStage, data: DataStage) -> tirx.Buffer:
     """Emit the whole main loop.
 
     Returns
@@ -255,51 +262,94 @@ def multiply(gemm: GemmBlock) -> tirx.Buffer:
     tirx.Buffer
         Registers ``[block][pixel][4]`` of the thread with its part of the sums.
     """
-    tile = gemm.tile
-    weights, data = WeightStage(gemm), DataStage(gemm)
-    count = tile.thread_blocks * tile.thread_pixels * LANES
-    sums = T.alloc_buffer((count,), "float32", scope="local")
-    with T.unroll(count) as k:
-        T.buffer_store(sums, tirx.const(0, "float32"), [k])
-    steps = -(-gemm.shape.quads // tile.quads)
-    stages = weights, data
+    tile, sums = gemm.tile, clear_sums(gemm.tile)
+    pixels = [gemm.place.pixel + j * tile.pixel_threads for j in range(tile.thread_pixels)]
+
+    def add(_: Index, half: int) -> None:
+        def read(quad: Index) -> list[tuple[tirx.Buffer, Index]]:
+            return [(data.shared[half], quad * tile.pixels + pixel) for pixel in pixels]
+
+        add_step(gemm, sums, weights, half, read)
+
+    run_steps([weights, data], 0, -(-gemm.shape.quads // tile.quads), add)
+    return sums
+
+
+def run_steps(
+    stages: Sequence[WeightStage | DataStage],
+    first: Index,
+    steps: int,
+    add: Callable[[Index, int], None],
+    fetched: bool = False,
+) -> None:
+    """Emit the loop over steps: each is on its way while the one before is added.
+
+    Parameters
+    ----------
+    stages : Sequence
+        What each step needs.
+    first : Index
+        Number of the first step.
+    steps : int
+        How many there are.
+    add : Callable
+        Adds a step, counted from the first, that lies in a half of the shared memory.
+    fetched : bool
+        Whether the first step is in the stages' registers.
+    """
 
     def advance(step: Index, half: int) -> None:
-        """Add the step in ``half`` while ``step`` is on its way into the other half."""
         for stage in stages:
-            stage.fetch(step)
-        _add_step(gemm, sums, weights, data, half)
+            stage.fetch(first + step + 1)
+        add(step, half)
         for stage in stages:
             stage.keep(1 - half)
         sync()
 
     for stage in stages:
-        stage.fetch(0)
+        if not fetched:
+            stage.fetch(first)
         stage.keep(0)
     sync()
     if steps > 2:
         with T.serial(0, (steps - 1) // 2) as pair:
-            advance(pair * 2 + 1, 0)
-            advance(pair * 2 + 2, 1)
+            advance(pair * 2, 0)
+            advance(pair * 2 + 1, 1)
     if steps % 2 == 0:
-        advance(steps - 1, 0)
-    _add_step(gemm, sums, weights, data, (steps - 1) % 2)
-    return sums
+        advance(steps - 2, 0)
+    add(steps - 1, (steps - 1) % 2)
 
 
-def _add_step(
-    gemm: GemmBlock, sums: tirx.Buffer, weights: WeightStage, data: DataStage, half: int
+def add_step(
+    gemm: GemmBlock,
+    sums: tirx.Buffer,
+    weights: WeightStage,
+    half: int,
+    read: Callable[[Index], list[tuple[tirx.Buffer, Index]]],
 ) -> None:
-    """Add the thread's quads of a step to its sums."""
+    """Add the thread's quads of a step to its sums.
+
+    Parameters
+    ----------
+    gemm : GemmBlock
+        The block.
+    sums : tirx.Buffer
+        Registers.
+    weights : WeightStage
+        The weights.
+    half : int
+        Where the step's weights are.
+    read : Callable
+        From a quad of the step to where each pixel of the thread has its four inputs.
+    """
     tile, place = gemm.tile, gemm.place
     inputs = T.alloc_buffer((tile.thread_pixels * LANES,), "float32", scope="local")
     outputs = T.alloc_buffer((tile.thread_blocks * LANES,), "float32", scope="local")
     share = tile.quads // tile.parts
     with T.unroll(share) as number:
         quad = place.part * share + number
-        with T.unroll(tile.thread_pixels) as j:
-            pixel = place.pixel + j * tile.pixel_threads
-            copy4(inputs, j, data.shared[half], quad * tile.pixels + pixel)
+        for j, (source, at) in enumerate(read(quad)):
+            copy4(inputs, j, source, at)
         with T.unroll(LANES) as k:
             with T.unroll(tile.thread_blocks) as i:
                 block = place.block + i * tile.block_threads

@@ -10,6 +10,7 @@ weights ``[blocks][taps of all inputs][4]`` of a block of four output channels a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -19,7 +20,7 @@ from ..conv2d_workload import Conv2DKernel, ConvLayer
 LANES = 4
 INT32_LIMIT = 1 << 31
 
-Index = tirx.Expr | int
+Index: TypeAlias = "tirx.Expr | int"
 
 
 @dataclass(frozen=True)
@@ -162,13 +163,23 @@ def window_of(shape: ConvShape, pixel: tirx.Expr) -> Window:
     return Window(base, row, column)
 
 
-def inside(shape: ConvShape, row: Index, column: Index) -> list[tirx.Expr]:
-    """What must hold for a place that a window reaches to lie in the image."""
+def inside(shape: ConvShape, row: Index, column: Index, anywhere: bool = False) -> list[tirx.Expr]:
+    """What must hold for a place to lie in the image.
+
+    Parameters
+    ----------
+    shape : ConvShape
+        The convolution.
+    row, column : Index
+        The place.
+    anywhere : bool
+        Whether it may be any place, and not only one that a window of an output reaches.
+    """
     conditions = []
     for axis, place in enumerate((row, column)):
-        if shape.layer.padding[axis]:
+        if shape.layer.padding[axis] or anywhere:
             conditions.append(place >= 0)
-        if _reaches_end(shape, axis):
+        if _reaches_end(shape, axis) or anywhere:
             conditions.append(place < shape.size[axis])
     return conditions
 

@@ -4,9 +4,9 @@
 The choice is an estimate and has been measured on no GPU. Every tile of a small set is held against
 a model of one multiprocessor that gets its share of the blocks, and the fastest is taken:
 
-- instructions: four warps issue in each cycle; a thread needs ``16 x blocks x pixels`` multiply-adds
-  a quad and ``pixels + 4 blocks`` reads of 16 bytes from shared memory, so that large register
-  tiles win where there is work enough for all multiprocessors;
+- instructions: four warps issue in each cycle; for a quad, a thread needs ``16 x blocks x pixels``
+  multiply-adds and ``pixels + 4 blocks`` reads of 16 bytes from shared memory, so that large
+  register tiles win where there is work enough for all multiprocessors;
 - latency: a warp issues in every second cycle at best, and a step takes no less than
   ``STEP_LATENCY`` cycles, as its barrier waits for data from the second-level cache; blocks that
   share a multiprocessor hide it for each other;
