@@ -18,9 +18,10 @@ of padding behind the weights of a block keeps blocks out of each other's banks.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -111,6 +112,12 @@ class WeightStage:
         self.turns = -(-self.items // tile.threads)
         self.registers = T.alloc_buffer((self.turns * LANES,), "float32", scope="local")
         self.shared = _halves(tile.blocks * self.stride * LANES)
+
+    def moved(self, block: Index) -> WeightStage:
+        """The same memory for other blocks of channels."""
+        stage = copy.copy(self)
+        stage.gemm = replace(self.gemm, block=block)
+        return stage
 
     def fetch(self, step: Index) -> None:
         """Load a step; rows and blocks that do not exist are zeros."""

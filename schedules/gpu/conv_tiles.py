@@ -147,14 +147,14 @@ def estimate(product: Product, tile: ConvTile, gpu: GPUInfo) -> float:
     )
     rounds = -(-share // max(1, resident))
     steps = -(-product.quads // tile.quads)
-    instructions = _step_instructions(tile)
+    instructions = step_instructions(tile)
     issue = instructions * -(-tile.threads // WARP) / ISSUE
-    busy = max(issue, _step_bytes(tile) / L2_BYTES)
+    busy = max(issue, step_bytes(tile) / L2_BYTES)
     alone = steps * max(busy, instructions * WARP_CYCLES, STEP_LATENCY) + BLOCK_LATENCY
     return max(share * steps * busy, rounds * alone)
 
 
-def _step_instructions(tile: ConvTile) -> float:
+def step_instructions(tile: ConvTile) -> float:
     """Instructions of a thread in one step."""
     reads = 2 * (tile.thread_pixels + 4 * tile.thread_blocks)  # each keeps its unit for two
     products = 16 * tile.thread_blocks * tile.thread_pixels
@@ -162,7 +162,7 @@ def _step_instructions(tile: ConvTile) -> float:
     return (products + reads) * (tile.quads // tile.parts) + staged + 10
 
 
-def _step_bytes(tile: ConvTile) -> float:
+def step_bytes(tile: ConvTile) -> float:
     """Bytes of both operands of one step."""
     return 16.0 * tile.quads * (4 * tile.blocks + tile.pixels)
 
