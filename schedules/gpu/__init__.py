@@ -11,6 +11,12 @@ from .conv2d import Conv2D
 from .depthwise_conv2d import DepthwiseConv2D
 from .fused_conv2d import FusedConv2D
 
-RULES: tuple[ScheduleRule, ...] = (Conv2D(), DepthwiseConv2D(), FusedConv2D(), AnyConv2D(), CoalescedReduce())
+RULES: tuple[ScheduleRule, ...] = (
+    Conv2D(),
+    DepthwiseConv2D(),
+    FusedConv2D(),
+    AnyConv2D(),
+    CoalescedReduce(),
+)
 
 __all__ = ["RULES", "AnyConv2D", "CoalescedReduce", "Conv2D", "DepthwiseConv2D", "FusedConv2D"]

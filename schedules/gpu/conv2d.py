@@ -35,7 +35,7 @@ class Conv2D(GPUScheduleRule):
         if kernel is None or kernel.layers[0].is_depthwise:
             return None
         shape = ConvShape.of(kernel, batch_of(func))
-        tile = choose_tile(product_of(shape), GPUInfo.from_target(target))
+        tile = choose_tile(Product.of(shape), GPUInfo.from_target(target))
         return conv2d_template(func, kernel, tile)
 
 
@@ -57,12 +57,6 @@ def batch_of(func: tirx.PrimFunc) -> tirx.Expr | int:
     """Number of images; an expression where it is symbolic."""
     batch = func.params[0].shape[0]
     return int(batch) if isinstance(batch, tirx.IntImm) else batch
-
-
-def product_of(shape: ConvShape) -> Product:
-    """The extents from which the tile is chosen."""
-    pixels = shape.out_pixels * (shape.batch if isinstance(shape.batch, int) else 1)
-    return Product(shape.groups, shape.out_blocks, pixels, shape.quads)
 
 
 def conv2d_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: ConvTile) -> s_tir.Schedule:

@@ -52,6 +52,11 @@ class ConvShape:
         return cls(kernel.layers[0], batch, size, kernel.data_layout == "NCHW")
 
     @property
+    def images(self) -> int:
+        """The batch as estimates take it: a symbolic one counts as one image."""
+        return self.batch if isinstance(self.batch, int) else 1
+
+    @property
     def out_size(self) -> tuple[int, int]:
         """Height and width of the output."""
         return self.layer.output_size(*self.size)

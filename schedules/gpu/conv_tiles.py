@@ -23,6 +23,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .conv_shape import ConvShape
 from .device import GPUInfo
 
 STEP_LATENCY = 400.0  # cycles from a load's issue to the barrier behind its store
@@ -116,6 +117,11 @@ class Product:
     pixels: int
     quads: int
 
+    @classmethod
+    def of(cls, shape: ConvShape) -> Product:
+        """The product that a convolution is; a symbolic batch counts as one image."""
+        return cls(shape.groups, shape.out_blocks, shape.images * shape.out_pixels, shape.quads)
+
 
 def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile:
     """The tile for which :func:`estimate` gives the least time.
@@ -123,7 +129,7 @@ def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile:
     Parameters
     ----------
     product : Product
-        Extents of the convolution; a symbolic batch counts as one image.
+        Extents of the convolution.
     gpu : GPUInfo
         The device.
     """

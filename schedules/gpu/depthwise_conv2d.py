@@ -51,10 +51,9 @@ def choose_rows(shape: ConvShape, gpu: GPUInfo) -> int:
 
     An estimate, measured on no GPU. A symbolic batch counts as one image.
     """
-    images = shape.batch if isinstance(shape.batch, int) else 1
     height, width = shape.out_size
     for rows in (4, 2):
-        threads = images * shape.out_planes * -(-height // rows) * width
+        threads = shape.images * shape.out_planes * -(-height // rows) * width
         waste = -(-height // rows) * rows / height
         if threads >= FULL * gpu.multiprocessors and waste < 1.2:
             return rows

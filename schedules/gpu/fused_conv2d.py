@@ -158,6 +158,7 @@ class _Block:
         with T.serial(0, self.pair.chunks(tile)) as chunk:
             weights.fetch(chunk * steps)
             compute_first(chunk * tile.chunk)
+            sync()  # TVM may give both layers' weights the same memory
             run_steps([weights], chunk * steps, steps, add, fetched=True)
             sync()
         epilogue = Epilogue(second, self.views[4], self.views[-1], None)

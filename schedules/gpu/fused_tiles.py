@@ -9,6 +9,7 @@ weights.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -147,6 +148,7 @@ class Pair:
         return small and self.registers(tile) <= MOST_REGISTERS
 
 
+@functools.lru_cache(maxsize=256)
 def choose_fused_tile(pair: Pair, gpu: GPUInfo) -> FusedTile | None:
     """The tile for which :func:`estimate_fused` gives the least time; None if none fits."""
     fitting = [tile for tile in _enumerate(pair) if pair.fits(tile, gpu)]
@@ -155,9 +157,8 @@ def choose_fused_tile(pair: Pair, gpu: GPUInfo) -> FusedTile | None:
 
 def estimate_fused(pair: Pair, tile: FusedTile, gpu: GPUInfo) -> float:
     """Predicted cycles of the kernel with a tile."""
-    images = pair.second.batch if isinstance(pair.second.batch, int) else 1
     height, width = pair.second.out_size
-    tiles = images * -(-height // tile.height) * -(-width // tile.width)
+    tiles = pair.second.images * -(-height // tile.height) * -(-width // tile.width)
     share = -(-tiles * -(-pair.second.out_blocks // tile.blocks) // gpu.multiprocessors)
     resident = min(
         REGISTERS // (pair.registers(tile) * tile.threads),
