@@ -5,8 +5,9 @@ The choice is an estimate and has been measured on no GPU. Every tile of a small
 a model of one multiprocessor that gets its share of the blocks, and the fastest is taken:
 
 - instructions: four warps issue in each cycle; for a quad, a thread needs ``16 x blocks x pixels``
-  multiply-adds and ``pixels + 4 blocks`` reads of 16 bytes from shared memory, so that large
-  register tiles win where there is work enough for all multiprocessors;
+  multiply-adds and ``pixels + 4 blocks`` reads of 16 bytes from shared memory, each of which keeps
+  it busy for ``READ_CYCLES``, so that large register tiles win where there is work enough for all
+  multiprocessors;
 - latency: a warp issues in every second cycle at best, and a step takes no less than
   ``STEP_LATENCY`` cycles, as its barrier waits for data from the second-level cache; blocks that
   share a multiprocessor hide it for each other;
@@ -32,6 +33,7 @@ L2_BYTES = 30.0  # per cycle and multiprocessor
 REGISTERS = 65536  # of a multiprocessor
 SHARED_BYTES = 100 * 1024  # of a multiprocessor, on all devices since sm_80
 ISSUE = 4.0  # warps that issue in a cycle
+READ_CYCLES = 2.0  # of shared memory, for 16 bytes a lane and neighbours that read the same
 WARP_CYCLES = 2.0  # between two instructions of a warp
 MOST_REGISTERS = 200  # of a thread, so that the estimate may err by a quarter
 MOST_TURNS = 6  # loads of 16 bytes of a thread and step
@@ -153,19 +155,27 @@ def estimate(product: Product, tile: ConvTile, gpu: GPUInfo) -> float:
     )
     rounds = -(-share // max(1, resident))
     steps = -(-product.quads // tile.quads)
-    instructions = step_instructions(tile)
-    issue = instructions * -(-tile.threads // WARP) / ISSUE
-    busy = max(issue, step_bytes(tile) / L2_BYTES)
-    alone = steps * max(busy, instructions * WARP_CYCLES, STEP_LATENCY) + BLOCK_LATENCY
-    return max(share * steps * busy, rounds * alone)
+    busy = step_cycles(tile)
+    alone = max(busy, step_instructions(tile) * WARP_CYCLES, STEP_LATENCY)
+    return max(share * steps * busy, rounds * (steps * alone + BLOCK_LATENCY))
+
+
+def step_cycles(tile: ConvTile) -> float:
+    """Cycles that one step of a block takes of the multiprocessor's busiest part."""
+    warps = -(-tile.threads // WARP)
+    issue = step_instructions(tile) * warps / ISSUE
+    return max(issue, step_reads(tile) * warps * READ_CYCLES, step_bytes(tile) / L2_BYTES)
 
 
 def step_instructions(tile: ConvTile) -> float:
     """Instructions of a thread in one step."""
-    reads = 2 * (tile.thread_pixels + 4 * tile.thread_blocks)  # each keeps its unit for two
-    products = 16 * tile.thread_blocks * tile.thread_pixels
-    staged = 10 * tile.weight_turns + 20 * tile.data_turns
-    return (products + reads) * (tile.quads // tile.parts) + staged + 10
+    products = 16 * tile.thread_blocks * tile.thread_pixels * (tile.quads // tile.parts)
+    return products + step_reads(tile) + 10 * tile.weight_turns + 20 * tile.data_turns + 10
+
+
+def step_reads(tile: ConvTile) -> int:
+    """Reads of 16 bytes of a thread from shared memory in one step."""
+    return (tile.thread_pixels + 4 * tile.thread_blocks) * (tile.quads // tile.parts)
 
 
 def step_bytes(tile: ConvTile) -> float:

@@ -19,6 +19,7 @@ from .conv_tiles import (
     BLOCK_LATENCY,
     ISSUE,
     L2_BYTES,
+    READ_CYCLES,
     REGISTERS,
     SHARED_BYTES,
     STEP_LATENCY,
@@ -27,6 +28,7 @@ from .conv_tiles import (
     ConvTile,
     step_bytes,
     step_instructions,
+    step_reads,
 )
 from .depthwise_column import HELD_TAPS
 from .device import GPUInfo
@@ -166,33 +168,35 @@ def estimate_fused(pair: Pair, tile: FusedTile, gpu: GPUInfo) -> float:
         2048 // tile.threads,
     )
     rounds = -(-share // max(1, resident))
-    first, first_bytes, first_latency = _first_cost(pair, tile)
+    first, first_reads, first_bytes, first_latency = _first_cost(pair, tile)
     second = tile.second
     steps = tile.chunk * pair.second.taps // tile.quads
     instructions = first + steps * step_instructions(second)
     moved = first_bytes + steps * 64.0 * second.blocks * second.quads
     latency = first_latency + steps * STEP_LATENCY / 4  # only weights, which come ahead
-    busy = max(instructions * -(-tile.threads // WARP) / ISSUE, moved / L2_BYTES)
+    warps = -(-tile.threads // WARP)
+    reads = (first_reads + steps * step_reads(second)) * warps * READ_CYCLES
+    busy = max(instructions * warps / ISSUE, reads, moved / L2_BYTES)
     alone = max(busy, instructions * WARP_CYCLES, latency)
     chunks = pair.chunks(tile)
     return max(share * chunks * busy, rounds * (chunks * alone + BLOCK_LATENCY))
 
 
-def _first_cost(pair: Pair, tile: FusedTile) -> tuple[float, float, float]:
-    """Instructions of a thread, bytes and latency of one chunk of the first layer."""
+def _first_cost(pair: Pair, tile: FusedTile) -> tuple[float, float, float, float]:
+    """Instructions and reads of a thread, bytes and latency of one chunk of the first layer."""
     height, width = pair.mid_size(tile)
     layer, shape = pair.first.layer, pair.first
     if not layer.is_depthwise:
         first = tile.first(height * width)
         steps = -(-shape.quads // first.quads)
-        counted = steps * step_instructions(first)
-        return counted, steps * step_bytes(first), steps * STEP_LATENCY
+        counted = steps * step_instructions(first), steps * step_reads(first)
+        return *counted, steps * step_bytes(first), steps * STEP_LATENCY
     items = -(-tile.chunk * -(-height // tile.rows) * width // tile.threads)
     seen = (tile.rows - 1) * layer.strides[0] + (layer.kernel[0] - 1) * layer.dilation[0] + 1
     loads = seen * layer.kernel[1]
     each = 8.0 * loads + 2 * shape.taps + 4 * tile.rows * shape.taps + 40
     read = height * layer.strides[0] * width * layer.strides[1]
-    return items * each, 16.0 * tile.chunk * read, items * STEP_LATENCY
+    return items * each, 0.0, 16.0 * tile.chunk * read, items * STEP_LATENCY
 
 
 def _enumerate(pair: Pair) -> Iterator[FusedTile]:
