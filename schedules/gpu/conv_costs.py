@@ -7,12 +7,11 @@ They compare ways of computing the same layers, and go no further than that.
 from __future__ import annotations
 
 from .conv_shape import LANES, ConvShape
-from .conv_tiles import BLOCK_LATENCY, ISSUE, L2_BYTES, WARP, Product, choose_tile, estimate
+from .conv_tiles import BLOCK_LATENCY, ISSUE, L2_BYTES, LAUNCH, WARP, Product, choose_tile, estimate
 from .depthwise_conv2d import choose_rows
 from .device import GPUInfo
 from .fused_tiles import Pair, choose_fused_tile, estimate_fused
 
-LAUNCH = 2000.0  # cycles from the end of a kernel to the start of the next, over a microsecond
 L2_CAPACITY = 24 << 20  # bytes that stay in the second-level cache from one kernel to the next
 MEMORY_BYTES = 14.0  # per cycle and multiprocessor, of device memory
 

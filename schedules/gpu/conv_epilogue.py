@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -66,12 +67,39 @@ class Epilogue:
         copy4(self.output, place, result, 0)
 
 
+@dataclass(frozen=True)
+class Partial:
+    """The sums of one split, on their way to the kernel that adds all of them.
+
+    Parameters
+    ----------
+    output : tirx.Buffer
+        Memory for the sums of all splits, each in the order of the output.
+    first : Index
+        Where those of this split begin, in fours.
+    """
+
+    output: tirx.Buffer
+    first: Index
+
+    def load_bias(self, _: Index) -> None:
+        """Nothing: it comes when all are added."""
+
+    def finish(self, place: Index, _: None, value: Callable[[Index], tirx.Expr]) -> None:
+        """Store four sums."""
+        result = T.alloc_buffer((LANES,), "float32", scope="local")
+        with T.unroll(LANES) as lane:
+            T.buffer_store(result, value(lane), [lane])
+        copy4(self.output, self.first + place, result, 0)
+
+
+Ending: TypeAlias = "Epilogue | Partial"
 Locate = Callable[[Index, Index], "tuple[Index, tirx.Expr | None]"]
 """From a block of channels, counted over all groups, and a pixel of the tile to the place in the
 output, in fours, and what must hold for it to exist; None where it always does."""
 
 
-def finish_tile(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue, locate: Locate) -> None:
+def finish_tile(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Ending, locate: Locate) -> None:
     """Emit what follows the main loop: the sums of all parts, then the epilogue."""
     if gemm.tile.parts == 1:
         _finish_registers(gemm, sums, epilogue, locate)
@@ -79,9 +107,7 @@ def finish_tile(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue, locate: 
         _finish_parts(gemm, sums, epilogue, locate)
 
 
-def _finish_registers(
-    gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue, locate: Locate
-) -> None:
+def _finish_registers(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Ending, locate: Locate) -> None:
     """Each thread finishes what it has summed up."""
     tile, place, shape = gemm.tile, gemm.place, gemm.shape
     for i in range(tile.thread_blocks):
@@ -101,7 +127,7 @@ def lanes_at(sums: tirx.Buffer, first: int) -> Callable[[Index], tirx.Expr]:
     return lambda lane: sums[first + lane]
 
 
-def _finish_parts(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue, locate: Locate) -> None:
+def _finish_parts(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Ending, locate: Locate) -> None:
     """The threads share the tile anew, and each sums up what all parts have of its share."""
     tile, place, shape = gemm.tile, gemm.place, gemm.shape
     items = tile.blocks * tile.pixels
@@ -121,17 +147,17 @@ def _finish_parts(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Epilogue, locate
         of_all = gemm.group * shape.out_blocks + block
         at, exists = locate(of_all, item % tile.pixels)
         with when(None if whole else item < items, gemm.exists(block), exists):
-            total = _sum_parts(shared, tile.parts, items, item)
+            total = sum_parts(shared, tile.parts, items, item)
             epilogue.finish(at, epilogue.load_bias(of_all), lanes_at(total, 0))
 
 
-def _sum_parts(shared: tirx.Buffer, parts: int, items: int, item: tirx.Expr) -> tirx.Buffer:
+def sum_parts(memory: tirx.Buffer, parts: int, items: int, item: Index) -> tirx.Buffer:
     """Registers with the sum of four elements over all parts, in the order of the parts."""
     total = T.alloc_buffer((LANES,), "float32", scope="local")
     other = T.alloc_buffer((LANES,), "float32", scope="local")
-    copy4(total, 0, shared, item)
+    copy4(total, 0, memory, item)
     for part in range(1, parts):
-        copy4(other, 0, shared, part * items + item)
+        copy4(other, 0, memory, part * items + item)
         with T.unroll(LANES) as lane:
             T.buffer_store(total, total[lane] + other[lane], [lane])
     return total

@@ -80,6 +80,8 @@ class GemmBlock:
         The group of channels, and the first block of channels in it.
     weight : tirx.Buffer
         A flat view.
+    split : tirx.Expr
+        Which share of the steps it has.
     """
 
     shape: ConvShape
@@ -88,11 +90,23 @@ class GemmBlock:
     group: Index
     block: Index
     weight: tirx.Buffer
+    split: Index = 0
 
     @property
     def place(self) -> ThreadPlace:
         """The part of the tile that the thread computes."""
         return ThreadPlace.of(self.tile, self.thread)
+
+    @property
+    def steps(self) -> int:
+        """Steps of each split; the last ones of all may be empty."""
+        return -(-self.shape.quads // (self.tile.quads * self.tile.splits))
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of weights beyond which there are zeros; None if no step reaches beyond them."""
+        reached = self.steps * self.tile.splits * self.tile.quads * LANES
+        return None if reached == self.shape.rows else self.shape.rows
 
     def exists(self, block: Index) -> tirx.Expr | None:
         """Whether the group has a block; None where it has all that the tiles reach."""
@@ -126,8 +140,7 @@ class WeightStage:
             item = gemm.thread + turn * gemm.tile.threads
             block = gemm.block + item // self.row_count
             row = step * self.row_count + item % self.row_count
-            whole = shape.rows % self.row_count == 0
-            conditions = [gemm.exists(block), None if whole else row < shape.rows]
+            conditions = [gemm.exists(block), None if gemm.rows is None else row < gemm.rows]
             conditions.append(self._has(item, turn))
             if any(condition is not None for condition in conditions):
                 zero4(self.registers, turn)
@@ -193,10 +206,9 @@ class DataStage:
 
     def _fetch_packed(self, turn: int, quad: Index, window: Window) -> None:
         shape = self.gemm.shape
-        whole = shape.quads % self.gemm.tile.quads == 0
         first = self.gemm.group * shape.in_blocks
         place, conditions = tap_place(shape, window, quad, first)
-        if not whole:
+        if self.gemm.rows is not None:
             conditions.append(quad < shape.quads)
         if conditions:
             zero4(self.registers, turn)
@@ -209,8 +221,8 @@ class DataStage:
         for lane in range(LANES):
             row = quad * LANES + lane
             place, conditions = tap_place(shape, window, row, 0)
-            if shape.rows % (LANES * self.gemm.tile.quads):
-                conditions.append(row < shape.rows)
+            if self.gemm.rows is not None:
+                conditions.append(row < self.gemm.rows)
             with when(at_once(conditions)):
                 T.buffer_store(self.registers, self.data[place], [turn * LANES + lane])
 
@@ -278,7 +290,7 @@ def multiply(gemm: GemmBlock, weights: WeightStage, data: DataStage) -> tirx.Buf
 
         add_step(gemm, sums, weights, half, read)
 
-    run_steps([weights, data], 0, -(-gemm.shape.quads // tile.quads), add)
+    run_steps([weights, data], gemm.split * gemm.steps, gemm.steps, add)
     return sums
 
 

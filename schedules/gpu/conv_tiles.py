@@ -14,7 +14,8 @@ a model of one multiprocessor that gets its share of the blocks, and the fastest
 - traffic: both operands of every step come from the second-level cache.
 
 Small images have few tiles. Smaller tiles then reach more multiprocessors, and the parts let more
-threads work on one tile by sharing the reduction, until traffic or latency is the limit.
+threads of a block work on one tile by sharing the reduction, until traffic or latency is the limit.
+Long reductions of few tiles are split among blocks, at the price of a second, small kernel.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .conv_shape import ConvShape
 from .device import GPUInfo
 
 STEP_LATENCY = 400.0  # cycles from a load's issue to the barrier behind its store
+LAUNCH = 2000.0  # cycles from the end of a kernel to the start of the next, over a microsecond
 BLOCK_LATENCY = 1500.0  # cycles of a block outside of its main loop
 L2_BYTES = 30.0  # per cycle and multiprocessor
 REGISTERS = 65536  # of a multiprocessor
@@ -36,6 +38,7 @@ ISSUE = 4.0  # warps that issue in a cycle
 READ_CYCLES = 2.0  # of shared memory, for 16 bytes a lane and neighbours that read the same
 WARP_CYCLES = 2.0  # between two instructions of a warp
 MOST_REGISTERS = 200  # of a thread, so that the estimate may err by a quarter
+SPLITS = (1, 2, 4, 8, 16)
 MOST_TURNS = 6  # loads of 16 bytes of a thread and step
 WARP = 32
 
@@ -54,6 +57,8 @@ class ConvTile:
         Steps of four of the sums that are in shared memory at once.
     parts : int
         Teams of threads that share the quads of each step among them.
+    splits : int
+        Blocks that share the steps among them; a second kernel adds up what they have.
     """
 
     blocks: int
@@ -62,6 +67,7 @@ class ConvTile:
     thread_pixels: int
     quads: int
     parts: int = 1
+    splits: int = 1
 
     @property
     def block_threads(self) -> int:
@@ -112,19 +118,24 @@ class Product:
         Independent products of these extents.
     blocks, pixels, quads : int
         Blocks of four rows, columns, and steps of four of the sums.
+    may_split : bool
+        Whether the memory for the results of several splits is of a known size.
     """
 
     groups: int
     blocks: int
     pixels: int
     quads: int
+    may_split: bool = True
 
     @classmethod
     def of(cls, shape: ConvShape) -> Product:
         """The product that a convolution is; a symbolic batch counts as one image."""
-        return cls(shape.groups, shape.out_blocks, shape.images * shape.out_pixels, shape.quads)
+        pixels, known = shape.images * shape.out_pixels, isinstance(shape.batch, int)
+        return cls(shape.groups, shape.out_blocks, pixels, shape.quads, known)
 
 
+@functools.lru_cache(maxsize=256)
 def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile:
     """The tile for which :func:`estimate` gives the least time.
 
@@ -135,8 +146,14 @@ def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile:
     gpu : GPUInfo
         The device.
     """
-    fitting = [tile for tile in _tiles() if fits(tile, gpu)]
-    return min(fitting, key=lambda tile: estimate(product, tile, gpu))
+    found = [
+        replace(tile, splits=splits)
+        for tile in _tiles()
+        if fits(tile, gpu)
+        for splits in (SPLITS if product.may_split else (1,))
+        if splits == 1 or 2 * splits * tile.quads <= product.quads
+    ]
+    return min(found, key=lambda tile: estimate(product, tile, gpu))
 
 
 def fits(tile: ConvTile, gpu: GPUInfo) -> bool:
@@ -147,17 +164,26 @@ def fits(tile: ConvTile, gpu: GPUInfo) -> bool:
 def estimate(product: Product, tile: ConvTile, gpu: GPUInfo) -> float:
     """Predicted cycles of the kernel with a tile; see the module's docstring."""
     down, across = -(-product.blocks // tile.blocks), -(-product.pixels // tile.pixels)
-    share = -(-product.groups * down * across // gpu.multiprocessors)
+    share = -(-product.groups * down * across * tile.splits // gpu.multiprocessors)
     resident = min(
         REGISTERS // (tile.registers * tile.threads),
         SHARED_BYTES // tile.shared_bytes,
         2048 // tile.threads,
     )
     rounds = -(-share // max(1, resident))
-    steps = -(-product.quads // tile.quads)
+    steps = -(-product.quads // (tile.quads * tile.splits))
     busy = step_cycles(tile)
     alone = max(busy, step_instructions(tile) * WARP_CYCLES, STEP_LATENCY)
-    return max(share * steps * busy, rounds * (steps * alone + BLOCK_LATENCY))
+    cycles = max(share * steps * busy, rounds * (steps * alone + BLOCK_LATENCY))
+    return cycles + _adding_cycles(product, tile, gpu)
+
+
+def _adding_cycles(product: Product, tile: ConvTile, gpu: GPUInfo) -> float:
+    """Predicted cycles of the kernel that adds up the splits, and of writing them."""
+    if tile.splits == 1:
+        return 0.0
+    moved = 2.0 * 16 * tile.splits * product.groups * product.blocks * product.pixels
+    return LAUNCH + BLOCK_LATENCY + moved / (L2_BYTES * gpu.multiprocessors)
 
 
 def step_cycles(tile: ConvTile) -> float:

@@ -12,6 +12,7 @@ from gpu_conv_cases import CUDA, OPENCL, case_of, check, dense, depthwise, rule_
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tvm import te, tirx
+from tvm.s_tir.dlight import ScheduleRule
 from tvm.target import Target
 
 from schedules.conv2d_workload import ACTIVATIONS, ConvLayer, to_json
@@ -30,6 +31,8 @@ TILES = [
     ConvTile(8, 32, 2, 4, 4),
     ConvTile(1, 64, 1, 1, 2),
     ConvTile(2, 16, 1, 1, 16, 4),
+    ConvTile(4, 16, 1, 1, 2, splits=3),
+    ConvTile(2, 16, 1, 1, 4, 2, splits=2),
 ]
 
 
@@ -107,8 +110,12 @@ def _cases(draw: st.DrawFn) -> Case:
     return case_of(layer, residual=draw(st.booleans()), nchw=nchw, **extents)
 
 
+def _name(rule: ScheduleRule) -> str:
+    return type(rule).__name__
+
+
 @given(case=_cases(), number=st.integers(0, len(TILES) - 1))
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_layer(case: Case, number: int, rng: np.random.Generator) -> None:
     func = build(case)
     if case.layers[0].is_depthwise:
@@ -117,10 +124,8 @@ def test_any_layer(case: Case, number: int, rng: np.random.Generator) -> None:
         check(case, conv2d_template(func, case.kernel, TILES[number]).mod["main"], rng)
 
 
-@pytest.mark.parametrize(
-    "rule", [Conv2D(), DepthwiseConv2D(), AnyConv2D()], ids=lambda r: type(r).__name__
-)
-def test_symbolic_batch(rule, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("rule", [Conv2D(), DepthwiseConv2D(), AnyConv2D()], ids=_name)
+def test_symbolic_batch(rule: ScheduleRule, rng: np.random.Generator) -> None:
     layer = depthwise(6) if isinstance(rule, DepthwiseConv2D) else dense(6, 10, 3, "relu")
     case = case_of(layer, batch=3, height=5, width=7, residual=True)
     func = build(case, tirx.Var("n", "int64"))
