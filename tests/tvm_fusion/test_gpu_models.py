@@ -159,7 +159,7 @@ class _Nothing(dlight.ScheduleRule):
 def test_a_function_that_no_rule_takes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_phases.gpu, "RULES", (_Nothing(),))
     monkeypatch.setattr(gpu_phases, "STOCK_RULES", ())
-    message = "no schedule rule for GPUs takes the function 'fused_conv2d"
+    message = r"no schedule rule for GPUs takes the function '\w*conv2d"
     with pytest.raises(CompilationError, match=message):
         pipeline.optimize(import_onnx(small_model()).mod, resolve(OPENCL))
 
