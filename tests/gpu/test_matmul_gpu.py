@@ -88,6 +88,12 @@ CASES: dict[str, Case] = {
         lambda x, w: x @ w.T,
         [((5, 129), F32), ((33, 129), F32)],
     ),
+    "eight_rows": (op.matmul, np.matmul, [((8, 70), F32), ((70, 44), F32)]),
+    "rows_of_columns": (
+        lambda x, w: op.matmul(op.permute_dims(x), op.permute_dims(w)),
+        lambda x, w: x.T @ w.T,
+        [((64, 3), F32), ((20, 64), F32)],
+    ),
     "one_column": (op.matmul, np.matmul, [((70, 48), F32), ((48, 1), F32)]),
     "one_number": (op.matmul, np.matmul, [((1, 300), F32), ((300, 1), F32)]),
     "decode": (op.matmul, np.matmul, [((1, 6, 1, 64), F32), ((1, 6, 64, 45), F32)]),
