@@ -14,6 +14,7 @@ from tvm.s_tir import dlight
 from tvm.target import Target
 
 from relay_passes import (
+    AnnotateGather,
     CoalesceReduction,
     DecomposeNormalization,
     FuseConv2D,
@@ -65,6 +66,7 @@ def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:
             transform.AnnotateTIROpPattern(),
             FuseReductions(target),
             FuseReductionProducers(),
+            AnnotateGather(),
             transform.FuseOps(),
             transform.FuseTIR(),
             transform.DeadCodeElimination(),
