@@ -14,6 +14,7 @@ import tvm
 from cuda_text import cuda_source, ptxas
 from reduce_cases import CUDA, OPENCL
 from relax_on_pocl import RelaxOnPoCL
+from traffic import Traffic
 from tvm import tirx
 
 from examples import subgraphs
@@ -77,6 +78,7 @@ def test_it_is_one_kernel(graph: SubGraph) -> None:
     assert len(kernels(graph)) == len(graph.branches)
 
 
+@pytest.mark.slow
 @each
 def test_numbers_at_full_size(graph: SubGraph, rng: np.random.Generator) -> None:
     run = RelaxOnPoCL(lowered(graph.number, "opencl"), OPENCL)
@@ -93,6 +95,25 @@ def test_numbers_at_full_size(graph: SubGraph, rng: np.random.Generator) -> None
         chain = 4 * EPSILON * np.sqrt(terms.size / wanted.size) * np.hypot(wanted, length)
         allowed = chain + np.finfo(result.dtype).eps * np.abs(wanted)
         assert (np.abs(result.astype("float64") - wanted) <= allowed).all()
+
+
+@pytest.mark.slow
+@each
+def test_every_element_is_moved_once(graph: SubGraph) -> None:
+    """The least traffic: each input is read once, each output written once, by any kernel."""
+    mod = lowered(graph.number, "cuda")
+    moved, functions = 0, kernel_functions(mod)
+    for name in kernels(graph):
+        shapes = [(tuple(map(int, p.ty.shape)), str(p.ty.dtype)) for p in functions[name].params]
+        traffic = Traffic(functions[name], CUDA, [np.empty(*shape) for shape in shapes])
+        assert traffic.kernels == 1
+        for (_, dtype), reads, writes in zip(shapes, traffic.reads, traffic.writes, strict=True):
+            if dtype == "int32":  # partial results and tickets, which stay in the cache
+                assert 4 * (reads.sum() + writes.sum()) < graph.bytes
+                continue
+            assert sorted([set(reads), set(writes)], key=max) == [{0}, {1}]
+            moved += (reads.sum() + writes.sum()) * np.dtype(dtype).itemsize
+    assert moved == graph.bytes
 
 
 @each
