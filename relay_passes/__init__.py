@@ -8,10 +8,12 @@ from schedules import errors
 from . import op
 from .choose_winograd import ChooseWinograd
 from .coalesce_reduction import CoalesceReduction
+from .decompose_normalization import DecomposeNormalization
 from .fuse_conv2d import FuseConv2D
 from .fuse_epilogue import FuseEpilogue
 from .fuse_pack import FusePack
 from .fuse_reduction_producers import FuseReductionProducers
+from .fuse_reductions import FuseReductions
 from .fusion_decision import Decision, decide
 from .lift_weights import LiftWeights
 from .pack_layout import PackLayout
@@ -21,10 +23,12 @@ __all__ = [
     "ChooseWinograd",
     "CoalesceReduction",
     "Decision",
+    "DecomposeNormalization",
     "FuseConv2D",
     "FuseEpilogue",
     "FusePack",
     "FuseReductionProducers",
+    "FuseReductions",
     "LiftWeights",
     "PackLayout",
     "SimplifyInference",

@@ -34,7 +34,6 @@ from examples.benchmarks.gpu.clock import Clock, CudaClock  # noqa: E402
 from examples.benchmarks.gpu.compare import compare, presence  # noqa: E402
 from examples.benchmarks.gpu.cupy_cub import CupyCub  # noqa: E402
 from examples.benchmarks.gpu.engine import Engine  # noqa: E402
-from examples.benchmarks.gpu.nvrtc import compile_cuda, compiler  # noqa: E402
 from examples.benchmarks.gpu.ours import Ours  # noqa: E402
 from examples.benchmarks.gpu.protocol import Plan, Verdict, reason  # noqa: E402
 from examples.benchmarks.gpu.relax_build import (  # noqa: E402
@@ -60,6 +59,7 @@ from examples.benchmarks.reduction_cases import Case  # noqa: E402
 from schedules.reduce_workload import FINISHES  # noqa: E402
 from tvm_fusion.cli_output import FILE_WIDTH, progress_bar  # noqa: E402
 from tvm_fusion.json_text import json_text  # noqa: E402
+from tvm_fusion.nvrtc import compile_cuda, compiler  # noqa: E402
 
 NO_GPU = 2
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from tvm.s_tir.dlight import ScheduleRule
 
 from .coalesced_reduce import CoalescedReduce
+from .elementwise import Elementwise
 
-RULES: tuple[ScheduleRule, ...] = (CoalescedReduce(),)
+RULES: tuple[ScheduleRule, ...] = (CoalescedReduce(), Elementwise())
 
-__all__ = ["RULES", "CoalescedReduce"]
+__all__ = ["RULES", "CoalescedReduce", "Elementwise"]

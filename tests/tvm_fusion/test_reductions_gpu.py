@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from examples.benchmarks.gpu import (
     cupy_cub,
     engine,
     machine,
-    nvrtc,
     relax_build,
     report,
     torch_mv,
@@ -49,10 +47,6 @@ from tvm_fusion.errors import EngineError
 from tvm_fusion.json_text import json_text
 
 CASES = {case.name: case for case in all_cases()}
-KERNEL = """
-#include <cuda_fp16.h>
-extern "C" __global__ void twice(half* x) { x[threadIdx.x] = x[threadIdx.x] + x[threadIdx.x]; }
-"""
 
 
 class FakeClock:
@@ -506,75 +500,6 @@ def test_engines_refuse_what_they_cannot_express(monkeypatch: pytest.MonkeyPatch
             torch_mv.TorchMV().prepare(CASES[name], [])
     with pytest.raises(EngineError, match="no bfloat16"):
         cupy_cub.CupyCub().prepare(CASES["odd/all"], [])
-
-
-@pytest.mark.parametrize("nvcc", [False, True])
-def test_cuda_text_becomes_machine_code(nvcc: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvrtc.compile_cuda.cache_clear()
-    if nvcc:  # a toolkit is not needed for the tests: its driver is played by a function
-        monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [])
-        monkeypatch.setattr(nvrtc, "find_nvcc", lambda: Path("nvcc"))
-        monkeypatch.setattr(nvrtc.subprocess, "run", fake_nvcc)
-    assert nvrtc.compile_cuda(KERNEL, "sm_90").startswith(b"\x7fELF")
-    with pytest.raises(EngineError, match='refused the kernel[^~]*identifier "wrong" is undefined'):
-        nvrtc.compile_cuda(KERNEL.replace("half*", "wrong*"), "sm_90")
-    nvrtc.compile_cuda.cache_clear()
-
-
-def fake_nvcc(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-    source, target = Path(command[-1]), Path(command[command.index("-o") + 1])
-    if "wrong" in source.read_text():
-        return subprocess.CompletedProcess(command, 1, "", 'identifier "wrong" is undefined')
-    target.write_bytes(b"\x7fELF")
-    return subprocess.CompletedProcess(command, 0, "", "")
-
-
-def test_an_nvrtc_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "libnvrtc.so.13"
-    broken.write_text("no library")
-    monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [broken])
-    with pytest.raises(EngineError, match="libnvrtc.so.13 cannot be loaded"):
-        nvrtc.compile_cuda("another text", "sm_90")
-
-
-def test_nvrtc_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [])
-    monkeypatch.setattr(nvrtc, "find_nvcc", lambda: None)
-    with pytest.raises(EngineError, match="neither NVRTC .* nor nvcc was found"):
-        nvrtc.compile_cuda("never compiled", "sm_90")
-    assert nvrtc.compiler() == ""
-    monkeypatch.setattr(nvrtc, "_wheel_folders", lambda kind: [])
-    monkeypatch.setattr(nvrtc, "_toolkit_folders", lambda kind: [])
-    monkeypatch.setattr(nvrtc, "_cupy_folders", lambda: [])
-    with pytest.raises(EngineError, match="header cuda_fp16.h was not found"):
-        nvrtc.include_folders()
-
-
-def test_nvrtc_folders_of_wheels_and_toolkits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for folder in ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "toolkit/lib64"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "libnvrtc.so.13").touch()
-    monkeypatch.setattr("sys.path", [str(tmp_path)])
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
-    nvrtc.nvrtc_libraries.cache_clear()
-    try:
-        found = [path for path in nvrtc.nvrtc_libraries() if tmp_path in path.parents]
-    finally:
-        nvrtc.nvrtc_libraries.cache_clear()
-    assert [path.parents[1].name for path in found] == ["cu13", "cuda_nvrtc", "toolkit"]
-
-
-def test_tvm_compiler_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tvm_ffi
-
-    monkeypatch.setattr(nvrtc, "compile_cuda", lambda text, arch: f"{arch}:{text}".encode())
-    before = tvm_ffi.get_global_func(nvrtc.CALLBACK)
-    with nvrtc.tvm_compiler("sm_90"):
-        assert bytes(tvm_ffi.get_global_func(nvrtc.CALLBACK)("text")) == b"sm_90:text"
-    after = tvm_ffi.get_global_func(nvrtc.CALLBACK)
-    assert before is not None and after.same_as(before)
 
 
 def test_no_gpu_is_one_clear_line(

@@ -18,9 +18,9 @@ from relay_passes.op import coalesced_reduce
 from schedules import gpu
 from schedules.reduce_workload import ReduceWorkload
 from tvm_fusion.errors import EngineError
+from tvm_fusion.nvrtc import tvm_compiler
 
 from .array_steps import sizes
-from .nvrtc import tvm_compiler
 
 Reduce = Callable[[relax.Expr, ReduceWorkload], relax.Expr]
 
@@ -118,7 +118,7 @@ def build(module: tvm.IRModule, passes: Sequence[tvm.transform.Pass], arch: str)
 
     Raises
     ------
-    EngineError
+    TargetError
         If there is a GPU but no compiler for it.
     """
     target = cuda_target(arch)
