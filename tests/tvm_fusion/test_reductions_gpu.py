@@ -285,7 +285,7 @@ def test_wrong_absent_and_failing_engines_have_no_time(clock: FakeClock) -> None
     verdicts = {v.engine: v for v in compare.compare(some_case(), engines, clock, plan)}
     assert verdicts["right"].device is not None and verdicts["right"].problem == ""
     assert verdicts["right"].repeatable is None, "not promised, so not asked"
-    assert verdicts["wrong"].problem == "EngineError: wrong: off by 1.5 times what float64 allows"
+    assert verdicts["wrong"].problem == "EngineError: wrong: off by 1.5 times what is allowed"
     assert "off by nan" in verdicts["nan"].problem and verdicts["nan"].device is None
     assert "no_such_module_here cannot be imported" in verdicts["absent"].problem
     assert verdicts["lost"].problem == "RuntimeError: device lost"
