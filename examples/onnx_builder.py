@@ -39,16 +39,20 @@ class ModelBuilder:
         self._rng = np.random.default_rng(seed)
         self._nodes: list[onnx.NodeProto] = []
         self._inputs: dict[str, onnx.ValueInfoProto] = {}
-        self._limits: dict[str, int] = {}
+        self._limits: dict[str, tuple[int, ...]] = {}
         self._initializers: dict[str, onnx.TensorProto] = {}
         self._absent: dict[str, onnx.ValueInfoProto] = {}
 
-    def add_input(self, name: str, shape: Shape, limit: int | None = None) -> str:
-        """Declare an input of float32, or of int64 from 0 to below ``limit``; return its name."""
-        dtype = TensorProto.FLOAT if limit is None else TensorProto.INT64
+    def add_input(self, name: str, shape: Shape, *limits: int) -> str:
+        """Declare an input and return its name.
+
+        Without limits it is float32, else int64 from 0 to below the limit; there may be one limit
+        for each place of the last axis.
+        """
+        dtype = TensorProto.INT64 if limits else TensorProto.FLOAT
         self._inputs[name] = helper.make_tensor_value_info(name, dtype, shape)
-        if limit is not None:
-            self._limits[name] = limit
+        if limits:
+            self._limits[name] = limits
         return name
 
     def constant(self, name: str, values: np.ndarray) -> str:
@@ -108,7 +112,8 @@ class ModelBuilder:
         model = helper.make_model(
             graph, producer_name="tvm-fusion", opset_imports=[opset], ir_version=IR_VERSION
         )
-        helper.set_model_props(model, {name: str(limit) for name, limit in self._limits.items()})
+        limits = {name: " ".join(map(str, values)) for name, values in self._limits.items()}
+        helper.set_model_props(model, limits)
         return model
 
 
@@ -129,8 +134,8 @@ def random_inputs(model: onnx.ModelProto, seed: int = 0, **sizes: int) -> dict[s
     dict of str to numpy.ndarray
     """
     rng = np.random.default_rng(seed)
-    limits = {entry.key: int(entry.value) for entry in model.metadata_props}
-    feed = {}
+    limits = {entry.key: [*map(int, entry.value.split())] for entry in model.metadata_props}
+    feed: dict[str, np.ndarray] = {}
     for value in model.graph.input:
         dims = value.type.tensor_type.shape.dim
         shape = [sizes[dim.dim_param] if dim.dim_param else dim.dim_value for dim in dims]

@@ -65,7 +65,7 @@ class TransformerBuilder(ModelBuilder):
         super().__init__(name, seed, weights)
         self.batch, self.sequence = batch, sequence
         self.width, self.heads = width, heads
-        self._branch_gain = 0.5 / layers
+        self.branch_gain = 0.5 / layers
         self._epsilon = epsilon
 
     def number(self, value: float, name: str) -> str:
@@ -104,10 +104,10 @@ class TransformerBuilder(ModelBuilder):
         parts.append(self.integers([self.sequence, *rest]))
         return self.op("Reshape", x, self.op("Concat", *parts, axis=0))
 
-    def attention(self, query: str, key: str, value: str, mask: Callable[[str], str]) -> str:
-        """Append attention of tensors (batch, sequence, width); ``mask`` changes the scores."""
+    def attention(self, parts: list[str], mask: Callable[[str], str]) -> str:
+        """Append attention of a query, a key and a value; ``mask`` changes the scores."""
         head = self.width // self.heads
-        split = [self.reshape(x, self.heads, head) for x in (query, key, value)]
+        split = [self.reshape(x, self.heads, head) for x in parts]
         query = self.op("Transpose", split[0], perm=[0, 2, 1, 3])
         key = self.op("Transpose", split[1], perm=[0, 2, 3, 1])
         value = self.op("Transpose", split[2], perm=[0, 2, 1, 3])
@@ -161,9 +161,7 @@ def bert_base(
         If the sequence is too long, or the heads do not divide the width.
     """
     _check_sequence(sequence, 512)
-    net = TransformerBuilder(
-        "bert", batch, sequence, width, heads, layers, 1e-12, seed, weights
-    )
+    net = TransformerBuilder("bert", batch, sequence, width, heads, layers, 1e-12, seed, weights)
     shape = (batch, sequence)
     tokens = net.add_input("input_ids", shape, vocabulary)
     visible = _additive_mask(net, net.add_input("attention_mask", shape, 2))
@@ -257,7 +255,7 @@ def _additive_mask(net: TransformerBuilder, mask: str) -> str:
 def _encoder_layer(net: TransformerBuilder, x: str, mask: str, name: str) -> str:
     width = net.width
     parts = [_linear(net, x, f"{name}.{part}", width, width) for part in ("query", "key", "value")]
-    context = net.attention(*parts, lambda scores: net.op("Add", scores, mask))
+    context = net.attention(parts, lambda scores: net.op("Add", scores, mask))
     context = _linear(net, context, f"{name}.attention.output", width, width)
     x = net.layer_norm(net.op("Add", context, x), f"{name}.attention.norm")
     inside = _erf_gelu(net, _linear(net, x, f"{name}.intermediate", width, 4 * width))
@@ -279,10 +277,12 @@ def _erf_gelu(net: TransformerBuilder, x: str) -> str:
 
 
 def _decoder_layer(net: TransformerBuilder, x: str, name: str) -> str:
-    width, gain = net.width, net._branch_gain
-    inside = _flat_linear(net, net.layer_norm(x, f"{name}.ln_1"), f"{name}.c_attn", width, 3 * width)
+    width, gain = net.width, net.branch_gain
+    inside = _flat_linear(
+        net, net.layer_norm(x, f"{name}.ln_1"), f"{name}.c_attn", width, 3 * width
+    )
     parts = net.append("Split", [inside, net.integers([width] * 3)], 3, axis=2)
-    context = net.attention(*parts, lambda scores: _causal(net, scores))
+    context = net.attention(parts, lambda scores: _causal(net, scores))
     x = net.op("Add", _flat_linear(net, context, f"{name}.c_proj", width, width, gain), x)
     inside = net.layer_norm(x, f"{name}.ln_2")
     inside = _tanh_gelu(net, _flat_linear(net, inside, f"{name}.c_fc", width, 4 * width))

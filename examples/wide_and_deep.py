@@ -58,14 +58,15 @@ def wide_and_deep(
     -------
     onnx.ModelProto
         From ``numbers`` float32 (batch, 13), ``categories`` int64 (batch, 26) and ``crosses`` int64
-        (batch, crosses), keys below ``rows``, to ``probability`` (batch, 1). Keys of a category
-        with fewer rows are taken modulo these.
+        (batch, crosses), to ``probability`` (batch, 1). Keys are below ``rows``, those of a smaller
+        category below its number of values.
     """
     net = ModelBuilder("wide_and_deep", seed, weights)
     numbers = net.add_input("numbers", (batch, NUMBERS))
-    categories = net.add_input("categories", (batch, len(CATEGORIES)), rows)
+    tables = [min(values, rows) for values in CATEGORIES]
+    categories = net.add_input("categories", (batch, len(tables)), *tables)
     crossed = net.add_input("crosses", (batch, crosses), rows)
-    deep = _deep(net, numbers, categories, rows, embedding, layers)
+    deep = _deep(net, numbers, categories, tables, embedding, layers)
     logit = net.op("Add", _wide(net, crossed, rows, crosses), deep)
     return net.model({"probability": (net.op("Sigmoid", logit), (batch, 1))})
 
@@ -81,31 +82,26 @@ def _deep(
     net: ModelBuilder,
     numbers: str,
     categories: str,
-    rows: int,
+    tables: list[int],
     embedding: int,
     layers: tuple[int, ...],
 ) -> str:
     """Append the embeddings of the categories beside the numbers, and fully connected layers."""
     parts = [numbers]
-    for index, values in enumerate(CATEGORIES):
+    for index, rows in enumerate(tables):
         which = net.constant(f"column.{index}", np.array(index, np.int64))
         key = net.op("Gather", categories, which, axis=1)
-        count = min(values, rows)
-        if count < rows:
-            key = net.op("Mod", key, net.constant(f"rows.{count}", np.array(count, np.int64)))
-        table = net.weight(f"embedding.{index}.weight", net.normal((count, embedding), 1.0))
+        table = net.weight(f"embedding.{index}.weight", net.normal((rows, embedding), 1.0))
         parts.append(net.op("Gather", table, key, axis=0))
     x = net.op("Concat", *parts, axis=1)
-    features = NUMBERS + len(CATEGORIES) * embedding
+    features = NUMBERS + len(tables) * embedding
     for index, outputs in enumerate(layers):
         x = net.op("Relu", _linear(net, x, f"deep.{index}", features, outputs, 2.0))
         features = outputs
     return _linear(net, x, "deep.logit", features, 1, 1.0)
 
 
-def _linear(
-    net: ModelBuilder, x: str, name: str, inputs: int, outputs: int, gain: float
-) -> str:
+def _linear(net: ModelBuilder, x: str, name: str, inputs: int, outputs: int, gain: float) -> str:
     weight = net.weight(f"{name}.weight", net.normal((outputs, inputs), math.sqrt(gain / inputs)))
     bias = net.weight(f"{name}.bias", net.normal((outputs,), 0.1))
     return net.op("Gemm", x, weight, bias, transB=1)

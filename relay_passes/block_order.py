@@ -60,7 +60,7 @@ class BlockOrder:
         self._remove_dead()
 
     def is_convex(
-        self, calls: Collection[relax.Var], together: Mapping[relax.Var, Collection[relax.Var]]
+        self, calls: Collection[relax.Var], groups: Mapping[relax.Var, Collection[relax.Var]]
     ) -> bool:
         """Whether no call depends on another through something else.
 
@@ -68,20 +68,32 @@ class BlockOrder:
         ----------
         calls : Collection[relax.Var]
             What shall become one binding.
-        together : Mapping
+        groups : Mapping
             For each variable that is one with others already, all of these.
         """
-        queue = [read for var in calls for read in self.reads[var] if read not in calls]
+        first = self._earliest(calls, groups)
+        queue = [read for var in calls for read in self.reads[var].difference(calls)]
         seen = set(queue)
         while queue:
             current = queue.pop()
-            for var in together.get(current, (current,)):
+            for var in groups.get(current, (current,)):
                 if var in calls:
                     return False
-                new = self.reads[var] - seen
+                new = {read for read in self.reads[var] if self.position[read] >= first} - seen
                 seen |= new
                 queue += new
         return True
+
+    def _earliest(
+        self, calls: Collection[relax.Var], groups: Mapping[relax.Var, Collection[relax.Var]]
+    ) -> int:
+        """The position before which nothing depends on ``calls``."""
+        first = min(map(self.position.__getitem__, calls))
+        for group in {id(group): group for group in groups.values()}.values():
+            places = [self.position[var] for var in group]
+            if min(places) < first <= max(places):
+                return 0
+        return first
 
     def sort(self, units: Sequence[Unit]) -> list[Unit]:
         """Put units in order: each as soon as it can be, but none before its turn."""

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tvm
 from tvm import relax, s_tir, tirx
 
 from schedules.expression_walk import loads, substitute
-from schedules.reduce_workload import is_one, unravel
+from schedules.reduce_workload import unravel
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class ElementFunction:
         store = block.body
         plain = (
             isinstance(store, tirx.BufferStore)
+            and block.init is None
+            and all(int(iter_var.iter_type) == tirx.IterVar.DataPar for iter_var in block.iter_vars)
             and store.buffer.same_as(output)
             and len(store.indices) == len(variables)
             and all(map(lambda a, b: a.same_as(b), store.indices, variables))
@@ -57,8 +58,8 @@ class ElementFunction:
         )
         return cls(tuple(params), output, variables, store.value) if plain else None
 
-    def places(self, call: relax.Call, place: tirx.Expr) -> list[tuple[relax.Expr, tirx.Expr]]:
-        """Every read of a call: the operand, and the row-major position in it.
+    def reads(self, call: relax.Call, place: tirx.Expr) -> list[tuple[relax.Expr, list[tirx.Expr]]]:
+        """Every read of a call: the operand, and the indices into it.
 
         Parameters
         ----------
@@ -79,7 +80,7 @@ class ElementFunction:
                 continue
             operand = operands[position]
             indices = [substitute(index, values | extents) for index in load.indices]
-            found.append((operand, ravel(indices, list(operand.ty.shape))))
+            found.append((operand, indices))
         return found
 
     def _extents(self, call: relax.Call) -> dict[tirx.Var, tirx.Expr]:
@@ -91,11 +92,3 @@ class ElementFunction:
                 if isinstance(inner, tirx.Var):
                     found[inner] = outer
         return found
-
-
-def ravel(indices: Sequence[tirx.Expr], shape: Sequence[tirx.Expr]) -> tirx.Expr:
-    """The row-major position of an element; along unit axes an index is 0."""
-    flat: tirx.Expr = tirx.const(0, "int64")
-    for index, extent in zip(indices, shape, strict=True):
-        flat = flat * extent + (tirx.const(0, "int64") if is_one(extent) else index.astype("int64"))
-    return flat

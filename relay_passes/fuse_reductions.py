@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import tvm
 from tvm import IRModule, relax
@@ -113,7 +113,7 @@ class _Rewriter(PyExprMutator):
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
         """Put calls of groups into the place of their members, then visit the bindings."""
         order = BlockOrder(block)
-        calls = TIRCalls.read(self.mod, order.bindings.values())
+        calls = TIRCalls.read(self.mod, order.bindings.values(), gathers=True)
         if calls.reductions:
             groups = ReductionGroups(calls, order, self.gpu)
             kernels = _kernels(groups, order)
@@ -173,7 +173,7 @@ def _others(kernels: Iterable[Unit], groups: ReductionGroups, order: BlockOrder)
 def _entry(caller: str, name: str, group: ReductionGroup, fused: CallGroup) -> Entry:
     """The record of a group."""
 
-    def names(chosen: set[relax.Var]) -> list[str]:
+    def names(chosen: Collection[relax.Var]) -> list[str]:
         return [str(fused.calls[v].args[0].name_hint) for v in fused.calls if v in chosen]
 
     return {
@@ -185,5 +185,5 @@ def _entry(caller: str, name: str, group: ReductionGroup, fused: CallGroup) -> E
         "reductions": names(group.reductions),
         "members": names(group.rows | group.tiles),
         "producers": names(set(fused.calls) - group.members),
-        "results": names(set(fused.results)),
+        "results": names(fused.results),
     }

@@ -2,7 +2,7 @@
 """Which calls of a dataflow block one kernel of reductions computes.
 
 A *group* has reductions over one :class:`~relay_passes.row_space.RowSpace`, and what is computed
-from their results in this space. It is made in three steps:
+from their results in this space. It is made in four steps:
 
 1. In the order of the block, a reduction joins the first group that it belongs to: one whose
    tensors it reduces (a *chain*), or one that reads a large tensor that it reads too (*sisters*).
@@ -10,7 +10,8 @@ from their results in this space. It is made in three steps:
    elements as results (an *epilogue*), with as many as the data only in a chain.
 2. Groups that are no chains and have the same space become one although they share no tensor, for
    a launch less: unless that keeps more than :data:`KEPT_BYTES` of tensors longer.
-3. Each group absorbs producers (:mod:`relay_passes.reduction_producers`). One that is read outside
+3. A reshape of what a group writes anyway leaves it: TVM makes a view of it.
+4. Each group absorbs producers (:mod:`relay_passes.reduction_producers`). One that is read outside
    as well joins the group, which writes its tensor on the way, if it has the size of the data.
 
 A chain needs a whole row at once: :func:`schedules.gpu.reduce_limits.chain_fits` tells where that
@@ -20,8 +21,10 @@ before nor after it, and no group has more than ``MAX_TENSORS`` reductions or in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tvm import relax
 
@@ -31,14 +34,14 @@ from schedules.reduce_workload import constant
 
 from .block_order import BlockOrder
 from .element_function import ElementFunction
-from .reduction_producers import MAX_TENSORS, Absorption
+from .reduction_producers import MAX_TENSORS, Absorption, count_tensors
 from .row_space import ROW, TILE, RowSpace
 from .tir_calls import TIRCalls, count_bytes, count_elements, item_bytes
 
 KEPT_BYTES = 1 << 26  # little beside the memory of a device
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class ReductionGroup:
     """Calls that one kernel computes.
 
@@ -48,18 +51,18 @@ class ReductionGroup:
         Their loops.
     finish : str
         How blocks shall meet, which all reductions have to agree on.
-    reductions, rows, tiles : set[relax.Var]
+    reductions, rows, tiles : frozenset[relax.Var]
         The members: reductions, calls of as many elements as results, and as the data.
     """
 
     space: RowSpace
     finish: str
-    reductions: set[relax.Var] = field(default_factory=set)
-    rows: set[relax.Var] = field(default_factory=set)
-    tiles: set[relax.Var] = field(default_factory=set)
+    reductions: frozenset[relax.Var] = frozenset()
+    rows: frozenset[relax.Var] = frozenset()
+    tiles: frozenset[relax.Var] = frozenset()
 
-    @property
-    def members(self) -> set[relax.Var]:
+    @cached_property
+    def members(self) -> frozenset[relax.Var]:
         """All of them."""
         return self.reductions | self.rows | self.tiles
 
@@ -71,6 +74,12 @@ class ReductionGroup:
         if len(self.reductions) > 1:
             return "sisters"
         return "epilogue" if self.rows else "producers"
+
+    def joined(self, var: relax.Var, kind: str) -> ReductionGroup:
+        """A group with a call of rows or of tiles more."""
+        if kind == ROW:
+            return replace(self, rows=self.rows | {var})
+        return replace(self, tiles=self.tiles | {var})
 
     def united(self, other: ReductionGroup) -> ReductionGroup:
         """A group of the members of both."""
@@ -107,6 +116,8 @@ class ReductionGroups:
         self.calls, self.order, self.gpu = calls, order, gpu
         self.groups: list[ReductionGroup] = []
         self._functions: dict[relax.Expr, ElementFunction | None] = {}
+        self._members: dict[relax.Var, frozenset[relax.Var]] = {}
+        self._large: dict[ReductionGroup, frozenset[relax.Expr]] = {}
         self._agreed: dict[tuple[relax.Var, frozenset[relax.Var]], bool] = {}
         for var in order.bindings:
             if var in calls.reductions:
@@ -114,6 +125,7 @@ class ReductionGroups:
             elif var in calls.injective:
                 self._add_injective(var)
         self._unite_strangers()
+        self._leave_views()
         self.absorption = self._absorb()
 
     def is_result(self, var: relax.Var, group: ReductionGroup) -> bool:
@@ -125,32 +137,52 @@ class ReductionGroups:
     def _add_reduction(self, var: relax.Var) -> None:
         workload = self.calls.workload(var)
         data = self.calls.tensors(var)[0]
-        single = ReductionGroup(RowSpace(data.ty.shape, workload), workload.finish, {var})
+        single = ReductionGroup(
+            RowSpace(data.ty.shape, workload), workload.finish, frozenset({var})
+        )
         if constant(single.space.reduced) == 1:
             return  # a tensor of rows would be one of tiles
         read = self._large_inputs(single)
-        for group in self.groups:
-            if data in group.tiles or not read.isdisjoint(self._large_inputs(group)):
-                if self._replace([group], group.united(single)):
-                    return
+        for group in sorted(self.groups, key=lambda group: data not in group.tiles):
+            related = data in group.tiles or not read.isdisjoint(self._large_inputs(group))
+            if related and self._unite(group, single):
+                return
         self.groups.append(single)
+        self._members[var] = single.members
 
     def _add_injective(self, var: relax.Var) -> None:
         for group in self.groups:
             if not group.members.isdisjoint(self.calls.tensors(var)):
                 kind = group.space.kind(var)
-                rows, tiles = ({var} if kind == wanted else set() for wanted in (ROW, TILE))
-                single = ReductionGroup(group.space, group.finish, set(), rows, tiles)
-                if kind is not None and self._replace([group], group.united(single)):
+                if kind is not None and self._replace(group, group.joined(var, kind)):
                     return
 
     def _unite_strangers(self) -> None:
         for group in list(self.groups):
             for earlier in self.groups[: self.groups.index(group)]:
-                united = earlier.united(group)
-                if not united.tiles and self._bytes_kept_longer(united) <= KEPT_BYTES:
-                    if self._replace([earlier, group], united):
-                        break
+                strangers = not earlier.tiles and not group.tiles
+                if strangers and self._unite(earlier, group, kept_bytes=KEPT_BYTES):
+                    self.groups.remove(group)
+                    break
+
+    def _leave_views(self) -> None:
+        """Take out reshapes of what is written anyway, which cost nothing outside."""
+        for number, group in enumerate(self.groups):
+            for var in reversed(self.order.bindings):
+                if var in group.rows | group.tiles and self._is_view(var, group):
+                    rows, tiles = group.rows - {var}, group.tiles - {var}
+                    group = self.groups[number] = replace(group, rows=rows, tiles=tiles)
+                    self._members[var] = frozenset({var})
+            self._members.update(dict.fromkeys(group.members, group.members))
+
+    def _is_view(self, var: relax.Var, group: ReductionGroup) -> bool:
+        """Whether a member is a reshape, for others only, of a tensor that others read too."""
+        is_read = not group.members.isdisjoint(self.calls.users.get(var, set()))
+        if is_read or not self.calls.is_reshape(var):
+            return False
+        source = self.calls.tensors(var)[0]
+        kept = not isinstance(source, relax.DataflowVar)
+        return kept or not self.calls.users[source] <= group.members
 
     def _absorb(self) -> Absorption:
         """Absorb producers, and let those join whose tensors are written on the way."""
@@ -163,7 +195,7 @@ class ReductionGroups:
                 alone = var not in kernels and var not in absorption.taken
                 if alone and not absorption.is_epilogue(var):
                     for group, united in self._writers(var)[:1]:
-                        has_joined |= self._replace([group], united)
+                        has_joined |= self._replace(group, united)
             if not has_joined:
                 return absorption
 
@@ -172,43 +204,47 @@ class ReductionGroups:
         found = []
         for group in self.groups:
             is_read = not group.members.isdisjoint(self.calls.users.get(var, ()))
-            if is_read and group.space.kind(var) == TILE:
-                united = replace(group, tiles=group.tiles | {var})
+            if is_read and group.space.kind(var) == TILE and not self.calls.is_reshape(var):
+                united = group.joined(var, TILE)
                 if self._is_kernel(united):
                     found.append((group, united))
         return found
 
-    def _replace(self, parts: list[ReductionGroup], united: ReductionGroup) -> bool:
-        """Put one group in the place of others, if it can be one kernel."""
-        first = parts[0]
-        if not all(part.space.is_same(first.space) for part in parts):
+    def _unite(
+        self, group: ReductionGroup, other: ReductionGroup, kept_bytes: float = math.inf
+    ) -> bool:
+        """Put the members of another group into ``group``, if that can be one kernel."""
+        if group.finish != other.finish or not group.space.is_same(other.space):
             return False
-        if not self._is_kernel(united):
+        united = group.united(other)
+        return self._bytes_kept_longer(united) <= kept_bytes and self._replace(group, united)
+
+    def _replace(self, group: ReductionGroup, larger: ReductionGroup) -> bool:
+        """Put a larger group in the place of one, if it can be one kernel."""
+        if not self._is_kernel(larger):
             return False
-        self.groups[self.groups.index(first)] = united
-        for part in parts[1:]:
-            self.groups.remove(part)
+        self.groups[self.groups.index(group)] = larger
+        self._members.update(dict.fromkeys(larger.members, larger.members))
         return True
 
     def _is_kernel(self, group: ReductionGroup) -> bool:
         """Whether calls of one space can be one kernel, and shall be."""
         members = group.members
         inputs = self._inputs(members)
-        if max(len(group.reductions), len(inputs)) > MAX_TENSORS:
+        if max(len(group.reductions), count_tensors(inputs)) > MAX_TENSORS:
             return False
         if not all(self._agrees(group.space, var, members) for var in group.rows | group.tiles):
             return False
         if group.tiles and not self._has_rows_at_once(group):
             return False
-        together = {var: other.members for other in self.groups for var in other.members}
-        return self.order.is_convex(members, together)
+        return self.order.is_convex(members, self._members)
 
     def _has_rows_at_once(self, group: ReductionGroup) -> bool:
         space = group.space
         itemsize = sum(map(item_bytes, self._large_inputs(group)))
         return chain_fits(constant(space.outputs), constant(space.reduced), itemsize, self.gpu)
 
-    def _agrees(self, space: RowSpace, var: relax.Var, members: set[relax.Var]) -> bool:
+    def _agrees(self, space: RowSpace, var: relax.Var, members: frozenset[relax.Var]) -> bool:
         """Whether a call fits into the space; remembered, for groups grow by and by."""
         read = frozenset(members.intersection(self.calls.tensors(var)))
         key = (var, read)
@@ -220,12 +256,14 @@ class ReductionGroups:
             self._agreed[key] = space.agrees(self._functions[function], call, read)
         return self._agreed[key]
 
-    def _large_inputs(self, group: ReductionGroup) -> set[relax.Expr]:
+    def _large_inputs(self, group: ReductionGroup) -> frozenset[relax.Expr]:
         """What a group reads of as many elements as it reduces, or more."""
-        data = next(iter(group.reductions))
-        least = count_elements(self.calls.tensors(data)[0])
-        inputs = self._inputs(group.members)
-        return {tensor for tensor in inputs if count_elements(tensor) >= least}
+        if group not in self._large:
+            data = next(iter(group.reductions))
+            least = count_elements(self.calls.tensors(data)[0])
+            inputs = self._inputs(group.members)
+            self._large[group] = frozenset(e for e in inputs if count_elements(e) >= least)
+        return self._large[group]
 
     def _inputs(self, members: Collection[relax.Var]) -> set[relax.Expr]:
         """What calls and the producers that only they read, read from outside."""

@@ -14,7 +14,7 @@ that are written anyway:
 4. Epilogues. What ``FuseOps`` computes on the way out of a convolution or matrix product stays
    with it, unless it widens the elements: the bytes are the same.
 5. A kernel reads at most :data:`MAX_TENSORS`, for each keeps loads in flight of its own. A
-   concatenation of more than that stays apart.
+   concatenation of more than that stays apart. Numbers do not count.
 
 What stays apart may still be fused with its own producers by ``FuseOps``.
 ``FuseReductionProducers`` takes every reduction for a kernel and absorbs only what nothing else
@@ -135,8 +135,7 @@ class Absorption:
 
     def is_epilogue(self, var: relax.Var) -> bool:
         """Whether ``FuseOps`` computes a producer with the product that it follows."""
-        pattern = self.calls.pattern(var)
-        if pattern is None or pattern > BROADCAST:
+        if not self.calls.is_fusible(var, BROADCAST):
             return False
         for operand in self.calls.tensors(var):
             alone = self.calls.users.get(operand) == {var} and operand not in self.taken
@@ -150,10 +149,11 @@ class Absorption:
 
     def _drop_unread(self, order: list[relax.Var], copies: bool) -> None:
         for var in reversed(order):
-            users = self.calls.users.get(var, set())
-            inside = self.taken | self.kernels.keys()
-            if var in self.taken and not (users & inside if copies else users and users <= inside):
-                self._drop(var)
+            if var in self.taken:
+                users = self.calls.users.get(var, set())
+                inside = sum(user in self.taken or user in self.kernels for user in users)
+                if not inside or (inside < len(users) and not copies):
+                    self._drop(var)
 
     def _drop(self, var: relax.Var) -> None:
         self.taken.discard(var)
@@ -168,14 +168,15 @@ class Absorption:
         leaves, elements = self._upstream(var)[1], count_elements(var)
         read = sum(min(count_bytes(leaf), elements * item_bytes(leaf)) for leaf in leaves)
         expensive = self._is_expensive(var)
-        if len(leaves) > MAX_TENSORS or (expensive and count > 1):
+        if count_tensors(leaves) > MAX_TENSORS or (expensive and count > 1):
             return True
         if elements < max(map(self._domain, readers)) and (expensive or read > 2 * out):
             return True
         outside = self._outside(var)
         if not outside:
             return count * read > read + (count + 1) * out
-        fused = len(outside) == 1 and outside <= self.calls.injective.keys()
+        fused = len(outside - {var}) == len(outside) == 1
+        fused = fused and all(map(self.calls.is_fusible, outside))
         if self._is_storable(var):
             return not fused or read >= 2 * out
         if fused:
@@ -188,7 +189,7 @@ class Absorption:
             members = [var for var, number in self.kernels.items() if number == kernel]
             leaves = {leaf for member in members for leaf in self._upstream(member)[1]}
             leaves -= set(members)
-            if len(leaves) > MAX_TENSORS:
+            if count_tensors(leaves) > MAX_TENSORS:
                 producers = self.producers_of(members)
                 wide = [var for var in producers if len(self._upstream(var)[1]) > 1]
                 if wide:
@@ -242,6 +243,11 @@ class Absorption:
         if name not in self._expensive:
             self._expensive[name] = _calls_expensive(self.calls.mod[name])
         return self._expensive[name]
+
+
+def count_tensors(tensors: Iterable[relax.Expr]) -> int:
+    """How many of them have more than one element."""
+    return sum(count_elements(tensor) > 1 for tensor in tensors)
 
 
 def _calls_expensive(func: tirx.PrimFunc) -> bool:

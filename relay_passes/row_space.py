@@ -8,13 +8,20 @@ data of the reduction has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 
 from tvm import relax, tirx
 from tvm.ir import Range
 from tvm.sym import Analyzer
 
-from schedules.reduce_workload import CanonicalLoops, Extent, ReduceWorkload, constant, unravel
+from schedules.reduce_workload import (
+    CanonicalLoops,
+    Extent,
+    ReduceWorkload,
+    constant,
+    is_one,
+    unravel,
+)
 
 from .element_function import ElementFunction
 
@@ -78,20 +85,39 @@ class RowSpace:
     ) -> bool:
         """Whether a call reads tensors of rows and of tiles among ``members`` where it writes.
 
-        An element of a row may not depend on tiles, nor any element on another row.
+        No element may depend on another row. One of a row may depend on any of its tile.
         """
         kind = self.kind(call)
         if function is None or kind is None:
             return False
-        for operand, place in function.places(call, self._place(kind)):
+        for operand, indices in function.reads(call, self._place(kind)):
             if operand not in members:
                 continue
-            other = self.kind(operand)
-            if other is None or (kind, other) == (ROW, TILE):
+            other, shape = self.kind(operand), list(operand.ty.shape)
+            inside = (kind, other) == (ROW, TILE)
+            place = self._row_of(indices, shape) if inside else ravel(indices, shape)
+            wanted = self.tile if (kind, other) == (TILE, TILE) else self.m
+            if other is None or place is None:
                 return False
-            if not self.analyzer.can_prove_equal(place, self._place(other)):
+            if not self.analyzer.can_prove_equal(place, wanted):
                 return False
         return True
+
+    def _row_of(self, indices: list[tirx.Expr], shape: list[tirx.Expr]) -> tirx.Expr | None:
+        """The row of an element of tiles; None if an axis of these has parts of ``m`` and ``n``."""
+        axes = [(i, e) for i, e in zip(indices, shape, strict=True) if not is_one(e)]
+        row: tirx.Expr = _index(0)
+        for kind, extent in self.runs:
+            size: Extent = 1
+            while axes and not self._is_equal(size, extent):
+                index, axis = axes.pop(0)
+                known = constant(axis)
+                size = size * (axis if known is None else known)
+                if kind == "P":
+                    row = row * axis + index
+            if not self._is_equal(size, extent):
+                return None
+        return row
 
     def _place(self, kind: str) -> tirx.Expr:
         return self.m if kind == ROW else self.tile
@@ -113,8 +139,12 @@ class RowSpace:
         return bool(self.analyzer.can_prove_equal(_index(a), _index(b)))
 
 
-ElementFunctions = Callable[[relax.Var], ElementFunction | None]
-"""The function that computes a tensor."""
+def ravel(indices: Sequence[tirx.Expr], shape: Sequence[tirx.Expr]) -> tirx.Expr:
+    """The row-major position of an element; along unit axes an index is 0."""
+    flat: tirx.Expr = _index(0)
+    for index, extent in zip(indices, shape, strict=True):
+        flat = flat * extent + (_index(0) if is_one(extent) else index.astype("int64"))
+    return flat
 
 
 def _index(extent: Extent) -> tirx.Expr:

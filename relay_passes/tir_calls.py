@@ -15,9 +15,10 @@ from tvm.sym import Analyzer
 from schedules.compute.coalesced_reduce import ATTRIBUTE
 from schedules.reduce_workload import ReduceWorkload, constant
 
+from .element_function import ElementFunction
 from .simplify.expressions import op_name
 
-ELEMENTWISE, BROADCAST, INJECTIVE, PRODUCT = 0, 1, 2, 4  # tvm::relax::OpPatternKind
+BROADCAST, INJECTIVE, PRODUCT = 1, 2, 4  # tvm::relax::OpPatternKind
 _SYMBOLIC = 1024  # what an unknown extent counts as
 
 
@@ -41,10 +42,17 @@ class TIRCalls:
     injective: dict[relax.Var, relax.Call] = field(default_factory=dict)
     products: set[relax.Var] = field(default_factory=set)
     users: dict[relax.Var, set[relax.Var]] = field(default_factory=dict)
+    _tensors: dict[relax.Var, list[relax.Expr]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, mod: IRModule, bindings: Iterable[relax.Binding]) -> TIRCalls:
-        """Sort the bindings of a block."""
+    def read(
+        cls, mod: IRModule, bindings: Iterable[relax.Binding], gathers: bool = False
+    ) -> TIRCalls:
+        """Sort the bindings of a block.
+
+        With ``gathers``, what computes each element by itself is injective although TVM calls it
+        opaque, because an index is read from memory.
+        """
         calls = cls(mod)
         for binding in bindings:
             for var in relax.analysis.free_vars(binding.value):
@@ -58,6 +66,8 @@ class TIRCalls:
                 calls.injective[binding.var] = binding.value
             elif _pattern(func) == PRODUCT:
                 calls.products.add(binding.var)
+            elif gathers and ElementFunction.read(func) is not None:
+                calls.injective[binding.var] = binding.value
         return calls
 
     def call(self, var: relax.Var) -> relax.Call:
@@ -66,8 +76,10 @@ class TIRCalls:
 
     def tensors(self, var: relax.Var) -> list[relax.Expr]:
         """What that call reads, without the scratch of a reduction."""
-        found = list(operands(self.call(var)))
-        return found[:1] if var in self.reductions else found
+        if var not in self._tensors:
+            found = list(operands(self.call(var)))
+            self._tensors[var] = found[:1] if var in self.reductions else found
+        return self._tensors[var]
 
     def function(self, var: relax.Var) -> tirx.PrimFunc:
         """The function that it calls."""
@@ -79,9 +91,18 @@ class TIRCalls:
         assert block is not None, f"{var} is no reduction"
         return ReduceWorkload.from_json(str(block.annotations[ATTRIBUTE]))
 
-    def pattern(self, var: relax.Var) -> int | None:
-        """The kind of that function as ``AnnotateTIROpPattern`` says; None if it does not."""
-        return _pattern(self.function(var))
+    def is_reshape(self, var: relax.Var) -> bool:
+        """Whether TVM makes a view of an injective tensor, if it is not fused."""
+        local = isinstance(var, relax.DataflowVar)
+        return local and bool(relax.analysis.has_reshape_pattern(self.function(var)))
+
+    def is_fusible(self, var: relax.Var, most: int = INJECTIVE) -> bool:
+        """Whether ``FuseOps`` puts producers into the function that computes ``var``.
+
+        ``most`` is the highest kind that ``AnnotateTIROpPattern`` may have given it.
+        """
+        pattern = _pattern(self.function(var)) if var in self.injective else None
+        return pattern is not None and pattern <= most
 
 
 def operands(call: relax.Call) -> Iterator[relax.Expr]:

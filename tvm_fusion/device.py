@@ -65,6 +65,10 @@ class DeviceNeeds:
     max_threads: int
     shared_bytes: int
 
+    def __str__(self) -> str:
+        """Kind and architecture."""
+        return f"{self.kind} {self.arch}".strip()
+
 
 def device_of(kind: str) -> tvm_ffi.Device:
     """The device that models of this kind run on, the first one."""
@@ -104,8 +108,7 @@ def check_device(needs: DeviceNeeds) -> None:
     try:
         device = find_device(needs.kind)
     except TargetError as error:
-        code = f"{needs.kind} {needs.arch}".strip()
-        raise TargetError(f"the model is compiled for {code}, and {error}") from error
+        raise TargetError(f"the code is for {needs}, and {error}") from error
     again = f"compile it again on this machine with target={needs.kind!r}"
     if needs.kind == "cuda" and not runs_on(needs.arch, device.arch):
         raise TargetError(

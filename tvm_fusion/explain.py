@@ -12,8 +12,9 @@ from relay_passes import FuseConv2D, SimplifyInference
 from relay_passes.fusion_report import read_report
 
 from . import pipeline
+from .errors import TargetError
 from .frontend import import_onnx
-from .target import resolve
+from .target import is_gpu, resolve
 
 
 def explain(
@@ -30,7 +31,7 @@ def explain(
     model : path, bytes or onnx.ModelProto
         The model.
     target : str or tvm.target.Target
-        The CPU to decide for.
+        The CPU to decide for; :mod:`tvm_fusion.explain_gpu` is for GPUs.
     shapes : mapping, optional
         Shapes of inputs whose dimensions the model leaves open.
     fuse : str or callable
@@ -52,6 +53,11 @@ def explain(
         As for ``compile``.
     """
     host = resolve(target)
+    if is_gpu(host):
+        raise TargetError(
+            f"pairs of convolutions are fused on CPUs only, and the target is {host.kind.name!r}; "
+            "tvm_fusion.explain_gpu tells of its kernels"
+        )
     choose = FuseConv2D(fuse=fuse, target=host, winograd=winograd)
     plan = {"explain": [SimplifyInference(), choose]}
     return read_report(pipeline.run_phases(import_onnx(model, shapes).mod, host, plan))

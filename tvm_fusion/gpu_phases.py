@@ -12,7 +12,13 @@ from tvm.relax.backend.gpu_generic import pipeline as gpu_generic
 from tvm.s_tir import dlight
 from tvm.target import Target
 
-from relay_passes import CoalesceReduction, FuseReductionProducers, SimplifyInference
+from relay_passes import (
+    CoalesceReduction,
+    DecomposeNormalization,
+    FuseReductionProducers,
+    FuseReductions,
+    SimplifyInference,
+)
 from schedules import gpu
 
 from .errors import CompilationError
@@ -44,12 +50,13 @@ def gpu_phases(target: Target) -> dict[str, list[Pass]]:
     """
     transform = relax.transform
     return {
-        "simplify": [SimplifyInference()],
+        "simplify": [SimplifyInference(), DecomposeNormalization()],
         "reduce": [CoalesceReduction()],
         "lower": [
             *gpu_generic.library_dispatch_passes(target),
             transform.LegalizeOps(),
             transform.AnnotateTIROpPattern(),
+            FuseReductions(target),
             FuseReductionProducers(),
             transform.FuseOps(),
             transform.FuseTIR(),
@@ -59,13 +66,21 @@ def gpu_phases(target: Target) -> dict[str, list[Pass]]:
     }
 
 
+def stock_phases(target: Target) -> dict[str, list[Pass]]:
+    """What TVM does by default with an imported module, up to scheduled kernels."""
+    return {
+        "dispatch": gpu_generic.library_dispatch_passes(target),
+        "legalize": gpu_generic.legalize_passes(target),
+    }
+
+
 def schedule_by(*rules: dlight.ScheduleRule) -> Pass:
     """Schedule every function by the first rule that takes it, whose name it keeps."""
     return dlight.ApplyDefaultSchedule(*(_Named(rule) for rule in rules))
 
 
 class _Named(dlight.ScheduleRule):
-    """A rule that leaves its name in the attribute ``tvm_fusion.rule``."""
+    """A rule that leaves its name in the attribute ``tvm_fusion.rule``; TVM's with ``dlight.``."""
 
     def __init__(self, rule: dlight.ScheduleRule) -> None:
         self._rule = rule
@@ -78,7 +93,8 @@ class _Named(dlight.ScheduleRule):
         if found is None:
             return None
         space: Sequence[s_tir.Schedule] = [found] if isinstance(found, s_tir.Schedule) else found
-        name = type(self._rule).__name__
+        kind = type(self._rule)
+        name = f"dlight.{kind.__name__}" if kind.__module__.startswith("tvm.") else kind.__name__
         named = [schedule.mod["main"].with_attr(RULE, name) for schedule in space]
         return [s_tir.Schedule(tvm.IRModule({"main": func})) for func in named]
 

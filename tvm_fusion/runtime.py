@@ -15,7 +15,7 @@ import tvm_ffi
 
 from .arguments import bind
 from .artifact import Description, read_artifact, read_artifact_weights, write_artifact
-from .device import device_of
+from .device import DeviceNeeds, device_of
 from .engines import random_inputs
 from .errors import ArtifactError, InvalidInputError
 from .memory import DeviceMemory, HostMemory, Memory, own_tensors
@@ -118,6 +118,11 @@ class CompiledModel:
         return Target(self._about.target)
 
     @property
+    def needs(self) -> DeviceNeeds | None:
+        """What the kernels need of a GPU; None if they run on the CPU."""
+        return self._about.device
+
+    @property
     def device(self) -> tvm_ffi.Device:
         """Where the kernels run, and where :meth:`tensors` leaves the results."""
         return self._memory.device
@@ -149,8 +154,7 @@ class CompiledModel:
     def __repr__(self) -> str:
         """Inputs, outputs, CPU or GPU, and threads."""
         signature = f"{_signature(self.inputs)} -> {_signature(self.outputs)}"
-        needs = self._about.device
-        place = self._about.cpu if needs is None else f"{needs.kind} {needs.arch}".strip()
+        place = self._about.device or self._about.cpu
         return f"CompiledModel({signature}, {place}, {self.threads} threads)"
 
     def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
@@ -197,18 +201,18 @@ class CompiledModel:
         self._memory.synchronize()
 
     def _run(self, values: Sequence[Any]) -> list[np.ndarray]:
-        outputs, memory = self._launch(values)
+        outputs, _, memory = self._launch(values)
         return self._memory.arrays(outputs, self._about.fresh, memory)
 
     def _run_on_device(self, values: Sequence[Any]) -> list[Any]:
-        outputs, memory = self._launch(values)
-        return own_tensors(outputs, self._about.fresh, memory)
+        outputs, tensors, _ = self._launch(values)
+        return own_tensors(outputs, self._about.fresh, tensors)
 
     def _unpacked(self, outputs: Sequence[Any]) -> Any:
         return outputs[0] if len(self.outputs) == 1 else tuple(outputs)
 
-    def _launch(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
-        """The program's results, and the memory that its inputs lie in."""
+    def _launch(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[Any], list[Any]]:
+        """The program's results, its inputs, and the memory that these lie in."""
         if self._main is None:
             self._main = self._start()
         tensors, memory = self._memory.place(values)
@@ -218,7 +222,8 @@ class CompiledModel:
             # TVM checks what the specs cannot say, such as a dimension that is computed of others.
             reason = str(error).strip().splitlines()[-1]
             raise InvalidInputError(f"the model cannot run on these inputs: {reason}") from error
-        return [outputs] if isinstance(outputs, tvm_ffi.Tensor) else outputs, memory
+        results = [outputs] if isinstance(outputs, tvm_ffi.Tensor) else outputs
+        return results, tensors, memory
 
     def _on_device(self) -> list[Any]:
         """The weights, which go to the device once."""

@@ -94,6 +94,11 @@ def _resolve_gpu(config: dict[str, Any], target: Any, cores: int | None) -> Targ
     return Target(_make(config, target), host)
 
 
+def names_gpu(target: str | Mapping[str, Any] | Target) -> bool:
+    """Whether :func:`resolve` would give a GPU; this asks for none."""
+    return _read_config(target).get("kind") in GPU_KINDS
+
+
 def is_gpu(target: Target) -> bool:
     """Whether kernels run on a GPU; the target's host then runs the program that calls them."""
     return target.kind.name in GPU_KINDS

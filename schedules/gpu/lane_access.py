@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,11 +54,21 @@ class Lanes:
         return _depends(self.space, self.is_aligned, self.varying, expression)
 
 
-def classify(space: IterationSpace, vector: int) -> Lanes:
-    """Find out how each access moves from lane to lane."""
+def classify(space: IterationSpace, vector: int, differing: Iterable[tirx.Var] = ()) -> Lanes:
+    """Find out how each access moves from lane to lane.
+
+    Parameters
+    ----------
+    space : IterationSpace
+        The points; lanes are neighbours along its last axis.
+    vector : int
+        Lanes, a power of two.
+    differing : Iterable[tirx.Var]
+        Variables without a step that have another value in each lane.
+    """
     extent = constant(space.extents[-1]) if space.extents else 1
     aligned = extent is not None and extent % vector == 0
-    varying: set[tirx.Var] = set()
+    varying: set[tirx.Var] = set(differing)
     kinds: dict[object, str] = {}
     contiguous: set[object] = set()
     for step in space.steps:

@@ -67,20 +67,40 @@ class PointWriter:
         The points and their accesses.
     views : Views
         The tensors.
-    start : tirx.Expr
-        Number of the vector; its first point has the number ``start * vector``.
+    places : Sequence[Sequence[tirx.Expr]]
+        Subscripts of each lane's point.
+    first : tirx.Expr | None
+        Number of the first point, where lanes may run over the end of the last axis.
     fetch : Callable | None
         Gives what replaces a read, such as one of shared memory; None for those that stay.
     """
 
-    def __init__(self, lanes: Lanes, views: Views, start: tirx.Expr, fetch: Fetch | None = None):
+    def __init__(
+        self,
+        lanes: Lanes,
+        views: Views,
+        places: Sequence[Sequence[tirx.Expr]],
+        first: tirx.Expr | None = None,
+        fetch: Fetch | None = None,
+    ):
         self.lanes = lanes
         self.views = views
+        self.first = first
         self.fetch = fetch
-        self.first = start * as_expr(lanes.vector)
         self._names: list[dict[tirx.Var, tirx.Expr]] = [
-            dict(zip(lanes.space.axes, place, strict=True)) for place in self._places(start)
+            dict(zip(lanes.space.axes, place, strict=True)) for place in places
         ]
+
+    @classmethod
+    def at(cls, lanes: Lanes, views: Views, start: tirx.Expr) -> PointWriter:
+        """The writer of the vector with the number ``start``."""
+        first = start * as_expr(lanes.vector)
+        return cls(lanes, views, _places(lanes, start), first)
+
+    def give(self, var: tirx.Var, values: Sequence[tirx.Expr]) -> None:
+        """Tell the value of a variable in each lane."""
+        for names, value in zip(self._names, values, strict=True):
+            names[var] = value
 
     def write(self, condition: tirx.Expr | None = None) -> None:
         """Emit all steps and stores; the stores under a condition, if there is one."""
@@ -101,33 +121,15 @@ class PointWriter:
         """An expression of the steps' variables in one lane."""
         return substitute(expression, self._names[lane])
 
-    def _places(self, start: tirx.Expr) -> list[list[tirx.Expr]]:
-        """Subscripts of each lane."""
-        space, vector = self.lanes.space, self.lanes.vector
-        if not space.axes:
-            return [[] for _ in range(vector)]
-        if not self.lanes.is_aligned:
-            points = [self.first + as_expr(k) for k in range(vector)]
-            return [_bound(unravel(point, space.extents)) for point in points]
-        last = constant(space.extents[-1])
-        assert last is not None, "vectors are aligned to constant extents"
-        extents: list[Extent] = [*space.extents[:-1], last // vector]
-        *outer, inner = _bound(unravel(start, extents))
-        return [[*outer, inner * as_expr(vector) + as_expr(k)] for k in range(vector)]
-
-    def _name(self, var: tirx.Var, values: Sequence[tirx.Expr]) -> None:
-        for names, value in zip(self._names, values, strict=True):
-            names[var] = value
-
     def _value(self, step: Value) -> None:
         if step.guards:  # stays where it is used, under its condition
-            self._name(step.var, [substitute(step.expression, names) for names in self._names])
+            self.give(step.var, [substitute(step.expression, names) for names in self._names])
         elif step.var not in self.lanes.varying:
             value = T.bind(substitute(step.expression, self._names[0]))
-            self._name(step.var, [value] * self.lanes.vector)
+            self.give(step.var, [value] * self.lanes.vector)
         else:
             found = [T.bind(substitute(step.expression, names)) for names in self._names]
-            self._name(step.var, found)
+            self.give(step.var, found)
 
     def _read(self, step: Read) -> None:
         kind = self.lanes.kinds[step.var]
@@ -135,22 +137,22 @@ class PointWriter:
             replaced = [self.fetch(step, names) for names in self._names]
             found = [value for value in replaced if value is not None]
             if found:
-                self._name(step.var, found)
+                self.give(step.var, found)
                 return
         view = self.views.row(step.buffer)
         if kind == "vector" and view is not None:
-            self._name(step.var, self._load_vector(step, view))
+            self.give(step.var, self._load_vector(step, view))
             return
         if kind == "uniform":
             value = self.views.load(step, self._position(step.var, step, 0), self._names[0])
             value = value if step.guards else T.bind(value)
-            self._name(step.var, [value] * self.lanes.vector)
+            self.give(step.var, [value] * self.lanes.vector)
             return
         values = []
         for lane, names in enumerate(self._names):
             value = self.views.load(step, self._position(step.var, step, lane), names)
             values.append(value if step.guards else T.bind(value))
-        self._name(step.var, values)
+        self.give(step.var, values)
 
     def _position(self, name: object, access: Read | Store, lane: int) -> tirx.Expr:
         """Row-major position of an access in one lane."""
@@ -159,6 +161,7 @@ class PointWriter:
             return substitute(space.position(access), names)
         linear = space.linear(access)  # follows the points: their number need not be divided
         assert linear is not None, "contiguous accesses are linear"
+        assert self.first is not None, "lanes off the axis are numbered"
         return self.first + as_expr(lane) + substitute(linear[1], names)
 
     def _load_vector(self, step: Read, view: tirx.Buffer) -> list[tirx.Expr]:
@@ -201,18 +204,33 @@ def write_points(lanes: Lanes, views: Views, start: tirx.Expr) -> None:
     size = as_expr(space.size)
     if lanes.is_aligned or vector == 1:
         with when(start * as_expr(vector) < size):
-            PointWriter(lanes, views, start).write()
+            PointWriter.at(lanes, views, start).write()
         return
     first = T.bind(start * as_expr(vector))
     with when(first + as_expr(vector) <= size):
-        PointWriter(lanes, views, start).write()
+        PointWriter.at(lanes, views, start).write()
     known = constant(size)
     if known is not None and known % vector == 0:
         return
     single = classify(space, 1)
     with when(first < size, size < first + as_expr(vector)):
         with T.serial(as_expr(0), size - first) as k:
-            PointWriter(single, views, first + k).write()
+            PointWriter.at(single, views, first + k).write()
+
+
+def _places(lanes: Lanes, start: tirx.Expr) -> list[list[tirx.Expr]]:
+    """Subscripts of each lane of a vector."""
+    space, vector = lanes.space, lanes.vector
+    if not space.axes:
+        return [[] for _ in range(vector)]
+    if not lanes.is_aligned:
+        points = [start * as_expr(vector) + as_expr(k) for k in range(vector)]
+        return [_bound(unravel(point, space.extents)) for point in points]
+    last = constant(space.extents[-1])
+    assert last is not None, "vectors are aligned to constant extents"
+    extents: list[Extent] = [*space.extents[:-1], last // vector]
+    *outer, inner = _bound(unravel(start, extents))
+    return [[*outer, inner * as_expr(vector) + as_expr(k)] for k in range(vector)]
 
 
 def _bound(subscripts: Sequence[tirx.Expr]) -> list[tirx.Expr]:

@@ -36,7 +36,7 @@ def test_a_machine_without_a_gpu_says_so(gpu: dict[int, Any]) -> None:
     gpu[0] = 0
     with pytest.raises(TargetError, match="no GPU for cuda was found on this machine"):
         find_device("cuda")
-    with pytest.raises(TargetError, match="the model is compiled for cuda sm_80, and no GPU for"):
+    with pytest.raises(TargetError, match="the code is for cuda sm_80, and no GPU for"):
         check_device(DeviceNeeds("cuda", "sm_80", 1024, 49152))
 
 
