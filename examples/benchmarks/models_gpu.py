@@ -37,12 +37,12 @@ from examples.benchmarks.gpu.engine import Engine  # noqa: E402
 from examples.benchmarks.gpu.model_case import (  # noqa: E402
     ModelCase,
     build,
+    gpu_target,
     judge,
     launches,
     optimize,
     our_phases,
     reference,
-    stock_phases,
 )
 from examples.benchmarks.gpu.model_engines import model_engines  # noqa: E402
 from examples.benchmarks.gpu.protocol import Plan, Rotation, Verdict, reason  # noqa: E402
@@ -54,6 +54,7 @@ from examples.transformers import bert_base, gpt2  # noqa: E402
 from examples.vgg import vgg_16  # noqa: E402
 from examples.wide_and_deep import wide_and_deep  # noqa: E402
 from tvm_fusion.cli_output import progress_bar  # noqa: E402
+from tvm_fusion.gpu_phases import stock_phases  # noqa: E402
 from tvm_fusion.json_text import json_text  # noqa: E402
 
 NO_GPU = 2
@@ -92,7 +93,7 @@ def dry_run(names: Sequence[str], arch: str) -> int:
     table = Table(title=f"Kernels that a call launches, for {arch}")
     for heading in ("model", OURS, WITHOUT, "stock TVM", "lines of CUDA", "seconds"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
-    ways = (our_phases(arch), our_phases(arch, reductions=False), stock_phases(arch))
+    ways = (our_phases(arch), our_phases(arch, reductions=False), stock_phases(gpu_target(arch)))
     failed: list[str] = []
     with progress_bar() as progress:
         for number, name in enumerate(names):

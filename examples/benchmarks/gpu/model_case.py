@@ -88,12 +88,6 @@ def our_phases(arch: str, reductions: bool = True) -> Phases:
     }
 
 
-def stock_phases(arch: str) -> Phases:
-    """TVM's default pipeline for CUDA."""
-    target = gpu_target(arch)
-    return {"stock": [*stock.library_dispatch_passes(target), *stock.legalize_passes(target)]}
-
-
 def gpu_target(arch: str) -> Target:
     """The target of an architecture such as ``sm_90``, with a host."""
     return resolve(f"cuda -arch={arch}")

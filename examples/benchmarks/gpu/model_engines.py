@@ -11,9 +11,10 @@ import tvm
 import tvm_ffi
 
 from tvm_fusion.errors import EngineError
+from tvm_fusion.gpu_phases import stock_phases
 
 from .engine import Engine, Launcher, Sets, module
-from .model_case import ModelCase, Phases, build, launches, optimize, our_phases, stock_phases
+from .model_case import ModelCase, Phases, build, gpu_target, launches, optimize, our_phases
 from .onnx_torch import TorchTwin
 from .ours import check_tvm
 
@@ -149,7 +150,7 @@ def model_engines(arch: str) -> list[Engine]:
     return [
         ByTVM("tvm-fusion", arch, our_phases(arch)),
         ByTVM("without reduction passes", arch, our_phases(arch, reductions=False)),
-        ByTVM("stock TVM", arch, stock_phases(arch)),
+        ByTVM("stock TVM", arch, stock_phases(gpu_target(arch))),
         ByTorch(compiled=False),
         ByTorch(compiled=True),
         ByOnnxRuntime(),
