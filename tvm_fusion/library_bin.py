@@ -54,7 +54,7 @@ def packed(text: bytes) -> bytes:
 
 def _rewritten(data: bytes, rewrite: Rewrite) -> bytes:
     reader = _Reader(data)
-    reader.end = reader.number() + _LENGTH.size
+    end = reader.number() + _LENGTH.size
     tree = reader.position
     modules = reader.vector()
     reader.vector()
@@ -64,7 +64,7 @@ def _rewritten(data: bytes, rewrite: Rewrite) -> bytes:
         result += packed(kind)
         if kind.decode() != _LIBRARY:
             result += packed(rewrite(kind.decode(), reader.string()))
-    if reader.position != reader.end:
+    if reader.position != end:
         raise ArtifactError("the modules that TVM embedded in the library are of an unknown form")
     return _LENGTH.pack(len(result)) + result
 
@@ -75,7 +75,6 @@ class _Reader:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self.position = 0
-        self.end = len(data)
 
     def number(self) -> int:
         return _LENGTH.unpack(self._take(_LENGTH.size))[0]
@@ -91,6 +90,6 @@ class _Reader:
 
     def _take(self, count: int) -> bytes:
         start, self.position = self.position, self.position + count
-        if self.position > self.end:
+        if self.position > len(self._data):
             raise ArtifactError("the modules that TVM embedded in the library are cut off")
         return self._data[start : self.position]

@@ -72,6 +72,14 @@ class IterationSpace:
             analyzer.bind(axis, ir.Range.from_min_extent(as_expr(0), as_expr(extent)))
         return analyzer
 
+    def uses_of(self, var: tirx.Var) -> int:
+        """How often steps and stores refer to a step's variable."""
+        expressions = [store.value for store in self.stores]
+        for step in self.steps:
+            expressions += step.guards
+            expressions += [step.expression] if isinstance(step, Value) else step.indices
+        return sum(count_uses(expression, var) for expression in expressions)
+
     def position(self, access: Read | Store) -> tirx.Expr:
         """Row-major position of an access, simplified."""
         return self.analyzer().simplify(access.index)
@@ -230,8 +238,13 @@ def as_expr(value: Extent) -> tirx.Expr:
 
 def uses(expression: tirx.Expr, var: tirx.Var) -> bool:
     """Whether a variable occurs in an expression."""
+    return count_uses(expression, var) > 0
+
+
+def count_uses(expression: tirx.Expr, var: tirx.Var) -> int:
+    """How often a variable occurs in an expression."""
     found: list[tirx.Var] = []
     tvm_ffi.structural_walk(
         expression, (ir.Var, lambda node: found.append(node) if node.same_as(var) else None)
     )
-    return bool(found)
+    return len(found)

@@ -19,7 +19,7 @@ RULE = "tvm_fusion.rule"
 def write_function(
     func: tirx.PrimFunc, gpu: GPUInfo, rule: str, body: Callable[[], None]
 ) -> tirx.PrimFunc:
-    """A scheduled function with the signature of ``func``.
+    """A scheduled function with the signature of ``func``, in which OpenCL converts bfloat16.
 
     Parameters
     ----------
@@ -32,17 +32,29 @@ def write_function(
     body : Callable
         Emits the launches, within an IRBuilder.
     """
+    written = write_kernels(func, body).with_attr(RULE, rule)
+    return convert_by_bits(written) if gpu.kind == "opencl" else written
+
+
+def write_kernels(func: tirx.PrimFunc, body: Callable[[], None]) -> tirx.PrimFunc:
+    """A function with the parameters and attributes of ``func``, marked as scheduled.
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+        What the kernels compute.
+    body : Callable
+        Emits the launches; it may use the parameters of ``func``.
+    """
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
             T.func_name("main")
             for param in func.params:
                 T.arg(param.name, param)
-            T.func_attr({**dict(func.attrs), "tirx.is_scheduled": True, RULE: rule})
+            T.func_attr({**dict(func.attrs), "tirx.is_scheduled": True})
             with T.sblock("root"):
                 T.reads()
                 T.writes()
                 body()
     written = builder.get()  # named by the builder; the module knows the function by its variable
-    if "global_symbol" not in func.attrs:
-        written = written.without_attr("global_symbol")
-    return convert_by_bits(written) if gpu.kind == "opencl" else written
+    return written if "global_symbol" in func.attrs else written.without_attr("global_symbol")

@@ -11,6 +11,7 @@ from .device import GPUInfo
 _SYMBOLIC = 128  # an extent that is not known counts as this
 # Rows, columns of a block; rows, columns of a thread.
 _TILES = ((128, 128, 8, 8), (64, 128, 8, 8), (64, 64, 8, 4), (32, 64, 4, 4), (32, 32, 4, 4))
+_SMALLEST = (16, 16, 4, 4)  # on any device, and for 8-byte types
 _DEPTH = 16
 
 
@@ -63,11 +64,9 @@ def choose_tiles(
         The GPU.
     """
     batches, m, n, k = (_size(extent) for extent in (batches, m, n, k))
-    fitting = [tile for tile in _TILES if _bytes(tile, itemsize) <= gpu.shared_bytes]
+    fitting = [tile for tile in _TILES if _fits(tile, itemsize, gpu)] or [_SMALLEST]
     chosen = fitting[-1]
     for tile in fitting:
-        if tile[0] // tile[2] * (tile[1] // tile[3]) > gpu.max_threads:
-            continue
         wasted = _blocks(batches, m, n, tile) * tile[0] * tile[1] > 1.5 * batches * m * n
         if not wasted and _blocks(batches, m, n, tile) >= gpu.multiprocessors:
             chosen = tile
@@ -92,6 +91,11 @@ def _size(extent: Extent) -> int:
 
 def _blocks(batches: int, m: int, n: int, tile: tuple[int, int, int, int]) -> int:
     return batches * -(-m // tile[0]) * -(-n // tile[1])
+
+
+def _fits(tile: tuple[int, int, int, int], itemsize: int, gpu: GPUInfo) -> bool:
+    threads = tile[0] // tile[2] * (tile[1] // tile[3])
+    return threads <= gpu.max_threads and _bytes(tile, itemsize) <= gpu.shared_bytes
 
 
 def _bytes(tile: tuple[int, int, int, int], itemsize: int) -> int:

@@ -167,9 +167,7 @@ def _roles(
     return _Axes(tuple(batch), tuple(m), tuple(n)) if order == sorted(order) else None
 
 
-def _dependences(
-    product: Stage, before: Sequence[Stage], factor: tirx.Expr
-) -> list[tirx.Var]:
+def _dependences(product: Stage, before: Sequence[Stage], factor: tirx.Expr) -> list[tirx.Var]:
     program = ElementProgram(before)
     value = program.add(factor)
     parts = [value]
@@ -256,9 +254,7 @@ def _operand(
     return Operand(space, value, _rows_are_neighbours(space))
 
 
-def tirx_substitute(
-    expression: tirx.Expr, values: dict[tirx.Var, tirx.Expr]
-) -> tirx.Expr:
+def tirx_substitute(expression: tirx.Expr, values: dict[tirx.Var, tirx.Expr]) -> tirx.Expr:
     """Replace variables, each by an expression brought to its type."""
     from ..expression_walk import substitute
 

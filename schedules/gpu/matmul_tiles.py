@@ -36,8 +36,8 @@ class _Tile:
         Rows of a tile.
     config : TileConfig
         Sizes.
-    shared : tirx.Buffer
-        ``[2, groups, depth, rows + skew]``, as one row.
+    shared : tuple[tirx.Buffer, tirx.Buffer]
+        Each ``[groups, depth, rows + skew]``, as one row.
     staged : tirx.Buffer
         Registers for what a thread has loaded for the next tile.
     """
@@ -46,25 +46,24 @@ class _Tile:
     lanes: Lanes
     rows: int
     config: TileConfig
-    shared: tirx.Buffer
+    shared: tuple[tirx.Buffer, tirx.Buffer]
     staged: tirx.Buffer
 
     @classmethod
     def allocate(cls, operand: Operand, rows: int, config: TileConfig, dtype: str) -> _Tile:
         pitch, depth = rows + _SKEW, config.depth
-        size = 2 * config.groups * depth * pitch
-        shared = T.alloc_buffer((size,), dtype, scope="shared")
+        size = config.groups * depth * pitch
+        shared = tuple(T.alloc_buffer((size,), dtype, scope="shared") for _ in range(2))
         staged = T.alloc_buffer((rows * depth // config.group_threads,), dtype, scope="local")
-        return cls(operand, _lanes(operand), rows, config, shared, staged)
+        return cls(operand, _lanes(operand), rows, config, (shared[0], shared[1]), staged)
 
     @property
     def pitch(self) -> int:
         return self.rows + _SKEW
 
-    def start(self, stage: tirx.Expr, group: tirx.Expr) -> tirx.Expr:
-        """Where a tile begins in shared memory."""
-        size = self.config.depth * self.pitch
-        return (stage * i64(self.config.groups) + group) * i64(size)
+    def start(self, group: tirx.Expr) -> tirx.Expr:
+        """Where a group's tile begins in shared memory."""
+        return group * i64(self.config.depth * self.pitch)
 
     def place(self, number: int, thread: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
         """Row and depth in the tile of a thread's vector."""
@@ -114,41 +113,41 @@ class _Tile:
                     value = writer.value(self.operand.value, k)
                     T.buffer_store(self.staged, value, [number * vector + k])
 
-    def keep(self, stage: tirx.Expr, group: tirx.Expr, thread: tirx.Expr) -> None:
+    def keep(self, stage: int, group: tirx.Expr, thread: tirx.Expr) -> None:
         """Store what was loaded to shared memory, neighbouring rows beside each other."""
         vector = self.lanes.vector
         for number in range(self.count):
             row, inner = self.place(number, thread)
-            at = T.bind(self.start(stage, group) + inner * i64(self.pitch) + row)
+            at = T.bind(self.start(group) + inner * i64(self.pitch) + row)
             if self.operand.rows_first and vector > 1:
                 with T.vectorized(0, vector) as k:
                     value = self.staged[k + number * vector]
-                    T.buffer_store(self.shared, value, [at + k.astype("int64")])
+                    T.buffer_store(self.shared[stage], value, [at + k.astype("int64")])
                 continue
             for k in range(vector):
                 value = self.staged[number * vector + k]
-                T.buffer_store(self.shared, value, [at + i64(k * self.pitch)])
+                T.buffer_store(self.shared[stage], value, [at + i64(k * self.pitch)])
 
-    def fetch(self, registers: tirx.Buffer, start: tirx.Expr, unit: tirx.Expr) -> None:
+    def fetch(self, stage: int, registers: tirx.Buffer, start: tirx.Expr, unit: tirx.Expr) -> None:
         """Load a thread's rows of one line, a chunk of four after the other."""
         chunks = int(registers.shape[0]) // _WIDTH
         for chunk in range(chunks):
             at = start + i64(chunk * (self.rows // chunks)) + unit * i64(_WIDTH)
             with T.vectorized(0, _WIDTH) as k:
-                value = self.shared[at + k.astype("int64")]
+                value = self.shared[stage][at + k.astype("int64")]
                 T.buffer_store(registers, value, [k + chunk * _WIDTH])
 
 
-def write_tiles(matmul: MatmulFunction, config: TileConfig, params: Views, block: tirx.Expr) -> None:
+def write_tiles(
+    matmul: MatmulFunction, config: TileConfig, params: Views, block: tirx.Expr
+) -> None:
     """Emit the body of a block: the tile with the number ``block``.
 
     While a tile is multiplied, the next one is loaded to registers; between the two steps there is
     one barrier, since shared memory holds two tiles of each factor.
     """
     place = [ceildiv(matmul.m, config.rows), ceildiv(matmul.n, config.columns)]
-    *batch, row_tile, column_tile = (
-        T.bind(s) for s in unravel(block, [*matmul.batch, *place])
-    )
+    *batch, row_tile, column_tile = (T.bind(s) for s in unravel(block, [*matmul.batch, *place]))
     with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
         _Block(matmul, config, params, batch, row_tile, column_tile, thread).write()
 
@@ -184,59 +183,79 @@ class _Block:
         zero = tirx.const(0, self.matmul.dtype)
         with T.unroll(0, int(self.sums.shape[0])) as e:
             T.buffer_store(self.sums, zero, [e])
-        self._load(i64(0))
-        self._keep(i64(0))
-        sync()
-        whole = self.config.depth * self.config.groups
-        last = simplified(ceildiv(self.matmul.k, whole) - i64(1))
-        if constant(last) != 0:
-            with T.serial(i64(0), last) as tile:
-                self._load(tile + i64(1))
-                self._multiply(tile % i64(2))
-                self._keep((tile + i64(1)) % i64(2))
-                sync()
-        self._multiply(last % i64(2))
+        self._accumulate()
         if self.config.groups > 1:
             self._sum_groups()
         with when(self.group < i64(1) if self.config.groups > 1 else None):
             self._finish()
+
+    def _accumulate(self) -> None:
+        """Multiply all tiles, two in each iteration, so that stages are known when compiling."""
+        tiles = ceildiv(self.matmul.k, self.config.depth * self.config.groups)
+        known = constant(tiles)
+        pairs = simplified((tiles - i64(1)) // i64(2) if known is not None else tiles // i64(2))
+        self._load(i64(0))
+        self._keep(0)
+        sync()
+        if constant(pairs) != 0:
+            with T.serial(i64(0), pairs) as pair:
+                self._advance(0, pair * i64(2) + i64(1))
+                self._advance(1, pair * i64(2) + i64(2))
+        if known is not None and known % 2 == 0:
+            self._advance(0, tiles - i64(1))
+            self._multiply(1)
+        else:  # of an unknown number, one tile more, of zeros
+            self._multiply(0)
+
+    def _advance(self, stage: int, following: tirx.Expr) -> None:
+        """Multiply the tiles of a stage while those that follow are loaded to the other one."""
+        self._load(following)
+        self._multiply(stage)
+        self._keep(1 - stage)
+        sync()
 
     def _load(self, tile: tirx.Expr) -> None:
         depth = T.bind((tile * i64(self.config.groups) + self.group) * i64(self.config.depth))
         self.left.load(self.views, self.batch, self.row, depth, self.thread)
         self.right.load(self.views, self.batch, self.column, depth, self.thread)
 
-    def _keep(self, stage: tirx.Expr) -> None:
+    def _keep(self, stage: int) -> None:
         self.left.keep(stage, self.group, self.thread)
         self.right.keep(stage, self.group, self.thread)
 
-    def _multiply(self, stage: tirx.Expr) -> None:
-        config = self.config
-        left, right = (T.bind(tile.start(stage, self.group)) for tile in (self.left, self.right))
+    def _multiply(self, stage: int) -> None:
+        config, left, right = self.config, self.left, self.right
+        left_start, right_start = (T.bind(tile.start(self.group)) for tile in (left, right))
         with T.serial(0, config.depth) as k:
             line = k.astype("int64")
-            self.left.fetch(self.rows, left + line * i64(self.left.pitch), self.unit_row)
-            self.right.fetch(self.columns, right + line * i64(self.right.pitch), self.unit_column)
+            left.fetch(stage, self.rows, left_start + line * i64(left.pitch), self.unit_row)
+            at = right_start + line * i64(right.pitch)
+            right.fetch(stage, self.columns, at, self.unit_column)
             with T.unroll(0, config.thread_rows) as i, T.unroll(0, config.thread_columns) as j:
                 e = i * config.thread_columns + j
                 value = self.sums[e] + self.rows[i] * self.columns[j]
                 T.buffer_store(self.sums, value, [e])
 
     def _sum_groups(self) -> None:
-        """Add the sums of the other groups to those of the first, through the left tiles' memory."""
-        scratch, threads = self.left.shared, self.config.group_threads
-        size = int(self.sums.shape[0])
-        sync()
-        with when(self.group > i64(0)), T.unroll(0, size) as e:
-            at = (self.group - i64(1)) * i64(size * threads) + self.thread
-            T.buffer_store(scratch, self.sums[e], [at + e.astype("int64") * i64(threads)])
-        sync()
-        with when(self.group < i64(1)):
-            for other in range(self.config.groups - 1):
-                with T.unroll(0, size) as e:
-                    at = i64(other * size * threads) + self.thread
-                    part = scratch[at + e.astype("int64") * i64(threads)]
-                    T.buffer_store(self.sums, self.sums[e] + part, [e])
+        """Add the sums of the other groups to those of the first, as many as fit at a time."""
+        scratch, threads = self.left.shared[0], self.config.group_threads
+        size, others = int(self.sums.shape[0]), self.config.groups - 1
+        part = size
+        while part * others * threads > int(scratch.shape[0]):
+            part //= 2
+        for first in range(0, size, part):
+            sync()
+            with when(self.group > i64(0)), T.unroll(0, part) as e:
+                at = (self.group - i64(1)) * i64(part * threads) + self.thread
+                place = at + e.astype("int64") * i64(threads)
+                T.buffer_store(scratch, self.sums[e + first], [place])
+            sync()
+            with when(self.group < i64(1)):
+                for other in range(others):
+                    with T.unroll(0, part) as e:
+                        at = i64(other * part * threads) + self.thread
+                        more = scratch[at + e.astype("int64") * i64(threads)]
+                        T.buffer_store(self.sums, self.sums[e + first] + more, [e + first])
 
     def _finish(self) -> None:
         """Store the results, four neighbours at a time."""
@@ -252,8 +271,16 @@ class _Block:
                 sums = [
                     self.sums[i * config.thread_columns + chunk * _WIDTH + k] for k in range(_WIDTH)
                 ]
-                store_results(self.matmul, lanes, self.views, self.batch, row, column, sums,
-                              _divides(config.rows, self.matmul.m))
+                store_results(
+                    self.matmul,
+                    lanes,
+                    self.views,
+                    self.batch,
+                    row,
+                    column,
+                    sums,
+                    _divides(config.rows, self.matmul.m),
+                )
 
 
 def store_results(

@@ -47,7 +47,7 @@ class Views:
         view = self.row(access.buffer)
         if view is None:
             return access.buffer[tuple(substitute(i, names) for i in access.indices)]
-        return view[position] != 0 if str(access.buffer.dtype) == "bool" else view[position]
+        return _value(view[position], access)
 
     def store(self, access: Store, position: tirx.Expr, names: Names, value: tirx.Expr) -> None:
         """Write one element."""
@@ -70,7 +70,7 @@ class PointWriter:
     places : Sequence[Sequence[tirx.Expr]]
         Subscripts of each lane's point.
     first : tirx.Expr | None
-        Number of the first point, where lanes may run over the end of the last axis.
+        Number of the first point, if the points are numbered.
     fetch : Callable | None
         Gives what replaces a read, such as one of shared memory; None for those that stay.
     """
@@ -122,14 +122,20 @@ class PointWriter:
         return substitute(expression, self._names[lane])
 
     def _value(self, step: Value) -> None:
-        if step.guards:  # stays where it is used, under its condition
-            self.give(step.var, [substitute(step.expression, names) for names in self._names])
-        elif step.var not in self.lanes.varying:
-            value = T.bind(substitute(step.expression, self._names[0]))
-            self.give(step.var, [value] * self.lanes.vector)
-        else:
-            found = [T.bind(substitute(step.expression, names)) for names in self._names]
-            self.give(step.var, found)
+        """Give a value: in place where it is used once, else in a register.
+
+        TVM would put what is only bound to a name into every use of it.
+        """
+        values = [substitute(step.expression, names) for names in self._names]
+        if self.lanes.space.uses_of(step.var) < 2:
+            self.give(step.var, values)
+            return
+        count = self.lanes.vector if step.var in self.lanes.varying else 1
+        register = T.alloc_buffer((count,), step.var.ty.dtype, scope="local")
+        for k, names in enumerate(self._names[:count]):
+            with when(*(substitute(guard, names) for guard in step.guards)):
+                T.buffer_store(register, values[k], [k])
+        self.give(step.var, [register[k % count] for k in range(self.lanes.vector)])
 
     def _read(self, step: Read) -> None:
         kind = self.lanes.kinds[step.var]
@@ -145,23 +151,22 @@ class PointWriter:
             return
         if kind == "uniform":
             value = self.views.load(step, self._position(step.var, step, 0), self._names[0])
-            value = value if step.guards else T.bind(value)
-            self.give(step.var, [value] * self.lanes.vector)
+            self.give(step.var, [_once(step, value)] * self.lanes.vector)
             return
         values = []
         for lane, names in enumerate(self._names):
             value = self.views.load(step, self._position(step.var, step, lane), names)
-            values.append(value if step.guards else T.bind(value))
+            values.append(_once(step, value))
         self.give(step.var, values)
 
     def _position(self, name: object, access: Read | Store, lane: int) -> tirx.Expr:
         """Row-major position of an access in one lane."""
         space, names = self.lanes.space, self._names[lane]
-        if self.lanes.is_aligned or name not in self.lanes.contiguous:
+        is_contiguous = name in self.lanes.contiguous and not self.lanes.is_aligned
+        linear = space.linear(access) if is_contiguous else None
+        if linear is None or self.first is None:
             return substitute(space.position(access), names)
-        linear = space.linear(access)  # follows the points: their number need not be divided
-        assert linear is not None, "contiguous accesses are linear"
-        assert self.first is not None, "lanes off the axis are numbered"
+        # It follows the points, whose number need not be divided.
         return self.first + as_expr(lane) + substitute(linear[1], names)
 
     def _load_vector(self, step: Read, view: tirx.Buffer) -> list[tirx.Expr]:
@@ -176,8 +181,7 @@ class PointWriter:
                 with T.vectorized(0, width) as k:
                     element = view[index + as_expr(start) + k.astype("int64")]
                     T.buffer_store(register, element, [k + start])
-        is_bool = str(step.buffer.dtype) == "bool"
-        return [register[k] != 0 if is_bool else register[k] for k in range(vector)]
+        return [_value(register[k], step) for k in range(vector)]
 
     def _store(self, number: int, store: Store) -> None:
         vector = self.lanes.vector
@@ -216,6 +220,17 @@ def write_points(lanes: Lanes, views: Views, start: tirx.Expr) -> None:
     with when(first < size, size < first + as_expr(vector)):
         with T.serial(as_expr(0), size - first) as k:
             PointWriter.at(single, views, first + k).write()
+
+
+def _value(loaded: tirx.Expr, step: Read) -> tirx.Expr:
+    """What was loaded, in the type of the tensor."""
+    is_bool = str(step.buffer.dtype) == "bool"
+    return tirx.NE(loaded, tirx.const(0, "uint8")) if is_bool else loaded
+
+
+def _once(step: Read, value: tirx.Expr) -> tirx.Expr:
+    """Load it now, where it exists for sure; TVM cannot bind bfloat16 for OpenCL."""
+    return value if step.guards or str(value.ty.dtype) == "bfloat16" else T.bind(value)
 
 
 def _places(lanes: Lanes, start: tirx.Expr) -> list[list[tirx.Expr]]:

@@ -80,16 +80,19 @@ def scheduled(
 
 
 def functions(mod: tvm.IRModule) -> dict[str, tirx.PrimFunc]:
-    """The PrimFuncs of a module by name."""
+    """The PrimFuncs of a module by name; PoCL ends the process at long names of kernels."""
     return {
-        var.name_hint: func.with_attr("global_symbol", var.name_hint)
+        var.name_hint: func.with_attr("global_symbol", var.name_hint[-60:].strip("_"))
         for var, func in mod.functions_items()
         if isinstance(func, tirx.PrimFunc)
     }
 
 
 def run(
-    build: Build, inputs: Sequence[np.ndarray], shapes: Sequence[Shape] | None = None
+    build: Build,
+    inputs: Sequence[np.ndarray],
+    shapes: Sequence[Shape] | None = None,
+    target: Target = OPENCL,
 ) -> list[np.ndarray]:
     """Compute a graph on PoCL by scheduled kernels, each with poisoned outputs.
 
@@ -101,13 +104,15 @@ def run(
         Values.
     shapes : Sequence | None
         Their shapes in the graph, where some are symbolic.
+    target : Target
+        An OpenCL target.
     """
     types = [
         (shape, str(array.dtype))
         for array, shape in zip(inputs, shapes or [a.shape for a in inputs], strict=True)
     ]
-    mod = fused(build, *types)
-    with OPENCL:
+    mod = fused(build, *types, target=target)
+    with target:
         mod = dlight.ApplyDefaultSchedule(*RULES)(mod)
     kernels = functions(mod)
     for name, func in kernels.items():

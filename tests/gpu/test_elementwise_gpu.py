@@ -119,7 +119,11 @@ CASES: dict[str, Case] = {
     ),
     "resize": (
         lambda x: op.image.resize2d(
-            x, (8, 12), method="nearest_neighbor", coordinate_transformation_mode="asymmetric"
+            x,
+            (8, 12),
+            method="nearest_neighbor",
+            coordinate_transformation_mode="asymmetric",
+            rounding_method="floor",
         ),
         lambda x: x.repeat(2, 2).repeat(3, 3),
         [((1, 2, 4, 4), F32)],

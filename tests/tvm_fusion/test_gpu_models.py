@@ -22,8 +22,7 @@ from small_onnx import small_model
 from test_artifact import join, split
 from tvm import relax, tirx
 from tvm.s_tir import dlight
-from tvm.script import ir as I
-from tvm.script import relax as R
+from tvm.script import tirx as T
 
 import tvm_fusion
 from tvm_fusion import artifact, gpu_phases, nvrtc, pipeline
@@ -153,18 +152,19 @@ def test_a_function_that_no_rule_takes_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_functions_of_the_host_need_no_threads() -> None:
-    @I.ir_module
-    class Inspect:
-        @R.function
-        def main(x: R.Tensor((4, "n"), "float32")):
-            n = R.inspect.tensor_shape_i(x, 1)  # noqa: F841
-            with R.dataflow():
-                y = R.add(x, x)
-                R.output(y)
-            return y
+    @T.prim_func(s_tir=True)
+    def double(a: T.handle, b: T.handle):
+        A, B = T.match_buffer(a, (4,), "int64"), T.match_buffer(b, (4,), "int64")
+        for i in range(4):
+            with T.sblock("double"):
+                v = T.axis.spatial(4, i)
+                B[v] = A[v] * T.int64(2)
 
-    mod = pipeline.optimize(Inspect, resolve(OPENCL))
-    assert [use.launches for use in kernel_uses(mod)] == [1]
+    check = gpu_phases.RequireKernels()
+    mod = tvm.IRModule({"double": double.with_attr("tirx.is_host_func", True)})
+    tvm.ir.assert_structural_equal(check(mod), mod)
+    with pytest.raises(CompilationError, match="takes the function 'double'"):
+        check(tvm.IRModule({"double": double}))
 
 
 def test_the_file_holds_machine_code_and_no_text(compiled: CompiledModel, saved: Path) -> None:
