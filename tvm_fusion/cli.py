@@ -91,10 +91,11 @@ def compile_command(
         "inputs": compiled.inputs,
         "outputs": compiled.outputs,
     }
-    what = f"{fused} of {len(compiled.fused)} pairs fused"
-    if compiled.needs is not None:
-        what = f"for {compiled.needs}"
-    text = f"{output}: {size / 1e6:.1f} MB, {what}, compiled in {seconds:.1f} s"
+    device = "" if compiled.needs is None else f" for {compiled.needs}"
+    text = (
+        f"{output}: {size / 1e6:.1f} MB{device}, {fused} of {len(compiled.fused)} pairs fused, "
+        f"compiled in {seconds:.1f} s"
+    )
     show(result, text, as_json)
 
 
@@ -294,8 +295,9 @@ def explain_command(
     if names_gpu(target):
         from .explain_gpu import explain_kernels, explain_kernels_table
 
-        refuse_given(["fuse", "winograd"], "that is done on CPUs only")
-        report = explain_kernels(model, target, as_mapping(shape, "--shape"), resources)
+        refuse_given(["winograd"], "that is done on CPUs only")
+        shapes = as_mapping(shape, "--shape")
+        report = explain_kernels(model, target, shapes, fuse, resources)
         show_table(report, explain_kernels_table(report, model.name), as_json)
         return
     refuse_given(["resources"], "it is for --target cuda")

@@ -118,7 +118,7 @@ COMPILE_OPTIONS = (
         type=click.Choice(["auto", "all", "none"]),
         default="auto",
         show_default=True,
-        help="Pairs of convolutions to fuse on a CPU: those that gain, all that can be, or none.",
+        help="Pairs of convolutions to fuse: those that gain, all that can be, or none.",
     ),
     click.option(
         "--winograd",

@@ -52,8 +52,8 @@ def compile(
         From the name of an input to its shape, or from the name of a dimension to its size, where
         the model leaves them open.
     fuse : str or callable
-        On a CPU: ``"auto"`` fuses the pairs of convolutions that gain, ``"all"`` those that can be
-        fused, ``"none"`` none; a callable decides itself.
+        ``"auto"`` fuses the pairs of convolutions that gain, ``"all"`` those that can be fused,
+        ``"none"`` none; a callable decides itself.
     winograd : str
         On a CPU: ``"auto"`` computes 3x3 convolutions by Winograd's algorithm where that is
         predicted faster, ``"always"`` wherever it can be, ``"never"`` nowhere. It rounds otherwise,
@@ -77,8 +77,8 @@ def compile(
     CompilationError
         If TVM fails in a later stage; the message names the stage.
     TargetError
-        If the target is unknown, if no compiler for its kernels is installed, or if ``fuse`` or
-        ``winograd`` ask a GPU for what is done on CPUs only.
+        If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
+        algorithm is wanted of a GPU.
     InvalidInputError
         If ``threads`` is not possible.
 

@@ -12,9 +12,8 @@ from relay_passes import FuseConv2D, SimplifyInference
 from relay_passes.fusion_report import read_report
 
 from . import pipeline
-from .errors import TargetError
 from .frontend import import_onnx
-from .target import is_gpu, resolve
+from .target import resolve
 
 
 def explain(
@@ -31,7 +30,7 @@ def explain(
     model : path, bytes or onnx.ModelProto
         The model.
     target : str or tvm.target.Target
-        The CPU to decide for; :mod:`tvm_fusion.explain_gpu` is for GPUs.
+        The CPU or the GPU to decide for.
     shapes : mapping, optional
         Shapes of inputs whose dimensions the model leaves open.
     fuse : str or callable
@@ -53,11 +52,6 @@ def explain(
         As for ``compile``.
     """
     host = resolve(target)
-    if is_gpu(host):
-        raise TargetError(
-            f"pairs of convolutions are fused on CPUs only, and the target is {host.kind.name!r}; "
-            "tvm_fusion.explain_gpu tells of its kernels"
-        )
     choose = FuseConv2D(fuse=fuse, target=host, winograd=winograd)
     plan = {"explain": [SimplifyInference(), choose]}
     return read_report(pipeline.run_phases(import_onnx(model, shapes).mod, host, plan))

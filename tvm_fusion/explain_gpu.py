@@ -11,6 +11,7 @@ from typing import Any
 import tvm
 from rich.table import Table
 
+from relay_passes.fusion_report import read_report
 from relay_passes.reduction_report import read_reduction_report
 
 from . import pipeline
@@ -26,6 +27,7 @@ def explain_kernels(
     model: Any,
     target: Any = "cuda",
     shapes: Mapping[str, Sequence[int]] | None = None,
+    fuse: Any = "auto",
     resources: bool = False,
 ) -> dict[str, Any]:
     """Count the kernels that ``model`` launches on a GPU, with our passes and without them.
@@ -40,6 +42,8 @@ def explain_kernels(
         The GPU.
     shapes : mapping, optional
         Shapes of inputs whose dimensions the model leaves open.
+    fuse : str or callable
+        ``auto``, ``all``, ``none``, or a function, as for ``compile``.
     resources : bool
         Whether to compile the kernels, for ``cuda`` alone, and tell what they use.
 
@@ -48,7 +52,8 @@ def explain_kernels(
     dict
         ``target``; ``reductions``: how many are ``rewritten``, how many are fused with others or
         with what surrounds them (``fused``), and the ``groups`` of
-        :func:`relay_passes.reduction_report.read_reduction_report`; ``launches`` and
+        :func:`relay_passes.reduction_report.read_reduction_report`; ``pairs`` of convolutions, as
+        :func:`tvm_fusion.explain.explain` lists them; ``launches`` and
         ``stock_launches``: kernels a call, ours and those of TVM's default pipeline; ``functions``:
         the ``name`` of each function in the model's order, the ``rule`` that scheduled it, its
         ``calls`` and their ``launches``. With ``resources`` each has ``kernels``, by name
@@ -65,7 +70,7 @@ def explain_kernels(
         what = "resources of kernels are known for 'cuda'" if is_gpu(device) else "expected a GPU"
         raise TargetError(f"{what}; got a target of kind {device.kind.name!r}")
     imported = import_onnx(model, shapes).mod
-    mod = pipeline.optimize(imported, device)
+    mod = pipeline.optimize(imported, device, pipeline.Options(fuse=fuse))
     stock = pipeline.run_phases(imported, device, stock_phases(device))
     functions: list[dict[str, Any]] = [asdict(use) for use in kernel_uses(mod)]
     if resources:
@@ -74,6 +79,7 @@ def explain_kernels(
     return {
         "target": str(device),
         "reductions": {"fused": sum(len(g["reductions"]) for g in report["groups"]), **report},
+        "pairs": read_report(mod),
         "launches": sum(use["launches"] for use in functions),
         "stock_launches": sum(use.launches for use in kernel_uses(stock)),
         "functions": functions,
@@ -120,8 +126,10 @@ def _is_kernel_of(function: str, kernel: str) -> bool:
 
 def _totals(report: Mapping[str, Any]) -> str:
     reductions = report["reductions"]
+    fused = sum(bool(pair["fused"]) for pair in report["pairs"])
     return (
         f"{report['launches']} kernels a call, {report['stock_launches']} by TVM's own pipeline; "
         f"{reductions['rewritten']} reductions rewritten, {reductions['fused']} of them fused into "
-        f"{len(reductions['groups'])} groups"
+        f"{len(reductions['groups'])} groups; {fused} of {len(report['pairs'])} pairs of "
+        "convolutions fused"
     )

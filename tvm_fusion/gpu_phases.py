@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tvm
 from tvm import relax, s_tir, tirx
@@ -15,8 +16,11 @@ from tvm.target import Target
 from relay_passes import (
     CoalesceReduction,
     DecomposeNormalization,
+    FuseConv2D,
+    FuseEpilogue,
     FuseReductionProducers,
     FuseReductions,
+    PackLayout,
     SimplifyInference,
 )
 from schedules import gpu
@@ -35,13 +39,15 @@ STOCK_RULES: tuple[dlight.ScheduleRule, ...] = (
 """TVM's own rules, for what ours do not take; the last one takes anything."""
 
 
-def gpu_phases(target: Target) -> dict[str, list[Pass]]:
+def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:
     """All phases up to scheduled kernels, in order.
 
     Parameters
     ----------
     target : Target
         A GPU with a host.
+    fuse : str or callable
+        Which pairs of convolutions :class:`relay_passes.FuseConv2D` fuses.
 
     Returns
     -------
@@ -51,6 +57,8 @@ def gpu_phases(target: Target) -> dict[str, list[Pass]]:
     transform = relax.transform
     return {
         "simplify": [SimplifyInference(), DecomposeNormalization()],
+        "fuse": [FuseConv2D(fuse=fuse, target=target, winograd="never"), FuseEpilogue()],
+        "pack": [PackLayout(target=target)],
         "reduce": [CoalesceReduction()],
         "lower": [
             *gpu_generic.library_dispatch_passes(target),

@@ -85,8 +85,8 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         If the target has another kind, or a choice is for CPUs only and this is a GPU.
     """
     if is_gpu(target):
-        _refuse_cpu_choices(target, options)
-        return gpu_phases(target)
+        _check_gpu(target, options)
+        return gpu_phases(target, options.fuse)
     if target.kind.name != "llvm":
         raise TargetError(
             f"target kind is {target.kind.name!r}; expected 'llvm', a CPU, or 'cuda' or 'opencl'"
@@ -113,14 +113,12 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     }
 
 
-def _refuse_cpu_choices(target: Target, options: Options) -> None:
-    for name, neutral in (("fuse", ("auto", "none")), ("winograd", ("auto", "never"))):
-        choice = getattr(options, name)
-        if choice not in neutral:
-            raise TargetError(
-                f"{name}={choice!r} has no effect on {target.kind.name!r}: that is done on CPUs "
-                f"only; expected one of {', '.join(neutral)}"
-            )
+def _check_gpu(target: Target, options: Options) -> None:
+    if options.winograd == "always":
+        raise TargetError(
+            f"winograd='always' has no effect on {target.kind.name!r}: Winograd's algorithm is for "
+            "CPUs only; expected 'auto' or 'never'"
+        )
     if target.host is None:
         raise TargetError(
             f"the target {target.kind.name!r} has no host; expected one, as in "

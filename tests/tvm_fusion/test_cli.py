@@ -91,7 +91,7 @@ def test_version(run: Run) -> None:
         (["bench", "{model}", "--compiled", "{library}", "--target", "native"], "has no effect"),
         (["bench", "{model}", "--profile", "--target", "opencl"], "--profile is for CPUs"),
         (["explain", "{model}", "--resources"], "--resources has no effect: it is for --target"),
-        (["explain", "{model}", "--target", "opencl", "--fuse", "all"], "--fuse has no effect"),
+        (["explain", "{model}", "--target", "opencl", "--winograd", "never"], "has no effect"),
     ],
 )
 def test_wrong_usage_exits_2(
@@ -181,7 +181,7 @@ def test_models_are_compiled_for_gpus_anywhere(
 ) -> None:
     output = tmp_path / "gpu.so"
     code, out, _ = run("compile", model_path, "-o", output, "--target", target)
-    assert code == 0 and f"for {target.replace('-arch=', '')}, compiled in" in out
+    assert code == 0 and f"for {target.replace('-arch=', '')}, " in out
     assert output.stat().st_size > 0
 
 
@@ -189,9 +189,9 @@ def test_explain_lists_the_kernels_of_a_gpu(run: Run, model_path: Path) -> None:
     command = ("explain", model_path, "--target", "opencl")
     code, out, _ = run(*command, "--json")
     report = json.loads(out)
-    assert code == 0 and report["launches"] == 3 and len(report["functions"]) == 3
+    assert code == 0 and report["launches"] >= len(report["functions"]) >= 2
     code, out, _ = run(*command)
-    assert code == 0 and "3 kernels a call" in out
+    assert code == 0 and f"{report['launches']} kernels a call" in out
     assert all(use["name"] in out for use in report["functions"])
 
 
@@ -259,7 +259,11 @@ def test_bench_races_a_compiled_model(run: Run, model_path: Path, library: Path)
         (None, ["explain", "{model}", "--target", "cuda -arch=sm_52"], "sm_52 is too old"),
         (None, ["explain", "{model}", "--target", "opencl", "--resources"], "known for 'cuda'"),
         (None, ["compile", "{model}", "--target", "cuda -arch=sm_91"], "did you mean sm_90"),
-        (None, ["compile", "{model}", "--target", "opencl", "--fuse", "all"], "no effect on"),
+        (
+            None,
+            ["compile", "{model}", "--target", "opencl", "--winograd", "always"],
+            "no effect on",
+        ),
         (None, ["run", "{model}", "--target", "opencl"], "has no OpenCL runtime"),
         (None, ["bench", "{model}", "--target", "opencl"], "has no OpenCL runtime"),
         (None, ["run", "{library}", "--input", "other={npy}"], "no input is called 'other'"),

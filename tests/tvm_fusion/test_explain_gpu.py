@@ -71,6 +71,10 @@ def test_other_targets_are_refused(target: str, resources: bool, message: str) -
         explain_kernels(small_model(), target, resources=resources)
 
 
-def test_pairs_of_convolutions_are_explained_for_cpus() -> None:
-    with pytest.raises(TargetError, match="fused on CPUs only, and the target is 'opencl'"):
-        explain(small_model(), "opencl")
+def test_pairs_of_convolutions_are_listed() -> None:
+    report = explain_kernels(small_model(), "opencl", fuse="all")
+    assert any(pair["fused"] for pair in report["pairs"])
+    assert report["pairs"] == explain(small_model(), "opencl", fuse="all")
+    apart = explain_kernels(small_model(), "opencl", fuse="none")
+    assert not any(pair["fused"] for pair in apart["pairs"])
+    assert apart["launches"] > report["launches"]
