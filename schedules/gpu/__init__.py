@@ -12,6 +12,8 @@ from .depthwise_conv2d import DepthwiseConv2D
 from .elementwise import Elementwise
 from .fused_conv2d import FusedConv2D
 from .matmul import Matmul
+from .pooling import Pooling
+from .transpose import Transpose
 
 RULES: tuple[ScheduleRule, ...] = (
     Conv2D(),
@@ -19,8 +21,10 @@ RULES: tuple[ScheduleRule, ...] = (
     FusedConv2D(),
     AnyConv2D(),
     CoalescedReduce(),
+    Transpose(),
     Elementwise(),
     Matmul(),
+    Pooling(),
 )
 
 __all__ = [
@@ -32,4 +36,6 @@ __all__ = [
     "Elementwise",
     "FusedConv2D",
     "Matmul",
+    "Pooling",
+    "Transpose",
 ]

@@ -23,6 +23,11 @@ def injective_spaces(func: tirx.PrimFunc) -> list[IterationSpace] | None:
     stages = read_stages(func)
     if stages is None or any(stage.reduced for stage in stages):
         return None
+    return spaces_of(func, stages)
+
+
+def spaces_of(func: tirx.PrimFunc, stages: Sequence[Stage]) -> list[IterationSpace]:
+    """One space for all outputs of one shape; reductions are unrolled."""
     written = [stage for stage in stages if any(stage.output.same_as(p) for p in func.params)]
     groups: list[list[Stage]] = []
     for stage in written:

@@ -7,12 +7,14 @@ value at one place is a step, and the expressions refer to it by a variable.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import tvm_ffi
 from tvm import ir, tirx
 
+from ..expression_walk import substitute
 from ..reduce_workload import Extent
 from .stages import Stage, as_type
 
@@ -58,11 +60,14 @@ class Value:
         Without reads of memory.
     guards : tuple[tirx.Expr, ...]
         Conditions under which it may be computed.
+    is_partial : bool
+        Whether it is a partial result of a reduction, which deserves a register.
     """
 
     var: tirx.Var
     expression: tirx.Expr
     guards: tuple[tirx.Expr, ...]
+    is_partial: bool = False
 
 
 Step = Read | Value
@@ -74,7 +79,7 @@ class ElementProgram:
     Parameters
     ----------
     stages : Sequence[Stage]
-        Injective blocks whose results are computed where they are needed.
+        Blocks whose results are computed where they are needed; what they reduce is unrolled.
     known : Mapping
         Values that stand for elements of other buffers wherever they are read, such as the
         accumulator of a matrix product.
@@ -118,10 +123,33 @@ class ElementProgram:
         no = self.add(call.args[2], (*guards, tirx.Not(condition)))
         return self._value(tirx.if_then_else(condition, yes, no), guards)
 
-    def _value(self, expression: tirx.Expr, guards: tuple[tirx.Expr, ...]) -> tirx.Var:
+    def _value(
+        self, expression: tirx.Expr, guards: tuple[tirx.Expr, ...], is_partial: bool = False
+    ) -> tirx.Var:
         var = tirx.Var("value", expression.ty.dtype)
-        self.steps.append(Value(var, expression, guards))
+        self.steps.append(Value(var, expression, guards, is_partial))
         return var
+
+    def _reduction(
+        self, stage: Stage, indices: Sequence[tirx.Expr], guards: tuple[tirx.Expr, ...]
+    ) -> tirx.Expr:
+        """Combine all elements of a reduction, one after the other."""
+        assert stage.init is not None, "a reduction begins somewhere"
+        partial = self.add(stage.at(indices, stage.init), guards)
+        ranges = [range(int(axis.dom.extent)) for axis in stage.reduced]
+        for point in itertools.product(*ranges):
+            place = {
+                axis.var: tirx.const(k, axis.var.ty.dtype)
+                for axis, k in zip(stage.reduced, point, strict=True)
+            }
+
+            def previous(load: ir.TensorLoad, value: tirx.Expr = partial) -> tirx.Expr:
+                return value if load.source.same_as(stage.output) else load
+
+            value = substitute(stage.at(indices), place)
+            value = tvm_ffi.structural_map(value, (ir.TensorLoad, previous))
+            partial = self._value(self.add(value, guards), guards, is_partial=True)
+        return partial
 
     def _read(
         self, buffer: tirx.Buffer, indices: tuple[tirx.Expr, ...], guards: tuple[tirx.Expr, ...]
@@ -134,7 +162,10 @@ class ElementProgram:
                 return var
         if buffer in self._stages:
             stage = self._stages[buffer]
-            expression = self.add(stage.at(indices), guards)
+            if stage.reduced:
+                expression = self._reduction(stage, indices, guards)
+            else:
+                expression = self.add(stage.at(indices), guards)
             if isinstance(expression, tirx.Var):
                 return expression
             found = self._value(expression, guards)

@@ -15,6 +15,7 @@ from ..reduce_workload import constant
 from .arrange import best_lanes, injective_spaces
 from .device import KINDS, GPUInfo
 from .index_math import ceildiv, i64, simplified
+from .iteration_space import IterationSpace
 from .kernel_function import write_function
 from .lane_access import Lanes
 from .point_kernel import Views, write_points
@@ -40,12 +41,17 @@ class Elementwise(GPUScheduleRule):
         if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
             return None
         spaces = injective_spaces(func)
-        if not spaces:
-            return None
-        gpu = GPUInfo.from_target(target)
-        plans = [best_lanes(space) for space in spaces if constant(space.size) != 0]
-        kernel = write_function(func, gpu, "Elementwise", lambda: write_lanes(func, plans, gpu))
-        return s_tir.Schedule(tvm.IRModule({"main": kernel}))
+        return write_spaces(func, spaces, target, "Elementwise") if spaces else None
+
+
+def write_spaces(
+    func: tirx.PrimFunc, spaces: Sequence[IterationSpace], target: Target, rule: str
+) -> s_tir.Schedule:
+    """The kernel of some spaces, each in its best order and with its best vectors."""
+    gpu = GPUInfo.from_target(target)
+    plans = [best_lanes(space) for space in spaces if constant(space.size) != 0]
+    kernel = write_function(func, gpu, rule, lambda: write_lanes(func, plans, gpu))
+    return s_tir.Schedule(tvm.IRModule({"main": kernel}))
 
 
 def write_lanes(func: tirx.PrimFunc, plans: Sequence[Lanes], gpu: GPUInfo) -> None:

@@ -87,11 +87,13 @@ class IterationSpace:
     def linear(self, access: Read | Store) -> Linear | None:
         """Factor of each axis in the row-major position, and the rest; None if it is not linear."""
         index = self.position(access)
-        used = [axis for axis in self.axes if uses(index, axis)]
+        present = variables(index)
+        used = [axis for axis in self.axes if axis in present]
         if not used:
             return tuple(as_expr(0) for _ in self.axes), index
         found = sym.detect_linear_equation(index, used)
-        if not found or any(uses(part, axis) for part in found for axis in used):
+        left = set().union(*map(variables, found)) if found else set(used)
+        if left & set(used):
             return None
         factors = dict(zip(used, found, strict=False))
         return tuple(factors.get(axis, as_expr(0)) for axis in self.axes), found[-1]
@@ -239,6 +241,13 @@ def as_expr(value: Extent) -> tirx.Expr:
 def uses(expression: tirx.Expr, var: tirx.Var) -> bool:
     """Whether a variable occurs in an expression."""
     return count_uses(expression, var) > 0
+
+
+def variables(expression: tirx.Expr) -> set[tirx.Var]:
+    """The variables in an expression."""
+    found: set[tirx.Var] = set()
+    tvm_ffi.structural_walk(expression, (ir.Var, found.add))
+    return found
 
 
 def count_uses(expression: tirx.Expr, var: tirx.Var) -> int:

@@ -11,9 +11,10 @@ import tvm_ffi
 from tvm import DataType, ir, sym, tirx
 
 from ..expression_walk import substitute
-from ..reduce_workload import constant, unravel
+from ..reduce_workload import constant
 from .element_program import Read, Value
-from .iteration_space import IterationSpace, Store, as_expr, uses
+from .index_math import subscripts
+from .iteration_space import IterationSpace, Store, as_expr, uses, variables
 from .vector_loads import WIDEST_LOAD
 
 SECTOR = 32  # bytes that the memory delivers at least
@@ -96,7 +97,7 @@ def _depends(
     expression: tirx.Expr,
 ) -> bool:
     moving = space.axes[-1:] if aligned else space.axes
-    return any(uses(expression, var) for var in (*moving, *varying))
+    return bool(variables(expression) & {*moving, *varying})
 
 
 def _kind(
@@ -112,7 +113,7 @@ def _kind(
         return "uniform", False
     linear = space.linear(access)
     follows = linear is not None and _is_row_major(space, linear[0])
-    if any(uses(index, var) for var in varying):
+    if variables(index) & varying:
         return "each", False
     if any(_varies(space, aligned, varying, guard, vector) for guard in access.guards):
         return "each", follows
@@ -138,14 +139,14 @@ def _varies(
     """Whether a condition may hold for some lanes only; a bound that is a multiple does not."""
     if not _depends(space, aligned, varying, guard):
         return False
-    if any(uses(guard, var) for var in varying):
+    if variables(guard) & varying:
         return True
     start, lane = tirx.Var("start", "int64"), tirx.Var("lane", "int64")
     analyzer = sym.Analyzer()
     analyzer.bind(start, ir.Range.from_min_extent(as_expr(0), as_expr(_FAR)))
     analyzer.bind(lane, ir.Range.from_min_extent(as_expr(0), as_expr(vector)))
     point = start * as_expr(vector) + lane
-    places = [point] if aligned else unravel(point, space.extents)
+    places = [point] if aligned else subscripts(point, space.extents)
     moving = space.axes[-1:] if aligned else space.axes
     guard = analyzer.simplify(substitute(guard, dict(zip(moving, places, strict=True))))
     return not all(_is_even(node, lane, vector) for node in _comparisons(guard, lane))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import tvm_ffi
 from tvm import ir, tirx
 
-from ..reduce_workload import Extent, constant
+from ..expression_walk import substitute
+from ..reduce_workload import Extent, constant, unravel
 from .element_program import ElementProgram
 from .iteration_space import IterationSpace, Store, as_expr, uses
 from .stages import Stage, as_type, read_stages
@@ -239,12 +240,12 @@ def _operand(
     outer = [tirx.Var(f"b{i}", "int64") for i in batch]
     row, inner = tirx.Var("row", "int64"), tirx.Var("k", "int64")
     places = dict(zip(batch, outer, strict=True))
-    places |= dict(zip(part, _subscripts(row, [shape[i] for i in part]), strict=True))
+    places |= dict(zip(part, unravel(row, [shape[i] for i in part]), strict=True))
     indices = [places.get(i, as_expr(0)) for i in range(len(shape))]
     moved = product.at(indices, factor)
-    others = {axis.var: as_expr(0) for axis in product.reduced}
-    others[k] = inner
-    moved = tirx_substitute(moved, others)
+    others = {axis.var: tirx.const(0, axis.var.ty.dtype) for axis in product.reduced}
+    others[k] = as_type(inner, str(k.ty.dtype))
+    moved = substitute(moved, others)
     program = ElementProgram(before)
     value = program.add(moved)
     value = value if str(value.ty.dtype) == dtype else value.astype(dtype)
@@ -252,15 +253,6 @@ def _operand(
     extents = (*(shape[i] for i in batch), rows, depth)
     space = IterationSpace((*outer, row, inner), extents, tuple(program.steps), ())
     return Operand(space, value, _rows_are_neighbours(space))
-
-
-def tirx_substitute(expression: tirx.Expr, values: dict[tirx.Var, tirx.Expr]) -> tirx.Expr:
-    """Replace variables, each by an expression brought to its type."""
-    from ..expression_walk import substitute
-
-    return substitute(
-        expression, {var: as_type(value, str(var.ty.dtype)) for var, value in values.items()}
-    )
 
 
 def _rows_are_neighbours(space: IterationSpace) -> bool:
@@ -285,7 +277,7 @@ def _epilogue(
     row, column = tirx.Var("m", "int64"), tirx.Var("n", "int64")
     places = dict(zip(axes.batch, outer, strict=True))
     for var, part in ((row, axes.m), (column, axes.n)):
-        places |= dict(zip(part, _subscripts(var, [shape[i] for i in part]), strict=True))
+        places |= dict(zip(part, unravel(var, [shape[i] for i in part]), strict=True))
     indices = tuple(places.get(i, as_expr(0)) for i in range(len(shape)))
     stored = accumulator.astype(str(product.output.dtype))
     program = ElementProgram([*before, *after], {product.output: stored})
@@ -299,12 +291,6 @@ def _epilogue(
     rows, columns = (_product([shape[i] for i in part]) for part in (axes.m, axes.n))
     extents = (*(shape[i] for i in axes.batch), rows, columns)
     return IterationSpace((*outer, row, column), extents, tuple(program.steps), tuple(stores))
-
-
-def _subscripts(index: tirx.Expr, extents: Sequence[Extent]) -> list[tirx.Expr]:
-    from ..reduce_workload import unravel
-
-    return unravel(index, extents)
 
 
 def _product(extents: Sequence[Extent]) -> Extent:

@@ -10,9 +10,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..branch import when
-from ..reduce_workload import Extent, constant, unravel
+from ..reduce_workload import Extent, constant
 from .device_ops import sync
-from .index_math import ceildiv, i64, simplified
+from .index_math import ceildiv, i64, simplified, subscripts
 from .lane_access import Lanes, classify
 from .matmul_config import TileConfig
 from .matmul_function import MatmulFunction, Operand
@@ -147,7 +147,7 @@ def write_tiles(
     one barrier, since shared memory holds two tiles of each factor.
     """
     place = [ceildiv(matmul.m, config.rows), ceildiv(matmul.n, config.columns)]
-    *batch, row_tile, column_tile = (T.bind(s) for s in unravel(block, [*matmul.batch, *place]))
+    *batch, row_tile, column_tile = (T.bind(s) for s in subscripts(block, [*matmul.batch, *place]))
     with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
         _Block(matmul, config, params, batch, row_tile, column_tile, thread).write()
 

@@ -11,8 +11,9 @@ from tvm.script.ir_builder import tirx as T
 
 from ..branch import when
 from ..expression_walk import substitute
-from ..reduce_workload import Extent, constant, unravel
+from ..reduce_workload import Extent, constant
 from .element_program import Read, Value
+from .index_math import subscripts
 from .iteration_space import IterationSpace, Store, as_expr
 from .lane_access import Lanes, classify
 from .vector_loads import WIDEST_LOAD
@@ -127,7 +128,7 @@ class PointWriter:
         TVM would put what is only bound to a name into every use of it.
         """
         values = [substitute(step.expression, names) for names in self._names]
-        if self.lanes.space.uses_of(step.var) < 2:
+        if not step.is_partial and self.lanes.space.uses_of(step.var) < 2:
             self.give(step.var, values)
             return
         count = self.lanes.vector if step.var in self.lanes.varying else 1
@@ -240,16 +241,16 @@ def _places(lanes: Lanes, start: tirx.Expr) -> list[list[tirx.Expr]]:
         return [[] for _ in range(vector)]
     if not lanes.is_aligned:
         points = [start * as_expr(vector) + as_expr(k) for k in range(vector)]
-        return [_bound(unravel(point, space.extents)) for point in points]
+        return [_bound(subscripts(point, space.extents)) for point in points]
     last = constant(space.extents[-1])
     assert last is not None, "vectors are aligned to constant extents"
     extents: list[Extent] = [*space.extents[:-1], last // vector]
-    *outer, inner = _bound(unravel(start, extents))
+    *outer, inner = _bound(subscripts(start, extents))
     return [[*outer, inner * as_expr(vector) + as_expr(k)] for k in range(vector)]
 
 
-def _bound(subscripts: Sequence[tirx.Expr]) -> list[tirx.Expr]:
-    return [s if constant(s) is not None else T.bind(s) for s in subscripts]
+def _bound(places: Sequence[tirx.Expr]) -> list[tirx.Expr]:
+    return [place if constant(place) is not None else T.bind(place) for place in places]
 
 
 def _chunks(vector: int, dtype: str) -> list[tuple[int, int]]:
