@@ -154,12 +154,13 @@ class _Reader:
     def _read_elementwise(self, block: s_tir.SBlock) -> None:
         store = _store(block)
         variables = tuple(iter_var.var for iter_var in block.iter_vars)
-        plain = len(store.indices) == len(variables) and all(
-            index.same_as(var) for index, var in zip(store.indices, variables, strict=True)
-        )
+        shape = tuple(_extent(v.dom.extent) for v in block.iter_vars)
+        subscripts = (
+            store.indices or variables[:1]
+        )  # a block of one element has a loop all the same
+        plain = len(subscripts) == len(variables) and all(map(_is_same, subscripts, variables))
         if not plain or any(int(v.iter_type) != 0 for v in block.iter_vars):
             raise _NotAGroupError
-        shape = tuple(_extent(v.dom.extent) for v in block.iter_vars)
         stage = max((self._stage_of(load) for load in loads(store.value)), default=-1)
         is_output = self._output(store.buffer) is not None
         definition = _Definition(variables, shape, store.value, stage)
@@ -207,20 +208,24 @@ class _Reader:
 
     def _inline(self, expression: tirx.Expr) -> tirx.Expr:
         """Replace reads of what the group computes; the expression depends on ``m`` and ``n``."""
+        inlined = self._expand(expression)
+        computed = {*self.results, *self.definitions, *self.lifted, *self.combined}
+        for load in loads(inlined):
+            if load.source in computed or load.source not in self.func.params:
+                raise _NotAGroupError  # a result at another place, or something unknown
+        return inlined
 
+    def _expand(self, expression: tirx.Expr) -> tirx.Expr:
         def replace(load: ir.TensorLoad) -> tirx.Expr:
             source = load.source
             if source in self.results:
                 place = _ravel(load.indices, source.shape)
-                if not self.analyzer.can_prove_equal(place, self.m):
-                    raise _NotAGroupError
-                return self.results[source]
+                is_here = self.analyzer.can_prove_equal(place, self.m)
+                return self.results[source] if is_here else load
             if source in self.definitions:
                 definition = self.definitions[source]
-                indices = dict(zip(definition.variables, load.indices, strict=True))
-                return self._inline(substitute(definition.value, indices))
-            if source not in self.func.params:
-                raise _NotAGroupError
+                indices = dict(zip(definition.variables, load.indices, strict=False))
+                return self._expand(substitute(definition.value, indices))
             return load
 
         return tvm_ffi.structural_map(expression, (ir.TensorLoad, replace))
@@ -288,6 +293,10 @@ def _loops(block: s_tir.SBlock) -> CanonicalLoops:
     workload = ReduceWorkload.from_json(str(block.annotations[ATTRIBUTE]))
     known = tuple(tirx.Var("extent", "int64") if e is None else e for e in shape)
     return CanonicalLoops(known, workload.axes)
+
+
+def _is_same(a: tirx.Expr, b: tirx.Expr) -> bool:
+    return a.same_as(b)
 
 
 def _extent(extent: tirx.Expr) -> Extent:

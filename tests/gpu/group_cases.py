@@ -53,7 +53,7 @@ class Group:
     def arguments(self, *inputs: np.ndarray) -> list[np.ndarray]:
         """The inputs, scratches, and outputs that hold something else than results."""
         values = dict(zip(self._params, inputs, strict=True))
-        given = [values[a] if a in values else a.copy() for a in self._arguments]
+        given = [a.copy() if isinstance(a, np.ndarray) else values[a] for a in self._arguments]
         extents = _bind(self.func.params, given)
         outputs = [
             np.full([_number(extent, extents) for extent in param.shape], 77).astype(
@@ -84,9 +84,9 @@ def _build(build: Build, types: Sequence[Type]) -> tvm.IRModule:
     with builder.function("main", params):
         with builder.dataflow():
             results = build(*params)
-            several = isinstance(results, list)
-            outputs = [builder.emit_output(value) for value in (results if several else [results])]
-        builder.emit_func_output(outputs if several else outputs[0])
+            stored = results if isinstance(results, list) else [results]
+            outputs = [builder.emit_output(value) for value in stored]
+        builder.emit_func_output(outputs if len(outputs) > 1 else outputs[0])
     return builder.get()
 
 
