@@ -13,6 +13,7 @@ from .fuse_conv2d import FuseConv2D
 from .fuse_epilogue import FuseEpilogue
 from .fuse_pack import FusePack
 from .fuse_reduction_producers import FuseReductionProducers
+from .fuse_reductions import FuseReductions
 from .fusion_decision import Decision, decide
 from .lift_weights import LiftWeights
 from .pack_layout import PackLayout
@@ -27,6 +28,7 @@ __all__ = [
     "FuseEpilogue",
     "FusePack",
     "FuseReductionProducers",
+    "FuseReductions",
     "LiftWeights",
     "PackLayout",
     "SimplifyInference",
