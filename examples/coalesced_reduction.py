@@ -63,7 +63,7 @@ def passes(rules: tuple[dlight.ScheduleRule, ...]) -> list[Pass]:
 
 def lower(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
     """Run the pipeline for a target."""
-    rules = gpu.RULES if target.kind.name == "cuda" else cpu.RULES
+    rules = cpu.RULES if target.kind.name == "llvm" else gpu.RULES
     with target:
         return tvm.transform.Sequential(passes(rules))(mod)
 

@@ -176,10 +176,11 @@ class HostCode:
         self._sizes.bind(var, tirx.const(value, str(var.ty.dtype)), allow_override=True)
 
     def _bytes(self, buffer: tirx.Var) -> int:
-        elements = 1
+        element = tvm.DataType(str(buffer.ty.dtype))  # perhaps a vector
+        elements = element.lanes
         for extent in buffer.ty.shape:
             elements *= self._evaluate(extent)
-        return elements * np.dtype(str(buffer.ty.dtype)).itemsize
+        return elements * -(-element.bits // 8)
 
     def _evaluate(self, expr: Any) -> Any:
         value = self._sizes.simplify(expr)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,7 @@ def compare(
     short = bool(contenders) and min(item.seconds for item in contenders) < SHORT
     _time_device(contenders, clock, plan, turns, short)
     if short:
+        _time_stream(contenders, clock, plan, turns)
         _time_host(contenders, clock, plan)
     return verdicts
 
@@ -139,13 +140,7 @@ def _time_device(
             samplers[title] = _scoped(sampler, contender.engine, clock)
         except Exception as error:  # as above
             contender.verdict.problem = reason(error)
-    taken, failed = interleave(samplers, plan.samples)
-    for contender in contenders:
-        title = contender.engine.title
-        if title in taken:
-            contender.verdict.device = Summary.of(taken[title])
-        elif title in failed:
-            contender.verdict.problem = failed[title]
+    _take(contenders, samplers, plan, "device")
 
 
 def _sampler(
@@ -191,6 +186,29 @@ def _ready_sampler(
     return sample
 
 
+def _time_stream(
+    contenders: Sequence[Contender], clock: Clock, plan: Plan, turns: Rotation
+) -> None:
+    """Device time without graphs, of the engines that had one."""
+
+    def sampler(launcher: Launcher) -> Callable[[], float]:
+        def launch_all() -> list[Any]:
+            return [launcher.launch(number % turns.sets) for number in range(turns.launches)]
+
+        def sample() -> float:
+            clock.flush()
+            return clock.seconds(launch_all) / turns.launches
+
+        return sample
+
+    samplers = {
+        item.engine.title: _scoped(sampler(item.launcher), item.engine, clock)
+        for item in contenders
+        if item.verdict.how == "graph" and not item.verdict.problem
+    }
+    _take(contenders, samplers, plan, "stream")
+
+
 def _time_host(contenders: Sequence[Contender], clock: Clock, plan: Plan) -> None:
     """Seconds that a caller waits for one result on an idle device."""
 
@@ -209,11 +227,21 @@ def _time_host(contenders: Sequence[Contender], clock: Clock, plan: Plan) -> Non
         for item in contenders
         if not item.verdict.problem
     }
+    _take(contenders, samplers, plan, "host")
+
+
+def _take(
+    contenders: Sequence[Contender],
+    samplers: Mapping[str, Callable[[], float]],
+    plan: Plan,
+    field: str,
+) -> None:
+    """Sample in turns, and put the summaries into a field of the verdicts."""
     taken, failed = interleave(samplers, plan.samples)
     for contender in contenders:
         title = contender.engine.title
         if title in taken:
-            contender.verdict.host = Summary.of(taken[title])
+            setattr(contender.verdict, field, Summary.of(taken[title]))
         elif title in failed:
             contender.verdict.problem = failed[title]
 

@@ -76,6 +76,28 @@ def results_table(results: Sequence[Result], limit: float, title: str) -> Table:
     return table
 
 
+def launches_table(results: Sequence[Result], title: str) -> Table:
+    """One row a short case: microseconds of a launch by each engine, from a graph and without."""
+    short = [result for result in results if any(v.stream for v in result.verdicts)]
+    engines = list(dict.fromkeys(v.engine for result in short for v in result.verdicts))
+    table = Table(title=title)
+    table.add_column("case")
+    for engine in engines:
+        table.add_column(f"{engine}, graph", justify="right")
+        table.add_column("stream", justify="right")
+    for result in short:
+        row = [result.case.name]
+        for engine in engines:
+            verdict = next(v for v in result.verdicts if v.engine == engine)
+            times = (verdict.device, verdict.stream)
+            row += ["" if time is None else f"{time.median * 1e6:.1f}" for time in times]
+        table.add_row(*row)
+    table.caption = (
+        "Device microseconds of a launch, median; stream: with the gaps between launches."
+    )
+    return table
+
+
 def cell(verdict: Verdict, moved: int, limit: float) -> str:
     """What the table says of one engine on one case."""
     if verdict.problem:
@@ -146,6 +168,35 @@ def draw(results: Sequence[Result], limit: float, title: str, path: Path) -> Non
     pyplot.close(figure)
 
 
+def draw_bars(results: Sequence[Result], title: str, path: Path) -> None:
+    """Plot microseconds of short cases as bars, those from graphs above those without."""
+    figure, panels = pyplot.subplots(2, 1, figsize=(16, 9), dpi=110, sharex=True)
+    engines = list(dict.fromkeys(v.engine for result in results for v in result.verdicts))
+    width = 0.8 / max(1, len(engines))
+    for axes, field, label in zip(
+        panels, ("device", "stream"), ("from a graph, or long", "without graphs"), strict=True
+    ):
+        for place, engine in enumerate(engines):
+            times = [
+                (number + place * width, getattr(verdict, field).median * 1e6)
+                for number, result in enumerate(results)
+                for verdict in result.verdicts
+                if verdict.engine == engine and getattr(verdict, field) is not None
+            ]
+            axes.bar([x for x, _ in times], [y for _, y in times], width, label=engine)
+        axes.set(yscale="log", ylabel=f"device us of a launch, {label}")
+        axes.grid(alpha=0.2, axis="y")
+    panels[0].legend(fontsize=7)
+    middle = width * (len(engines) - 1) / 2
+    names = [result.case.name for result in results]
+    panels[1].set_xticks([number + middle for number in range(len(names))], names)
+    figure.suptitle(title)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_aside(path, lambda aside: figure.savefig(aside, format="png"))
+    pyplot.close(figure)
+
+
 def percents(
     results: Iterable[Result], form: str, engine: str, limit: float
 ) -> list[tuple[float, float]]:
@@ -171,8 +222,8 @@ def power_medians(points: Iterable[tuple[float, float]]) -> list[tuple[float, fl
 
 def _verdict(entry: Mapping[str, Any]) -> Verdict:
     fields = {key: value for key, value in entry.items() if key != "bytes_per_second"}
-    for key in ("device", "host"):
-        if fields[key] is not None:
+    for key in ("device", "stream", "host"):
+        if fields.get(key) is not None:
             fields[key] = Summary(**fields[key])
     for key in ("error", "bound"):
         fields[key] = float(fields[key])
