@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
+
+from .device import GPUInfo
 
 
 def write_function(func: tirx.PrimFunc, body: Callable[[], None]) -> tirx.PrimFunc:
@@ -32,3 +35,14 @@ def write_function(func: tirx.PrimFunc, body: Callable[[], None]) -> tirx.PrimFu
                 body()
     written = builder.get()  # named by the builder; the module knows the function by its variable
     return written if "global_symbol" in func.attrs else written.without_attr("global_symbol")
+
+
+def resident_blocks(gpu: GPUInfo, count: int) -> AbstractContextManager:
+    """Ask for registers so that ``count`` blocks share a multiprocessor, inside the launch.
+
+    Left to itself, the compiler of CUDA spills some for the sake of more blocks. OpenCL has no
+    such request.
+    """
+    if gpu.kind != "cuda" or count < 1:
+        return nullcontext()
+    return T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", count)
