@@ -15,7 +15,7 @@ import onnx
 import pytest
 import tvm
 import tvm_ffi
-from gpu_onnx import attention, convolutions
+from gpu_onnx import attention, convolutions, sorting
 from onnx_reference import assert_same, random_feed, run_onnx
 from relax_on_pocl import RelaxOnPoCL
 from small_onnx import small_model
@@ -80,6 +80,14 @@ def test_every_kernel_becomes_machine_code(name: str) -> None:
         assert 0 < resources.registers <= 255, kernel
         assert resources.spill_stores == resources.spill_loads == 0, kernel
         assert resources.shared <= 49152, kernel
+
+
+def test_what_comes_with_its_own_kernels_becomes_machine_code() -> None:
+    target = resolve(CUDA)
+    mod = pipeline.optimize(import_onnx(sorting()).mod, target)
+    assert "none" in {use.rule for use in kernel_uses(mod)}
+    executable, _ = pipeline.build_apart(mod, target)
+    assert compile_kernels(executable, "sm_90")
 
 
 def test_shapes_are_computed_before_the_model_runs() -> None:
