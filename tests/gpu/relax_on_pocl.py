@@ -42,7 +42,8 @@ class RelaxOnPoCL:
     Attributes
     ----------
     launches : list[Launch]
-        Every launch of the last call, in order; names of kernels begin with that of their function.
+        Every launch of the last call, in order; names of kernels begin with that of their function
+        (its first 150 letters).
 
     Raises
     ------
@@ -102,7 +103,9 @@ class RelaxOnPoCL:
                     f"{name} launches no kernel: no schedule rule took it; expected all functions "
                     "of the module scheduled for a GPU, or those of the host marked for it"
                 )
-            func = func.with_attr("global_symbol", name)
+            # PoCL names files after kernels.
+            symbol = name if len(name) <= 150 else f"{name[:150]}_{len(self._functions)}"
+            func = func.with_attr("global_symbol", symbol)
             self._functions[name] = _Function(func, inputs.get(name, len(func.params)))
             call = tirx.call_packed(self._entry, name, *func.params)
             back = tirx.PrimFunc(func.params, tirx.Evaluate(_of_bits(call)), func.ret_type)
