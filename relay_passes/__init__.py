@@ -6,7 +6,6 @@ import tvm_ffi
 from schedules import errors
 
 from . import op
-from .annotate_gathers import AnnotateGathers
 from .choose_winograd import ChooseWinograd
 from .coalesce_reduction import CoalesceReduction
 from .decompose_normalization import DecomposeNormalization
@@ -21,7 +20,6 @@ from .pack_layout import PackLayout
 from .simplify_inference import SimplifyInference
 
 __all__ = [
-    "AnnotateGathers",
     "ChooseWinograd",
     "CoalesceReduction",
     "Decision",

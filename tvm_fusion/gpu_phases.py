@@ -14,7 +14,6 @@ from tvm.s_tir import dlight
 from tvm.target import Target
 
 from relay_passes import (
-    AnnotateGathers,
     CoalesceReduction,
     DecomposeNormalization,
     FuseConv2D,
@@ -65,7 +64,6 @@ def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:
             *gpu_generic.library_dispatch_passes(target),
             transform.LegalizeOps(),
             transform.AnnotateTIROpPattern(),
-            AnnotateGathers(),
             FuseReductions(target),
             FuseReductionProducers(),
             transform.FuseOps(),

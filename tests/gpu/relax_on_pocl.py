@@ -42,8 +42,7 @@ class RelaxOnPoCL:
     Attributes
     ----------
     launches : list[Launch]
-        Every launch of the last call, in order; names of kernels begin with that of their function
-        (its first 150 letters).
+        Every launch of the last call, in order; names of kernels begin with that of their function.
 
     Raises
     ------
@@ -103,9 +102,7 @@ class RelaxOnPoCL:
                     f"{name} launches no kernel: no schedule rule took it; expected all functions "
                     "of the module scheduled for a GPU, or those of the host marked for it"
                 )
-            # PoCL names files after kernels.
-            symbol = name if len(name) <= 150 else f"{name[:150]}_{len(self._functions)}"
-            func = func.with_attr("global_symbol", symbol)
+            func = func.with_attr("global_symbol", name)
             self._functions[name] = _Function(func, inputs.get(name, len(func.params)))
             call = tirx.call_packed(self._entry, name, *func.params)
             back = tirx.PrimFunc(func.params, tirx.Evaluate(_of_bits(call)), func.ret_type)
