@@ -230,8 +230,9 @@ class ReductionGroups:
     def _is_kernel(self, group: ReductionGroup) -> bool:
         """Whether calls of one space can be one kernel, and shall be."""
         members = group.members
-        inputs = self._inputs(members)
-        if max(len(group.reductions), count_tensors(inputs)) > MAX_TENSORS:
+        direct = {e for var in members for e in self.calls.tensors(var) if e not in members}
+        inputs = min(count_tensors(direct), count_tensors(self._inputs(members)))
+        if max(len(group.reductions), inputs) > MAX_TENSORS:
             return False
         if not all(self._agrees(group.space, var, members) for var in group.rows | group.tiles):
             return False
