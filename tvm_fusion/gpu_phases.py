@@ -33,7 +33,6 @@ STOCK_RULES: tuple[dlight.ScheduleRule, ...] = (
     dlight.gpu.GEMV(),
     dlight.gpu.Reduction(),
     dlight.gpu.GeneralReduction(),
-    dlight.gpu.Transpose(),
     dlight.gpu.Fallback(),
 )
 """TVM's own rules, for what ours do not take; the last one takes anything."""
