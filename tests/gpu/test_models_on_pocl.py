@@ -1,36 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small versions of all models of ``examples/``, run on PoCL by TVM's virtual machine."""
+"""Convolutional networks with small images, run on PoCL; kernels that the passes save."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 from relax_on_pocl import RelaxOnPoCL
 from tvm import relax
 
-from examples.mobilenet_v3 import mobilenet_v3_large
 from examples.models import MODELS as NETWORKS
 from examples.onnx_builder import random_inputs
-from examples.transformers import bert_base, gpt2
-from examples.vgg import vgg_16
-from examples.wide_and_deep import wide_and_deep
+from examples.zoo import ZOO
 from tvm_fusion.frontend import import_onnx
 from tvm_fusion.launches import kernel_uses
 from tvm_fusion.pipeline import Options, phases, run_phases
 from tvm_fusion.target import resolve
 
-MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
-    "bert": lambda: bert_base(2, 17, layers=2, width=60, heads=4, vocabulary=101),
-    "gpt2": lambda: gpt2(2, 19, layers=2, width=60, heads=4, vocabulary=103),
-    "wide_and_deep": lambda: wide_and_deep(3, rows=50, embedding=5, layers=(33, 17)),
-    "mobilenet_v3": lambda: mobilenet_v3_large(1, 40),
-    "vgg_16": lambda: vgg_16(1, 32, width=6, features=37),
-    **{name: lambda build=build: build(1, 40) for name, build in NETWORKS.items()},  # type: ignore[misc]
+TRANSFORMER = {"batch": 2, "sequence": 17, "layers": 2, "width": 60, "heads": 4, "vocabulary": 99}
+SIZES: dict[str, dict[str, Any]] = {
+    "bert_base": TRANSFORMER,
+    "gpt2": TRANSFORMER,
+    "wide_and_deep": {"batch": 3, "rows": 50, "embedding": 5, "layers": (33, 17)},
+    "mobilenet_v3_large": {"image_size": 40},
+    "vgg_16": {"image_size": 32, "width": 6, "features": 37},
+    **{name: {"image_size": 40} for name in NETWORKS},
 }
+CONVOLUTIONAL = [name for name, sizes in SIZES.items() if "image_size" in sizes]
 REDUCTIONS = (
     "DecomposeNormalization",
     "CoalesceReduction",
@@ -46,9 +44,9 @@ def launches(mod) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CONVOLUTIONAL)
 def test_the_numbers_are_those_of_onnx_runtime(name: str, rng: np.random.Generator) -> None:
-    model = MODELS[name]()
+    model = ZOO[name](**SIZES[name])
     imported = import_onnx(model)
     mod = run_phases(imported.mod, TARGET, phases(TARGET, Options()))
     run = RelaxOnPoCL(mod, TARGET)
@@ -61,13 +59,13 @@ def test_the_numbers_are_those_of_onnx_runtime(name: str, rng: np.random.Generat
     assert len(run.launches) == launches(mod)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "wide_and_deep", "mobilenet_v3"])
+@pytest.mark.parametrize("name", ["bert_base", "gpt2", "wide_and_deep", "mobilenet_v3_large"])
 def test_the_passes_for_reductions_save_kernels(name: str) -> None:
     plan = phases(TARGET, Options())
     without = {
         phase: [step for step in steps if str(step.info.name) not in REDUCTIONS]
         for phase, steps in plan.items()
     }
-    imported = import_onnx(MODELS[name]()).mod
+    imported = import_onnx(ZOO[name](**SIZES[name])).mod
     with_them, fewer = (launches(run_phases(imported, TARGET, each)) for each in (plan, without))
     assert with_them < fewer
