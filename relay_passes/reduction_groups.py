@@ -34,7 +34,7 @@ from schedules.reduce_workload import constant
 
 from .block_order import BlockOrder
 from .element_function import ElementFunction
-from .reduction_producers import MAX_TENSORS, Absorption, count_tensors
+from .reduction_producers import MAX_TENSORS, Absorption, count_large
 from .row_space import ROW, TILE, RowSpace
 from .tir_calls import TIRCalls, count_bytes, count_elements, item_bytes
 
@@ -231,7 +231,8 @@ class ReductionGroups:
         """Whether calls of one space can be one kernel, and shall be."""
         members = group.members
         direct = {e for var in members for e in self.calls.tensors(var) if e not in members}
-        inputs = min(count_tensors(direct), count_tensors(self._inputs(members)))
+        elements = self._elements(group)
+        inputs = min(count_large(read, elements) for read in (direct, self._inputs(members)))
         if max(len(group.reductions), inputs) > MAX_TENSORS:
             return False
         if not all(self._agrees(group.space, var, members) for var in group.rows | group.tiles):
@@ -260,11 +261,13 @@ class ReductionGroups:
     def _large_inputs(self, group: ReductionGroup) -> frozenset[relax.Expr]:
         """What a group reads of as many elements as it reduces, or more."""
         if group not in self._large:
-            data = next(iter(group.reductions))
-            least = count_elements(self.calls.tensors(data)[0])
-            inputs = self._inputs(group.members)
+            least, inputs = self._elements(group), self._inputs(group.members)
             self._large[group] = frozenset(e for e in inputs if count_elements(e) >= least)
         return self._large[group]
+
+    def _elements(self, group: ReductionGroup) -> int:
+        """``M`` times ``N``, as a number."""
+        return count_elements(self.calls.tensors(next(iter(group.reductions)))[0])
 
     def _inputs(self, members: Collection[relax.Var]) -> set[relax.Expr]:
         """What calls and the producers that only they read, read from outside."""
