@@ -118,6 +118,7 @@ class ReductionGroups:
         self._functions: dict[relax.Expr, ElementFunction | None] = {}
         self._members: dict[relax.Var, frozenset[relax.Var]] = {}
         self._large: dict[ReductionGroup, frozenset[relax.Expr]] = {}
+        self._input_spans: dict[ReductionGroup, dict[relax.Expr, tuple[int, float, int]]] = {}
         self._agreed: dict[tuple[relax.Var, frozenset[relax.Var]], bool] = {}
         for var in order.bindings:
             if var in calls.reductions:
@@ -214,10 +215,12 @@ class ReductionGroups:
         self, group: ReductionGroup, other: ReductionGroup, kept_bytes: float = math.inf
     ) -> bool:
         """Put the members of another group into ``group``, if that can be one kernel."""
-        if group.finish != other.finish or not group.space.is_same(other.space):
+        too_many = len(group.reductions) + len(other.reductions) > MAX_TENSORS
+        if too_many or group.finish != other.finish or not group.space.is_same(other.space):
             return False
-        united = group.united(other)
-        return self._bytes_kept_longer(united) <= kept_bytes and self._replace(group, united)
+        if kept_bytes < math.inf and self._bytes_kept_longer(group, other) > kept_bytes:
+            return False
+        return self._replace(group, group.united(other))
 
     def _replace(self, group: ReductionGroup, larger: ReductionGroup) -> bool:
         """Put a larger group in the place of one, if it can be one kernel."""
@@ -233,7 +236,7 @@ class ReductionGroups:
         direct = {e for var in members for e in self.calls.tensors(var) if e not in members}
         elements = self._elements(group)
         inputs = min(count_large(read, elements) for read in (direct, self._inputs(members)))
-        if max(len(group.reductions), inputs) > MAX_TENSORS:
+        if inputs > MAX_TENSORS:
             return False
         if not all(self._agrees(group.space, var, members) for var in group.rows | group.tiles):
             return False
@@ -287,14 +290,25 @@ class ReductionGroups:
                     inputs.add(tensor)
         return inputs
 
-    def _bytes_kept_longer(self, group: ReductionGroup) -> int:
+    def _bytes_kept_longer(self, *groups: ReductionGroup) -> int:
         """Bytes of inputs that others have done with before the last input is there."""
-        position = self.order.position
-        inputs = {tensor for tensor in self._inputs(group.members) if tensor in position}
-        last = max((position[tensor] for tensor in inputs), default=0)
-        return sum(
-            count_bytes(tensor)
-            for tensor in inputs
-            if isinstance(tensor, relax.DataflowVar)
-            and max(position[user] for user in self.calls.users[tensor]) < last
-        )
+        spans = {tensor: span for group in groups for tensor, span in self._spans(group).items()}
+        last = max((first for first, _, _ in spans.values()), default=0)
+        return sum(size for _, end, size in spans.values() if end < last)
+
+    def _spans(self, group: ReductionGroup) -> dict[relax.Expr, tuple[int, float, int]]:
+        """Where inputs are computed and read for the last time, and their bytes."""
+        if group not in self._input_spans:
+            position, users = self.order.position, self.calls.users
+            self._input_spans[group] = {
+                tensor: (
+                    position[tensor],
+                    max(position[user] for user in users[tensor])
+                    if isinstance(tensor, relax.DataflowVar)
+                    else math.inf,
+                    count_bytes(tensor),
+                )
+                for tensor in self._inputs(group.members)
+                if tensor in position
+            }
+        return self._input_spans[group]

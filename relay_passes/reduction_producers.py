@@ -110,20 +110,20 @@ class Absorption:
         self._copies = copies
         self.taken = set(candidates) - self.kernels.keys()
         order = [var for var in self.calls.injective if var in self.taken]
-        self._drop_unread(order, copies)
-        refused: relax.Var | None = order[0] if order else None
-        while refused is not None:
-            refused = None
+        for var in reversed(order):
+            if not self._is_needed(var):
+                self._drop(var)
+        changed = True
+        while changed:
+            changed = False
             for var in order:
                 if var in self.taken and self._refuses(var):
-                    refused = var
                     self._drop(var)
-                    self._drop_unread(order, copies)
-            if refused is None:
-                refused = self._one_too_many()
-                if refused is not None:
-                    self._drop(refused)
-                    self._drop_unread(order, copies)
+                    changed = True
+            excess = None if changed else self._one_too_many()
+            if excess is not None:
+                self._drop(excess)
+                changed = True
 
     def producers_of(self, members: Iterable[relax.Var]) -> list[relax.Var]:
         """What a kernel of these calls absorbs, in the order of the block."""
@@ -152,17 +152,21 @@ class Absorption:
                     return True
         return False
 
-    def _drop_unread(self, order: list[relax.Var], copies: bool) -> None:
-        for var in reversed(order):
-            if var in self.taken:
-                users = self.calls.users.get(var, set())
-                inside = sum(user in self.taken or user in self.kernels for user in users)
-                if not inside or (inside < len(users) and not copies):
-                    self._drop(var)
+    def _is_needed(self, var: relax.Var) -> bool:
+        """Whether enough readers of a producer are in kernels."""
+        users = self.calls.users.get(var, set())
+        inside = sum(user in self.taken or user in self.kernels for user in users)
+        return inside > 0 and (self._copies or inside == len(users))
 
     def _drop(self, var: relax.Var) -> None:
-        self.taken.discard(var)
+        """Keep a producer apart, and those that no kernel needs any more."""
         self._kept.clear()
+        queue = [var]
+        while queue:
+            current = queue.pop()
+            self.taken.discard(current)
+            before = [e for e in self.calls.tensors(current) if e in self.taken]
+            queue += [e for e in before if not self._is_needed(e)]
 
     def _refuses(self, var: relax.Var) -> bool:
         """Whether one of the rules keeps a producer apart."""
