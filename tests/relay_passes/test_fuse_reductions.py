@@ -587,6 +587,14 @@ def test_functions_of_other_passes_stay():
     tvm.ir.assert_structural_equal(FuseReductions(H100)(before), before)
 
 
+def test_functions_that_are_scheduled_already_stay():
+    before = legal(several(lambda emit, x: [softmax(emit, x)], data(5, 17)))
+    exp = before.get_global_var("tir_exp")
+    before.update_func(exp, before[exp].with_attr("tirx.is_scheduled", True))
+    groups = read_reduction_report(group(before))["groups"]
+    assert [entry["members"] for entry in groups] == [["subtract"], ["divide"]]
+
+
 def test_code_outside_dataflow_blocks_stays():
     @I.ir_module
     class Outside:
