@@ -82,7 +82,7 @@ def _store_elements(
     def visit(n: tirx.Expr, lane: Lane, vector: int) -> None:
         values = [[put_into(value, k) for value in lane(k)] for k in range(vector)]
         for number, element in enumerate(elements):
-            _store(ctx, element, m, n, [T.bind(row[number]) for row in values])
+            _store(ctx, element, m, n, [row[number] for row in values])
 
     visit_row([element.value for element in elements], visit)
 
