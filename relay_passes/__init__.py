@@ -6,6 +6,7 @@ import tvm_ffi
 from schedules import errors
 
 from . import op
+from .annotate_gathers import AnnotateGathers
 from .choose_winograd import ChooseWinograd
 from .coalesce_reduction import CoalesceReduction
 from .decompose_normalization import DecomposeNormalization
@@ -17,9 +18,11 @@ from .fuse_reductions import FuseReductions
 from .fusion_decision import Decision, decide
 from .lift_weights import LiftWeights
 from .pack_layout import PackLayout
+from .shorten_names import ShortenNames
 from .simplify_inference import SimplifyInference
 
 __all__ = [
+    "AnnotateGathers",
     "ChooseWinograd",
     "CoalesceReduction",
     "Decision",
@@ -31,6 +34,7 @@ __all__ = [
     "FuseReductions",
     "LiftWeights",
     "PackLayout",
+    "ShortenNames",
     "SimplifyInference",
     "decide",
     "op",

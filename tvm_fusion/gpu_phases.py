@@ -14,6 +14,7 @@ from tvm.s_tir import dlight
 from tvm.target import Target
 
 from relay_passes import (
+    AnnotateGathers,
     CoalesceReduction,
     DecomposeNormalization,
     FuseConv2D,
@@ -21,6 +22,7 @@ from relay_passes import (
     FuseReductionProducers,
     FuseReductions,
     PackLayout,
+    ShortenNames,
     SimplifyInference,
 )
 from schedules import gpu
@@ -64,11 +66,13 @@ def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:
             *gpu_generic.library_dispatch_passes(target),
             transform.LegalizeOps(),
             transform.AnnotateTIROpPattern(),
+            AnnotateGathers(),
             FuseReductions(target),
             FuseReductionProducers(),
             transform.FuseOps(),
             transform.FuseTIR(),
             transform.DeadCodeElimination(),
+            ShortenNames(),
         ],
         "schedule": [schedule_by(*gpu.RULES, *STOCK_RULES), RequireKernels()],
     }

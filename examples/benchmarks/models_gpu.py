@@ -48,11 +48,7 @@ from examples.benchmarks.gpu.model_engines import model_engines  # noqa: E402
 from examples.benchmarks.gpu.protocol import Plan, Rotation, Verdict, reason  # noqa: E402
 from examples.benchmarks.gpu.relax_build import cuda_texts  # noqa: E402
 from examples.benchmarks.reductions_gpu import comparable, make_console  # noqa: E402
-from examples.mobilenet_v3 import mobilenet_v3_large  # noqa: E402
-from examples.models import resnet_50  # noqa: E402
-from examples.transformers import bert_base, gpt2  # noqa: E402
-from examples.vgg import vgg_16  # noqa: E402
-from examples.wide_and_deep import wide_and_deep  # noqa: E402
+from examples.zoo import ZOO  # noqa: E402
 from tvm_fusion.cli_output import progress_bar  # noqa: E402
 from tvm_fusion.gpu_phases import stock_phases  # noqa: E402
 from tvm_fusion.json_text import json_text  # noqa: E402
@@ -60,14 +56,14 @@ from tvm_fusion.json_text import json_text  # noqa: E402
 NO_GPU = 2
 OURS, WITHOUT = "tvm-fusion", "without reduction passes"
 MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
-    "bert_base": bert_base,
-    "gpt2": gpt2,
-    "wide_and_deep": lambda: wide_and_deep(batch=512),
-    "mobilenet_v3": mobilenet_v3_large,
-    "vgg_16": vgg_16,
-    "resnet_50": resnet_50,
+    "bert_base": ZOO["bert_base"],
+    "gpt2": ZOO["gpt2"],
+    "wide_and_deep": lambda: ZOO["wide_and_deep"](batch=512),
+    "mobilenet_v3_large": ZOO["mobilenet_v3_large"],
+    "vgg_16": ZOO["vgg_16"],
+    "resnet_50": ZOO["resnet_50"],
 }
-QUICK = ("bert_base", "mobilenet_v3")
+QUICK = ("bert_base", "mobilenet_v3_large")
 INPUT_SETS = 4
 
 Results = dict[str, list[Verdict]]

@@ -13,7 +13,7 @@ from tvm.target import Target
 
 from ..expression_walk import loads
 from ..reduce_workload import constant
-from .kernel_function import RULE
+from .kernel_function import RULE, SCATTERED
 
 LONGEST_LOOP = 64
 FEWEST_THREADS = 1024
@@ -36,6 +36,8 @@ class KernelAudit:
         it is symbolic.
     is_scheduled : bool
         Whether the code runs in threads of the device at all.
+    is_scattered : bool
+        Whether the rule found no order in which neighbouring threads access neighbours.
     """
 
     function: str
@@ -44,6 +46,7 @@ class KernelAudit:
     threads: int | None = 1
     serial: int | None = 1
     is_scheduled: bool = True
+    is_scattered: bool = False
 
     @property
     def is_slow(self) -> bool:
@@ -62,7 +65,9 @@ class KernelAudit:
         )
         serial = "n" if self.serial is None else str(self.serial)
         slow = "; too few threads" if self.is_slow else ""
-        return f"{self.function}: {self.rule or '?'}, {size} threads, loops of {serial}{slow}"
+        scattered = "; scattered accesses" if self.is_scattered else ""
+        rule = self.rule or "?"
+        return f"{self.function}: {rule}, {size} threads, loops of {serial}{slow}{scattered}"
 
 
 class Recorded(ScheduleRule):
@@ -125,7 +130,7 @@ def audit_function(name: str, func: tirx.PrimFunc) -> list[KernelAudit]:
     rule = str(func.attrs.get(RULE, ""))
     kernels = []
     for launch in _launches(func.body):
-        kernel = KernelAudit(name, rule)
+        kernel = KernelAudit(name, rule, is_scattered=bool(func.attrs.get(SCATTERED, False)))
         if _extent(launch) is None:
             kernels.append(replace(kernel, is_scheduled=False, serial=_serial(launch, 1)))
             continue

@@ -16,8 +16,8 @@ from .arrange import best_lanes, injective_spaces
 from .device import KINDS, GPUInfo
 from .index_math import ceildiv, i64, simplified
 from .iteration_space import IterationSpace
-from .kernel_function import write_function
-from .lane_access import Lanes
+from .kernel_function import SCATTERED, write_function
+from .lane_access import Lanes, is_scattered
 from .point_kernel import Views, write_points
 
 _LARGEST_BLOCK = 256
@@ -51,6 +51,8 @@ def write_spaces(
     gpu = GPUInfo.from_target(target)
     plans = [best_lanes(space) for space in spaces if constant(space.size) != 0]
     kernel = write_function(func, gpu, rule, lambda: write_lanes(func, plans, gpu))
+    if any(is_scattered(plan) for plan in plans):
+        kernel = kernel.with_attr(SCATTERED, True)
     return s_tir.Schedule(tvm.IRModule({"main": kernel}))
 
 

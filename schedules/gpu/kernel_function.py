@@ -15,6 +15,8 @@ from .device import GPUInfo
 
 RULE = "tvm_fusion.rule"
 """Attribute of a scheduled function: the rule that wrote it."""
+SCATTERED = "tvm_fusion.scattered"
+"""Attribute of one whose neighbouring threads cannot all read and write neighbouring elements."""
 
 
 def write_function(

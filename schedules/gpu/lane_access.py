@@ -226,14 +226,24 @@ def warp_cost(lanes: Lanes) -> float:
 
 
 def is_scattered(lanes: Lanes) -> bool:
-    """Whether some access moves more than twice the sectors that its elements fill."""
+    """Whether a warp moves more than twice the sectors that its elements of some tensor fill.
+
+    Reads at places that are themselves read from memory do not count.
+    """
     points = WARP * lanes.vector
+    steps = {step.var for step in lanes.space.steps}
+    touched: dict[tirx.Buffer, list[np.ndarray]] = {}
     for _, access in _named(lanes.space):
-        item = DataType(str(access.buffer.dtype)).bits // 8 or 1
-        if lanes.space.linear(access) is None:
+        linear = lanes.space.linear(access)
+        if linear is None or any(variables(index) & steps for index in access.indices):
             continue
-        address = np.unique(_addresses(lanes.space, access, points) * item)
-        if len(np.unique(address // SECTOR)) > 2 * max(1, -(-len(address) * item // SECTOR)):
+        offset = constant(linear[1]) or 0
+        address = _addresses(lanes.space, access, points) + offset
+        touched.setdefault(access.buffer, []).append(address)
+    for buffer, parts in touched.items():
+        item = DataType(str(buffer.dtype)).bits // 8 or 1
+        address = np.unique(np.concatenate(parts) * item)
+        if len(np.unique(address // SECTOR)) > 2 * max(2, -(-len(address) * item // SECTOR)):
             return True
     return False
 

@@ -207,21 +207,22 @@ def _assemble(
 
 
 def _read_in_place(product: Stage, after: Sequence[Stage]) -> bool:
-    """Whether all later stages have the product's shape and read it where they write."""
-    same = {product.output}
+    """Whether what follows from the product has its shape and reads it where it writes."""
+    follow = {product.output}
     for stage in after:
-        if not tvm_ffi.structural_equal(list(stage.output.shape), list(product.output.shape)):
-            return False
         found: list[ir.TensorLoad] = []
         tvm_ffi.structural_walk(stage.value, (ir.TensorLoad, found.append))
-        for load in found:
-            if load.source not in same:
-                continue
+        read = [load for load in found if load.source in follow]
+        if not read:
+            continue
+        if not tvm_ffi.structural_equal(list(stage.output.shape), list(product.output.shape)):
+            return False
+        for load in read:
             for index, axis in zip(load.indices, stage.axes, strict=True):
                 is_unit = constant(axis.dom.extent) == 1 and constant(index) == 0
                 if not is_unit and not axis.var.same_as(index):
                     return False
-        same.add(stage.output)
+        follow.add(stage.output)
     return True
 
 
@@ -281,13 +282,12 @@ def _epilogue(
     indices = tuple(places.get(i, as_expr(0)) for i in range(len(shape)))
     stored = accumulator.astype(str(product.output.dtype))
     program = ElementProgram([*before, *after], {product.output: stored})
-    stores = [
-        Store(stage.output, indices, program.element(stage.output, indices))
-        for stage in (product, *after)
-        if any(stage.output.same_as(param) for param in func.params)
-    ]
-    if not stores:
+    stages = (*before, product, *after)
+    written = [s for s in stages if any(s.output.same_as(param) for param in func.params)]
+    same = [tvm_ffi.structural_equal(list(s.shape), list(shape)) for s in written]
+    if not written or not all(same):
         return None
+    stores = [Store(s.output, indices, program.element(s.output, indices)) for s in written]
     rows, columns = (_product([shape[i] for i in part]) for part in (axes.m, axes.n))
     extents = (*(shape[i] for i in axes.batch), rows, columns)
     return IterationSpace((*outer, row, column), extents, tuple(program.steps), tuple(stores))

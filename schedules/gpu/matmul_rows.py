@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tvm import tirx
+from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..branch import when
@@ -79,6 +79,10 @@ def choose_rows(matmul: MatmulFunction, gpu: GPUInfo) -> RowsConfig:
     lanes, known = 32 // vector, constant(matmul.n)
     while known is not None and lanes > 2 and known < gpu.multiprocessors * lanes * vector:
         lanes //= 2
+    itemsize = DataType(matmul.dtype).bits // 8
+    state = (constant(matmul.m) or 1) * vector * itemsize  # bytes of a thread's sums
+    while threads > lanes and threads * state > gpu.shared_bytes:
+        threads //= 2
     return RowsConfig(False, vector, lanes, threads // lanes)
 
 

@@ -219,8 +219,9 @@ def write_points(lanes: Lanes, views: Views, start: tirx.Expr) -> None:
         return
     single = classify(space, 1)
     with when(first < size, size < first + as_expr(vector)):
-        with T.serial(as_expr(0), size - first) as k:
-            PointWriter.at(single, views, first + k).write()
+        with T.serial(as_expr(0), as_expr(vector - 1)) as k:
+            with when(first + k < size):
+                PointWriter.at(single, views, first + k).write()
 
 
 def _value(loaded: tirx.Expr, step: Read) -> tirx.Expr:

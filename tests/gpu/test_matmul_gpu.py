@@ -62,6 +62,16 @@ CASES: dict[str, Case] = {
         [((2, 3, 18, 64), F32), ((2, 3, 64, 20), F32)],
     ),
     "attention_values": (op.matmul, np.matmul, [((2, 3, 18, 20), F32), ((2, 3, 20, 64), F32)]),
+    "masked_scores": (
+        lambda q, k, m: op.add(
+            op.matmul(q, k),
+            op.multiply(
+                op.subtract(relax.const(1.0), op.expand_dims(m, [1, 2])), relax.const(-9.0)
+            ),
+        ),
+        lambda q, k, m: q @ k + (1 - m[:, None, None]) * -9,
+        [((2, 3, 18, 64), F32), ((2, 3, 64, 20), F32), ((2, 20), F32)],
+    ),
     "one_row": (
         lambda x, w, b: op.add(op.matmul(x, op.permute_dims(w)), b),
         lambda x, w, b: x @ w.T + b,
@@ -77,6 +87,12 @@ CASES: dict[str, Case] = {
         lambda x, w: op.matmul(x, op.permute_dims(w)),
         lambda x, w: x @ w.T,
         [((5, 129), F32), ((33, 129), F32)],
+    ),
+    "eight_rows": (op.matmul, np.matmul, [((8, 70), F32), ((70, 44), F32)]),
+    "rows_of_columns": (
+        lambda x, w: op.matmul(op.permute_dims(x), op.permute_dims(w)),
+        lambda x, w: x.T @ w.T,
+        [((64, 3), F32), ((20, 64), F32)],
     ),
     "one_column": (op.matmul, np.matmul, [((70, 48), F32), ((48, 1), F32)]),
     "one_number": (op.matmul, np.matmul, [((1, 300), F32), ((300, 1), F32)]),

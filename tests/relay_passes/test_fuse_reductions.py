@@ -17,6 +17,7 @@ from reduction_chains import (
     layer_norm,
     likelihood,
     log_softmax_of,
+    normalized,
     normalized_of,
     residual,
     softmax,
@@ -507,6 +508,34 @@ def test_a_kernel_with_whole_rows_writes_what_others_read():
     )
 
 
+def test_every_norm_of_a_residual_stream_writes_the_sum_that_the_next_one_reads():
+    def build(emit, x, w):
+        for _ in range(3):
+            product = emit(op.matmul(emit(normalized(emit, x)), w))
+            x = emit(op.add(x, emit(op.reshape(product, (5, 32)))))
+        return [normalized(emit, x)]
+
+    fused = Fused(build, data(5, 32), data(32, 32, name="w"))
+    norms = [entry for entry in fused.groups if entry["kind"] == "chain"]
+    assert [entry["results"] for entry in norms] == [
+        ["multiply1"],
+        ["add1", "multiply1"],
+        ["add1", "multiply1"],
+        ["multiply1"],
+    ]
+
+
+def test_an_embedding_and_its_norm_are_one_kernel():
+    def build(emit, table, tokens):
+        wrapped = op.where(op.less(tokens, relax.const(0)), op.add(tokens, relax.const(50)), tokens)
+        return [normalized(emit, emit(op.take(table, emit(wrapped), 0)))]
+
+    fused = Fused(build, data(50, 128, name="table"), data(64, dtype="int32", name="tokens"))
+    assert len(fused.kernels) == 1
+    tokens = np.random.default_rng().integers(-50, 50, 64).astype("int32")
+    fused.check(lambda table, t: [normalized_of(table[t])], normal(50, 128), tokens)
+
+
 def test_the_epilogue_of_a_product_stays_with_it():
     def build(emit, x, w, y):
         return residual(emit, emit(op.matmul(x, w)), y)
@@ -556,6 +585,14 @@ def test_functions_of_other_passes_stay():
     before = legal(several(lambda emit, x: [softmax(emit, x)], data(5, 17)))
     before.update_func(before.get_global_var("main"), before["main"].with_attr("Primitive", True))
     tvm.ir.assert_structural_equal(FuseReductions(H100)(before), before)
+
+
+def test_functions_that_are_scheduled_already_stay():
+    before = legal(several(lambda emit, x: [softmax(emit, x)], data(5, 17)))
+    exp = before.get_global_var("tir_exp")
+    before.update_func(exp, before[exp].with_attr("tirx.is_scheduled", True))
+    groups = read_reduction_report(group(before))["groups"]
+    assert [entry["members"] for entry in groups] == [["subtract"], ["divide"]]
 
 
 def test_code_outside_dataflow_blocks_stays():
