@@ -14,6 +14,7 @@ from tvm.relax import transform
 from tvm.s_tir import dlight
 from tvm.target import Target
 
+from relay_passes import AnnotateGather
 from schedules.expression_walk import substitute
 from schedules.gpu import RULES
 
@@ -52,6 +53,7 @@ def fused(build: Build, *inputs: tuple[Shape, str], target: Target = OPENCL) -> 
         transform.FuseTransposeMatmul(),
         transform.LegalizeOps(),
         transform.AnnotateTIROpPattern(),
+        AnnotateGather(),
         transform.FuseOps(),
         transform.FuseTIR(),
         transform.DeadCodeElimination(),
