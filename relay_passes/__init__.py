@@ -7,6 +7,7 @@ from schedules import errors
 
 from . import op
 from .annotate_gather import AnnotateGather
+from .annotate_gathers import AnnotateGathers
 from .choose_winograd import ChooseWinograd
 from .coalesce_reduction import CoalesceReduction
 from .decompose_normalization import DecomposeNormalization
@@ -18,10 +19,12 @@ from .fuse_reductions import FuseReductions
 from .fusion_decision import Decision, decide
 from .lift_weights import LiftWeights
 from .pack_layout import PackLayout
+from .shorten_names import ShortenNames
 from .simplify_inference import SimplifyInference
 
 __all__ = [
     "AnnotateGather",
+    "AnnotateGathers",
     "ChooseWinograd",
     "CoalesceReduction",
     "Decision",
@@ -33,6 +36,7 @@ __all__ = [
     "FuseReductions",
     "LiftWeights",
     "PackLayout",
+    "ShortenNames",
     "SimplifyInference",
     "decide",
     "op",

@@ -143,7 +143,7 @@ class _Rewriter(PyExprMutator):
         call = relax.Call(name, fused.arguments)
         if len(results) == 1:
             return [relax.VarBinding(results[0], call)]
-        together = relax.DataflowVar("lv", fused.function.ret_ty)
+        together = relax.DataflowVar("lv", relax.TupleType([var.ty for var in results]))
         parts = (relax.TupleGetItem(together, number) for number in range(len(results)))
         return [relax.VarBinding(together, call), *map(relax.VarBinding, results, parts)]
 

@@ -34,7 +34,7 @@ from schedules.reduce_workload import constant
 
 from .block_order import BlockOrder
 from .element_function import ElementFunction
-from .reduction_producers import MAX_TENSORS, Absorption, count_tensors
+from .reduction_producers import MAX_TENSORS, Absorption, count_large
 from .row_space import ROW, TILE, RowSpace
 from .tir_calls import TIRCalls, count_bytes, count_elements, item_bytes
 
@@ -118,6 +118,7 @@ class ReductionGroups:
         self._functions: dict[relax.Expr, ElementFunction | None] = {}
         self._members: dict[relax.Var, frozenset[relax.Var]] = {}
         self._large: dict[ReductionGroup, frozenset[relax.Expr]] = {}
+        self._input_spans: dict[ReductionGroup, dict[relax.Expr, tuple[int, float, int]]] = {}
         self._agreed: dict[tuple[relax.Var, frozenset[relax.Var]], bool] = {}
         for var in order.bindings:
             if var in calls.reductions:
@@ -214,10 +215,12 @@ class ReductionGroups:
         self, group: ReductionGroup, other: ReductionGroup, kept_bytes: float = math.inf
     ) -> bool:
         """Put the members of another group into ``group``, if that can be one kernel."""
-        if group.finish != other.finish or not group.space.is_same(other.space):
+        too_many = len(group.reductions) + len(other.reductions) > MAX_TENSORS
+        if too_many or group.finish != other.finish or not group.space.is_same(other.space):
             return False
-        united = group.united(other)
-        return self._bytes_kept_longer(united) <= kept_bytes and self._replace(group, united)
+        if kept_bytes < math.inf and self._bytes_kept_longer(group, other) > kept_bytes:
+            return False
+        return self._replace(group, group.united(other))
 
     def _replace(self, group: ReductionGroup, larger: ReductionGroup) -> bool:
         """Put a larger group in the place of one, if it can be one kernel."""
@@ -230,8 +233,10 @@ class ReductionGroups:
     def _is_kernel(self, group: ReductionGroup) -> bool:
         """Whether calls of one space can be one kernel, and shall be."""
         members = group.members
-        inputs = self._inputs(members)
-        if max(len(group.reductions), count_tensors(inputs)) > MAX_TENSORS:
+        direct = {e for var in members for e in self.calls.tensors(var) if e not in members}
+        elements = self._elements(group)
+        inputs = min(count_large(read, elements) for read in (direct, self._inputs(members)))
+        if inputs > MAX_TENSORS:
             return False
         if not all(self._agrees(group.space, var, members) for var in group.rows | group.tiles):
             return False
@@ -259,11 +264,13 @@ class ReductionGroups:
     def _large_inputs(self, group: ReductionGroup) -> frozenset[relax.Expr]:
         """What a group reads of as many elements as it reduces, or more."""
         if group not in self._large:
-            data = next(iter(group.reductions))
-            least = count_elements(self.calls.tensors(data)[0])
-            inputs = self._inputs(group.members)
+            least, inputs = self._elements(group), self._inputs(group.members)
             self._large[group] = frozenset(e for e in inputs if count_elements(e) >= least)
         return self._large[group]
+
+    def _elements(self, group: ReductionGroup) -> int:
+        """``M`` times ``N``, as a number."""
+        return count_elements(self.calls.tensors(next(iter(group.reductions)))[0])
 
     def _inputs(self, members: Collection[relax.Var]) -> set[relax.Expr]:
         """What calls and the producers that only they read, read from outside."""
@@ -283,14 +290,25 @@ class ReductionGroups:
                     inputs.add(tensor)
         return inputs
 
-    def _bytes_kept_longer(self, group: ReductionGroup) -> int:
+    def _bytes_kept_longer(self, *groups: ReductionGroup) -> int:
         """Bytes of inputs that others have done with before the last input is there."""
-        position = self.order.position
-        inputs = {tensor for tensor in self._inputs(group.members) if tensor in position}
-        last = max((position[tensor] for tensor in inputs), default=0)
-        return sum(
-            count_bytes(tensor)
-            for tensor in inputs
-            if isinstance(tensor, relax.DataflowVar)
-            and max(position[user] for user in self.calls.users[tensor]) < last
-        )
+        spans = {tensor: span for group in groups for tensor, span in self._spans(group).items()}
+        last = max((first for first, _, _ in spans.values()), default=0)
+        return sum(size for _, end, size in spans.values() if end < last)
+
+    def _spans(self, group: ReductionGroup) -> dict[relax.Expr, tuple[int, float, int]]:
+        """Where inputs are computed and read for the last time, and their bytes."""
+        if group not in self._input_spans:
+            position, users = self.order.position, self.calls.users
+            self._input_spans[group] = {
+                tensor: (
+                    position[tensor],
+                    max(position[user] for user in users[tensor])
+                    if isinstance(tensor, relax.DataflowVar)
+                    else math.inf,
+                    count_bytes(tensor),
+                )
+                for tensor in self._inputs(group.members)
+                if tensor in position
+            }
+        return self._input_spans[group]

@@ -10,11 +10,13 @@ that are written anyway:
    is not more: always for one kernel, up to three tensors of its size for two, and so on.
 2. Arithmetic. ``exp``, ``tanh``, ``erf`` and the like are computed for one kernel only.
 3. Repetition. Before a broadcast, a kernel would compute the producer again for every copy:
-   only cheap ones are, that read no more than twice what they produce.
+   only cheap ones are, that read no more than twice what they produce (or, where copies are
+   allowed, nearly nothing beside the kernel's data).
 4. Epilogues. What ``FuseOps`` computes on the way out of a convolution or matrix product stays
    with it, unless it widens the elements: the bytes are the same.
 5. A kernel reads at most :data:`MAX_TENSORS`, for each keeps loads in flight of its own. A
-   concatenation of more than that stays apart. Numbers do not count.
+   concatenation of more than that stays apart. Tensors of fewer than a :data:`_SMALL` th of the
+   elements do not count.
 
 What stays apart may still be fused with its own producers by ``FuseOps``.
 ``FuseReductionProducers`` takes every reduction for a kernel and absorbs only what nothing else
@@ -24,8 +26,8 @@ may also compute a copy:
 6. A single injective reader outside, into which ``FuseOps`` puts the original, counts as one more
    kernel. With other readers the tensor is written anyway: a kernel computes a copy only if that
    reads fewer bytes than the tensor has, and only of cheap ones.
-7. Where a kernel could write the tensor on the way, it shall, unless recomputing reads less than
-   writing and reading it.
+7. Where a kernel could write the tensor on the way, it shall, unless recomputing it everywhere
+   else reads less than writing it and reading it there.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from .tir_calls import (
 )
 
 MAX_TENSORS = 8
+_SMALL = 16
 _EXPENSIVE = frozenset(
     f"tirx.{name}"
     for name in (
@@ -97,28 +100,30 @@ class Absorption:
         self._is_storable = is_storable or (lambda _: False)
         self._expensive: dict[relax.Expr, bool] = {}
         self._kept: dict[relax.Var, bool] = {}
+        self._copies = False
 
     def choose(self, candidates: Iterable[relax.Var], copies: bool) -> None:
         """Take every candidate that no rule of this module keeps apart.
 
         With ``copies``, one that is read outside as well may be taken.
         """
+        self._copies = copies
         self.taken = set(candidates) - self.kernels.keys()
         order = [var for var in self.calls.injective if var in self.taken]
-        self._drop_unread(order, copies)
-        refused: relax.Var | None = order[0] if order else None
-        while refused is not None:
-            refused = None
+        for var in reversed(order):
+            if not self._is_needed(var):
+                self._drop(var)
+        changed = True
+        while changed:
+            changed = False
             for var in order:
                 if var in self.taken and self._refuses(var):
-                    refused = var
                     self._drop(var)
-                    self._drop_unread(order, copies)
-            if refused is None:
-                refused = self._one_too_many()
-                if refused is not None:
-                    self._drop(refused)
-                    self._drop_unread(order, copies)
+                    changed = True
+            excess = None if changed else self._one_too_many()
+            if excess is not None:
+                self._drop(excess)
+                changed = True
 
     def producers_of(self, members: Iterable[relax.Var]) -> list[relax.Var]:
         """What a kernel of these calls absorbs, in the order of the block."""
@@ -147,17 +152,21 @@ class Absorption:
                     return True
         return False
 
-    def _drop_unread(self, order: list[relax.Var], copies: bool) -> None:
-        for var in reversed(order):
-            if var in self.taken:
-                users = self.calls.users.get(var, set())
-                inside = sum(user in self.taken or user in self.kernels for user in users)
-                if not inside or (inside < len(users) and not copies):
-                    self._drop(var)
+    def _is_needed(self, var: relax.Var) -> bool:
+        """Whether enough readers of a producer are in kernels."""
+        users = self.calls.users.get(var, set())
+        inside = sum(user in self.taken or user in self.kernels for user in users)
+        return inside > 0 and (self._copies or inside == len(users))
 
     def _drop(self, var: relax.Var) -> None:
-        self.taken.discard(var)
+        """Keep a producer apart, and those that no kernel needs any more."""
         self._kept.clear()
+        queue = [var]
+        while queue:
+            current = queue.pop()
+            self.taken.discard(current)
+            before = [e for e in self.calls.tensors(current) if e in self.taken]
+            queue += [e for e in before if not self._is_needed(e)]
 
     def _refuses(self, var: relax.Var) -> bool:
         """Whether one of the rules keeps a producer apart."""
@@ -168,20 +177,24 @@ class Absorption:
         leaves, elements = self._upstream(var)[1], count_elements(var)
         read = sum(min(count_bytes(leaf), elements * item_bytes(leaf)) for leaf in leaves)
         expensive = self._is_expensive(var)
-        if count_tensors(leaves) > MAX_TENSORS or (expensive and count > 1):
+        if count_large(leaves, elements) > MAX_TENSORS or (expensive and count > 1):
             return True
-        if elements < max(map(self._domain, readers)) and (expensive or read > 2 * out):
-            return True
+        if elements < max(map(self._domain, readers)):
+            if expensive or (read > 2 * out and not self._is_tiny(var, read, readers)):
+                return True
         outside = self._outside(var)
-        if not outside:
-            return count * read > read + (count + 1) * out
-        fused = len(outside - {var}) == len(outside) == 1
-        fused = fused and all(map(self.calls.is_fusible, outside))
-        if self._is_storable(var):
-            return not fused or read >= 2 * out
-        if fused:
-            return (count + 1) * read > read + (count + 2) * out
-        return expensive or read >= out
+        fused = len(outside - {var}) == len(outside) <= 1
+        if not fused or not all(map(self.calls.is_fusible, outside)):
+            return self._is_storable(var) or expensive or read >= out
+        count += len(outside)
+        if count > 1 and self._is_storable(var):
+            return (count - 1) * read >= count * out
+        return count * read > read + (count + 1) * out
+
+    def _is_tiny(self, var: relax.Var, read: int, readers: Iterable[relax.Var]) -> bool:
+        """Whether what a producer reads is nothing beside what its copies are computed with."""
+        elements = max(map(self._domain, readers))
+        return self._copies and _SMALL * read <= elements * item_bytes(var)
 
     def _one_too_many(self) -> relax.Var | None:
         """The last producer of a kernel that reads more tensors than it may."""
@@ -189,7 +202,7 @@ class Absorption:
             members = [var for var, number in self.kernels.items() if number == kernel]
             leaves = {leaf for member in members for leaf in self._upstream(member)[1]}
             leaves -= set(members)
-            if count_tensors(leaves) > MAX_TENSORS:
+            if count_large(leaves, max(map(self._domain, members))) > MAX_TENSORS:
                 producers = self.producers_of(members)
                 wide = [var for var in producers if len(self._upstream(var)[1]) > 1]
                 if wide:
@@ -245,9 +258,9 @@ class Absorption:
         return self._expensive[name]
 
 
-def count_tensors(tensors: Iterable[relax.Expr]) -> int:
-    """How many of them have more than one element."""
-    return sum(count_elements(tensor) > 1 for tensor in tensors)
+def count_large(tensors: Iterable[relax.Expr], elements: int) -> int:
+    """How many of them are more than a few numbers for each of the elements made of them."""
+    return sum(_SMALL * count_elements(tensor) >= elements for tensor in tensors)
 
 
 def _calls_expensive(func: tirx.PrimFunc) -> bool:

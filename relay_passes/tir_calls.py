@@ -144,7 +144,7 @@ def _called(mod: IRModule, value: relax.Expr) -> tirx.PrimFunc | None:
         return None
     plain = len(value.args) == 2 and isinstance(value.args[1], relax.Tuple)
     func = mod[value.args[0]]
-    if not plain or not isinstance(func, tirx.PrimFunc):
+    if not plain or not isinstance(func, tirx.PrimFunc) or "tirx.is_scheduled" in func.attrs:
         return None
     return func if isinstance(value.ty, relax.TensorType) else None
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ from .arguments import bind
 from .artifact import Description, read_artifact, read_artifact_weights, write_artifact
 from .device import DeviceNeeds, device_of
 from .engines import random_inputs
-from .errors import ArtifactError, InvalidInputError
+from .errors import ArtifactError, InvalidInputError, TargetError
 from .memory import DeviceMemory, HostMemory, Memory, own_tensors
 from .tensor_spec import TensorSpec, refuse_open_shapes
 from .thread_pool import Crew, choose_threads
 from .tvm_runtime import get_function, start_machine
+from .weights import stored_bytes
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -216,11 +218,14 @@ class CompiledModel:
         if self._main is None:
             self._main = self._start()
         tensors, memory = self._memory.place(values)
+        weights = self._on_device()
         try:
-            outputs = self._main(*tensors, *self._on_device())
+            outputs = self._main(*tensors, *weights)
         except (RuntimeError, ValueError, TypeError) as error:
             # TVM checks what the specs cannot say, such as a dimension that is computed of others.
             reason = str(error).strip().splitlines()[-1]
+            if self.needs is not None and re.search("CUDA|OpenCL|CL_", str(error)):
+                raise TargetError(f"the GPU failed to run the model: {reason}") from error
             raise InvalidInputError(f"the model cannot run on these inputs: {reason}") from error
         results = [outputs] if isinstance(outputs, tvm_ffi.Tensor) else outputs
         return results, tensors, memory
@@ -228,7 +233,14 @@ class CompiledModel:
     def _on_device(self) -> list[Any]:
         """The weights, which go to the device once."""
         if self._placed is None:
-            self._placed = self._memory.upload(self._weights)
+            try:
+                self._placed = self._memory.upload(self._weights)
+            except RuntimeError as error:
+                size = stored_bytes(self._about.weights) / 2**20
+                reason = str(error).strip().splitlines()[-1]
+                raise TargetError(
+                    f"{size:.1f} MiB of weights cannot be placed on {self.device}: {reason}"
+                ) from error
             if self._origin is not None:  # nobody will save them
                 self._weights = self._placed
         return self._placed

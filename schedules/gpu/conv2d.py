@@ -21,9 +21,9 @@ from .conv_epilogue import Ending, Epilogue, Partial, finish_tile, lanes_at, sum
 from .conv_gemm import DataStage, GemmBlock, WeightStage, multiply
 from .conv_memory import flat_view
 from .conv_shape import LANES, ConvShape, Index, Window, window_of
-from .conv_tiles import ConvTile, Product, choose_tile
+from .conv_tiles import REGISTERS, ConvTile, Product, choose_tile
 from .device import KINDS, GPUInfo
-from .kernel_function import write_kernels
+from .kernel_function import resident_blocks, write_kernels
 
 ADDING_THREADS = 128
 
@@ -42,8 +42,8 @@ class Conv2D(GPUScheduleRule):
         if kernel is None or kernel.layers[0].is_depthwise:
             return None
         shape = ConvShape.of(kernel, batch_of(func))
-        tile = choose_tile(Product.of(shape), GPUInfo.from_target(target))
-        return conv2d_template(func, kernel, tile)
+        gpu = GPUInfo.from_target(target)
+        return conv2d_template(func, kernel, choose_tile(Product.of(shape), gpu), gpu)
 
 
 def packed_kernel(func: tirx.PrimFunc, target: Target, layers: int) -> Conv2DKernel | None:
@@ -66,7 +66,9 @@ def batch_of(func: tirx.PrimFunc) -> tirx.Expr | int:
     return int(batch) if isinstance(batch, tirx.IntImm) else batch
 
 
-def conv2d_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: ConvTile) -> s_tir.Schedule:
+def conv2d_template(
+    func: tirx.PrimFunc, kernel: Conv2DKernel, tile: ConvTile, gpu: GPUInfo
+) -> s_tir.Schedule:
     """Write the kernel with a tile.
 
     Parameters
@@ -77,23 +79,29 @@ def conv2d_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: ConvTile) -
         Its workload.
     tile : ConvTile
         How blocks and threads share the output; several splits need a batch of a known size.
+    gpu : GPUInfo
+        The device.
     """
     shape = ConvShape.of(kernel, batch_of(func))
 
     def body() -> None:
         if tile.splits == 1:
-            _write_product(func, shape, tile, None)
+            _write_product(func, shape, tile, gpu, None)
             return
         count = shape.images * shape.out_planes * shape.out_pixels
         partial = T.sblock_alloc_buffer((tile.splits * count * LANES,), "float32")
-        _write_product(func, shape, tile, partial)
+        _write_product(func, shape, tile, gpu, partial)
         _write_addition(func, shape, tile.splits, partial)
 
     return s_tir.Schedule(tvm.IRModule({"main": write_kernels(func, body)}))
 
 
 def _write_product(
-    func: tirx.PrimFunc, shape: ConvShape, tile: ConvTile, partial: tirx.Buffer | None
+    func: tirx.PrimFunc,
+    shape: ConvShape,
+    tile: ConvTile,
+    gpu: GPUInfo,
+    partial: tirx.Buffer | None,
 ) -> None:
     """Emit the kernel of the product, which ends with the layer or in ``partial``."""
     across = (shape.const(shape.pixels) + (tile.pixels - 1)) // tile.pixels
@@ -103,6 +111,7 @@ def _write_product(
         T.launch_thread("blockIdx.y", shape.const(shape.groups * down)) as row,
         T.launch_thread("blockIdx.x", across) as column,
         T.launch_thread("threadIdx.x", shape.const(tile.threads)) as thread,
+        resident_blocks(gpu, REGISTERS // (tile.registers * tile.threads)),
     ):
         data, weight = [flat_view(param) for param in func.params[:2]]
         group = 0 if shape.groups == 1 else row // down

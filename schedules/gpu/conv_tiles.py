@@ -148,7 +148,7 @@ def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile:
     """
     found = [
         replace(tile, splits=splits)
-        for tile in _tiles()
+        for tile in all_tiles()
         if fits(tile, gpu)
         for splits in (SPLITS if product.may_split else (1,))
         if splits == 1 or 2 * splits * tile.quads <= product.quads
@@ -210,7 +210,7 @@ def step_bytes(tile: ConvTile) -> float:
 
 
 @functools.cache
-def _tiles() -> tuple[ConvTile, ...]:
+def all_tiles() -> tuple[ConvTile, ...]:
     """All tiles that are considered."""
     return tuple(_enumerate())
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -60,3 +61,14 @@ def write_kernels(func: tirx.PrimFunc, body: Callable[[], None]) -> tirx.PrimFun
                 body()
     written = builder.get()  # named by the builder; the module knows the function by its variable
     return written if "global_symbol" in func.attrs else written.without_attr("global_symbol")
+
+
+def resident_blocks(gpu: GPUInfo, count: int) -> AbstractContextManager:
+    """Ask for registers so that ``count`` blocks share a multiprocessor, inside the launch.
+
+    Left to itself, the compiler of CUDA spills some for the sake of more blocks. OpenCL has no
+    such request.
+    """
+    if gpu.kind != "cuda" or count < 1:
+        return nullcontext()
+    return T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", count)

@@ -72,7 +72,7 @@ def compile_opencl(
         mod = tvm.IRModule.from_expr(mod)
     if len(mod.functions) != 1:
         raise OpError(f"one function can be compiled at a time, not {len(mod.functions)}")
-    split = _AfterSplit()
+    split = AfterSplit()
     with tvm.transform.PassContext(instruments=[split]):
         built = tirx.build(mod, target=target or tvm.target.Target({"kind": "opencl"}, host="llvm"))
     kernels = {
@@ -87,7 +87,7 @@ def compile_opencl(
 
 
 @tvm.instrument.pass_instrument
-class _AfterSplit:
+class AfterSplit:
     """Keeps the module as TVM's lowering has it after the split into host and kernels."""
 
     module: tvm.IRModule

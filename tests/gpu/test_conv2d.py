@@ -20,7 +20,9 @@ from schedules.gpu import AnyConv2D, Conv2D, DepthwiseConv2D
 from schedules.gpu.conv2d import conv2d_template
 from schedules.gpu.conv_tiles import ConvTile
 from schedules.gpu.depthwise_conv2d import depthwise_template
+from schedules.gpu.device import GPUInfo
 
+GPU = GPUInfo.from_target(OPENCL)
 ODD = ConvLayer(13, 22, (3, 2), (2, 1), (1, 2, 0, 1), (1, 2))
 GROUPED = ConvLayer(16, 24, (3, 3), (2, 1), (1, 2, 1, 0), (2, 2), groups=2)
 
@@ -40,7 +42,7 @@ TILES = [
 @pytest.mark.parametrize("tile", TILES)
 def test_dense_in_any_tile(tile: ConvTile, residual: bool, rng: np.random.Generator) -> None:
     case = case_of(ODD, batch=2, height=9, width=11, residual=residual)
-    check(case, conv2d_template(build(case), case.kernel, tile).mod["main"], rng)
+    check(case, conv2d_template(build(case), case.kernel, tile, GPU).mod["main"], rng)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_any_layer(case: Case, number: int, rng: np.random.Generator) -> None:
     if case.layers[0].is_depthwise:
         check(case, depthwise_template(func, case.kernel, number % 4 + 1).mod["main"], rng)
     else:
-        check(case, conv2d_template(func, case.kernel, TILES[number]).mod["main"], rng)
+        check(case, conv2d_template(func, case.kernel, TILES[number], GPU).mod["main"], rng)
 
 
 @pytest.mark.parametrize("rule", [Conv2D(), DepthwiseConv2D(), AnyConv2D()], ids=_name)

@@ -15,7 +15,7 @@ import onnx
 import pytest
 import tvm
 import tvm_ffi
-from gpu_onnx import attention, convolutions
+from gpu_onnx import attention, convolutions, sorting
 from onnx_reference import assert_same, random_feed, run_onnx
 from relax_on_pocl import RelaxOnPoCL
 from small_onnx import small_model
@@ -26,6 +26,7 @@ from tvm.script import tirx as T
 
 import tvm_fusion
 from relay_passes.fusion_report import read_report
+from schedules import gpu
 from tvm_fusion import artifact, gpu_phases, nvrtc, pipeline
 from tvm_fusion.device import DeviceNeeds
 from tvm_fusion.device_code import compile_kernels, cuda_texts
@@ -81,6 +82,14 @@ def test_every_kernel_becomes_machine_code(name: str) -> None:
         assert resources.shared <= 49152, kernel
 
 
+def test_what_comes_with_its_own_kernels_becomes_machine_code() -> None:
+    target = resolve(CUDA)
+    mod = pipeline.optimize(import_onnx(sorting()).mod, target)
+    assert "none" in {use.rule for use in kernel_uses(mod)}
+    executable, _ = pipeline.build_apart(mod, target)
+    assert compile_kernels(executable, "sm_90")
+
+
 def test_shapes_are_computed_before_the_model_runs() -> None:
     """The model's Shape, Gather and Concat leave no kernel of integers behind."""
     target = resolve(OPENCL)
@@ -128,13 +137,16 @@ def test_pairs_of_convolutions_are_fused_if_asked(fuse: str) -> None:
     assert_same(RelaxOnPoCL(mod, target)(*feed.values()), run_onnx(model, feed), limit=1e-5)
 
 
-def test_every_function_tells_its_rule() -> None:
-    mod = pipeline.optimize(import_onnx(convolutions()).mod, resolve(OPENCL))
-    rules = {use.rule for use in kernel_uses(mod)}
-    assert "none" not in rules
-    assert any(rule.startswith("dlight.") for rule in rules)
-    assert any(not rule.startswith("dlight.") for rule in rules)
-    assert all(RULE in mod[use.name].attrs for use in kernel_uses(mod))
+@pytest.mark.parametrize("ours", [True, False])
+def test_every_function_tells_its_rule(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ours:
+        monkeypatch.setattr(gpu_phases.gpu, "RULES", ())
+    mod = pipeline.optimize(import_onnx(small_model()).mod, resolve(OPENCL))
+    uses = kernel_uses(mod)
+    assert uses and all(str(mod[use.name].attrs[RULE]) == use.rule for use in uses)
+    names = {type(rule).__name__ for rule in gpu.RULES}
+    assert all((use.rule in names) is ours for use in uses)
+    assert all(use.rule.startswith("dlight.") is not ours for use in uses)
 
 
 def test_winograd_is_refused() -> None:
@@ -200,12 +212,12 @@ def test_the_file_tells_what_it_needs(compiled: CompiledModel, saved: Path) -> N
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a model needs of a GPU is there."""
     monkeypatch.setattr(artifact, "check_device", lambda needs: None)
 
 
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("any_gpu")
 def test_the_loader_finds_the_machine_code(compiled: CompiledModel, saved: Path) -> None:
     """What TVM's CUDA runtime would get is caught at its door."""
     caught: list[bytes] = []
@@ -215,13 +227,16 @@ def test_the_loader_finds_the_machine_code(compiled: CompiledModel, saved: Path)
         raise ValueError("no GPU here")
 
     name = "ffi.Module.load_from_bytes.cuda"
-    assert tvm_ffi.get_global_func(name, allow_missing=True) is None
-    tvm_ffi.register_global_func(name, load_from_bytes)
+    before = tvm_ffi.get_global_func(name, allow_missing=True)
+    tvm_ffi.register_global_func(name, load_from_bytes, override=True)
     try:
         with pytest.raises(ArtifactError, match=r"cannot load '.*model\.so': .*no GPU here"):
             tvm_fusion.load(saved)
     finally:
-        tvm_ffi.registry.remove_global_func(name)
+        if before is None:
+            tvm_ffi.registry.remove_global_func(name)
+        else:
+            tvm_ffi.register_global_func(name, before, override=True)
     (content,) = caught
     (text,) = cuda_texts(compiled._executable)
     code = nvrtc.compile_cuda(text, "sm_90").cubin
@@ -247,7 +262,7 @@ def test_without_a_gpu_nothing_of_the_file_is_loaded(
             run()
 
 
-@pytest.mark.usefixtures("gpu")
+@pytest.mark.usefixtures("any_gpu")
 @pytest.mark.parametrize(
     "change",
     [

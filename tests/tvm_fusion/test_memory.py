@@ -199,3 +199,31 @@ def test_without_the_device_the_model_does_not_start(on_device: Any, monkeypatch
     monkeypatch.setattr(artifact, "check_device", refuse)
     with pytest.raises(TargetError, match="no opencl"):
         model(normal(4, 8))
+
+
+def test_what_the_gpu_says_is_no_fault_of_the_inputs(on_device: Any) -> None:
+    for model, text, kind in (
+        (on_device(dense()), "CUDALaunch Error: out of resources", TargetError),
+        (on_device(dense()), "Device API opencl: CL_OUT_OF_RESOURCES", TargetError),
+        (on_device(dense()), "the shape is wrong", InvalidInputError),
+        (dense(), "CUDA is mentioned", InvalidInputError),
+    ):
+
+        def fail(*_: Any, text: str = text) -> None:
+            raise RuntimeError(text)
+
+        model(normal(4, 8))
+        model._main = fail
+        with pytest.raises(kind, match=text):
+            model(normal(4, 8))
+
+
+def test_weights_that_do_not_fit_are_an_error(on_device: Any, monkeypatch) -> None:
+    def upload(self: DeviceMemory, weights: Any) -> None:
+        raise RuntimeError("stack\nout of memory")
+
+    monkeypatch.setattr(DeviceMemory, "upload", upload)
+    with pytest.raises(
+        TargetError, match="MiB of weights cannot be placed on cpu:0: out of memory"
+    ):
+        on_device(dense())(normal(4, 8))

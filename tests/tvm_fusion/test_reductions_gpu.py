@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_fakes import FakeClock, FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -22,14 +22,12 @@ from examples.benchmarks.gpu import (
     array_steps,
     compare,
     cupy_cub,
-    engine,
     machine,
     relax_build,
     report,
     torch_mv,
     variants,
 )
-from examples.benchmarks.gpu.engine import Engine, Launcher
 from examples.benchmarks.gpu.protocol import (
     Plan,
     Summary,
@@ -47,71 +45,6 @@ from tvm_fusion.errors import EngineError
 from tvm_fusion.json_text import json_text
 
 CASES = {case.name: case for case in all_cases()}
-
-
-class FakeClock:
-    """Time passes only when something is launched."""
-
-    device = "cpu"
-    cache_bytes = 1000
-    memory_bytes = 1 << 20
-
-    def __init__(self) -> None:
-        self.time = 0.0
-        self.log: list[str] = []
-
-    def now(self) -> float:
-        return self.time
-
-    def wait(self) -> None:
-        pass
-
-    def flush(self) -> None:
-        self.time += 7.0
-        self.log.append("flush")
-
-    def release(self) -> None:
-        self.log.append("release")
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        start = self.time
-        work()
-        return self.time - start
-
-    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        self.log.append("capture")
-        return work
-
-    def scope(self, _: Engine) -> Any:
-        return contextlib.nullcontext()
-
-
-class FakeEngine(Engine):
-    """Takes a fixed time for each launch; its result is a number."""
-
-    def __init__(self, clock: FakeClock, title: str, seconds: float, **options: Any) -> None:
-        self.clock, self.title, self.cost, self.options = clock, title, seconds, options
-        self.launched: list[int] = []
-
-    def prepare(self, case: Case, sets: engine.Sets) -> Launcher:
-        def launch(number: int) -> tuple[Any, ...]:
-            self.clock.time += self.cost
-            self.clock.log.append(self.title)
-            self.launched.append(number)
-            if len(self.launched) > self.options.get("breaks_after", 1 << 30):
-                raise RuntimeError("device lost\nsecond line")
-            varying = len(self.launched) if self.options.get("varies") else 0
-            return (self.options.get("value", 0.0), varying)
-
-        def all_sets() -> None:
-            for number in range(len(sets)):
-                launch(number)
-
-        return Launcher(
-            launch,
-            all_sets=all_sets if self.options.get("own_stream") else None,
-            repeatable=self.options.get("repeatable", False),
-        )
 
 
 @pytest.fixture
@@ -285,7 +218,7 @@ def test_wrong_absent_and_failing_engines_have_no_time(clock: FakeClock) -> None
     verdicts = {v.engine: v for v in compare.compare(some_case(), engines, clock, plan)}
     assert verdicts["right"].device is not None and verdicts["right"].problem == ""
     assert verdicts["right"].repeatable is None, "not promised, so not asked"
-    assert verdicts["wrong"].problem == "EngineError: wrong: off by 1.5 times what float64 allows"
+    assert verdicts["wrong"].problem == "EngineError: wrong: off by 1.5 times what is allowed"
     assert "off by nan" in verdicts["nan"].problem and verdicts["nan"].device is None
     assert "no_such_module_here cannot be imported" in verdicts["absent"].problem
     assert verdicts["lost"].problem == "RuntimeError: device lost"

@@ -19,6 +19,7 @@ from .fold import fold_constants
 from .functions import expand_operators, inline_functions
 from .guards import check_translations
 from .indices import clamp_indices
+from .lp_norm import replace_lp_norms
 from .nodes import OUTPUTS, check_nodes
 from .powers import replace_powers
 from .resize import normalize_resizes
@@ -58,6 +59,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
         model = infer_shapes_anew(model)
         facts = GraphFacts(model, weights)
     replace_powers(model, facts)
+    replace_lp_norms(model, facts)
     replace_divisions_by_minus_one(model, facts)
     pad_pools(model, facts)
     normalize_resizes(model, facts)

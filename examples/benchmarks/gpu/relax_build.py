@@ -13,7 +13,7 @@ from tvm.s_tir import dlight
 from tvm.target import Target
 
 from examples.benchmarks.reduction_cases import Case, Reduction
-from relay_passes import CoalesceReduction, FuseReductionProducers
+from relay_passes import CoalesceReduction, FuseReductionProducers, FuseReductions
 from relay_passes.op import coalesced_reduce
 from schedules import gpu
 from schedules.reduce_workload import ReduceWorkload
@@ -93,6 +93,7 @@ def our_passes() -> list[tvm.transform.Pass]:
         CoalesceReduction(),
         relax.transform.LegalizeOps(),
         relax.transform.AnnotateTIROpPattern(),
+        FuseReductions(),
         FuseReductionProducers(),
         relax.transform.FuseOps(),
         relax.transform.FuseTIR(),

@@ -47,7 +47,9 @@ class Result:
     @classmethod
     def from_json(cls, record: Mapping[str, Any], case: Case) -> Result:
         """Read a record of ``case``."""
-        return cls(case, tuple(_verdict(entry) for entry in record["verdicts"]), record["state"])
+        return cls(
+            case, tuple(read_verdict(entry) for entry in record["verdicts"]), record["state"]
+        )
 
 
 def results_table(results: Sequence[Result], limit: float, title: str) -> Table:
@@ -170,26 +172,42 @@ def draw(results: Sequence[Result], limit: float, title: str, path: Path) -> Non
 
 def draw_bars(results: Sequence[Result], title: str, path: Path) -> None:
     """Plot microseconds of short cases as bars, those from graphs above those without."""
-    figure, panels = pyplot.subplots(2, 1, figsize=(16, 9), dpi=110, sharex=True)
-    engines = list(dict.fromkeys(v.engine for result in results for v in result.verdicts))
+    bars = {result.case.name: result.verdicts for result in results}
+    panels = (("device", "us of a launch, graph or long"), ("stream", "us of a launch, no graph"))
+    _draw_panels(bars, panels, 1e6, title, path)
+
+
+def draw_models(results: Mapping[str, Sequence[Verdict]], title: str, path: Path) -> None:
+    """Plot milliseconds of whole models as bars: on the device, and until the result is there."""
+    panels = (("device", "device ms of a call"), ("host", "host ms of a call"))
+    _draw_panels(results, panels, 1e3, title, path)
+
+
+def _draw_panels(
+    bars: Mapping[str, Sequence[Verdict]],
+    panels: Sequence[tuple[str, str]],
+    scale: float,
+    title: str,
+    path: Path,
+) -> None:
+    """A panel for each time of the verdicts: a group of bars a name, a colour an engine."""
+    figure, rows = pyplot.subplots(len(panels), 1, figsize=(16, 9), dpi=110, sharex=True)
+    engines = list(dict.fromkeys(v.engine for verdicts in bars.values() for v in verdicts))
     width = 0.8 / max(1, len(engines))
-    for axes, field, label in zip(
-        panels, ("device", "stream"), ("from a graph, or long", "without graphs"), strict=True
-    ):
+    for axes, (field, label) in zip(rows, panels, strict=True):
         for place, engine in enumerate(engines):
             times = [
-                (number + place * width, getattr(verdict, field).median * 1e6)
-                for number, result in enumerate(results)
-                for verdict in result.verdicts
+                (number + place * width, getattr(verdict, field).median * scale)
+                for number, verdicts in enumerate(bars.values())
+                for verdict in verdicts
                 if verdict.engine == engine and getattr(verdict, field) is not None
             ]
             axes.bar([x for x, _ in times], [y for _, y in times], width, label=engine)
-        axes.set(yscale="log", ylabel=f"device us of a launch, {label}")
+        axes.set(yscale="log", ylabel=label)
         axes.grid(alpha=0.2, axis="y")
-    panels[0].legend(fontsize=7)
+    rows[0].legend(fontsize=7)
     middle = width * (len(engines) - 1) / 2
-    names = [result.case.name for result in results]
-    panels[1].set_xticks([number + middle for number in range(len(names))], names)
+    rows[-1].set_xticks([number + middle for number in range(len(bars))], [*bars])
     figure.suptitle(title)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +238,8 @@ def power_medians(points: Iterable[tuple[float, float]]) -> list[tuple[float, fl
     ]
 
 
-def _verdict(entry: Mapping[str, Any]) -> Verdict:
+def read_verdict(entry: Mapping[str, Any]) -> Verdict:
+    """A verdict from its record."""
     fields = {key: value for key, value in entry.items() if key != "bytes_per_second"}
     for key in ("device", "stream", "host"):
         if fields.get(key) is not None:

@@ -215,6 +215,15 @@ def test_exponents_with_more_axes_than_the_base_stay() -> None:
     assert "R.power" in str(assert_same_as_onnx_runtime(model).mod)
 
 
+@pytest.mark.parametrize("opset", [13, 17, 18, 22])
+@pytest.mark.parametrize("attributes", [{}, {"axis": 1, "p": 1}, {"axis": -3, "p": 2}])
+def test_lp_normalization(attributes: dict[str, int], opset: int) -> None:
+    data = normal(3, 4, 5)
+    data[1], data[:, 2], data[2, 3, 1] = 0, 0, np.nan
+    model = one_node("LpNormalization", (3, 4, 5), opset=opset, **attributes)
+    assert_same_as_onnx_runtime(model, {"x": data})
+
+
 @settings(max_examples=20)
 @given(st.data())
 def test_automatic_padding(data: st.DataObject) -> None:
