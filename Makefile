@@ -8,6 +8,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Threads of the demo (default: all physical cores) and of the benchmarks (default: 2).
 THREADS ?=
 BENCH_ARGS ?=
+# Further ones of either benchmark on a GPU: REDUCTION_ARGS="--only paper2", MODEL_ARGS="--only gpt2".
+REDUCTION_ARGS ?=
+MODEL_ARGS ?=
 # Processes that share the tests.
 JOBS ?= 2
 TEST_ARGS ?=
@@ -39,8 +42,10 @@ bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime, OpenVINO
 	$(BIN)/python examples/benchmarks/reductions_cpu.py --threads $(or $(THREADS),2)
 
 # Offline: no environment is made, PYTHON must have TVM, PyTorch and what else is to be compared.
-bench-gpu: ## race the GPU reductions; ends with 2 where there is no GPU; BENCH_ARGS="--quick"
-	@$(PYTHON) examples/benchmarks/reductions_gpu.py $(BENCH_ARGS)
+bench-gpu: ## race reductions and whole models on a GPU; ends with 2 where there is none
+	@$(PYTHON) examples/benchmarks/reductions_gpu.py $(BENCH_ARGS) $(REDUCTION_ARGS); \
+	first=$$?; [ $$first -eq 2 ] && exit 2; \
+	$(PYTHON) examples/benchmarks/models_gpu.py $(BENCH_ARGS) $(MODEL_ARGS) && exit $$first
 
 clean: ## remove .venv and all that was built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,7 +20,7 @@ from tvm.script import ir as I  # noqa: N812  (TVMScript's own names)
 from tvm.script import relax as R  # noqa: N812
 from tvm.target import Target
 
-from relay_passes import CoalesceReduction, FuseReductionProducers
+from relay_passes import CoalesceReduction, FuseReductionProducers, FuseReductions
 from relay_passes.op import coalesced_reduce
 from schedules import cpu, gpu
 
@@ -48,12 +48,13 @@ class Gradients:
 
 
 def passes(rules: tuple[dlight.ScheduleRule, ...]) -> list[Pass]:
-    """Return a pipeline as a user would write it: two passes of ours among those of TVM."""
+    """Return a pipeline as a user would write it: three passes of ours among those of TVM."""
     transform = relax.transform
     return [
         CoalesceReduction(),
         transform.LegalizeOps(),
         transform.AnnotateTIROpPattern(),
+        FuseReductions(),
         FuseReductionProducers(),
         transform.FuseOps(),
         transform.FuseTIR(),
@@ -63,7 +64,7 @@ def passes(rules: tuple[dlight.ScheduleRule, ...]) -> list[Pass]:
 
 def lower(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
     """Run the pipeline for a target."""
-    rules = gpu.RULES if target.kind.name == "cuda" else cpu.RULES
+    rules = cpu.RULES if target.kind.name == "llvm" else gpu.RULES
     with target:
         return tvm.transform.Sequential(passes(rules))(mod)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the five convolutional networks of the benchmarks as ONNX models.
+"""Build the convolutional networks of the benchmarks as ONNX models.
 
 Each network keeps its Conv, BatchNormalization and Relu or Clip nodes apart, as an exporter writes
 them, so that a compiler has something to simplify. Weights are drawn from a seeded generator and
@@ -7,26 +7,38 @@ scaled so that activations keep their range from the first layer to the last; th
 always give the same model.
 
     python examples/models.py mobilenet_v2 -o mobilenet_v2.onnx
+
+VGG, MobileNet-V3, transformers and recommenders stand in files of their own beside this one;
+``examples/zoo.py`` knows all by name.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
 
-OPSET = 17
-IR_VERSION = 8
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from examples.onnx_builder import ModelBuilder  # noqa: E402  (the checkout holds it)
+
 CLASSES = 1000
 
+ACTIVATIONS: dict[str, tuple[str, dict[str, float]]] = {
+    "relu": ("Relu", {}),
+    "sigmoid": ("Sigmoid", {}),
+    "hardsigmoid": ("HardSigmoid", {"alpha": 1 / 6, "beta": 0.5}),
+    "hardswish": ("HardSwish", {}),
+}
+"""Activations that are one node: operator and attributes."""
 
-class GraphBuilder:
+
+class GraphBuilder(ModelBuilder):
     """Collects nodes and initialisers of an image network with one input and one output.
 
     Parameters
@@ -37,31 +49,28 @@ class GraphBuilder:
         (batch, channels, height, width) of the input; the batch may be a name for a symbolic size.
     seed : int
         Seed of every random parameter.
+    weights : bool
+        Whether convolutions and fully connected layers get numbers; else these are inputs.
     """
 
-    def __init__(self, name: str, input_shape: tuple[int | str, int, int, int], seed: int) -> None:
-        self.name = name
-        self.input = "input"
-        self.input_shape = input_shape
-        self._rng = np.random.default_rng(seed)
-        self._nodes: list[onnx.NodeProto] = []
-        self._initializers: dict[str, onnx.TensorProto] = {}
+    def __init__(
+        self,
+        name: str,
+        input_shape: tuple[int | str, int, int, int],
+        seed: int,
+        weights: bool = True,
+    ) -> None:
+        super().__init__(name, seed, weights)
+        self.input = self.add_input("input", input_shape)
         self._channels = {self.input: input_shape[1]}
 
     def channels(self, tensor: str) -> int:
         """Return the number of channels of ``tensor``."""
         return self._channels[tensor]
 
-    def constant(self, name: str, values: np.ndarray) -> str:
-        """Store an initialiser unless one of this name is there, and return its name."""
-        if name not in self._initializers:
-            self._initializers[name] = numpy_helper.from_array(values, name)
-        return name
-
     def node(self, op_type: str, inputs: list[str], channels: int, **attributes: Any) -> str:
         """Append a node with one output of ``channels`` channels and return the output's name."""
-        name = f"{op_type.lower()}_{len(self._nodes)}"
-        self._nodes.append(helper.make_node(op_type, inputs, [name], name=name, **attributes))
+        name = self.op(op_type, *inputs, **attributes)
         self._channels[name] = channels
         return name
 
@@ -81,16 +90,16 @@ class GraphBuilder:
         ``gain`` is the ratio of the output's mean square to the input's.
         """
         fan_in = self.channels(x) // groups * kernel * kernel
-        weight = self._normal((channels, fan_in), math.sqrt(gain / fan_in))
+        weight = self.normal((channels, fan_in), math.sqrt(gain / fan_in))
         if groups == 1:
             # Filters that sum to zero ignore what all inputs share; without this the answers of a
             # deep random network hardly depend on its input.
-            weight -= weight.mean(axis=1, keepdims=True)
+            weight = weight - weight.mean(axis=1, keepdims=True)
         prefix = f"conv_{len(self._nodes)}"
         shape = (channels, self.channels(x) // groups, kernel, kernel)
-        inputs = [x, self.constant(f"{prefix}.weight", weight.reshape(shape))]
+        inputs = [x, self.weight(f"{prefix}.weight", weight.reshape(shape))]
         if bias:
-            inputs.append(self.constant(f"{prefix}.bias", self._normal((channels,), 0.1)))
+            inputs.append(self.weight(f"{prefix}.bias", self.normal((channels,), 0.1)))
         return self.node(
             "Conv",
             inputs,
@@ -106,23 +115,24 @@ class GraphBuilder:
         channels = self.channels(x)
         prefix = f"batchnormalization_{len(self._nodes)}"
         parameters = {
-            "gamma": self._uniform(channels, 0.8 * scale, 1.2 * scale),
-            "beta": self._normal((channels,), 0.1),
-            "mean": self._normal((channels,), 0.1),
-            "variance": self._uniform(channels, 0.7, 1.4),
+            "gamma": self.uniform(channels, 0.8 * scale, 1.2 * scale),
+            "beta": self.normal((channels,), 0.1),
+            "mean": self.normal((channels,), 0.1),
+            "variance": self.uniform(channels, 0.7, 1.4),
         }
         names = [self.constant(f"{prefix}.{key}", value) for key, value in parameters.items()]
         return self.node("BatchNormalization", [x, *names], channels, epsilon=1e-5)
 
     def activation(self, x: str, kind: str) -> str:
-        """Append ``relu``, ``relu6`` (a Clip), ``sigmoid`` or nothing for ``none``."""
+        """Append an activation: a key of ``ACTIVATIONS``, ``relu6`` (a Clip), or ``none``."""
         if kind == "none":
             return x
         if kind == "relu6":
             low = self.constant("relu6.low", np.array(0, np.float32))
             high = self.constant("relu6.high", np.array(6, np.float32))
             return self.node("Clip", [x, low, high], self.channels(x))
-        return self.node({"relu": "Relu", "sigmoid": "Sigmoid"}[kind], [x], self.channels(x))
+        op_type, attributes = ACTIVATIONS[kind]
+        return self.node(op_type, [x], self.channels(x), **attributes)
 
     def conv_bn(
         self,
@@ -149,32 +159,20 @@ class GraphBuilder:
         channels = self.channels(x)
         x = self.node("GlobalAveragePool", [x], channels)
         x = self.node("Flatten", [x], channels, axis=1)
-        weight = self.constant("fc.weight", self._normal((CLASSES, channels), channels**-0.5))
-        bias = self.constant("fc.bias", self._normal((CLASSES,), 0.1))
-        return self.node("Gemm", [x, weight, bias], CLASSES, transB=1)
+        return self.linear(x, "fc", channels, CLASSES)
+
+    def linear(self, x: str, name: str, features: int, outputs: int, gain: float = 1.0) -> str:
+        """Append a fully connected layer from ``features`` to ``outputs``."""
+        deviation = math.sqrt(gain / features)
+        weight = self.weight(f"{name}.weight", self.normal((outputs, features), deviation))
+        bias = self.weight(f"{name}.bias", self.normal((outputs,), 0.1))
+        return self.node("Gemm", [x, weight, bias], outputs, transB=1)
 
     def finish(self, output: str, output_shape: list[int | str]) -> onnx.ModelProto:
         """Return the model whose result is the tensor ``output``, renamed to "output"."""
-        self._nodes[-1].output[0] = "output"
         if self._nodes[-1].name != output:
             raise ValueError(f"{output!r} is not the last node's output, {self._nodes[-1].name!r}")
-        graph = helper.make_graph(
-            self._nodes,
-            self.name,
-            [helper.make_tensor_value_info(self.input, TensorProto.FLOAT, self.input_shape)],
-            [helper.make_tensor_value_info("output", TensorProto.FLOAT, output_shape)],
-            list(self._initializers.values()),
-        )
-        opset = helper.make_operatorsetid("", OPSET)
-        return helper.make_model(
-            graph, producer_name="tvm-fusion", opset_imports=[opset], ir_version=IR_VERSION
-        )
-
-    def _normal(self, shape: tuple[int, ...], deviation: float) -> np.ndarray:
-        return self._rng.standard_normal(shape, dtype=np.float32) * np.float32(deviation)
-
-    def _uniform(self, count: int, low: float, high: float) -> np.ndarray:
-        return self._rng.uniform(low, high, count).astype(np.float32)
+        return self.model({"output": (output, output_shape)})
 
 
 def mobilenet_v1(batch: int | str = 1, image_size: int = 224, seed: int = 0) -> onnx.ModelProto:

@@ -14,6 +14,7 @@ from schedules.errors import OpError
 from schedules.reduce_workload import constant, normal_axes
 
 from .op import coalesced_reduce
+from .reduction_report import extend_reduction_report
 from .simplify.expressions import Value, op_name
 
 _CLAIMS = ("Primitive", "Composite", "Codegen")
@@ -50,7 +51,8 @@ class CoalesceReduction:
     ``std`` (computed in float32 if the data has 16 bits), ``collapse_sum_to`` and
     ``collapse_sum_like``; everywhere, also in branches and local functions. Every result keeps its
     type. Integers give the same numbers; floats are rounded in another order, 16-bit ones only
-    once. NaN wins every comparison, which TVM's own reductions leave open.
+    once. NaN wins every comparison, which TVM's own reductions leave open. The module attribute
+    ``tvm_fusion.reduction_report`` counts what was rewritten.
 
     Left alone: types that the op does not take (uint16, float8, sums of bool, means of integers),
     data of unknown shape or with several symbolic extents of one kind, extremes of no elements,
@@ -60,14 +62,15 @@ class CoalesceReduction:
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
-        result = mod.clone()
+        result, count = mod.clone(), 0
         for name, func in mod.functions_items():
             if isinstance(func, relax.Function):
                 rewriter = _Rewriter(mod)
                 rewritten = rewriter.visit_expr(func)
                 if rewriter.count:
                     result.update_func(name, relax.analysis.remove_all_unused(rewritten))
-        return result
+                    count += rewriter.count
+        return extend_reduction_report(result, rewritten=count)
 
 
 @mutator

@@ -13,14 +13,17 @@ from tvm.target import Target
 
 from schedules.conv2d_workload import FusedConv2DWorkload
 from schedules.cpu.fused_conv2d_limits import unsupported
-from schedules.cpu.machine import CPUInfo
 from schedules.errors import OpError
+from schedules.gpu.device import KINDS
 
 from . import op as ops
 from .chain_rewriter import Rewrites, rewrite_chains
+from .channel_lanes import channel_lanes
 from .conv_chain import ConvChain, Users, find_chains, find_users
-from .fusion_decision import Decision, decide
+from .decision import Decision
+from .fusion_decision import decide
 from .fusion_report import Entry, cost_fields, merge_reports, read_report, write_report
+from .gpu_fusion_decision import gpu_obstacle
 from .winograd_decision import check_mode
 
 Chooser = Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
@@ -215,7 +218,7 @@ class _Judge:
 
     def __call__(self, pair: _Pair) -> _Candidate:
         workload = pair.workload()
-        obstacle = _obstacle(pair, self.target)
+        obstacle = _obstacle(pair, workload, self.target)
         if workload is None or obstacle:
             refusal = Decision(False, obstacle or "height or width is symbolic")
             return _Candidate(pair, None, refusal)
@@ -251,14 +254,15 @@ class _Judge:
         return first, second
 
 
-def _obstacle(pair: _Pair, target: Target) -> str | None:
+def _obstacle(pair: _Pair, workload: FusedConv2DWorkload | None, target: Target) -> str | None:
     """Why no kernel can take the pair, or None."""
     if pair.first.residual is not None:
         return "the first convolution ends with a residual addition"
+    if target.kind.name in KINDS:
+        return None if workload is None else gpu_obstacle(workload, target)
     if target.kind.name != "llvm":
         return f"no fused convolution kernel for target kind {target.kind.name!r}"
-    lanes = CPUInfo.from_target(target).lanes("float32")
-    return unsupported(pair.first.layer, pair.second.layer, lanes)
+    return unsupported(pair.first.layer, pair.second.layer, channel_lanes(target))
 
 
 def _choose(candidates: list[_Candidate]) -> list[_Candidate]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import tvm
 from tvm import IRModule, relax
-from tvm.ir import GenericConst
 from tvm.relax.expr_functor import PyExprMutator, mutator
-from tvm.relax.utils import copy_with_new_vars
 
-from .reduction_producers import TIRCalls, absorbed_producers, operands, producers_of
+from .call_group import CallGroup
+from .reduction_producers import absorb_into_single
+from .tir_calls import TIRCalls
 
 _CLAIMS = ("Primitive", "Composite", "Codegen")
-_NAMES = 8  # functions whose names make up the name of the fused one
 
 
 @tvm.transform.module_pass(opt_level=0, name="FuseReductionProducers")
@@ -70,88 +69,28 @@ class _Rewriter(PyExprMutator):
         super().__init__(mod)
         self.mod = mod
         self.calls = TIRCalls(mod)
-        self.absorbed: set[relax.Var] = set()
+        self.absorption = absorb_into_single(self.calls)
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
         """Decide about a block, then visit its bindings."""
-        self.calls = TIRCalls.read(self.mod, block)
-        self.absorbed = absorbed_producers(self.calls)
+        self.calls = TIRCalls.read(self.mod, block.bindings)
+        self.absorption = absorb_into_single(self.calls)
         return super().visit_dataflow_block_(block)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         """Drop, replace or keep a binding."""
-        if binding.var in self.absorbed:
+        if binding.var in self.absorption.taken:
             return
         if binding.var in self.calls.reductions:
-            producers = producers_of(self.calls, binding.var, self.absorbed)
+            producers = self.absorption.producers_of([binding.var])
             if producers:
                 self._bind_group(binding, producers)
                 return
         super().visit_var_binding_(binding)
 
     def _bind_group(self, binding: relax.VarBinding, producers: list[relax.Var]) -> None:
-        members = {var: self.calls.producers[var] for var in producers}
-        group = _Group(members | {binding.var: binding.value})
-        names = [str(call.args[0].name_hint) for call in group.calls.values()]
-        name = self.builder_.add_func(group.function, f"fused_{'_'.join(names[-_NAMES:])}")
-        arguments = [*group.inputs, *group.shape_arguments]
-        call = relax.Call(name, [self.visit_expr(argument) for argument in arguments])
+        members = {var: self.calls.call(var) for var in [*producers, binding.var]}
+        group = CallGroup(members, [binding.var])
+        name = self.builder_.add_func(group.function, group.name)
+        call = relax.Call(name, [self.visit_expr(argument) for argument in group.arguments])
         super().visit_var_binding_(relax.VarBinding(binding.var, call))
-
-
-class _Group:
-    """Calls that become one function.
-
-    Parameters
-    ----------
-    calls : dict[relax.Var, relax.Call]
-        In order; the last one is the result.
-
-    Attributes
-    ----------
-    inputs : list[relax.Expr]
-        The tensors that the function gets: variables and constants from outside.
-    shape_arguments : list[relax.ShapeExpr]
-        The symbolic extents that do not follow from these tensors, if there are any.
-    function : relax.Function
-        As ``FuseOps`` builds it.
-    """
-
-    def __init__(self, calls: dict[relax.Var, relax.Call]) -> None:
-        self.calls = calls
-        self._local: dict[relax.Expr, relax.Var] = {}
-        self.inputs = self._read_inputs()
-        params = [self._local[tensor] for tensor in self.inputs]
-        function = self._function(params)
-        unknown = relax.analysis.free_symbolic_vars(function)
-        self.shape_arguments = [relax.ShapeExpr(unknown)] if unknown else []
-        if unknown:
-            params.append(relax.Var("tir_vars", relax.ShapeType(unknown)))
-            function = relax.Function(params, function.body, function.ret_ty)
-            function = function.with_attr("Primitive", True)
-        self.function = copy_with_new_vars(function)
-
-    def _read_inputs(self) -> list[relax.Expr]:
-        inputs: dict[relax.Expr, None] = {}
-        for call in self.calls.values():
-            inputs |= dict.fromkeys(e for e in operands(call) if e not in self.calls)
-        for number, tensor in enumerate(inputs):
-            name = f"param_{number}" if isinstance(tensor, GenericConst) else tensor.name
-            self._local[tensor] = relax.Var(name, tensor.ty)
-        return list(inputs)
-
-    def _function(self, params: list[relax.Var]) -> relax.Function:
-        bindings: list[relax.VarBinding] = []
-        for var, call in self.calls.items():
-            is_result = len(bindings) == len(self.calls) - 1
-            kind = relax.Var if is_result else relax.DataflowVar
-            self._local[var] = kind("gv" if is_result else var.name, call.ty)
-            bindings.append(relax.VarBinding(self._local[var], self._copy(call)))
-        result = bindings[-1].var
-        body = relax.SeqExpr([relax.DataflowBlock(bindings)], result)
-        return relax.Function(params, body, result.ty).with_attr("Primitive", True)
-
-    def _copy(self, call: relax.Call) -> relax.Call:
-        function, arguments = call.args
-        local = [self._local.get(argument, argument) for argument in arguments.fields]
-        return relax.Call(call.op, [function, relax.Tuple(local)], call.attrs, call.ty_args)

@@ -13,12 +13,14 @@ Separate kernels pay for writing and reading the intermediate, where it lives by
 one more parallel region; and where the data comes or the result leaves in NCHW, for a kernel that
 changes the layout, which a fused one does in its registers. They gain where a layer can be computed
 by Winograd's algorithm (:mod:`.winograd_decision`), with fewer multiplications.
+
+That is for CPUs; for GPUs :mod:`.gpu_fusion_decision` decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, prod
 
 from tvm.target import Target
@@ -28,30 +30,14 @@ from schedules.cpu.cost_model import FORK, default_conv2d_knobs, default_fused_k
 from schedules.cpu.fused_conv2d import FusedConv2DKnobs
 from schedules.cpu.fused_conv2d_limits import plain_sides
 from schedules.cpu.machine import CPUInfo
+from schedules.gpu.device import KINDS
 
+from .decision import Decision
+from .gpu_fusion_decision import decide_gpu
 from .winograd_decision import WinogradDecision, decide_winograd
 
 LAYOUT_BYTES_PER_CYCLE = 6.0  # of a kernel that changes the layout, each byte counted once
 LEAST_GAIN = -0.008  # predicted, below which two kernels stay; of equals one needs less memory
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Whether a pair is fused.
-
-    Parameters
-    ----------
-    fuse : bool
-        The answer.
-    reason : str
-        One line for the report.
-    gain : float
-        Predicted time of the separate kernels over that of the fused one, minus one.
-    """
-
-    fuse: bool
-    reason: str
-    gain: float = 0.0
 
 
 def decide(
@@ -73,6 +59,8 @@ def decide(
     Decision
         A function of the arguments alone.
     """
+    if target.kind.name in KINDS:
+        return decide_gpu(workload, target)
     if target.kind.name != "llvm":
         return Decision(False, f"no fused convolution kernel for target kind {target.kind.name!r}")
     cpu = CPUInfo.from_target(target)

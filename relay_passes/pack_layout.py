@@ -11,9 +11,9 @@ from tvm import relax
 from tvm.ir import IRModule, Op
 from tvm.target import Target
 
-from schedules.cpu.machine import CPUInfo
 from schedules.errors import OpError
 
+from .channel_lanes import channel_lanes
 from .op.pack import unpack
 from .packed import RULES
 from .packed.convolution import CONVOLUTION_RULES, read_convolution
@@ -52,7 +52,8 @@ class PackLayout:
     Parameters
     ----------
     target : Target | None
-        The CPU whose vectors give the number of lanes; None stands for the current target.
+        What gives the number of lanes: the vectors of a CPU; 4 on a GPU. None stands for the
+        current target.
     block : int | None
         The number of lanes, whatever the target.
     """
@@ -81,7 +82,7 @@ class PackLayout:
             raise OpError(
                 "PackLayout: no target; pass target= or block=, or run it inside `with target:`"
             )
-        return CPUInfo.from_target(Target(target)).lanes("float32")
+        return channel_lanes(Target(target))
 
 
 @relax.expr_functor.mutator

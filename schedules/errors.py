@@ -25,7 +25,7 @@ class InvalidInputError(TVMFusionError):
 
 
 class TargetError(TVMFusionError):
-    """A target that is unknown, or a CPU without the features that code was compiled for."""
+    """A target that is unknown, or that nothing here compiles for, or that this machine is not."""
 
 
 class ArtifactError(TVMFusionError):

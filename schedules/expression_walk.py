@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import tvm_ffi
 from tvm import ir, tirx
@@ -19,3 +19,10 @@ def loads(expression: tirx.Expr) -> list[ir.TensorLoad]:
 def substitute(expression: tirx.Expr, values: Mapping[ir.Var, tirx.Expr]) -> tirx.Expr:
     """Replace variables by expressions of their type."""
     return tvm_ffi.structural_map(expression, (ir.Var, lambda var: values.get(var, var)))
+
+
+def uses(expression: tirx.Expr, variables: Collection[ir.Var]) -> bool:
+    """Whether any of the variables occurs in an expression."""
+    found: list[ir.Var] = []
+    tvm_ffi.structural_walk(expression, (ir.Var, found.append))
+    return any(var in variables for var in found)

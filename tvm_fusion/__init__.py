@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tvm-fusion: compile ONNX models for CPUs, with neighbouring convolutions fused.
+"""tvm-fusion: compile ONNX models for CPUs and GPUs, with convolutions and reductions fused.
 
 >>> import tvm_fusion
 >>> compiled = tvm_fusion.compile("model.onnx")     # doctest: +SKIP

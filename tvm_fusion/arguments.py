@@ -9,7 +9,7 @@ writable is handed over where it lies, and any other one is copied into memory o
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -85,8 +85,22 @@ def bind(specs: Sequence[TensorSpec], args: Sequence[Any], named: Mapping[str, A
     return [values[name] for name in names]
 
 
-def check(specs: Sequence[TensorSpec], values: Sequence[Any]) -> list[np.ndarray]:
+def check(
+    specs: Sequence[TensorSpec],
+    values: Sequence[Any],
+    view: Callable[[TensorSpec, Any], Any] | None = None,
+) -> list[Any]:
     """See each value as a numpy array, without copying, of the type and shape of its input.
+
+    Parameters
+    ----------
+    specs : sequence of TensorSpec
+        The inputs.
+    values : sequence
+        A value for each.
+    view : callable, optional
+        Makes the array, or a tensor of TVM, of an input and its value; by default
+        :func:`as_array`.
 
     Raises
     ------
@@ -96,15 +110,17 @@ def check(specs: Sequence[TensorSpec], values: Sequence[Any]) -> list[np.ndarray
     sizes: dict[str, tuple[int, str]] = {}
     arrays = []
     for spec, value in zip(specs, values, strict=True):
-        array = _as_array(spec, value)
-        expected = numpy_dtype(spec.dtype)
+        array = as_array(spec, value) if view is None else view(spec, value)
+        expected: Any = numpy_dtype(spec.dtype)
+        if not isinstance(array, np.ndarray):
+            expected = spec.dtype
         if array.dtype != expected:
             raise InvalidInputError(
                 f"input {spec.name!r} has the element type {array.dtype}; expected {spec.dtype}: "
                 f"convert it, for example with .astype({spec.dtype!r})"
             )
         if array.shape != spec.shape:
-            _check_shape(spec, array.shape, sizes)
+            _check_shape(spec, tuple(array.shape), sizes)
         arrays.append(array)
     return arrays
 
@@ -129,7 +145,14 @@ def _check_shape(
                 )
 
 
-def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
+def as_array(spec: TensorSpec, value: Any, place: str = "the CPU") -> np.ndarray:
+    """See a value as a numpy array, without copying; ``place`` is where else it may be moved to.
+
+    Raises
+    ------
+    InvalidInputError
+        If it is no array of the CPU.
+    """
     if isinstance(value, (np.ndarray, np.generic)):  # a union type would be built in each call
         return np.asarray(value)
     if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
@@ -141,7 +164,7 @@ def _as_array(spec: TensorSpec, value: Any) -> np.ndarray:
     if int(device[0]) != _CPU:
         raise InvalidInputError(
             f"input {spec.name!r} lies on another device (DLPack type {int(device[0])}); "
-            "move it to the CPU"
+            f"move it to {place}"
         )
     try:
         if numpy_dtype(spec.dtype).isbuiltin == 1:
@@ -184,7 +207,7 @@ class Stage:
     def _copy(self, index: int, array: np.ndarray) -> tuple[Any, np.ndarray]:
         place = self._places[index]
         if place is None or place[1].shape != array.shape:
-            tensor = _empty(array.shape, self._dtypes[index])
+            tensor = empty(array.shape, self._dtypes[index], tvm_ffi.device("cpu", 0))
             place = self._places[index] = (tensor, _as_numpy(tensor))
         np.copyto(place[1], array)
         return place
@@ -232,10 +255,10 @@ def _overlaps(array: np.ndarray, others: Sequence[np.ndarray]) -> bool:
     return False
 
 
-def _empty(shape: Sequence[int], dtype: str) -> Any:
+def empty(shape: Sequence[int], dtype: str, device: tvm_ffi.Device) -> Any:
     """A tensor of TVM's own, with its alignment."""
     allocate = get_function("runtime.TVMTensorAllocWithScope")
-    return allocate(tvm_ffi.Shape(tuple(shape)), tvm_ffi.dtype(dtype), tvm_ffi.device("cpu"), None)
+    return allocate(tvm_ffi.Shape(tuple(shape)), tvm_ffi.dtype(dtype), device, None)
 
 
 def _as_numpy(tensor: Any) -> np.ndarray:

@@ -17,7 +17,10 @@ format                  unsigned 32-bit integer; the highest that is known here 
 magic                   ``TVMFUSION-MODEL`` and a newline
 ======================  ========================================================================
 
-Format 1 had no weights: there they are constants in the library.
+Format 1 had no weights: there they are constants in the library. Formats 1 and 2 are for CPUs.
+
+A model for an NVIDIA GPU holds machine code for its architecture, so nothing is compiled where it
+runs; one for OpenCL holds text, which the device's driver compiles.
 
 The description is read, and the file is checked, before anything of it is loaded: nothing in it is
 executed, unpickled, or followed to another file. **Loading the library then runs its code with all
@@ -33,12 +36,14 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import tvm_ffi
 
+from .device import DeviceNeeds, check_device
+from .device_code import machine_code_of
 from .errors import ArtifactError
 from .host import check_host
 from .linker import SharedLinker
@@ -48,7 +53,7 @@ from .tvm_runtime import version as tvm_version
 from .version import __version__
 from .weights import read_weights, stored_bytes, write_weights
 
-FORMAT = 2
+FORMAT = 3
 """The format that is written; all up to it are read."""
 
 _MAGIC = b"TVMFUSION-MODEL\n"
@@ -78,6 +83,8 @@ class Description:
         Versions of ``tvm_fusion``, ``tvm`` and ``tvm_ffi`` that compiled the model.
     weights : tuple of TensorSpec
         What ``main`` takes behind the inputs.
+    device : DeviceNeeds | None
+        The GPU that the kernels run on; None if they run on the CPU.
     """
 
     target: str
@@ -89,16 +96,35 @@ class Description:
     fused: tuple[dict[str, Any], ...]
     versions: dict[str, str]
     weights: tuple[TensorSpec, ...] = ()
+    device: DeviceNeeds | None = None
 
     @property
     def cpu(self) -> str:
-        """LLVM's name of the CPU that the code is for."""
-        return json.loads(self.target)["mcpu"]
+        """LLVM's name of the CPU that the code, or that of its host, is for."""
+        return _host(json.loads(self.target))["mcpu"]
 
     @property
     def triple(self) -> str:
         """LLVM's triple of the system that the code is for."""
-        return json.loads(self.target)["mtriple"]
+        return _host(json.loads(self.target))["mtriple"]
+
+    def check_machine(self) -> None:
+        """Refuse to run on this machine if its CPU or its GPU lacks what the code needs.
+
+        Raises
+        ------
+        TargetError
+            Names what is missing.
+        """
+        check_host(self.features, self.arch)
+        if self.device is not None:
+            check_device(self.device)
+
+    def linker(self, executable: Any) -> SharedLinker:
+        """What makes a library of an executable, with machine code for the GPU if that is CUDA."""
+        if self.device is None or self.device.kind != "cuda":
+            return SharedLinker(self.triple)
+        return SharedLinker(self.triple, machine_code_of(executable, self.device.arch))
 
 
 def current_versions() -> dict[str, str]:
@@ -138,7 +164,7 @@ def write_artifact(
         if path.exists() and not path.is_file():
             raise OSError(None, "something other than a file has this name")
         aside.touch()
-        executable.export_library(str(aside), fcompile=SharedLinker(about.triple))
+        executable.export_library(str(aside), fcompile=about.linker(executable))
         with aside.open("ab") as file:
             write_weights(file, weights)
             place = file.tell()
@@ -171,7 +197,7 @@ def read_artifact(path: str | os.PathLike[str]) -> Description:
         about = _read(path)
     except OSError as error:
         raise ArtifactError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
-    check_host(about.features, about.arch)
+    about.check_machine()
     here = current_versions()
     for package in ("tvm", "tvm_ffi"):
         saved = about.versions[package]
@@ -229,7 +255,8 @@ def _read(path: Path) -> Description:
         text = file.read(length)
     try:
         data = json.loads(text)
-        return _parse(data if version > 1 else {**data, "weights": []}, place)
+        added: dict[str, Any] = {"weights": []} if version < 2 else {}
+        return _parse(data | added | ({"device": None} if version < 3 else {}), place)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ArtifactError(
             f"the description in {str(path)!r} is not valid ({error!r}); {_SAVE_HELP}"
@@ -270,10 +297,12 @@ def _parse(data: Any, room: int) -> Description:
     versions = _typed(data["versions"], dict)
     target = _typed(data["target"], str)
     options = _typed(json.loads(target), dict)
-    if options.get("kind") != "llvm":
+    device = _device(data["device"], options)
+    host = _typed(_host(options), dict)
+    if host.get("kind") != "llvm":
         raise ValueError(f"the target is of the kind {options.get('kind')!r}")
-    _typed(options["mcpu"], str)
-    arch = arch_of_triple(_typed(options["mtriple"], str))
+    _typed(host["mcpu"], str)
+    arch = arch_of_triple(_typed(host["mtriple"], str))
     if data["arch"] != arch:
         raise ValueError(f"the target is for {arch}, and 'arch' is {data['arch']!r}")
     return Description(
@@ -286,7 +315,23 @@ def _parse(data: Any, room: int) -> Description:
         fused=tuple(_typed(item, dict) for item in _typed(data["fused"], list)),
         versions={name: _typed(versions[name], str) for name in current_versions()},
         weights=weights,
+        device=device,
     )
+
+
+def _host(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a target's CPU: its own, or those of a GPU's host."""
+    return options if options.get("kind") == "llvm" else options["host"]
+
+
+def _device(data: Any, target: dict[str, Any]) -> DeviceNeeds | None:
+    if data is None and target.get("kind") == "llvm":
+        return None
+    names = {field.name: int if field.type == "int" else str for field in fields(DeviceNeeds)}
+    needs = DeviceNeeds(**{name: _typed(data[name], kind) for name, kind in names.items()})
+    if needs.kind not in ("cuda", "opencl") or needs.kind != target.get("kind"):
+        raise ValueError(f"the target is of the kind {target.get('kind')!r}, 'device' {needs.kind}")
+    return needs
 
 
 def _specs(data: Any) -> tuple[TensorSpec, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import importlib.util
 import statistics
 import tempfile
@@ -61,6 +62,35 @@ def available_peers() -> list[str]:
     """Return the engines other than tvm-fusion whose packages are installed."""
     peers = [name for name in ENGINES if name != "tvm-fusion"]
     return [name for name in peers if _is_installed(name)]
+
+
+def gpu_peers(names: Sequence[str], target: str) -> list[EngineSpec]:
+    """The engines of a race on a GPU, each as it uses that GPU.
+
+    ONNX Runtime takes part with its CPU provider, and says so, where it has none for CUDA.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Engines, or none for those that are installed.
+    target : str
+        The GPU, as a user writes it.
+
+    Raises
+    ------
+    EngineError
+        If one of the engines knows no GPU.
+    """
+    if "openvino" in names:
+        raise EngineError("OpenVINO takes part on CPUs only; expected onnxruntime or tvm")
+    specs = []
+    for name in names or [peer for peer in available_peers() if peer != "openvino"]:
+        if name == "tvm":
+            specs.append(EngineSpec(name, options={"target": target}))
+            continue
+        provider = "CUDA" if _has_cuda_provider() else "CPU"
+        specs.append(EngineSpec(name, f"ONNX Runtime, {provider}", {"provider": provider}))
+    return specs
 
 
 class Arena:
@@ -207,6 +237,14 @@ def model_file(model: Any) -> Iterator[Path]:
         path = Path(folder, "model.onnx")
         path.write_bytes(model)
         yield path
+
+
+def _has_cuda_provider() -> bool:
+    try:
+        runtime = importlib.import_module("onnxruntime")
+    except ImportError:  # the race will say so
+        return False
+    return "CUDAExecutionProvider" in runtime.get_available_providers()
 
 
 def _is_installed(engine: str) -> bool:

@@ -38,7 +38,7 @@ DEBUG = "TVM_FUSION_DEBUG"
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="tvm-fusion")
 def cli() -> None:
-    """Compile ONNX models for the CPU, with neighbouring convolutions fused into one kernel."""
+    """Compile ONNX models for CPUs and GPUs, with convolutions and reductions fused."""
 
 
 @cli.command("compile")
@@ -91,8 +91,9 @@ def compile_command(
         "inputs": compiled.inputs,
         "outputs": compiled.outputs,
     }
+    device = "" if compiled.needs is None else f" for {compiled.needs}"
     text = (
-        f"{output}: {size / 1e6:.1f} MB, {fused} of {len(compiled.fused)} pairs fused, "
+        f"{output}: {size / 1e6:.1f} MB{device}, {fused} of {len(compiled.fused)} pairs fused, "
         f"compiled in {seconds:.1f} s"
     )
     show(result, text, as_json)
@@ -136,7 +137,7 @@ def run_command(
     inputs, --repeat the number of timed runs.
     """
     from . import load
-    from .cli_run import is_compiled, run_model, save_outputs
+    from .cli_run import is_compiled, refuse_absent_gpu, run_model, save_outputs
 
     shapes = as_mapping(shape, "--shape")
     if is_compiled(model):
@@ -145,6 +146,7 @@ def run_command(
     else:
         from . import compile as compile_model
 
+        refuse_absent_gpu(target)
         with progress_bar() as progress:
             compiled = compile_model(
                 model,
@@ -204,12 +206,17 @@ def bench_command(
     timed runs, on the same random inputs. With --profile, tvm-fusion runs alone, --runs times, and
     a table shows its kernels, the one that loses most time against the machine's limit first.
     """
+    from .cli_run import names_gpu, refuse_absent_gpu
+
     if as_profile:
         refuse_given(["against", "compiled", "rounds"], "--profile races nobody")
+        if names_gpu(target):
+            raise click.UsageError("--profile is for CPUs; explain --resources tells of kernels")
         shapes = as_mapping(shape, "--shape")
         _show_profile(model, target, shapes, fuse, winograd, threads, runs, as_json)
         return
-    from .benchmark import EngineSpec, Plan, available_peers, race
+    refuse_absent_gpu(target)
+    from .benchmark import EngineSpec, Plan, available_peers, gpu_peers, race
     from .race_result import race_table
 
     options: dict[str, Any] = {"target": target, "fuse": fuse, "winograd": winograd}
@@ -217,7 +224,10 @@ def bench_command(
         refuse_given(["target", "fuse", "winograd"], f"{compiled.name} is compiled already")
         options = {"artifact": str(compiled.resolve())}
     engines = [EngineSpec("tvm-fusion", options=options)]
-    engines += [EngineSpec(name) for name in against or available_peers()]
+    if names_gpu(target):
+        engines += gpu_peers(against or [], target)
+    else:
+        engines += [EngineSpec(name) for name in against or available_peers()]
     with progress_bar() as progress:
         result = race(
             model,
@@ -258,16 +268,39 @@ def _show_profile(
 
 @cli.command("explain")
 @model_argument
+@click.option(
+    "--resources",
+    is_flag=True,
+    help="Compile the CUDA kernels, and show their registers, spills and shared memory.",
+)
 @many_options(COMPILE_OPTIONS)
 @json_option
 def explain_command(
-    model: Path, target: str, shape: tuple, fuse: str, winograd: str, as_json: bool
+    model: Path,
+    resources: bool,
+    target: str,
+    shape: tuple,
+    fuse: str,
+    winograd: str,
+    as_json: bool,
 ) -> None:
-    """Show every pair of convolutions of MODEL that could be fused, and what was decided.
+    """Show what MODEL is compiled to, and why; nothing is run.
 
-    For each pair: its FLOPs, the bytes that its tensors take apart and fused, the FLOPs a byte
-    (arithmetic intensity) of both, the decision, and the reason.
+    For a CPU, every pair of convolutions that could be fused: its FLOPs, the bytes that its tensors
+    take apart and fused, the FLOPs a byte (arithmetic intensity) of both, the decision, and the
+    reason. For a GPU, every function, the rule that scheduled it, and the kernels that it launches.
     """
+    from .cli_run import names_gpu
+
+    if names_gpu(target):
+        from .explain_gpu import explain_kernels, explain_kernels_table
+
+        refuse_given(["winograd"], "that is done on CPUs only")
+        shapes = as_mapping(shape, "--shape")
+        report = explain_kernels(model, target, shapes, fuse, resources)
+        show_table(report, explain_kernels_table(report, model.name), as_json)
+        return
+    refuse_given(["resources"], "it is for --target cuda")
     from .explain import explain, explain_table
 
     pairs = explain(model, target, as_mapping(shape, "--shape"), fuse, winograd)

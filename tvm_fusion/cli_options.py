@@ -103,7 +103,8 @@ COMPILE_OPTIONS = (
         "--target",
         default="native",
         show_default=True,
-        help="CPU to compile for: native, x86-64-v3, x86-64-v4, or an LLVM target of TVM.",
+        help="CPU or GPU to compile for: native, x86-64-v3, cuda (the GPU of this machine), "
+        "'cuda -arch=sm_90', opencl, or a target of TVM.",
     ),
     click.option(
         "--shape",
@@ -124,8 +125,8 @@ COMPILE_OPTIONS = (
         type=click.Choice(["auto", "always", "never"]),
         default="auto",
         show_default=True,
-        help="3x3 convolutions to compute by Winograd's algorithm, with fewer multiplications: "
-        "those that gain, all that can be, or none.",
+        help="3x3 convolutions to compute on a CPU by Winograd's algorithm, with fewer "
+        "multiplications: those that gain, all that can be, or none.",
     ),
 )
 

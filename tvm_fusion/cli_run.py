@@ -34,6 +34,32 @@ def is_compiled(path: Path) -> bool:
         return file.read(4).startswith(_LIBRARY_MAGIC)
 
 
+def names_gpu(target: str) -> bool:
+    """Whether a target is a GPU; no GPU is needed to tell, and nothing imported for a CPU."""
+    if target == "native":
+        return False
+    from .target import names_gpu
+
+    return names_gpu(target)
+
+
+def refuse_absent_gpu(target: str) -> None:
+    """Refuse a target whose code this machine's GPU cannot run, before anything is compiled.
+
+    Raises
+    ------
+    TargetError
+        Tells what is missing.
+    """
+    if names_gpu(target):
+        from .device import check_device
+        from .target import device_needs, resolve
+
+        needs = device_needs(resolve(target))
+        if needs is not None:
+            check_device(needs)
+
+
 def run_model(
     model: Any,
     files: Mapping[str, Path],

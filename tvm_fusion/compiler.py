@@ -14,9 +14,10 @@ import tvm
 from . import pipeline
 from .aliasing import fresh_outputs
 from .artifact import Description, current_versions
+from .device_code import compile_kernels
 from .frontend import ImportedModel, import_onnx
 from .runtime import CompiledModel
-from .target import arch_of, required_features, resolve
+from .target import arch_of, device_needs, required_features, resolve
 from .thread_pool import choose_threads
 from .weights import weight_specs
 
@@ -36,15 +37,17 @@ def compile(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> CompiledModel:
-    """Compile an ONNX model for a CPU.
+    """Compile an ONNX model for a CPU or a GPU.
 
     Parameters
     ----------
     model : path, bytes or onnx.ModelProto
         The model; external data needs a path.
     target : str, mapping or tvm.target.Target
-        The CPU: ``"native"``, ``"x86-64-v3"``, ``"cortex-a72"``, ``"llvm -mcpu=..."`` or a target
-        of TVM. The code may be for another machine; it can be saved, and runs there.
+        The CPU: ``"native"``, ``"x86-64-v3"``, ``"cortex-a72"``, ``"llvm -mcpu=..."``; or the GPU:
+        ``"cuda"`` for this machine's own, ``"cuda -arch=sm_90"``, ``"opencl"``; or a target of TVM.
+        The code may be for another machine; it can be saved, and runs there. For ``cuda`` every
+        kernel becomes machine code here, by NVRTC or nvcc, and no GPU is needed.
     shapes : mapping, optional
         From the name of an input to its shape, or from the name of a dimension to its size, where
         the model leaves them open.
@@ -52,9 +55,10 @@ def compile(
         ``"auto"`` fuses the pairs of convolutions that gain, ``"all"`` those that can be fused,
         ``"none"`` none; a callable decides itself.
     winograd : str
-        ``"auto"`` computes 3x3 convolutions by Winograd's algorithm where that is predicted faster,
-        ``"always"`` wherever it can be, ``"never"`` nowhere. It rounds otherwise, by as much as the
-        direct kernels or twice that, and spreads an infinity or NaN over a tile of 4x4 pixels.
+        On a CPU: ``"auto"`` computes 3x3 convolutions by Winograd's algorithm where that is
+        predicted faster, ``"always"`` wherever it can be, ``"never"`` nowhere. It rounds otherwise,
+        by as much as the direct kernels or twice that, and spreads an infinity or NaN over a tile
+        of 4x4 pixels.
     threads : int, optional
         Threads of a call; by default one a physical core. The code is made for that many, unless
         the target says ``num-cores``.
@@ -73,7 +77,8 @@ def compile(
     CompilationError
         If TVM fails in a later stage; the message names the stage.
     TargetError
-        If the target is unknown or not a CPU.
+        If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
+        algorithm is wanted of a GPU.
     InvalidInputError
         If ``threads`` is not possible.
 
@@ -98,6 +103,8 @@ def compile(
     )
     tell("build", stages - 1)
     executable, weights = pipeline.build_apart(mod, resolved)
+    if resolved.kind.name == "cuda":
+        compile_kernels(executable, str(resolved.attrs["arch"]))
     tell("done", stages)
     about = _describe(imported, mod, resolved, weights)
     return CompiledModel(executable, about, count, weights)
@@ -120,6 +127,7 @@ def _describe(
         fused=tuple(_records(mod)),
         versions=current_versions(),
         weights=weight_specs(weights),
+        device=device_needs(target),
     )
 
 

@@ -153,7 +153,7 @@ class FusionEngine(Engine):
 
 
 class StockTVMEngine(Engine):
-    """TVM alone, with its own CPU pipeline and the target of this machine."""
+    """TVM alone, with its own pipeline for a CPU or a GPU; by default this machine's CPU."""
 
     def __init__(self) -> None:
         import tvm
@@ -162,16 +162,20 @@ class StockTVMEngine(Engine):
         self._tvm = tvm
 
     def load(self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any]) -> None:
-        """Import as tvm-fusion does and build with Relax's default pipeline for the CPU."""
+        """Import as tvm-fusion does and build with Relax's default pipeline for the target."""
         from tvm import relax
 
-        from tvm_fusion import frontend, target
+        from tvm_fusion import frontend, nvrtc, target
 
         imported = frontend.import_onnx(path, shapes)
-        host = target.resolve(options.get("target", "native"))
-        pipeline = relax.get_default_pipeline(host)
-        executable = self._tvm.compile(imported.mod, host, relax_pipeline=pipeline)
-        self._main = relax.VirtualMachine(executable, self._tvm.cpu())["main"]
+        chosen = target.resolve(options.get("target", "native"))
+        kind = chosen.kind.name
+        arch = str(chosen.attrs.get("arch", ""))
+        with nvrtc.tvm_compiler(arch) if kind == "cuda" else contextlib.nullcontext():
+            pipeline = relax.get_default_pipeline(chosen)
+            executable = self._tvm.compile(imported.mod, chosen, relax_pipeline=pipeline)
+        self._device = self._tvm.device(kind if target.is_gpu(chosen) else "cpu", 0)
+        self._main = relax.VirtualMachine(executable, self._device)["main"]
         self.inputs = [Input(s.name, tuple(s.shape), s.dtype) for s in imported.inputs]
 
     def feed(self, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -180,13 +184,13 @@ class StockTVMEngine(Engine):
 
     def run(self, feed: list[np.ndarray]) -> Sequence[Any]:
         """Copy the inputs into TVM's tensors and run."""
-        outputs = self._main(*[self._tvm.runtime.tensor(array) for array in feed])
+        outputs = self._main(*[self._tvm.runtime.tensor(array, self._device) for array in feed])
         single = isinstance(outputs, self._tvm.runtime.Tensor)
         return [tensor.numpy() for tensor in ([outputs] if single else outputs)]
 
 
 class OnnxRuntimeEngine(Engine):
-    """ONNX Runtime's CPU provider with all graph optimisations."""
+    """ONNX Runtime with all graph optimisations, by its ``provider``, ``CPU`` or ``CUDA``."""
 
     def __init__(self) -> None:
         import onnxruntime
@@ -201,9 +205,8 @@ class OnnxRuntimeEngine(Engine):
         settings.inter_op_num_threads = 1
         settings.graph_optimization_level = self._package.GraphOptimizationLevel.ORT_ENABLE_ALL
         settings.log_severity_level = 3
-        self._session = self._package.InferenceSession(
-            path, settings, providers=["CPUExecutionProvider"]
-        )
+        providers = [f"{options.get('provider', 'CPU')}ExecutionProvider"]
+        self._session = self._package.InferenceSession(path, settings, providers=providers)
         numpy_names = {"float": "float32", "double": "float64"}
         self.inputs = []
         for spec in self._session.get_inputs():

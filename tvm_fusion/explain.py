@@ -30,7 +30,7 @@ def explain(
     model : path, bytes or onnx.ModelProto
         The model.
     target : str or tvm.target.Target
-        The CPU to decide for.
+        The CPU or the GPU to decide for.
     shapes : mapping, optional
         Shapes of inputs whose dimensions the model leaves open.
     fuse : str or callable

@@ -20,6 +20,7 @@ from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
 from .errors import InvalidModelError, UnsupportedOperatorError
+from .onnx_import.gather import translate_gather
 from .onnx_import.interface import check_interface
 from .onnx_import.loader import (
     check_external_data,
@@ -105,7 +106,7 @@ def _prepare(
 
 
 class _Importer(ONNXGraphImporter):
-    """TVM's importer, with weights that are not part of the graph."""
+    """TVM's importer, with weights that are not part of the graph, and a Gather of our own."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(None, "float32", keep_params_in_input=False)
@@ -116,6 +117,15 @@ class _Importer(ONNXGraphImporter):
         for name in list(self._weights):
             # Popped, so that not all weights are in memory twice.
             self._nodes[name] = relax.const(self._weights.pop(name))
+
+    def _convert_operator(
+        self, op_name: str, inputs: list[relax.Expr], attrs: dict, opset: int
+    ) -> relax.Expr:
+        if op_name == "Gather":
+            found = translate_gather(inputs, attrs.get("axis", 0))
+            if found is not None:
+                return self.bb.normalize(found)
+        return super()._convert_operator(op_name, inputs, attrs, opset)
 
 
 def _translate(model: onnx.ModelProto, weights: Weights) -> tvm.IRModule:

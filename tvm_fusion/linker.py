@@ -20,6 +20,7 @@ from pathlib import Path
 from .elf_object import MACHINES, ElfObject, Relocation, Section, Symbol, read_object
 from .elf_relocations import ARCHITECTURES, Architecture
 from .errors import ArtifactError
+from .library_bin import Rewrite, rewrite_modules
 
 _NEEDED = ("libm.so.6", "libc.so.6")
 _PAGE = 0x10000
@@ -41,10 +42,13 @@ class SharedLinker:
     ----------
     triple : str
         LLVM's triple of the target; TVM asks for it where a model has no kernels.
+    rewrite : callable, optional
+        What becomes of the modules that TVM embeds in the library; by default they stay.
     """
 
-    def __init__(self, triple: str) -> None:
+    def __init__(self, triple: str, rewrite: Rewrite | None = None) -> None:
         self._triple = triple
+        self._rewrite = rewrite
 
     def get_target_triple(self) -> str:
         """Return the triple of the target."""
@@ -58,8 +62,11 @@ class SharedLinker:
         ArtifactError
             If an object holds something that TVM's code generator is not known to emit.
         """
-        objects = [Path(file).read_bytes() for file in files if not _is_empty_source(file)]
-        Path(output).write_bytes(link([read_object(data) for data in objects]))
+        data = [Path(file).read_bytes() for file in files if not _is_empty_source(file)]
+        objects = [read_object(item) for item in data]
+        if self._rewrite is not None:
+            objects = [rewrite_modules(item, self._rewrite) for item in objects]
+        Path(output).write_bytes(link(objects))
 
 
 def _is_empty_source(file: str) -> bool:

@@ -8,7 +8,7 @@ a pass from an imported module to one that ``tvm.compile`` can generate code for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import tvm
 from tvm import relax
 from tvm.ir.transform import Pass
 from tvm.relax.backend.cpu_generic import pipeline as cpu_generic
+from tvm.relax.backend.gpu_generic import pipeline as gpu_generic
 from tvm.s_tir import dlight
 from tvm.target import Target
 
@@ -34,6 +35,9 @@ from schedules import cpu
 from schedules.conv2d_workload import FusedConv2DWorkload
 
 from .errors import CompilationError, TargetError, TVMFusionError
+from .gpu_phases import gpu_phases
+from .nvrtc import tvm_compiler
+from .target import is_gpu
 
 Fuse = str | Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
 Progress = Callable[[str, int, int], None]
@@ -66,7 +70,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     Parameters
     ----------
     target : Target
-        A CPU target.
+        A CPU, or a GPU with a host.
     options : Options
         The user's choices.
 
@@ -74,7 +78,19 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     -------
     dict[str, list[Pass]]
         From the name of a phase to its passes.
+
+    Raises
+    ------
+    TargetError
+        If the target has another kind, or a choice is for CPUs only and this is a GPU.
     """
+    if is_gpu(target):
+        _check_gpu(target, options)
+        return gpu_phases(target, options.fuse)
+    if target.kind.name != "llvm":
+        raise TargetError(
+            f"target kind is {target.kind.name!r}; expected 'llvm', a CPU, or 'cuda' or 'opencl'"
+        )
     transform = relax.transform
     winograd = options.winograd
     return {
@@ -97,6 +113,19 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     }
 
 
+def _check_gpu(target: Target, options: Options) -> None:
+    if options.winograd == "always":
+        raise TargetError(
+            f"winograd='always' has no effect on {target.kind.name!r}: Winograd's algorithm is for "
+            "CPUs only; expected 'auto' or 'never'"
+        )
+    if target.host is None:
+        raise TargetError(
+            f"the target {target.kind.name!r} has no host; expected one, as in "
+            f"Target({{'kind': {target.kind.name!r}, ...}}, host='llvm')"
+        )
+
+
 def optimize(
     mod: tvm.IRModule,
     target: Target,
@@ -110,7 +139,7 @@ def optimize(
     mod : tvm.IRModule
         A module as an importer makes it; it is not changed.
     target : Target
-        A CPU target.
+        A CPU, or a GPU with a host.
     options : Options | None
         The user's choices; all defaults if None.
     progress : callable | None
@@ -125,12 +154,10 @@ def optimize(
     Raises
     ------
     TargetError
-        If the target is no CPU.
+        If the target is of another kind, or a choice is for CPUs only and this is a GPU.
     CompilationError
         If TVM fails; the message names the phase.
     """
-    if target.kind.name != "llvm":
-        raise TargetError(f"target kind is {target.kind.name!r}; expected 'llvm', a CPU")
     options = options or Options()
     return run_phases(mod, target, phases(target, options), options.dump, progress)
 
@@ -168,9 +195,10 @@ def _own_errors(stage: str) -> Iterator[None]:
 
 
 def lower_to_vm(target: Target) -> Pass:
-    """Passes from scheduled functions to the Relax virtual machine, as in TVM's CPU pipeline."""
+    """Passes from scheduled functions to the Relax virtual machine, as in TVM's own pipelines."""
+    stock = gpu_generic if is_gpu(target) else cpu_generic
     return tvm.transform.Sequential(
-        [*cpu_generic.dataflow_lower_passes(target), *cpu_generic.finalize_passes(target)],
+        [*stock.dataflow_lower_passes(target), *stock.finalize_passes(target)],
         name="lower_to_vm",
     )
 
@@ -183,7 +211,7 @@ def build(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
     CompilationError
         If TVM fails.
     """
-    with _own_errors("build"):
+    with target, _own_errors("build"), _cuda_compiler(target):
         return tvm.compile(mod, target, relax_pipeline=lower_to_vm(target))
 
 
@@ -200,11 +228,16 @@ def build_apart(
     CompilationError
         If TVM fails.
     """
-    with target, _own_errors("build"):
+    with target, _own_errors("build"), _cuda_compiler(target):
         mod = tvm.transform.Sequential([lower_to_vm(target), LiftWeights()])(mod)
         weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
         lowered = tvm.transform.Sequential([])
         return tvm.compile(mod.without_attr(WEIGHTS), target, relax_pipeline=lowered), weights
+
+
+def _cuda_compiler(target: Target) -> AbstractContextManager[None]:
+    """Where TVM's CUDA runtime is loaded, TVM compiles what it generates at once."""
+    return tvm_compiler(str(target.attrs["arch"])) if target.kind.name == "cuda" else nullcontext()
 
 
 @relax.register_pipeline(NAME)
@@ -216,7 +249,7 @@ def tvm_fusion_pipeline(
     Parameters
     ----------
     target : Target | None
-        A CPU target; the one that is current when the pass runs if None.
+        A CPU, or a GPU with a host; the one that is current when the pass runs if None.
     fuse : str or callable
         As in :class:`Options`.
     winograd : str

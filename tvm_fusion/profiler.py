@@ -27,13 +27,13 @@ from schedules.cpu.machine import CPUInfo
 
 from . import pipeline
 from .engines import random_inputs
-from .errors import InvalidModelError
+from .errors import InvalidModelError, TargetError
 from .frontend import import_onnx
 from .host import check_host
 from .host_info import host_info
 from .machine_limits import MachineLimits, measure_limits
 from .shortfall import reason
-from .target import arch_of, required_features, resolve
+from .target import arch_of, is_gpu, required_features, resolve
 from .tensor_spec import refuse_open_shapes
 from .thread_pool import Crew, choose_threads
 
@@ -177,10 +177,15 @@ def profile(
     CompilationError
         If TVM fails.
     TargetError
-        If the code cannot run on this machine.
+        If the code cannot run on this machine, or the target is a GPU.
     """
     count = choose_threads(threads)
     resolved = resolve(target, cores=threads)
+    if is_gpu(resolved):
+        raise TargetError(
+            f"kernels are profiled on CPUs only; got a target of kind {resolved.kind.name!r}; "
+            "tvm_fusion.explain_gpu lists those of a GPU"
+        )
     check_host(required_features(resolved), arch_of(resolved))
     tell = progress or (lambda text, done, total: None)
     tell("compiling", 0, 2)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tvm_ffi
 
-from .arguments import Stage, bind, check, results
+from .arguments import bind
 from .artifact import Description, read_artifact, read_artifact_weights, write_artifact
+from .device import DeviceNeeds, device_of
 from .engines import random_inputs
-from .errors import ArtifactError, InvalidInputError
-from .host import check_host
-from .linker import SharedLinker
+from .errors import ArtifactError, InvalidInputError, TargetError
+from .memory import DeviceMemory, HostMemory, Memory, own_tensors
 from .tensor_spec import TensorSpec, refuse_open_shapes
 from .thread_pool import Crew, choose_threads
 from .tvm_runtime import get_function, start_machine
+from .weights import stored_bytes
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -50,7 +52,7 @@ class Latency:
 
 
 class CompiledModel:
-    """A model compiled for a CPU; made by ``tvm_fusion.compile`` and ``tvm_fusion.load``.
+    """A model compiled for a CPU or a GPU; ``tvm_fusion.compile`` and ``tvm_fusion.load`` make it.
 
     It is called with its inputs as numpy arrays or anything else on the CPU that has DLPack
     (tensors of PyTorch, TVM, JAX), by position, by name, or all of them in one mapping::
@@ -66,6 +68,11 @@ class CompiledModel:
     and aligned to 64 bytes is used where it lies (:func:`aligned_empty` makes such arrays); any
     other one is copied first. Outputs are not copied, unless they are constants of the model or
     share memory with an input.
+
+    **GPUs.** A model for a GPU takes tensors of that GPU too, and uses them where they lie if they
+    are contiguous and aligned; arrays of the CPU are copied there. The weights are there from the
+    first call on (after :func:`load` at once). The results come back as numpy arrays;
+    :meth:`tensors` leaves them on the GPU.
 
     **Threads.** A call runs on as many threads as the model was given, by default one a physical
     core (or ``TVM_NUM_THREADS``, if the environment has it); models with different numbers can live
@@ -89,9 +96,10 @@ class CompiledModel:
         self._executable = executable
         self._about = about
         self._weights = list(weights)
+        self._placed: list[Any] | None = None
         self._origin = origin
         self._crew = Crew(threads)
-        self._stage = Stage(about.inputs)
+        self._memory = _memory_of(about)
         self._main: Any = None
 
     @property
@@ -110,6 +118,16 @@ class CompiledModel:
         from tvm.target import Target
 
         return Target(self._about.target)
+
+    @property
+    def needs(self) -> DeviceNeeds | None:
+        """What the kernels need of a GPU; None if they run on the CPU."""
+        return self._about.device
+
+    @property
+    def device(self) -> tvm_ffi.Device:
+        """Where the kernels run, and where :meth:`tensors` leaves the results."""
+        return self._memory.device
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -136,9 +154,10 @@ class CompiledModel:
         return [dict(record) for record in self._about.fused]
 
     def __repr__(self) -> str:
-        """Inputs, outputs, CPU and threads."""
+        """Inputs, outputs, CPU or GPU, and threads."""
         signature = f"{_signature(self.inputs)} -> {_signature(self.outputs)}"
-        return f"CompiledModel({signature}, {self._about.cpu}, {self.threads} threads)"
+        place = self._about.device or self._about.cpu
+        return f"CompiledModel({signature}, {place}, {self.threads} threads)"
 
     def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
         """Compute the outputs.
@@ -160,33 +179,79 @@ class CompiledModel:
         InvalidInputError
             If an input is missing, unknown, or of the wrong type or shape.
         TargetError
-            If the model is compiled for another CPU than this machine has.
+            If the model is compiled for another CPU or GPU than this machine has.
         """
-        arrays = check(self.inputs, bind(self.inputs, args, kwargs))
-        outputs = self._crew.run(self._run, arrays)
+        values = self._memory.check(bind(self.inputs, args, kwargs))
+        return self._unpacked(self._crew.run(self._run, values))
+
+    def tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs as :meth:`__call__` does, and leave them on the model's device.
+
+        On a GPU the call returns when the kernels are launched, before they are done: what works
+        on the same stream, the default one, needs no more; others call :meth:`synchronize` first.
+
+        Returns
+        -------
+        tvm_ffi.Tensor or tuple of tvm_ffi.Tensor
+            They have DLPack (``torch.from_dlpack``), and are the caller's.
+        """
+        values = self._memory.check(bind(self.inputs, args, kwargs))
+        return self._unpacked(self._crew.run(self._run_on_device, values))
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was launched."""
+        self._memory.synchronize()
+
+    def _run(self, values: Sequence[Any]) -> list[np.ndarray]:
+        outputs, _, memory = self._launch(values)
+        return self._memory.arrays(outputs, self._about.fresh, memory)
+
+    def _run_on_device(self, values: Sequence[Any]) -> list[Any]:
+        outputs, tensors, _ = self._launch(values)
+        return own_tensors(outputs, self._about.fresh, tensors)
+
+    def _unpacked(self, outputs: Sequence[Any]) -> Any:
         return outputs[0] if len(self.outputs) == 1 else tuple(outputs)
 
-    def _run(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _launch(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[Any], list[Any]]:
+        """The program's results, its inputs, and the memory that these lie in."""
         if self._main is None:
             self._main = self._start()
-        tensors, memory = self._stage.tensors(arrays)
+        tensors, memory = self._memory.place(values)
+        weights = self._on_device()
         try:
-            outputs = self._main(*tensors, *self._weights)
+            outputs = self._main(*tensors, *weights)
         except (RuntimeError, ValueError, TypeError) as error:
             # TVM checks what the specs cannot say, such as a dimension that is computed of others.
             reason = str(error).strip().splitlines()[-1]
+            if self.needs is not None and re.search("CUDA|OpenCL|CL_", str(error)):
+                raise TargetError(f"the GPU failed to run the model: {reason}") from error
             raise InvalidInputError(f"the model cannot run on these inputs: {reason}") from error
-        if isinstance(outputs, tvm_ffi.Tensor):
-            outputs = [outputs]
-        return results(outputs, self._about.fresh, memory)
+        results = [outputs] if isinstance(outputs, tvm_ffi.Tensor) else outputs
+        return results, tensors, memory
+
+    def _on_device(self) -> list[Any]:
+        """The weights, which go to the device once."""
+        if self._placed is None:
+            try:
+                self._placed = self._memory.upload(self._weights)
+            except RuntimeError as error:
+                size = stored_bytes(self._about.weights) / 2**20
+                reason = str(error).strip().splitlines()[-1]
+                raise TargetError(
+                    f"{size:.1f} MiB of weights cannot be placed on {self.device}: {reason}"
+                ) from error
+            if self._origin is not None:  # nobody will save them
+                self._weights = self._placed
+        return self._placed
 
     def _start(self) -> Any:
-        """Make the code executable; before that, make sure that the CPU can execute it."""
-        check_host(self._about.features, self._about.arch)
+        """Make the code executable; before that, make sure that this machine can execute it."""
+        self._about.check_machine()
         module = self._executable
         if not isinstance(module, tvm_ffi.Module):
-            module = module.jit(fcompile=SharedLinker(self._about.triple))
-        self._machine = start_machine(module)
+            module = module.jit(fcompile=self._about.linker(module))
+        self._machine = start_machine(module, self._memory.device)
         return self._machine["main"]
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -217,6 +282,9 @@ class CompiledModel:
     ) -> Latency:
         """Time whole calls.
 
+        On a GPU the inputs are there before the clock starts, the results stay there, and a call
+        ends when the device has done all of it.
+
         Parameters
         ----------
         repeat : int
@@ -238,12 +306,16 @@ class CompiledModel:
             )
         feed = self._random_feed() if inputs is None else inputs
         values = bind(self.inputs, (), feed)
+        call: Callable[..., Any] = self
+        if self._about.device is not None:
+            values, _ = self._memory.place(self._memory.check(values))
+            call = self._timed
         for _ in range(warmup):
-            self(*values)
+            call(*values)
         times = []
         for _ in range(repeat):
             begin = time.perf_counter()
-            self(*values)
+            call(*values)
             times.append((time.perf_counter() - begin) * 1e3)
         return Latency(
             median_ms=float(np.median(times)),
@@ -253,6 +325,10 @@ class CompiledModel:
             repeat=repeat,
             threads=self.threads,
         )
+
+    def _timed(self, *values: Any) -> None:
+        self.tensors(*values)
+        self.synchronize()
 
     def _random_feed(self) -> dict[str, np.ndarray]:
         refuse_open_shapes(self.inputs, InvalidInputError, "pass inputs=...")
@@ -269,7 +345,8 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledMo
 
     **Loading runs code of the file.** What can be checked is checked before: that it is a complete
     file of ours, of a format and a TVM that fit, for this architecture and for a CPU whose features
-    are here. That protects from accidents, not from a stranger: load only files that you trust.
+    are here, or for the GPU that is here. That protects from accidents, not from a stranger: load
+    only files that you trust.
 
     Parameters
     ----------
@@ -283,7 +360,7 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledMo
     ArtifactError
         If the file cannot be read, is none of ours, is damaged, or is of another version.
     TargetError
-        If it is compiled for another architecture, or for CPU features which are not here.
+        If it is compiled for another architecture, for CPU features or a GPU which are not here.
     InvalidInputError
         If ``threads`` is not possible.
     """
@@ -296,7 +373,15 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledMo
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ArtifactError(f"cannot load {str(path)!r}: {reason}") from error
-    return CompiledModel(module, about, count, weights, origin)
+    model = CompiledModel(module, about, count, weights, origin)
+    model._on_device()
+    return model
+
+
+def _memory_of(about: Description) -> Memory:
+    if about.device is None:
+        return HostMemory(about.inputs)
+    return DeviceMemory(about.inputs, device_of(about.device.kind))
 
 
 def aligned_empty(shape: Sequence[int], dtype: Any = "float32") -> np.ndarray:

@@ -10,7 +10,9 @@ from typing import Any
 
 from tvm.target import Target, TargetKind, codegen, list_tags
 
+from .device import DeviceNeeds
 from .errors import TargetError
+from .gpu_target import GPU_KINDS, spell_out_gpu
 from .host import (
     canonical_arch,
     host_arch,
@@ -32,7 +34,7 @@ from .triples import CROSS_TRIPLES, arch_of_triple
 def resolve(
     target: str | Mapping[str, Any] | Target = "native", cores: int | None = None
 ) -> Target:
-    """Turn a target into a TVM target of kind ``llvm`` with everything spelled out.
+    """Turn a target into a TVM target with everything spelled out.
 
     Parameters
     ----------
@@ -41,52 +43,96 @@ def resolve(
         - a CPU that LLVM knows, for example ``"x86-64-v3"``, ``"znver4"``, ``"cortex-a72"``;
         - ``"aarch64"`` or ``"x86_64"``: the least CPU of that architecture (with NEON, SSE2);
         - ``"llvm"`` with options, for example ``"llvm -mcpu=skylake-avx512 -mattr=-avx512f"``;
-        - a TVM target as JSON, a mapping, a tag or an object.
+        - ``"cuda"``, this machine's NVIDIA GPU, or ``"cuda -arch=sm_90"``, any other one;
+        - ``"opencl"``, with options such as ``"opencl -max_num_threads=128"``;
+        - a TVM target as JSON, a mapping, a tag (``"nvidia/nvidia-a100"``) or an object.
+
+        The host of a GPU is a CPU, written in the same ways (``-host=x86-64-v3``); ``"native"`` by
+        default.
     cores : int, optional
         Cores to compile for where the target does not say; by default those of this machine.
 
     Returns
     -------
     tvm.target.Target
-        Has ``mcpu``, ``mtriple``, ``num-cores``, and ``mattr`` if features differ from the CPU's.
+        A CPU has ``mcpu``, ``mtriple``, ``num-cores``, and ``mattr`` if features differ from the
+        CPU's. A GPU has ``max_num_threads``, ``max_threads_per_block``, ``thread_warp_size``,
+        ``max_shared_memory_per_block``, such a CPU as its host, and ``arch`` if it is ``cuda``.
 
     Raises
     ------
     TargetError
-        If it is no CPU, or if a name in it is unknown.
+        If it is of another kind, if a name in it is unknown, or if it means this machine's GPU and
+        there is none.
     """
     config = _read_config(target)
     kind = config.get("kind")
+    if kind in GPU_KINDS:
+        return _resolve_gpu(config, target, cores)
     if kind != "llvm":
         raise TargetError(
-            f"target kind {kind!r} is not supported: this version compiles for CPUs only; "
-            "use 'native', a CPU such as 'x86-64-v3', or a target of kind 'llvm'"
+            f"target kind {kind!r} is not supported: this version compiles for CPUs, CUDA and "
+            "OpenCL; use 'native', a CPU such as 'x86-64-v3', 'cuda -arch=sm_90' or 'opencl'"
         )
     _spell_out(config)
     if "num-cores" not in config:
         config["num-cores"] = cores or physical_cores()
-    try:
-        resolved = Target(config)
-    except (ValueError, TypeError) as error:
-        reason = str(error).partition(" Target creation from")[0]
-        raise TargetError(f"target {_show(target)} is not valid: {reason}") from error
+    resolved = _make(config, target)
     if config["num-cores"] < 1:
         raise TargetError(f"num-cores is {config['num-cores']}; expected at least 1")
     return resolved
 
 
+def _resolve_gpu(config: dict[str, Any], target: Any, cores: int | None) -> Target:
+    host = resolve(config.pop("host", "native"), cores)
+    if is_gpu(host):
+        raise TargetError(f"the host of a GPU is a CPU; got {host.kind.name!r}")
+    unknown = sorted(set(config) - set(_option_types(config["kind"])))
+    if unknown:
+        raise unknown_name(f"{config['kind']} option", unknown[0], _option_types(config["kind"]))
+    spell_out_gpu(config)
+    return Target(_make(config, target), host)
+
+
+def names_gpu(target: str | Mapping[str, Any] | Target) -> bool:
+    """Whether :func:`resolve` would give a GPU; this asks for none."""
+    return _read_config(target).get("kind") in GPU_KINDS
+
+
+def is_gpu(target: Target) -> bool:
+    """Whether kernels run on a GPU; the target's host then runs the program that calls them."""
+    return target.kind.name in GPU_KINDS
+
+
+def host_of(target: Target) -> Target:
+    """The CPU of a resolved target: the target itself, or the host of a GPU."""
+    return target.host if is_gpu(target) else target
+
+
+def device_needs(target: Target) -> DeviceNeeds | None:
+    """What a resolved target needs of a GPU; None if it is a CPU."""
+    if not is_gpu(target):
+        return None
+    return DeviceNeeds(
+        kind=target.kind.name,
+        arch=str(target.attrs.get("arch", "")),
+        max_threads=int(target.attrs["max_num_threads"]),
+        shared_bytes=int(target.attrs["max_shared_memory_per_block"]),
+    )
+
+
 def required_features(target: Target) -> tuple[str, ...]:
-    """Features that a machine needs to run code compiled for ``target``, sorted.
+    """CPU features that a machine needs to run code compiled for ``target``, sorted.
 
     Only those which compiled code may use count: a missing cipher instruction harms no kernel.
     """
     known = CODEGEN_FEATURES[arch_of(target)]
-    return tuple(sorted(known & codegen.llvm_get_cpu_features(target)))
+    return tuple(sorted(known & codegen.llvm_get_cpu_features(host_of(target))))
 
 
 def arch_of(target: Target) -> str:
-    """Architecture of a resolved target, ``x86_64`` or ``aarch64``."""
-    return arch_of_triple(str(target.attrs["mtriple"]))
+    """Architecture of a resolved target's CPU, ``x86_64`` or ``aarch64``."""
+    return arch_of_triple(str(host_of(target).attrs["mtriple"]))
 
 
 def _read_config(target: Any) -> dict[str, Any]:
@@ -95,7 +141,7 @@ def _read_config(target: Any) -> dict[str, Any]:
         return _from_target(target)
     if isinstance(target, Mapping):
         if "tag" in target and "kind" not in target:
-            return _from_target(_make(dict(target)))
+            return _from_target(_make(dict(target), target))
         return {str(key): _plain(value) for key, value in target.items()}
     if not isinstance(target, str):
         raise TargetError(
@@ -110,14 +156,15 @@ def _read_config(target: Any) -> dict[str, Any]:
     if words and (len(words) > 1 or words[0] in Target.list_kinds()):
         return _from_words(words)
     if text in list_tags():
-        return _from_target(_make(text))
+        return _from_target(_make(text, text))
     return _from_name(text)
 
 
 def _from_target(target: Target) -> dict[str, Any]:
-    """Options of a target object; what TVM derives itself is left out, and so is the host."""
+    """Options of a target object; what TVM derives itself is left out, and so is a CPU's host."""
     derived = ("keys", "tag", "host")
-    return {
+    host = {"host": target.host} if is_gpu(target) and target.host else {}
+    return host | {
         str(key): _plain(value)
         for key, value in target.export().items()
         if key not in derived and not str(key).startswith("feature.")
@@ -136,7 +183,7 @@ def _from_words(words: list[str]) -> dict[str, Any]:
     kind, *options = words
     if kind not in Target.list_kinds():
         raise unknown_name("target kind", kind, Target.list_kinds())
-    types = {str(key): str(value) for key, value in TargetKind.options_from_name(kind).items()}
+    types = _option_types(kind)
     config: dict[str, Any] = {"kind": kind}
     for option in options:
         match = re.fullmatch(r"--?([a-z][\w.-]*)(?:=(.+))?", option)
@@ -147,6 +194,10 @@ def _from_words(words: list[str]) -> dict[str, Any]:
             raise unknown_name(f"{kind} option", name, types)
         config[name] = _convert(name, value, types[name])
     return config
+
+
+def _option_types(kind: str) -> dict[str, str]:
+    return {str(key): str(value) for key, value in TargetKind.options_from_name(kind).items()}
 
 
 def _convert(name: str, value: str | None, kind: str) -> Any:
@@ -213,18 +264,21 @@ def _host_mattr() -> list[str]:
     return more + less
 
 
-def _make(config: Any) -> Target:
+def _make(config: Any, given: Any) -> Target:
+    """The target of a configuration; an error shows what the user has given."""
     try:
         return Target(config)
     except (ValueError, TypeError) as error:
         reason = str(error).partition(" Target creation from")[0]
-        raise TargetError(f"target {_show(config)} is not valid: {reason}") from error
+        raise TargetError(f"target {_show(given)} is not valid: {reason}") from error
 
 
 def _plain(value: Any) -> Any:
     """A value without TVM's own containers."""
     if isinstance(value, str):
         return str(value)
+    if isinstance(value, Target):
+        return value
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, Iterable) else value

@@ -40,7 +40,8 @@ class EngineSpec:
         The name in tables; by default the engine's own.
     options : dict
         For ``tvm-fusion`` the arguments ``target``, ``fuse`` and ``winograd`` of ``compile``, or
-        ``artifact``, the path of a compiled model to load; for ``tvm`` the ``target``.
+        ``artifact``, the path of a compiled model to load; for ``tvm`` the ``target``; for
+        ``onnxruntime`` the ``provider``, ``CPU`` or ``CUDA``.
     """
 
     engine: str

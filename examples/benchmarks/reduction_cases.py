@@ -2,11 +2,11 @@
 """The reductions that GPU engines are compared on, as data.
 
 A case is one graph: inputs of one shape and type, element-wise steps, one or several reductions.
-Steps are words: ``cast float32``, ``neg``, ``abs``, ``exp``, ``isfinite``, and ``add 1`` or
-``mul 1``, whose number names another input. Groups: the tables of Panamera (*paper2*, *paper4*),
-single reductions of today's networks (*network*), every operator and type once (*operator*), sizes
-(*sweep*), shapes without divisors (*odd*), and rows times columns as nvFuser's suite has them
-(*grid*).
+Steps are words: ``cast float32``, ``neg``, ``abs``, ``exp``, ``isfinite``, ``reshape 8192 768``,
+and ``add 1`` or ``mul 1``, whose number names another input. Groups: the tables of Panamera
+(*paper2*, its sub-graphs, and *paper4*), single reductions of today's networks (*network*), every
+operator and type once (*operator*), sizes (*sweep*), shapes without divisors (*odd*), and rows
+times columns as nvFuser's suite has them (*grid*).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from examples.subgraphs import SUB_GRAPHS, SubGraph
 from schedules.reduce_workload import CanonicalLoops, ReduceWorkload
 
 BYTES = {
@@ -49,7 +50,7 @@ class Reduction:
     operator : str
         One of ``schedules.reduce_workload.OPERATORS``.
     axes : tuple[int, ...]
-        Reduced axes.
+        Reduced axes of what the steps make.
     steps : tuple[str, ...]
         What is done to every element before.
     source : int
@@ -117,13 +118,31 @@ class Case:
 
     def loops(self, reduction: Reduction) -> CanonicalLoops:
         """The two coalesced loops."""
-        return CanonicalLoops(self.shape, reduction.axes)
+        return CanonicalLoops(self.reduced_shape(reduction), reduction.axes)
+
+    def reduced_shape(self, reduction: Reduction) -> tuple[int, ...]:
+        """The shape of what is reduced: that of the last reshape, or of the inputs."""
+        shape = self.shape
+        for step in reduction.steps:
+            word, *sizes = step.split()
+            if word == "reshape":
+                shape = tuple(int(size) for size in sizes)
+        return shape
+
+    def output_shape(self, reduction: Reduction) -> tuple[int, ...]:
+        """The shape of one output."""
+        shape = self.reduced_shape(reduction)
+        return tuple(size for axis, size in enumerate(shape) if axis not in reduction.axes)
 
     def workload(self, reduction: Reduction, finish: str = "auto") -> ReduceWorkload:
         """The reduction behind its steps."""
         dtype = step_dtypes(reduction, self.dtype)[-1]
         return ReduceWorkload.create(
-            reduction.operator, reduction.axes, len(self.shape), dtype, finish=finish
+            reduction.operator,
+            reduction.axes,
+            len(self.reduced_shape(reduction)),
+            dtype,
+            finish=finish,
         )
 
 
@@ -157,37 +176,8 @@ def matches(case: Case, patterns: Sequence[str]) -> bool:
 
 
 def paper2() -> list[Case]:
-    """Panamera's Table 2; its reshapes move nothing and are left out."""
-    f32, f16 = "float32", "float16"
-    return [
-        _case("paper2/1", (64, 2), f32, (0,), "cast float16", "cast float32", "cast float16"),
-        _case("paper2/2", (1280, 21128), f32, (0,), "cast float16"),
-        _case("paper2/3", (64, 768), f16, (0,), "cast float32"),
-        _case("paper2/4", (1280, 21128), f32, (1,), "mul 1"),
-        _case("paper2/5", (1280,), f32, (0,), "neg", "mul 1"),
-        _case("paper2/6", (3072,), f32, (0,), "mul 1", "mul 2"),
-        _case("paper2/7", (64, 128, 768), f32, (0,), "add 1", "mul 2"),
-        Case(
-            "paper2/8",
-            (64, 128, 768),
-            f32,
-            (
-                Reduction("sum", (0, 1), ("add 1", "mul 2")),
-                Reduction("sum", (0, 1), ("add 4", "mul 5"), 3),
-            ),
-            6,
-        ),
-        Case(
-            "paper2/9",
-            (8192, 768),
-            f32,
-            (Reduction("sum", (0,)), Reduction("sum", (0,), source=1)),
-            2,
-        ),
-        _case("paper2/10", (64, 128, 12, 64), f16, (0, 1), "cast float32"),
-        _case("paper2/11", (64, 128, 768), f16, (0, 1), "cast float32"),
-        _case("paper2/12", (64, 20), f16, (0, 1)),
-    ]
+    """Panamera's Table 2."""
+    return [_sub_graph(graph) for graph in SUB_GRAPHS]
 
 
 def paper4() -> list[Case]:
@@ -308,6 +298,21 @@ def _case(
     others = [int(step.split()[1]) for step in steps if step.split()[0] in ("add", "mul")]
     reduction = Reduction(operator, axes, steps)
     return Case(name, shape, dtype, (reduction,), 1 + max(others, default=0))
+
+
+def _sub_graph(graph: SubGraph) -> Case:
+    """A row of the table with its inputs numbered."""
+    reductions, used = [], 0
+    for branch in graph.branches:
+        source, steps = used, []
+        for step in branch.steps:
+            is_binary = step in ("add", "mul")
+            used += is_binary
+            steps.append(f"{step} {used}" if is_binary else step)
+        reductions.append(Reduction("sum", branch.axes, tuple(steps), source))
+        used += 1
+    name = f"paper2/{graph.number}"
+    return Case(name, graph.shape, graph.dtype, tuple(reductions), graph.inputs)
 
 
 def _several(

@@ -6,8 +6,9 @@
     python examples/benchmarks/reductions_gpu.py --dry-run        # no GPU needed
 
 Needs a CUDA GPU and PyTorch, which allocates the inputs and times; every other engine may be
-absent. No network. Writes results/reductions_gpu.json and .png. Exit code: 0, or 1 if one of our
-results is wrong or not repeatable, or 2 if there is no GPU.
+absent. No network. Writes results/reductions_gpu.json and .png, and subgraphs_gpu.png: the paper's
+sub-graphs (its Figure 11) with and without CUDA graphs. Exit code: 0, or 1 if one of our results is
+wrong or not repeatable, or 2 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from examples.benchmarks.gpu.clock import Clock, CudaClock  # noqa: E402
 from examples.benchmarks.gpu.compare import compare, presence  # noqa: E402
 from examples.benchmarks.gpu.cupy_cub import CupyCub  # noqa: E402
 from examples.benchmarks.gpu.engine import Engine  # noqa: E402
-from examples.benchmarks.gpu.nvrtc import compile_cuda, compiler  # noqa: E402
 from examples.benchmarks.gpu.ours import Ours  # noqa: E402
 from examples.benchmarks.gpu.protocol import Plan, Verdict, reason  # noqa: E402
 from examples.benchmarks.gpu.relax_build import (  # noqa: E402
@@ -59,6 +59,7 @@ from examples.benchmarks.reduction_cases import Case  # noqa: E402
 from schedules.reduce_workload import FINISHES  # noqa: E402
 from tvm_fusion.cli_output import FILE_WIDTH, progress_bar  # noqa: E402
 from tvm_fusion.json_text import json_text  # noqa: E402
+from tvm_fusion.nvrtc import compile_cuda, compiler  # noqa: E402
 
 NO_GPU = 2
 
@@ -192,6 +193,15 @@ def thresholds_table(results: Sequence[Result]) -> Table:
     return table
 
 
+def show_sub_graphs(results: Sequence[Result], console: Console, gpu: str, folder: Path) -> None:
+    """The sub-graphs of Panamera's Table 2 apart, with and without graphs."""
+    found = [result for result in results if result.case.group == "paper2"]
+    if found:
+        title = f"Sub-graphs of Panamera's Table 2 on {gpu}"
+        console.print(report.launches_table(found, title))
+        report.draw_bars(found, title, folder / "subgraphs_gpu.png")
+
+
 def make_console() -> Console:
     """A console that does not fold tables in files."""
     console = Console()
@@ -244,6 +254,7 @@ def measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
         title = f"Reductions on {settings['machine']['gpu']['name']}"
         console.print(report.results_table(results, limits.best, title))
         report.draw(results, limits.best, title, options.output.with_suffix(".png"))
+        show_sub_graphs(results, console, settings["machine"]["gpu"]["name"], options.output.parent)
     for line in report.problems(results):
         console.print(line)
     console.print(f"copy {limits.copy / 1e9:.0f} GB/s, read {limits.read / 1e9:.0f} GB/s")

@@ -14,6 +14,7 @@ once, 8-bit integers in int32.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -135,7 +136,7 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     if 0 in (constant(loops.outputs), constant(loops.reduced)):
         return _fill(builder, shape, empty_result(workload) or 0, workload.out_dtype)
     words = scratch_words(workload, loops, Target.current(allow_none=True))
-    scratch = [relax.const(np.zeros(words, "int32"))] if words else []
+    scratch = [_scratch(builder, words)] if words else []
 
     def generate(data: te.Tensor, *_: te.Tensor) -> te.Tensor:
         return compute.coalesced_reduce(data, workload, words)
@@ -149,6 +150,17 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     )
     # The inferred type, not the compute's: its symbolic extents are simplified.
     return relax.Call(legal.op, legal.args, legal.attrs, ty_args=[call.ty])
+
+
+def _scratch(builder: relax.BlockBuilder, words: int) -> relax.Expr:
+    """Zeros for tickets, then words that a kernel writes before it reads them.
+
+    The last word differs between the calls of a module: the VM keeps equal constants in one place,
+    where the partial results of sisters would overwrite each other.
+    """
+    content = np.zeros(words, "int32")
+    content[-1] = zlib.crc32(builder.get_unique_name("scratch").encode()) >> 1
+    return relax.const(content)
 
 
 def _fill(builder: relax.BlockBuilder, shape: list, value: float, dtype: str) -> relax.Expr:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import relax
 from tvm.ir import GenericConst
 
@@ -95,6 +96,17 @@ class Graph:
         self._define(self._here, var, value)
         self._emitted.append(var)
         return var
+
+    def emit_once(self, expr: relax.Expr) -> relax.Var:
+        """The variable in front of the current one that ``expr`` is bound to, a new one if none."""
+        value = self._builder.normalize(expr)
+        for operand in operands(value):
+            for user in self._users.get(operand, _NOBODY):
+                bound = self._values.get(user)
+                if bound is not None and tvm_ffi.structural_equal(bound, value):
+                    if user in self._here.order:
+                        return user
+        return self.emit(value)
 
     def remember(self, key: Any, compute: Callable[[Any], Any]) -> Any:
         """``compute(key)``, computed once; for what is costly to learn about a PrimFunc."""

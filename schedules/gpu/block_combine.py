@@ -10,34 +10,54 @@ from . import reduce_state
 from .device_ops import shuffle_xor, sync
 from .index_math import i64
 from .reduce_context import ReduceContext
-from .reduce_state import Buffers
+from .reduce_state import Buffers, Workloads
 
 TREE_ARITY = 4  # states that a thread combines between two barriers
 
 
-def combine_lanes(ctx: ReduceContext, states: Buffers) -> None:
+def combine_lanes(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> None:
     """Combine the states at 0 of a row's lanes; lane 0 gets the result there."""
     lanes = ctx.config.lanes
     if lanes == 1:
         return
     width = min(lanes, ctx.gpu.warp_size)
-    for distance in _halves(width):
-        other = tuple(shuffle_xor(value, distance, width) for value in reduce_state.load(states, 0))
-        reduce_state.update(ctx.workload, states, 0, other)
+    _exchange(workloads, states, width)
     if width == 1:
-        combine_groups(ctx, states, ctx.lane, lanes, ctx.row, ctx.config.rows)
+        combine_groups(ctx, workloads, states, ctx.lane, lanes, ctx.row, ctx.config.rows)
     elif width < lanes:
-        _warps_through_memory(ctx, states, width)
+        _warps_through_memory(ctx, workloads, states, width)
 
 
-def combine_rows(ctx: ReduceContext, states: Buffers) -> None:
+def combine_rows(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> None:
     """Combine the vectors of states of all rows; row 0 gets the result."""
     config = ctx.config
-    combine_groups(ctx, states, ctx.row, config.rows, ctx.lane, config.lanes, config.vector)
+    member, members = ctx.lane, config.lanes
+    combine_groups(ctx, workloads, states, ctx.row, config.rows, member, members, config.vector)
+
+
+def share_lanes(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> None:
+    """Combine the states at 0 of a row's lanes; all of them get the result there."""
+    lanes = ctx.config.lanes
+    width = min(lanes, ctx.gpu.warp_size)
+    if width > 1:
+        _exchange(workloads, states, width)  # which leaves all lanes with the same bits
+        if width < lanes:
+            _share_warps(ctx, workloads, states, width)
+    elif lanes > 1:
+        combine_groups(ctx, workloads, states, ctx.lane, lanes, ctx.row, ctx.config.rows)
+        _broadcast(ctx, workloads, states, ctx.row, ctx.config.rows)
+
+
+def share_rows(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> None:
+    """Combine the vectors of states of all rows; all rows get the result."""
+    if ctx.config.rows > 1:
+        combine_rows(ctx, workloads, states)
+        _broadcast(ctx, workloads, states, ctx.lane, ctx.config.lanes)
 
 
 def combine_groups(
     ctx: ReduceContext,
+    workloads: Workloads,
     states: Buffers,
     group: tirx.Expr,
     groups: int,
@@ -51,6 +71,8 @@ def combine_groups(
     ----------
     ctx : ReduceContext
         The thread.
+    workloads : Sequence[ReduceWorkload]
+        The sisters.
     states : Buffers
         ``vector`` states of each thread.
     group, groups : tirx.Expr, int
@@ -67,7 +89,7 @@ def combine_groups(
 
     while groups > 1:
         fewer = max(1, groups // TREE_ARITY)
-        shared = reduce_state.allocate(ctx.workload, groups * members * vector, "shared")
+        shared = reduce_state.allocate(workloads, groups * members * vector, "shared")
         sync()  # TVM gives the memory that was read before to the new buffers
         with when(None if groups * members == ctx.config.threads else group < i64(groups)):
             for k in range(vector):
@@ -77,21 +99,62 @@ def combine_groups(
             for other in range(fewer, groups, fewer):
                 for k in range(vector):
                     read = reduce_state.load(shared, place(group + i64(other), k))
-                    reduce_state.update(ctx.workload, states, k, read)
+                    reduce_state.update(workloads, states, k, read)
         groups = fewer
 
 
-def _warps_through_memory(ctx: ReduceContext, states: Buffers, width: int) -> None:
+def _exchange(workloads: Workloads, states: Buffers, width: int) -> None:
+    """Combine the states at 0 of groups of ``width`` neighbouring lanes by a butterfly."""
+    for distance in _halves(width):
+        other = [
+            tuple(shuffle_xor(value, distance, width) for value in state)
+            for state in reduce_state.load(states, 0)
+        ]
+        reduce_state.update(workloads, states, 0, other)
+
+
+def _warps_through_memory(
+    ctx: ReduceContext, workloads: Workloads, states: Buffers, width: int
+) -> None:
     """Lane 0 of each row combines what the first lanes of the row's warps have."""
     warps = ctx.config.lanes // width
-    shared = reduce_state.allocate(ctx.workload, ctx.config.threads // width, "shared")
+    shared = reduce_state.allocate(workloads, ctx.config.threads // width, "shared")
     with when(tirx.EQ(ctx.thread % i64(width), i64(0))):
         reduce_state.store(shared, ctx.thread // i64(width), reduce_state.load(states, 0))
     sync()
     with when(tirx.EQ(ctx.lane, i64(0))):
         for warp in range(1, warps):
             other = reduce_state.load(shared, ctx.row * i64(warps) + i64(warp))
-            reduce_state.update(ctx.workload, states, 0, other)
+            reduce_state.update(workloads, states, 0, other)
+
+
+def _share_warps(ctx: ReduceContext, workloads: Workloads, states: Buffers, width: int) -> None:
+    """Every warp combines what all warps of its row have."""
+    warps = ctx.config.lanes // width
+    shared = reduce_state.allocate(workloads, ctx.config.threads // width, "shared")
+    sync()  # another stage may still read the same memory
+    with when(tirx.EQ(ctx.thread % i64(width), i64(0))):
+        reduce_state.store(shared, ctx.thread // i64(width), reduce_state.load(states, 0))
+    sync()
+    one_of_each = ctx.row * i64(warps) + ctx.lane % i64(warps)
+    reduce_state.store(states, 0, reduce_state.load(shared, one_of_each))
+    _exchange(workloads, states, warps)
+
+
+def _broadcast(
+    ctx: ReduceContext, workloads: Workloads, states: Buffers, member: tirx.Expr, members: int
+) -> None:
+    """Give the results of the leaders to all threads with the same number in their group."""
+    shared = reduce_state.allocate(workloads, members * ctx.results, "shared")
+    sync()
+    with when(ctx.is_leader):
+        for k in range(ctx.results):
+            place = i64(k * members) + member
+            reduce_state.store(shared, place, reduce_state.load(states, k))
+    sync()
+    for k in range(ctx.results):
+        place = i64(k * members) + member
+        reduce_state.store(states, k, reduce_state.load(shared, place))
 
 
 def _halves(width: int) -> list[int]:

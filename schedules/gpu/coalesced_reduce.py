@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU rule for one coalesced reduction with the producers that are inlined into it."""
+"""The GPU rule for a group of coalesced reductions with what is computed before and after them."""
 
 from __future__ import annotations
 
@@ -9,38 +9,54 @@ from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
 from tvm.target import Target
 
 from .bfloat16_bits import convert_by_bits
+from .chain_config import choose_chain
 from .device import GPUInfo
-from .reduce_config import choose
-from .reduce_function import read_reduction
+from .read_group import read_group
+from .reduce_config import ReduceConfig, choose_sisters
+from .reduce_group import ReduceGroup
 from .reduce_kernel import write_kernel
 
 
 class CoalescedReduce(GPUScheduleRule):
-    """Spreads a coalesced reduction over many blocks and finishes it in the same kernel.
+    """Computes a group of coalesced reductions in one kernel.
 
-    Takes functions with the blocks of :mod:`schedules.compute.coalesced_reduce`, all others being
-    element-wise producers of the first; returns None for everything else.
+    Takes functions with the blocks of :mod:`schedules.compute.coalesced_reduce`: any number of
+    reductions with the same parallel and reduced extents and of one form, all other blocks being
+    element-wise:
+
+    - producers of what is reduced;
+    - epilogues, which use results at the same place;
+    - elements of the reduced tensor's extents, maybe using results of their row, which are stored,
+      or reduced in turn.
+
+    Without the last kind the reductions are spread over many blocks and finished in the same
+    kernel; with it, as in a softmax, one block has a row from the first stage to the last. Returns
+    None for everything else.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
         """Write the kernel, or return None if the rule does not know the function."""
         if not isinstance(func, tirx.PrimFunc) or target.kind.name not in ("cuda", "opencl"):
             return None
-        try:
-            reduction = read_reduction(func)
-        except s_tir.ScheduleError:
-            return None
-        if reduction is None:
+        group = read_group(func)
+        if group is None:
             return None
         gpu = GPUInfo.from_target(target)
-        config = choose(
-            reduction.workload,
-            reduction.loops,
-            gpu,
-            scratch_bytes=reduction.scratch_bytes,
-            itemsize=reduction.itemsize,
-        )
-        kernel = write_kernel(reduction, config, gpu)
+        kernel = write_kernel(group, choose_config(group, gpu), gpu)
         if gpu.kind == "opencl":
             kernel = convert_by_bits(kernel)
         return s_tir.Schedule(tvm.IRModule({"main": kernel}))
+
+
+def choose_config(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
+    """Decide how a group runs."""
+    if group.is_chain:
+        return choose_chain(group, gpu)
+    return choose_sisters(
+        [(reduction.workload, reduction.loops) for reduction in group.reductions],
+        gpu,
+        group.scratch_words or (0,),
+        min(group.itemsizes()),
+        group.row_inputs(),
+        group.has_epilogues,
+    )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a schedule has to know of the GPU that it is written for; everything comes from the target.
 
-TVM's targets do not tell the number of multiprocessors: it follows from the architecture, as the
-largest device of that architecture has them.
+TVM's targets have no option for the number of multiprocessors. A ``cuda`` target may tell it in its
+option ``model``, as ``multiprocessors=114``; else it follows from the architecture, as the largest
+device of that architecture has them.
 """
 
 from __future__ import annotations
@@ -79,8 +80,14 @@ class GPUInfo:
         arch = _arch_number(str(target.attrs["arch"]))
         if arch < min(_MULTIPROCESSORS):
             raise TargetError(f"architecture sm_{arch} is too old; expected sm_70 or newer")
-        nearest = max(known for known in _MULTIPROCESSORS if known <= arch)
-        return cls(kind, arch, _MULTIPROCESSORS[nearest], 32, threads, shared)
+        return cls(kind, arch, _multiprocessors(target, arch), 32, threads, shared)
+
+
+def _multiprocessors(target: Target, arch: int) -> int:
+    name, _, number = str(target.attrs.get("model", "")).partition("=")
+    if name == "multiprocessors" and number.isdigit():
+        return int(number)
+    return _MULTIPROCESSORS[max(known for known in _MULTIPROCESSORS if known <= arch)]
 
 
 def _arch_number(arch: str) -> int:

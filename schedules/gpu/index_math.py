@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import tirx
 from tvm.sym import Analyzer
 
-from ..reduce_workload import Extent
+from ..reduce_workload import Extent, constant, is_one
 
 _ANALYZER = Analyzer()
 
@@ -26,3 +28,23 @@ def ceildiv(value: Extent, divisor: int) -> tirx.Expr:
 def simplified(expression: tirx.Expr) -> tirx.Expr:
     """The expression after TVM's simplification."""
     return _ANALYZER.simplify(expression)
+
+
+def subscripts(index: tirx.Expr, extents: Sequence[Extent]) -> list[tirx.Expr]:
+    """Recover subscripts from a row-major index, which is not negative.
+
+    By extents that are not known it is divided towards zero: rounding down would test the signs.
+    """
+    found: list[tirx.Expr] = []
+    live = [k for k, extent in enumerate(extents) if not is_one(extent)]
+    for place in reversed(range(len(extents))):
+        extent = i64(extents[place])
+        known = constant(extents[place]) is not None
+        if place not in live:
+            found.append(i64(0))
+        elif place == live[0]:
+            found.append(index)
+        else:
+            found.append((tirx.floormod if known else tirx.truncmod)(index, extent))
+            index = (tirx.floordiv if known else tirx.truncdiv)(index, extent)
+    return found[::-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape of a GPU reduction kernel: threads, vectors, unrolling, split and finish.
+"""Shape of a GPU kernel of sister reductions: threads, vectors, unrolling, split and finish.
 
 A block of 256 threads is ``rows x lanes``. In forms *all* and *x* a row of lanes shares one output
 and lanes walk the reduced loop; in form *y* lanes hold neighbouring outputs and rows share the
@@ -10,6 +10,7 @@ multiprocessor); they have not been measured on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tvm import DataType
@@ -19,6 +20,7 @@ from ..errors import OpError
 from ..reduce_operator import field_dtypes
 from ..reduce_workload import CanonicalLoops, ReduceWorkload, constant
 from .device import KINDS, GPUInfo
+from .reduce_scratch import field_words, place_fields, word_count
 
 THREADS = 256
 MIN_THREADS = 64  # where rows are too few to fill the device with blocks of 256
@@ -30,6 +32,7 @@ MIN_VALUES_PER_THREAD = 16
 MAX_SPLITS = 64  # partial results that one block of a y tile reads back
 MAX_ATOMIC_SPLITS = 16  # blocks that contend for one address where outputs are many
 _BYTES = ("int8", "uint8")  # updates by words would touch the neighbours of the output
+REGISTERS = 96  # of a thread for states and loads in flight, where there are several of them
 LARGE = 1 << 24  # elements that a symbolic extent stands for when work is shared out
 
 
@@ -51,6 +54,9 @@ class ReduceConfig:
         Blocks that share one output.
     finish : str
         ``one_block``, ``atomic`` or ``last_block``.
+    kept : int
+        Vectors of each input that a thread of a chain keeps in registers; 0 if it reads its row
+        again for each stage.
     """
 
     form: str
@@ -60,6 +66,7 @@ class ReduceConfig:
     unroll: int
     splits: int
     finish: str
+    kept: int = 0
 
     @property
     def threads(self) -> int:
@@ -110,25 +117,88 @@ def choose(
     OpError
         If the finish ``atomic`` was asked for where there is none.
     """
+    operands = None if scratch_bytes is None else (scratch_bytes // 4,)
+    return choose_sisters([(workload, loops)], gpu, operands, itemsize)
+
+
+def choose_sisters(
+    members: Sequence[tuple[ReduceWorkload, CanonicalLoops]],
+    gpu: GPUInfo,
+    operands: Sequence[int] | None = None,
+    itemsize: int | None = None,
+    row_inputs: Sequence[int] = (),
+    has_epilogues: bool = False,
+) -> ReduceConfig:
+    """Decide how reductions run that share one pass over their data.
+
+    Parameters
+    ----------
+    members : Sequence[tuple[ReduceWorkload, CanonicalLoops]]
+        Of one form, with the same ``M`` and ``N``.
+    gpu, itemsize
+        As for :func:`choose`.
+    operands : Sequence[int] | None
+        Sizes of the scratch operands in 32-bit words; None stands for as much as needed.
+    row_inputs : Sequence[int]
+        Bytes of an element of each tensor whose elements differ along the reduced loop.
+    has_epilogues : bool
+        Whether something is computed from the results, which then must not be updated atomically.
+
+    Returns
+    -------
+    ReduceConfig
+        The same for the same arguments.
+
+    Raises
+    ------
+    OpError
+        If the finish ``atomic`` was asked for where there is none.
+    """
+    workloads = [workload for workload, _ in members]
+    loops = members[0][1]
+    whole = _whole_block(members, gpu, itemsize, row_inputs)
+    finish = _finish(workloads, gpu, operands, has_epilogues)
+    splits = _splits(whole, loops, gpu, finish)
+    while finish == "last_block" and operands is not None and splits > 1:
+        if field_places(replace(whole, splits=splits), loops, workloads, operands) is not None:
+            break
+        splits -= 1
+    return whole if splits == 1 else replace(whole, splits=splits, finish=finish)
+
+
+def _whole_block(
+    members: Sequence[tuple[ReduceWorkload, CanonicalLoops]],
+    gpu: GPUInfo,
+    itemsize: int | None,
+    row_inputs: Sequence[int],
+) -> ReduceConfig:
+    """The decisions if nothing is split."""
+    workloads = [workload for workload, _ in members]
+    loops = members[0][1]
     form = loops.form
-    own = max(1, DataType(workload.dtype).bits // 8)
-    vector = _vector(workload, loops, gpu, own if form == "y" else itemsize or own)
+    own = min(max(1, DataType(workload.dtype).bits // 8) for workload in workloads)
+    width = VECTOR_BYTES // (own if form == "y" else itemsize or own)
+    vector = min(vector_width(width, workloads, of, gpu) for _, of in members)
+    unroll = 1 if any(workload.is_arg for workload in workloads) else LOADS_IN_FLIGHT
+    if len(row_inputs) > 1 or len(workloads) > 1:
+        unroll = max(1, unroll // max(1, len(row_inputs)))
+        while _registers(workloads, row_inputs, vector, unroll) > REGISTERS and vector > 1:
+            unroll, vector = (unroll // 2, vector) if unroll > 1 else (1, vector // 2)
     lanes, rows = _block(form, loops, vector, _threads(gpu))
-    unroll = 1 if workload.is_arg else LOADS_IN_FLIGHT  # comparing hides the loads
     whole = ReduceConfig(form, lanes, rows, vector, unroll, 1, "one_block")
     while form == "x" and whole.rows > 1 and whole.threads > MIN_THREADS:
         if _most_blocks(whole, loops) >= 2 * gpu.multiprocessors:
             break
         whole = replace(whole, rows=whole.rows // 2)
-    finish = _finish(workload, gpu, scratch_bytes)
-    splits = _splits(whole, loops, gpu, finish)
-    if splits == 1:
-        return whole
-    split = replace(whole, splits=splits, finish=finish)
-    if finish == "last_block" and scratch_bytes is not None:
-        if _scratch_words(split, workload, loops) * 4 > scratch_bytes:
-            return whole
-    return split
+    return whole
+
+
+def _registers(
+    workloads: Sequence[ReduceWorkload], row_inputs: Sequence[int], vector: int, unroll: int
+) -> int:
+    """Registers for the states and loads of a thread."""
+    states = sum(map(word_count, fields_of(workloads)))
+    return vector * states + unroll * vector * sum(row_inputs) // 4
 
 
 def scratch_words(workload: ReduceWorkload, loops: CanonicalLoops, target: Target | None) -> int:
@@ -136,7 +206,27 @@ def scratch_words(workload: ReduceWorkload, loops: CanonicalLoops, target: Targe
     if target is None or target.kind.name not in KINDS:
         return 0
     config = choose(workload, loops, GPUInfo.from_target(target))
-    return _scratch_words(config, workload, loops) if config.finish == "last_block" else 0
+    if config.finish != "last_block":
+        return 0
+    count = partials(config, loops)
+    words = sum(field_words(dtype, count) for dtype in field_dtypes(workload))
+    return ticket_words(config, loops) + words
+
+
+def field_places(
+    config: ReduceConfig,
+    loops: CanonicalLoops,
+    workloads: Sequence[ReduceWorkload],
+    operands: Sequence[int],
+) -> list[tuple[int, int]] | None:
+    """Operand and first word of each field's partial results; None if there is no room."""
+    tickets, count = ticket_words(config, loops), partials(config, loops)
+    return place_fields(operands, tickets, count, fields_of(workloads))
+
+
+def fields_of(workloads: Sequence[ReduceWorkload]) -> list[str]:
+    """The types of all fields of the states of sisters."""
+    return [dtype for workload in workloads for dtype in field_dtypes(workload)]
 
 
 def tiles(config: ReduceConfig, loops: CanonicalLoops) -> int:
@@ -156,21 +246,19 @@ def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
     return tiles(config, loops) * config.splits * config.tile_outputs
 
 
-def _scratch_words(config: ReduceConfig, workload: ReduceWorkload, loops: CanonicalLoops) -> int:
-    words = sum(max(4, DataType(dtype).bits // 8) // 4 for dtype in field_dtypes(workload))
-    # Fields begin at multiples of 8 bytes.
-    padded = -(-partials(config, loops) // 2) * 2
-    return ticket_words(config, loops) + words * padded
-
-
 def _threads(gpu: GPUInfo) -> int:
     """Threads of a whole block, a power of two."""
     return 1 << (min(THREADS, gpu.max_threads).bit_length() - 1)
 
 
-def _vector(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo, itemsize: int) -> int:
-    """Elements of a 16-byte load, less where the innermost loop is short or odd."""
-    width = VECTOR_BYTES // itemsize
+def vector_width(
+    width: int,
+    workloads: Sequence[ReduceWorkload],
+    loops: CanonicalLoops,
+    gpu: GPUInfo,
+    threads: int = THREADS,
+) -> int:
+    """``width`` elements, or less where the innermost loop is short or odd, or states are many."""
     runs = loops.runs
     inner = constant(runs[-1][1]) if runs else 1
     if inner is None:
@@ -178,7 +266,7 @@ def _vector(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo, items
     if loops.form == "all":
         return width if inner >= width else 1  # one row: the tail is apart
     if loops.form == "y":  # each thread puts its vector of states into shared memory
-        states = THREADS * sum(DataType(dtype).bits // 8 for dtype in field_dtypes(workload))
+        states = threads * sum(DataType(dtype).bits // 8 for dtype in fields_of(workloads))
         while width > 1 and 2 * width * states > gpu.shared_bytes:
             width //= 2
     while inner % width:
@@ -199,15 +287,29 @@ def _block(form: str, loops: CanonicalLoops, vector: int, threads: int) -> tuple
     return lanes, threads // lanes
 
 
-def _finish(workload: ReduceWorkload, gpu: GPUInfo, scratch_bytes: int | None) -> str:
-    """How partial results meet if the reduction is split."""
+def _finish(
+    workloads: Sequence[ReduceWorkload],
+    gpu: GPUInfo,
+    operands: Sequence[int] | None,
+    has_epilogues: bool,
+) -> str:
+    """How partial results meet if the reductions are split."""
+    wishes = {_wish(workload, gpu) for workload in workloads}
+    if "one_block" in wishes:
+        return "one_block"
+    if wishes == {"atomic"} and not has_epilogues:
+        return "atomic"
+    has_scratch = operands is None or any(operands)
+    return "last_block" if has_scratch else "one_block"
+
+
+def _wish(workload: ReduceWorkload, gpu: GPUInfo) -> str:
+    """How the partial results of one reduction would meet if it were alone."""
     if workload.finish == "atomic":
         _check_atomic(workload, gpu)
-    if workload.finish in ("one_block", "atomic"):
-        return workload.finish
-    if workload.finish == "auto" and is_exact(workload):
-        return "atomic"
-    return "one_block" if scratch_bytes == 0 else "last_block"
+    if workload.finish == "auto":
+        return "atomic" if is_exact(workload) else "last_block"
+    return workload.finish
 
 
 def _check_atomic(workload: ReduceWorkload, gpu: GPUInfo) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every part of a reduction kernel knows: the reduction, its configuration, the thread."""
+"""What every part of a reduction kernel knows: the group, its configuration, the thread."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..reduce_workload import ReduceWorkload, constant, unravel
+from ..reduce_workload import constant, unravel
 from .device import GPUInfo
 from .index_math import ceildiv, i64, simplified
 from .reduce_config import ReduceConfig
-from .reduce_function import ReduceFunction
+from .reduce_group import ReduceGroup
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ReduceContext:
 
     Parameters
     ----------
-    reduction : ReduceFunction
+    group : ReduceGroup
         What is computed.
     config : ReduceConfig
         How.
@@ -35,7 +35,7 @@ class ReduceContext:
         Parameters and their one-dimensional views.
     """
 
-    reduction: ReduceFunction
+    group: ReduceGroup
     config: ReduceConfig
     gpu: GPUInfo
     tile: tirx.Expr
@@ -46,7 +46,7 @@ class ReduceContext:
     @classmethod
     def open(
         cls,
-        reduction: ReduceFunction,
+        group: ReduceGroup,
         config: ReduceConfig,
         gpu: GPUInfo,
         tile: tirx.Expr,
@@ -56,15 +56,11 @@ class ReduceContext:
         """Declare one-dimensional views of the parameters, inside the kernel."""
         views = tuple(
             (buffer, _flatten(buffer))
-            for buffer in reduction.func.params
-            if (gpu.kind, str(buffer.dtype)) != ("opencl", "bfloat16")  # TVM loses such views
+            for buffer in group.func.params
+            if isinstance(buffer, tirx.Buffer)
+            and (gpu.kind, str(buffer.dtype)) != ("opencl", "bfloat16")  # TVM loses such views
         )
-        return cls(reduction, config, gpu, tile, split, thread, views)
-
-    @property
-    def workload(self) -> ReduceWorkload:
-        """Operator and types."""
-        return self.reduction.workload
+        return cls(group, config, gpu, tile, split, thread, views)
 
     @property
     def is_y(self) -> bool:
@@ -82,6 +78,16 @@ class ReduceContext:
         return self.thread % i64(self.config.lanes)
 
     @property
+    def is_leader(self) -> tirx.Expr:
+        """Whether the thread has results of the block after it has combined its states."""
+        return tirx.EQ(self.row if self.is_y else self.lane, i64(0))
+
+    @property
+    def results(self) -> int:
+        """How many neighbouring results a leader has."""
+        return self.config.vector if self.is_y else 1
+
+    @property
     def first_output(self) -> tirx.Expr:
         """The first of the outputs that the thread accumulates, maybe past the last one."""
         if self.is_y:
@@ -95,10 +101,10 @@ class ReduceContext:
 
     def exists(self, output: tirx.Expr) -> tirx.Expr | None:
         """Whether an output exists; None where all do."""
-        outputs = constant(self.reduction.outputs)
+        outputs = constant(self.group.outputs)
         if outputs is not None and outputs % self.config.tile_outputs == 0:
             return None
-        return output < i64(self.reduction.outputs)
+        return output < i64(self.group.outputs)
 
     def safe_output(self) -> tirx.Expr:
         """:attr:`first_output`, with the last one in place of those that do not exist."""
@@ -107,21 +113,20 @@ class ReduceContext:
             return first
         # A multiple of the vector, so that it is seen to be one.
         width = self.config.vector if self.is_y else 1
-        last = ceildiv(self.reduction.outputs, width) - i64(1)
+        last = ceildiv(self.group.outputs, width) - i64(1)
         return tirx.min(first // i64(width), last) * i64(width)
 
     def flat(self, buffer: tirx.Buffer) -> tirx.Buffer | None:
         """A parameter as one row; bool, which has no vectors, as bytes; None if it has no view."""
         return next((view for known, view in self.views if known.same_as(buffer)), None)
 
-    def write(self, m: tirx.Expr, value: tirx.Expr) -> None:
-        """Store an element of the output."""
-        output = self.reduction.output
+    def write(self, output: tirx.Buffer, place: tirx.Expr, value: tirx.Expr) -> None:
+        """Store an element of an output, ``place`` being its row-major position."""
         view = self.flat(output)
         if view is None:
-            T.buffer_store(output, value, unravel(m, output.shape))
+            T.buffer_store(output, value, unravel(place, output.shape))
         else:
-            T.buffer_store(view, value.astype(view.dtype), [m])
+            T.buffer_store(view, value.astype(view.dtype), [place])
 
 
 def _flatten(buffer: tirx.Buffer) -> tirx.Buffer:

@@ -79,6 +79,9 @@ class HostCode:
             raise InvalidInputError(f"{len(arguments)} arguments for the parameters {names}")
         for param, argument in zip(host.params, arguments, strict=True):
             self._bind_parameter(param, argument)
+        # Extents such as 8 * n may come before what binds n.
+        for param, argument in zip(host.params, arguments, strict=True):
+            self._check_extents(param, argument)
 
     def steps(self) -> Iterator[Step | Allocation]:
         """Run the host code: what it allocates and launches, in its order.
@@ -106,7 +109,13 @@ class HostCode:
             expected = self._sizes.simplify(extent)
             if isinstance(expected, tirx.Var):
                 self._bind(expected, size)
-            elif not isinstance(expected, tirx.IntImm) or expected.value != size:
+
+    def _check_extents(self, param: tirx.Var, argument: np.ndarray | float) -> None:
+        if not isinstance(argument, np.ndarray):
+            return
+        for extent, size in zip(param.ty.shape, argument.shape, strict=True):
+            expected = self._sizes.simplify(extent)
+            if not isinstance(expected, tirx.IntImm) or expected.value != size:
                 raise InvalidInputError(
                     f"parameter {param.name} has an axis of {expected}, not {size}"
                 )
@@ -167,10 +176,11 @@ class HostCode:
         self._sizes.bind(var, tirx.const(value, str(var.ty.dtype)), allow_override=True)
 
     def _bytes(self, buffer: tirx.Var) -> int:
-        elements = 1
+        element = tvm.DataType(str(buffer.ty.dtype))  # perhaps a vector
+        elements = element.lanes
         for extent in buffer.ty.shape:
             elements *= self._evaluate(extent)
-        return elements * np.dtype(str(buffer.ty.dtype)).itemsize
+        return elements * -(-element.bits // 8)
 
     def _evaluate(self, expr: Any) -> Any:
         value = self._sizes.simplify(expr)

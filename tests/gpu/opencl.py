@@ -24,7 +24,7 @@ from tvm import tirx
 from schedules.errors import EngineError, OpError
 
 # Guard and poison: NaN in every float type, -1 or the largest value in the others.
-_POISON = np.array([0xFF], np.uint8)
+POISON = np.array([0xFF], np.uint8)
 _GUARD_BYTES = 4096
 
 
@@ -72,7 +72,7 @@ def compile_opencl(
         mod = tvm.IRModule.from_expr(mod)
     if len(mod.functions) != 1:
         raise OpError(f"one function can be compiled at a time, not {len(mod.functions)}")
-    split = _AfterSplit()
+    split = AfterSplit()
     with tvm.transform.PassContext(instruments=[split]):
         built = tirx.build(mod, target=target or tvm.target.Target({"kind": "opencl"}, host="llvm"))
     kernels = {
@@ -87,7 +87,7 @@ def compile_opencl(
 
 
 @tvm.instrument.pass_instrument
-class _AfterSplit:
+class AfterSplit:
     """Keeps the module as TVM's lowering has it after the split into host and kernels."""
 
     module: tvm.IRModule
@@ -209,7 +209,7 @@ class Session:
         guard = np.empty(_GUARD_BYTES, np.uint8)
         for buffer, nbytes in self._allocated:
             cl.enqueue_copy(self._own_queue, guard, buffer, src_offset=nbytes)
-            if (guard != _POISON).any():
+            if (guard != POISON).any():
                 raise OpError(f"a kernel wrote behind the end of a buffer of {nbytes} bytes")
 
     def read(self) -> list[np.ndarray | float]:
@@ -226,6 +226,6 @@ class Session:
 
     def _allocate(self, queue: cl.CommandQueue, nbytes: int) -> cl.Buffer:
         buffer = cl.Buffer(_context(), cl.mem_flags.READ_WRITE, nbytes + _GUARD_BYTES)
-        cl.enqueue_fill_buffer(queue, buffer, _POISON, 0, buffer.size)
+        cl.enqueue_fill_buffer(queue, buffer, POISON, 0, buffer.size)
         self._allocated.append((buffer, nbytes))
         return buffer

@@ -133,7 +133,7 @@ def test_other_architectures() -> None:
     assert count(opcodes(code), "LDG.E.128") > 0
 
 
-def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_text.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EngineError, match="CUDA compiler is not installed"):
-        cuda_text._toolkit.__wrapped__()
+def test_without_the_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_text, "find_program", lambda name: None)
+    with pytest.raises(EngineError, match="nvdisasm is not installed"):
+        sass('extern "C" __global__ void f(float* a) { a[0] = 1; }')

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 
 def tensor(name: str, *shape: relax.Expr | int, dtype: str = "float32") -> relax.Var:
@@ -21,3 +21,8 @@ def module_of(call: relax.Call, parameters: Sequence[relax.Var]) -> tvm.IRModule
             result = builder.emit_output(call)
         builder.emit_func_output(result)
     return builder.get()
+
+
+def function_names(mod: tvm.IRModule) -> list[str]:
+    """Names of all PrimFuncs."""
+    return [n.name_hint for n, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import tvm
 from tvm import relax
 
+from relay_passes import CoalesceReduction
 from relay_passes.op import coalesced_reduce
 
 op = relax.op
@@ -34,6 +35,26 @@ def several(build: Callable, *params: relax.Var) -> tvm.IRModule:
             result = builder.emit_output(relax.Tuple([builder.emit(r) for r in results]))
         builder.emit_func_output(result)
     return builder.get()
+
+
+def legal(mod: tvm.IRModule) -> tvm.IRModule:
+    """``mod`` as the passes that fuse reductions expect it."""
+    transform = relax.transform
+    passes = [CoalesceReduction(), transform.LegalizeOps(), transform.AnnotateTIROpPattern()]
+    return tvm.transform.Sequential(passes)(mod)
+
+
+def calls(mod: tvm.IRModule) -> list[str]:
+    """The functions that ``main`` calls, in order; there are no others in ``mod``."""
+    found: list[relax.Call] = []
+    relax.analysis.post_order_visit(
+        mod["main"], lambda e: found.append(e) if isinstance(e, relax.Call) else None
+    )
+    assert all(call.op.name == "relax.call_tir" for call in found)
+    names = [call.args[0].name_hint for call in found]
+    functions = {var.name_hint for var in mod.functions} - {"main"}
+    assert functions == set(names)
+    return names
 
 
 def f16(x):

@@ -396,9 +396,33 @@ def test_another_answer_is_an_error():
 
 
 def test_other_targets_are_left_alone():
-    mod = FuseConv2D("all", Target("cuda"))(Block)
+    mod = FuseConv2D("all", Target("metal"))(Block)
     assert_functions_equal(mod, Block)
-    assert report_of(mod)[0]["reason"] == "no fused convolution kernel for target kind 'cuda'"
+    assert report_of(mod)[0]["reason"] == "no fused convolution kernel for target kind 'metal'"
+
+
+@pytest.mark.parametrize("target", [{"kind": "cuda", "arch": "sm_90"}, {"kind": "opencl"}])
+def test_gpu_targets(target):
+    mod = FuseConv2D("all", Target(target))(Block)
+    assert_functions_equal(mod, FuseConv2D("all", TARGET)(Block))
+    entry = report_of(mod)[0]
+    assert entry["fused"] and "estimated" in entry["reason"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [
+        ((dense(kernel=1), depthwise()), "the second layer has groups"),
+        ((ConvLayer(16, 16, (3, 3), groups=2), dense(16, 8, 1)), "the first layer has groups"),
+        ((dense(), dense(kernel=25)), "no tile of the pair fits the shared memory"),
+    ],
+    ids=["grouped second", "grouped first", "large kernel"],
+)
+def test_leaves_what_the_schedule_for_gpus_does_not_support(layers, reason):
+    mod = row(*layers)
+    fused = FuseConv2D("all", Target({"kind": "cuda", "arch": "sm_90"}))(mod)
+    assert_functions_equal(fused, mod)
+    assert reason in report_of(fused)[0]["reason"]
 
 
 def test_alone_in_a_sequential():

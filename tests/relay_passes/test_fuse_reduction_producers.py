@@ -12,24 +12,19 @@ import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reduction_checks import Array, module_of, random_data
-from reduction_graphs import TABLE_2, data, f32, op, several, total
+from reduction_graphs import TABLE_2, calls, data, f32, legal, op, several, total
 from tvm import relax, s_tir, tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relay_passes
-from relay_passes import CoalesceReduction, FuseReductionProducers
+from relay_passes import FuseReductionProducers
 from relay_passes.op import coalesced_reduce
 from relay_passes.reduction_producers import MAX_TENSORS
 from schedules.compute.coalesced_reduce import FINISH, STATE, VALUE
 
 transform = relax.transform
 STAGES = [VALUE, STATE, FINISH]
-
-
-def legal(mod: tvm.IRModule) -> tvm.IRModule:
-    passes = [CoalesceReduction(), transform.LegalizeOps(), transform.AnnotateTIROpPattern()]
-    return tvm.transform.Sequential(passes)(mod)
 
 
 def fuse(mod: tvm.IRModule) -> tvm.IRModule:
@@ -40,19 +35,6 @@ def fuse(mod: tvm.IRModule) -> tvm.IRModule:
     assert dict(before.functions_items()) == functions
     tvm.ir.assert_structural_equal(FuseReductionProducers()(once), once)
     return tvm.transform.Sequential([transform.FuseOps(), transform.FuseTIR()])(once)
-
-
-def calls(mod: tvm.IRModule) -> list[str]:
-    """The functions that ``main`` calls, in order."""
-    found: list[relax.Call] = []
-    relax.analysis.post_order_visit(
-        mod["main"], lambda e: found.append(e) if isinstance(e, relax.Call) else None
-    )
-    assert all(call.op.name == "relax.call_tir" for call in found)
-    names = [call.args[0].name_hint for call in found]
-    functions = {var.name_hint for var in mod.functions} - {"main"}
-    assert functions == set(names)
-    return names
 
 
 def blocks(mod: tvm.IRModule, name: str) -> list[str]:

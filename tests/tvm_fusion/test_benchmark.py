@@ -13,7 +13,15 @@ import pytest
 from small_onnx import small_model
 
 from tvm_fusion import benchmark
-from tvm_fusion.benchmark import Arena, EngineSpec, Plan, available_peers, model_file, race
+from tvm_fusion.benchmark import (
+    Arena,
+    EngineSpec,
+    Plan,
+    available_peers,
+    gpu_peers,
+    model_file,
+    race,
+)
 from tvm_fusion.errors import EngineError, InvalidModelError
 from tvm_fusion.json_text import json_text
 
@@ -217,3 +225,24 @@ def test_engines_race_and_agree() -> None:
         assert all((e.rounds, e.runs) == (2, 4) for e in result.engines)
         assert result.machine["cpu"] and result.machine["packages"]["onnxruntime"]
         assert json.loads(json_text(result.to_json()))["threads"] == 1
+
+
+def test_peers_on_a_gpu_are_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_cuda, provider in ((True, "CUDA"), (False, "CPU")):
+        monkeypatch.setattr(benchmark, "_has_cuda_provider", lambda found=has_cuda: found)
+        runtime, stock = gpu_peers(["onnxruntime", "tvm"], "cuda -arch=sm_90")
+        assert (runtime.title, runtime.options) == (
+            f"ONNX Runtime, {provider}",
+            {"provider": provider},
+        )
+        assert (stock.engine, stock.options) == ("tvm", {"target": "cuda -arch=sm_90"})
+    assert "openvino" not in {spec.engine for spec in gpu_peers([], "cuda")}
+    with pytest.raises(EngineError, match="OpenVINO takes part on CPUs only"):
+        gpu_peers(["openvino"], "cuda")
+
+
+def test_the_provider_of_this_onnx_runtime_is_asked() -> None:
+    import onnxruntime
+
+    expected = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+    assert benchmark._has_cuda_provider() is expected

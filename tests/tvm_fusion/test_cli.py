@@ -21,7 +21,8 @@ from small_onnx import small_model
 
 import tvm_fusion
 from tvm_fusion import cli, cli_options, cli_output
-from tvm_fusion.errors import TVMFusionError
+from tvm_fusion.device import DeviceInfo
+from tvm_fusion.errors import TargetError, TVMFusionError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,6 +89,9 @@ def test_version(run: Run) -> None:
         (["run", "{library}", "--fuse", "all"], "--fuse has no effect: small.so is compiled"),
         (["run", "{library}", "--winograd", "never"], "--winograd has no effect: small.so"),
         (["bench", "{model}", "--compiled", "{library}", "--target", "native"], "has no effect"),
+        (["bench", "{model}", "--profile", "--target", "opencl"], "--profile is for CPUs"),
+        (["explain", "{model}", "--resources"], "--resources has no effect: it is for --target"),
+        (["explain", "{model}", "--target", "opencl", "--winograd", "never"], "has no effect"),
     ],
 )
 def test_wrong_usage_exits_2(
@@ -171,6 +175,53 @@ def test_explain_prints_every_pair(run: Run, model_path: Path) -> None:
         assert any(pair["layer1"] in line and pair["layer2"] in line for line in out.splitlines())
 
 
+@pytest.mark.parametrize("target", ["opencl", "cuda -arch=sm_90"])
+def test_models_are_compiled_for_gpus_anywhere(
+    run: Run, model_path: Path, tmp_path: Path, target: str
+) -> None:
+    output = tmp_path / "gpu.so"
+    code, out, _ = run("compile", model_path, "-o", output, "--target", target)
+    assert code == 0 and f"for {target.replace('-arch=', '')}, " in out
+    assert output.stat().st_size > 0
+
+
+def test_explain_lists_the_kernels_of_a_gpu(run: Run, model_path: Path) -> None:
+    command = ("explain", model_path, "--target", "opencl")
+    code, out, _ = run(*command, "--json")
+    report = json.loads(out)
+    assert code == 0 and report["launches"] >= len(report["functions"]) >= 2
+    code, out, _ = run(*command)
+    assert code == 0 and f"{report['launches']} kernels a call" in out
+    assert all(use["name"] in out for use in report["functions"])
+
+
+NO_GPU = "no NVIDIA driver"
+
+
+@pytest.mark.parametrize("command", ["run", "bench", "compile", "explain"])
+def test_without_a_gpu_plain_cuda_is_refused_at_once(
+    run: Run, model_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def find(kind: str) -> None:
+        raise TargetError(f"{NO_GPU} for {kind}")
+
+    monkeypatch.setattr("tvm_fusion.gpu_target.find_device", find)
+    code, out, err = run(command, model_path, "--target", "cuda")
+    assert (code, out) == (1, "")
+    assert f"{NO_GPU} for cuda; to compile for another machine" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_a_gpu_of_another_generation_is_refused_before_compiling(
+    run: Run, model_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    a40 = DeviceInfo("cuda", "A40", "sm_86", 1024, 49152, 84)
+    monkeypatch.setattr("tvm_fusion.device.find_device", lambda kind: a40)
+    fail_with(monkeypatch, AssertionError("compiled"))
+    code, _, err = run(command, model_path, "--target", "cuda -arch=sm_90")
+    assert code == 1 and "compiled for sm_90, and this machine's GPU (A40) is sm_86" in err
+
+
 def test_bench_profiles_the_kernels(run: Run, model_path: Path) -> None:
     command = ("bench", model_path, "--profile", "--runs", 2, "--threads", 1)
     code, out, _ = run(*command, "--json")
@@ -205,6 +256,16 @@ def test_bench_races_a_compiled_model(run: Run, model_path: Path, library: Path)
         (None, ["compile", "{model}", "-o", "no/such/folder.so"], "cannot write 'no/such/folder"),
         (None, ["compile", "{model}", "--target", "nonsense"], "nonsense"),
         (None, ["explain", "{model}", "--shape", "other=1,2"], "other"),
+        (None, ["explain", "{model}", "--target", "cuda -arch=sm_52"], "sm_52 is too old"),
+        (None, ["explain", "{model}", "--target", "opencl", "--resources"], "known for 'cuda'"),
+        (None, ["compile", "{model}", "--target", "cuda -arch=sm_91"], "did you mean sm_90"),
+        (
+            None,
+            ["compile", "{model}", "--target", "opencl", "--winograd", "always"],
+            "no effect on",
+        ),
+        (None, ["run", "{model}", "--target", "opencl"], "has no OpenCL runtime"),
+        (None, ["bench", "{model}", "--target", "opencl"], "has no OpenCL runtime"),
         (None, ["run", "{library}", "--input", "other={npy}"], "no input is called 'other'"),
         (None, ["run", "{library}", "--input", "image={npy}"], "image"),
         (None, ["run", "{library}", "--input", "image={model}"], "as a .npy file"),

@@ -129,7 +129,8 @@ def test_models_are_compiled_for_other_cpus_and_run_only_where_they_can(
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"target": "cuda"}, TargetError, "this version compiles for CPUs only"),
+        ({"target": "vulkan"}, TargetError, "this version compiles for CPUs, CUDA and OpenCL"),
+        ({"target": "cuda -arch=sm_91"}, TargetError, "unknown CUDA architecture 'sm_91'"),
         ({"target": "x86-64-v9"}, TargetError, "unknown target 'x86-64-v9'; did you mean"),
         ({"threads": 0}, InvalidInputError, "threads is 0; expected a positive integer"),
         ({"threads": 10**6}, InvalidInputError, "threads is 1000000, and this process may use"),

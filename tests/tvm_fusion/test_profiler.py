@@ -130,3 +130,8 @@ def test_limits_of_this_machine(threads: int) -> None:
     assert all(rate > 0 and math.isfinite(rate) for rate in rates)
     capacities = [level.capacity for level in limits.levels]
     assert capacities == sorted(capacities) and capacities[-1] == math.inf
+
+
+def test_gpus_are_not_profiled() -> None:
+    with pytest.raises(TargetError, match="profiled on CPUs only; got .* 'opencl'"):
+        profile(small_model(), "opencl")

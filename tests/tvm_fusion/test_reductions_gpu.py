@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,23 +12,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_fakes import FakeClock, FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from examples.benchmarks import reduction_cases, reductions_gpu
 from examples.benchmarks.gpu import (
     array_steps,
     compare,
     cupy_cub,
-    engine,
     machine,
-    nvrtc,
     relax_build,
     report,
     torch_mv,
     variants,
 )
-from examples.benchmarks.gpu.engine import Engine, Launcher
 from examples.benchmarks.gpu.protocol import (
     Plan,
     Summary,
@@ -45,77 +42,9 @@ from examples.benchmarks.gpu.report import Result
 from examples.benchmarks.reduction_cases import Case, Reduction, all_cases, select
 from schedules.reduce_workload import OPERATORS
 from tvm_fusion.errors import EngineError
+from tvm_fusion.json_text import json_text
 
 CASES = {case.name: case for case in all_cases()}
-KERNEL = """
-#include <cuda_fp16.h>
-extern "C" __global__ void twice(half* x) { x[threadIdx.x] = x[threadIdx.x] + x[threadIdx.x]; }
-"""
-
-
-class FakeClock:
-    """Time passes only when something is launched."""
-
-    device = "cpu"
-    cache_bytes = 1000
-    memory_bytes = 1 << 20
-
-    def __init__(self) -> None:
-        self.time = 0.0
-        self.log: list[str] = []
-
-    def now(self) -> float:
-        return self.time
-
-    def wait(self) -> None:
-        pass
-
-    def flush(self) -> None:
-        self.time += 7.0
-        self.log.append("flush")
-
-    def release(self) -> None:
-        self.log.append("release")
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        start = self.time
-        work()
-        return self.time - start
-
-    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        self.log.append("capture")
-        return work
-
-    def scope(self, _: Engine) -> Any:
-        return contextlib.nullcontext()
-
-
-class FakeEngine(Engine):
-    """Takes a fixed time for each launch; its result is a number."""
-
-    def __init__(self, clock: FakeClock, title: str, seconds: float, **options: Any) -> None:
-        self.clock, self.title, self.cost, self.options = clock, title, seconds, options
-        self.launched: list[int] = []
-
-    def prepare(self, case: Case, sets: engine.Sets) -> Launcher:
-        def launch(number: int) -> tuple[Any, ...]:
-            self.clock.time += self.cost
-            self.clock.log.append(self.title)
-            self.launched.append(number)
-            if len(self.launched) > self.options.get("breaks_after", 1 << 30):
-                raise RuntimeError("device lost\nsecond line")
-            varying = len(self.launched) if self.options.get("varies") else 0
-            return (self.options.get("value", 0.0), varying)
-
-        def all_sets() -> None:
-            for number in range(len(sets)):
-                launch(number)
-
-        return Launcher(
-            launch,
-            all_sets=all_sets if self.options.get("own_stream") else None,
-            repeatable=self.options.get("repeatable", False),
-        )
 
 
 @pytest.fixture
@@ -157,7 +86,10 @@ def test_every_case_is_whole(name: str) -> None:
     outputs = 0
     for reduction in case.reductions:
         workload = case.workload(reduction)  # raises where operator, axes or types do not fit
-        kept = [size for axis, size in enumerate(case.shape) if axis not in reduction.axes]
+        shape = case.reduced_shape(reduction)
+        assert math.prod(shape) == case.elements
+        kept = [size for axis, size in enumerate(shape) if axis not in reduction.axes]
+        assert tuple(kept) == case.output_shape(reduction)
         outputs += math.prod(kept) * np.dtype(_numpy(workload.out_dtype)).itemsize
         used = {reduction.source} | {
             int(step.split()[1]) for step in reduction.steps if step[:3] in ("add", "mul")
@@ -248,14 +180,16 @@ def test_short_cases_run_from_graphs_over_all_sets(clock: FakeClock) -> None:
         3e-6
     )
     assert first.bandwidth(400) == pytest.approx(4e8)
+    assert second.stream is not None and second.stream.median == pytest.approx(3e-6)
     assert set(fast.launched) == set(range(10)), "4000 bytes of cold data in sets of 400"
-    assert clock.log.count("flush") == 2 * (1 + 3), "before every sample, and not timed"
+    assert clock.log.count("flush") == 2 * (1 + 3 + 3), "before every sample, and not timed"
 
 
 def test_long_cases_run_one_by_one_behind_a_flush(clock: FakeClock) -> None:
     slow = FakeEngine(clock, "slow", 0.5)
     (verdict,) = compare.compare(some_case(), [slow], clock, Plan(samples=2, warmup_seconds=0))
     assert verdict.how == "events" and verdict.host is None and "capture" not in clock.log
+    assert verdict.stream is None
     assert verdict.device == Summary(0.5, 0.5, 0.5, 2), "the flush is not timed"
     timed = [clock.log[place + 1] for place, word in enumerate(clock.log) if word == "flush"]
     assert timed == ["slow"] * 3
@@ -264,7 +198,7 @@ def test_long_cases_run_one_by_one_behind_a_flush(clock: FakeClock) -> None:
 def test_an_engine_with_its_own_stream_is_timed_until_ready(clock: FakeClock) -> None:
     other = FakeEngine(clock, "other", 2e-6, own_stream=True)
     (verdict,) = compare.compare(some_case(), [other], clock, Plan(samples=2, warmup_seconds=0))
-    assert verdict.how == "ready" and verdict.device is not None
+    assert verdict.how == "ready" and verdict.device is not None and verdict.stream is None
     assert verdict.device.median == pytest.approx(2e-6)
 
 
@@ -284,7 +218,7 @@ def test_wrong_absent_and_failing_engines_have_no_time(clock: FakeClock) -> None
     verdicts = {v.engine: v for v in compare.compare(some_case(), engines, clock, plan)}
     assert verdicts["right"].device is not None and verdicts["right"].problem == ""
     assert verdicts["right"].repeatable is None, "not promised, so not asked"
-    assert verdicts["wrong"].problem == "EngineError: wrong: off by 1.5 times what float64 allows"
+    assert verdicts["wrong"].problem == "EngineError: wrong: off by 1.5 times what is allowed"
     assert "off by nan" in verdicts["nan"].problem and verdicts["nan"].device is None
     assert "no_such_module_here cannot be imported" in verdicts["absent"].problem
     assert verdicts["lost"].problem == "RuntimeError: device lost"
@@ -426,6 +360,20 @@ def test_thresholds_table_names_the_fastest(clock: FakeClock) -> None:
     ]
 
 
+def test_sub_graphs_are_shown_with_and_without_graphs(clock: FakeClock, tmp_path: Path) -> None:
+    engines = [FakeEngine(clock, "ours", 2e-6), FakeEngine(clock, "XLA", 3e-6, own_stream=True)]
+    plan = Plan(samples=2, warmup_seconds=0)
+    cases = [replace(some_case(), name="paper2/1"), replace(some_case(), name="odd/1")]
+    found = [Result(case, tuple(compare.compare(case, engines, clock, plan)), {}) for case in cases]
+    console = Console(width=200, record=True)
+    reductions_gpu.show_sub_graphs(found, console, "fake", tmp_path)
+    lines = [line.split("│") for line in console.export_text().splitlines() if "paper2/1" in line]
+    assert [cell.strip() for cell in lines[0][1:-1]] == ["paper2/1", "2.0", "2.0", "3.0", ""]
+    assert (tmp_path / "subgraphs_gpu.png").read_bytes().startswith(b"\x89PNG")
+    again = Result.from_json(json.loads(json_text(found[0].to_json())), cases[0])
+    assert again.verdicts == found[0].verdicts
+
+
 def test_race_writes_after_each_case_and_resumes(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -485,75 +433,6 @@ def test_engines_refuse_what_they_cannot_express(monkeypatch: pytest.MonkeyPatch
             torch_mv.TorchMV().prepare(CASES[name], [])
     with pytest.raises(EngineError, match="no bfloat16"):
         cupy_cub.CupyCub().prepare(CASES["odd/all"], [])
-
-
-@pytest.mark.parametrize("nvcc", [False, True])
-def test_cuda_text_becomes_machine_code(nvcc: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvrtc.compile_cuda.cache_clear()
-    if nvcc:  # a toolkit is not needed for the tests: its driver is played by a function
-        monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [])
-        monkeypatch.setattr(nvrtc, "find_nvcc", lambda: Path("nvcc"))
-        monkeypatch.setattr(nvrtc.subprocess, "run", fake_nvcc)
-    assert nvrtc.compile_cuda(KERNEL, "sm_90").startswith(b"\x7fELF")
-    with pytest.raises(EngineError, match='refused the kernel[^~]*identifier "wrong" is undefined'):
-        nvrtc.compile_cuda(KERNEL.replace("half*", "wrong*"), "sm_90")
-    nvrtc.compile_cuda.cache_clear()
-
-
-def fake_nvcc(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-    source, target = Path(command[-1]), Path(command[command.index("-o") + 1])
-    if "wrong" in source.read_text():
-        return subprocess.CompletedProcess(command, 1, "", 'identifier "wrong" is undefined')
-    target.write_bytes(b"\x7fELF")
-    return subprocess.CompletedProcess(command, 0, "", "")
-
-
-def test_an_nvrtc_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "libnvrtc.so.13"
-    broken.write_text("no library")
-    monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [broken])
-    with pytest.raises(EngineError, match="libnvrtc.so.13 cannot be loaded"):
-        nvrtc.compile_cuda("another text", "sm_90")
-
-
-def test_nvrtc_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [])
-    monkeypatch.setattr(nvrtc, "find_nvcc", lambda: None)
-    with pytest.raises(EngineError, match="neither NVRTC .* nor nvcc was found"):
-        nvrtc.compile_cuda("never compiled", "sm_90")
-    assert nvrtc.compiler() == ""
-    monkeypatch.setattr(nvrtc, "_wheel_folders", lambda kind: [])
-    monkeypatch.setattr(nvrtc, "_toolkit_folders", lambda kind: [])
-    monkeypatch.setattr(nvrtc, "_cupy_folders", lambda: [])
-    with pytest.raises(EngineError, match="header cuda_fp16.h was not found"):
-        nvrtc.include_folders()
-
-
-def test_nvrtc_folders_of_wheels_and_toolkits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for folder in ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "toolkit/lib64"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "libnvrtc.so.13").touch()
-    monkeypatch.setattr("sys.path", [str(tmp_path)])
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
-    nvrtc.nvrtc_libraries.cache_clear()
-    try:
-        found = [path for path in nvrtc.nvrtc_libraries() if tmp_path in path.parents]
-    finally:
-        nvrtc.nvrtc_libraries.cache_clear()
-    assert [path.parents[1].name for path in found] == ["cu13", "cuda_nvrtc", "toolkit"]
-
-
-def test_tvm_compiler_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tvm_ffi
-
-    monkeypatch.setattr(nvrtc, "compile_cuda", lambda text, arch: f"{arch}:{text}".encode())
-    before = tvm_ffi.get_global_func(nvrtc.CALLBACK)
-    with nvrtc.tvm_compiler("sm_90"):
-        assert bytes(tvm_ffi.get_global_func(nvrtc.CALLBACK)("text")) == b"sm_90:text"
-    after = tvm_ffi.get_global_func(nvrtc.CALLBACK)
-    assert before is not None and after.same_as(before)
 
 
 def test_no_gpu_is_one_clear_line(

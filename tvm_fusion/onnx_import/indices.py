@@ -48,6 +48,8 @@ def _clamp(node: onnx.NodeProto, facts: GraphFacts) -> list[onnx.NodeProto]:
         positive = np.where(value < 0, value + extents, value).astype(value.dtype)
         node.input[1] = facts.add_constant(f"{indices}/positive", positive)
         return []
+    if node.op_type == "Gather":
+        return []  # its translation reads within the tensor
     dtype = helper.tensor_dtype_to_np_dtype(facts.dtype(indices))
     low = facts.add_constant(f"{indices}/low", np.asarray(-extents, dtype))
     high = facts.add_constant(f"{indices}/high", np.asarray(extents - 1, dtype))

@@ -14,12 +14,14 @@ from .auto_pad import pad_pools
 from .branches import splice_branches
 from .conv_transpose import pad_transposed_convolutions
 from .division import replace_divisions_by_minus_one
-from .facts import INTEGER_TYPES, GraphFacts
+from .facts import GraphFacts
 from .fold import fold_constants
 from .functions import expand_operators, inline_functions
 from .guards import check_translations
 from .indices import clamp_indices
+from .lp_norm import replace_lp_norms
 from .nodes import OUTPUTS, check_nodes
+from .powers import replace_powers
 from .resize import normalize_resizes
 from .shapes import infer_shapes, infer_shapes_anew
 from .walk import (
@@ -56,7 +58,8 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     while pad_transposed_convolutions(model, facts):
         model = infer_shapes_anew(model)
         facts = GraphFacts(model, weights)
-    cast_exponents(model, facts)
+    replace_powers(model, facts)
+    replace_lp_norms(model, facts)
     replace_divisions_by_minus_one(model, facts)
     pad_pools(model, facts)
     normalize_resizes(model, facts)
@@ -131,20 +134,6 @@ def _additions(node: onnx.NodeProto) -> list[onnx.NodeProto]:
         nodes.append(helper.make_node("Add", [total, term], [result], name=name))
         total = result
     return nodes
-
-
-def cast_exponents(model: onnx.ModelProto, facts: GraphFacts) -> None:
-    """Give Pow two operands of one type, as TVM wants them: the base's, which is the result's."""
-    for node in model.graph.node:
-        if is_default_domain(node) and node.op_type == "Pow":
-            exponent = facts.constant(node.input[1])
-            base = facts.dtype(node.input[0])
-            # A fraction would be lost on an integer base; powers of integers are refused later.
-            if exponent is None or not base or base in INTEGER_TYPES:
-                continue
-            if facts.dtype(node.input[1]) != base:
-                cast = exponent.astype(helper.tensor_dtype_to_np_dtype(base))
-                node.input[1] = facts.add_constant(f"{node.input[1]}/cast", cast)
 
 
 def drop_identities(model: onnx.ModelProto, facts: GraphFacts) -> None:

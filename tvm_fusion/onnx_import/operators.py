@@ -8,6 +8,7 @@ from tvm.relax.frontend.onnx import onnx_frontend
 
 from ..errors import UnsupportedOperatorError
 from .functions import EXPANDED
+from .lp_norm import REPLACED
 from .walk import all_graphs, is_default_domain, node_label, opset_of
 
 CONTROL_FLOW = frozenset({"If"})
@@ -25,8 +26,8 @@ Problem = tuple[onnx.NodeProto, str]
 
 def check_operators(model: onnx.ModelProto) -> None:
     """Refuse a model with operators that the importer lacks, naming every such node."""
-    importable = set(onnx_frontend._get_convert_map()) | CONTROL_FLOW | set(EXPANDED)
-    importable -= DATA_DEPENDENT
+    importable = set(onnx_frontend._get_convert_map()) | CONTROL_FLOW
+    importable = importable.union(EXPANDED, REPLACED) - DATA_DEPENDENT
     functions = {(function.domain, function.name) for function in model.functions}
     problems = [
         (node, "there is no translation of this operator")

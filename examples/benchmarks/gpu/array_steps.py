@@ -39,6 +39,8 @@ def steps(reduction: Reduction, inputs: Sequence[Any], xp: Any) -> Any:
         word, _, argument = step.partition(" ")
         if word == "cast":
             value = cast(value, argument, xp)
+        elif word == "reshape":
+            value = value.reshape(sizes(argument))
         elif word in ("add", "mul"):
             other = inputs[int(argument)]
             value = value + other if word == "add" else value * other
@@ -47,6 +49,11 @@ def steps(reduction: Reduction, inputs: Sequence[Any], xp: Any) -> Any:
         else:
             value = getattr(xp, word)(value)
     return value
+
+
+def sizes(argument: str) -> tuple[int, ...]:
+    """The shape that a ``reshape`` names."""
+    return tuple(int(size) for size in argument.split())
 
 
 def cast(value: Any, dtype: str, xp: Any) -> Any:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from examples.benchmarks.reduction_cases import Case
 from tvm_fusion.errors import EngineError
 
 from .clock import Clock
-from .engine import Engine, Launcher, module
+from .engine import Engine, Launcher, Sets, module
 from .protocol import (
     SHORT,
     Plan,
@@ -26,6 +26,32 @@ from .protocol import (
     warm_up,
 )
 from .reference import as_torch, deviation, make_inputs
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What all engines compute, on the same inputs.
+
+    Parameters
+    ----------
+    case : Any
+        What they are told to prepare.
+    sets : Sets
+        The inputs.
+    judge : Callable
+        From an engine's outputs on the first set to their error in units of what is allowed, and
+        the largest error allowed.
+    turns : Rotation
+        Of the sets.
+    graphs : bool | None
+        Whether graphs are captured; by default if a launch is short.
+    """
+
+    case: Any
+    sets: Sets
+    judge: Callable[[Sequence[Any]], tuple[float, float]]
+    turns: Rotation
+    graphs: bool | None = None
 
 
 @dataclass
@@ -51,24 +77,37 @@ def compare(
     ValueError
         If the inputs do not fit on the device.
     """
+    clear(engines, clock)
+    turns = rotation(case.input_bytes, clock.cache_bytes, clock.memory_bytes)
+    sets = [make_inputs(case, seed + number, clock.device) for number in range(turns.sets)]
+    trial = Trial(case, sets, lambda outputs: deviation(case, sets[0], outputs), turns)
+    return race(trial, engines, clock, plan)
+
+
+def clear(engines: Sequence[Engine], clock: Clock) -> None:
+    """Give back what earlier cases left behind."""
     for engine in engines:
         if not presence(engine):
             engine.release()
     clock.release()
-    turns = rotation(case.input_bytes, clock.cache_bytes, clock.memory_bytes)
-    sets = [make_inputs(case, seed + number, clock.device) for number in range(turns.sets)]
+
+
+def race(trial: Trial, engines: Sequence[Engine], clock: Clock, plan: Plan) -> list[Verdict]:
+    """Prepare, check, warm up and time; one verdict for each engine, in their order."""
     verdicts = [Verdict(engine.title) for engine in engines]
     contenders = []
     for engine, verdict in zip(engines, verdicts, strict=True):
         try:
             with clock.scope(engine):
-                contender = _prepare(case, engine, sets, clock, plan, verdict)
+                contender = _prepare(trial, engine, clock, plan, verdict)
             contenders.append(contender)
         except Exception as error:  # engines are others' code: any failure is a finding
             verdict.problem = reason(error)
     short = bool(contenders) and min(item.seconds for item in contenders) < SHORT
-    _time_device(contenders, clock, plan, turns, short)
-    if short:
+    graphs = short if trial.graphs is None else trial.graphs
+    _time_device(contenders, clock, plan, trial.turns, graphs)
+    if graphs:
+        _time_stream(contenders, clock, plan, trial.turns)
         _time_host(contenders, clock, plan)
     return verdicts
 
@@ -82,24 +121,17 @@ def presence(engine: Engine) -> str:
     return ""
 
 
-def _prepare(
-    case: Case,
-    engine: Engine,
-    sets: Sequence[Sequence[Any]],
-    clock: Clock,
-    plan: Plan,
-    verdict: Verdict,
-) -> Contender:
-    """Compile, check against float64, check repeatability, warm up."""
+def _prepare(trial: Trial, engine: Engine, clock: Clock, plan: Plan, verdict: Verdict) -> Contender:
+    """Compile, check the numbers, check repeatability, warm up."""
     engine.check()
-    launcher = engine.prepare(case, sets)
+    launcher = engine.prepare(trial.case, trial.sets)
     verdict.details = launcher.details
     outputs = launcher.launch(0)
     clock.wait()
-    verdict.error, verdict.bound = deviation(case, sets[0], outputs)
+    verdict.error, verdict.bound = trial.judge(outputs)
     clock.release()  # float64 references are large
     if not verdict.error <= 1:
-        raise EngineError(f"wrong: off by {verdict.error:.3g} times what float64 allows")
+        raise EngineError(f"wrong: off by {verdict.error:.3g} times what is allowed")
     if launcher.repeatable:
         prints = []
         for _ in range(plan.repeats):
@@ -133,19 +165,29 @@ def _time_device(
         title, launcher = contender.engine.title, contender.launcher
         try:
             with clock.scope(contender.engine):
-                sampler, how = _sampler(launcher, clock, turns, short)
-                sampler()  # the first replay uploads the graph
+                sampler, how = _captured_sampler(launcher, clock, turns, short)
             contender.verdict.how = how
             samplers[title] = _scoped(sampler, contender.engine, clock)
         except Exception as error:  # as above
             contender.verdict.problem = reason(error)
-    taken, failed = interleave(samplers, plan.samples)
-    for contender in contenders:
-        title = contender.engine.title
-        if title in taken:
-            contender.verdict.device = Summary.of(taken[title])
-        elif title in failed:
-            contender.verdict.problem = failed[title]
+    _take(contenders, samplers, plan, "device")
+
+
+def _captured_sampler(
+    launcher: Launcher, clock: Clock, turns: Rotation, short: bool
+) -> tuple[Callable[[], float], str]:
+    """What takes a sample, tried once; without a graph if none can be captured."""
+    if short and launcher.capturable and launcher.all_sets is None:
+        try:
+            sampler, how = _sampler(launcher, clock, turns, short)
+            sampler()  # the first replay uploads the graph
+            return sampler, how
+        except Exception as error:  # for instance a wait for the device in the middle
+            launcher.capturable = False
+            launcher.details["no graph"] = reason(error)
+    sampler, how = _sampler(launcher, clock, turns, short)
+    sampler()
+    return sampler, how
 
 
 def _sampler(
@@ -191,6 +233,29 @@ def _ready_sampler(
     return sample
 
 
+def _time_stream(
+    contenders: Sequence[Contender], clock: Clock, plan: Plan, turns: Rotation
+) -> None:
+    """Device time without graphs, of the engines that had one."""
+
+    def sampler(launcher: Launcher) -> Callable[[], float]:
+        def launch_all() -> list[Any]:
+            return [launcher.launch(number % turns.sets) for number in range(turns.launches)]
+
+        def sample() -> float:
+            clock.flush()
+            return clock.seconds(launch_all) / turns.launches
+
+        return sample
+
+    samplers = {
+        item.engine.title: _scoped(sampler(item.launcher), item.engine, clock)
+        for item in contenders
+        if item.verdict.how == "graph" and not item.verdict.problem
+    }
+    _take(contenders, samplers, plan, "stream")
+
+
 def _time_host(contenders: Sequence[Contender], clock: Clock, plan: Plan) -> None:
     """Seconds that a caller waits for one result on an idle device."""
 
@@ -209,11 +274,21 @@ def _time_host(contenders: Sequence[Contender], clock: Clock, plan: Plan) -> Non
         for item in contenders
         if not item.verdict.problem
     }
+    _take(contenders, samplers, plan, "host")
+
+
+def _take(
+    contenders: Sequence[Contender],
+    samplers: Mapping[str, Callable[[], float]],
+    plan: Plan,
+    field: str,
+) -> None:
+    """Sample in turns, and put the summaries into a field of the verdicts."""
     taken, failed = interleave(samplers, plan.samples)
     for contender in contenders:
         title = contender.engine.title
         if title in taken:
-            contender.verdict.host = Summary.of(taken[title])
+            setattr(contender.verdict, field, Summary.of(taken[title]))
         elif title in failed:
             contender.verdict.problem = failed[title]
 

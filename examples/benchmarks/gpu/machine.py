@@ -11,10 +11,10 @@ from typing import Any
 
 from tvm_fusion.errors import EngineError
 from tvm_fusion.host_info import host_info
+from tvm_fusion.nvrtc import compiler
 
 from .clock import Clock
 from .engine import module, version
-from .nvrtc import compiler
 from .torch_eager import TorchEager
 
 PACKAGES = ("tvm", "torch", "triton", "cupy", "jax")

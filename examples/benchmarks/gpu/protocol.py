@@ -2,7 +2,8 @@
 """How a kernel is timed, apart from any device: rotation, turns, medians, bandwidth.
 
 Kernels below :data:`SHORT` seconds run from CUDA graphs over input sets that take turns, so that
-neither launch gaps nor a warm cache are measured; longer ones run one by one. A flush of the cache
+neither launch gaps nor a warm cache are measured, and once more without a graph, with the gaps that
+a caller pays there; longer ones run one by one. A flush of the cache
 comes before every sample, and keeps the device busy while the host queues the work.
 """
 
@@ -124,6 +125,9 @@ class Verdict:
         ``graph``, ``events`` or ``ready``: what the device time was taken with.
     device : Summary | None
         Device time of a launch.
+    stream : Summary | None
+        Device time of a launch among many that follow each other on a stream without a graph; short
+        cases only.
     host : Summary | None
         From the call to the result, one launch on an idle device; short cases only.
     error, bound : float
@@ -139,6 +143,7 @@ class Verdict:
     problem: str = ""
     how: str = ""
     device: Summary | None = None
+    stream: Summary | None = None
     host: Summary | None = None
     error: float = math.nan
     bound: float = math.nan

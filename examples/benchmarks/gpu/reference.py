@@ -16,6 +16,7 @@ from examples.benchmarks.reduction_cases import Case, Reduction, step_dtypes
 from schedules.reduce_workload import ReduceWorkload
 from tvm_fusion.errors import EngineError
 
+from .array_steps import sizes
 from .engine import module
 
 SLACK = 4
@@ -88,7 +89,7 @@ def _expected(case: Case, reduction: Reduction, inputs: Sequence[Any]) -> tuple[
     values = _values(reduction, inputs)
     values = _rows(values, reduction.axes)
     operator = workload.operator
-    shape = [size for axis, size in enumerate(case.shape) if axis not in reduction.axes]
+    shape = case.output_shape(reduction)
     if operator in ("and", "or"):
         result = (torch.all if operator == "and" else torch.any)(values != 0, dim=1)
         return result.reshape(shape), None
@@ -118,6 +119,8 @@ def _values(reduction: Reduction, inputs: Sequence[Any]) -> Any:
         word, _, argument = step.partition(" ")
         if word == "cast":
             value = wide(value.to(getattr(torch, argument)))
+        elif word == "reshape":
+            value = value.reshape(sizes(argument))
         elif word in ("add", "mul"):
             other = wide(inputs[int(argument)])
             value = value + other if word == "add" else value * other

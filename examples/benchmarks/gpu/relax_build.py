@@ -13,12 +13,14 @@ from tvm.s_tir import dlight
 from tvm.target import Target
 
 from examples.benchmarks.reduction_cases import Case, Reduction
+from relay_passes import CoalesceReduction, FuseReductionProducers, FuseReductions
 from relay_passes.op import coalesced_reduce
 from schedules import gpu
 from schedules.reduce_workload import ReduceWorkload
 from tvm_fusion.errors import EngineError
+from tvm_fusion.nvrtc import tvm_compiler
 
-from .nvrtc import tvm_compiler
+from .array_steps import sizes
 
 Reduce = Callable[[relax.Expr, ReduceWorkload], relax.Expr]
 
@@ -88,8 +90,11 @@ def our_passes() -> list[tvm.transform.Pass]:
     if not rules:
         raise EngineError("schedules.gpu has no RULES in this version")
     return [
+        CoalesceReduction(),
         relax.transform.LegalizeOps(),
         relax.transform.AnnotateTIROpPattern(),
+        FuseReductions(),
+        FuseReductionProducers(),
         relax.transform.FuseOps(),
         relax.transform.FuseTIR(),
         relax.transform.DeadCodeElimination(),
@@ -114,7 +119,7 @@ def build(module: tvm.IRModule, passes: Sequence[tvm.transform.Pass], arch: str)
 
     Raises
     ------
-    EngineError
+    TargetError
         If there is a GPU but no compiler for it.
     """
     target = cuda_target(arch)
@@ -163,6 +168,8 @@ def _steps(
         word, _, argument = step.partition(" ")
         if word == "cast":
             call = relax.op.astype(value, argument)
+        elif word == "reshape":
+            call = relax.op.reshape(value, sizes(argument))
         elif word in ("add", "mul"):
             function = relax.op.add if word == "add" else relax.op.multiply
             call = function(value, inputs[int(argument)])

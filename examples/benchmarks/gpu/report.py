@@ -47,7 +47,9 @@ class Result:
     @classmethod
     def from_json(cls, record: Mapping[str, Any], case: Case) -> Result:
         """Read a record of ``case``."""
-        return cls(case, tuple(_verdict(entry) for entry in record["verdicts"]), record["state"])
+        return cls(
+            case, tuple(read_verdict(entry) for entry in record["verdicts"]), record["state"]
+        )
 
 
 def results_table(results: Sequence[Result], limit: float, title: str) -> Table:
@@ -72,6 +74,28 @@ def results_table(results: Sequence[Result], limit: float, title: str) -> Table:
     table.caption = (
         "Device microseconds of one launch, median, and percent of the measured bandwidth; "
         "(host: until the caller has the result); * taken without a graph or on the host."
+    )
+    return table
+
+
+def launches_table(results: Sequence[Result], title: str) -> Table:
+    """One row a short case: microseconds of a launch by each engine, from a graph and without."""
+    short = [result for result in results if any(v.stream for v in result.verdicts)]
+    engines = list(dict.fromkeys(v.engine for result in short for v in result.verdicts))
+    table = Table(title=title)
+    table.add_column("case")
+    for engine in engines:
+        table.add_column(f"{engine}, graph", justify="right")
+        table.add_column("stream", justify="right")
+    for result in short:
+        row = [result.case.name]
+        for engine in engines:
+            verdict = next(v for v in result.verdicts if v.engine == engine)
+            times = (verdict.device, verdict.stream)
+            row += ["" if time is None else f"{time.median * 1e6:.1f}" for time in times]
+        table.add_row(*row)
+    table.caption = (
+        "Device microseconds of a launch, median; stream: with the gaps between launches."
     )
     return table
 
@@ -146,6 +170,51 @@ def draw(results: Sequence[Result], limit: float, title: str, path: Path) -> Non
     pyplot.close(figure)
 
 
+def draw_bars(results: Sequence[Result], title: str, path: Path) -> None:
+    """Plot microseconds of short cases as bars, those from graphs above those without."""
+    bars = {result.case.name: result.verdicts for result in results}
+    panels = (("device", "us of a launch, graph or long"), ("stream", "us of a launch, no graph"))
+    _draw_panels(bars, panels, 1e6, title, path)
+
+
+def draw_models(results: Mapping[str, Sequence[Verdict]], title: str, path: Path) -> None:
+    """Plot milliseconds of whole models as bars: on the device, and until the result is there."""
+    panels = (("device", "device ms of a call"), ("host", "host ms of a call"))
+    _draw_panels(results, panels, 1e3, title, path)
+
+
+def _draw_panels(
+    bars: Mapping[str, Sequence[Verdict]],
+    panels: Sequence[tuple[str, str]],
+    scale: float,
+    title: str,
+    path: Path,
+) -> None:
+    """A panel for each time of the verdicts: a group of bars a name, a colour an engine."""
+    figure, rows = pyplot.subplots(len(panels), 1, figsize=(16, 9), dpi=110, sharex=True)
+    engines = list(dict.fromkeys(v.engine for verdicts in bars.values() for v in verdicts))
+    width = 0.8 / max(1, len(engines))
+    for axes, (field, label) in zip(rows, panels, strict=True):
+        for place, engine in enumerate(engines):
+            times = [
+                (number + place * width, getattr(verdict, field).median * scale)
+                for number, verdicts in enumerate(bars.values())
+                for verdict in verdicts
+                if verdict.engine == engine and getattr(verdict, field) is not None
+            ]
+            axes.bar([x for x, _ in times], [y for _, y in times], width, label=engine)
+        axes.set(yscale="log", ylabel=label)
+        axes.grid(alpha=0.2, axis="y")
+    rows[0].legend(fontsize=7)
+    middle = width * (len(engines) - 1) / 2
+    rows[-1].set_xticks([number + middle for number in range(len(bars))], [*bars])
+    figure.suptitle(title)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_aside(path, lambda aside: figure.savefig(aside, format="png"))
+    pyplot.close(figure)
+
+
 def percents(
     results: Iterable[Result], form: str, engine: str, limit: float
 ) -> list[tuple[float, float]]:
@@ -169,10 +238,11 @@ def power_medians(points: Iterable[tuple[float, float]]) -> list[tuple[float, fl
     ]
 
 
-def _verdict(entry: Mapping[str, Any]) -> Verdict:
+def read_verdict(entry: Mapping[str, Any]) -> Verdict:
+    """A verdict from its record."""
     fields = {key: value for key, value in entry.items() if key != "bytes_per_second"}
-    for key in ("device", "host"):
-        if fields[key] is not None:
+    for key in ("device", "stream", "host"):
+        if fields.get(key) is not None:
             fields[key] = Summary(**fields[key])
     for key in ("error", "bound"):
         fields[key] = float(fields[key])

@@ -35,6 +35,8 @@ CASES = {
     "relax.broadcast_to": lambda: op.broadcast_to(const(B), (2, 3, 4)),
     "relax.permute_dims": lambda: op.permute_dims(const(A), (2, 0, 1)),
     "relax.concat": lambda: op.concat((const(A), const(A + 1)), axis=1),
+    "relax.less": lambda: op.less(const(A), const(B - 4)),
+    "relax.equal": lambda: op.equal(const(A), const(np.round(A))),
 }
 
 

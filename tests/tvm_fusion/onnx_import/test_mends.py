@@ -202,6 +202,28 @@ def test_exponent_of_another_type(exponent: np.ndarray) -> None:
     assert_same_as_onnx_runtime(model, {"x": np.abs(normal(2, 3))})
 
 
+@pytest.mark.parametrize("exponent", [*range(1, 10), -2])
+def test_whole_exponents_become_products(exponent: int) -> None:
+    model = one_node("Pow", (2, 3), np.array(exponent, np.float32))
+    imported = assert_same_as_onnx_runtime(model, {"x": normal(2, 3)})
+    count = str(imported.mod).count("R.multiply")
+    assert count == {2: 1, 3: 2, 4: 2, 5: 3, 6: 3, 7: 4, 8: 3}.get(exponent, 0)
+
+
+def test_exponents_with_more_axes_than_the_base_stay() -> None:
+    model = one_node("Pow", (3,), np.full((1, 1), 2, np.float32))
+    assert "R.power" in str(assert_same_as_onnx_runtime(model).mod)
+
+
+@pytest.mark.parametrize("opset", [13, 17, 18, 22])
+@pytest.mark.parametrize("attributes", [{}, {"axis": 1, "p": 1}, {"axis": -3, "p": 2}])
+def test_lp_normalization(attributes: dict[str, int], opset: int) -> None:
+    data = normal(3, 4, 5)
+    data[1], data[:, 2], data[2, 3, 1] = 0, 0, np.nan
+    model = one_node("LpNormalization", (3, 4, 5), opset=opset, **attributes)
+    assert_same_as_onnx_runtime(model, {"x": data})
+
+
 @settings(max_examples=20)
 @given(st.data())
 def test_automatic_padding(data: st.DataObject) -> None:

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of the reductions that were rewritten and fused, as a module attribute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tvm import IRModule
+
+ATTRIBUTE = "tvm_fusion.reduction_report"
+
+Entry = dict[str, Any]
+
+
+def read_reduction_report(mod: IRModule) -> Entry:
+    """What passes did to the reductions of ``mod``.
+
+    Returns
+    -------
+    dict
+        ``rewritten``: how many ``CoalesceReduction`` replaced. ``groups``: a list with an entry for
+        each function that ``FuseReductions`` made: the ``function`` that calls it, its ``name`` and
+        ``kind`` (``chain``, ``sisters``, ``epilogue`` or ``producers``), ``outputs`` and
+        ``reduced`` (``M`` and ``N``; None where symbolic), and by the names of what they call
+        its ``reductions``, its other ``members``, the ``producers`` that it absorbed, and the
+        ``results`` that it returns.
+    """
+    text = mod.attrs.get(ATTRIBUTE) if mod.attrs else None
+    return {"rewritten": 0, "groups": []} if text is None else json.loads(str(text))
+
+
+def extend_reduction_report(
+    mod: IRModule, rewritten: int = 0, groups: Sequence[Entry] = ()
+) -> IRModule:
+    """A copy of ``mod`` whose report tells of more; ``mod`` itself if there is no more."""
+    if not rewritten and not groups:
+        return mod
+    report = read_reduction_report(mod)
+    report["rewritten"] += rewritten
+    report["groups"] += groups
+    return mod.with_attr(ATTRIBUTE, json.dumps(report))

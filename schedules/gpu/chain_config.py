@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shape of a GPU kernel of a chain of reductions: a row, or a tile of columns, has one block.
+
+A thread keeps its elements in registers if they are few. So a row gets a warp as long as that is
+enough, then more and more warps up to the largest block; longer rows are read again for each stage.
+The thresholds are estimates; they have not been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..reduce_workload import CanonicalLoops, constant
+from .device import GPUInfo
+from .reduce_config import (
+    LOADS_IN_FLIGHT,
+    MIN_THREADS,
+    THREADS,
+    VECTOR_BYTES,
+    ReduceConfig,
+    power_of_two,
+    vector_width,
+)
+from .reduce_group import ReduceGroup
+
+WARP = 32
+MAX_THREADS = 1024
+REREAD_THREADS = 512  # where a row is too long to be kept: two blocks on a multiprocessor
+KEPT_WORDS = (
+    64  # registers that a thread needs for its elements at most, also to have no other warp
+)
+BLOCK_WORDS = 32  # beyond which a row of several warps gets more of them
+COLUMNS = 4  # neighbouring outputs of a thread, each with states and results of its own
+HALF = ("float16", "bfloat16")  # arithmetic in these types converts, and keeps both
+
+
+def choose_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
+    """Decide how a chain runs.
+
+    Parameters
+    ----------
+    group : ReduceGroup
+        A chain.
+    gpu : GPUInfo
+        The device.
+
+    Returns
+    -------
+    ReduceConfig
+        With one split, and the finish ``one_block``.
+    """
+    loops = group.reductions[0].loops
+    vector = _vector(group, gpu)
+    shape = _columns if loops.form == "y" else _rows
+    config = shape(group, loops, vector, gpu)
+    reduced = constant(group.reduced)
+    if reduced is None:
+        return config
+    kept = -(-reduced // config.stride)
+    fits = _words(group, config, kept) <= KEPT_WORDS
+    regular = config.form == "y" or reduced % vector == 0
+    if fits and regular:
+        return replace(config, kept=kept)
+    return replace(config, lanes=min(config.lanes, REREAD_THREADS))
+
+
+def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> ReduceConfig:
+    """Lanes along a row, and several short rows in a block."""
+    reduced, outputs = constant(group.reduced), constant(group.outputs)
+    most = _threads(gpu, MAX_THREADS)
+    lanes = min(WARP, most, power_of_two(-(-reduced // vector))) if reduced is not None else WARP
+    config = ReduceConfig(loops.form, lanes, 1, vector, _unroll(group), 1, "one_block")
+    while config.lanes < most and (reduced is None or config.stride < reduced):
+        kept = most if reduced is None else -(-reduced // config.stride)
+        limit = KEPT_WORDS if config.lanes <= WARP else BLOCK_WORDS
+        if _words(group, config, kept) <= limit:
+            break
+        config = replace(config, lanes=2 * config.lanes)
+    config = replace(config, rows=max(1, _threads(gpu, THREADS) // config.lanes))
+    while config.rows > 1 and config.threads > MIN_THREADS and outputs is not None:
+        if outputs // config.rows >= 2 * gpu.multiprocessors:
+            break
+        config = replace(config, rows=config.rows // 2)
+    return config
+
+
+def _columns(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> ReduceConfig:
+    """Lanes along neighbouring outputs, and rows that share the reduced loop."""
+    reduced, outputs = constant(group.reduced), constant(group.outputs)
+    vector = min(vector, COLUMNS)
+    while vector > 1 and outputs is not None and outputs // (WARP * vector) < gpu.multiprocessors:
+        vector //= 2
+    lanes = WARP if outputs is None else min(WARP, power_of_two(-(-outputs // vector)))
+    config = ReduceConfig("y", lanes, 1, vector, _unroll(group), 1, "one_block")
+    most = _threads(gpu, THREADS)
+    while config.threads < most:
+        kept = most if reduced is None else -(-reduced // config.rows)
+        if config.threads >= WARP and _words(group, config, kept) <= BLOCK_WORDS:
+            break
+        config = replace(config, rows=2 * config.rows)
+    return config
+
+
+def _vector(group: ReduceGroup, gpu: GPUInfo) -> int:
+    """Elements of a 16-byte load of the widest tensor."""
+    width = VECTOR_BYTES // max(group.row_inputs(), default=1)
+    threads = _threads(gpu, THREADS)
+    return min(
+        vector_width(width, stage.workloads, reduction.loops, gpu, threads)
+        for stage in group.stages
+        for reduction in stage.reductions
+    )
+
+
+def _unroll(group: ReduceGroup) -> int:
+    """Vectors of a row that is read again that a thread loads at once."""
+    if any(reduction.workload.is_arg for reduction in group.reductions):
+        return 1
+    return max(1, LOADS_IN_FLIGHT // max(1, len(group.row_inputs())))
+
+
+def _words(group: ReduceGroup, config: ReduceConfig, kept: int) -> int:
+    """Registers for a thread's elements, and for a value computed of each after each stage."""
+    is_half = any(reduction.workload.dtype in HALF for reduction in group.reductions)
+    computed = (16 if is_half else 4) * max(1, len(group.stages) - 1)
+    return kept * config.vector * (computed + sum(group.row_inputs())) // 4
+
+
+def _threads(gpu: GPUInfo, wanted: int) -> int:
+    """Threads of a block, a power of two."""
+    return 1 << (min(wanted, gpu.max_threads).bit_length() - 1)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which chains of reductions are one kernel: where one block can have a whole row."""
+
+from __future__ import annotations
+
+from .device import GPUInfo
+
+# What a block reads as fast as a kernel is launched, however few rows there are: four bytes in
+# each register of those that 1024 threads keep a row in.
+SHORT_ROW = 1 << 16  # bytes
+
+
+def chain_fits(outputs: int | None, reduced: int | None, itemsize: int, gpu: GPUInfo) -> bool:
+    """Whether a chain of reductions, each using the one before, should be one kernel.
+
+    One block then has a row of ``reduced`` elements to the end, in its registers or, where they are
+    too many, in the cache that it read them into. A short row takes less time than the launches
+    that are saved; with long rows there must be enough of them to keep the device busy.
+
+    Parameters
+    ----------
+    outputs, reduced : int or None
+        ``M`` and ``N``; None where symbolic, which stands for many rows, and for long ones.
+    itemsize : int
+        Bytes of an element of the input; of the sum of all inputs of ``M x N`` elements, if there
+        are several.
+    gpu : GPUInfo
+        The device.
+
+    Returns
+    -------
+    bool
+        For all forms; the rule writes a kernel for a chain of any size.
+    """
+    if reduced is not None and reduced * itemsize <= SHORT_ROW:
+        return True
+    return outputs is None or 2 * outputs >= gpu.multiprocessors

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models on a real NVIDIA GPU: numbers, files, tensors that stay there. Only where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from gpu_onnx import attention, convolutions
+from onnx_reference import assert_same, random_feed, run_onnx
+from small_onnx import small_model
+
+import tvm_fusion
+from tvm_fusion.device import find_device
+from tvm_fusion.errors import TargetError
+
+
+def has_gpu() -> bool:
+    try:
+        find_device("cuda")
+    except TargetError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize("build", [small_model, convolutions, attention])
+def test_models_run_and_are_loaded(build: Callable[[], onnx.ModelProto], tmp_path: Path) -> None:
+    model = build()
+    compiled = tvm_fusion.compile(model, "cuda")
+    compiled.save(tmp_path / "model.so")
+    loaded = tvm_fusion.load(tmp_path / "model.so")
+    for seed in np.random.default_rng().integers(1 << 30, size=2):
+        feed = random_feed(model, int(seed))
+        for one in (compiled, loaded):
+            assert_same(one(**feed), run_onnx(model, feed), limit=1e-5)
+
+
+def test_tensors_stay_on_the_device() -> None:
+    model = small_model()
+    compiled = tvm_fusion.compile(model, "cuda")
+    feed = random_feed(model, 3)
+    first = compiled.tensors(**feed)
+    again = compiled.tensors(**feed)
+    compiled.synchronize()
+    assert first.device == compiled.device and first.data_ptr() != again.data_ptr()
+    wide = tvm_fusion.compile(small_model(size=12, channels=16), "cuda")
+    with pytest.raises(tvm_fusion.errors.InvalidInputError, match="has the shape"):
+        wide.tensors(first)
+    assert compiled.benchmark(repeat=3, warmup=1).min_ms > 0

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``FuseReductions`` groups becomes one kernel by the rule, and computes the same on PoCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tvm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reduction_chains import (
+    CHAINS,
+    grow,
+    half_norm,
+    likelihood,
+    log_softmax_of,
+    normalized_of,
+    softmax,
+    softmax_of,
+)
+from reduction_checks import random_data
+from reduction_graphs import TABLE_2, data, op, several, total
+from relax_on_pocl import OPENCL, RelaxOnPoCL
+from tvm import relax, tirx
+from tvm.s_tir import dlight
+
+from relay_passes import CoalesceReduction, FuseReductionProducers, FuseReductions, reduction_groups
+from relay_passes.tir_calls import is_reduction
+from schedules import gpu
+
+
+def lower(mod: tvm.IRModule) -> tvm.IRModule:
+    """Run the passes for reductions and the rules; no reduction may be left to TVM's rules."""
+    transform = relax.transform
+    passes = [
+        CoalesceReduction(),
+        transform.LegalizeOps(),
+        transform.AnnotateTIROpPattern(),
+        FuseReductions(),
+        FuseReductionProducers(),
+        transform.FuseOps(),
+        transform.FuseTIR(),
+        transform.DeadCodeElimination(),
+        dlight.ApplyDefaultSchedule(*gpu.RULES),
+    ]
+    with OPENCL:
+        mod = tvm.transform.Sequential(passes)(mod)
+        for var, func in mod.functions_items():
+            if isinstance(func, tirx.PrimFunc) and is_reduction(func):
+                assert "tirx.is_scheduled" in func.attrs, f"no rule took {var}:\n{func}"
+        return dlight.ApplyDefaultSchedule(dlight.gpu.Fallback())(mod)
+
+
+def build_and_run(build: Callable, params: list[relax.Var], inputs: list[np.ndarray]):
+    """The results of a graph, and the launches that it took."""
+    compiled = RelaxOnPoCL(lower(several(build, *params)))
+    for _ in range(2):  # the second call meets what the first left in the scratch
+        results = compiled(*inputs)
+    return results, [launch.kernel for launch in compiled.launches]
+
+
+def assert_near(results, expected, rtol: float = 1e-4) -> None:
+    for actual, wanted in zip(results, expected, strict=True):
+        scale = np.abs(wanted).max(initial=0)
+        actual = actual.astype("float64")
+        np.testing.assert_allclose(actual, wanted, rtol=rtol, atol=rtol * scale)
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> np.ndarray:
+    return rng.standard_normal(shape).astype(dtype)
+
+
+@pytest.mark.parametrize("number", TABLE_2)
+def test_a_sub_graph_of_table_2_is_one_launch(number, rng):
+    types, build, by_numpy = TABLE_2[number]
+    params = [data(*shape, dtype=dtype, name=f"x{i}") for i, (dtype, shape) in enumerate(types)]
+    inputs = [random_data(rng, shape, dtype) for dtype, shape in types]
+    results, launches = build_and_run(lambda emit, *params: build(*params), params, inputs)
+    assert len(launches) == 1
+    assert_near(results, by_numpy(*[x.astype("float64") for x in inputs]), rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_is_one_launch(name, rng):
+    build, by_numpy, shapes, _ = CHAINS[name]
+    params = [data(*shape, name=f"x{i}") for i, shape in enumerate(shapes)]
+    inputs = [normal(rng, *shape) for shape in shapes]
+    results, launches = build_and_run(build, params, inputs)
+    assert len(launches) == 1
+    assert_near(results, by_numpy(*[x.astype("float64") for x in inputs]))
+
+
+def test_likelihood_of_targets(rng):
+    params = [data(33, 301), data(33, dtype="int64", name="t")]
+    x, targets = normal(rng, 33, 301), rng.integers(0, 301, 33)
+    (result,), launches = build_and_run(likelihood, params, [x, targets])
+    assert len(launches) == 1
+    assert_near([result], [-log_softmax_of(x.astype("float64"))[np.arange(33), targets]])
+
+
+def test_half_precision(rng):
+    x = normal(rng, 17, 259, dtype="float16")
+    results, launches = build_and_run(half_norm, [data(17, 259, dtype="float16")], [x])
+    assert len(launches) == 1
+    assert_near(results, [normalized_of(x.astype("float64"))], rtol=5e-3)
+
+
+def test_softmax_of_long_rows(rng):
+    x = normal(rng, 3, 40001)
+    results, launches = build_and_run(lambda e, x: [softmax(e, x)], [data(3, 40001)], [x])
+    assert len(launches) == 3
+    assert_near(results, [softmax_of(x.astype("float64"))])
+
+
+def test_a_symbolic_batch(rng):
+    n = tirx.Var("n", "int64")
+    compiled = RelaxOnPoCL(
+        lower(several(lambda e, x: [softmax(e, x), total(x, [1], "min")], data(n, 37)))
+    )
+    for rows in (1, 5, 64):
+        x = normal(rng, rows, 37)
+        assert_near(compiled(x), [softmax_of(x.astype("float64")), x.min(1)])
+        assert len(compiled.launches) == 1
+
+
+def test_statistics_with_their_epilogue(rng):
+    def build(emit, x):
+        mean = emit(op.mean(x, [0, 2, 3]))
+        squares = emit(op.mean(op.multiply(x, x), [0, 2, 3]))
+        variance = emit(op.subtract(squares, op.multiply(mean, mean)))
+        return [mean, op.rsqrt(op.add(variance, relax.const(1e-5)))]
+
+    x = normal(rng, 5, 7, 9, 11)
+    results, launches = build_and_run(build, [data(5, 7, 9, 11)], [x])
+    assert len(launches) == 1
+    exact, axes = x.astype("float64"), (0, 2, 3)
+    assert_near(results, [exact.mean(axes), 1 / np.sqrt(exact.var(axes) + 1e-5)])
+
+
+@settings(max_examples=10)
+@given(st.data(), st.booleans())
+def test_every_group_of_random_graphs_is_a_kernel(draw, fits):
+    shapes = [(4, 6), (4, 6), (4, 1), (6,)]
+    params = [data(*shape, name=name) for shape, name in zip(shapes, "xyzw", strict=True)]
+    inputs = [random_data(np.random.default_rng(), shape, "float32") for shape in shapes]
+    nodes = [(p, v.astype("float64")) for p, v in zip(params, inputs, strict=True)]
+    results: list = []
+
+    def build(emit, *_):
+        for _ in range(draw.draw(st.integers(4, 12), "steps")):
+            grow(draw.draw, emit, nodes, results)
+        results.append(nodes[-1])
+        return [var for var, _ in results]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduction_groups, "chain_fits", lambda *_: fits)
+        found = RelaxOnPoCL(lower(several(build, *params)))(*inputs)
+    scale = max(np.abs(array).max() for _, array in nodes)
+    for actual, (_, expected) in zip(found, results, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * scale)

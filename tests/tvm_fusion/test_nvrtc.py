@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA text to machine code: both compilers, what they refuse, and where they are found."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tvm_ffi
+
+from tvm_fusion import cuda_toolkit, nvrtc
+from tvm_fusion.errors import CompilationError, TargetError
+
+KERNEL = """
+#include <cuda_fp16.h>
+extern "C" __global__ void twice(half* x) { x[threadIdx.x] = x[threadIdx.x] + x[threadIdx.x]; }
+"""
+
+
+@pytest.mark.parametrize("nvcc", [False, True])
+def test_cuda_text_becomes_machine_code(nvcc: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc.compile_cuda.cache_clear()
+    if nvcc:  # a toolkit is not needed for the tests: its driver is played by a function
+        monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [])
+        monkeypatch.setattr(nvrtc, "find_nvcc", lambda: Path("nvcc"))
+        monkeypatch.setattr(nvrtc.subprocess, "run", fake_nvcc)
+    assert nvrtc.compile_cuda(KERNEL, "sm_90").cubin.startswith(b"\x7fELF")
+    with pytest.raises(
+        CompilationError, match='refused the kernel[^~]*identifier "wrong" is undefined'
+    ):
+        nvrtc.compile_cuda(KERNEL.replace("half*", "wrong*"), "sm_90")
+    nvrtc.compile_cuda.cache_clear()
+
+
+def fake_nvcc(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    source, target = Path(command[-1]), Path(command[command.index("-o") + 1])
+    if "wrong" in source.read_text():
+        return subprocess.CompletedProcess(command, 1, "", 'identifier "wrong" is undefined')
+    target.write_bytes(b"\x7fELF")
+    return subprocess.CompletedProcess(command, 0, "", "")
+
+
+def test_an_nvrtc_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "libnvrtc.so.13"
+    broken.write_text("no library")
+    monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [broken])
+    with pytest.raises(TargetError, match="libnvrtc.so.13 cannot be loaded"):
+        nvrtc.compile_cuda("another text", "sm_90")
+
+
+def test_nvrtc_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [])
+    monkeypatch.setattr(nvrtc, "find_nvcc", lambda: None)
+    with pytest.raises(TargetError, match="neither NVRTC .* nor nvcc was found"):
+        nvrtc.compile_cuda("never compiled", "sm_90")
+    assert nvrtc.compiler() == ""
+    monkeypatch.setattr(cuda_toolkit, "wheel_folders", lambda kind: [])
+    monkeypatch.setattr(cuda_toolkit, "toolkit_folders", lambda kind: [])
+    monkeypatch.setattr(cuda_toolkit, "_cupy_folders", lambda: [])
+    with pytest.raises(TargetError, match="header cuda_fp16.h was not found"):
+        nvrtc.include_folders()
+
+
+def test_nvrtc_folders_of_wheels_and_toolkits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for folder in ("nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "toolkit/lib64"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "libnvrtc.so.13").touch()
+        (tmp_path / folder.replace("lib64", "lib").replace("lib", "bin")).mkdir(exist_ok=True)
+    (tmp_path / "toolkit/bin/nvcc").touch()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    nvrtc.nvrtc_libraries.cache_clear()
+    try:
+        found = [path for path in nvrtc.nvrtc_libraries() if tmp_path in path.parents]
+    finally:
+        nvrtc.nvrtc_libraries.cache_clear()
+    assert [path.parents[1].name for path in found] == ["cu13", "cuda_nvrtc", "toolkit"]
+    assert nvrtc.find_nvcc() == tmp_path / "toolkit/bin/nvcc"
+    (tmp_path / "nvidia/cu13/bin/nvcc").touch()
+    assert nvrtc.find_nvcc() == tmp_path / "nvidia/cu13/bin/nvcc"
+
+
+def test_tvm_compiler_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def compile_cuda(text: str, arch: str) -> nvrtc.MachineCode:
+        return nvrtc.MachineCode(f"{arch}:{text}".encode(), "")
+
+    monkeypatch.setattr(nvrtc, "compile_cuda", compile_cuda)
+    before = tvm_ffi.get_global_func(nvrtc.CALLBACK)
+    with nvrtc.tvm_compiler("sm_90"):
+        assert bytes(tvm_ffi.get_global_func(nvrtc.CALLBACK)("text")) == b"sm_90:text"
+    after = tvm_ffi.get_global_func(nvrtc.CALLBACK)
+    assert before is not None and after.same_as(before)
+
+
+def test_an_architecture_that_the_compiler_does_not_know() -> None:
+    with pytest.raises(
+        TargetError, match=r"NVRTC \d+\.\d+ does not compile for sm_60, only for .*sm_9"
+    ):
+        nvrtc.compile_cuda(KERNEL, "sm_60")
+
+
+def test_resources_are_those_of_each_kernel() -> None:
+    text = """
+extern "C" __global__ void large(float* x) {
+  __shared__ float s[512];
+  s[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  x[threadIdx.x] = s[511 - threadIdx.x];
+}
+extern "C" __global__ void small(float* x) { x[threadIdx.x] = 0; }
+"""
+    used = nvrtc.resources(nvrtc.compile_cuda(text, "sm_90"))
+    assert set(used) == {"large", "small"}
+    assert (used["large"].shared, used["small"].shared) == (2048, 0)
+    assert 0 < used["small"].registers < used["large"].registers
