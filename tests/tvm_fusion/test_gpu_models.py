@@ -303,6 +303,15 @@ def test_without_a_compiler_the_model_is_refused(monkeypatch: pytest.MonkeyPatch
         tvm_fusion.compile(small_model(), CUDA, threads=1)
 
 
+def test_progress_counts_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tvm_fusion.compiler.compile_kernels", lambda executable, arch: {})
+    seen: list[tuple[str, int, int]] = []
+    tvm_fusion.compile(small_model(), CUDA, progress=lambda *step: seen.append(step))
+    names, done, total = zip(*seen, strict=True)
+    assert names[-3:] == ("build", "machine code", "done")
+    assert done == tuple(range(len(seen))) and set(total) == {len(seen) - 1}
+
+
 def test_a_gpu_model_is_compiled_for_another_host(tmp_path: Path) -> None:
     model = tvm_fusion.compile(small_model(), "opencl -host=aarch64", threads=1)
     model.save(tmp_path / "model.so")
