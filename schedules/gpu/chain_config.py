@@ -25,9 +25,13 @@ from .reduce_group import ReduceGroup
 
 WARP = 32
 MAX_THREADS = 1024
-WARP_WORDS = 64  # registers of elements that a thread keeps before a row gets a second warp
-BLOCK_WORDS = 32  # before it gets a larger block
-MOST_WORDS = 48  # with the largest block, whose threads have 64 registers
+REREAD_THREADS = 512  # where a row is too long to be kept: two blocks on a multiprocessor
+KEPT_WORDS = (
+    64  # registers that a thread needs for its elements at most, also to have no other warp
+)
+BLOCK_WORDS = 32  # beyond which a row of several warps gets more of them
+COLUMNS = 4  # neighbouring outputs of a thread, each with states and results of its own
+HALF = ("float16", "bfloat16")  # arithmetic in these types converts, and keeps both
 
 
 def choose_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
@@ -53,9 +57,11 @@ def choose_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
     if reduced is None:
         return config
     kept = -(-reduced // config.stride)
-    fits = _words(group, config, kept) <= _most_words(config.threads)
+    fits = _words(group, config, kept) <= KEPT_WORDS
     regular = config.form == "y" or reduced % vector == 0
-    return replace(config, kept=kept) if fits and regular else config
+    if fits and regular:
+        return replace(config, kept=kept)
+    return replace(config, lanes=min(config.lanes, REREAD_THREADS))
 
 
 def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> ReduceConfig:
@@ -63,10 +69,10 @@ def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) 
     reduced, outputs = constant(group.reduced), constant(group.outputs)
     most = _threads(gpu, MAX_THREADS)
     lanes = min(WARP, most, power_of_two(-(-reduced // vector))) if reduced is not None else WARP
-    config = ReduceConfig(loops.form, lanes, 1, vector, LOADS_IN_FLIGHT, 1, "one_block")
-    while config.lanes < most:
+    config = ReduceConfig(loops.form, lanes, 1, vector, _unroll(group), 1, "one_block")
+    while config.lanes < most and (reduced is None or config.stride < reduced):
         kept = most if reduced is None else -(-reduced // config.stride)
-        limit = WARP_WORDS if config.lanes <= WARP else BLOCK_WORDS
+        limit = KEPT_WORDS if config.lanes <= WARP else BLOCK_WORDS
         if _words(group, config, kept) <= limit:
             break
         config = replace(config, lanes=2 * config.lanes)
@@ -81,10 +87,11 @@ def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) 
 def _columns(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> ReduceConfig:
     """Lanes along neighbouring outputs, and rows that share the reduced loop."""
     reduced, outputs = constant(group.reduced), constant(group.outputs)
+    vector = min(vector, COLUMNS)
     while vector > 1 and outputs is not None and outputs // (WARP * vector) < gpu.multiprocessors:
         vector //= 2
     lanes = WARP if outputs is None else min(WARP, power_of_two(-(-outputs // vector)))
-    config = ReduceConfig("y", lanes, 1, vector, LOADS_IN_FLIGHT, 1, "one_block")
+    config = ReduceConfig("y", lanes, 1, vector, _unroll(group), 1, "one_block")
     most = _threads(gpu, THREADS)
     while config.threads < most:
         kept = most if reduced is None else -(-reduced // config.rows)
@@ -95,9 +102,8 @@ def _columns(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInf
 
 
 def _vector(group: ReduceGroup, gpu: GPUInfo) -> int:
-    """Elements of a 16-byte load of all but the narrowest tensors."""
-    sizes = group.row_inputs() or [1]
-    width = VECTOR_BYTES // max(min(sizes), max(sizes) // 2)
+    """Elements of a 16-byte load of the widest tensor."""
+    width = VECTOR_BYTES // max(group.row_inputs(), default=1)
     threads = _threads(gpu, THREADS)
     return min(
         vector_width(width, stage.workloads, reduction.loops, gpu, threads)
@@ -106,14 +112,18 @@ def _vector(group: ReduceGroup, gpu: GPUInfo) -> int:
     )
 
 
+def _unroll(group: ReduceGroup) -> int:
+    """Vectors of a row that is read again that a thread loads at once."""
+    if any(reduction.workload.is_arg for reduction in group.reductions):
+        return 1
+    return max(1, LOADS_IN_FLIGHT // max(1, len(group.row_inputs())))
+
+
 def _words(group: ReduceGroup, config: ReduceConfig, kept: int) -> int:
-    """Registers that a thread needs to keep its elements, and a value computed of each."""
-    return kept * config.vector * (4 + sum(group.row_inputs())) // 4
-
-
-def _most_words(threads: int) -> int:
-    """Registers that the elements of a thread may take in a block of this size."""
-    return MOST_WORDS if threads > 512 else WARP_WORDS
+    """Registers for a thread's elements, and for a value computed of each after each stage."""
+    is_half = any(reduction.workload.dtype in HALF for reduction in group.reductions)
+    computed = (16 if is_half else 4) * max(1, len(group.stages) - 1)
+    return kept * config.vector * (computed + sum(group.row_inputs())) // 4
 
 
 def _threads(gpu: GPUInfo, wanted: int) -> int:

@@ -54,15 +54,15 @@ def _reduce_stage(
     ctx: ReduceContext, stage: Stage, results: list[Results], visit_row: VisitRow
 ) -> None:
     """Compute the results of a stage on all threads; the leaders store them."""
-    workloads, vector = stage.workloads, ctx.config.vector
-    states = reduce_state.allocate(workloads, vector, "local")
-    reduce_state.clear(workloads, states, vector)
+    workloads, count = stage.workloads, _accumulators(ctx, stage)
+    states = reduce_state.allocate(workloads, count, "local")
+    reduce_state.clear(workloads, states, count)
     values = [reduction.value for reduction in stage.reductions]
-    visit_row(values, combine_vector(ctx, stage, states, _known(ctx, results)))
+    visit_row(values, combine_vector(ctx, stage, states, count, _known(ctx, results)))
     if ctx.is_y:
         share_rows(ctx, workloads, states)
     else:
-        reduce_state.fold(workloads, states, vector)
+        reduce_state.fold(workloads, states, count)
         share_lanes(ctx, workloads, states)
     for k, at_m in enumerate(results):
         at_m.add(stage, reduce_state.load(states, k))
@@ -71,6 +71,14 @@ def _reduce_stage(
         with when(ctx.is_leader, ctx.exists(first)):
             for k, at_m in enumerate(results):
                 at_m.write(stage, first + i64(k))
+
+
+def _accumulators(ctx: ReduceContext, stage: Stage) -> int:
+    """States of each reduction that a thread has, a power of two."""
+    if ctx.is_y:
+        return ctx.config.vector
+    # Elements take most registers; states with positions are large.
+    return 1 if any(workload.is_arg for workload in stage.workloads) else min(4, ctx.config.vector)
 
 
 def _store_elements(
@@ -82,7 +90,7 @@ def _store_elements(
     def visit(n: tirx.Expr, lane: Lane, vector: int) -> None:
         values = [[put_into(value, k) for value in lane(k)] for k in range(vector)]
         for number, element in enumerate(elements):
-            _store(ctx, element, m, n, [T.bind(row[number]) for row in values])
+            _store(ctx, element, m, n, [row[number] for row in values])
 
     visit_row([element.value for element in elements], visit)
 

@@ -23,16 +23,17 @@ Visit = Callable[[tirx.Expr, Lane, int], None]  # gets the place of lane 0, and 
 def accumulate(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
     """Combine this thread's share of the reduced loop into its states."""
     values = [reduction.value for reduction in stage.reductions]
-    visit_share(ctx, values, combine_vector(ctx, stage, states))
+    visit_share(ctx, values, combine_vector(ctx, stage, states, ctx.config.vector))
 
 
 def combine_vector(
     ctx: ReduceContext,
     stage: Stage,
     states: Buffers,
+    count: int,
     put_into: Callable[[tirx.Expr, int], tirx.Expr] = lambda value, _: value,
 ) -> Visit:
-    """What combines the values of a vector, after ``put_into``, into the states of its lanes."""
+    """What combines the values of a vector, after ``put_into``, into ``count`` states in turn."""
 
     def visit(n: tirx.Expr, lane: Lane, vector: int) -> None:
         for k in range(vector):
@@ -42,7 +43,7 @@ def combine_vector(
                 (value, position) if workload.is_arg else (value,)
                 for workload, value in zip(stage.workloads, values, strict=True)
             ]
-            reduce_state.update(stage.workloads, states, k, lifted)
+            reduce_state.update(stage.workloads, states, k % count, lifted)
 
     return visit
 

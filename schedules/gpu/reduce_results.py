@@ -35,9 +35,9 @@ class Results:
         is_used = group.is_chain or group.has_epilogues
         for reduction, state in zip(stage.reductions, states, strict=True):
             value = finish(reduction.workload, state, group.reduced)
-            self.values[reduction.result] = T.bind(value) if is_used else value
+            self.values[reduction.result] = _hold(value) if is_used else value
         for epilogue in stage.epilogues:
-            self.values[epilogue.result] = T.bind(self.put_into(epilogue.value(self.m)))
+            self.values[epilogue.result] = _hold(self.put_into(epilogue.value(self.m)))
 
     def write(self, stage: Stage, place: tirx.Expr | None = None) -> None:
         """Store the values of a stage that are outputs of the group, at ``m`` unless told."""
@@ -49,3 +49,13 @@ class Results:
     def put_into(self, expression: tirx.Expr) -> tirx.Expr:
         """An expression with the values in place of what stands for them."""
         return substitute(expression, self.values)
+
+
+def _hold(value: tirx.Expr) -> tirx.Expr:
+    """Compute a value once."""
+    dtype = str(value.ty.dtype)
+    if dtype != "bfloat16":
+        return T.bind(value)
+    register = T.alloc_buffer((1,), dtype, scope="local")  # TVM legalizes memory, not variables
+    T.buffer_store(register, value, [0])
+    return register[0]
