@@ -655,6 +655,15 @@ def test_a_symbolic_batch(extent):
     fused.check(lambda x: [softmax_of(x), x.min(1)], normal(extent, 17))
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_symbolic_rows(axis):
+    n, k = tirx.Var("n", "int64"), tirx.Var("k", "int64")
+    shape = (n, k) if axis else (k, 200)
+    fused = Fused(lambda emit, x: [softmax(emit, x, axis)], data(*shape))
+    assert len(fused.kernels) == 1
+    fused.check(lambda x: [softmax_of(x, axis)], normal(37, 200))
+
+
 def test_symbolic_extents_of_other_names_stay_apart():
     n, k = tirx.Var("n", "int64"), tirx.Var("k", "int64")
 
