@@ -271,16 +271,11 @@ def test_two_pairs_of_sisters_that_would_wait_for_each_other():
         fourth = emit(total(op.add(w, emit(op.matmul(first, y))), [1]))
         return [third, fourth]
 
-    params = [data(8, 8, name=name) for name in "xyvw"]
-    params[2] = data(8, 9, name="v")
-    params[3] = data(8, 8, name="w")
-    fused = Fused(build, *params)
+    fused = Fused(build, *[data(8, 8, name=name) for name in "xyvw"])
+    assert sorted(len(entry["reductions"]) for entry in fused.groups) == [1, 2]
     fused.check(
         lambda x, y, v, w: [(y + w @ v.sum(1)).sum(0), (w + x.sum(0) @ y).sum(1)],
-        normal(8, 8),
-        normal(8, 8),
-        normal(8, 9),
-        normal(8, 8),
+        *[normal(8, 8) for _ in range(4)],
     )
 
 
