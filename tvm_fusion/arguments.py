@@ -96,7 +96,7 @@ def check(specs: Sequence[TensorSpec], values: Sequence[Any]) -> list[np.ndarray
     sizes: dict[str, tuple[int, str]] = {}
     arrays = []
     for spec, value in zip(specs, values, strict=True):
-        array = _as_array(spec, value)
+        array = value if type(value) is np.ndarray else _as_array(spec, value)
         expected = numpy_dtype(spec.dtype)
         if array.dtype != expected:
             raise InvalidInputError(
@@ -240,9 +240,10 @@ def _empty(shape: Sequence[int], dtype: str) -> Any:
 
 def _as_numpy(tensor: Any) -> np.ndarray:
     """A numpy array in the memory of a tensor."""
-    dtype = numpy_dtype(str(tensor.dtype))
-    if dtype.isbuiltin == 1:
+    try:
         return np.from_dlpack(tensor)
+    except (BufferError, RuntimeError):  # a type that numpy lacks
+        dtype = numpy_dtype(str(tensor.dtype))
     create_view = get_function("runtime.TVMTensorCreateView")
     view = create_view(tensor, tensor.shape, tvm_ffi.dtype(_CARRIERS[dtype.itemsize]), 0)
     return np.from_dlpack(view).view(dtype)

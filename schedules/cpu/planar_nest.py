@@ -127,9 +127,11 @@ class _Piece:
             row = start + step * h
             row = row if exact else tirx.min(row, stop - h)
             row = T.bind(row) if not isinstance(row, int) else row
-            for channel in self.channels():
+            import os
+            if os.environ.get('SKIP')!='dw':
+              for channel in self.channels():
                 self.depthwise(channel, row)
-            self.pointwise(row)
+            if os.environ.get('SKIP')!='pw': self.pointwise(row)
 
     def channels(self):
         full, rest = divmod(self.layer1.in_channels, self.lanes)
@@ -148,12 +150,13 @@ class _Piece:
         taps = layer.kernel[0] * layer.kernel[1]
         weights = [T.bind(T.broadcast(weight[(block * taps + tap) * lanes + lane], lanes)) for tap in range(taps)]
         start = T.bind(T.broadcast(bias[block * lanes + lane], lanes))
+        mid = replace(self.mid, offset=T.bind((block * lanes + lane) * self.mid.plane))
         first = 0
         sizes = split_evenly(self.knobs.h, self.knobs.rows)
         for index, size in enumerate(sizes):
             reach = (size - 1) * layer.strides[0] + (layer.kernel[0] - 1) * layer.dilation[0] + 1
             missing = layer.padding[0], max(0, (self.height - 1) * layer.strides[0] - layer.padding[0] + (layer.kernel[0] - 1) * layer.dilation[0] + 1 - self.source.height)
-            part = DepthwiseRows(layer, self.source, self.mid, lanes, block * lanes + lane, size,
+            part = DepthwiseRows(layer, self.source, mid, lanes, block * lanes + lane, size,
                 (row + first) * layer.strides[0] - layer.padding[0], first, (0, reach), weights, start)
             at_top = row == 0 if index == 0 and missing[0] else None
             at_bottom = row == self.height - self.knobs.h if index == len(sizes) - 1 and missing[1] else None
@@ -171,19 +174,20 @@ class _Piece:
             first += size
 
     def row_tile(self, part):
+        part = replace(part, source=part.source.seen_from(part.channel, part.source_row + part.visible[0]))
         starts = vector_starts(self.width, self.lanes)
-        inside = [reads_whole_vectors(self.layer1, self.source.width, s, self.lanes) and s % self.lanes == 0 for s in starts]
+        inside = [reads_whole_vectors(self.layer1, self.source.width, s, self.lanes) for s in starts]
         index = 0
         while index < len(starts):
             end = index
-            while end < len(starts) and inside[end]:
+            while end < len(starts) and inside[end] and (end == index or starts[end] % self.lanes == 0):
                 end += 1
             if end == index:
                 depthwise_vector(part, starts[index], False)
                 index += 1
                 continue
             with loop(0, end - index) as v:
-                depthwise_vector(part, starts[index] + v * self.lanes, True)
+                depthwise_vector(part, starts[index] + v * self.lanes if end - index > 1 else starts[index], True)
             index = end
 
     def pointwise(self, row):

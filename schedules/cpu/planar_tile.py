@@ -14,9 +14,9 @@ The functions here may only be called between the ``with`` statements of an open
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tvm import tirx
+from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..compute.conv2d import activate
@@ -50,6 +50,21 @@ class PlanarImage:
         """Element of a pixel."""
         return self.offset + channel * self.plane + row * self.width + column
 
+    def seen_from(self, channel: Index, row: Index) -> PlanarImage:
+        """The image as a buffer of its own that begins with a row of a channel, for reading.
+
+        Addresses are then that row's plus a constant, which instructions add for nothing.
+        """
+        pointer = ir.PointerType(ir.PrimType(self.buffer.dtype))
+        start = T.bind(T.address_of(self.buffer[self.at(channel, row, 0)]), pointer)
+        buffer = T.decl_buffer(self.buffer.shape, self.buffer.dtype, data=start)
+        return replace(self, buffer=buffer, offset=0)
+
+
+def _prefetch(buffer, offset, level):
+    address = T.address_of(buffer[offset])
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, T.int32(0), T.int32(level), T.int32(1)))
+
 
 def vector_starts(extent: int, lanes: int) -> list[int]:
     """First elements of the vectors that cover a range; the last one may overlap its neighbour."""
@@ -58,10 +73,9 @@ def vector_starts(extent: int, lanes: int) -> list[int]:
 
 def reads_whole_vectors(layer: ConvLayer, width: int, start: int, lanes: int) -> bool:
     """Whether all that the pixels ``[start, start + lanes)`` read lies inside the row."""
-    stride, left = layer.strides[1], layer.padding[1]
-    first = start * stride - left
-    last = first + (layer.kernel[1] - 1) * layer.dilation[1] + stride * lanes
-    return first >= 0 and last <= width
+    first = start * layer.strides[1] + _shift(layer, 0)[0]
+    last = start * layer.strides[1] + _shift(layer, layer.kernel[1] - 1)[0]
+    return first >= 0 and last + layer.strides[1] * lanes <= width
 
 
 @dataclass(frozen=True)
@@ -127,10 +141,13 @@ def depthwise_vector(part: DepthwiseRows, column: Index, inside: bool) -> None:
         users = [(out, kh) for out, kh in users if 0 <= kh < kernel_h]
         if not users:
             continue
-        base = part.source.at(part.channel, part.source_row + row, 0)
+        base = part.source.at(0, row - part.visible[0], 0)
+        import os
+        pf = os.environ.get("PF", "0")
+        if pf != "0" and inside:
+            _prefetch(part.source.buffer, base + part.source.plane + column * layer.strides[1], int(pf))
         for kw in range(kernel_w):
-            first = column * layer.strides[1] + kw * layer.dilation[1] - layer.padding[1]
-            window = _window(part, base, first, inside)
+            window = _window(part, base, column, kw, inside)
             if window is None:
                 continue
             for out, kh in users:
@@ -140,7 +157,7 @@ def depthwise_vector(part: DepthwiseRows, column: Index, inside: bool) -> None:
         value = activate(value, layer.activation, dtype)
         if layer.strides[1] == 2:
             value = tirx.Shuffle([value], _gathered(part.lanes))
-        at = part.output.at(part.channel, part.output_row + out, column)
+        at = part.output.at(0, part.output_row + out, column)
         T.buffer_store(part.output.buffer, value, [T.ramp(at, 1, part.lanes)])
 
 
@@ -155,33 +172,43 @@ def _gathered(lanes: int) -> list[int]:
     return [start + lane for start in range(0, lanes // 2, 2) for lane in quarter]
 
 
-def _window(part: DepthwiseRows, base: Index, first: Index, inside: bool) -> tirx.Expr | None:
+def _window(part: DepthwiseRows, base: Index, column: Index, kw: int, inside: bool) -> tirx.Expr | None:
     """The input of ``lanes`` neighbouring outputs for one tap; None where all of it is padding."""
     lanes, stride, width = part.lanes, part.layer.strides[1], part.source.width
     buffer = part.source.buffer
+    shift, odd = _shift(part.layer, kw)
     order = _gathered(lanes) if stride == 2 else list(range(lanes))
-    low = first
+    low = column * stride + shift
     if not inside:
-        assert isinstance(first, int)
-        low = max(0, min(first, width - stride * lanes))
+        assert isinstance(low, int)
+        low = max(0, min(low, width - stride * lanes))
     vectors = [
-        T.bind(buffer[T.ramp(base + (low + part_of * lanes), 1, lanes)])
-        for part_of in range(stride)
+        buffer[T.ramp(base + (low + number * lanes), 1, lanes)] for number in range(stride)
     ]
     if inside:
-        picked = [stride * pixel for pixel in order]
-        return vectors[0] if stride == 1 else T.bind(tirx.Shuffle(vectors, picked))
-    columns = [first + stride * pixel for pixel in order]
+        picked = [stride * pixel + odd for pixel in order]
+        return T.bind(vectors[0] if stride == 1 else tirx.Shuffle(vectors, picked))
+    columns = [column * stride + shift + odd + stride * pixel for pixel in order]
     real = [0 <= column < width for column in columns]
     if not any(real):
         return None
-    picked = [column - low if is_real else lane for lane, (column, is_real) in enumerate(zip(columns, real))]
+    picked = [column - low if is_real else lane for lane, (column, is_real) in enumerate(zip(columns, real, strict=True))]
     found = vectors[0] if picked == list(range(lanes)) else T.bind(tirx.Shuffle(vectors, picked))
     if all(real):
         return found
     zero = T.broadcast(tirx.const(0, buffer.dtype), lanes)
     kept = [lane if is_real else lanes + lane for lane, is_real in enumerate(real)]
     return T.bind(tirx.Shuffle([found, zero], kept))
+
+
+def _shift(layer: ConvLayer, kw: int) -> tuple[int, int]:
+    """Where a kernel column's vectors begin, and whether it takes the even or the odd elements.
+
+    Two kernel columns share the vectors that begin at an even distance.
+    """
+    shift = kw * layer.dilation[1] - layer.padding[1]
+    odd = shift % 2 if layer.strides[1] == 2 else 0
+    return shift - odd, odd
 
 
 @dataclass(frozen=True)
