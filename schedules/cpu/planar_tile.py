@@ -13,7 +13,7 @@ The functions here may only be called between the ``with`` statements of an open
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tvm import ir, tirx
@@ -37,7 +37,7 @@ class PlanarImage:
     plane : int
         Elements from one channel to the next.
     height, width : int
-        Extents beyond which zeros are read.
+        Extents, beyond which zeros are read.
     """
 
     buffer: tirx.Buffer
@@ -51,7 +51,7 @@ class PlanarImage:
         return self.offset + channel * self.plane + row * self.width + column
 
     def seen_from(self, channel: Index, row: Index) -> PlanarImage:
-        """The image as a buffer of its own that begins with a row of a channel, for reading.
+        """The image in a buffer of its own that begins with a row of a channel; only for reading.
 
         Addresses are then that row's plus a constant, which instructions add for nothing.
         """
@@ -61,21 +61,17 @@ class PlanarImage:
         return replace(self, buffer=buffer, offset=0)
 
 
-def _prefetch(buffer, offset, level):
-    address = T.address_of(buffer[offset])
-    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, T.int32(0), T.int32(level), T.int32(1)))
-
-
 def vector_starts(extent: int, lanes: int) -> list[int]:
     """First elements of the vectors that cover a range; the last one may overlap its neighbour."""
     return [min(start, extent - lanes) for start in range(0, extent, lanes)]
 
 
 def reads_whole_vectors(layer: ConvLayer, width: int, start: int, lanes: int) -> bool:
-    """Whether all that the pixels ``[start, start + lanes)`` read lies inside the row."""
-    first = start * layer.strides[1] + _shift(layer, 0)[0]
-    last = start * layer.strides[1] + _shift(layer, layer.kernel[1] - 1)[0]
-    return first >= 0 and last + layer.strides[1] * lanes <= width
+    """Whether all vectors that the pixels ``[start, start + lanes)`` need lie inside the row."""
+    stride = layer.strides[1]
+    first = start * stride + _shift(layer, 0)[0]
+    last = start * stride + _shift(layer, layer.kernel[1] - 1)[0]
+    return first >= 0 and last + stride * lanes <= width
 
 
 @dataclass(frozen=True)
@@ -85,19 +81,17 @@ class DepthwiseRows:
     Parameters
     ----------
     layer : ConvLayer
-        The layer; strides of the columns are 1 or 2.
-    source, output : PlanarImage
-        Input and output.
+        The layer; steps of one or two columns.
+    source : PlanarImage
+        Input, as :meth:`PlanarImage.seen_from` its channel and the first of the rows that exist.
+    output : PlanarImage
+        Where the channel's output begins.
     lanes : int
         Pixels of a vector.
-    channel : Index
-        Channel of input and output.
-    rows : int
-        How many output rows, ``R``.
-    source_row, output_row : Index
-        Input row of the first output row's first kernel row, and that output row.
+    rows, output_row : int
+        How many output rows, ``R``, and the first of them.
     visible : tuple[int, int]
-        Which rows from ``source_row`` on exist.
+        Which of the input rows that they read exist, counted from the first kernel row.
     weights : Sequence[tirx.Expr]
         Vectors of equal lanes, by kernel row and column.
     bias : tirx.Expr
@@ -108,13 +102,21 @@ class DepthwiseRows:
     source: PlanarImage
     output: PlanarImage
     lanes: int
-    channel: Index
     rows: int
-    source_row: Index
-    output_row: Index
+    output_row: int
     visible: tuple[int, int]
     weights: Sequence[tirx.Expr]
     bias: tirx.Expr
+
+    def users(self, row: int) -> list[tuple[int, int]]:
+        """Output rows that read an input row, and the kernel row by which they do."""
+        stride, dilation = self.layer.strides[0], self.layer.dilation[0]
+        found = []
+        for out in range(self.rows):
+            kernel_row, rest = divmod(row - out * stride, dilation)
+            if rest == 0 and 0 <= kernel_row < self.layer.kernel[0]:
+                found.append((out, kernel_row))
+        return found
 
 
 def depthwise_vector(part: DepthwiseRows, column: Index, inside: bool) -> None:
@@ -127,88 +129,86 @@ def depthwise_vector(part: DepthwiseRows, column: Index, inside: bool) -> None:
     column : Index
         First pixel; an int where ``inside`` is false.
     inside : bool
-        Whether all columns that they read exist.
+        Whether :func:`reads_whole_vectors` is true of it.
     """
-    layer, dtype = part.layer, part.source.buffer.dtype
-    kernel_h, kernel_w = layer.kernel
+    layer, buffer, columns = part.layer, part.source.buffer, part.layer.kernel[1]
     sums = [part.bias] * part.rows
     for row in range(*part.visible):
-        users = [
-            (out, (row - out * layer.strides[0]) // layer.dilation[0])
-            for out in range(part.rows)
-            if (row - out * layer.strides[0]) % layer.dilation[0] == 0
-        ]
-        users = [(out, kh) for out, kh in users if 0 <= kh < kernel_h]
-        if not users:
-            continue
-        base = part.source.at(0, row - part.visible[0], 0)
-        import os
-        pf = os.environ.get("PF", "0")
-        if pf != "0" and inside:
-            _prefetch(part.source.buffer, base + part.source.plane + column * layer.strides[1], int(pf))
-        for kw in range(kernel_w):
-            window = _window(part, base, column, kw, inside)
-            if window is None:
-                continue
-            for out, kh in users:
-                weight = part.weights[kh * kernel_w + kw]
-                sums[out] = T.bind(sums[out] + window * weight)
-    for out, value in enumerate(sums):
-        value = activate(value, layer.activation, dtype)
+        start = part.source.at(0, row - part.visible[0], 0)
+        if inside:
+            _prefetch(buffer, start + part.source.plane + column * layer.strides[1])
+        users = part.users(row)
+        for kernel_column in range(columns if users else 0):
+            window = _window(part, start, column, kernel_column, inside)
+            if window is not None:
+                for out, kernel_row in users:
+                    weight = part.weights[kernel_row * columns + kernel_column]
+                    sums[out] = T.bind(sums[out] + window * weight)
+    for out, total in enumerate(sums):
+        value = activate(total, layer.activation, buffer.dtype)
         if layer.strides[1] == 2:
             value = tirx.Shuffle([value], _gathered(part.lanes))
         at = part.output.at(0, part.output_row + out, column)
         T.buffer_store(part.output.buffer, value, [T.ramp(at, 1, part.lanes)])
 
 
+def _prefetch(buffer: tirx.Buffer, offset: Index) -> None:
+    """Ask for a cache line of the next channel: hardware does not foresee the jump to its plane."""
+    read, into_l1, data = T.int32(0), T.int32(3), T.int32(1)
+    address = T.address_of(buffer[offset])
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, into_l1, data))
+
+
 def _gathered(lanes: int) -> list[int]:
     """Which pixel each lane holds after steps of two were gathered; also the way back.
 
-    Each quarter of four lanes takes two elements of either vector, as x86 does it.
+    Each quarter of four lanes takes two elements of either vector, as one instruction of x86 does.
     """
-    if lanes < 8:
-        return list(range(lanes))
-    quarter = [0, 1, lanes // 2, lanes // 2 + 1]
-    return [start + lane for start in range(0, lanes // 2, 2) for lane in quarter]
+    half = lanes // 2
+    return [
+        pixel for low in range(0, half, 2) for pixel in (low, low + 1, half + low, half + low + 1)
+    ]
 
 
-def _window(part: DepthwiseRows, base: Index, column: Index, kw: int, inside: bool) -> tirx.Expr | None:
+def _shift(layer: ConvLayer, kernel_column: int) -> tuple[int, int]:
+    """Where a kernel column's vectors begin, and whether it takes their even or odd elements.
+
+    In steps of two, neighbouring kernel columns share the vectors that begin at an even distance.
+    """
+    shift = kernel_column * layer.dilation[1] - layer.padding[1]
+    odd = shift % 2 if layer.strides[1] == 2 else 0
+    return shift - odd, odd
+
+
+def _window(
+    part: DepthwiseRows, row: Index, column: Index, kernel_column: int, inside: bool
+) -> tirx.Expr | None:
     """The input of ``lanes`` neighbouring outputs for one tap; None where all of it is padding."""
     lanes, stride, width = part.lanes, part.layer.strides[1], part.source.width
-    buffer = part.source.buffer
-    shift, odd = _shift(part.layer, kw)
+    shift, odd = _shift(part.layer, kernel_column)
     order = _gathered(lanes) if stride == 2 else list(range(lanes))
     low = column * stride + shift
     if not inside:
         assert isinstance(low, int)
         low = max(0, min(low, width - stride * lanes))
     vectors = [
-        buffer[T.ramp(base + (low + number * lanes), 1, lanes)] for number in range(stride)
+        part.source.buffer[T.ramp(row + (low + number * lanes), 1, lanes)]
+        for number in range(stride)
     ]
     if inside:
         picked = [stride * pixel + odd for pixel in order]
         return T.bind(vectors[0] if stride == 1 else tirx.Shuffle(vectors, picked))
-    columns = [column * stride + shift + odd + stride * pixel for pixel in order]
-    real = [0 <= column < width for column in columns]
+    wanted = [column * stride + shift + odd + stride * pixel for pixel in order]
+    real = [0 <= place < width for place in wanted]
     if not any(real):
         return None
-    picked = [column - low if is_real else lane for lane, (column, is_real) in enumerate(zip(columns, real, strict=True))]
-    found = vectors[0] if picked == list(range(lanes)) else T.bind(tirx.Shuffle(vectors, picked))
+    picked = [place - low if known else 0 for place, known in zip(wanted, real, strict=True)]
+    found = T.bind(tirx.Shuffle(vectors, picked))
     if all(real):
         return found
-    zero = T.broadcast(tirx.const(0, buffer.dtype), lanes)
-    kept = [lane if is_real else lanes + lane for lane, is_real in enumerate(real)]
+    zero = T.broadcast(tirx.const(0, part.source.buffer.dtype), lanes)
+    kept = [lane if known else lanes + lane for lane, known in enumerate(real)]
     return T.bind(tirx.Shuffle([found, zero], kept))
-
-
-def _shift(layer: ConvLayer, kw: int) -> tuple[int, int]:
-    """Where a kernel column's vectors begin, and whether it takes the even or the odd elements.
-
-    Two kernel columns share the vectors that begin at an even distance.
-    """
-    shift = kw * layer.dilation[1] - layer.padding[1]
-    odd = shift % 2 if layer.strides[1] == 2 else 0
-    return shift - odd, odd
 
 
 @dataclass(frozen=True)
@@ -220,11 +220,11 @@ class PointwiseOperands:
     layer : ConvLayer
         The layer.
     source, output : PlanarImage
-        Input and output, each as one row of pixels a channel.
+        Input and output; all pixels at hand are one row.
     weight, bias : tirx.Buffer
         Flat, in the packed layouts of :mod:`schedules.compute.conv2d`.
     lanes : int
-        Pixels of a vector; also channels of a block of the weights.
+        Pixels of a vector, and channels of a block of the weights.
     """
 
     layer: ConvLayer
@@ -249,43 +249,49 @@ def pointwise_tile(
     starts : Sequence[Index]
         First pixels of the vectors.
     """
-    lanes, channels = ops.lanes, ops.layer.in_channels
-    dtype = ops.source.buffer.dtype
-    vectors = len(starts)
+    lanes, dtype = ops.lanes, ops.source.buffer.dtype
+    places = [(o, v) for o in range(outputs) for v in range(len(starts))]
     with T.sblock("tile"):
         T.reads()
         T.writes()
-        sums = T.sblock_alloc_buffer((outputs * vectors * lanes,), dtype)
+        sums = T.sblock_alloc_buffer((len(places) * lanes,), dtype)
 
-        def at(o: int, v: int) -> tirx.Expr:
-            return T.ramp((o * vectors + v) * lanes, 1, lanes)
+        def at(output: int, vector: int) -> tirx.Expr:
+            return T.ramp((output * len(starts) + vector) * lanes, 1, lanes)
 
-        for o in range(outputs):
-            bias = T.bind(T.broadcast(ops.bias[block * lanes + lane + o], lanes))
-            for v in range(vectors):
-                T.buffer_store(sums, bias, [at(o, v)])
-        in_blocks = -(-channels // lanes)
+        for o, v in places:
+            bias = ops.bias[block * lanes + lane + o]
+            T.buffer_store(sums, T.broadcast(bias, lanes), [at(o, v)])
+        for channel, weights in _input_channels(ops, block):
+            pixels = [
+                T.bind(ops.source.buffer[T.ramp(ops.source.at(channel, 0, start), 1, lanes)])
+                for start in starts
+            ]
+            for o in range(outputs):
+                weight = T.bind(T.broadcast(ops.weight[weights + (lane + o)], lanes))
+                for v, pixel in enumerate(pixels):
+                    T.buffer_store(sums, sums[at(o, v)] + pixel * weight, [at(o, v)])
+        for o, v in places:
+            value = activate(sums[at(o, v)], ops.layer.activation, dtype)
+            target = ops.output.at(block * lanes + lane + o, 0, starts[v])
+            T.buffer_store(ops.output.buffer, value, [T.ramp(target, 1, lanes)])
 
-        def step(in_block: Index, count: int) -> None:
-            weights = (block * in_blocks + in_block) * (lanes * lanes) + lane
-            for i in range(count):
-                pixels = [
-                    T.bind(ops.source.buffer[T.ramp(ops.source.at(in_block * lanes + i, 0, start), 1, lanes)])
-                    for start in starts
-                ]
-                for o in range(outputs):
-                    weight = T.bind(T.broadcast(ops.weight[weights + (i * lanes + o)], lanes))
-                    for v, pixel in enumerate(pixels):
-                        T.buffer_store(sums, sums[at(o, v)] + pixel * weight, [at(o, v)])
 
-        full, rest = divmod(channels, lanes)
-        if full:
-            with loop(0, full) as in_block:
-                step(in_block, lanes)
-        if rest:
-            step(full, rest)
-        for o in range(outputs):
-            for v, start in enumerate(starts):
-                value = activate(sums[at(o, v)], ops.layer.activation, dtype)
-                target = ops.output.at(block * lanes + lane + o, 0, start)
-                T.buffer_store(ops.output.buffer, value, [T.ramp(target, 1, lanes)])
+def _input_channels(ops: PointwiseOperands, block: Index) -> Iterator[tuple[Index, Index]]:
+    """Open a loop over the input channels, unrolled by blocks.
+
+    Yields a channel, and where its weights for the channels of an output block begin.
+    """
+    lanes = ops.lanes
+    full, rest = divmod(ops.layer.in_channels, lanes)
+    blocks = full + (rest > 0)
+
+    def one_block(in_block: Index, count: int) -> Iterator[tuple[Index, Index]]:
+        for i in range(count):
+            yield in_block * lanes + i, ((block * blocks + in_block) * lanes + i) * lanes
+
+    if full:
+        with loop(0, full) as in_block:
+            yield from one_block(in_block, lanes)
+    if rest:
+        yield from one_block(full, rest)
