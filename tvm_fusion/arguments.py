@@ -110,7 +110,10 @@ def check(
     sizes: dict[str, tuple[int, str]] = {}
     arrays = []
     for spec, value in zip(specs, values, strict=True):
-        array = as_array(spec, value) if view is None else view(spec, value)
+        if view is not None:
+            array = view(spec, value)
+        else:
+            array = value if type(value) is np.ndarray else as_array(spec, value)
         expected: Any = numpy_dtype(spec.dtype)
         if not isinstance(array, np.ndarray):
             expected = spec.dtype
@@ -263,9 +266,10 @@ def empty(shape: Sequence[int], dtype: str, device: tvm_ffi.Device) -> Any:
 
 def _as_numpy(tensor: Any) -> np.ndarray:
     """A numpy array in the memory of a tensor."""
-    dtype = numpy_dtype(str(tensor.dtype))
-    if dtype.isbuiltin == 1:
+    try:
         return np.from_dlpack(tensor)
+    except (BufferError, RuntimeError):  # a type that numpy lacks
+        dtype = numpy_dtype(str(tensor.dtype))
     create_view = get_function("runtime.TVMTensorCreateView")
     view = create_view(tensor, tensor.shape, tvm_ffi.dtype(_CARRIERS[dtype.itemsize]), 0)
     return np.from_dlpack(view).view(dtype)

@@ -33,6 +33,8 @@ _SHARE_PROCESSORS = -3
 _this_thread = threading.local()
 _starting = threading.Lock()
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+_forks = 0  # how many lie between this process and the one that loaded this module
+_main_thread = threading.main_thread().ident
 
 
 def choose_threads(threads: int | None) -> int:
@@ -83,7 +85,7 @@ class Crew:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the function and return what it returns; other calls wait."""
-        if threading.current_thread() is threading.main_thread() and not _pool_is_dead():
+        if threading.get_ident() == _main_thread and not _pool_is_dead():
             return _work(self._turn, self.threads, function, args)
         job = _Job(function, args)
         with _starting:
@@ -148,19 +150,19 @@ def _work(
 
 def _set_threads(threads: int) -> None:
     """Make this thread's pool work with so many threads."""
-    if getattr(_this_thread, "setting", None) == (os.getpid(), threads):
+    if getattr(_this_thread, "setting", None) == (_forks, threads):
         return
     processors = [str(cpu) for cpu in _processors()]
     largest = max(len(processors), threads)
     configure = get_function("runtime.config_threadpool")
     configure(_SHARE_PROCESSORS, threads, processors, largest)
-    _this_thread.setting = (os.getpid(), threads)
+    _this_thread.setting = (_forks, threads)
 
 
 def _pool_is_dead() -> bool:
     """Whether this thread's pool was left behind in the process that forked this one."""
-    process, _ = getattr(_this_thread, "setting", (os.getpid(), 0))
-    return process != os.getpid()
+    setting = getattr(_this_thread, "setting", None)
+    return setting is not None and setting[0] != _forks
 
 
 def _processors() -> list[int]:
@@ -170,8 +172,10 @@ def _processors() -> list[int]:
 
 
 def _after_fork() -> None:
-    global _starting
+    global _starting, _forks, _main_thread
     _starting = threading.Lock()
+    _forks += 1
+    _main_thread = threading.get_ident()  # what forked is all that there is
     for crew in _crews:
         crew.renew()
 

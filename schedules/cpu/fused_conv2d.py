@@ -13,6 +13,8 @@ from .fused_conv2d_knobs import LOOPS, FusedConv2DKnobs
 from .fused_conv2d_limits import takes_plain, unsupported
 from .fused_conv2d_nest import fused_conv2d_template
 from .machine import CPUInfo
+from .planar_knobs import default_planar_knobs, prefers_planar
+from .planar_nest import planar_template
 
 __all__ = [
     "LOOPS",
@@ -27,7 +29,8 @@ __all__ = [
 class FusedConv2D(ScheduleRule):
     """Rule for functions that legalization marked as a fused pair of packed convolutions.
 
-    Takes what :func:`unsupported` does not refuse; returns None for everything else.
+    Takes what :func:`unsupported` does not refuse; returns None for everything else. Pairs from
+    NCHW to NCHW are computed on planes where :func:`.planar_knobs.prefers_planar` says so.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool) -> s_tir.Schedule | None:
@@ -38,5 +41,8 @@ class FusedConv2D(ScheduleRule):
         layer1, layer2 = kernel.layers
         if unsupported(layer1, layer2, kernel.lanes) is not None:
             return None
-        knobs = default_fused_knobs(kernel, CPUInfo.from_target(target))
+        cpu = CPUInfo.from_target(target)
+        if prefers_planar(kernel, cpu):
+            return planar_template(func, kernel, default_planar_knobs(kernel, cpu))
+        knobs = default_fused_knobs(kernel, cpu)
         return fused_conv2d_template(func, kernel, knobs)

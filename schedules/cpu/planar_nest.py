@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loop nest of a depthwise and a pointwise layer from NCHW data to an NCHW output.
+
+Both layers compute on planes (:mod:`.planar_tile`), so that nothing is packed or unpacked, and
+layer one's rows stay as planes in a buffer of the parallel piece::
+
+    parallel n, h_t
+      for step of h output rows
+        for channel
+          for tile of R rows, for vector of a row
+            depthwise tile
+        for tile of vectors of the step's pixels
+          for tile of output channels
+            pointwise tile
+
+The last step of a piece ends with the piece's last row, and may overlap the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tvm import s_tir, tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..branch import when
+from ..conv2d_workload import Conv2DKernel
+from ..errors import OpError
+from .kernel_builder import KernelBuilder
+from .micro_kernel import Index, loop
+from .planar_tile import (
+    DepthwiseRows,
+    PlanarImage,
+    PointwiseOperands,
+    depthwise_vector,
+    pointwise_tile,
+    reads_whole_vectors,
+    vector_starts,
+)
+from .tiles import Span, chunk, split_evenly
+
+# Elements between the planes of the intermediate, so that planes of 4 KiB do not share cache sets.
+PLANE_SKEW = 16
+
+
+@dataclass(frozen=True)
+class PlanarKnobs:
+    """What the nest leaves open.
+
+    Parameters
+    ----------
+    h_t : int
+        Parallel pieces of the output's rows.
+    h : int
+        Rows of a step; no more than the smallest piece has.
+    rows : int
+        Most rows of a depthwise tile.
+    outputs, vectors : int
+        Register tile of layer two: channels x vectors of pixels.
+    """
+
+    h_t: int
+    h: int
+    rows: int = 4
+    outputs: int = 4
+    vectors: int = 3
+
+
+def takes_planar(kernel: Conv2DKernel) -> bool:
+    """Whether the nest can compute a kernel.
+
+    Rows hold at least a vector, steps are of one or two columns, and only the first and the last
+    row of the output read padding.
+    """
+    if len(kernel.layers) != 2 or not (kernel.plain_data and kernel.plain_out) or kernel.residual:
+        return False
+    layer1, layer2 = kernel.layers
+    if None in (kernel.height, kernel.width) or not (layer1.is_depthwise and layer2.is_pointwise):
+        return False
+    if kernel.lanes < 4 or kernel.lanes & (kernel.lanes - 1) or layer1.strides[1] > 2:
+        return False
+    height, width = int(kernel.height or 1), int(kernel.width or 1)
+    out_h, out_w = layer1.output_size(height, width)
+    if out_w < kernel.lanes or width < layer1.strides[1] * kernel.lanes:
+        return False
+    stride, top = layer1.strides[0], layer1.padding[0]
+    reach = (layer1.kernel[0] - 1) * layer1.dilation[0]
+    return top <= stride and (out_h - 2) * stride - top + reach < height
+
+
+def planar_template(
+    func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: PlanarKnobs
+) -> s_tir.Schedule:
+    """Write the loop nest of the module's docstring.
+
+    Raises
+    ------
+    OpError
+        If :func:`takes_planar` is false of the kernel, or ``h`` is more than a piece has.
+    """
+    if not takes_planar(kernel):
+        raise OpError(f"{kernel} cannot be computed on planes; expected one of takes_planar")
+    height, _ = kernel.layers[0].output_size(int(kernel.height or 1), int(kernel.width or 1))
+    if not 1 <= knobs.h <= height // knobs.h_t:
+        raise OpError(
+            f"h is {knobs.h}; expected 1 to {height // knobs.h_t}, the rows of the smallest of "
+            f"{knobs.h_t} pieces"
+        )
+    builder = KernelBuilder(func)
+    with builder.body():
+        with T.parallel(0, builder.batch * knobs.h_t) as index:
+            image, piece = tirx.floordiv(index, knobs.h_t), tirx.floormod(index, knobs.h_t)
+            with T.sblock("parallel_tile"):
+                T.reads()
+                T.writes()
+                _Piece(builder, kernel, knobs, image).build(chunk(height, piece, knobs.h_t))
+    return builder.schedule()
+
+
+class _Piece:
+    """The loops of one parallel piece."""
+
+    def __init__(
+        self, builder: KernelBuilder, kernel: Conv2DKernel, knobs: PlanarKnobs, image: Index
+    ):
+        self.layer1, self.layer2 = kernel.layers
+        self.lanes, self.knobs, self.flat = kernel.lanes, knobs, builder.flat
+        size = int(kernel.height or 1), int(kernel.width or 1)
+        out_size = self.layer1.output_size(*size)
+        self.source = _image(builder.flat[0], image, self.layer1.in_channels, size)
+        self.output = _image(builder.flat[-1], image, self.layer2.out_channels, out_size)
+        self.pixels = knobs.h * out_size[1]
+        plane = -(-self.pixels // self.lanes) * self.lanes + PLANE_SKEW
+        buffer = T.sblock_alloc_buffer((self.layer1.out_channels * plane,), kernel.dtype)
+        self.mid = PlanarImage(buffer, 0, plane, knobs.h, out_size[1])
+
+    def build(self, rows: Span) -> None:
+        """All steps of the output rows ``[start, stop)``."""
+        (start, stop), step = rows, self.knobs.h
+        even = self.output.height % (self.knobs.h_t * step) == 0
+        if even:
+            trips: Index = self.output.height // (self.knobs.h_t * step)
+        else:
+            trips = tirx.ceildiv(tirx.convert(stop - start), step)
+        with loop(0, trips) as index:
+            row = start + index * step
+            row = row if even else tirx.min(row, stop - step)
+            for block, lane in self._channels():
+                self._depthwise(block, lane, row)
+            self._pointwise(row)
+
+    def _channels(self) -> Iterator[tuple[Index, Index]]:
+        full, rest = divmod(self.layer1.in_channels, self.lanes)
+        if full:
+            with loop(0, full) as block, loop(0, self.lanes) as lane:
+                yield block, lane
+        if rest:
+            with loop(0, rest) as lane:
+                yield full, lane
+
+    def _depthwise(self, block: Index, lane: Index, row: Index) -> None:
+        """Layer one of a channel: the rows of a step, from output row ``row`` on."""
+        layer, lanes, (_, weight, bias, *_) = self.layer1, self.lanes, self.flat
+        taps = layer.kernel[0] * layer.kernel[1]
+        part = DepthwiseRows(
+            layer=layer,
+            source=self.source,
+            output=replace(self.mid, offset=T.bind((block * lanes + lane) * self.mid.plane)),
+            lanes=lanes,
+            rows=0,
+            output_row=0,
+            visible=(0, 0),
+            weights=[
+                T.bind(T.broadcast(weight[(block * taps + tap) * lanes + lane], lanes))
+                for tap in range(taps)
+            ],
+            bias=T.bind(T.broadcast(bias[block * lanes + lane], lanes)),
+        )
+        first = 0
+        for size in split_evenly(self.knobs.h, self.knobs.rows):
+            part = replace(part, rows=size, output_row=first)
+            for condition, visible in self._visible(row, first, size):
+                with when(condition):
+                    source_row = (row + first) * layer.strides[0] - layer.padding[0] + visible[0]
+                    source = self.source.seen_from(block * lanes + lane, source_row)
+                    self._row_tile(replace(part, source=source, visible=visible))
+            first += size
+
+    def _visible(
+        self, row: Index, first: int, size: int
+    ) -> list[tuple[tirx.Expr | None, tuple[int, int]]]:
+        """Which of the input rows of a tile exist, and when: at the top, at the bottom, between.
+
+        The tile holds the rows ``[first, first + size)`` of the step that begins with ``row``.
+        """
+        layer, out_h, step = self.layer1, self.output.height, self.knobs.h
+        stride, top = layer.strides[0], layer.padding[0]
+        reach = (layer.kernel[0] - 1) * layer.dilation[0] + 1
+        below = (out_h - 1) * stride - top + reach - self.source.height
+        rows = (size - 1) * stride + reach
+        above = top if first == 0 else 0
+        below = max(0, below) if first + size == step else 0
+        if step == out_h:
+            return [(None, (above, rows - below))]
+        cases: list[tuple[tirx.Expr | None, tuple[int, int]]] = []
+        at_top, at_bottom = tirx.convert(row) == 0, tirx.convert(row) == out_h - step
+        if above:
+            cases.append((at_top, (above, rows)))
+        if below:
+            cases.append((at_bottom, (0, rows - below)))
+        others = [tirx.Not(condition) for condition, _ in cases if condition is not None]
+        between = None if not others else tirx.all(*others) if len(others) > 1 else others[0]
+        return [*cases, (between, (0, rows))]
+
+    def _row_tile(self, part: DepthwiseRows) -> None:
+        """All vectors of a row; neighbours that read no padding are a loop."""
+        starts = vector_starts(self.mid.width, self.lanes)
+        inside = [
+            reads_whole_vectors(self.layer1, self.source.width, start, self.lanes)
+            for start in starts
+        ]
+        run: list[int] = []
+        for index, start in enumerate(starts):
+            if inside[index] and start == index * self.lanes:
+                run.append(start)
+                continue
+            self._inside(part, run)
+            run = []
+            depthwise_vector(part, start, inside[index])
+        self._inside(part, run)
+
+    def _inside(self, part: DepthwiseRows, starts: Sequence[int]) -> None:
+        if starts:
+            with loop(0, len(starts)) as vector:
+                depthwise_vector(part, starts[0] + vector * self.lanes, True)
+
+    def _pointwise(self, row: Index) -> None:
+        """Layer two of the rows of a step."""
+        ops = PointwiseOperands(
+            layer=self.layer2,
+            source=self.mid,
+            output=replace(self.output, offset=self.output.at(0, row, 0)),
+            weight=self.flat[3],
+            bias=self.flat[4],
+            lanes=self.lanes,
+        )
+        starts = vector_starts(self.pixels, self.lanes)
+        sizes = split_evenly(len(starts), self.knobs.vectors)
+        runs: list[list[list[int]]] = []  # tiles alike but for the place
+        done = 0
+        for size in sizes:
+            tile = starts[done : done + size]
+            whole = tile[-1] % self.lanes == 0
+            if runs and whole and len(runs[-1][-1]) == size:
+                runs[-1].append(tile)
+            else:
+                runs.append([tile])
+            done += size
+        for run in runs:
+            with loop(0, len(run)) as index:
+                offset = index * (len(run[0]) * self.lanes)
+                self._outputs(ops, [offset + start for start in run[0]])
+
+    def _outputs(self, ops: PointwiseOperands, starts: Sequence[Index]) -> None:
+        """All output channels of some vectors of pixels."""
+        full, rest = divmod(self.layer2.out_channels, self.lanes)
+        if full:
+            with loop(0, full) as block:
+                self._block(ops, block, self.lanes, starts)
+        if rest:
+            self._block(ops, full, rest, starts)
+
+    def _block(
+        self, ops: PointwiseOperands, block: Index, channels: int, starts: Sequence[Index]
+    ) -> None:
+        lane = 0
+        for size in split_evenly(channels, self.knobs.outputs):
+            pointwise_tile(ops, block, lane, size, starts)
+            lane += size
+
+
+def _image(buffer: tirx.Buffer, image: Index, channels: int, size: tuple[int, int]) -> PlanarImage:
+    plane = size[0] * size[1]
+    return PlanarImage(buffer, image * (channels * plane), plane, *size)

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Register tiles of a depthwise and of a pointwise layer on NCHW planes: pixels in the lanes.
+
+A vector holds ``x`` neighbouring pixels of one channel, and weights are single elements, broadcast.
+So neither layer has to change the layout of what it reads or writes. The depthwise tile computes
+``R`` rows of one vector; every input row is loaded once for each kernel column and serves all rows
+that see it. Steps of two pixels are gathered by one shuffle of two vectors, which leaves the pixels
+of a vector in an order that the finished sums undo. At the border of the image lanes are filled
+with zeros, and rows outside are left out.
+
+The functions here may only be called between the ``with`` statements of an open ``IRBuilder``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tvm import ir, tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..compute.conv2d import activate
+from ..conv2d_workload import ConvLayer
+from .micro_kernel import Index, loop
+
+
+@dataclass(frozen=True)
+class PlanarImage:
+    """Rows of an image in NCHW: ``buffer[offset + channel * plane + row * width + column]``.
+
+    Parameters
+    ----------
+    buffer : tirx.Buffer
+        One-dimensional.
+    offset : Index
+        Element of channel 0, row 0, column 0.
+    plane : int
+        Elements from one channel to the next.
+    height, width : int
+        Extents, beyond which zeros are read.
+    """
+
+    buffer: tirx.Buffer
+    offset: Index
+    plane: int
+    height: int
+    width: int
+
+    def at(self, channel: Index, row: Index, column: Index) -> Index:
+        """Element of a pixel."""
+        return self.offset + channel * self.plane + row * self.width + column
+
+    def seen_from(self, channel: Index, row: Index) -> PlanarImage:
+        """The image in a buffer of its own that begins with a row of a channel; only for reading.
+
+        Addresses are then that row's plus a constant, which instructions add for nothing.
+        """
+        pointer = ir.PointerType(ir.PrimType(self.buffer.dtype))
+        start = T.bind(T.address_of(self.buffer[self.at(channel, row, 0)]), pointer)
+        buffer = T.decl_buffer(self.buffer.shape, self.buffer.dtype, data=start)
+        return replace(self, buffer=buffer, offset=0)
+
+
+def vector_starts(extent: int, lanes: int) -> list[int]:
+    """First elements of the vectors that cover a range; the last one may overlap its neighbour."""
+    return [min(start, extent - lanes) for start in range(0, extent, lanes)]
+
+
+def reads_whole_vectors(layer: ConvLayer, width: int, start: int, lanes: int) -> bool:
+    """Whether all vectors that the pixels ``[start, start + lanes)`` need lie inside the row."""
+    stride = layer.strides[1]
+    first = start * stride + _shift(layer, 0)[0]
+    last = start * stride + _shift(layer, layer.kernel[1] - 1)[0]
+    return first >= 0 and last + stride * lanes <= width
+
+
+@dataclass(frozen=True)
+class DepthwiseRows:
+    """The part of a depthwise layer that :func:`depthwise_vector` computes.
+
+    Parameters
+    ----------
+    layer : ConvLayer
+        The layer; steps of one or two columns.
+    source : PlanarImage
+        Input, as :meth:`PlanarImage.seen_from` its channel and the first of the rows that exist.
+    output : PlanarImage
+        Where the channel's output begins.
+    lanes : int
+        Pixels of a vector.
+    rows, output_row : int
+        How many output rows, ``R``, and the first of them.
+    visible : tuple[int, int]
+        Which of the input rows that they read exist, counted from the first kernel row.
+    weights : Sequence[tirx.Expr]
+        Vectors of equal lanes, by kernel row and column.
+    bias : tirx.Expr
+        Likewise.
+    """
+
+    layer: ConvLayer
+    source: PlanarImage
+    output: PlanarImage
+    lanes: int
+    rows: int
+    output_row: int
+    visible: tuple[int, int]
+    weights: Sequence[tirx.Expr]
+    bias: tirx.Expr
+
+    def users(self, row: int) -> list[tuple[int, int]]:
+        """Output rows that read an input row, and the kernel row by which they do."""
+        stride, dilation = self.layer.strides[0], self.layer.dilation[0]
+        found = []
+        for out in range(self.rows):
+            kernel_row, rest = divmod(row - out * stride, dilation)
+            if rest == 0 and 0 <= kernel_row < self.layer.kernel[0]:
+                found.append((out, kernel_row))
+        return found
+
+
+def depthwise_vector(part: DepthwiseRows, column: Index, inside: bool) -> None:
+    """Compute the pixels ``[column, column + lanes)`` of some rows.
+
+    Parameters
+    ----------
+    part : DepthwiseRows
+        The rows.
+    column : Index
+        First pixel; an int where ``inside`` is false.
+    inside : bool
+        Whether :func:`reads_whole_vectors` is true of it.
+    """
+    layer, buffer, columns = part.layer, part.source.buffer, part.layer.kernel[1]
+    sums = [part.bias] * part.rows
+    for row in range(*part.visible):
+        start = part.source.at(0, row - part.visible[0], 0)
+        if inside:
+            _prefetch(buffer, start + part.source.plane + column * layer.strides[1])
+        users = part.users(row)
+        for kernel_column in range(columns if users else 0):
+            window = _window(part, start, column, kernel_column, inside)
+            if window is not None:
+                for out, kernel_row in users:
+                    weight = part.weights[kernel_row * columns + kernel_column]
+                    sums[out] = T.bind(sums[out] + window * weight)
+    for out, total in enumerate(sums):
+        value = activate(total, layer.activation, buffer.dtype)
+        if layer.strides[1] == 2:
+            value = tirx.Shuffle([value], _gathered(part.lanes))
+        at = part.output.at(0, part.output_row + out, column)
+        T.buffer_store(part.output.buffer, value, [T.ramp(at, 1, part.lanes)])
+
+
+def _prefetch(buffer: tirx.Buffer, offset: Index) -> None:
+    """Ask for a cache line of the next channel: hardware does not foresee the jump to its plane."""
+    read, into_l1, data = T.int32(0), T.int32(3), T.int32(1)
+    address = T.address_of(buffer[offset])
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, into_l1, data))
+
+
+def _gathered(lanes: int) -> list[int]:
+    """Which pixel each lane holds after steps of two were gathered; also the way back.
+
+    Each quarter of four lanes takes two elements of either vector, as one instruction of x86 does.
+    """
+    half = lanes // 2
+    return [
+        pixel for low in range(0, half, 2) for pixel in (low, low + 1, half + low, half + low + 1)
+    ]
+
+
+def _shift(layer: ConvLayer, kernel_column: int) -> tuple[int, int]:
+    """Where a kernel column's vectors begin, and whether it takes their even or odd elements.
+
+    In steps of two, neighbouring kernel columns share the vectors that begin at an even distance.
+    """
+    shift = kernel_column * layer.dilation[1] - layer.padding[1]
+    odd = shift % 2 if layer.strides[1] == 2 else 0
+    return shift - odd, odd
+
+
+def _window(
+    part: DepthwiseRows, row: Index, column: Index, kernel_column: int, inside: bool
+) -> tirx.Expr | None:
+    """The input of ``lanes`` neighbouring outputs for one tap; None where all of it is padding."""
+    lanes, stride, width = part.lanes, part.layer.strides[1], part.source.width
+    shift, odd = _shift(part.layer, kernel_column)
+    order = _gathered(lanes) if stride == 2 else list(range(lanes))
+    low = column * stride + shift
+    if not inside:
+        assert isinstance(low, int)
+        low = max(0, min(low, width - stride * lanes))
+    vectors = [
+        part.source.buffer[T.ramp(row + (low + number * lanes), 1, lanes)]
+        for number in range(stride)
+    ]
+    if inside:
+        picked = [stride * pixel + odd for pixel in order]
+        return T.bind(vectors[0] if stride == 1 else tirx.Shuffle(vectors, picked))
+    wanted = [column * stride + shift + odd + stride * pixel for pixel in order]
+    real = [0 <= place < width for place in wanted]
+    if not any(real):
+        return None
+    picked = [place - low if known else 0 for place, known in zip(wanted, real, strict=True)]
+    found = T.bind(tirx.Shuffle(vectors, picked))
+    if all(real):
+        return found
+    zero = T.broadcast(tirx.const(0, part.source.buffer.dtype), lanes)
+    kept = [lane if known else lanes + lane for lane, known in enumerate(real)]
+    return T.bind(tirx.Shuffle([found, zero], kept))
+
+
+@dataclass(frozen=True)
+class PointwiseOperands:
+    """What :func:`pointwise_tile` reads and writes.
+
+    Parameters
+    ----------
+    layer : ConvLayer
+        The layer.
+    source, output : PlanarImage
+        Input and output; all pixels at hand are one row.
+    weight, bias : tirx.Buffer
+        Flat, in the packed layouts of :mod:`schedules.compute.conv2d`.
+    lanes : int
+        Pixels of a vector, and channels of a block of the weights.
+    """
+
+    layer: ConvLayer
+    source: PlanarImage
+    output: PlanarImage
+    weight: tirx.Buffer
+    bias: tirx.Buffer
+    lanes: int
+
+
+def pointwise_tile(
+    ops: PointwiseOperands, block: Index, lane: int, outputs: int, starts: Sequence[Index]
+) -> None:
+    """Compute some output channels of some vectors of pixels.
+
+    Parameters
+    ----------
+    ops : PointwiseOperands
+        The layer.
+    block, lane, outputs : Index, int, int
+        Channels ``[lane, lane + outputs)`` of a block.
+    starts : Sequence[Index]
+        First pixels of the vectors.
+    """
+    lanes, dtype = ops.lanes, ops.source.buffer.dtype
+    places = [(o, v) for o in range(outputs) for v in range(len(starts))]
+    with T.sblock("tile"):
+        T.reads()
+        T.writes()
+        sums = T.sblock_alloc_buffer((len(places) * lanes,), dtype)
+
+        def at(output: int, vector: int) -> tirx.Expr:
+            return T.ramp((output * len(starts) + vector) * lanes, 1, lanes)
+
+        for o, v in places:
+            bias = ops.bias[block * lanes + lane + o]
+            T.buffer_store(sums, T.broadcast(bias, lanes), [at(o, v)])
+        for channel, weights in _input_channels(ops, block):
+            pixels = [
+                T.bind(ops.source.buffer[T.ramp(ops.source.at(channel, 0, start), 1, lanes)])
+                for start in starts
+            ]
+            for o in range(outputs):
+                weight = T.bind(T.broadcast(ops.weight[weights + (lane + o)], lanes))
+                for v, pixel in enumerate(pixels):
+                    T.buffer_store(sums, sums[at(o, v)] + pixel * weight, [at(o, v)])
+        for o, v in places:
+            value = activate(sums[at(o, v)], ops.layer.activation, dtype)
+            target = ops.output.at(block * lanes + lane + o, 0, starts[v])
+            T.buffer_store(ops.output.buffer, value, [T.ramp(target, 1, lanes)])
+
+
+def _input_channels(ops: PointwiseOperands, block: Index) -> Iterator[tuple[Index, Index]]:
+    """Open a loop over the input channels, unrolled by blocks.
+
+    Yields a channel, and where its weights for the channels of an output block begin.
+    """
+    lanes = ops.lanes
+    full, rest = divmod(ops.layer.in_channels, lanes)
+    blocks = full + (rest > 0)
+
+    def one_block(in_block: Index, count: int) -> Iterator[tuple[Index, Index]]:
+        for i in range(count):
+            yield in_block * lanes + i, ((block * blocks + in_block) * lanes + i) * lanes
+
+    if full:
+        with loop(0, full) as in_block:
+            yield from one_block(in_block, lanes)
+    if rest:
+        yield from one_block(full, rest)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pairs are computed on planes, and with which knobs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cpu.conv_cases import Case
+from cpu.plain_cases import build, check, depthwise, kernel_of
+from tvm.target import Target
+
+from schedules.conv2d_workload import ConvLayer
+from schedules.cpu.fused_conv2d import FusedConv2D
+from schedules.cpu.machine import CPUInfo
+from schedules.cpu.planar_knobs import default_planar_knobs, prefers_planar
+from schedules.cpu.planar_nest import planar_template
+
+AVX2 = Target({"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2})
+CPU = CPUInfo.from_target(AVX2)
+WIDE = Case((depthwise(16, 3, 2), ConvLayer(16, 24, (1, 1))), height=12, width=56)
+
+
+def test_wide_rows_are_computed_on_planes():
+    kernel = kernel_of(WIDE, True, True)
+    assert prefers_planar(kernel, CPU)
+    schedule = FusedConv2D().apply(build(WIDE, True, True), AVX2, False)
+    knobs = default_planar_knobs(kernel, CPU)
+    expected = planar_template(build(WIDE, True, True), kernel, knobs)
+    assert schedule.mod["main"].script() == expected.mod["main"].script()
+    check(WIDE, True, True, [schedule.mod["main"]], seed=7)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"width": 55},
+        {"plain_out": False},
+        {"layers": (WIDE.layers[0], ConvLayer(16, 8192, (1, 1)))},
+    ],
+    ids=["narrow", "packed output", "weights beyond the L2"],
+)
+def test_what_stays_packed(changed):
+    assert not prefers_planar(replace(kernel_of(WIDE, True, True), **changed), CPU)
+
+
+@pytest.mark.parametrize("changed", [{"vector_bits": 512}, {"has_fma": False}])
+def test_other_vector_units_stay_packed(changed):
+    assert not prefers_planar(kernel_of(WIDE, True, True), replace(CPU, **changed))
+
+
+@pytest.mark.parametrize(
+    ("batch", "height", "cores", "h_t", "h"),
+    [(1, 112, 2, 2, 7), (1, 112, 8, 8, 7), (2, 112, 2, 1, 7), (4, 24, 6, 3, 4), (1, 6, 8, 3, 1)],
+)
+def test_every_core_gets_a_piece(batch, height, cores, h_t, h):
+    case = replace(WIDE, batch=batch, height=height)
+    knobs = default_planar_knobs(kernel_of(case, True, True), replace(CPU, num_cores=cores))
+    assert (knobs.h_t, knobs.h) == (h_t, h)
+
+
+def test_steps_leave_the_cache_to_the_weights():
+    kernel = kernel_of(replace(WIDE, height=112), True, True)
+    small = replace(CPU, l2_bytes=16 * 1024)
+    assert default_planar_knobs(kernel, small).h == 4

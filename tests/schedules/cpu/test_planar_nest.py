@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused pairs from NCHW to NCHW that compute on planes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cpu.conv_cases import Case
+from cpu.plain_cases import build, check, depthwise, kernel_of
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from schedules.conv2d_workload import ACTIVATIONS, Activation, ConvLayer
+from schedules.cpu.planar_nest import PlanarKnobs, planar_template, takes_planar
+from schedules.errors import OpError
+
+ACTIVATION = st.sampled_from(ACTIVATIONS).map(lambda kind: Activation(kind, -0.4, 0.7))
+
+
+def planar(case: Case, knobs: PlanarKnobs):
+    kernel = kernel_of(case, True, True)
+    return planar_template(build(case, True, True), kernel, knobs).mod["main"]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A depthwise layer of any padding and dilation and a pointwise one, with uneven numbers."""
+    channels = draw(st.sampled_from([3, 8, 13, 16]))
+    rows, columns = draw(st.sampled_from([1, 3, 5])), draw(st.sampled_from([1, 3, 5]))
+    first = ConvLayer(
+        channels,
+        channels,
+        (rows, columns),
+        (draw(st.integers(1, 3)), draw(st.integers(1, 2))),
+        tuple(draw(st.integers(0, 3)) for _ in range(4)),
+        (draw(st.integers(1, 2)), draw(st.integers(1, 2))),
+        channels,
+        draw(ACTIVATION),
+    )
+    outputs = draw(st.sampled_from([1, 5, 8, 13, 24]))
+    second = ConvLayer(channels, outputs, (1, 1), activation=draw(ACTIVATION))
+    size = {"height": draw(st.integers(2, 20)), "width": draw(st.integers(8, 40))}
+    return Case((first, second), batch=draw(st.integers(1, 2)), **size)
+
+
+@given(cases(), st.data(), st.integers(0, 2**32 - 1))
+@settings(max_examples=6)
+def test_numbers_of_any_layers_and_knobs(case, drawn, seed):
+    assume(min(case.layers[0].output_size(case.height, case.width)) > 0)
+    assume(takes_planar(kernel_of(case, True, True)))
+    h_t = drawn.draw(st.integers(1, min(3, case.out_shape[2])))
+    chosen = PlanarKnobs(
+        h_t=h_t,
+        h=drawn.draw(st.integers(1, case.out_shape[2] // h_t)),
+        rows=drawn.draw(st.integers(1, 4)),
+        outputs=drawn.draw(st.integers(1, 5)),
+        vectors=drawn.draw(st.integers(1, 3)),
+    )
+    check(case, True, True, [planar(case, chosen)], seed)
+
+
+SQUARE = Case((depthwise(13, 3, 1), ConvLayer(13, 13, (1, 1))), height=9, width=19, batch=2)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("width", [16, 17, 33, 40])
+def test_numbers_of_rows_with_and_without_a_rest(stride, width):
+    case = replace(SQUARE, layers=(depthwise(13, 3, stride), SQUARE.layers[1]), width=width)
+    rows = case.out_shape[2]
+    knobs = [PlanarKnobs(1, rows, 4), PlanarKnobs(2, 2, 2), PlanarKnobs(1, 3, 2)]
+    check(case, True, True, [planar(case, chosen) for chosen in knobs], seed=width)
+
+
+def test_numbers_of_short_vectors():
+    case = replace(SQUARE, lanes=4, layers=(depthwise(13, 5, 2), SQUARE.layers[1]))
+    check(case, True, True, [planar(case, PlanarKnobs(2, 2))], seed=4)
+
+
+def test_what_it_takes():
+    kernel = kernel_of(SQUARE, True, True)
+    assert takes_planar(kernel)
+    assert takes_planar(replace(kernel, batch=None))
+    first, second = kernel.layers
+    for other in (
+        replace(kernel, plain_out=False),
+        replace(kernel, plain_data=False),
+        replace(kernel, residual=True),
+        replace(kernel, height=None),
+        replace(kernel, width=7),
+        replace(kernel, layers=(first,)),
+        replace(kernel, layers=(second, second)),
+        replace(kernel, layers=(first, replace(second, kernel=(3, 3), padding=(1, 1, 1, 1)))),
+        replace(kernel, layers=(replace(first, strides=(1, 3)), second)),
+        replace(kernel, layers=(depthwise(13, 5, 1), second)),
+        replace(kernel, data_layout="NCHW1c", out_layout="NCHW1c"),
+    ):
+        assert not takes_planar(other)
+        with pytest.raises(OpError, match="cannot be computed on planes"):
+            planar_template(build(SQUARE, True, True), other, PlanarKnobs(1, 1))
+
+
+@pytest.mark.parametrize("h", [0, 5])
+def test_refuses_steps_larger_than_a_piece(h):
+    with pytest.raises(OpError, match=f"h is {h}; expected 1 to 4, the rows of the smallest of 2"):
+        planar(SQUARE, PlanarKnobs(2, h))
