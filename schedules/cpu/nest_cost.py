@@ -12,7 +12,8 @@ blocks of ``x`` lanes, ``k`` kernel taps and ``n`` parts of the reduction,
     multiply_adds = sum over tiles, visible taps: c (x step_cycles(P, V) + BODY), with
                     TIGHT or SPILL more a step where all registers are taken, or more
                     depthwise: P k / FMA_PER_CYCLE
-    tiles     = sum over tiles: n DRAIN max(0, P V - in flight) + (n - 1) PARTIAL P V
+    tiles     = sum over tiles: n DRAIN max(0, P V - in flight) late + (n - 1) PARTIAL P V
+                with late = (c x k (P V + P + V) / n - WINDOW) / (2 WINDOW), at least 0, at most 1
                 depthwise: DEPTHWISE_TAP k; and INSIDE if the block tiles run inside
     starts    = START for each time that the pixel loops begin
     weights   = W / B(home) + W (passes - 1) / B(where a block tile's part of them fits)
@@ -47,7 +48,8 @@ MEMORY_CORES = 2.0  # cores that saturate the memory; more share it
 CACHE_SHARE = 0.75  # of a cache that a kernel's own data may fill
 LEAK = 0.05  # share of the smaller of arithmetic and traffic that the larger does not hide
 BODY = 1.1  # loop control of one body: lanes steps
-DRAIN = 5.5  # per accumulator beyond those in flight: the next tile begins late
+DRAIN = 5.5  # per accumulator beyond those in flight: the next tile begins late ...
+WINDOW = 256.0  # ... unless a tile has fewer instructions than the core looks ahead
 PARTIAL = 1.0  # a partial sum is stored and loaded
 DEPTHWISE_TAP = 1.07  # a chain of taps is too long for the next tile to overlap with all of it
 INSIDE = 5.3  # a tile of pixels writes to all channel planes, whose addresses crowd the same sets
@@ -221,6 +223,8 @@ def _dense(
     """Cycles of multiply-adds, of tiles and of starts."""
     steps = drain = partial = 0.0
     count = sum(number for _, number in tiles)
+    kernel_height, kernel_width = nest.layer.kernel
+    reduction = nest.in_blocks * nest.source_lanes * kernel_height * kernel_width / nest.parts
     for blocks, times in Counter(nest.vectors).items():
         for size, number in spans:
             missing = size * blocks + blocks + 1 - registers
@@ -228,8 +232,10 @@ def _dense(
             cycles = nest.source_lanes * (step_cycles(size, blocks) + lost) + BODY
             steps += times * number * cycles
         for size, number in tiles:
-            late = max(0, size * blocks - FMA_LATENCY * FMA_PER_CYCLE)
-            drain += times * number * late * DRAIN
+            waiting = max(0, size * blocks - FMA_LATENCY * FMA_PER_CYCLE)
+            instructions = reduction * (size * blocks + size + blocks)
+            late = min(1.0, max(0.0, (instructions - WINDOW) / (2 * WINDOW)))
+            drain += times * number * DRAIN * waiting * late
             partial += times * number * size * blocks * PARTIAL
     each = INSIDE * count * len(nest.vectors) if nest.inside else 0.0
     ends = nest.rows * (drain * nest.parts + partial * (nest.parts - 1 / nest.calls) + each)
