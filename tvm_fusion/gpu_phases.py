@@ -71,6 +71,8 @@ def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:
             FuseReductionProducers(),
             transform.FuseOps(),
             transform.FuseTIR(),
+            # Views, not copies; once it is scheduled, no reshape is recognised.
+            transform.RewriteDataflowReshape(),
             transform.DeadCodeElimination(),
             ShortenNames(),
         ],

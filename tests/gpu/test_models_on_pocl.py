@@ -19,11 +19,11 @@ from tvm_fusion.launches import kernel_uses
 from tvm_fusion.pipeline import Options, phases, run_phases
 from tvm_fusion.target import resolve
 
-TRANSFORMER = {"batch": 2, "sequence": 17, "layers": 2, "width": 60, "heads": 4, "vocabulary": 99}
+TRANSFORMER = {"layers": 1, "weights": False}
 SIZES: dict[str, dict[str, Any]] = {
     "bert_base": TRANSFORMER,
     "gpt2": TRANSFORMER,
-    "wide_and_deep": {"batch": 3, "rows": 50, "embedding": 5, "layers": (33, 17)},
+    "wide_and_deep": {"batch": 3, "rows": 50},
     "mobilenet_v3_large": {"image_size": 40},
     "vgg_16": {"image_size": 32, "width": 6, "features": 37},
     **{name: {"image_size": 40} for name in NETWORKS},
@@ -59,6 +59,7 @@ def test_the_numbers_are_those_of_onnx_runtime(name: str, rng: np.random.Generat
     assert len(run.launches) == launches(mod)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert_base", "gpt2", "wide_and_deep", "mobilenet_v3_large"])
 def test_the_passes_for_reductions_save_kernels(name: str) -> None:
     plan = phases(TARGET, Options())
