@@ -152,7 +152,7 @@ def _evaluate(
         return [values[value.tuple_value][value.index]]
     func = kernels[value.args[0].name_hint]
     arguments = [
-        field.data.numpy() if isinstance(field, ir.Constant) else values[field][0]
+        field.value.numpy() if isinstance(field, ir.Constant) else values[field][0]
         for field in value.args[1].fields
     ]
     types = value.ty_args[0]
