@@ -19,11 +19,11 @@ from tvm.target import Target
 from relay_passes import FuseConv2D, FuseEpilogue, PackLayout, SimplifyInference
 from schedules.gpu import Conv2D, DepthwiseConv2D, FusedConv2D
 from schedules.gpu.conv2d import conv2d_template
-from schedules.gpu.conv_gemm import ThreadPlace
 from schedules.gpu.conv_shape import ConvShape
 from schedules.gpu.conv_tiles import ConvTile, Product, all_tiles, choose_tile, fits
 from schedules.gpu.depthwise_conv2d import choose_rows
 from schedules.gpu.device import GPUInfo
+from schedules.gpu.gemm_block import ThreadPlace
 from tvm_fusion.frontend import import_onnx
 
 GPU = GPUInfo.from_target(CUDA)
