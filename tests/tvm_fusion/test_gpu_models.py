@@ -257,7 +257,12 @@ def test_without_a_gpu_nothing_of_the_file_is_loaded(
     model.save(tmp_path / "model.so")
     monkeypatch.setattr(tvm_fusion.runtime, "get_function", lambda name: pytest.fail(name))
     x = np.zeros((1, 3, 12, 12), np.float32)
-    for run in (lambda: tvm_fusion.load(tmp_path / "model.so"), lambda: model(x)):
+    for run in (
+        lambda: tvm_fusion.load(tmp_path / "model.so"),
+        lambda: model(x),
+        lambda: model.tensors(x),
+        model.benchmark,
+    ):
         with pytest.raises(TargetError, match=f"{model.needs} is not here"):
             run()
 
