@@ -26,11 +26,9 @@ from .reduce_limits import SEGMENT
 
 WARP = 32
 MAX_THREADS = 1024
-REREAD_THREADS = 512  # where a row is too long to be kept: two blocks on a multiprocessor
-KEPT_WORDS = (
-    64  # registers that a thread needs for its elements at most, also to have no other warp
-)
-BLOCK_WORDS = 32  # beyond which a row of several warps gets more of them
+REREAD_THREADS = 512  # where rows are too long to be kept, but enough for two blocks at once
+KEPT_WORDS = 64  # registers that a thread needs at most to keep its elements
+BLOCK_WORDS = 32  # beyond which a row that has several warps anyway gets more of them
 COLUMNS = 4  # neighbouring outputs of a thread, each with states and results of its own
 HALF = ("float16", "bfloat16")  # arithmetic in these types converts, and keeps both
 
@@ -54,14 +52,13 @@ def choose_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
     vector = _vector(group, gpu)
     shape = _columns if loops.form == "y" else _rows
     config = shape(group, loops, vector, gpu)
-    reduced = constant(group.reduced)
-    if reduced is None:
+    reduced, outputs = constant(group.reduced), constant(group.outputs)
+    if reduced is not None and (config.form == "y" or reduced % vector == 0):
+        kept = -(-reduced // config.stride)
+        if _words(group, config, kept) <= KEPT_WORDS:
+            return replace(config, kept=kept)
+    if outputs is not None and outputs < 2 * gpu.multiprocessors:
         return config
-    kept = -(-reduced // config.stride)
-    fits = _words(group, config, kept) <= KEPT_WORDS
-    regular = config.form == "y" or reduced % vector == 0
-    if fits and regular:
-        return replace(config, kept=kept)
     return replace(config, lanes=min(config.lanes, REREAD_THREADS))
 
 
