@@ -16,6 +16,7 @@ from .conv_memory import copy4, zero4
 from .conv_shape import LANES, Index, Window, inside
 from .conv_stages import DataStage, WeightStage
 from .depthwise_column import Column
+from .device_ops import sync
 from .fused_tiles import FusedTile, Pair
 from .gemm_block import GemmBlock
 
@@ -92,6 +93,7 @@ class FirstLayer:
 
         def compute(block: tirx.Expr) -> None:
             sums = multiply(gemm, weights.moved(block), data)
+            sync()  # TVM may give the chunk memory that was read just now
             self._keep_all(gemm, sums, block)
 
         return compute

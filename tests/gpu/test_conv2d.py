@@ -7,15 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu.conv_cases import ACTIVATION, Case, build
+from cpu.conv_cases import ACTIVATION, Case, build, convolve
 from gpu_conv_cases import CUDA, OPENCL, case_of, check, dense, depthwise, rule_of, scheduled
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from opencl import compile_opencl
 from tvm import te, tirx
 from tvm.s_tir.dlight import ScheduleRule
 from tvm.target import Target
 
-from schedules.conv2d_workload import ACTIVATIONS, ConvLayer, to_json
+from schedules.compute.conv2d import conv2d
+from schedules.conv2d_workload import ACTIVATIONS, Activation, Conv2DKernel, ConvLayer, to_json
 from schedules.gpu import AnyConv2D, Conv2D, DepthwiseConv2D
 from schedules.gpu.conv2d import conv2d_template
 from schedules.gpu.conv_tiles import ConvTile
@@ -147,6 +149,23 @@ def test_symbolic_batch(rule: ScheduleRule, rng: np.random.Generator) -> None:
 )
 def test_one_thread_an_output(case: Case, rng: np.random.Generator) -> None:
     check(case, scheduled(case, AnyConv2D()), rng)
+
+
+def test_symbolic_sizes_and_groups_that_cut_blocks(rng: np.random.Generator) -> None:
+    layer = ConvLayer(8, 6, (3, 3), (2, 1), (1, 1, 1, 1), groups=2, activation=Activation("relu"))
+    batch, height, width = (tirx.Var(name, "int64") for name in "nhw")
+    shapes = [(batch, 8, height, width), (6, 4, 3, 3), (6,)]
+    inputs = [te.placeholder(shape, name=name) for shape, name in zip(shapes, "xwb", strict=True)]
+    func = te.create_prim_func([*inputs, conv2d(*inputs, None, layer)])
+    kernel = Conv2DKernel((layer,), None, None, None)
+    func = func.with_attr("tvm_fusion.workload", to_json(kernel))
+    assert rule_of(func) == "AnyConv2D"
+    extents = [(2, 8, 7, 9), (6, 4, 3, 3), (6,)]
+    arrays = [rng.standard_normal(extent).astype("float32") for extent in extents]
+    wanted = convolve(*(array.astype("float64") for array in arrays), layer, None)
+    output = np.full(wanted.shape, np.nan, "float32")
+    compile_opencl(AnyConv2D().apply(func, OPENCL, False).mod["main"], OPENCL).run(*arrays, output)
+    np.testing.assert_allclose(output, wanted, rtol=0, atol=1e-4)
 
 
 def test_what_fits_no_tile_has_one_thread_an_output() -> None:

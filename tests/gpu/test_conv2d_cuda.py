@@ -17,12 +17,15 @@ from tvm import relax, tirx
 from tvm.target import Target
 
 from relay_passes import FuseConv2D, FuseEpilogue, PackLayout, SimplifyInference
+from schedules.conv2d_workload import ConvLayer
 from schedules.gpu import Conv2D, DepthwiseConv2D, FusedConv2D
 from schedules.gpu.conv2d import conv2d_template
 from schedules.gpu.conv_shape import ConvShape
 from schedules.gpu.conv_tiles import ConvTile, Product, all_tiles, choose_tile, fits
 from schedules.gpu.depthwise_conv2d import choose_rows
 from schedules.gpu.device import GPUInfo
+from schedules.gpu.fused_conv2d import fused_template
+from schedules.gpu.fused_tiles import FusedTile
 from schedules.gpu.gemm_block import ThreadPlace
 from tvm_fusion.frontend import import_onnx
 
@@ -102,6 +105,24 @@ def test_fused_pair(case: Case, arch: str) -> None:
     names = _main_loop(func, arch)
     assert count(names, "LDG.E") == count(names, "LDG.E.128") > 0
     assert count(names, "LDS") == count(names, "LDS.128") > 0
+
+
+@pytest.mark.parametrize(
+    "tile", [ConvTile(4, 32, 1, 4, 8, 4, splits=2), ConvTile(16, 128, 2, 8, 2)], ids=str
+)
+def test_tvm_adds_no_barriers_to_a_product(tile: ConvTile) -> None:
+    """It does where it takes the halves of the shared memory for one."""
+    case = case_of(dense(64, 64, 3), height=8, width=8)
+    func = conv2d_template(build(case), case.kernel, tile, GPU).mod["main"]
+    assert cuda_source(func).count("__syncthreads();") == str(func).count("storage_sync") > 0
+
+
+@pytest.mark.parametrize("first", [depthwise(64), dense(64, 64, 3)], ids=str)
+def test_tvm_adds_no_barriers_to_a_pair(first: ConvLayer) -> None:
+    case = case_of(first, dense(64, 64, 3), height=16)
+    tile = FusedTile(4, 8, 16, 1, 4, 4, 8)
+    func = fused_template(build(case), case.kernel, tile).mod["main"]
+    assert cuda_source(func).count("__syncthreads();") == str(func).count("storage_sync") > 0
 
 
 def test_small_images_have_blocks_for_the_device() -> None:
