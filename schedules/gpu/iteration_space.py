@@ -209,8 +209,8 @@ def _find_divisor(space: IterationSpace) -> tuple[int, int] | None:
                 found.append((number, divisor))
 
     for access in space.accesses:
-        for index in access.indices:
-            tvm_ffi.structural_walk(index, ((tirx.FloorDiv, note), (tirx.FloorMod, note)))
+        position = space.position(access)
+        tvm_ffi.structural_walk(position, ((tirx.FloorDiv, note), (tirx.FloorMod, note)))
     return found[0] if found else None
 
 

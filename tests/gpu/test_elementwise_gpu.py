@@ -94,6 +94,11 @@ CASES: dict[str, Case] = {
         lambda x: x.reshape(1, 10, 4, 16).transpose(0, 2, 1, 3),
         [((1, 10, 64), F32)],
     ),
+    "permute_reshape_twice": (
+        lambda x: _permuted_rows(x),
+        lambda x: x.transpose(0, 2, 1, 3).reshape(x.shape[2], -1),
+        [((1, 3, 5, 16), F32)],
+    ),
     "one_hot": (
         lambda i: op.one_hot(
             i, relax.prim_value(tirx.const(1, F32)), relax.prim_value(tirx.const(0, F32)), 11
@@ -144,6 +149,14 @@ CASES: dict[str, Case] = {
         [((3, 24), "bfloat16")],
     ),
 }
+
+
+def _permuted_rows(x: relax.Expr) -> relax.Expr:
+    """The heads of attention side by side again, as rows of a matrix."""
+    emit = relax.BlockBuilder.current().emit
+    _, heads, rows, width = (int(extent) for extent in x.ty.shape)
+    beside = emit(op.permute_dims(x, [0, 2, 1, 3]))
+    return op.reshape(emit(op.reshape(beside, (1, rows, heads * width))), (rows, heads * width))
 
 
 def _lookups(index: relax.Expr, *tables: relax.Expr) -> relax.Expr:
@@ -276,6 +289,7 @@ def test_random_graphs(case: tuple[tuple[int, ...], list[Op]], seed: int) -> Non
 
 
 WIDE = {
+    "permute_reshape_twice": ([((1, 12, 128, 64), F32)], 1, 1),
     "add_relu": ([((64, 100), F32), ((64, 100), F32)], 2, 1),
     "bias_of_rows": ([((128, 768), F32), ((768,), F32)], 2, 1),
     "concat_channels": ([((1, 16, 7, 7), F32), ((1, 8, 7, 7), F32)], 2, 1),
