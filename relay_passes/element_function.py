@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tvm
 from tvm import relax, s_tir, tirx
 
 from schedules.expression_walk import loads, substitute
-from schedules.reduce_workload import unravel
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,20 @@ class ElementFunction:
         )
         return cls(tuple(params), output, variables, store.value) if plain else None
 
-    def reads(self, call: relax.Call, place: tirx.Expr) -> list[tuple[relax.Expr, list[tirx.Expr]]]:
+    def reads(
+        self, call: relax.Call, element: Sequence[tirx.Expr]
+    ) -> list[tuple[relax.Expr, list[tirx.Expr]]]:
         """Every read of a call: the operand, and the indices into it.
 
         Parameters
         ----------
         call : relax.Call
             A ``call_tir`` of the function.
-        place : tirx.Expr
-            The row-major position of the element in the output.
+        element : Sequence[tirx.Expr]
+            The indices of the element in the output.
         """
         extents = self._extents(call)
-        shape = list(call.ty.shape)
-        values = dict(zip(self.variables, unravel(place, shape), strict=True))
+        values = dict(zip(self.variables, element, strict=True))
         found = []
         operands = [e for e in call.args[1].fields if isinstance(e.ty, relax.TensorType)]
         for load in loads(self.value):

@@ -64,10 +64,11 @@ class FuseConv2D:
         ``auto`` asks :func:`relay_passes.fusion_decision.decide`, ``all`` fuses every pair that
         can be, ``none`` only reports; a callable decides for itself.
     target : Target | str | dict | None
-        Where the module will run; None takes the current target.
+        Where the module will run, a CPU or a GPU; None takes the current target.
     winograd : str
-        As for :class:`relay_passes.ChooseWinograd`: unless ``never``, a pair has to be faster than
-        its layers apart where those with constant weights may be computed by that algorithm.
+        As for :class:`relay_passes.ChooseWinograd`, of use on CPUs only: unless ``never``, a pair
+        has to be faster than its layers apart where those with constant weights may be computed by
+        that algorithm.
     """
 
     def __init__(

@@ -8,7 +8,8 @@ data of the reduction has it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import TypeAlias
 
 from tvm import relax, tirx
 from tvm.ir import Range
@@ -26,6 +27,7 @@ from schedules.reduce_workload import (
 from .element_function import ElementFunction
 
 ROW, TILE = "row", "tile"
+Shape: TypeAlias = "Sequence[tirx.Expr]"
 
 
 class RowSpace:
@@ -90,37 +92,65 @@ class RowSpace:
         kind = self.kind(call)
         if function is None or kind is None:
             return False
-        for operand, indices in function.reads(call, self._place(kind)):
+        shape = list(call.ty.shape)
+        for operand, indices in function.reads(call, self._element(kind, shape)):
             if operand not in members:
                 continue
-            other, shape = self.kind(operand), list(operand.ty.shape)
-            inside = (kind, other) == (ROW, TILE)
-            place = self._row_of(indices, shape) if inside else ravel(indices, shape)
-            wanted = self.tile if (kind, other) == (TILE, TILE) else self.m
-            if other is None or place is None:
+            other, extents = self.kind(operand), list(operand.ty.shape)
+            if other is None:
                 return False
-            if not self.analyzer.can_prove_equal(place, wanted):
-                return False
+            for place, wanted in self._places(kind, other, indices, extents):
+                if not self.analyzer.can_prove_equal(place, wanted):
+                    return False
         return True
 
-    def _row_of(self, indices: list[tirx.Expr], shape: list[tirx.Expr]) -> tirx.Expr | None:
-        """The row of an element of tiles; None if an axis of these has parts of ``m`` and ``n``."""
-        axes = [(i, e) for i, e in zip(indices, shape, strict=True) if not is_one(e)]
-        row: tirx.Expr = _index(0)
-        for kind, extent in self.runs:
+    def _element(self, kind: str, shape: Shape) -> list[tirx.Expr]:
+        """The indices of the element at ``m`` of rows, or at ``(m, n)`` of tiles."""
+        if kind == ROW:
+            return unravel(self.m, shape)
+        axes = self._kinds_of_axes(shape)
+        if axes is None:
+            return unravel(self.tile, shape)
+        found: list[tirx.Expr] = [_index(0)] * len(shape)
+        for letter, var in (("P", self.m), ("R", self.n)):
+            chosen = [axis for axis, of in enumerate(axes) if of == letter]
+            indices = unravel(var, [shape[axis] for axis in chosen])
+            for axis, index in zip(chosen, indices, strict=True):
+                found[axis] = index
+        return found
+
+    def _places(
+        self, kind: str, other: str, indices: list[tirx.Expr], shape: Shape
+    ) -> Iterator[tuple[tirx.Expr, tirx.Expr]]:
+        """What must be equal if a call of ``kind`` shall read a tensor of the ``other`` kind."""
+        if other == ROW:
+            yield _ravel(indices, shape), self.m
+            return
+        axes = self._kinds_of_axes(shape)
+        if axes is None:
+            wanted = self.tile if kind == TILE else _index(-1)  # nowhere: the row is not known
+            yield _ravel(indices, shape), wanted
+            return
+        for letter, var in (("P", self.m), ("R", self.n)):
+            chosen = [axis for axis, of in enumerate(axes) if of == letter]
+            if kind == TILE or letter == "P":
+                extents = [shape[axis] for axis in chosen]
+                yield _ravel([indices[axis] for axis in chosen], extents), var
+
+    def _kinds_of_axes(self, shape: Shape) -> list[str] | None:
+        """What is along each axis of tiles: ``P`` or ``R``; None if one has parts of both."""
+        found = ["P"] * len(shape)
+        rest = [axis for axis, extent in enumerate(shape) if not is_one(extent)]
+        for letter, extent in self.runs:
             size: Extent = 1
-            while axes and not self._is_equal(size, extent):
-                index, axis = axes.pop(0)
-                known = constant(axis)
-                size = size * (axis if known is None else known)
-                if kind == "P":
-                    row = row * axis + index
+            while rest and not self._is_equal(size, extent):
+                axis = rest.pop(0)
+                known = constant(shape[axis])
+                size = size * (shape[axis] if known is None else known)
+                found[axis] = letter
             if not self._is_equal(size, extent):
                 return None
-        return row
-
-    def _place(self, kind: str) -> tirx.Expr:
-        return self.m if kind == ROW else self.tile
+        return found
 
     def _tile(self) -> tirx.Expr:
         """The row-major position of element ``(m, n)`` of the data."""
@@ -139,7 +169,7 @@ class RowSpace:
         return bool(self.analyzer.can_prove_equal(_index(a), _index(b)))
 
 
-def ravel(indices: Sequence[tirx.Expr], shape: Sequence[tirx.Expr]) -> tirx.Expr:
+def _ravel(indices: Sequence[tirx.Expr], shape: Sequence[tirx.Expr]) -> tirx.Expr:
     """The row-major position of an element; along unit axes an index is 0."""
     flat: tirx.Expr = _index(0)
     for index, extent in zip(indices, shape, strict=True):

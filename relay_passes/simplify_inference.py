@@ -19,6 +19,7 @@ from .simplify.fold_scale import fold_scale
 from .simplify.graph import Graph, Rule
 from .simplify.remove_broadcast import ELEMENTWISE, remove_broadcast
 from .simplify.remove_identity import remove_identity
+from .simplify.unflatten_matmul import unflatten_matmul
 from .simplify.unstack_reduction import unstack_reduction
 
 CLIPS = ("relax.nn.relu", "relax.clip", "relax.maximum", "relax.minimum", "relax.call_tir")
@@ -35,6 +36,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (unstack_reduction, ("relax.sum", "relax.max", "relax.min")),
     (fold_batch_norm, (TUPLE_GET_ITEM,)),
     (canonicalize_shuffle, ("relax.reshape",)),
+    (unflatten_matmul, ("relax.reshape",)),
     (canonicalize_clip, CLIPS),
     (canonicalize_activation, ("relax.multiply", "relax.divide")),
     (fold_scale, ("relax.multiply", "relax.divide")),
@@ -64,7 +66,8 @@ class SimplifyInference:
     A convolution comes out as ``conv2d``, then at most one ``add`` of a constant [1, C, 1, 1], then
     residual additions with the convolution's side first, then ``nn.relu``, ``clip``, ``nn.silu`` or
     ``tvm_fusion.hardswish``. Batch normalisations that meet no convolution come out as one multiply
-    and one add, reshapes and transposes that shuffle channels as ``tvm_fusion.channel_shuffle``.
+    and one add, reshapes and transposes that shuffle channels as ``tvm_fusion.channel_shuffle``,
+    products of matrices without the reshapes around them.
     Dropout and other identities, stacks that are summed, and dead bindings go, and
     constants are computed.
 

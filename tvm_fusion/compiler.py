@@ -90,7 +90,8 @@ def compile(
     count = choose_threads(threads)
     resolved = resolve(target, cores=threads)
     options = pipeline.Options(fuse=fuse, winograd=winograd)
-    stages = len(pipeline.phases(resolved, options)) + 2
+    is_cuda = resolved.kind.name == "cuda"
+    stages = len(pipeline.phases(resolved, options)) + 2 + is_cuda
 
     def tell(stage: str, done: int) -> None:
         if progress is not None:
@@ -101,9 +102,10 @@ def compile(
     mod = pipeline.optimize(
         imported.mod, resolved, options, progress=lambda phase, done, _: tell(phase, done + 1)
     )
-    tell("build", stages - 1)
+    tell("build", stages - 1 - is_cuda)
     executable, weights = pipeline.build_apart(mod, resolved)
-    if resolved.kind.name == "cuda":
+    if is_cuda:
+        tell("machine code", stages - 1)
         compile_kernels(executable, str(resolved.attrs["arch"]))
     tell("done", stages)
     about = _describe(imported, mod, resolved, weights)

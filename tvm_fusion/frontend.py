@@ -122,9 +122,9 @@ class _Importer(ONNXGraphImporter):
         self, op_name: str, inputs: list[relax.Expr], attrs: dict, opset: int
     ) -> relax.Expr:
         if op_name == "Gather":
-            found = translate_gather(self.bb, inputs, attrs.get("axis", 0))
+            found = translate_gather(inputs, attrs.get("axis", 0))
             if found is not None:
-                return found
+                return self.bb.normalize(found)
         return super()._convert_operator(op_name, inputs, attrs, opset)
 
 

@@ -37,7 +37,8 @@ STOCK_RULES: tuple[dlight.ScheduleRule, ...] = (
     dlight.gpu.GeneralReduction(),
     dlight.gpu.Fallback(),
 )
-"""TVM's own rules, for what ours do not take; the last one takes anything."""
+"""TVM's own rules, for what ours do not take; the last one takes anything. Transpose is missing: it
+fails where it meets a scatter, and ours takes transpositions."""
 
 
 def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:

@@ -73,7 +73,7 @@ def launches(body: tirx.Stmt) -> int:
             count += 1
         else:
             extent = loop.extent.value if isinstance(loop.extent, tirx.IntImm) else 1
-            count += extent * launches(loop.body)
+            count += max(0, extent) * launches(loop.body)
         return tvm_ffi.WalkResult.SKIP
 
     def visit_attribute(statement: tirx.AttrStmt) -> tvm_ffi.WalkResult:

@@ -246,6 +246,9 @@ def tvm_fusion_pipeline(
 ) -> Pass:
     """The whole pipeline as one pass, for ``tvm.compile(..., relax_pipeline=...)``.
 
+    Where there is a GPU, TVM compiles CUDA text by the package ``cuda-bindings``; within ``with
+    tvm_fusion.nvrtc.tvm_compiler("sm_90"):`` by whatever NVRTC or nvcc is installed.
+
     Parameters
     ----------
     target : Target | None

@@ -215,12 +215,11 @@ class CompiledModel:
 
     def _launch(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[Any], list[Any]]:
         """The program's results, its inputs, and the memory that these lie in."""
-        if self._main is None:
-            self._main = self._start()
+        main = self._started()
         tensors, memory = self._memory.place(values)
         weights = self._on_device()
         try:
-            outputs = self._main(*tensors, *weights)
+            outputs = main(*tensors, *weights)
         except (RuntimeError, ValueError, TypeError) as error:
             # TVM checks what the specs cannot say, such as a dimension that is computed of others.
             reason = str(error).strip().splitlines()[-1]
@@ -245,14 +244,17 @@ class CompiledModel:
                 self._weights = self._placed
         return self._placed
 
-    def _start(self) -> Any:
-        """Make the code executable; before that, make sure that this machine can execute it."""
+    def _started(self) -> Any:
+        """The program's function; at first make sure that this machine can execute it."""
+        if self._main is not None:
+            return self._main
         self._about.check_machine()
         module = self._executable
         if not isinstance(module, tvm_ffi.Module):
             module = module.jit(fcompile=self._about.linker(module))
         self._machine = start_machine(module, self._memory.device)
-        return self._machine["main"]
+        self._main = self._machine["main"]
+        return self._main
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to a file for :func:`load`.
@@ -308,6 +310,7 @@ class CompiledModel:
         values = bind(self.inputs, (), feed)
         call: Callable[..., Any] = self
         if self._about.device is not None:
+            self._crew.run(self._started)
             values, _ = self._memory.place(self._memory.check(values))
             call = self._timed
         for _ in range(warmup):

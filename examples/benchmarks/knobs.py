@@ -3,10 +3,10 @@
 
     python examples/benchmarks/knobs.py [--only "3x3 64 @56"] [--threads 1 2]
 
-Of each layer and fused pair all settings are built and timed, or where there are more than 36: the
-default, the settings that differ from it in one knob, and a random sample. All of a layer take
-turns in one process, in a new random order each round. As in a network, the input was just
-written by all threads in shares of rows, and the weights have not been used for a while.
+Of each layer and fused pair all settings of the space are built and timed. They take turns in one
+process, in a new random order each round; after the first rounds the default and the fastest go
+on. As in a network, the input was just written by all threads in shares of rows, and the weights
+have not been used for a while.
 
 Prints a table and writes results/knobs.json with every setting's time, which
 tests/schedules/cpu/test_cost_model.py compares with what the model of today would choose.
@@ -18,12 +18,13 @@ import argparse
 import json
 import os
 import random
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import datetime, timezone
 from itertools import cycle
 from math import prod
@@ -58,8 +59,10 @@ from examples.benchmarks.campaign import write_aside  # noqa: E402
 from examples.layers import PAIRS  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent / "results"
-MOST_SETTINGS = 36
-TURN_SECONDS = 4.0
+FIRST_ROUNDS = 5
+"""Rounds of all settings, before most of them are left out."""
+FINALISTS = 24
+FINAL_SECONDS = 4.0
 WEIGHT_BYTES = 48 << 20
 """Of all copies of a kernel's weights, more than the last cache of most machines."""
 
@@ -159,50 +162,12 @@ def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Knobs:
     return choose(kernel, cpu)
 
 
-def settings(kernel: Conv2DKernel, cpu: CPUInfo, most: int, seed: int) -> tuple[list[Knobs], int]:
-    """The settings to time, the default first, and the size of the space."""
-    space: list[Knobs] = [
-        *(conv2d_space if len(kernel.layers) == 1 else fused_conv2d_space)(kernel, cpu)
-    ]
+def settings(kernel: Conv2DKernel, cpu: CPUInfo) -> list[Knobs]:
+    """All settings, the default first."""
+    single = len(kernel.layers) == 1
+    space: list[Knobs] = [*(conv2d_space if single else fused_conv2d_space)(kernel, cpu)]
     default = default_knobs(kernel, cpu)
-    others = [knobs for knobs in space if knobs != default]
-    if len(space) > most:
-        near = [knobs for knobs in others if differences(knobs, default) == 1]
-        far = [knobs for knobs in others if knobs not in near]
-        generator = random.Random(seed)
-        others = [
-            *near,
-            *generator.sample(far, min(len(far), max(most // 4, most - 1 - len(near)))),
-        ]
-    return [default, *others], len(space)
-
-
-CHOICES = {
-    "pixels": "tile",
-    "blocks": "tile",
-    "pixels1": "tile 1",
-    "blocks1": "tile 1",
-    "pixels2": "tile 2",
-    "blocks2": "tile 2",
-    "unit_chunks": "share",
-    "block_chunks": "share",
-    "h_t": "share",
-    "oc_t": "share",
-    "order": "ic_o",
-    "compute_at": "ic_o",
-    "prefetch": "blocks_inside",
-}
-"""Knobs that change together."""
-
-
-def differences(one: Knobs, other: Knobs) -> int:
-    """In how many choices two settings differ; what a group or step holds follows the share."""
-    names = {
-        CHOICES.get(field.name, field.name)
-        for field in fields(one)
-        if getattr(one, field.name) != getattr(other, field.name)
-    }
-    return len(names - {"unit_group", "h"}) if "share" in names else len(names)
+    return [default, *(knobs for knobs in space if knobs != default)]
 
 
 def build(
@@ -246,7 +211,7 @@ def measure(
     seconds: float,
     seed: int,
 ) -> list[float]:
-    """Median seconds of each function; they take turns, in a new random order each round."""
+    """Median seconds of each function, the first of which is sure to reach the final."""
     func = packed_function(kernel)
     generator = np.random.default_rng(seed)
     shapes = [[int(extent) for extent in param.shape] for param in func.params]
@@ -258,10 +223,9 @@ def measure(
     copies = min(200, max(2, WEIGHT_BYTES // sum(arrays[at].nbytes for at in weights)))
     rotation = cycle([[tvm.runtime.tensor(arrays[at]) for at in weights] for _ in range(copies)])
     times: list[list[float]] = [[] for _ in functions]
-    order = list(range(len(functions)))
     shuffler = random.Random(seed)
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[0]) < 5:
+
+    def turn(order: list[int]) -> None:
         shuffler.shuffle(order)
         for number in order:
             for at, weight in zip(weights, next(rotation), strict=True):
@@ -270,6 +234,14 @@ def measure(
             start = time.perf_counter()
             functions[number](*arguments)
             times[number].append(time.perf_counter() - start)
+
+    for _ in range(FIRST_ROUNDS):
+        turn(list(range(len(functions))))
+    medians = [statistics.median(found) for found in times]
+    fastest = sorted(range(1, len(functions)), key=medians.__getitem__)[:FINALISTS]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        turn([0, *fastest])
     return [statistics.median(found) for found in times]
 
 
@@ -278,27 +250,35 @@ def race(name: str, threads: int, options: argparse.Namespace) -> dict[str, Any]
     target = resolve("native", threads)
     cpu = CPUInfo.from_target(target)
     kernel = kernels(cpu.lanes("float32"))[name]
-    chosen, space = settings(kernel, cpu, 12 if options.quick else MOST_SETTINGS, options.seed)
+    chosen = settings(kernel, cpu)
     functions = build(kernel, chosen, target)
     shape = packed_function(kernel).params[0].shape
     write = writer([int(extent) for extent in shape], threads, target)
-    seconds = options.seconds / 4 if options.quick else options.seconds
-    found = Crew(threads).run(measure, kernel, functions, write, seconds, options.seed)
+    found = Crew(threads).run(measure, kernel, functions, write, options.seconds, options.seed)
     return {
         "kernel": json.loads(to_json(kernel)),
         "threads": threads,
         "cpu": asdict(cpu),
-        "space": space,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "columns": [*asdict(chosen[0]), "seconds", "estimate"],
         "settings": [
-            {
-                "knobs": asdict(knobs),
-                "seconds": taken,
-                "estimate": estimate(kernel, knobs, cpu).seconds,
-            }
+            [*asdict(knobs).values(), taken, estimate(kernel, knobs, cpu).seconds]
             for knobs, taken in zip(chosen, found, strict=True)
         ],
     }
+
+
+def column(result: dict[str, Any], name: str) -> list[float]:
+    """One column of the settings of a result."""
+    at = result["columns"].index(name)
+    return [setting[at] for setting in result["settings"]]
+
+
+def text_of(machine: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
+    """JSON with one setting a line."""
+    text = json_text({"machine": machine, "results": results})
+    row = re.compile(r"\n {8}\[\n(.*?)\n {8}\]", re.DOTALL)  # a list in "settings"
+    return row.sub(lambda found: "\n        [" + " ".join(found[1].split()) + "]", text) + "\n"
 
 
 def _save(path: Path, text: str) -> None:
@@ -313,22 +293,21 @@ def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
 
 def loss(result: dict[str, Any]) -> float:
     """How much longer the default takes than the best setting."""
-    times = [setting["seconds"] for setting in result["settings"]]
+    times = column(result, "seconds")
     return times[0] / min(times) - 1
 
 
 def table(results: dict[str, dict[str, Any]]) -> Table:
     """One row for each kernel and number of threads."""
     found = Table(title="Default knobs against the best of their space")
-    for column in ("kernel", "threads", "settings", "default", "best", "loss", "estimate", "rank"):
-        found.add_column(column, justify="left" if column == "kernel" else "right")
+    for title in ("kernel", "threads", "settings", "default", "best", "loss", "estimate", "rank"):
+        found.add_column(title, justify="left" if title == "kernel" else "right")
     for name, result in results.items():
-        times = [setting["seconds"] for setting in result["settings"]]
-        estimates = [setting["estimate"] for setting in result["settings"]]
+        times, estimates = column(result, "seconds"), column(result, "estimate")
         found.add_row(
             name.rpartition(",")[0],
             str(result["threads"]),
-            f"{len(times)} of {result['space']}",
+            str(len(times)),
             f"{times[0] * 1e6:.1f} us",
             f"{min(times) * 1e6:.1f} us",
             f"{loss(result):.1%}",
@@ -346,9 +325,8 @@ def main() -> int:
     names = [*SINGLES, *FUSED]
     options.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     options.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    options.add_argument("--seconds", type=float, default=TURN_SECONDS, help="for each kernel")
+    options.add_argument("--seconds", type=float, default=FINAL_SECONDS, help="of each final")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--quick", action="store_true", help="few settings, short races")
     options.add_argument("--resume", action="store_true", help="keep what the file already has")
     options.add_argument("--output", type=Path, default=FOLDER / "knobs.json", metavar="FILE")
     chosen = options.parse_args()
@@ -366,7 +344,7 @@ def main() -> int:
         for done, (name, threads) in enumerate(todo):
             progress(f"{name}, {threads} threads", done, len(todo))
             results[f"{name}, {threads}"] = race(name, threads, chosen)
-            _save(chosen.output, json_text({"machine": machine, "results": results}) + "\n")
+            _save(chosen.output, text_of(machine, results))
     console = Console()
     console = console if console.is_terminal else Console(width=FILE_WIDTH)
     console.print(table(results))

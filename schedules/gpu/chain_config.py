@@ -22,6 +22,7 @@ from .reduce_config import (
     vector_width,
 )
 from .reduce_group import ReduceGroup
+from .reduce_limits import SEGMENT
 
 WARP = 32
 MAX_THREADS = 1024
@@ -88,9 +89,12 @@ def _columns(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInf
     """Lanes along neighbouring outputs, and rows that share the reduced loop."""
     reduced, outputs = constant(group.reduced), constant(group.outputs)
     vector = min(vector, COLUMNS)
-    while vector > 1 and outputs is not None and outputs // (WARP * vector) < gpu.multiprocessors:
-        vector //= 2
     lanes = WARP if outputs is None else min(WARP, power_of_two(-(-outputs // vector)))
+    least = max(1, SEGMENT // (vector * max(group.row_inputs(), default=1)))
+    while lanes > least and outputs is not None:
+        if outputs >= lanes * vector * gpu.multiprocessors:
+            break
+        lanes //= 2
     config = ReduceConfig("y", lanes, 1, vector, _unroll(group), 1, "one_block")
     most = _threads(gpu, THREADS)
     while config.threads < most:

@@ -18,11 +18,13 @@ from tvm.target import Target
 from ..branch import when
 from ..conv2d_workload import Conv2DKernel, from_json
 from .conv_epilogue import Ending, Epilogue, Partial, finish_tile, lanes_at, sum_parts
-from .conv_gemm import DataStage, GemmBlock, WeightStage, multiply
+from .conv_gemm import multiply
 from .conv_memory import flat_view
 from .conv_shape import LANES, ConvShape, Index, Window, window_of
+from .conv_stages import DataStage, WeightStage
 from .conv_tiles import REGISTERS, ConvTile, Product, choose_tile
 from .device import KINDS, GPUInfo
+from .gemm_block import GemmBlock
 from .kernel_function import resident_blocks, write_kernels
 
 ADDING_THREADS = 128

@@ -12,10 +12,10 @@ from tvm.script.ir_builder import tirx as T
 
 from ..branch import when
 from ..compute.conv2d import activate
-from .conv_gemm import GemmBlock
 from .conv_memory import copy4
 from .conv_shape import LANES, ConvShape, Index
 from .device_ops import sync
+from .gemm_block import GemmBlock
 
 
 @dataclass(frozen=True)

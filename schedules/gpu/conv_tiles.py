@@ -39,6 +39,7 @@ READ_CYCLES = 2.0  # of shared memory, for 16 bytes a lane and neighbours that r
 WARP_CYCLES = 2.0  # between two instructions of a warp
 MOST_REGISTERS = 200  # of a thread, so that the estimate may err by a quarter
 SPLITS = (1, 2, 4, 8, 16)
+MOST_PRODUCTS = 512  # multiply-adds of a thread and step: they are unrolled, in up to four places
 MOST_TURNS = 6  # loads of 16 bytes of a thread and step
 WARP = 32
 
@@ -89,6 +90,11 @@ class ConvTile:
         """Shared memory of a block: two steps of both operands, and the sums of all parts."""
         staged = 2 * 16 * (self.blocks * (4 * self.quads + 1) + self.pixels * self.quads)
         return staged + (16 * self.parts * self.blocks * self.pixels if self.parts > 1 else 0)
+
+    @property
+    def products(self) -> int:
+        """Multiply-adds of a thread and step."""
+        return 16 * self.thread_blocks * self.thread_pixels * (self.quads // self.parts)
 
     @property
     def weight_turns(self) -> int:
@@ -148,7 +154,7 @@ def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile:
     """
     found = [
         replace(tile, splits=splits)
-        for tile in _tiles()
+        for tile in all_tiles()
         if fits(tile, gpu)
         for splits in (SPLITS if product.may_split else (1,))
         if splits == 1 or 2 * splits * tile.quads <= product.quads
@@ -195,8 +201,8 @@ def step_cycles(tile: ConvTile) -> float:
 
 def step_instructions(tile: ConvTile) -> float:
     """Instructions of a thread in one step."""
-    products = 16 * tile.thread_blocks * tile.thread_pixels * (tile.quads // tile.parts)
-    return products + step_reads(tile) + 10 * tile.weight_turns + 20 * tile.data_turns + 10
+    loads = 10 * tile.weight_turns + 20 * tile.data_turns
+    return tile.products + step_reads(tile) + loads + 10
 
 
 def step_reads(tile: ConvTile) -> int:
@@ -210,7 +216,7 @@ def step_bytes(tile: ConvTile) -> float:
 
 
 @functools.cache
-def _tiles() -> tuple[ConvTile, ...]:
+def all_tiles() -> tuple[ConvTile, ...]:
     """All tiles that are considered."""
     return tuple(_enumerate())
 
@@ -222,7 +228,7 @@ def _enumerate() -> Iterator[ConvTile]:
                 if own[0] > blocks or quads % parts:
                     continue
                 tile = ConvTile(blocks, pixels, *own, quads, parts)
-                small = tile.registers <= MOST_REGISTERS
+                small = tile.registers <= MOST_REGISTERS and tile.products <= MOST_PRODUCTS
                 small = small and tile.weight_turns + tile.data_turns <= MOST_TURNS
                 if small and 2 * WARP <= tile.threads <= 256:
                     yield tile

@@ -24,26 +24,18 @@ from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
-from ..branch import when
-from ..compute.conv2d import activate
 from ..conv2d_workload import Conv2DKernel, ConvLayer
 from .conv2d import batch_of, packed_kernel
 from .conv_epilogue import Epilogue, finish_tile
-from .conv_gemm import (
-    DataStage,
-    GemmBlock,
-    WeightStage,
-    add_step,
-    clear_sums,
-    multiply,
-    run_steps,
-)
-from .conv_memory import copy4, flat_view, zero4
-from .conv_shape import LANES, ConvShape, Index, Window, inside
-from .depthwise_column import Column
+from .conv_gemm import add_step, clear_sums, run_steps
+from .conv_memory import flat_view
+from .conv_shape import LANES, ConvShape, Index
+from .conv_stages import WeightStage
 from .device import GPUInfo
 from .device_ops import sync
+from .fused_first_layer import FirstLayer
 from .fused_tiles import FusedTile, Pair, choose_fused_tile
+from .gemm_block import GemmBlock
 from .kernel_function import write_kernels
 
 MOST_TAPS = 49  # of a depthwise first layer, which is unrolled
@@ -147,12 +139,15 @@ class _Block:
     def write(self, residual: bool) -> None:
         """Emit everything."""
         tile, second = self.tile, self.pair.second
-        gemm = GemmBlock(second, tile.second, self.thread, 0, self.block, self.views[3])
+        covered = self.pair.chunks(tile) * tile.chunk * second.taps
+        gemm = GemmBlock(
+            second, tile.second, self.thread, 0, self.block, self.views[3], covered=covered
+        )
         size = tile.chunk * self.pair.mid_pixels(tile) * LANES
         mid = T.alloc_buffer((size,), "float32", scope="shared")
         weights = WeightStage(gemm)
         sums = clear_sums(tile.second)
-        compute_first = self._first_layer(mid)
+        compute_first = self._first_layer(mid).emitter()
         add = self._second_layer(gemm, weights, sums, mid)
         steps = tile.chunk * second.taps // tile.quads
         with T.serial(0, self.pair.chunks(tile)) as chunk:
@@ -181,130 +176,14 @@ class _Block:
         plane = self.image * self.pair.second.out_planes + block
         return (plane * height + row) * width + column, tirx.all(*given) if given else None
 
-    # The first layer.
-
-    def _first_layer(self, mid: tirx.Buffer) -> Callable[[tirx.Expr], None]:
-        """What emits the first layer of a chunk, which begins with the given block."""
+    def _first_layer(self, mid: tirx.Buffer) -> FirstLayer:
+        """The first layer on the rectangle and its halo."""
         layer = self.pair.second.layer
         row = T.bind(self.row * layer.strides[0] - layer.padding[0])
         column = T.bind(self.column * layer.strides[1] - layer.padding[1])
-        if self.pair.first.layer.is_depthwise:
-            return lambda block: self._depthwise(mid, block, row, column)
-        return self._dense(mid, row, column)
-
-    def _depthwise(
-        self, mid: tirx.Buffer, block: tirx.Expr, row: tirx.Expr, column: tirx.Expr
-    ) -> None:
-        """A thread computes some pixels below each other of a block of channels."""
-        tile, shape = self.tile, self.pair.first
-        height, width = self.pair.mid_size(tile)
-        strips = -(-height // tile.rows)
-        items = tile.chunk * strips * width
-        for turn in range(-(-items // tile.threads)):
-            item = self.thread + turn * tile.threads
-            own = block + item // (strips * width)
-            y, x = item % (strips * width) // width * tile.rows, item % width
-            with when(None if (turn + 1) * tile.threads <= items else item < items):
-                channel = T.bind(tirx.min(own, shape.const(shape.out_blocks - 1)))
-                plane = self.image * shape.planes + channel
-                data, weight = self.views[:2]
-                top, left = T.bind(row + y), T.bind(column + x)
-                sums = Column(
-                    shape, tile.rows, plane, channel, top, left, data, weight, anywhere=True
-                ).add_all()
-                bias = T.alloc_buffer((LANES,), "float32", scope="local")
-                copy4(bias, 0, self.views[2], channel)
-                for number in range(tile.rows):
-                    at = item // (strips * width) * (height * width) + (y + number) * width + x
-                    with when(None if height % tile.rows == 0 else y + number < height):
-                        self._keep(mid, at, sums, number, bias, (top + number, left), own)
-
-    def _dense(
-        self, mid: tirx.Buffer, row: tirx.Expr, column: tirx.Expr
-    ) -> Callable[[tirx.Expr], None]:
-        """A product of matrices as that of a single convolution, on the pixels of the rectangle."""
-        shape, width = self.pair.first, self.pair.mid_size(self.tile)[1]
-        tile = self.tile.first(self.pair.mid_pixels(self.tile))
-        gemm = GemmBlock(shape, tile, self.thread, 0, 0, self.views[1])
-        weights = WeightStage(gemm)
-
-        def window(pixel: tirx.Expr) -> Window:
-            return self._first_window(row + pixel // width, column + pixel % width)
-
-        data = DataStage(gemm, self.views[0], window)
-
-        def compute(block: tirx.Expr) -> None:
-            sums = multiply(gemm, weights.moved(block), data)
-            self._keep_all(mid, gemm, sums, block, (row, column))
-
-        return compute
-
-    def _first_window(self, row: tirx.Expr, column: tirx.Expr) -> Window:
-        """What a pixel between the layers sees; those outside see what the nearest one sees."""
-        shape = self.pair.first
-        height, width = shape.out_size
-        row = tirx.max(tirx.min(row, shape.const(height - 1)), shape.const(0))
-        column = tirx.max(tirx.min(column, shape.const(width - 1)), shape.const(0))
-        base: Index = self.image * (shape.planes * shape.size[0] * shape.size[1])
-        if not isinstance(base, int):
-            base = T.bind(base)
-        top = T.bind(row * shape.layer.strides[0] - shape.layer.padding[0])
-        left = T.bind(column * shape.layer.strides[1] - shape.layer.padding[1])
-        return Window(base, top, left)
-
-    def _keep_all(
-        self,
-        mid: tirx.Buffer,
-        gemm: GemmBlock,
-        sums: tirx.Buffer,
-        first: tirx.Expr,
-        corner: tuple[tirx.Expr, tirx.Expr],
-    ) -> None:
-        """Keep what a thread has of a dense first layer."""
-        tile, place, shape = gemm.tile, gemm.place, gemm.shape
-        pixels, width = self.pair.mid_pixels(self.tile), self.pair.mid_size(self.tile)[1]
-        bias = T.alloc_buffer((LANES,), "float32", scope="local")
-        for i in range(tile.thread_blocks):
-            block = place.block + i * tile.block_threads
-            last = shape.const(shape.out_blocks - 1)
-            copy4(bias, 0, self.views[2], tirx.min(first + block, last))
-            for j in range(tile.thread_pixels):
-                pixel = place.pixel + j * tile.pixel_threads
-                with when(None if pixels == tile.pixels else pixel < pixels):
-                    at = corner[0] + pixel // width, corner[1] + pixel % width
-                    number = i * tile.thread_pixels + j
-                    to = block * pixels + pixel
-                    self._keep(mid, to, sums, number, bias, at, first + block)
-
-    def _keep(
-        self,
-        mid: tirx.Buffer,
-        to: Index,
-        sums: tirx.Buffer,
-        number: int,
-        bias: tirx.Buffer,
-        place: tuple[tirx.Expr, tirx.Expr],
-        block: tirx.Expr,
-    ) -> None:
-        """Store four channels of a pixel between the layers.
-
-        They are zeros in the second layer's padding, and if the first has no such block.
-        """
-        shape = self.pair.second
-        result = T.alloc_buffer((LANES,), "float32", scope="local")
-        conditions = inside(shape, *place, anywhere=True) if any(shape.layer.padding) else []
-        if self.pair.first.out_blocks % self.tile.chunk:
-            conditions.append(block < self.pair.first.out_blocks)
-        if conditions:
-            zero4(result, 0)
-        with when(*conditions):
-            with T.unroll(LANES) as lane:
-                total = T.bind(sums[number * LANES + lane] + bias[lane])
-                final = activate(total, self.pair.first.layer.activation, "float32")
-                T.buffer_store(result, final, [lane])
-        copy4(mid, to, result, 0)
-
-    # The second layer.
+        return FirstLayer(
+            self.pair, self.tile, self.thread, self.image, row, column, self.views[:3], mid
+        )
 
     def _second_layer(
         self, gemm: GemmBlock, weights: WeightStage, sums: tirx.Buffer, mid: tirx.Buffer

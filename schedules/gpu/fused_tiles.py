@@ -19,6 +19,7 @@ from .conv_tiles import (
     BLOCK_LATENCY,
     ISSUE,
     L2_BYTES,
+    MOST_PRODUCTS,
     READ_CYCLES,
     REGISTERS,
     SHARED_BYTES,
@@ -146,8 +147,8 @@ class Pair:
         if tile.first_blocks > tile.chunk or tile.threads * tile.first_blocks % tile.chunk:
             return False
         first = tile.first(self.mid_pixels(tile))
-        small = first.thread_pixels <= MOST_FIRST_PIXELS and first.threads == tile.threads
-        return small and self.registers(tile) <= MOST_REGISTERS
+        small = first.thread_pixels <= MOST_FIRST_PIXELS and first.products <= MOST_PRODUCTS
+        return small and first.threads == tile.threads and self.registers(tile) <= MOST_REGISTERS
 
 
 @functools.lru_cache(maxsize=256)
@@ -212,6 +213,6 @@ def _enumerate(pair: Pair) -> Iterator[FusedTile]:
     shapes = itertools.product(sizes, (2, 4, 8, 16, 32), own, (4, 8, 16), (2, 4, 8), firsts)
     for size, blocks, (thread_blocks, thread_pixels), chunk, quads, first in shapes:
         tile = FusedTile(*size, blocks, thread_blocks, thread_pixels, quads, chunk, *first)
-        fit = thread_blocks <= blocks and quads <= chunk
+        fit = thread_blocks <= blocks and quads <= chunk and tile.second.products <= MOST_PRODUCTS
         if fit and 2 * WARP <= tile.threads <= 256 and tile.second.weight_turns <= 6:
             yield tile

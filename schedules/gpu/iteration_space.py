@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import tvm_ffi
 from tvm import ir, sym, tirx
@@ -74,19 +76,42 @@ class IterationSpace:
 
     def uses_of(self, var: tirx.Var) -> int:
         """How often steps and stores refer to a step's variable."""
+        return self._uses[var]
+
+    @cached_property
+    def _uses(self) -> Counter[tirx.Var]:
         expressions = [store.value for store in self.stores]
         for step in self.steps:
             expressions += step.guards
             expressions += [step.expression] if isinstance(step, Value) else step.indices
-        return sum(count_uses(expression, var) for expression in expressions)
+        found: Counter[tirx.Var] = Counter()
+        for expression in expressions:
+            tvm_ffi.structural_walk(expression, (ir.Var, lambda var: found.update([var])))
+        return found
 
     def position(self, access: Read | Store) -> tirx.Expr:
         """Row-major position of an access, simplified."""
-        return self.analyzer().simplify(access.index)
+        if id(access) not in self._positions:
+            self._positions[id(access)] = self.analyzer().simplify(access.index)
+        return self._positions[id(access)]
 
     def linear(self, access: Read | Store) -> Linear | None:
         """Factor of each axis in the row-major position, and the rest; None if it is not linear."""
-        index = self.position(access)
+        if id(access) not in self._linears:
+            self._linears[id(access)] = self._find_linear(self.position(access))
+        return self._linears[id(access)]
+
+    @cached_property
+    def _positions(self) -> dict[int, tirx.Expr]:
+        """Positions found so far, by the identity of the space's own accesses."""
+        return {}
+
+    @cached_property
+    def _linears(self) -> dict[int, Linear | None]:
+        """Linear forms found so far."""
+        return {}
+
+    def _find_linear(self, index: tirx.Expr) -> Linear | None:
         present = variables(index)
         used = [axis for axis in self.axes if axis in present]
         if not used:
@@ -240,7 +265,7 @@ def as_expr(value: Extent) -> tirx.Expr:
 
 def uses(expression: tirx.Expr, var: tirx.Var) -> bool:
     """Whether a variable occurs in an expression."""
-    return count_uses(expression, var) > 0
+    return var in variables(expression)
 
 
 def variables(expression: tirx.Expr) -> set[tirx.Var]:
@@ -248,12 +273,3 @@ def variables(expression: tirx.Expr) -> set[tirx.Var]:
     found: set[tirx.Var] = set()
     tvm_ffi.structural_walk(expression, (ir.Var, found.add))
     return found
-
-
-def count_uses(expression: tirx.Expr, var: tirx.Var) -> int:
-    """How often a variable occurs in an expression."""
-    found: list[tirx.Var] = []
-    tvm_ffi.structural_walk(
-        expression, (ir.Var, lambda node: found.append(node) if node.same_as(var) else None)
-    )
-    return len(found)

@@ -8,9 +8,12 @@ from .device import GPUInfo
 # What a block reads as fast as a kernel is launched, however few rows there are: four bytes in
 # each register of those that 1024 threads keep a row in.
 SHORT_ROW = 1 << 16  # bytes
+SEGMENT = 64  # neighbouring bytes that a block reads of each row where it has columns
 
 
-def chain_fits(outputs: int | None, reduced: int | None, itemsize: int, gpu: GPUInfo) -> bool:
+def chain_fits(
+    outputs: int | None, reduced: int | None, itemsize: int, gpu: GPUInfo, form: str = "x"
+) -> bool:
     """Whether a chain of reductions, each using the one before, should be one kernel.
 
     One block then has a row of ``reduced`` elements to the end, in its registers or, where they are
@@ -26,12 +29,15 @@ def chain_fits(outputs: int | None, reduced: int | None, itemsize: int, gpu: GPU
         are several.
     gpu : GPUInfo
         The device.
+    form : str
+        ``all``, ``x`` or ``y``, of which the last has several neighbouring outputs in a block.
 
     Returns
     -------
     bool
-        For all forms; the rule writes a kernel for a chain of any size.
+        What pays; the rule writes a kernel for a chain of any size.
     """
-    if reduced is not None and reduced * itemsize <= SHORT_ROW:
+    columns = max(1, SEGMENT // itemsize) if form == "y" else 1
+    if reduced is not None and reduced * columns * itemsize <= SHORT_ROW:
         return True
-    return outputs is None or 2 * outputs >= gpu.multiprocessors
+    return outputs is None or 2 * outputs >= columns * gpu.multiprocessors

@@ -14,6 +14,7 @@ from tvm.relax import transform
 from tvm.s_tir import dlight
 from tvm.target import Target
 
+from relay_passes import AnnotateGather
 from schedules.expression_walk import substitute
 from schedules.gpu import RULES
 
@@ -52,6 +53,7 @@ def fused(build: Build, *inputs: tuple[Shape, str], target: Target = OPENCL) -> 
         transform.FuseTransposeMatmul(),
         transform.LegalizeOps(),
         transform.AnnotateTIROpPattern(),
+        AnnotateGather(),
         transform.FuseOps(),
         transform.FuseTIR(),
         transform.DeadCodeElimination(),
@@ -150,7 +152,7 @@ def _evaluate(
         return [values[value.tuple_value][value.index]]
     func = kernels[value.args[0].name_hint]
     arguments = [
-        field.data.numpy() if isinstance(field, ir.Constant) else values[field][0]
+        field.value.numpy() if isinstance(field, ir.Constant) else values[field][0]
         for field in value.args[1].fields
     ]
     types = value.ty_args[0]

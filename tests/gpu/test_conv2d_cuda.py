@@ -18,9 +18,12 @@ from tvm.target import Target
 
 from relay_passes import FuseConv2D, FuseEpilogue, PackLayout, SimplifyInference
 from schedules.gpu import Conv2D, DepthwiseConv2D, FusedConv2D
+from schedules.gpu.conv2d import conv2d_template
 from schedules.gpu.conv_shape import ConvShape
-from schedules.gpu.conv_tiles import ConvTile, Product, choose_tile, fits
+from schedules.gpu.conv_tiles import ConvTile, Product, all_tiles, choose_tile, fits
+from schedules.gpu.depthwise_conv2d import choose_rows
 from schedules.gpu.device import GPUInfo
+from schedules.gpu.gemm_block import ThreadPlace
 from tvm_fusion.frontend import import_onnx
 
 GPU = GPUInfo.from_target(CUDA)
@@ -123,12 +126,38 @@ def test_a_symbolic_batch_is_not_split() -> None:
     assert choose_tile(Product.of(shape), GPU).splits == 1
 
 
-def test_shared_memory_of_a_tile() -> None:
-    tile = ConvTile(4, 16, 1, 2, 8, 4)
-    case = case_of(dense(64, 64, 3), height=7)
-    func = Conv2D().apply(build(case), CUDA, False)
-    assert func is not None
-    assert tile.shared_bytes == 2 * 16 * (4 * 33 + 16 * 8) + 16 * 4 * 4 * 16
+@pytest.mark.parametrize("tile", [ConvTile(4, 32, 1, 4, 8, 4), ConvTile(16, 64, 2, 8, 2)])
+def test_shared_memory_is_as_predicted(tile: ConvTile) -> None:
+    """What the sums of several parts need may lie where the operands were."""
+    case = case_of(dense(64, 64, 3), height=8, width=8)
+    func = conv2d_template(build(case), case.kernel, tile, GPU).mod["main"]
+    [used] = ptxas(cuda_source(func)).values()
+    sums = 16 * tile.parts * tile.blocks * tile.pixels if tile.parts > 1 else 0
+    assert tile.shared_bytes - sums - 64 <= used.shared <= tile.shared_bytes
+
+
+def test_shared_memory_is_read_without_bank_conflicts() -> None:
+    """Of 8 lanes, which read 128 bytes at once, none reads other 16 bytes of another's banks."""
+    for tile in all_tiles():
+        places = [ThreadPlace.of(tile, thread) for thread in range(tile.threads)]
+        share, stride = tile.quads // tile.parts, 4 * tile.quads + 1
+        reads = {
+            "data": [place.part * share * tile.pixels + place.pixel for place in places],
+            "weights": [place.block * stride + place.part * share * 4 for place in places],
+        }
+        for name, vectors in reads.items():
+            for first in range(0, tile.threads, 8):
+                together = set(vectors[first : first + 8])
+                assert len({vector % 8 for vector in together}) == len(together), (name, tile)
+
+
+def test_a_thread_has_as_many_outputs_as_leave_work_for_the_device() -> None:
+    def rows(channels: int, size: int, batch: int = 1) -> int:
+        return choose_rows(ConvShape(depthwise(channels), batch, (size, size)), GPU)
+
+    assert rows(32, 112, batch=8) == 4
+    assert rows(960, 7) == rows(32, 14) == 1
+    assert rows(960, 7, batch=64) == 4  # a quarter of the second strip is empty
 
 
 @functools.cache

@@ -133,12 +133,31 @@ CASES: dict[str, Case] = {
         lambda x: _repeated_numpy(x),
         [((5, 12), F32)],
     ),
+    "lookups": (
+        lambda i, x, y: _lookups(i, x, y),
+        lambda i, x, y: np.concatenate([x[i[:, 0] - 5], y[i[:, 1] - 5], i[:, :1].astype(F32)], 1),
+        [((6, 2), I64), ((11, 8), F32), ((11, 12), F32)],
+    ),
     "bfloat16": (
         lambda x: op.astype(op.add(op.astype(x, F32), relax.const(1.0)), "bfloat16"),
         lambda x: (x.astype(F32) + 1).astype(numpy_dtype("bfloat16")),
         [((3, 24), "bfloat16")],
     ),
 }
+
+
+def _lookups(index: relax.Expr, *tables: relax.Expr) -> relax.Expr:
+    """Rows of several tables side by side, counted from the end where the index is negative."""
+    emit = relax.BlockBuilder.current().emit
+    parts = []
+    for k, table in enumerate(tables):
+        shifted = op.subtract(op.take(index, relax.const(k, I64), 1), relax.const(5, I64))
+        shifted = emit(shifted)
+        ended = op.add(shifted, relax.const(11, I64))
+        mended = emit(op.where(op.less(shifted, relax.const(0, I64)), ended, shifted))
+        parts.append(emit(op.take(table, mended, 0)))
+    first = op.strided_slice(index, [1], [0], [1])
+    return op.concat([*parts, emit(op.astype(first, F32))], 1)
 
 
 def _repeated(x: relax.Expr) -> relax.Expr:

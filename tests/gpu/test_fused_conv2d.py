@@ -49,6 +49,15 @@ def test_any_tile(case: Case, tile: FusedTile, rng: np.random.Generator) -> None
     check(case, fused_template(build(case), case.kernel, tile).mod["main"], rng)
 
 
+@pytest.mark.parametrize("layer", [depthwise(24), dense(4, 24)], ids=["depthwise", "dense"])
+def test_a_last_chunk_that_is_not_full(layer: ConvLayer, rng: np.random.Generator) -> None:
+    """Six blocks in chunks of four: what lies behind the last weights is poison."""
+    case = case_of(layer, dense(24, 4), height=3, width=5)
+    tile = FusedTile(2, 8, 4, 1, 1, 2, 4)
+    assert pair_of(case.kernel, 1).chunks(tile) * tile.chunk == 8
+    check(case, fused_template(build(case), case.kernel, tile).mod["main"], rng)
+
+
 def test_symbolic_batch(rng: np.random.Generator) -> None:
     case = case_of(depthwise(6), dense(6, 9), batch=3, height=5, width=7)
     func = build(case, tirx.Var("n", "int64"))

@@ -114,13 +114,14 @@ def test_softmax_of_long_rows(rng):
     assert_near(results, [softmax_of(x.astype("float64"))])
 
 
-def test_a_symbolic_batch(rng):
+@pytest.mark.parametrize("width", [37, tirx.Var("k", "int64")])
+def test_symbolic_extents(width, rng):
     n = tirx.Var("n", "int64")
     compiled = RelaxOnPoCL(
-        lower(several(lambda e, x: [softmax(e, x), total(x, [1], "min")], data(n, 37)))
+        lower(several(lambda e, x: [softmax(e, x), total(x, [1], "min")], data(n, width)))
     )
     for rows in (1, 5, 64):
-        x = normal(rng, rows, 37)
+        x = normal(rng, rows, width if isinstance(width, int) else 3 * rows)
         assert_near(compiled(x), [softmax_of(x.astype("float64")), x.min(1)])
         assert len(compiled.launches) == 1
 

@@ -128,6 +128,10 @@ CHAINS: dict[str, tuple[Callable, Callable, list, int]] = {
 }
 
 
+def _mixture(extent) -> np.ndarray:
+    return (1 - 2 * np.eye(int(extent), dtype="float32")) / int(extent)
+
+
 FOLDS = {"sum": np.sum, "max": np.max, "min": np.min, "mean": np.mean}
 UNARY = {
     "negative": (op.negative, np.negative),
@@ -136,6 +140,10 @@ UNARY = {
     "turn": (op.permute_dims, np.transpose),
     "flat": (lambda x: op.reshape(x, (x.ty.shape[0], -1)), lambda x: x.reshape(len(x), -1)),
     "up": (lambda x: op.expand_dims(x, 1), lambda x: x[:, None]),
+    "product": (
+        lambda x: op.matmul(x, relax.const(_mixture(x.ty.shape[-1]))),
+        lambda x: x @ _mixture(x.shape[-1]),
+    ),
 }
 BINARY = {
     "add": (op.add, np.add),
@@ -159,7 +167,7 @@ def grow(draw, emit, nodes, results) -> None:
         other, values = draw(st.sampled_from(fitting))
         ours, by_numpy = BINARY[name]
         nodes.append((emit(ours(tensor, other)), by_numpy(array, values)))
-    elif name in UNARY and (array.ndim or name not in ("flat", "up")):
+    elif name in UNARY and (array.ndim or name not in ("flat", "up", "product")):
         ours, by_numpy = UNARY[name]
         nodes.append((emit(ours(tensor)), by_numpy(array)))
     else:

@@ -301,7 +301,7 @@ def test_a_gpu_gets_scratch_that_the_plain_function_ignores():
     call = legal["main"].body.blocks[0].bindings[0].value
     scratch = call.args[1].fields[1]
     assert isinstance(scratch, tvm.ir.GenericConst) and str(scratch.ty.dtype) == "int32"
-    assert not scratch.value.numpy().any()
+    assert not scratch.value.numpy()[:-1].any()  # the last word tells scratches apart
     func = legal["coalesced_sum"]
     assert len(func.params) == 3
     assert f"{func.params[1].name}[" not in func.script()

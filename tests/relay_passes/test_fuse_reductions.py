@@ -271,16 +271,11 @@ def test_two_pairs_of_sisters_that_would_wait_for_each_other():
         fourth = emit(total(op.add(w, emit(op.matmul(first, y))), [1]))
         return [third, fourth]
 
-    params = [data(8, 8, name=name) for name in "xyvw"]
-    params[2] = data(8, 9, name="v")
-    params[3] = data(8, 8, name="w")
-    fused = Fused(build, *params)
+    fused = Fused(build, *[data(8, 8, name=name) for name in "xyvw"])
+    assert sorted(len(entry["reductions"]) for entry in fused.groups) == [1, 2]
     fused.check(
         lambda x, y, v, w: [(y + w @ v.sum(1)).sum(0), (w + x.sum(0) @ y).sum(1)],
-        normal(8, 8),
-        normal(8, 8),
-        normal(8, 9),
-        normal(8, 8),
+        *[normal(8, 8) for _ in range(4)],
     )
 
 
@@ -653,6 +648,15 @@ def test_a_symbolic_batch(extent):
     fused = Fused(build, data(n, 17))
     assert len(fused.kernels) == 1
     fused.check(lambda x: [softmax_of(x), x.min(1)], normal(extent, 17))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_symbolic_rows(axis):
+    n, k = tirx.Var("n", "int64"), tirx.Var("k", "int64")
+    shape = (n, k) if axis else (k, 200)
+    fused = Fused(lambda emit, x: [softmax(emit, x, axis)], data(*shape))
+    assert len(fused.kernels) == 1
+    fused.check(lambda x: [softmax_of(x, axis)], normal(37, 200))
 
 
 def test_symbolic_extents_of_other_names_stay_apart():

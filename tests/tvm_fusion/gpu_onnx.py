@@ -91,3 +91,14 @@ def attention(batch: int | str = EXTENTS["batch"]) -> onnx.ModelProto:
     y = net.node("Mul", y, net.node("Add", erf, net.constant(np.float32(1))))
     y = net.node("Add", net.node("MatMul", y, net.weight(2 * width, width)), "x")
     return net.finish([batch, tokens, width], y, 3)
+
+
+def sorting() -> onnx.ModelProto:
+    """TopK and ScatterND, whose functions come with launches or loops of their own."""
+    net = _Net(5)
+    net.nodes.append(
+        helper.make_node("TopK", ["x", net.constant(np.array([3]))], ["best", "places"], axis=-1)
+    )
+    rows = net.constant(np.array([[2], [0]]))
+    update = net.constant(np.ones((2, 3), np.float32))
+    return net.finish([4, 9], net.node("ScatterND", "best", rows, update), 2)

@@ -15,7 +15,7 @@ import onnx
 import pytest
 import tvm
 import tvm_ffi
-from gpu_onnx import attention, convolutions
+from gpu_onnx import attention, convolutions, sorting
 from onnx_reference import assert_same, random_feed, run_onnx
 from relax_on_pocl import RelaxOnPoCL
 from small_onnx import small_model
@@ -80,6 +80,14 @@ def test_every_kernel_becomes_machine_code(name: str) -> None:
         assert 0 < resources.registers <= 255, kernel
         assert resources.spill_stores == resources.spill_loads == 0, kernel
         assert resources.shared <= 49152, kernel
+
+
+def test_what_comes_with_its_own_kernels_becomes_machine_code() -> None:
+    target = resolve(CUDA)
+    mod = pipeline.optimize(import_onnx(sorting()).mod, target)
+    assert "none" in {use.rule for use in kernel_uses(mod)}
+    executable, _ = pipeline.build_apart(mod, target)
+    assert compile_kernels(executable, "sm_90")
 
 
 def test_shapes_are_computed_before_the_model_runs() -> None:
@@ -249,7 +257,12 @@ def test_without_a_gpu_nothing_of_the_file_is_loaded(
     model.save(tmp_path / "model.so")
     monkeypatch.setattr(tvm_fusion.runtime, "get_function", lambda name: pytest.fail(name))
     x = np.zeros((1, 3, 12, 12), np.float32)
-    for run in (lambda: tvm_fusion.load(tmp_path / "model.so"), lambda: model(x)):
+    for run in (
+        lambda: tvm_fusion.load(tmp_path / "model.so"),
+        lambda: model(x),
+        lambda: model.tensors(x),
+        model.benchmark,
+    ):
         with pytest.raises(TargetError, match=f"{model.needs} is not here"):
             run()
 
@@ -293,6 +306,15 @@ def test_without_a_compiler_the_model_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nvrtc, "find_nvcc", lambda: None)
     with pytest.raises(TargetError, match=r"neither NVRTC .* pip install 'tvm-fusion\[cuda\]'"):
         tvm_fusion.compile(small_model(), CUDA, threads=1)
+
+
+def test_progress_counts_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tvm_fusion.compiler.compile_kernels", lambda executable, arch: {})
+    seen: list[tuple[str, int, int]] = []
+    tvm_fusion.compile(small_model(), CUDA, progress=lambda *step: seen.append(step))
+    names, done, total = zip(*seen, strict=True)
+    assert names[-3:] == ("build", "machine code", "done")
+    assert done == tuple(range(len(seen))) and set(total) == {len(seen) - 1}
 
 
 def test_a_gpu_model_is_compiled_for_another_host(tmp_path: Path) -> None:

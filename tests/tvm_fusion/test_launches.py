@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import tvm
+import tvm_ffi
+from tvm import tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -42,6 +44,12 @@ def no_kernel(a: T.handle):
         A[i] = T.float32(0)
 
 
+def loops(func: tirx.PrimFunc) -> list[tirx.For]:
+    found: list[tirx.For] = []
+    tvm_ffi.structural_walk(func.body, (tirx.For, found.append))
+    return found
+
+
 def test_kernels_are_the_outermost_bindings() -> None:
     assert launches(two_kernels.body) == 2
     assert launches(no_kernel.body) == 0
@@ -49,6 +57,10 @@ def test_kernels_are_the_outermost_bindings() -> None:
 
 def test_a_loop_of_the_host_launches_as_often_as_it_runs() -> None:
     assert launches(host_loop.body) == 5
+    (loop,) = loops(host_loop)
+    for extent, expected in ((0, 0), (-4, 0), (tirx.Var("n", "int32"), 1)):
+        changed = tirx.For(loop.loop_var, loop.min, extent, loop.kind, loop.body)
+        assert launches(changed) == expected
 
 
 @I.ir_module

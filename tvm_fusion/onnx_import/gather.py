@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translate Gather so that no index leaves its tensor, with few ops.
+"""Translate Gather as one op that reads no element outside of its tensor.
 
 TVM's own translation computes the extent when the model runs, and reads wherever an index points.
 """
@@ -13,18 +13,14 @@ from tvm import relax, tirx
 from tvm.ir import GenericConst
 
 
-def translate_gather(
-    builder: relax.BlockBuilder, inputs: Sequence[Any], axis: int
-) -> relax.Expr | None:
+def translate_gather(inputs: Sequence[Any], axis: int) -> relax.Expr | None:
     """``take`` of a tensor along an axis of known extent; None for anything else.
 
     Parameters
     ----------
-    builder : relax.BlockBuilder
-        Takes what is bound on the way.
     inputs : sequence
         Data, and int32 or int64 indices from ``-extent`` to ``extent - 1``; constant ones are not
-        negative. What lies beyond reads the first or the last element.
+        negative. What lies beyond is taken modulo the extent.
     axis : int
         The axis.
 
@@ -35,18 +31,10 @@ def translate_gather(
     data, indices = inputs
     if not all(isinstance(each.ty, relax.TensorType) for each in inputs):
         return None  # a shape
-    if (
-        not isinstance(data.ty.shape, relax.ShapeExpr)
-        or isinstance(data, GenericConst)
-        and (isinstance(indices, GenericConst))
-    ):
+    are_constant = [isinstance(each, GenericConst) for each in inputs]
+    if all(are_constant) or not isinstance(data.ty.shape, relax.ShapeExpr):
         return None
-    extent = data.ty.shape.values[axis]
-    if not isinstance(extent, tirx.IntImm):
+    if not isinstance(data.ty.shape.values[axis], tirx.IntImm):
         return None
-    if not isinstance(indices, GenericConst):
-        dtype = str(indices.ty.dtype)
-        is_negative = builder.emit(relax.op.less(indices, relax.const(0, dtype)))
-        from_end = builder.emit(relax.op.add(indices, relax.const(int(extent), dtype)))
-        indices = builder.emit(relax.op.where(is_negative, from_end, indices))
-    return builder.normalize(relax.op.take(data, indices, axis, mode="clip"))
+    mode = "clip" if are_constant[1] else "wrap"
+    return relax.op.take(data, indices, axis, mode=mode)
