@@ -24,7 +24,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "bert_base": TRANSFORMER,
     "gpt2": TRANSFORMER,
     "wide_and_deep": {"batch": 3, "rows": 50},
-    "mobilenet_v3_large": {"image_size": 40},
+    "mobilenet_v3_large": {"image_size": 40, "layers": 8},
     "vgg_16": {"image_size": 32, "width": 6, "features": 37},
     **{name: {"image_size": 40} for name in NETWORKS},
 }
