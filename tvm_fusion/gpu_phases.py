@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tvm
-from tvm import relax, s_tir, tirx
+from tvm import relax, tirx
 from tvm.ir.transform import Pass
 from tvm.relax.backend.gpu_generic import pipeline as gpu_generic
 from tvm.s_tir import dlight
@@ -26,9 +25,10 @@ from relay_passes import (
     SimplifyInference,
 )
 from schedules import gpu
+from schedules.gpu.audit import recorded
 
 from .errors import CompilationError
-from .launches import RULE, launches
+from .launches import launches
 
 STOCK_RULES: tuple[dlight.ScheduleRule, ...] = (
     dlight.gpu.Matmul(),
@@ -90,27 +90,7 @@ def stock_phases(target: Target) -> dict[str, list[Pass]]:
 
 def schedule_by(*rules: dlight.ScheduleRule) -> Pass:
     """Schedule every function by the first rule that takes it, whose name it keeps."""
-    return dlight.ApplyDefaultSchedule(*(_Named(rule) for rule in rules))
-
-
-class _Named(dlight.ScheduleRule):
-    """A rule that leaves its name in the attribute ``tvm_fusion.rule``; TVM's with ``dlight.``."""
-
-    def __init__(self, rule: dlight.ScheduleRule) -> None:
-        self._rule = rule
-
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool
-    ) -> None | s_tir.Schedule | list[s_tir.Schedule]:
-        """Ask the rule."""
-        found = self._rule.apply(func, target, tunable)
-        if found is None:
-            return None
-        space: Sequence[s_tir.Schedule] = [found] if isinstance(found, s_tir.Schedule) else found
-        kind = type(self._rule)
-        name = f"dlight.{kind.__name__}" if kind.__module__.startswith("tvm.") else kind.__name__
-        named = [schedule.mod["main"].with_attr(RULE, name) for schedule in space]
-        return [s_tir.Schedule(tvm.IRModule({"main": func})) for func in named]
+    return dlight.ApplyDefaultSchedule(*recorded(rules))
 
 
 @tvm.transform.module_pass(opt_level=0, name="RequireKernels")

@@ -10,8 +10,7 @@ import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
-RULE = "tvm_fusion.rule"
-"""The attribute of a scheduled function with the name of the rule that wrote its schedule."""
+from schedules.gpu.kernel_function import RULE
 
 _CALLS = ("relax.call_tir", "relax.call_tir_inplace")
 

@@ -27,13 +27,14 @@ from tvm.script import tirx as T
 import tvm_fusion
 from relay_passes.fusion_report import read_report
 from schedules import gpu
+from schedules.gpu.kernel_function import RULE
 from tvm_fusion import artifact, gpu_phases, nvrtc, pipeline
 from tvm_fusion.device import DeviceNeeds
 from tvm_fusion.device_code import compile_kernels, cuda_texts
 from tvm_fusion.errors import ArtifactError, CompilationError, TargetError
 from tvm_fusion.frontend import import_onnx
 from tvm_fusion.host import host_arch
-from tvm_fusion.launches import RULE, kernel_uses
+from tvm_fusion.launches import kernel_uses
 from tvm_fusion.library_bin import packed
 from tvm_fusion.pipeline import Options
 from tvm_fusion.runtime import CompiledModel

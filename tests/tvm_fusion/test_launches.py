@@ -10,7 +10,8 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from tvm_fusion.launches import RULE, KernelUse, kernel_uses, launches
+from schedules.gpu.kernel_function import RULE
+from tvm_fusion.launches import KernelUse, kernel_uses, launches
 
 
 @T.prim_func(s_tir=True)
