@@ -79,11 +79,7 @@ def test_atomic_only_where_every_sister_can_be() -> None:
 
     types = [("float32", (4, 100_000)), ("int32", (4, 100_000))]
     assert config_of(Group(build, *types)).finish == "last_block"
-    asked = [
-        coalesced_reduce(relax.Var("x", relax.TensorType(shape, dtype)), "sum", [1]).attrs.finish
-        for dtype, shape in types
-    ]
-    assert asked == ["auto", "auto"]
+    assert config_of(Group(lambda x: [op.sum(x, [1]), op.max(x, [1])], types[1])).finish == "atomic"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "bool"])
