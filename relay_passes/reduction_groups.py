@@ -247,7 +247,8 @@ class ReductionGroups:
     def _has_rows_at_once(self, group: ReductionGroup) -> bool:
         space = group.space
         itemsize = sum(map(item_bytes, self._large_inputs(group)))
-        return chain_fits(constant(space.outputs), constant(space.reduced), itemsize, self.gpu)
+        outputs, reduced = constant(space.outputs), constant(space.reduced)
+        return chain_fits(outputs, reduced, itemsize, self.gpu, space.form)
 
     def _agrees(self, space: RowSpace, var: relax.Var, members: frozenset[relax.Var]) -> bool:
         """Whether a call fits into the space; remembered, for groups grow by and by."""

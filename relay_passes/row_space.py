@@ -44,7 +44,7 @@ class RowSpace:
     ----------
     outputs, reduced : Extent
         ``M`` and ``N``.
-    runs : tuple
+    runs, form : tuple, str
         As in :class:`~schedules.reduce_workload.CanonicalLoops`.
     """
 
@@ -52,6 +52,7 @@ class RowSpace:
         extents = [extent if constant(extent) is None else constant(extent) for extent in shape]
         loops = CanonicalLoops(tuple(extents), workload.axes)
         self.outputs, self.reduced, self.runs = loops.outputs, loops.reduced, loops.runs
+        self.form = loops.form
         self.m, self.n = tirx.Var("m", "int64"), tirx.Var("n", "int64")
         self.analyzer = Analyzer()
         for var, extent in ((self.m, self.outputs), (self.n, self.reduced)):
