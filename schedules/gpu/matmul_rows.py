@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of products with few rows on the left, at the speed of memory.
+"""The kernels of products with few rows on the left, where the right factor is read once.
 
 Where neighbours of the right factor lie along the reduced axis, neighbouring lanes sum neighbouring
 parts of one column and meet at the end; where they lie along the columns, each lane has columns of
