@@ -17,6 +17,7 @@ from ..reduce_workload import unravel
 from .device import KINDS
 from .index_math import ceildiv, i64, simplified
 from .kernel_function import write_kernels
+from .matmul_function import ACCUMULATOR
 
 THREADS = 128
 
@@ -26,7 +27,7 @@ class AnyConv2D(GPUScheduleRule):
 
     Takes every function that legalization marked as one direct convolution: other element types
     than float32, other layouts than ``NCHW4c``, groups that cut blocks apart, symbolic sizes.
-    Returns None for everything else.
+    16-bit floats are summed in float32. Returns None for everything else.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
@@ -70,15 +71,19 @@ def _write_kernel(func: tirx.PrimFunc, conv: s_tir.SBlock, layer: s_tir.SBlock) 
 
 def _sum_up(conv: s_tir.SBlock, index: list[tirx.Expr]) -> tirx.Buffer:
     """Emit the loops over taps and channels; returns the register with the sum."""
-    target = conv.writes[0].source
-    sums = T.alloc_buffer((1,), target.dtype, scope="local")
-    T.buffer_store(sums, tirx.const(0, str(target.dtype)), [0])
+    stored = str(conv.writes[0].source.dtype)
+    dtype = ACCUMULATOR.get(stored, stored)
+    sums = T.alloc_buffer((1,), dtype, scope="local")
+    T.buffer_store(sums, tirx.const(0, dtype), [0])
     reduced = [v for v in conv.iter_vars if v.iter_type == tirx.IterVar.CommReduce]
     with T.grid(*[v.dom.extent for v in reduced]) as steps:
         values = _places(conv, index)
         values |= {v.var: s.astype(v.var.ty.dtype) for v, s in zip(reduced, steps, strict=True)}
-        summand = substitute(conv.body.value.b, values)
-        T.buffer_store(sums, sums[0] + summand, [0])
+        product = conv.body.value.b
+        left, right = (
+            substitute(factor, values).astype(dtype) for factor in (product.a, product.b)
+        )
+        T.buffer_store(sums, sums[0] + left * right, [0])
     return sums
 
 
@@ -89,4 +94,5 @@ def _places(block: s_tir.SBlock, index: list[tirx.Expr]) -> dict[tirx.Var, tirx.
 
 
 def _replace(load: ir.TensorLoad, conv: s_tir.SBlock, sums: tirx.Buffer) -> tirx.Expr:
-    return sums[0] if load.source.same_as(conv.writes[0].source) else load
+    target = conv.writes[0].source
+    return sums[0].astype(target.dtype) if load.source.same_as(target) else load

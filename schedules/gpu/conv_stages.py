@@ -107,15 +107,14 @@ class DataStage:
             else:
                 item = self.gemm.thread + turn * tile.threads
                 quad = T.bind(step * tile.quads + item // tile.pixels)
-            if self.gemm.shape.plain_data:
-                self._fetch_plain(turn, quad, window)
-            else:
-                self._fetch_packed(turn, quad, window)
+            fetch = self._fetch_plain if self.gemm.shape.plain_data else self._fetch_packed
+            fetch(turn, quad, window)
 
     def _fetch_packed(self, turn: int, quad: Index, window: Window) -> None:
         shape = self.gemm.shape
         first = self.gemm.group * shape.in_blocks
         place, conditions = tap_place(shape, window, quad, first)
+        conditions += self._has(turn)
         if self.gemm.rows is not None:
             conditions.append(quad < shape.quads)
         if conditions:
@@ -129,6 +128,7 @@ class DataStage:
         for lane in range(LANES):
             row = quad * LANES + lane
             place, conditions = tap_place(shape, window, row, 0)
+            conditions += self._has(turn)
             if self.gemm.rows is not None:
                 conditions.append(row < self.gemm.rows)
             with when(at_once(conditions)):
@@ -138,9 +138,13 @@ class DataStage:
         """Store what was loaded into a half of the shared memory."""
         for turn in range(self.turns):
             item = self.gemm.thread + turn * self.gemm.tile.threads
-            whole = (turn + 1) * self.gemm.tile.threads <= self.items
-            with when(None if whole else item < self.items):
+            with when(*self._has(turn)):
                 copy4(self.shared[half], item, self.registers, turn)
+
+    def _has(self, turn: int) -> list[tirx.Expr]:
+        """What must hold for the thread to have something to load at a turn."""
+        item, threads = self.gemm.thread + turn * self.gemm.tile.threads, self.gemm.tile.threads
+        return [] if (turn + 1) * threads <= self.items else [item < self.items]
 
 
 def _halves(size: int) -> list[tirx.Buffer]:

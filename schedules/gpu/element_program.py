@@ -18,8 +18,6 @@ from ..expression_walk import substitute
 from ..reduce_workload import Extent
 from .stages import Stage, as_type
 
-IF_THEN_ELSE = "prim.if_then_else"
-
 
 @dataclass(frozen=True)
 class Read:

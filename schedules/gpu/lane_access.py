@@ -74,7 +74,10 @@ def classify(space: IterationSpace, vector: int, differing: Iterable[tirx.Var] =
     contiguous: set[object] = set()
     for step in space.steps:
         if isinstance(step, Value):
-            if _depends(space, aligned, varying, step.expression):
+            # Where one lane alone may compute it, all others would lack it.
+            if _depends(space, aligned, varying, step.expression) or any(
+                _varies(space, aligned, varying, guard, vector) for guard in step.guards
+            ):
                 varying.add(step.var)
             continue
         kind, follows = _kind(space, aligned, varying, step, vector)

@@ -27,8 +27,9 @@ class Matmul(GPUScheduleRule):
     next ones are loaded while the present ones are multiplied; a thread holds up to 8 x 8 sums,
     to which bias, activation and residual are applied before they are stored. The tiles are the
     largest that give every multiprocessor one; where even the smallest do not, groups of threads
-    share the reduction. Up to eight rows are products of vectors instead, at the speed of memory:
-    lanes share the reduction of a column, or have columns of their own, as the right factor lies.
+    share the reduction. Up to eight rows are products of vectors instead, each block
+    reading its columns once: lanes share the reduction of a column, or have columns of their own,
+    as the right factor lies.
     16-bit floats are summed in float32.
 
     Left alone: convolutions, epilogues that move elements.

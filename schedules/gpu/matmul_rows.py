@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of products with few rows on the left, at the speed of memory.
+"""The kernels of products with few rows on the left, where the right factor is read once.
 
 Where neighbours of the right factor lie along the reduced axis, neighbouring lanes sum neighbouring
 parts of one column and meet at the end; where they lie along the columns, each lane has columns of
@@ -21,7 +21,7 @@ from .device_ops import shuffle_xor, sync
 from .index_math import ceildiv, i64, subscripts
 from .lane_access import Lanes, classify
 from .matmul_function import MatmulFunction, Operand
-from .matmul_tiles import epilogue_lanes, store_results
+from .matmul_tiles import epilogue_lanes, operand_lanes, store_results
 from .point_kernel import PointWriter, Views
 
 MOST_ROWS = 8
@@ -84,18 +84,6 @@ def choose_rows(matmul: MatmulFunction, gpu: GPUInfo) -> RowsConfig:
     while threads > lanes and threads * state > gpu.shared_bytes:
         threads //= 2
     return RowsConfig(False, vector, lanes, threads // lanes)
-
-
-def operand_lanes(operand: Operand, width: int) -> Lanes:
-    """Neighbours in memory at a time, where all reads allow it, else one element."""
-    space = operand.space
-    if operand.rows_first:
-        count = len(space.axes)
-        space = space.permuted([*range(count - 2), count - 1, count - 2])
-    lanes = classify(space, width)
-    if lanes.is_aligned and "each" not in lanes.kinds.values():
-        return lanes
-    return classify(space, 1)
 
 
 def write_rows(

@@ -55,7 +55,8 @@ class _Tile:
         size = config.groups * depth * pitch
         shared = tuple(T.alloc_buffer((size,), dtype, scope="shared") for _ in range(2))
         staged = T.alloc_buffer((rows * depth // config.group_threads,), dtype, scope="local")
-        return cls(operand, _lanes(operand), rows, config, (shared[0], shared[1]), staged)
+        lanes = operand_lanes(operand, _WIDTH)
+        return cls(operand, lanes, rows, config, (shared[0], shared[1]), staged)
 
     @property
     def pitch(self) -> int:
@@ -312,13 +313,13 @@ def epilogue_lanes(matmul: MatmulFunction) -> Lanes:
     return classify(matmul.epilogue, 1, [matmul.accumulator])
 
 
-def _lanes(operand: Operand) -> Lanes:
-    """Four neighbours in memory at a time, where all reads allow it."""
+def operand_lanes(operand: Operand, width: int) -> Lanes:
+    """Neighbours in memory at a time, where all reads allow it, else one element."""
     space = operand.space
     if operand.rows_first:
         count = len(space.axes)
         space = space.permuted([*range(count - 2), count - 1, count - 2])
-    lanes = classify(space, _WIDTH)
+    lanes = classify(space, width)
     if lanes.is_aligned and "each" not in lanes.kinds.values():
         return lanes
     return classify(space, 1)

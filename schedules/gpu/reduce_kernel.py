@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from . import reduce_finish, reduce_state
@@ -28,6 +27,7 @@ from .block_combine import combine_lanes, combine_rows
 from .device import GPUInfo
 from .index_math import ceildiv, i64
 from .initialise_output import initialise_output
+from .kernel_function import write_kernels
 from .reduce_chain import write_chain
 from .reduce_config import ReduceConfig
 from .reduce_context import ReduceContext
@@ -46,22 +46,14 @@ def write_kernel(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> tirx
 
     With the finish ``atomic`` it has two kernels, of which the first initialises the outputs.
     """
-    func = group.func
-    with IRBuilder() as builder:
-        with T.prim_func(s_tir=True):
-            T.func_name("main")
-            for param in func.params:
-                T.arg(param.name, param)
-            T.func_attr({**dict(func.attrs), "tirx.is_scheduled": True})
-            with T.sblock("root"):
-                T.reads()
-                T.writes()
-                if config.finish == "atomic":
-                    initialise_output(group, config, gpu)
-                with _threads(group, config, gpu) as ctx:
-                    _write_body(ctx)
-    written = builder.get()  # named by the builder; the module knows the function by its variable
-    return written if "global_symbol" in func.attrs else written.without_attr("global_symbol")
+
+    def body() -> None:
+        if config.finish == "atomic":
+            initialise_output(group, config, gpu)
+        with _threads(group, config, gpu) as ctx:
+            _write_body(ctx)
+
+    return write_kernels(group.func, body)
 
 
 @contextmanager

@@ -31,8 +31,10 @@ def place_fields(
     Returns
     -------
     list[tuple[int, int]] | None
-        For each field operand and first word; None if there is no room.
+        For each field operand and first word; None if there is no room for it or the tickets.
     """
+    if tickets > operands[0]:
+        return None
     ends = [tickets if number == 0 else 0 for number in range(len(operands))]
     places = []
     for dtype in dtypes:

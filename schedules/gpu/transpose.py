@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tvm
-from tvm import s_tir, tirx
+from tvm import DataType, s_tir, tirx
 from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
@@ -47,7 +47,8 @@ class Transpose(GPUScheduleRule):
     memory, each row one element longer, so that no bank is hit twice.
 
     Left alone: functions for which some order of the loops lets neighbouring threads read and
-    write neighbouring elements, such as permutations that keep the last axis, and NCHW4c.
+    write neighbouring elements, such as permutations that keep the last axis, and NCHW4c; so many
+    tensors that their tiles do not fit the shared memory.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
@@ -61,7 +62,7 @@ class Transpose(GPUScheduleRule):
         if crossing is None or not is_scattered(best_lanes(spaces[0])):
             return None
         gpu = GPUInfo.from_target(target)
-        if gpu.max_threads < _TILE * _ROWS:
+        if gpu.max_threads < _TILE * _ROWS or _shared_bytes(crossing) > gpu.shared_bytes:
             return None
         kernel = write_function(func, gpu, "Transpose", lambda: _write(func, crossing, gpu))
         return s_tir.Schedule(tvm.IRModule({"main": kernel}))
@@ -86,6 +87,12 @@ def _find_crossing(space: IterationSpace) -> _Crossing | None:
         return None
     [(axis, reads)] = found.items()
     return _Crossing(space, axis, tuple(reads))
+
+
+def _shared_bytes(crossing: _Crossing) -> int:
+    """Shared memory of a block: one tile of each read."""
+    items = [DataType(str(read.buffer.dtype)).bits // 8 or 1 for read in crossing.reads]
+    return _TILE * (_TILE + 1) * sum(items)
 
 
 def _is_long(extent: Extent) -> bool:

@@ -12,6 +12,7 @@ from gpu_conv_cases import CUDA, OPENCL, case_of, check, dense, depthwise, rule_
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opencl import compile_opencl
+from traffic import Traffic
 from tvm import te, tirx
 from tvm.s_tir.dlight import ScheduleRule
 from tvm.target import Target
@@ -64,6 +65,18 @@ def test_dense_in_any_tile(tile: ConvTile, residual: bool, rng: np.random.Genera
 def test_dense(case: Case, rng: np.random.Generator) -> None:
     assert rule_of(build(case)) == "Conv2D"
     check(case, scheduled(case, Conv2D()), rng)
+
+
+@pytest.mark.parametrize("nchw", [False, True])
+@pytest.mark.parametrize("tile", [ConvTile(16, 16, 1, 1, 2), ConvTile(8, 16, 1, 2, 8, 4)])
+def test_no_thread_reads_behind_the_data(tile: ConvTile, nchw: bool) -> None:
+    """Some threads have nothing to load; in the last step what they might load does not exist."""
+    assert tile.pixels * tile.quads < tile.threads
+    case = case_of(dense(64, 64), height=4, width=4, nchw=nchw)
+    func = conv2d_template(build(case), case.kernel, tile, GPU).mod["main"]
+    shapes = [[int(extent) for extent in param.shape] for param in func.params]
+    traffic = Traffic(func, OPENCL, [np.empty(shape, "float32") for shape in shapes])
+    assert traffic.reads[0].all() and set(traffic.writes[-1]) == {1}
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)

@@ -13,12 +13,13 @@ import tvm
 from cpu.conv_cases import Case, build
 from cuda_text import count, cuda_source, loops, opcodes, ptxas, sass
 from gpu_conv_cases import CUDA, RULES, case_of, dense, depthwise, scheduled
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 from tvm.target import Target
 
 from relay_passes import FuseConv2D, FuseEpilogue, PackLayout, SimplifyInference
-from schedules.conv2d_workload import ConvLayer
-from schedules.gpu import Conv2D, DepthwiseConv2D, FusedConv2D
+from schedules.compute.conv2d import conv2d
+from schedules.conv2d_workload import Conv2DKernel, ConvLayer, to_json
+from schedules.gpu import AnyConv2D, Conv2D, DepthwiseConv2D, FusedConv2D
 from schedules.gpu.conv2d import conv2d_template
 from schedules.gpu.conv_shape import ConvShape
 from schedules.gpu.conv_tiles import ConvTile, Product, all_tiles, choose_tile, fits
@@ -76,6 +77,21 @@ def test_small_images(arch: str) -> None:
     names = _main_loop(func, arch)
     assert count(names, "LDG.E") == count(names, "LDG.E.128") > 0
     assert count(names, "FFMA") >= 3 * count(names, "LDS.128") > 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_floats_are_summed_in_float32(dtype: str) -> None:
+    layer = ConvLayer(32, 8, (3, 3))
+    shapes = {"data": (1, 32, 9, 9), "weight": (8, 32, 3, 3), "bias": (8,)}
+    tensors = [te.placeholder(shape, dtype, name=name) for name, shape in shapes.items()]
+    func = te.create_prim_func([*tensors, conv2d(*tensors, None, layer)])
+    kernel = Conv2DKernel((layer,), 1, 9, 9, dtype=dtype)
+    schedule = AnyConv2D().apply(
+        func.with_attr("tvm_fusion.workload", to_json(kernel)), CUDA, False
+    )
+    code = sass(cuda_source(schedule.mod["main"])).values()
+    names = max((loop for text in code for loop in loops(text)), key=len)
+    assert count(names, "FFMA") > 0 == count(names, "HFMA")
 
 
 def test_depthwise_loads_each_row_once() -> None:

@@ -69,6 +69,11 @@ CASES: dict[str, Case] = {
         lambda x: np.split(x, [3, 10], 1),
         [((5, 17), I64)],
     ),
+    "pad_of_rows_of_one_value": (
+        lambda x: op.nn.pad(_squared_exp(op.broadcast_to(x, (3, 12))), [0, 0, 2, 2]),
+        lambda x: np.pad(np.exp(2 * x).repeat(12, 1), [(0, 0), (2, 2)]),
+        [((3, 1), F32)],
+    ),
     "slice": (
         lambda x: op.strided_slice(x, [0, 1], [1, 3], [6, 20], [2, 4]),
         lambda x: x[1:6:2, 3:20:4],
@@ -171,6 +176,13 @@ def _lookups(index: relax.Expr, *tables: relax.Expr) -> relax.Expr:
         parts.append(emit(op.take(table, mended, 0)))
     first = op.strided_slice(index, [1], [0], [1])
     return op.concat([*parts, emit(op.astype(first, F32))], 1)
+
+
+def _squared_exp(x: relax.Expr) -> relax.Expr:
+    """A value that is used twice."""
+    emit = relax.BlockBuilder.current().emit
+    y = emit(op.exp(emit(x)))
+    return emit(op.multiply(y, y))
 
 
 def _repeated(x: relax.Expr) -> relax.Expr:

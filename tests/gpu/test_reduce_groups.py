@@ -18,6 +18,7 @@ from schedules.gpu.coalesced_reduce import choose_config
 from schedules.gpu.device import GPUInfo
 from schedules.gpu.read_group import read_group
 from schedules.gpu.reduce_config import ReduceConfig
+from schedules.gpu.reduce_scratch import place_fields
 
 op = relax.op
 FINISHES = ("one_block", "atomic", "last_block")
@@ -192,6 +193,13 @@ def test_the_vm_keeps_the_scratches_of_sisters_apart() -> None:
     assert first.shape == second.shape
     assert (first != second).any()
     assert not first[:-1].any() and not second[:-1].any()
+
+
+def test_a_scratch_too_small_for_the_tickets_has_no_room() -> None:
+    """Even if the next one holds all partial results."""
+    assert place_fields((8, 100), 8, 10, ["float32"]) == [(1, 0)]
+    assert place_fields((4, 100), 8, 10, ["float32"]) is None
+    assert place_fields((18, 9), 8, 10, ["float32", "float32"]) is None
 
 
 def test_one_scratch_for_two_sisters(rng: np.random.Generator) -> None:

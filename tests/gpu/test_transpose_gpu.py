@@ -80,6 +80,22 @@ def test_two_inputs_of_which_one_is_transposed(rng: np.random.Generator) -> None
     np.testing.assert_allclose(got, x.T + y + b, 1e-6, 1e-6)
 
 
+def test_more_inputs_than_tiles_fit_have_none(rng: np.random.Generator) -> None:
+    """16 KiB of shared memory hold three tiles of float32."""
+
+    def build(first: relax.Expr, *others: relax.Expr) -> relax.Expr:
+        for other in others:
+            first = relax.BlockBuilder.current().emit(op.add(first, other))
+        return op.permute_dims(first)
+
+    for tensors, rule in ((3, "Transpose"), (4, "Elementwise")):
+        inputs = [_random(rng, (40, 50), F32) for _ in range(tensors)]
+        [func] = scheduled(build, *[((40, 50), F32)] * tensors).values()
+        assert func.attrs[RULE] == rule
+        [got] = run(build, inputs)
+        np.testing.assert_allclose(got, np.sum(inputs, axis=0).T, 1e-5, 1e-5)
+
+
 @pytest.mark.parametrize("rows", [3, 100])
 def test_symbolic_rows(rows: int, rng: np.random.Generator) -> None:
     x = _random(rng, (rows, 48), F32)

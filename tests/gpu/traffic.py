@@ -46,13 +46,11 @@ _BINARY = {
     "GE": np.greater_equal,
     "And": np.logical_and,
     "Or": np.logical_or,
-}
-_CALLS = {
-    "shift_right": np.right_shift,
-    "shift_left": np.left_shift,
-    "bitwise_and": np.bitwise_and,
-    "bitwise_or": np.bitwise_or,
-    "bitwise_xor": np.bitwise_xor,
+    "BitwiseAnd": np.bitwise_and,
+    "BitwiseOr": np.bitwise_or,
+    "BitwiseXor": np.bitwise_xor,
+    "LShift": np.left_shift,
+    "RShift": np.right_shift,
 }
 
 
@@ -179,7 +177,8 @@ class _Kernel:
             self._visit(stmt.body, mask & (count < np.asarray(extent)))
 
     def _holds(self, value: Value) -> NDArray[np.bool_]:
-        return self._elected if value is None else np.broadcast_to(value, self._elected.shape)
+        known = self._elected if value is None else np.asarray(value, bool)
+        return np.broadcast_to(known, self._elected.shape)
 
     def _evaluate(self, expr: Any, mask: NDArray[np.bool_]) -> Value:
         kind = type(expr).__name__
@@ -215,8 +214,9 @@ class _Kernel:
             return self._choose(call.args[0], call.args[1:], mask)
         if name == "address_of":  # of an atomic update or a fence, which is neither
             return None
-        values = [self._evaluate(argument, mask) for argument in call.args]
-        return _apply(_CALLS[name], values) if name in _CALLS else None
+        for argument in call.args:
+            self._evaluate(argument, mask)
+        return None
 
     def _choose(
         self, condition: tirx.Expr, branches: Sequence[tirx.Expr], mask: NDArray[np.bool_]
