@@ -6,7 +6,6 @@ import tvm_ffi
 from schedules import errors
 
 from . import op
-from .annotate_gather import AnnotateGather
 from .annotate_gathers import AnnotateGathers
 from .choose_winograd import ChooseWinograd
 from .coalesce_reduction import CoalesceReduction
@@ -23,7 +22,6 @@ from .shorten_names import ShortenNames
 from .simplify_inference import SimplifyInference
 
 __all__ = [
-    "AnnotateGather",
     "AnnotateGathers",
     "ChooseWinograd",
     "CoalesceReduction",

@@ -14,7 +14,7 @@ from tvm.relax import transform
 from tvm.s_tir import dlight
 from tvm.target import Target
 
-from relay_passes import AnnotateGather
+from relay_passes import AnnotateGathers
 from schedules.expression_walk import substitute
 from schedules.gpu import RULES
 
@@ -53,7 +53,7 @@ def fused(build: Build, *inputs: tuple[Shape, str], target: Target = OPENCL) -> 
         transform.FuseTransposeMatmul(),
         transform.LegalizeOps(),
         transform.AnnotateTIROpPattern(),
-        AnnotateGather(),
+        AnnotateGathers(),
         transform.FuseOps(),
         transform.FuseTIR(),
         transform.DeadCodeElimination(),
