@@ -179,7 +179,7 @@ class CompiledModel:
         InvalidInputError
             If an input is missing, unknown, or of the wrong type or shape.
         TargetError
-            If the model is compiled for another CPU or GPU than this machine has.
+            If the model is compiled for another CPU or GPU than this machine has, or the GPU fails.
         """
         values = self._memory.check(bind(self.inputs, args, kwargs))
         return self._unpacked(self._crew.run(self._run, values))
@@ -199,8 +199,15 @@ class CompiledModel:
         return self._unpacked(self._crew.run(self._run_on_device, values))
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was launched."""
-        self._memory.synchronize()
+        """Wait until the device has done all that was launched.
+
+        Raises
+        ------
+        TargetError
+            If a kernel failed.
+        """
+        if self._main is not None:  # else nothing was
+            self._memory.synchronize()
 
     def _run(self, values: Sequence[Any]) -> list[np.ndarray]:
         outputs, _, memory = self._launch(values)
@@ -215,9 +222,7 @@ class CompiledModel:
 
     def _launch(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[Any], list[Any]]:
         """The program's results, its inputs, and the memory that these lie in."""
-        if self._main is None:
-            self._main = self._start()
-        tensors, memory = self._memory.place(values)
+        tensors, memory = self._place(values)
         weights = self._on_device()
         try:
             outputs = self._main(*tensors, *weights)
@@ -229,6 +234,12 @@ class CompiledModel:
             raise InvalidInputError(f"the model cannot run on these inputs: {reason}") from error
         results = [outputs] if isinstance(outputs, tvm_ffi.Tensor) else outputs
         return results, tensors, memory
+
+    def _place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """As :meth:`Memory.place`; before that, what drives the device is loaded."""
+        if self._main is None:
+            self._main = self._start()
+        return self._memory.place(values)
 
     def _on_device(self) -> list[Any]:
         """The weights, which go to the device once."""
@@ -299,6 +310,8 @@ class CompiledModel:
         ------
         InvalidInputError
             If a number makes no sense, or an input has dimensions whose size is not known.
+        TargetError
+            As for a call.
         """
         if repeat < 1 or warmup < 0:
             raise InvalidInputError(
@@ -308,7 +321,7 @@ class CompiledModel:
         values = bind(self.inputs, (), feed)
         call: Callable[..., Any] = self
         if self._about.device is not None:
-            values, _ = self._memory.place(self._memory.check(values))
+            values, _ = self._crew.run(self._place, self._memory.check(values))
             call = self._timed
         for _ in range(warmup):
             call(*values)
