@@ -238,9 +238,9 @@ def test_a_device_that_fails_is_an_error_of_ours(on_device: Any, monkeypatch, fu
 
     for module in ("arguments", "memory"):
         real = getattr(tvm_fusion, module).get_function
-        broken = {function: fail}
         monkeypatch.setattr(
-            f"tvm_fusion.{module}.get_function", lambda name, r=real: broken.get(name) or r(name)
+            f"tvm_fusion.{module}.get_function",
+            lambda name, real=real: fail if name == function else real(name),
         )
     with pytest.raises(TargetError, match="^cpu:0 failed: CUDA: out of memory$"):
         model(normal(4, 8))
