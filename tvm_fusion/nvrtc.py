@@ -15,6 +15,7 @@ import functools
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ OPTIONS = (
     "--ptxas-options=--warn-on-local-memory-usage",
 )
 _NVRTC_OPTIONS = ("-default-device", "--device-int128")
+_compiling = threading.RLock()
 _ADVICE = "pip install 'tvm-fusion[cuda]', or install a CUDA toolkit"
 
 
@@ -79,19 +81,21 @@ class Resources:
 def tvm_compiler(arch: str) -> Iterator[None]:
     """Let TVM compile its CUDA text by this module while the block runs.
 
-    Where TVM's CUDA runtime is loaded it does so as soon as it has generated a text.
+    Where TVM's CUDA runtime is loaded it does so as soon as it has generated a text. TVM has one
+    compiler for the whole process, so other threads wait until the block ends.
     """
-    before = tvm_ffi.get_global_func(CALLBACK, allow_missing=True)
-    tvm_ffi.register_global_func(
-        CALLBACK, lambda text: compile_cuda(str(text), arch).cubin, override=True
-    )
-    try:
-        yield
-    finally:
-        if before is None:
-            tvm_ffi.registry.remove_global_func(CALLBACK)
-        else:
-            tvm_ffi.register_global_func(CALLBACK, before, override=True)
+    with _compiling:
+        before = tvm_ffi.get_global_func(CALLBACK, allow_missing=True)
+        tvm_ffi.register_global_func(
+            CALLBACK, lambda text: compile_cuda(str(text), arch).cubin, override=True
+        )
+        try:
+            yield
+        finally:
+            if before is None:
+                tvm_ffi.registry.remove_global_func(CALLBACK)
+            else:
+                tvm_ffi.register_global_func(CALLBACK, before, override=True)
 
 
 @functools.lru_cache(maxsize=16)
