@@ -35,6 +35,8 @@ OPTIONS = (
     "--ptxas-options=--register-usage-level=10",
     "--ptxas-options=--warn-on-local-memory-usage",
 )
+# TVM calls a function by this name to round numbers of 16 bits; CUDA has it by the other one.
+_NAMES = ("-Dhnearbyint=hrint",)
 _NVRTC_OPTIONS = ("-default-device", "--device-int128")
 _compiling = threading.RLock()
 _ADVICE = "pip install 'tvm-fusion[cuda]', or install a CUDA toolkit"
@@ -179,7 +181,7 @@ def include_folders() -> list[Path]:
 def _by_nvrtc(library: Path, text: str, arch: str) -> MachineCode:
     lib = _load(library)
     _check_arch(lib, arch)
-    options = [f"--gpu-architecture={arch}", *_NVRTC_OPTIONS, *OPTIONS]
+    options = [f"--gpu-architecture={arch}", *_NVRTC_OPTIONS, *OPTIONS, *_NAMES]
     options += [f"-I{folder}" for folder in include_folders()]
     program = ctypes.c_void_p()
     # NVRTC compiles for the device alone and has no driver's header.
@@ -202,7 +204,8 @@ def _by_nvcc(nvcc: Path, text: str, arch: str) -> MachineCode:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
         source.write_text(text)
-        command = [str(nvcc), "--cubin", "-arch", arch, *OPTIONS, "-o", str(target), str(source)]
+        options = ("--cubin", "-arch", arch, *OPTIONS, *_NAMES)
+        command = [str(nvcc), *options, "-o", str(target), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise CompilationError(f"nvcc refused the kernel: {done.stderr.strip()}")

@@ -146,3 +146,10 @@ def test_threads_compile_for_their_own_architectures(monkeypatch: pytest.MonkeyP
     thread.join()
     assert compiled == [b"text for sm_80", b"text for sm_90"]
     assert (tvm_ffi.get_global_func(nvrtc.CALLBACK, allow_missing=True) is None) == (before is None)
+
+
+@pytest.mark.parametrize(("header", "dtype"), [("fp16", "half"), ("bf16", "nv_bfloat16")])
+def test_numbers_of_16_bits_are_rounded(header: str, dtype: str) -> None:
+    body = "x[threadIdx.x] = hnearbyint(x[threadIdx.x]);"
+    text = f'#include <cuda_{header}.h>\nextern "C" __global__ void r({dtype}* x) {{ {body} }}'
+    assert [*nvrtc.resources(nvrtc.compile_cuda(text, "sm_90"))] == ["r"]
