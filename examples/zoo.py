@@ -58,12 +58,13 @@ def read_sizes(name: str, given: Sequence[str]) -> dict[str, int | str]:
     sizes: dict[str, int | str] = {}
     for text in given:
         key, _, value = text.partition("=")
-        if key not in known or not (value.isdigit() or (key == "batch" and value.isidentifier())):
+        is_size = value.isdecimal() and (int(value) > 0 or key == "seed")
+        if key not in known or not (is_size or (key == "batch" and value.isidentifier())):
             raise ValueError(
-                f"{text!r} is no size of {name}; expected NAME=NUMBER with a name of "
+                f"{text!r} is no size of {name}; expected NAME=NUMBER, above 0, with a name of "
                 f"{', '.join(known)}"
             )
-        sizes[key] = int(value) if value.isdigit() else value
+        sizes[key] = int(value) if is_size else value
     return sizes
 
 
@@ -74,13 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("sizes", nargs="*", metavar="NAME=NUMBER", help="such as batch=8")
     parser.add_argument("-o", "--output", type=Path, help="default: MODEL.onnx")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        sizes = read_sizes(options.model, options.sizes)
-    except ValueError as error:
-        parser.error(str(error))
-    model = ZOO[options.model](**sizes)
     output = options.output or Path(f"{options.model}.onnx")
-    onnx.save(model, output)
+    try:
+        model = ZOO[options.model](**read_sizes(options.model, options.sizes))
+        onnx.save(model, output)
+    except (ValueError, OSError) as error:  # a builder refuses sizes that do not fit together
+        parser.error(str(error))
     print(f"{output}: {len(model.graph.node)} nodes, {output.stat().st_size / 1e6:.1f} MB")
 
 

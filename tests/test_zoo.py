@@ -220,6 +220,23 @@ def test_command_line(
     assert "'width=wide' is no size of gpt2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["gpt2", "layers=0"], "'layers=0' is no size of gpt2; expected NAME=NUMBER, above 0"),
+        (["gpt2", "layers=²"], "'layers=²' is no size of gpt2"),
+        (["vgg_16", "image_size=100"], "image_size is 100; expected a multiple of 32"),
+        (["wide_and_deep", "rows=9", "seed=0", "-o", "no/such/folder.onnx"], "no/such/folder.onnx"),
+    ],
+)
+def test_wrong_command_lines_end_with_a_message(
+    command: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        zoo.main(command)
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes"),

@@ -216,6 +216,7 @@ def bench_command(
         _show_profile(model, target, shapes, fuse, winograd, threads, runs, as_json)
         return
     refuse_absent_gpu(target)
+    from .artifact import read_artifact
     from .benchmark import EngineSpec, Plan, available_peers, gpu_peers, race
     from .race_result import race_table
 
@@ -223,6 +224,7 @@ def bench_command(
     if compiled is not None:
         refuse_given(["target", "fuse", "winograd"], f"{compiled.name} is compiled already")
         options = {"artifact": str(compiled.resolve())}
+        target = read_artifact(compiled).target
     engines = [EngineSpec("tvm-fusion", options=options)]
     if names_gpu(target):
         engines += gpu_peers(against or [], target)

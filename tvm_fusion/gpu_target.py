@@ -59,10 +59,9 @@ def spell_out_gpu(config: dict[str, Any]) -> None:
         value = config[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise TargetError(f"target option {name} is {value!r}; expected a positive integer")
-    if kind == "cuda" and config["max_num_threads"] > 1024:
-        raise TargetError(
-            f"max_num_threads is {config['max_num_threads']}; a CUDA block has at most 1024 threads"
-        )
+    for name in ("max_num_threads", "max_threads_per_block") if kind == "cuda" else ():
+        if config[name] > 1024:
+            raise TargetError(f"{name} is {config[name]}; a CUDA block has at most 1024 threads")
 
 
 def _ask_device(config: dict[str, Any]) -> None:

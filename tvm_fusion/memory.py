@@ -7,16 +7,17 @@ kernels read it, and hand out the results as numpy arrays or as tensors.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import tvm_ffi
 
 from .arguments import ALIGNMENT, Stage, as_array, check, empty, numpy_dtype, results
-from .errors import InvalidInputError
+from .errors import InvalidInputError, TargetError
 from .tensor_spec import TensorSpec
 from .tvm_runtime import get_function
 
@@ -111,15 +112,29 @@ class DeviceMemory:
         return check(self._specs, values, self._view)
 
     def place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """As :meth:`Memory.place`."""
-        tensors = [self._placed(index, value) for index, value in enumerate(values)]
+        """As :meth:`Memory.place`.
+
+        Raises
+        ------
+        TargetError
+            If the device has no room for them.
+        """
+        with _own_errors(self.device):
+            tensors = [self._placed(index, value) for index, value in enumerate(values)]
         return tensors, tensors
 
     def arrays(
         self, outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[Any]
     ) -> list[np.ndarray]:
-        """As :meth:`Memory.arrays`; waits for the kernels."""
-        return [_download(tensor) for tensor in outputs]
+        """As :meth:`Memory.arrays`; waits for the kernels.
+
+        Raises
+        ------
+        TargetError
+            If a kernel failed.
+        """
+        with _own_errors(self.device):
+            return [_download(tensor) for tensor in outputs]
 
     def upload(self, weights: Sequence[Any]) -> list[Any]:
         """Copies of the weights on the device."""
@@ -130,8 +145,15 @@ class DeviceMemory:
         return places
 
     def synchronize(self) -> None:
-        """Wait until all that was launched is done."""
-        get_function("runtime.Device_StreamSync")(self.device, 0)
+        """Wait until all that was launched is done.
+
+        Raises
+        ------
+        TargetError
+            If a kernel failed.
+        """
+        with _own_errors(self.device):
+            get_function("runtime.Device_StreamSync")(self.device, 0)
 
     def _view(self, spec: TensorSpec, value: Any) -> Any:
         """A tensor of the device, or an array of the host."""
@@ -174,14 +196,20 @@ def own_tensors(outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[
         Which of them were made by this call; others are copied.
     inputs : sequence of tvm_ffi.Tensor
         What overlaps with them is copied, too.
+
+    Raises
+    ------
+    TargetError
+        If the device has no room for a copy.
     """
     taken = [_extent(tensor) for tensor in inputs]
     owned = []
     for tensor, new in zip(outputs, fresh, strict=True):
         begin, end = _extent(tensor)
         if not new or any(begin < other[1] and other[0] < end for other in taken):
-            copy = empty(tensor.shape, str(tensor.dtype), tensor.device)
-            _copy(tensor, copy)
+            with _own_errors(tensor.device):
+                copy = empty(tensor.shape, str(tensor.dtype), tensor.device)
+                _copy(tensor, copy)
             tensor = copy
         taken.append(_extent(tensor))
         owned.append(tensor)
@@ -191,6 +219,16 @@ def own_tensors(outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[
 def kind_of(tensor: Any) -> int:
     """DLPack's number of the kind of device that a tensor lies on."""
     return int(tensor.device.dlpack_device_type())
+
+
+@contextlib.contextmanager
+def _own_errors(device: tvm_ffi.Device) -> Iterator[None]:
+    """Give what TVM's runtime raises of a device as one of our errors."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise TargetError(f"{device} failed: {reason}") from error
 
 
 def _import(spec: TensorSpec, value: Any, kind: int) -> Any:

@@ -15,6 +15,7 @@ import functools
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,10 @@ OPTIONS = (
     "--ptxas-options=--register-usage-level=10",
     "--ptxas-options=--warn-on-local-memory-usage",
 )
+# TVM calls a function by this name to round numbers of 16 bits; CUDA has it by the other one.
+_NAMES = ("-Dhnearbyint=hrint",)
 _NVRTC_OPTIONS = ("-default-device", "--device-int128")
+_compiling = threading.RLock()
 _ADVICE = "pip install 'tvm-fusion[cuda]', or install a CUDA toolkit"
 
 
@@ -79,19 +83,21 @@ class Resources:
 def tvm_compiler(arch: str) -> Iterator[None]:
     """Let TVM compile its CUDA text by this module while the block runs.
 
-    Where TVM's CUDA runtime is loaded it does so as soon as it has generated a text.
+    Where TVM's CUDA runtime is loaded it does so as soon as it has generated a text. TVM has one
+    compiler for the whole process, so other threads wait until the block ends.
     """
-    before = tvm_ffi.get_global_func(CALLBACK, allow_missing=True)
-    tvm_ffi.register_global_func(
-        CALLBACK, lambda text: compile_cuda(str(text), arch).cubin, override=True
-    )
-    try:
-        yield
-    finally:
-        if before is None:
-            tvm_ffi.registry.remove_global_func(CALLBACK)
-        else:
-            tvm_ffi.register_global_func(CALLBACK, before, override=True)
+    with _compiling:
+        before = tvm_ffi.get_global_func(CALLBACK, allow_missing=True)
+        tvm_ffi.register_global_func(
+            CALLBACK, lambda text: compile_cuda(str(text), arch).cubin, override=True
+        )
+        try:
+            yield
+        finally:
+            if before is None:
+                tvm_ffi.registry.remove_global_func(CALLBACK)
+            else:
+                tvm_ffi.register_global_func(CALLBACK, before, override=True)
 
 
 @functools.lru_cache(maxsize=16)
@@ -175,7 +181,7 @@ def include_folders() -> list[Path]:
 def _by_nvrtc(library: Path, text: str, arch: str) -> MachineCode:
     lib = _load(library)
     _check_arch(lib, arch)
-    options = [f"--gpu-architecture={arch}", *_NVRTC_OPTIONS, *OPTIONS]
+    options = [f"--gpu-architecture={arch}", *_NVRTC_OPTIONS, *OPTIONS, *_NAMES]
     options += [f"-I{folder}" for folder in include_folders()]
     program = ctypes.c_void_p()
     # NVRTC compiles for the device alone and has no driver's header.
@@ -198,7 +204,8 @@ def _by_nvcc(nvcc: Path, text: str, arch: str) -> MachineCode:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
         source.write_text(text)
-        command = [str(nvcc), "--cubin", "-arch", arch, *OPTIONS, "-o", str(target), str(source)]
+        options = ("--cubin", "-arch", arch, *OPTIONS, *_NAMES)
+        command = [str(nvcc), *options, "-o", str(target), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise CompilationError(f"nvcc refused the kernel: {done.stderr.strip()}")

@@ -179,7 +179,7 @@ class CompiledModel:
         InvalidInputError
             If an input is missing, unknown, or of the wrong type or shape.
         TargetError
-            If the model is compiled for another CPU or GPU than this machine has.
+            If the model is compiled for another CPU or GPU than this machine has, or the GPU fails.
         """
         values = self._memory.check(bind(self.inputs, args, kwargs))
         return self._unpacked(self._crew.run(self._run, values))
@@ -199,8 +199,15 @@ class CompiledModel:
         return self._unpacked(self._crew.run(self._run_on_device, values))
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was launched."""
-        self._memory.synchronize()
+        """Wait until the device has done all that was launched.
+
+        Raises
+        ------
+        TargetError
+            If a kernel failed.
+        """
+        if self._main is not None:  # else nothing was
+            self._memory.synchronize()
 
     def _run(self, values: Sequence[Any]) -> list[np.ndarray]:
         outputs, _, memory = self._launch(values)
@@ -215,11 +222,10 @@ class CompiledModel:
 
     def _launch(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[Any], list[Any]]:
         """The program's results, its inputs, and the memory that these lie in."""
-        main = self._started()
-        tensors, memory = self._memory.place(values)
+        tensors, memory = self._place(values)
         weights = self._on_device()
         try:
-            outputs = main(*tensors, *weights)
+            outputs = self._main(*tensors, *weights)
         except (RuntimeError, ValueError, TypeError) as error:
             # TVM checks what the specs cannot say, such as a dimension that is computed of others.
             reason = str(error).strip().splitlines()[-1]
@@ -228,6 +234,12 @@ class CompiledModel:
             raise InvalidInputError(f"the model cannot run on these inputs: {reason}") from error
         results = [outputs] if isinstance(outputs, tvm_ffi.Tensor) else outputs
         return results, tensors, memory
+
+    def _place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """As :meth:`Memory.place`; before that, what drives the device is loaded."""
+        if self._main is None:
+            self._start()
+        return self._memory.place(values)
 
     def _on_device(self) -> list[Any]:
         """The weights, which go to the device once."""
@@ -244,17 +256,14 @@ class CompiledModel:
                 self._weights = self._placed
         return self._placed
 
-    def _started(self) -> Any:
-        """The program's function; at first make sure that this machine can execute it."""
-        if self._main is not None:
-            return self._main
+    def _start(self) -> None:
+        """Make the code executable; before that, make sure that this machine can execute it."""
         self._about.check_machine()
         module = self._executable
         if not isinstance(module, tvm_ffi.Module):
             module = module.jit(fcompile=self._about.linker(module))
         self._machine = start_machine(module, self._memory.device)
         self._main = self._machine["main"]
-        return self._main
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to a file for :func:`load`.
@@ -301,6 +310,8 @@ class CompiledModel:
         ------
         InvalidInputError
             If a number makes no sense, or an input has dimensions whose size is not known.
+        TargetError
+            As for a call.
         """
         if repeat < 1 or warmup < 0:
             raise InvalidInputError(
@@ -310,8 +321,7 @@ class CompiledModel:
         values = bind(self.inputs, (), feed)
         call: Callable[..., Any] = self
         if self._about.device is not None:
-            self._crew.run(self._started)
-            values, _ = self._memory.place(self._memory.check(values))
+            values, _ = self._crew.run(self._place, self._memory.check(values))
             call = self._timed
         for _ in range(warmup):
             call(*values)

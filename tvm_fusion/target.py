@@ -116,7 +116,9 @@ def device_needs(target: Target) -> DeviceNeeds | None:
     return DeviceNeeds(
         kind=target.kind.name,
         arch=str(target.attrs.get("arch", "")),
-        max_threads=int(target.attrs["max_num_threads"]),
+        max_threads=max(  # our rules read the first, those of TVM the second
+            int(target.attrs["max_num_threads"]), int(target.attrs["max_threads_per_block"])
+        ),
         shared_bytes=int(target.attrs["max_shared_memory_per_block"]),
     )
 

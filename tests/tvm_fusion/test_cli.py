@@ -22,7 +22,8 @@ from small_onnx import small_model
 import tvm_fusion
 from tvm_fusion import cli, cli_options, cli_output
 from tvm_fusion.device import DeviceInfo
-from tvm_fusion.errors import TargetError, TVMFusionError
+from tvm_fusion.errors import EngineError, TargetError, TVMFusionError
+from tvm_fusion.target import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -231,6 +232,28 @@ def test_bench_profiles_the_kernels(run: Run, model_path: Path) -> None:
     assert result["limits"]["threads"] == 1
     code, out, _ = run(*command)
     assert code == 0 and "conv 3x3" in out and "of limit" in out
+
+
+def test_bench_of_a_model_for_a_gpu_races_on_that_gpu(
+    run: Run, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "gpu.so"
+    assert run("compile", model_path, "--target", "cuda -arch=sm_80", "-o", output)[0] == 0
+    monkeypatch.setattr("tvm_fusion.artifact.check_device", lambda needs: None)
+    raced: list[Any] = []
+
+    def race(model: Any, engines: Any, **_: Any) -> None:
+        raced.extend(engines)
+        raise EngineError("enough")
+
+    monkeypatch.setattr("tvm_fusion.benchmark.race", race)
+    command = ("bench", model_path, "--compiled", output, "--against", "tvm,onnxruntime")
+    assert "enough" in run(*command)[2]
+    ours, stock, runtime = raced
+    assert ours.options == {"artifact": str(output.resolve())}
+    target = resolve(stock.options["target"])
+    assert (target.kind.name, target.attrs["arch"]) == ("cuda", "sm_80")
+    assert "provider" in runtime.options
 
 
 def test_bench_races_a_compiled_model(run: Run, model_path: Path, library: Path) -> None:

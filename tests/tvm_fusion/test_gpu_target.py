@@ -101,6 +101,10 @@ def test_plain_cuda_without_a_gpu_asks_for_the_architecture(
         ("cuda -arch=sm_90 -max_num_threads=many", "is 'many'; expected an integer"),
         ("cuda -arch=sm_90 -max_num_threads=0", "max_num_threads is 0; expected a positive"),
         ("cuda -arch=sm_90 -max_num_threads=2048", "2048; a CUDA block has at most 1024 threads"),
+        (
+            "cuda -arch=sm_90 -max_num_threads=64 -max_threads_per_block=1025",
+            "max_threads_per_block is 1025; a CUDA block has at most 1024 threads",
+        ),
         ({"kind": "opencl", "max_num_threads": "4"}, "is '4'; expected a positive integer"),
         ({"kind": "opencl", "max_num_threads": True}, "is True; expected a positive integer"),
         ("cuda -arch=sm_90 -model=large", "model is 'large'; expected .*'multiprocessors=132'"),
@@ -112,3 +116,9 @@ def test_plain_cuda_without_a_gpu_asks_for_the_architecture(
 def test_what_is_no_gpu_is_refused(spelling: Any, message: str) -> None:
     with pytest.raises(TargetError, match=message):
         resolve(spelling)
+
+
+def test_a_device_must_have_the_threads_of_all_rules() -> None:
+    for options in ("-max_num_threads=64 -max_threads_per_block=512", "-max_num_threads=512"):
+        needs = device_needs(resolve(f"opencl {options}"))
+        assert needs is not None and needs.max_threads == 512

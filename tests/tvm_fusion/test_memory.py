@@ -13,6 +13,7 @@ import tvm
 import tvm_ffi
 from relax_models import assert_dense, dense, many, symbolic
 
+import tvm_fusion
 from tvm_fusion import artifact, runtime
 from tvm_fusion.device import DeviceNeeds
 from tvm_fusion.errors import InvalidInputError, TargetError
@@ -216,6 +217,47 @@ def test_what_the_gpu_says_is_no_fault_of_the_inputs(on_device: Any) -> None:
         model._main = fail
         with pytest.raises(kind, match=text):
             model(normal(4, 8))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "runtime.TVMTensorAllocWithScope",  # of inputs
+        "runtime.TVMTensorCopyFromBytes",
+        "runtime.TVMTensorCopyToBytes",
+        "runtime.Device_StreamSync",
+    ],
+)
+def test_a_device_that_fails_is_an_error_of_ours(on_device: Any, monkeypatch, function) -> None:
+    model = on_device(dense())
+    model(normal(4, 8))
+    model._memory._places[:] = [None]
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Traceback\nCUDA: out of memory")
+
+    for module in ("arguments", "memory"):
+        real = getattr(tvm_fusion, module).get_function
+        monkeypatch.setattr(
+            f"tvm_fusion.{module}.get_function",
+            lambda name, real=real: fail if name == function else real(name),
+        )
+    with pytest.raises(TargetError, match="^cpu:0 failed: CUDA: out of memory$"):
+        model(normal(4, 8))
+        model.synchronize()
+
+
+def test_without_the_device_there_is_nothing_to_time_or_wait_for(on_device: Any, monkeypatch):
+    def refuse(needs: DeviceNeeds) -> None:
+        raise TargetError(f"no {needs}")
+
+    monkeypatch.setattr(artifact, "check_device", refuse)
+    monkeypatch.setattr(DeviceMemory, "place", lambda *_: pytest.fail("no device is driven"))
+    monkeypatch.setattr(DeviceMemory, "synchronize", lambda _: pytest.fail("no device is driven"))
+    model = on_device(dense())
+    model.synchronize()
+    with pytest.raises(TargetError, match="no opencl"):
+        model.benchmark(repeat=1)
 
 
 def test_weights_that_do_not_fit_are_an_error(on_device: Any, monkeypatch) -> None:

@@ -7,10 +7,12 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from gpu_fakes import FakeClock, FakeEngine
 
@@ -223,6 +225,34 @@ def test_engines_that_are_absent_say_why(monkeypatch: pytest.MonkeyPatch) -> Non
     titles = [engine.title for engine in model_engines.model_engines("sm_90")]
     assert titles[:3] == [models_gpu.OURS, models_gpu.WITHOUT, "stock TVM"]
     assert titles[3:] == ["PyTorch", "torch.compile", "ONNX Runtime CUDA"]
+
+
+class _Tensor(np.ndarray):
+    """An array that has what the engine asks of tensors."""
+
+    device = SimpleNamespace(type="cpu")
+
+    def data_ptr(self) -> int:
+        return self.ctypes.data
+
+
+def test_onnx_runtime_leaves_its_results_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(shape: tuple[int, ...], dtype: str, device: object) -> _Tensor:
+        return np.full(shape, np.nan, dtype).view(_Tensor)
+
+    torch = SimpleNamespace(float32="float32", int64="int64", empty=empty)
+    modules = {"torch": torch, "onnxruntime": onnxruntime}
+    monkeypatch.setattr(model_engines, "module", modules.get)
+    monkeypatch.setattr(model_engines, "PROVIDER", "CPUExecutionProvider")
+    case = ModelCase("bert", SMALL["bert"]())
+    sets = [[array.view(_Tensor) for array in case.arrays(seed)] for seed in range(2)]
+    launcher = model_engines.ByOnnxRuntime().prepare(case, sets)
+    launcher.all_sets()
+    for number in (0, 1):
+        outputs = launcher.launch(number)
+        assert all(a is b for a, b in zip(outputs, launcher.launch(number), strict=True))
+        for found, wanted in zip(outputs, model_case.reference(case, number), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", SMALL)

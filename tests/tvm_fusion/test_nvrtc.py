@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,37 @@ extern "C" __global__ void small(float* x) { x[threadIdx.x] = 0; }
     assert set(used) == {"large", "small"}
     assert (used["large"].shared, used["small"].shared) == (2048, 0)
     assert 0 < used["small"].registers < used["large"].registers
+
+
+def test_threads_compile_for_their_own_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_cuda(text: str, arch: str) -> nvrtc.MachineCode:
+        return nvrtc.MachineCode(f"{text} for {arch}".encode(), "")
+
+    monkeypatch.setattr(nvrtc, "compile_cuda", compile_cuda)
+    before = tvm_ffi.get_global_func(nvrtc.CALLBACK, allow_missing=True)
+    inside, attempted = threading.Event(), threading.Event()
+    compiled: list[bytes] = []
+
+    def other() -> None:
+        inside.wait()
+        attempted.set()
+        with nvrtc.tvm_compiler("sm_90"):
+            compiled.append(bytes(tvm_ffi.get_global_func(nvrtc.CALLBACK)("text")))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with nvrtc.tvm_compiler("sm_80"):
+        inside.set()
+        attempted.wait()
+        thread.join(0.2)  # it would be through by now if it did not wait
+        compiled.append(bytes(tvm_ffi.get_global_func(nvrtc.CALLBACK)("text")))
+    thread.join()
+    assert compiled == [b"text for sm_80", b"text for sm_90"]
+    assert (tvm_ffi.get_global_func(nvrtc.CALLBACK, allow_missing=True) is None) == (before is None)
+
+
+@pytest.mark.parametrize(("header", "dtype"), [("fp16", "half"), ("bf16", "nv_bfloat16")])
+def test_numbers_of_16_bits_are_rounded(header: str, dtype: str) -> None:
+    body = "x[threadIdx.x] = hnearbyint(x[threadIdx.x]);"
+    text = f'#include <cuda_{header}.h>\nextern "C" __global__ void r({dtype}* x) {{ {body} }}'
+    assert [*nvrtc.resources(nvrtc.compile_cuda(text, "sm_90"))] == ["r"]

@@ -67,6 +67,11 @@ class ModelCase:
             if value.name not in weights
         }
 
+    @property
+    def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and type of each output."""
+        return {value.name: _kind(value) for value in self.model.graph.output}
+
     def arrays(self, seed: int) -> list[NDArray[Any]]:
         """One set of inputs."""
         return list(random_inputs(self.model, seed).values())
