@@ -180,14 +180,14 @@ def as_array(spec: TensorSpec, value: Any, place: str = "the CPU") -> np.ndarray
 
 
 def plain_inputs(specs: Sequence[TensorSpec]) -> list[tuple[np.dtype, tuple[Any, ...]]] | None:
-    """Types and shapes for :func:`as_they_lie`; None if one is open or no type of numpy."""
+    """Types and shapes for :func:`as_they_lie`; None if one is open, empty, or not numpy's own."""
     plain: list[tuple[np.dtype, tuple[Any, ...]]] = []
     for spec in specs:
         try:
             dtype = numpy_dtype(spec.dtype)
         except InvalidInputError:
             return None
-        if dtype.isbuiltin != 1 or any(isinstance(size, str) for size in spec.shape):
+        if dtype.isbuiltin != 1 or any(isinstance(size, str) or not size for size in spec.shape):
             return None
         plain.append((dtype, spec.shape))
     return plain
@@ -198,7 +198,7 @@ def as_they_lie(
 ) -> list[Any] | None:
     """Tensors of arguments that need neither :func:`bind`, nor :func:`check`, nor a copy.
 
-    It is one loop, since after a kernel each line of Python costs twice what it costs in a row.
+    It is one flat loop: beside kernels of 50 us the calls of Python functions are felt.
 
     Parameters
     ----------
@@ -216,11 +216,14 @@ def as_they_lie(
     if len(args) != len(plain):
         return None
     tensors = []
-    for value, (dtype, shape) in zip(args, plain, strict=True):
+    for index, (dtype, shape) in enumerate(plain):
+        value = args[index]
         if type(value) is not np.ndarray or value.dtype is not dtype or value.shape != shape:
             return None
-        tensor = _in_place(value)
-        if tensor is None:
+        if not value.flags.carray:  # contiguous and writable
+            return None
+        tensor = tvm_ffi.from_dlpack(value)
+        if tensor.data_ptr() % ALIGNMENT:
             return None
         tensors.append(tensor)
     return tensors

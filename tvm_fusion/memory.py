@@ -70,6 +70,8 @@ class HostMemory:
         The inputs.
     """
 
+    arrays = staticmethod(results)
+
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.device = tvm_ffi.device("cpu", 0)
         self._specs = specs
@@ -87,12 +89,6 @@ class HostMemory:
     def place(self, values: Sequence[np.ndarray]) -> tuple[list[Any], list[np.ndarray]]:
         """As :meth:`Memory.place`; copies what cannot be used where it lies."""
         return self._stage.tensors(values)
-
-    def arrays(
-        self, outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[np.ndarray]
-    ) -> list[np.ndarray]:
-        """As :meth:`Memory.arrays`; copies what is not fresh."""
-        return results(outputs, fresh, inputs)
 
     def upload(self, weights: Sequence[Any]) -> list[Any]:
         """The weights as they are."""

@@ -257,20 +257,24 @@ def test_anything_else_is_left_to_what_checks_and_copies(args: tuple[Any, ...]) 
     assert as_they_lie(plain, args) is None
 
 
-def test_read_only_and_empty_arrays_do_not_stay_where_they_lie() -> None:
+def test_read_only_arrays_do_not_stay_where_they_lie() -> None:
     frozen = aligned((2, 3))
     frozen.flags.writeable = False
-    nothing = TensorSpec("nothing", (0, 3), "float32")
-    for spec, array in ((A, frozen), (nothing, aligned((0, 3)))):
-        plain = plain_inputs([spec])
-        assert plain is not None
-        assert as_they_lie(plain, (array,)) is None
+    plain = plain_inputs([A])
+    assert plain is not None
+    assert as_they_lie(plain, (frozen,)) is None
 
 
 @pytest.mark.parametrize(
-    "spec", [ROWS, TensorSpec("b", (2, 3), "bfloat16"), TensorSpec("i", (2, 3), "int4")]
+    "spec",
+    [
+        ROWS,
+        TensorSpec("nothing", (0, 3), "float32"),
+        TensorSpec("b", (2, 3), "bfloat16"),
+        TensorSpec("i", (2, 3), "int4"),
+    ],
 )
-def test_open_sizes_and_foreign_types_are_not_plain(spec: TensorSpec) -> None:
+def test_open_and_empty_shapes_and_foreign_types_are_not_plain(spec: TensorSpec) -> None:
     assert plain_inputs([A, spec]) is None
 
 
