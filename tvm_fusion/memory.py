@@ -16,7 +16,17 @@ from typing import Any, Protocol
 import numpy as np
 import tvm_ffi
 
-from .arguments import ALIGNMENT, Stage, as_array, check, empty, numpy_dtype, results
+from .arguments import (
+    ALIGNMENT,
+    Stage,
+    as_array,
+    as_they_lie,
+    check,
+    empty,
+    numpy_dtype,
+    plain_inputs,
+    results,
+)
 from .errors import InvalidInputError, TargetError
 from .tensor_spec import TensorSpec
 from .tvm_runtime import get_function
@@ -33,6 +43,9 @@ class Memory(Protocol):
 
     def check(self, values: Sequence[Any]) -> list[Any]:
         """See each value of a call as an array or a tensor of the type and shape of its input."""
+
+    def in_place(self, args: Sequence[Any]) -> list[Any] | None:
+        """Tensors of arguments by position, if all can be used as they are; else None."""
 
     def place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Tensors that kernels can read, good until the next call, and what they lie in."""
@@ -58,24 +71,25 @@ class HostMemory:
         The inputs.
     """
 
+    arrays = staticmethod(results)
+
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.device = tvm_ffi.device("cpu", 0)
         self._specs = specs
+        self._plain = plain_inputs(specs)
         self._stage = Stage(specs)
 
     def check(self, values: Sequence[Any]) -> list[np.ndarray]:
         """As :meth:`Memory.check`; nothing is copied."""
         return check(self._specs, values)
 
+    def in_place(self, args: Sequence[Any]) -> list[Any] | None:
+        """As :meth:`Memory.in_place`."""
+        return None if self._plain is None else as_they_lie(self._plain, args)
+
     def place(self, values: Sequence[np.ndarray]) -> tuple[list[Any], list[np.ndarray]]:
         """As :meth:`Memory.place`; copies what cannot be used where it lies."""
         return self._stage.tensors(values)
-
-    def arrays(
-        self, outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[np.ndarray]
-    ) -> list[np.ndarray]:
-        """As :meth:`Memory.arrays`; copies what is not fresh."""
-        return results(outputs, fresh, inputs)
 
     def upload(self, weights: Sequence[Any]) -> list[Any]:
         """The weights as they are."""
@@ -110,6 +124,9 @@ class DeviceMemory:
             If a value is not of its input's type and shape, or lies on a third device.
         """
         return check(self._specs, values, self._view)
+
+    def in_place(self, args: Sequence[Any]) -> None:
+        """As :meth:`Memory.in_place`; beside the time of a launch it would save nothing."""
 
     def place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """As :meth:`Memory.place`.

@@ -101,6 +101,7 @@ class CompiledModel:
         self._crew = Crew(threads)
         self._memory = _memory_of(about)
         self._main: Any = None
+        self._has_one_output = len(about.outputs) == 1
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -181,8 +182,11 @@ class CompiledModel:
         TargetError
             If the model is compiled for another CPU or GPU than this machine has, or the GPU fails.
         """
-        values = self._memory.check(bind(self.inputs, args, kwargs))
-        return self._unpacked(self._crew.run(self._run, values))
+        tensors = None if kwargs else self._memory.in_place(args)
+        if tensors is None:
+            values = self._memory.check(bind(self.inputs, args, kwargs))
+            return self._unpacked(self._crew.run(self._run, values))
+        return self._unpacked(self._crew.run(self._run_in_place, tensors, args))
 
     def tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs as :meth:`__call__` does, and leave them on the model's device.
@@ -213,17 +217,26 @@ class CompiledModel:
         outputs, _, memory = self._launch(values)
         return self._memory.arrays(outputs, self._about.fresh, memory)
 
+    def _run_in_place(self, tensors: Sequence[Any], memory: Sequence[Any]) -> list[np.ndarray]:
+        return self._memory.arrays(self._execute(tensors), self._about.fresh, memory)
+
     def _run_on_device(self, values: Sequence[Any]) -> list[Any]:
         outputs, tensors, _ = self._launch(values)
         return own_tensors(outputs, self._about.fresh, tensors)
 
     def _unpacked(self, outputs: Sequence[Any]) -> Any:
-        return outputs[0] if len(self.outputs) == 1 else tuple(outputs)
+        return outputs[0] if self._has_one_output else tuple(outputs)
 
     def _launch(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[Any], list[Any]]:
         """The program's results, its inputs, and the memory that these lie in."""
         tensors, memory = self._place(values)
-        weights = self._on_device()
+        return self._execute(tensors), tensors, memory
+
+    def _execute(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """The program's results."""
+        if self._main is None:
+            self._start()
+        weights = self._on_device() if self._placed is None else self._placed
         try:
             outputs = self._main(*tensors, *weights)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -232,8 +245,7 @@ class CompiledModel:
             if self.needs is not None and re.search("CUDA|OpenCL|CL_", str(error)):
                 raise TargetError(f"the GPU failed to run the model: {reason}") from error
             raise InvalidInputError(f"the model cannot run on these inputs: {reason}") from error
-        results = [outputs] if isinstance(outputs, tvm_ffi.Tensor) else outputs
-        return results, tensors, memory
+        return [outputs] if isinstance(outputs, tvm_ffi.Tensor) else outputs
 
     def _place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """As :meth:`Memory.place`; before that, what drives the device is loaded."""

@@ -85,6 +85,9 @@ class Crew:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the function and return what it returns; other calls wait."""
+        if getattr(_this_thread, "setting", None) == (_forks, self.threads):  # all is prepared
+            with self._turn:
+                return function(*args)
         if threading.get_ident() == _main_thread and not _pool_is_dead():
             return _work(self._turn, self.threads, function, args)
         job = _Job(function, args)

@@ -89,6 +89,16 @@ def test_misaligned_inputs_give_the_right_numbers(model: CompiledModel) -> None:
         assert_dense(model(x), x)
 
 
+def test_an_aligned_array_gives_what_any_other_layout_gives(several: CompiledModel) -> None:
+    x, flag, s = arguments()
+    lying = [aligned_empty(value.shape, value.dtype) for value in (x, flag, s)]
+    for place, value in zip(lying, (x, flag, s), strict=True):
+        place[...] = value
+    for got, expected in zip(several(*lying), several(np.asfortranarray(x), flag, s), strict=True):
+        np.testing.assert_array_equal(got, expected)
+        assert not any(np.shares_memory(got, place) for place in lying)
+
+
 def test_several_outputs_are_a_tuple_of_their_types(several: CompiledModel) -> None:
     x, flag, s = arguments()
     outputs = several(x, flag, s)
