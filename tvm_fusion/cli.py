@@ -221,12 +221,14 @@ def bench_command(
     from .race_result import race_table
 
     options: dict[str, Any] = {"target": target, "fuse": fuse, "winograd": winograd}
+    is_gpu = names_gpu(target)
     if compiled is not None:
         refuse_given(["target", "fuse", "winograd"], f"{compiled.name} is compiled already")
         options = {"artifact": str(compiled.resolve())}
-        target = read_artifact(compiled).target
+        about = read_artifact(compiled)
+        target, is_gpu = about.target, about.device is not None
     engines = [EngineSpec("tvm-fusion", options=options)]
-    if names_gpu(target):
+    if is_gpu:
         engines += gpu_peers(against or [], target)
     else:
         engines += [EngineSpec(name) for name in against or available_peers()]
