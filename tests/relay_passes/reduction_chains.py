@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 from hypothesis import strategies as st
-from reduction_graphs import f16, f32, op
+from reduction_checks import random_data
+from reduction_graphs import data, f16, f32, op, several
 from tvm import relax
 
 from relay_passes.op import coalesced_reduce
@@ -153,7 +154,29 @@ BINARY = {
 }
 
 
-def grow(draw, emit, nodes, results) -> None:
+def random_graph(draw, least: int, most: int):
+    """A module of ``least`` to ``most`` random steps, its inputs, and a check of its results."""
+    shapes = [(4, 6), (4, 6), (4, 1), (6,)]
+    params = [data(*shape, name=name) for shape, name in zip(shapes, "xyzw", strict=True)]
+    inputs = [random_data(np.random.default_rng(), shape, "float32") for shape in shapes]
+    nodes = [(p, v.astype("float64")) for p, v in zip(params, inputs, strict=True)]
+    results: list = []
+
+    def build(emit, *_):
+        for _ in range(draw(st.integers(least, most), "steps")):
+            _grow(draw, emit, nodes, results)
+        results.append(nodes[-1])
+        return [var for var, _ in results]
+
+    def check(found) -> None:
+        scale = max(np.abs(array).max() for _, array in nodes)
+        for actual, (_, expected) in zip(found, results, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * scale)
+
+    return several(build, *params), inputs, check
+
+
+def _grow(draw, emit, nodes, results) -> None:
     """Add a node, a pair of a variable and its values, mostly to one of the last."""
     tensor, array = draw(st.sampled_from([*nodes[-5:], *nodes[:2]]))
     name = draw(st.sampled_from(["fold", "fold", *BINARY, *UNARY, "output"]))

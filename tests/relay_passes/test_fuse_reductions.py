@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reduction_chains import (
     CHAINS,
-    grow,
     half_norm,
     layer_norm,
     likelihood,
     log_softmax_of,
     normalized,
     normalized_of,
+    random_graph,
     residual,
     softmax,
     softmax_of,
@@ -712,21 +712,8 @@ def test_the_report_counts_what_was_rewritten_too():
 @settings(max_examples=40)
 @given(st.data(), st.booleans())
 def test_numbers_of_random_graphs(draw, fits):
-    shapes = [(4, 6), (4, 6), (4, 1), (6,)]
-    params = [data(*shape, name=name) for shape, name in zip(shapes, "xyzw", strict=True)]
-    inputs = [random_data(np.random.default_rng(), shape, "float32") for shape in shapes]
-    nodes = [(p, v.astype("float64")) for p, v in zip(params, inputs, strict=True)]
-    results: list = []
-
-    def build(emit, *_):
-        for _ in range(draw.draw(st.integers(2, 14), "steps")):
-            grow(draw.draw, emit, nodes, results)
-        results.append(nodes[-1])
-        return [var for var, _ in results]
-
+    graph, inputs, check = random_graph(draw.draw, 2, 14)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reduction_groups, "chain_fits", lambda *_: fits)
-        fused = finish(group(legal(several(build, *params))))
-    scale = max(np.abs(array).max() for _, array in nodes)
-    for actual, (_, expected) in zip(run(fused, *inputs), results, strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * scale)
+        fused = finish(group(legal(graph)))
+    check(run(fused, *inputs))
