@@ -15,9 +15,9 @@ from .device import GPUInfo
 from .reduce_config import (
     LOADS_IN_FLIGHT,
     MIN_THREADS,
-    THREADS,
     VECTOR_BYTES,
     ReduceConfig,
+    block_threads,
     power_of_two,
     vector_width,
 )
@@ -65,7 +65,7 @@ def choose_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
 def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> ReduceConfig:
     """Lanes along a row, and several short rows in a block."""
     reduced, outputs = constant(group.reduced), constant(group.outputs)
-    most = _threads(gpu, MAX_THREADS)
+    most = block_threads(gpu, MAX_THREADS)
     lanes = min(WARP, most, power_of_two(-(-reduced // vector))) if reduced is not None else WARP
     config = ReduceConfig(loops.form, lanes, 1, vector, _unroll(group), 1, "one_block")
     while config.lanes < most and (reduced is None or config.stride < reduced):
@@ -74,7 +74,7 @@ def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) 
         if _words(group, config, kept) <= limit:
             break
         config = replace(config, lanes=2 * config.lanes)
-    config = replace(config, rows=max(1, _threads(gpu, THREADS) // config.lanes))
+    config = replace(config, rows=max(1, block_threads(gpu) // config.lanes))
     while config.rows > 1 and config.threads > MIN_THREADS and outputs is not None:
         if outputs // config.rows >= 2 * gpu.multiprocessors:
             break
@@ -93,7 +93,7 @@ def _columns(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInf
             break
         lanes //= 2
     config = ReduceConfig("y", lanes, 1, vector, _unroll(group), 1, "one_block")
-    most = _threads(gpu, THREADS)
+    most = block_threads(gpu)
     while config.threads < most:
         kept = most if reduced is None else -(-reduced // config.rows)
         if config.threads >= WARP and _words(group, config, kept) <= BLOCK_WORDS:
@@ -105,7 +105,7 @@ def _columns(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInf
 def _vector(group: ReduceGroup, gpu: GPUInfo) -> int:
     """Elements of a 16-byte load of the widest tensor."""
     width = VECTOR_BYTES // max(group.row_inputs(), default=1)
-    threads = _threads(gpu, THREADS)
+    threads = block_threads(gpu)
     return min(
         vector_width(width, stage.workloads, reduction.loops, gpu, threads)
         for stage in group.stages
@@ -125,8 +125,3 @@ def _words(group: ReduceGroup, config: ReduceConfig, kept: int) -> int:
     is_half = any(reduction.workload.dtype in HALF for reduction in group.reductions)
     computed = (16 if is_half else 4) * max(1, len(group.stages) - 1)
     return kept * config.vector * (computed + sum(group.row_inputs())) // 4
-
-
-def _threads(gpu: GPUInfo, wanted: int) -> int:
-    """Threads of a block, a power of two."""
-    return 1 << (min(wanted, gpu.max_threads).bit_length() - 1)

@@ -15,8 +15,8 @@ import tvm_ffi
 from tvm import ir, tirx
 
 from ..expression_walk import substitute
-from ..reduce_workload import Extent
-from .stages import Stage, as_type
+from .index_math import ravel
+from .stages import Stage
 
 
 @dataclass(frozen=True)
@@ -172,15 +172,6 @@ class ElementProgram:
             self.steps.append(Read(found, buffer, indices, guards))
         self._memo.setdefault(key, []).append((indices, guards, found))
         return found
-
-
-def ravel(indices: Sequence[tirx.Expr], shape: Sequence[Extent]) -> tirx.Expr:
-    """Row-major position of an element."""
-    position: tirx.Expr = tirx.const(0, "int64")
-    for index, extent in zip(indices, shape, strict=True):
-        size = tirx.const(extent, "int64") if isinstance(extent, int) else as_type(extent, "int64")
-        position = position * size + as_type(index, "int64")
-    return position
 
 
 def is_if_then_else(node: tirx.Expr) -> bool:

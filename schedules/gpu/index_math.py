@@ -18,6 +18,14 @@ def i64(value: Extent) -> tirx.Expr:
     return tirx.const(value, "int64") if isinstance(value, int) else value.astype("int64")
 
 
+def ravel(indices: Sequence[tirx.Expr], extents: Sequence[Extent]) -> tirx.Expr:
+    """Row-major position of an element."""
+    position: tirx.Expr = i64(0)
+    for index, extent in zip(indices, extents, strict=True):
+        position = position * i64(extent) + i64(index)
+    return position
+
+
 def ceildiv(value: Extent, divisor: int) -> tirx.Expr:
     """``value / divisor`` rounded up."""
     if isinstance(value, int):

@@ -13,7 +13,8 @@ from tvm import ir, sym, tirx
 
 from ..expression_walk import substitute
 from ..reduce_workload import Extent, constant
-from .element_program import Read, Step, Value, ravel
+from .element_program import Read, Step, Value
+from .index_math import ravel
 
 Linear = tuple[tuple[tirx.Expr, ...], tirx.Expr]
 

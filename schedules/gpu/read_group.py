@@ -20,7 +20,7 @@ from tvm.sym import Analyzer
 from ..compute.coalesced_reduce import ATTRIBUTE, SCRATCH_ATTRIBUTE, SHAPE_ATTRIBUTE
 from ..expression_walk import loads, substitute, uses
 from ..reduce_workload import CanonicalLoops, Extent, ReduceWorkload, constant, unravel
-from .index_math import i64, simplified
+from .index_math import i64, ravel, simplified
 from .reduce_group import ElementOutput, Epilogue, ReduceGroup, Reduction, Stage
 
 
@@ -184,7 +184,7 @@ class _Reader:
         definition = self.definitions[buffer]
         places = self._subscripts(definition.shape)
         at = substitute(definition.value, dict(zip(definition.variables, places, strict=True)))
-        place = _ravel(places, definition.shape)
+        place = ravel(places, definition.shape)
         return ElementOutput(self._function(self._inline(at)), self._function(place), buffer)
 
     def _subscripts(self, shape: Sequence[Extent]) -> list[tirx.Expr]:
@@ -203,7 +203,7 @@ class _Reader:
             flat = self.n * i64(self.outputs) + self.m
         else:
             places = self.loops.subscripts(self.m, self.n)
-            flat = _ravel(places, self.loops.shape)
+            flat = ravel(places, self.loops.shape)
         return [self.analyzer.simplify(index) for index in unravel(flat, shape)]
 
     def _inline(self, expression: tirx.Expr) -> tirx.Expr:
@@ -219,7 +219,7 @@ class _Reader:
         def replace(load: ir.TensorLoad) -> tirx.Expr:
             source = load.source
             if source in self.results:
-                place = _ravel(load.indices, source.shape)
+                place = ravel(load.indices, source.shape)
                 is_here = self.analyzer.can_prove_equal(place, self.m)
                 return self.results[source] if is_here else load
             if source in self.definitions:
@@ -320,10 +320,3 @@ def _same(a: Extent, b: Extent) -> bool:
 def _agree(extent: Extent, of_data: Extent) -> bool:
     """Whether an extent may be that of the data, which may be unknown."""
     return constant(extent) == constant(of_data)
-
-
-def _ravel(indices: Sequence[tirx.Expr], shape: Sequence[Extent]) -> tirx.Expr:
-    flat: tirx.Expr = i64(0)
-    for index, extent in zip(indices, shape, strict=True):
-        flat = flat * i64(extent) + index.astype("int64")
-    return flat

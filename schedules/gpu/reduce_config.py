@@ -184,7 +184,7 @@ def _whole_block(
         unroll = max(1, unroll // max(1, len(row_inputs)))
         while _registers(workloads, row_inputs, vector, unroll) > REGISTERS and vector > 1:
             unroll, vector = (unroll // 2, vector) if unroll > 1 else (1, vector // 2)
-    lanes, rows = _block(form, loops, vector, _threads(gpu))
+    lanes, rows = _block(form, loops, vector, block_threads(gpu))
     whole = ReduceConfig(form, lanes, rows, vector, unroll, 1, "one_block")
     while form == "x" and whole.rows > 1 and whole.threads > MIN_THREADS:
         if _most_blocks(whole, loops) >= 2 * gpu.multiprocessors:
@@ -246,9 +246,9 @@ def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
     return tiles(config, loops) * config.splits * config.tile_outputs
 
 
-def _threads(gpu: GPUInfo) -> int:
+def block_threads(gpu: GPUInfo, wanted: int = THREADS) -> int:
     """Threads of a whole block, a power of two."""
-    return 1 << (min(THREADS, gpu.max_threads).bit_length() - 1)
+    return 1 << (min(wanted, gpu.max_threads).bit_length() - 1)
 
 
 def vector_width(

@@ -13,6 +13,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
 from ..expression_walk import loads, uses
+from .index_math import i64, ravel
 
 WIDEST_LOAD = 16  # bytes of one instruction
 
@@ -143,14 +144,14 @@ class VectorLoads:
             elif self.vector == 1:
                 kinds.append("uniform" if self.keep else "each")
             else:
-                kinds.append(run.kind(ravel(a), ravel(b)))
+                kinds.append(run.kind(_position(a), _position(b)))
         return kinds
 
     def _load(self, load: ir.TensorLoad, kind: str, flat: Flat) -> Register | None:
         source = flat(load.source)
         if source is None:
             return None
-        index = ravel(load)
+        index = _position(load)
         lanes = self.vector if kind == "vector" else 1
         register = T.alloc_buffer((lanes,), source.dtype, scope="local")
         if lanes == 1:
@@ -179,14 +180,14 @@ class LaneRun:
         self.analyzer = Analyzer()
         base, other, self.lane = (tirx.Var(name, "int64") for name in ("base", "other", "lane"))
         for var, extent in ((base, 1 << 40), (other, 1 << 40), (self.lane, vector)):
-            self.analyzer.bind(var, Range.from_min_extent(_const(0), _const(extent)))
-        start = base * _const(vector)
+            self.analyzer.bind(var, Range.from_min_extent(i64(0), i64(extent)))
+        start = base * i64(vector)
         self.m, self.n = (start, other) if along_m else (other, start)
 
     def kind(self, first: tirx.Expr, moved: tirx.Expr) -> str:
         """How an index grows from lane 0, where it is ``first``, to ``lane``."""
         step = self.analyzer.simplify(moved - first)
-        if self.analyzer.can_prove_equal(step, _const(0)):
+        if self.analyzer.can_prove_equal(step, i64(0)):
             return "uniform"
         aligned = self._is_aligned(first)
         return "vector" if aligned and self.analyzer.can_prove_equal(step, self.lane) else "each"
@@ -230,12 +231,8 @@ def _guarded_loads(expressions: Sequence[tirx.Expr]) -> list[ir.TensorLoad]:
     return found
 
 
-def ravel(load: ir.TensorLoad) -> tirx.Expr:
-    """Row-major position of a read in its tensor."""
-    index: tirx.Expr = _const(0)
-    for subscript, extent in zip(load.indices, load.source.shape, strict=True):
-        index = index * _wide(extent) + _wide(subscript)
-    return index
+def _position(load: ir.TensorLoad) -> tirx.Expr:
+    return ravel(load.indices, load.source.shape)
 
 
 def _same(a: ir.TensorLoad, b: ir.TensorLoad) -> bool:
@@ -246,11 +243,3 @@ def _equal(a: Sequence[tirx.Expr], b: Sequence[tirx.Expr]) -> bool:
     return len(a) == len(b) and all(
         tvm_ffi.structural_equal(x, y) for x, y in zip(a, b, strict=True)
     )
-
-
-def _wide(index: tirx.Expr | int) -> tirx.Expr:
-    return _const(index) if isinstance(index, int) else index.astype("int64")
-
-
-def _const(value: int) -> tirx.Expr:
-    return tirx.const(value, "int64")
