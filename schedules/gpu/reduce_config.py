@@ -246,9 +246,9 @@ def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
     return tiles(config, loops) * config.splits * config.tile_outputs
 
 
-def block_threads(gpu: GPUInfo, wanted: int = THREADS) -> int:
-    """Threads of a whole block, a power of two."""
-    return 1 << (min(wanted, gpu.max_threads).bit_length() - 1)
+def block_threads(gpu: GPUInfo, wanted: int | None = None) -> int:
+    """Threads of a whole block, a power of two: as many as `wanted`, or `THREADS`."""
+    return 1 << (min(wanted or THREADS, gpu.max_threads).bit_length() - 1)
 
 
 def vector_width(
