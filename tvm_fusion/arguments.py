@@ -179,56 +179,6 @@ def as_array(spec: TensorSpec, value: Any, place: str = "the CPU") -> np.ndarray
         ) from error
 
 
-def plain_inputs(specs: Sequence[TensorSpec]) -> list[tuple[np.dtype, tuple[Any, ...]]] | None:
-    """Types and shapes for :func:`as_they_lie`; None if one is open, empty, or not numpy's own."""
-    plain: list[tuple[np.dtype, tuple[Any, ...]]] = []
-    for spec in specs:
-        try:
-            dtype = numpy_dtype(spec.dtype)
-        except InvalidInputError:
-            return None
-        if dtype.isbuiltin != 1 or any(isinstance(size, str) or not size for size in spec.shape):
-            return None
-        plain.append((dtype, spec.shape))
-    return plain
-
-
-def as_they_lie(
-    plain: Sequence[tuple[np.dtype, tuple[Any, ...]]], args: Sequence[Any]
-) -> list[Any] | None:
-    """Tensors of arguments that need neither :func:`bind`, nor :func:`check`, nor a copy.
-
-    It is one flat loop: beside kernels of 50 us the calls of Python functions are felt.
-
-    Parameters
-    ----------
-    plain : sequence of (numpy.dtype, tuple of int)
-        Of the inputs, as :func:`plain_inputs` returns them.
-    args : sequence
-        Arguments by position.
-
-    Returns
-    -------
-    list of tvm_ffi.Tensor or None
-        None if any of them is anything but an array of its input's type and shape that kernels can
-        read in its place.
-    """
-    if len(args) != len(plain):
-        return None
-    tensors = []
-    for index, (dtype, shape) in enumerate(plain):
-        value = args[index]
-        if type(value) is not np.ndarray or value.dtype is not dtype or value.shape != shape:
-            return None
-        if not value.flags.carray:  # contiguous and writable
-            return None
-        tensor = tvm_ffi.from_dlpack(value)
-        if tensor.data_ptr() % ALIGNMENT:
-            return None
-        tensors.append(tensor)
-    return tensors
-
-
 class Stage:
     """Memory of our own for the inputs that cannot be used where they lie.
 

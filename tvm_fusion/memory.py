@@ -20,11 +20,9 @@ from .arguments import (
     ALIGNMENT,
     Stage,
     as_array,
-    as_they_lie,
     check,
     empty,
     numpy_dtype,
-    plain_inputs,
     results,
 )
 from .errors import InvalidInputError, TargetError
@@ -43,9 +41,6 @@ class Memory(Protocol):
 
     def check(self, values: Sequence[Any]) -> list[Any]:
         """See each value of a call as an array or a tensor of the type and shape of its input."""
-
-    def in_place(self, args: Sequence[Any]) -> list[Any] | None:
-        """Tensors of arguments by position, if all can be used as they are; else None."""
 
     def place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Tensors that kernels can read, good until the next call, and what they lie in."""
@@ -76,16 +71,11 @@ class HostMemory:
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.device = tvm_ffi.device("cpu", 0)
         self._specs = specs
-        self._plain = plain_inputs(specs)
         self._stage = Stage(specs)
 
     def check(self, values: Sequence[Any]) -> list[np.ndarray]:
         """As :meth:`Memory.check`; nothing is copied."""
         return check(self._specs, values)
-
-    def in_place(self, args: Sequence[Any]) -> list[Any] | None:
-        """As :meth:`Memory.in_place`."""
-        return None if self._plain is None else as_they_lie(self._plain, args)
 
     def place(self, values: Sequence[np.ndarray]) -> tuple[list[Any], list[np.ndarray]]:
         """As :meth:`Memory.place`; copies what cannot be used where it lies."""
@@ -124,9 +114,6 @@ class DeviceMemory:
             If a value is not of its input's type and shape, or lies on a third device.
         """
         return check(self._specs, values, self._view)
-
-    def in_place(self, args: Sequence[Any]) -> None:
-        """As :meth:`Memory.in_place`; beside the time of a launch it would save nothing."""
 
     def place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """As :meth:`Memory.place`.

@@ -19,6 +19,7 @@ from .artifact import Description, read_artifact, read_artifact_weights, write_a
 from .device import DeviceNeeds, device_of
 from .engines import random_inputs
 from .errors import ArtifactError, InvalidInputError, TargetError
+from .fast_call import FastCall, has_fast_call, make_fast_call, no_fast_call
 from .memory import DeviceMemory, HostMemory, Memory, own_tensors
 from .tensor_spec import TensorSpec, refuse_open_shapes
 from .thread_pool import Crew, choose_threads
@@ -101,6 +102,7 @@ class CompiledModel:
         self._crew = Crew(threads)
         self._memory = _memory_of(about)
         self._main: Any = None
+        self._fast_call: FastCall = no_fast_call
         self._has_one_output = len(about.outputs) == 1
 
     @property
@@ -182,11 +184,12 @@ class CompiledModel:
         TargetError
             If the model is compiled for another CPU or GPU than this machine has, or the GPU fails.
         """
-        tensors = None if kwargs else self._memory.in_place(args)
-        if tensors is None:
-            values = self._memory.check(bind(self.inputs, args, kwargs))
-            return self._unpacked(self._crew.run(self._run, values))
-        return self._unpacked(self._crew.run(self._run_in_place, tensors, args))
+        if not kwargs:
+            output = self._fast_call(args)
+            if output is not None:
+                return output
+        values = self._memory.check(bind(self.inputs, args, kwargs))
+        return self._unpacked(self._crew.run(self._run, values))
 
     def tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs as :meth:`__call__` does, and leave them on the model's device.
@@ -217,9 +220,6 @@ class CompiledModel:
         outputs, _, memory = self._launch(values)
         return self._memory.arrays(outputs, self._about.fresh, memory)
 
-    def _run_in_place(self, tensors: Sequence[Any], memory: Sequence[Any]) -> list[np.ndarray]:
-        return self._memory.arrays(self._execute(tensors), self._about.fresh, memory)
-
     def _run_on_device(self, values: Sequence[Any]) -> list[Any]:
         outputs, tensors, _ = self._launch(values)
         return own_tensors(outputs, self._about.fresh, tensors)
@@ -236,9 +236,8 @@ class CompiledModel:
         """The program's results."""
         if self._main is None:
             self._start()
-        weights = self._on_device() if self._placed is None else self._placed
         try:
-            outputs = self._main(*tensors, *weights)
+            outputs = self._main(*tensors, *self._on_device())
         except (RuntimeError, ValueError, TypeError) as error:
             # TVM checks what the specs cannot say, such as a dimension that is computed of others.
             reason = str(error).strip().splitlines()[-1]
@@ -276,6 +275,10 @@ class CompiledModel:
             module = module.jit(fcompile=self._about.linker(module))
         self._machine = start_machine(module, self._memory.device)
         self._main = self._machine["main"]
+        about = self._about
+        if about.device is None and has_fast_call(about.inputs, about.outputs, about.fresh):
+            weights = self._on_device()
+            self._fast_call = make_fast_call(self._main, weights, self._crew, len(about.inputs))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to a file for :func:`load`.

@@ -30,10 +30,10 @@ from .host import physical_cores, usable_processors
 from .tvm_runtime import get_function
 
 _SHARE_PROCESSORS = -3
+_DEAD = -1  # what a thread's pool has of threads in a process that was forked after its first call
 _this_thread = threading.local()
 _starting = threading.Lock()
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
-_forks = 0  # how many lie between this process and the one that loaded this module
 _main_thread = threading.main_thread().ident
 
 
@@ -85,7 +85,7 @@ class Crew:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the function and return what it returns; other calls wait."""
-        if getattr(_this_thread, "setting", None) == (_forks, self.threads):  # all is prepared
+        if getattr(_this_thread, "threads", 0) == self.threads:  # all is prepared
             with self._turn:
                 return function(*args)
         if threading.get_ident() == _main_thread and not _pool_is_dead():
@@ -153,19 +153,18 @@ def _work(
 
 def _set_threads(threads: int) -> None:
     """Make this thread's pool work with so many threads."""
-    if getattr(_this_thread, "setting", None) == (_forks, threads):
+    if getattr(_this_thread, "threads", 0) == threads:
         return
     processors = [str(cpu) for cpu in _processors()]
     largest = max(len(processors), threads)
     configure = get_function("runtime.config_threadpool")
     configure(_SHARE_PROCESSORS, threads, processors, largest)
-    _this_thread.setting = (_forks, threads)
+    _this_thread.threads = threads
 
 
 def _pool_is_dead() -> bool:
     """Whether this thread's pool was left behind in the process that forked this one."""
-    setting = getattr(_this_thread, "setting", None)
-    return setting is not None and setting[0] != _forks
+    return getattr(_this_thread, "threads", 0) == _DEAD
 
 
 def _processors() -> list[int]:
@@ -175,10 +174,11 @@ def _processors() -> list[int]:
 
 
 def _after_fork() -> None:
-    global _starting, _forks, _main_thread
+    global _starting, _main_thread
     _starting = threading.Lock()
-    _forks += 1
     _main_thread = threading.get_ident()  # what forked is all that there is
+    if hasattr(_this_thread, "threads"):
+        _this_thread.threads = _DEAD
     for crew in _crews:
         crew.renew()
 

@@ -16,11 +16,9 @@ from hypothesis.extra import numpy as hnp
 from tvm_fusion.arguments import (
     ALIGNMENT,
     Stage,
-    as_they_lie,
     bind,
     check,
     numpy_dtype,
-    plain_inputs,
     results,
 )
 from tvm_fusion.errors import InvalidInputError
@@ -208,74 +206,6 @@ def test_an_aligned_array_is_used_where_it_lies_and_any_other_one_is_not() -> No
         assert np.shares_memory(memory, value) == shared
     _, (memory,) = Stage([A]).tensors([shifted])
     assert not np.shares_memory(memory, shifted)
-
-
-class Subclass(np.ndarray):
-    """Whatever an array may be made to do."""
-
-
-def aligned(shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
-    array = aligned_empty(shape, dtype)
-    array[...] = np.random.default_rng().integers(-9, 9, shape)
-    return array
-
-
-def test_arrays_that_fit_are_taken_as_they_lie() -> None:
-    values = [aligned((2, 3)), aligned((4,), "int64")]
-    plain = plain_inputs([A, TensorSpec("b", (4,), "int64")])
-    assert plain is not None
-    tensors = as_they_lie(plain, values)
-    assert tensors is not None
-    for tensor, value in zip(tensors, values, strict=True):
-        seen = np.from_dlpack(tensor)
-        assert seen.ctypes.data == value.ctypes.data
-        np.testing.assert_array_equal(seen, value)
-    assert as_they_lie([], ()) == []
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        (),
-        (aligned((2, 3)),) * 2,
-        ({"a": aligned((2, 3))},),
-        (Exporter(aligned((2, 3))),),
-        (aligned((2, 3)).view(Subclass),),
-        (aligned((2, 3), "float64"),),
-        (aligned((2, 3), "int32"),),
-        (aligned((2, 3)).astype(">f4"),),
-        (aligned((3, 2)),),
-        (aligned((2, 3, 1)),),
-        (aligned((3, 2)).T,),
-        (aligned((7,))[1:].reshape(2, 3),),
-        (np.broadcast_to(aligned((3,)), (2, 3)),),
-    ],
-)
-def test_anything_else_is_left_to_what_checks_and_copies(args: tuple[Any, ...]) -> None:
-    plain = plain_inputs([A])
-    assert plain is not None
-    assert as_they_lie(plain, args) is None
-
-
-def test_read_only_arrays_do_not_stay_where_they_lie() -> None:
-    frozen = aligned((2, 3))
-    frozen.flags.writeable = False
-    plain = plain_inputs([A])
-    assert plain is not None
-    assert as_they_lie(plain, (frozen,)) is None
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        ROWS,
-        TensorSpec("nothing", (0, 3), "float32"),
-        TensorSpec("b", (2, 3), "bfloat16"),
-        TensorSpec("i", (2, 3), "int4"),
-    ],
-)
-def test_open_and_empty_shapes_and_foreign_types_are_not_plain(spec: TensorSpec) -> None:
-    assert plain_inputs([A, spec]) is None
 
 
 def test_memory_of_our_own_is_used_again_until_the_shape_changes() -> None:
