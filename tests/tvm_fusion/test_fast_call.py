@@ -41,6 +41,12 @@ def aligned(*shape: int, dtype: str = "float32") -> np.ndarray:
     return array
 
 
+def array_of(value: Any) -> np.ndarray:
+    """The array in an argument."""
+    value = value["x"] if isinstance(value, dict) else value
+    return np.from_dlpack(value) if isinstance(value, Exporter) else np.asarray(value)
+
+
 def read_only() -> np.ndarray:
     array = aligned(4, 8)
     array.flags.writeable = False
@@ -80,14 +86,7 @@ def test_what_must_be_looked_at_or_copied_takes_the_long_way(
     model: CompiledModel, args: tuple[Any, ...]
 ) -> None:
     assert model._fast_call(args) is None
-    x = (
-        args[0]["x"]
-        if isinstance(args[0], dict)
-        else np.from_dlpack(args[0])
-        if isinstance(args[0], Exporter)
-        else args[0]
-    )
-    assert_dense(model(*args), np.asarray(x))
+    assert_dense(model(*args), array_of(args[0]))
 
 
 @pytest.mark.parametrize(
