@@ -49,7 +49,14 @@ def mobilenet_v3_large(
         How many of the 15 residual blocks stand between the first and the last convolution.
     weights : bool
         Whether there are numbers; else the weights are inputs.
+
+    Raises
+    ------
+    ValueError
+        If there are not so many blocks.
     """
+    if not 1 <= layers <= len(LARGE):
+        raise ValueError(f"layers is {layers}; expected 1 to {len(LARGE)} residual blocks")
     net = GraphBuilder("mobilenet_v3_large", (batch, 3, image_size, image_size), seed, weights)
     x = net.conv_bn(net.input, 16, 3, 2, activation="hardswish")
     for block in LARGE[:layers]:

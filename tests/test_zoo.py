@@ -195,6 +195,8 @@ def test_weights_left_out_are_inputs_of_the_same_graph() -> None:
         (lambda: ZOO["bert_base"](sequence=513), "sequence is 513; expected 1 to 512 tokens"),
         (lambda: ZOO["gpt2"](sequence=0), "sequence is 0; expected 1 to 1024 tokens"),
         (lambda: ZOO["gpt2"](heads=5), "width is 768; expected a multiple of the 5 heads"),
+        (lambda: ZOO["mobilenet_v3_large"](layers=99), "layers is 99; expected 1 to 15 residual"),
+        (lambda: ZOO["mobilenet_v3_large"](layers=-1), "layers is -1; expected 1 to 15 residual"),
         (lambda: zoo.read_sizes("gpt2", ["depth=2"]), "'depth=2' is no size of gpt2; expected NAM"),
         (lambda: zoo.read_sizes("gpt2", ["layers=n"]), "'layers=n' is no size of gpt2"),
         (lambda: zoo.read_sizes("gpt2", ["weights=0"]), "with a name of batch, sequence, seed, la"),

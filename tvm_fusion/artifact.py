@@ -139,7 +139,7 @@ def current_versions() -> dict[str, str]:
 def write_artifact(
     path: str | os.PathLike[str], executable: Any, about: Description, weights: Sequence[Any] = ()
 ) -> None:
-    """Write a compiled model; the file appears complete or not at all.
+    """Write a compiled model; the file appears complete or not at all, also if the power fails.
 
     Parameters
     ----------
@@ -172,13 +172,26 @@ def write_artifact(
         digest = _digest(aside, place + len(text))
         with aside.open("ab") as file:
             file.write(_FOOTER.pack(place, len(text), digest, FORMAT, _MAGIC))
+            file.flush()
+            os.fsync(file.fileno())
         aside.replace(path)
+        _write_through(path.parent)
     except (OSError, RuntimeError) as error:  # TVM's own failures to write are RuntimeErrors
         reason = getattr(error, "strerror", None) or error
         raise ArtifactError(f"cannot write {str(path)!r}: {reason}") from error
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
+
+
+def _write_through(folder: Path) -> None:
+    """Bring a folder's list of names to the disk, on file systems that can."""
+    with contextlib.suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
 
 
 def read_artifact(path: str | os.PathLike[str]) -> Description:

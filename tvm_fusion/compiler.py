@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import onnx
 import tvm
+from tvm import relax
 
 from . import pipeline
 from .aliasing import fresh_outputs
@@ -90,26 +92,44 @@ def compile(
     count = choose_threads(threads)
     resolved = resolve(target, cores=threads)
     options = pipeline.Options(fuse=fuse, winograd=winograd)
-    is_cuda = resolved.kind.name == "cuda"
-    stages = len(pipeline.phases(resolved, options)) + 2 + is_cuda
-
-    def tell(stage: str, done: int) -> None:
-        if progress is not None:
-            progress(stage, done, stages)
-
-    tell("import", 0)
+    tell = _announcer(progress, resolved, options)
+    tell("import")
     imported = import_onnx(model, shapes)
-    mod = pipeline.optimize(
-        imported.mod, resolved, options, progress=lambda phase, done, _: tell(phase, done + 1)
-    )
-    tell("build", stages - 1 - is_cuda)
-    executable, weights = pipeline.build_apart(mod, resolved)
-    if is_cuda:
-        tell("machine code", stages - 1)
-        compile_kernels(executable, str(resolved.attrs["arch"]))
-    tell("done", stages)
+    mod = pipeline.optimize(imported.mod, resolved, options, lambda phase, *_: tell(phase))
+    executable, weights = _generate(mod, resolved, tell)
+    tell("done")
     about = _describe(imported, mod, resolved, weights)
     return CompiledModel(executable, about, count, weights)
+
+
+def _announcer(
+    progress: Progress | None, target: tvm.target.Target, options: pipeline.Options
+) -> Callable[[str], None]:
+    """What passes the names of the stages on, each with its number and that of all stages."""
+    stages = len(pipeline.phases(target, options)) + 2 + _is_cuda(target)
+    numbers = itertools.count()
+
+    def tell(stage: str) -> None:
+        if progress is not None:
+            progress(stage, next(numbers), stages)
+
+    return tell
+
+
+def _generate(
+    mod: tvm.IRModule, target: tvm.target.Target, tell: Callable[[str], None]
+) -> tuple[relax.VMExecutable, list[tvm.runtime.Tensor]]:
+    """The code of an optimised module, CUDA kernels as machine code, and its weights."""
+    tell("build")
+    executable, weights = pipeline.build_apart(mod, target)
+    if _is_cuda(target):
+        tell("machine code")
+        compile_kernels(executable, str(target.attrs["arch"]))
+    return executable, weights
+
+
+def _is_cuda(target: tvm.target.Target) -> bool:
+    return target.kind.name == "cuda"
 
 
 def _describe(

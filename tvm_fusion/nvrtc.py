@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import re
 import subprocess
 import tempfile
@@ -56,6 +57,22 @@ class MachineCode:
 
     cubin: bytes
     log: str
+
+
+@dataclass(frozen=True)
+class _Release:
+    """A library of NVRTC that could be loaded."""
+
+    path: Path
+    library: ctypes.CDLL
+    version: tuple[int, int]
+    architectures: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return "NVRTC {}.{}".format(*self.version)
+
+    def knows(self, arch: str) -> bool:
+        return int(re.sub(r"\D", "", arch) or 0) in self.architectures
 
 
 @dataclass(frozen=True)
@@ -111,9 +128,9 @@ def compile_cuda(text: str, arch: str) -> MachineCode:
     CompilationError
         If it refuses the text; with its log.
     """
-    libraries = nvrtc_libraries()
-    if libraries:
-        return _by_nvrtc(libraries[0], text, arch)
+    release = _best_release(arch)
+    if release is not None:
+        return _by_nvrtc(release, text, arch)
     nvcc = find_nvcc()
     if nvcc is None:
         raise TargetError(f"neither NVRTC (libnvrtc.so) nor nvcc was found: {_ADVICE}")
@@ -138,13 +155,8 @@ def resources(code: MachineCode) -> dict[str, Resources]:
 
 
 def compiler() -> str:
-    """The compiler that :func:`compile_cuda` takes, or an empty text."""
-    libraries = nvrtc_libraries()
-    if libraries:
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        _load(libraries[0]).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        return f"NVRTC {major.value}.{minor.value}"
-    return str(find_nvcc() or "")
+    """The newest compiler that :func:`compile_cuda` may take, or an empty text."""
+    return str(_best_release() or find_nvcc() or "")
 
 
 @functools.cache
@@ -159,15 +171,21 @@ def find_nvcc() -> Path | None:
     return cuda_toolkit.find_program("nvcc")
 
 
-def include_folders() -> list[Path]:
+def include_folders(library: Path) -> list[Path]:
     """Where the headers of kernels are; one folder for each header that is not in an earlier one.
+
+    Those nearest to the library of NVRTC come first: headers of another release may not fit it.
 
     Raises
     ------
     TargetError
         If a header is nowhere.
     """
-    places = cuda_toolkit.include_folders()
+    places = sorted(
+        cuda_toolkit.include_folders(),
+        key=lambda place: len(Path(os.path.commonpath([place.absolute(), library])).parts),
+        reverse=True,
+    )
     found: list[Path] = []
     for header in HEADERS:
         folder = next((place for place in places if (place / header).exists()), None)
@@ -178,11 +196,16 @@ def include_folders() -> list[Path]:
     return found
 
 
-def _by_nvrtc(library: Path, text: str, arch: str) -> MachineCode:
-    lib = _load(library)
-    _check_arch(lib, arch)
+def _by_nvrtc(release: _Release, text: str, arch: str) -> MachineCode:
+    if not release.knows(arch):
+        known = ", ".join(f"sm_{number}" for number in release.architectures)
+        raise TargetError(
+            f"{release} does not compile for {arch}, only for {known}; install another release "
+            "of nvidia-cuda-nvrtc"
+        )
+    lib = release.library
     options = [f"--gpu-architecture={arch}", *_NVRTC_OPTIONS, *OPTIONS, *_NAMES]
-    options += [f"-I{folder}" for folder in include_folders()]
+    options += [f"-I{folder}" for folder in include_folders(release.path.absolute())]
     program = ctypes.c_void_p()
     # NVRTC compiles for the device alone and has no driver's header.
     source = _prelude() + text.replace("#include <cuda.h>", "")
@@ -212,27 +235,38 @@ def _by_nvcc(nvcc: Path, text: str, arch: str) -> MachineCode:
         return MachineCode(target.read_bytes(), done.stdout + done.stderr)
 
 
-def _load(library: Path) -> ctypes.CDLL:
+def _best_release(arch: str = "") -> _Release | None:
+    """The newest NVRTC of those that know the architecture, if any does, else of all.
+
+    Raises
+    ------
+    TargetError
+        If there are some, and none can be loaded.
+    """
+    releases, failures = [], []
+    for path in nvrtc_libraries():
+        try:
+            releases.append(_load(path))
+        except TargetError as error:
+            failures.append(error)
+    if failures and not releases:
+        raise failures[0]
+    return max(releases, key=lambda each: (each.knows(arch), each.version), default=None)
+
+
+@functools.cache
+def _load(path: Path) -> _Release:
+    major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     try:
-        lib = ctypes.CDLL(str(library))
-    except OSError as error:
-        raise TargetError(f"{library} cannot be loaded: {error}") from None
-    lib.nvrtcGetErrorString.restype = ctypes.c_char_p
-    return lib
-
-
-def _check_arch(lib: ctypes.CDLL, arch: str) -> None:
-    """Refuse what this release of NVRTC no longer knows, or not yet."""
-    count = ctypes.c_int()
-    _check(lib, lib.nvrtcGetNumSupportedArchs(ctypes.byref(count)), "")
-    numbers = (ctypes.c_int * count.value)()
-    _check(lib, lib.nvrtcGetSupportedArchs(numbers), "")
-    if int(re.sub(r"\D", "", arch) or 0) not in numbers:
-        known = ", ".join(f"sm_{number}" for number in numbers)
-        raise TargetError(
-            f"{compiler()} does not compile for {arch}, only for {known}; install another release "
-            "of nvidia-cuda-nvrtc"
-        )
+        lib = ctypes.CDLL(str(path))
+        lib.nvrtcGetErrorString.restype = ctypes.c_char_p
+        _check(lib, lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "")
+        _check(lib, lib.nvrtcGetNumSupportedArchs(ctypes.byref(count)), "")
+        numbers = (ctypes.c_int * count.value)()
+        _check(lib, lib.nvrtcGetSupportedArchs(numbers), "")
+    except (OSError, AttributeError) as error:  # releases before 11.2 lack a function
+        raise TargetError(f"{path} cannot be loaded: {error}") from None
+    return _Release(path, lib, (major.value, minor.value), tuple(numbers))
 
 
 def _read(lib: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:

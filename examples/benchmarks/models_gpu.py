@@ -9,7 +9,7 @@ its CUDA provider, may be absent. No network. The outputs of every engine are co
 of ONNX Runtime on the CPU first, and one that is off is not timed. The gain by the passes, which
 Panamera's Table 3 reports as 21 % in the mean, is the time without them over the time with them.
 Writes results/models_gpu.json and .png. Exit code: 0, or 1 if our outputs are wrong or a model does
-not compile, or 2 if there is no GPU.
+not compile, or 2 if there is no GPU, or the architecture of --dry-run is none.
 """
 
 from __future__ import annotations
@@ -212,6 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     names = options.only or (QUICK if options.quick else tuple(MODELS))
     if options.dry_run:
+        refusal = machine.refusal_of(options.arch)
+        if refusal:
+            print(f"bench-gpu: {refusal}", file=sys.stderr)
+            return NO_GPU
         return dry_run(names, options.arch)
     missing = machine.find_gpu()
     if missing:

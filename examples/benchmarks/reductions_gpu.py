@@ -221,6 +221,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no case matches {' '.join(options.only)}", file=sys.stderr)
         return NO_GPU
     if options.dry_run:
+        refusal = machine.refusal_of(options.arch)
+        if refusal:
+            print(f"bench-gpu: {refusal}", file=sys.stderr)
+            return NO_GPU
         found = engines(options.arch, options.quick, options.engines)
         return dry_run(cases, found, options.arch, options.assemble)
     missing = machine.find_gpu()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.s_tir import ScheduleError
 from tvm.s_tir.dlight.analysis import SBlockInfo
@@ -127,8 +128,27 @@ def finish(sch: s_tir.Schedule, overlaps: Sequence[Overlap] = ()) -> s_tir.Sched
         A schedule of the final function.
     """
     func = sch.mod["main"]
-    done = vectorize_math(keep_nan(truncate_tails(overlap_tails(func, overlaps))))
+    done = truncate_tails(overlap_tails(func, overlaps))
+    done = vectorize_math(keep_nan(tvm_ffi.structural_map(done, (s_tir.SBlock, _state_init))))
     return sch if done.same_as(func) else s_tir.Schedule(done)
+
+
+def _state_init(block: s_tir.SBlock) -> s_tir.SBlock:
+    """Make the init of a block that reduces a single element the first statement of its body."""
+    reduces = any(var.iter_type == tirx.IterVar.CommReduce for var in block.iter_vars)
+    if block.init is None or reduces:
+        return block
+    return s_tir.SBlock(
+        block.iter_vars,
+        block.reads,
+        block.writes,
+        block.name_hint,
+        tirx.SeqStmt([block.init, block.body]),
+        None,
+        block.alloc_buffers,
+        block.match_buffers,
+        block.annotations,
+    )
 
 
 def static_extent(sch: s_tir.Schedule, loop: LoopRV) -> int | None:

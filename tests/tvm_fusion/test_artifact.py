@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -282,6 +283,32 @@ def test_a_failed_save_leaves_what_was_there(
         model.save(path)
     assert path.read_bytes() == b"precious"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(
+    model: CompiledModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.so"
+    synced: list[tuple[int, bool]] = []
+
+    def fsync(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, path.exists()))
+
+    monkeypatch.setattr(artifact.os, "fsync", fsync)
+    model.save(path)
+    assert synced == [(path.stat().st_ino, False), (tmp_path.stat().st_ino, True)]
+
+
+def test_a_folder_that_cannot_be_written_through_is_no_error(
+    model: CompiledModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(artifact.os, "fsync", fsync)
+    model.save(tmp_path / "model.so")
+    assert load(tmp_path / "model.so").inputs == model.inputs
 
 
 def test_a_loaded_model_is_copied_and_not_saved(saved: Path, tmp_path: Path) -> None:

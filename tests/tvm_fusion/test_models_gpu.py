@@ -16,7 +16,7 @@ import onnxruntime
 import pytest
 from gpu_fakes import FakeClock, FakeEngine
 
-from examples.benchmarks import models_gpu
+from examples.benchmarks import models_gpu, reductions_gpu
 from examples.benchmarks.gpu import compare, machine, model_case, model_engines, report
 from examples.benchmarks.gpu.model_case import ModelCase, judge, our_phases
 from examples.benchmarks.gpu.protocol import Plan, Summary, Verdict
@@ -200,6 +200,17 @@ def test_no_gpu_is_one_clear_line(
     monkeypatch.setattr(machine, "find_gpu", lambda: "no CUDA GPU was found")
     assert models_gpu.main(["--quick"]) == 2
     assert capsys.readouterr().err == ("bench-gpu: no CUDA GPU was found; --dry-run needs none\n")
+
+
+@pytest.mark.parametrize("benchmark", [models_gpu, reductions_gpu])
+def test_an_unknown_architecture_is_one_clear_line(
+    benchmark: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert benchmark.main(["--dry-run", "--arch", "sm_1"]) == 2
+    assert benchmark.main(["--dry-run", "--arch", "sm_9O"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "bench-gpu: architecture sm_1 is too old; expected sm_70 or newer"
+    assert "unknown CUDA architecture 'sm_9O'; did you mean sm_90" in second
 
 
 def test_without_reduction_passes_leaves_out_those_that_exist() -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import subprocess
 import threading
 from pathlib import Path
@@ -51,6 +53,53 @@ def test_an_nvrtc_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         nvrtc.compile_cuda("another text", "sm_90")
 
 
+def test_an_nvrtc_that_does_not_load_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken, other, found = tmp_path / "libnvrtc.so.13", Path("libc.so.6"), nvrtc.nvrtc_libraries()
+    broken.write_text("no library")
+    monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [broken, other, *found])
+    assert nvrtc.compile_cuda(KERNEL, "sm_90").cubin.startswith(b"\x7fELF")
+    assert nvrtc.compiler().startswith("NVRTC ")
+
+
+RELEASES = {
+    "libnvrtc.so.11": ((11, 8), (70, 80, 90)),
+    "libnvrtc.so.12": ((12, 9), (70, 80, 90, 100)),
+    "libnvrtc.so.13": ((13, 0), (80, 90, 100, 120)),
+}
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(RELEASES)])
+@pytest.mark.parametrize(
+    ("arch", "chosen"), [("sm_70", 12), ("sm_90a", 13), ("sm_120f", 13), ("sm_60", 13), ("", 13)]
+)
+def test_the_newest_nvrtc_that_knows_the_architecture(
+    arch: str, chosen: int, order: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(path: Path) -> nvrtc._Release:
+        return nvrtc._Release(path, ctypes.CDLL(None), *RELEASES[path.name])
+
+    monkeypatch.setattr(nvrtc, "_load", load)
+    monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [*map(Path, order)])
+    best = nvrtc._best_release(arch)
+    assert best is not None and best.path.name == f"libnvrtc.so.{chosen}"
+    assert str(best) == f"NVRTC {chosen}.{best.version[1]}"
+
+
+def test_headers_lie_beside_the_chosen_nvrtc(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    places = [tmp_path / "site/nvidia/cu12/include", tmp_path / "cuda-13/include"]
+    for place in places:
+        for header in nvrtc.HEADERS:
+            (place / header).parent.mkdir(parents=True, exist_ok=True)
+            (place / header).touch()
+    monkeypatch.setattr(cuda_toolkit, "include_folders", lambda: places)
+    for place in places:
+        assert nvrtc.include_folders(place.parent / "lib/libnvrtc.so") == [place]
+
+
 def test_nvrtc_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [])
     monkeypatch.setattr(nvrtc, "find_nvcc", lambda: None)
@@ -61,7 +110,7 @@ def test_nvrtc_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_toolkit, "toolkit_folders", lambda kind: [])
     monkeypatch.setattr(cuda_toolkit, "_cupy_folders", lambda: [])
     with pytest.raises(TargetError, match="header cuda_fp16.h was not found"):
-        nvrtc.include_folders()
+        nvrtc.include_folders(Path("/cuda/lib/libnvrtc.so.13"))
 
 
 def test_nvrtc_folders_of_wheels_and_toolkits(

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
 from .walk import used_names
 from .weights import Weights, to_array
@@ -76,6 +78,12 @@ class GraphFacts:
         tensor = numpy_helper.from_array(value, name)
         self._graph.initializer.append(tensor)
         self._small[name] = tensor
+        return name
+
+    def add_tensor(self, hint: str, dtype: int, shape: Sequence[int]) -> str:
+        """Make known a tensor that a new node computes, and return its name."""
+        name = self.fresh(hint)
+        self._infos[name] = helper.make_tensor_value_info(name, dtype, shape)
         return name
 
     def fresh(self, hint: str) -> str:

@@ -59,4 +59,7 @@ def _defect(node: onnx.NodeProto, opset: int) -> str | None:
     parts = attribute(node, "num_outputs")
     if node.op_type == "Split" and parts is not None and parts != len(node.output):
         return f"its num_outputs is {parts}, and it has {len(node.output)} outputs"
+    power = attribute(node, "p", 2)
+    if node.op_type == "LpNormalization" and power not in (1, 2):
+        return f"its p is {power}; ONNX has 1 and 2"
     return None

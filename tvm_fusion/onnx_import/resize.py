@@ -7,9 +7,10 @@ import math
 
 import numpy as np
 import onnx
+from onnx import helper
 
 from .facts import GraphFacts
-from .walk import attribute, is_default_domain, set_attributes
+from .walk import attribute, is_default_domain, replace_nodes, set_attributes
 
 METHODS = ("nearest", "linear", "cubic")
 ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
@@ -18,15 +19,46 @@ MODES = ("half_pixel", "pytorch_half_pixel", "align_corners", "asymmetric", "tf_
 
 def normalize_resizes(model: onnx.ModelProto, facts: GraphFacts) -> None:
     """Give each Resize that :func:`resize_problem` accepts its sizes, and drop ``axes``."""
+    nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
+        nodes.append(node)
         if not is_default_domain(node) or node.op_type != "Resize" or resize_problem(node, facts):
             continue
+        single = _single_corners(node, facts)
+        if single:
+            nodes.append(_first_of_two(node, single, facts))
         sizes = np.array(facts.shape(node.output[0]), np.int64)
         region = node.input[1] if len(node.input) > 1 else ""
         inputs = [node.input[0], region, "", facts.add_constant(f"{node.output[0]}/sizes", sizes)]
         del node.input[:]
         node.input.extend(inputs)
         set_attributes(node, ("axes", "keep_aspect_ratio_policy"))
+    replace_nodes(model.graph, nodes)
+
+
+def _single_corners(node: onnx.NodeProto, facts: GraphFacts) -> list[int]:
+    """Axes of one pixel whose two corners are to be aligned: TVM divides by their distance."""
+    if attribute(node, "coordinate_transformation_mode") != "align_corners":
+        return []
+    sizes = facts.shape(node.output[0]) or ()
+    return [axis for axis, size in enumerate(sizes) if axis >= 2 and size == 1]
+
+
+def _first_of_two(node: onnx.NodeProto, axes: list[int], facts: GraphFacts) -> onnx.NodeProto:
+    """Have a Resize make two pixels along some axes; return the node that takes the first."""
+    result = node.output[0]
+    shape = [2 if axis in axes else size for axis, size in enumerate(facts.shape(result) or ())]
+    node.output[0] = facts.add_tensor(f"{result}/corners", facts.dtype(result), shape)
+    ends = np.ones(len(axes), np.int64)
+    places = [
+        facts.add_constant(f"{result}/{name}", value)
+        for name, value in (
+            ("starts", 0 * ends),
+            ("ends", ends),
+            ("axes", np.array(axes, np.int64)),
+        )
+    ]
+    return helper.make_node("Slice", [node.output[0], *places], [result], name=node.name)
 
 
 def resize_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:

@@ -8,13 +8,18 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 import onnx
+from onnx import helper
 
 from ..errors import InvalidModelError
+from .walk import is_default_domain
 
 Shapes = Mapping[str, "int | str | Sequence[int | str]"]
 
 MAX_ELEMENTS = 2**31 - 1
 """The compiled code counts elements in 32-bit integers."""
+
+LIKE_INPUT = frozenset({"GroupNormalization"})
+"""Operators whose result has the shape of their first input, which onnx does not infer."""
 
 
 def bind_shapes(model: onnx.ModelProto, shapes: Shapes | None) -> None:
@@ -84,13 +89,29 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     constants finds the same shapes.
     """
     _check_sizes(model)
+    inferred = onnx.ModelProto()
+    inferred.CopyFrom(model)
+    shapeless = _stand_in(inferred.graph)
     try:
-        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+        inferred = onnx.shape_inference.infer_shapes(inferred, check_type=True, strict_mode=True)
     except (onnx.shape_inference.InferenceError, ValueError, RuntimeError) as error:
         text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise InvalidModelError(f"the model's shapes do not fit together: {text}") from error
+    for index, node in shapeless.items():
+        inferred.graph.node[index].CopyFrom(node)
     _check_sizes(inferred)
     return inferred
+
+
+def _stand_in(graph: onnx.GraphProto) -> dict[int, onnx.NodeProto]:
+    """Put an Identity for each node of ``LIKE_INPUT``; return the nodes by their places."""
+    nodes = {}
+    for index, node in enumerate(graph.node):
+        if node.op_type in LIKE_INPUT and is_default_domain(node):
+            nodes[index] = onnx.NodeProto()
+            nodes[index].CopyFrom(node)
+            node.CopyFrom(helper.make_node("Identity", node.input[:1], node.output, node.name))
+    return nodes
 
 
 def infer_shapes_anew(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tvm_fusion.errors import EngineError
+from tvm_fusion.errors import EngineError, TargetError
 from tvm_fusion.host_info import host_info
 from tvm_fusion.nvrtc import compiler
+from tvm_fusion.target import resolve
 
 from .clock import Clock
 from .engine import module, version
@@ -52,6 +53,15 @@ def find_gpu() -> str:
         return f"no GPU can be used: PyTorch, which allocates and times, is missing ({error})"
     if not torch.cuda.is_available():
         return f"no CUDA GPU was found (PyTorch {torch.__version__} sees none)"
+    return ""
+
+
+def refusal_of(arch: str) -> str:
+    """Why nothing can be compiled for an architecture; an empty text if it can."""
+    try:
+        resolve({"kind": "cuda", "arch": arch})
+    except TargetError as error:
+        return str(error)
     return ""
 
 

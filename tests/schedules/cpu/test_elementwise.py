@@ -153,6 +153,16 @@ def test_compiles_for_other_vector_units(target):
     assert assembly(func, target)
 
 
+@pytest.mark.parametrize("log", [False, True])
+def test_sums_of_a_single_element_beside_an_elementary_function(log):
+    x = tensor("x", 1, 1, 1)
+    y = topi.nn.log_softmax(x, 1) if log else topi.nn.softmax(x, 1)
+    value = draw((1, 1, 1))
+    close(
+        run(schedule(Elementwise(), function([x], y), HOST), value)[0], np.full_like(value, not log)
+    )
+
+
 def test_reductions_and_other_targets_are_left_alone():
     x = tensor("x", 4, 9)
     assert Elementwise().apply(function([x], topi.sum(x, 1)), HOST, False) is None

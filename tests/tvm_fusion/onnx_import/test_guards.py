@@ -73,6 +73,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], int, str]] = [
         r"no padding gives its output_shape \[40, 40\]",
     ),
     ("Einsum", [], {"equation": "x?"}, 13, r"its equation is 'x\?'"),
+    ("LpNormalization", [], {"p": 3}, 13, "its p is 3; ONNX has 1 and 2"),
     ("Concat", [None], {"axis": 0}, 13, "its input 1 is missing"),
     ("Flatten", [], {"axis": 2**40}, 13, "its attribute axis is 1099511627776"),
     ("Split", [], {"num_outputs": 3, "axis": 1}, 18, "its num_outputs is 3, and it has 1 outputs"),

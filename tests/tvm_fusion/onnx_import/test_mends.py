@@ -300,6 +300,23 @@ def test_resize(attributes: dict[str, Any], inputs: list[Any]) -> None:
     )
 
 
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 5), (1, 9)), ((4, 1), (8, 2)), ((4, 6), (1, 3)), ((1, 1), (1, 1))]
+)
+def test_corners_of_a_single_pixel_are_aligned(
+    mode: str, before: tuple[int, ...], after: tuple[int, ...]
+) -> None:
+    model = one_node(
+        "Resize",
+        (1, 2, *before),
+        *(None, None, int64(1, 2, *after)),
+        mode=mode,
+        coordinate_transformation_mode="align_corners",
+    )
+    assert_same_as_onnx_runtime(model)
+
+
 @pytest.mark.parametrize("op_type", ["Celu", "Softsign", "HardSwish", "HardSigmoid"])
 def test_activations(op_type: str) -> None:
     assert_same_as_onnx_runtime(one_node(op_type, (2, 3, 4)))

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper
-from onnx_cases import onnx_model
+from onnx_cases import assert_same_as_onnx_runtime, normal, onnx_model
 
 from tvm_fusion.errors import InvalidModelError
 from tvm_fusion.frontend import import_onnx
@@ -56,6 +56,21 @@ def test_shapes_that_the_model_declared_before_do_not_matter() -> None:
     model.graph.value_info.append(helper.make_tensor_value_info("y", 1, ("stale", 3)))
     model.graph.output[0].CopyFrom(helper.make_tensor_value_info("y", 1, ("stale", 3)))
     assert _shapes(model, {"n": 2}) == [(2, 3)] * 3
+
+
+def test_a_group_norm_has_the_shape_of_its_data() -> None:
+    nodes = [
+        helper.make_node("GroupNormalization", ["x", "s", "b"], ["t"], num_groups=2),
+        helper.make_node("GroupNormalization", ["t", "s", "b"], ["u"], num_groups=1),
+        helper.make_node("Resize", ["u", "", "scales"], ["y"], mode="linear"),
+    ]
+    constants = {
+        "s": np.ones(4, np.float32),
+        "b": np.zeros(4, np.float32),
+        "scales": np.array([1, 1, 2, 2], np.float32),
+    }
+    model = onnx_model(nodes, {"x": (1, 4, 3, 5)}, ["y"], constants, 21)
+    assert_same_as_onnx_runtime(model, {"x": normal(1, 4, 3, 5)})
 
 
 def test_missing_sizes_say_what_to_pass() -> None:
