@@ -196,18 +196,8 @@ def gpt2(
 ) -> onnx.ModelProto:
     """GPT-2 (Radford et al., 2019): pre-normalised decoder layers, causal, with tanh GELU.
 
-    Parameters
-    ----------
-    batch : int or str
-        Sequences at a time, or the name of a symbolic size.
-    sequence : int
-        Tokens of a sequence, at most 1024.
-    seed : int
-        Of the weights.
-    layers, width, heads, vocabulary : int
-        Size; by default that of GPT-2 small.
-    weights : bool
-        Whether there are numbers, 124 million in full size; else the weights are inputs.
+    Parameters are those of :func:`bert_base`, but that a sequence has up to 1024 tokens. By default
+    it is GPT-2 small, with 124 million weights.
 
     Returns
     -------

@@ -38,6 +38,10 @@ OPTIONS = (
 )
 # TVM calls a function by this name to round numbers of 16 bits; CUDA has it by the other one.
 _NAMES = ("-Dhnearbyint=hrint",)
+# Part of every text of TVM: reading this header takes ten times as long as compiling a kernel.
+_TYPE_TRAITS = re.compile(
+    r"#include <cuda/std/type_traits>\s+namespace std \{(?:\s*using cuda::std::\w+;)*\s*\}"
+)
 _NVRTC_OPTIONS = ("-default-device", "--device-int128")
 _compiling = threading.RLock()
 _ADVICE = "pip install 'tvm-fusion[cuda]', or install a CUDA toolkit"
@@ -208,7 +212,7 @@ def _by_nvrtc(release: _Release, text: str, arch: str) -> MachineCode:
     options += [f"-I{folder}" for folder in include_folders(release.path.absolute())]
     program = ctypes.c_void_p()
     # NVRTC compiles for the device alone and has no driver's header.
-    source = _prelude() + text.replace("#include <cuda.h>", "")
+    source = _prelude() + _without_unused_traits(text).replace("#include <cuda.h>", "")
     status = lib.nvrtcCreateProgram(
         ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None
     )
@@ -282,6 +286,12 @@ def _check(lib: ctypes.CDLL, status: int, log: str) -> None:
     if status:
         text = lib.nvrtcGetErrorString(status).decode()
         raise CompilationError(f"NVRTC refused the kernel: {text}: {log.strip()}".rstrip(": "))
+
+
+def _without_unused_traits(text: str) -> str:
+    """Leave out TVM's type traits where no kernel names one."""
+    lean = _TYPE_TRAITS.sub("", text)
+    return text if re.search(r"(?<!using cuda::)\bstd::", lean) else lean
 
 
 def _prelude() -> str:

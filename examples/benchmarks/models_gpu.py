@@ -15,7 +15,6 @@ not compile, or 2 if there is no GPU, or the architecture of --dry-run is none.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -30,13 +29,12 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks.campaign import FOLDER  # noqa: E402
-from examples.benchmarks.gpu import machine, report  # noqa: E402
+from examples.benchmarks.gpu import command_line, machine, report  # noqa: E402
 from examples.benchmarks.gpu.clock import Clock, CudaClock  # noqa: E402
-from examples.benchmarks.gpu.compare import Trial, clear, presence, race  # noqa: E402
+from examples.benchmarks.gpu.compare import Trial, clear, race  # noqa: E402
 from examples.benchmarks.gpu.engine import Engine  # noqa: E402
 from examples.benchmarks.gpu.model_case import (  # noqa: E402
     ModelCase,
-    build,
     gpu_target,
     judge,
     launches,
@@ -47,13 +45,11 @@ from examples.benchmarks.gpu.model_case import (  # noqa: E402
 from examples.benchmarks.gpu.model_engines import model_engines  # noqa: E402
 from examples.benchmarks.gpu.protocol import Plan, Rotation, Verdict, reason  # noqa: E402
 from examples.benchmarks.gpu.relax_build import cuda_texts  # noqa: E402
-from examples.benchmarks.reductions_gpu import comparable, make_console  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
 from tvm_fusion.cli_output import progress_bar  # noqa: E402
 from tvm_fusion.gpu_phases import stock_phases  # noqa: E402
-from tvm_fusion.json_text import json_text  # noqa: E402
+from tvm_fusion.pipeline import build  # noqa: E402
 
-NO_GPU = 2
 OURS, WITHOUT = "tvm-fusion", "without reduction passes"
 MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
     "bert_base": ZOO["bert_base"],
@@ -74,12 +70,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description="Race whole models on a GPU.")
     options.add_argument("--quick", action="store_true", help="fewer models and samples")
     options.add_argument("--only", nargs="+", choices=MODELS, metavar="NAME", help="of models")
-    options.add_argument("--engines", nargs="+", metavar="WORD", help="parts of engine titles")
-    options.add_argument("--samples", type=int, help="timings of each engine (default: 50)")
-    options.add_argument("--minutes", type=float, help="start no model after so many")
-    options.add_argument("--resume", action="store_true", help="keep what the file already has")
-    options.add_argument("--dry-run", action="store_true", help="compile to CUDA text, run nothing")
-    options.add_argument("--arch", default="sm_90", help="of --dry-run (default: sm_90)")
+    command_line.add_options(options, "model")
     options.add_argument("--output", type=Path, metavar="FILE", default=FOLDER / "models_gpu.json")
     return options
 
@@ -100,17 +91,15 @@ def dry_run(names: Sequence[str], arch: str) -> int:
                     optimised = optimize(case, plan, arch)
                     row.append(str(launches(optimised)))
                     if way == OURS:
-                        texts = cuda_texts(build(optimised, arch))
+                        texts = cuda_texts(build(optimised, gpu_target(arch)))
                         lines = sum(text.count("\n") for text in texts)
                 except Exception as error:  # all of them are to be listed
                     failed.append(f"{name}, {way}: {reason(error)}")
                     row.append("failed")
             table.add_row(*row, str(lines), f"{time.monotonic() - start:.0f}")
-    console = make_console()
+    console = command_line.make_console()
     console.print(table)
-    for engine in model_engines(arch):
-        missing = presence(engine)
-        console.print(f"{engine.title}: {f'absent: {missing}' if missing else 'present'}")
+    command_line.show_presence(model_engines(arch), console)
     for line in failed:
         console.print(f"FAILED {line}")
     return 1 if any(f", {OURS}: " in line for line in failed) else 0
@@ -160,14 +149,10 @@ def to_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 def load(path: Path, settings: dict[str, Any]) -> Results:
     """Results in a file, if they were taken with the same settings."""
-    if not path.exists():
-        return {}
-    stored = json.loads(path.read_text())
-    if comparable(stored["settings"]) != comparable(json.loads(json_text(settings))):
-        return {}
+    stored = command_line.stored_results(path, settings) or {}
     return {
         name: [report.read_verdict(entry) for entry in record["verdicts"]]
-        for name, record in stored["results"].items()
+        for name, record in stored.items()
     }
 
 
@@ -217,10 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"bench-gpu: {refusal}", file=sys.stderr)
             return NO_GPU
         return dry_run(names, options.arch)
-    missing = machine.find_gpu()
-    if missing:
-        print(f"bench-gpu: {missing}; --dry-run needs none", file=sys.stderr)
-        return NO_GPU
+    if command_line.lacks_gpu():
+        return command_line.NO_GPU
     return measure(names, options)
 
 
@@ -230,14 +213,10 @@ def measure(names: Sequence[str], options: argparse.Namespace) -> int:
     plan = replace(plan, samples=options.samples or plan.samples)
     clock, arch = CudaClock(), machine.arch()
     settings = {"machine": machine.describe(), "plan": asdict(plan)}
-    engines = [
-        engine
-        for engine in model_engines(arch)
-        if not options.engines or any(w.lower() in engine.title.lower() for w in options.engines)
-    ]
+    engines = command_line.chosen(model_engines(arch), options.engines)
     results = measure_all(names, engines, clock, plan, settings, options)
     title = f"Models on {settings['machine']['gpu']['name']}"
-    console = make_console()
+    console = command_line.make_console()
     console.print(results_table(results, title))
     report.draw_models(results, title, options.output.with_suffix(".png"))
     for name, verdicts in results.items():

@@ -14,7 +14,6 @@ wrong or not repeatable, or 2 if there is no GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks import reduction_cases  # noqa: E402
 from examples.benchmarks.campaign import FOLDER  # noqa: E402
-from examples.benchmarks.gpu import machine, report  # noqa: E402
+from examples.benchmarks.gpu import command_line, machine, report  # noqa: E402
 from examples.benchmarks.gpu.clock import Clock, CudaClock  # noqa: E402
-from examples.benchmarks.gpu.compare import compare, presence  # noqa: E402
+from examples.benchmarks.gpu.compare import compare  # noqa: E402
 from examples.benchmarks.gpu.cupy_cub import CupyCub  # noqa: E402
 from examples.benchmarks.gpu.engine import Engine  # noqa: E402
 from examples.benchmarks.gpu.ours import Ours  # noqa: E402
@@ -57,11 +56,8 @@ from examples.benchmarks.gpu.variants import (  # noqa: E402
 from examples.benchmarks.gpu.xla import XLA  # noqa: E402
 from examples.benchmarks.reduction_cases import Case  # noqa: E402
 from schedules.reduce_workload import FINISHES  # noqa: E402
-from tvm_fusion.cli_output import FILE_WIDTH, progress_bar  # noqa: E402
-from tvm_fusion.json_text import json_text  # noqa: E402
+from tvm_fusion.cli_output import progress_bar  # noqa: E402
 from tvm_fusion.nvrtc import compile_cuda, compiler  # noqa: E402
-
-NO_GPU = 2
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,14 +65,9 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description="Race GPU reductions.")
     options.add_argument("--quick", action="store_true", help="fewer cases, samples and finishes")
     options.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="of case names")
-    options.add_argument("--engines", nargs="+", metavar="WORD", help="parts of engine titles")
-    options.add_argument("--samples", type=int, help="timings of each engine (default: 50)")
-    options.add_argument("--minutes", type=float, help="start no case after so many")
-    options.add_argument("--resume", action="store_true", help="keep what the file already has")
+    command_line.add_options(options, "case")
     options.add_argument("--thresholds", action="store_true", help="force splits and finishes")
-    options.add_argument("--dry-run", action="store_true", help="compile to CUDA text, run nothing")
     options.add_argument("--assemble", action="store_true", help="with --dry-run: to machine code")
-    options.add_argument("--arch", default="sm_90", help="of --dry-run (default: sm_90)")
     options.add_argument("--output", type=Path, metavar="FILE", help="default: under results/")
     return options
 
@@ -88,11 +79,7 @@ def engines(arch: str, quick: bool, words: Sequence[str] | None) -> list[Engine]
     every += [TVMDefault(arch), TorchEager(), TorchCompile()]
     every += [] if quick else [TorchCompile(cooperative=True)]
     every += [CupyCub(), XLA(), TorchMV()]
-    return [
-        engine
-        for engine in every
-        if words is None or any(word.lower() in engine.title.lower() for word in words)
-    ]
+    return command_line.chosen(every, words)
 
 
 def dry_run(cases: Sequence[Case], found: Sequence[Engine], arch: str, assemble: bool) -> int:
@@ -115,11 +102,9 @@ def dry_run(cases: Sequence[Case], found: Sequence[Engine], arch: str, assemble:
         lines = sum(text.count("\n") for text in texts)
         size = f"{case.bytes / 1e6:.4g}"
         table.add_row(case.name, case.form, inputs, size, str(kernels), str(lines))
-    console = make_console()
+    console = command_line.make_console()
     console.print(table)
-    for engine in found:
-        missing = presence(engine)
-        console.print(f"{engine.title}: {f'absent: {missing}' if missing else 'present'}")
+    command_line.show_presence(found, console)
     console.print(f"compiler: {compiler() or 'none'}")
     for line in failed:
         console.print(f"FAILED {line}")
@@ -158,23 +143,13 @@ def race(
 
 def load(path: Path, settings: dict[str, Any], cases: Sequence[Case]) -> list[Result]:
     """Results in a file, if they were taken with the same settings."""
-    if not path.exists():
-        return []
-    stored = json.loads(path.read_text())
-    if comparable(stored["settings"]) != comparable(json.loads(json_text(settings))):
-        return []
+    stored = command_line.stored_results(path, settings) or []
     by_name = {case.name: case for case in cases}
     return [
         Result.from_json(record, by_name[record["case"]["name"]])
-        for record in stored["results"]
+        for record in stored
         if record["case"]["name"] in by_name
     ]
-
-
-def comparable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without what differs from one start to the next: clocks, measured limits."""
-    gpu = dict(settings["machine"], gpu=settings["machine"]["gpu"].get("name"))
-    return {"machine": gpu, "plan": settings["plan"]}
 
 
 def thresholds_table(results: Sequence[Result]) -> Table:
@@ -202,12 +177,6 @@ def show_sub_graphs(results: Sequence[Result], console: Console, gpu: str, folde
         report.draw_bars(found, title, folder / "subgraphs_gpu.png")
 
 
-def make_console() -> Console:
-    """A console that does not fold tables in files."""
-    console = Console()
-    return console if console.is_terminal else Console(width=FILE_WIDTH)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     options = parser().parse_args(arguments)
@@ -219,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not cases:
         print(f"no case matches {' '.join(options.only)}", file=sys.stderr)
-        return NO_GPU
+        return command_line.NO_GPU
     if options.dry_run:
         refusal = machine.refusal_of(options.arch)
         if refusal:
@@ -227,10 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return NO_GPU
         found = engines(options.arch, options.quick, options.engines)
         return dry_run(cases, found, options.arch, options.assemble)
-    missing = machine.find_gpu()
-    if missing:
-        print(f"bench-gpu: {missing}; --dry-run needs none", file=sys.stderr)
-        return NO_GPU
+    if command_line.lacks_gpu():
+        return command_line.NO_GPU
     return measure(cases, options)
 
 
@@ -251,7 +218,7 @@ def measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
         return [Forced(arch, variant) for variant in variants(case, arch)]
 
     results = race(cases, engines_of, clock, plan, settings, options)
-    console = make_console()
+    console = command_line.make_console()
     if options.thresholds:
         console.print(thresholds_table(results))
     else:

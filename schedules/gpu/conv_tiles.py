@@ -24,6 +24,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from .conv_shape import ConvShape
 from .device import GPUInfo
@@ -80,33 +81,33 @@ class ConvTile:
         """Threads along the pixels."""
         return self.pixels // self.thread_pixels
 
-    @property
+    @cached_property
     def threads(self) -> int:
         """Threads of a block."""
         return self.parts * self.block_threads * self.pixel_threads
 
-    @property
+    @cached_property
     def shared_bytes(self) -> int:
         """Shared memory of a block: two steps of both operands, and the sums of all parts."""
         staged = 2 * 16 * (self.blocks * (4 * self.quads + 1) + self.pixels * self.quads)
         return staged + (16 * self.parts * self.blocks * self.pixels if self.parts > 1 else 0)
 
-    @property
+    @cached_property
     def products(self) -> int:
         """Multiply-adds of a thread and step."""
         return 16 * self.thread_blocks * self.thread_pixels * (self.quads // self.parts)
 
-    @property
+    @cached_property
     def weight_turns(self) -> int:
         """Loads of weights of a thread and step."""
         return -(-self.blocks * 4 * self.quads // self.threads)
 
-    @property
+    @cached_property
     def data_turns(self) -> int:
         """Loads of data of a thread and step."""
         return -(-self.pixels * self.quads // self.threads)
 
-    @property
+    @cached_property
     def registers(self) -> int:
         """An estimate of the registers of a thread."""
         sums = 4 * self.thread_blocks * self.thread_pixels
@@ -153,11 +154,10 @@ def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile:
         The device.
     """
     found = [
-        replace(tile, splits=splits)
-        for tile in all_tiles()
+        tile
+        for tile in _split_tiles()
+        if tile.splits == 1 or (product.may_split and 2 * tile.splits * tile.quads <= product.quads)
         if fits(tile, gpu)
-        for splits in (SPLITS if product.may_split else (1,))
-        if splits == 1 or 2 * splits * tile.quads <= product.quads
     ]
     return min(found, key=lambda tile: estimate(product, tile, gpu))
 
@@ -219,6 +219,12 @@ def step_bytes(tile: ConvTile) -> float:
 def all_tiles() -> tuple[ConvTile, ...]:
     """All tiles that are considered."""
     return tuple(_enumerate())
+
+
+@functools.cache
+def _split_tiles() -> tuple[ConvTile, ...]:
+    """The same with every number of splits; kept, since each knows what it has computed."""
+    return tuple(replace(tile, splits=splits) for tile in all_tiles() for splits in SPLITS)
 
 
 def _enumerate() -> Iterator[ConvTile]:

@@ -13,6 +13,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from .conv_shape import ConvShape
 from .conv_tiles import (
@@ -73,14 +74,14 @@ class FusedTile:
     first_quads: int = 2
     rows: int = 2
 
-    @property
+    @cached_property
     def second(self) -> ConvTile:
         """The tile of the second layer."""
         pixels = self.height * self.width
         own = self.thread_blocks, self.thread_pixels
         return ConvTile(self.blocks, pixels, *own, self.quads)
 
-    @property
+    @cached_property
     def threads(self) -> int:
         """Threads of a block."""
         return self.second.threads
@@ -154,7 +155,7 @@ class Pair:
 @functools.lru_cache(maxsize=256)
 def choose_fused_tile(pair: Pair, gpu: GPUInfo) -> FusedTile | None:
     """The tile for which :func:`estimate_fused` gives the least time; None if none fits."""
-    fitting = [tile for tile in _enumerate(pair) if pair.fits(tile, gpu)]
+    fitting = [tile for tile in _all_tiles(pair.first.layer.is_depthwise) if pair.fits(tile, gpu)]
     return min(fitting, key=lambda tile: estimate_fused(pair, tile, gpu), default=None)
 
 
@@ -200,9 +201,13 @@ def _first_cost(pair: Pair, tile: FusedTile) -> tuple[float, float, float, float
     return items * each, 0.0, 16.0 * tile.chunk * read, items * STEP_LATENCY
 
 
-def _enumerate(pair: Pair) -> Iterator[FusedTile]:
-    """All tiles that are considered."""
-    depthwise = pair.first.layer.is_depthwise
+@functools.cache
+def _all_tiles(depthwise: bool) -> tuple[FusedTile, ...]:
+    """All tiles that are considered for a depthwise or dense first layer."""
+    return tuple(_enumerate(depthwise))
+
+
+def _enumerate(depthwise: bool) -> Iterator[FusedTile]:
     firsts = (
         [(1, 2, rows) for rows in (1, 2, 4)]
         if depthwise

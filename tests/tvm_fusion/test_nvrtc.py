@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import struct
 import subprocess
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tvm
 import tvm_ffi
+from tvm import te, tirx
 
 from tvm_fusion import cuda_toolkit, nvrtc
 from tvm_fusion.errors import CompilationError, TargetError
@@ -202,3 +205,39 @@ def test_numbers_of_16_bits_are_rounded(header: str, dtype: str) -> None:
     body = "x[threadIdx.x] = hnearbyint(x[threadIdx.x]);"
     text = f'#include <cuda_{header}.h>\nextern "C" __global__ void r({dtype}* x) {{ {body} }}'
     assert [*nvrtc.resources(nvrtc.compile_cuda(text, "sm_90"))] == ["r"]
+
+
+def test_type_traits_are_read_only_where_a_kernel_names_one() -> None:
+    """TVM's text has them always: without them a kernel is the same, and compiled sooner."""
+    target = tvm.target.Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
+    text = str(tirx.build(doubled(), target=target).imports[0].inspect_source())
+    naming = f"{text}\nstatic_assert(std::is_same_v<float, float>);"
+    assert nvrtc._without_unused_traits(naming) == naming
+    lean = nvrtc._without_unused_traits(text)
+    assert "type_traits" in text and "cuda/std/type_traits" not in lean
+    kernels = [nvrtc.compile_cuda(source, "sm_90").cubin for source in (naming, lean)]
+    assert machine_code(kernels[0]) == machine_code(kernels[1]) != b""
+
+
+def doubled() -> tirx.PrimFunc:
+    data = te.placeholder((1024,), "float32", "data")
+    func = te.create_prim_func([data, te.compute((1024,), lambda i: data[i] * 2, "twice")])
+    schedule = tvm.s_tir.Schedule(func)
+    [loop] = schedule.get_loops("twice")
+    for part, axis in zip(
+        schedule.split(loop, [None, 128]), ("blockIdx.x", "threadIdx.x"), strict=True
+    ):
+        schedule.bind(part, axis)
+    return schedule.mod["main"]
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The section ``.text`` of the one kernel of an ELF object."""
+    table, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
+    headers = [struct.unpack_from("<I20xQQ", cubin, table + size * at) for at in range(count)]
+    [found] = (
+        cubin[start : start + length]
+        for name, start, length in headers
+        if cubin[headers[names][1] + name :].startswith(b".text.")
+    )
+    return found

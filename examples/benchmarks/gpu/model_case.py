@@ -15,14 +15,12 @@ from numpy.typing import NDArray
 from onnx import helper
 from tvm import relax
 from tvm.ir.transform import Pass
-from tvm.relax.backend.cuda import pipeline as stock
 from tvm.target import Target
 
 from examples.onnx_builder import random_inputs
 from tvm_fusion.errors import EngineError
 from tvm_fusion.frontend import import_onnx
 from tvm_fusion.launches import kernel_uses
-from tvm_fusion.nvrtc import tvm_compiler
 from tvm_fusion.pipeline import Options, phases, run_phases
 from tvm_fusion.target import resolve
 
@@ -107,16 +105,6 @@ def optimize(case: ModelCase, plan: Phases, arch: str) -> tvm.IRModule:
 def launches(mod: tvm.IRModule) -> int:
     """Kernels that a call launches."""
     return sum(use.launches for use in kernel_uses(mod))
-
-
-def build(mod: tvm.IRModule, arch: str) -> Any:
-    """Generate code; the CUDA text becomes machine code only where a GPU is found."""
-    target = gpu_target(arch)
-    lower = tvm.transform.Sequential(
-        [*stock.dataflow_lower_passes(target), *stock.finalize_passes(target)]
-    )
-    with tvm_compiler(arch), target:
-        return tvm.compile(mod, target, relax_pipeline=lower)
 
 
 def reference(case: ModelCase, seed: int) -> list[NDArray[Any]] | None:

@@ -12,9 +12,10 @@ import tvm_ffi
 
 from tvm_fusion.errors import EngineError
 from tvm_fusion.gpu_phases import stock_phases
+from tvm_fusion.pipeline import build
 
 from .engine import Engine, Launcher, Sets, module
-from .model_case import ModelCase, Phases, build, gpu_target, launches, optimize, our_phases
+from .model_case import ModelCase, Phases, gpu_target, launches, optimize, our_phases
 from .onnx_torch import TorchTwin
 from .ours import check_tvm
 
@@ -48,7 +49,7 @@ class ByTVM(Engine):
     def prepare(self, case: Any, sets: Sets) -> Launcher:
         """Compile a model."""
         optimised = optimize(case, self.plan, self.arch)
-        executable = build(optimised, self.arch)
+        executable = build(optimised, gpu_target(self.arch))
         main = tvm.relax.VirtualMachine(executable, tvm.cuda(0))["main"]
         inputs = [[tvm.runtime.from_dlpack(tensor) for tensor in tensors] for tensors in sets]
 
