@@ -248,7 +248,7 @@ def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
 
 def block_threads(gpu: GPUInfo, wanted: int | None = None) -> int:
     """Threads of a whole block, a power of two: as many as `wanted`, or `THREADS`."""
-    return 1 << (min(wanted or THREADS, gpu.max_threads).bit_length() - 1)
+    return gpu.block_threads(wanted or THREADS)
 
 
 def vector_width(
