@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from tvm import relax
 
+from schedules.errors import OpError
+
 from .simplify.expressions import op_name
 
 
@@ -96,7 +98,13 @@ class BlockOrder:
         return first
 
     def sort(self, units: Sequence[Unit]) -> list[Unit]:
-        """Put units in order: each as soon as it can be, but none before its turn."""
+        """Put units in order: each as soon as it can be, but none before its turn.
+
+        Raises
+        ------
+        OpError
+            If units depend on each other in a circle.
+        """
         source = {var: number for number, unit in enumerate(units) for var in unit.provides}
         waiting = [
             {
@@ -121,6 +129,12 @@ class BlockOrder:
                 waiting[reader].discard(number)
                 if not waiting[reader]:
                     heapq.heappush(ready, (units[reader].turn, reader))
+        if len(found) < len(units):
+            left = [var.name_hint for unit in units if unit not in found for var in unit.computes]
+            raise OpError(
+                f"bindings {', '.join(left)} depend on each other in a circle once some are one; "
+                "expected units between which no path leads back: ask BlockOrder.is_convex first"
+            )
         return found
 
     def _add_fences(self) -> None:

@@ -14,9 +14,9 @@ from ..branch import when
 from ..conv2d_workload import from_json
 from ..expression_walk import substitute
 from ..reduce_workload import unravel
-from .device import KINDS
+from .device import KINDS, GPUInfo
 from .index_math import ceildiv, i64, simplified
-from .kernel_function import write_kernels
+from .kernel_function import unless_empty, write_kernels
 from .matmul_function import ACCUMULATOR
 
 THREADS = 128
@@ -45,20 +45,24 @@ class AnyConv2D(GPUScheduleRule):
         if "pad1" in [sch.get(block).name_hint for block in found]:
             sch.compute_inline(sch.get_sblock("pad1"))
         stages = sch.get(sch.get_sblock("conv1")), sch.get(sch.get_sblock("layer1"))
-        written = write_kernels(func, lambda: _write_kernel(func, *stages))
+        threads = GPUInfo.from_target(target).block_threads(THREADS)
+        written = write_kernels(func, lambda: _write_kernel(func, *stages, threads))
         return s_tir.Schedule(tvm.IRModule({"main": written}))
 
 
-def _write_kernel(func: tirx.PrimFunc, conv: s_tir.SBlock, layer: s_tir.SBlock) -> None:
+def _write_kernel(
+    func: tirx.PrimFunc, conv: s_tir.SBlock, layer: s_tir.SBlock, threads: int
+) -> None:
     """Emit the launch, from the block that sums up and the one that ends the layer."""
     output = func.params[-1]
     total = i64(1)
     for extent in output.shape:
         total = total * i64(extent)
     total = simplified(total)
-    with T.launch_thread("blockIdx.x", ceildiv(total, THREADS)) as block:
-        with T.launch_thread("threadIdx.x", i64(THREADS)) as thread:
-            item = T.bind(block * i64(THREADS) + thread)
+    count = ceildiv(total, threads)
+    with unless_empty(count), T.launch_thread("blockIdx.x", count) as block:
+        with T.launch_thread("threadIdx.x", i64(threads)) as thread:
+            item = T.bind(block * i64(threads) + thread)
             with when(item < total):
                 index = unravel(item, output.shape)
                 sums = _sum_up(conv, index)

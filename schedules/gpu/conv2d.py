@@ -16,7 +16,8 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from ..branch import when
-from ..conv2d_workload import Conv2DKernel, from_json
+from ..conv2d_workload import Conv2DKernel, ConvLayer, from_json
+from ..errors import OpError
 from .conv_epilogue import Ending, Epilogue, Partial, finish_tile, lanes_at, sum_parts
 from .conv_gemm import multiply
 from .conv_memory import flat_view
@@ -25,7 +26,7 @@ from .conv_stages import DataStage, WeightStage
 from .conv_tiles import REGISTERS, ConvTile, Product, choose_tile
 from .device import KINDS, GPUInfo
 from .gemm_block import GemmBlock
-from .kernel_function import resident_blocks, write_kernels
+from .kernel_function import resident_blocks, unless_empty, write_kernels
 
 ADDING_THREADS = 128
 
@@ -35,7 +36,7 @@ class Conv2D(GPUScheduleRule):
 
     Takes functions that legalization marked as one convolution of float32 on images of a known
     size (the batch may be symbolic) in ``NCHW4c``, or NCHW data with such an output, unless it is
-    depthwise; returns None for everything else.
+    depthwise, where a tile fits the device; returns None for everything else.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
@@ -45,11 +46,18 @@ class Conv2D(GPUScheduleRule):
             return None
         shape = ConvShape.of(kernel, batch_of(func))
         gpu = GPUInfo.from_target(target)
-        return conv2d_template(func, kernel, choose_tile(Product.of(shape), gpu), gpu)
+        tile = choose_tile(Product.of(shape), gpu)
+        return None if tile is None else conv2d_template(func, kernel, tile, gpu)
 
 
 def packed_kernel(func: tirx.PrimFunc, target: Target, layers: int) -> Conv2DKernel | None:
-    """The workload of a marked function in ``NCHW4c``, or None if no template can take it."""
+    """The workload of a marked function in ``NCHW4c``, or None if no template can take it.
+
+    Raises
+    ------
+    OpError
+        If its groups do not consist of whole blocks of channels.
+    """
     if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
         return None
     text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
@@ -59,7 +67,21 @@ def packed_kernel(func: tirx.PrimFunc, target: Target, layers: int) -> Conv2DKer
     packed = kernel.out_layout == f"NCHW{LANES}c" and kernel.dtype == "float32"
     static = None not in (kernel.height, kernel.width)
     direct = not (kernel.winograd or kernel.plain_data or kernel.plain_out)
-    return kernel if packed and static and direct and len(kernel.layers) == layers else None
+    if not (packed and static and direct and len(kernel.layers) == layers):
+        return None
+    for layer in kernel.layers:
+        _check_groups(layer)
+    return kernel
+
+
+def _check_groups(layer: ConvLayer) -> None:
+    own = layer.in_channels // layer.groups, layer.out_channels // layer.groups
+    if layer.groups > 1 and not layer.is_depthwise and any(count % LANES for count in own):
+        raise OpError(
+            f"convolution {layer} in NCHW{LANES}c: groups of {own[0]} input and {own[1]} output "
+            f"channels cut blocks; expected multiples of {LANES}: leave the layer in NCHW, as "
+            "PackLayout does"
+        )
 
 
 def batch_of(func: tirx.PrimFunc) -> tirx.Expr | int:
@@ -93,7 +115,7 @@ def conv2d_template(
         count = shape.images * shape.out_planes * shape.out_pixels
         partial = T.sblock_alloc_buffer((tile.splits * count * LANES,), "float32")
         _write_product(func, shape, tile, gpu, partial)
-        _write_addition(func, shape, tile.splits, partial)
+        _write_addition(func, shape, tile.splits, partial, gpu.block_threads(ADDING_THREADS))
 
     return s_tir.Schedule(tvm.IRModule({"main": write_kernels(func, body)}))
 
@@ -109,6 +131,7 @@ def _write_product(
     across = (shape.const(shape.pixels) + (tile.pixels - 1)) // tile.pixels
     down = -(-shape.out_blocks // tile.blocks)
     with (
+        unless_empty(across),
         T.launch_thread("blockIdx.z", shape.const(tile.splits)) as split,
         T.launch_thread("blockIdx.y", shape.const(shape.groups * down)) as row,
         T.launch_thread("blockIdx.x", across) as column,
@@ -130,17 +153,17 @@ def _write_product(
 
 
 def _write_addition(
-    func: tirx.PrimFunc, shape: ConvShape, splits: int, partial: tirx.Buffer
+    func: tirx.PrimFunc, shape: ConvShape, splits: int, partial: tirx.Buffer, threads: int
 ) -> None:
     """Emit the kernel that adds up what the splits have, and ends the layer."""
     count = shape.images * shape.out_planes * shape.out_pixels
     with (
-        T.launch_thread("blockIdx.x", shape.const(-(-count // ADDING_THREADS))) as block,
-        T.launch_thread("threadIdx.x", shape.const(ADDING_THREADS)) as thread,
+        T.launch_thread("blockIdx.x", shape.const(-(-count // threads))) as block,
+        T.launch_thread("threadIdx.x", shape.const(threads)) as thread,
     ):
         epilogue = _epilogue(func, shape)
-        item = T.bind(block * ADDING_THREADS + thread)
-        with when(None if count % ADDING_THREADS == 0 else item < count):
+        item = T.bind(block * threads + thread)
+        with when(None if count % threads == 0 else item < count):
             total = sum_parts(partial, splits, count, item)
             bias = epilogue.load_bias(item // shape.out_pixels % shape.out_planes)
             epilogue.finish(item, bias, lanes_at(total, 0))

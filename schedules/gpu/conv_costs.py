@@ -6,6 +6,8 @@ They compare ways of computing the same layers, and go no further than that.
 
 from __future__ import annotations
 
+import math
+
 from .conv_shape import LANES, ConvShape
 from .conv_tiles import BLOCK_LATENCY, ISSUE, L2_BYTES, LAUNCH, WARP, Product, choose_tile, estimate
 from .depthwise_conv2d import choose_rows
@@ -32,10 +34,11 @@ def fused_cycles(pair: Pair, gpu: GPUInfo) -> float | None:
 
 
 def layer_cycles(shape: ConvShape, gpu: GPUInfo) -> float:
-    """Predicted cycles of a kernel of its own."""
+    """Predicted cycles of a kernel of its own; infinite if no tile fits the device."""
     if not shape.layer.is_depthwise:
         product = Product.of(shape)
-        return estimate(product, choose_tile(product, gpu), gpu)
+        tile = choose_tile(product, gpu)
+        return math.inf if tile is None else estimate(product, tile, gpu)
     rows = choose_rows(shape, gpu)
     layer, (height, width) = shape.layer, shape.out_size
     seen = (rows - 1) * layer.strides[0] + (layer.kernel[0] - 1) * layer.dilation[0] + 1

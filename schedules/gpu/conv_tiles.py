@@ -143,8 +143,8 @@ class Product:
 
 
 @functools.lru_cache(maxsize=256)
-def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile:
-    """The tile for which :func:`estimate` gives the least time.
+def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile | None:
+    """The tile for which :func:`estimate` gives the least time; None if none fits the device.
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile:
         if tile.splits == 1 or (product.may_split and 2 * tile.splits * tile.quads <= product.quads)
         if fits(tile, gpu)
     ]
-    return min(found, key=lambda tile: estimate(product, tile, gpu))
+    return min(found, key=lambda tile: estimate(product, tile, gpu), default=None)
 
 
 def fits(tile: ConvTile, gpu: GPUInfo) -> bool:

@@ -21,7 +21,7 @@ from .conv_memory import flat_view
 from .conv_shape import LANES, ConvShape
 from .depthwise_column import Column
 from .device import GPUInfo
-from .kernel_function import write_kernels
+from .kernel_function import unless_empty, write_kernels
 
 THREADS = 128
 MOST_TAPS = 49  # the nest is unrolled
@@ -43,7 +43,8 @@ class DepthwiseConv2D(GPUScheduleRule):
         shape = ConvShape.of(kernel, batch_of(func))
         if shape.taps > MOST_TAPS:
             return None
-        return depthwise_template(func, kernel, choose_rows(shape, GPUInfo.from_target(target)))
+        gpu = GPUInfo.from_target(target)
+        return depthwise_template(func, kernel, choose_rows(shape, gpu), gpu)
 
 
 def choose_rows(shape: ConvShape, gpu: GPUInfo) -> int:
@@ -60,7 +61,9 @@ def choose_rows(shape: ConvShape, gpu: GPUInfo) -> int:
     return 1
 
 
-def depthwise_template(func: tirx.PrimFunc, kernel: Conv2DKernel, rows: int) -> s_tir.Schedule:
+def depthwise_template(
+    func: tirx.PrimFunc, kernel: Conv2DKernel, rows: int, gpu: GPUInfo
+) -> s_tir.Schedule:
     """Write the kernel.
 
     Parameters
@@ -71,19 +74,25 @@ def depthwise_template(func: tirx.PrimFunc, kernel: Conv2DKernel, rows: int) -> 
         Its workload.
     rows : int
         Outputs of a thread.
+    gpu : GPUInfo
+        The device.
     """
+    threads = gpu.block_threads(THREADS)
     shape = ConvShape.of(kernel, batch_of(func))
     height, width = shape.out_size
     strips = -(-height // rows)
     count = shape.const(shape.batch) * (shape.out_planes * strips * width)
 
+    blocks = (count + (threads - 1)) // threads
+
     def body() -> None:
         with (
-            T.launch_thread("blockIdx.x", (count + (THREADS - 1)) // THREADS) as block,
-            T.launch_thread("threadIdx.x", shape.const(THREADS)) as thread,
+            unless_empty(blocks),
+            T.launch_thread("blockIdx.x", blocks) as block,
+            T.launch_thread("threadIdx.x", shape.const(threads)) as thread,
         ):
             data, weight, bias, *residual, output = [flat_view(param) for param in func.params]
-            item = T.bind(block * THREADS + thread)
+            item = T.bind(block * threads + thread)
             with when(item < count):
                 plane, place = item // (strips * width), item % (strips * width)
                 row, x = place // width * rows, place % width

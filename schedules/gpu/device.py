@@ -82,6 +82,10 @@ class GPUInfo:
             raise TargetError(f"architecture sm_{arch} is too old; expected sm_70 or newer")
         return cls(kind, arch, _multiprocessors(target, arch), 32, threads, shared)
 
+    def block_threads(self, wanted: int) -> int:
+        """Threads of a block: a power of two, as many as are wanted if the device has them."""
+        return 1 << (min(wanted, self.max_threads).bit_length() - 1)
+
 
 def _multiprocessors(target: Target, arch: int) -> int:
     name, _, number = str(target.attrs.get("model", "")).partition("=")

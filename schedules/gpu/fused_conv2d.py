@@ -36,7 +36,7 @@ from .device_ops import sync
 from .fused_first_layer import FirstLayer
 from .fused_tiles import FusedTile, Pair, choose_fused_tile
 from .gemm_block import GemmBlock
-from .kernel_function import write_kernels
+from .kernel_function import unless_empty, write_kernels
 
 MOST_TAPS = 49  # of a depthwise first layer, which is unrolled
 
@@ -94,6 +94,7 @@ def fused_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: FusedTile) -
 
     def body() -> None:
         with (
+            unless_empty(second.batch),
             T.launch_thread("blockIdx.y", second.const(-(-second.out_blocks // tile.blocks))) as y,
             T.launch_thread("blockIdx.x", second.const(second.batch) * tiles) as x,
             T.launch_thread("threadIdx.x", second.const(tile.threads)) as thread,

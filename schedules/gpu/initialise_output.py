@@ -13,6 +13,7 @@ from tvm.script.ir_builder import tirx as T
 from ..reduce_operator import identity
 from .device import GPUInfo
 from .index_math import ceildiv, i64
+from .kernel_function import unless_empty
 from .reduce_config import ReduceConfig
 from .reduce_context import ReduceContext
 from .reduce_group import ReduceGroup, Reduction
@@ -20,7 +21,8 @@ from .reduce_group import ReduceGroup, Reduction
 
 def initialise_output(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> None:
     """Emit the kernel, for the outputs of all reductions of the group."""
-    with T.launch_thread("blockIdx.x", ceildiv(group.outputs, config.threads)) as block:
+    count = ceildiv(group.outputs, config.threads)
+    with unless_empty(count), T.launch_thread("blockIdx.x", count) as block:
         with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
             ctx = ReduceContext.open(group, config, gpu, block, i64(0), thread)
             m = block * i64(config.threads) + thread

@@ -26,7 +26,6 @@ class Store:
     buffer: tirx.Buffer
     indices: tuple[tirx.Expr, ...]
     value: tirx.Expr
-    guards: tuple[tirx.Expr, ...] = ()
 
     @property
     def index(self) -> tirx.Expr:

@@ -10,8 +10,11 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from ..branch import when
+from ..reduce_workload import Extent, constant
 from .bfloat16_bits import convert_by_bits
 from .device import GPUInfo
+from .index_math import i64
 
 RULE = "tvm_fusion.rule"
 """Attribute of a scheduled function: the rule that wrote it."""
@@ -61,6 +64,15 @@ def write_kernels(func: tirx.PrimFunc, body: Callable[[], None]) -> tirx.PrimFun
                 body()
     written = builder.get()  # named by the builder; the module knows the function by its variable
     return written if "global_symbol" in func.attrs else written.without_attr("global_symbol")
+
+
+def unless_empty(*blocks: Extent) -> AbstractContextManager[None]:
+    """Launch only if there are blocks, to be opened around the launch.
+
+    CUDA takes an empty grid for an error, which a symbolic extent of zero would lead to. Numbers
+    of blocks that are known need no question.
+    """
+    return when(*(i64(count) > i64(0) for count in blocks if constant(count) is None))
 
 
 def resident_blocks(gpu: GPUInfo, count: int) -> AbstractContextManager:

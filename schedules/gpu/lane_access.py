@@ -118,7 +118,8 @@ def _kind(
     follows = linear is not None and _is_row_major(space, linear[0])
     if variables(index) & varying:
         return "each", False
-    if any(_varies(space, aligned, varying, guard, vector) for guard in access.guards):
+    guards = access.guards if isinstance(access, Read) else ()
+    if any(_varies(space, aligned, varying, guard, vector) for guard in guards):
         return "each", follows
     if aligned:
         found = sym.detect_linear_equation(index, [space.axes[-1]])

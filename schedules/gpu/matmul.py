@@ -12,7 +12,7 @@ from tvm.target import Target
 from ..reduce_workload import constant
 from .device import KINDS, GPUInfo
 from .index_math import ceildiv, i64, simplified
-from .kernel_function import write_function
+from .kernel_function import unless_empty, write_function
 from .matmul_config import choose_tiles
 from .matmul_function import MatmulFunction, read_matmul
 from .matmul_rows import MOST_ROWS, choose_rows, write_rows
@@ -52,7 +52,7 @@ class Matmul(GPUScheduleRule):
 def _write_rows(func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo) -> None:
     config = choose_rows(matmul, gpu)
     blocks = simplified(i64(matmul.batches) * ceildiv(matmul.n, config.columns))
-    with T.launch_thread("blockIdx.x", blocks) as block:
+    with unless_empty(blocks), T.launch_thread("blockIdx.x", blocks) as block:
         write_rows(matmul, config, gpu, _views(func, gpu), block)
 
 
@@ -61,7 +61,7 @@ def _write_tiles(func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo) -> N
     config = choose_tiles(matmul.batches, matmul.m, matmul.n, matmul.k, itemsize, gpu)
     rows, columns = ceildiv(matmul.m, config.rows), ceildiv(matmul.n, config.columns)
     blocks = simplified(i64(matmul.batches) * rows * columns)
-    with T.launch_thread("blockIdx.x", blocks) as block:
+    with unless_empty(blocks), T.launch_thread("blockIdx.x", blocks) as block:
         write_tiles(matmul, config, _views(func, gpu), block)
 
 

@@ -21,6 +21,7 @@ from ..reduce_operator import field_dtypes
 from ..reduce_workload import CanonicalLoops, ReduceWorkload, constant
 from .device import KINDS, GPUInfo
 from .reduce_scratch import field_words, place_fields, word_count
+from .word_swap import consists_of_words
 
 THREADS = 256
 MIN_THREADS = 64  # where rows are too few to fill the device with blocks of 256
@@ -31,7 +32,6 @@ BLOCKS_PER_MULTIPROCESSOR = 4
 MIN_VALUES_PER_THREAD = 16
 MAX_SPLITS = 64  # partial results that one block of a y tile reads back
 MAX_ATOMIC_SPLITS = 16  # blocks that contend for one address where outputs are many
-_BYTES = ("int8", "uint8")  # updates by words would touch the neighbours of the output
 REGISTERS = 96  # of a thread for states and loads in flight, where there are several of them
 LARGE = 1 << 24  # elements that a symbolic extent stands for when work is shared out
 
@@ -115,7 +115,7 @@ def choose(
     Raises
     ------
     OpError
-        If the finish ``atomic`` was asked for where there is none.
+        If the finish ``atomic`` was asked for ``argmin`` or ``argmax``.
     """
     operands = None if scratch_bytes is None else (scratch_bytes // 4,)
     return choose_sisters([(workload, loops)], gpu, operands, itemsize)
@@ -152,12 +152,12 @@ def choose_sisters(
     Raises
     ------
     OpError
-        If the finish ``atomic`` was asked for where there is none.
+        If the finish ``atomic`` was asked for ``argmin`` or ``argmax``.
     """
     workloads = [workload for workload, _ in members]
     loops = members[0][1]
     whole = _whole_block(members, gpu, itemsize, row_inputs)
-    finish = _finish(workloads, gpu, operands, has_epilogues)
+    finish = _finish(members, gpu, operands, has_epilogues)
     splits = _splits(whole, loops, gpu, finish)
     while finish == "last_block" and operands is not None and splits > 1:
         if field_places(replace(whole, splits=splits), loops, workloads, operands) is not None:
@@ -248,7 +248,7 @@ def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
 
 def block_threads(gpu: GPUInfo, wanted: int | None = None) -> int:
     """Threads of a whole block, a power of two: as many as `wanted`, or `THREADS`."""
-    return 1 << (min(wanted or THREADS, gpu.max_threads).bit_length() - 1)
+    return gpu.block_threads(wanted or THREADS)
 
 
 def vector_width(
@@ -288,13 +288,13 @@ def _block(form: str, loops: CanonicalLoops, vector: int, threads: int) -> tuple
 
 
 def _finish(
-    workloads: Sequence[ReduceWorkload],
+    members: Sequence[tuple[ReduceWorkload, CanonicalLoops]],
     gpu: GPUInfo,
     operands: Sequence[int] | None,
     has_epilogues: bool,
 ) -> str:
     """How partial results meet if the reductions are split."""
-    wishes = {_wish(workload, gpu) for workload in workloads}
+    wishes = {_wish(workload, loops, gpu) for workload, loops in members}
     if "one_block" in wishes:
         return "one_block"
     if wishes == {"atomic"} and not has_epilogues:
@@ -303,22 +303,22 @@ def _finish(
     return "last_block" if has_scratch else "one_block"
 
 
-def _wish(workload: ReduceWorkload, gpu: GPUInfo) -> str:
+def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> str:
     """How the partial results of one reduction would meet if it were alone."""
-    if workload.finish == "atomic":
-        _check_atomic(workload, gpu)
     if workload.finish == "auto":
         return "atomic" if is_exact(workload) else "last_block"
-    return workload.finish
-
-
-def _check_atomic(workload: ReduceWorkload, gpu: GPUInfo) -> None:
-    narrow = DataType(workload.out_dtype).bits < 32 and workload.out_dtype != "bool"
-    if workload.is_arg or (narrow and gpu.kind == "opencl") or workload.out_dtype in _BYTES:
+    if workload.finish != "atomic":
+        return workload.finish
+    if workload.is_arg:
         raise OpError(
-            f"finish 'atomic' for {workload.operator} of {workload.dtype} on {gpu.kind}; expected "
-            "another one: there is no such atomic update, use 'last_block' or 'auto'"
+            f"finish 'atomic' for {workload.operator} of {workload.dtype}; expected another one: "
+            "there is no such atomic update of a value with its position, use 'last_block' or "
+            "'auto'"
         )
+    is_safe = workload.out_dtype == "bool" or consists_of_words(
+        workload.out_dtype, loops.outputs, gpu
+    )
+    return "atomic" if is_safe else "last_block"
 
 
 def is_exact(workload: ReduceWorkload) -> bool:

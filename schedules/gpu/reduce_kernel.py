@@ -27,7 +27,7 @@ from .block_combine import combine_lanes, combine_rows
 from .device import GPUInfo
 from .index_math import ceildiv, i64
 from .initialise_output import initialise_output
-from .kernel_function import write_kernels
+from .kernel_function import unless_empty, write_kernels
 from .reduce_chain import write_chain
 from .reduce_config import ReduceConfig
 from .reduce_context import ReduceContext
@@ -61,7 +61,7 @@ def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator
     """Open the grid."""
     count = ceildiv(group.outputs, config.tile_outputs)
     axis = "blockIdx.y" if config.splits > 1 else "blockIdx.x"
-    with T.launch_thread(axis, count) as tile:
+    with unless_empty(count), T.launch_thread(axis, count) as tile:
         with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
             if config.splits == 1:
                 yield ReduceContext.open(group, config, gpu, tile, i64(0), thread)

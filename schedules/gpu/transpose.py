@@ -21,7 +21,7 @@ from .device_ops import sync
 from .element_program import Read
 from .index_math import ceildiv, i64, simplified, subscripts
 from .iteration_space import IterationSpace, merge_axes, variables
-from .kernel_function import write_function
+from .kernel_function import unless_empty, write_function
 from .lane_access import classify, is_scattered
 from .point_kernel import Names, PointWriter, Views
 
@@ -108,7 +108,8 @@ def _write(func: tirx.PrimFunc, crossing: _Crossing, gpu: GPUInfo) -> None:
     total = i64(1)
     for count in counts:
         total = total * i64(count)
-    with T.launch_thread("blockIdx.x", simplified(total)) as block:
+    total = simplified(total)
+    with unless_empty(total), T.launch_thread("blockIdx.x", total) as block:
         with T.launch_thread("threadIdx.x", i64(_TILE * _ROWS)) as thread:
             views = Views.declare([p for p in func.params if isinstance(p, tirx.Buffer)], gpu.kind)
             *others, along_input, along_output = (T.bind(s) for s in subscripts(block, counts))

@@ -31,7 +31,7 @@ def test_nothing_spills(dtype: str) -> None:
     for number, operator in enumerate(OPERATORS, DTYPES.index(dtype)):
         shape, axes = FORMS[list(FORMS)[number % 3]]
         finish = FINISHES[number // 3 % 3]
-        if finish == "atomic" and (operator.startswith("arg") or dtype in ("int8", "uint8")):
+        if finish == "atomic" and operator.startswith("arg"):
             finish = "last_block"
         try:
             case = Case(operator, dtype, shape, axes, finish, CUDA)
@@ -103,6 +103,26 @@ def test_atomic_sums_of_columns_are_vectors(dtype: str, instruction: str) -> Non
     updates = [name for name in names if name.startswith(("RED", "ATOM"))]
     assert updates
     assert all(name.startswith("REDG") and instruction in name for name in updates)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "bfloat16"])
+@pytest.mark.parametrize("operator", ["sum", "prod", "max"])
+@pytest.mark.parametrize("form", ["x", "y"])
+def test_narrow_elements_are_swapped_with_their_neighbours(
+    form: str, operator: str, dtype: str
+) -> None:
+    """Columns of a word by one instruction: 64 columns in threads with 16 bytes each."""
+    shape, axes = FORMS[form]
+    case = Case(operator, dtype, shape, axes, "atomic", CUDA)
+    assert case.config.finish == "atomic"
+    source = cuda_source(case.func)
+    for name, used in ptxas(source).items():
+        assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0), name
+    names = [name for code in sass(source).values() for name in opcodes(code)]
+    updates = [name for name in names if name.startswith(("RED", "ATOM"))]
+    if dtype == "bfloat16":
+        return
+    assert count(names, "ATOMG.E.CAS") == len(updates) == (1 if form == "x" else 4)
 
 
 def test_old_architectures_are_refused() -> None:
