@@ -44,9 +44,7 @@ class ClusterExchange:
             Which blocks get them, if not all.
         """
         ctx, results = self.ctx, self.ctx.results
-        member, members = (
-            (ctx.lane, ctx.config.lanes) if ctx.is_y else (ctx.row, ctx.config.rows)
-        )
+        member, members = (ctx.lane, ctx.config.lanes) if ctx.is_y else (ctx.row, ctx.config.rows)
         places = [i64(k * members) + member for k in range(results)]
         # Of its own for each call: others may read it until they leave.
         shared = reduce_state.allocate(workloads, members * results, "shared")

@@ -4,8 +4,9 @@
 A block of 256 threads is ``rows x lanes``. In forms *all* and *x* a row of lanes shares one output
 and lanes walk the reduced loop; in form *y* lanes hold neighbouring outputs and rows share the
 reduced loop. The reduced loop is split over blocks only where outputs alone leave multiprocessors
-idle; as far as one cluster can have it, over the blocks of a cluster. The thresholds are estimates from what is published (16-byte loads, 32 KiB in flight on each
-multiprocessor); they have not been measured on a GPU.
+idle: over those of one cluster where the device has clusters and one is enough. The thresholds are
+estimates from what is published (16-byte loads, 32 KiB in flight on each multiprocessor, latencies
+of memory and barriers); they have not been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -344,9 +345,9 @@ def _cluster(
     workloads: Sequence[ReduceWorkload],
     finish: str,
 ) -> int | None:
-    """Blocks of the cluster that has an output; None if its blocks had better meet as `finish` says.
+    """Blocks of the cluster that has an output, maybe one; None if none is enough.
 
-    A cluster is as large as the device needs to be filled, or as a row needs to be loaded at once.
+    A cluster has as many blocks as fill the device, or as load a row in one round.
     """
     if gpu.max_cluster == 1 or any(w.finish in ("atomic", "last_block") for w in workloads):
         return None
