@@ -156,9 +156,7 @@ def check_protocol(source: str) -> int:
     source = source[source.rindex('extern "C"') :]
     written: set[str] = set()
     lent: set[str] = set()
-    before: tuple[set[str], set[str]] | None = (
-        None
-    )
+    before: tuple[set[str], set[str]] | None = None
     # `before`: what a thread has written and read when it arrives.
     barriers = depth = 0
     for line in source.splitlines():
