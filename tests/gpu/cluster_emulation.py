@@ -79,7 +79,8 @@ def _work_group(grid: tirx.AttrStmt, size: int, block: tirx.AttrStmt) -> tirx.At
 
 
 def _launch(of: tirx.AttrStmt, var: tirx.Var, extent: tirx.Expr, body: tirx.Stmt) -> tirx.AttrStmt:
-    axis = tirx.IterVar((0, extent), var, of.node.iter_type, of.node.thread_tag)
+    zero = tirx.const(0, "int64")
+    axis = tirx.IterVar((zero, extent), var, of.node.iter_type, of.node.thread_tag)
     return tirx.AttrStmt(axis, of.attr_key, extent, body)
 
 
@@ -128,7 +129,7 @@ class _Memory:
         return load if whole is None else whole[self._place(load.source, load.indices[0])]
 
     def _place(self, buffer: tirx.Buffer, index: tirx.Expr) -> tirx.Expr:
-        return index + self._rank * int(buffer.shape[0])
+        return index.astype("int64") + self._rank * int(buffer.shape[0])
 
     def _call(self, call: ir.Call) -> tirx.Expr:
         if call.op.name != "tirx.cuda.func_call":
@@ -144,8 +145,14 @@ class _Memory:
         return tirx.const(0, "int32")
 
 
-def check_protocol(source: str) -> int:
-    """Count the barriers of a cluster in the CUDA text of one kernel.
+def kernels(source: str) -> dict[str, str]:
+    """The text of each kernel of a CUDA text."""
+    parts = re.split(r'^extern "C" .* (\w+)\(.*\) \{$', source, flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def check_protocol(kernel: str) -> int:
+    """Count the barriers of a cluster in the text of a kernel.
 
     Raises
     ------
@@ -153,19 +160,18 @@ def check_protocol(source: str) -> int:
         If memory is read by another block without a barrier after it was written, or written, or
         left at the end, without a barrier after it was read; or if not all threads come to one.
     """
-    source = source[source.rindex('extern "C"') :]
     written: set[str] = set()
     lent: set[str] = set()
     before: tuple[set[str], set[str]] | None = None
     # `before`: what a thread has written and read when it arrives.
     barriers = depth = 0
-    for line in source.splitlines():
+    for line in kernel.splitlines():
         calls = re.findall(r"(\w+)\(", line)
         if cluster_ops.ARRIVE in calls:
-            assert before is None and depth == 1, line
+            assert before is None and depth == 0, line
             before = (set(written), set(lent))
         elif cluster_ops.WAIT in calls:
-            assert before is not None and depth == 1, line
+            assert before is not None and depth == 0, line
             written, lent = written - before[0], lent - before[1]
             before, barriers = None, barriers + 1
         for name in re.findall(cluster_ops.REMOTE + r"\w+\(\(&\((\w+)\[", line):
