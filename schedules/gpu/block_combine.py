@@ -45,14 +45,30 @@ def share_lanes(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> No
             _share_warps(ctx, workloads, states, width)
     elif lanes > 1:
         combine_groups(ctx, workloads, states, ctx.lane, lanes, ctx.row, ctx.config.rows)
-        _broadcast(ctx, workloads, states, ctx.row, ctx.config.rows)
+        share_leaders(ctx, workloads, states)
 
 
 def share_rows(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> None:
     """Combine the vectors of states of all rows; all rows get the result."""
     if ctx.config.rows > 1:
         combine_rows(ctx, workloads, states)
-        _broadcast(ctx, workloads, states, ctx.lane, ctx.config.lanes)
+        share_leaders(ctx, workloads, states)
+
+
+def share_leaders(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> None:
+    """Give the states of the leaders to all threads of their rows, or columns in form *y*."""
+    config = ctx.config
+    member, members = (ctx.lane, config.lanes) if ctx.is_y else (ctx.row, config.rows)
+    shared = reduce_state.allocate(workloads, members * ctx.results, "shared")
+    sync()
+    with when(ctx.is_leader):
+        for k in range(ctx.results):
+            place = i64(k * members) + member
+            reduce_state.store(shared, place, reduce_state.load(states, k))
+    sync()
+    for k in range(ctx.results):
+        place = i64(k * members) + member
+        reduce_state.store(states, k, reduce_state.load(shared, place))
 
 
 def combine_groups(
@@ -139,22 +155,6 @@ def _share_warps(ctx: ReduceContext, workloads: Workloads, states: Buffers, widt
     one_of_each = ctx.row * i64(warps) + ctx.lane % i64(warps)
     reduce_state.store(states, 0, reduce_state.load(shared, one_of_each))
     _exchange(workloads, states, warps)
-
-
-def _broadcast(
-    ctx: ReduceContext, workloads: Workloads, states: Buffers, member: tirx.Expr, members: int
-) -> None:
-    """Give the results of the leaders to all threads with the same number in their group."""
-    shared = reduce_state.allocate(workloads, members * ctx.results, "shared")
-    sync()
-    with when(ctx.is_leader):
-        for k in range(ctx.results):
-            place = i64(k * members) + member
-            reduce_state.store(shared, place, reduce_state.load(states, k))
-    sync()
-    for k in range(ctx.results):
-        place = i64(k * members) + member
-        reduce_state.store(states, k, reduce_state.load(shared, place))
 
 
 def _halves(width: int) -> list[int]:

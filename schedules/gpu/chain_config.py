@@ -2,7 +2,9 @@
 """Shape of a GPU kernel of a chain of reductions: a row, or a tile of columns, has one block.
 
 A thread keeps its elements in registers if they are few. So a row gets a warp as long as that is
-enough, then more and more warps up to the largest block; longer rows are read again for each stage.
+enough, then more and more warps up to the largest block, then, where there are clusters, two, four
+or eight blocks; longer rows are read again for each stage, from a cache that they are short enough
+for: the rows of all multiprocessors together are eight times as many elements without clusters.
 The thresholds are estimates; they have not been measured on a GPU.
 """
 
@@ -46,20 +48,34 @@ def choose_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
     Returns
     -------
     ReduceConfig
-        With one split, and the finish ``one_block``.
+        With the finish ``one_block``, or ``cluster``.
     """
     loops = group.reductions[0].loops
     vector = _vector(group, gpu)
     shape = _columns if loops.form == "y" else _rows
     config = shape(group, loops, vector, gpu)
     reduced, outputs = constant(group.reduced), constant(group.outputs)
-    if reduced is not None and (config.form == "y" or reduced % vector == 0):
-        kept = -(-reduced // config.stride)
+    if reduced is not None:
+        config, kept = _spread(group, config, reduced, gpu)
         if _words(group, config, kept) <= KEPT_WORDS:
-            return replace(config, kept=kept)
-    if outputs is not None and outputs < 2 * gpu.multiprocessors:
+            if config.form == "y" or reduced % vector == 0:
+                return replace(config, kept=kept)
+    if outputs is not None and outputs * config.splits < 2 * gpu.multiprocessors:
         return config
     return replace(config, lanes=min(config.lanes, REREAD_THREADS))
+
+
+def _spread(
+    group: ReduceGroup, config: ReduceConfig, reduced: int, gpu: GPUInfo
+) -> tuple[ReduceConfig, int]:
+    """The smallest cluster that can keep a row, else the largest, and vectors of a thread."""
+    size = 1
+    while True:
+        kept = -(-reduced // (config.stride * size))
+        if _words(group, config, kept) <= KEPT_WORDS or size == gpu.max_cluster:
+            break
+        size *= 2
+    return (replace(config, splits=size, finish="cluster") if size > 1 else config), kept
 
 
 def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> ReduceConfig:

@@ -28,6 +28,8 @@ _MULTIPROCESSORS = {
     100: 148,
     120: 170,
 }
+_CLUSTERS_FROM = 90  # architecture
+_PORTABLE_CLUSTER = 8  # blocks; more of them are for some devices of some architectures only
 _OPENCL_MULTIPROCESSORS = 32  # an estimate; OpenCL devices differ by a factor of a hundred
 
 
@@ -49,6 +51,8 @@ class GPUInfo:
         Threads of one block.
     shared_bytes : int
         Shared memory of one block.
+    max_cluster : int
+        Blocks that may read each other's shared memory, a power of two; 1 where none may.
     """
 
     kind: str
@@ -57,6 +61,7 @@ class GPUInfo:
     warp_size: int
     max_threads: int
     shared_bytes: int
+    max_cluster: int = 1
 
     @classmethod
     def from_target(cls, target: Target) -> GPUInfo:
@@ -80,7 +85,8 @@ class GPUInfo:
         arch = _arch_number(str(target.attrs["arch"]))
         if arch < min(_MULTIPROCESSORS):
             raise TargetError(f"architecture sm_{arch} is too old; expected sm_70 or newer")
-        return cls(kind, arch, _multiprocessors(target, arch), 32, threads, shared)
+        cluster = _PORTABLE_CLUSTER if arch >= _CLUSTERS_FROM else 1
+        return cls(kind, arch, _multiprocessors(target, arch), 32, threads, shared, cluster)
 
     def block_threads(self, wanted: int) -> int:
         """Threads of a block: a power of two, as many as are wanted if the device has them."""

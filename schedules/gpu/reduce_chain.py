@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The body of a kernel in which a block has its rows from the first reduction to the last.
 
+So has a cluster of blocks, of which each has a share of a row that is too long for one of them.
+
 ::
 
     for tile in blockIdx.x, row, lane in threadIdx.x:
@@ -8,7 +10,7 @@
             states = identities
             for n in the row, vectors of elements:
                 states = combine(states, values(m, n, results))
-            states = combine over the row, for all of its threads
+            states = combine over the row, for all of its threads, over the cluster if there is one
             results = finish(states); epilogues
         for n in the row, vectors of elements:
             elements[m, n] = f(m, n, results)
@@ -20,6 +22,7 @@ unrolled. Otherwise each stage reads the row again, from the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -27,7 +30,8 @@ from tvm.script.ir_builder import tirx as T
 from ..branch import when
 from ..reduce_workload import constant
 from . import reduce_state
-from .block_combine import share_lanes, share_rows
+from .block_combine import share_lanes, share_leaders, share_rows
+from .cluster_exchange import ClusterExchange
 from .index_math import i64
 from .reduce_context import ReduceContext
 from .reduce_group import ElementOutput, Stage
@@ -43,15 +47,21 @@ def write_chain(ctx: ReduceContext) -> None:
     m = T.bind(ctx.safe_output())
     results = [Results(ctx, m + i64(k)) for k in range(ctx.results)]
     visit_row = _KeptRow(ctx, m).visit if ctx.config.kept else _read_again(ctx)
+    exchange = ClusterExchange(ctx) if ctx.config.cluster > 1 else None
     for stage in ctx.group.stages:
-        _reduce_stage(ctx, stage, results, visit_row)
-    if ctx.group.elements:
-        with when(ctx.exists(ctx.first_output)):
-            _store_elements(ctx, m, results, visit_row)
+        _reduce_stage(ctx, stage, results, visit_row, exchange)
+    with exchange.leaving() if exchange else nullcontext():
+        if ctx.group.elements:
+            with when(ctx.exists(ctx.first_output)):
+                _store_elements(ctx, m, results, visit_row)
 
 
 def _reduce_stage(
-    ctx: ReduceContext, stage: Stage, results: list[Results], visit_row: VisitRow
+    ctx: ReduceContext,
+    stage: Stage,
+    results: list[Results],
+    visit_row: VisitRow,
+    exchange: ClusterExchange | None,
 ) -> None:
     """Compute the results of a stage on all threads; the leaders store them."""
     workloads, count = stage.workloads, _accumulators(ctx, stage)
@@ -64,11 +74,15 @@ def _reduce_stage(
     else:
         reduce_state.fold(workloads, states, count)
         share_lanes(ctx, workloads, states)
+    if exchange:
+        exchange.combine(workloads, states)
+        share_leaders(ctx, workloads, states)
     for k, at_m in enumerate(results):
         at_m.add(stage, reduce_state.load(states, k))
     if any(part.output is not None for part in stage.parts):
         first = ctx.first_output
-        with when(ctx.is_leader, ctx.exists(first)):
+        is_first = tirx.EQ(ctx.split, i64(0)) if exchange else None
+        with when(ctx.is_leader, ctx.exists(first), is_first):
             for k, at_m in enumerate(results):
                 at_m.write(stage, first + i64(k))
 
@@ -150,10 +164,12 @@ class _KeptRow:
     def _position(self, number: int) -> tuple[tirx.Expr, tirx.Expr | None]:
         """Where a vector is, or the last one in its place, and whether it exists; None: it does."""
         ctx, config = self.ctx, self.ctx.config
+        step = config.stride * config.splits
         reduced, width = constant(ctx.group.reduced), 1 if ctx.is_y else config.vector
         assert reduced is not None, "rows of unknown extent are not kept"
         own = ctx.row if ctx.is_y else ctx.lane * i64(width)
-        place = T.bind(i64(number * config.stride) + own)
-        if (number + 1) * config.stride <= reduced:
+        own = ctx.split * i64(config.stride) + own if config.splits > 1 else own
+        place = T.bind(i64(number * step) + own)
+        if (number + 1) * step <= reduced:
             return place, None
         return T.bind(tirx.min(place, i64(reduced - width))), place < i64(reduced)

@@ -4,8 +4,9 @@
 A block of 256 threads is ``rows x lanes``. In forms *all* and *x* a row of lanes shares one output
 and lanes walk the reduced loop; in form *y* lanes hold neighbouring outputs and rows share the
 reduced loop. The reduced loop is split over blocks only where outputs alone leave multiprocessors
-idle. The thresholds are estimates from what is published (16-byte loads, 32 KiB in flight on each
-multiprocessor); they have not been measured on a GPU.
+idle: over those of one cluster where the device has clusters and one is enough. The thresholds are
+estimates from what is published (16-byte loads, 32 KiB in flight on each multiprocessor, latencies
+of memory and barriers); they have not been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ BLOCKS_PER_MULTIPROCESSOR = 4
 MIN_VALUES_PER_THREAD = 16
 MAX_SPLITS = 64  # partial results that one block of a y tile reads back
 MAX_ATOMIC_SPLITS = 16  # blocks that contend for one address where outputs are many
+# A round of loads in flight takes about 0.7 us. Tickets and partial results in global memory take
+# 2 to 3 us, a barrier of a cluster and reading its other blocks' memory less than 1 us.
+CLUSTER_ROUNDS = 2
 REGISTERS = 96  # of a thread for states and loads in flight, where there are several of them
 LARGE = 1 << 24  # elements that a symbolic extent stands for when work is shared out
 
@@ -53,7 +57,7 @@ class ReduceConfig:
     splits : int
         Blocks that share one output.
     finish : str
-        ``one_block``, ``atomic`` or ``last_block``.
+        ``one_block``, ``atomic``, ``last_block`` or ``cluster``, in which the splits are one.
     kept : int
         Vectors of each input that a thread of a chain keeps in registers; 0 if it reads its row
         again for each stage.
@@ -72,6 +76,11 @@ class ReduceConfig:
     def threads(self) -> int:
         """Threads of a block."""
         return self.lanes * self.rows
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.splits if self.finish == "cluster" else 1
 
     @property
     def tile_outputs(self) -> int:
@@ -158,6 +167,9 @@ def choose_sisters(
     loops = members[0][1]
     whole = _whole_block(members, gpu, itemsize, row_inputs)
     finish = _finish(members, gpu, operands, has_epilogues)
+    cluster = _cluster(whole, loops, gpu, workloads, finish)
+    if cluster is not None:
+        return replace(whole, splits=cluster, finish="cluster" if cluster > 1 else "one_block")
     splits = _splits(whole, loops, gpu, finish)
     while finish == "last_block" and operands is not None and splits > 1:
         if field_places(replace(whole, splits=splits), loops, workloads, operands) is not None:
@@ -324,6 +336,31 @@ def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> str:
 def is_exact(workload: ReduceWorkload) -> bool:
     """Whether atomic updates have an instruction, and their order cannot be seen in the result."""
     return workload.dtype in ("int32", "int64", "bool") and not workload.is_arg
+
+
+def _cluster(
+    config: ReduceConfig,
+    loops: CanonicalLoops,
+    gpu: GPUInfo,
+    workloads: Sequence[ReduceWorkload],
+    finish: str,
+) -> int | None:
+    """Blocks of the cluster that has an output, maybe one; None if none is enough.
+
+    A cluster has as many blocks as fill the device, or as load a row in one round.
+    """
+    if gpu.max_cluster == 1 or any(w.finish in ("atomic", "last_block") for w in workloads):
+        return None
+    splits = _splits(config, loops, gpu, "last_block")
+    reduced = constant(loops.reduced)
+    vectors = -(-(LARGE if reduced is None else reduced) // config.stride)
+    size = 1
+    while size < splits and size * config.unroll < vectors:
+        if size == gpu.max_cluster:
+            fits = vectors <= size * config.unroll * CLUSTER_ROUNDS
+            return size if fits or finish == "one_block" else None
+        size *= 2
+    return size
 
 
 def _splits(config: ReduceConfig, loops: CanonicalLoops, gpu: GPUInfo, finish: str) -> int:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to a block's states: written, added atomically, or left to the last block."""
+"""What happens to a block's states: written, or combined with those of other blocks.
+
+By the first block of a cluster, by atomic updates, or by the block that comes last.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from ..reduce_operator import field_dtypes
 from . import reduce_state
 from .atomics import atomic_update_vector
 from .block_combine import combine_groups
+from .cluster_exchange import ClusterExchange
 from .device_ops import draw_ticket, fence, reset_counter, sync
 from .index_math import i64
 from .reduce_config import field_places, partials, power_of_two
@@ -26,6 +30,15 @@ from .reduce_state import Buffers, States
 def one_block(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
     """Write the outputs of the block."""
     _for_each_result(ctx, states, lambda m, state: _write(ctx, stage, m, state))
+
+
+def cluster(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
+    """Combine the states of the cluster; its first block writes the outputs."""
+    exchange = ClusterExchange(ctx)
+    is_first = tirx.EQ(ctx.split, i64(0))
+    exchange.combine(stage.workloads, states, is_first)
+    with exchange.leaving(), when(is_first):
+        one_block(ctx, stage, states)
 
 
 def atomic(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:

@@ -9,7 +9,7 @@ Sisters, with or without epilogues::
             for n in this split's share, unroll x vector elements at once:
                 states = combine(states, values(m, n))    # loads first, 16 bytes each
             states = combine over the block               # shuffles, shared memory
-            finish                                        # one_block, atomic or last_block
+            finish                               # one_block, cluster, atomic or last_block
 
 :mod:`schedules.gpu.reduce_chain` has the body of a chain.
 """
@@ -27,15 +27,17 @@ from .block_combine import combine_lanes, combine_rows
 from .device import GPUInfo
 from .index_math import ceildiv, i64
 from .initialise_output import initialise_output
-from .kernel_function import unless_empty, write_kernels
+from .kernel_function import resident_blocks, unless_empty, write_kernels
 from .reduce_chain import write_chain
 from .reduce_config import ReduceConfig
 from .reduce_context import ReduceContext
 from .reduce_group import ReduceGroup
 from .reduce_loop import accumulate
 
+LARGE_BLOCK = 512  # threads, beyond which the compiler would spill to have two blocks at once
 _FINISHES = {
     "one_block": reduce_finish.one_block,
+    "cluster": reduce_finish.cluster,
     "atomic": reduce_finish.atomic,
     "last_block": reduce_finish.last_block,
 }
@@ -58,8 +60,19 @@ def write_kernel(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> tirx
 
 @contextmanager
 def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator[ReduceContext]:
-    """Open the grid."""
+    """Open the grid; the blocks of a cluster are neighbours in it."""
     count = ceildiv(group.outputs, config.tile_outputs)
+    if config.cluster > 1:
+        size = i64(config.cluster)
+        with (
+            unless_empty(count),
+            T.launch_thread("blockIdx.x", count * size) as block,
+            T.launch_thread("clusterCtaIdx.x", size),
+            T.launch_thread("threadIdx.x", i64(config.threads)) as thread,
+            resident_blocks(gpu, 1 if config.threads > LARGE_BLOCK else 0),
+        ):
+            yield ReduceContext.open(group, config, gpu, block // size, block % size, thread)
+        return
     axis = "blockIdx.y" if config.splits > 1 else "blockIdx.x"
     with unless_empty(count), T.launch_thread(axis, count) as tile:
         with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
