@@ -66,7 +66,7 @@ def _reduce_stage(
         share_lanes(ctx, workloads, states)
     for k, at_m in enumerate(results):
         at_m.add(stage, reduce_state.load(states, k))
-    if any(part.output is not None for part in stage.parts):
+    if any(result.output is not None for result in stage.results):
         first = ctx.first_output
         with when(ctx.is_leader, ctx.exists(first)):
             for k, at_m in enumerate(results):
