@@ -2,8 +2,8 @@
 """The algebra of each reduction: identity, lift, combine and finish of its state.
 
 A state is a tuple of fields: one value, for ``argmin`` and ``argmax`` a value and its position, for
-``max_sum_exp`` the largest value ``m`` and the sum of ``exp(x - m)`` (Milakov and Gimelshein, Online
-normalizer calculation for softmax, 2018). Combining is associative and commutative but for
+``max_sum_exp`` the largest value ``m`` and the sum of ``exp(x - m)`` (Milakov and Gimelshein,
+Online normalizer calculation for softmax, 2018). Combining is associative and commutative but for
 rounding, NaN wins over every number, and of equal extremes the first position wins, all as in
 numpy. Sums begin with -0.0, which alone leaves every number as it is.
 
@@ -133,11 +133,10 @@ def _combine_sums_of_exp(left: State, right: State) -> State:
     """The sum that belongs to the smaller value shrinks; one exponential serves both."""
     (a, sum_a), (b, sum_b) = left, right
     keep_right = _beats("max", b, a)
-    is_equal = tirx.EQ(a, b)  # -inf too, whose difference is NaN
-    factor = tirx.Select(is_equal, tirx.const(1, a.ty.dtype), tirx.exp(-tirx.abs(a - b)))
-    smaller, larger = (
-        tirx.Select(keep_right, *pair) for pair in ((sum_a, sum_b), (sum_b, sum_a))
-    )
+    # The difference of -inf and -inf is NaN.
+    difference = tirx.Select(tirx.EQ(a, b), tirx.const(0, a.ty.dtype), a - b)
+    factor = tirx.exp(-tirx.abs(difference))
+    smaller, larger = (tirx.Select(keep_right, *pair) for pair in ((sum_a, sum_b), (sum_b, sum_a)))
     return (tirx.Select(keep_right, b, a), smaller * factor + larger)
 
 

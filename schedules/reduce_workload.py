@@ -51,8 +51,9 @@ class ReduceWorkload:
     Parameters
     ----------
     operator : str
-        One of :data:`OPERATORS`, or :data:`MAX_SUM_EXP` within a kernel. ``and`` and ``or`` are logical; ``argmin`` and ``argmax`` give the
-        position in the reduced axes, flattened in row-major order, of the first extreme element.
+        One of :data:`OPERATORS`, or :data:`MAX_SUM_EXP` within a kernel. ``and`` and ``or`` are
+        logical; ``argmin`` and ``argmax`` give the position in the reduced axes, flattened in
+        row-major order, of the first extreme element.
     axes : tuple[int, ...]
         Reduced axes, ascending, none negative.
     keepdims : bool

@@ -11,6 +11,7 @@ from tvm.target import Target
 from .bfloat16_bits import convert_by_bits
 from .chain_config import choose_chain
 from .device import GPUInfo
+from .online_softmax import avoid_chain
 from .read_group import read_group
 from .reduce_config import ReduceConfig, choose_sisters
 from .reduce_group import ReduceGroup
@@ -42,6 +43,7 @@ class CoalescedReduce(GPUScheduleRule):
         if group is None:
             return None
         gpu = GPUInfo.from_target(target)
+        group = avoid_chain(group, gpu)
         kernel = write_kernel(group, choose_config(group, gpu), gpu)
         if gpu.kind == "opencl":
             kernel = convert_by_bits(kernel)

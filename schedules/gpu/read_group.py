@@ -236,7 +236,7 @@ class _Reader:
 
     def _results(self) -> list[tuple[int, Result]]:
         """Each with its stage."""
-        parts = [*self.reductions, *self.epilogues]
+        parts: list[tuple[int, Reduction | Epilogue]] = [*self.reductions, *self.epilogues]
         return [(at, result) for at, part in parts for result in part.results]
 
     def _stage(self, value: tirx.Expr) -> int:

@@ -103,7 +103,7 @@ class Stage:
     @property
     def results(self) -> tuple[Result, ...]:
         """Those of both."""
-        parts = (*self.reductions, *self.epilogues)
+        parts: tuple[Reduction | Epilogue, ...] = (*self.reductions, *self.epilogues)
         return tuple(result for part in parts for result in part.results)
 
     @property
