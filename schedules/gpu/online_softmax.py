@@ -14,7 +14,6 @@ so that a row of -inf, or with inf or NaN, gives what the stages would give one 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import tvm_ffi
@@ -106,9 +105,11 @@ def _merge(maximum: Reduction, total: Reduction, shift: tirx.Expr, m: tirx.Var) 
 
     def value(at: tirx.Expr) -> tirx.Expr:
         high = _cast(largest.var, dtype)
-        is_finite = tirx.abs(high) < tirx.infinity(dtype)
-        if _without_widening(shift).same_as(largest.var):  # TVM would take 0 for inf - inf
-            terms = tirx.Select(is_finite, raw, tirx.const(math.nan, dtype))
+        infinity = tirx.infinity(dtype)
+        is_finite = tirx.abs(high) < infinity
+        if _without_widening(shift).same_as(largest.var):
+            # NaN; for a difference of equal expressions TVM would take 0.
+            terms = tirx.Select(is_finite, raw, infinity - tirx.abs(high))
         else:
             factor = tirx.exp(high - _cast(substitute(shift, {m: at}), dtype))
             terms = tirx.Select(is_finite, raw, tirx.const(1, dtype)) * factor
