@@ -63,7 +63,7 @@ class CallGroup:
         called = [call.args[0] for call in self.calls.values()]
         builder = relax.BlockBuilder(tvm.IRModule({name: mod[name] for name in called}))
         name = builder.add_func(self.function, self.name)
-        params = [relax.Var(param.name, param.ty) for param in self.function.params]
+        params = list(copy_with_new_vars(self.function).params)
         with builder.function("main", params):
             with builder.dataflow():
                 result = builder.emit_output(relax.Call(name, params))

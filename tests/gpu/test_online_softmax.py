@@ -171,9 +171,10 @@ def test_another_shift_than_the_maximum(rng: np.random.Generator) -> None:
     group = Group(build, ("float32", shape), ("float32", shape))
     assert chosen(group)[1].splits > 1
     found = group.run(x, y)
-    np.testing.assert_allclose(found[0], np.logaddexp.reduce(x.astype("float64"), 1, keepdims=True))
     exact = y.astype("float64")
     with np.errstate(invalid="ignore"):
+        logarithm = np.logaddexp.reduce(x.astype("float64"), 1, keepdims=True)
+        np.testing.assert_allclose(found[0], logarithm, rtol=1e-6)
         half = exact.max(1, keepdims=True) / 2
         np.testing.assert_allclose(found[1], np.exp(exact - half).sum(1, keepdims=True), rtol=1e-4)
 
@@ -232,8 +233,8 @@ def test_what_is_no_online_softmax(name: str) -> None:
         ("float32", (1, 1 << 20), 1),
         ("float32", (300_000, 8), 0),
         ("float16", (4, 300_001), 1),
-        ("bfloat16", (4, 300_000), 1),
-        ("float64", (4, 300_000), 1),
+        pytest.param("bfloat16", (4, 300_000), 1, marks=pytest.mark.slow),
+        pytest.param("float64", (4, 300_000), 1, marks=pytest.mark.slow),
     ],
 )
 def test_cuda_text_without_spills(dtype: str, shape: tuple, axis: int) -> None:

@@ -139,6 +139,10 @@ UNARY = {
     "tanh": (op.tanh, np.tanh),
     "half": (lambda x: op.multiply(x, relax.const(0.5)), lambda x: x / 2),
     "turn": (op.permute_dims, np.transpose),
+    "relative": (
+        lambda x: op.exp(op.subtract(x, total_of("max", x, -1))),
+        lambda x: np.exp(x - x.max(-1, keepdims=True)),
+    ),
     "flat": (lambda x: op.reshape(x, (x.ty.shape[0], -1)), lambda x: x.reshape(len(x), -1)),
     "up": (lambda x: op.expand_dims(x, 1), lambda x: x[:, None]),
     "product": (
@@ -190,7 +194,7 @@ def _grow(draw, emit, nodes, results) -> None:
         other, values = draw(st.sampled_from(fitting))
         ours, by_numpy = BINARY[name]
         nodes.append((emit(ours(tensor, other)), by_numpy(array, values)))
-    elif name in UNARY and (array.ndim or name not in ("flat", "up", "product")):
+    elif name in UNARY and (array.ndim or name not in ("relative", "flat", "up", "product")):
         ours, by_numpy = UNARY[name]
         nodes.append((emit(ours(tensor)), by_numpy(array)))
     else:
