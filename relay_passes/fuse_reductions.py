@@ -61,9 +61,12 @@ class FuseReductions:
       elements, as in softmax and the norms, where a block can have a whole row. Elsewhere a chain
       becomes one kernel for each step, and what lies between is computed again rather than stored
       if that is fewer bytes;
+    * an *online softmax*: where no block can have a row, a sum of exponentials with the maximum
+      that it is relative to. What is computed of all elements is left to another kernel;
     * the producers of all of these.
 
-    :mod:`relay_passes.reduction_groups` and :mod:`relay_passes.reduction_producers` have the rules.
+    :mod:`relay_passes.reduction_groups`, :mod:`relay_passes.reduction_producers` and
+    :mod:`relay_passes.online_sums` have the rules.
     What a group computes and others read is an output of it; several make a tuple. Bindings move to
     where all that they read is known. The module attribute ``tvm_fusion.reduction_report``
     (:func:`relay_passes.reduction_report.read_reduction_report`) records the groups.

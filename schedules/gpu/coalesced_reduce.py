@@ -31,8 +31,9 @@ class CoalescedReduce(GPUScheduleRule):
       or reduced in turn.
 
     Without the last kind the reductions are spread over many blocks and finished in the same
-    kernel; with it, as in a softmax, one block has a row from the first stage to the last. Returns
-    None for everything else.
+    kernel; with it, as in a softmax, one block has a row from the first stage to the last. The sum
+    of a softmax alone needs no block with a row (:mod:`schedules.gpu.online_softmax`). Returns None
+    for everything else.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
