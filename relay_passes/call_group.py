@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tvm import relax
+import tvm
+from tvm import relax, tirx
 from tvm.ir import GenericConst
 from tvm.relax.utils import copy_with_new_vars
 
@@ -56,6 +57,20 @@ class CallGroup:
     def arguments(self) -> list[relax.Expr]:
         """What a call of the function passes."""
         return [*self.inputs, *self.shape_arguments]
+
+    def prim_func(self, mod: tvm.IRModule) -> tirx.PrimFunc:
+        """What ``FuseTIR`` makes of the function; ``mod`` has the functions that it calls."""
+        called = [call.args[0] for call in self.calls.values()]
+        builder = relax.BlockBuilder(tvm.IRModule({name: mod[name] for name in called}))
+        name = builder.add_func(self.function, self.name)
+        params = list(copy_with_new_vars(self.function).params)
+        with builder.function("main", params):
+            with builder.dataflow():
+                result = builder.emit_output(relax.Call(name, params))
+            builder.emit_func_output(result)
+        fused = relax.transform.FuseTIR()(builder.get())
+        [binding] = fused["main"].body.blocks[0].bindings
+        return fused[binding.value.args[0]]
 
     def _read_inputs(self) -> list[relax.Expr]:
         inputs: dict[relax.Expr, None] = {}

@@ -10,6 +10,7 @@ import tvm
 from tvm import relax, s_tir, tirx
 
 from schedules.expression_walk import loads, substitute
+from schedules.reduce_workload import constant
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class ElementFunction:
         variables = tuple(iter_var.var for iter_var in block.iter_vars)
         *params, output = [param for param in func.params if isinstance(param, tirx.Buffer)]
         store = block.body
+        if isinstance(store, tirx.BufferStore) and not store.indices:
+            return cls._read_scalar(block, tuple(params), output)
         plain = (
             isinstance(store, tirx.BufferStore)
             and block.init is None
@@ -57,6 +60,19 @@ class ElementFunction:
             and all(str(var.ty.dtype) == "int64" for var in variables)
         )
         return cls(tuple(params), output, variables, store.value) if plain else None
+
+    @classmethod
+    def _read_scalar(
+        cls, block: s_tir.SBlock, params: tuple[tirx.Buffer, ...], output: tirx.Buffer
+    ) -> ElementFunction | None:
+        """The only element of a tensor without axes, whose block has a loop all the same."""
+        if block.init is not None or not block.body.buffer.same_as(output):
+            return None
+        loops = [iter_var for iter_var in block.iter_vars if constant(iter_var.dom.extent) == 1]
+        if len(loops) < len(block.iter_vars):
+            return None
+        first = {loop.var: tirx.const(0, loop.var.ty.dtype) for loop in loops}
+        return cls(params, output, (), substitute(block.body.value, first))
 
     def reads(
         self, call: relax.Call, element: Sequence[tirx.Expr]

@@ -15,6 +15,7 @@ from schedules.reduce_workload import constant
 
 from .block_order import BlockOrder, Unit
 from .call_group import CallGroup
+from .online_sums import Links, find_online_sums, with_own_links
 from .reduction_groups import ReductionGroup, ReductionGroups
 from .reduction_report import Entry, extend_reduction_report
 from .tir_calls import TIRCalls
@@ -60,9 +61,12 @@ class FuseReductions:
       elements, as in softmax and the norms, where a block can have a whole row. Elsewhere a chain
       becomes one kernel for each step, and what lies between is computed again rather than stored
       if that is fewer bytes;
+    * an *online softmax*: where no block can have a row, a sum of exponentials with the maximum
+      that it is relative to. What is computed of all elements is left to another kernel;
     * the producers of all of these.
 
-    :mod:`relay_passes.reduction_groups` and :mod:`relay_passes.reduction_producers` have the rules.
+    :mod:`relay_passes.reduction_groups`, :mod:`relay_passes.reduction_producers` and
+    :mod:`relay_passes.online_sums` have the rules.
     What a group computes and others read is an output of it; several make a tuple. Bindings move to
     where all that they read is known. The module attribute ``tvm_fusion.reduction_report``
     (:func:`relay_passes.reduction_report.read_reduction_report`) records the groups.
@@ -112,20 +116,26 @@ class _Rewriter(PyExprMutator):
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
         """Put calls of groups into the place of their members, then visit the bindings."""
-        order = BlockOrder(block)
-        calls = TIRCalls.read(self.mod, order.bindings.values(), gathers=True)
-        if calls.reductions:
-            groups = ReductionGroups(calls, order, self.gpu)
-            kernels = _kernels(groups, order)
-            if kernels:
-                block = self._regroup(kernels, groups, order)
+        groups = self._groups(block)
+        sums = find_online_sums(groups)
+        if sums:
+            groups = self._groups(*with_own_links(block, sums))
+        kernels = _kernels(groups)
+        if kernels:
+            block = self._regroup(kernels, groups)
         return super().visit_dataflow_block_(block)
 
+    def _groups(self, block: relax.DataflowBlock, links: Links | None = None) -> ReductionGroups:
+        order = BlockOrder(block)
+        calls = TIRCalls.read(self.mod, order.bindings.values(), gathers=True)
+        return ReductionGroups(calls, order, self.gpu, links)
+
     def _regroup(
-        self, kernels: dict[Unit, ReductionGroup], groups: ReductionGroups, order: BlockOrder
+        self, kernels: dict[Unit, ReductionGroup], groups: ReductionGroups
     ) -> relax.DataflowBlock:
         bindings: list[relax.Binding] = []
-        for unit in order.sort([*kernels, *_others(kernels, groups, order)]):
+        order = groups.order
+        for unit in order.sort([*kernels, *_others(kernels, groups)]):
             if unit in kernels:
                 bindings += self._bind(unit, kernels[unit], groups)
             else:
@@ -148,9 +158,10 @@ class _Rewriter(PyExprMutator):
         return [relax.VarBinding(together, call), *map(relax.VarBinding, results, parts)]
 
 
-def _kernels(groups: ReductionGroups, order: BlockOrder) -> dict[Unit, ReductionGroup]:
+def _kernels(groups: ReductionGroups) -> dict[Unit, ReductionGroup]:
     """The groups that have more than a reduction, with their producers."""
     found: dict[Unit, ReductionGroup] = {}
+    order = groups.order
     for group in groups.groups:
         members = group.members
         computes = {*groups.absorption.producers_of(members), *members}
@@ -161,8 +172,9 @@ def _kernels(groups: ReductionGroups, order: BlockOrder) -> dict[Unit, Reduction
     return found
 
 
-def _others(kernels: Iterable[Unit], groups: ReductionGroups, order: BlockOrder) -> Iterator[Unit]:
+def _others(kernels: Iterable[Unit], groups: ReductionGroups) -> Iterator[Unit]:
     """The bindings that stay."""
+    order = groups.order
     provided = {var for unit in kernels for var in unit.provides}
     for var in order.bindings:
         absorbed = var in groups.absorption.taken and not groups.absorption.is_kept(var)
@@ -183,7 +195,7 @@ def _entry(caller: str, name: str, group: ReductionGroup, fused: CallGroup) -> E
         "outputs": constant(group.space.outputs),
         "reduced": constant(group.space.reduced),
         "reductions": names(group.reductions),
-        "members": names(group.rows | group.tiles),
+        "members": names(group.members - group.reductions),
         "producers": names(set(fused.calls) - group.members),
         "results": names(fused.results),
     }

@@ -15,14 +15,15 @@ from their results in this space. It is made in four steps:
    as well joins the group, which writes its tensor on the way, if it has the size of the data.
 
 A chain needs a whole row at once: :func:`schedules.gpu.reduce_limits.chain_fits` tells where that
-pays. Nothing joins a group that depends on it through something else, which could be run neither
+pays. Elsewhere a sum of exponentials and the maximum that it is relative to can be a group all the
+same, which then is *online* (:mod:`relay_passes.online_sums`). Nothing joins a group that depends on it through something else, which could be run neither
 before nor after it, and no group has more than ``MAX_TENSORS`` reductions or inputs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -53,6 +54,9 @@ class ReductionGroup:
         How blocks shall meet, which all reductions have to agree on.
     reductions, rows, tiles : frozenset[relax.Var]
         The members: reductions, calls of as many elements as results, and as the data.
+    links : frozenset[relax.Var]
+        Members as well, of as many elements as the data: what lies between a maximum and a sum that
+        uses it, where no block needs a row for that (:mod:`relay_passes.online_sums`).
     """
 
     space: RowSpace
@@ -60,17 +64,21 @@ class ReductionGroup:
     reductions: frozenset[relax.Var] = frozenset()
     rows: frozenset[relax.Var] = frozenset()
     tiles: frozenset[relax.Var] = frozenset()
+    links: frozenset[relax.Var] = frozenset()
 
     @cached_property
     def members(self) -> frozenset[relax.Var]:
         """All of them."""
-        return self.reductions | self.rows | self.tiles
+        return self.reductions | self.rows | self.tiles | self.links
 
     @property
     def kind(self) -> str:
-        """``chain``, ``sisters``, ``epilogue`` or ``producers``, for what it has beside them."""
-        if self.tiles:
-            return "chain"
+        """For what it has beside reductions.
+
+        ``chain``, ``online``, ``sisters``, ``epilogue`` or ``producers``.
+        """
+        if self.tiles or self.links:
+            return "chain" if self.tiles else "online"
         if len(self.reductions) > 1:
             return "sisters"
         return "epilogue" if self.rows else "producers"
@@ -89,6 +97,7 @@ class ReductionGroup:
             self.reductions | other.reductions,
             self.rows | other.rows,
             self.tiles | other.tiles,
+            self.links | other.links,
         )
 
 
@@ -103,6 +112,8 @@ class ReductionGroups:
         The block's dependences.
     gpu : GPUInfo
         The device.
+    links : Mapping[relax.Var, frozenset[relax.Var]]
+        For sums that shall join their maximum although no block can have a row: what lies between.
 
     Attributes
     ----------
@@ -112,8 +123,16 @@ class ReductionGroups:
         What they absorb.
     """
 
-    def __init__(self, calls: TIRCalls, order: BlockOrder, gpu: GPUInfo) -> None:
+    def __init__(
+        self,
+        calls: TIRCalls,
+        order: BlockOrder,
+        gpu: GPUInfo,
+        links: Mapping[relax.Var, frozenset[relax.Var]] | None = None,
+    ) -> None:
         self.calls, self.order, self.gpu = calls, order, gpu
+        self._links = dict(links or {})
+        linking = frozenset().union(*self._links.values())
         self.groups: list[ReductionGroup] = []
         self._functions: dict[relax.Expr, ElementFunction | None] = {}
         self._members: dict[relax.Var, frozenset[relax.Var]] = {}
@@ -123,11 +142,16 @@ class ReductionGroups:
         for var in order.bindings:
             if var in calls.reductions:
                 self._add_reduction(var)
-            elif var in calls.injective:
+            elif var in calls.injective and var not in linking:
                 self._add_injective(var)
-        self._unite_strangers()
-        self._leave_views()
+        if self.groups:
+            self._unite_strangers()
+            self._leave_views()
         self.absorption = self._absorb()
+
+    def group_of(self, var: relax.Var) -> ReductionGroup | None:
+        """The group that a call is a member of."""
+        return next((group for group in self.groups if var in group.members), None)
 
     def is_result(self, var: relax.Var, group: ReductionGroup) -> bool:
         """Whether a group has a tensor that others read or the block returns."""
@@ -138,14 +162,17 @@ class ReductionGroups:
     def _add_reduction(self, var: relax.Var) -> None:
         workload = self.calls.workload(var)
         data = self.calls.tensors(var)[0]
-        single = ReductionGroup(
-            RowSpace(data.ty.shape, workload), workload.finish, frozenset({var})
-        )
+        links = self._links.get(var, frozenset())
+        space = RowSpace(data.ty.shape, workload)
+        single = ReductionGroup(space, workload.finish, frozenset({var}), links=links)
         if constant(single.space.reduced) == 1:
             return  # a tensor of rows would be one of tiles
+        before = {tensor for link in links for tensor in self.calls.tensors(link)}
         read = self._large_inputs(single)
         for group in sorted(self.groups, key=lambda group: data not in group.tiles):
             related = data in group.tiles or not read.isdisjoint(self._large_inputs(group))
+            if links:
+                related = not group.members.isdisjoint(before)
             if related and self._unite(group, single):
                 return
         self.groups.append(single)
@@ -207,7 +234,7 @@ class ReductionGroups:
             is_read = not group.members.isdisjoint(self.calls.users.get(var, ()))
             if is_read and group.space.kind(var) == TILE and not self.calls.is_reshape(var):
                 united = group.joined(var, TILE)
-                if self._is_kernel(united):
+                if self.is_kernel(united):
                     found.append((group, united))
         return found
 
@@ -224,13 +251,13 @@ class ReductionGroups:
 
     def _replace(self, group: ReductionGroup, larger: ReductionGroup) -> bool:
         """Put a larger group in the place of one, if it can be one kernel."""
-        if not self._is_kernel(larger):
+        if not self.is_kernel(larger):
             return False
         self.groups[self.groups.index(group)] = larger
         self._members.update(dict.fromkeys(larger.members, larger.members))
         return True
 
-    def _is_kernel(self, group: ReductionGroup) -> bool:
+    def is_kernel(self, group: ReductionGroup) -> bool:
         """Whether calls of one space can be one kernel, and shall be."""
         members = group.members
         direct = {e for var in members for e in self.calls.tensors(var) if e not in members}
@@ -238,15 +265,17 @@ class ReductionGroups:
         inputs = min(count_large(read, elements) for read in (direct, self._inputs(members)))
         if inputs > MAX_TENSORS:
             return False
-        if not all(self._agrees(group.space, var, members) for var in group.rows | group.tiles):
+        computed = members - group.reductions
+        if not all(self._agrees(group.space, var, members) for var in computed):
             return False
-        if group.tiles and not self._has_rows_at_once(group):
+        if group.tiles and (group.links or not self._has_rows_at_once(group)):
             return False
         return self.order.is_convex(members, self._members)
 
     def _has_rows_at_once(self, group: ReductionGroup) -> bool:
         space = group.space
-        itemsize = sum(map(item_bytes, self._large_inputs(group)))
+        read = self._large_inputs(group) or {self._data(group)}  # made of small tensors: as if read
+        itemsize = sum(map(item_bytes, read))
         outputs, reduced = constant(space.outputs), constant(space.reduced)
         return chain_fits(outputs, reduced, itemsize, self.gpu, space.form)
 
@@ -271,7 +300,11 @@ class ReductionGroups:
 
     def _elements(self, group: ReductionGroup) -> int:
         """``M`` times ``N``, as a number."""
-        return count_elements(self.calls.tensors(next(iter(group.reductions)))[0])
+        return count_elements(self._data(group))
+
+    def _data(self, group: ReductionGroup) -> relax.Expr:
+        """What one of the reductions reduces."""
+        return self.calls.tensors(next(iter(group.reductions)))[0]
 
     def _inputs(self, members: Collection[relax.Var]) -> set[relax.Expr]:
         """What calls and the producers that only they read, read from outside."""

@@ -22,10 +22,10 @@ def read_reduction_report(mod: IRModule) -> Entry:
     dict
         ``rewritten``: how many ``CoalesceReduction`` replaced. ``groups``: a list with an entry for
         each function that ``FuseReductions`` made: the ``function`` that calls it, its ``name`` and
-        ``kind`` (``chain``, ``sisters``, ``epilogue`` or ``producers``), ``outputs`` and
-        ``reduced`` (``M`` and ``N``; None where symbolic), and by the names of what they call
-        its ``reductions``, its other ``members``, the ``producers`` that it absorbed, and the
-        ``results`` that it returns.
+        ``kind`` (``chain``, ``online``, ``sisters``, ``epilogue`` or ``producers``),
+        ``outputs`` and ``reduced`` (``M`` and ``N``; None where symbolic), and by the names of what
+        they call its ``reductions``, its other ``members``, the ``producers`` that it absorbed, and
+        the ``results`` that it returns.
     """
     text = mod.attrs.get(ATTRIBUTE) if mod.attrs else None
     return {"rewritten": 0, "groups": []} if text is None else json.loads(str(text))

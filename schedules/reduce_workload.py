@@ -32,6 +32,7 @@ OPERATORS = (
     "argmin",
     "argmax",
 )
+MAX_SUM_EXP = "max_sum_exp"  # of softmax; only kernels have it, for it has two results
 FINISHES = ("auto", "one_block", "atomic", "last_block")
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int8", "uint8")
@@ -50,8 +51,9 @@ class ReduceWorkload:
     Parameters
     ----------
     operator : str
-        One of :data:`OPERATORS`. ``and`` and ``or`` are logical; ``argmin`` and ``argmax`` give the
-        position in the reduced axes, flattened in row-major order, of the first extreme element.
+        One of :data:`OPERATORS`, or :data:`MAX_SUM_EXP` within a kernel. ``and`` and ``or`` are
+        logical; ``argmin`` and ``argmax`` give the position in the reduced axes, flattened in
+        row-major order, of the first extreme element.
     axes : tuple[int, ...]
         Reduced axes, ascending, none negative.
     keepdims : bool

@@ -14,7 +14,7 @@ import json
 
 from tvm import te, tirx
 
-from ..reduce_operator import combine, field_dtypes, finish, identity, lift
+from ..reduce_operator import combine, field_dtypes, finish, identity, lift, state_of_one
 from ..reduce_workload import CanonicalLoops, ReduceWorkload, constant
 
 VALUE, STATE, FINISH = "reduce_value", "reduce_state", "reduce_finish"
@@ -60,7 +60,8 @@ def coalesced_reduce(
 
     def element(*indices: tirx.Var) -> tirx.Expr:
         m = _ravel(indices, shape)
-        return finish(workload, tuple(field[m] for field in state), reduced)
+        [result] = finish(workload, tuple(field[m] for field in state), reduced)
+        return result
 
     return te.compute(shape, element, name=FINISH)
 
@@ -87,10 +88,11 @@ def _reduce(
         return identity(workload) if fields > 1 else identity(workload)[0]
 
     reducer = te.comm_reducer(combined, start, name=workload.operator)
-    if fields > 1:
-        element = lambda m: reducer((value[m, n], n.astype("int64")), axis=n)  # noqa: E731
-    else:
-        element = lambda m: reducer(value[m, n], axis=n)  # noqa: E731
+
+    def element(m: tirx.Var) -> tirx.Expr:
+        state = state_of_one(workload, value[m, n], n.astype("int64"))
+        return reducer(state if fields > 1 else state[0], axis=n)
+
     result = te.compute((outputs,), element, name=STATE)
     return tuple(result) if fields > 1 else (result,)
 

@@ -77,7 +77,8 @@ def _final(ctx: ReduceContext, workload: ReduceWorkload, value: tirx.Expr) -> ti
     if workload.operator != "mean":
         return value
     wide = replace(workload, dtype=workload.acc_dtype)
-    return finish(wide, (value,), ctx.group.reduced)
+    [result] = finish(wide, (value,), ctx.group.reduced)
+    return result
 
 
 def _add_vector(

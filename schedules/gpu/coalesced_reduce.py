@@ -11,6 +11,7 @@ from tvm.target import Target
 from .bfloat16_bits import convert_by_bits
 from .chain_config import choose_chain
 from .device import GPUInfo
+from .online_softmax import avoid_chain
 from .read_group import read_group
 from .reduce_config import ReduceConfig, choose_sisters
 from .reduce_group import ReduceGroup
@@ -30,8 +31,9 @@ class CoalescedReduce(GPUScheduleRule):
       or reduced in turn.
 
     Without the last kind the reductions are spread over many blocks and finished in the same
-    kernel; with it, as in a softmax, one block has a row from the first stage to the last. Returns
-    None for everything else.
+    kernel; with it, as in a softmax, one block has a row from the first stage to the last. The sum
+    of a softmax alone needs no block with a row (:mod:`schedules.gpu.online_softmax`). Returns None
+    for everything else.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
@@ -42,6 +44,7 @@ class CoalescedReduce(GPUScheduleRule):
         if group is None:
             return None
         gpu = GPUInfo.from_target(target)
+        group = avoid_chain(group, gpu)
         kernel = write_kernel(group, choose_config(group, gpu), gpu)
         if gpu.kind == "opencl":
             kernel = convert_by_bits(kernel)

@@ -21,7 +21,7 @@ from ..compute.coalesced_reduce import ATTRIBUTE, SCRATCH_ATTRIBUTE, SHAPE_ATTRI
 from ..expression_walk import loads, substitute, uses
 from ..reduce_workload import CanonicalLoops, Extent, ReduceWorkload, constant, unravel
 from .index_math import i64, ravel, simplified
-from .reduce_group import ElementOutput, Epilogue, ReduceGroup, Reduction, Stage
+from .reduce_group import ElementOutput, Epilogue, ReduceGroup, Reduction, Result, Stage
 
 
 def read_group(func: tirx.PrimFunc) -> ReduceGroup | None:
@@ -145,9 +145,8 @@ class _Reader:
         value = self._inline(substitute(source.body.value, places))
         workload = ReduceWorkload.from_json(str(source.annotations[ATTRIBUTE]))
         result = tirx.Var("result", workload.out_dtype)
-        reduction = Reduction(
-            workload, loops, self._function(value), result, self._output(store.buffer)
-        )
+        results = (Result(result, self._output(store.buffer)),)
+        reduction = Reduction(workload, loops, self._function(value), results)
         self.reductions.append((1 + self._stage(value), reduction))
         self.results[store.buffer] = result
 
@@ -176,7 +175,8 @@ class _Reader:
         at_m = substitute(definition.value, dict(zip(definition.variables, places, strict=True)))
         value, m = self._inline(at_m), self.m
         result = tirx.Var("result", str(buffer.dtype))
-        epilogue = Epilogue(lambda at: substitute(value, {m: at}), result, self._output(buffer))
+        stored = Result(result, self._output(buffer))
+        epilogue = Epilogue(lambda at: substitute(value, {m: at}), stored)
         self.epilogues.append((max(0, definition.stage), epilogue))
         self.results[buffer] = result
 
@@ -234,12 +234,14 @@ class _Reader:
         m_var, n_var = self.m, self.n
         return lambda m, n: substitute(value, {m_var: m, n_var: n})
 
-    def _parts(self) -> list[tuple[int, Reduction | Epilogue]]:
-        return [*self.reductions, *self.epilogues]
+    def _results(self) -> list[tuple[int, Result]]:
+        """Each with its stage."""
+        parts: list[tuple[int, Reduction | Epilogue]] = [*self.reductions, *self.epilogues]
+        return [(at, result) for at, part in parts for result in part.results]
 
     def _stage(self, value: tirx.Expr) -> int:
         """The last stage whose results an expression uses; -1 if it uses none."""
-        return max((at for at, part in self._parts() if uses(value, [part.result])), default=-1)
+        return max((at for at, result in self._results() if uses(value, [result.var])), default=-1)
 
     def _stage_of(self, load: ir.TensorLoad) -> int:
         if load.source in self.results:
@@ -258,7 +260,7 @@ class _Reader:
     def _find_scratch(self) -> tuple[tirx.Buffer, ...]:
         """The operands for partial results: those that can be nothing else."""
         sizes = [int(block.annotations[SCRATCH_ATTRIBUTE]) for block in self.lifted.values()]
-        written = [part.output for _, part in self._parts()] + self.stored
+        written = [result.output for _, result in self._results()] + self.stored
         read = self._read_buffers()
         found: list[tirx.Buffer] = []
         for words in dict.fromkeys(size for size in sizes if size):

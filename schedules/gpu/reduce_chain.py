@@ -79,7 +79,7 @@ def _reduce_stage(
         share_leaders(ctx, workloads, states)
     for k, at_m in enumerate(results):
         at_m.add(stage, reduce_state.load(states, k))
-    if any(part.output is not None for part in stage.parts):
+    if any(result.output is not None for result in stage.results):
         first = ctx.first_output
         is_first = tirx.EQ(ctx.split, i64(0)) if exchange else None
         with when(ctx.is_leader, ctx.exists(first), is_first):

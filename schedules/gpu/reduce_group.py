@@ -18,6 +18,22 @@ from ..reduce_workload import CanonicalLoops, Extent, ReduceWorkload
 
 
 @dataclass(frozen=True)
+class Result:
+    """A value for each ``m``.
+
+    Parameters
+    ----------
+    var : tirx.Var
+        Stands for the value at the same ``m`` in other expressions of the group.
+    output : tirx.Buffer | None
+        Where it goes, row-major in ``m``; None if only the group uses it.
+    """
+
+    var: tirx.Var
+    output: tirx.Buffer | None
+
+
+@dataclass(frozen=True)
 class Reduction:
     """One reduction, with its producers inlined.
 
@@ -29,26 +45,33 @@ class Reduction:
         Axes of the data; unknown extents stand for themselves only.
     value : Callable
         The first field of the state of element ``(m, n)``, both int64.
-    result : tirx.Var
-        Stands for the result at the same ``m`` in other expressions of the group.
-    output : tirx.Buffer | None
-        Where the result goes, row-major in ``m``; None if only the group uses it.
+    results : tuple[Result, ...]
+        What the operator finishes with, mostly one.
     """
 
     workload: ReduceWorkload
     loops: CanonicalLoops
     value: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
-    result: tirx.Var
-    output: tirx.Buffer | None
+    results: tuple[Result, ...]
+
+    @property
+    def output(self) -> tirx.Buffer | None:
+        """Where the only result goes."""
+        [result] = self.results
+        return result.output
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """A value at ``m`` computed from results there; the fields are those of a reduction."""
+    """A value at ``m`` computed from results there."""
 
     value: Callable[[tirx.Expr], tirx.Expr]
-    result: tirx.Var
-    output: tirx.Buffer | None
+    result: Result
+
+    @property
+    def results(self) -> tuple[Result]:
+        """The only one."""
+        return (self.result,)
 
 
 @dataclass(frozen=True)
@@ -78,9 +101,10 @@ class Stage:
     epilogues: tuple[Epilogue, ...]
 
     @property
-    def parts(self) -> tuple[Reduction | Epilogue, ...]:
-        """Both."""
-        return (*self.reductions, *self.epilogues)
+    def results(self) -> tuple[Result, ...]:
+        """Those of both."""
+        parts: tuple[Reduction | Epilogue, ...] = (*self.reductions, *self.epilogues)
+        return tuple(result for part in parts for result in part.results)
 
     @property
     def workloads(self) -> tuple[ReduceWorkload, ...]:
@@ -131,7 +155,7 @@ class ReduceGroup:
     @property
     def results(self) -> tuple[tirx.Var, ...]:
         """What stands for results in expressions."""
-        return tuple(part.result for stage in self.stages for part in stage.parts)
+        return tuple(result.var for stage in self.stages for result in stage.results)
 
     @property
     def scratch_words(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ..reduce_operator import state_of_one
 from ..reduce_workload import constant
 from . import reduce_state
 from .index_math import ceildiv, i64, simplified
@@ -40,7 +41,7 @@ def combine_vector(
             position = n if ctx.is_y else n + i64(k)
             values = [put_into(value, k) for value in lane(k)]
             lifted = [
-                (value, position) if workload.is_arg else (value,)
+                state_of_one(workload, value, position)
                 for workload, value in zip(stage.workloads, values, strict=True)
             ]
             reduce_state.update(stage.workloads, states, k % count, lifted)

@@ -34,17 +34,18 @@ class Results:
         group = self.ctx.group
         is_used = group.is_chain or group.has_epilogues
         for reduction, state in zip(stage.reductions, states, strict=True):
-            value = finish(reduction.workload, state, group.reduced)
-            self.values[reduction.result] = _hold(value) if is_used else value
+            values = finish(reduction.workload, state, group.reduced)
+            for result, value in zip(reduction.results, values, strict=True):
+                self.values[result.var] = _hold(value) if is_used else value
         for epilogue in stage.epilogues:
-            self.values[epilogue.result] = _hold(self.put_into(epilogue.value(self.m)))
+            self.values[epilogue.result.var] = _hold(self.put_into(epilogue.value(self.m)))
 
     def write(self, stage: Stage, place: tirx.Expr | None = None) -> None:
         """Store the values of a stage that are outputs of the group, at ``m`` unless told."""
-        for part in stage.parts:
-            if part.output is not None:
+        for result in stage.results:
+            if result.output is not None:
                 place = self.m if place is None else place
-                self.ctx.write(part.output, place, self.values[part.result])
+                self.ctx.write(result.output, place, self.values[result.var])
 
     def put_into(self, expression: tirx.Expr) -> tirx.Expr:
         """An expression with the values in place of what stands for them."""

@@ -54,7 +54,10 @@ def update(workloads: Workloads, buffers: Buffers, index: Index, states: States)
                 with T.Then():
                     store([fields], index, [right])
         else:
-            store([fields], index, [combine(workload, left, right)])
+            combined = combine(workload, left, right)
+            if len(combined) > 1:  # each field depends on all old ones
+                combined = tuple(T.bind(value) for value in combined)
+            store([fields], index, [combined])
 
 
 def fold(workloads: Workloads, buffers: Buffers, size: int) -> None:

@@ -21,7 +21,7 @@ from reduction_chains import (
     softmax_of,
 )
 from reduction_checks import random_data
-from reduction_graphs import TABLE_2, data, op, several, total
+from reduction_graphs import TABLE_2, data, f16, f32, op, several, total
 from relax_on_pocl import OPENCL, RelaxOnPoCL
 from tvm import relax, tirx
 from tvm.s_tir import dlight
@@ -29,6 +29,8 @@ from tvm.s_tir import dlight
 from relay_passes import CoalesceReduction, FuseReductionProducers, FuseReductions, reduction_groups
 from relay_passes.tir_calls import is_reduction
 from schedules import gpu
+from schedules.gpu import online_softmax
+from tvm_fusion.gpu_phases import gpu_phases
 
 
 def lower(mod: tvm.IRModule) -> tvm.IRModule:
@@ -110,8 +112,84 @@ def test_half_precision(rng):
 def test_softmax_of_long_rows(rng):
     x = normal(rng, 3, 40001)
     results, launches = build_and_run(lambda e, x: [softmax(e, x)], [data(3, 40001)], [x])
-    assert len(launches) == 3
+    assert len(launches) == 2
     assert_near(results, [softmax_of(x.astype("float64"))])
+
+
+def pipeline(build: Callable, *params: relax.Var) -> RelaxOnPoCL:
+    """A graph by all passes of the compiler."""
+    mod = several(build, *params)
+    with OPENCL:
+        for passes in gpu_phases(OPENCL).values():
+            mod = tvm.transform.Sequential(passes)(mod)
+    return RelaxOnPoCL(mod)
+
+
+def logits(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Large ones, some of them masked, and whole blocks of some rows."""
+    x = (1e4 + 20 * rng.standard_normal(shape)).astype("float32")
+    x[rng.random(shape) < 0.1] = -np.inf
+    x[::2, : shape[1] // 2] = -np.inf
+    return x
+
+
+@pytest.mark.parametrize("shape", [(1, 1 << 18), (4, 70_001)])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_large_logits_of_long_rows(name, shape, rng):
+    compiled = pipeline(lambda e, x: [getattr(op.nn, name)(x, -1)], data(*shape))
+    x = logits(rng, *shape)
+    for _ in range(2):
+        (result,) = compiled(x)
+    assert len(compiled.launches) == 2
+    by_numpy = softmax_of if name == "softmax" else log_softmax_of
+    with np.errstate(divide="ignore"):
+        wanted = by_numpy(x.astype("float64"))
+    atol = 1e-30 if name == "softmax" else 4e-6
+    np.testing.assert_allclose(result.astype("float64"), wanted, rtol=4e-6, atol=atol)
+
+
+def test_rows_without_a_finite_maximum(rng):
+    x = normal(rng, 4, 70_001)
+    x[0], x[1, 5], x[2, 69_999] = -np.inf, np.inf, np.nan
+    (result,) = pipeline(lambda e, x: [op.nn.softmax(x, -1)], data(*x.shape))(x)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_allclose(result, softmax_of(x.astype("float64")), rtol=1e-5)
+
+
+def test_losses_of_long_rows(rng):
+    shape = (4, 70_001)
+    x, y = logits(rng, *shape), np.abs(normal(rng, *shape))
+    finite = np.where(np.isfinite(x), x, np.float32(9000))
+    targets = rng.integers(shape[1] // 2, shape[1], 4)
+    exact = log_softmax_of(finite.astype("float64"))
+    entropy = pipeline(
+        lambda e, x, y: [op.nn.cross_entropy_with_logits(e(op.nn.log_softmax(x, -1)), y)],
+        *[data(*shape, name=name) for name in "xy"],
+    )
+    assert_near(entropy(finite, y), [-(exact * y).sum() / 4])
+    assert len(entropy.launches) == 2
+    likelihoods = pipeline(
+        lambda e, x, t: [op.nn.nll_loss(e(op.nn.log_softmax(x, -1)), t)],
+        data(*shape),
+        data(4, dtype="int64", name="t"),
+    )
+    assert_near(likelihoods(finite, targets), [-exact[np.arange(4), targets].mean()])
+    assert len(likelihoods.launches) == 2
+
+
+def test_a_masked_softmax_of_long_rows_in_half_precision(rng):
+    def build(emit, x, mask):
+        scaled = emit(op.multiply(emit(f32(x)), relax.const(0.5)))
+        return [f16(emit(op.nn.softmax(emit(op.add(scaled, emit(f32(mask)))))))]
+
+    x = (100 * normal(rng, 3, 70_001)).astype("float16")
+    mask = np.where(rng.random((1, 70_001)) < 0.5, -np.inf, 0).astype("float16")
+    params = [data(*x.shape, dtype="float16"), data(*mask.shape, dtype="float16", name="mask")]
+    compiled = pipeline(build, *params)
+    (result,) = compiled(x, mask)
+    assert len(compiled.launches) == 2
+    wanted = softmax_of(x.astype("float64") / 2 + mask)
+    np.testing.assert_allclose(result.astype("float64"), wanted, rtol=2e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize("width", [37, tirx.Var("k", "int64")])
@@ -145,5 +223,6 @@ def test_statistics_with_their_epilogue(rng):
 def test_every_group_of_random_graphs_is_a_kernel(draw, fits):
     graph, inputs, check = random_graph(draw.draw, 4, 12)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduction_groups, "chain_fits", lambda *_: fits)
+        for module in (reduction_groups, online_softmax):
+            patch.setattr(module, "chain_fits", lambda *_: fits)
         check(RelaxOnPoCL(lower(graph))(*inputs))

@@ -179,12 +179,18 @@ def random_graph(draw, least: int, most: int):
 def _grow(draw, emit, nodes, results) -> None:
     """Add a node, a pair of a variable and its values, mostly to one of the last."""
     tensor, array = draw(st.sampled_from([*nodes[-5:], *nodes[:2]]))
-    name = draw(st.sampled_from(["fold", "fold", *BINARY, *UNARY, "output"]))
+    name = draw(st.sampled_from(["fold", "fold", *BINARY, *UNARY, "softmax", "output"]))
     if name == "fold" and array.ndim:
         axis = draw(st.sampled_from([array.ndim - 1, 0, None]))
         keepdims, fold = draw(st.booleans()), draw(st.sampled_from([*FOLDS]))
         reduced = coalesced_reduce(tensor, fold, axis, keepdims=keepdims)
         nodes.append((emit(reduced), FOLDS[fold](array, axis=axis, keepdims=keepdims)))
+    elif name == "softmax" and array.ndim:
+        exponential = np.exp(array - array.max(-1, keepdims=True))
+        largest = emit(total_of("max", tensor, -1))
+        nodes.append((emit(op.exp(op.subtract(tensor, largest))), exponential))
+        total = emit(total_of("sum", nodes[-1][0], -1))
+        nodes.append((emit(op.divide(nodes[-1][0], total)), softmax_of(array)))
     elif name in BINARY:
         fitting = [n for n in nodes if _broadcasts(n[1].shape, array.shape)]
         other, values = draw(st.sampled_from(fitting))

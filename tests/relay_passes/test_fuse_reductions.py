@@ -15,6 +15,7 @@ from reduction_chains import (
     half_norm,
     layer_norm,
     likelihood,
+    log_softmax,
     log_softmax_of,
     normalized,
     normalized_of,
@@ -428,12 +429,115 @@ def test_an_input_of_a_chain_that_comes_from_its_result_leaves_it():
 def test_softmax_of_long_rows_computes_the_exponentials_twice():
     fused = Fused(lambda emit, x: [softmax(emit, x)], data(*LONG))
     assert fused.kernels == [
-        "coalesced_max",
-        "fused_subtract_tir_exp_coalesced_sum",
+        "fused_coalesced_max_subtract_tir_exp_coalesced_sum",
         "fused_subtract_tir_exp_divide",
     ]
-    assert fused.touched() == [(1, 1), (2, 1), (3, 1)]
+    assert fused.touched() == [(1, 2), (3, 1)]
+    (entry,) = fused.groups
+    assert entry["kind"] == "online" and entry["results"] == ["coalesced_max", "coalesced_sum"]
+    assert entry["reductions"] == ["coalesced_max", "coalesced_sum"]
+    assert entry["members"] == ["subtract", "tir_exp"] and entry["producers"] == []
     fused.check(lambda x: [softmax_of(x)], normal(*LONG))
+
+
+def by_ops(emit, x, keepdims=True):
+    """The maximum as ``x`` has it along the rows, and the exponentials."""
+    largest = emit(op.max(x, [1], keepdims=keepdims))
+    if not keepdims:
+        largest = emit(op.reshape(largest, (x.ty.shape[0], 1)))
+    return largest, emit(op.exp(emit(op.subtract(x, largest))))
+
+
+def test_a_maximum_may_come_in_another_shape():
+    def build(emit, x):
+        exponential = by_ops(emit, x, keepdims=False)[1]
+        total = emit(op.expand_dims(emit(op.sum(exponential, [1])), 1))
+        return [op.divide(exponential, total)]
+
+    fused = Fused(build, data(*LONG))
+    assert [entry["kind"] for entry in fused.groups] == ["online"] and len(fused.kernels) == 2
+    fused.check(lambda x: [softmax_of(x)], normal(*LONG))
+
+
+def test_a_scaled_and_masked_softmax_stores_neither_its_input_nor_exponentials():
+    def build(emit, x, mask):
+        scaled = emit(op.multiply(x, relax.const(0.125)))
+        return [softmax(emit, emit(op.where(mask, scaled, relax.const(-1e30))))]
+
+    fused = Fused(build, data(*LONG), data(1, LONG[1], dtype="bool", name="mask"))
+    assert len(fused.kernels) == 2 and fused.groups[0]["producers"] == ["multiply", "where"]
+    assert [written for _, written in fused.touched()] == [2, 1]
+    keep = np.random.default_rng().random((1, LONG[1])) < 0.5
+    fused.check(lambda x, m: [softmax_of(np.where(m, x / 8, -1e30))], normal(*LONG), keep)
+
+
+def test_a_log_sum_exp_of_long_rows_is_one_kernel():
+    def build(emit, x):
+        largest, exponential = by_ops(emit, x)
+        return [op.add(op.log(emit(op.sum(exponential, [1], keepdims=True))), largest)]
+
+    fused = Fused(build, data(*LONG))
+    assert fused.touched() == [(1, 1)] and fused.kinds == ["online"]
+    fused.check(lambda x: [np.logaddexp.reduce(x, 1, keepdims=True)], normal(*LONG))
+
+
+def test_the_loss_of_long_rows_reads_them_twice():
+    def build(emit, x, y):
+        return [op.negative(emit(op.sum(emit(op.multiply(emit(log_softmax(emit, x)), y)))))]
+
+    fused = Fused(build, data(*LONG), data(*LONG, name="y"))
+    assert len(fused.kernels) == 2 and fused.kinds == ["online", "epilogue"]
+    x, y = normal(*LONG), np.abs(normal(*LONG))
+    fused.check(lambda x, y: [-(log_softmax_of(x) * y).sum()], x, y, rtol=1e-3)
+
+
+def test_the_exponentials_may_be_asked_for():
+    def build(emit, x):
+        largest, exponential = by_ops(emit, x)
+        return [exponential, op.sum(exponential, [1]), largest]
+
+    fused = Fused(build, data(*LONG))
+    assert fused.touched() == [(1, 2), (2, 1)]
+    fused.check(
+        lambda x: [e := np.exp(x - x.max(1, keepdims=True)), e.sum(1), x.max(1, keepdims=True)],
+        normal(*LONG),
+    )
+
+
+def test_unknown_lengths_of_few_rows_are_online_and_unknown_rows_a_chain():
+    n = tirx.Var("n", "int64")
+    few = Fused(lambda emit, x: [softmax(emit, x)], data(4, n))
+    assert few.kinds == ["online"] and len(few.kernels) == 2
+    few.check(lambda x: [softmax_of(x)], normal(4, 301))
+    many = Fused(lambda emit, x: [softmax(emit, x)], data(n, 40000))
+    assert many.kinds == ["chain"] and len(many.kernels) == 1
+
+
+NOT_ONLINE = {
+    "of the minimum": lambda emit, x, y: total_of("min", x, 1),
+    "of another tensor": lambda emit, x, y: total_of("max", y, 1),
+    "over other axes": lambda emit, x, y: total_of("max", x, 0),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ONLINE)
+def test_what_has_no_maximum_of_its_rows_takes_a_kernel_for_each_step(name):
+    def build(emit, x, y):
+        shifted = emit(op.subtract(x, emit(NOT_ONLINE[name](emit, x, y))))
+        return [op.divide(shifted, emit(total_of("sum", emit(op.exp(shifted)), 1)))]
+
+    fused = Fused(build, data(*LONG), data(*LONG, name="y"))
+    assert "online" not in fused.kinds and len(fused.kernels) >= 3
+
+
+def test_a_maximum_that_reaches_the_sum_through_a_product_stays_apart():
+    def build(emit, x, w):
+        largest = emit(total_of("max", x, 1))
+        shift = emit(op.matmul(largest, w))
+        return [total_of("sum", emit(op.exp(emit(op.subtract(x, shift)))), 1)]
+
+    fused = Fused(build, data(*LONG), data(1, 1, name="w"))
+    assert "online" not in fused.kinds and len(fused.kernels) == 3
 
 
 def test_layer_norm_of_long_rows_is_three_kernels():
@@ -458,7 +562,9 @@ def test_long_rows_of_two_inputs_take_no_more_launches():
         return [softmax(emit, x), softmax(emit, y)]
 
     fused = Fused(build, data(*LONG), data(*LONG, name="y"))
-    assert fused.touched() == [(2, 2), (4, 2), (3, 1), (3, 1)]
+    assert fused.touched() == [(2, 4), (3, 1), (3, 1)]
+    assert fused.kinds == ["online"]
+    fused.check(lambda x, y: [softmax_of(x), softmax_of(y)], normal(*LONG), normal(*LONG))
 
 
 def test_many_long_rows_are_one_kernel():

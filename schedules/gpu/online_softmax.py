@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of exponentials together with the maximum of the same row, in one pass over the data.
+
+``sum(exp(x - max(x)))`` needs the maximum first, so the two are stages of a chain, for which one
+block must have a whole row. Where it cannot, they become one reduction with the state
+:data:`schedules.reduce_workload.MAX_SUM_EXP`, which any number of blocks can share: the largest
+value ``m`` and the sum ``s`` of ``exp(x - m)``. For any ``h`` that a row has one of, ::
+
+    sum(exp(x - h)) = s * exp(m - h)                   # exactly s where h is m
+                    = exp(m - h)   where m is infinite or NaN
+
+so that a row of -inf, or with inf or NaN, gives what the stages would give one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import tvm_ffi
+from tvm import DataType, ir, tirx
+
+from ..expression_walk import substitute, uses
+from ..reduce_workload import FLOATS, MAX_SUM_EXP, constant
+from .device import GPUInfo
+from .index_math import simplified
+from .reduce_group import Epilogue, ReduceGroup, Reduction, Result, Stage
+from .reduce_limits import chain_fits
+
+
+def avoid_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceGroup:
+    """The group, in one stage where rows are too long for a block and that is possible."""
+    outputs, reduced = constant(group.outputs), constant(group.reduced)
+    itemsize, form = sum(group.row_inputs()) or 1, group.reductions[0].loops.form
+    if not group.is_chain or chain_fits(outputs, reduced, itemsize, gpu, form):
+        return group
+    return in_one_stage(group) or group
+
+
+def in_one_stage(group: ReduceGroup) -> ReduceGroup | None:
+    """A chain as a group that is none.
+
+    Parameters
+    ----------
+    group : ReduceGroup
+        A chain.
+
+    Returns
+    -------
+    ReduceGroup | None
+        With sums of exponentials and the maxima of the same rows made one reduction each; None if
+        elements are stored, if there are more stages, or if the second one has anything else.
+    """
+    if len(group.stages) != 2 or group.elements:
+        return None
+    first, second = group.stages
+    pairs = [_pair(first, total) for total in second.reductions]
+    merged = {pair.maximum.results[0].var: pair for pair in pairs if pair is not None}
+    if len(merged) < len(pairs):
+        return None
+    reductions = tuple(
+        merged[r.results[0].var].reduction if r.results[0].var in merged else r
+        for r in first.reductions
+    )
+    totals = tuple(pair.total for pair in merged.values())
+    stage = Stage(reductions, (*first.epilogues, *totals, *second.epilogues))
+    return replace(group, stages=(stage,))
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A maximum, what becomes of it, and the sum as an epilogue of that."""
+
+    maximum: Reduction
+    reduction: Reduction
+    total: Epilogue
+
+
+def _pair(first: Stage, total: Reduction) -> _Pair | None:
+    """Find the maximum of the rows whose exponentials ``total`` is the sum of."""
+    m, n = tirx.Var("m", "int64"), tirx.Var("n", "int64")
+    exponent = _exponent(total.value(m, n))
+    if total.workload.operator != "sum" or not isinstance(exponent, tirx.Sub):
+        return None
+    if uses(exponent.b, (n,)):
+        return None
+    for maximum in first.reductions:
+        is_float = maximum.workload.operator == "max" and maximum.workload.dtype in FLOATS
+        if is_float and _is_same(maximum.value(m, n), exponent.a):
+            return _merge(maximum, total, exponent.b, m)
+    return None
+
+
+def _merge(maximum: Reduction, total: Reduction, shift: tirx.Expr, m: tirx.Var) -> _Pair:
+    accumulators = (maximum.workload.acc_dtype, total.workload.acc_dtype)
+    dtype = max(accumulators, key=lambda name: DataType(name).bits)
+    workload = replace(maximum.workload, operator=MAX_SUM_EXP, acc_dtype=dtype)
+    [largest], [stored] = maximum.results, total.results
+    raw = tirx.Var("sum_exp", dtype)
+    reduction = Reduction(
+        workload,
+        maximum.loops,
+        lambda m, n: _cast(maximum.value(m, n), dtype),
+        (largest, Result(raw, None)),
+    )
+
+    def value(at: tirx.Expr) -> tirx.Expr:
+        high = _cast(largest.var, dtype)
+        infinity = tirx.infinity(dtype)
+        is_finite = tirx.abs(high) < infinity
+        if _without_widening(shift).same_as(largest.var):
+            # NaN; for a difference of equal expressions TVM would take 0.
+            terms = tirx.Select(is_finite, raw, infinity - tirx.abs(high))
+        else:
+            factor = tirx.exp(high - _cast(substitute(shift, {m: at}), dtype))
+            terms = tirx.Select(is_finite, raw, tirx.const(1, dtype)) * factor
+            terms = tirx.Select(tirx.isnan(high), high, terms)
+        return _cast(terms, total.workload.out_dtype)
+
+    return _Pair(maximum, reduction, Epilogue(value, stored))
+
+
+def _exponent(value: tirx.Expr) -> tirx.Expr | None:
+    """``x`` if ``value`` is the exponential of ``x``, in any float type."""
+    while isinstance(value, tirx.Cast) and _is_float(value.value):
+        value = value.value
+    is_exp = isinstance(value, ir.Call) and getattr(value.op, "name", "") == "tirx.exp"
+    return _without_widening(value.args[0]) if is_exp else None
+
+
+def _is_same(a: tirx.Expr, b: tirx.Expr) -> bool:
+    """Whether two expressions are equal, of whatever float type."""
+    a, b = _without_widening(a), _without_widening(b)
+    return bool(
+        tvm_ffi.structural_equal(a, b) or tvm_ffi.structural_equal(simplified(a), simplified(b))
+    )
+
+
+def _without_widening(value: tirx.Expr) -> tirx.Expr:
+    while isinstance(value, tirx.Cast) and _is_float(value.value):
+        if DataType(str(value.value.ty.dtype)).bits > DataType(str(value.ty.dtype)).bits:
+            break
+        value = value.value
+    return value
+
+
+def _is_float(value: tirx.Expr) -> bool:
+    return str(value.ty.dtype) in FLOATS
+
+
+def _cast(value: tirx.Expr, dtype: str) -> tirx.Expr:
+    return value if str(value.ty.dtype) == dtype else value.astype(dtype)
