@@ -33,6 +33,7 @@ from .planar_tile import (
     DepthwiseRows,
     PlanarImage,
     PointwiseOperands,
+    column_groups,
     depthwise_vector,
     pointwise_tile,
     reads_whole_vectors,
@@ -83,6 +84,8 @@ def takes_planar(kernel: Conv2DKernel) -> bool:
     height, width = int(kernel.height or 1), int(kernel.width or 1)
     out_h, out_w = layer1.output_size(height, width)
     if out_w < kernel.lanes or width < layer1.strides[1] * kernel.lanes:
+        return False
+    if layer1.strides[1] == 2 and (layer1.kernel[1] < 2 or layer1.dilation[1] > 1):
         return False
     stride, top = layer1.strides[0], layer1.padding[0]
     reach = (layer1.kernel[0] - 1) * layer1.dilation[0]
@@ -161,21 +164,19 @@ class _Piece:
 
     def _depthwise(self, block: Index, lane: Index, row: Index) -> None:
         """Layer one of a channel: the rows of a step, from output row ``row`` on."""
-        layer, lanes, (_, weight, bias, *_) = self.layer1, self.lanes, self.flat
-        taps = layer.kernel[0] * layer.kernel[1]
+        layer, lanes, bias = self.layer1, self.lanes, self.flat[2]
+        channel, zero = block * lanes + lane, tirx.const(0, bias.dtype)
         part = DepthwiseRows(
             layer=layer,
             source=self.source,
-            output=replace(self.mid, offset=T.bind((block * lanes + lane) * self.mid.plane)),
+            output=replace(self.mid, offset=T.bind(channel * self.mid.plane)),
             lanes=lanes,
             rows=0,
             output_row=0,
             visible=(0, 0),
-            weights=[
-                T.bind(T.broadcast(weight[(block * taps + tap) * lanes + lane], lanes))
-                for tap in range(taps)
-            ],
-            bias=T.bind(T.broadcast(bias[block * lanes + lane], lanes)),
+            weights=self._weights(block, lane),
+            bias=T.bind(_repeated([bias[block * lanes + lane], zero][: layer.strides[1]], lanes)),
+            paired=self._is_paired(),
         )
         first = 0
         for size in split_evenly(self.knobs.h, self.knobs.rows):
@@ -183,9 +184,29 @@ class _Piece:
             for condition, visible in self._visible(row, first, size):
                 with when(condition):
                     source_row = (row + first) * layer.strides[0] - layer.padding[0] + visible[0]
-                    source = self.source.seen_from(block * lanes + lane, source_row)
+                    source = self.source.seen_from(channel, source_row)
                     self._row_tile(replace(part, source=source, visible=visible))
             first += size
+
+    def _weights(self, block: Index, lane: Index) -> list[tirx.Expr]:
+        """Weights of a channel of layer one, as :class:`.planar_tile.DepthwiseRows` wants them."""
+        layer, lanes, weight = self.layer1, self.lanes, self.flat[1]
+        height, width = layer.kernel
+        vectors = []
+        for row in range(height):
+            for shift, shares in column_groups(layer):
+                column = shift // layer.dilation[1]
+                taps = [
+                    weight[((block * height + row) * width + column + number) * lanes + lane]
+                    * tirx.const(share, weight.dtype)
+                    for number, share in enumerate(shares)
+                ]
+                vectors.append(T.bind(_repeated(taps, lanes)))
+        return vectors
+
+    def _is_paired(self) -> bool:
+        """Whether layer two undoes the order of pixels that steps of two leave in vectors."""
+        return self.layer1.strides[1] == 2 and self.mid.width % self.lanes == 0
 
     def _visible(
         self, row: Index, first: int, size: int
@@ -244,6 +265,7 @@ class _Piece:
             weight=self.flat[3],
             bias=self.flat[4],
             lanes=self.lanes,
+            paired=self._is_paired(),
         )
         starts = vector_starts(self.pixels, self.lanes)
         sizes = split_evenly(len(starts), self.knobs.vectors)
@@ -278,6 +300,14 @@ class _Piece:
         for size in split_evenly(channels, self.knobs.outputs):
             pointwise_tile(ops, block, lane, size, starts)
             lane += size
+
+
+def _repeated(values: Sequence[tirx.Expr], lanes: int) -> tirx.Expr:
+    """A vector of one value, or of two that take turns."""
+    vectors = [T.broadcast(value, lanes) for value in values]
+    if len(vectors) == 1:
+        return vectors[0]
+    return tirx.Shuffle(vectors, [lane % 2 * lanes + lane for lane in range(lanes)])
 
 
 def _image(buffer: tirx.Buffer, image: Index, channels: int, size: tuple[int, int]) -> PlanarImage:

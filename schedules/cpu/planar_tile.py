@@ -4,9 +4,9 @@
 A vector holds ``x`` neighbouring pixels of one channel, and weights are single elements, broadcast.
 So neither layer has to change the layout of what it reads or writes. The depthwise tile computes
 ``R`` rows of one vector; every input row is loaded once for each kernel column and serves all rows
-that see it. Steps of two pixels are gathered by one shuffle of two vectors, which leaves the pixels
-of a vector in an order that the finished sums undo. At the border of the image lanes are filled
-with zeros, and rows outside are left out.
+that see it. In steps of two pixels, neighbouring pixels are multiplied by the weights of two
+neighbouring kernel columns, and only the finished sums are added in pairs, so that no row needs
+shuffles. At the border of the image lanes are filled with zeros, and rows outside are left out.
 
 The functions here may only be called between the ``with`` statements of an open ``IRBuilder``.
 """
@@ -68,10 +68,9 @@ def vector_starts(extent: int, lanes: int) -> list[int]:
 
 def reads_whole_vectors(layer: ConvLayer, width: int, start: int, lanes: int) -> bool:
     """Whether all vectors that the pixels ``[start, start + lanes)`` need lie inside the row."""
-    stride = layer.strides[1]
-    first = start * stride + _shift(layer, 0)[0]
-    last = start * stride + _shift(layer, layer.kernel[1] - 1)[0]
-    return first >= 0 and last + stride * lanes <= width
+    stride, groups = layer.strides[1], column_groups(layer)
+    first = start * stride - layer.padding[1]
+    return first >= 0 and first + groups[-1][0] + stride * lanes <= width
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,11 @@ class DepthwiseRows:
     visible : tuple[int, int]
         Which of the input rows that they read exist, counted from the first kernel row.
     weights : Sequence[tirx.Expr]
-        Vectors of equal lanes, by kernel row and column.
+        Vectors of the weights of :func:`column_groups`, by kernel row and group.
     bias : tirx.Expr
-        Likewise.
+        Vector with which the sums begin.
+    paired : bool
+        Whether the output is left in :func:`paired_order`, which steps of two produce.
     """
 
     layer: ConvLayer
@@ -107,6 +108,7 @@ class DepthwiseRows:
     visible: tuple[int, int]
     weights: Sequence[tirx.Expr]
     bias: tirx.Expr
+    paired: bool
 
     def users(self, row: int) -> list[tuple[int, int]]:
         """Output rows that read an input row, and the kernel row by which they do."""
@@ -131,25 +133,47 @@ def depthwise_vector(part: DepthwiseRows, column: Index, inside: bool) -> None:
     inside : bool
         Whether :func:`reads_whole_vectors` is true of it.
     """
-    layer, buffer, columns = part.layer, part.source.buffer, part.layer.kernel[1]
-    sums = [part.bias] * part.rows
+    layer, buffer, stride = part.layer, part.source.buffer, part.layer.strides[1]
+    groups = column_groups(layer)
+    sums = [[part.bias] * stride for _ in range(part.rows)]
     for row in range(*part.visible):
         start = part.source.at(0, row - part.visible[0], 0)
         if inside:
-            _prefetch(buffer, start + part.source.plane + column * layer.strides[1])
+            _prefetch(buffer, start + part.source.plane + column * stride)
         users = part.users(row)
-        for kernel_column in range(columns if users else 0):
-            window = _window(part, start, column, kernel_column, inside)
-            if window is not None:
-                for out, kernel_row in users:
-                    weight = part.weights[kernel_row * columns + kernel_column]
-                    sums[out] = T.bind(sums[out] + window * weight)
-    for out, total in enumerate(sums):
-        value = activate(total, layer.activation, buffer.dtype)
-        if layer.strides[1] == 2:
-            value = tirx.Shuffle([value], _gathered(part.lanes))
+        places = [(half, group) for group in range(len(groups)) for half in range(stride)]
+        for half, group in places if users else ():
+            first = column * stride + half * part.lanes + groups[group][0] - layer.padding[1]
+            window = _window(part, start, first, inside)
+            if window is None:
+                continue
+            for out, kernel_row in users:
+                weight = part.weights[kernel_row * len(groups) + group]
+                sums[out][half] = T.bind(sums[out][half] + window * weight)
+    for out, halves in enumerate(sums):
+        value = halves[0]
+        if stride == 2:
+            value = _pair_sums(halves, part.lanes)
+        value = activate(value, layer.activation, buffer.dtype)
+        if stride == 2 and not part.paired:
+            value = tirx.Shuffle([value], paired_order(part.lanes))
         at = part.output.at(0, part.output_row + out, column)
         T.buffer_store(part.output.buffer, value, [T.ramp(at, 1, part.lanes)])
+
+
+def column_groups(layer: ConvLayer) -> list[tuple[int, tuple[float, ...]]]:
+    """Kernel columns that one vector of input serves: the first, and the share of each that it adds.
+
+    In steps of two, neighbouring columns form pairs. Of an odd number one column stands in two
+    pairs, with half its weight in each, so that nothing is multiplied by zero.
+    """
+    columns = layer.kernel[1]
+    if layer.strides[1] == 1:
+        return [(column * layer.dilation[1], (1.0,)) for column in range(columns)]
+    if columns % 2 == 0:
+        return [(column, (1.0, 1.0)) for column in range(0, columns, 2)]
+    pairs = [(column, (1.0, 1.0)) for column in range(0, columns - 3, 2)]
+    return [*pairs, (columns - 3, (1.0, 0.5)), (columns - 2, (0.5, 1.0))]
 
 
 def _prefetch(buffer: tirx.Buffer, offset: Index) -> None:
@@ -159,8 +183,8 @@ def _prefetch(buffer: tirx.Buffer, offset: Index) -> None:
     T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, into_l1, data))
 
 
-def _gathered(lanes: int) -> list[int]:
-    """Which pixel each lane holds after steps of two were gathered; also the way back.
+def paired_order(lanes: int) -> list[int]:
+    """Which pixel each lane holds after the sums of pairs; also the way back.
 
     Each quarter of four lanes takes two elements of either vector, as one instruction of x86 does.
     """
@@ -170,45 +194,31 @@ def _gathered(lanes: int) -> list[int]:
     ]
 
 
-def _shift(layer: ConvLayer, kernel_column: int) -> tuple[int, int]:
-    """Where a kernel column's vectors begin, and whether it takes their even or odd elements.
-
-    In steps of two, neighbouring kernel columns share the vectors that begin at an even distance.
-    """
-    shift = kernel_column * layer.dilation[1] - layer.padding[1]
-    odd = shift % 2 if layer.strides[1] == 2 else 0
-    return shift - odd, odd
+def _pair_sums(halves: Sequence[tirx.Expr], lanes: int) -> tirx.Expr:
+    """Sums of neighbouring elements of two vectors, in :func:`paired_order`."""
+    order = paired_order(lanes)
+    first, second = ([2 * pixel + odd for pixel in order] for odd in (0, 1))
+    return T.bind(tirx.Shuffle(halves, first) + tirx.Shuffle(halves, second))
 
 
 def _window(
-    part: DepthwiseRows, row: Index, column: Index, kernel_column: int, inside: bool
+    part: DepthwiseRows, row: Index, first: Index, inside: bool
 ) -> tirx.Expr | None:
-    """The input of ``lanes`` neighbouring outputs for one tap; None where all of it is padding."""
-    lanes, stride, width = part.lanes, part.layer.strides[1], part.source.width
-    shift, odd = _shift(part.layer, kernel_column)
-    order = _gathered(lanes) if stride == 2 else list(range(lanes))
-    low = column * stride + shift
-    if not inside:
-        assert isinstance(low, int)
-        low = max(0, min(low, width - stride * lanes))
-    vectors = [
-        part.source.buffer[T.ramp(row + (low + number * lanes), 1, lanes)]
-        for number in range(stride)
-    ]
+    """The pixels ``[first, first + lanes)`` of a row; None where all of it is padding."""
+    lanes, buffer, width = part.lanes, part.source.buffer, part.source.width
     if inside:
-        picked = [stride * pixel + odd for pixel in order]
-        return T.bind(vectors[0] if stride == 1 else tirx.Shuffle(vectors, picked))
-    wanted = [column * stride + shift + odd + stride * pixel for pixel in order]
-    real = [0 <= place < width for place in wanted]
+        return T.bind(buffer[T.ramp(row + first, 1, lanes)])
+    assert isinstance(first, int)
+    low = max(0, min(first, width - lanes))
+    real = [0 <= first + lane < width for lane in range(lanes)]
     if not any(real):
         return None
-    picked = [place - low if known else 0 for place, known in zip(wanted, real, strict=True)]
-    found = T.bind(tirx.Shuffle(vectors, picked))
+    found = T.bind(buffer[T.ramp(row + low, 1, lanes)])
     if all(real):
         return found
-    zero = T.broadcast(tirx.const(0, part.source.buffer.dtype), lanes)
-    kept = [lane if known else lanes + lane for lane, known in enumerate(real)]
-    return T.bind(tirx.Shuffle([found, zero], kept))
+    zero = T.broadcast(tirx.const(0, buffer.dtype), lanes)
+    picked = [first + lane - low if real[lane] else lanes + lane for lane in range(lanes)]
+    return T.bind(tirx.Shuffle([found, zero], picked))
 
 
 @dataclass(frozen=True)
@@ -225,6 +235,8 @@ class PointwiseOperands:
         Flat, in the packed layouts of :mod:`schedules.compute.conv2d`.
     lanes : int
         Pixels of a vector, and channels of a block of the weights.
+    paired : bool
+        Whether the input's vectors are in :func:`paired_order`.
     """
 
     layer: ConvLayer
@@ -233,6 +245,7 @@ class PointwiseOperands:
     weight: tirx.Buffer
     bias: tirx.Buffer
     lanes: int
+    paired: bool
 
 
 def pointwise_tile(
@@ -273,6 +286,8 @@ def pointwise_tile(
                     T.buffer_store(sums, sums[at(o, v)] + pixel * weight, [at(o, v)])
         for o, v in places:
             value = activate(sums[at(o, v)], ops.layer.activation, dtype)
+            if ops.paired:
+                value = tirx.Shuffle([value], paired_order(lanes))
             target = ops.output.at(block * lanes + lane + o, 0, starts[v])
             T.buffer_store(ops.output.buffer, value, [T.ramp(target, 1, lanes)])
 
