@@ -16,8 +16,9 @@ from their results in this space. It is made in four steps:
 
 A chain needs a whole row at once: :func:`schedules.gpu.reduce_limits.chain_fits` tells where that
 pays. Elsewhere a sum of exponentials and the maximum that it is relative to can be a group all the
-same, which then is *online* (:mod:`relay_passes.online_sums`). Nothing joins a group that depends on it through something else, which could be run neither
-before nor after it, and no group has more than ``MAX_TENSORS`` reductions or inputs.
+same, which then is *online* (:mod:`relay_passes.online_sums`). Nothing joins a group that depends
+on it through something else, which could be run neither before nor after it, and no group has more
+than ``MAX_TENSORS`` reductions or inputs.
 """
 
 from __future__ import annotations
