@@ -130,7 +130,7 @@ class BlockOrder:
                 if not waiting[reader]:
                     heapq.heappush(ready, (units[reader].turn, reader))
         if len(found) < len(units):
-            left = [var.name_hint for unit in units if unit not in found for var in unit.computes]
+            left = [var.name for unit in units if unit not in found for var in unit.computes]
             raise OpError(
                 f"bindings {', '.join(left)} depend on each other in a circle once some are one; "
                 "expected units between which no path leads back: ask BlockOrder.is_convex first"

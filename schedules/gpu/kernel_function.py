@@ -10,7 +10,6 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from ..branch import when
 from ..reduce_workload import Extent, constant
 from .bfloat16_bits import convert_by_bits
 from .device import GPUInfo
@@ -66,13 +65,15 @@ def write_kernels(func: tirx.PrimFunc, body: Callable[[], None]) -> tirx.PrimFun
     return written if "global_symbol" in func.attrs else written.without_attr("global_symbol")
 
 
-def unless_empty(*blocks: Extent) -> AbstractContextManager[None]:
+def unless_empty(blocks: Extent) -> AbstractContextManager:
     """Launch only if there are blocks, to be opened around the launch.
 
-    CUDA takes an empty grid for an error, which a symbolic extent of zero would lead to. Numbers
-    of blocks that are known need no question.
+    CUDA takes an empty grid for an error, which a symbolic extent of zero would lead to. The loop
+    of the host has one turn or none, as TVM puts no barriers under a condition, be it the host's.
     """
-    return when(*(i64(count) > i64(0) for count in blocks if constant(count) is None))
+    if constant(blocks) is not None:
+        return nullcontext()
+    return T.serial(i64(0), tirx.min(i64(blocks), i64(1)))
 
 
 def resident_blocks(gpu: GPUInfo, count: int) -> AbstractContextManager:

@@ -3,12 +3,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu.conv_cases import ACTIVATION, Case, build, convolve
-from gpu_conv_cases import CUDA, OPENCL, case_of, check, dense, depthwise, rule_of, scheduled
+from cpu.conv_cases import ACTIVATION, Case, arguments, build, convolve, pack
+from gpu_conv_cases import (
+    CUDA,
+    OPENCL,
+    RULES,
+    case_of,
+    check,
+    dense,
+    depthwise,
+    rule_of,
+    scheduled,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opencl import compile_opencl
@@ -19,9 +30,12 @@ from tvm.target import Target
 
 from schedules.compute.conv2d import conv2d
 from schedules.conv2d_workload import ACTIVATIONS, Activation, Conv2DKernel, ConvLayer, to_json
-from schedules.gpu import AnyConv2D, Conv2D, DepthwiseConv2D
+from schedules.errors import OpError
+from schedules.gpu import AnyConv2D, Conv2D, DepthwiseConv2D, FusedConv2D
 from schedules.gpu.conv2d import conv2d_template
-from schedules.gpu.conv_tiles import ConvTile
+from schedules.gpu.conv_costs import layer_cycles
+from schedules.gpu.conv_shape import ConvShape
+from schedules.gpu.conv_tiles import ConvTile, Product, choose_tile
 from schedules.gpu.depthwise_conv2d import depthwise_template
 from schedules.gpu.device import GPUInfo
 
@@ -97,7 +111,7 @@ def test_activations(kind: str, rng: np.random.Generator) -> None:
     ids=str,
 )
 def test_depthwise(case: Case, rows: int, rng: np.random.Generator) -> None:
-    check(case, depthwise_template(build(case), case.kernel, rows).mod["main"], rng)
+    check(case, depthwise_template(build(case), case.kernel, rows, GPU).mod["main"], rng)
 
 
 def test_depthwise_by_the_rule(rng: np.random.Generator) -> None:
@@ -136,7 +150,7 @@ def _name(rule: ScheduleRule) -> str:
 def test_any_layer(case: Case, number: int, rng: np.random.Generator) -> None:
     func = build(case)
     if case.layers[0].is_depthwise:
-        check(case, depthwise_template(func, case.kernel, number % 4 + 1).mod["main"], rng)
+        check(case, depthwise_template(func, case.kernel, number % 4 + 1, GPU).mod["main"], rng)
     else:
         check(case, conv2d_template(func, case.kernel, TILES[number], GPU).mod["main"], rng)
 
@@ -149,6 +163,53 @@ def test_symbolic_batch(rule: ScheduleRule, rng: np.random.Generator) -> None:
     kernel = replace(case.kernel, batch=None)
     func = func.with_attr("tvm_fusion.workload", to_json(kernel))
     check(case, rule.apply(func, OPENCL, False).mod["main"], rng)
+
+
+SMALL_BLOCKS = Target({"kind": "opencl", "max_num_threads": 32}, host="llvm")
+
+
+@pytest.mark.parametrize("threads", [32, 48, 100])
+@pytest.mark.parametrize(
+    "case",
+    [
+        case_of(dense(6, 10, 3, "relu"), batch=2, residual=True),
+        case_of(depthwise(6), batch=2),
+        case_of(dense(512, 16), height=2, width=2),  # splits
+        case_of(dense(5, 6, 3), depthwise(6), height=6, width=5),
+    ],
+    ids=str,
+)
+def test_devices_with_small_blocks(case: Case, threads: int, rng: np.random.Generator) -> None:
+    target = Target({"kind": "opencl", "max_num_threads": threads}, host="llvm")
+    func = build(case)
+    schedules = [rule.apply(func, target, False) for rule in RULES]
+    found = [schedule.mod["main"] for schedule in schedules if schedule is not None]
+    assert found or len(case.layers) == 2, "a layer of its own is never left alone"
+    packed, _ = arguments(case, 1)
+    inputs = [np.ascontiguousarray(array, "float32") for array in packed]
+    output = np.zeros(pack(np.zeros(case.out_shape), case.lanes).shape, "float32")
+    for scheduled_func in found:
+        for launch in compile_opencl(scheduled_func, target).launches(*inputs, output):
+            assert math.prod(launch.block) <= threads
+        check(case, scheduled_func, rng)
+
+
+def test_no_tile_has_the_threads() -> None:
+    shape = ConvShape.of(case_of(dense(8, 8)).kernel, 1)
+    gpu = GPUInfo.from_target(SMALL_BLOCKS)
+    assert choose_tile(Product.of(shape), gpu) is None
+    assert layer_cycles(shape, gpu) == math.inf
+    assert Conv2D().apply(build(case_of(dense(8, 8))), SMALL_BLOCKS, False) is None
+
+
+@pytest.mark.parametrize("rule", [Conv2D(), DepthwiseConv2D(), FusedConv2D()], ids=_name)
+def test_groups_that_cut_packed_blocks_are_refused(rule: ScheduleRule) -> None:
+    layer = ConvLayer(8, 12, (1, 1), groups=2)
+    fits = case_of(dense(8, 8), *[dense(8, 12)] * isinstance(rule, FusedConv2D))
+    cut = replace(fits.kernel, layers=(layer, *fits.kernel.layers[1:]))
+    func = build(fits).with_attr("tvm_fusion.workload", to_json(cut))
+    with pytest.raises(OpError, match="groups of 4 input and 6 output channels cut blocks"):
+        rule.apply(func, OPENCL, False)
 
 
 @pytest.mark.parametrize(
