@@ -184,8 +184,8 @@ def nest_terms(nest: Nest, cpu: CPUInfo) -> Terms:
 
 def fits(size: float, cpu: CPUInfo) -> int:
     """The first level that holds so many bytes beside what else passes through it."""
-    caches = (cpu.l1d_bytes, cpu.l2_bytes, cpu.l3_bytes)
-    return sum(size > CACHE_SHARE * cache for cache in caches)
+    size /= CACHE_SHARE
+    return (size > cpu.l1d_bytes) + (size > cpu.l2_bytes) + (size > cpu.l3_bytes)
 
 
 def bandwidth(level: int, cpu: CPUInfo) -> float:
