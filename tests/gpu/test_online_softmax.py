@@ -257,7 +257,7 @@ def test_an_exponential_an_element() -> None:
 
 
 def test_every_element_is_read_once() -> None:
-    group = both("float32", (3, 100_003), [1], CUDA)
+    group = both("float32", (3, 300_003), [1], CUDA)
     shapes = [(tuple(map(int, p.shape)), str(p.dtype)) for p in group.func.params]
     traffic = Traffic(group.func, CUDA, [np.empty(*shape) for shape in shapes])
     assert traffic.kernels == 1
