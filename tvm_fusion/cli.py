@@ -65,6 +65,8 @@ def compile_command(
     output = output or Path(model.with_suffix(".so").name)
     if not os.access(output.parent, os.W_OK):
         raise ArtifactError(f"cannot write {str(output)!r}: no such folder, or not a writable one")
+    if output.exists() and output.samefile(model):
+        raise ArtifactError(f"{str(output)!r} is the model itself; give --output another name")
     begin = time.perf_counter()
     with progress_bar() as progress:
         shapes = as_mapping(shape, "--shape")

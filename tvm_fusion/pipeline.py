@@ -190,7 +190,9 @@ def _own_errors(stage: str) -> Iterator[None]:
     except TVMFusionError:
         raise
     except Exception as error:  # TVM raises anything from ValueError to tvm.error
-        reason = " ".join(str(error).split())[-500:] or type(error).__name__
+        # Behind these words TVM prints the whole module.
+        told = str(error).partition("\nError in pass:")[0]
+        reason = " ".join(told.split())[-500:] or type(error).__name__
         raise CompilationError(f"the stage {stage!r} failed: {reason}") from error
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,8 +12,12 @@ from tvm import s_tir, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from ..errors import OpError
 from .micro_kernel import FeatureMap, Index
 from .vector_math import vectorize_math
+
+MAX_ELEMENTS = 2**31 - 1
+"""As many as a 32-bit integer counts."""
 
 
 class KernelBuilder:
@@ -32,9 +37,29 @@ class KernelBuilder:
 
     @property
     def batch(self) -> Index:
-        """Number of images; a variable where the batch is symbolic."""
+        """Number of images, which the loop over them counts.
+
+        It has 64 bits where it is symbolic, or where 32 bits do not count a parameter's elements;
+        then so have the offsets of the images. Within an image they have 32 bits.
+
+        Raises
+        ------
+        OpError
+            If an image has more elements than 32 bits count.
+        """
         batch = self.buffers[0].shape[0]
-        return int(batch) if isinstance(batch, tirx.IntImm) else batch
+        sizes = [_elements(buffer, 1) for buffer in self.buffers]
+        if max(sizes) > MAX_ELEMENTS:
+            buffer = self.buffers[sizes.index(max(sizes))]
+            raise OpError(
+                f"{self.func.attrs.get('tvm_fusion.op', 'kernel')}: an image of {buffer.name!r} of "
+                f"shape {', '.join(map(_text, buffer.shape))} has {max(sizes)} elements; "
+                f"at most {MAX_ELEMENTS} can be compiled: use smaller images"
+            )
+        if not isinstance(batch, tirx.IntImm):
+            return batch
+        wide = any(_elements(buffer, 0) > MAX_ELEMENTS for buffer in self.buffers)
+        return tirx.IntImm("int64", int(batch)) if wide else int(batch)
 
     @contextmanager
     def body(self) -> Iterator[None]:
@@ -61,7 +86,7 @@ class KernelBuilder:
 
     @staticmethod
     def _flatten(buffer: tirx.Buffer) -> tirx.Buffer:
-        size: Index = 1
+        size: tirx.Expr = tirx.IntImm("int64", 1)
         for extent in buffer.shape:
             size = size * extent
         return T.decl_buffer((size,), buffer.dtype, data=buffer.data)
@@ -84,3 +109,13 @@ class KernelBuilder:
             height=height,
             width=width,
         )
+
+
+def _text(extent: tirx.Expr) -> str:
+    return str(int(extent) if isinstance(extent, tirx.IntImm) else extent)
+
+
+def _elements(buffer: tirx.Buffer, first: int) -> int:
+    """Product of a buffer's known extents from the ``first`` on."""
+    extents = buffer.shape[first:]
+    return math.prod(int(extent) for extent in extents if isinstance(extent, tirx.IntImm))

@@ -57,7 +57,10 @@ def _template(
             first, last = chunk(groups, piece, pieces)
             start = first * lanes
             # The piece with the last group also takes the pixels behind it.
-            stop = pixels if pieces == 1 else tirx.Select(last == groups, pixels, last * lanes)
+            stop: Index = pixels
+            if pieces > 1:
+                end: tirx.Expr = last * lanes
+                stop = tirx.Select(last == groups, tirx.const(pixels, end.ty.dtype), end)
             plain, packed = builder.flat if packing else reversed(builder.flat)
 
             def move(block: Index, used: int) -> None:

@@ -277,6 +277,7 @@ def test_bench_races_a_compiled_model(run: Run, model_path: Path, library: Path)
         (b"junk", ["bench", "{bad}", "--against", "onnxruntime"], "not ONNX"),
         (b"\x7fELFjunk", ["run", "{bad}"], "Error: "),
         (None, ["compile", "{model}", "-o", "no/such/folder.so"], "cannot write 'no/such/folder"),
+        (None, ["compile", "{model}", "-o", "{model}"], "is the model itself; give --output"),
         (None, ["compile", "{model}", "--target", "nonsense"], "nonsense"),
         (None, ["explain", "{model}", "--shape", "other=1,2"], "other"),
         (None, ["explain", "{model}", "--target", "cuda -arch=sm_52"], "sm_52 is too old"),

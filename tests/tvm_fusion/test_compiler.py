@@ -167,6 +167,15 @@ def test_what_tvm_raises_names_the_stage(monkeypatch, run, broken: str, stage: s
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+def test_the_module_that_tvm_prints_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("no luck\n\nError in pass: Simplify\n" + "x = R.add(y, z)\n" * 99)
+
+    monkeypatch.setattr("tvm.compile", fails)
+    with pytest.raises(CompilationError, match="the stage 'build' failed: no luck$"):
+        tvm_fusion.compile(small_model())
+
+
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(InvalidModelError):
         tvm_fusion.compile(b"not a model")

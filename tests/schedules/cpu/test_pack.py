@@ -133,6 +133,19 @@ def test_one_function_serves_every_batch():
 
 
 @pytest.mark.parametrize("kind", ["pack", "unpack"])
+def test_cores_share_the_images_of_every_batch(kind):
+    image = Image(tirx.Var("n", "int64"), 13, 37, 41, 8, cores=3)
+    func = schedule(kind, image)
+    (loop,) = outer_loops(func.body)
+    assert str(loop.extent.script()).endswith("* T.int64(3)")
+    executable = conv_cases.compile_function(func, image.target)
+    for batch in (1, 2):
+        plain, packed = numbers(image, batch, seed=batch)
+        given, wanted = (plain, packed) if kind == "pack" else (packed, plain)
+        np.testing.assert_array_equal(run(executable["main"], given, wanted.shape), wanted)
+
+
+@pytest.mark.parametrize("kind", ["pack", "unpack"])
 @pytest.mark.parametrize("cores", [1, 2, 3])
 def test_cores_share_a_large_image(kind, cores):
     (loop,) = outer_loops(schedule(kind, Image(2, 24, 56, 56, 8, cores)).body)
