@@ -99,7 +99,7 @@ def _find(
     if calls.workload(total).operator != "sum":
         return None
     data = calls.tensors(total)[0]
-    for maximum in reached.get(data, ()):
+    for maximum in sorted(reached.get(data, ()), key=groups.order.position.__getitem__):
         if calls.workload(maximum).operator == "max" and data != maximum:
             between = _between(groups, reached, data, maximum)
             group = _together(groups, maximum, total, between)

@@ -22,7 +22,6 @@ from tvm import DataType, ir, tirx
 from ..expression_walk import substitute, uses
 from ..reduce_workload import FLOATS, MAX_SUM_EXP, constant
 from .device import GPUInfo
-from .index_math import simplified
 from .reduce_group import Epilogue, ReduceGroup, Reduction, Result, Stage
 from .reduce_limits import chain_fits
 
@@ -129,15 +128,12 @@ def _exponent(value: tirx.Expr) -> tirx.Expr | None:
 
 def _is_same(a: tirx.Expr, b: tirx.Expr) -> bool:
     """Whether two expressions are equal, of whatever float type."""
-    a, b = _without_widening(a), _without_widening(b)
-    return bool(
-        tvm_ffi.structural_equal(a, b) or tvm_ffi.structural_equal(simplified(a), simplified(b))
-    )
+    return bool(tvm_ffi.structural_equal(_without_widening(a), _without_widening(b)))
 
 
 def _without_widening(value: tirx.Expr) -> tirx.Expr:
     while isinstance(value, tirx.Cast) and _is_float(value.value):
-        if DataType(str(value.value.ty.dtype)).bits > DataType(str(value.ty.dtype)).bits:
+        if DataType(str(value.value.ty.dtype)).bits >= DataType(str(value.ty.dtype)).bits:
             break
         value = value.value
     return value
