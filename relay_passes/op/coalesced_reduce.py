@@ -7,7 +7,8 @@
 
 ``operator`` is ``sum``, ``prod``, ``min``, ``max``, ``and``, ``or``, ``mean``, ``sum_squares``,
 ``argmin`` or ``argmax``. At most one parallel and one reduced extent may be symbolic; at run time
-they have to be positive. NaN, infinity and integer wrap-around are as in numpy (subnormal numbers
+they have to be positive (GPUs also take zero outputs, and, where there is an identity, zero
+elements). NaN, infinity and integer wrap-around are as in numpy (subnormal numbers
 on CUDA are not: TVM lets them flush to zero); 16-bit floats are accumulated in float32 and rounded
 once, 8-bit integers in int32.
 """
@@ -60,8 +61,11 @@ def coalesced_reduce(
         Type of the accumulators; by default float32 for 16-bit floats, int32 for 8-bit integers and
         bool, else the data's.
     finish : str
-        How partial results of several GPU blocks meet: ``one_block`` (no split), ``atomic``,
-        ``last_block`` (bit-reproducible) or ``auto``. CPUs ignore it.
+        How partial results of several GPU blocks meet: ``one_block`` (no split), ``atomic`` (not
+        for ``argmin`` and ``argmax``), ``last_block`` (bit-reproducible) or ``auto``. CPUs ignore
+        it. Outputs of 8 bits, on OpenCL also of 16, are updated with their neighbours in a word of
+        32 bits; where an output ends within such a word, behind which may lie memory of others,
+        ``atomic`` is ``last_block``.
 
     Returns
     -------

@@ -62,7 +62,18 @@ def choose_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
                 return replace(config, kept=kept)
     if outputs is not None and outputs * config.splits < 2 * gpu.multiprocessors:
         return config
-    return replace(config, lanes=min(config.lanes, REREAD_THREADS))
+    smaller = replace(config, lanes=min(config.lanes, REREAD_THREADS))
+    return config if _joins_loop_and_tail(group, smaller) else smaller
+
+
+def _joins_loop_and_tail(group: ReduceGroup, config: ReduceConfig) -> bool:
+    """Whether a row of float16 is one turn of the unrolled loop and a part of another.
+
+    The compiler then has both in registers at once, which it lacks: it spills.
+    """
+    reduced, turn = constant(group.reduced), config.stride * config.unroll
+    is_half = any(reduction.workload.dtype == "float16" for reduction in group.reductions)
+    return is_half and config.form == "x" and reduced is not None and turn < reduced < 2 * turn
 
 
 def _spread(

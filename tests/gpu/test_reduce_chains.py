@@ -286,6 +286,20 @@ def test_nothing_spills(name: str, dtype: str) -> None:
         assert spilled == (0, 0, 0), kernel
 
 
+@pytest.mark.parametrize("name", CHAINS)
+def test_rows_of_one_turn_and_a_part_do_not_spill(name: str) -> None:
+    """Where there are many: of 512 threads, a turn takes 16384 elements."""
+    functions = {
+        f"kernel{size}": make(name, "float16", (1000, size), 1, CUDA).func.with_attr(
+            "global_symbol", f"kernel{size}"
+        )
+        for size in (18_432, 20_480, 24_576, 28_672)
+    }
+    for kernel, resources in ptxas(cuda_source(tvm.IRModule(functions))).items():
+        spilled = (resources.stack_frame, resources.spill_stores, resources.spill_loads)
+        assert spilled == (0, 0, 0), kernel
+
+
 @pytest.mark.parametrize(("shape", "axis"), CUDA_SHAPES)
 @pytest.mark.parametrize("name", ["softmax", "layer_norm", "residual_layer_norm"])
 def test_loads_and_stores_of_16_bytes(name: str, shape: tuple[int, ...], axis: int) -> None:
