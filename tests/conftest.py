@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 # TVM reads this once, at its first parallel kernel; later it cannot be changed.
 os.environ.setdefault("TVM_NUM_THREADS", "2")
@@ -13,6 +14,9 @@ import pytest
 import tvm
 from hypothesis import HealthCheck, settings
 from tvm.relax.ir.instrument import WellFormedInstrument
+from tvm.target import Target
+
+from tvm_fusion import pipeline
 
 settings.register_profile(
     "tvm_fusion", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -29,3 +33,17 @@ def _well_formed_modules() -> Iterator[None]:
     context.override_instruments([*before, check])
     yield
     context.override_instruments(before)
+
+
+@pytest.fixture
+def optimised(monkeypatch: pytest.MonkeyPatch) -> list[tvm.IRModule]:
+    """The modules that ``tvm_fusion.compile`` generates code of, in order."""
+    modules: list[tvm.IRModule] = []
+    build_apart = pipeline.build_apart
+
+    def keep(mod: tvm.IRModule, target: Target) -> Any:
+        modules.append(mod)
+        return build_apart(mod, target)
+
+    monkeypatch.setattr(pipeline, "build_apart", keep)
+    return modules

@@ -13,14 +13,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import tvm
 from onnx import numpy_helper
 from onnx_reference import assert_same, random_feed, run_onnx
 from tvm import tirx
 
 import tvm_fusion
-from tvm_fusion import pipeline
-from tvm_fusion.frontend import import_onnx
-from tvm_fusion.target import resolve
 
 FOLDER = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 PATHS = {path.stem.removeprefix("light_"): path for path in sorted(FOLDER.glob("*.onnx"))}
@@ -82,18 +80,15 @@ def test_there_are_models() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PATHS)
-def test_model_as_it_is(name: str) -> None:
+def test_model_as_it_is(name: str, optimised: list[tvm.IRModule]) -> None:
+    """The numbers are right, and every kernel finds a rule."""
     model = onnx.load(PATHS[name])
     feed = random_feed(model, 0)
     stored = onnx.load_tensor(PATHS[name].with_name(f"{PATHS[name].stem}_output_0.pb"))
     actual = tvm_fusion.compile(PATHS[name])(**feed)
     assert_same(actual, run_onnx(model, feed))
     assert_same(actual, [numpy_helper.to_array(stored)])
-
-
-@pytest.mark.parametrize("name", PATHS)
-def test_every_kernel_of_the_model_as_it_is_finds_a_rule(name: str) -> None:
-    mod = pipeline.optimize(import_onnx(PATHS[name]).mod, resolve("native"))
+    [mod] = optimised
     kernels = [func for func in mod.functions.values() if isinstance(func, tirx.PrimFunc)]
     assert len(kernels) > 10
     assert all(func.attrs.get("tirx.is_scheduled") for func in kernels)
