@@ -60,8 +60,9 @@ def coalesced_reduce(
         Type of the accumulators; by default float32 for 16-bit floats, int32 for 8-bit integers and
         bool, else the data's.
     finish : str
-        How partial results of several GPU blocks meet: ``one_block`` (no split), ``atomic``,
-        ``last_block`` (bit-reproducible) or ``auto``. CPUs ignore it.
+        How partial results of several GPU blocks meet: ``one_block`` (no split, or over one cluster
+        where the device has them), ``atomic``, ``last_block`` or ``auto``. All but ``atomic`` give
+        the same bits every time. CPUs ignore it.
 
     Returns
     -------
