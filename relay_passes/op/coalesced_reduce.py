@@ -61,11 +61,12 @@ def coalesced_reduce(
         Type of the accumulators; by default float32 for 16-bit floats, int32 for 8-bit integers and
         bool, else the data's.
     finish : str
-        How partial results of several GPU blocks meet: ``one_block`` (no split), ``atomic`` (not
-        for ``argmin`` and ``argmax``), ``last_block`` (bit-reproducible) or ``auto``. CPUs ignore
-        it. Outputs of 8 bits, on OpenCL also of 16, are updated with their neighbours in a word of
-        32 bits; where an output ends within such a word, behind which may lie memory of others,
-        ``atomic`` is ``last_block``.
+        How partial results of several GPU blocks meet: ``one_block`` (no split, or over one cluster
+        where the device has them), ``atomic`` (not for ``argmin`` and ``argmax``), ``last_block``
+        or ``auto``. All but ``atomic`` give the same bits every time. CPUs ignore it. Outputs of 8
+        bits, on OpenCL also of 16, are updated with their neighbours in a word of 32 bits; where an
+        output ends within such a word, behind which may lie memory of others, ``atomic`` is
+        ``last_block``.
 
     Returns
     -------

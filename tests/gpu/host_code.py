@@ -17,17 +17,20 @@ from tvm.tirx.buffer import BufferType
 from schedules.errors import InvalidInputError, OpError
 
 _AXES = {
-    f"{kind}Idx.{axis}": (kind, i) for kind in ("block", "thread") for i, axis in enumerate("xyz")
+    f"{kind}Idx.{axis}": (kind, i)
+    for kind in ("block", "thread", "clusterCta")
+    for i, axis in enumerate("xyz")
 }
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: three sizes each of the grid (blocks) and the block (threads)."""
+    """One kernel launch: three sizes each of grid and cluster (blocks), and block (threads)."""
 
     kernel: str
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
+    cluster: tuple[int, int, int] = (1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -155,14 +158,14 @@ class HostCode:
                 arguments.append((self._owner(argument), None))
             else:
                 arguments.append((self._evaluate(argument), np.dtype(str(kind.dtype))))
-        sizes = {"block": [1, 1, 1], "thread": [1, 1, 1]}
+        sizes = {kind: [1, 1, 1] for kind, _ in _AXES.values()}
         extents = call.args[1 + len(types) :]
         for axis, extent in zip(call.attrs.launch_params, extents, strict=True):
             if axis not in _AXES:
-                raise OpError(f"{name} needs the launch parameter {axis}, which OpenCL lacks")
+                raise OpError(f"{name} needs the launch parameter {axis}, which is unknown")
             of, i = _AXES[axis]
             sizes[of][i] = self._evaluate(extent)
-        launch = Launch(name, _triple(sizes["block"]), _triple(sizes["thread"]))
+        launch = Launch(name, *(_triple(sizes[kind]) for kind in ("block", "thread", "clusterCta")))
         if 0 in launch.grid + launch.block:
             raise OpError(f"{name} has an empty grid: {launch}")
         return Step(launch, tuple(arguments))

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import onnx
 import pytest
 import tvm
 import tvm_ffi
 from chain_cases import CHAINS
 from cluster_emulation import check_protocol, clusters, emulated, kernels
 from cuda_text import count, cuda_source, opcodes, ptxas, sass
+from gpu_onnx import long_softmax, long_sums
 from group_cases import Group
 from opencl import AfterSplit, compile_opencl
 from reduce_cases import CUDA, OPENCL, Case, check, random_data, reference
@@ -20,11 +22,13 @@ from test_reduce_chains import config_of, inputs_of, make
 from tvm import relax, tirx
 from tvm.target import Target
 
+import tvm_fusion
 from relay_passes.op import coalesced_reduce
 from schedules.gpu.device import GPUInfo
 from schedules.gpu.reduce_config import choose
 from schedules.gpu.reduce_limits import chain_fits
 from schedules.reduce_workload import CanonicalLoops, ReduceWorkload
+from tvm_fusion.device_code import cuda_texts
 
 op = relax.op
 
@@ -363,3 +367,13 @@ def test_chain_fits(outputs: int, reduced: int, form: str, fits: bool) -> None:
     assert chain_fits(outputs, reduced, 4, gpu, form) == fits
     older = GPUInfo.from_target(Target({"kind": "cuda", "arch": "sm_89"}))
     assert not chain_fits(outputs, reduced, 4, older, form)
+
+
+@pytest.mark.parametrize(("build", "exchanges"), [(long_softmax, 2), (long_sums, 1)])
+def test_models(build: Callable[[], onnx.ModelProto], exchanges: int) -> None:
+    """A whole model is one kernel with clusters."""
+    compiled = tvm_fusion.compile(build(), "cuda -arch=sm_90")
+    [text] = [
+        kernel for text in cuda_texts(compiled._executable) for kernel in kernels(text).values()
+    ]
+    assert check_protocol(text) == exchanges + 1

@@ -113,6 +113,8 @@ class _Kernel:
         places = np.indices((*grid[::-1], *block[::-1])).reshape(6, -1)
         names = [f"{kind}Idx.{axis}" for kind in ("block", "thread") for axis in "zyx"]
         self._axes = dict(zip(names, places, strict=True))
+        for axis, size in zip("xyz", step.launch.cluster, strict=True):
+            self._axes[f"clusterCtaIdx.{axis}"] = self._axes[f"blockIdx.{axis}"] % size
         self._elected = self._axes["blockIdx.x"] == grid[0] - 1
         self._threads = int(np.prod(block))
         self._values: dict[tirx.Var, Value] = {}

@@ -102,3 +102,20 @@ def sorting() -> onnx.ModelProto:
     rows = net.constant(np.array([[2], [0]]))
     update = net.constant(np.ones((2, 3), np.float32))
     return net.finish([4, 9], net.node("ScatterND", "best", rows, update), 2)
+
+
+def long_softmax() -> onnx.ModelProto:
+    """A softmax and a sum of few rows that are too long for one block, and short for many."""
+    net = _Net(6)
+    energy = net.node("ReduceSumSquare", "x", axes=[1], keepdims=1)
+    soft = net.node("Softmax", "x", axis=1)
+    return net.finish([3, 60_000], net.node("Mul", soft, energy), 2)
+
+
+def long_sums() -> onnx.ModelProto:
+    """Reductions of such rows, and what is computed of their results."""
+    net = _Net(7)
+    energy = net.node("ReduceL2", "x", axes=[1], keepdims=0)
+    return net.finish(
+        [3, 60_000], net.node("Div", net.node("ReduceMax", "x", axes=[1], keepdims=0), energy), 1
+    )

@@ -276,6 +276,19 @@ def test_forced_decisions_reach_the_configuration() -> None:
     assert variants.chosen(case, "last_block", "sm_90") == own != config
 
 
+@pytest.mark.parametrize("cluster", [1, 2, 8])
+def test_clusters_are_forced_and_forbidden(cluster: int) -> None:
+    case = next(case for case in variants.threshold_cases() if case.name == "finish/32768")
+    assert variants.chosen(case, "auto", "sm_90").finish == "cluster"
+    with variants.forced(variants.Variant("one_block", cluster=cluster)):
+        config = variants.chosen(case, "one_block", "sm_90")
+    assert (config.cluster, config.splits) == (cluster, cluster)
+    assert variants.Variant("one_block", cluster=cluster) in (
+        replace(variant, splits=None) for variant in variants.variants(case, "sm_90")
+    )
+    assert all(v.cluster in (None, 1) for v in variants.variants(case, "sm_80"))
+
+
 def test_variants_leave_no_block_without_work() -> None:
     for case in variants.threshold_cases():
         found = variants.variants(case, "sm_90")

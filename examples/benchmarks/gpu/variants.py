@@ -37,12 +37,15 @@ class Variant:
         Loads of a thread before it combines.
     threads : int | None
         Of a block.
+    cluster : int | None
+        Blocks of a cluster, a power of two; 1 forbids clusters.
     """
 
     finish: str = "auto"
     splits: int | None = None
     unroll: int | None = None
     threads: int | None = None
+    cluster: int | None = None
 
     @property
     def title(self) -> str:
@@ -51,6 +54,7 @@ class Variant:
         parts += [f"splits {self.splits}"] if self.splits else []
         parts += [f"unroll {self.unroll}"] if self.unroll else []
         parts += [f"threads {self.threads}"] if self.threads else []
+        parts += [f"cluster {self.cluster}"] if self.cluster else []
         return " ".join(parts)
 
 
@@ -74,8 +78,10 @@ class Forced(Ours):
         """Compile with the decisions forced, and record all of them."""
         with forced(self.variant):
             config = chosen(case, self.variant.finish, self.arch)
-            if self.variant.splits not in (None, config.splits):
-                raise EngineError(f"{config.splits} splits; {self.variant.splits} cannot be had")
+            for name in ("splits", "cluster"):
+                wanted, got = getattr(self.variant, name), getattr(config, name)
+                if wanted not in (None, got):
+                    raise EngineError(f"{name} {got}; {wanted} cannot be had")
             launcher = super().prepare(case, sets)
         launcher.details |= {"splits": config.splits, "finish": config.finish}
         return launcher
@@ -95,6 +101,10 @@ def forced(variant: Variant) -> Iterator[None]:
         splits = variant.splits
         if splits is not None:
             stack.enter_context(mock.patch.object(reduce_config, "_splits", lambda *_: int(splits)))
+        cluster = variant.cluster
+        if cluster is not None:
+            size = int(cluster) if cluster > 1 else None
+            stack.enter_context(mock.patch.object(reduce_config, "_cluster", lambda *_: size))
         yield
 
 
@@ -112,11 +122,13 @@ def variants(case: Case, arch: str) -> list[Variant]:
             Variant(),
             *(Variant(unroll=u, threads=t) for t in (128, 256, 512) for u in (1, 2, 4, 8)),
         ]
-    found = [Variant(), Variant("one_block", 1)]
+    found = [Variant(), Variant("one_block", 1, cluster=1)]
     config = chosen(case, "last_block", arch)
     loops = case.loops(case.reductions[0])
     tiles = reduce_config.tiles(config, loops)
     steps = int(loops.reduced) // config.stride
+    most = min(GPUInfo.from_target(cuda_target(arch)).max_cluster, steps)
+    found += [Variant("one_block", cluster=size) for size in (2, 4, 8) if size <= most]
     for splits in SPLITS[1:]:
         if splits <= steps and tiles * splits <= MOST_BLOCKS:
             found += [Variant("last_block", splits), Variant("atomic", splits)]
