@@ -30,7 +30,7 @@ from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..branch import when
-from ..conv2d_workload import Conv2DKernel, ConvLayer
+from ..conv2d_workload import ITEM_BYTES, Conv2DKernel, ConvLayer
 from .conv_nest import (
     block_runs,
     compute_tile,
@@ -48,6 +48,8 @@ from .transpose import Lanes, Planes, move_pixels
 
 # Elements between the planes of the intermediate, so that planes of 4 KiB do not share cache sets.
 MID_SKEW = 16
+# Bytes of a channel's rows at hand up to which the hardware does not foresee the next channel's.
+SHORT_STREAM = 1024
 
 
 @dataclass(frozen=True)
@@ -200,12 +202,14 @@ class _Nest:
         assert plain is not None
         first, last = _source_span(rows, ops.layer, plain.height, axis=0)
         lanes, width = ops.lanes, plain.width
+        stream = packed.block_stride // lanes * ITEM_BYTES[ops.dtype]
+        ahead = lanes * plain.block_stride if stream <= SHORT_STREAM else 0
 
         def one_block(block: Index, channels: int) -> None:
             start = plain.at(block * lanes, first, 0)
             planes = Planes(plain.buffer, start, plain.block_stride)
             block_lanes = Lanes(packed.buffer, packed.offset)
-            move_pixels(planes, block_lanes, (last - first) * width, lanes, channels)
+            move_pixels(planes, block_lanes, (last - first) * width, lanes, channels, ahead)
             source = replace(packed, first_row=first, first_block=block)
             self._pixels_one(replace(ops, source=source), rows, tiles, block, 1)
 

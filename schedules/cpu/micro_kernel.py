@@ -27,6 +27,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..compute.conv2d import activate
 from ..conv2d_workload import ITEM_BYTES, ConvLayer
+from .prefetch import prefetch
 from .tiles import Index, Run
 
 CACHE_LINE_BYTES = 64
@@ -240,13 +241,6 @@ def _load(buffer: tirx.Buffer, offset: Index, lanes: int) -> tirx.Expr:
     return buffer[T.ramp(offset, 1, lanes)] if lanes > 1 else buffer[offset]
 
 
-def _prefetch(buffer: tirx.Buffer, offset: Index) -> None:
-    """Ask for a cache line, for reading, into the L2; beyond the buffer it does nothing."""
-    read, into_l2, data = T.int32(0), T.int32(2), T.int32(1)
-    address = T.address_of(buffer[offset])
-    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, into_l2, data))
-
-
 def _store(buffer: tirx.Buffer, value: tirx.Expr, offset: Index, lanes: int) -> None:
     T.buffer_store(buffer, value, [T.ramp(offset, 1, lanes) if lanes > 1 else offset])
 
@@ -360,7 +354,8 @@ def _multiply(
     pixel_step = layer.strides[1] * source.lanes
     for start in ahead:
         step = in_block * taps + kh * layer.kernel[1] + kw
-        _prefetch(ops.weight, start + step * (CACHE_LINE_BYTES // ITEM_BYTES[ops.dtype]))
+        element = start + step * (CACHE_LINE_BYTES // ITEM_BYTES[ops.dtype])
+        prefetch(ops.weight, element, level=2)
     with T.unroll(0, source.lanes) as lane:
         with T.unroll(*span) as p:
             element = T.broadcast(source.buffer[origin + p * pixel_step + lane], lanes)

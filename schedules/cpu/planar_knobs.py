@@ -19,6 +19,7 @@ from .planar_nest import PlanarKnobs, takes_planar
 
 WIDE_ROW = 7  # vectors of an input row, from which on planes pay
 MOST_ROWS = 7  # of a step; more gain nothing
+TILE_ROWS = {1: 4, 2: 3}  # by step of columns: more leave no registers for the weights
 
 
 def prefers_planar(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
@@ -48,4 +49,4 @@ def default_planar_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> PlanarKnobs:
     most = max(1, min(height // h_t, MOST_ROWS, fitting))
     share = -(-height // h_t)
     h = min(range(most, 0, -1), key=lambda rows: -(-share // rows) * rows)
-    return PlanarKnobs(h_t=h_t, h=h)
+    return PlanarKnobs(h_t=h_t, h=h, rows=TILE_ROWS[layer1.strides[1]])

@@ -71,8 +71,8 @@ class PlanarKnobs:
 def takes_planar(kernel: Conv2DKernel) -> bool:
     """Whether the nest can compute a kernel.
 
-    Rows hold at least a vector, steps are of one or two columns, and only the first and the last
-    row of the output read padding.
+    Rows hold at least a vector, steps are of one column, or of two for neighbouring kernel columns,
+    and only the first and the last row of the output read padding.
     """
     if len(kernel.layers) != 2 or not (kernel.plain_data and kernel.plain_out) or kernel.residual:
         return False

@@ -22,6 +22,7 @@ from tvm.script.ir_builder import tirx as T
 from ..compute.conv2d import activate
 from ..conv2d_workload import ConvLayer
 from .micro_kernel import Index, loop
+from .prefetch import prefetch
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,8 @@ def depthwise_vector(part: DepthwiseRows, column: Index, inside: bool) -> None:
     for row in range(*part.visible):
         start = part.source.at(0, row - part.visible[0], 0)
         if inside:
-            _prefetch(buffer, start + part.source.plane + column * stride)
+            # Hardware does not foresee the jump to the next channel's plane.
+            prefetch(buffer, start + part.source.plane + column * stride)
         users = part.users(row)
         places = [(half, group) for group in range(len(groups)) for half in range(stride)]
         for half, group in places if users else ():
@@ -162,7 +164,7 @@ def depthwise_vector(part: DepthwiseRows, column: Index, inside: bool) -> None:
 
 
 def column_groups(layer: ConvLayer) -> list[tuple[int, tuple[float, ...]]]:
-    """Kernel columns that one vector of input serves: the first, and the share of each that it adds.
+    """Kernel columns that a vector of input serves: the first one's shift, and each one's share.
 
     In steps of two, neighbouring columns form pairs. Of an odd number one column stands in two
     pairs, with half its weight in each, so that nothing is multiplied by zero.
@@ -174,13 +176,6 @@ def column_groups(layer: ConvLayer) -> list[tuple[int, tuple[float, ...]]]:
         return [(column, (1.0, 1.0)) for column in range(0, columns, 2)]
     pairs = [(column, (1.0, 1.0)) for column in range(0, columns - 3, 2)]
     return [*pairs, (columns - 3, (1.0, 0.5)), (columns - 2, (0.5, 1.0))]
-
-
-def _prefetch(buffer: tirx.Buffer, offset: Index) -> None:
-    """Ask for a cache line of the next channel: hardware does not foresee the jump to its plane."""
-    read, into_l1, data = T.int32(0), T.int32(3), T.int32(1)
-    address = T.address_of(buffer[offset])
-    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, into_l1, data))
 
 
 def paired_order(lanes: int) -> list[int]:
@@ -201,9 +196,7 @@ def _pair_sums(halves: Sequence[tirx.Expr], lanes: int) -> tirx.Expr:
     return T.bind(tirx.Shuffle(halves, first) + tirx.Shuffle(halves, second))
 
 
-def _window(
-    part: DepthwiseRows, row: Index, first: Index, inside: bool
-) -> tirx.Expr | None:
+def _window(part: DepthwiseRows, row: Index, first: Index, inside: bool) -> tirx.Expr | None:
     """The pixels ``[first, first + lanes)`` of a row; None where all of it is padding."""
     lanes, buffer, width = part.lanes, part.source.buffer, part.source.width
     if inside:

@@ -15,6 +15,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from .micro_kernel import loop
+from .prefetch import prefetch
 from .tiles import Index
 
 
@@ -36,7 +37,12 @@ class Lanes:
 
 
 def move_pixels(
-    source: Planes | Lanes, target: Planes | Lanes, pixels: Index, lanes: int, channels: int
+    source: Planes | Lanes,
+    target: Planes | Lanes,
+    pixels: Index,
+    lanes: int,
+    channels: int,
+    ahead: int = 0,
 ) -> None:
     """Copy one channel block from one layout to the other.
 
@@ -51,6 +57,8 @@ def move_pixels(
         Channels of a block, a power of two.
     channels : int
         Channels of this block that exist; the others are written as zero, and not read.
+    ahead : int
+        Elements from what is read to what will be read next, which is asked for; 0 for nothing.
     """
     if isinstance(pixels, int) and pixels < lanes:
         _move_elements(source, target, pixels, lanes, channels)
@@ -61,6 +69,8 @@ def move_pixels(
         # The last group ends with the last pixel, and may overlap the one before.
         start = group * lanes if exact else tirx.min(group * lanes, pixels - lanes)
         reads = _rows(source, start, lanes, channels)
+        for row in reads if ahead else ():
+            prefetch(source.buffer, row + ahead)
         zero = T.broadcast(tirx.const(0, source.buffer.dtype), lanes)
         vectors = [
             T.bind(source.buffer[T.ramp(reads[row], 1, lanes)]) if row < len(reads) else zero

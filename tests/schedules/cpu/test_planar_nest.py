@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from cpu.conv_cases import Case
-from cpu.plain_cases import build, check, depthwise, kernel_of
+import tvm
+from cpu.conv_cases import Case, compile_function
+from cpu.plain_cases import arrays_of, build, check, depthwise, kernel_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +29,7 @@ def planar(case: Case, knobs: PlanarKnobs):
 def cases(draw: st.DrawFn) -> Case:
     """A depthwise layer of any padding and dilation and a pointwise one, with uneven numbers."""
     channels = draw(st.sampled_from([3, 8, 13, 16]))
-    rows, columns = draw(st.sampled_from([1, 3, 5])), draw(st.sampled_from([1, 3, 5]))
+    rows, columns = draw(st.sampled_from([1, 3, 5])), draw(st.integers(1, 5))
     first = ConvLayer(
         channels,
         channels,
@@ -64,7 +66,7 @@ SQUARE = Case((depthwise(13, 3, 1), ConvLayer(13, 13, (1, 1))), height=9, width=
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("width", [16, 17, 33, 40])
+@pytest.mark.parametrize("width", [16, 17, 33, 40, 48])
 def test_numbers_of_rows_with_and_without_a_rest(stride, width):
     case = replace(SQUARE, layers=(depthwise(13, 3, stride), SQUARE.layers[1]), width=width)
     rows = case.out_shape[2]
@@ -75,6 +77,36 @@ def test_numbers_of_rows_with_and_without_a_rest(stride, width):
 def test_numbers_of_short_vectors():
     case = replace(SQUARE, lanes=4, layers=(depthwise(13, 5, 2), SQUARE.layers[1]))
     check(case, True, True, [planar(case, PlanarKnobs(2, 2))], seed=4)
+
+
+@pytest.mark.parametrize("width", [33, 48])
+def test_numbers_of_steps_of_two_with_any_number_of_columns(width):
+    layers = [
+        replace(depthwise(13, 3, 2), kernel=(3, columns), padding=(1, columns // 2, 1, 1))
+        for columns in (2, 4, 5)
+    ]
+    for first in layers:
+        case = replace(SQUARE, layers=(first, SQUARE.layers[1]), width=width)
+        check(case, True, True, [planar(case, PlanarKnobs(1, 2, 3))], seed=width)
+
+
+@pytest.mark.parametrize("width", [33, 48])
+@pytest.mark.parametrize("column", [0, 15, 20, 21])
+def test_infinity_reaches_only_the_outputs_that_see_it(width, column):
+    first = replace(depthwise(8, 3, 2), activation=Activation())
+    case = Case((first, ConvLayer(8, 8, (1, 1))), height=9, width=width)
+    arrays, expected = arrays_of(case, True, seed=column)
+    arrays = [arrays[0], *map(np.abs, arrays[1:])]
+    arrays[0][0, 3, 4, column] = np.inf
+    library = compile_function(planar(case, PlanarKnobs(1, 3, 3)))
+    output = tvm.runtime.tensor(np.full(expected.shape, np.nan, "float32"))
+    library["main"](*(tvm.runtime.tensor(array.astype("float32")) for array in arrays), output)
+    found = output.numpy()[0]
+    sees = np.zeros(found.shape, bool)
+    for place in range(found.shape[2]):
+        sees[:, 2, place] = abs(2 * place - column) <= 1
+    assert np.isposinf(found[sees]).all()
+    assert np.isfinite(found[~sees]).all()
 
 
 def test_what_it_takes():
@@ -92,6 +124,8 @@ def test_what_it_takes():
         replace(kernel, layers=(second, second)),
         replace(kernel, layers=(first, replace(second, kernel=(3, 3), padding=(1, 1, 1, 1)))),
         replace(kernel, layers=(replace(first, strides=(1, 3)), second)),
+        replace(kernel, layers=(replace(first, strides=(1, 2), dilation=(1, 2)), second)),
+        replace(kernel, layers=(replace(first, strides=(1, 2), kernel=(3, 1)), second)),
         replace(kernel, layers=(depthwise(13, 5, 1), second)),
         replace(kernel, data_layout="NCHW1c", out_layout="NCHW1c"),
     ):

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking for data before it is needed."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from .tiles import Index
+
+
+def prefetch(buffer: tirx.Buffer, offset: Index, level: int = 1) -> None:
+    """Ask for the cache line of an element, for reading; beyond the buffer it does nothing.
+
+    May only be called between the ``with`` statements of an open ``IRBuilder``.
+
+    Parameters
+    ----------
+    buffer : tirx.Buffer
+        One-dimensional.
+    offset : Index
+        The element.
+    level : int
+        The cache that shall hold it, 1 or 2.
+    """
+    read, locality, data = T.int32(0), T.int32(4 - level), T.int32(1)
+    address = T.address_of(buffer[offset])
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, locality, data))
