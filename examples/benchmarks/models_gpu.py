@@ -197,10 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     names = options.only or (QUICK if options.quick else tuple(MODELS))
     if options.dry_run:
-        refusal = machine.refusal_of(options.arch)
-        if refusal:
-            print(f"bench-gpu: {refusal}", file=sys.stderr)
-            return NO_GPU
+        if command_line.refuses(options.arch):
+            return command_line.NO_GPU
         return dry_run(names, options.arch)
     if command_line.lacks_gpu():
         return command_line.NO_GPU

@@ -190,10 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no case matches {' '.join(options.only)}", file=sys.stderr)
         return command_line.NO_GPU
     if options.dry_run:
-        refusal = machine.refusal_of(options.arch)
-        if refusal:
-            print(f"bench-gpu: {refusal}", file=sys.stderr)
-            return NO_GPU
+        if command_line.refuses(options.arch):
+            return command_line.NO_GPU
         found = engines(options.arch, options.quick, options.engines)
         return dry_run(cases, found, options.arch, options.assemble)
     if command_line.lacks_gpu():

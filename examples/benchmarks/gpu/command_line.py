@@ -20,7 +20,7 @@ from .compare import presence
 from .engine import Engine
 
 NO_GPU = 2
-"""Exit code where no GPU was found, or no case was asked for."""
+"""Exit code where no GPU was found, no case was asked for, or no such architecture exists."""
 
 
 def add_options(parser: argparse.ArgumentParser, what: str) -> None:
@@ -48,6 +48,14 @@ def lacks_gpu() -> bool:
     if missing:
         print(f"bench-gpu: {missing}; --dry-run needs none", file=sys.stderr)
     return bool(missing)
+
+
+def refuses(arch: str) -> bool:
+    """Whether nothing can be compiled for an architecture; says why, as :func:`lacks_gpu` does."""
+    refusal = machine.refusal_of(arch)
+    if refusal:
+        print(f"bench-gpu: {refusal}", file=sys.stderr)
+    return bool(refusal)
 
 
 def show_presence(engines: Sequence[Engine], console: Console) -> None:
