@@ -38,7 +38,7 @@ OPTIONS = (
 )
 # TVM calls a function by this name to round numbers of 16 bits; CUDA has it by the other one.
 _NAMES = ("-Dhnearbyint=hrint",)
-# Part of every text of TVM: reading this header takes ten times as long as compiling a kernel.
+# Part of every text of TVM: reading this header takes 1.1 s, a kernel of a network 0.1 to 0.3 s.
 _TYPE_TRAITS = re.compile(
     r"#include <cuda/std/type_traits>\s+namespace std \{(?:\s*using cuda::std::\w+;)*\s*\}"
 )

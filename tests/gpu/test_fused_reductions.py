@@ -26,7 +26,8 @@ from relax_on_pocl import OPENCL, RelaxOnPoCL
 from tvm import relax, tirx
 from tvm.s_tir import dlight
 
-from relay_passes import CoalesceReduction, FuseReductionProducers, FuseReductions, reduction_groups
+from examples.coalesced_reduction import passes
+from relay_passes import reduction_groups
 from relay_passes.tir_calls import is_reduction
 from schedules import gpu
 from schedules.gpu import online_softmax
@@ -35,20 +36,8 @@ from tvm_fusion.gpu_phases import gpu_phases
 
 def lower(mod: tvm.IRModule) -> tvm.IRModule:
     """Run the passes for reductions and the rules; no reduction may be left to TVM's rules."""
-    transform = relax.transform
-    passes = [
-        CoalesceReduction(),
-        transform.LegalizeOps(),
-        transform.AnnotateTIROpPattern(),
-        FuseReductions(),
-        FuseReductionProducers(),
-        transform.FuseOps(),
-        transform.FuseTIR(),
-        transform.DeadCodeElimination(),
-        dlight.ApplyDefaultSchedule(*gpu.RULES),
-    ]
     with OPENCL:
-        mod = tvm.transform.Sequential(passes)(mod)
+        mod = tvm.transform.Sequential(passes(gpu.RULES))(mod)
         for var, func in mod.functions_items():
             if isinstance(func, tirx.PrimFunc) and is_reduction(func):
                 assert "tirx.is_scheduled" in func.attrs, f"no rule took {var}:\n{func}"
