@@ -41,7 +41,7 @@ from relay_passes.reduction_report import read_reduction_report
 from schedules.errors import TargetError
 
 H100 = Target({"kind": "cuda", "arch": "sm_90"})
-LONG = (4, 300000)  # rows that no cluster of an H100 has at once
+LONG = (4, 300_000)  # rows that no cluster of an H100 has at once
 transform = relax.transform
 
 
