@@ -155,6 +155,15 @@ def test_more_pieces_than_rows():
     check(case, False, True, [func], seed=3)
 
 
+@pytest.mark.parametrize(("width", "prefetches"), [(14, 4), (80, 0)])
+def test_packing_asks_for_the_next_channels_where_rows_are_short(width, prefetches):
+    case = replace(BLOCK, layers=(depthwise(16, 3, 1), ConvLayer(16, 8, (1, 1))), width=width)
+    kernel = kernel_of(case, True, True)
+    knobs = FusedConv2DKnobs(4, 1, 4, 1, h_t=1, h=2)
+    text = fused_conv2d_template(build(case, True, True), kernel, knobs).mod.script()
+    assert text.count("llvm.prefetch") == prefetches
+
+
 def test_names_what_cannot_be_plain():
     assert takes_plain(BLOCK.kernel, data=True, out=True)
     second = ConvLayer(8, 13, (3, 3), padding=SAME)
