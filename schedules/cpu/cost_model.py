@@ -17,6 +17,9 @@ Where cores share the rows of a depthwise layer, each one's prefetches run into 
 other is writing, up to the end of a page; the layer has too little arithmetic to hide that:
 ``EDGE`` cycles a line.
 
+The data of a pair's layer one streams through the L2 and pushes the intermediate out: what is lost,
+more the fuller the L2 is, goes to the L3 and comes back, and nothing hides that.
+
 A kernel that packs NCHW data or unpacks its output pays ``1 / TRANSPOSE`` cycles a byte.
 
 The default knobs are the cheapest of :func:`.conv2d_knobs.conv2d_space` or
@@ -303,10 +306,7 @@ def _with_weights(nest: Nest, count: int, first: bool, kept: float, cpu: CPUInfo
 
 
 def _evictions(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> Steps:
-    """What is lost of the intermediate while layer one's data streams through the L2.
-
-    It is written to and read from the L3, and nothing hides that: the more, the fuller the L2 is.
-    """
+    """Cost of the part of the intermediate that layer one's data pushes out of the L2."""
     steps: Steps = []
     for step, count in _row_steps(kernel, knobs):
         mid = _mid_bytes(kernel, knobs, step)
