@@ -17,6 +17,9 @@ Where cores share the rows of a depthwise layer, each one's prefetches run into 
 other is writing, up to the end of a page; the layer has too little arithmetic to hide that:
 ``EDGE`` cycles a line.
 
+The data of a pair's layer one streams through the L2 and pushes the intermediate out: what is lost,
+more the fuller the L2 is, goes to the L3 and comes back, and nothing hides that.
+
 A kernel that packs NCHW data or unpacks its output pays ``1 / TRANSPOSE`` cycles a byte.
 
 The default knobs are the cheapest of :func:`.conv2d_knobs.conv2d_space` or
@@ -33,11 +36,12 @@ from ..errors import OpError
 from .conv2d_knobs import Conv2DKnobs, conv2d_space
 from .fused_conv2d_knobs import FusedConv2DKnobs, Grid, grids, tiles_one, tiles_two
 from .machine import CPUInfo
-from .nest_cost import L2, L3, MEMORY, Nest, Terms, fits, nest_terms, split
+from .nest_cost import L2, L3, MEMORY, STORE, Nest, Terms, bandwidth, fits, nest_terms, split
 from .tiles import tile_counts
 
 CLOCK_HZ = 3.0e9  # scales the estimates; no choice depends on it
 FORK = 6000.0  # waking the threads and waiting for the last one
+KEPT = 0.5  # share of the L2 that a pair's data and intermediate may fill without loss
 EDGE = 16.0  # a line that another core is about to write
 PAGE_BYTES, LINE_BYTES = 4096, 64
 TRANSPOSE_BYTES_PER_CYCLE = 16.0  # of transposes in registers
@@ -189,6 +193,7 @@ def _fused(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> Estim
             "whole rows only"
         )
     steps = _layer_one(kernel, knobs, cpu) + _layer_two(kernel, knobs, cpu)
+    steps += _evictions(kernel, knobs, cpu)
     layer1, layer2 = kernel.layers
     mid = layer1.output_size(*_size(kernel))
     out_h, out_w = layer2.output_size(*mid)
@@ -300,6 +305,18 @@ def _with_weights(nest: Nest, count: int, first: bool, kept: float, cpu: CPUInfo
     return steps
 
 
+def _evictions(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> Steps:
+    """Cost of the part of the intermediate that layer one's data pushes out of the L2."""
+    steps: Steps = []
+    for step, count in _row_steps(kernel, knobs):
+        mid = _mid_bytes(kernel, knobs, step)
+        full = (mid + _data_bytes(kernel, knobs, step)) / cpu.l2_bytes
+        lost = mid * min(1.0, max(0.0, full - KEPT))
+        moved = (1 + STORE) * lost / bandwidth(L3, cpu)
+        steps.append((count * knobs.ic_o, Terms(exposed=moved)))
+    return steps
+
+
 def _row_steps(kernel: Conv2DKernel, knobs: FusedConv2DKnobs) -> list[tuple[int, int]]:
     """Output rows of a step and the number of such steps in the largest piece."""
     layer1, layer2 = kernel.layers
@@ -324,11 +341,15 @@ def _mid_bytes(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, step: int) -> floa
 
 def _mid_level(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, step: int, cpu: CPUInfo) -> int:
     """Where layer two finds the intermediate; half of layer one's data streams by meanwhile."""
+    return fits(_mid_bytes(kernel, knobs, step) + _data_bytes(kernel, knobs, step) / 2, cpu)
+
+
+def _data_bytes(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, step: int) -> float:
+    """Bytes of the data that layer one reads for a part of a step."""
     layer1, layer2 = kernel.layers
     (height, width), mid = _size(kernel), layer1.output_size(*_size(kernel))
     rows = _rows_read(layer1, _rows_read(layer2, step, mid[0]), height)
-    data = rows * width * layer1.in_channels * ITEM_BYTES[kernel.dtype] / knobs.ic_o
-    return fits(_mid_bytes(kernel, knobs, step) + data / 2, cpu)
+    return rows * width * layer1.in_channels * ITEM_BYTES[kernel.dtype] / knobs.ic_o
 
 
 def _kept(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, step: int) -> float:

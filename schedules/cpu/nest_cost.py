@@ -13,7 +13,8 @@ blocks of ``x`` lanes, ``k`` kernel taps and ``n`` parts of the reduction,
                     TIGHT or SPILL more a step where all registers are taken, or more
                     depthwise: P k / FMA_PER_CYCLE
     tiles     = sum over tiles: n DRAIN max(0, P V - in flight) late + (n - 1) PARTIAL P V
-                with late = (c x k (P V + P + V) / n - WINDOW) / (2 WINDOW), at least 0, at most 1
+                with late = 1, or where the sums are clipped
+                (c x k (P V + P + V) / n - WINDOW) / (2 WINDOW), at least 0, at most 1
                 depthwise: DEPTHWISE_TAP k; and INSIDE if the block tiles run inside
     starts    = START for each time that the pixel loops begin
     weights   = W / B(home) + W (passes - 1) / B(where a block tile's part of them fits)
@@ -49,7 +50,8 @@ CACHE_SHARE = 0.75  # of a cache that a kernel's own data may fill
 LEAK = 0.05  # share of the smaller of arithmetic and traffic that the larger does not hide
 BODY = 1.1  # loop control of one body: lanes steps
 DRAIN = 5.5  # per accumulator beyond those in flight: the next tile begins late ...
-WINDOW = 256.0  # ... unless a tile has fewer instructions than the core looks ahead
+WINDOW = 256.0  # ... unless it has few instructions, and two operations stand before each store
+CLIPPED = ("relu6", "clip")  # activations of two operations
 PARTIAL = 1.0  # a partial sum is stored and loaded
 DEPTHWISE_TAP = 1.07  # a chain of taps is too long for the next tile to overlap with all of it
 INSIDE = 5.3  # a tile of pixels writes to all channel planes, whose addresses crowd the same sets
@@ -233,8 +235,10 @@ def _dense(
             steps += times * number * cycles
         for size, number in tiles:
             waiting = max(0, size * blocks - FMA_LATENCY * FMA_PER_CYCLE)
-            instructions = reduction * (size * blocks + size + blocks)
-            late = min(1.0, max(0.0, (instructions - WINDOW) / (2 * WINDOW)))
+            late = 1.0
+            if nest.layer.activation.kind in CLIPPED:
+                instructions = reduction * (size * blocks + size + blocks)
+                late = min(1.0, max(0.0, (instructions - WINDOW) / (2 * WINDOW)))
             drain += times * number * DRAIN * waiting * late
             partial += times * number * size * blocks * PARTIAL
     each = INSIDE * count * len(nest.vectors) if nest.inside else 0.0

@@ -15,7 +15,7 @@ from cpu.conv_cases import Case, build, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules.conv2d_workload import ConvLayer, from_json
+from schedules.conv2d_workload import Activation, ConvLayer, from_json
 from schedules.cpu import nest_cost
 from schedules.cpu.conv2d import Conv2DKnobs, conv2d_template
 from schedules.cpu.conv2d_knobs import conv2d_space
@@ -170,6 +170,26 @@ def test_small_kernels_stay_on_one_thread():
     assert large.unit_chunks * large.block_chunks == 2
     many = default_conv2d_knobs(dense(64, 64, 56, batch=4).kernel, CPU)
     assert (many.unit_chunks, many.block_chunks) == (1, 1)
+
+
+@pytest.mark.parametrize("size", [14, 28, 56, 112])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_data_and_intermediate_of_a_pair_share_the_l2(size, stride):
+    first = ConvLayer(128, 128, (3, 3), strides=(stride, stride), padding=SAME, groups=128)
+    kernel = Case((first, ConvLayer(128, 128, (1, 1))), height=size, width=size).kernel
+    rows = default_fused_knobs(kernel, CPU).h
+    read = (rows - 1) * stride + 3
+    assert 4 * 128 * size * (rows // stride + read) <= CPU.l2_bytes
+
+
+def test_short_sums_that_are_not_clipped_have_no_more_accumulators_than_fill_the_units():
+    def accumulators(activation: str) -> int:
+        layer = ConvLayer(16, 96, (1, 1), activation=Activation(activation))
+        knobs = default_conv2d_knobs(Case((layer,), height=112, width=112).kernel, CPU)
+        return knobs.pixels * knobs.blocks
+
+    assert accumulators("relu") == accumulators("none") == 8
+    assert accumulators("relu6") > 8
 
 
 def test_pieces_of_a_row_are_refused():
