@@ -17,8 +17,8 @@ Where cores share the rows of a depthwise layer, each one's prefetches run into 
 other is writing, up to the end of a page; the layer has too little arithmetic to hide that:
 ``EDGE`` cycles a line.
 
-The data of a pair's layer one streams through the L2 and pushes the intermediate out: what is lost,
-more the fuller the L2 is, goes to the L3 and comes back, and nothing hides that.
+The data of a pair's depthwise layer one streams through the L2 and pushes the intermediate out:
+what is lost, more the fuller the L2 is, goes to the L3 and comes back, and nothing hides that.
 
 A kernel that packs NCHW data or unpacks its output pays ``1 / TRANSPOSE`` cycles a byte.
 
@@ -41,7 +41,7 @@ from .tiles import tile_counts
 
 CLOCK_HZ = 3.0e9  # scales the estimates; no choice depends on it
 FORK = 6000.0  # waking the threads and waiting for the last one
-KEPT = 0.5  # share of the L2 that a pair's data and intermediate may fill without loss
+KEPT = 0.6  # share of the L2 that a pair's data and intermediate may fill without loss
 EDGE = 16.0  # a line that another core is about to write
 PAGE_BYTES, LINE_BYTES = 4096, 64
 TRANSPOSE_BYTES_PER_CYCLE = 16.0  # of transposes in registers
@@ -306,8 +306,13 @@ def _with_weights(nest: Nest, count: int, first: bool, kept: float, cpu: CPUInfo
 
 
 def _evictions(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> Steps:
-    """Cost of the part of the intermediate that layer one's data pushes out of the L2."""
+    """Cost of the part of the intermediate that layer one's data pushes out of the L2.
+
+    A dense layer one computes long enough to hide it.
+    """
     steps: Steps = []
+    if not kernel.layers[0].is_depthwise:
+        return steps
     for step, count in _row_steps(kernel, knobs):
         mid = _mid_bytes(kernel, knobs, step)
         full = (mid + _data_bytes(kernel, knobs, step)) / cpu.l2_bytes
