@@ -3,9 +3,8 @@
 
 A thread keeps its elements in registers if they are few. So a row gets a warp as long as that is
 enough, then more and more warps up to the largest block, then, where there are clusters, two, four
-or eight blocks; longer rows are read again for each stage, from a cache that they are short enough
-for: the rows of all multiprocessors together are eight times as many elements without clusters.
-The thresholds are estimates; they have not been measured on a GPU.
+or eight blocks. Longer rows are read again for each stage; with clusters an eighth as many of them
+share the cache at a time. The thresholds are estimates; they have not been measured on a GPU.
 """
 
 from __future__ import annotations
