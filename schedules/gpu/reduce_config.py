@@ -36,6 +36,7 @@ MAX_ATOMIC_SPLITS = 16  # blocks that contend for one address where outputs are 
 # A round of loads in flight takes about 0.7 us. Tickets and partial results in global memory take
 # 2 to 3 us, a barrier of a cluster and reading its other blocks' memory less than 1 us.
 CLUSTER_ROUNDS = 2
+CLUSTER_BYTES = 1 << 20  # of the input, from which on too few clusters leave bandwidth unused
 REGISTERS = 96  # of a thread for states and loads in flight, where there are several of them
 LARGE = 1 << 24  # elements that a symbolic extent stands for when work is shared out
 
@@ -347,7 +348,8 @@ def _cluster(
 ) -> int | None:
     """Blocks of the cluster that has an output, maybe one; None if none is enough.
 
-    A cluster has as many blocks as fill the device, or as load a row in one round.
+    A cluster has as many blocks as fill the device, or, where the input is small, as load a row in
+    one round.
     """
     if gpu.max_cluster == 1 or any(w.finish in ("atomic", "last_block") for w in workloads):
         return None
@@ -355,12 +357,18 @@ def _cluster(
     reduced = constant(loops.reduced)
     vectors = -(-(LARGE if reduced is None else reduced) // config.stride)
     size = 1
-    while size < splits and size * config.unroll < vectors:
-        if size == gpu.max_cluster:
-            fits = vectors <= size * config.unroll * CLUSTER_ROUNDS
-            return size if fits or finish == "one_block" else None
+    while size < min(splits, gpu.max_cluster) and size * config.unroll < vectors:
         size *= 2
-    return size
+    fills = size >= splits or finish == "one_block"
+    is_small = _input_bytes(workloads[0], loops) < CLUSTER_BYTES
+    fits = vectors <= size * config.unroll * CLUSTER_ROUNDS
+    return size if fills or (is_small and fits) else None
+
+
+def _input_bytes(workload: ReduceWorkload, loops: CanonicalLoops) -> int:
+    outputs, reduced = constant(loops.outputs), constant(loops.reduced)
+    elements = LARGE if outputs is None or reduced is None else outputs * reduced
+    return elements * max(1, DataType(workload.dtype).bits // 8)
 
 
 def _splits(config: ReduceConfig, loops: CanonicalLoops, gpu: GPUInfo, finish: str) -> int:
