@@ -19,6 +19,8 @@ from .reduce_state import Buffers, States, Workloads
 class ClusterExchange:
     """Shared memory that the blocks of a cluster read of each other.
 
+    Chains open it before any other shared memory.
+
     Parameters
     ----------
     ctx : ReduceContext
@@ -27,29 +29,36 @@ class ClusterExchange:
 
     def __init__(self, ctx: ReduceContext):
         self.ctx = ctx
-        self._shared: list[tirx.Buffer] = []
+        config = ctx.config
+        self._members = config.lanes if ctx.is_y else config.rows
+        # Of its own for each stage: others may read it until they leave.
+        self._shared = [
+            reduce_state.allocate(stage.workloads, self._members * ctx.results, "shared")
+            for stage in ctx.group.stages
+        ]
+        self._unused = list(self._shared)
+        self._keep()  # or TVM gives it the memory of larger buffers, which then need other memory
 
     def combine(
         self, workloads: Workloads, states: Buffers, condition: tirx.Expr | None = None
     ) -> None:
         """Combine the states of the leaders of all blocks, in the order of their ranks.
 
+        Called for each stage in turn.
+
         Parameters
         ----------
         workloads : Sequence[ReduceWorkload]
-            The sisters.
+            The sisters of the stage.
         states : Buffers
             Those of the thread. The leaders get the same bits in all blocks.
         condition : tirx.Expr | None
             Which blocks get them, if not all.
         """
-        ctx, results = self.ctx, self.ctx.results
-        member, members = (ctx.lane, ctx.config.lanes) if ctx.is_y else (ctx.row, ctx.config.rows)
-        places = [i64(k * members) + member for k in range(results)]
-        # Of its own for each call: others may read it until they leave.
-        shared = reduce_state.allocate(workloads, members * results, "shared")
-        self._shared += [buffer for fields in shared for buffer in fields]
-        sync()  # TVM gives the memory that was read before to the new buffers
+        ctx, shared = self.ctx, self._unused.pop(0)
+        member = ctx.lane if ctx.is_y else ctx.row
+        places = [i64(k * self._members) + member for k in range(ctx.results)]
+        sync()  # sisters may have the memory of what was read before
         with when(ctx.is_leader):
             for k, place in enumerate(places):
                 reduce_state.store(shared, place, reduce_state.load(states, k))
@@ -67,8 +76,13 @@ class ClusterExchange:
         cluster_ops.arrive()
         yield
         cluster_ops.wait()
-        for buffer in self._shared:
-            cluster_ops.keep(buffer)
+        self._keep()
+
+    def _keep(self) -> None:
+        for shared in self._shared:
+            for fields in shared:
+                for buffer in fields:
+                    cluster_ops.keep(buffer)
 
 
 def _read(shared: Buffers, place: tirx.Expr, rank: int) -> States:

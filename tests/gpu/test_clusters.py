@@ -266,6 +266,26 @@ def test_nothing_spills(source: str) -> None:
         assert spilled == (0, 0, 0), name
 
 
+def test_large_states_of_many_stages_fit() -> None:
+    """What is kept for other blocks to the end takes no memory from what each stage needs."""
+
+    def build(data: relax.Expr) -> list[relax.Expr]:
+        found = []
+        for _ in range(4):
+            largest = op.max(data, [0], keepdims=True)
+            found.append(op.argmax(data, 0))
+            data = op.subtract(op.multiply(data, data), largest)
+        return [*found, data]
+
+    group = Group(build, ("float32", (8192, 17_024)), target=CUDA)
+    config = config_of(group)
+    assert config.cluster == 8
+    [used] = ptxas(cuda_source(group.func)).values()
+    state = 4 + 4 + 8  # bytes of the maximum, of the value and its position
+    leaders = config.lanes * config.vector
+    assert used.shared == (config.rows + 4) * leaders * state
+
+
 def test_other_blocks_are_read_between_barriers(source: str) -> None:
     """One barrier a stage, then one before the end; nothing in memory but data and results."""
     for name, code in sass(source).items():
