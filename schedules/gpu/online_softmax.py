@@ -4,7 +4,8 @@
 ``sum(exp(x - max(x)))`` needs the maximum first, so the two are stages of a chain, for which one
 block must have a whole row. Where it cannot, they become one reduction with the state
 :data:`schedules.reduce_workload.MAX_SUM_EXP`, which any number of blocks can share: the largest
-value ``m`` and the sum ``s`` of ``exp(x - m)``. For any ``h`` that a row has one of, ::
+value ``m`` and the sum ``s`` of ``exp(x - m)``. For any ``h`` that a row has one of, but -inf below
+a finite ``m``, ::
 
     sum(exp(x - h)) = s * exp(m - h)                   # exactly s where h is m
                     = exp(m - h)   where m is infinite or NaN
@@ -52,26 +53,28 @@ def in_one_stage(group: ReduceGroup) -> ReduceGroup | None:
     if len(group.stages) != 2 or group.elements:
         return None
     first, second = group.stages
-    pairs = [_pair(first, total) for total in second.reductions]
-    merged = {pair.maximum.results[0].var: pair for pair in pairs if pair is not None}
-    if len(merged) < len(pairs):
+    pairs = [pair for total in second.reductions if (pair := _pair(first, total)) is not None]
+    if len(pairs) < len(second.reductions):
         return None
-    reductions = tuple(
-        merged[r.results[0].var].reduction if r.results[0].var in merged else r
-        for r in first.reductions
-    )
-    totals = tuple(pair.total for pair in merged.values())
-    stage = Stage(reductions, (*first.epilogues, *totals, *second.epilogues))
+    reductions: list[Reduction] = []
+    totals: list[Epilogue] = []
+    for reduction in first.reductions:
+        own = [pair for pair in pairs if pair.maximum is reduction]
+        merged, found = _merge(reduction, own) if own else (reduction, [])
+        reductions.append(merged)
+        totals += found
+    stage = Stage(tuple(reductions), (*first.epilogues, *totals, *second.epilogues))
     return replace(group, stages=(stage,))
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """A maximum, what becomes of it, and the sum as an epilogue of that."""
+    """A maximum, and the sum of the exponentials of what it is of less ``shift``, at ``m``."""
 
     maximum: Reduction
-    reduction: Reduction
-    total: Epilogue
+    total: Reduction
+    shift: tirx.Expr
+    m: tirx.Var
 
 
 def _pair(first: Stage, total: Reduction) -> _Pair | None:
@@ -85,37 +88,44 @@ def _pair(first: Stage, total: Reduction) -> _Pair | None:
     for maximum in first.reductions:
         is_float = maximum.workload.operator == "max" and maximum.workload.dtype in FLOATS
         if is_float and _is_same(maximum.value(m, n), exponent.a):
-            return _merge(maximum, total, exponent.b, m)
+            return _Pair(maximum, total, exponent.b, m)
     return None
 
 
-def _merge(maximum: Reduction, total: Reduction, shift: tirx.Expr, m: tirx.Var) -> _Pair:
-    accumulators = (maximum.workload.acc_dtype, total.workload.acc_dtype)
-    dtype = max(accumulators, key=lambda name: DataType(name).bits)
-    workload = replace(maximum.workload, operator=MAX_SUM_EXP, acc_dtype=dtype)
-    [largest], [stored] = maximum.results, total.results
+def _merge(maximum: Reduction, pairs: list[_Pair]) -> tuple[Reduction, list[Epilogue]]:
+    """One reduction for a maximum and all sums that use it, and these as epilogues of it."""
+    workloads = (maximum.workload, *(pair.total.workload for pair in pairs))
+    dtype = max((of.acc_dtype for of in workloads), key=lambda name: DataType(name).bits)
+    [largest] = maximum.results
     raw = tirx.Var("sum_exp", dtype)
     reduction = Reduction(
-        workload,
+        replace(maximum.workload, operator=MAX_SUM_EXP, acc_dtype=dtype),
         maximum.loops,
         lambda m, n: _cast(maximum.value(m, n), dtype),
         (largest, Result(raw, None)),
     )
+    return reduction, [_total(pair, largest.var, raw) for pair in pairs]
+
+
+def _total(pair: _Pair, largest: tirx.Var, raw: tirx.Var) -> Epilogue:
+    """A sum, from the maximum and the sum of exponentials relative to that."""
+    dtype = str(raw.ty.dtype)
 
     def value(at: tirx.Expr) -> tirx.Expr:
-        high = _cast(largest.var, dtype)
+        high = _cast(largest, dtype)
         infinity = tirx.infinity(dtype)
         is_finite = tirx.abs(high) < infinity
-        if _without_widening(shift).same_as(largest.var):
+        if _without_widening(pair.shift).same_as(largest):
             # NaN; for a difference of equal expressions TVM would take 0.
             terms = tirx.Select(is_finite, raw, infinity - tirx.abs(high))
         else:
-            factor = tirx.exp(high - _cast(substitute(shift, {m: at}), dtype))
+            factor = tirx.exp(high - _cast(substitute(pair.shift, {pair.m: at}), dtype))
             terms = tirx.Select(is_finite, raw, tirx.const(1, dtype)) * factor
             terms = tirx.Select(tirx.isnan(high), high, terms)
-        return _cast(terms, total.workload.out_dtype)
+        return _cast(terms, pair.total.workload.out_dtype)
 
-    return _Pair(maximum, reduction, Epilogue(value, stored))
+    [stored] = pair.total.results
+    return Epilogue(value, stored)
 
 
 def _exponent(value: tirx.Expr) -> tirx.Expr | None:

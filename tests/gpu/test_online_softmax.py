@@ -194,6 +194,30 @@ def test_sisters_share_the_pass(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(logarithm, np.log(found), rtol=1e-5)
 
 
+def test_sums_share_a_maximum(rng: np.random.Generator) -> None:
+    """Of a softmax and of a log-sum-exp without the reduced axis, and one with another shift."""
+
+    def build(x: relax.Expr) -> list[relax.Expr]:
+        maximum, flat = largest(x, [1]), emit(op.max(x, [1]))
+        again = emit(op.expand_dims(flat, 1))
+        half = emit(op.multiply(maximum, relax.const(0.5)))
+        shifts = (maximum, again, half)
+        return [maximum, flat, *(total(x, shift, [1]) for shift in shifts)]
+
+    x = (5 * rng.standard_normal((5, 40_001))).astype("float32")
+    x[0], x[1, 7], x[2, 9], x[3, :30_000] = -np.inf, np.inf, np.nan, -np.inf
+    group = Group(build, ("float32", x.shape))
+    online, config = chosen(group)
+    assert len(online.stages) == 1 and config.splits > 1
+    maximum, flat, first, second, third = group.run(x)
+    check([maximum, first], x, [1])
+    check([flat[:, None], second], x, [1])
+    exact = x.astype("float64")
+    with np.errstate(invalid="ignore"):
+        half = exact.max(1, keepdims=True) / 2
+        np.testing.assert_allclose(third, np.exp(exact - half).sum(1, keepdims=True), rtol=1e-4)
+
+
 def test_two_fields_fit_into_the_scratch_of_both() -> None:
     """As many blocks share a row as for the sum alone."""
     alone = Group(lambda x: op.sum(x, [1]), ("float32", (3, 100_003)))
