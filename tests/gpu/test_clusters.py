@@ -97,6 +97,38 @@ def test_numbers(
     check(operator, arguments[-1], data, wanted)
 
 
+@pytest.mark.parametrize("operator", ["sum", "argmax"])
+def test_several_rows_of_a_block(operator: str, rng: np.random.Generator) -> None:
+    """The last block has one row less than the others."""
+    shape = (7, 1000)
+    case = _reduce(operator, "float32", shape, [1])
+    assert case.config.rows == 2
+    data = random_data(rng, operator, "float32", shape)
+    wanted = reference(operator, data, [1])
+    arguments = case.arguments(data, wanted.shape)
+    compile_opencl(case.func, OPENCL).run(*arguments)
+    check(operator, arguments[-1], data, wanted)
+
+
+@pytest.mark.parametrize(
+    "shape", [(tirx.Var("n", "int64"), 20_000), (3001, tirx.Var("n", "int64"))]
+)
+def test_unknown_outputs_of_chains(shape: tuple, rng: np.random.Generator) -> None:
+    """There is no launch without outputs, and a cluster that has fewer is whole."""
+    axis = 0 if shape[0] == 3001 else 1
+    group, cluster = _chain("softmax", "float32", shape, axis)
+    assert cluster > 1
+    kernels = group.compile()
+    for size in (0, 1, 5, 35):
+        actual = [size if isinstance(extent, tirx.Var) else extent for extent in shape]
+        inputs = inputs_of("softmax", "float32", actual, axis, rng)
+        arguments = group.arguments(*inputs)
+        assert len(kernels.launches(*arguments)) == min(size, 1)
+        kernels.run(*arguments)
+        if size:
+            check_chain("softmax", axis, inputs, group.outputs(arguments))
+
+
 @pytest.mark.parametrize("symbolic", ["all", "x", "y"])
 def test_symbolic_rows(symbolic: str, rng: np.random.Generator) -> None:
     n = tirx.Var("n", "int64")
