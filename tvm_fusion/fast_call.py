@@ -65,7 +65,7 @@ def make_fast_call(
         if len(args) != count:
             return None
         try:
-            tensors = []
+            tensors: list[Any] = []
             for value in args:
                 if type(value) is not np.ndarray or value.dtype is not dtypes[len(tensors)]:
                     return None
