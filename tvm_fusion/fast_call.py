@@ -3,7 +3,8 @@
 
 Kernels of 50 us wash the interpreter's own data out of the caches, so that each Python function
 which a call passes through costs a good part of a microsecond. Hence one function, and TVM's own
-checks of types and shapes: what they refuse takes the long way, whose errors tell more.
+checks of shapes: what they refuse takes the long way, whose errors tell more. Types are checked
+here, because TVM ends the process where it has no name for one, as for complex numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def has_fast_call(
 
 
 def make_fast_call(
-    main: Callable[..., Any], weights: Sequence[Any], crew: Crew, count: int
+    main: Callable[..., Any],
+    weights: Sequence[Any],
+    crew: Crew,
+    inputs: Sequence[TensorSpec],
 ) -> FastCall:
     """Make a function from the arguments by position to the output.
 
@@ -43,8 +47,8 @@ def make_fast_call(
         Its arguments behind the inputs.
     crew : Crew
         What runs it.
-    count : int
-        How many inputs it has.
+    inputs : sequence of TensorSpec
+        Its inputs.
 
     Returns
     -------
@@ -54,14 +58,16 @@ def make_fast_call(
         then.
     """
     from_dlpack, run = tvm_ffi.from_dlpack, crew.run
+    dtypes = [numpy_dtype(spec.dtype) for spec in inputs]
+    count = len(dtypes)
 
     def call(args: tuple[Any, ...]) -> np.ndarray | None:
         if len(args) != count:
             return None
         try:
-            tensors = []
+            tensors: list[Any] = []
             for value in args:
-                if type(value) is not np.ndarray:
+                if type(value) is not np.ndarray or value.dtype is not dtypes[len(tensors)]:
                     return None
                 tensors.append(
                     from_dlpack(value, require_alignment=ALIGNMENT, require_contiguous=True)

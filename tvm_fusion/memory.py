@@ -241,12 +241,14 @@ def _import(spec: TensorSpec, value: Any, kind: int) -> Any:
         if not isinstance(value, tvm_ffi.Tensor):
             stream = {"stream": _LEGACY_STREAM} if kind == _CUDA else {}
             value = value.__dlpack__(**stream)
-        return tvm_ffi.from_dlpack(value, require_contiguous=True)
+        tensor = tvm_ffi.from_dlpack(value, require_contiguous=True)
+        str(tensor.dtype)  # fails where TVM has no such type, as for complex numbers
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidInputError(
             f"input {spec.name!r} ({type(value).__name__}) cannot be read through DLPack: {error}; "
-            "expected a contiguous tensor"
+            f"expected a contiguous tensor of {spec.dtype}"
         ) from error
+    return tensor
 
 
 def _download(tensor: Any) -> np.ndarray:

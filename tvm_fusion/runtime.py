@@ -278,7 +278,7 @@ class CompiledModel:
         about = self._about
         if about.device is None and has_fast_call(about.inputs, about.outputs, about.fresh):
             weights = self._on_device()
-            self._fast_call = make_fast_call(self._main, weights, self._crew, len(about.inputs))
+            self._fast_call = make_fast_call(self._main, weights, self._crew, about.inputs)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to a file for :func:`load`.

@@ -158,7 +158,7 @@ def depthwise_vector(part: DepthwiseRows, column: Index, inside: bool) -> None:
             value = _pair_sums(halves, part.lanes)
         value = activate(value, layer.activation, buffer.dtype)
         if stride == 2 and not part.paired:
-            value = tirx.Shuffle([value], paired_order(part.lanes))
+            value = _in_pixel_order(value, part.lanes)
         at = part.output.at(0, part.output_row + out, column)
         T.buffer_store(part.output.buffer, value, [T.ramp(at, 1, part.lanes)])
 
@@ -179,7 +179,7 @@ def column_groups(layer: ConvLayer) -> list[tuple[int, tuple[float, ...]]]:
 
 
 def paired_order(lanes: int) -> list[int]:
-    """Which pixel each lane holds after the sums of pairs; also the way back.
+    """Which pixel each lane holds after the sums of pairs.
 
     Each quarter of four lanes takes two elements of either vector, as one instruction of x86 does.
     """
@@ -187,6 +187,12 @@ def paired_order(lanes: int) -> list[int]:
     return [
         pixel for low in range(0, half, 2) for pixel in (low, low + 1, half + low, half + low + 1)
     ]
+
+
+def _in_pixel_order(value: tirx.Expr, lanes: int) -> tirx.Expr:
+    """A vector that is in :func:`paired_order`, with each pixel in its own lane."""
+    order = paired_order(lanes)
+    return tirx.Shuffle([value], [order.index(pixel) for pixel in range(lanes)])
 
 
 def _pair_sums(halves: Sequence[tirx.Expr], lanes: int) -> tirx.Expr:
@@ -280,7 +286,7 @@ def pointwise_tile(
         for o, v in places:
             value = activate(sums[at(o, v)], ops.layer.activation, dtype)
             if ops.paired:
-                value = tirx.Shuffle([value], paired_order(lanes))
+                value = _in_pixel_order(value, lanes)
             target = ops.output.at(block * lanes + lane + o, 0, starts[v])
             T.buffer_store(ops.output.buffer, value, [T.ramp(target, 1, lanes)])
 

@@ -96,6 +96,7 @@ def test_what_must_be_looked_at_or_copied_takes_the_long_way(
         (aligned(4, 8),) * 2,
         (aligned(4, 8, dtype="float64"),),
         (aligned(4, 8, dtype="int32"),),
+        (aligned(4, 8, dtype="complex64"),),
         (aligned(4, 8).astype(">f4"),),
         (aligned(8, 4),),
         (aligned(4, 8, 1),),

@@ -109,6 +109,7 @@ def test_types_that_numpy_lacks_come_back() -> None:
         (foreign((1, 3)), "lies on the device number 3; move it to cpu:0"),
         (tvm.runtime.tensor(np.zeros((2, 3))), "element type float64; expected float32"),
         (tvm.runtime.tensor(np.zeros((3, 2), "float32")), r"shape \(3, 2\); expected \(2, n\)"),
+        (tvm_ffi.from_dlpack(np.zeros((2, 3), "complex64")), "a contiguous tensor of float32"),
         ([[1.0]], "input 'x' is a list"),
     ],
 )

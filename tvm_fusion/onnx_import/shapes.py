@@ -89,25 +89,33 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     constants finds the same shapes.
     """
     _check_sizes(model)
-    inferred = onnx.ModelProto()
-    inferred.CopyFrom(model)
-    shapeless = _stand_in(inferred.graph)
+    inferred = _infer(model)
+    if any(map(_is_like_input, model.graph.node)):  # their types have been checked by now
+        shapeless = _stand_in(inferred.graph)
+        inferred = _infer(inferred)
+        for index, node in shapeless.items():
+            inferred.graph.node[index].CopyFrom(node)
+    _check_sizes(inferred)
+    return inferred
+
+
+def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
     try:
-        inferred = onnx.shape_inference.infer_shapes(inferred, check_type=True, strict_mode=True)
+        return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
     except (onnx.shape_inference.InferenceError, ValueError, RuntimeError) as error:
         text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise InvalidModelError(f"the model's shapes do not fit together: {text}") from error
-    for index, node in shapeless.items():
-        inferred.graph.node[index].CopyFrom(node)
-    _check_sizes(inferred)
-    return inferred
+
+
+def _is_like_input(node: onnx.NodeProto) -> bool:
+    return node.op_type in LIKE_INPUT and is_default_domain(node)
 
 
 def _stand_in(graph: onnx.GraphProto) -> dict[int, onnx.NodeProto]:
     """Put an Identity for each node of ``LIKE_INPUT``; return the nodes by their places."""
     nodes = {}
     for index, node in enumerate(graph.node):
-        if node.op_type in LIKE_INPUT and is_default_domain(node):
+        if _is_like_input(node):
             nodes[index] = onnx.NodeProto()
             nodes[index].CopyFrom(node)
             node.CopyFrom(helper.make_node("Identity", node.input[:1], node.output, node.name))

@@ -74,9 +74,12 @@ def test_numbers_of_rows_with_and_without_a_rest(stride, width):
     check(case, True, True, [planar(case, chosen) for chosen in knobs], seed=width)
 
 
-def test_numbers_of_short_vectors():
-    case = replace(SQUARE, lanes=4, layers=(depthwise(13, 5, 2), SQUARE.layers[1]))
-    check(case, True, True, [planar(case, PlanarKnobs(2, 2))], seed=4)
+@pytest.mark.parametrize("lanes", [4, 16])
+@pytest.mark.parametrize("width", [39, 64])
+def test_numbers_of_vectors_of_other_lengths(lanes, width):
+    layers = depthwise(13, 5, 2), SQUARE.layers[1]
+    case = replace(SQUARE, lanes=lanes, layers=layers, width=width)
+    check(case, True, True, [planar(case, PlanarKnobs(2, 2))], seed=lanes)
 
 
 @pytest.mark.parametrize("width", [33, 48])

@@ -73,6 +73,14 @@ def test_a_group_norm_has_the_shape_of_its_data() -> None:
     assert_same_as_onnx_runtime(model, {"x": normal(1, 4, 3, 5)})
 
 
+def test_the_types_of_a_group_norm_are_checked() -> None:
+    node = helper.make_node("GroupNormalization", ["x", "s", "b"], ["y"], num_groups=2)
+    constants = {"s": np.ones(4, np.float64), "b": np.zeros(4, np.float32)}
+    model = onnx_model([node], {"x": (1, 4, 3, 5)}, ["y"], constants, 21)
+    with pytest.raises(InvalidModelError, match=r"scale has inconsistent type tensor\(double\)"):
+        import_onnx(model)
+
+
 def test_missing_sizes_say_what_to_pass() -> None:
     with pytest.raises(InvalidModelError) as caught:
         import_onnx(_sum("batch", 3, "width", other=(1, None, 1)))
