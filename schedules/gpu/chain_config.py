@@ -79,12 +79,12 @@ def _spread(
     group: ReduceGroup, config: ReduceConfig, reduced: int, gpu: GPUInfo
 ) -> tuple[ReduceConfig, int]:
     """The smallest cluster that can keep a row, else the largest, and vectors of a thread."""
-    size = 1
-    while True:
-        kept = -(-reduced // (config.stride * size))
-        if _words(group, config, kept) <= KEPT_WORDS or size == gpu.max_cluster:
-            break
+    size, kept = 1, -(-reduced // config.stride)
+    while _words(group, config, kept) > KEPT_WORDS and size < gpu.max_cluster:
+        if _is_half(group) and config.form == "x":  # 1024 threads have too few registers for both
+            config = replace(config, lanes=min(config.lanes, REREAD_THREADS))
         size *= 2
+        kept = -(-reduced // (config.stride * size))
     return (replace(config, splits=size, finish="cluster") if size > 1 else config), kept
 
 
@@ -146,8 +146,11 @@ def _unroll(group: ReduceGroup) -> int:
     return max(1, LOADS_IN_FLIGHT // max(1, len(group.row_inputs())))
 
 
+def _is_half(group: ReduceGroup) -> bool:
+    return any(reduction.workload.dtype in HALF for reduction in group.reductions)
+
+
 def _words(group: ReduceGroup, config: ReduceConfig, kept: int) -> int:
     """Registers for a thread's elements, and for a value computed of each after each stage."""
-    is_half = any(reduction.workload.dtype in HALF for reduction in group.reductions)
-    computed = (16 if is_half else 4) * max(1, len(group.stages) - 1)
+    computed = (16 if _is_half(group) else 4) * max(1, len(group.stages) - 1)
     return kept * config.vector * (computed + sum(group.row_inputs())) // 4
