@@ -16,15 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import tvm_ffi
 
-from .arguments import (
-    ALIGNMENT,
-    Stage,
-    as_array,
-    check,
-    empty,
-    numpy_dtype,
-    results,
-)
+from .arguments import ALIGNMENT, Stage, as_array, check, empty, numpy_dtype, results
 from .errors import InvalidInputError, TargetError
 from .tensor_spec import TensorSpec
 from .tvm_runtime import get_function

@@ -16,9 +16,9 @@ from .device import GPUInfo
 from .reduce_config import (
     LOADS_IN_FLIGHT,
     MIN_THREADS,
+    THREADS,
     VECTOR_BYTES,
     ReduceConfig,
-    block_threads,
     power_of_two,
     vector_width,
 )
@@ -91,7 +91,7 @@ def _spread(
 def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> ReduceConfig:
     """Lanes along a row, and several short rows in a block."""
     reduced, outputs = constant(group.reduced), constant(group.outputs)
-    most = block_threads(gpu, MAX_THREADS)
+    most = gpu.block_threads(MAX_THREADS)
     lanes = min(WARP, most, power_of_two(-(-reduced // vector))) if reduced is not None else WARP
     config = ReduceConfig(loops.form, lanes, 1, vector, _unroll(group), 1, "one_block")
     while config.lanes < most and (reduced is None or config.stride < reduced):
@@ -100,7 +100,7 @@ def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) 
         if _words(group, config, kept) <= limit:
             break
         config = replace(config, lanes=2 * config.lanes)
-    config = replace(config, rows=max(1, block_threads(gpu) // config.lanes))
+    config = replace(config, rows=max(1, gpu.block_threads(THREADS) // config.lanes))
     while config.rows > 1 and config.threads > MIN_THREADS and outputs is not None:
         if outputs // config.rows >= 2 * gpu.multiprocessors:
             break
@@ -119,7 +119,7 @@ def _columns(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInf
             break
         lanes //= 2
     config = ReduceConfig("y", lanes, 1, vector, _unroll(group), 1, "one_block")
-    most = block_threads(gpu)
+    most = gpu.block_threads(THREADS)
     while config.threads < most:
         kept = most if reduced is None else -(-reduced // config.rows)
         if config.threads >= WARP and _words(group, config, kept) <= BLOCK_WORDS:
@@ -131,7 +131,7 @@ def _columns(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInf
 def _vector(group: ReduceGroup, gpu: GPUInfo) -> int:
     """Elements of a 16-byte load of the widest tensor."""
     width = VECTOR_BYTES // max(group.row_inputs(), default=1)
-    threads = block_threads(gpu)
+    threads = gpu.block_threads(THREADS)
     return min(
         vector_width(width, stage.workloads, reduction.loops, gpu, threads)
         for stage in group.stages

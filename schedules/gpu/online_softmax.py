@@ -101,7 +101,7 @@ def _merge(maximum: Reduction, pairs: list[_Pair]) -> tuple[Reduction, list[Epil
     reduction = Reduction(
         replace(maximum.workload, operator=MAX_SUM_EXP, acc_dtype=dtype),
         maximum.loops,
-        lambda m, n: _cast(maximum.value(m, n), dtype),
+        lambda m, n: maximum.value(m, n).astype(dtype),
         (largest, Result(raw, None)),
     )
     return reduction, [_total(pair, largest.var, raw) for pair in pairs]
@@ -112,17 +112,17 @@ def _total(pair: _Pair, largest: tirx.Var, raw: tirx.Var) -> Epilogue:
     dtype = str(raw.ty.dtype)
 
     def value(at: tirx.Expr) -> tirx.Expr:
-        high = _cast(largest, dtype)
+        high = largest.astype(dtype)
         infinity = tirx.infinity(dtype)
         is_finite = tirx.abs(high) < infinity
         if _without_widening(pair.shift).same_as(largest):
             # NaN; for a difference of equal expressions TVM would take 0.
             terms = tirx.Select(is_finite, raw, infinity - tirx.abs(high))
         else:
-            factor = tirx.exp(high - _cast(substitute(pair.shift, {pair.m: at}), dtype))
+            factor = tirx.exp(high - substitute(pair.shift, {pair.m: at}).astype(dtype))
             terms = tirx.Select(is_finite, raw, tirx.const(1, dtype)) * factor
             terms = tirx.Select(tirx.isnan(high), high, terms)
-        return _cast(terms, pair.total.workload.out_dtype)
+        return terms.astype(pair.total.workload.out_dtype)
 
     [stored] = pair.total.results
     return Epilogue(value, stored)
@@ -151,7 +151,3 @@ def _without_widening(value: tirx.Expr) -> tirx.Expr:
 
 def _is_float(value: tirx.Expr) -> bool:
     return str(value.ty.dtype) in FLOATS
-
-
-def _cast(value: tirx.Expr, dtype: str) -> tirx.Expr:
-    return value if str(value.ty.dtype) == dtype else value.astype(dtype)

@@ -189,7 +189,7 @@ def _whole_block(
     workloads = [workload for workload, _ in members]
     loops = members[0][1]
     form = loops.form
-    own = min(max(1, DataType(workload.dtype).bits // 8) for workload in workloads)
+    own = min(map(_item_bytes, workloads))
     width = VECTOR_BYTES // (own if form == "y" else itemsize or own)
     vector = min(vector_width(width, workloads, of, gpu) for _, of in members)
     unroll = 1 if any(workload.is_arg for workload in workloads) else LOADS_IN_FLIGHT
@@ -197,7 +197,7 @@ def _whole_block(
         unroll = max(1, unroll // max(1, len(row_inputs)))
         while _registers(workloads, row_inputs, vector, unroll) > REGISTERS and vector > 1:
             unroll, vector = (unroll // 2, vector) if unroll > 1 else (1, vector // 2)
-    lanes, rows = _block(form, loops, vector, block_threads(gpu))
+    lanes, rows = _block(form, loops, vector, gpu.block_threads(THREADS))
     whole = ReduceConfig(form, lanes, rows, vector, unroll, 1, "one_block")
     while form == "x" and whole.rows > 1 and whole.threads > MIN_THREADS:
         if _most_blocks(whole, loops) >= 2 * gpu.multiprocessors:
@@ -257,11 +257,6 @@ def ticket_words(config: ReduceConfig, loops: CanonicalLoops) -> int:
 def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
     """States that all blocks write."""
     return tiles(config, loops) * config.splits * config.tile_outputs
-
-
-def block_threads(gpu: GPUInfo, wanted: int | None = None) -> int:
-    """Threads of a whole block, a power of two: as many as `wanted`, or `THREADS`."""
-    return gpu.block_threads(wanted or THREADS)
 
 
 def vector_width(
@@ -368,7 +363,11 @@ def _cluster(
 def _input_bytes(workload: ReduceWorkload, loops: CanonicalLoops) -> int:
     outputs, reduced = constant(loops.outputs), constant(loops.reduced)
     elements = LARGE if outputs is None or reduced is None else outputs * reduced
-    return elements * max(1, DataType(workload.dtype).bits // 8)
+    return elements * _item_bytes(workload)
+
+
+def _item_bytes(workload: ReduceWorkload) -> int:
+    return max(1, DataType(workload.dtype).bits // 8)
 
 
 def _splits(config: ReduceConfig, loops: CanonicalLoops, gpu: GPUInfo, finish: str) -> int:

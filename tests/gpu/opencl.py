@@ -172,7 +172,7 @@ class Session:
         self._own_queue.finish()
 
     def launch(self, queue: cl.CommandQueue | None = None) -> None:
-        """Enqueue the function's kernels, in this session's queue or in another one.
+        """Enqueue the function's kernels, in the queue of its own or in another one.
 
         Returns at once: ``finish`` and ``read`` wait for the kernels.
         """
