@@ -8,6 +8,8 @@ from tvm import IRModule, relax
 from tvm.ir import GenericConst
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from .sole_kernel import sole_kernel
+
 WEIGHTS = "tvm_fusion.weights"
 """The module attribute with the tensors for the new parameters, in order."""
 
@@ -37,14 +39,15 @@ class LiftWeights:
             y = R.call_tir(cls.matmul, (x, weight0), ...)
 
     It runs last: the virtual machine checks the parameters that there are when ``VMShapeLower``
-    runs, in each call. Left alone: constants of less than 4096 bytes, those of types that numpy
-    lacks, and other functions than ``main``.
+    runs, in each call. Left alone: constants of less than 4096 bytes, unless the program is one
+    kernel, which may then be called with the weights; those of types that numpy lacks, and other
+    functions than ``main``.
     """
 
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite ``main``."""
         main = mod["main"]
-        lifter = _Lifter(mod)
+        lifter = _Lifter(mod, LEAST_BYTES if sole_kernel(main) is None else 0)
         seen = lifter.visit_expr(main)
         if not lifter.weights:
             return mod
@@ -60,8 +63,9 @@ class LiftWeights:
 class _Lifter(PyExprMutator):
     """Replaces constants and collects what they are replaced by."""
 
-    def __init__(self, mod: IRModule) -> None:
+    def __init__(self, mod: IRModule, least_bytes: int) -> None:
         super().__init__(mod)
+        self._least_bytes = least_bytes
         self.params: list[relax.Var] = []
         self.weights: list[tvm.runtime.Tensor] = []
         self._known: dict[tuple[int, str, tuple[int, ...]], relax.Var] = {}
@@ -71,7 +75,7 @@ class _Lifter(PyExprMutator):
         tensor = op.value
         if not isinstance(tensor, tvm.runtime.Tensor):
             return op
-        if str(tensor.dtype) not in _TYPES or _bytes(tensor) < LEAST_BYTES:
+        if str(tensor.dtype) not in _TYPES or _bytes(tensor) < self._least_bytes:
             return op
         place = (tensor.data_ptr(), str(tensor.dtype), tuple(int(size) for size in tensor.shape))
         if place in self._known:

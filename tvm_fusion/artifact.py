@@ -17,7 +17,8 @@ format                  unsigned 32-bit integer; the highest that is known here 
 magic                   ``TVMFUSION-MODEL`` and a newline
 ======================  ========================================================================
 
-Format 1 had no weights: there they are constants in the library. Formats 1 and 2 are for CPUs.
+Format 1 had no weights: there they are constants in the library. Formats 1 and 2 are for CPUs, and
+formats up to 3 do not tell whether the program is one kernel.
 
 A model for an NVIDIA GPU holds machine code for its architecture, so nothing is compiled where it
 runs; one for OpenCL holds text, which the device's driver compiles.
@@ -46,6 +47,7 @@ from .device import DeviceNeeds, check_device
 from .device_code import machine_code_of
 from .errors import ArtifactError
 from .host import check_host
+from .kernel_call import KernelCall
 from .linker import SharedLinker
 from .tensor_spec import TensorSpec
 from .triples import arch_of_triple
@@ -53,7 +55,7 @@ from .tvm_runtime import version as tvm_version
 from .version import __version__
 from .weights import read_weights, stored_bytes, write_weights
 
-FORMAT = 3
+FORMAT = 4
 """The format that is written; all up to it are read."""
 
 _MAGIC = b"TVMFUSION-MODEL\n"
@@ -85,6 +87,8 @@ class Description:
         What ``main`` takes behind the inputs.
     device : DeviceNeeds | None
         The GPU that the kernels run on; None if they run on the CPU.
+    kernel : KernelCall | None
+        How the program is called if it is one kernel.
     """
 
     target: str
@@ -97,6 +101,7 @@ class Description:
     versions: dict[str, str]
     weights: tuple[TensorSpec, ...] = ()
     device: DeviceNeeds | None = None
+    kernel: KernelCall | None = None
 
     @property
     def cpu(self) -> str:
@@ -268,8 +273,10 @@ def _read(path: Path) -> Description:
         text = file.read(length)
     try:
         data = json.loads(text)
-        added: dict[str, Any] = {"weights": []} if version < 2 else {}
-        return _parse(data | added | ({"device": None} if version < 3 else {}), place)
+        absent: dict[str, tuple[int, Any]]
+        absent = {"weights": (2, []), "device": (3, None), "kernel": (4, None)}
+        added = {name: value for name, (since, value) in absent.items() if version < since}
+        return _parse(data | added, place)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ArtifactError(
             f"the description in {str(path)!r} is not valid ({error!r}); {_SAVE_HELP}"
@@ -329,6 +336,7 @@ def _parse(data: Any, room: int) -> Description:
         versions={name: _typed(versions[name], str) for name in current_versions()},
         weights=weights,
         device=device,
+        kernel=_kernel(data["kernel"], len(data["inputs"]) + len(weights)),
     )
 
 
@@ -345,6 +353,16 @@ def _device(data: Any, target: dict[str, Any]) -> DeviceNeeds | None:
     if needs.kind not in ("cuda", "opencl") or needs.kind != target.get("kind"):
         raise ValueError(f"the target is of the kind {target.get('kind')!r}, 'device' {needs.kind}")
     return needs
+
+
+def _kernel(data: Any, arguments: int) -> KernelCall | None:
+    """``arguments`` is how many ``main`` takes."""
+    if data is None:
+        return None
+    taken = tuple(_typed(index, int) for index in _typed(data["arguments"], list))
+    if sorted(taken) != list(range(arguments)):
+        raise ValueError(f"'kernel' takes the arguments {taken}; expected {arguments} in any order")
+    return KernelCall(_typed(data["name"], str), taken)
 
 
 def _specs(data: Any) -> tuple[TensorSpec, ...]:

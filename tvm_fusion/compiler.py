@@ -11,7 +11,6 @@ from typing import Any
 
 import onnx
 import tvm
-from tvm import relax
 
 from . import pipeline
 from .aliasing import fresh_outputs
@@ -96,10 +95,10 @@ def compile(
     tell("import")
     imported = import_onnx(model, shapes)
     mod = pipeline.optimize(imported.mod, resolved, options, lambda phase, *_: tell(phase))
-    executable, weights = _generate(mod, resolved, tell)
+    built = _generate(mod, resolved, tell)
     tell("done")
-    about = _describe(imported, mod, resolved, weights)
-    return CompiledModel(executable, about, count, weights)
+    about = _describe(imported, mod, resolved, built)
+    return CompiledModel(built.executable, about, count, built.weights)
 
 
 def _announcer(
@@ -118,14 +117,14 @@ def _announcer(
 
 def _generate(
     mod: tvm.IRModule, target: tvm.target.Target, tell: Callable[[str], None]
-) -> tuple[relax.VMExecutable, list[tvm.runtime.Tensor]]:
+) -> pipeline.Built:
     """The code of an optimised module, CUDA kernels as machine code, and its weights."""
     tell("build")
-    executable, weights = pipeline.build_apart(mod, target)
+    built = pipeline.build_apart(mod, target)
     if _is_cuda(target):
         tell("machine code")
-        compile_kernels(executable, str(target.attrs["arch"]))
-    return executable, weights
+        compile_kernels(built.executable, str(target.attrs["arch"]))
+    return built
 
 
 def _is_cuda(target: tvm.target.Target) -> bool:
@@ -136,7 +135,7 @@ def _describe(
     imported: ImportedModel,
     mod: tvm.IRModule,
     target: tvm.target.Target,
-    weights: Sequence[tvm.runtime.Tensor],
+    built: pipeline.Built,
 ) -> Description:
     """What a compiled model knows about itself; ``mod`` is the optimised module."""
     return Description(
@@ -148,8 +147,9 @@ def _describe(
         fresh=fresh_outputs(mod),
         fused=tuple(_records(mod)),
         versions=current_versions(),
-        weights=weight_specs(weights),
+        weights=weight_specs(built.weights),
         device=device_needs(target),
+        kernel=built.kernel,
     )
 
 

@@ -111,7 +111,7 @@ def explain_kernels_table(report: Mapping[str, Any], title: str = "") -> Table:
 def _add_resources(
     functions: Sequence[dict[str, Any]], mod: tvm.IRModule, device: tvm.target.Target
 ) -> None:
-    executable, _ = pipeline.build_apart(mod, device)
+    executable = pipeline.build_apart(mod, device).executable
     used = compile_kernels(executable, str(device.attrs["arch"]))
     for use in functions:
         use["kernels"] = {

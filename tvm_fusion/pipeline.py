@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import tvm
 from tvm import relax
@@ -31,11 +32,13 @@ from relay_passes import (
 )
 from relay_passes.fusion_decision import Decision
 from relay_passes.lift_weights import WEIGHTS
+from relay_passes.sole_kernel import sole_kernel
 from schedules import cpu
 from schedules.conv2d_workload import FusedConv2DWorkload
 
 from .errors import CompilationError, TargetError, TVMFusionError
 from .gpu_phases import gpu_phases
+from .kernel_call import KernelCall
 from .nvrtc import tvm_compiler
 from .target import is_gpu
 
@@ -217,13 +220,28 @@ def build(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
         return tvm.compile(mod, target, relax_pipeline=lower_to_vm(target))
 
 
-def build_apart(
-    mod: tvm.IRModule, target: Target
-) -> tuple[relax.VMExecutable, list[tvm.runtime.Tensor]]:
-    """Generate code as :func:`build` does, and return the weights apart.
+class Built(NamedTuple):
+    """A program and its weights.
 
-    They are further arguments of ``main``, behind the model's inputs, so that code and weights can
-    be saved and loaded each in its own way.
+    Parameters
+    ----------
+    executable : relax.VMExecutable
+        The program; its ``main`` takes the weights behind the model's inputs.
+    weights : list of tvm.runtime.Tensor
+        The weights.
+    kernel : KernelCall | None
+        How the program is called if it is one kernel.
+    """
+
+    executable: relax.VMExecutable
+    weights: list[tvm.runtime.Tensor]
+    kernel: KernelCall | None
+
+
+def build_apart(mod: tvm.IRModule, target: Target) -> Built:
+    """Generate code as :func:`build` does, with the weights apart.
+
+    So code and weights can be saved and loaded each in its own way.
 
     Raises
     ------
@@ -234,7 +252,19 @@ def build_apart(
         mod = tvm.transform.Sequential([lower_to_vm(target), LiftWeights()])(mod)
         weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
         lowered = tvm.transform.Sequential([])
-        return tvm.compile(mod.without_attr(WEIGHTS), target, relax_pipeline=lowered), weights
+        executable = tvm.compile(mod.without_attr(WEIGHTS), target, relax_pipeline=lowered)
+        return Built(executable, weights, _kernel_call(mod["main"]))
+
+
+def _kernel_call(main: relax.Function) -> KernelCall | None:
+    """How the kernel of a program that is nothing else is called."""
+    call = sole_kernel(main)
+    params = list(main.params)
+    if call is None or any(argument not in params for argument in call.args[:-1]):
+        return None
+    arguments = tuple(params.index(argument) for argument in call.args[:-1])
+    is_once = sorted(arguments) == list(range(len(params)))
+    return KernelCall(call.op.name_hint, arguments) if is_once else None
 
 
 def _cuda_compiler(target: Target) -> AbstractContextManager[None]:

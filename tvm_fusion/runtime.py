@@ -19,7 +19,14 @@ from .artifact import Description, read_artifact, read_artifact_weights, write_a
 from .device import DeviceNeeds, device_of
 from .engines import random_inputs
 from .errors import ArtifactError, InvalidInputError, TargetError
-from .fast_call import FastCall, has_fast_call, make_fast_call, no_fast_call
+from .fast_call import (
+    FastCall,
+    Program,
+    has_fast_call,
+    is_known,
+    make_fast_call,
+    no_fast_call,
+)
 from .memory import DeviceMemory, HostMemory, Memory, own_tensors
 from .tensor_spec import TensorSpec, refuse_open_shapes
 from .thread_pool import Crew, choose_threads
@@ -277,8 +284,22 @@ class CompiledModel:
         self._main = self._machine["main"]
         about = self._about
         if about.device is None and has_fast_call(about.inputs, about.outputs, about.fresh):
-            weights = self._on_device()
-            self._fast_call = make_fast_call(self._main, weights, self._crew, about.inputs)
+            self._fast_call = make_fast_call(self._program(module), self._crew, about.inputs)
+
+    def _program(self, library: tvm_ffi.Module) -> Program:
+        """What computes the only output."""
+        about, weights, inputs = self._about, self._on_device(), len(self._about.inputs)
+        [output] = about.outputs
+        if about.kernel is None or not is_known([output]):
+            return Program.of_main(self._main, inputs, weights)
+        try:
+            kernel = library.get_function(about.kernel.name, query_imports=True)
+        except AttributeError as error:
+            raise ArtifactError(
+                f"the model has no kernel {about.kernel.name!r}, of which its description tells; "
+                "compile it again"
+            ) from error
+        return Program.of_kernel(kernel, about.kernel, inputs, weights, output)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to a file for :func:`load`.

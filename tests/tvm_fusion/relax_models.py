@@ -126,8 +126,9 @@ def lifted(mod: tvm.IRModule, inputs: list[str], outputs: list[str]) -> Compiled
     """Build with the weights apart, for one thread of this machine."""
     resolved = resolve("native")
     mod, about = _described(mod, inputs, outputs, resolved)
-    executable, weights = build_apart(mod, resolved)
-    return CompiledModel(executable, replace(about, weights=weight_specs(weights)), 1, weights)
+    executable, weights, kernel = build_apart(mod, resolved)
+    about = replace(about, weights=weight_specs(weights), kernel=kernel)
+    return CompiledModel(executable, about, 1, weights)
 
 
 def _described(

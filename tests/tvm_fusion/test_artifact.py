@@ -95,7 +95,10 @@ def test_what_is_saved_is_loaded(model: CompiledModel, saved: Path) -> None:
     assert read_artifact(saved) == model._about
 
 
-@pytest.mark.parametrize(("version", "lacks"), [(1, ("weights", "device")), (2, ("device",))])
+@pytest.mark.parametrize(
+    ("version", "lacks"),
+    [(1, ("weights", "device", "kernel")), (2, ("device", "kernel")), (3, ("kernel",))],
+)
 def test_earlier_formats_are_still_read(altered, version: int, lacks: tuple[str, ...]) -> None:
     x = np.random.default_rng(5).standard_normal((4, 8), dtype=np.float32)
     path = altered(lambda about: [about.pop(name) for name in lacks], version=version)
@@ -353,7 +356,7 @@ def test_any_wrong_bit_is_found(
         (join(b"", b"{}"), r"is not valid \(KeyError"),
         (join(b"", b"[]"), r"is not valid \(TypeError"),
         (join(b"", b"{}", version=0), "is damaged: its checksum does not fit; save again"),
-        (join(b"", b"{}", version=4), r"has format 4, .* reads up to 3; install a newer"),
+        (join(b"", b"{}", version=5), r"has format 5, .* reads up to 4; install a newer"),
     ],
 )
 def test_files_that_are_not_ours_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -411,6 +414,12 @@ def put(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         put("weights", [{"name": "w", "shape": [1], "dtype": ">f4"}]),
         put("weights", [{"name": "w", "shape": [1], "dtype": "no type"}]),
         put("weights", [{"name": "w", "shape": [1 << 70], "dtype": "float32"}]),
+        put("kernel", 3),
+        put("kernel", {"name": 3, "arguments": [0]}),
+        put("kernel", {"name": "matmul", "arguments": [1]}),
+        put("kernel", {"name": "matmul", "arguments": [0, 0]}),
+        put("kernel", {"name": "matmul", "arguments": []}),
+        put("kernel", {"name": "matmul", "arguments": ["x"]}),
         put("versions", {"tvm": "0.27.0"}),
         put("versions", {"tvm": 1, "tvm_ffi": "0.1.14", "tvm_fusion": "0.1.0"}),
     ],

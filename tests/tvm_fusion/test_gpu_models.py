@@ -73,7 +73,7 @@ def test_models_give_the_numbers_of_the_reference(name: str) -> None:
 def test_every_kernel_becomes_machine_code(name: str) -> None:
     target = resolve(CUDA)
     mod = pipeline.optimize(import_onnx(MODELS[name]()).mod, target)
-    executable, _ = pipeline.build_apart(mod, target)
+    executable = pipeline.build_apart(mod, target).executable
     used = compile_kernels(executable, "sm_90")
     names = {use.name for use in kernel_uses(mod)}
     assert names and names == {kernel.rpartition("_kernel")[0] for kernel in used}
@@ -87,7 +87,7 @@ def test_what_comes_with_its_own_kernels_becomes_machine_code() -> None:
     target = resolve(CUDA)
     mod = pipeline.optimize(import_onnx(sorting()).mod, target)
     assert "none" in {use.rule for use in kernel_uses(mod)}
-    executable, _ = pipeline.build_apart(mod, target)
+    executable = pipeline.build_apart(mod, target).executable
     assert compile_kernels(executable, "sm_90")
 
 
