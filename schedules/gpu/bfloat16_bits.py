@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bfloat16 for OpenCL, which lacks it: arithmetic in float32, conversions by their bits.
+"""bfloat16 where the GPU lacks it: arithmetic in float32, conversions by their bits.
 
-TVM stores bfloat16 as 16-bit integers there, but prints conversions as those of integers.
+TVM stores bfloat16 as 16-bit integers there. For OpenCL it prints conversions as those of integers,
+for CUDA it fails at views of tensors.
 """
 
 from __future__ import annotations
 
 import tvm
 import tvm_ffi
-from tvm import tirx
+from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
+
+_BIND = "tvm_fusion.bind"
 
 
 def convert_by_bits(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -18,15 +21,35 @@ def convert_by_bits(func: tirx.PrimFunc) -> tirx.PrimFunc:
     Parameters
     ----------
     func : tirx.PrimFunc
-        A function for OpenCL.
+        A function for OpenCL, or for CUDA before sm_80.
 
     Returns
     -------
     tirx.PrimFunc
         The same in effect; conversions to bfloat16 round to nearest even, NaN stays NaN.
     """
+    func = tvm_ffi.structural_map(func, (tirx.Bind, _as_attribute))
     mod = tirx.transform.BF16ComputeLegalize()(tvm.IRModule({"main": func}))
-    return tvm_ffi.structural_map(mod["main"], (tirx.Cast, _convert))
+    func = tvm_ffi.structural_map(mod["main"], (tirx.AttrStmt, _as_bind))
+    return tvm_ffi.structural_map(func, (tirx.Cast, _convert))
+
+
+def _as_attribute(bind: tirx.Bind) -> tirx.Stmt:
+    """A value that is bound, where TVM's pass looks at it; it errs where bits are asked for."""
+    asked: list[bool] = []
+
+    def look(call: ir.Call) -> None:
+        is_bits = getattr(call.op, "name", "") == "tirx.reinterpret"
+        asked.append(is_bits and str(call.args[0].ty.dtype) == "bfloat16")
+
+    tvm_ffi.structural_walk(bind.value, (ir.Call, look))
+    if any(asked):
+        return bind
+    return tirx.AttrStmt(bind.var, _BIND, bind.value, tirx.Evaluate(0))
+
+
+def _as_bind(stmt: tirx.AttrStmt) -> tirx.Stmt:
+    return tirx.Bind(stmt.node, stmt.value) if stmt.attr_key == _BIND else stmt
 
 
 def _convert(cast: tirx.Cast) -> tirx.Expr:

@@ -46,7 +46,7 @@ class CoalescedReduce(GPUScheduleRule):
         gpu = GPUInfo.from_target(target)
         group = avoid_chain(group, gpu)
         kernel = write_kernel(group, choose_config(group, gpu), gpu)
-        if gpu.kind == "opencl":
+        if not gpu.has_bfloat16:
             kernel = convert_by_bits(kernel)
         return s_tir.Schedule(tvm.IRModule({"main": kernel}))
 

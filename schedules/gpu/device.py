@@ -28,7 +28,8 @@ _MULTIPROCESSORS = {
     100: 148,
     120: 170,
 }
-_CLUSTERS_FROM = 90  # architecture
+_BFLOAT16_FROM = 80  # architecture
+_CLUSTERS_FROM = 90
 _PORTABLE_CLUSTER = 8  # blocks; more of them are for some devices of some architectures only
 _OPENCL_MULTIPROCESSORS = 32  # an estimate; OpenCL devices differ by a factor of a hundred
 
@@ -87,6 +88,11 @@ class GPUInfo:
             raise TargetError(f"architecture sm_{arch} is too old; expected sm_70 or newer")
         cluster = _PORTABLE_CLUSTER if arch >= _CLUSTERS_FROM else 1
         return cls(kind, arch, _multiprocessors(target, arch), 32, threads, shared, cluster)
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether TVM knows the type there; else it computes in float32 and stores 16 bits."""
+        return self.kind == "cuda" and self.arch >= _BFLOAT16_FROM
 
     def block_threads(self, wanted: int) -> int:
         """Threads of a block: a power of two, as many as are wanted if the device has them."""

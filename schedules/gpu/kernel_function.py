@@ -24,7 +24,7 @@ SCATTERED = "tvm_fusion.scattered"
 def write_function(
     func: tirx.PrimFunc, gpu: GPUInfo, rule: str, body: Callable[[], None]
 ) -> tirx.PrimFunc:
-    """A scheduled function with the signature of ``func``, in which OpenCL converts bfloat16.
+    """A scheduled function with the signature of ``func``; bfloat16 by its bits if need be.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def write_function(
         Emits the launches, within an IRBuilder.
     """
     written = write_kernels(func, body).with_attr(RULE, rule)
-    return convert_by_bits(written) if gpu.kind == "opencl" else written
+    return written if gpu.has_bfloat16 else convert_by_bits(written)
 
 
 def write_kernels(func: tirx.PrimFunc, body: Callable[[], None]) -> tirx.PrimFunc:

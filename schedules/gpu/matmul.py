@@ -66,4 +66,4 @@ def _write_tiles(func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo) -> N
 
 
 def _views(func: tirx.PrimFunc, gpu: GPUInfo) -> Views:
-    return Views.declare([p for p in func.params if isinstance(p, tirx.Buffer)], gpu.kind)
+    return Views.declare([p for p in func.params if isinstance(p, tirx.Buffer)], gpu)

@@ -12,6 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from ..branch import when
 from ..expression_walk import substitute
 from ..reduce_workload import Extent, constant
+from .device import GPUInfo
 from .element_program import Read, Value
 from .index_math import subscripts
 from .iteration_space import IterationSpace, Store, as_expr
@@ -29,13 +30,13 @@ class Views:
     rows: tuple[tuple[tirx.Buffer, tirx.Buffer], ...]
 
     @classmethod
-    def declare(cls, buffers: Sequence[tirx.Buffer], kind: str) -> Views:
-        """Declare them, inside the kernel; OpenCL loses those of bfloat16."""
+    def declare(cls, buffers: Sequence[tirx.Buffer], gpu: GPUInfo) -> Views:
+        """Declare them, inside the kernel; TVM loses those of a type that the GPU lacks."""
         return cls(
             tuple(
                 (buffer, _row(buffer))
                 for buffer in buffers
-                if (kind, str(buffer.dtype)) != ("opencl", "bfloat16")
+                if gpu.has_bfloat16 or str(buffer.dtype) != "bfloat16"
             )
         )
 
@@ -231,7 +232,7 @@ def _value(loaded: tirx.Expr, step: Read) -> tirx.Expr:
 
 
 def _once(step: Read, value: tirx.Expr) -> tirx.Expr:
-    """Load it now, where it exists for sure; TVM cannot bind bfloat16 for OpenCL."""
+    """Load it now, where it exists for sure; TVM cannot bind bfloat16 everywhere."""
     return value if step.guards or str(value.ty.dtype) == "bfloat16" else T.bind(value)
 
 

@@ -58,7 +58,7 @@ class ReduceContext:
             (buffer, _flatten(buffer))
             for buffer in group.func.params
             if isinstance(buffer, tirx.Buffer)
-            and (gpu.kind, str(buffer.dtype)) != ("opencl", "bfloat16")  # TVM loses such views
+            and (gpu.has_bfloat16 or str(buffer.dtype) != "bfloat16")  # TVM loses such views
         )
         return cls(group, config, gpu, tile, split, thread, views)
 

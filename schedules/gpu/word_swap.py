@@ -98,7 +98,7 @@ def _insert(word: tirx.Expr, shift: tirx.Expr | None, element: tirx.Expr) -> tir
     """The word with an element in its place."""
     dtype = str(element.ty.dtype)
     if shift is None:
-        return _bits(T.bind(element))
+        return T.bind(_bits(element))
     ones = (1 << DataType(dtype).bits) - 1
     above = (_bits(element).astype("int32") & tirx.const(ones, "int32")) << shift
     if isinstance(shift, tirx.IntImm):  # TVM takes a constant shifted into the sign for an error
