@@ -254,7 +254,9 @@ def _is_installed(engine: str) -> bool:
 
 def _static_shapes(inputs: Sequence[Any]) -> dict[str, tuple[int, ...]]:
     specs = [TensorSpec(*entry) for entry in inputs]
-    refuse_open_shapes(specs, InvalidModelError, "a race needs sizes: give them in shapes")
+    refuse_open_shapes(
+        specs, InvalidModelError, "a race needs sizes: give them in shapes (--shape)"
+    )
     return {name: shape for name, shape, _ in inputs}
 
 

@@ -61,12 +61,12 @@ def compile_command(
 ) -> None:
     """Compile MODEL, an ONNX file, into a shared library that `run` and tvm_fusion.load take."""
     from . import compile as compile_model
+    from .cli_run import refuse_model_file
 
     output = output or Path(model.with_suffix(".so").name)
     if not os.access(output.parent, os.W_OK):
         raise ArtifactError(f"cannot write {str(output)!r}: no such folder, or not a writable one")
-    if output.exists() and output.samefile(model):
-        raise ArtifactError(f"{str(output)!r} is the model itself; give --output another name")
+    refuse_model_file(output, model)
     begin = time.perf_counter()
     with progress_bar() as progress:
         shapes = as_mapping(shape, "--shape")
@@ -139,8 +139,16 @@ def run_command(
     inputs, --repeat the number of timed runs.
     """
     from . import load
-    from .cli_run import is_compiled, refuse_absent_gpu, run_model, save_outputs
+    from .cli_run import (
+        is_compiled,
+        refuse_absent_gpu,
+        refuse_model_file,
+        run_model,
+        save_outputs,
+    )
 
+    if output is not None:
+        refuse_model_file(output, model)
     shapes = as_mapping(shape, "--shape")
     if is_compiled(model):
         refuse_given(["target", "fuse", "winograd"], f"{model.name} is compiled already")

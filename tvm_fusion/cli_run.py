@@ -60,6 +60,24 @@ def refuse_absent_gpu(target: str) -> None:
             check_device(needs)
 
 
+def refuse_model_file(output: Path, model: Path) -> None:
+    """Refuse to write where the model is read from.
+
+    Raises
+    ------
+    ArtifactError
+        If the output is the model, or one of the files of an ONNX model's weights.
+    """
+    from .onnx_import.loader import model_files
+
+    if not output.exists():
+        return
+    for file in [model] if is_compiled(model) else model_files(model):
+        if file.exists() and output.samefile(file):
+            whose = "the model itself" if file == model else "a file of the model's weights"
+            raise ArtifactError(f"{str(output)!r} is {whose}; give --output another name")
+
+
 def run_model(
     model: Any,
     files: Mapping[str, Path],

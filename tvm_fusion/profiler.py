@@ -190,7 +190,7 @@ def profile(
     tell = progress or (lambda text, done, total: None)
     tell("compiling", 0, 2)
     imported = import_onnx(model, shapes)
-    remedy = "a profile needs sizes: give them in shapes"
+    remedy = "a profile needs sizes: give them in shapes (--shape)"
     refuse_open_shapes(imported.inputs, InvalidModelError, remedy)
     plan = pipeline.phases(resolved, pipeline.Options(fuse=fuse, winograd=winograd))
     schedule = {"schedule": plan.pop("schedule")}

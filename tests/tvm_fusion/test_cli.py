@@ -278,6 +278,8 @@ def test_bench_races_a_compiled_model(run: Run, model_path: Path, library: Path)
         (b"\x7fELFjunk", ["run", "{bad}"], "Error: "),
         (None, ["compile", "{model}", "-o", "no/such/folder.so"], "cannot write 'no/such/folder"),
         (None, ["compile", "{model}", "-o", "{model}"], "is the model itself; give --output"),
+        (None, ["run", "{model}", "--output", "{model}"], "is the model itself; give --output"),
+        (None, ["run", "{library}", "--output", "{library}"], "is the model itself; give"),
         (None, ["compile", "{model}", "--target", "nonsense"], "nonsense"),
         (None, ["explain", "{model}", "--shape", "other=1,2"], "other"),
         (None, ["explain", "{model}", "--target", "cuda -arch=sm_52"], "sm_52 is too old"),
@@ -319,6 +321,19 @@ def test_our_errors_exit_1_with_one_line(
     assert err.startswith("Error: ") and err.count("\n") == 1
     assert any(part in err for part in message.split("|"))
     assert "unexpected" not in err
+
+
+@pytest.mark.parametrize("command", ["compile", "run"])
+def test_weights_of_the_model_are_not_overwritten(
+    run: Run, model_path: Path, tmp_path: Path, command: str
+) -> None:
+    path, weights = tmp_path / "model.onnx", tmp_path / "model.bin"
+    model = onnx.load(model_path)
+    onnx.save(model, path, save_as_external_data=True, location=weights.name, size_threshold=0)
+    before = weights.read_bytes()
+    code, _, err = run(command, path, "--output", weights)
+    assert code == 1 and "is a file of the model's weights; give --output another name" in err
+    assert weights.read_bytes() == before
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

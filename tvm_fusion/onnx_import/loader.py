@@ -79,6 +79,13 @@ def parse_model(data: bytes) -> onnx.ModelProto:
     return model
 
 
+def model_files(path: Path) -> list[Path]:
+    """The files that a model is read from: its own, and those of its external data."""
+    tensors = external_tensors(parse_model(read_model(path)))
+    named = {entry.value for t in tensors for entry in t.external_data if entry.key == "location"}
+    return [path, *(path.parent / name for name in sorted(named))]
+
+
 def check_opset(model: onnx.ModelProto) -> None:
     """Refuse a model without a default operator set, or with one that onnx does not know."""
     newest = onnx.defs.onnx_opset_version()
