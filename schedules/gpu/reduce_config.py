@@ -21,6 +21,7 @@ from ..errors import OpError
 from ..reduce_operator import field_dtypes
 from ..reduce_workload import CanonicalLoops, ReduceWorkload, constant
 from .device import KINDS, GPUInfo
+from .launch_place import HEADER_WORDS, PLACES
 from .reduce_scratch import field_words, place_fields, word_count
 from .word_swap import consists_of_words
 
@@ -250,13 +251,13 @@ def tiles(config: ReduceConfig, loops: CanonicalLoops) -> int:
 
 
 def ticket_words(config: ReduceConfig, loops: CanonicalLoops) -> int:
-    """Words before the partial results: a ticket for each tile, to a multiple of 16 bytes."""
-    return -(-tiles(config, loops) // 4) * 4
+    """Words before the partial results: a header, and a ticket for each tile in every place."""
+    return HEADER_WORDS + -(-PLACES * tiles(config, loops) // 4) * 4
 
 
 def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
-    """States that all blocks write."""
-    return tiles(config, loops) * config.splits * config.tile_outputs
+    """States that all blocks write, in every place."""
+    return PLACES * tiles(config, loops) * config.splits * config.tile_outputs
 
 
 def vector_width(

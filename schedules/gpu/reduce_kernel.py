@@ -35,11 +35,11 @@ from .reduce_group import ReduceGroup
 from .reduce_loop import accumulate
 
 LARGE_BLOCK = 512  # threads, beyond which the compiler would spill to have two blocks at once
+SPLIT_BLOCKS = 3  # on a multiprocessor; for more the compiler would spill
 _FINISHES = {
     "one_block": reduce_finish.one_block,
     "cluster": reduce_finish.cluster,
     "atomic": reduce_finish.atomic,
-    "last_block": reduce_finish.last_block,
 }
 
 
@@ -79,7 +79,10 @@ def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator
             if config.splits == 1:
                 yield ReduceContext.open(group, config, gpu, tile, i64(0), thread)
             else:
-                with T.launch_thread("blockIdx.x", i64(config.splits)) as split:
+                with (
+                    T.launch_thread("blockIdx.x", i64(config.splits)) as split,
+                    resident_blocks(gpu, SPLIT_BLOCKS),
+                ):
                     yield ReduceContext.open(group, config, gpu, tile, split, thread)
 
 
@@ -89,6 +92,8 @@ def _write_body(ctx: ReduceContext) -> None:
         return
     [stage] = ctx.group.stages
     vector = ctx.config.vector
+    is_last_block = ctx.config.finish == "last_block"
+    place = reduce_finish.take_place(ctx, stage) if is_last_block else None
     states = reduce_state.allocate(stage.workloads, vector, "local")
     reduce_state.clear(stage.workloads, states, vector)
     accumulate(ctx, stage, states)
@@ -97,4 +102,7 @@ def _write_body(ctx: ReduceContext) -> None:
     else:
         reduce_state.fold(stage.workloads, states, vector)
         combine_lanes(ctx, stage.workloads, states)
-    _FINISHES[ctx.config.finish](ctx, stage, states)
+    if place is None:
+        _FINISHES[ctx.config.finish](ctx, stage, states)
+    else:
+        reduce_finish.last_block(ctx, stage, states, place)
