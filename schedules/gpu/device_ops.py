@@ -43,10 +43,17 @@ __forceinline__ __device__ void tvm_fusion_publish_{name}(void* p, {word} value)
 }}
 """
 
+# A volatile read would be one of the system's memory.
 _READ_NOW = """
 __forceinline__ __device__ long long tvm_fusion_read_now(void* p) {
-  return *(volatile long long*)p;
+  long long value;
+  asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
 }
+"""
+
+_FENCE = """
+__forceinline__ __device__ void tvm_fusion_fence() { __threadfence(); }
 """
 
 _ADDRESS = """
@@ -112,7 +119,7 @@ def publish(gpu: GPUInfo, address: tirx.Expr, value: tirx.Expr) -> None:
 
 
 def read_now(gpu: GPUInfo, address: tirx.Expr) -> tirx.Expr:
-    """An int64 that other blocks may be changing."""
+    """An int64 that other blocks may be changing; :func:`acquire` follows."""
     if gpu.kind == "opencl":
         return compare_and_swap(gpu, address, i64(0), i64(0))
     return T.cuda.func_call(
@@ -127,6 +134,14 @@ def address_number(gpu: GPUInfo, address: tirx.Expr) -> tirx.Expr:
     return T.cuda.func_call(
         "tvm_fusion_address", address, source_code=_ADDRESS, return_type="int64"
     )
+
+
+def acquire(gpu: GPUInfo) -> None:
+    """Emit what orders this thread's further accesses after what it has read by now."""
+    if gpu.kind == "opencl":
+        fence(gpu)
+    else:
+        T.evaluate(T.cuda.func_call("tvm_fusion_fence", source_code=_FENCE))
 
 
 def fence(gpu: GPUInfo) -> None:

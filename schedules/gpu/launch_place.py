@@ -19,6 +19,7 @@ from tvm.script.ir_builder import tirx as T
 from ..branch import when
 from .device import GPUInfo
 from .device_ops import (
+    acquire,
     address_number,
     draw_ticket,
     publish,
@@ -73,12 +74,13 @@ class LaunchPlace:
             names = self._read_names()
             T.buffer_store(found, _find(names, self._name), [0])
             with T.If(tirx.EQ(locked[0], zero)):
-                with T.Then(), when(found[0] < zero):
+                with T.Then(), when(found[0] < zero, _find(names, i64(0)) >= zero):
                     T.buffer_store(locked, try_lock(self._gpu, lock), [0])
                 with T.Else():
                     self._claim(names, found)
                     T.buffer_store(locked, zero, [0])
                     publish(self._gpu, lock, zero)
+        acquire(self._gpu)  # what the place held before has been read before it is overwritten
         T.buffer_store(self._place, found[0], [0])
 
     def give_back(self, tiles: int) -> None:

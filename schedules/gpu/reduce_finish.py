@@ -88,19 +88,16 @@ def last_block(ctx: ReduceContext, stage: Stage, states: Buffers, place: LaunchP
     sync()
     ticket = T.bind(drawn[0])
     is_last = tirx.EQ(ticket, tirx.const(ctx.config.splits - 1, "int32"))
-    if ctx.gpu.kind == "opencl":  # compilers of OpenCL err on barriers under a condition
+    # Compilers of OpenCL err on barriers under a condition.
+    is_opencl = ctx.gpu.kind == "opencl"
+    condition = is_last if is_opencl else None
+    fence(ctx.gpu)
+    with when(None if is_opencl else is_last):
+        _combine_partials(ctx, stage, kept, row, condition)
         fence(ctx.gpu)
-        _combine_partials(ctx, stage, kept, row, is_last)
         sync()
-        with when(tirx.EQ(ctx.thread, i64(0)), is_last):
+        with when(tirx.EQ(ctx.thread, i64(0)), condition):
             place.give_back(count)
-    else:
-        with T.If(is_last):
-            with T.Then():
-                _combine_partials(ctx, stage, kept, row)
-                sync()
-                with when(tirx.EQ(ctx.thread, i64(0))):
-                    place.give_back(count)
 
 
 def _combine_partials(
@@ -112,7 +109,8 @@ def _combine_partials(
 ) -> None:
     """Combine the partial results of a tile in the order of their splits and write the outputs.
 
-    They are rows of the scratch from ``row`` on. All threads come here; memory is read and written under ``condition``, if there is one.
+    They are rows of the scratch from ``row`` on. All threads come here; memory is read and written
+    under ``condition``, if there is one.
     """
     config, workloads = ctx.config, stage.workloads
     width = min(config.tile_outputs, config.threads)

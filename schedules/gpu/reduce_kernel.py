@@ -29,13 +29,12 @@ from .index_math import ceildiv, i64
 from .initialise_output import initialise_output
 from .kernel_function import resident_blocks, unless_empty, write_kernels
 from .reduce_chain import write_chain
-from .reduce_config import ReduceConfig
+from .reduce_config import ReduceConfig, blocks_at_once
 from .reduce_context import ReduceContext
 from .reduce_group import ReduceGroup
 from .reduce_loop import accumulate
 
 LARGE_BLOCK = 512  # threads, beyond which the compiler would spill to have two blocks at once
-SPLIT_BLOCKS = 3  # on a multiprocessor; for more the compiler would spill
 _FINISHES = {
     "one_block": reduce_finish.one_block,
     "cluster": reduce_finish.cluster,
@@ -78,12 +77,16 @@ def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator
         with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
             if config.splits == 1:
                 yield ReduceContext.open(group, config, gpu, tile, i64(0), thread)
-            else:
-                with (
-                    T.launch_thread("blockIdx.x", i64(config.splits)) as split,
-                    resident_blocks(gpu, SPLIT_BLOCKS),
-                ):
-                    yield ReduceContext.open(group, config, gpu, tile, split, thread)
+                return
+            blocks = 0
+            if config.finish == "last_block":
+                workloads = [reduction.workload for reduction in group.reductions]
+                blocks = blocks_at_once(config, workloads, group.row_inputs())
+            with (
+                T.launch_thread("blockIdx.x", i64(config.splits)) as split,
+                resident_blocks(gpu, blocks),
+            ):
+                yield ReduceContext.open(group, config, gpu, tile, split, thread)
 
 
 def _write_body(ctx: ReduceContext) -> None:

@@ -211,20 +211,24 @@ class Session:
             cl.enqueue_nd_range_kernel(queue, kernel, threads, launch.block)
         queue.flush()
 
-    def launch_block(self, *block: int) -> None:
-        """Run one block of the function's only kernel, and wait for it.
+    def launch_block(self, *block: int, wait: bool = True) -> None:
+        """Run one block of the function's only kernel.
 
         Parameters
         ----------
         *block : int
             Its ``blockIdx``, x first. The function was compiled with :data:`BLOCK_BY_BLOCK`.
+        wait : bool
+            Whether to return when it has ended; else ``finish`` and ``read`` wait for it.
         """
         [(launch, kernel)] = self._prepared(self._own_queue)
         offset = tuple(index * size for index, size in zip(block, launch.block, strict=True))
         cl.enqueue_nd_range_kernel(
             self._own_queue, kernel, launch.block, launch.block, global_work_offset=offset
         )
-        self._own_queue.finish()
+        self._own_queue.flush()
+        if wait:
+            self._own_queue.finish()
 
     def _prepared(self, queue: cl.CommandQueue) -> Iterator[tuple[Launch, cl.Kernel]]:
         """The launches of one call, with the arguments set."""
