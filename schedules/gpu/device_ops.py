@@ -97,9 +97,7 @@ def reset_counter(gpu: GPUInfo, counter: tirx.Expr, ticket: tirx.Expr, blocks: i
 def try_lock(gpu: GPUInfo, lock: tirx.Expr) -> tirx.Expr:
     """One if this thread has got the lock, else zero; :func:`publish` gives it back as zero."""
     if gpu.kind == "cuda":
-        return T.cuda.func_call(
-            "tvm_fusion_try_lock", lock, source_code=_LOCK, return_type="int32"
-        )
+        return T.cuda.func_call("tvm_fusion_try_lock", lock, source_code=_LOCK, return_type="int32")
     one = tirx.const(1, "int32")
     before = T.bind(compare_and_swap(gpu, lock, tirx.const(0, "int32"), one))
     fence(gpu)

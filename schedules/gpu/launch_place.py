@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places in a scratch, so that calls of one module may run at the same time on several streams.
 
-Launches that run at once write different outputs, so the address of its output names a launch. The
-first of its blocks claims a place under that name, under a lock; the others find it there, and the
-block that finishes the last tile gives it back. A launch for which no place is left waits for one;
-no launch waits for a block that has not started, but for those of launches that have a place.
+Launches that run at once must write different outputs, so the address of its output names a launch.
+The first of its blocks claims a place under that name, under a lock; the others find it there, and
+the block that finishes the last tile gives it back. A launch for which no place is left waits for
+one; no launch waits for a block that has not started, but for those of launches that have a place.
+
+Whatever uses a place next comes after all that was done in it: giving it back, claiming it and
+finding it each have a fence. Two launches that write the same output at once would share a place,
+and spoil the scratch for good. On OpenCL the device needs ``cl_khr_int64_base_atomics``.
 
 The header of a scratch, in 32-bit words: the names, of two words each, how many tiles are finished
 in each place, and the lock. All are zero between calls.
