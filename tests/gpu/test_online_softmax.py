@@ -266,7 +266,7 @@ def test_cuda_text_without_spills(dtype: str, shape: tuple, axis: int) -> None:
     assert chosen(group)[1].splits > 1
     [used] = ptxas(cuda_source(tvm.IRModule({"main": group.func}))).values()
     assert (used.spill_stores, used.spill_loads) == (0, 0)
-    assert used.registers <= 64
+    assert used.registers <= (80 if dtype == "float64" else 64)  # for three and four blocks
 
 
 def test_an_exponential_an_element() -> None:
