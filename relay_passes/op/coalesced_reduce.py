@@ -158,8 +158,9 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
 
 
 def _scratch(builder: relax.BlockBuilder, words: int) -> relax.Expr:
-    """Zeros for tickets, then words that a kernel writes before it reads them.
+    """Zeros for places and tickets, then words that a kernel writes before it reads them.
 
+    Calls on several streams may use it at the same time (:mod:`schedules.gpu.launch_place`).
     The last word differs between the calls of a module: the VM keeps equal constants in one place,
     where the partial results of sisters would overwrite each other.
     """

@@ -23,8 +23,8 @@ from .conv_gemm import multiply
 from .conv_memory import flat_view
 from .conv_shape import LANES, ConvShape, Index, Window, window_of
 from .conv_stages import DataStage, WeightStage
-from .conv_tiles import REGISTERS, ConvTile, Product, choose_tile
-from .device import KINDS, GPUInfo
+from .conv_tiles import ConvTile, Product, choose_tile
+from .device import KINDS, REGISTER_FILE, GPUInfo
 from .gemm_block import GemmBlock
 from .kernel_function import resident_blocks, unless_empty, write_kernels
 
@@ -136,7 +136,7 @@ def _write_product(
         T.launch_thread("blockIdx.y", shape.const(shape.groups * down)) as row,
         T.launch_thread("blockIdx.x", across) as column,
         T.launch_thread("threadIdx.x", shape.const(tile.threads)) as thread,
-        resident_blocks(gpu, REGISTERS // (tile.registers * tile.threads)),
+        resident_blocks(gpu, REGISTER_FILE // (tile.registers * tile.threads)),
     ):
         data, weight = [flat_view(param) for param in func.params[:2]]
         group = 0 if shape.groups == 1 else row // down

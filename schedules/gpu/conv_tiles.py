@@ -27,13 +27,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .conv_shape import ConvShape
-from .device import GPUInfo
+from .device import REGISTER_FILE, GPUInfo
 
 STEP_LATENCY = 400.0  # cycles from a load's issue to the barrier behind its store
 LAUNCH = 2000.0  # cycles from the end of a kernel to the start of the next, over a microsecond
 BLOCK_LATENCY = 1500.0  # cycles of a block outside of its main loop
 L2_BYTES = 30.0  # per cycle and multiprocessor
-REGISTERS = 65536  # of a multiprocessor
 SHARED_BYTES = 100 * 1024  # of a multiprocessor, on all devices since sm_80
 ISSUE = 4.0  # warps that issue in a cycle
 READ_CYCLES = 2.0  # of shared memory, for 16 bytes a lane and neighbours that read the same
@@ -172,7 +171,7 @@ def estimate(product: Product, tile: ConvTile, gpu: GPUInfo) -> float:
     down, across = -(-product.blocks // tile.blocks), -(-product.pixels // tile.pixels)
     share = -(-product.groups * down * across * tile.splits // gpu.multiprocessors)
     resident = min(
-        REGISTERS // (tile.registers * tile.threads),
+        REGISTER_FILE // (tile.registers * tile.threads),
         SHARED_BYTES // tile.shared_bytes,
         2048 // tile.threads,
     )

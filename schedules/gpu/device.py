@@ -15,6 +15,7 @@ from tvm.target import Target
 from ..errors import TargetError
 
 KINDS = ("cuda", "opencl")
+REGISTER_FILE = 65536  # registers of a multiprocessor of NVIDIA's
 
 # Multiprocessors of V100, T4, A100, RTX 3090 and A40, Jetson Orin, L40, H100 SXM, B200, RTX 5090.
 _MULTIPROCESSORS = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CUDA and OpenCL say differently: exchange between lanes, tickets, fences."""
+"""What CUDA and OpenCL say differently: exchange between lanes, tickets, locks, fences."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from .device import GPUInfo
+from .index_math import i64
 
 _TICKET = """
 __forceinline__ __device__ int tvm_fusion_draw_ticket(int* counter, int last) {
@@ -25,6 +26,38 @@ __forceinline__ __device__ {word} tvm_fusion_swap_{name}(
   typedef unsigned {word} bits_t;
   return ({word})atomicCAS((bits_t*)p, (bits_t)expected, (bits_t)desired);
 }}
+"""
+
+_LOCK = """
+__forceinline__ __device__ int tvm_fusion_try_lock(int* lock) {
+  int got = 1 - atomicCAS(lock, 0, 1);
+  __threadfence();  // what the lock protects is read after it
+  return got;
+}
+"""
+
+_PUBLISH = """
+__forceinline__ __device__ void tvm_fusion_publish_{name}(void* p, {word} value) {{
+  __threadfence();  // whoever reads the value sees what this thread has seen and written
+  atomicExch((unsigned {word}*)p, (unsigned {word})value);
+}}
+"""
+
+# A volatile read would be one of the system's memory.
+_READ_NOW = """
+__forceinline__ __device__ long long tvm_fusion_read_now(void* p) {
+  long long value;
+  asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
+}
+"""
+
+_FENCE = """
+__forceinline__ __device__ void tvm_fusion_fence() { __threadfence(); }
+"""
+
+_ADDRESS = """
+__forceinline__ __device__ long long tvm_fusion_address(const void* p) { return (long long)p; }
 """
 
 # TVM prints an external call as name and parentheses; a macro cannot be an argument.
@@ -58,8 +91,55 @@ def reset_counter(gpu: GPUInfo, counter: tirx.Expr, ticket: tirx.Expr, blocks: i
     if gpu.kind == "opencl":  # on CUDA it wraps around
         with T.If(tirx.EQ(ticket, tirx.const(blocks - 1, "int32"))):
             with T.Then():
-                zero = tirx.const(0, "int32")
-                T.evaluate(T.call_extern("int32", "atomic_xchg", counter, zero))
+                publish(gpu, counter, tirx.const(0, "int32"))
+
+
+def try_lock(gpu: GPUInfo, lock: tirx.Expr) -> tirx.Expr:
+    """One if this thread has got the lock, else zero; :func:`publish` gives it back as zero."""
+    if gpu.kind == "cuda":
+        return T.cuda.func_call("tvm_fusion_try_lock", lock, source_code=_LOCK, return_type="int32")
+    one = tirx.const(1, "int32")
+    before = T.bind(compare_and_swap(gpu, lock, tirx.const(0, "int32"), one))
+    fence(gpu)
+    return one - before
+
+
+def publish(gpu: GPUInfo, address: tirx.Expr, value: tirx.Expr) -> None:
+    """Store an integer for other blocks, after all that this thread has read and written."""
+    dtype = str(value.ty.dtype)
+    if gpu.kind == "opencl":
+        fence(gpu)
+        name = "atom_xchg" if dtype == "int64" else "atomic_xchg"
+        T.evaluate(T.call_extern(dtype, name, address, value))
+        return
+    source = _PUBLISH.format(name=dtype, word=_CUDA_WORDS[dtype])
+    T.evaluate(T.cuda.func_call(f"tvm_fusion_publish_{dtype}", address, value, source_code=source))
+
+
+def read_now(gpu: GPUInfo, address: tirx.Expr) -> tirx.Expr:
+    """An int64 that other blocks may be changing; :func:`acquire` follows."""
+    if gpu.kind == "opencl":
+        return compare_and_swap(gpu, address, i64(0), i64(0))
+    return T.cuda.func_call(
+        "tvm_fusion_read_now", address, source_code=_READ_NOW, return_type="int64"
+    )
+
+
+def address_number(gpu: GPUInfo, address: tirx.Expr) -> tirx.Expr:
+    """An address as int64."""
+    if gpu.kind == "opencl":
+        return T.call_extern("int64", "(long)", address)
+    return T.cuda.func_call(
+        "tvm_fusion_address", address, source_code=_ADDRESS, return_type="int64"
+    )
+
+
+def acquire(gpu: GPUInfo) -> None:
+    """Emit what orders this thread's further accesses after what it has read by now."""
+    if gpu.kind == "opencl":
+        fence(gpu)
+    else:
+        T.evaluate(T.cuda.func_call("tvm_fusion_fence", source_code=_FENCE))
 
 
 def fence(gpu: GPUInfo) -> None:

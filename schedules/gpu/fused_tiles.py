@@ -22,7 +22,6 @@ from .conv_tiles import (
     L2_BYTES,
     MOST_PRODUCTS,
     READ_CYCLES,
-    REGISTERS,
     SHARED_BYTES,
     STEP_LATENCY,
     WARP,
@@ -33,7 +32,7 @@ from .conv_tiles import (
     step_reads,
 )
 from .depthwise_column import HELD_TAPS
-from .device import GPUInfo
+from .device import REGISTER_FILE, GPUInfo
 
 MOST_REGISTERS = 210
 MOST_FIRST_PIXELS = 12  # of a thread in the first layer
@@ -165,7 +164,7 @@ def estimate_fused(pair: Pair, tile: FusedTile, gpu: GPUInfo) -> float:
     tiles = pair.second.images * -(-height // tile.height) * -(-width // tile.width)
     share = -(-tiles * -(-pair.second.out_blocks // tile.blocks) // gpu.multiprocessors)
     resident = min(
-        REGISTERS // (pair.registers(tile) * tile.threads),
+        REGISTER_FILE // (pair.registers(tile) * tile.threads),
         SHARED_BYTES // pair.shared_bytes(tile),
         2048 // tile.threads,
     )

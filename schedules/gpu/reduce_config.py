@@ -20,7 +20,8 @@ from tvm.target import Target
 from ..errors import OpError
 from ..reduce_operator import field_dtypes
 from ..reduce_workload import CanonicalLoops, ReduceWorkload, constant
-from .device import KINDS, GPUInfo
+from .device import KINDS, REGISTER_FILE, GPUInfo
+from .launch_place import HEADER_WORDS, PLACES
 from .reduce_scratch import field_words, place_fields, word_count
 from .word_swap import consists_of_words
 
@@ -38,6 +39,9 @@ MAX_ATOMIC_SPLITS = 16  # blocks that contend for one address where outputs are 
 CLUSTER_ROUNDS = 2
 CLUSTER_BYTES = 1 << 20  # of the input, from which on too few clusters leave bandwidth unused
 REGISTERS = 96  # of a thread for states and loads in flight, where there are several of them
+# Further registers of a thread, as the compiler takes them: for each input, for 64-bit elements and
+# states, and in any case.
+INPUT_REGISTERS, WIDE_REGISTERS, OWN_REGISTERS = 6, 24, 20
 LARGE = 1 << 24  # elements that a symbolic extent stands for when work is shared out
 
 
@@ -214,6 +218,20 @@ def _registers(
     return vector * states + unroll * vector * sum(row_inputs) // 4
 
 
+def blocks_at_once(
+    config: ReduceConfig, workloads: Sequence[ReduceWorkload], row_inputs: Sequence[int]
+) -> int:
+    """Blocks of a last-block reduction that share a multiprocessor, with registers for each.
+
+    No more than the grid has, and as many as nothing is spilled for.
+    """
+    own = OWN_REGISTERS + INPUT_REGISTERS * len(row_inputs)
+    if 8 in row_inputs or "float64" in fields_of(workloads):
+        own += WIDE_REGISTERS
+    registers = own + _registers(workloads, row_inputs, config.vector, config.unroll)
+    return min(BLOCKS_PER_MULTIPROCESSOR, max(1, REGISTER_FILE // (registers * config.threads)))
+
+
 def scratch_words(workload: ReduceWorkload, loops: CanonicalLoops, target: Target | None) -> int:
     """Zeroed 32-bit words that the kernel for ``target`` needs: tickets and partial results."""
     if target is None or target.kind.name not in KINDS:
@@ -250,13 +268,13 @@ def tiles(config: ReduceConfig, loops: CanonicalLoops) -> int:
 
 
 def ticket_words(config: ReduceConfig, loops: CanonicalLoops) -> int:
-    """Words before the partial results: a ticket for each tile, to a multiple of 16 bytes."""
-    return -(-tiles(config, loops) // 4) * 4
+    """Words before the partial results: a header, and a ticket for each tile in every place."""
+    return HEADER_WORDS + -(-PLACES * tiles(config, loops) // 4) * 4
 
 
 def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
-    """States that all blocks write."""
-    return tiles(config, loops) * config.splits * config.tile_outputs
+    """States that all blocks write, in every place."""
+    return PLACES * tiles(config, loops) * config.splits * config.tile_outputs
 
 
 def vector_width(

@@ -19,7 +19,8 @@ from .block_combine import combine_groups
 from .cluster_exchange import ClusterExchange
 from .device_ops import draw_ticket, fence, reset_counter, sync
 from .index_math import i64
-from .reduce_config import field_places, partials, power_of_two
+from .launch_place import HEADER_WORDS, LaunchPlace
+from .reduce_config import field_places, partials, power_of_two, tiles
 from .reduce_context import ReduceContext
 from .reduce_group import Stage
 from .reduce_results import Results
@@ -51,11 +52,25 @@ def atomic(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
             atomic_update_vector(ctx, reduction, first, values)
 
 
-def last_block(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
+def take_place(ctx: ReduceContext, stage: Stage) -> LaunchPlace:
+    """Begin what :func:`last_block` ends: find where the partial results of this launch go."""
+    stored = next(result.output for result in stage.results if result.output is not None)
+    output = ctx.flat(stored)
+    address = T.address_of(stored[(0,) * len(stored.shape)] if output is None else output[0])
+    place = LaunchPlace(ctx.gpu, ctx.group.scratch[0], address)
+    with when(tirx.EQ(ctx.thread, i64(0))):
+        place.take()
+    return place
+
+
+def last_block(ctx: ReduceContext, stage: Stage, states: Buffers, place: LaunchPlace) -> None:
     """Leave the states in the scratch; the block that comes last combines those of its tile."""
+    count = tiles(ctx.config, stage.reductions[0].loops)
     tickets, kept = _scratch(ctx, stage)
-    width = ctx.config.tile_outputs
-    base = (ctx.tile * i64(ctx.config.splits) + ctx.split) * i64(width)
+    sync()
+    tile = T.bind(place.number * i64(count) + ctx.tile)
+    row = tile * i64(ctx.config.splits)
+    base = (row + ctx.split) * i64(ctx.config.tile_outputs)
 
     def keep(m: tirx.Expr, state: States) -> None:
         reduce_state.store(kept, base + (m - ctx.tile_start), state)
@@ -66,28 +81,36 @@ def last_block(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
     drawn = T.alloc_buffer((1,), "int32", scope="shared")
     with T.If(tirx.EQ(ctx.thread, i64(0))):
         with T.Then():
-            counter = T.address_of(tickets[ctx.tile])
+            counter = T.address_of(tickets[tile])
             own = T.bind(draw_ticket(ctx.gpu, counter, ctx.config.splits))
             T.buffer_store(drawn, own, [0])
             reset_counter(ctx.gpu, counter, own, ctx.config.splits)
     sync()
     ticket = T.bind(drawn[0])
     is_last = tirx.EQ(ticket, tirx.const(ctx.config.splits - 1, "int32"))
-    if ctx.gpu.kind == "opencl":  # compilers of OpenCL err on barriers under a condition
+    # Compilers of OpenCL err on barriers under a condition.
+    is_opencl = ctx.gpu.kind == "opencl"
+    condition = is_last if is_opencl else None
+    fence(ctx.gpu)
+    with when(None if is_opencl else is_last):
+        _combine_partials(ctx, stage, kept, row, condition)
         fence(ctx.gpu)
-        _combine_partials(ctx, stage, kept, is_last)
-    else:
-        with T.If(is_last):
-            with T.Then():
-                _combine_partials(ctx, stage, kept)
+        sync()
+        with when(tirx.EQ(ctx.thread, i64(0)), condition):
+            place.give_back(count)
 
 
 def _combine_partials(
-    ctx: ReduceContext, stage: Stage, kept: Buffers, condition: tirx.Expr | None = None
+    ctx: ReduceContext,
+    stage: Stage,
+    kept: Buffers,
+    row: tirx.Expr,
+    condition: tirx.Expr | None = None,
 ) -> None:
     """Combine the partial results of a tile in the order of their splits and write the outputs.
 
-    All threads come here; memory is read and written under ``condition``, if there is one.
+    They are rows of the scratch from ``row`` on. All threads come here; memory is read and written
+    under ``condition``, if there is one.
     """
     config, workloads = ctx.config, stage.workloads
     width = min(config.tile_outputs, config.threads)
@@ -95,16 +118,16 @@ def _combine_partials(
     group, column = ctx.thread // i64(width), ctx.thread % i64(width)
     state = reduce_state.allocate(workloads, 1, "local")
     for chunk in range(0, config.tile_outputs, width):
-        place = column + i64(chunk)
+        output = column + i64(chunk)
         reduce_state.clear(workloads, state, 1)
         with T.serial(i64(0), i64(-(-config.splits // groups))) as step:
             split = T.bind(step * i64(groups) + group)
             with when(group < i64(groups), split < i64(config.splits), condition):
-                row = ctx.tile * i64(config.splits) + split
-                read = reduce_state.load(kept, row * i64(config.tile_outputs) + place)
+                at = (row + split) * i64(config.tile_outputs) + output
+                read = reduce_state.load(kept, at)
                 reduce_state.update(workloads, state, 0, read)
         combine_groups(ctx, workloads, state, group, groups, column, width)
-        m = ctx.tile_start + place
+        m = ctx.tile_start + output
         with when(tirx.EQ(group, i64(0)), ctx.exists(m), condition):
             _write(ctx, stage, m, reduce_state.load(state, 0))
 
@@ -135,7 +158,9 @@ def _scratch(ctx: ReduceContext, stage: Stage) -> tuple[tirx.Buffer, Buffers]:
     operands = ctx.group.scratch
     places = field_places(config, loops, stage.workloads, ctx.group.scratch_words)
     assert places is not None, "last_block is only chosen where there is a scratch"
-    tickets = T.decl_buffer(operands[0].shape, "int32", data=operands[0].data)
+    tickets = T.decl_buffer(
+        operands[0].shape, "int32", data=operands[0].data, elem_offset=i64(HEADER_WORDS)
+    )
     count = partials(config, loops)
     buffers = []
     for workload in stage.workloads:

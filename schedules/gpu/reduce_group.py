@@ -127,7 +127,7 @@ class ReduceGroup:
     outputs, reduced : Extent
         ``M`` and ``N``.
     scratch : tuple[tirx.Buffer, ...]
-        Zeroed 32-bit words for tickets and partial results.
+        Zeroed 32-bit words for places, tickets and partial results.
     """
 
     func: tirx.PrimFunc

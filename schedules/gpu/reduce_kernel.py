@@ -29,7 +29,7 @@ from .index_math import ceildiv, i64
 from .initialise_output import initialise_output
 from .kernel_function import resident_blocks, unless_empty, write_kernels
 from .reduce_chain import write_chain
-from .reduce_config import ReduceConfig
+from .reduce_config import ReduceConfig, blocks_at_once
 from .reduce_context import ReduceContext
 from .reduce_group import ReduceGroup
 from .reduce_loop import accumulate
@@ -39,7 +39,6 @@ _FINISHES = {
     "one_block": reduce_finish.one_block,
     "cluster": reduce_finish.cluster,
     "atomic": reduce_finish.atomic,
-    "last_block": reduce_finish.last_block,
 }
 
 
@@ -78,9 +77,16 @@ def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator
         with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
             if config.splits == 1:
                 yield ReduceContext.open(group, config, gpu, tile, i64(0), thread)
-            else:
-                with T.launch_thread("blockIdx.x", i64(config.splits)) as split:
-                    yield ReduceContext.open(group, config, gpu, tile, split, thread)
+                return
+            blocks = 0
+            if config.finish == "last_block":
+                workloads = [reduction.workload for reduction in group.reductions]
+                blocks = blocks_at_once(config, workloads, group.row_inputs())
+            with (
+                T.launch_thread("blockIdx.x", i64(config.splits)) as split,
+                resident_blocks(gpu, blocks),
+            ):
+                yield ReduceContext.open(group, config, gpu, tile, split, thread)
 
 
 def _write_body(ctx: ReduceContext) -> None:
@@ -89,6 +95,8 @@ def _write_body(ctx: ReduceContext) -> None:
         return
     [stage] = ctx.group.stages
     vector = ctx.config.vector
+    is_last_block = ctx.config.finish == "last_block"
+    place = reduce_finish.take_place(ctx, stage) if is_last_block else None
     states = reduce_state.allocate(stage.workloads, vector, "local")
     reduce_state.clear(stage.workloads, states, vector)
     accumulate(ctx, stage, states)
@@ -97,4 +105,7 @@ def _write_body(ctx: ReduceContext) -> None:
     else:
         reduce_state.fold(stage.workloads, states, vector)
         combine_lanes(ctx, stage.workloads, states)
-    _FINISHES[ctx.config.finish](ctx, stage, states)
+    if place is None:
+        _FINISHES[ctx.config.finish](ctx, stage, states)
+    else:
+        reduce_finish.last_block(ctx, stage, states, place)

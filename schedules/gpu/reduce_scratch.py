@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where tickets and partial results lie in the scratch operands of a kernel.
 
-The tickets, one for each tile of outputs, begin the first operand. Each field of a state follows in
-the first operand that has room for it.
+The first operand begins with the header of the places (:mod:`.launch_place`), then the tickets, one
+for each tile of outputs in every place. Each field of a state follows in the first operand that has
+room for it.
 """
 
 from __future__ import annotations

@@ -91,6 +91,21 @@ def loops(code: str) -> list[list[str]]:
     return found
 
 
+def main_loop(*codes: str) -> list[str]:
+    """Return the opcodes of the loop of these kernels that loads most; all if none loads anything.
+
+    Words that other blocks may be changing, which a kernel waits for, do not count.
+    """
+    found = [loop for code in codes for loop in loops(code) if count(_plain(loop), "LDG")]
+    bodies = found or [opcodes(code) for code in codes]
+    return max(map(_plain, bodies), key=lambda names: count(names, "LDG"))
+
+
+def _plain(names: list[str]) -> list[str]:
+    """Leave out the loads of words that other blocks may be changing."""
+    return [name for name in names if not (name.startswith("LDG") and "STRONG" in name)]
+
+
 def count(names: list[str], opcode: str) -> int:
     """Count an opcode with any further modifiers: ``LDG.E.128`` also in its cached form."""
     return sum(name == opcode or name.startswith(opcode + ".") for name in names)

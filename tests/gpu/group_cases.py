@@ -46,9 +46,14 @@ class Group:
         assert schedule is not None
         self.func = schedule.mod["main"].with_attr("global_symbol", "main")
 
-    def compile(self) -> OpenCLKernels:
-        """For PoCL."""
-        return compile_opencl(self.func, self.target)
+    def compile(self, helpers: str = "") -> OpenCLKernels:
+        """For PoCL, with OpenCL text before it."""
+        return compile_opencl(self.func, self.target, helpers)
+
+    @property
+    def scratches(self) -> list[int]:
+        """The numbers of the arguments that are constants."""
+        return [k for k, given in enumerate(self._arguments) if isinstance(given, np.ndarray)]
 
     def arguments(self, *inputs: np.ndarray) -> list[np.ndarray]:
         """The inputs, scratches, and outputs that hold something else than results."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,9 @@ from schedules.errors import EngineError, OpError
 # Guard and poison: NaN in every float type, -1 or the largest value in the others.
 POISON = np.array([0xFF], np.uint8)
 _GUARD_BYTES = 4096
+
+# Helpers with which :meth:`Session.launch_block` runs one block of a grid, by its offset.
+BLOCK_BY_BLOCK = "#define get_group_id(axis) (get_global_id(axis) / get_local_size(axis))\n"
 
 
 @functools.cache
@@ -140,9 +143,24 @@ class OpenCLKernels:
             if isinstance(argument, np.ndarray):
                 argument[...] = result
 
-    def session(self, *arguments: np.ndarray | float) -> Session:
-        """Copy the arguments to the device, for many calls on the same buffers."""
-        return Session(self, arguments)
+    def session(
+        self,
+        *arguments: np.ndarray | float,
+        other: Session | None = None,
+        shared: Sequence[int] = (),
+    ) -> Session:
+        """Copy the arguments to the device, for many calls on the same buffers.
+
+        Parameters
+        ----------
+        *arguments : numpy.ndarray or number
+            As the function's parameters.
+        other : Session, optional
+            One whose buffers are used, too.
+        shared : Sequence[int]
+            The numbers of the parameters for which they are.
+        """
+        return Session(self, arguments, other, shared)
 
     def launches(self, *arguments: np.ndarray | float) -> list[Launch]:
         """List the launches of a call with these arguments, without running it."""
@@ -156,7 +174,13 @@ class OpenCLKernels:
 class Session:
     """The arguments of a function on the device, kept between its calls."""
 
-    def __init__(self, kernels: OpenCLKernels, arguments: Sequence[np.ndarray | float]) -> None:
+    def __init__(
+        self,
+        kernels: OpenCLKernels,
+        arguments: Sequence[np.ndarray | float],
+        other: Session | None = None,
+        shared: Sequence[int] = (),
+    ) -> None:
         kernels._host_code(arguments)  # refuses what does not fit
         self._kernels = kernels
         self._arguments = arguments
@@ -164,8 +188,11 @@ class Session:
         self._queues = [self._own_queue]
         self._allocated: list[tuple[cl.Buffer, int]] = []
         self._buffers: dict[tirx.Var, cl.Buffer] = {}
-        for param, argument in zip(kernels._host.params, arguments, strict=True):
-            if isinstance(argument, np.ndarray):
+        for number, param in enumerate(kernels._host.params):
+            argument = arguments[number]
+            if other is not None and number in shared:
+                self._buffers[param] = other._buffers[param]
+            elif isinstance(argument, np.ndarray):
                 self._buffers[param] = self._allocate(self._own_queue, argument.nbytes)
                 if argument.nbytes:
                     cl.enqueue_copy(self._own_queue, self._buffers[param], argument)
@@ -179,6 +206,32 @@ class Session:
         queue = queue or self._own_queue
         if queue not in self._queues:
             self._queues.append(queue)
+        for launch, kernel in self._prepared(queue):
+            threads = tuple(g * b for g, b in zip(launch.grid, launch.block, strict=True))
+            cl.enqueue_nd_range_kernel(queue, kernel, threads, launch.block)
+        queue.flush()
+
+    def launch_block(self, *block: int, wait: bool = True) -> None:
+        """Run one block of the function's only kernel.
+
+        Parameters
+        ----------
+        *block : int
+            Its ``blockIdx``, x first. The function was compiled with :data:`BLOCK_BY_BLOCK`.
+        wait : bool
+            Whether to return when it has ended; else ``finish`` and ``read`` wait for it.
+        """
+        [(launch, kernel)] = self._prepared(self._own_queue)
+        offset = tuple(index * size for index, size in zip(block, launch.block, strict=True))
+        cl.enqueue_nd_range_kernel(
+            self._own_queue, kernel, launch.block, launch.block, global_work_offset=offset
+        )
+        self._own_queue.flush()
+        if wait:
+            self._own_queue.finish()
+
+    def _prepared(self, queue: cl.CommandQueue) -> Iterator[tuple[Launch, cl.Kernel]]:
+        """The launches of one call, with the arguments set."""
         buffers = dict(self._buffers)
         for step in self._kernels._host_code(self._arguments).steps():
             if isinstance(step, Allocation):
@@ -192,9 +245,7 @@ class Session:
                     for argument, dtype in step.arguments
                 )
             )
-            threads = tuple(g * b for g, b in zip(launch.grid, launch.block, strict=True))
-            cl.enqueue_nd_range_kernel(queue, kernel, threads, launch.block)
-        queue.flush()
+            yield launch, kernel
 
     def finish(self) -> None:
         """Wait for all launches, and check that no buffer was written behind its end.

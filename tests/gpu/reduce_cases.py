@@ -49,9 +49,9 @@ class Case:
         self.workload = ReduceWorkload.create(
             operator, axes, len(source.shape), str(source.dtype), keepdims, finish=finish
         )
-        loops = CanonicalLoops(tuple(source.shape), self.workload.axes)
-        self.config: ReduceConfig = choose(self.workload, loops, GPUInfo.from_target(target))
-        self.words = scratch_words(self.workload, loops, target)
+        self.loops = CanonicalLoops(tuple(source.shape), self.workload.axes)
+        self.config: ReduceConfig = choose(self.workload, self.loops, GPUInfo.from_target(target))
+        self.words = scratch_words(self.workload, self.loops, target)
         scratch = [te.placeholder((self.words,), "int32", name="scratch")] if self.words else []
         result = coalesced_reduce(source, self.workload, self.words)
         plain = te.create_prim_func([data, *scratch, result])

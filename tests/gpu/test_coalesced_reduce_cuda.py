@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from cuda_text import count, cuda_source, loops, opcodes, ptxas, sass
+from cuda_text import count, cuda_source, main_loop, opcodes, ptxas, sass
 from reduce_cases import CUDA, Case, numpy_dtype
 from tvm import te, tirx
 from tvm.target import Target
@@ -51,10 +51,7 @@ def test_nothing_spills(dtype: str) -> None:
 def test_main_loop_loads_16_bytes(form: str, finish: str) -> None:
     shape, axes = FORMS[form]
     case = Case("sum", "float32", shape, axes, finish, CUDA)
-    code = sass(cuda_source(case.func))
-    texts = [*code.values()]
-    bodies = [loop for text in texts for loop in loops(text)] or [opcodes(text) for text in texts]
-    main = max(bodies, key=lambda names: count(names, "LDG.E"))
+    main = main_loop(*sass(cuda_source(case.func)).values())
     assert count(main, "LDG.E.128") >= case.config.unroll
     assert count(main, "LDG.E") == count(main, "LDG.E.128")
 

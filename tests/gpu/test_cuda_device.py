@@ -9,13 +9,19 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import tvm
 from gpu_onnx import attention, convolutions, long_softmax, long_sums
 from onnx_reference import assert_same, random_feed, run_onnx
+from reduce_cases import Case, check, random_data, reference
 from small_onnx import small_model
+from tvm.target import Target
 
 import tvm_fusion
-from tvm_fusion.device import find_device
+from schedules.gpu.launch_place import PLACES
+from schedules.gpu.reduce_config import ticket_words
+from tvm_fusion.device import device_of, find_device
 from tvm_fusion.errors import TargetError
+from tvm_fusion.nvrtc import tvm_compiler
 
 
 def has_gpu() -> bool:
@@ -66,3 +72,40 @@ def test_tensors_stay_on_the_device() -> None:
     with pytest.raises(tvm_fusion.errors.InvalidInputError, match="has the shape"):
         wide.tensors(first)
     assert compiled.benchmark(repeat=3, warmup=1).min_ms > 0
+
+
+@pytest.mark.parametrize("streams", [2, PLACES, 2 * PLACES])
+@pytest.mark.parametrize(("shape", "axis"), [((3, 2_000_003), 1), ((100_000, 70), 0)])
+def test_calls_on_several_streams(
+    shape: tuple[int, int], axis: int, streams: int, rng: np.random.Generator
+) -> None:
+    """One kernel and one scratch; as many calls as there are places, fewer and more."""
+    arch = find_device("cuda").arch
+    target = Target({"kind": "cuda", "arch": arch}, host="llvm")
+    case = Case("sum", "float32", shape, [axis], "last_block", target)
+    assert case.config.splits > 1
+    with tvm_compiler(arch):
+        function = tvm.compile(case.func, target=target)
+    device = device_of("cuda")
+    scratch = tvm.runtime.tensor(np.zeros(case.words, "int32"), device)
+    inputs = [random_data(rng, "sum", "float32", shape) for _ in range(streams)]
+    outputs = [tvm.runtime.empty((shape[1 - axis],), "float32", device) for _ in inputs]
+    calls = [
+        (device.create_raw_stream(), tvm.runtime.tensor(data, device), output)
+        for data, output in zip(inputs, outputs, strict=True)
+    ]
+    device.sync()
+    try:
+        for _ in range(50):
+            for stream, data, output in calls:
+                device.set_raw_stream(stream)
+                function(data, scratch, output)
+        for stream, _, _ in calls:
+            device.sync(stream)
+    finally:
+        device.set_raw_stream(0)
+        for stream, _, _ in calls:
+            device.free_raw_stream(stream)
+    for data, output in zip(inputs, outputs, strict=True):
+        check("sum", output.numpy(), data, reference("sum", data, [axis]))
+    assert not scratch.numpy()[: ticket_words(case.config, case.loops)].any()

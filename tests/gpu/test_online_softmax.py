@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import tvm
-from cuda_text import count, cuda_source, loops, ptxas, sass
+from cuda_text import count, cuda_source, main_loop, ptxas, sass
 from group_cases import Group
 from reduce_cases import CUDA, OPENCL, numpy_dtype
 from traffic import Traffic
@@ -266,14 +266,14 @@ def test_cuda_text_without_spills(dtype: str, shape: tuple, axis: int) -> None:
     assert chosen(group)[1].splits > 1
     [used] = ptxas(cuda_source(tvm.IRModule({"main": group.func}))).values()
     assert (used.spill_stores, used.spill_loads) == (0, 0)
-    assert used.registers <= 64
+    assert used.registers <= (80 if dtype == "float64" else 64)  # for three and four blocks
 
 
 def test_an_exponential_an_element() -> None:
     group = both("float32", (1, 1 << 24), [1], CUDA)
     _, config = chosen(group)
     [code] = sass(cuda_source(tvm.IRModule({"main": group.func}))).values()
-    main = loops(code)[0]
+    main = main_loop(code)
     elements = config.vector * config.unroll
     assert count(main, "LDG") == config.unroll
     assert count(main, "MUFU") == elements

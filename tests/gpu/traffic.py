@@ -170,6 +170,9 @@ class _Kernel:
         if stmt.else_case is not None:
             self._visit(stmt.else_case, mask & ~holds)
 
+    def _visit_While(self, stmt: tirx.While, mask: NDArray[np.bool_]) -> None:  # noqa: N802
+        self._visit(stmt.body, mask)  # waits for other blocks, or tries again
+
     def _visit_For(self, stmt: tirx.For, mask: NDArray[np.bool_]) -> None:  # noqa: N802
         if not _touches_global(stmt, frozenset(self._owner)):
             return
@@ -200,6 +203,8 @@ class _Kernel:
         if kind == "Select":  # a lazy one in CUDA's text
             return self._choose(expr.condition, [expr.true_value, expr.false_value], mask)
         if kind == "TensorLoad":
+            if expr.source.name == "place":  # the only launch has the first one of a scratch
+                return 0
             for index in expr.indices:
                 self._evaluate(index, mask)
             self._note(self._reads, expr.source, expr.indices, mask)
