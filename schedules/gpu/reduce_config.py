@@ -221,7 +221,7 @@ def _registers(
 def blocks_at_once(
     config: ReduceConfig, workloads: Sequence[ReduceWorkload], row_inputs: Sequence[int]
 ) -> int:
-    """Blocks of a last-block reduction that share a multiprocessor, with registers for each.
+    """Blocks of a reduction that share a multiprocessor, with registers for each.
 
     No more than the grid has, and as many as nothing is spilled for.
     """

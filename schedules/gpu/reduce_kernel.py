@@ -68,7 +68,7 @@ def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator
             T.launch_thread("blockIdx.x", count * size) as block,
             T.launch_thread("clusterCtaIdx.x", size),
             T.launch_thread("threadIdx.x", i64(config.threads)) as thread,
-            resident_blocks(gpu, 1 if config.threads > LARGE_BLOCK else 0),
+            resident_blocks(gpu, _blocks_at_once(group, config)),
         ):
             yield ReduceContext.open(group, config, gpu, block // size, block % size, thread)
         return
@@ -76,17 +76,22 @@ def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator
     with unless_empty(count), T.launch_thread(axis, count) as tile:
         with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
             if config.splits == 1:
-                yield ReduceContext.open(group, config, gpu, tile, i64(0), thread)
+                with resident_blocks(gpu, _blocks_at_once(group, config)):
+                    yield ReduceContext.open(group, config, gpu, tile, i64(0), thread)
                 return
-            blocks = 0
-            if config.finish == "last_block":
-                workloads = [reduction.workload for reduction in group.reductions]
-                blocks = blocks_at_once(config, workloads, group.row_inputs())
             with (
                 T.launch_thread("blockIdx.x", i64(config.splits)) as split,
-                resident_blocks(gpu, blocks),
+                resident_blocks(gpu, _blocks_at_once(group, config)),
             ):
                 yield ReduceContext.open(group, config, gpu, tile, split, thread)
+
+
+def _blocks_at_once(group: ReduceGroup, config: ReduceConfig) -> int:
+    """How many shall share a multiprocessor; 0 leaves it to the compiler."""
+    if group.is_chain:
+        return 1 if config.cluster > 1 and config.threads > LARGE_BLOCK else 0
+    workloads = [reduction.workload for reduction in group.reductions]
+    return blocks_at_once(config, workloads, group.row_inputs())
 
 
 def _write_body(ctx: ReduceContext) -> None:

@@ -46,6 +46,15 @@ def test_nothing_spills(dtype: str) -> None:
         assert spilled == (0, 0, 0), name
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_clusters_do_not_spill_wide_states(dtype: str) -> None:
+    """Of narrow elements a thread has many."""
+    case = Case("prod", dtype, (100_000, 64), [0], "one_block", CUDA)
+    assert case.config.finish == "cluster"
+    [resources] = ptxas(cuda_source(case.func)).values()
+    assert (resources.stack_frame, resources.spill_stores, resources.spill_loads) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("finish", FINISHES)
 @pytest.mark.parametrize("form", FORMS)
 def test_main_loop_loads_16_bytes(form: str, finish: str) -> None:
