@@ -38,6 +38,7 @@ MAX_ATOMIC_SPLITS = 16  # blocks that contend for one address where outputs are 
 # 2 to 3 us, a barrier of a cluster and reading its other blocks' memory less than 1 us.
 CLUSTER_ROUNDS = 2
 CLUSTER_BYTES = 1 << 20  # of the input, from which on too few clusters leave bandwidth unused
+CLUSTER_BLOCKS = 2  # on a multiprocessor; for more the compiler spills
 REGISTERS = 96  # of a thread for states and loads in flight, where there are several of them
 # Further registers of a thread, as the compiler takes them: for each input, for 64-bit elements and
 # states, and in any case.
@@ -229,7 +230,8 @@ def blocks_at_once(
     if 8 in row_inputs or "float64" in fields_of(workloads):
         own += WIDE_REGISTERS
     registers = own + _registers(workloads, row_inputs, config.vector, config.unroll)
-    return min(BLOCKS_PER_MULTIPROCESSOR, max(1, REGISTER_FILE // (registers * config.threads)))
+    most = CLUSTER_BLOCKS if config.cluster > 1 else BLOCKS_PER_MULTIPROCESSOR
+    return min(most, max(1, REGISTER_FILE // (registers * config.threads)))
 
 
 def scratch_words(workload: ReduceWorkload, loops: CanonicalLoops, target: Target | None) -> int:
