@@ -92,13 +92,18 @@ def loops(code: str) -> list[list[str]]:
 
 
 def main_loop(*codes: str) -> list[str]:
-    """Return the opcodes of the loop of these kernels that loads most; all if none loads anything.
+    """Return the opcodes of the loop of these kernels that loads most bytes; all if none loads any.
 
     Words that other blocks may be changing, which a kernel waits for, do not count.
     """
     found = [loop for code in codes for loop in loops(code) if count(_plain(loop), "LDG")]
     bodies = found or [opcodes(code) for code in codes]
-    return max(map(_plain, bodies), key=lambda names: count(names, "LDG"))
+    return max(map(_plain, bodies), key=_loaded_bytes)
+
+
+def _loaded_bytes(names: list[str]) -> int:
+    wide = {size: count(names, f"LDG.E.{8 * size}") for size in (8, 16)}
+    return 4 * (count(names, "LDG") - sum(wide.values())) + sum(s * n for s, n in wide.items())
 
 
 def _plain(names: list[str]) -> list[str]:

@@ -247,6 +247,12 @@ class Session:
             )
             yield launch, kernel
 
+    def write(self, number: int, values: np.ndarray) -> None:
+        """Overwrite the beginning of an argument, while launches of other sessions may run."""
+        param = list(self._kernels._host.params)[number]
+        cl.enqueue_copy(self._own_queue, self._buffers[param], values)
+        self._own_queue.finish()
+
     def finish(self) -> None:
         """Wait for all launches, and check that no buffer was written behind its end.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -29,6 +30,9 @@ SHAPES: dict[str, tuple[tuple[int, ...], list[int]]] = {
     "all": ((5003,), [0]),
     "y": ((200, 70), [0]),
 }
+needs_two_threads = pytest.mark.skipif(
+    new_queue().device.max_compute_units < 2, reason="a waiting block takes the only thread"
+)
 Check = Callable[[Sequence[np.ndarray], np.ndarray], None]
 
 
@@ -171,11 +175,26 @@ def test_maximum_and_sum_of_exponentials(rng: np.random.Generator) -> None:
         calls.check()
 
 
+@needs_two_threads
+def test_nobody_claims_a_place_under_the_lock_of_another(rng: np.random.Generator) -> None:
+    calls = calls_of_one("x", 2, rng, BLOCK_BY_BLOCK)
+    waiting, other = calls.sessions
+    calls.run_blocks(rng, [other])  # PoCL compiles the kernel at its first launch
+    header = np.zeros(HEADER_WORDS, "int32")
+    header[3 * PLACES] = 1  # behind the names and the counts of finished tiles
+    other.write(1, header)
+    waiting.launch_block(*calls.grid[0], 0, wait=False)
+    time.sleep(0.2)  # in which one that does not wait ends
+    np.testing.assert_array_equal(np.array(other.read()[1])[:HEADER_WORDS], header)
+    other.write(1, np.zeros_like(header))
+    calls.run_blocks(rng, [waiting], skip=1)
+    calls.check()
+
+
+@needs_two_threads
 def test_a_call_without_a_place_waits_for_one(rng: np.random.Generator) -> None:
     """Its block waits on one thread of the device, while another one runs the other blocks."""
     calls = calls_of_one("x", PLACES + 1, rng, BLOCK_BY_BLOCK)
-    if new_queue().device.max_compute_units < 2:
-        pytest.skip("a waiting block takes the only thread of the device")
     *others, late = calls.sessions
     for session in others:
         session.launch_block(*calls.grid[0], 0)
