@@ -20,8 +20,8 @@ from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..compute.conv2d import activate
-from ..conv2d_workload import ConvLayer
-from .micro_kernel import Index, loop
+from ..conv2d_workload import ITEM_BYTES, ConvLayer
+from .micro_kernel import CACHE_LINE_BYTES, Index, loop
 from .prefetch import prefetch
 
 
@@ -271,6 +271,11 @@ def pointwise_tile(
         def at(output: int, vector: int) -> tirx.Expr:
             return T.ramp((output * len(starts) + vector) * lanes, 1, lanes)
 
+        # The sums take as long as the lines need to come, which are written when they are done.
+        for o in range(outputs):
+            first = ops.output.at(block * lanes + lane + o, 0, starts[0])
+            for element in range(0, len(starts) * lanes, CACHE_LINE_BYTES // ITEM_BYTES[dtype]):
+                prefetch(ops.output.buffer, first + element, write=True)
         for o, v in places:
             bias = ops.bias[block * lanes + lane + o]
             T.buffer_store(sums, T.broadcast(bias, lanes), [at(o, v)])

@@ -9,8 +9,8 @@ from tvm.script.ir_builder import tirx as T
 from .tiles import Index
 
 
-def prefetch(buffer: tirx.Buffer, offset: Index, level: int = 1) -> None:
-    """Ask for the cache line of an element, for reading; beyond the buffer it does nothing.
+def prefetch(buffer: tirx.Buffer, offset: Index, level: int = 1, write: bool = False) -> None:
+    """Ask for the cache line of an element; beyond the buffer it does nothing.
 
     May only be called between the ``with`` statements of an open ``IRBuilder``.
 
@@ -22,7 +22,9 @@ def prefetch(buffer: tirx.Buffer, offset: Index, level: int = 1) -> None:
         The element.
     level : int
         The cache that shall hold it, 1 or 2.
+    write : bool
+        Whether it will be written, so that no other core may have it.
     """
-    read, locality, data = T.int32(0), T.int32(4 - level), T.int32(1)
+    purpose, locality, data = T.int32(int(write)), T.int32(4 - level), T.int32(1)
     address = T.address_of(buffer[offset])
-    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, locality, data))
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, purpose, locality, data))
