@@ -18,8 +18,10 @@ from .nest_cost import CACHE_SHARE
 from .planar_nest import PlanarKnobs, takes_planar
 
 WIDE_ROW = 7  # vectors of an input row, from which on planes pay
-MOST_ROWS = 7  # of a step; more gain nothing
-TILE_ROWS = {1: 4, 2: 3}  # by step of columns: more leave no registers for the weights
+# By step of columns. More rows of a step gain nothing, or their input pushes out what they become;
+# more rows of a tile leave no registers for the weights.
+MOST_ROWS = {1: 7, 2: 4}
+TILE_ROWS = {1: 4, 2: 3}
 
 
 def prefers_planar(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
@@ -46,7 +48,8 @@ def default_planar_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> PlanarKnobs:
     item = ITEM_BYTES[kernel.dtype]
     free = CACHE_SHARE * cpu.l2_bytes - layer2.weight_elements() * item
     fitting = int(free / (layer1.out_channels * width * item))
-    most = max(1, min(height // h_t, MOST_ROWS, fitting))
+    most = max(1, min(height // h_t, MOST_ROWS[layer1.strides[1]], fitting))
     share = -(-height // h_t)
-    h = min(range(most, 0, -1), key=lambda rows: -(-share // rows) * rows)
+    steps = range(most, min(most, 2) - 1, -1)  # one row uses too little of what it loads
+    h = min(steps, key=lambda rows: -(-share // rows) * rows)
     return PlanarKnobs(h_t=h_t, h=h, rows=TILE_ROWS[layer1.strides[1]])

@@ -51,12 +51,20 @@ def test_other_vector_units_stay_packed(changed):
 
 @pytest.mark.parametrize(
     ("batch", "height", "cores", "h_t", "h"),
-    [(1, 112, 2, 2, 7), (1, 112, 8, 8, 7), (2, 112, 2, 1, 7), (4, 24, 6, 3, 4), (1, 6, 8, 3, 1)],
+    [(1, 112, 2, 2, 4), (1, 112, 8, 8, 4), (2, 112, 2, 1, 4), (4, 24, 6, 3, 4), (1, 6, 8, 3, 1)],
 )
 def test_every_core_gets_a_piece(batch, height, cores, h_t, h):
     case = replace(WIDE, batch=batch, height=height)
     knobs = default_planar_knobs(kernel_of(case, True, True), replace(CPU, num_cores=cores))
     assert (knobs.h_t, knobs.h) == (h_t, h)
+
+
+def test_steps_of_a_dense_grid_have_more_rows():
+    """Theirs is the smaller part of what streams through the cache."""
+    layers = (depthwise(16, 3, 1), WIDE.layers[1])
+    for height, h in ((56, 7), (112, 7), (8, 4), (26, 7)):
+        kernel = kernel_of(replace(WIDE, layers=layers, height=height), True, True)
+        assert default_planar_knobs(kernel, CPU).h == h
 
 
 def test_steps_leave_the_cache_to_the_weights():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tvm
-from cpu.conv_cases import Case, compile_function
+from cpu.conv_cases import Case, assembly, compile_function
 from cpu.plain_cases import arrays_of, build, check, depthwise, kernel_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -60,6 +60,13 @@ def test_numbers_of_any_layers_and_knobs(case, drawn, seed):
         vectors=drawn.draw(st.integers(1, 3)),
     )
     check(case, True, True, [planar(case, chosen)], seed)
+
+
+def test_lines_of_the_output_are_asked_for_in_time():
+    case = Case((depthwise(16, 3, 1), ConvLayer(16, 16, (1, 1))), height=8, width=56)
+    function = planar(case, PlanarKnobs(h_t=1, h=4))
+    znver3 = tvm.target.Target({"kind": "llvm", "mcpu": "znver3"})
+    assert "prefetchw" in assembly(function, znver3)
 
 
 SQUARE = Case((depthwise(13, 3, 1), ConvLayer(13, 13, (1, 1))), height=9, width=19, batch=2)
