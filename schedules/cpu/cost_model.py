@@ -37,13 +37,14 @@ from .conv2d_knobs import Conv2DKnobs, conv2d_space
 from .fused_conv2d_knobs import FusedConv2DKnobs, Grid, grids, tiles_one, tiles_two
 from .machine import CPUInfo
 from .nest_cost import L2, L3, MEMORY, STORE, Nest, Terms, bandwidth, fits, nest_terms, split
+from .prefetch import CACHE_LINE_BYTES
 from .tiles import tile_counts
 
 CLOCK_HZ = 3.0e9  # scales the estimates; no choice depends on it
 FORK = 6000.0  # waking the threads and waiting for the last one
 KEPT = 0.6  # share of the L2 that a pair's data and intermediate may fill without loss
 EDGE = 16.0  # a line that another core is about to write
-PAGE_BYTES, LINE_BYTES = 4096, 64
+PAGE_BYTES = 4096
 TRANSPOSE_BYTES_PER_CYCLE = 16.0  # of transposes in registers
 
 
@@ -181,7 +182,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
         steps += _with_weights(nest, count, not steps, kept, cpu)
     edges = 0.0
     if layer.is_depthwise and knobs.unit_chunks > 1:
-        lines = min(share * out_w * lanes * item, PAGE_BYTES) / LINE_BYTES
+        lines = min(share * out_w * lanes * item, PAGE_BYTES) / CACHE_LINE_BYTES
         edges = EDGE * lines * len(vectors)
     return _finish(kernel, knobs.unit_chunks * knobs.block_chunks, steps, edges, 0.0, cpu)
 

@@ -26,11 +26,9 @@ from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..compute.conv2d import activate
-from ..conv2d_workload import ITEM_BYTES, ConvLayer
-from .prefetch import prefetch
+from ..conv2d_workload import ConvLayer
+from .prefetch import line_elements, prefetch
 from .tiles import Index, Run
-
-CACHE_LINE_BYTES = 64
 
 # Kernel row, kernel column, and the pixels of the tile that see this tap.
 Tap = tuple[Index, Index, tuple[int, int]]
@@ -316,7 +314,7 @@ def next_weights(
     """
     layer, lanes = ops.layer, ops.lanes
     taps, square = layer.kernel[0] * layer.kernel[1], ops.source.lanes * lanes
-    line = CACHE_LINE_BYTES // ITEM_BYTES[ops.dtype]
+    line = line_elements(ops.dtype)
     turns = max(1, square // line)
     piece = block + tirx.floormod(tirx.floordiv(turn, turns), blocks)
     start: Index = reduction.start + reduction.count
@@ -354,8 +352,7 @@ def _multiply(
     pixel_step = layer.strides[1] * source.lanes
     for start in ahead:
         step = in_block * taps + kh * layer.kernel[1] + kw
-        element = start + step * (CACHE_LINE_BYTES // ITEM_BYTES[ops.dtype])
-        prefetch(ops.weight, element, level=2)
+        prefetch(ops.weight, start + step * line_elements(ops.dtype), level=2)
     with T.unroll(0, source.lanes) as lane:
         with T.unroll(*span) as p:
             element = T.broadcast(source.buffer[origin + p * pixel_step + lane], lanes)

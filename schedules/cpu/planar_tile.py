@@ -20,9 +20,9 @@ from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..compute.conv2d import activate
-from ..conv2d_workload import ITEM_BYTES, ConvLayer
-from .micro_kernel import CACHE_LINE_BYTES, Index, loop
-from .prefetch import prefetch
+from ..conv2d_workload import ConvLayer
+from .micro_kernel import Index, loop
+from .prefetch import line_elements, prefetch
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def pointwise_tile(
         # The sums take as long as the lines need to come, which are written when they are done.
         for o in range(outputs):
             first = ops.output.at(block * lanes + lane + o, 0, starts[0])
-            for element in range(0, len(starts) * lanes, CACHE_LINE_BYTES // ITEM_BYTES[dtype]):
+            for element in range(0, len(starts) * lanes, line_elements(dtype)):
                 prefetch(ops.output.buffer, first + element, write=True)
         for o, v in places:
             bias = ops.bias[block * lanes + lane + o]

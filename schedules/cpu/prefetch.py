@@ -6,7 +6,15 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ..conv2d_workload import ITEM_BYTES
 from .tiles import Index
+
+CACHE_LINE_BYTES = 64
+
+
+def line_elements(dtype: str) -> int:
+    """How many elements a cache line holds."""
+    return CACHE_LINE_BYTES // ITEM_BYTES[dtype]
 
 
 def prefetch(buffer: tirx.Buffer, offset: Index, level: int = 1, write: bool = False) -> None:

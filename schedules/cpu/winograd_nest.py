@@ -28,7 +28,8 @@ from ..conv2d_workload import ITEM_BYTES, Conv2DKernel, ConvLayer
 from ..winograd_matrices import TAPS
 from .conv_nest import block_runs, compute_tile, for_each_block_tile, pixel_nest, weight_turns
 from .kernel_builder import KernelBuilder
-from .micro_kernel import CACHE_LINE_BYTES, FeatureMap, Index, LayerOperands, Reduction, loop
+from .micro_kernel import FeatureMap, Index, LayerOperands, Reduction, loop
+from .prefetch import CACHE_LINE_BYTES, line_elements
 from .winograd_knobs import WinogradKnobs
 from .winograd_transforms import transform_data, transform_inverse
 
@@ -55,7 +56,7 @@ class _Points:
     @classmethod
     def allocate(cls, points: int, blocks: int, group: int, kernel: Conv2DKernel) -> _Points:
         """A buffer whose planes are an odd number of cache lines, to spread over the cache sets."""
-        line = CACHE_LINE_BYTES // ITEM_BYTES[kernel.dtype]
+        line = line_elements(kernel.dtype)
         plane = (-(-blocks * group * kernel.lanes // line) | 1) * line
         buffer = T.sblock_alloc_buffer((points * plane,), kernel.dtype)
         return cls(buffer, plane, group, kernel.lanes)

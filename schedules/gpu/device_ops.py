@@ -28,14 +28,6 @@ __forceinline__ __device__ {word} tvm_fusion_swap_{name}(
 }}
 """
 
-_LOCK = """
-__forceinline__ __device__ int tvm_fusion_try_lock(int* lock) {
-  int got = 1 - atomicCAS(lock, 0, 1);
-  __threadfence();  // what the lock protects is read after it
-  return got;
-}
-"""
-
 _PUBLISH = """
 __forceinline__ __device__ void tvm_fusion_publish_{name}(void* p, {word} value) {{
   __threadfence();  // whoever reads the value sees what this thread has seen and written
@@ -71,36 +63,26 @@ def shuffle_xor(value: tirx.Expr, mask: int, width: int) -> tirx.Expr:
 
 
 def draw_ticket(gpu: GPUInfo, counter: tirx.Expr, blocks: int) -> tirx.Expr:
-    """Count this block at ``counter``; the ticket ``blocks - 1`` is the last one.
-
-    :func:`reset_counter` follows.
-    """
-    if gpu.kind == "cuda":
-        return T.cuda.func_call(
-            "tvm_fusion_draw_ticket",
-            counter,
-            tirx.const(blocks - 1, "int32"),
-            source_code=_TICKET,
-            return_type="int32",
+    """Count this block at ``counter``; after the last ticket, ``blocks - 1``, it is zero again."""
+    last = tirx.const(blocks - 1, "int32")
+    if gpu.kind == "cuda":  # it wraps around
+        return T.bind(
+            T.cuda.func_call(
+                "tvm_fusion_draw_ticket", counter, last, source_code=_TICKET, return_type="int32"
+            )
         )
-    return T.call_extern("int32", "atomic_inc", counter)
-
-
-def reset_counter(gpu: GPUInfo, counter: tirx.Expr, ticket: tirx.Expr, blocks: int) -> None:
-    """Make the counter zero for the next call if the last ticket has been drawn."""
-    if gpu.kind == "opencl":  # on CUDA it wraps around
-        with T.If(tirx.EQ(ticket, tirx.const(blocks - 1, "int32"))):
-            with T.Then():
-                publish(gpu, counter, tirx.const(0, "int32"))
+    ticket = T.bind(T.call_extern("int32", "atomic_inc", counter))
+    with T.If(tirx.EQ(ticket, last)):
+        with T.Then():
+            publish(gpu, counter, tirx.const(0, "int32"))
+    return ticket
 
 
 def try_lock(gpu: GPUInfo, lock: tirx.Expr) -> tirx.Expr:
     """One if this thread has got the lock, else zero; :func:`publish` gives it back as zero."""
-    if gpu.kind == "cuda":
-        return T.cuda.func_call("tvm_fusion_try_lock", lock, source_code=_LOCK, return_type="int32")
     one = tirx.const(1, "int32")
     before = T.bind(compare_and_swap(gpu, lock, tirx.const(0, "int32"), one))
-    fence(gpu)
+    acquire(gpu)
     return one - before
 
 

@@ -28,7 +28,6 @@ from .device_ops import (
     draw_ticket,
     publish,
     read_now,
-    reset_counter,
     try_lock,
 )
 from .index_math import i64
@@ -96,11 +95,9 @@ class LaunchPlace:
             self._free()
             return
         counter = T.address_of(self._words[i64(_FINISHED) + self.number])
-        finished = T.bind(draw_ticket(self._gpu, counter, tiles))
-        with T.If(tirx.EQ(finished, tirx.const(tiles - 1, "int32"))):
-            with T.Then():
-                reset_counter(self._gpu, counter, finished, tiles)
-                self._free()
+        finished = draw_ticket(self._gpu, counter, tiles)
+        with when(tirx.EQ(finished, tirx.const(tiles - 1, "int32"))):
+            self._free()
 
     def _read_names(self) -> list[tirx.Expr]:
         places = [T.address_of(self._names[place]) for place in range(PLACES)]

@@ -224,7 +224,7 @@ def blocks_at_once(
 ) -> int:
     """Blocks of a reduction that share a multiprocessor, with registers for each.
 
-    No more than the grid has, and as many as nothing is spilled for.
+    No more than grids are made for, and as many as nothing is spilled for.
     """
     own = OWN_REGISTERS + INPUT_REGISTERS * len(row_inputs)
     if 8 in row_inputs or "float64" in fields_of(workloads):

@@ -17,7 +17,7 @@ from . import reduce_state
 from .atomics import atomic_update_vector
 from .block_combine import combine_groups
 from .cluster_exchange import ClusterExchange
-from .device_ops import draw_ticket, fence, reset_counter, sync
+from .device_ops import draw_ticket, fence, sync
 from .index_math import i64
 from .launch_place import HEADER_WORDS, LaunchPlace
 from .reduce_config import field_places, partials, power_of_two, tiles
@@ -82,9 +82,7 @@ def last_block(ctx: ReduceContext, stage: Stage, states: Buffers, place: LaunchP
     with T.If(tirx.EQ(ctx.thread, i64(0))):
         with T.Then():
             counter = T.address_of(tickets[tile])
-            own = T.bind(draw_ticket(ctx.gpu, counter, ctx.config.splits))
-            T.buffer_store(drawn, own, [0])
-            reset_counter(ctx.gpu, counter, own, ctx.config.splits)
+            T.buffer_store(drawn, draw_ticket(ctx.gpu, counter, ctx.config.splits), [0])
     sync()
     ticket = T.bind(drawn[0])
     is_last = tirx.EQ(ticket, tirx.const(ctx.config.splits - 1, "int32"))

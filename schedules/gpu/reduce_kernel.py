@@ -61,6 +61,7 @@ def write_kernel(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> tirx
 def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator[ReduceContext]:
     """Open the grid; the blocks of a cluster are neighbours in it."""
     count = ceildiv(group.outputs, config.tile_outputs)
+    at_once = _blocks_at_once(group, config)
     if config.cluster > 1:
         size = i64(config.cluster)
         with (
@@ -68,7 +69,7 @@ def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator
             T.launch_thread("blockIdx.x", count * size) as block,
             T.launch_thread("clusterCtaIdx.x", size),
             T.launch_thread("threadIdx.x", i64(config.threads)) as thread,
-            resident_blocks(gpu, _blocks_at_once(group, config)),
+            resident_blocks(gpu, at_once),
         ):
             yield ReduceContext.open(group, config, gpu, block // size, block % size, thread)
         return
@@ -76,12 +77,12 @@ def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator
     with unless_empty(count), T.launch_thread(axis, count) as tile:
         with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
             if config.splits == 1:
-                with resident_blocks(gpu, _blocks_at_once(group, config)):
+                with resident_blocks(gpu, at_once):
                     yield ReduceContext.open(group, config, gpu, tile, i64(0), thread)
                 return
             with (
                 T.launch_thread("blockIdx.x", i64(config.splits)) as split,
-                resident_blocks(gpu, _blocks_at_once(group, config)),
+                resident_blocks(gpu, at_once),
             ):
                 yield ReduceContext.open(group, config, gpu, tile, split, thread)
 

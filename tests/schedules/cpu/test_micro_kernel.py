@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from schedules.conv2d_workload import ConvLayer
-from schedules.cpu.micro_kernel import CACHE_LINE_BYTES, Reduction, next_weights
+from schedules.cpu.micro_kernel import Reduction, next_weights
+from schedules.cpu.prefetch import CACHE_LINE_BYTES
 
 LINE = CACHE_LINE_BYTES // 4
 
