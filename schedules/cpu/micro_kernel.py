@@ -9,8 +9,9 @@ for ``P x V`` multiply-adds (the batch-reduce GEMM of Georganas et al., arXiv 19
 Zero padding costs nothing: rows outside the image shorten the loop over kernel rows, and
 border tiles know their taps (:mod:`.tiles`).
 
-The accumulators are a small buffer of scope ``global``: that is what TVM 0.27 puts on the stack,
-where LLVM turns it into registers; one of scope ``local`` would be taken from the heap.
+Each accumulator is a buffer of its own, of one vector and of scope ``global``: TVM 0.27 puts that on
+the stack, where LLVM turns it into a register. Buffers of scope ``local``, and those of more than
+1,024 bytes, are taken from the heap, and stay in memory.
 
 The functions here may only be called between the ``with`` statements of an open ``IRBuilder``.
 """
@@ -32,6 +33,10 @@ from .tiles import Index, Run
 
 # Kernel row, kernel column, and the pixels of the tile that see this tap.
 Tap = tuple[Index, Index, tuple[int, int]]
+
+# Steps of the reduction that are unrolled: of sixteen, LLVM 22 loads all broadcasts first, and
+# spills them.
+UNROLLED_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,7 @@ def dense_tile(
         T.reads()
         T.writes()
         lanes = ops.lanes
-        sums = T.sblock_alloc_buffer((run.size * blocks * lanes,), ops.dtype)
+        sums = accumulators(run.size * blocks, lanes, ops.dtype)
         ahead: list[Index] = []
         if turns:
             tile = run.first + tirx.floordiv(column - run.start, run.size)
@@ -213,19 +218,22 @@ def depthwise_tile(ops: LayerOperands, block: Index, row: Index, run: Run, colum
         T.reads()
         T.writes()
         lanes, layer = ops.lanes, ops.layer
-        sums = T.sblock_alloc_buffer((run.size * lanes,), ops.dtype)
+        sums = accumulators(run.size, lanes, ops.dtype)
         _start(ops, sums, block, 1, row, run, column, whole)
         for kh, kw, (low, high) in _taps(ops, row, run, unroll_columns=True):
             weight = ((block * layer.kernel[0] + kh) * layer.kernel[1] + kw) * lanes
             in_row, in_column = _source_pixel(layer, row, column, kh, kw)
             origin = ops.source.at(block, in_row, in_column)
-            with T.unroll(low, high) as p:
-                pixel = origin + p * (layer.strides[1] * lanes)
-                value = _load(sums, p * lanes, lanes) + _load(
-                    ops.source.buffer, pixel, lanes
-                ) * _load(ops.weight, weight, lanes)
-                _store(sums, value, p * lanes, lanes)
+            for p in range(low, high):
+                pixel = _load(ops.source.buffer, origin + p * (layer.strides[1] * lanes), lanes)
+                value = _load(sums[p], 0, lanes) + pixel * _load(ops.weight, weight, lanes)
+                _store(sums[p], value, 0, lanes)
         _finish(ops, sums, block, 1, row, run, column, whole)
+
+
+def accumulators(count: int, lanes: int, dtype: str) -> list[tirx.Buffer]:
+    """Vectors in registers, for the body of an open ``T.sblock``."""
+    return [T.sblock_alloc_buffer((lanes,), dtype) for _ in range(count)]
 
 
 def _group_start(ops: LayerOperands, block: Index) -> Index:
@@ -329,7 +337,7 @@ def next_weights(
 
 def _multiply(
     ops: LayerOperands,
-    sums: tirx.Buffer,
+    sums: Sequence[tirx.Buffer],
     out: tuple[Index, int],
     pixel: tuple[Index, Index],
     in_block: Index,
@@ -353,18 +361,30 @@ def _multiply(
     for start in ahead:
         step = in_block * taps + kh * layer.kernel[1] + kw
         prefetch(ops.weight, start + step * line_elements(ops.dtype), level=2)
-    with T.unroll(0, source.lanes) as lane:
-        with T.unroll(*span) as p:
+    with _steps(source.lanes) as lane:
+        for p in range(*span):
             element = T.broadcast(source.buffer[origin + p * pixel_step + lane], lanes)
-            with T.unroll(0, blocks) as v:
-                at = (p * blocks + v) * lanes
+            for v in range(blocks):
+                total = sums[p * blocks + v]
                 vector = _load(ops.weight, weight + v * per_block + lane * lanes, lanes)
-                _store(sums, _load(sums, at, lanes) + element * vector, at, lanes)
+                _store(total, _load(total, 0, lanes) + element * vector, 0, lanes)
+
+
+@contextmanager
+def _steps(count: int) -> Iterator[Index]:
+    """Loop over the lanes of an input block, unrolled as far as registers allow."""
+    whole, rest = divmod(count, UNROLLED_STEPS)
+    if whole > 1 and not rest:
+        with T.serial(0, whole) as part, T.unroll(0, UNROLLED_STEPS) as step:
+            yield part * UNROLLED_STEPS + step
+    else:
+        with T.unroll(0, count) as step:
+            yield step
 
 
 def _start(
     ops: LayerOperands,
-    sums: tirx.Buffer,
+    sums: Sequence[tirx.Buffer],
     block: Index,
     blocks: int,
     row: Index,
@@ -374,8 +394,8 @@ def _start(
 ) -> None:
     """Fill the accumulators with the bias, or with the partial sums of an earlier part."""
     lanes = ops.lanes
-    with T.unroll(0, run.size) as p:
-        with T.unroll(0, blocks) as v:
+    for p in range(run.size):
+        for v in range(blocks):
             if ops.bias is None:
                 value = T.broadcast(tirx.const(0, ops.dtype), lanes)
             else:
@@ -383,12 +403,12 @@ def _start(
             if reduction.first is not True:
                 partial = _load(ops.output.buffer, ops.output.at(block + v, row, column + p), lanes)
                 value = tirx.if_then_else(reduction.first, value, partial)
-            _store(sums, value, (p * blocks + v) * lanes, lanes)
+            _store(sums[p * blocks + v], value, 0, lanes)
 
 
 def _finish(
     ops: LayerOperands,
-    sums: tirx.Buffer,
+    sums: Sequence[tirx.Buffer],
     block: Index,
     blocks: int,
     row: Index,
@@ -400,9 +420,9 @@ def _finish(
     lanes = ops.lanes
 
     def write(complete: bool) -> None:
-        with T.unroll(0, run.size) as p:
-            with T.unroll(0, blocks) as v:
-                value = _load(sums, (p * blocks + v) * lanes, lanes)
+        for p in range(run.size):
+            for v in range(blocks):
+                value = _load(sums[p * blocks + v], 0, lanes)
                 if complete:
                     if ops.residual is not None:
                         at = ops.residual.at(block + v, row, column + p)

@@ -21,7 +21,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..compute.conv2d import activate
 from ..conv2d_workload import ConvLayer
-from .micro_kernel import Index, loop
+from .micro_kernel import Index, accumulators, loop
 from .prefetch import line_elements, prefetch
 
 
@@ -266,11 +266,8 @@ def pointwise_tile(
     with T.sblock("tile"):
         T.reads()
         T.writes()
-        sums = T.sblock_alloc_buffer((len(places) * lanes,), dtype)
-
-        def at(output: int, vector: int) -> tirx.Expr:
-            return T.ramp((output * len(starts) + vector) * lanes, 1, lanes)
-
+        sums = dict(zip(places, accumulators(len(places), lanes, dtype), strict=True))
+        whole = T.ramp(0, 1, lanes)
         # The sums take as long as the lines need to come, which are written when they are done.
         for o in range(outputs):
             first = ops.output.at(block * lanes + lane + o, 0, starts[0])
@@ -278,7 +275,7 @@ def pointwise_tile(
                 prefetch(ops.output.buffer, first + element, write=True)
         for o, v in places:
             bias = ops.bias[block * lanes + lane + o]
-            T.buffer_store(sums, T.broadcast(bias, lanes), [at(o, v)])
+            T.buffer_store(sums[o, v], T.broadcast(bias, lanes), [whole])
         for channel, weights in _input_channels(ops, block):
             pixels = [
                 T.bind(ops.source.buffer[T.ramp(ops.source.at(channel, 0, start), 1, lanes)])
@@ -287,9 +284,9 @@ def pointwise_tile(
             for o in range(outputs):
                 weight = T.bind(T.broadcast(ops.weight[weights + (lane + o)], lanes))
                 for v, pixel in enumerate(pixels):
-                    T.buffer_store(sums, sums[at(o, v)] + pixel * weight, [at(o, v)])
+                    T.buffer_store(sums[o, v], sums[o, v][whole] + pixel * weight, [whole])
         for o, v in places:
-            value = activate(sums[at(o, v)], ops.layer.activation, dtype)
+            value = activate(sums[o, v][whole], ops.layer.activation, dtype)
             if ops.paired:
                 value = _in_pixel_order(value, lanes)
             target = ops.output.at(block * lanes + lane + o, 0, starts[v])
