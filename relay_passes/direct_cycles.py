@@ -17,7 +17,6 @@ from schedules.conv2d_workload import ITEM_BYTES, ConvLayer
 from schedules.cpu.machine import CPUInfo
 
 # Constants of the model, in bytes and cycles of one core; measure before changing one.
-FMA_BITS_PER_CYCLE = 512  # vector bits of multiply-adds started a cycle, of at most two registers
 L2_BYTES_PER_CYCLE = 32.0
 L3_BYTES_PER_CYCLE = 27.0
 MEMORY_BYTES_PER_CYCLE = 8.0  # for one core alone
@@ -29,7 +28,7 @@ CACHE_SHARE = 0.75  # of a cache that a kernel's own data may fill
 def _arithmetic(layer: ConvLayer, size: tuple[int, int], cpu: CPUInfo, dtype: str) -> float:
     """Cycles of multiply-adds for ``size`` output pixels, channels rounded up to whole vectors."""
     lanes = cpu.lanes(dtype)
-    per_cycle = lanes * min(2 * cpu.vector_bits, FMA_BITS_PER_CYCLE) / cpu.vector_bits
+    per_cycle = lanes * cpu.fma_per_cycle
     channels = ceil(layer.out_channels / lanes) * lanes
     taps = layer.kernel[0] * layer.kernel[1] * layer.in_channels
     return size[0] * size[1] * channels * taps / (per_cycle * DENSE_EFFICIENCY)

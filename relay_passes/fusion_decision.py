@@ -26,7 +26,7 @@ from math import ceil, prod
 from tvm.target import Target
 
 from schedules.conv2d_workload import Conv2DKernel, FusedConv2DWorkload
-from schedules.cpu.cost_model import FORK, default_conv2d_knobs, default_fused_knobs, estimate
+from schedules.cpu.cost_model import default_conv2d_knobs, default_fused_knobs, estimate
 from schedules.cpu.fused_conv2d import FusedConv2DKnobs
 from schedules.cpu.fused_conv2d_limits import plain_sides
 from schedules.cpu.machine import CPUInfo
@@ -36,7 +36,6 @@ from .decision import Decision
 from .gpu_fusion_decision import decide_gpu
 from .winograd_decision import WinogradDecision, decide_winograd
 
-LAYOUT_BYTES_PER_CYCLE = 6.0  # of a kernel that changes the layout, each byte counted once
 LEAST_GAIN = -0.008  # predicted, below which two kernels stay; of equals one needs less memory
 
 
@@ -134,7 +133,8 @@ def _separate_cycles(
     if out:
         elements += prod(workload.out_size) * workload.layer2.out_channels
     moved = workload.batch * elements * workload.item_bytes
-    return cycles + (data + out) * FORK + moved / (cpu.num_cores * LAYOUT_BYTES_PER_CYCLE)
+    layouts = moved / (cpu.num_cores * cpu.costs.layout_bytes_per_cycle)
+    return cycles + (data + out) * cpu.costs.fork + layouts
 
 
 def _explain(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from schedules.conv2d_workload import Conv2DKernel, ConvLayer
 from schedules.cpu.machine import CPUInfo
-from schedules.cpu.register_tile import FMA_PER_CYCLE, register_tiles, row_cycles
+from schedules.cpu.register_tile import register_tiles, row_cycles
 from schedules.cpu.tiles import split_evenly
 
 from .machine_limits import MachineLimits
@@ -87,10 +87,10 @@ def _layer_share(
     lanes = kernel.lanes
     blocks = -(-layer.out_channels // lanes // layer.groups) if not layer.is_depthwise else 1
     row = size[0] * size[1] if layer.is_pointwise else size[1]
-    pixels, vectors = register_tiles(layer, row, lanes, cpu.num_vector_registers)[0]
+    pixels, vectors = register_tiles(layer, row, lanes, cpu)[0]
     tiles = 1.0
     if not layer.is_depthwise:
-        tiles = row * blocks / FMA_PER_CYCLE / row_cycles(row, blocks, pixels, vectors)
+        tiles = row * blocks / cpu.fma_per_cycle / row_cycles(row, blocks, pixels, vectors, cpu)
     units = len(split_evenly(row, pixels)) if layer.is_pointwise else size[0]
     units *= kernel.batch or 1
     channels = -(-layer.out_channels // lanes)

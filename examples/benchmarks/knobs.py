@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How near the knobs that the cost model chooses come to the best of the whole space.
 
-    python examples/benchmarks/knobs.py [--only "3x3 64 @56"] [--threads 1 2]
+    python examples/benchmarks/knobs.py [--only "3x3 64 @56"] [--threads 1 2] [--sample 100]
 
-Of each layer and fused pair all settings of the space are built and timed. They take turns in one
+Of each layer and fused pair all settings of the space are built and timed, or the default and a
+random sample of the others. They take turns in one
 process, in a new random order each round; after the first rounds the default and the fastest go
 on. As in a network, the input was just written by all threads in shares of rows, and the weights
 have not been used for a while.
@@ -162,12 +163,15 @@ def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Knobs:
     return choose(kernel, cpu)
 
 
-def settings(kernel: Conv2DKernel, cpu: CPUInfo) -> list[Knobs]:
-    """All settings, the default first."""
+def settings(kernel: Conv2DKernel, cpu: CPUInfo, sample: int, seed: int) -> list[Knobs]:
+    """All settings, the default first; of the others a ``sample`` if that is not 0."""
     single = len(kernel.layers) == 1
     space: list[Knobs] = [*(conv2d_space if single else fused_conv2d_space)(kernel, cpu)]
     default = default_knobs(kernel, cpu)
-    return [default, *(knobs for knobs in space if knobs != default)]
+    others = [knobs for knobs in space if knobs != default]
+    if 0 < sample < len(others):
+        others = random.Random(seed).sample(others, sample)
+    return [default, *others]
 
 
 def build(
@@ -250,7 +254,7 @@ def race(name: str, threads: int, options: argparse.Namespace) -> dict[str, Any]
     target = resolve("native", threads)
     cpu = CPUInfo.from_target(target)
     kernel = kernels(cpu.lanes("float32"))[name]
-    chosen = settings(kernel, cpu)
+    chosen = settings(kernel, cpu, options.sample, options.seed)
     functions = build(kernel, chosen, target)
     shape = packed_function(kernel).params[0].shape
     write = writer([int(extent) for extent in shape], threads, target)
@@ -325,6 +329,7 @@ def main() -> int:
     names = [*SINGLES, *FUSED]
     options.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     options.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    options.add_argument("--sample", type=int, default=0, help="settings beside the default")
     options.add_argument("--seconds", type=float, default=FINAL_SECONDS, help="of each final")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--resume", action="store_true", help="keep what the file already has")

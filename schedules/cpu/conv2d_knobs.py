@@ -58,7 +58,7 @@ def conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Conv2DKnobs]:
     out_h, out_w = layer.output_size(int(kernel.height or 1), int(kernel.width or 1))
     row = out_h * out_w if flat else out_w
     out_blocks = -(-layer.out_channels // kernel.lanes)
-    for pixels, blocks in register_tiles(layer, row, kernel.lanes, cpu.num_vector_registers):
+    for pixels, blocks in register_tiles(layer, row, kernel.lanes, cpu):
         units = -(-row // pixels) if flat else out_h
         for unit_chunks, block_chunks in shares(kernel.batch or 1, cpu.num_cores):
             if unit_chunks > units or block_chunks > -(-out_blocks // blocks):

@@ -3,7 +3,7 @@
 
 The time of the busiest core: with ``N`` images, ``p`` parallel pieces of each and ``c`` cores,
 
-    T = (ceil(N p / c) (nests + layouts) + FORK if N p > 1) / CLOCK_HZ
+    T = (ceil(N p / c) (nests + layouts) + fork if N p > 1) / CLOCK_HZ
 
 The nests are those of :mod:`.nest_cost`. A single convolution is one nest for each group of units
 of the largest chunk. A fused pair is, for each step of ``h`` output rows and each part of the
@@ -15,12 +15,13 @@ memory, since the network's other layers have passed in between.
 
 Where cores share the rows of a depthwise layer, each one's prefetches run into the lines that the
 other is writing, up to the end of a page; the layer has too little arithmetic to hide that:
-``EDGE`` cycles a line.
+``edge`` cycles a line.
 
 The data of a pair's depthwise layer one streams through the L2 and pushes the intermediate out:
 what is lost, more the fuller the L2 is, goes to the L3 and comes back, and nothing hides that.
 
-A kernel that packs NCHW data or unpacks its output pays ``1 / TRANSPOSE`` cycles a byte.
+A kernel that packs NCHW data or unpacks its output pays for transposes by the byte. What is named
+in lower case here is a field of :class:`.MachineCosts`.
 
 The default knobs are the cheapest of :func:`.conv2d_knobs.conv2d_space` or
 :func:`.fused_conv2d_knobs.fused_conv2d_space`.
@@ -36,16 +37,12 @@ from ..errors import OpError
 from .conv2d_knobs import Conv2DKnobs, conv2d_space
 from .fused_conv2d_knobs import FusedConv2DKnobs, Grid, grids, tiles_one, tiles_two
 from .machine import CPUInfo
-from .nest_cost import L2, L3, MEMORY, STORE, Nest, Terms, bandwidth, fits, nest_terms, split
+from .nest_cost import L2, L3, MEMORY, Nest, Terms, bandwidth, fits, nest_terms, split
 from .prefetch import CACHE_LINE_BYTES
 from .tiles import tile_counts
 
 CLOCK_HZ = 3.0e9  # scales the estimates; no choice depends on it
-FORK = 6000.0  # waking the threads and waiting for the last one
-KEPT = 0.6  # share of the L2 that a pair's data and intermediate may fill without loss
-EDGE = 16.0  # a line that another core is about to write
 PAGE_BYTES = 4096
-TRANSPOSE_BYTES_PER_CYCLE = 16.0  # of transposes in registers
 
 
 @dataclass(frozen=True)
@@ -108,10 +105,11 @@ def default_fused_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> FusedConv2DKnobs:
         seconds = tiles_two(kernel, grid, cpu)
         first = min(
             tiles_one(kernel, cpu),
-            key=lambda tile: _cycles(_layer_one(kernel, grid.knobs(tile, seconds[0]), cpu)),
+            key=lambda tile: _cycles(_layer_one(kernel, grid.knobs(tile, seconds[0]), cpu), cpu),
         )
         second = min(
-            seconds, key=lambda tile: _cycles(_layer_two(kernel, grid.knobs(first, tile), cpu))
+            seconds,
+            key=lambda tile: _cycles(_layer_two(kernel, grid.knobs(first, tile), cpu), cpu),
         )
         knobs = grid.knobs(first, second)
         return _fused(kernel, knobs, cpu).cycles, knobs
@@ -122,8 +120,8 @@ def default_fused_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> FusedConv2DKnobs:
 Steps = list[tuple[float, Terms]]
 
 
-def _cycles(steps: Steps) -> float:
-    return sum(count * terms.cycles for count, terms in steps)
+def _cycles(steps: Steps, cpu: CPUInfo) -> float:
+    return sum(count * terms.cycles(cpu.costs) for count, terms in steps)
 
 
 def _finish(
@@ -132,9 +130,9 @@ def _finish(
     """Scale one piece's cost to the images of the busiest core."""
     batch = kernel.batch or 1
     rounds = -(-batch * pieces // cpu.num_cores)
-    fork = FORK if batch * pieces > 1 and cpu.num_cores > 1 else 0.0
+    fork = cpu.costs.fork if batch * pieces > 1 and cpu.num_cores > 1 else 0.0
     columns = zip(*([count * value for value in terms] for count, terms in steps), strict=True)
-    cycles = rounds * (_cycles(steps) + edges + layouts) + fork
+    cycles = rounds * (_cycles(steps, cpu) + edges + layouts) + fork
     return Estimate(cycles, Terms(*map(sum, columns)), edges, layouts, fork)
 
 
@@ -183,7 +181,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
     edges = 0.0
     if layer.is_depthwise and knobs.unit_chunks > 1:
         lines = min(share * out_w * lanes * item, PAGE_BYTES) / CACHE_LINE_BYTES
-        edges = EDGE * lines * len(vectors)
+        edges = cpu.costs.edge * lines * len(vectors)
     return _finish(kernel, knobs.unit_chunks * knobs.block_chunks, steps, edges, 0.0, cpu)
 
 
@@ -207,7 +205,7 @@ def _fused(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> Estim
         moved += rows * _size(kernel)[1] * layer1.in_channels
     if kernel.plain_out:
         moved += -(-out_h // knobs.h_t) * out_w * layer2.out_channels / knobs.oc_t
-    layouts = moved * ITEM_BYTES[kernel.dtype] / TRANSPOSE_BYTES_PER_CYCLE
+    layouts = moved * ITEM_BYTES[kernel.dtype] / cpu.costs.transpose_bytes_per_cycle
     return _finish(kernel, knobs.h_t * knobs.oc_t, steps, 0.0, layouts, cpu)
 
 
@@ -317,8 +315,8 @@ def _evictions(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> S
     for step, count in _row_steps(kernel, knobs):
         mid = _mid_bytes(kernel, knobs, step)
         full = (mid + _data_bytes(kernel, knobs, step)) / cpu.l2_bytes
-        lost = mid * min(1.0, max(0.0, full - KEPT))
-        moved = (1 + STORE) * lost / bandwidth(L3, cpu)
+        lost = mid * min(1.0, max(0.0, full - cpu.costs.kept))
+        moved = (1 + cpu.costs.store) * lost / bandwidth(L3, cpu)
         steps.append((count * knobs.ic_o, Terms(exposed=moved)))
     return steps
 

@@ -157,7 +157,7 @@ def tiles_one(kernel: Conv2DKernel, cpu: CPUInfo) -> list[tuple[int, int]]:
     if layer1.groups > 1 and not layer1.is_depthwise:
         layer1 = replace(layer1, in_channels=1, out_channels=kernel.lanes, groups=1)
     row = _mid_size(kernel)[1]
-    return register_tiles(layer1, row, kernel.lanes, cpu.num_vector_registers)
+    return register_tiles(layer1, row, kernel.lanes, cpu)
 
 
 def tiles_two(kernel: Conv2DKernel, grid: Grid, cpu: CPUInfo) -> list[tuple[int, int]]:
@@ -165,7 +165,7 @@ def tiles_two(kernel: Conv2DKernel, grid: Grid, cpu: CPUInfo) -> list[tuple[int,
     layer2 = kernel.layers[1]
     out_w = layer2.output_size(*_mid_size(kernel))[1]
     row = grid.h * out_w if layer2.is_pointwise else out_w
-    return register_tiles(layer2, row, kernel.lanes, cpu.num_vector_registers)
+    return register_tiles(layer2, row, kernel.lanes, cpu)
 
 
 def _mid_size(kernel: Conv2DKernel) -> tuple[int, int]:

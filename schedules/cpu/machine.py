@@ -18,6 +18,7 @@ from tvm.target import Target
 from tvm.target.codegen import llvm_get_cpu_features, llvm_get_system_cpu
 
 from ..errors import TargetError
+from .machine_costs import MachineCosts, costs_of
 
 _SYSFS_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 _DEFAULT_CACHES = (32 * 1024, 512 * 1024, 8 * 1024 * 1024)
@@ -42,6 +43,8 @@ class CPUInfo:
         Data caches of one core.
     l3_bytes : int
         Last-level cache, shared by all cores.
+    family : str
+        LLVM's name of the CPU; empty if the target names none.
     """
 
     vector_bits: int
@@ -51,6 +54,17 @@ class CPUInfo:
     l1d_bytes: int
     l2_bytes: int
     l3_bytes: int
+    family: str = ""
+
+    @property
+    def costs(self) -> MachineCosts:
+        """What the cost models assume of it."""
+        return costs_of(self.family, self.vector_bits)
+
+    @property
+    def fma_per_cycle(self) -> float:
+        """Multiply-adds of whole vectors that a core starts in a cycle."""
+        return self.costs.fma_per_cycle(self.vector_bits)
 
     def lanes(self, dtype: str | DataType) -> int:
         """How many elements of ``dtype`` one vector register holds (at least 1)."""
@@ -85,7 +99,8 @@ def _from_text(text: str) -> CPUInfo:
     features = llvm_get_cpu_features(target)
     bits, registers, fma = _vector_unit(features, _is_aarch64(target))
     l1d, l2, l3 = _caches(target)
-    return CPUInfo(bits, registers, fma, _num_cores(target), l1d, l2, l3)
+    family = str(target.attrs.get("mcpu", ""))
+    return CPUInfo(bits, registers, fma, _num_cores(target), l1d, l2, l3, family)
 
 
 def _vector_unit(features: set[str], aarch64: bool) -> tuple[int, int, bool]:

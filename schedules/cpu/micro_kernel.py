@@ -9,9 +9,9 @@ for ``P x V`` multiply-adds (the batch-reduce GEMM of Georganas et al., arXiv 19
 Zero padding costs nothing: rows outside the image shorten the loop over kernel rows, and
 border tiles know their taps (:mod:`.tiles`).
 
-Each accumulator is a buffer of its own, of one vector and of scope ``global``: TVM 0.27 puts that on
-the stack, where LLVM turns it into a register. Buffers of scope ``local``, and those of more than
-1,024 bytes, are taken from the heap, and stay in memory.
+Each accumulator is a buffer of its own, of one vector and of scope ``global``: TVM 0.27 puts that
+on the stack, where LLVM turns it into a register. Buffers of scope ``local``, and those of more
+than 1,024 bytes, are taken from the heap, and stay in memory.
 
 The functions here may only be called between the ``with`` statements of an open ``IRBuilder``.
 """
@@ -19,7 +19,7 @@ The functions here may only be called between the ``with`` statements of an open
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,6 +37,7 @@ Tap = tuple[Index, Index, tuple[int, int]]
 # Steps of the reduction that are unrolled: of sixteen, LLVM 22 loads all broadcasts first, and
 # spills them.
 UNROLLED_STEPS = 8
+LANES_OF_128_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -197,17 +198,17 @@ def dense_tile(
                 next_weights(ops, block, blocks, reduction, turn + line) for line in range(lines)
             ]
         _start(ops, sums, block, blocks, row, run, column, reduction)
-        blocks_read = (reduction.start, reduction.start + reduction.count)
         if ops.source.lanes > 1:
-            with loop(*blocks_read) as in_block:
+            for in_block, channels in _input_blocks(ops, reduction):
                 for tap in _taps(ops, row, run):
-                    _multiply(ops, sums, (block, blocks), (row, column), in_block, tap, ahead)
+                    where = (row, column), in_block, tap
+                    _multiply(ops, sums, (block, blocks), *where, channels, ahead)
         else:
             # Channels innermost: pixels that neighbouring kernel columns share would otherwise be
             # kept in registers from column to column, and push the accumulators out.
             for tap in _taps(ops, row, run):
-                with loop(*blocks_read) as in_block:
-                    _multiply(ops, sums, (block, blocks), (row, column), in_block, tap)
+                with loop(reduction.start, reduction.start + reduction.count) as in_block:
+                    _multiply(ops, sums, (block, blocks), (row, column), in_block, tap, 1)
         _finish(ops, sums, block, blocks, row, run, column, reduction)
 
 
@@ -234,6 +235,25 @@ def depthwise_tile(ops: LayerOperands, block: Index, row: Index, run: Run, colum
 def accumulators(count: int, lanes: int, dtype: str) -> list[tirx.Buffer]:
     """Vectors in registers, for the body of an open ``T.sblock``."""
     return [T.sblock_alloc_buffer((lanes,), dtype) for _ in range(count)]
+
+
+def _input_blocks(ops: LayerOperands, reduction: Reduction) -> Iterator[tuple[Index, int]]:
+    """Open the loops over the input blocks; yield each with its number of channels.
+
+    The last block of a whole sum may have few; in a part of a sum, whose last block is known only
+    when it runs, missing channels are summed as zeros.
+    """
+    lanes, stop = ops.source.lanes, reduction.start + reduction.count
+    rest = ops.layer.in_channels % lanes if ops.layer.groups == 1 else 0
+    whole = reduction.start == 0 and reduction.count == ops.in_blocks
+    if not (rest and isinstance(reduction.start, int) and whole):
+        with loop(reduction.start, stop) as in_block:
+            yield in_block, lanes
+        return
+    if ops.in_blocks > 1:
+        with loop(0, ops.in_blocks - 1) as in_block:
+            yield in_block, lanes
+    yield ops.in_blocks - 1, rest
 
 
 def _group_start(ops: LayerOperands, block: Index) -> Index:
@@ -342,9 +362,10 @@ def _multiply(
     pixel: tuple[Index, Index],
     in_block: Index,
     tap: Tap,
+    channels: int,
     ahead: Sequence[Index] = (),
 ) -> None:
-    """All multiply-adds of one tap and one input block (counted within the group).
+    """All multiply-adds of one tap and the ``channels`` of one input block (within the group).
 
     They take long enough to ask for cache lines of weights, one counted from each of ``ahead``.
     """
@@ -361,25 +382,43 @@ def _multiply(
     for start in ahead:
         step = in_block * taps + kh * layer.kernel[1] + kw
         prefetch(ops.weight, start + step * line_elements(ops.dtype), level=2)
-    with _steps(source.lanes) as lane:
-        for p in range(*span):
-            element = T.broadcast(source.buffer[origin + p * pixel_step + lane], lanes)
-            for v in range(blocks):
+    element = _elements(source, [origin + p * pixel_step for p in range(*span)], lanes)
+    for lane in _channel_steps(channels):
+        vectors = [
+            _load(ops.weight, weight + v * per_block + lane * lanes, lanes) for v in range(blocks)
+        ]
+        for number, p in enumerate(range(*span)):
+            factor = element(number, lane)
+            for v, vector in enumerate(vectors):
                 total = sums[p * blocks + v]
-                vector = _load(ops.weight, weight + v * per_block + lane * lanes, lanes)
-                _store(total, _load(total, 0, lanes) + element * vector, 0, lanes)
+                _store(total, _load(total, 0, lanes) + factor * vector, 0, lanes)
 
 
-@contextmanager
-def _steps(count: int) -> Iterator[Index]:
-    """Loop over the lanes of an input block, unrolled as far as registers allow."""
+def _elements(
+    source: FeatureMap, pixels: Sequence[Index], lanes: int
+) -> Callable[[int, Index], tirx.Expr]:
+    """Return a function that gives an element of a pixel, by number and channel, in all lanes.
+
+    Vectors of 128 bits are loaded once a pixel: NEON multiplies by one of their lanes, where single
+    elements would take a load and a register each.
+    """
+    if source.lanes == lanes == LANES_OF_128_BITS:
+        vectors = [T.bind(_load(source.buffer, pixel, lanes)) for pixel in pixels]
+        return lambda number, lane: tirx.Shuffle([vectors[number]], [int(lane)] * lanes)
+    return lambda number, lane: T.broadcast(source.buffer[pixels[number] + lane], lanes)
+
+
+def _channel_steps(count: int) -> Iterator[Index]:
+    """Open a loop over the channels of an input block, unrolled as far as registers allow."""
     whole, rest = divmod(count, UNROLLED_STEPS)
-    if whole > 1 and not rest:
-        with T.serial(0, whole) as part, T.unroll(0, UNROLLED_STEPS) as step:
-            yield part * UNROLLED_STEPS + step
+    if whole > 1:
+        with T.serial(0, whole) as part:
+            for step in range(UNROLLED_STEPS):
+                yield part * UNROLLED_STEPS + step
+        first = whole * UNROLLED_STEPS
     else:
-        with T.unroll(0, count) as step:
-            yield step
+        first, rest = 0, count
+    yield from range(first, first + rest)
 
 
 def _start(

@@ -9,59 +9,46 @@ blocks of ``x`` lanes, ``k`` kernel taps and ``n`` parts of the reduction,
     compute   = multiply_adds + tiles + starts
     traffic   = weights + data + output
 
-    multiply_adds = sum over tiles, visible taps: c (x step_cycles(P, V) + BODY), with
-                    TIGHT or SPILL more a step where all registers are taken, or more
-                    depthwise: P k / FMA_PER_CYCLE
-    tiles     = sum over tiles: n DRAIN max(0, P V - in flight) late + (n - 1) PARTIAL P V
+    multiply_adds = sum over tiles, visible taps: s step_cycles(P, V) + body a part of s, with
+                    s the lanes of the c blocks that hold channels, and
+                    tight or spill more a step where all registers are taken, or more
+                    depthwise: P k / fma_per_cycle
+    tiles     = sum over tiles: n drain max(0, P V - in flight) late + (n - 1) partial P V
                 with late = 1, or where the sums are clipped
-                (c x k (P V + P + V) / n - WINDOW) / (2 WINDOW), at least 0, at most 1
-                depthwise: DEPTHWISE_TAP k; and INSIDE if the block tiles run inside
-    starts    = START for each time that the pixel loops begin
+                (c x k (P V + P + V) / n - window) / (2 window), at least 0, at most 1
+                depthwise: depthwise_tap k; and inside if the block tiles run inside
+    starts    = start for each time that the pixel loops begin
     weights   = W / B(home) + W (passes - 1) / B(where a block tile's part of them fits)
     data      = D / B(home) + D (block tiles - 1) / B(where D and the part fit)
                 + the rows that kernels share, where they do not stay in L1
-    output    = STORE O / B(home) + partial sums
+    output    = store O / B(home) + partial sums
     exposed   = misses that nothing hides: of weights that are not asked for, and of strides that
                 skip pixels, which the hardware does not predict
 
 ``step_cycles`` is that of :mod:`.register_tile`, tails and the missing taps at the border
 included; "in flight" are the multiply-adds that fill the units, ``l f``; ``B(level)`` are the bytes
 a cycle that a core gets from a level. Arithmetic and traffic overlap: the larger counts, and little
-of the other.
+(``leak``) of the other. What is named in lower case is a field of :class:`.MachineCosts`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from math import ceil
 from typing import NamedTuple
 
 from ..conv2d_workload import ConvLayer
 from .machine import CPUInfo
-from .register_tile import FMA_LATENCY, FMA_PER_CYCLE, step_cycles
+from .machine_costs import MachineCosts
+from .micro_kernel import UNROLLED_STEPS
+from .register_tile import step_cycles
 from .tiles import row_runs, split_evenly
 
 L1, L2, L3, MEMORY = range(4)
 
-# Fitted to the settings that examples/benchmarks/knobs.py measures.
-BYTES_PER_CYCLE = (float("inf"), 36.0, 20.0, 3.8)  # from a level into the registers of one core
-MEMORY_CORES = 2.0  # cores that saturate the memory; more share it
 CACHE_SHARE = 0.75  # of a cache that a kernel's own data may fill
-LEAK = 0.05  # share of the smaller of arithmetic and traffic that the larger does not hide
-BODY = 1.1  # loop control of one body: lanes steps
-DRAIN = 5.5  # per accumulator beyond those in flight: the next tile begins late ...
-WINDOW = 256.0  # ... unless it has few instructions, and two operations stand before each store
 CLIPPED = ("relu6", "clip")  # activations of two operations
-PARTIAL = 1.0  # a partial sum is stored and loaded
-DEPTHWISE_TAP = 1.07  # a chain of taps is too long for the next tile to overlap with all of it
-INSIDE = 5.3  # a tile of pixels writes to all channel planes, whose addresses crowd the same sets
-TIGHT = 0.38  # a step of a tile that leaves the compiler no register
-SPILL = 3.6  # an accumulator without a register, stored and loaded in each step
-START = 40.0  # bounds, and a branch that is predicted wrongly
-STORE = 1.5  # a line is read for ownership before it is written
-MISS = 0.008  # cycles a byte of weights that the core waits for
-SKIP = 0.9  # share of the traffic of strides that skip pixels
-
 
 Sizes = tuple[tuple[int, int], ...]
 
@@ -77,12 +64,11 @@ class Terms(NamedTuple):
     output: float = 0.0
     exposed: float = 0.0
 
-    @property
-    def cycles(self) -> float:
+    def cycles(self, costs: MachineCosts) -> float:
         """Arithmetic and traffic overlap."""
         compute = self.multiply_adds + self.tiles + self.starts
         traffic = self.weights + self.data + self.output
-        return max(compute, traffic) + LEAK * min(compute, traffic) + self.exposed
+        return max(compute, traffic) + costs.leak * min(compute, traffic) + self.exposed
 
 
 class Nest(NamedTuple):
@@ -148,7 +134,7 @@ class Nest(NamedTuple):
 
 def nest_terms(nest: Nest, cpu: CPUInfo) -> Terms:
     """Return what a nest costs, by the equations of the module's docstring."""
-    layer = nest.layer
+    layer, costs = nest.layer, cpu.costs
     if nest.flat is not None:
         spans = tiles = nest.flat
         visible = 1.0
@@ -157,16 +143,16 @@ def nest_terms(nest: Nest, cpu: CPUInfo) -> Terms:
         visible = _visible_rows(layer, nest.size[0], nest.out_size[0])
     passes = sum(count for _, count in tiles) * nest.rows
     if layer.is_depthwise:
-        compute = _depthwise(nest, spans, passes, visible)
+        compute = _depthwise(nest, spans, passes, visible, cpu)
     else:
-        compute = _dense(nest, spans, tiles, visible, cpu.num_vector_registers)
+        compute = _dense(nest, spans, tiles, visible, cpu)
     vectors = sum(nest.vectors)
     taps = 1 if layer.is_depthwise else nest.in_blocks * nest.source_lanes
     block_bytes = taps * layer.kernel[0] * layer.kernel[1] * nest.lanes * nest.item_bytes
     weights, late = _weights(nest, block_bytes, passes, cpu)
     pixels = sum(size * count for size, count in tiles) * nest.rows
     out_bytes = pixels * vectors * nest.lanes * nest.item_bytes
-    output = out_bytes * (STORE + nest.residual) / nest.calls / bandwidth(nest.out_level, cpu)
+    output = out_bytes * (costs.store + nest.residual) / nest.calls / bandwidth(nest.out_level, cpu)
     if nest.parts > 1 or nest.calls > 1:
         kept = out_bytes * (1 if nest.calls > 1 else max(nest.vectors) / vectors)
         again = nest.parts - 1 / nest.calls
@@ -174,13 +160,13 @@ def nest_terms(nest: Nest, cpu: CPUInfo) -> Terms:
     data, skipped = _data(nest, block_bytes, cpu)
     missed = 0.0
     if not nest.prefetch and not layer.is_depthwise:
-        missed = MISS * (late + vectors * block_bytes * (nest.weight_level >= L3))
+        missed = costs.miss * (late + vectors * block_bytes * (nest.weight_level >= L3))
     return Terms(
         *compute,
         weights=weights,
         data=data,
         output=output,
-        exposed=missed + SKIP * skipped,
+        exposed=missed + costs.skip * skipped,
     )
 
 
@@ -192,8 +178,8 @@ def fits(size: float, cpu: CPUInfo) -> int:
 
 def bandwidth(level: int, cpu: CPUInfo) -> float:
     """Bytes a cycle that one core gets from a level while all cores ask."""
-    share = min(1.0, MEMORY_CORES / cpu.num_cores) if level == MEMORY else 1.0
-    return BYTES_PER_CYCLE[level] * share
+    share = min(1.0, cpu.costs.memory_cores / cpu.num_cores) if level == MEMORY else 1.0
+    return cpu.costs.bytes_per_cycle[level] * share
 
 
 @lru_cache(maxsize=4096)
@@ -220,9 +206,12 @@ def _visible_rows(layer: ConvLayer, height: int, out_height: int) -> float:
 
 
 def _dense(
-    nest: Nest, spans: Sizes, tiles: Sizes, visible: float, registers: int
+    nest: Nest, spans: Sizes, tiles: Sizes, visible: float, cpu: CPUInfo
 ) -> tuple[float, float, float]:
     """Cycles of multiply-adds, of tiles and of starts."""
+    costs, registers = cpu.costs, cpu.num_vector_registers
+    lanes = _lanes_summed(nest)
+    bodies = nest.in_blocks * ceil(nest.source_lanes / UNROLLED_STEPS)
     steps = drain = partial = 0.0
     count = sum(number for _, number in tiles)
     kernel_height, kernel_width = nest.layer.kernel
@@ -230,28 +219,38 @@ def _dense(
     for blocks, times in Counter(nest.vectors).items():
         for size, number in spans:
             missing = size * blocks + blocks + 1 - registers
-            lost = SPILL * missing if missing > 0 else TIGHT * (missing == 0)
-            cycles = nest.source_lanes * (step_cycles(size, blocks) + lost) + BODY
+            lost = costs.spill * missing if missing > 0 else costs.tight * (missing == 0)
+            cycles = lanes * (step_cycles(size, blocks, cpu) + lost) + bodies * costs.body
             steps += times * number * cycles
         for size, number in tiles:
-            waiting = max(0, size * blocks - FMA_LATENCY * FMA_PER_CYCLE)
+            waiting = max(0, size * blocks - costs.fma_latency * cpu.fma_per_cycle)
             late = 1.0
             if nest.layer.activation.kind in CLIPPED:
                 instructions = reduction * (size * blocks + size + blocks)
-                late = min(1.0, max(0.0, (instructions - WINDOW) / (2 * WINDOW)))
-            drain += times * number * DRAIN * waiting * late
-            partial += times * number * size * blocks * PARTIAL
-    each = INSIDE * count * len(nest.vectors) if nest.inside else 0.0
+                late = min(1.0, max(0.0, (instructions - costs.window) / (2 * costs.window)))
+            drain += times * number * costs.drain * waiting * late
+            partial += times * number * size * blocks * costs.partial
+    each = costs.inside * count * len(nest.vectors) if nest.inside else 0.0
     ends = nest.rows * (drain * nest.parts + partial * (nest.parts - 1 / nest.calls) + each)
-    starts = START if nest.inside else START * len(nest.vectors) * nest.parts
-    return steps * nest.rows * visible * nest.in_blocks, ends, starts
+    starts = costs.start * (1 if nest.inside else len(nest.vectors) * nest.parts)
+    return steps * nest.rows * visible, ends, starts
 
 
-def _depthwise(nest: Nest, spans: Sizes, passes: int, visible: float) -> tuple[float, float, float]:
+def _lanes_summed(nest: Nest) -> int:
+    """Input lanes that one output channel sums up in this nest: of whole blocks if in parts."""
+    lanes = nest.in_blocks * nest.source_lanes
+    if nest.layer.groups > 1 or nest.parts > 1 or nest.calls > 1:
+        return lanes
+    return min(lanes, nest.layer.in_channels)
+
+
+def _depthwise(
+    nest: Nest, spans: Sizes, passes: int, visible: float, cpu: CPUInfo
+) -> tuple[float, float, float]:
     blocks = len(nest.vectors)
-    steps = sum(size * number for size, number in spans) / FMA_PER_CYCLE
-    chain = DEPTHWISE_TAP * nest.layer.kernel[0] * nest.layer.kernel[1]
-    return steps * nest.rows * visible * blocks, passes * blocks * chain, START * blocks
+    steps = sum(size * number for size, number in spans) / cpu.fma_per_cycle
+    chain = cpu.costs.depthwise_tap * nest.layer.kernel[0] * nest.layer.kernel[1]
+    return steps * nest.rows * visible * blocks, passes * blocks * chain, cpu.costs.start * blocks
 
 
 def _weights(nest: Nest, block_bytes: float, passes: int, cpu: CPUInfo) -> tuple[float, float]:

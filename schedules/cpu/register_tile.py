@@ -9,7 +9,7 @@ latency ``l`` of one multiply-add, because its accumulators form ``P V`` indepen
     cycles(P, V) = max(ceil(P V / f), (P + w V) / b, l)
 
 and a row of pixels x channel blocks costs the sum over all its tiles, tails included.
-``P V + V + 1`` registers are needed.
+``P V + V + 1`` registers are needed, and some more where the compiler loads ahead.
 """
 
 from __future__ import annotations
@@ -18,36 +18,45 @@ from functools import lru_cache
 from math import ceil
 
 from ..conv2d_workload import ConvLayer
+from .machine import CPUInfo
 from .tiles import tile_counts
 
-FMA_PER_CYCLE = 2
-LOADS_PER_CYCLE = 1.77  # measured in tiles of one vector; two can start
-WEIGHT_LOADS = 1.37  # a vector of weights, counted in loads of single elements
-FMA_LATENCY = 4.08  # four, and a chain without slack shows every late load
 MAX_VECTORS = 4
 MOST_CYCLES = 1.2  # of a tile size worth a try, over those of the best
+# Most pixels of tiles of one to MAX_VECTORS vectors whose accumulators LLVM 22 keeps in registers,
+# by the number of registers: read from the machine code, which the tests compile and read again.
+MOST_PIXELS = {16: (9, 6, 4, 2), 32: (30, 12, 8, 6)}
+# Likewise for vectors of 128 bits, of which those of the pixels stay in registers, too.
+MOST_PIXELS_128 = {16: (6, 4, 3, 2), 32: (14, 10, 7, 5)}
 
 
-def step_cycles(pixels: int, vectors: int) -> float:
+def most_pixels(cpu: CPUInfo, vectors: int) -> int:
+    """Most pixels of a tile of so many vectors that the registers hold."""
+    limits = MOST_PIXELS_128 if cpu.vector_bits <= 128 else MOST_PIXELS
+    return limits[cpu.num_vector_registers][vectors - 1]
+
+
+def step_cycles(pixels: int, vectors: int, cpu: CPUInfo) -> float:
     """Cycles of one reduction step of a tile."""
+    costs = cpu.costs
     return max(
-        ceil(pixels * vectors / FMA_PER_CYCLE),
-        (pixels + WEIGHT_LOADS * vectors) / LOADS_PER_CYCLE,
-        FMA_LATENCY,
+        ceil(pixels * vectors / cpu.fma_per_cycle),
+        (pixels + costs.weight_loads * vectors) / costs.loads_per_cycle,
+        costs.fma_latency,
     )
 
 
-def row_cycles(row: int, blocks: int, pixels: int, vectors: int) -> float:
+def row_cycles(row: int, blocks: int, pixels: int, vectors: int, cpu: CPUInfo) -> float:
     """Cycles of one reduction step for all tiles of a row of ``row`` pixels x ``blocks`` blocks."""
     return sum(
-        count * times * step_cycles(p, v)
+        count * times * step_cycles(p, v, cpu)
         for p, count in tile_counts(row, pixels)
         for v, times in tile_counts(blocks, vectors)
     )
 
 
 @lru_cache(maxsize=1024)
-def dense_tiles(row: int, blocks: int, registers: int) -> list[tuple[int, int]]:
+def dense_tiles(row: int, blocks: int, cpu: CPUInfo) -> list[tuple[int, int]]:
     """Pixels and vectors of the register tiles worth a try, the one of the fewest cycles first.
 
     Sizes that cut the row alike count once, those above ``MOST_CYCLES`` are left out.
@@ -58,28 +67,28 @@ def dense_tiles(row: int, blocks: int, registers: int) -> list[tuple[int, int]]:
         Pixels that can be cut freely: of a row, or of the whole image where it is flat.
     blocks : int
         Output channel blocks of one group.
-    registers : int
-        Vector registers of the CPU.
+    cpu : CPUInfo
+        Whose registers hold the tile.
     """
     cycles = {
-        (tile_counts(row, pixels)[0][0], vectors): row_cycles(row, blocks, pixels, vectors)
+        (tile_counts(row, pixels)[0][0], vectors): row_cycles(row, blocks, pixels, vectors, cpu)
         for vectors in range(1, min(MAX_VECTORS, blocks) + 1)
-        for pixels in range(1, min(row, (registers - 1) // vectors - 1) + 1)
+        for pixels in range(1, min(row, most_pixels(cpu, vectors)) + 1)
     }
     least = min(cycles.values())
     order = sorted(cycles, key=lambda tile: (cycles[tile], -tile[0] * tile[1]))
     return [tile for tile in order if cycles[tile] <= MOST_CYCLES * least]
 
 
-def register_tiles(layer: ConvLayer, row: int, lanes: int, registers: int) -> list[tuple[int, int]]:
+def register_tiles(layer: ConvLayer, row: int, lanes: int, cpu: CPUInfo) -> list[tuple[int, int]]:
     """Pixels and vectors of the register tiles of a layer that are worth a try.
 
     A depthwise tile holds one vector of channels, and as many pixels as leave half of the registers
     for weights and inputs.
     """
     if layer.is_depthwise:
-        most = tile_counts(row, max(4, registers // 2 - 1))[0][0]
+        most = tile_counts(row, max(4, cpu.num_vector_registers // 2 - 1))[0][0]
         sizes = {tile_counts(row, pixels)[0][0] for pixels in range((most + 1) // 2, most + 1)}
         return [(pixels, 1) for pixels in sorted(sizes, reverse=True)]
     blocks = -(-layer.out_channels // layer.groups // lanes)
-    return dense_tiles(row, blocks, registers)
+    return dense_tiles(row, blocks, cpu)

@@ -21,22 +21,17 @@ from dataclasses import dataclass
 from ..conv2d_workload import ITEM_BYTES, ConvLayer
 from ..winograd_matrices import TAPS
 from .machine import CPUInfo
-from .register_tile import MAX_VECTORS, row_cycles
+from .register_tile import MAX_VECTORS, most_pixels, row_cycles
 from .tiles import split_evenly
 
 # Largest group: its transformed data and products should not leave the L2 far behind.
 MAX_GROUP = 32
 
 # Constants of the model, in cycles and bytes of one core; measure before changing one.
-DATA_CYCLES = {2: 4.0, 4: 7.5}  # of the data's transform, a point; by the size of the tiles
-INVERSE_CYCLES = {2: 3.0, 4: 5.0}
-EFFICIENCY = 0.93  # of the peak, in products of full register tiles
 MEMORY_BYTES_PER_CYCLE = 6.5  # weights that one core alone reads from memory
 MEMORY_CORES = 1.65  # cores that saturate the memory with such reads; more share it
 CACHE_BYTES_PER_CYCLE = 27.0  # weights that the core has read before
 EXPOSED = 0.15  # share of the weights' time that does not overlap with arithmetic
-FMA_BITS_PER_CYCLE = 512  # vector bits of multiply-adds started a cycle, of at most two registers
-TASK_CYCLES = 2000.0  # of beginning a task
 
 
 @dataclass(frozen=True)
@@ -134,19 +129,18 @@ def _candidates(shape: WinogradShape, cpu: CPUInfo) -> Iterator[WinogradKnobs]:
 
 def _register_tile(group: int, blocks: int, cpu: CPUInfo) -> tuple[int, int]:
     """Tiles and vectors of the cheapest register tile; on a tie, one that needs no second size."""
-    registers = cpu.num_vector_registers
 
     def cost(tile: tuple[int, int]) -> tuple[float, int, float, int]:
         pixels, vectors = tile
         sizes = len(set(split_evenly(group, pixels))) * len(set(split_evenly(blocks, vectors)))
         loads = (pixels + vectors) / (pixels * vectors)
-        return row_cycles(group, blocks, pixels, vectors), sizes, loads, -pixels
+        return row_cycles(group, blocks, pixels, vectors, cpu), sizes, loads, -pixels
 
     return min(
         (
             (pixels, vectors)
             for vectors in range(1, min(MAX_VECTORS, blocks) + 1)
-            for pixels in range(1, min(group, (registers - 1) // vectors - 1) + 1)
+            for pixels in range(1, min(group, most_pixels(cpu, vectors)) + 1)
         ),
         key=cost,
     )
@@ -154,15 +148,15 @@ def _register_tile(group: int, blocks: int, cpu: CPUInfo) -> tuple[int, int]:
 
 def _cycles(shape: WinogradShape, knobs: WinogradKnobs, cpu: CPUInfo) -> float:
     """Predicted cycles of the busiest core."""
-    blocks = shape.out_blocks // knobs.block_chunks
+    costs, blocks = cpu.costs, shape.out_blocks // knobs.block_chunks
     tasks = -(-shape.tiles // knobs.group) * knobs.block_chunks
     turns = -(-tasks // cpu.num_cores)
-    vectors_per_cycle = min(2 * cpu.vector_bits, FMA_BITS_PER_CYCLE) / cpu.vector_bits
-    rows = row_cycles(knobs.group, blocks, knobs.pixels, knobs.blocks) * 2 / vectors_per_cycle
-    products = shape.in_blocks * shape.lanes * rows / EFFICIENCY
-    moves = shape.in_blocks * DATA_CYCLES[shape.size] + blocks * INVERSE_CYCLES[shape.size]
+    rows = row_cycles(knobs.group, blocks, knobs.pixels, knobs.blocks, cpu)
+    products = shape.in_blocks * shape.lanes * rows / costs.winograd_efficiency
+    size = shape.size // 2 - 1
+    moves = shape.in_blocks * costs.winograd_data[size] + blocks * costs.winograd_inverse[size]
     moves *= knobs.group
-    arithmetic = turns * (shape.points * (products + moves) + TASK_CYCLES)
+    arithmetic = turns * (shape.points * (products + moves) + costs.winograd_task)
     weights = shape.points * shape.in_blocks * blocks * shape.lanes**2 * shape.item_bytes
     busy = min(cpu.num_cores, tasks)
     memory = weights / (MEMORY_BYTES_PER_CYCLE * min(1.0, MEMORY_CORES / busy))

@@ -30,6 +30,7 @@ from schedules.conv2d_workload import ACTIVATIONS, Activation, ConvLayer, to_jso
 from schedules.cpu.conv2d import Conv2D, Conv2DKnobs, conv2d_template
 from schedules.cpu.cost_model import default_conv2d_knobs
 from schedules.cpu.machine import CPUInfo
+from schedules.cpu.micro_kernel import UNROLLED_STEPS
 from schedules.errors import OpError
 
 SEED = st.integers(0, 2**32 - 1)
@@ -100,7 +101,7 @@ def test_weights_are_asked_for_ahead(cpu):
 
 
 def test_weights_beyond_the_cache_are_read_in_parts():
-    target = CPUInfo.from_target(TARGET)
+    target = CPUInfo(256, 16, True, 2, 32 << 10, 512 << 10, 32 << 20)
     deep = Case((ConvLayer(512, 512, (3, 3), padding=SAME),), height=7, width=7).kernel
     knobs = default_conv2d_knobs(deep, target)
     whole = 9 * 512 * knobs.blocks * 8 * 4
@@ -196,7 +197,8 @@ def test_whole_tiles_are_multiply_adds_in_registers(cpu):
     found = []
     for body in loop_bodies(assembly(func, target)):
         multiply_adds = [line for line in body if re.search(instruction, line)]
-        if len(multiply_adds) == knobs.pixels * knobs.blocks * lanes:
+        steps = len(multiply_adds) / (knobs.pixels * knobs.blocks)
+        if steps in (min(lanes, UNROLLED_STEPS), 3 * lanes):  # LLVM may unroll three columns
             found.append(body)
             assert all(register in line for line in multiply_adds)
             spilled = [line for line in body if stack in line and register[:2] in line]

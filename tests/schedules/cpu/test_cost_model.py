@@ -23,19 +23,21 @@ from schedules.cpu.cost_model import default_conv2d_knobs, default_fused_knobs, 
 from schedules.cpu.fused_conv2d import FusedConv2DKnobs, fused_conv2d_template, unsupported
 from schedules.cpu.fused_conv2d_knobs import check_knobs, fused_conv2d_space
 from schedules.cpu.machine import CPUInfo
+from schedules.cpu.machine_costs import FAMILIES
 from schedules.errors import OpError
 
 CPUS = st.builds(
     CPUInfo,
-    vector_bits=st.just(256),
+    vector_bits=st.sampled_from([256, 512]),
     num_vector_registers=st.sampled_from([16, 32]),
     has_fma=st.just(True),
     num_cores=st.sampled_from([1, 2, 6]),
     l1d_bytes=st.sampled_from([32 << 10, 64 << 10]),
     l2_bytes=st.sampled_from([256 << 10, 2 << 20]),
     l3_bytes=st.sampled_from([8 << 20, 64 << 20]),
+    family=st.sampled_from(["", *FAMILIES]),
 )
-CPU = CPUInfo(256, 16, True, 2, 32 << 10, 512 << 10, 32 << 20)
+CPU = CPUInfo(256, 16, True, 2, 32 << 10, 512 << 10, 32 << 20, "znver3")
 SAME = (1, 1, 1, 1)
 
 
@@ -111,9 +113,10 @@ KERNELS = [
 @pytest.mark.parametrize(("kernel", "knobs"), KERNELS)
 def test_more_bandwidth_is_never_slower(kernel, knobs, level, monkeypatch):
     before = estimate(kernel, knobs, CPU).cycles
-    rates = list(nest_cost.BYTES_PER_CYCLE)
+    rates = list(CPU.costs.bytes_per_cycle)
     rates[level] *= 2
-    monkeypatch.setattr(nest_cost, "BYTES_PER_CYCLE", tuple(rates))
+    faster = replace(CPU.costs, bytes_per_cycle=tuple(rates))
+    monkeypatch.setitem(FAMILIES, CPU.family, faster)
     assert estimate(kernel, knobs, CPU).cycles <= before
 
 
