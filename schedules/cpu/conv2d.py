@@ -14,6 +14,7 @@ Loop nest (``units`` are rows, or pixel tiles where the layer is flat)::
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from tvm import s_tir, tirx
 from tvm.s_tir.dlight import ScheduleRule
@@ -30,6 +31,7 @@ from .conv_nest import (
     for_each_block_tile,
     is_flat,
     pixel_nest,
+    weight_lines,
     weight_turns,
 )
 from .cost_model import default_conv2d_knobs
@@ -120,7 +122,8 @@ def conv2d_template(
             )
             blocks = chunk(tiles, tirx.floormod(piece, knobs.block_chunks), knobs.block_chunks)
             longest = -(-count_units(ops, knobs.pixels) // knobs.unit_chunks)
-            if knobs.unit_group >= longest:
+            knobs = replace(knobs, unit_group=min(knobs.unit_group, longest))
+            if knobs.unit_group == longest:
                 _nest(ops, units, runs, blocks, knobs)
             else:
                 with T.serial(0, -(-longest // knobs.unit_group)) as group:
@@ -155,10 +158,17 @@ def _nest(
         return
     count = ops.in_blocks // knobs.ic_o
     turns = weight_turns(ops, knobs.pixels) if knobs.prefetch else 0
+    passes = knobs.unit_group if flat else knobs.unit_group * turns
     for block, size in for_each_block_tile(runs, blocks):
         with loop(0, knobs.ic_o) as part:
             reduction = Reduction(part * count, count, part == 0, part == knobs.ic_o - 1)
             tile = functools.partial(
-                compute_tile, ops, block, size, reduction=reduction, turns=turns
+                compute_tile,
+                ops,
+                block,
+                size,
+                reduction=reduction,
+                turns=turns,
+                lines=weight_lines(ops, size, passes),
             )
             pixel_nest(ops, rows, knobs.pixels, tile, tiles)

@@ -22,7 +22,10 @@ from .micro_kernel import (
     depthwise_tile,
     loop,
 )
+from .prefetch import line_elements
 from .tiles import Run, Span, row_runs, split_evenly
+
+MOST_LINES = 16  # asked for in one step, more than a core can wait for at a time
 
 
 def is_flat(ops: LayerOperands) -> bool:
@@ -131,6 +134,12 @@ def weight_turns(ops: LayerOperands, pixels: int) -> int:
     """Tiles of a row that can ask in turns for the weights that come next; 0 if none can."""
     packed = not ops.layer.is_depthwise and ops.source.lanes > 1
     return len(split_evenly(ops.output.width, pixels)) if packed else 0
+
+
+def weight_lines(ops: LayerOperands, blocks: int, tiles: int) -> int:
+    """Cache lines that a step of a tile asks for, so that ``tiles`` tiles ask for all that come."""
+    step = blocks * ops.source.lanes * ops.lanes // line_elements(ops.dtype)
+    return max(1, min(MOST_LINES, -(-step // max(1, tiles))))
 
 
 def pixel_nest(

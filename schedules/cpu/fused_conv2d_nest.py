@@ -38,6 +38,7 @@ from .conv_nest import (
     for_each_block_tile,
     is_flat,
     pixel_nest,
+    weight_lines,
     weight_turns,
 )
 from .fused_conv2d_knobs import LOOPS, FusedConv2DKnobs, check_knobs, chunk_sizes, mid_extents
@@ -189,8 +190,10 @@ class _Nest:
         blocks: int,
         turns: int = 0,
     ) -> None:
+        lines = weight_lines(ops, blocks, self.knobs.h * turns)
+
         def body(row: Index, run: Run, column: Index) -> None:
-            compute_tile(ops, block, blocks, row, run, column, turns=turns)
+            compute_tile(ops, block, blocks, row, run, column, turns=turns, lines=lines)
 
         pixel_nest(ops, rows, self.knobs.pixels1, body, tiles)
 
@@ -269,9 +272,12 @@ class _Nest:
 
     def _pixels(self, ops: LayerOperands, rows: Span, tile: _Tile, tiles: Span | None) -> None:
         turns = weight_turns(ops, self.knobs.pixels2) if self.knobs.prefetch else 0
+        passes = turns if is_flat(ops) else turns * min(tile.row_counts)
+        lines = weight_lines(ops, tile.blocks, passes)
 
         def body(row: Index, run: Run, column: Index) -> None:
-            compute_tile(ops, tile.block, tile.blocks, row, run, column, tile.reduction, turns)
+            where = row, run, column
+            compute_tile(ops, tile.block, tile.blocks, *where, tile.reduction, turns, lines)
 
         pixel_nest(ops, rows, self.knobs.pixels2, body, tiles)
 

@@ -24,12 +24,19 @@ from tvm.script.ir_builder import tirx as T
 
 from ..branch import when
 from ..compute.conv2d import activate
-from ..conv2d_workload import ITEM_BYTES, Conv2DKernel, ConvLayer
+from ..conv2d_workload import Conv2DKernel, ConvLayer
 from ..winograd_matrices import TAPS
-from .conv_nest import block_runs, compute_tile, for_each_block_tile, pixel_nest, weight_turns
+from .conv_nest import (
+    block_runs,
+    compute_tile,
+    for_each_block_tile,
+    pixel_nest,
+    weight_lines,
+    weight_turns,
+)
 from .kernel_builder import KernelBuilder
 from .micro_kernel import FeatureMap, Index, LayerOperands, Reduction, loop
-from .prefetch import CACHE_LINE_BYTES, line_elements
+from .prefetch import line_elements
 from .winograd_knobs import WinogradKnobs
 from .winograd_transforms import transform_data, transform_inverse
 
@@ -207,8 +214,6 @@ class _Nest:
             dtype=self.kernel.dtype,
         )
         turns = weight_turns(ops, self.knobs.pixels)
-        step_bytes = self.knobs.blocks * self.kernel.lanes**2 * ITEM_BYTES[self.kernel.dtype]
-        lines = -(-step_bytes // (CACHE_LINE_BYTES * turns))
         for block, size in for_each_block_tile(block_runs(ops, self.knobs.blocks), None):
             tile = functools.partial(
                 compute_tile,
@@ -217,7 +222,7 @@ class _Nest:
                 size,
                 reduction=Reduction(0, self.in_blocks),
                 turns=turns,
-                lines=lines,
+                lines=weight_lines(ops, self.knobs.blocks, turns),
             )
             pixel_nest(ops, (0, 1), self.knobs.pixels, tile)
 
