@@ -22,10 +22,8 @@ from .micro_kernel import (
     depthwise_tile,
     loop,
 )
-from .prefetch import line_elements
+from .prefetch import MOST_LINES, line_elements
 from .tiles import Run, Span, row_runs, split_evenly
-
-MOST_LINES = 16  # asked for in one step, more than a core can wait for at a time
 
 
 def is_flat(ops: LayerOperands) -> bool:

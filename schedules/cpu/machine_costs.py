@@ -30,6 +30,8 @@ class MachineCosts:
         From L1, L2, L3 and memory into registers.
     memory_cores : float
         Cores that saturate the memory; more share it.
+    cache_share : float
+        Share of a cache that a kernel's own data may fill.
     leak : float
         Share of the smaller of arithmetic and traffic that the larger does not hide.
     body : float
@@ -79,6 +81,7 @@ class MachineCosts:
     fma_latency: float = 4.08
     bytes_per_cycle: tuple[float, float, float, float] = (float("inf"), 36.0, 20.0, 3.8)
     memory_cores: float = 2.0
+    cache_share: float = 0.75
     leak: float = 0.05
     body: float = 1.1
     drain: float = 5.5

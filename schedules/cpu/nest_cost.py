@@ -42,12 +42,12 @@ from ..conv2d_workload import ConvLayer
 from .machine import CPUInfo
 from .machine_costs import MachineCosts
 from .micro_kernel import UNROLLED_STEPS
+from .prefetch import CACHE_LINE_BYTES, MOST_LINES
 from .register_tile import step_cycles
 from .tiles import row_runs, split_evenly
 
 L1, L2, L3, MEMORY = range(4)
 
-CACHE_SHARE = 0.75  # of a cache that a kernel's own data may fill
 CLIPPED = ("relu6", "clip")  # activations of two operations
 
 Sizes = tuple[tuple[int, int], ...]
@@ -159,8 +159,9 @@ def nest_terms(nest: Nest, cpu: CPUInfo) -> Terms:
         output += 2 * again * out_bytes / bandwidth(fits(2 * kept, cpu), cpu)
     data, skipped = _data(nest, block_bytes, cpu)
     missed = 0.0
-    if not nest.prefetch and not layer.is_depthwise:
+    if not layer.is_depthwise:
         missed = costs.miss * (late + vectors * block_bytes * (nest.weight_level >= L3))
+        missed *= 1 - _asked_for(nest, passes)
     return Terms(
         *compute,
         weights=weights,
@@ -172,7 +173,7 @@ def nest_terms(nest: Nest, cpu: CPUInfo) -> Terms:
 
 def fits(size: float, cpu: CPUInfo) -> int:
     """The first level that holds so many bytes beside what else passes through it."""
-    size /= CACHE_SHARE
+    size /= cpu.costs.cache_share
     return (size > cpu.l1d_bytes) + (size > cpu.l2_bytes) + (size > cpu.l3_bytes)
 
 
@@ -265,6 +266,15 @@ def _weights(nest: Nest, block_bytes: float, passes: int, cpu: CPUInfo) -> tuple
     again = whole * (passes - 1)
     cycles = whole / bandwidth(nest.weight_level, cpu) + again / bandwidth(level, cpu)
     return cycles, again if level >= L3 else 0.0
+
+
+def _asked_for(nest: Nest, passes: int) -> float:
+    """Share of the weights that ``passes`` tiles ask for before they are needed."""
+    if not nest.prefetch:
+        return 0.0
+    square = nest.source_lanes * nest.lanes * nest.item_bytes // CACHE_LINE_BYTES
+    needed = max(nest.vectors) * square
+    return min(1.0, passes * min(MOST_LINES, -(-needed // passes)) / needed)
 
 
 def _data(nest: Nest, block_bytes: float, cpu: CPUInfo) -> tuple[float, float]:

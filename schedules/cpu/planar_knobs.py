@@ -14,7 +14,6 @@ from math import gcd
 
 from ..conv2d_workload import ITEM_BYTES, Conv2DKernel
 from .machine import CPUInfo
-from .nest_cost import CACHE_SHARE
 from .planar_nest import PlanarKnobs, takes_planar
 
 WIDE_ROW = 7  # vectors of an input row, from which on planes pay
@@ -46,7 +45,7 @@ def default_planar_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> PlanarKnobs:
     height, width = layer1.output_size(int(kernel.height or 1), int(kernel.width or 1))
     h_t = min(height, cpu.num_cores // gcd(kernel.batch or 1, cpu.num_cores))
     item = ITEM_BYTES[kernel.dtype]
-    free = CACHE_SHARE * cpu.l2_bytes - layer2.weight_elements() * item
+    free = cpu.costs.cache_share * cpu.l2_bytes - layer2.weight_elements() * item
     fitting = int(free / (layer1.out_channels * width * item))
     most = max(1, min(height // h_t, MOST_ROWS[layer1.strides[1]], fitting))
     share = -(-height // h_t)

@@ -10,6 +10,7 @@ from ..conv2d_workload import ITEM_BYTES
 from .tiles import Index
 
 CACHE_LINE_BYTES = 64
+MOST_LINES = 16  # asked for in one step, more than a core can wait for at a time
 
 
 def line_elements(dtype: str) -> int:
