@@ -178,7 +178,10 @@ def check_tiles(tiles: Iterable[Tile]) -> Check:
 
 
 def check_transforms() -> Check:
-    """Loops of additions without long sums load no more often than they add, and store half."""
+    """Short sums are loaded no more often than they add.
+
+    Stores are counted loosely: those of tiles at the border, of which one is executed, all count.
+    """
 
     def check(found: Sequence[Loop]) -> list[str]:
         short = [loop for loop in found if loop.sums]
@@ -186,7 +189,7 @@ def check_transforms() -> Check:
         wrong = [
             str(loop)
             for loop, adds in zip(short, work, strict=True)
-            if loop.loads > adds or loop.stores * 2 > adds
+            if loop.loads > adds or loop.stores * 2 > adds * 3
         ]
         return wrong or ([] if short else ["no loop adds vectors"])
 
