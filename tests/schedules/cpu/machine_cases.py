@@ -33,10 +33,6 @@ class Form:
     func: tirx.PrimFunc
     checks: tuple[Check, ...]
 
-    def __init__(self, func: tirx.PrimFunc, *checks: Check) -> None:
-        object.__setattr__(self, "func", func)
-        object.__setattr__(self, "checks", checks)
-
 
 def machine_of(cpu: str) -> str:
     return "aarch64" if cpu in AARCH64 else "x86_64"

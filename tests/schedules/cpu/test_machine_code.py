@@ -69,8 +69,8 @@ def single(kernel: Conv2DKernel, knobs: Conv2DKnobs) -> Form:
     """One convolution."""
     func = conv2d_template(build(kernel_case(kernel)), kernel, knobs).mod["main"]
     if kernel.layers[0].is_depthwise:
-        return Form(func, check_rows())
-    return Form(func, check_dense(*dense_tiles_of(kernel, knobs.pixels, knobs.blocks)))
+        return Form(func, (check_rows(),))
+    return Form(func, (check_dense(*dense_tiles_of(kernel, knobs.pixels, knobs.blocks)),))
 
 
 def default(cpu: str, case: Case) -> Form:
@@ -152,7 +152,7 @@ def planar(cpu: str) -> Forms:
         needed = weights + knobs.rows * stride + 1
         constants = weights if needed > info.num_vector_registers else 0
         checks = check_rows(kernel, constants), check_tiles({(knobs.outputs, knobs.vectors)})
-        found[f"planar{kernel}_s{stride}"] = Form(func, *checks)
+        found[f"planar{kernel}_s{stride}"] = Form(func, checks)
     return found
 
 
@@ -166,21 +166,21 @@ def pairs(cpu: str) -> Forms:
         func = fused_conv2d_template(build(case), case.kernel, knobs).mod["main"]
         second = replace(case.kernel, layers=(pair.layer2,), height=knobs.h, width=pair.out_size[1])
         whole, _ = dense_tiles_of(second, knobs.pixels2, knobs.blocks2)
-        found[name.replace("-", "_")] = Form(func, check_rows(), check_tiles(whole))
+        found[name.replace("-", "_")] = Form(func, (check_rows(), check_tiles(whole)))
     return found
 
 
 def winograd(cpu: str) -> Forms:
     lanes, found = lanes_of(cpu), {}
     for size in (2, 4):
-        layer = replace(conv(16 * lanes, 16 * lanes, 3), activation=RELU)
+        layer = conv(16 * lanes, 16 * lanes, 3)
         case = Case((layer,), height=28, width=28, lanes=lanes)
         knobs = default_knobs(test_winograd_conv2d.workload(case, size), info_of(cpu))
         row = ConvLayer(layer.in_channels, layer.out_channels // knobs.block_chunks, (1, 1))
         product = Case((row,), height=1, width=knobs.group, lanes=lanes).kernel
         whole, _ = dense_tiles_of(product, knobs.pixels, knobs.blocks)
         func = test_winograd_conv2d.schedule(case, size, target_of(cpu))
-        found[f"winograd{size}"] = Form(func, check_tiles(whole), check_transforms())
+        found[f"winograd{size}"] = Form(func, (check_tiles(whole), check_transforms()))
     return found
 
 
@@ -197,7 +197,7 @@ def matrices(cpu: str) -> Forms:
     for name, size in sizes.items():
         schedule = Dense().apply(dense(*size), target_of(cpu), False)
         assert schedule is not None
-        found[name] = Form(schedule.mod["main"], check_matrix(streams=name == "stream"))
+        found[name] = Form(schedule.mod["main"], (check_matrix(streams=name == "stream"),))
     return found
 
 
@@ -219,8 +219,8 @@ def reductions(cpu: str) -> Forms:
         op = topi.max if operator == "max" else topi.sum
         plain = Reduction().apply(reduced(op, shape, axes), target, False)
         assert coalesced is not None and plain is not None
-        found[f"coalesced_{name}"] = Form(coalesced.mod["main"], check_reduction())
-        found[f"plain_{name}"] = Form(plain.mod["main"], check_reduction())
+        found[f"coalesced_{name}"] = Form(coalesced.mod["main"], (check_reduction(),))
+        found[f"plain_{name}"] = Form(plain.mod["main"], (check_reduction(),))
     return found
 
 
