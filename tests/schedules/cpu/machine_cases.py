@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPUs that are not at hand, the loops of what is compiled for them, and what these promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import tvm
+from cpu.conv_cases import Case
+from tvm import tirx
+from tvm.target import Target
+
+from examples.benchmarks.assembly import Loop, loops
+from schedules.conv2d_workload import Conv2DKernel
+from schedules.cpu.machine import CPUInfo
+from schedules.cpu.tiles import row_runs, split_evenly, tile_counts
+
+AARCH64 = ("cortex-a76", "neoverse-v2")
+CPUS = ("x86-64-v3", "znver4", "znver5", "skylake-avx512", "sapphirerapids", *AARCH64)
+
+RARE = 32
+
+Tile = tuple[int, int]
+Check = Callable[[Sequence[Loop]], list[str]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A scheduled function, and what tells the defects of its loops."""
+
+    func: tirx.PrimFunc
+    checks: tuple[Check, ...]
+
+
+def machine_of(cpu: str) -> str:
+    return "aarch64" if cpu in AARCH64 else "x86_64"
+
+
+def target_of(cpu: str) -> Target:
+    triple = f"{machine_of(cpu)}-linux-gnu"
+    return Target({"kind": "llvm", "mtriple": triple, "mcpu": cpu, "num-cores": 2})
+
+
+def info_of(cpu: str) -> CPUInfo:
+    return CPUInfo.from_target(target_of(cpu))
+
+
+def lanes_of(cpu: str) -> int:
+    return info_of(cpu).lanes("float32")
+
+
+def loops_of(functions: Mapping[str, tirx.PrimFunc], cpu: str) -> dict[str, list[Loop]]:
+    """Compile scheduled functions together; return the loops of each."""
+    named = {name: func.with_attr("global_symbol", name) for name, func in functions.items()}
+    library = tvm.compile(tvm.IRModule(named), target=target_of(cpu))
+    found: dict[str, list[Loop]] = {name: [] for name in functions}
+    for loop in loops(str(library.mod.inspect_source("asm"))):
+        if loop.function in found:
+            found[loop.function].append(loop)
+    return found
+
+
+def defects(forms: Mapping[str, Form], cpu: str) -> list[str]:
+    """What is wrong with the machine code of some forms, compiled together."""
+    found = loops_of({name: form.func for name, form in forms.items()}, cpu)
+    return [
+        f"{name}: {text}"
+        for name, form in forms.items()
+        for check in form.checks
+        for text in check(found[name])
+    ]
+
+
+def kernel_case(kernel: Conv2DKernel) -> Case:
+    """A workload as the case from which ``build`` makes its function."""
+    return Case(
+        kernel.layers,
+        kernel.batch or 1,
+        int(kernel.height or 1),
+        int(kernel.width or 1),
+        kernel.lanes,
+        kernel.residual,
+        kernel.data_layout == "NCHW",
+    )
+
+
+def dense_tiles_of(kernel: Conv2DKernel, pixels: int, blocks: int) -> tuple[set[Tile], set[Tile]]:
+    """Register tiles of a dense or grouped layer.
+
+    Returns the pixels and vectors of all tiles, and with those of which border tiles see a tap.
+    """
+    layer = kernel.layers[0]
+    height, width = layer.output_size(int(kernel.height or 1), int(kernel.width or 1))
+    per_group = -(-layer.out_channels // layer.groups // kernel.lanes)
+    vectors = set(split_evenly(per_group, blocks))
+    if layer.is_pointwise and kernel.data_layout != "NCHW":
+        whole = {size for size, _ in tile_counts(height * width, pixels)}
+        seen = whole
+    else:
+        runs = row_runs(layer, int(kernel.width or 1), width, pixels)
+        whole = {run.size for run in runs}
+        seen = whole | {high - low for run in runs for low, high in run.taps if high > low}
+    return {(p, v) for p in whole for v in vectors}, {(p, v) for p in seen for v in vectors}
+
+
+def check_dense(whole: Iterable[Tile], seen: Iterable[Tile]) -> Check:
+    """Every loop keeps its sums in registers; each whole tile is there, with its multiply-adds."""
+
+    def check(found: Sequence[Loop]) -> list[str]:
+        hot = [loop for loop in found if loop.fmas]
+        wrong = [
+            str(loop)
+            for loop in hot
+            if loop.stores or loop.stack_loads or not any(_is_promised(loop, tile) for tile in seen)
+        ]
+        return wrong + _missing(hot, whole)
+
+    return check
+
+
+def _is_promised(loop: Loop, tile: Tile) -> bool:
+    """Whether the loads are as few as a tile's: a broadcast a pixel, a load a vector, each step."""
+    pixels, vectors = tile
+    steps = Fraction(loop.fmas, pixels * vectors)
+    return loop.fmas % vectors == 0 and loop.loads <= steps * (pixels + vectors)
+
+
+def _missing(hot: Sequence[Loop], tiles: Iterable[Tile]) -> list[str]:
+    return [
+        f"no loop holds the multiply-adds of whole steps of {pixels} pixels x {vectors} vectors"
+        for pixels, vectors in tiles
+        if not any(loop.fmas % (pixels * vectors) == 0 for loop in hot)
+    ]
+
+
+def check_rows(terms: int = 4, constants: int = 0) -> Check:
+    """Sums of at least ``terms`` terms are stored once; no multiply-add takes more than a load.
+
+    So many constants as have no register may be read from the stack. Where LLVM unrolls the whole
+    kernel, one spill in ``RARE`` multiply-adds is forgiven; and around the innermost loops, where
+    rare cases of the borders stand, one in eight.
+    """
+
+    def check(found: Sequence[Loop]) -> list[str]:
+        hot = [loop for loop in found if loop.fmas]
+        wrong = [str(loop) for loop in hot if is_wrong(loop)]
+        return wrong or ([] if hot else ["no loop holds multiply-adds"])
+
+    def is_wrong(loop: Loop) -> bool:
+        if loop.loads > constants + loop.fmas:
+            return True
+        if not loop.innermost:
+            return loop.stack_stores > constants + loop.fmas // 8
+        return (
+            loop.stack_stores > loop.fmas // RARE
+            or loop.stack_loads > constants + loop.fmas // 8
+            or loop.stores * terms > loop.fmas
+        )
+
+    return check
+
+
+def check_tiles(tiles: Iterable[Tile]) -> Check:
+    """Among other loops there are those of some register tiles, and they are without defects."""
+
+    def check(found: Sequence[Loop]) -> list[str]:
+        pure = [loop for loop in found if loop.fmas and not loop.stores and not loop.stack_loads]
+        kept = [loop for loop in pure if any(_is_promised(loop, tile) for tile in tiles)]
+        return _missing(kept, tiles)
+
+    return check
+
+
+def check_transforms() -> Check:
+    """Short sums are loaded no more often than they add.
+
+    Stores are counted loosely: those of tiles at the border, of which one is executed, all count.
+    """
+
+    def check(found: Sequence[Loop]) -> list[str]:
+        short = [loop for loop in found if loop.sums]
+        work = [loop.sums + loop.fmas for loop in short]
+        wrong = [
+            str(loop)
+            for loop, adds in zip(short, work, strict=True)
+            if loop.loads > adds or loop.stores * 2 > adds * 3
+        ]
+        return wrong or ([] if short else ["no loop adds vectors"])
+
+    return check
+
+
+def check_matrix(streams: bool) -> Check:
+    """The loop of most multiply-adds keeps its sums in registers; of a stream, for eight steps."""
+
+    def check(found: Sequence[Loop]) -> list[str]:
+        hot = [loop for loop in found if loop.fmas and loop.innermost]
+        wrong = [
+            str(loop)
+            for loop in hot
+            if loop.stack_stores
+            or loop.stack_loads
+            or loop.stores * 8 > (loop.fmas if streams else 0)
+            or loop.loads * 8 > loop.fmas * 9
+        ]
+        return wrong or ([] if hot else ["no loop holds multiply-adds"])
+
+    return check
+
+
+def check_reduction() -> Check:
+    """The loop of most sums stores at most every eighth of them, and no loop spills."""
+
+    def check(found: Sequence[Loop]) -> list[str]:
+        inner = [loop for loop in found if loop.innermost and loop.fmas + loop.sums]
+        if not inner:
+            return ["no loop adds vectors"]
+        most = max(inner, key=lambda loop: loop.fmas + loop.sums)
+        wrong = [str(loop) for loop in inner if loop.stack_stores or loop.stack_loads]
+        sums = most.fmas + most.sums
+        return wrong + [str(most)] * (most.stores * 8 > sums or most.loads > 2 * sums)
+
+    return check
