@@ -15,6 +15,7 @@ from .conv_nest import for_each_pixel_tile
 from .kernel_builder import KernelBuilder
 from .machine import CPUInfo
 from .micro_kernel import accumulators, loop
+from .prefetch import prefetch
 from .tiles import Index, Run, chunk, split_evenly
 
 # Elements below which one core does all.
@@ -112,7 +113,7 @@ def _tile(image: _Image, pixel: Index, size: int) -> None:
         T.reads()
         T.writes()
         share = image.vector(1 / image.channels)
-        means = _sums(image, pixel, size, lambda value, _: value)
+        means = _sums(image, pixel, size, lambda value, _: value, ahead=True)
         for mean in means:
             _set(mean, _get(mean) * share)
 
@@ -133,16 +134,26 @@ def _tile(image: _Image, pixel: Index, size: int) -> None:
 
 
 def _sums(
-    image: _Image, pixel: Index, size: int, term: Callable[[tirx.Expr, int], tirx.Expr]
+    image: _Image,
+    pixel: Index,
+    size: int,
+    term: Callable[[tirx.Expr, int], tirx.Expr],
+    ahead: bool = False,
 ) -> list[tirx.Buffer]:
-    """Of each pixel the sum of ``term`` over its channels, in all lanes."""
+    """Of each pixel the sum of ``term`` over its channels, in all lanes.
+
+    A tile is too short for the hardware to foresee the next one: ``ahead`` asks for it.
+    """
     sums = accumulators(size, image.lanes, "float32")
     for total in sums:
         _set(total, image.vector(0.0))
 
     def add(block: Index, used: int) -> None:
         for number, total in enumerate(sums):
-            value = term(image.data[image.at(block, pixel + number)], number)
+            at = image.at(block, pixel + number)
+            if ahead:
+                prefetch(image.data, at.base + size * image.lanes)
+            value = term(image.data[at], number)
             if used < image.lanes:
                 lanes = T.ramp(0, 1, image.lanes)
                 value = tirx.Select(lanes < T.broadcast(used, image.lanes), value, image.vector(0.0))
