@@ -8,8 +8,8 @@ always give the same model.
 
     python examples/models.py mobilenet_v2 -o mobilenet_v2.onnx
 
-VGG, MobileNet-V3, ConvNeXt, Inception, transformers and recommenders stand in files of their own beside this one;
-``examples/zoo.py`` knows all by name.
+VGG, MobileNet-V3, ConvNeXt, Inception, transformers and recommenders stand in files of their own
+beside this one; ``examples/zoo.py`` knows all by name.
 """
 
 from __future__ import annotations

@@ -93,8 +93,12 @@ def _template(func: tirx.PrimFunc, cpu: CPUInfo) -> s_tir.Schedule:
     pieces = 1 if is_small else min(cpu.num_cores, len(sizes))
     with builder.body():
         with T.parallel(0, builder.batch * pieces) as index:
+            data, gamma, beta, out = builder.flat
             image = _Image(
-                *builder.flat,
+                data,
+                gamma,
+                beta,
+                out,
                 offset=tirx.floordiv(index, pieces) * (blocks * pixels * lanes),
                 pixels=pixels,
                 lanes=lanes,
@@ -156,7 +160,9 @@ def _sums(
             value = term(image.data[at], number)
             if used < image.lanes:
                 lanes = T.ramp(0, 1, image.lanes)
-                value = tirx.Select(lanes < T.broadcast(used, image.lanes), value, image.vector(0.0))
+                value = tirx.Select(
+                    lanes < T.broadcast(used, image.lanes), value, image.vector(0.0)
+                )
             _set(total, _get(total) + value)
 
     full, rest = divmod(image.channels, image.lanes)
