@@ -8,8 +8,8 @@ always give the same model.
 
     python examples/models.py mobilenet_v2 -o mobilenet_v2.onnx
 
-VGG, MobileNet-V3, transformers and recommenders stand in files of their own beside this one;
-``examples/zoo.py`` knows all by name.
+VGG, MobileNet-V3, ConvNeXt, Inception, transformers and recommenders stand in files of their own
+beside this one; ``examples/zoo.py`` knows all by name.
 """
 
 from __future__ import annotations
@@ -78,25 +78,28 @@ class GraphBuilder(ModelBuilder):
         self,
         x: str,
         channels: int,
-        kernel: int = 1,
+        kernel: int | tuple[int, int] = 1,
         stride: int = 1,
         *,
         groups: int = 1,
         gain: float = 1.0,
         bias: bool = False,
+        padding: int | None = None,
     ) -> str:
-        """Append a square convolution, padded by ``(kernel - 1) // 2`` on every side.
+        """Append a convolution, padded by ``(kernel - 1) // 2`` on every side if not told how much.
 
         ``gain`` is the ratio of the output's mean square to the input's.
         """
-        fan_in = self.channels(x) // groups * kernel * kernel
+        sizes = list(kernel) if isinstance(kernel, tuple) else [kernel] * 2
+        pads = [(size - 1) // 2 if padding is None else padding for size in sizes]
+        fan_in = self.channels(x) // groups * math.prod(sizes)
         weight = self.normal((channels, fan_in), math.sqrt(gain / fan_in))
         if groups == 1:
             # Filters that sum to zero ignore what all inputs share; without this the answers of a
             # deep random network hardly depend on its input.
             weight = weight - weight.mean(axis=1, keepdims=True)
         prefix = f"conv_{len(self._nodes)}"
-        shape = (channels, self.channels(x) // groups, kernel, kernel)
+        shape = (channels, self.channels(x) // groups, *sizes)
         inputs = [x, self.weight(f"{prefix}.weight", weight.reshape(shape))]
         if bias:
             inputs.append(self.weight(f"{prefix}.bias", self.normal((channels,), 0.1)))
@@ -104,9 +107,9 @@ class GraphBuilder(ModelBuilder):
             "Conv",
             inputs,
             channels,
-            kernel_shape=[kernel] * 2,
+            kernel_shape=sizes,
             strides=[stride] * 2,
-            pads=[(kernel - 1) // 2] * 4,
+            pads=pads * 2,
             group=groups,
         )
 
@@ -138,16 +141,17 @@ class GraphBuilder(ModelBuilder):
         self,
         x: str,
         channels: int,
-        kernel: int = 1,
+        kernel: int | tuple[int, int] = 1,
         stride: int = 1,
         *,
         groups: int = 1,
         activation: str = "none",
         scale: float = 1.0,
+        padding: int | None = None,
     ) -> str:
         """Append convolution, batch normalisation and activation."""
         gain = 1.0 if activation == "none" else 2.0  # a rectifier halves the mean square
-        x = self.conv(x, channels, kernel, stride, groups=groups, gain=gain)
+        x = self.conv(x, channels, kernel, stride, groups=groups, gain=gain, padding=padding)
         return self.activation(self.batch_norm(x, scale), activation)
 
     def add(self, x: str, y: str) -> str:

@@ -18,6 +18,8 @@ import onnx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # The checkout itself holds these.
+from examples.convnext import convnext_tiny  # noqa: E402
+from examples.inception import inception_v3  # noqa: E402
 from examples.mobilenet_v3 import mobilenet_v3_large  # noqa: E402
 from examples.models import MODELS  # noqa: E402
 from examples.transformers import bert_base, gpt2  # noqa: E402
@@ -28,6 +30,8 @@ ZOO: dict[str, Callable[..., onnx.ModelProto]] = {
     **MODELS,
     "vgg_16": vgg_16,
     "mobilenet_v3_large": mobilenet_v3_large,
+    "convnext_tiny": convnext_tiny,
+    "inception_v3": inception_v3,
     "bert_base": bert_base,
     "gpt2": gpt2,
     "wide_and_deep": wide_and_deep,

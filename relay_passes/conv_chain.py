@@ -6,7 +6,7 @@ The normal form of a chain, each line optional but the first, inside one dataflo
     lv0 = R.nn.conv2d(data, weight)     # NCHW, OIHW, float32, constant channels and kernel
     lv1 = R.add(lv0, bias)              # one number a channel: [1, C, 1, 1], [C, 1, 1] or fewer
     lv2 = R.add(lv1, residual)          # a tensor of the same shape
-    lv3 = R.nn.relu(lv2)                # or clip, sigmoid, silu, tvm_fusion.hardswish
+    lv3 = R.nn.relu(lv2)                # or clip, sigmoid, silu, gelu, tvm_fusion.hardswish
 
 Every value but the last has one consumer, the next line. Matching goes by ops, attributes, types
 and uses; the operands of an addition may stand in either order.
@@ -184,6 +184,7 @@ def read_activation(line: relax.VarBinding) -> Activation | None:
         ("relax.nn.relu6", "relu6"),
         ("relax.sigmoid", "sigmoid"),
         ("relax.nn.silu", "silu"),
+        ("relax.nn.gelu", "gelu"),
         ("relax.tvm_fusion.hardswish", "hardswish"),
     ):
         if _calls(line, name):

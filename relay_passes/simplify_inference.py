@@ -10,6 +10,7 @@ from .simplify.canonicalize_activation import canonicalize_activation
 from .simplify.canonicalize_bias import canonicalize_bias
 from .simplify.canonicalize_clip import canonicalize_clip
 from .simplify.canonicalize_shuffle import canonicalize_shuffle
+from .simplify.channels_first import channels_first
 from .simplify.expressions import TUPLE_GET_ITEM
 from .simplify.fold_batch_norm import fold_batch_norm
 from .simplify.fold_constant import FOLDED, fold_constant, needs_kernel
@@ -37,6 +38,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (fold_batch_norm, (TUPLE_GET_ITEM,)),
     (canonicalize_shuffle, ("relax.reshape",)),
     (unflatten_matmul, ("relax.reshape",)),
+    (channels_first, ("relax.permute_dims",)),
     (canonicalize_clip, CLIPS),
     (canonicalize_activation, ("relax.multiply", "relax.divide")),
     (fold_scale, ("relax.multiply", "relax.divide")),
@@ -64,10 +66,11 @@ class SimplifyInference:
         lv2 = R.clip(lv1, 0, 6)                                        # relax.op.nn.relu6
 
     A convolution comes out as ``conv2d``, then at most one ``add`` of a constant [1, C, 1, 1], then
-    residual additions with the convolution's side first, then ``nn.relu``, ``clip``, ``nn.silu`` or
-    ``tvm_fusion.hardswish``. Batch normalisations that meet no convolution come out as one multiply
-    and one add, reshapes and transposes that shuffle channels as ``tvm_fusion.channel_shuffle``,
-    products of matrices without the reshapes around them.
+    residual additions with the convolution's side first, then ``nn.relu``, ``clip``, ``nn.silu``,
+    ``nn.gelu`` or ``tvm_fusion.hardswish``. Batch normalisations that meet no convolution come out
+    as one multiply and one add, reshapes and transposes that shuffle channels as
+    ``tvm_fusion.channel_shuffle``, products of matrices without the reshapes around them, and those
+    on the channels of an image as convolutions, without the transposes around them.
     Dropout and other identities, stacks that are summed, and dead bindings go, and
     constants are computed.
 

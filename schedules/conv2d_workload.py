@@ -15,7 +15,7 @@ from typing import Any
 from .errors import OpError
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-ACTIVATIONS = ("none", "relu", "relu6", "clip", "sigmoid", "hardswish", "silu")
+ACTIVATIONS = ("none", "relu", "relu6", "clip", "sigmoid", "hardswish", "silu", "gelu")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Activation:
     Parameters
     ----------
     kind : str
-        One of ``none``, ``relu``, ``relu6``, ``clip``, ``sigmoid``, ``hardswish``, ``silu``.
+        One of ``none``, ``relu``, ``relu6``, ``clip``, ``sigmoid``, ``hardswish``, ``silu``,
+        ``gelu``.
     low, high : float
         The bounds of ``clip``; unused otherwise.
     """

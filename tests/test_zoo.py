@@ -32,6 +32,8 @@ NEW = [name for name in ZOO if name not in MODELS]
 PARAMETERS = {
     "vgg_16": 138_357_544,
     "mobilenet_v3_large": 5_483_032,
+    "convnext_tiny": 28_589_128,
+    "inception_v3": 23_834_568,
     "bert_base": 109_482_240,
     "gpt2": 124_439_808,
 }
@@ -40,6 +42,8 @@ TRANSFORMER = {"layers": 2, "sequence": 12, "width": 32, "heads": 4, "vocabulary
 SMALL: dict[str, dict[str, Any]] = {
     "vgg_16": {"image_size": 32, "width": 8, "features": 24},
     "mobilenet_v3_large": {"image_size": 32, "layers": 5},
+    "convnext_tiny": {"image_size": 32, "width": 16, "depths": (1, 2, 1)},
+    "inception_v3": {"image_size": 75, "unit": 1},
     "bert_base": TRANSFORMER,
     "gpt2": TRANSFORMER,
     "wide_and_deep": {"rows": 50, "embedding": 4, "layers": (24, 16), "crosses": 7},
@@ -76,6 +80,8 @@ def test_full_size_is_valid_and_imports(name: str) -> None:
     expected = {
         "vgg_16": {"Conv": 13, "Relu": 15, "MaxPool": 5, "Gemm": 3},
         "mobilenet_v3_large": {"Conv": 62, "HardSwish": 21, "HardSigmoid": 8, "Add": 10},
+        "convnext_tiny": {"Conv": 22, "LayerNormalization": 23, "MatMul": 36, "Erf": 18},
+        "inception_v3": {"Conv": 94, "Relu": 94, "AveragePool": 9, "MaxPool": 4, "Concat": 15},
         "bert_base": {"LayerNormalization": 25, "Softmax": 12, "Erf": 12, "Gather": 4, "Tanh": 1},
         "gpt2": {"LayerNormalization": 25, "Softmax": 12, "Tanh": 12, "Gather": 2, "Where": 12},
         "wide_and_deep": {"Gather": 53, "ReduceSum": 1, "Gemm": 4, "Concat": 1, "Sigmoid": 1},
@@ -118,7 +124,9 @@ def test_small_version_decomposed(name: str) -> None:
     mod = SimplifyInference()(import_onnx(model).mod)
     mod = CoalesceReduction()(DecomposeNormalization()(mod))
     text = str(mod)
-    assert not any(f"R.nn.{op}" in text for op in ("softmax", "layer_norm", "avg_pool2d"))
+    assert not any(f"R.nn.{op}" in text for op in ("softmax", "layer_norm"))
+    windows = sum(node.op_type == "AveragePool" for node in model.graph.node)
+    assert text.count("R.nn.avg_pool2d") == windows
     feed = random_inputs(model, 3)
     result = run(mod, *feed.values())
     results = [result] if isinstance(result, np.ndarray) else list(result)
@@ -192,6 +200,11 @@ def test_weights_left_out_are_inputs_of_the_same_graph() -> None:
     ("build", "message"),
     [
         (lambda: ZOO["vgg_16"](image_size=100), "image_size is 100; expected a multiple of 32"),
+        (
+            lambda: ZOO["convnext_tiny"](image_size=48),
+            "image_size is 48; expected a multiple of 32",
+        ),
+        (lambda: ZOO["inception_v3"](image_size=74), "image_size is 74; expected at least 75"),
         (lambda: ZOO["bert_base"](sequence=513), "sequence is 513; expected 1 to 512 tokens"),
         (lambda: ZOO["gpt2"](sequence=0), "sequence is 0; expected 1 to 1024 tokens"),
         (lambda: ZOO["gpt2"](heads=5), "width is 768; expected a multiple of the 5 heads"),
@@ -248,6 +261,8 @@ def test_wrong_command_lines_end_with_a_message(
         ("wide_and_deep", {"batch": 16}),
         ("mobilenet_v3_large", {}),
         ("vgg_16", {"image_size": 64}),
+        ("convnext_tiny", {"image_size": 64}),
+        ("inception_v3", {"image_size": 107}),
     ],
 )
 def test_full_width(name: str, sizes: dict[str, int]) -> None:

@@ -8,6 +8,7 @@ import sys
 
 import tvm.relax.script
 
+from .channel_norm import channel_norm
 from .channel_shuffle import channel_shuffle
 from .channel_slice import channel_slice
 from .coalesced_reduce import coalesced_reduce
@@ -18,6 +19,7 @@ from .pack import pack, unpack
 from .winograd_conv2d import winograd_conv2d
 
 __all__ = [
+    "channel_norm",
     "channel_shuffle",
     "channel_slice",
     "coalesced_reduce",

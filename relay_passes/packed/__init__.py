@@ -11,10 +11,11 @@ from __future__ import annotations
 from .channels import CHANNEL_RULES
 from .convolution import CONVOLUTION_RULES
 from .elementwise import ELEMENTWISE_RULES
+from .norm import NORM_RULES
 from .prelu import PRELU_RULES
 from .scope import Rule
 from .spatial import SPATIAL_RULES
 
 RULES: dict[str, Rule] = (
-    CONVOLUTION_RULES | ELEMENTWISE_RULES | PRELU_RULES | SPATIAL_RULES | CHANNEL_RULES
+    CONVOLUTION_RULES | ELEMENTWISE_RULES | NORM_RULES | PRELU_RULES | SPATIAL_RULES | CHANNEL_RULES
 )

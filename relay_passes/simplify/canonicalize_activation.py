@@ -6,6 +6,7 @@
     x * clip(x + 3, 0, 6) / 6             ->   tvm_fusion.hardswish(x)
     x * clip(x * (1 / 6) + 0.5, 0, 1)     ->   tvm_fusion.hardswish(x)
     x * sigmoid(x)                        ->   nn.silu(x)
+    x * (erf(x / sqrt(2)) + 1) / 2        ->   nn.gelu(x)
 
 The factors may come in any order and the division may stand at any of them; what lies between
 ``x`` and the product must have no other reader. Left alone: gates with other slopes and bounds.
@@ -14,6 +15,7 @@ The factors may come in any order and the division may stand at any of them; wha
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from tvm import relax
@@ -26,7 +28,7 @@ from .graph import Graph
 
 
 def canonicalize_activation(graph: Graph, call: relax.Expr) -> Value:
-    """Recognise the product ``call`` as hardswish or SiLU."""
+    """Recognise the product ``call`` as hardswish, SiLU or GELU."""
     if str(getattr(call.ty, "dtype", "")) not in FLOATS:
         return None
     product = _factors(graph, call)
@@ -41,6 +43,8 @@ def canonicalize_activation(graph: Graph, call: relax.Expr) -> Value:
             return relax.op.nn.silu(data)
         if _is_hard_gate(graph, value, data, factor):
             return hardswish(data)
+        if _is_erf_gate(graph, value, data, factor):
+            return relax.op.nn.gelu(data)
     return None
 
 
@@ -77,14 +81,34 @@ def _is_hard_gate(graph: Graph, gate: Value, data: relax.Expr, factor: float) ->
     offset = None if line is None else uniform(line[1])
     if line is None or offset is None:
         return False
-    slope = 1.0
-    if not line[0].same_as(data):
-        if not graph.has_one_use(line[0]):
-            return False
-        inner, slope = _without_factor(graph.definition(line[0]))
-        if inner is None or not inner.same_as(data):
-            return False
-    near = 4 * float(np.finfo(str(data.ty.dtype)).eps)
+    slope = _slope(graph, line[0], data)
     found = (factor * slope, factor * offset, factor * clip.high)
-    expected = (1 / 6, 1 / 2, 1.0)
+    return _all_close(found, (1 / 6, 1 / 2, 1.0), data)
+
+
+def _is_erf_gate(graph: Graph, gate: Value, data: relax.Expr, factor: float) -> bool:
+    """Whether ``factor * gate`` is ``(erf(data / sqrt(2)) + 1) / 2``."""
+    line = shifted(gate)
+    offset = None if line is None else uniform(line[1])
+    if line is None or offset is None or not graph.has_one_use(line[0]):
+        return False
+    erf = graph.definition(line[0], "relax.erf")
+    if erf is None:
+        return False
+    found = (factor, factor * offset, _slope(graph, erf.args[0], data))
+    return _all_close(found, (1 / 2, 1 / 2, math.sqrt(1 / 2)), data)
+
+
+def _slope(graph: Graph, value: relax.Expr, data: relax.Expr) -> float:
+    """``a`` if ``value`` is ``a * data`` and has no other reader, or ``data`` itself; else 0."""
+    if value.same_as(data):
+        return 1.0
+    inner, slope = _without_factor(graph.definition(value))
+    found = inner is not None and inner.same_as(data) and graph.has_one_use(value)
+    return slope if found else 0.0
+
+
+def _all_close(found: Sequence[float], expected: Sequence[float], data: relax.Expr) -> bool:
+    """Whether numbers are the same but for roundings in the type of ``data``."""
+    near = 4 * float(np.finfo(str(data.ty.dtype)).eps)
     return all(math.isclose(f, e, rel_tol=near) for f, e in zip(found, expected, strict=True))

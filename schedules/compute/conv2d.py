@@ -19,6 +19,8 @@ Block names are fixed, because schedule rules find their stages by them: ``pad1`
 
 from __future__ import annotations
 
+import math
+
 from tvm import DataType, te, tirx
 
 from ..conv2d_workload import Activation, ConvLayer
@@ -52,6 +54,8 @@ def activate(value: tirx.Expr, activation: Activation, dtype: str) -> tirx.Expr:
         return clip(value, activation.low, activation.high)
     if activation.kind == "hardswish":
         return value * clip(value + const(3), 0, 6) * const(1 / 6)
+    if activation.kind == "gelu":
+        return value * (tirx.erf(value * const(math.sqrt(0.5))) * const(0.5) + const(0.5))
     gate = tirx.sigmoid(value)
     return gate if activation.kind == "sigmoid" else value * gate
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from tvm.s_tir.dlight import ScheduleRule
 
+from .channel_norm import ChannelNorm
 from .coalesced_reduce import CoalescedReduce
 from .conv2d import Conv2D
 from .dense import Dense
@@ -23,6 +24,7 @@ RULES: tuple[ScheduleRule, ...] = (
     Conv2D(),
     WinogradConv2D(),
     Pack(),
+    ChannelNorm(),
     LayoutTransform(),
     Elementwise(),
     Pooling(),
@@ -35,6 +37,7 @@ RULES: tuple[ScheduleRule, ...] = (
 
 __all__ = [
     "RULES",
+    "ChannelNorm",
     "CoalescedReduce",
     "Conv2D",
     "Dense",

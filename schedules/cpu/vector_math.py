@@ -58,24 +58,23 @@ _LOG = (
 )
 _TANH = (-0.3333328068256378, 0.13331441581, -0.05373971537, 0.020639088, -0.0057049873)
 _SINH = (1 / 6, 1 / 120, 1 / 5040, 1 / 362880, 1 / 39916800)
-_ERF_SMALL = (
-    1.1283791065216064,
-    -0.376126229763031,
-    0.1128353402018547,
-    -0.026851477101445198,
-    0.005183523986488581,
-    -0.0007964950054883957,
-    7.694984378758818e-05,
+_ERF_ABOVE = (
+    0.6582211852073669,
+    0.10831429809331894,
+    0.028426239266991615,
+    0.0018329392187297344,
+    7.724655006313697e-05,
+    -1.1798924788308796e-06,
+    1.2902819257476494e-08,
 )
-_ERF_LARGE = (
-    0.00016644797869957983,
-    1.127797245979309,
-    0.6369760632514954,
-    0.10411367565393448,
-    -0.022315211594104767,
-    0.0030654899310320616,
-    -0.00019821962632704526,
+_ERF_BELOW = (
+    0.5833333134651184,
+    0.29043489694595337,
+    0.06367368251085281,
+    0.007687288802117109,
+    0.00048603786854073405,
 )
+_ERF_REACH = 3.75
 
 
 def vectorize_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -190,13 +189,20 @@ def _half_sum(x: ir.Expr, sign: int) -> ir.Expr:
 
 
 def _erf(x: ir.Expr) -> ir.Expr:
-    def both(v: ir.Expr) -> ir.Expr:
-        small = v * horner(v * v, _ERF_SMALL)
-        reach = select(magnitude(v) > f32(4), f32(4), magnitude(v))
-        large = bind(reach, lambda a: f32(1) - _exp(f32(0) - horner(a, _ERF_LARGE)))
-        return select(magnitude(v) < f32(1), small, with_sign(large, v))
+    """One quotient of polynomials, without a branch: activations call it for every element."""
 
-    return bind(x, both)
+    def within(v: ir.Expr) -> ir.Expr:
+        quotient = bind(
+            v * v, lambda square: v * horner(square, _ERF_ABOVE) / horner(square, _ERF_BELOW)
+        )
+        return bind(quotient, lambda q: _clamp(q, 1))
+
+    return bind(x, lambda v: bind(_clamp(v, _ERF_REACH), within))
+
+
+def _clamp(x: ir.Expr, most: float) -> ir.Expr:
+    """The nearest number of at most this magnitude; NaN stays."""
+    return select(x > f32(most), f32(most), select(x < f32(-most), f32(-most), x))
 
 
 def _log(x: ir.Expr) -> ir.Expr:

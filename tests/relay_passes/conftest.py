@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -75,4 +76,5 @@ def _activate(values: np.ndarray, activation: Activation) -> np.ndarray:
         "sigmoid": lambda: 1 / (1 + np.exp(-values)),
         "hardswish": lambda: values * np.clip(values + 3, 0, 6) / 6,
         "silu": lambda: values / (1 + np.exp(-values)),
+        "gelu": lambda: values * (1 + np.vectorize(math.erf)(values * 0.5**0.5)) / 2,
     }[activation.kind]()

@@ -18,6 +18,7 @@ ACTIVATIONS = [
     Activation("sigmoid"),
     Activation("hardswish"),
     Activation("silu"),
+    Activation("gelu"),
 ]
 CHANNELS = st.sampled_from([1, 2, 3, 4, 6, 8, 13])
 

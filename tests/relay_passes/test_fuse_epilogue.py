@@ -129,11 +129,12 @@ def test_symbolic_batch_and_space():
         (relax.op.nn.relu6, {"activation": "relu6"}),
         (relax.op.sigmoid, {"activation": "sigmoid"}),
         (relax.op.nn.silu, {"activation": "silu"}),
+        (relax.op.nn.gelu, {"activation": "gelu"}),
         (lambda x: R.tvm_fusion.hardswish(x), {"activation": "hardswish"}),
         (lambda x: relax.op.clip(x, 0, 6), {"activation": "relu6"}),
         (lambda x: relax.op.clip(x, -1, 2.5), {"activation": "clip", "low": -1.0, "high": 2.5}),
     ],
-    ids=["relu", "relu6", "sigmoid", "silu", "hardswish", "clip to relu6", "clip"],
+    ids=["relu", "relu6", "sigmoid", "silu", "gelu", "hardswish", "clip to relu6", "clip"],
 )
 def test_activations(step, attrs):
     mod = FuseEpilogue()(chain(step))

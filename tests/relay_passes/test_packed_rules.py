@@ -141,11 +141,18 @@ STAY_PACKED = {
     "zero padding": lambda b, x: nn.pad(x, [0, 0, 0, 0, 1, 0, 2, 1], "constant", 0.0),
     "reflection": lambda b, x: nn.pad(x, [0, 0, 0, 0, 1, 1, 1, 1], "reflect"),
     "concat over height": lambda b, x: op.concat([x, b.emit(nn.relu(x))], 2),
+    "layer norm": lambda b, x: layer_norm(x),
+    "layer norm of gelu": lambda b, x: layer_norm(b.emit(nn.gelu(x))),
     "prelu": lambda b, x: nn.prelu(x, const(int(x.ty.shape.values[1]))),
     "prelu of one slope": lambda b, x: nn.prelu(x, relax.const(np.full(PIXELS[1], -0.4, "f4")), 3),
     "shuffle": lambda b, x: shuffle(x),
     "split over width": lambda b, x: op.add(*emit_all(b, *halves(b, op.split(x, [3], 3)))),
 }
+
+
+def layer_norm(x, axes=(1,)):
+    extents = [int(x.ty.shape.values[axis]) for axis in axes]
+    return nn.layer_norm(x, const(*extents), const(*extents), list(axes), 1e-3)
 
 
 def shuffle(x):
@@ -223,6 +230,8 @@ STAY_PLAIN = {
     "softmax over channels": lambda b, x: nn.softmax(x, 1),
     "mean over channels": lambda b, x: op.mean(x, [1], True),
     "mean over batch": lambda b, x: op.mean(x, [0], True),
+    "layer norm of pixels": lambda b, x: layer_norm(x, (2, 3)),
+    "layer norm of images": lambda b, x: layer_norm(x, (1, 2, 3)),
     "mean over everything": lambda b, x: op.mean(x, None, True),
     "slopes of columns": lambda b, x: nn.prelu(x, const(PIXELS[1]), 3),
     "transposition": lambda b, x: op.permute_dims(x, [0, 1, 3, 2]),

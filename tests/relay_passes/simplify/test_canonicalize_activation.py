@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rule ``canonicalize_activation``: the spellings of hardswish and SiLU, and near misses."""
+"""Rule ``canonicalize_activation``: the spellings of hardswish, SiLU and GELU, and near misses."""
 
 from __future__ import annotations
 
@@ -79,6 +79,29 @@ def test_hardswish_in_float16():
     tvm.ir.assert_structural_equal(simplify(activation(build, "float16")), expected)
 
 
+def erf_gate(emit, x, slope=0.5**0.5, offset=1.0):
+    erf = emit(relax.op.erf(emit(relax.op.multiply(x, const(slope)))))
+    return emit(relax.op.add(erf, const(offset)))
+
+
+def divided_gate(emit, x):
+    erf = emit(relax.op.erf(emit(relax.op.divide(x, const(2**0.5)))))
+    return emit(relax.op.add(const(1.0), erf))
+
+
+GELUS = {
+    "exporter": lambda emit, x: times(emit, times(emit, x, divided_gate(emit, x)), const(0.5)),
+    "half first": lambda emit, x: times(emit, times(emit, const(0.5), x), erf_gate(emit, x)),
+    "halved gate": lambda emit, x: times(emit, over(emit, erf_gate(emit, x), 2.0), x),
+}
+
+
+@pytest.mark.parametrize("build", GELUS.values(), ids=GELUS)
+def test_gelu(build):
+    expected = activation(lambda _, x: relax.op.nn.gelu(x))
+    tvm.ir.assert_structural_equal(simplify(activation(build)), expected)
+
+
 @pytest.mark.parametrize("is_first", [False, True])
 def test_silu(is_first):
     def build(emit, x):
@@ -102,6 +125,10 @@ def test_silu(is_first):
         lambda emit, x: times(emit, emit(relax.op.tanh(x)), emit(relax.op.sigmoid(x))),
         lambda emit, x: times(emit, times(emit, x, const(2.0)), emit(relax.op.sigmoid(x))),
         lambda emit, x: times(emit, x, x),
+        lambda emit, x: times(emit, x, erf_gate(emit, x)),
+        lambda emit, x: over(emit, times(emit, x, erf_gate(emit, x, slope=0.7)), 2.0),
+        lambda emit, x: over(emit, times(emit, x, erf_gate(emit, x, offset=2.0)), 2.0),
+        lambda emit, x: over(emit, times(emit, x, erf_gate(emit, emit(relax.op.tanh(x)))), 2.0),
     ],
 )
 def test_other_products_stay(build):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -115,6 +116,9 @@ def pack_weight(weight: Array, case: Case, number: int) -> Array:
     return pack(pack(weight, lanes, axis=1), lanes, axis=0)
 
 
+ERF = np.vectorize(math.erf, otypes=["float64"])
+
+
 def apply_activation(value: Array, activation: Activation) -> Array:
     """The activation in float64."""
     gate = 1 / (1 + np.exp(-value))
@@ -126,6 +130,7 @@ def apply_activation(value: Array, activation: Activation) -> Array:
         "sigmoid": gate,
         "hardswish": value * np.clip(value + 3, 0, 6) / 6,
         "silu": value * gate,
+        "gelu": value * (1 + ERF(value * 0.5**0.5)) / 2,
     }[activation.kind]
 
 
