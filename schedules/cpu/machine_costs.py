@@ -115,8 +115,26 @@ ZEN_3 = MachineCosts()
 ZEN_4 = MachineCosts(
     fma_bits_per_cycle=512, winograd_data=(8.0, 15.0), winograd_inverse=(6.0, 10.0)
 )
-# Two whole vectors of 512 bits a cycle.
-ZEN_5 = MachineCosts(fma_bits_per_cycle=1024)
+# Two whole vectors of 512 bits a cycle, an L1 and an L2 that are read 64 bytes at a time.
+ZEN_5 = MachineCosts(
+    fma_bits_per_cycle=1024,
+    loads_per_cycle=1.5,
+    weight_loads=1.2,
+    fma_latency=4.0,
+    bytes_per_cycle=(float("inf"), 43.0, 20.0, 6.6),
+    cache_share=0.94,
+    leak=0.03,
+    body=1.4,
+    drain=2.8,
+    window=320.0,
+    partial=2.6,
+    depthwise_tap=0.91,
+    inside=5.2,
+    start=54.0,
+    miss=0.016,
+    kept=0.96,
+    edge=5.9,
+)
 
 FAMILIES = {"znver3": ZEN_3, "znver4": ZEN_4, "znver5": ZEN_5}
 
