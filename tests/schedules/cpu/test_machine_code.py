@@ -85,7 +85,7 @@ def tiles(cpu: str, kernel: int, row: int, every: int = 1) -> Forms:
     """Rows of three tiles, so that borders differ, of the sizes that are worth a try for a row."""
     lanes, found = lanes_of(cpu), {}
     blocks = 512 // lanes if kernel == 1 else 64 // lanes
-    sizes = dense_tiles(row, blocks, info_of(cpu).num_vector_registers)
+    sizes = dense_tiles(row, blocks, info_of(cpu))
     for pixels, vectors in sizes[::every]:
         layer = conv(64 * lanes, 2 * vectors * lanes, kernel)  # too deep to be unrolled whole
         case = Case((layer,), height=1 if kernel == 1 else 16, width=3 * pixels, lanes=lanes)
