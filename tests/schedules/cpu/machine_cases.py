@@ -115,8 +115,14 @@ def dense_tiles_of(
 def check_dense(whole: Mapping[Tile, set[int]], seen: Iterable[Tile], depth: int) -> Check:
     """Every loop keeps its sums in registers; each whole tile is there, with its multiply-adds.
 
-    A loop may store sums only if it holds all ``depth`` terms of each.
+    A loop may store sums only if it holds all ``depth`` terms of each, or another loop with most
+    of them.
     """
+    largest = max(pixels * vectors for pixels, vectors in whole)
+
+    def stores_late(loop: Loop) -> bool:
+        done = loop.stores * depth <= loop.fmas
+        return done or (not loop.innermost and loop.stores <= largest)
 
     def check(found: Sequence[Loop]) -> list[str]:
         hot = [loop for loop in found if loop.fmas]
@@ -124,7 +130,7 @@ def check_dense(whole: Mapping[Tile, set[int]], seen: Iterable[Tile], depth: int
             str(loop)
             for loop in hot
             if loop.stack_stores
-            or loop.stores * depth > loop.fmas
+            or not stores_late(loop)
             or (loop.stack_loads and not loop.stores)
             or not any(_is_promised(loop, tile) for tile in seen)
         ]
