@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from math import prod
 
 import pytest
 from cpu import plain_cases, test_winograd_conv2d
@@ -70,7 +71,10 @@ def single(kernel: Conv2DKernel, knobs: Conv2DKnobs) -> Form:
     func = conv2d_template(build(kernel_case(kernel)), kernel, knobs).mod["main"]
     if kernel.layers[0].is_depthwise:
         return Form(func, (check_rows(),))
-    return Form(func, (check_dense(*dense_tiles_of(kernel, knobs.pixels, knobs.blocks)),))
+    layer = kernel.layers[0]
+    depth = layer.in_channels // layer.groups * prod(layer.kernel)
+    whole, seen = dense_tiles_of(kernel, knobs.pixels, knobs.blocks)
+    return Form(func, (check_dense(whole, seen, depth),))
 
 
 def default(cpu: str, case: Case) -> Form:
@@ -151,7 +155,8 @@ def planar(cpu: str) -> Forms:
         weights = kernel * len(column_groups(layers[0])) + 1
         needed = weights + knobs.rows * stride + 1
         constants = weights if needed > info.num_vector_registers else 0
-        checks = check_rows(kernel, constants), check_tiles({(knobs.outputs, knobs.vectors)})
+        tile = knobs.outputs, knobs.vectors
+        checks = check_rows(kernel, constants), check_tiles({tile: {tile[0] * tile[1]}})
         found[f"planar{kernel}_s{stride}"] = Form(func, checks)
     return found
 
