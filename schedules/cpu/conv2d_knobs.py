@@ -63,6 +63,8 @@ def conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Conv2DKnobs]:
         for unit_chunks, block_chunks in shares(kernel.batch or 1, cpu.num_cores):
             if unit_chunks > units or block_chunks > -(-out_blocks // blocks):
                 continue
+            if plain and block_chunks > 1:  # LLVM 22 unrolls the columns of such tiles, and spills
+                continue
             for group in _unit_groups(kernel, -(-units // unit_chunks), units, cpu):
                 share = pixels, blocks, unit_chunks, block_chunks, group
                 if layer.is_depthwise:

@@ -28,6 +28,8 @@ MOST_CYCLES = 1.2  # of a tile size worth a try, over those of the best
 MOST_PIXELS = {16: (9, 6, 4, 2), 32: (30, 12, 8, 6)}
 # Likewise for vectors of 128 bits, of which those of the pixels stay in registers, too.
 MOST_PIXELS_128 = {16: (6, 4, 3, 2), 32: (14, 10, 7, 5)}
+# Most pixels of depthwise tiles in steps of several columns: kernels of up to three, and of more.
+MOST_SKIPPING = {16: (7, 4), 32: (8, 8)}
 
 
 def most_pixels(cpu: CPUInfo, vectors: int) -> int:
@@ -84,10 +86,13 @@ def register_tiles(layer: ConvLayer, row: int, lanes: int, cpu: CPUInfo) -> list
     """Pixels and vectors of the register tiles of a layer that are worth a try.
 
     A depthwise tile holds one vector of channels, and as many pixels as leave half of the registers
-    for weights and inputs.
+    for weights and inputs; fewer in steps of two columns, which share less of what they load.
     """
     if layer.is_depthwise:
-        most = tile_counts(row, max(4, cpu.num_vector_registers // 2 - 1))[0][0]
+        most = max(4, cpu.num_vector_registers // 2 - 1)
+        if layer.strides[1] > 1:
+            most = MOST_SKIPPING[cpu.num_vector_registers][layer.kernel[1] > 3]
+        most = tile_counts(row, most)[0][0]
         sizes = {tile_counts(row, pixels)[0][0] for pixels in range((most + 1) // 2, most + 1)}
         return [(pixels, 1) for pixels in sorted(sizes, reverse=True)]
     blocks = -(-layer.out_channels // layer.groups // lanes)
