@@ -135,7 +135,7 @@ def test_no_bias_is_a_bias_of_zeros(dtype):
         ({"groups": 3}, "expected 12 at axis 1 for 12 input channels"),
         ({"groups": 4}, "groups is 4 for 16 input and 6 output channels; expected a divisor"),
         ({"groups": 0}, "groups is 0 for 0 input and 6 output channels"),
-        ({"activation": "gelu"}, "activation is 'gelu'; expected one of none, relu"),
+        ({"activation": "mish"}, "activation is 'mish'; expected one of none, relu"),
         ({"activation": "clip", "low": 1, "high": 0}, "expected low <= high"),
         ({"data_layout": "NHWC"}, "layout is 'NHWC'; expected 'NCHW' or channel blocks"),
         ({"data_layout": "NCHW0c"}, "layout is 'NCHW0c'"),
