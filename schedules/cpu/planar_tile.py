@@ -135,13 +135,15 @@ def depthwise_vector(part: DepthwiseRows, column: Index, inside: bool) -> None:
         Whether :func:`reads_whole_vectors` is true of it.
     """
     layer, buffer, stride = part.layer, part.source.buffer, part.layer.strides[1]
-    groups = column_groups(layer)
+    groups, line = column_groups(layer), line_elements(buffer.dtype)
     sums = [[part.bias] * stride for _ in range(part.rows)]
     for row in range(*part.visible):
         start = part.source.at(0, row - part.visible[0], 0)
-        if inside:
+        if inside or part.lanes >= line:
             # Hardware does not foresee the jump to the next channel's plane.
-            prefetch(buffer, start + part.source.plane + column * stride)
+            ahead = start + part.source.plane + column * stride
+            for element in range(0, stride * part.lanes, line):
+                prefetch(buffer, ahead + element)
         users = part.users(row)
         places = [(half, group) for group in range(len(groups)) for half in range(stride)]
         for half, group in places if users else ():
