@@ -13,7 +13,9 @@ layer one's rows stay as planes in a buffer of the parallel piece::
           for tile of output channels
             pointwise tile
 
-The last step of a piece ends with the piece's last row, and may overlap the one before.
+The last step of a piece ends with the piece's last row, and may overlap the one before. How many
+pixels a vector of either layer holds is free of how many channels a block of the weights has: layer
+one's vectors must fit the rows, layer two's run over all pixels of a step.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ class PlanarKnobs:
         Most rows of a depthwise tile.
     outputs, vectors : int
         Register tile of layer two: channels x vectors of pixels.
+    lanes1, lanes2 : int | None
+        Pixels of a vector of either layer; None for as many as a block of the weights has channels.
     """
 
     h_t: int
@@ -66,24 +70,28 @@ class PlanarKnobs:
     rows: int = 4
     outputs: int = 4
     vectors: int = 3
+    lanes1: int | None = None
+    lanes2: int | None = None
 
 
-def takes_planar(kernel: Conv2DKernel) -> bool:
-    """Whether the nest can compute a kernel.
+def takes_planar(kernel: Conv2DKernel, lanes: int | None = None) -> bool:
+    """Whether the nest can compute a kernel with ``lanes`` pixels in a vector of layer one.
 
     Rows hold at least a vector, steps are of one column, or of two for neighbouring kernel columns,
-    and only the first and the last row of the output read padding.
+    and only the first and the last row of the output read padding. None stands for as many lanes as
+    a block of the weights has channels.
     """
+    lanes = lanes or kernel.lanes
     if len(kernel.layers) != 2 or not (kernel.plain_data and kernel.plain_out) or kernel.residual:
         return False
     layer1, layer2 = kernel.layers
     if None in (kernel.height, kernel.width) or not (layer1.is_depthwise and layer2.is_pointwise):
         return False
-    if kernel.lanes < 4 or kernel.lanes & (kernel.lanes - 1) or layer1.strides[1] > 2:
+    if lanes < 4 or lanes & (lanes - 1) or layer1.strides[1] > 2:
         return False
     height, width = int(kernel.height or 1), int(kernel.width or 1)
     out_h, out_w = layer1.output_size(height, width)
-    if out_w < kernel.lanes or width < layer1.strides[1] * kernel.lanes:
+    if out_w < lanes or width < layer1.strides[1] * lanes:
         return False
     if layer1.strides[1] == 2 and (layer1.kernel[1] < 2 or layer1.dilation[1] > 1):
         return False
@@ -100,16 +108,20 @@ def planar_template(
     Raises
     ------
     OpError
-        If :func:`takes_planar` is false of the kernel, or ``h`` is more than a piece has.
+        If :func:`takes_planar` is false of the kernel, ``h`` is more than a piece has, or a step
+        has fewer pixels than a vector of layer two.
     """
-    if not takes_planar(kernel):
+    if not takes_planar(kernel, knobs.lanes1):
         raise OpError(f"{kernel} cannot be computed on planes; expected one of takes_planar")
-    height, _ = kernel.layers[0].output_size(int(kernel.height or 1), int(kernel.width or 1))
+    height, width = kernel.layers[0].output_size(int(kernel.height or 1), int(kernel.width or 1))
     if not 1 <= knobs.h <= height // knobs.h_t:
         raise OpError(
             f"h is {knobs.h}; expected 1 to {height // knobs.h_t}, the rows of the smallest of "
             f"{knobs.h_t} pieces"
         )
+    lanes2, pixels = knobs.lanes2 or kernel.lanes, knobs.h * width
+    if lanes2 > pixels:
+        raise OpError(f"lanes2 is {lanes2}; expected at most the {pixels} pixels of a step")
     builder = KernelBuilder(func)
     with builder.body():
         with T.parallel(0, builder.batch * knobs.h_t) as index:
@@ -128,13 +140,14 @@ class _Piece:
         self, builder: KernelBuilder, kernel: Conv2DKernel, knobs: PlanarKnobs, image: Index
     ):
         self.layer1, self.layer2 = kernel.layers
-        self.lanes, self.knobs, self.flat = kernel.lanes, knobs, builder.flat
+        self.lanes1, self.lanes2 = knobs.lanes1 or kernel.lanes, knobs.lanes2 or kernel.lanes
+        self.block, self.knobs, self.flat = kernel.lanes, knobs, builder.flat
         size = int(kernel.height or 1), int(kernel.width or 1)
         out_size = self.layer1.output_size(*size)
         self.source = _image(builder.flat[0], image, self.layer1.in_channels, size)
         self.output = _image(builder.flat[-1], image, self.layer2.out_channels, out_size)
         self.pixels = knobs.h * out_size[1]
-        plane = -(-self.pixels // self.lanes) * self.lanes + PLANE_SKEW
+        plane = -(-self.pixels // self.lanes2) * self.lanes2 + PLANE_SKEW
         buffer = T.sblock_alloc_buffer((self.layer1.out_channels * plane,), kernel.dtype)
         self.mid = PlanarImage(buffer, 0, plane, knobs.h, out_size[1])
 
@@ -154,9 +167,9 @@ class _Piece:
             self._pointwise(row)
 
     def _channels(self) -> Iterator[tuple[Index, Index]]:
-        full, rest = divmod(self.layer1.in_channels, self.lanes)
+        full, rest = divmod(self.layer1.in_channels, self.block)
         if full:
-            with loop(0, full) as block, loop(0, self.lanes) as lane:
+            with loop(0, full) as block, loop(0, self.block) as lane:
                 yield block, lane
         if rest:
             with loop(0, rest) as lane:
@@ -164,8 +177,8 @@ class _Piece:
 
     def _depthwise(self, block: Index, lane: Index, row: Index) -> None:
         """Layer one of a channel: the rows of a step, from output row ``row`` on."""
-        layer, lanes, bias = self.layer1, self.lanes, self.flat[2]
-        channel, zero = block * lanes + lane, tirx.const(0, bias.dtype)
+        layer, lanes, bias = self.layer1, self.lanes1, self.flat[2]
+        channel, zero = block * self.block + lane, tirx.const(0, bias.dtype)
         part = DepthwiseRows(
             layer=layer,
             source=self.source,
@@ -175,7 +188,7 @@ class _Piece:
             output_row=0,
             visible=(0, 0),
             weights=self._weights(block, lane),
-            bias=T.bind(_repeated([bias[block * lanes + lane], zero][: layer.strides[1]], lanes)),
+            bias=T.bind(_repeated([bias[channel], zero][: layer.strides[1]], lanes)),
             paired=self._is_paired(),
         )
         first = 0
@@ -190,23 +203,24 @@ class _Piece:
 
     def _weights(self, block: Index, lane: Index) -> list[tirx.Expr]:
         """Weights of a channel of layer one, as :class:`.planar_tile.DepthwiseRows` wants them."""
-        layer, lanes, weight = self.layer1, self.lanes, self.flat[1]
+        layer, weight = self.layer1, self.flat[1]
         height, width = layer.kernel
         vectors = []
         for row in range(height):
             for shift, shares in column_groups(layer):
                 column = shift // layer.dilation[1]
                 taps = [
-                    weight[((block * height + row) * width + column + number) * lanes + lane]
+                    weight[((block * height + row) * width + column + number) * self.block + lane]
                     * tirx.const(share, weight.dtype)
                     for number, share in enumerate(shares)
                 ]
-                vectors.append(T.bind(_repeated(taps, lanes)))
+                vectors.append(T.bind(_repeated(taps, self.lanes1)))
         return vectors
 
     def _is_paired(self) -> bool:
         """Whether layer two undoes the order of pixels that steps of two leave in vectors."""
-        return self.layer1.strides[1] == 2 and self.mid.width % self.lanes == 0
+        whole = self.mid.width % self.lanes1 == 0 and self.lanes1 == self.lanes2
+        return self.layer1.strides[1] == 2 and whole
 
     def _visible(
         self, row: Index, first: int, size: int
@@ -236,14 +250,14 @@ class _Piece:
 
     def _row_tile(self, part: DepthwiseRows) -> None:
         """All vectors of a row; neighbours that read no padding are a loop."""
-        starts = vector_starts(self.mid.width, self.lanes)
+        starts = vector_starts(self.mid.width, self.lanes1)
         inside = [
-            reads_whole_vectors(self.layer1, self.source.width, start, self.lanes)
+            reads_whole_vectors(self.layer1, self.source.width, start, self.lanes1)
             for start in starts
         ]
         run: list[int] = []
         for index, start in enumerate(starts):
-            if inside[index] and start == index * self.lanes:
+            if inside[index] and start == index * self.lanes1:
                 run.append(start)
                 continue
             self._inside(part, run)
@@ -254,7 +268,7 @@ class _Piece:
     def _inside(self, part: DepthwiseRows, starts: Sequence[int]) -> None:
         if starts:
             with loop(0, len(starts)) as vector:
-                depthwise_vector(part, starts[0] + vector * self.lanes, True)
+                depthwise_vector(part, starts[0] + vector * self.lanes1, True)
 
     def _pointwise(self, row: Index) -> None:
         """Layer two of the rows of a step."""
@@ -264,16 +278,17 @@ class _Piece:
             output=replace(self.output, offset=self.output.at(0, row, 0)),
             weight=self.flat[3],
             bias=self.flat[4],
-            lanes=self.lanes,
+            lanes=self.lanes2,
+            block=self.block,
             paired=self._is_paired(),
         )
-        starts = vector_starts(self.pixels, self.lanes)
+        starts = vector_starts(self.pixels, self.lanes2)
         sizes = split_evenly(len(starts), self.knobs.vectors)
         runs: list[list[list[int]]] = []  # tiles alike but for the place
         done = 0
         for size in sizes:
             tile = starts[done : done + size]
-            whole = tile[-1] % self.lanes == 0
+            whole = tile[-1] % self.lanes2 == 0
             if runs and whole and len(runs[-1][-1]) == size:
                 runs[-1].append(tile)
             else:
@@ -281,19 +296,19 @@ class _Piece:
             done += size
         for run in runs:
             with loop(0, len(run)) as index:
-                offset = index * (len(run[0]) * self.lanes)
+                offset = index * (len(run[0]) * self.lanes2)
                 self._outputs(ops, [offset + start for start in run[0]])
 
     def _outputs(self, ops: PointwiseOperands, starts: Sequence[Index]) -> None:
         """All output channels of some vectors of pixels."""
-        full, rest = divmod(self.layer2.out_channels, self.lanes)
+        full, rest = divmod(self.layer2.out_channels, self.block)
         if full:
             with loop(0, full) as block:
-                self._block(ops, block, self.lanes, starts)
+                self._outputs_of(ops, block, self.block, starts)
         if rest:
-            self._block(ops, full, rest, starts)
+            self._outputs_of(ops, full, rest, starts)
 
-    def _block(
+    def _outputs_of(
         self, ops: PointwiseOperands, block: Index, channels: int, starts: Sequence[Index]
     ) -> None:
         lane = 0

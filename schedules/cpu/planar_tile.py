@@ -21,7 +21,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..compute.conv2d import activate
 from ..conv2d_workload import ConvLayer
-from .micro_kernel import Index, accumulators, loop
+from .micro_kernel import UNROLLED_STEPS, Index, accumulators, loop
 from .prefetch import line_elements, prefetch
 
 
@@ -135,13 +135,15 @@ def depthwise_vector(part: DepthwiseRows, column: Index, inside: bool) -> None:
         Whether :func:`reads_whole_vectors` is true of it.
     """
     layer, buffer, stride = part.layer, part.source.buffer, part.layer.strides[1]
-    groups = column_groups(layer)
+    groups, line = column_groups(layer), line_elements(buffer.dtype)
     sums = [[part.bias] * stride for _ in range(part.rows)]
     for row in range(*part.visible):
         start = part.source.at(0, row - part.visible[0], 0)
-        if inside:
+        if inside or part.lanes >= line:
             # Hardware does not foresee the jump to the next channel's plane.
-            prefetch(buffer, start + part.source.plane + column * stride)
+            ahead = start + part.source.plane + column * stride
+            for element in range(0, stride * part.lanes, line):
+                prefetch(buffer, ahead + element)
         users = part.users(row)
         places = [(half, group) for group in range(len(groups)) for half in range(stride)]
         for half, group in places if users else ():
@@ -233,7 +235,9 @@ class PointwiseOperands:
     weight, bias : tirx.Buffer
         Flat, in the packed layouts of :mod:`schedules.compute.conv2d`.
     lanes : int
-        Pixels of a vector, and channels of a block of the weights.
+        Pixels of a vector.
+    block : int
+        Channels of a block of the weights.
     paired : bool
         Whether the input's vectors are in :func:`paired_order`.
     """
@@ -244,6 +248,7 @@ class PointwiseOperands:
     weight: tirx.Buffer
     bias: tirx.Buffer
     lanes: int
+    block: int
     paired: bool
 
 
@@ -262,6 +267,7 @@ def pointwise_tile(
         First pixels of the vectors.
     """
     lanes, dtype = ops.lanes, ops.source.buffer.dtype
+    origin = block * ops.block + lane
     places = [(o, v) for o in range(outputs) for v in range(len(starts))]
     with T.sblock("tile"):
         T.reads()
@@ -270,11 +276,11 @@ def pointwise_tile(
         whole = T.ramp(0, 1, lanes)
         # The sums take as long as the lines need to come, which are written when they are done.
         for o in range(outputs):
-            first = ops.output.at(block * lanes + lane + o, 0, starts[0])
+            first = ops.output.at(origin + o, 0, starts[0])
             for element in range(0, len(starts) * lanes, line_elements(dtype)):
                 prefetch(ops.output.buffer, first + element, write=True)
         for o, v in places:
-            bias = ops.bias[block * lanes + lane + o]
+            bias = ops.bias[origin + o]
             T.buffer_store(sums[o, v], T.broadcast(bias, lanes), [whole])
         for channel, weights in _input_channels(ops, block):
             pixels = [
@@ -289,25 +295,30 @@ def pointwise_tile(
             value = activate(sums[o, v][whole], ops.layer.activation, dtype)
             if ops.paired:
                 value = _in_pixel_order(value, lanes)
-            target = ops.output.at(block * lanes + lane + o, 0, starts[v])
+            target = ops.output.at(origin + o, 0, starts[v])
             T.buffer_store(ops.output.buffer, value, [T.ramp(target, 1, lanes)])
 
 
 def _input_channels(ops: PointwiseOperands, block: Index) -> Iterator[tuple[Index, Index]]:
-    """Open a loop over the input channels, unrolled by blocks.
+    """Open loops over the input channels, unrolled as far as registers allow.
 
     Yields a channel, and where its weights for the channels of an output block begin.
     """
-    lanes = ops.lanes
-    full, rest = divmod(ops.layer.in_channels, lanes)
+    size = ops.block
+    full, rest = divmod(ops.layer.in_channels, size)
     blocks = full + (rest > 0)
 
-    def one_block(in_block: Index, count: int) -> Iterator[tuple[Index, Index]]:
+    def some(in_block: Index, first: Index, count: int) -> Iterator[tuple[Index, Index]]:
         for i in range(count):
-            yield in_block * lanes + i, ((block * blocks + in_block) * lanes + i) * lanes
+            lane = first + i
+            yield in_block * size + lane, ((block * blocks + in_block) * size + lane) * size
 
     if full:
         with loop(0, full) as in_block:
-            yield from one_block(in_block, lanes)
+            if size % UNROLLED_STEPS:
+                yield from some(in_block, 0, size)
+            else:
+                with loop(0, size // UNROLLED_STEPS) as part:
+                    yield from some(in_block, part * UNROLLED_STEPS, UNROLLED_STEPS)
     if rest:
-        yield from one_block(full, rest)
+        yield from some(full, 0, rest)

@@ -17,6 +17,7 @@ from schedules.conv2d_workload import ACTIVATIONS, Activation, ConvLayer
 from schedules.cpu.planar_nest import PlanarKnobs, planar_template, takes_planar
 from schedules.errors import OpError
 
+LANES = st.sampled_from([None, 4, 8, 16])
 ACTIVATION = st.sampled_from(ACTIVATIONS).map(lambda kind: Activation(kind, -0.4, 0.7))
 
 
@@ -43,21 +44,27 @@ def cases(draw: st.DrawFn) -> Case:
     outputs = draw(st.sampled_from([1, 5, 8, 13, 24]))
     second = ConvLayer(channels, outputs, (1, 1), activation=draw(ACTIVATION))
     size = {"height": draw(st.integers(2, 20)), "width": draw(st.integers(8, 40))}
-    return Case((first, second), batch=draw(st.integers(1, 2)), **size)
+    lanes = draw(st.sampled_from([8, 16]))
+    return Case((first, second), batch=draw(st.integers(1, 2)), lanes=lanes, **size)
 
 
 @given(cases(), st.data(), st.integers(0, 2**32 - 1))
 @settings(max_examples=6)
 def test_numbers_of_any_layers_and_knobs(case, drawn, seed):
     assume(min(case.layers[0].output_size(case.height, case.width)) > 0)
-    assume(takes_planar(kernel_of(case, True, True)))
+    lanes1, lanes2 = drawn.draw(LANES), drawn.draw(LANES)
+    assume(takes_planar(kernel_of(case, True, True), lanes1))
     h_t = drawn.draw(st.integers(1, min(3, case.out_shape[2])))
+    h = drawn.draw(st.integers(1, case.out_shape[2] // h_t))
+    assume(h * case.out_shape[3] >= (lanes2 or case.lanes))
     chosen = PlanarKnobs(
         h_t=h_t,
-        h=drawn.draw(st.integers(1, case.out_shape[2] // h_t)),
+        h=h,
         rows=drawn.draw(st.integers(1, 4)),
         outputs=drawn.draw(st.integers(1, 5)),
         vectors=drawn.draw(st.integers(1, 3)),
+        lanes1=lanes1,
+        lanes2=lanes2,
     )
     check(case, True, True, [planar(case, chosen)], seed)
 
@@ -87,6 +94,21 @@ def test_numbers_of_vectors_of_other_lengths(lanes, width):
     layers = depthwise(13, 5, 2), SQUARE.layers[1]
     case = replace(SQUARE, lanes=lanes, layers=layers, width=width)
     check(case, True, True, [planar(case, PlanarKnobs(2, 2))], seed=lanes)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(("width", "block"), [(9, 16), (28, 16), (33, 4), (56, 8)])
+def test_numbers_of_vectors_that_differ_from_the_blocks(stride, width, block):
+    layers = depthwise(19, 3, stride), ConvLayer(19, 21, (1, 1))
+    case = replace(SQUARE, batch=1, lanes=block, layers=layers, height=8, width=width)
+    pixels = 2 * case.out_shape[3]
+    functions = [
+        planar(case, PlanarKnobs(2, 2, 2, 6, 4, lanes1, lanes2))
+        for lanes1, lanes2 in ((4, 4), (4, 8), (8, 16), (16, 16), (16, 8))
+        if takes_planar(kernel_of(case, True, True), lanes1) and lanes2 <= pixels
+    ]
+    assert len(functions) >= 2
+    check(case, True, True, functions, seed=width)
 
 
 @pytest.mark.parametrize("width", [33, 48])
@@ -144,7 +166,21 @@ def test_what_it_takes():
             planar_template(build(SQUARE, True, True), other, PlanarKnobs(1, 1))
 
 
+def test_what_shorter_vectors_take():
+    kernel = replace(kernel_of(SQUARE, True, True), width=7)
+    assert not takes_planar(kernel)
+    assert takes_planar(kernel, 4)
+    assert not takes_planar(kernel, 2)
+    assert not takes_planar(kernel, 6)
+    assert not takes_planar(replace(kernel, layers=(depthwise(13, 3, 2), kernel.layers[1])), 8)
+
+
 @pytest.mark.parametrize("h", [0, 5])
 def test_refuses_steps_larger_than_a_piece(h):
     with pytest.raises(OpError, match=f"h is {h}; expected 1 to 4, the rows of the smallest of 2"):
         planar(SQUARE, PlanarKnobs(2, h))
+
+
+def test_refuses_vectors_longer_than_a_step():
+    with pytest.raises(OpError, match="lanes2 is 32; expected at most the 19 pixels of a step"):
+        planar(SQUARE, PlanarKnobs(2, 1, lanes2=32))
