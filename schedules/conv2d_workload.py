@@ -76,6 +76,18 @@ class ConvLayer:
         """Whether each output channel reads exactly its own input channel."""
         return self.groups > 1 and self.groups == self.in_channels == self.out_channels
 
+    def group_lanes(self, lanes: int) -> int:
+        """Channels of a group, if each block of ``lanes`` channels reads its own block only, else 0.
+
+        That is 1 for depthwise layers, and otherwise a power of two that divides a block.
+        """
+        if self.is_depthwise:
+            return 1
+        width = self.in_channels // self.groups
+        inside = self.groups > 1 and width < lanes and lanes % width == 0
+        alike = self.in_channels == self.out_channels and width & (width - 1) == 0
+        return width if inside and alike else 0
+
     @property
     def is_pointwise(self) -> bool:
         """Whether the kernel is 1x1 with stride 1, no padding and one group."""

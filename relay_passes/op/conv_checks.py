@@ -35,7 +35,7 @@ def check_layer(layer: ConvLayer, suffix: str, op: str) -> None:
 
 def check_packable(layer: ConvLayer, lanes: int, plain_data: bool, suffix: str, op: str) -> None:
     """Refuse a layer that has no packed form."""
-    if layer.groups == 1 or (layer.is_depthwise and not plain_data):
+    if layer.groups == 1 or (layer.group_lanes(lanes) and not plain_data):
         return
     per_group = (layer.in_channels // layer.groups, layer.out_channels // layer.groups)
     if plain_data or any(channels % lanes for channels in per_group):
@@ -51,6 +51,8 @@ def packed_weight_shape(layer: ConvLayer, lanes: int, plain_data: bool) -> tuple
     if layer.is_depthwise:
         return (out_blocks, *layer.kernel, lanes)
     per_group = layer.in_channels // layer.groups
+    if layer.group_lanes(lanes):
+        return (out_blocks, 1, *layer.kernel, per_group, lanes)
     if plain_data:
         return (out_blocks, per_group, *layer.kernel, 1, lanes)
     return (out_blocks, -(-per_group // lanes), *layer.kernel, lanes, lanes)

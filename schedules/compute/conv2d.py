@@ -9,7 +9,9 @@ tensor     NCHW                      NCHW[x]c
 data       ``[N, C, H, W]``          ``[N, B(C), H, W, x]``
 weight     ``[O, I / g, kh, kw]``    dense ``[B(O), B(I / g), kh, kw, x, x]`` (in, out lanes),
                                      first layer ``[B(O), I, kh, kw, 1, x]`` on NCHW data,
-                                     depthwise ``[B(C), kh, kw, x]``
+                                     depthwise ``[B(C), kh, kw, x]``,
+                                     groups of ``g`` lanes in a block ``[B(C), 1, kh, kw, g, x]``,
+                                     from input lane ``i`` to output lane ``i ^ j`` at ``[.., j, i]``
 bias       ``[O]``                   ``[B(O), x]``
 ========== ========================= =============================================
 
@@ -123,6 +125,8 @@ def _layer(
         conv = _conv_first(_pad(data, layer, suffix), weight, layer, suffix)
     elif layer.is_depthwise:
         conv = _conv_depthwise(_pad(data, layer, suffix), weight, layer, suffix)
+    elif layer.group_lanes(int(weight.shape[-1])):
+        conv = _conv_narrow(_pad(data, layer, suffix), weight, layer, suffix)
     else:
         conv = _conv_packed(_pad(data, layer, suffix), weight, layer, suffix)
 
@@ -216,6 +220,20 @@ def _conv_depthwise(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix
         ),
         name=f"conv{suffix}",
     )
+
+
+def _conv_narrow(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
+    kh, kw = _taps(layer)
+    width = int(weight.shape[4])
+    ic = te.reduce_axis((0, width), name="ic")
+
+    def value(n, cb, h, w, oi):
+        lane = oi // width * width + ic
+        source = data(n, cb, *_source(layer, h, w, kh, kw), lane)
+        return te.sum(source * weight(cb, 0, kh, kw, oi ^ lane, lane), axis=[ic, kh, kw])
+
+    shape = [data.shape[0], data.shape[1], *_out_space(data, layer), data.shape[4]]
+    return te.compute(shape, value, name=f"conv{suffix}")
 
 
 def _conv_packed(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:

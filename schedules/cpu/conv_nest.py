@@ -19,8 +19,8 @@ from .micro_kernel import (
     Reduction,
     cancelled,
     dense_tile,
-    depthwise_tile,
     loop,
+    own_block_tile,
 )
 from .tiles import Run, Span, row_runs, split_evenly
 
@@ -56,7 +56,7 @@ def flatten(ops: LayerOperands, row: Index, rows: int) -> LayerOperands:
 
 def block_runs(ops: LayerOperands, tile: int) -> list[tuple[int, int, int]]:
     """Cut the output blocks into register tiles: ``(first block, number of tiles, V)`` each."""
-    if ops.layer.is_depthwise:
+    if ops.group_lanes:
         return [(0, ops.out_blocks, 1)]
     per_group = ops.out_blocks // ops.layer.groups
     sizes = split_evenly(per_group, tile) * ops.layer.groups
@@ -120,8 +120,8 @@ def compute_tile(
     lines: int = 1,
 ) -> None:
     """Call the micro-kernel of the layer's kind."""
-    if ops.layer.is_depthwise:
-        depthwise_tile(ops, block, row, run, column)
+    if ops.group_lanes:
+        own_block_tile(ops, block, row, run, column)
     else:
         whole = Reduction(0, ops.in_blocks)
         dense_tile(ops, block, blocks, row, run, column, reduction or whole, turns, lines)
@@ -129,7 +129,7 @@ def compute_tile(
 
 def weight_turns(ops: LayerOperands, pixels: int) -> int:
     """Tiles of a row that can ask in turns for the weights that come next; 0 if none can."""
-    packed = not ops.layer.is_depthwise and ops.source.lanes > 1
+    packed = ops.group_lanes == 0 and ops.source.lanes > 1
     return len(split_evenly(ops.output.width, pixels)) if packed else 0
 
 

@@ -151,7 +151,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
     channels = layer.in_channels if plain else _padded(layer.in_channels, lanes)
     data_bytes = channels * height * width * item
     row_bytes = data_bytes / height
-    if layer.is_depthwise:  # each channel is read by one core
+    if layer.group_lanes(lanes):  # each channel is read by one core
         row_bytes *= len(vectors) / len(block_tiles)
     nest = Nest(
         layer=layer,
@@ -181,7 +181,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
         kept = layer.weight_elements() * item + nest.data_bytes
         steps += _with_weights(nest, count, not steps, kept, cpu)
     edges = 0.0
-    if layer.is_depthwise and knobs.unit_chunks > 1:
+    if layer.group_lanes(lanes) and knobs.unit_chunks > 1:
         lines = min(share * out_w * lanes * item, PAGE_BYTES) / CACHE_LINE_BYTES
         edges = EDGE * lines * len(vectors)
     return _finish(kernel, knobs.unit_chunks * knobs.block_chunks, steps, edges, 0.0, cpu)
@@ -233,10 +233,10 @@ def _layer_one(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> S
         pixels=knobs.pixels1,
         vectors=split(blocks, knobs.blocks1 if layer.groups == 1 else 1),
         in_blocks=_in_blocks(layer, lanes),
-        prefetch=knobs.prefetch and not layer.is_depthwise,
+        prefetch=knobs.prefetch and not layer.group_lanes(lanes),
         data_level=_home(row_bytes * height, cpu, foreign=knobs.oc_t > 1),
     )
-    read_parts = parts if layer.is_depthwise else 1
+    read_parts = parts if layer.group_lanes(lanes) else 1
     steps: Steps = []
     for step, count in _row_steps(kernel, knobs):
         rows = _rows_read(layer2, step, mid[0])
@@ -376,12 +376,12 @@ def _padded(channels: int, lanes: int) -> int:
 
 def _in_blocks(layer: ConvLayer, lanes: int) -> int:
     """Input blocks that one output channel reads."""
-    return 1 if layer.is_depthwise else -(-layer.in_channels // layer.groups // lanes)
+    return 1 if layer.group_lanes(lanes) else -(-layer.in_channels // layer.groups // lanes)
 
 
 def _block_tiles(layer: ConvLayer, lanes: int, tile: int) -> tuple[int, ...]:
     """Channel blocks of each block tile; none crosses a group."""
-    if layer.is_depthwise:
+    if layer.group_lanes(lanes):
         return (1,) * -(-layer.out_channels // lanes)
     return split(-(-layer.out_channels // layer.groups // lanes), tile) * layer.groups
 

@@ -9,6 +9,11 @@ for ``P x V`` multiply-adds (the batch-reduce GEMM of Georganas et al., arXiv 19
 Zero padding costs nothing: rows outside the image shorten the loop over kernel rows, and
 border tiles know their taps (:mod:`.tiles`).
 
+Where groups are narrower than a block, a step loads ``P`` input vectors and ``g`` weight vectors.
+Each of the ``P x g`` accumulators sums, in the lane of an input channel, what it adds to the output
+channel ``j`` lanes apart (``i ^ j``); at the end the accumulators of a pixel change lanes and become
+one. Depthwise layers are the case ``g = 1``.
+
 Each accumulator is a buffer of its own, of one vector and of scope ``global``: TVM 0.27 puts that on
 the stack, where LLVM turns it into a register. Buffers of scope ``local``, and those of more than
 1,024 bytes, are taken from the heap, and stay in memory.
@@ -120,6 +125,11 @@ class LayerOperands:
     dtype: str
 
     @property
+    def group_lanes(self) -> int:
+        """Channels of a group, if each block reads its own block only, else 0."""
+        return self.layer.group_lanes(self.lanes)
+
+    @property
     def vector(self) -> str:
         """Type of one vector of output channels."""
         return f"{self.dtype}x{self.lanes}"
@@ -211,24 +221,42 @@ def dense_tile(
         _finish(ops, sums, block, blocks, row, run, column, reduction)
 
 
-def depthwise_tile(ops: LayerOperands, block: Index, row: Index, run: Run, column: Index) -> None:
-    """Compute ``run.size`` pixels of one channel block of a depthwise layer."""
-    whole = Reduction(0, 1)
+def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, column: Index) -> None:
+    """Compute ``run.size`` pixels of one channel block that reads its own input block only."""
+    whole, width = Reduction(0, 1), ops.group_lanes
     with T.sblock("tile"):
         T.reads()
         T.writes()
         lanes, layer = ops.lanes, ops.layer
-        sums = accumulators(run.size, lanes, ops.dtype)
-        _start(ops, sums, block, 1, row, run, column, whole)
-        for kh, kw, (low, high) in _taps(ops, row, run, unroll_columns=True):
-            weight = ((block * layer.kernel[0] + kh) * layer.kernel[1] + kw) * lanes
+        sums = accumulators(run.size * width, lanes, ops.dtype)
+        ends = sums[:: width]
+        _start(ops, ends, block, 1, row, run, column, whole)
+        for total in (sums[k] for k in range(len(sums)) if k % width):
+            _store(total, T.broadcast(tirx.const(0, ops.dtype), lanes), 0, lanes)
+        for kh, kw, (low, high) in _taps(ops, row, run, unroll_columns=width == 1):
+            weight = ((block * layer.kernel[0] + kh) * layer.kernel[1] + kw) * (width * lanes)
             in_row, in_column = _source_pixel(layer, row, column, kh, kw)
             origin = ops.source.at(block, in_row, in_column)
             for p in range(low, high):
                 pixel = _load(ops.source.buffer, origin + p * (layer.strides[1] * lanes), lanes)
-                value = _load(sums[p], 0, lanes) + pixel * _load(ops.weight, weight, lanes)
-                _store(sums[p], value, 0, lanes)
-        _finish(ops, sums, block, 1, row, run, column, whole)
+                for j in range(width):
+                    total = sums[p * width + j]
+                    vector = _load(ops.weight, weight + j * lanes, lanes)
+                    _store(total, _load(total, 0, lanes) + pixel * vector, 0, lanes)
+        for p in range(run.size):
+            _join(sums[p * width : (p + 1) * width], lanes)
+        _finish(ops, ends, block, 1, row, run, column, whole)
+
+
+def _join(sums: Sequence[tirx.Buffer], lanes: int) -> None:
+    """Add to the first accumulator the others, each with its lanes ``j`` apart."""
+    half = len(sums) // 2
+    while half:
+        order = [lane ^ half for lane in range(lanes)]
+        for low, high in zip(sums[:half], sums[half : 2 * half], strict=True):
+            moved = tirx.Shuffle([_load(high, 0, lanes)], order)
+            _store(low, _load(low, 0, lanes) + moved, 0, lanes)
+        half //= 2
 
 
 def accumulators(count: int, lanes: int, dtype: str) -> list[tirx.Buffer]:

@@ -156,12 +156,13 @@ def nest_terms(nest: Nest, cpu: CPUInfo) -> Terms:
         spans, tiles = _row_spans(layer, nest.size[1], nest.out_size[1], nest.pixels)
         visible = _visible_rows(layer, nest.size[0], nest.out_size[0])
     passes = sum(count for _, count in tiles) * nest.rows
-    if layer.is_depthwise:
-        compute = _depthwise(nest, spans, passes, visible)
+    width = layer.group_lanes(nest.lanes)
+    if width:
+        compute = _own_blocks(nest, spans, passes, visible)
     else:
         compute = _dense(nest, spans, tiles, visible, cpu.num_vector_registers)
     vectors = sum(nest.vectors)
-    taps = 1 if layer.is_depthwise else nest.in_blocks * nest.source_lanes
+    taps = width or nest.in_blocks * nest.source_lanes
     block_bytes = taps * layer.kernel[0] * layer.kernel[1] * nest.lanes * nest.item_bytes
     weights, late = _weights(nest, block_bytes, passes, cpu)
     pixels = sum(size * count for size, count in tiles) * nest.rows
@@ -173,7 +174,7 @@ def nest_terms(nest: Nest, cpu: CPUInfo) -> Terms:
         output += 2 * again * out_bytes / bandwidth(fits(2 * kept, cpu), cpu)
     data, skipped = _data(nest, block_bytes, cpu)
     missed = 0.0
-    if not nest.prefetch and not layer.is_depthwise:
+    if not nest.prefetch and not width:
         missed = MISS * (late + vectors * block_bytes * (nest.weight_level >= L3))
     return Terms(
         *compute,
@@ -247,9 +248,14 @@ def _dense(
     return steps * nest.rows * visible * nest.in_blocks, ends, starts
 
 
-def _depthwise(nest: Nest, spans: Sizes, passes: int, visible: float) -> tuple[float, float, float]:
-    blocks = len(nest.vectors)
-    steps = sum(size * number for size, number in spans) / FMA_PER_CYCLE
+def _own_blocks(
+    nest: Nest, spans: Sizes, passes: int, visible: float
+) -> tuple[float, float, float]:
+    blocks, width = len(nest.vectors), nest.layer.group_lanes(nest.lanes)
+    if width == 1:
+        steps = sum(size * number for size, number in spans) / FMA_PER_CYCLE
+    else:
+        steps = sum(step_cycles(size, width) * number for size, number in spans)
     chain = DEPTHWISE_TAP * nest.layer.kernel[0] * nest.layer.kernel[1]
     return steps * nest.rows * visible * blocks, passes * blocks * chain, START * blocks
 
@@ -273,7 +279,7 @@ def _data(nest: Nest, block_bytes: float, cpu: CPUInfo) -> tuple[float, float]:
     layer = nest.layer
     first = nest.data_bytes / bandwidth(nest.data_level, cpu)
     first += nest.halo_bytes / bandwidth(L2, cpu)
-    if layer.is_depthwise:
+    if layer.group_lanes(nest.lanes):
         return first, 0.0
     part_bytes = block_bytes * max(nest.vectors) / nest.parts
     level = fits(nest.data_bytes + part_bytes, cpu)

@@ -75,9 +75,17 @@ def register_tiles(layer: ConvLayer, row: int, lanes: int, registers: int) -> li
     """Pixels and vectors of the register tiles of a layer that are worth a try.
 
     A depthwise tile holds one vector of channels, and as many pixels as leave half of the registers
-    for weights and inputs.
+    for weights and inputs. One of groups of ``g`` lanes holds ``g`` accumulators a pixel.
     """
-    if layer.is_depthwise:
+    width = layer.group_lanes(lanes)
+    if width > 1:
+        most = max(p for p in range(1, registers) if p * width + min(p, width) < registers)
+        cycles = {
+            tile_counts(row, p)[0][0]: row_cycles(row, width, p, width) for p in range(1, most + 1)
+        }
+        least = MOST_CYCLES * min(cycles.values())
+        return [(p, 1) for p in sorted(cycles, key=cycles.__getitem__) if cycles[p] <= least]
+    if width:
         most = tile_counts(row, max(4, registers // 2 - 1))[0][0]
         sizes = {tile_counts(row, pixels)[0][0] for pixels in range((most + 1) // 2, most + 1)}
         return [(pixels, 1) for pixels in sorted(sizes, reverse=True)]
