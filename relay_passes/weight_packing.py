@@ -7,7 +7,7 @@ form       from                         to
 dense      ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x, x]``, input lanes before output
 first      ``[O, I, kh, kw]``           ``[O/x, I, kh, kw, 1, x]``, for data left in NCHW
 depthwise  ``[C, 1, kh, kw]``           ``[C/x, kh, kw, x]``
-grouped    ``[O, I/g, kh, kw]``         ``[O/x, (I/g)/x, kh, kw, x, x]``
+grouped    ``[O, I/g, kh, kw]``         ``[O/x, (I/g)/d, kh, kw, d, x]``, ``d = gcd(I/g, x)``
 narrow     ``[C, g, kh, kw]``           ``[C/x, 1, kh, kw, g, x]``: from input lane ``i`` to output
                                         lane ``i ^ j`` at ``[.., j, i]``, both of one group
 bias       ``[C]``                      ``[C/x, x]``
@@ -21,6 +21,7 @@ and Relax expressions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,6 +75,10 @@ class Packing:
         if form == "first":
             split = (blocks[0], block, extents[1], 1, *extents[2:])
             return cls((tail[0], 0, 0, 0), split, (0, 2, 4, 5, 3, 1))
+        if form == "grouped":
+            step = math.gcd(extents[1], block)
+            split = (blocks[0], block, extents[1] // step, step, *extents[2:])
+            return cls((tail[0], 0, 0, 0), split, (0, 2, 4, 5, 3, 1))
         if form == "narrow":
             width, i = extents[1], np.arange(blocks[0] * block)
             rows = (i ^ np.arange(width)[:, None]) * width + i % width
@@ -99,8 +104,7 @@ def weight_form(layer: ConvLayer, block: int, nchw_data: bool) -> str | None:
     Returns
     -------
     str | None
-        One of ``FORMS``, or None for a convolution that has no packed form: groups that cut
-        blocks apart, and groups of any kind on NCHW data.
+        One of ``FORMS``, or None for a convolution that has no packed form: groups on NCHW data.
     """
     if layer.groups == 1:
         return "first" if nchw_data else "dense"
@@ -108,10 +112,7 @@ def weight_form(layer: ConvLayer, block: int, nchw_data: bool) -> str | None:
         return None
     if layer.is_depthwise:
         return "depthwise"
-    if layer.group_lanes(block):
-        return "narrow"
-    per_group = (layer.in_channels // layer.groups, layer.out_channels // layer.groups)
-    return None if any(channels % block for channels in per_group) else "grouped"
+    return "narrow" if layer.group_lanes(block) else "grouped"
 
 
 def pack_array(array: np.ndarray, form: str, block: int) -> np.ndarray:

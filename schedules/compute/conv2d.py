@@ -7,9 +7,11 @@ Layouts (``x`` lanes a channel block, ``B(C) = ceil(C / x)``):
 tensor     NCHW                      NCHW[x]c
 ========== ========================= =============================================
 data       ``[N, C, H, W]``          ``[N, B(C), H, W, x]``
-weight     ``[O, I / g, kh, kw]``    dense ``[B(O), B(I / g), kh, kw, x, x]`` (in, out lanes),
+weight     ``[O, I / g, kh, kw]``    dense ``[B(O), B(I), kh, kw, x, x]`` (in, out lanes),
                                      first layer ``[B(O), I, kh, kw, 1, x]`` on NCHW data,
                                      depthwise ``[B(C), kh, kw, x]``,
+                                     groups ``[B(O), I / g / d, kh, kw, d, x]`` with ``d`` the
+                                     greatest common divisor of ``I / g`` and ``x``,
                                      groups of ``g`` lanes in a block ``[B(C), 1, kh, kw, g, x]``,
                                      from input lane ``i`` to output lane ``i ^ j`` at ``[.., j, i]``
 bias       ``[O]``                   ``[B(O), x]``
@@ -238,16 +240,22 @@ def _conv_narrow(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: s
 
 def _conv_packed(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
     kh, kw = _taps(layer)
-    blocks_in, lanes = weight.shape[1], weight.shape[4]
-    icb = te.reduce_axis((0, blocks_in), name="icb")
-    ici = te.reduce_axis((0, lanes), name="ici")
+    parts, step, lanes = (int(weight.shape[axis]) for axis in (1, 4, 5))
+    group_in, group_out = (count // layer.groups for count in (layer.in_channels, layer.out_channels))
+    icb = te.reduce_axis((0, parts), name="icb")
+    ici = te.reduce_axis((0, step), name="ici")
     shape = [data.shape[0], weight.shape[0], *_out_space(data, layer), weight.shape[5]]
-    blocks_out = int(weight.shape[0]) // layer.groups
 
     def value(n, ob, h, w, oi):
-        block = icb if layer.groups == 1 else (ob // blocks_out) * blocks_in + icb
+        block, lane = icb, ici
+        if layer.groups > 1:
+            group = (ob * lanes + oi) // group_out
+            if layer.out_channels % lanes:
+                group = tirx.min(group, layer.groups - 1)
+            channel = group * group_in + icb * step + ici
+            block, lane = channel // lanes, channel % lanes
         return te.sum(
-            data(n, block, *_source(layer, h, w, kh, kw), ici) * weight(ob, icb, kh, kw, ici, oi),
+            data(n, block, *_source(layer, h, w, kh, kw), lane) * weight(ob, icb, kh, kw, ici, oi),
             axis=[icb, kh, kw, ici],
         )
 

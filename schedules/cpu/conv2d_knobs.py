@@ -96,8 +96,9 @@ def _unit_groups(kernel: Conv2DKernel, longest: int, units: int, cpu: CPUInfo) -
 
 def _reduction_parts(kernel: Conv2DKernel, blocks: int) -> list[int]:
     layer = kernel.layers[0]
-    in_blocks = -(-(layer.in_channels // layer.groups) // kernel.lanes)
-    block_bytes = prod(layer.kernel) * blocks * kernel.lanes**2 * ITEM_BYTES[kernel.dtype]
+    step = layer.input_step(kernel.lanes)
+    in_blocks = -(-(layer.in_channels // layer.groups) // step)
+    block_bytes = prod(layer.kernel) * blocks * step * kernel.lanes * ITEM_BYTES[kernel.dtype]
     return [
         parts
         for parts in range(1, in_blocks + 1)

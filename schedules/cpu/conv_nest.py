@@ -22,7 +22,7 @@ from .micro_kernel import (
     loop,
     own_block_tile,
 )
-from .tiles import Run, Span, row_runs, split_evenly
+from .tiles import Run, Span, block_tiles, row_runs, split_evenly
 
 
 def is_flat(ops: LayerOperands) -> bool:
@@ -56,10 +56,7 @@ def flatten(ops: LayerOperands, row: Index, rows: int) -> LayerOperands:
 
 def block_runs(ops: LayerOperands, tile: int) -> list[tuple[int, int, int]]:
     """Cut the output blocks into register tiles: ``(first block, number of tiles, V)`` each."""
-    if ops.group_lanes:
-        return [(0, ops.out_blocks, 1)]
-    per_group = ops.out_blocks // ops.layer.groups
-    sizes = split_evenly(per_group, tile) * ops.layer.groups
+    sizes = block_tiles(ops.layer, ops.lanes, ops.out_blocks, tile)
     runs: list[tuple[int, int, int]] = []
     start = 0
     for size in sizes:

@@ -38,7 +38,7 @@ from .fused_conv2d_knobs import FusedConv2DKnobs, Grid, grids, tiles_one, tiles_
 from .machine import CPUInfo
 from .nest_cost import L2, L3, MEMORY, STORE, Nest, Terms, bandwidth, fits, nest_terms, split
 from .prefetch import CACHE_LINE_BYTES
-from .tiles import tile_counts
+from .tiles import block_tiles, tile_counts
 
 CLOCK_HZ = 3.0e9  # scales the estimates; no choice depends on it
 FORK = 6000.0  # waking the threads and waiting for the last one
@@ -156,7 +156,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
     nest = Nest(
         layer=layer,
         lanes=lanes,
-        source_lanes=1 if plain else lanes,
+        source_lanes=layer.input_step(1 if plain else lanes),
         item_bytes=item,
         size=(height, width),
         out_size=(out_h, out_w),
@@ -226,7 +226,7 @@ def _layer_one(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> S
     nest = Nest(
         layer=layer,
         lanes=lanes,
-        source_lanes=lanes,
+        source_lanes=layer.input_step(lanes),
         item_bytes=item,
         size=(height, width),
         out_size=mid,
@@ -375,15 +375,15 @@ def _padded(channels: int, lanes: int) -> int:
 
 
 def _in_blocks(layer: ConvLayer, lanes: int) -> int:
-    """Input blocks that one output channel reads."""
-    return 1 if layer.group_lanes(lanes) else -(-layer.in_channels // layer.groups // lanes)
+    """Input blocks, or pieces of a group, that one output channel reads."""
+    if layer.group_lanes(lanes):
+        return 1
+    return -(-layer.in_channels // layer.groups // layer.input_step(lanes))
 
 
 def _block_tiles(layer: ConvLayer, lanes: int, tile: int) -> tuple[int, ...]:
     """Channel blocks of each block tile; none crosses a group."""
-    if layer.group_lanes(lanes):
-        return (1,) * -(-layer.out_channels // lanes)
-    return split(-(-layer.out_channels // layer.groups // lanes), tile) * layer.groups
+    return block_tiles(layer, lanes, -(-layer.out_channels // lanes), tile)
 
 
 def _rows_read(layer: ConvLayer, rows: int, height: int) -> int:

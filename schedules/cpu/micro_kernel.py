@@ -12,7 +12,9 @@ border tiles know their taps (:mod:`.tiles`).
 Where groups are narrower than a block, a step loads ``P`` input vectors and ``g`` weight vectors.
 Each of the ``P x g`` accumulators sums, in the lane of an input channel, what it adds to the output
 channel ``j`` lanes apart (``i ^ j``); at the end the accumulators of a pixel change lanes and become
-one. Depthwise layers are the case ``g = 1``.
+one. Depthwise layers are the case ``g = 1``. Other groups that cut blocks apart take their inputs in
+pieces that lie in one block, and where an output block belongs to several groups, each lane selects
+the element of its own.
 
 Each accumulator is a buffer of its own, of one vector and of scope ``global``: TVM 0.27 puts that on
 the stack, where LLVM turns it into a register. Buffers of scope ``local``, and those of more than
@@ -106,7 +108,8 @@ class LayerOperands:
     lanes : int
         Output channels in a block (``x``).
     in_blocks : int
-        Input blocks that one output channel reads: per group, and 1 for depthwise layers.
+        Input blocks that one output channel reads, or pieces of ``step`` channels of its group; 1
+        where blocks read their own block only.
     out_blocks : int
         Blocks of the output.
     dtype : str
@@ -128,6 +131,11 @@ class LayerOperands:
     def group_lanes(self) -> int:
         """Channels of a group, if each block reads its own block only, else 0."""
         return self.layer.group_lanes(self.lanes)
+
+    @property
+    def step(self) -> int:
+        """Channels of an input block, or of a piece that a group is read in."""
+        return self.layer.input_step(self.source.lanes)
 
     @property
     def vector(self) -> str:
@@ -264,11 +272,27 @@ def accumulators(count: int, lanes: int, dtype: str) -> list[tirx.Buffer]:
     return [T.sblock_alloc_buffer((lanes,), dtype) for _ in range(count)]
 
 
-def _group_start(ops: LayerOperands, block: Index) -> Index:
-    """First input block of the group that an output block belongs to."""
-    if ops.layer.groups == 1:
-        return 0
-    return tirx.floordiv(block, ops.out_blocks // ops.layer.groups) * ops.in_blocks
+def _group_inputs(ops: LayerOperands, block: Index, piece: Index) -> list[tuple[Index, Index]]:
+    """Where the groups that an output block belongs to have a piece: input blocks and lanes."""
+    layer = ops.layer
+    if layer.groups == 1:
+        return [(piece, 0)]
+    first = tirx.floordiv(block * ops.lanes, layer.out_channels // layer.groups)
+    groups = [first + k for k in range(layer.groups_met(ops.lanes))]
+    pieces = [tirx.min(group, layer.groups - 1) * ops.in_blocks + piece for group in groups]
+    each = ops.lanes // ops.step
+    return [(tirx.floordiv(at, each), tirx.floormod(at, each) * ops.step) for at in pieces]
+
+
+def _selected(ops: LayerOperands, block: Index, elements: Sequence[tirx.Expr]) -> tirx.Expr:
+    """In each lane the element of the group that the lane's output channel belongs to."""
+    lanes, width = ops.lanes, ops.layer.out_channels // ops.layer.groups
+    start = tirx.floormod(block * lanes, width)
+    result = T.broadcast(elements[0], lanes)
+    for k, element in enumerate(elements[1:], 1):
+        behind = T.ramp(start, 1, lanes) >= T.broadcast(T.int32(k * width), lanes)
+        result = tirx.Select(behind, T.broadcast(element, lanes), result)
+    return result
 
 
 def _load(buffer: tirx.Buffer, offset: Index, lanes: int) -> tirx.Expr:
@@ -349,7 +373,7 @@ def next_weights(
         Element of the packed weights from which the tile's step 0 (input block 0, tap 0) counts.
     """
     layer, lanes = ops.layer, ops.lanes
-    taps, square = layer.kernel[0] * layer.kernel[1], ops.source.lanes * lanes
+    taps, square = layer.kernel[0] * layer.kernel[1], ops.step * lanes
     line = line_elements(ops.dtype)
     turns = max(1, square // line)
     piece = block + tirx.floormod(tirx.floordiv(turn, turns), blocks)
@@ -376,22 +400,23 @@ def _multiply(
 
     They take long enough to ask for cache lines of weights, one counted from each of ``ahead``.
     """
-    layer, lanes, source = ops.layer, ops.lanes, ops.source
+    layer, lanes, source, square = ops.layer, ops.lanes, ops.source, ops.step * ops.lanes
     block, blocks = out
     kh, kw, span = tap
     taps = layer.kernel[0] * layer.kernel[1]
-    per_block = ops.in_blocks * taps * source.lanes * lanes
-    position = (in_block * taps + kh * layer.kernel[1] + kw) * (source.lanes * lanes)
+    per_block = ops.in_blocks * taps * square
+    position = (in_block * taps + kh * layer.kernel[1] + kw) * square
     weight = block * per_block + position
-    source_block = _group_start(ops, block) + in_block
-    origin = source.at(source_block, *_source_pixel(layer, *pixel, kh, kw))
+    in_pixel = _source_pixel(layer, *pixel, kh, kw)
+    origins = [source.at(at, *in_pixel) + lane for at, lane in _group_inputs(ops, block, in_block)]
     pixel_step = layer.strides[1] * source.lanes
     for start in ahead:
         step = in_block * taps + kh * layer.kernel[1] + kw
         prefetch(ops.weight, start + step * line_elements(ops.dtype), level=2)
-    with _steps(source.lanes) as lane:
+    with _steps(ops.step) as lane:
         for p in range(*span):
-            element = T.broadcast(source.buffer[origin + p * pixel_step + lane], lanes)
+            elements = [source.buffer[origin + p * pixel_step + lane] for origin in origins]
+            element = _selected(ops, block, elements)
             for v in range(blocks):
                 total = sums[p * blocks + v]
                 vector = _load(ops.weight, weight + v * per_block + lane * lanes, lanes)

@@ -93,7 +93,8 @@ class Nest(NamedTuple):
     layer : ConvLayer
         The layer.
     lanes, source_lanes : int
-        Channels in a block of the output and of the input (1 for NCHW data).
+        Channels in a block of the output and of the input (1 for NCHW data), or in a piece of a
+        group's inputs.
     item_bytes : int
         Bytes of an element.
     size, out_size : tuple[int, int]
@@ -228,11 +229,12 @@ def _dense(
     count = sum(number for _, number in tiles)
     kernel_height, kernel_width = nest.layer.kernel
     reduction = nest.in_blocks * nest.source_lanes * kernel_height * kernel_width / nest.parts
+    loads = nest.layer.groups_met(nest.lanes)
     for blocks, times in Counter(nest.vectors).items():
         for size, number in spans:
             missing = size * blocks + blocks + 1 - registers
             lost = SPILL * missing if missing > 0 else TIGHT * (missing == 0)
-            cycles = nest.source_lanes * (step_cycles(size, blocks) + lost) + BODY
+            cycles = nest.source_lanes * (step_cycles(size, blocks, loads) + lost) + BODY
             steps += times * number * cycles
         for size, number in tiles:
             waiting = max(0, size * blocks - FMA_LATENCY * FMA_PER_CYCLE)

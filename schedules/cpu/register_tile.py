@@ -28,11 +28,11 @@ MAX_VECTORS = 4
 MOST_CYCLES = 1.2  # of a tile size worth a try, over those of the best
 
 
-def step_cycles(pixels: int, vectors: int) -> float:
-    """Cycles of one reduction step of a tile."""
+def step_cycles(pixels: int, vectors: int, loads: int = 1) -> float:
+    """Cycles of one reduction step of a tile, with so many elements loaded for each pixel."""
     return max(
         ceil(pixels * vectors / FMA_PER_CYCLE),
-        (pixels + WEIGHT_LOADS * vectors) / LOADS_PER_CYCLE,
+        (pixels * loads + WEIGHT_LOADS * vectors) / LOADS_PER_CYCLE,
         FMA_LATENCY,
     )
 
@@ -89,5 +89,5 @@ def register_tiles(layer: ConvLayer, row: int, lanes: int, registers: int) -> li
         most = tile_counts(row, max(4, registers // 2 - 1))[0][0]
         sizes = {tile_counts(row, pixels)[0][0] for pixels in range((most + 1) // 2, most + 1)}
         return [(pixels, 1) for pixels in sorted(sizes, reverse=True)]
-    blocks = -(-layer.out_channels // layer.groups // lanes)
+    blocks = -(-layer.out_channels // layer.groups // lanes) if layer.fills_blocks(lanes) else 1
     return dense_tiles(row, blocks, registers)
