@@ -77,7 +77,7 @@ class ConvLayer:
         return self.groups > 1 and self.groups == self.in_channels == self.out_channels
 
     def group_lanes(self, lanes: int) -> int:
-        """Channels of a group, if each block of ``lanes`` channels reads its own block only, else 0.
+        """Channels of a group, if each block of ``lanes`` channels reads its own one only, else 0.
 
         That is 1 for depthwise layers, and otherwise a power of two that divides a block.
         """
@@ -101,7 +101,7 @@ class ConvLayer:
         return min(self.groups, -(-(first_lane + lanes) // width))
 
     def fills_blocks(self, lanes: int) -> bool:
-        """Whether each output block of ``lanes`` channels belongs to one group of several blocks."""
+        """Whether each output block of ``lanes`` channels belongs to one group."""
         return self.groups == 1 or self.out_channels // self.groups % lanes == 0
 
     @property

@@ -13,7 +13,7 @@ weight     ``[O, I / g, kh, kw]``    dense ``[B(O), B(I), kh, kw, x, x]`` (in, o
                                      groups ``[B(O), I / g / d, kh, kw, d, x]`` with ``d`` the
                                      greatest common divisor of ``I / g`` and ``x``,
                                      groups of ``g`` lanes in a block ``[B(C), 1, kh, kw, g, x]``,
-                                     from input lane ``i`` to output lane ``i ^ j`` at ``[.., j, i]``
+                                     from input lane ``i`` to output lane ``i ^ j`` at ``[j, i]``
 bias       ``[O]``                   ``[B(O), x]``
 ========== ========================= =============================================
 
@@ -241,7 +241,7 @@ def _conv_narrow(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: s
 def _conv_packed(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
     kh, kw = _taps(layer)
     parts, step, lanes = (int(weight.shape[axis]) for axis in (1, 4, 5))
-    group_in, group_out = (count // layer.groups for count in (layer.in_channels, layer.out_channels))
+    group_in, group_out = layer.in_channels // layer.groups, layer.out_channels // layer.groups
     icb = te.reduce_axis((0, parts), name="icb")
     ici = te.reduce_axis((0, step), name="ici")
     shape = [data.shape[0], weight.shape[0], *_out_space(data, layer), weight.shape[5]]

@@ -9,12 +9,12 @@ for ``P x V`` multiply-adds (the batch-reduce GEMM of Georganas et al., arXiv 19
 Zero padding costs nothing: rows outside the image shorten the loop over kernel rows, and
 border tiles know their taps (:mod:`.tiles`).
 
-Where groups are narrower than a block, a step loads ``P`` input vectors and ``g`` weight vectors.
-Each of the ``P x g`` accumulators sums, in the lane of an input channel, what it adds to the output
-channel ``j`` lanes apart (``i ^ j``); at the end the accumulators of a pixel change lanes and become
-one. Depthwise layers are the case ``g = 1``. Other groups that cut blocks apart take their inputs in
-pieces that lie in one block, and where an output block belongs to several groups, each lane selects
-the element of its own.
+Where groups of ``g`` channels share a block, a step loads ``P`` input vectors and ``g`` weight
+vectors. Each of the ``P x g`` accumulators sums, in the lane of an input channel, what it adds to
+the output channel ``j`` lanes apart (``i ^ j``); at the end those of a pixel change lanes
+and become one. Depthwise layers are the case ``g = 1``. Other groups that cut blocks apart take
+their inputs in pieces that lie in one block, and where an output block belongs to several groups,
+each lane selects the element of its own.
 
 Each accumulator is a buffer of its own, of one vector and of scope ``global``: TVM 0.27 puts that on
 the stack, where LLVM turns it into a register. Buffers of scope ``local``, and those of more than
@@ -237,7 +237,7 @@ def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, colum
         T.writes()
         lanes, layer = ops.lanes, ops.layer
         sums = accumulators(run.size * width, lanes, ops.dtype)
-        ends = sums[:: width]
+        ends = sums[::width]
         _start(ops, ends, block, 1, row, run, column, whole)
         for total in (sums[k] for k in range(len(sums)) if k % width):
             _store(total, T.broadcast(tirx.const(0, ops.dtype), lanes), 0, lanes)

@@ -68,7 +68,7 @@ def tile_counts(extent: int, tile: int, first: int | None = None) -> tuple[tuple
 
 @lru_cache(maxsize=4096)
 def block_tiles(layer: ConvLayer, lanes: int, blocks: int, tile: int) -> tuple[int, ...]:
-    """Output blocks of the register tiles that cover ``blocks`` of a layer; none crosses a group."""
+    """Output blocks of the tiles that cover ``blocks`` of a layer; none crosses a group."""
     if not layer.fills_blocks(lanes):
         return (1,) * blocks
     return tuple(split_evenly(blocks // layer.groups, tile) * layer.groups)

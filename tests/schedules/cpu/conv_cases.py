@@ -242,9 +242,10 @@ ACTIVATION = st.sampled_from(ACTIVATIONS).map(lambda kind: Activation(kind, -0.4
 
 @st.composite
 def layers(draw, in_channels: int, lanes: int, kinds: tuple[str, ...]) -> ConvLayer:
-    """A layer of one of ``kinds``: dense, plain (1x1, nothing else), depthwise, grouped (whole blocks)
+    """A layer of one of ``kinds``.
 
-    or, with groups that cut blocks apart, narrow and cut.
+    Dense, plain (1x1, nothing else), depthwise, grouped in whole blocks; or with groups that share
+    blocks (narrow) or cut them apart (cut).
     """
     kind = draw(st.sampled_from(kinds))
     out_channels, groups = draw(st.sampled_from(CHANNELS)), 1
