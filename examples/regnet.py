@@ -7,8 +7,12 @@ import onnx
 
 from examples.models import CLASSES, RESIDUAL_SCALE, GraphBuilder, projection, squeeze_excite
 
-# channels and blocks of each stage
-STAGES = ((48, 1), (104, 3), (208, 6), (440, 6))
+# channels and stride of each block
+BLOCKS = tuple(
+    (channels, 1 if index else 2)
+    for channels, blocks in ((48, 1), (104, 3), (208, 6), (440, 6))
+    for index in range(blocks)
+)
 GROUP_WIDTH = 8
 
 
@@ -17,7 +21,7 @@ def regnet_y_400mf(
     image_size: int = 224,
     seed: int = 0,
     *,
-    layers: int = sum(blocks for _, blocks in STAGES),
+    layers: int = len(BLOCKS),
     weights: bool = True,
 ) -> onnx.ModelProto:
     """RegNet-Y of 400 million multiply-adds: bottlenecks with groups of 8 and gated channels.
@@ -37,8 +41,7 @@ def regnet_y_400mf(
     """
     net = GraphBuilder("regnet_y_400mf", (batch, 3, image_size, image_size), seed, weights)
     x = net.conv_bn(net.input, 32, 3, 2, activation="relu")
-    blocks = [(width, 1 if i else 2) for width, count in STAGES for i in range(count)]
-    for width, stride in blocks[:layers]:
+    for width, stride in BLOCKS[:layers]:
         x = _block(net, x, width, stride)
     return net.finish(net.classifier(x), [batch, CLASSES])
 

@@ -245,12 +245,12 @@ def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, colum
             weight = ((block * layer.kernel[0] + kh) * layer.kernel[1] + kw) * (width * lanes)
             in_row, in_column = _source_pixel(layer, row, column, kh, kw)
             origin = ops.source.at(block, in_row, in_column)
-            for p in range(low, high):
+            # Pixels innermost: LLVM keeps them in registers, and one vector of weights.
+            for j, p in itertools.product(range(width), range(low, high)):
                 pixel = _load(ops.source.buffer, origin + p * (layer.strides[1] * lanes), lanes)
-                for j in range(width):
-                    total = sums[p * width + j]
-                    vector = _load(ops.weight, weight + j * lanes, lanes)
-                    _store(total, _load(total, 0, lanes) + pixel * vector, 0, lanes)
+                product = pixel * _load(ops.weight, weight + j * lanes, lanes)
+                total = sums[p * width + j]
+                _store(total, _load(total, 0, lanes) + product, 0, lanes)
         for p in range(run.size):
             _join(sums[p * width : (p + 1) * width], lanes)
         _finish(ops, ends, block, 1, row, run, column, whole)

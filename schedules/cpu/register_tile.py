@@ -75,11 +75,12 @@ def register_tiles(layer: ConvLayer, row: int, lanes: int, registers: int) -> li
     """Pixels and vectors of the register tiles of a layer that are worth a try.
 
     A depthwise tile holds one vector of channels, and as many pixels as leave half of the registers
-    for weights and inputs. One of groups of ``g`` lanes holds ``g`` accumulators a pixel.
+    for weights and inputs. One of groups of ``g`` lanes holds ``g`` accumulators and a vector of
+    inputs for each pixel, a vector of weights, and leaves the compiler a register.
     """
     width = layer.group_lanes(lanes)
     if width > 1:
-        most = max(p for p in range(1, registers) if p * width + min(p, width) < registers)
+        most = max(1, (registers - 3) // (width + 1))
         cycles = {
             tile_counts(row, p)[0][0]: row_cycles(row, width, p, width) for p in range(1, most + 1)
         }
