@@ -151,7 +151,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
     channels = layer.in_channels if plain else _padded(layer.in_channels, lanes)
     data_bytes = channels * height * width * item
     row_bytes = data_bytes / height
-    if layer.group_lanes(lanes):  # each channel is read by one core
+    if layer.groups > 1:  # each channel is read by one core
         row_bytes *= len(vectors) / len(block_tiles)
     nest = Nest(
         layer=layer,

@@ -284,9 +284,14 @@ def _data(nest: Nest, block_bytes: float, cpu: CPUInfo) -> tuple[float, float]:
     if layer.group_lanes(nest.lanes):
         return first, 0.0
     part_bytes = block_bytes * max(nest.vectors) / nest.parts
-    level = fits(nest.data_bytes + part_bytes, cpu)
-    level = min(level, L2) if nest.data_bytes <= cpu.l2_bytes else max(level, nest.data_level)
-    turns = 1 if nest.inside else len(nest.vectors)
+    turns, read = float(len(nest.vectors)), nest.data_bytes
+    if layer.groups > 1:  # a block tile reads the data of its group
+        own = layer.out_channels / layer.groups / nest.lanes
+        turns, read = max(1.0, own / max(nest.vectors)), read / layer.groups
+    if nest.inside:
+        turns = 1.0
+    level = fits(read + part_bytes, cpu)
+    level = min(level, L2) if read <= cpu.l2_bytes else max(level, nest.data_level)
     again = (turns - 1) * nest.data_bytes / bandwidth(level, cpu)
     skipped = again if layer.strides[1] > layer.kernel[1] and level >= L3 else 0.0
     if nest.flat is None and layer.kernel[0] > layer.strides[0]:
