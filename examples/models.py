@@ -15,6 +15,7 @@ beside this one; ``examples/zoo.py`` knows all by name.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -234,6 +235,19 @@ def resnet_50(batch: int | str = 1, image_size: int = 224, seed: int = 0) -> onn
     return _resnet("resnet_50", [3, 4, 6, 3], _bottleneck, batch, image_size, seed)
 
 
+def resnext_50(
+    batch: int | str = 1,
+    image_size: int = 224,
+    seed: int = 0,
+    *,
+    groups: int = 32,
+    weights: bool = True,
+) -> onnx.ModelProto:
+    """ResNeXt-50 of ``groups`` x 4d: bottlenecks whose 3x3 convolution has groups."""
+    block = functools.partial(_bottleneck, groups=groups)
+    return _resnet("resnext_50", [3, 4, 6, 3], block, batch, image_size, seed, weights)
+
+
 MODELS: dict[str, Callable[..., onnx.ModelProto]] = {
     "mobilenet_v1": mobilenet_v1,
     "mobilenet_v2": mobilenet_v2,
@@ -251,7 +265,7 @@ def _depthwise(net: GraphBuilder, x: str, kernel: int, stride: int, activation: 
     return net.conv_bn(x, channels, kernel, stride, groups=channels, activation=activation)
 
 
-def _squeeze_excite(net: GraphBuilder, x: str, squeezed: int) -> str:
+def squeeze_excite(net: GraphBuilder, x: str, squeezed: int) -> str:
     """Multiply each channel by a gate computed from the means of all channels."""
     channels = net.channels(x)
     gate = net.node("GlobalAveragePool", [x], channels)
@@ -278,27 +292,28 @@ def _inverted_residual(
         x = net.conv_bn(x, inside * expansion, activation=activation)
     x = _depthwise(net, x, kernel, stride, activation)
     if squeeze:
-        x = _squeeze_excite(net, x, inside // 4)
+        x = squeeze_excite(net, x, inside // 4)
     x = net.conv_bn(x, channels, scale=RESIDUAL_SCALE if residual else 1.0)
     return net.add(x, shortcut) if residual else x
 
 
 def _basic_block(net: GraphBuilder, x: str, width: int, stride: int) -> str:
-    shortcut = _projection(net, x, width, stride)
+    shortcut = projection(net, x, width, stride)
     x = net.conv_bn(x, width, 3, stride, activation="relu")
     x = net.conv_bn(x, width, 3, scale=RESIDUAL_SCALE)
     return net.activation(net.add(x, shortcut), "relu")
 
 
-def _bottleneck(net: GraphBuilder, x: str, width: int, stride: int) -> str:
-    shortcut = _projection(net, x, 4 * width, stride)
-    x = net.conv_bn(x, width, activation="relu")
-    x = net.conv_bn(x, width, 3, stride, activation="relu")
+def _bottleneck(net: GraphBuilder, x: str, width: int, stride: int, groups: int = 1) -> str:
+    shortcut = projection(net, x, 4 * width, stride)
+    inside = width if groups == 1 else width // 16 * groups
+    x = net.conv_bn(x, inside, activation="relu")
+    x = net.conv_bn(x, inside, 3, stride, groups=groups, activation="relu")
     x = net.conv_bn(x, 4 * width, scale=RESIDUAL_SCALE)
     return net.activation(net.add(x, shortcut), "relu")
 
 
-def _projection(net: GraphBuilder, x: str, channels: int, stride: int) -> str:
+def projection(net: GraphBuilder, x: str, channels: int, stride: int) -> str:
     """Return the shortcut of a residual block: the input, or a 1x1 convolution to its new shape."""
     if stride == 1 and net.channels(x) == channels:
         return x
@@ -312,8 +327,9 @@ def _resnet(
     batch: int | str,
     image_size: int,
     seed: int,
+    weights: bool = True,
 ) -> onnx.ModelProto:
-    net = GraphBuilder(name, (batch, 3, image_size, image_size), seed)
+    net = GraphBuilder(name, (batch, 3, image_size, image_size), seed, weights)
     x = net.conv_bn(net.input, 64, 7, 2, activation="relu")
     x = net.node("MaxPool", [x], 64, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
     for stage, count in enumerate(repeats):

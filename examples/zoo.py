@@ -21,13 +21,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.convnext import convnext_tiny  # noqa: E402
 from examples.inception import inception_v3  # noqa: E402
 from examples.mobilenet_v3 import mobilenet_v3_large  # noqa: E402
-from examples.models import MODELS  # noqa: E402
+from examples.models import MODELS, resnext_50  # noqa: E402
+from examples.regnet import regnet_y_400mf  # noqa: E402
 from examples.transformers import bert_base, gpt2  # noqa: E402
 from examples.vgg import vgg_16  # noqa: E402
 from examples.wide_and_deep import wide_and_deep  # noqa: E402
 
 ZOO: dict[str, Callable[..., onnx.ModelProto]] = {
     **MODELS,
+    "resnext_50": resnext_50,
+    "regnet_y_400mf": regnet_y_400mf,
     "vgg_16": vgg_16,
     "mobilenet_v3_large": mobilenet_v3_large,
     "convnext_tiny": convnext_tiny,

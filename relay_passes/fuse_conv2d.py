@@ -18,7 +18,6 @@ from schedules.gpu.device import KINDS
 
 from . import op as ops
 from .chain_rewriter import Rewrites, rewrite_chains
-from .channel_lanes import channel_lanes
 from .conv_chain import ConvChain, Users, find_chains, find_users
 from .decision import Decision
 from .fusion_decision import decide
@@ -263,7 +262,7 @@ def _obstacle(pair: _Pair, workload: FusedConv2DWorkload | None, target: Target)
         return None if workload is None else gpu_obstacle(workload, target)
     if target.kind.name != "llvm":
         return f"no fused convolution kernel for target kind {target.kind.name!r}"
-    return unsupported(pair.first.layer, pair.second.layer, channel_lanes(target))
+    return unsupported(pair.second.layer)
 
 
 def _choose(candidates: list[_Candidate]) -> list[_Candidate]:

@@ -12,6 +12,7 @@ from tvm.ir import IRModule, Op
 from tvm.target import Target
 
 from schedules.errors import OpError
+from schedules.gpu.device import KINDS
 
 from .channel_lanes import channel_lanes
 from .op.pack import unpack
@@ -44,7 +45,7 @@ class PackLayout:
         gv = R.nn.softmax(lv3, axis=1)
 
     Weights and biases that are constants are packed here, others by calls in the function.
-    Left alone: convolutions whose groups cut blocks apart, ops that are in no table of
+    Left alone: on a GPU convolutions whose groups cut blocks apart, ops that are in no table of
     ``relay_passes/packed``, ops whose operands would have to be packed or unpacked for them alone,
     convolutions that are packed already, and functions without any of our convolutions or packed
     tensors.
@@ -68,16 +69,17 @@ class PackLayout:
 
     def transform_module(self, mod: IRModule, ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
-        packer = _Packer(mod, self._lanes())
+        target = self.target or Target.current(allow_none=True)
+        on_gpu = target is not None and Target(target).kind.name in KINDS
+        packer = _Packer(mod, self._lanes(target), cuts=not on_gpu)
         for name, func in mod.functions_items():
             if isinstance(func, relax.Function) and packer.is_concerned(func):
                 packer.builder_.update_func(name, packer.rewrite(func))
         return packer.builder_.get()
 
-    def _lanes(self) -> int:
+    def _lanes(self, target: Target | None) -> int:
         if self.block is not None:
             return self.block
-        target = self.target or Target.current(allow_none=True)
         if target is None:
             raise OpError(
                 "PackLayout: no target; pass target= or block=, or run it inside `with target:`"
@@ -89,10 +91,10 @@ class PackLayout:
 class _Packer(relax.PyExprMutator):
     """Binds the packed twin of each tensor beside its NCHW form; what is unused then goes."""
 
-    def __init__(self, mod: IRModule, block: int) -> None:
+    def __init__(self, mod: IRModule, block: int, cuts: bool) -> None:
         super().__init__(mod)
         self.block = block
-        self.scope = Scope(block, Uses(), self.builder_.emit, self.visit_expr)
+        self.scope = Scope(block, Uses(), self.builder_.emit, self.visit_expr, cuts)
 
     def is_concerned(self, func: relax.Function) -> bool:
         """Whether ``func`` holds a convolution to pack, or a packed tensor that is unpacked."""
@@ -197,7 +199,8 @@ class _Packer(relax.PyExprMutator):
         return _calls(call, _PACK) and int(call.attrs["block"]) == self.block
 
     def _is_sink(self, call: relax.Call) -> bool:
-        return self._is_pack(call) or read_convolution(call, self.block) is not None
+        layers = read_convolution(call, self.block, self.scope.cuts)
+        return self._is_pack(call) or layers is not None
 
     def _can_stay_packed(self, call: relax.Call) -> bool:
         # A convolution that is no sink has no packed form, or has it already.

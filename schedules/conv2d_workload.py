@@ -77,6 +77,34 @@ class ConvLayer:
         """Whether each output channel reads exactly its own input channel."""
         return self.groups > 1 and self.groups == self.in_channels == self.out_channels
 
+    def group_lanes(self, lanes: int) -> int:
+        """Channels of a group, if each block of ``lanes`` channels reads its own one only, else 0.
+
+        That is 1 for depthwise layers, and otherwise a power of two that divides a block.
+        """
+        if self.is_depthwise:
+            return 1
+        width = self.in_channels // self.groups
+        inside = self.groups > 1 and width < lanes and lanes % width == 0
+        alike = self.in_channels == self.out_channels and width & (width - 1) == 0
+        return width if inside and alike else 0
+
+    def input_step(self, lanes: int) -> int:
+        """Neighbouring input channels that lie in one block wherever a group begins."""
+        if self.groups == 1:
+            return lanes
+        return math.gcd(self.in_channels // self.groups, lanes)
+
+    def groups_met(self, lanes: int) -> int:
+        """Most groups that an output block of ``lanes`` channels belongs to."""
+        width = self.out_channels // self.groups
+        first_lane = width - math.gcd(width, lanes)  # of the block, within its first group
+        return min(self.groups, -(-(first_lane + lanes) // width))
+
+    def fills_blocks(self, lanes: int) -> bool:
+        """Whether each output block of ``lanes`` channels belongs to one group."""
+        return self.groups == 1 or self.out_channels // self.groups % lanes == 0
+
     @property
     def is_pointwise(self) -> bool:
         """Whether the kernel is 1x1 with stride 1, no padding and one group."""

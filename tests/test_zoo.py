@@ -30,6 +30,8 @@ NEW = [name for name in ZOO if name not in MODELS]
 
 # Numbers of the published model, without the scalars and statistics that are no parameters.
 PARAMETERS = {
+    "resnext_50": 25_028_904,
+    "regnet_y_400mf": 4_344_144,
     "vgg_16": 138_357_544,
     "mobilenet_v3_large": 5_483_032,
     "convnext_tiny": 28_589_128,
@@ -40,6 +42,8 @@ PARAMETERS = {
 
 TRANSFORMER = {"layers": 2, "sequence": 12, "width": 32, "heads": 4, "vocabulary": 99}
 SMALL: dict[str, dict[str, Any]] = {
+    "resnext_50": {"image_size": 32, "groups": 3},
+    "regnet_y_400mf": {"image_size": 32, "layers": 5},
     "vgg_16": {"image_size": 32, "width": 8, "features": 24},
     "mobilenet_v3_large": {"image_size": 32, "layers": 5},
     "convnext_tiny": {"image_size": 32, "width": 16, "depths": (1, 2, 1)},
@@ -78,6 +82,8 @@ def test_full_size_is_valid_and_imports(name: str) -> None:
     assert [list(spec.shape) for spec in imported.outputs] == [dims(v) for v in model.graph.output]
     count = Counter(node.op_type for node in model.graph.node)
     expected = {
+        "resnext_50": {"Conv": 53, "Relu": 49, "Add": 16, "MaxPool": 1},
+        "regnet_y_400mf": {"Conv": 85, "Sigmoid": 16, "Add": 16, "Mul": 16},
         "vgg_16": {"Conv": 13, "Relu": 15, "MaxPool": 5, "Gemm": 3},
         "mobilenet_v3_large": {"Conv": 62, "HardSwish": 21, "HardSigmoid": 8, "Add": 10},
         "convnext_tiny": {"Conv": 22, "LayerNormalization": 23, "MatMul": 36, "Erf": 18},

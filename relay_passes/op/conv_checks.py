@@ -35,13 +35,10 @@ def check_layer(layer: ConvLayer, suffix: str, op: str) -> None:
 
 def check_packable(layer: ConvLayer, lanes: int, plain_data: bool, suffix: str, op: str) -> None:
     """Refuse a layer that has no packed form."""
-    if layer.groups == 1 or (layer.is_depthwise and not plain_data):
-        return
-    per_group = (layer.in_channels // layer.groups, layer.out_channels // layer.groups)
-    if plain_data or any(channels % lanes for channels in per_group):
+    if plain_data and layer.groups > 1:
         raise OpError(
-            f"{op}: groups{suffix} is {layer.groups}, of {per_group[0]} to {per_group[1]} "
-            f"channels, which has no form in blocks of {lanes}; keep this convolution in NCHW"
+            f"{op}: groups{suffix} is {layer.groups} on NCHW data, which has no form in blocks of "
+            f"{lanes}; pack the data, or keep this convolution in NCHW"
         )
 
 
@@ -51,9 +48,12 @@ def packed_weight_shape(layer: ConvLayer, lanes: int, plain_data: bool) -> tuple
     if layer.is_depthwise:
         return (out_blocks, *layer.kernel, lanes)
     per_group = layer.in_channels // layer.groups
+    if layer.group_lanes(lanes):
+        return (out_blocks, 1, *layer.kernel, per_group, lanes)
     if plain_data:
         return (out_blocks, per_group, *layer.kernel, 1, lanes)
-    return (out_blocks, -(-per_group // lanes), *layer.kernel, lanes, lanes)
+    step = layer.input_step(lanes)
+    return (out_blocks, -(-per_group // step), *layer.kernel, step, lanes)
 
 
 def check_parameters(

@@ -17,7 +17,9 @@ from .scope import Packed, Rule, Scope
 _OPS = {op.name: op for op in (CONV2D, FUSED_CONV2D)}
 
 
-def read_convolution(call: relax.Call, block: int) -> tuple[ConvLayer, ...] | None:
+def read_convolution(
+    call: relax.Call, block: int, cuts: bool = True
+) -> tuple[ConvLayer, ...] | None:
     """The layers of a convolution call in NCHW that has a packed form, else None.
 
     Parameters
@@ -26,6 +28,8 @@ def read_convolution(call: relax.Call, block: int) -> tuple[ConvLayer, ...] | No
         Any call.
     block : int
         Lanes of one channel block.
+    cuts : bool
+        Whether groups may cut blocks apart.
 
     Returns
     -------
@@ -36,9 +40,13 @@ def read_convolution(call: relax.Call, block: int) -> tuple[ConvLayer, ...] | No
     if op is None or str(call.attrs["out_layout"]) != "NCHW":
         return None
     layers = read_kernel(call, op).layers
-    # Groups that cut channel blocks apart have no packed form.
-    fits = all(weight_form(layer, block, False) is not None for layer in layers)
-    return layers if fits else None
+    return layers if cuts or not any(_is_cut(layer, block) for layer in layers) else None
+
+
+def _is_cut(layer: ConvLayer, block: int) -> bool:
+    """Whether the layer is neither dense nor depthwise, and its groups cut blocks apart."""
+    own = layer.in_channels // layer.groups, layer.out_channels // layer.groups
+    return layer.groups > 1 and not layer.is_depthwise and any(count % block for count in own)
 
 
 def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Packed | None:
@@ -48,7 +56,7 @@ def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Packed | None:
     would be mostly padding; unless they are packed already.
     """
     call = binding.value
-    layers = read_convolution(call, scope.block)
+    layers = read_convolution(call, scope.block, scope.cuts)
     if layers is None:
         return None
     op = _OPS[call.op.name]

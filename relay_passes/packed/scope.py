@@ -71,6 +71,8 @@ class Scope:
         Binds an expression in the block being built.
     visit : Callable
         The new form of an original expression, in NCHW.
+    cuts : bool
+        Whether convolutions are packed whose groups cut blocks apart.
     packed : dict
         Tensors that exist packed.
     tuples : dict
@@ -83,6 +85,7 @@ class Scope:
     uses: Uses
     emit: Callable[[relax.Expr], relax.Var]
     visit: Callable[[relax.Expr], relax.Expr]
+    cuts: bool = True
     packed: dict[relax.Var, Packed] = field(default_factory=dict)
     tuples: dict[relax.Var, tuple[Packed, ...]] = field(default_factory=dict)
     parameters: dict[tuple[GenericConst, str], relax.Expr] = field(default_factory=dict)

@@ -7,9 +7,13 @@ Layouts (``x`` lanes a channel block, ``B(C) = ceil(C / x)``):
 tensor     NCHW                      NCHW[x]c
 ========== ========================= =============================================
 data       ``[N, C, H, W]``          ``[N, B(C), H, W, x]``
-weight     ``[O, I / g, kh, kw]``    dense ``[B(O), B(I / g), kh, kw, x, x]`` (in, out lanes),
+weight     ``[O, I / g, kh, kw]``    dense ``[B(O), B(I), kh, kw, x, x]`` (in, out lanes),
                                      first layer ``[B(O), I, kh, kw, 1, x]`` on NCHW data,
-                                     depthwise ``[B(C), kh, kw, x]``
+                                     depthwise ``[B(C), kh, kw, x]``,
+                                     groups ``[B(O), I / g / d, kh, kw, d, x]`` with ``d`` the
+                                     greatest common divisor of ``I / g`` and ``x``,
+                                     groups of ``g`` lanes in a block ``[B(C), 1, kh, kw, g, x]``,
+                                     from input lane ``i`` to output lane ``i ^ j`` at ``[j, i]``
 bias       ``[O]``                   ``[B(O), x]``
 ========== ========================= =============================================
 
@@ -127,6 +131,8 @@ def _layer(
         conv = _conv_first(_pad(data, layer, suffix), weight, layer, suffix)
     elif layer.is_depthwise:
         conv = _conv_depthwise(_pad(data, layer, suffix), weight, layer, suffix)
+    elif layer.group_lanes(int(weight.shape[-1])):
+        conv = _conv_narrow(_pad(data, layer, suffix), weight, layer, suffix)
     else:
         conv = _conv_packed(_pad(data, layer, suffix), weight, layer, suffix)
 
@@ -222,18 +228,38 @@ def _conv_depthwise(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix
     )
 
 
+def _conv_narrow(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
+    kh, kw = _taps(layer)
+    width = int(weight.shape[4])
+    ic = te.reduce_axis((0, width), name="ic")
+
+    def value(n, cb, h, w, oi):
+        lane = oi // width * width + ic
+        source = data(n, cb, *_source(layer, h, w, kh, kw), lane)
+        return te.sum(source * weight(cb, 0, kh, kw, oi ^ lane, lane), axis=[ic, kh, kw])
+
+    shape = [data.shape[0], data.shape[1], *_out_space(data, layer), data.shape[4]]
+    return te.compute(shape, value, name=f"conv{suffix}")
+
+
 def _conv_packed(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
     kh, kw = _taps(layer)
-    blocks_in, lanes = weight.shape[1], weight.shape[4]
-    icb = te.reduce_axis((0, blocks_in), name="icb")
-    ici = te.reduce_axis((0, lanes), name="ici")
+    parts, step, lanes = (int(weight.shape[axis]) for axis in (1, 4, 5))
+    group_in, group_out = layer.in_channels // layer.groups, layer.out_channels // layer.groups
+    icb = te.reduce_axis((0, parts), name="icb")
+    ici = te.reduce_axis((0, step), name="ici")
     shape = [data.shape[0], weight.shape[0], *_out_space(data, layer), weight.shape[5]]
-    blocks_out = int(weight.shape[0]) // layer.groups
 
     def value(n, ob, h, w, oi):
-        block = icb if layer.groups == 1 else (ob // blocks_out) * blocks_in + icb
+        block, lane = icb, ici
+        if layer.groups > 1:
+            group = (ob * lanes + oi) // group_out
+            if layer.out_channels % lanes:
+                group = tirx.min(group, layer.groups - 1)
+            channel = group * group_in + icb * step + ici
+            block, lane = channel // lanes, channel % lanes
         return te.sum(
-            data(n, block, *_source(layer, h, w, kh, kw), ici) * weight(ob, icb, kh, kw, ici, oi),
+            data(n, block, *_source(layer, h, w, kh, kw), lane) * weight(ob, icb, kh, kw, ici, oi),
             axis=[icb, kh, kw, ici],
         )
 

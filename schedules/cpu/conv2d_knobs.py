@@ -67,7 +67,7 @@ def conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Conv2DKnobs]:
                 continue
             for group in _unit_groups(kernel, -(-units // unit_chunks), units, cpu):
                 share = pixels, blocks, unit_chunks, block_chunks, group
-                if layer.is_depthwise:
+                if layer.group_lanes(kernel.lanes):
                     yield Conv2DKnobs(*share, blocks_inside=False)
                     continue
                 yield Conv2DKnobs(*share, blocks_inside=True)
@@ -86,7 +86,7 @@ def shares(batch: int, cores: int) -> list[tuple[int, int]]:
 def _unit_groups(kernel: Conv2DKernel, longest: int, units: int, cpu: CPUInfo) -> list[int]:
     """Sizes of a group: all units, or what a part of a cache holds."""
     layer = kernel.layers[0]
-    if layer.is_depthwise:
+    if layer.group_lanes(kernel.lanes):
         return [longest]
     pixels = int(kernel.height or 1) * int(kernel.width or 1)
     used = min(1.0, layer.kernel[0] / layer.strides[0])
@@ -98,8 +98,9 @@ def _unit_groups(kernel: Conv2DKernel, longest: int, units: int, cpu: CPUInfo) -
 
 def _reduction_parts(kernel: Conv2DKernel, blocks: int) -> list[int]:
     layer = kernel.layers[0]
-    in_blocks = -(-(layer.in_channels // layer.groups) // kernel.lanes)
-    block_bytes = prod(layer.kernel) * blocks * kernel.lanes**2 * ITEM_BYTES[kernel.dtype]
+    step = layer.input_step(kernel.lanes)
+    in_blocks = -(-(layer.in_channels // layer.groups) // step)
+    block_bytes = prod(layer.kernel) * blocks * step * kernel.lanes * ITEM_BYTES[kernel.dtype]
     return [
         parts
         for parts in range(1, in_blocks + 1)

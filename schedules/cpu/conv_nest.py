@@ -19,11 +19,11 @@ from .micro_kernel import (
     Reduction,
     cancelled,
     dense_tile,
-    depthwise_tile,
     loop,
+    own_block_tile,
 )
 from .prefetch import MOST_LINES, line_elements
-from .tiles import Run, Span, row_runs, split_evenly
+from .tiles import Run, Span, block_tiles, row_runs, split_evenly
 
 
 def is_flat(ops: LayerOperands) -> bool:
@@ -57,10 +57,7 @@ def flatten(ops: LayerOperands, row: Index, rows: int) -> LayerOperands:
 
 def block_runs(ops: LayerOperands, tile: int) -> list[tuple[int, int, int]]:
     """Cut the output blocks into register tiles: ``(first block, number of tiles, V)`` each."""
-    if ops.layer.is_depthwise:
-        return [(0, ops.out_blocks, 1)]
-    per_group = ops.out_blocks // ops.layer.groups
-    sizes = split_evenly(per_group, tile) * ops.layer.groups
+    sizes = block_tiles(ops.layer, ops.lanes, ops.out_blocks, tile)
     runs: list[tuple[int, int, int]] = []
     start = 0
     for size in sizes:
@@ -121,8 +118,8 @@ def compute_tile(
     lines: int = 1,
 ) -> None:
     """Call the micro-kernel of the layer's kind."""
-    if ops.layer.is_depthwise:
-        depthwise_tile(ops, block, row, run, column)
+    if ops.group_lanes:
+        own_block_tile(ops, block, row, run, column)
     else:
         whole = Reduction(0, ops.in_blocks)
         dense_tile(ops, block, blocks, row, run, column, reduction or whole, turns, lines)
@@ -130,13 +127,13 @@ def compute_tile(
 
 def weight_turns(ops: LayerOperands, pixels: int) -> int:
     """Tiles of a row that can ask in turns for the weights that come next; 0 if none can."""
-    packed = not ops.layer.is_depthwise and ops.source.lanes > 1
+    packed = ops.group_lanes == 0 and ops.source.lanes > 1
     return len(split_evenly(ops.output.width, pixels)) if packed else 0
 
 
 def weight_lines(ops: LayerOperands, blocks: int, tiles: int) -> int:
     """Cache lines that a step of a tile asks for, so that ``tiles`` tiles ask for all that come."""
-    step = blocks * ops.source.lanes * ops.lanes // line_elements(ops.dtype)
+    step = blocks * ops.step * ops.lanes // line_elements(ops.dtype)
     return max(1, min(MOST_LINES, -(-step // max(1, tiles))))
 
 

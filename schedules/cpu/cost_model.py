@@ -39,7 +39,7 @@ from .fused_conv2d_knobs import FusedConv2DKnobs, Grid, grids, tiles_one, tiles_
 from .machine import CPUInfo
 from .nest_cost import L2, L3, MEMORY, Nest, Terms, bandwidth, fits, nest_terms, split
 from .prefetch import CACHE_LINE_BYTES
-from .tiles import tile_counts
+from .tiles import block_tiles, tile_counts
 
 CLOCK_HZ = 3.0e9  # scales the estimates; no choice depends on it
 PAGE_BYTES = 4096
@@ -149,12 +149,12 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
     channels = layer.in_channels if plain else _padded(layer.in_channels, lanes)
     data_bytes = channels * height * width * item
     row_bytes = data_bytes / height
-    if layer.is_depthwise:  # each channel is read by one core
+    if layer.groups > 1:  # each channel is read by one core
         row_bytes *= len(vectors) / len(block_tiles)
     nest = Nest(
         layer=layer,
         lanes=lanes,
-        source_lanes=1 if plain else lanes,
+        source_lanes=layer.input_step(1 if plain else lanes),
         item_bytes=item,
         size=(height, width),
         out_size=(out_h, out_w),
@@ -179,7 +179,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
         kept = layer.weight_elements() * item + nest.data_bytes
         steps += _with_weights(nest, count, not steps, kept, cpu)
     edges = 0.0
-    if layer.is_depthwise and knobs.unit_chunks > 1:
+    if layer.group_lanes(lanes) and knobs.unit_chunks > 1:
         lines = min(share * out_w * lanes * item, PAGE_BYTES) / CACHE_LINE_BYTES
         edges = cpu.costs.edge * lines * len(vectors)
     return _finish(kernel, knobs.unit_chunks * knobs.block_chunks, steps, edges, 0.0, cpu)
@@ -224,17 +224,17 @@ def _layer_one(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> S
     nest = Nest(
         layer=layer,
         lanes=lanes,
-        source_lanes=lanes,
+        source_lanes=layer.input_step(lanes),
         item_bytes=item,
         size=(height, width),
         out_size=mid,
         pixels=knobs.pixels1,
         vectors=split(blocks, knobs.blocks1 if layer.groups == 1 else 1),
         in_blocks=_in_blocks(layer, lanes),
-        prefetch=knobs.prefetch and not layer.is_depthwise,
+        prefetch=knobs.prefetch and not layer.group_lanes(lanes),
         data_level=_home(row_bytes * height, cpu, foreign=knobs.oc_t > 1),
     )
-    read_parts = parts if layer.is_depthwise else 1
+    read_parts = parts if layer.group_lanes(lanes) else 1
     steps: Steps = []
     for step, count in _row_steps(kernel, knobs):
         rows = _rows_read(layer2, step, mid[0])
@@ -373,15 +373,15 @@ def _padded(channels: int, lanes: int) -> int:
 
 
 def _in_blocks(layer: ConvLayer, lanes: int) -> int:
-    """Input blocks that one output channel reads."""
-    return 1 if layer.is_depthwise else -(-layer.in_channels // layer.groups // lanes)
+    """Input blocks, or pieces of a group, that one output channel reads."""
+    if layer.group_lanes(lanes):
+        return 1
+    return -(-layer.in_channels // layer.groups // layer.input_step(lanes))
 
 
 def _block_tiles(layer: ConvLayer, lanes: int, tile: int) -> tuple[int, ...]:
     """Channel blocks of each block tile; none crosses a group."""
-    if layer.is_depthwise:
-        return (1,) * -(-layer.out_channels // lanes)
-    return split(-(-layer.out_channels // layer.groups // lanes), tile) * layer.groups
+    return block_tiles(layer, lanes, -(-layer.out_channels // lanes), tile)
 
 
 def _rows_read(layer: ConvLayer, rows: int, height: int) -> int:

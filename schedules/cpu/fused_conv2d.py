@@ -39,7 +39,7 @@ class FusedConv2D(ScheduleRule):
         if kernel is None:
             return None
         layer1, layer2 = kernel.layers
-        if unsupported(layer1, layer2, kernel.lanes) is not None:
+        if unsupported(layer2) is not None:
             return None
         cpu = CPUInfo.from_target(target)
         if prefers_planar(kernel, cpu):

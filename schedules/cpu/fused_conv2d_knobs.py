@@ -154,7 +154,7 @@ def grids(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Grid]:
 def tiles_one(kernel: Conv2DKernel, cpu: CPUInfo) -> list[tuple[int, int]]:
     """Register tiles of layer one; a grouped layer's hold one block."""
     layer1 = kernel.layers[0]
-    if layer1.groups > 1 and not layer1.is_depthwise:
+    if layer1.groups > 1 and not layer1.group_lanes(kernel.lanes):
         layer1 = replace(layer1, in_channels=1, out_channels=kernel.lanes, groups=1)
     row = _mid_size(kernel)[1]
     return register_tiles(layer1, row, kernel.lanes, cpu)

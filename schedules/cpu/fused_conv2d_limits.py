@@ -6,17 +6,10 @@ from __future__ import annotations
 from ..conv2d_workload import Conv2DKernel, ConvLayer
 
 
-def unsupported(layer1: ConvLayer, layer2: ConvLayer, lanes: int) -> str | None:
-    """Why the template cannot take a pair; None if it can."""
+def unsupported(layer2: ConvLayer) -> str | None:
+    """Why the template cannot take a pair with such a second layer; None if it can."""
     if layer2.groups != 1:
         return "the second layer has groups; the template reduces over all its input channels"
-    for name, layer in (("first", layer1), ("second", layer2)):
-        if layer.groups > 1 and not layer.is_depthwise:
-            if (
-                layer.in_channels // layer.groups % lanes
-                or layer.out_channels // layer.groups % lanes
-            ):
-                return f"the {name} layer's groups do not fill blocks of {lanes} channels"
     return None
 
 
@@ -25,7 +18,7 @@ def takes_plain(kernel: Conv2DKernel, data: bool, out: bool) -> bool:
     if len(kernel.layers) != 2 or None in (kernel.height, kernel.width):
         return False
     layer1, layer2 = kernel.layers
-    if kernel.data_layout == "NCHW" or unsupported(layer1, layer2, kernel.lanes) is not None:
+    if kernel.data_layout == "NCHW" or unsupported(layer2) is not None:
         return False
     size = int(kernel.height or 1), int(kernel.width or 1)
     takes_data, takes_out = plain_sides(layer1, layer2, size, kernel.lanes)
@@ -41,5 +34,5 @@ def plain_sides(
     top, _, bottom, _ = layer1.padding
     rows = (layer1.kernel[0] - 1) * layer1.dilation[0] + 1 - max(top, bottom)
     pixels = min(rows, size[0]) * size[1]
-    data = layer1.is_depthwise and layer2.is_pointwise and pixels >= lanes
+    data = layer1.group_lanes(lanes) > 0 and layer2.is_pointwise and pixels >= lanes
     return data, layer2.is_pointwise

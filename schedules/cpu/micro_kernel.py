@@ -9,6 +9,13 @@ for ``P x V`` multiply-adds (the batch-reduce GEMM of Georganas et al., arXiv 19
 Zero padding costs nothing: rows outside the image shorten the loop over kernel rows, and
 border tiles know their taps (:mod:`.tiles`).
 
+Where groups of ``g`` channels share a block, a step loads ``P`` input vectors and ``g`` weight
+vectors. Each of the ``P x g`` accumulators sums, in the lane of an input channel, what it adds to
+the output channel ``j`` lanes apart (``i ^ j``); at the end those of a pixel change lanes
+and become one. Depthwise layers are the case ``g = 1``. Other groups that cut blocks apart take
+their inputs in pieces that lie in one block, and where an output block belongs to several groups,
+each lane selects the element of its own.
+
 Each accumulator is a buffer of its own, of one vector and of scope ``global``: TVM 0.27 puts that
 on the stack, where LLVM turns it into a register. Buffers of scope ``local``, and those of more
 than 1,024 bytes, are taken from the heap, and stay in memory.
@@ -102,7 +109,8 @@ class LayerOperands:
     lanes : int
         Output channels in a block (``x``).
     in_blocks : int
-        Input blocks that one output channel reads: per group, and 1 for depthwise layers.
+        Input blocks that one output channel reads, or pieces of ``step`` channels of its group; 1
+        where blocks read their own block only.
     out_blocks : int
         Blocks of the output.
     dtype : str
@@ -119,6 +127,16 @@ class LayerOperands:
     in_blocks: int
     out_blocks: int
     dtype: str
+
+    @property
+    def group_lanes(self) -> int:
+        """Channels of a group, if each block reads its own block only, else 0."""
+        return self.layer.group_lanes(self.lanes)
+
+    @property
+    def step(self) -> int:
+        """Channels of an input block, or of a piece that a group is read in."""
+        return self.layer.input_step(self.source.lanes)
 
     @property
     def vector(self) -> str:
@@ -212,24 +230,42 @@ def dense_tile(
         _finish(ops, sums, block, blocks, row, run, column, reduction)
 
 
-def depthwise_tile(ops: LayerOperands, block: Index, row: Index, run: Run, column: Index) -> None:
-    """Compute ``run.size`` pixels of one channel block of a depthwise layer."""
-    whole = Reduction(0, 1)
+def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, column: Index) -> None:
+    """Compute ``run.size`` pixels of one channel block that reads its own input block only."""
+    whole, width = Reduction(0, 1), ops.group_lanes
     with T.sblock("tile"):
         T.reads()
         T.writes()
         lanes, layer = ops.lanes, ops.layer
-        sums = accumulators(run.size, lanes, ops.dtype)
-        _start(ops, sums, block, 1, row, run, column, whole)
-        for kh, kw, (low, high) in _taps(ops, row, run, unroll_columns=True):
-            weight = ((block * layer.kernel[0] + kh) * layer.kernel[1] + kw) * lanes
+        sums = accumulators(run.size * width, lanes, ops.dtype)
+        ends = sums[::width]
+        _start(ops, ends, block, 1, row, run, column, whole)
+        for total in (sums[k] for k in range(len(sums)) if k % width):
+            _store(total, T.broadcast(tirx.const(0, ops.dtype), lanes), 0, lanes)
+        for kh, kw, (low, high) in _taps(ops, row, run, unroll_columns=width == 1):
+            weight = ((block * layer.kernel[0] + kh) * layer.kernel[1] + kw) * (width * lanes)
             in_row, in_column = _source_pixel(layer, row, column, kh, kw)
             origin = ops.source.at(block, in_row, in_column)
-            for p in range(low, high):
+            # Pixels innermost: LLVM keeps them in registers, and one vector of weights.
+            for j, p in itertools.product(range(width), range(low, high)):
                 pixel = _load(ops.source.buffer, origin + p * (layer.strides[1] * lanes), lanes)
-                value = _load(sums[p], 0, lanes) + pixel * _load(ops.weight, weight, lanes)
-                _store(sums[p], value, 0, lanes)
-        _finish(ops, sums, block, 1, row, run, column, whole)
+                product = pixel * _load(ops.weight, weight + j * lanes, lanes)
+                total = sums[p * width + j]
+                _store(total, _load(total, 0, lanes) + product, 0, lanes)
+        for p in range(run.size):
+            _join(sums[p * width : (p + 1) * width], lanes)
+        _finish(ops, ends, block, 1, row, run, column, whole)
+
+
+def _join(sums: Sequence[tirx.Buffer], lanes: int) -> None:
+    """Add to the first accumulator the others, each with its lanes ``j`` apart."""
+    half = len(sums) // 2
+    while half:
+        order = [lane ^ half for lane in range(lanes)]
+        for low, high in zip(sums[:half], sums[half : 2 * half], strict=True):
+            moved = tirx.Shuffle([_load(high, 0, lanes)], order)
+            _store(low, _load(low, 0, lanes) + moved, 0, lanes)
+        half //= 2
 
 
 def accumulators(count: int, lanes: int, dtype: str) -> list[tirx.Buffer]:
@@ -243,7 +279,7 @@ def _input_blocks(ops: LayerOperands, reduction: Reduction) -> Iterator[tuple[In
     The last block of a whole sum may have few; in a part of a sum, whose last block is known only
     when it runs, missing channels are summed as zeros.
     """
-    lanes, stop = ops.source.lanes, reduction.start + reduction.count
+    lanes, stop = ops.step, reduction.start + reduction.count
     rest = ops.layer.in_channels % lanes if ops.layer.groups == 1 else 0
     whole = reduction.start == 0 and reduction.count == ops.in_blocks
     if not (rest and isinstance(reduction.start, int) and whole):
@@ -256,11 +292,27 @@ def _input_blocks(ops: LayerOperands, reduction: Reduction) -> Iterator[tuple[In
     yield ops.in_blocks - 1, rest
 
 
-def _group_start(ops: LayerOperands, block: Index) -> Index:
-    """First input block of the group that an output block belongs to."""
-    if ops.layer.groups == 1:
-        return 0
-    return tirx.floordiv(block, ops.out_blocks // ops.layer.groups) * ops.in_blocks
+def _group_inputs(ops: LayerOperands, block: Index, piece: Index) -> list[tuple[Index, Index]]:
+    """Where the groups that an output block belongs to have a piece: input blocks and lanes."""
+    layer = ops.layer
+    if layer.groups == 1:
+        return [(piece, 0)]
+    first = tirx.floordiv(block * ops.lanes, layer.out_channels // layer.groups)
+    groups = [first + k for k in range(layer.groups_met(ops.lanes))]
+    pieces = [tirx.min(group, layer.groups - 1) * ops.in_blocks + piece for group in groups]
+    each = ops.lanes // ops.step
+    return [(tirx.floordiv(at, each), tirx.floormod(at, each) * ops.step) for at in pieces]
+
+
+def _selected(ops: LayerOperands, block: Index, elements: Sequence[tirx.Expr]) -> tirx.Expr:
+    """In each lane the element of the group that the lane's output channel belongs to."""
+    lanes, width = ops.lanes, ops.layer.out_channels // ops.layer.groups
+    start = tirx.floormod(block * lanes, width)
+    result = T.broadcast(elements[0], lanes)
+    for k, element in enumerate(elements[1:], 1):
+        behind = T.ramp(start, 1, lanes) >= T.broadcast(T.int32(k * width), lanes)
+        result = tirx.Select(behind, T.broadcast(element, lanes), result)
+    return result
 
 
 def _load(buffer: tirx.Buffer, offset: Index, lanes: int) -> tirx.Expr:
@@ -341,7 +393,7 @@ def next_weights(
         Element of the packed weights from which the tile's step 0 (input block 0, tap 0) counts.
     """
     layer, lanes = ops.layer, ops.lanes
-    taps, square = layer.kernel[0] * layer.kernel[1], ops.source.lanes * lanes
+    taps, square = layer.kernel[0] * layer.kernel[1], ops.step * lanes
     line = line_elements(ops.dtype)
     turns = max(1, square // line)
     piece = block + tirx.floormod(tirx.floordiv(turn, turns), blocks)
@@ -369,20 +421,21 @@ def _multiply(
 
     They take long enough to ask for cache lines of weights, one counted from each of ``ahead``.
     """
-    layer, lanes, source = ops.layer, ops.lanes, ops.source
+    layer, lanes, source, square = ops.layer, ops.lanes, ops.source, ops.step * ops.lanes
     block, blocks = out
     kh, kw, span = tap
     taps = layer.kernel[0] * layer.kernel[1]
-    per_block = ops.in_blocks * taps * source.lanes * lanes
-    position = (in_block * taps + kh * layer.kernel[1] + kw) * (source.lanes * lanes)
+    per_block = ops.in_blocks * taps * square
+    position = (in_block * taps + kh * layer.kernel[1] + kw) * square
     weight = block * per_block + position
-    source_block = _group_start(ops, block) + in_block
-    origin = source.at(source_block, *_source_pixel(layer, *pixel, kh, kw))
+    in_pixel = _source_pixel(layer, *pixel, kh, kw)
+    origins = [source.at(at, *in_pixel) + lane for at, lane in _group_inputs(ops, block, in_block)]
     pixel_step = layer.strides[1] * source.lanes
     for start in ahead:
         step = in_block * taps + kh * layer.kernel[1] + kw
         prefetch(ops.weight, start + step * line_elements(ops.dtype), level=2)
-    element = _elements(source, [origin + p * pixel_step for p in range(*span)], lanes)
+    pixels = [[origin + p * pixel_step for p in range(*span)] for origin in origins]
+    element = _elements(ops, block, pixels)
     for lane in _channel_steps(channels):
         vectors = [
             _load(ops.weight, weight + v * per_block + lane * lanes, lanes) for v in range(blocks)
@@ -395,17 +448,23 @@ def _multiply(
 
 
 def _elements(
-    source: FeatureMap, pixels: Sequence[Index], lanes: int
+    ops: LayerOperands, block: Index, pixels: Sequence[Sequence[Index]]
 ) -> Callable[[int, Index], tirx.Expr]:
     """Return a function that gives an element of a pixel, by number and channel, in all lanes.
 
-    Vectors of 128 bits are loaded once a pixel: NEON multiplies by one of their lanes, where single
-    elements would take a load and a register each.
+    ``pixels`` are those of each group that the output block belongs to. Vectors of 128 bits are
+    loaded once a pixel: NEON multiplies by one of their lanes, where single elements would take a
+    load and a register each.
     """
-    if source.lanes == lanes == LANES_OF_128_BITS:
-        vectors = [T.bind(_load(source.buffer, pixel, lanes)) for pixel in pixels]
+    source, lanes = ops.source, ops.lanes
+    if len(pixels) == 1 and ops.step == source.lanes == lanes == LANES_OF_128_BITS:
+        vectors = [T.bind(_load(source.buffer, pixel, lanes)) for pixel in pixels[0]]
         return lambda number, lane: tirx.Shuffle([vectors[number]], [int(lane)] * lanes)
-    return lambda number, lane: T.broadcast(source.buffer[pixels[number] + lane], lanes)
+
+    def element(number: int, lane: Index) -> tirx.Expr:
+        return _selected(ops, block, [source.buffer[group[number] + lane] for group in pixels])
+
+    return element
 
 
 def _channel_steps(count: int) -> Iterator[Index]:

@@ -79,7 +79,8 @@ class Nest(NamedTuple):
     layer : ConvLayer
         The layer.
     lanes, source_lanes : int
-        Channels in a block of the output and of the input (1 for NCHW data).
+        Channels in a block of the output and of the input (1 for NCHW data), or in a piece of a
+        group's inputs.
     item_bytes : int
         Bytes of an element.
     size, out_size : tuple[int, int]
@@ -142,12 +143,13 @@ def nest_terms(nest: Nest, cpu: CPUInfo) -> Terms:
         spans, tiles = _row_spans(layer, nest.size[1], nest.out_size[1], nest.pixels)
         visible = _visible_rows(layer, nest.size[0], nest.out_size[0])
     passes = sum(count for _, count in tiles) * nest.rows
-    if layer.is_depthwise:
-        compute = _depthwise(nest, spans, passes, visible, cpu)
+    width = layer.group_lanes(nest.lanes)
+    if width:
+        compute = _own_blocks(nest, spans, passes, visible, cpu)
     else:
         compute = _dense(nest, spans, tiles, visible, cpu)
     vectors = sum(nest.vectors)
-    taps = 1 if layer.is_depthwise else nest.in_blocks * nest.source_lanes
+    taps = width or nest.in_blocks * nest.source_lanes
     block_bytes = taps * layer.kernel[0] * layer.kernel[1] * nest.lanes * nest.item_bytes
     weights, late = _weights(nest, block_bytes, passes, cpu)
     pixels = sum(size * count for size, count in tiles) * nest.rows
@@ -159,7 +161,7 @@ def nest_terms(nest: Nest, cpu: CPUInfo) -> Terms:
         output += 2 * again * out_bytes / bandwidth(fits(2 * kept, cpu), cpu)
     data, skipped = _data(nest, block_bytes, cpu)
     missed = 0.0
-    if not layer.is_depthwise:
+    if not width:
         missed = costs.miss * (late + vectors * block_bytes * (nest.weight_level >= L3))
         missed *= 1 - _asked_for(nest, passes)
     return Terms(
@@ -217,11 +219,12 @@ def _dense(
     count = sum(number for _, number in tiles)
     kernel_height, kernel_width = nest.layer.kernel
     reduction = nest.in_blocks * nest.source_lanes * kernel_height * kernel_width / nest.parts
+    loads = nest.layer.groups_met(nest.lanes)
     for blocks, times in Counter(nest.vectors).items():
         for size, number in spans:
             missing = size * blocks + blocks + 1 - registers
             lost = costs.spill * missing if missing > 0 else costs.tight * (missing == 0)
-            cycles = lanes * (step_cycles(size, blocks, cpu) + lost) + bodies * costs.body
+            cycles = lanes * (step_cycles(size, blocks, cpu, loads) + lost) + bodies * costs.body
             steps += times * number * cycles
         for size, number in tiles:
             waiting = max(0, size * blocks - costs.fma_latency * cpu.fma_per_cycle)
@@ -245,11 +248,14 @@ def _lanes_summed(nest: Nest) -> int:
     return min(lanes, nest.layer.in_channels)
 
 
-def _depthwise(
+def _own_blocks(
     nest: Nest, spans: Sizes, passes: int, visible: float, cpu: CPUInfo
 ) -> tuple[float, float, float]:
-    blocks = len(nest.vectors)
-    steps = sum(size * number for size, number in spans) / cpu.fma_per_cycle
+    blocks, width = len(nest.vectors), nest.layer.group_lanes(nest.lanes)
+    if width == 1:
+        steps = sum(size * number for size, number in spans) / cpu.fma_per_cycle
+    else:
+        steps = sum(step_cycles(size, width, cpu) * number for size, number in spans)
     chain = cpu.costs.depthwise_tap * nest.layer.kernel[0] * nest.layer.kernel[1]
     return steps * nest.rows * visible * blocks, passes * blocks * chain, cpu.costs.start * blocks
 
@@ -282,12 +288,17 @@ def _data(nest: Nest, block_bytes: float, cpu: CPUInfo) -> tuple[float, float]:
     layer = nest.layer
     first = nest.data_bytes / bandwidth(nest.data_level, cpu)
     first += nest.halo_bytes / bandwidth(L2, cpu)
-    if layer.is_depthwise:
+    if layer.group_lanes(nest.lanes):
         return first, 0.0
     part_bytes = block_bytes * max(nest.vectors) / nest.parts
-    level = fits(nest.data_bytes + part_bytes, cpu)
-    level = min(level, L2) if nest.data_bytes <= cpu.l2_bytes else max(level, nest.data_level)
-    turns = 1 if nest.inside else len(nest.vectors)
+    turns, read = float(len(nest.vectors)), nest.data_bytes
+    if layer.groups > 1:  # a block tile reads the data of its group
+        own = layer.out_channels / layer.groups / nest.lanes
+        turns, read = max(1.0, own / max(nest.vectors)), read / layer.groups
+    if nest.inside:
+        turns = 1.0
+    level = fits(read + part_bytes, cpu)
+    level = min(level, L2) if read <= cpu.l2_bytes else max(level, nest.data_level)
     again = (turns - 1) * nest.data_bytes / bandwidth(level, cpu)
     skipped = again if layer.strides[1] > layer.kernel[1] and level >= L3 else 0.0
     if nest.flat is None and layer.kernel[0] > layer.strides[0]:

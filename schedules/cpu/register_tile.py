@@ -38,12 +38,12 @@ def most_pixels(cpu: CPUInfo, vectors: int) -> int:
     return limits[cpu.num_vector_registers][vectors - 1]
 
 
-def step_cycles(pixels: int, vectors: int, cpu: CPUInfo) -> float:
-    """Cycles of one reduction step of a tile."""
+def step_cycles(pixels: int, vectors: int, cpu: CPUInfo, loads: int = 1) -> float:
+    """Cycles of one reduction step of a tile, with so many elements loaded for each pixel."""
     costs = cpu.costs
     return max(
         ceil(pixels * vectors / cpu.fma_per_cycle),
-        (pixels + costs.weight_loads * vectors) / costs.loads_per_cycle,
+        (pixels * loads + costs.weight_loads * vectors) / costs.loads_per_cycle,
         costs.fma_latency,
     )
 
@@ -86,14 +86,25 @@ def register_tiles(layer: ConvLayer, row: int, lanes: int, cpu: CPUInfo) -> list
     """Pixels and vectors of the register tiles of a layer that are worth a try.
 
     A depthwise tile holds one vector of channels, and as many pixels as leave half of the registers
-    for weights and inputs; fewer in steps of two columns, which share less of what they load.
+    for weights and inputs; fewer in steps of two columns, which share less of what they load. One
+    of groups of ``g`` lanes holds ``g`` accumulators and a vector of inputs for each pixel, a
+    vector of weights, and leaves the compiler a register.
     """
-    if layer.is_depthwise:
-        most = max(4, cpu.num_vector_registers // 2 - 1)
+    registers, width = cpu.num_vector_registers, layer.group_lanes(lanes)
+    if width > 1:
+        most = max(1, (registers - 3) // (width + 1))
+        cycles = {
+            tile_counts(row, p)[0][0]: row_cycles(row, width, p, width, cpu)
+            for p in range(1, most + 1)
+        }
+        least = MOST_CYCLES * min(cycles.values())
+        return [(p, 1) for p in sorted(cycles, key=cycles.__getitem__) if cycles[p] <= least]
+    if width:
+        most = max(4, registers // 2 - 1)
         if layer.strides[1] > 1:
-            most = MOST_SKIPPING[cpu.num_vector_registers][layer.kernel[1] > 3]
+            most = MOST_SKIPPING[registers][layer.kernel[1] > 3]
         most = tile_counts(row, most)[0][0]
         sizes = {tile_counts(row, pixels)[0][0] for pixels in range((most + 1) // 2, most + 1)}
         return [(pixels, 1) for pixels in sorted(sizes, reverse=True)]
-    blocks = -(-layer.out_channels // layer.groups // lanes)
+    blocks = -(-layer.out_channels // layer.groups // lanes) if layer.fills_blocks(lanes) else 1
     return dense_tiles(row, blocks, cpu)

@@ -9,6 +9,7 @@ the kernel. Tiles at the border of a padded row see fewer taps; nothing is ever 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 from tvm import tirx
@@ -63,6 +64,14 @@ def tile_counts(extent: int, tile: int, first: int | None = None) -> tuple[tuple
     taken = count if first is None else first
     sizes = (small + 1, min(larger, taken)), (small, max(0, taken - larger))
     return tuple((size, number) for size, number in sizes if number)
+
+
+@lru_cache(maxsize=4096)
+def block_tiles(layer: ConvLayer, lanes: int, blocks: int, tile: int) -> tuple[int, ...]:
+    """Output blocks of the tiles that cover ``blocks`` of a layer; none crosses a group."""
+    if not layer.fills_blocks(lanes):
+        return (1,) * blocks
+    return tuple(split_evenly(blocks // layer.groups, tile) * layer.groups)
 
 
 def chunk(extent: int, index: Index, chunks: int) -> Span:

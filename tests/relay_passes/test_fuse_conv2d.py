@@ -165,8 +165,7 @@ def test_numbers_of_any_pair(reference, run_module, first, data, residual, seed)
     mod = relax.transform.CanonicalizeBindings()(builder.get())
     fused = FuseConv2D("all", TARGET)(mod)
     entry = report_of(fused)[0]
-    packable = first.groups == 1 or first.is_depthwise
-    assert entry["fused"] == packable, entry["reason"]
+    assert entry["fused"], entry["reason"]
     shapes = ((2, first.in_channels, 7, 7), out_shape)
     arrays = [rng.standard_normal(shape).astype("float32") for shape in shapes]
     middle = reference.layer(arrays[0], one.weight, one.bias, first)
@@ -528,22 +527,11 @@ def test_leaves_symbolic_space_and_takes_a_symbolic_batch():
     assert report_of(mod)[0]["flops"] == 2 * 2 * 28 * 28 * 32 * 32
 
 
-@pytest.mark.parametrize(
-    ("layers", "reason"),
-    [
-        ((dense(kernel=1), depthwise()), "the second layer has groups"),
-        (
-            (ConvLayer(12, 12, (3, 3), groups=4), dense(12, 8, 1)),
-            "first layer's groups do not fill",
-        ),
-    ],
-    ids=["grouped second", "groups that cut vectors"],
-)
-def test_leaves_what_the_schedule_does_not_support(layers, reason):
-    mod = row(*layers)
+def test_leaves_what_the_schedule_does_not_support():
+    mod = row(dense(kernel=1), depthwise())
     fused = FuseConv2D("all", TARGET)(mod)
     assert_functions_equal(fused, mod)
-    assert reason in report_of(fused)[0]["reason"]
+    assert "the second layer has groups" in report_of(fused)[0]["reason"]
 
 
 def test_leaves_what_the_op_refuses():

@@ -106,7 +106,8 @@ def test_bias_and_data(channels, block):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_expressions_pack_as_arrays_do(form):
-    shape = {"bias": (13,), "depthwise": (13, 1, 3, 2)}.get(form, (13, 6, 3, 2))
+    shapes = {"bias": (13,), "depthwise": (13, 1, 3, 2), "narrow": (14, 2, 3, 2)}
+    shape = shapes.get(form, (13, 6, 3, 2))
     array = np.random.default_rng(1).standard_normal(shape).astype("float32")
     value = relax.Var("value", relax.TensorType(shape, "float32"))
     builder = relax.BlockBuilder()
@@ -126,9 +127,13 @@ def test_expressions_pack_as_arrays_do(form):
         (13, 13, 13, False, "depthwise"),
         (1, 1, 1, False, "dense"),
         (16, 32, 2, False, "grouped"),
-        (24, 24, 2, False, None),  # 12 input channels a group cut a block of 8
-        (16, 24, 2, False, None),  # 12 output channels a group
-        (8, 16, 8, False, None),  # a depthwise convolution with two outputs a channel
+        (24, 24, 2, False, "grouped"),  # 12 input channels a group cut a block of 8
+        (16, 24, 2, False, "grouped"),  # 12 output channels a group
+        (8, 16, 8, False, "grouped"),  # a depthwise convolution with two outputs a channel
+        (12, 12, 3, False, "narrow"),
+        (12, 24, 3, False, "grouped"),
+        (12, 12, 4, False, "grouped"),  # three channels a group
+        (16, 16, 2, True, None),
         (13, 13, 13, True, None),
     ],
 )

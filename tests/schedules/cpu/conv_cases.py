@@ -93,7 +93,11 @@ def _weight_shape(case: Case, number: int) -> tuple[int, ...]:
         return (out, *layer.kernel, lanes)
     if case.nchw and number == 0:
         return (out, layer.in_channels, *layer.kernel, 1, lanes)
-    return (out, up(layer.in_channels // layer.groups, lanes), *layer.kernel, lanes, lanes)
+    width = layer.in_channels // layer.groups
+    if layer.group_lanes(lanes):
+        return (out, 1, *layer.kernel, width, lanes)
+    step = lanes if layer.groups == 1 else math.gcd(width, lanes)
+    return (out, up(width, step), *layer.kernel, step, lanes)
 
 
 def pack(array: Array, lanes: int, axis: int = 1, fill: float = 0.0) -> Array:
@@ -113,7 +117,18 @@ def pack_weight(weight: Array, case: Case, number: int) -> Array:
         return pack(weight[:, 0], lanes, axis=0)
     if case.nchw and number == 0:
         return pack(weight, lanes, axis=0)[..., None, :]
-    return pack(pack(weight, lanes, axis=1), lanes, axis=0)
+    if layer.groups == 1:
+        return pack(pack(weight, lanes, axis=1), lanes, axis=0)
+    packed = np.zeros(_weight_shape(case, number))
+    width, step = weight.shape[1], packed.shape[4]
+    for channel, inside in np.ndindex(*weight.shape[:2]):
+        block, lane = divmod(channel, lanes)
+        if layer.group_lanes(lanes):
+            source = lane - lane % width + inside
+            packed[block, 0, :, :, lane ^ source, source] = weight[channel, inside]
+        else:
+            packed[block, inside // step, :, :, inside % step, lane] = weight[channel, inside]
+    return packed
 
 
 ERF = np.vectorize(math.erf, otypes=["float64"])
@@ -231,7 +246,11 @@ ACTIVATION = st.sampled_from(ACTIVATIONS).map(lambda kind: Activation(kind, -0.4
 
 @st.composite
 def layers(draw, in_channels: int, lanes: int, kinds: tuple[str, ...]) -> ConvLayer:
-    """A layer of one of ``kinds``: dense, plain (1x1, nothing else), depthwise, grouped."""
+    """A layer of one of ``kinds``.
+
+    Dense, plain (1x1, nothing else), depthwise, grouped in whole blocks; or with groups that share
+    blocks (narrow) or cut them apart (cut).
+    """
     kind = draw(st.sampled_from(kinds))
     out_channels, groups = draw(st.sampled_from(CHANNELS)), 1
     if kind == "plain":
@@ -242,6 +261,14 @@ def layers(draw, in_channels: int, lanes: int, kinds: tuple[str, ...]) -> ConvLa
         groups = draw(st.sampled_from([2, 3]))
         in_channels = groups * lanes * draw(st.integers(1, 2))
         out_channels = groups * lanes * draw(st.integers(1, 3))
+    elif kind == "narrow":  # each block reads its own block only
+        width = draw(st.sampled_from([each for each in (2, 4, 8) if each < lanes]))
+        groups = draw(st.integers(2, 11))
+        in_channels = out_channels = groups * width
+    elif kind == "cut":
+        groups = draw(st.integers(2, 7))
+        in_channels = groups * draw(st.sampled_from([1, 3, 4, 6, 8, 12]))
+        out_channels = groups * draw(st.sampled_from([1, 2, 3, 4, 6, 12, 16, 20, 24]))
     reach = st.tuples(st.sampled_from([1, 1, 2, 3]), st.sampled_from([1, 1, 2, 3]))
     return ConvLayer(
         in_channels,
@@ -258,8 +285,9 @@ def layers(draw, in_channels: int, lanes: int, kinds: tuple[str, ...]) -> ConvLa
 @st.composite
 def cases(draw, pair: bool) -> Case:
     """A single layer or a pair, on an image that is large enough for it."""
-    lanes, nchw = draw(st.sampled_from([4, 8])), draw(st.booleans())
-    kinds = ("dense", "plain") if nchw else ("dense", "plain", "depthwise", "grouped")
+    lanes, nchw = draw(st.sampled_from([4, 8, 16])), draw(st.booleans())
+    kinds: tuple[str, ...] = ("dense", "plain")
+    kinds += () if nchw else ("depthwise", "grouped", "narrow", "cut")
     first = draw(st.sampled_from((1, 3, 4) if nchw else CHANNELS))
     chain = [draw(layers(first, lanes, kinds))]
     if pair:

@@ -117,8 +117,8 @@ def check_dense(whole: Mapping[Tile, set[int]], seen: Iterable[Tile], depth: int
     """Every loop keeps its sums in registers; each whole tile is there, with its multiply-adds.
 
     A loop may store sums only if it holds all ``depth`` terms of each, or another loop with most
-    of them. One spill in ``RARE_AT_BORDERS`` multiply-adds is forgiven where a part of a tile at the
-    border is computed, and where a kernel of seven columns is unrolled.
+    of them. One spill in ``RARE_AT_BORDERS`` multiply-adds is forgiven where a part of a tile at
+    the border is computed, and where a kernel of seven columns is unrolled.
     """
     largest = max(pixels * vectors for pixels, vectors in whole)
     inner = {pixels * vectors for pixels, vectors in whole}

@@ -60,10 +60,11 @@ def test_numbers_with_default_knobs(case, seed):
 
 
 def in_blocks(case: Case) -> int:
-    """Blocks that one output channel reads."""
+    """Input blocks, or pieces of a group, that one output channel reads."""
     layer = case.kernel.layers[0]
-    whole = layer.is_depthwise or case.kernel.data_layout == "NCHW"
-    return 1 if whole else -(-layer.in_channels // layer.groups // case.kernel.lanes)
+    if layer.group_lanes(case.lanes) or case.kernel.data_layout == "NCHW":
+        return 1
+    return -(-layer.in_channels // layer.groups // layer.input_step(case.lanes))
 
 
 @given(cases(pair=False), KNOBS, st.integers(1, 4), SEED)
