@@ -17,11 +17,13 @@ from rich.table import Table
 
 from tvm_fusion.benchmark import Arena, EngineSpec, Progress
 from tvm_fusion.cli_output import FILE_WIDTH, progress_bar
+from tvm_fusion.host import host_cpu
 from tvm_fusion.host_info import host_info
 from tvm_fusion.json_text import json_text
 from tvm_fusion.race_result import TOLERANCE, Plan
 
 FOLDER = Path(__file__).resolve().parent / "results"
+CPU_FOLDER = FOLDER / host_cpu()
 
 Results = dict[str, dict[str, Any]]
 
@@ -34,7 +36,7 @@ def parser(description: str, names: Sequence[str], output: str) -> argparse.Argu
     options.add_argument("--rounds", type=int, help="turns of each engine")
     options.add_argument("--quick", action="store_true", help="a few short rounds")
     options.add_argument("--resume", action="store_true", help="keep what the file already has")
-    options.add_argument("--output", type=Path, default=FOLDER / output, metavar="FILE")
+    options.add_argument("--output", type=Path, default=CPU_FOLDER / output, metavar="FILE")
     return options
 
 

@@ -9,7 +9,7 @@ process, in a new random order each round; after the first rounds the default an
 on. As in a network, the input was just written by all threads in shares of rows, and the weights
 have not been used for a while.
 
-Prints a table and writes results/knobs.json with every setting's time, which
+Prints a table and writes results/CPU/knobs.json with every setting's time, which
 tests/schedules/cpu/test_cost_model.py compares with what the model of today would choose.
 """
 
@@ -56,10 +56,9 @@ from tvm_fusion.thread_pool import Crew
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import write_aside  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, write_aside  # noqa: E402
 from examples.layers import PAIRS  # noqa: E402
 
-FOLDER = Path(__file__).resolve().parent / "results"
 FIRST_ROUNDS = 5
 """Rounds of all settings, before most of them are left out."""
 FINALISTS = 24
@@ -333,7 +332,7 @@ def main() -> int:
     options.add_argument("--seconds", type=float, default=FINAL_SECONDS, help="of each final")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--resume", action="store_true", help="keep what the file already has")
-    options.add_argument("--output", type=Path, default=FOLDER / "knobs.json", metavar="FILE")
+    options.add_argument("--output", type=Path, default=CPU_FOLDER / "knobs.json", metavar="FILE")
     chosen = options.parse_args()
     machine = host_info()
     results: dict[str, dict[str, Any]] = {}

@@ -5,7 +5,7 @@
 
 The pairs are those of Table 3.2 of the dissertation on layer fusion (examples/layers.py), NCHW
 tensors in and out. "tvm-fusion" fuses what its decision function chooses; beside it stand the same
-pairs always and never fused. Prints a table and writes results/pairs.json.
+pairs always and never fused. Prints a table and writes results/CPU/pairs.json.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Three processes take turns: numpy, which reduces on one thread whatever the machine has; TVM's
 default pipeline for the CPU on the same reduction as a plain Relax operator; and the op
-``coalesced_reduce`` with its rule. Prints a table and writes results/reductions_cpu.json.
+``coalesced_reduce`` with its rule. Prints a table and writes results/CPU/reductions_cpu.json.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tvm_fusion.race_result import TOLERANCE, Plan, relative_error
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the module beside this one.
-from examples.benchmarks.campaign import FOLDER, geometric_mean, write_aside  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, geometric_mean, write_aside  # noqa: E402
 
 PLAN = Plan(rounds=5, runs=100, turn_seconds=0.04, budget_seconds=0.5)
 WARM_SECONDS = 0.02  # a processor that has slept takes milliseconds to wake up
@@ -354,7 +354,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--threads", type=int, help="default: all physical cores")
     parser.add_argument("--quick", action="store_true", help="two rounds")
-    parser.add_argument("--output", type=Path, default=FOLDER / "reductions_cpu.json")
+    parser.add_argument("--output", type=Path, default=CPU_FOLDER / "reductions_cpu.json")
     options = parser.parse_args()
     machine = host_info()
     threads = options.threads or machine["physical_cores"]

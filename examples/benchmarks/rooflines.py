@@ -3,9 +3,9 @@
 
     python examples/benchmarks/rooflines.py [--only resnet_18] [--threads 2]
 
-Profiles each network fused and unfused, prints a table, and writes results/rooflines.json and two
+Profiles each network fused and unfused, prints a table, and writes results/CPU/rooflines.json and two
 pictures: ``rooflines_networks.png`` with every kernel of the networks, and ``rooflines_pairs.png``
-with the pairs of results/pairs.json and what other engines make of them.
+with the pairs of results/CPU/pairs.json and what other engines make of them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from tvm_fusion.thread_pool import choose_threads  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import write_aside  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, write_aside  # noqa: E402
 from examples.layers import PAIRS  # noqa: E402
 from examples.models import MODELS  # noqa: E402
 
-FOLDER = Path(__file__).resolve().parent / "results"
 LARGE = 2e6
 """FLOPs from which on a convolution counts as large."""
 
@@ -149,7 +148,7 @@ def main() -> int:
     options.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
     options.add_argument("--threads", type=int, help="default: all physical cores")
     options.add_argument("--runs", type=int, default=50)
-    options.add_argument("--folder", type=Path, default=FOLDER, help="where to write")
+    options.add_argument("--folder", type=Path, default=CPU_FOLDER, help="where to write")
     arguments = options.parse_args()
     threads = choose_threads(arguments.threads)
     profiles: dict[str, dict[str, Profile]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from cpu.conv_cases import Case, build, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules.conv2d_workload import Activation, ConvLayer, from_json
+from schedules.conv2d_workload import Activation, Conv2DKernel, ConvLayer, from_json
 from schedules.cpu import nest_cost
 from schedules.cpu.conv2d import Conv2DKnobs, conv2d_template
 from schedules.cpu.conv2d_knobs import conv2d_space
@@ -24,6 +24,7 @@ from schedules.cpu.fused_conv2d import FusedConv2DKnobs, fused_conv2d_template, 
 from schedules.cpu.fused_conv2d_knobs import check_knobs, fused_conv2d_space
 from schedules.cpu.machine import CPUInfo
 from schedules.cpu.machine_costs import FAMILIES
+from schedules.cpu.register_tile import most_pixels
 from schedules.errors import OpError
 
 CPUS = st.builds(
@@ -200,40 +201,64 @@ def test_pieces_of_a_row_are_refused():
         estimate(separable(64, 64, 28).kernel, replace(PAIR, w_o=2), CPU)
 
 
-RECORDED = json.loads(
-    (Path(__file__).parents[3] / "examples/benchmarks/results/knobs.json").read_text()
-)["results"]
+RESULTS = Path(__file__).parents[3] / "examples/benchmarks/results"
+RECORDED = {
+    f"{path.parent.name}: {name}": result
+    for path in sorted(RESULTS.glob("*/knobs.json"))
+    for name, result in json.loads(path.read_text())["results"].items()
+}
+SAMPLED = ("znver4", "znver5")  # whose spaces are too large to be measured whole
+
+
+def settings_of(result: dict) -> tuple[Conv2DKernel, CPUInfo, list, list[float]]:
+    """Kernel, CPU, settings and their times; without tiles that are no longer offered."""
+    kernel, cpu = from_json(json.dumps(result["kernel"])), CPUInfo(**result["cpu"])
+    knobs_type = Conv2DKnobs if len(kernel.layers) == 1 else FusedConv2DKnobs
+    rows = [
+        (knobs_type(*map(_tuple, knobs)), seconds) for *knobs, seconds, _ in result["settings"]
+    ]
+    layer = kernel.layers[-1]
+    if not layer.is_depthwise:
+        rows = [row for row in rows if is_held(row[0], cpu)]
+    return kernel, cpu, [knobs for knobs, _ in rows], [seconds for _, seconds in rows]
+
+
+def is_held(knobs: Conv2DKnobs | FusedConv2DKnobs, cpu: CPUInfo) -> bool:
+    if isinstance(knobs, Conv2DKnobs):
+        return knobs.pixels <= most_pixels(cpu, knobs.blocks)
+    return knobs.pixels2 <= most_pixels(cpu, knobs.blocks2)
 
 
 def recorded_loss(name: str) -> float:
-    """How much longer today's default took than the best recorded setting."""
-    result = RECORDED[name]
-    kernel, cpu = from_json(json.dumps(result["kernel"])), CPUInfo(**result["cpu"])
-    choose = default_conv2d_knobs if len(kernel.layers) == 1 else default_fused_knobs
-    default = [*json.loads(json.dumps(asdict(choose(kernel, cpu)))).values()]
-    times = {json.dumps(knobs): seconds for *knobs, seconds, _ in result["settings"]}
-    found = times.get(json.dumps(default))
-    assert found, f"{name}: {default} was not measured; run examples/benchmarks/knobs.py again"
-    return found / min(times.values()) - 1
+    """How much longer today's choice took than the best recorded setting."""
+    kernel, cpu, settings, times = settings_of(RECORDED[name])
+    if name.startswith(SAMPLED):
+        estimates = [estimate(kernel, knobs, cpu).cycles for knobs in settings]
+        chosen = settings[estimates.index(min(estimates))]
+    else:
+        choose = default_conv2d_knobs if len(kernel.layers) == 1 else default_fused_knobs
+        chosen = choose(kernel, cpu)
+        assert chosen in settings, f"{name}: {chosen} was not measured; run knobs.py again"
+    return times[settings.index(chosen)] / min(times) - 1
 
 
-def test_defaults_are_near_the_best_of_what_was_measured():
-    losses = {name: recorded_loss(name) for name in RECORDED}
+@pytest.mark.parametrize(
+    ("family", "median", "worst"),
+    [("znver3", 0.05, 0.15), ("znver4", 0.05, 0.15), ("znver5", 0.03, 0.25)],
+)
+def test_defaults_are_near_the_best_of_what_was_measured(family, median, worst):
+    """On Zen 5 three kernels that read many weights are beyond 12 %: see ``machine_costs``."""
+    losses = {name: recorded_loss(name) for name in RECORDED if name.startswith(family)}
     assert len({name.rpartition(",")[0] for name in losses}) >= 12
-    assert statistics.median(losses.values()) <= 0.05, losses
-    assert max(losses.values()) <= 0.15, losses
+    assert statistics.median(losses.values()) <= median, losses
+    assert max(losses.values()) <= worst, losses
 
 
 def test_estimates_rank_settings_as_the_clock_does():
     correlations = []
     for result in RECORDED.values():
-        times = [seconds for *_, seconds, _ in result["settings"]]
-        kernel, cpu = from_json(json.dumps(result["kernel"])), CPUInfo(**result["cpu"])
-        knobs_type = Conv2DKnobs if len(kernel.layers) == 1 else FusedConv2DKnobs
-        guesses = [
-            estimate(kernel, knobs_type(*map(_tuple, knobs)), cpu).seconds
-            for *knobs, _, _ in result["settings"]
-        ]
+        kernel, cpu, settings, times = settings_of(result)
+        guesses = [estimate(kernel, knobs, cpu).seconds for knobs in settings]
         if len(times) > 10:
             ranks = [np.argsort(np.argsort(values)) for values in (times, guesses)]
             correlations.append(np.corrcoef(*ranks)[0, 1])
