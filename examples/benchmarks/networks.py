@@ -3,8 +3,8 @@
 
     python examples/benchmarks/networks.py [--quick] [--only resnet_18] [--resume]
 
-Prints a table and writes results/CPU/networks.json. Peaks of memory are those of the process that an
-engine runs in; for tvm-fusion that one loads the compiled model, as a program would.
+Prints a table and writes results/CPU/networks.json. Peaks of memory are those of the process that
+an engine runs in; for tvm-fusion that one loads the compiled model, as a program would.
 """
 
 from __future__ import annotations
