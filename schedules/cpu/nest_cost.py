@@ -229,7 +229,7 @@ def _dense(
     count = sum(number for _, number in tiles)
     kernel_height, kernel_width = nest.layer.kernel
     reduction = nest.in_blocks * nest.source_lanes * kernel_height * kernel_width / nest.parts
-    loads = nest.layer.groups_met(nest.lanes)
+    loads = 1.0 if nest.layer.groups == 1 else nest.layer.mean_groups_met(nest.lanes)
     for blocks, times in Counter(nest.vectors).items():
         for size, number in spans:
             missing = size * blocks + blocks + 1 - registers

@@ -28,7 +28,7 @@ MAX_VECTORS = 4
 MOST_CYCLES = 1.2  # of a tile size worth a try, over those of the best
 
 
-def step_cycles(pixels: int, vectors: int, loads: int = 1) -> float:
+def step_cycles(pixels: int, vectors: int, loads: float = 1.0) -> float:
     """Cycles of one reduction step of a tile, with so many elements loaded for each pixel."""
     return max(
         ceil(pixels * vectors / FMA_PER_CYCLE),
@@ -90,5 +90,7 @@ def register_tiles(layer: ConvLayer, row: int, lanes: int, registers: int) -> li
         most = tile_counts(row, max(4, registers // 2 - 1))[0][0]
         sizes = {tile_counts(row, pixels)[0][0] for pixels in range((most + 1) // 2, most + 1)}
         return [(pixels, 1) for pixels in sorted(sizes, reverse=True)]
-    blocks = -(-layer.out_channels // layer.groups // lanes) if layer.fills_blocks(lanes) else 1
+    if not layer.fills_blocks(lanes):  # elements of several groups are selected in registers
+        return dense_tiles(row, 1, registers - registers // 4)
+    blocks = -(-layer.out_channels // layer.groups // lanes)
     return dense_tiles(row, blocks, registers)
