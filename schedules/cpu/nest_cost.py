@@ -12,6 +12,9 @@ blocks of ``x`` lanes, ``k`` kernel taps and ``n`` parts of the reduction,
     multiply_adds = sum over tiles, visible taps: c (x step_cycles(P, V) + BODY), with
                     TIGHT or SPILL more a step where all registers are taken, or more
                     depthwise: P k / FMA_PER_CYCLE
+                    groups of g lanes: k step_cycles(P, g)
+                    groups that cut blocks: each pixel's element is loaded once for each group
+                    that an output block belongs to, and D is read once for each group
     tiles     = sum over tiles: n DRAIN max(0, P V - in flight) late + (n - 1) PARTIAL P V
                 with late = 1, or where the sums are clipped
                 (c x k (P V + P + V) / n - WINDOW) / (2 WINDOW), at least 0, at most 1
