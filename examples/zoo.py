@@ -27,10 +27,15 @@ from examples.transformers import bert_base, gpt2  # noqa: E402
 from examples.vgg import vgg_16  # noqa: E402
 from examples.wide_and_deep import wide_and_deep  # noqa: E402
 
-ZOO: dict[str, Callable[..., onnx.ModelProto]] = {
-    **MODELS,
+GROUPED: dict[str, Callable[..., onnx.ModelProto]] = {
     "resnext_50": resnext_50,
     "regnet_y_400mf": regnet_y_400mf,
+}
+"""Networks whose convolutions have groups."""
+
+ZOO: dict[str, Callable[..., onnx.ModelProto]] = {
+    **MODELS,
+    **GROUPED,
     "vgg_16": vgg_16,
     "mobilenet_v3_large": mobilenet_v3_large,
     "convnext_tiny": convnext_tiny,

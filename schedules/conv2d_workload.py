@@ -101,6 +101,11 @@ class ConvLayer:
         first_lane = width - math.gcd(width, lanes)  # of the block, within its first group
         return min(self.groups, -(-(first_lane + lanes) // width))
 
+    def mean_groups_met(self, lanes: int) -> float:
+        """Groups that an output block of ``lanes`` channels belongs to, mean over a large layer."""
+        width = self.out_channels // self.groups
+        return 1 + (lanes - math.gcd(width, lanes)) / width
+
     def fills_blocks(self, lanes: int) -> bool:
         """Whether each output block of ``lanes`` channels belongs to one group."""
         return self.groups == 1 or self.out_channels // self.groups % lanes == 0

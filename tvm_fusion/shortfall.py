@@ -85,11 +85,12 @@ def _layer_share(
     layer: ConvLayer, kernel: Conv2DKernel, size: tuple[int, int], cpu: CPUInfo
 ) -> float:
     lanes = kernel.lanes
-    blocks = -(-layer.out_channels // lanes // layer.groups) if not layer.is_depthwise else 1
+    own = layer.out_channels // layer.groups if layer.fills_blocks(lanes) else lanes
+    blocks = -(-own // lanes)
     row = size[0] * size[1] if layer.is_pointwise else size[1]
     pixels, vectors = register_tiles(layer, row, lanes, cpu)[0]
     tiles = 1.0
-    if not layer.is_depthwise:
+    if not layer.group_lanes(lanes):
         tiles = row * blocks / cpu.fma_per_cycle / row_cycles(row, blocks, pixels, vectors, cpu)
     units = len(split_evenly(row, pixels)) if layer.is_pointwise else size[0]
     units *= kernel.batch or 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Race tvm-fusion with ONNX Runtime and OpenVINO on five networks.
+"""Race tvm-fusion with ONNX Runtime and OpenVINO on five networks, and on two with groups.
 
     python examples/benchmarks/networks.py [--quick] [--only resnet_18] [--resume]
 
@@ -27,6 +27,7 @@ from examples.benchmarks.campaign import (  # noqa: E402
     run_races,
 )
 from examples.models import MODELS  # noqa: E402
+from examples.zoo import GROUPED  # noqa: E402
 
 PLAN = Plan(rounds=30, runs=10, turn_seconds=0.5)
 
@@ -55,23 +56,27 @@ def networks_table(results: Results) -> Table:
             f"{ours['compile_seconds']:.1f}",
             f"{float(ours['relative_error']):.1e}",
         )
-    ratios = ([peer["ratio"] for peer in result["engines"][1:]] for result in results.values())
-    means = [geometric_mean(column) for column in zip(*ratios, strict=True)]
     table.add_section()
-    table.add_row("geometric mean", *[""] * len(first), *means)
+    for title, names in (("geometric mean", MODELS), ("geometric mean, groups", GROUPED)):
+        found = [result["engines"][1:] for name, result in results.items() if name in names]
+        ratios = [[peer["ratio"] for peer in peers] for peers in found]
+        if ratios:
+            means = [geometric_mean(column) for column in zip(*ratios, strict=True)]
+            table.add_row(title, *[""] * len(first), *means)
     return table
 
 
 def main() -> int:
     """Run the benchmark; the exit code is 1 if any output is wrong."""
-    options = parser("Race tvm-fusion on five networks.", list(MODELS), "networks.json")
+    networks = MODELS | GROUPED
+    options = parser("Race tvm-fusion on networks.", list(networks), "networks.json")
     options.add_argument("--against", nargs="+", default=["onnxruntime", "openvino"])
     options.add_argument("--image-size", type=int, default=224, help="pixels (default: 224)")
     options.add_argument("--batch", type=int, default=1, help="images (default: 1)")
     arguments = options.parse_args()
     models = {
         name: functools.partial(build, arguments.batch, arguments.image_size)
-        for name, build in MODELS.items()
+        for name, build in networks.items()
     }
     engines = [EngineSpec(name) for name in ("tvm-fusion", *arguments.against)]
     results = run_races(models, engines, PLAN, arguments, fresh=True)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
@@ -115,6 +115,8 @@ class LayerOperands:
         Blocks of the output.
     dtype : str
         Element type.
+    met : int
+        Groups that the output blocks at hand belong to.
     """
 
     layer: ConvLayer
@@ -127,6 +129,7 @@ class LayerOperands:
     in_blocks: int
     out_blocks: int
     dtype: str
+    met: int = 1
 
     @property
     def group_lanes(self) -> int:
@@ -203,6 +206,31 @@ def dense_tile(
     lines : int
         Cache lines that a step of a tile then asks for: several where tiles are few.
     """
+    layer, width = ops.layer, ops.layer.out_channels // ops.layer.groups
+    met = layer.groups_met(ops.lanes) if layer.groups > 1 else 1
+    arguments = block, blocks, row, run, column, reduction, turns, lines
+    if met == 1 or width < ops.lanes:
+        _dense_tile(replace(ops, met=met), *arguments)
+        return
+    with T.If(tirx.floormod(block * ops.lanes, width) > width - ops.lanes):
+        with T.Then():
+            _dense_tile(replace(ops, met=met), *arguments)
+        with T.Else():
+            _dense_tile(ops, *arguments)
+
+
+def _dense_tile(
+    ops: LayerOperands,
+    block: Index,
+    blocks: int,
+    row: Index,
+    run: Run,
+    column: Index,
+    reduction: Reduction,
+    turns: int,
+    lines: int,
+) -> None:
+    """Compute a tile whose output blocks belong to ``ops.met`` groups."""
     with T.sblock("tile"):
         T.reads()
         T.writes()
@@ -298,8 +326,8 @@ def _group_inputs(ops: LayerOperands, block: Index, piece: Index) -> list[tuple[
     if layer.groups == 1:
         return [(piece, 0)]
     first = tirx.floordiv(block * ops.lanes, layer.out_channels // layer.groups)
-    groups = [first + k for k in range(layer.groups_met(ops.lanes))]
-    pieces = [tirx.min(group, layer.groups - 1) * ops.in_blocks + piece for group in groups]
+    groups = [tirx.min(first + k, layer.groups - 1) for k in range(ops.met)]
+    pieces = [group * ops.in_blocks + piece for group in groups]
     each = ops.lanes // ops.step
     return [(tirx.floordiv(at, each), tirx.floormod(at, each) * ops.step) for at in pieces]
 
@@ -434,9 +462,14 @@ def _multiply(
     for start in ahead:
         step = in_block * taps + kh * layer.kernel[1] + kw
         prefetch(ops.weight, start + step * line_elements(ops.dtype), level=2)
+    # A tile of one vector may be a whole row: without a loop, LLVM would keep the elements that
+    # kernel columns share, and push the accumulators out.
+    most = UNROLLED_STEPS
+    if layer.groups > 1 and lanes > LANES_OF_128_BITS:
+        most = min(UNROLLED_STEPS, max(1, ops.step // 2))
     pixels = [[origin + p * pixel_step for p in range(*span)] for origin in origins]
     element = _elements(ops, block, pixels)
-    for lane in _channel_steps(channels):
+    for lane in _channel_steps(channels, most):
         vectors = [
             _load(ops.weight, weight + v * per_block + lane * lanes, lanes) for v in range(blocks)
         ]
@@ -467,14 +500,14 @@ def _elements(
     return element
 
 
-def _channel_steps(count: int) -> Iterator[Index]:
-    """Open a loop over the channels of an input block, unrolled as far as registers allow."""
-    whole, rest = divmod(count, UNROLLED_STEPS)
+def _channel_steps(count: int, most: int) -> Iterator[Index]:
+    """Open a loop over the channels of an input block, ``most`` at a time unrolled."""
+    whole, rest = divmod(count, most)
     if whole > 1:
         with T.serial(0, whole) as part:
-            for step in range(UNROLLED_STEPS):
-                yield part * UNROLLED_STEPS + step
-        first = whole * UNROLLED_STEPS
+            for step in range(most):
+                yield part * most + step
+        first = whole * most
     else:
         first, rest = 0, count
     yield from range(first, first + rest)

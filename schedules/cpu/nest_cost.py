@@ -13,6 +13,9 @@ blocks of ``x`` lanes, ``k`` kernel taps and ``n`` parts of the reduction,
                     s the lanes of the c blocks that hold channels, and
                     tight or spill more a step where all registers are taken, or more
                     depthwise: P k / fma_per_cycle
+                    groups of g lanes: k step_cycles(P, g)
+                    groups that cut blocks: each pixel's element is loaded once for each group
+                    that an output block belongs to, and D is read once for each group
     tiles     = sum over tiles: n drain max(0, P V - in flight) late + (n - 1) partial P V
                 with late = 1, or where the sums are clipped
                 (c x k (P V + P + V) / n - window) / (2 window), at least 0, at most 1
@@ -219,7 +222,7 @@ def _dense(
     count = sum(number for _, number in tiles)
     kernel_height, kernel_width = nest.layer.kernel
     reduction = nest.in_blocks * nest.source_lanes * kernel_height * kernel_width / nest.parts
-    loads = nest.layer.groups_met(nest.lanes)
+    loads = 1.0 if nest.layer.groups == 1 else nest.layer.mean_groups_met(nest.lanes)
     for blocks, times in Counter(nest.vectors).items():
         for size, number in spans:
             missing = size * blocks + blocks + 1 - registers

@@ -38,7 +38,7 @@ def most_pixels(cpu: CPUInfo, vectors: int) -> int:
     return limits[cpu.num_vector_registers][vectors - 1]
 
 
-def step_cycles(pixels: int, vectors: int, cpu: CPUInfo, loads: int = 1) -> float:
+def step_cycles(pixels: int, vectors: int, cpu: CPUInfo, loads: float = 1.0) -> float:
     """Cycles of one reduction step of a tile, with so many elements loaded for each pixel."""
     costs = cpu.costs
     return max(
@@ -58,7 +58,9 @@ def row_cycles(row: int, blocks: int, pixels: int, vectors: int, cpu: CPUInfo) -
 
 
 @lru_cache(maxsize=1024)
-def dense_tiles(row: int, blocks: int, cpu: CPUInfo) -> list[tuple[int, int]]:
+def dense_tiles(
+    row: int, blocks: int, cpu: CPUInfo, registers: int | None = None
+) -> list[tuple[int, int]]:
     """Pixels and vectors of the register tiles worth a try, the one of the fewest cycles first.
 
     Sizes that cut the row alike count once, those above ``MOST_CYCLES`` are left out.
@@ -71,11 +73,18 @@ def dense_tiles(row: int, blocks: int, cpu: CPUInfo) -> list[tuple[int, int]]:
         Output channel blocks of one group.
     cpu : CPUInfo
         Whose registers hold the tile.
+    registers : int, optional
+        Those of them that it may take, if not all.
     """
+    free = registers or cpu.num_vector_registers
+
+    def most(vectors: int) -> int:
+        return max(1, min(row, most_pixels(cpu, vectors), (free - 1) // vectors - 1))
+
     cycles = {
         (tile_counts(row, pixels)[0][0], vectors): row_cycles(row, blocks, pixels, vectors, cpu)
         for vectors in range(1, min(MAX_VECTORS, blocks) + 1)
-        for pixels in range(1, min(row, most_pixels(cpu, vectors)) + 1)
+        for pixels in range(1, most(vectors) + 1)
     }
     least = min(cycles.values())
     order = sorted(cycles, key=lambda tile: (cycles[tile], -tile[0] * tile[1]))
@@ -106,5 +115,7 @@ def register_tiles(layer: ConvLayer, row: int, lanes: int, cpu: CPUInfo) -> list
         most = tile_counts(row, most)[0][0]
         sizes = {tile_counts(row, pixels)[0][0] for pixels in range((most + 1) // 2, most + 1)}
         return [(pixels, 1) for pixels in sorted(sizes, reverse=True)]
-    blocks = -(-layer.out_channels // layer.groups // lanes) if layer.fills_blocks(lanes) else 1
+    if not layer.fills_blocks(lanes):  # elements of several groups are selected in registers
+        return dense_tiles(row, 1, cpu, registers - registers // 4)
+    blocks = -(-layer.out_channels // layer.groups // lanes)
     return dense_tiles(row, blocks, cpu)
