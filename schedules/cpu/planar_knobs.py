@@ -8,11 +8,14 @@ AVX2, Zen 3
     32 channels. On shorter rows the vectors at the border, which need shuffles, and the overlap of
     the last one cost more than the changes of layout that planes save.
 AVX-512, Zen 4
-    Planes win from 28 pixels on: by 1.2x to 1.5x at 112 pixels, 1.05x to 1.4x at 56, 1.02x to 1.1x
-    at 28; the most where the output has few channels, so that little but the input is packed. What
-    they lose is the rest of a step's last vector, so steps have the rows that leave least of it:
-    14 rows of 28 pixels (24.5 vectors) take 0.86 of the time of 4 (7 vectors, but 16 rows).
-    Rows of 14 pixels lose 4 % or more. Register tiles of 6 x 4, 8 x 3 and 4 x 3 differ by 1 %.
+    With the input in the cache, planes win from 28 pixels on: by 1.2x to 1.5x at 112 pixels, 1.05x
+    to 1.4x at 56, 1.02x to 1.1x at 28; the most where the output has few channels, so that little
+    but the input is packed. Inputs of 5 MB that come from memory take 1.2 times as long as packed
+    ones, unless layer two asks for the next step's rows: 0.7 (one noisy run). What
+    planes lose is the rest of a step's last vector, so steps have the rows that leave least of it:
+    14 rows of 28 pixels (24.5 vectors) take 0.9 of the time of 4 rows (7 vectors, but four steps
+    for 14 rows). Inputs of 14 pixels lose 4 % or more. Register tiles of 6 x 4, 8 x 3 and 4 x 3
+    differ by some percent, which of them is best by the pair.
 
 Other vector units have other numbers of registers and other shuffles, and were not measured.
 """
@@ -44,6 +47,8 @@ class _Unit:
         By step of columns, the rows of a depthwise tile; more leave no registers for the weights.
     outputs, vectors : int
         Register tile of layer two.
+    ahead : bool
+        Whether layer two asks for what layer one will read in the next step.
     """
 
     wide_row: int
@@ -52,11 +57,12 @@ class _Unit:
     tile_rows: dict[int, int]
     outputs: int
     vectors: int
+    ahead: bool
 
 
 _UNITS = {
-    256: _Unit(56, {1: 7, 2: 4}, 0, {1: 4, 2: 3}, 4, 3),
-    512: _Unit(28, {1: 7, 2: 4}, 14, {1: 7, 2: 7}, 6, 4),
+    256: _Unit(56, {1: 7, 2: 4}, 0, {1: 4, 2: 3}, 4, 3, False),
+    512: _Unit(28, {1: 7, 2: 4}, 14, {1: 7, 2: 7}, 6, 4, True),
 }
 _SHORTEST = 8  # lanes of a vector of layer one
 
@@ -119,6 +125,7 @@ def default_planar_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> PlanarKnobs:
         vectors=unit.vectors,
         lanes1=lanes1,
         lanes2=lanes2,
+        ahead=unit.ahead,
     )
 
 

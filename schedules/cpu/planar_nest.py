@@ -32,6 +32,7 @@ from ..errors import OpError
 from .kernel_builder import KernelBuilder
 from .micro_kernel import Index, loop
 from .planar_tile import (
+    Ahead,
     DepthwiseRows,
     PlanarImage,
     PointwiseOperands,
@@ -41,6 +42,7 @@ from .planar_tile import (
     reads_whole_vectors,
     vector_starts,
 )
+from .prefetch import line_elements
 from .tiles import Span, chunk, split_evenly
 
 # Elements between the planes of the intermediate, so that planes of 4 KiB do not share cache sets.
@@ -63,6 +65,8 @@ class PlanarKnobs:
         Register tile of layer two: channels x vectors of pixels.
     lanes1, lanes2 : int | None
         Pixels of a vector of either layer; None for as many as a block of the weights has channels.
+    ahead : bool
+        Whether layer two asks for the rows that layer one will read in the next step.
     """
 
     h_t: int
@@ -72,6 +76,7 @@ class PlanarKnobs:
     vectors: int = 3
     lanes1: int | None = None
     lanes2: int | None = None
+    ahead: bool = False
 
 
 def takes_planar(kernel: Conv2DKernel, lanes: int | None = None) -> bool:
@@ -164,7 +169,10 @@ class _Piece:
             row = row if even else tirx.min(row, stop - step)
             for block, lane in self._channels():
                 self._depthwise(block, lane, row)
-            self._pointwise(row)
+            turns = None
+            if self.knobs.ahead and trips != 1:
+                turns = self._turns(tirx.min(row + step, stop - step))
+            self._pointwise(row, turns)
 
     def _channels(self) -> Iterator[tuple[Index, Index]]:
         full, rest = divmod(self.layer1.in_channels, self.block)
@@ -270,8 +278,27 @@ class _Piece:
             with loop(0, len(starts)) as vector:
                 depthwise_vector(part, starts[0] + vector * self.lanes1, True)
 
-    def _pointwise(self, row: Index) -> None:
-        """Layer two of the rows of a step."""
+    def _turns(self, row: Index) -> _Turns:
+        """Lines of the rows that layer one reads in the step from ``row`` on, but not before."""
+        layer, step, block = self.layer1, self.knobs.h, self.block
+        reach = (layer.kernel[0] - 1) * layer.dilation[0] + 1
+        end = (row + step - 1) * layer.strides[0] - layer.padding[0] + reach
+        rows = step * layer.strides[0]
+        return _Turns(
+            source=self.source,
+            start=self.source.at(0, end - rows, 0),
+            lines=-(-rows * self.source.width // line_elements(self.source.buffer.dtype)),
+            pixel_tiles=len(self._pixel_tiles()),
+            blocks=-(-self.layer2.out_channels // block),
+            tiles=len(split_evenly(block, self.knobs.outputs)),
+        )
+
+    def _pixel_tiles(self) -> list[int]:
+        """Vectors of pixels of the tiles of layer two."""
+        return split_evenly(-(-self.pixels // self.lanes2), self.knobs.vectors)
+
+    def _pointwise(self, row: Index, turns: _Turns | None) -> None:
+        """Layer two of the rows of a step; ``turns`` tell what its tiles ask for."""
         ops = PointwiseOperands(
             layer=self.layer2,
             source=self.mid,
@@ -283,10 +310,9 @@ class _Piece:
             paired=self._is_paired(),
         )
         starts = vector_starts(self.pixels, self.lanes2)
-        sizes = split_evenly(len(starts), self.knobs.vectors)
         runs: list[list[list[int]]] = []  # tiles alike but for the place
         done = 0
-        for size in sizes:
+        for size in self._pixel_tiles():
             tile = starts[done : done + size]
             whole = tile[-1] % self.lanes2 == 0
             if runs and whole and len(runs[-1][-1]) == size:
@@ -294,27 +320,71 @@ class _Piece:
             else:
                 runs.append([tile])
             done += size
+        done = 0
         for run in runs:
             with loop(0, len(run)) as index:
                 offset = index * (len(run[0]) * self.lanes2)
-                self._outputs(ops, [offset + start for start in run[0]])
+                tile = [offset + start for start in run[0]]
+                self._outputs(ops, tile, turns, done + index)
+            done += len(run)
 
-    def _outputs(self, ops: PointwiseOperands, starts: Sequence[Index]) -> None:
-        """All output channels of some vectors of pixels."""
+    def _outputs(
+        self,
+        ops: PointwiseOperands,
+        starts: Sequence[Index],
+        turns: _Turns | None,
+        pixel_tile: Index,
+    ) -> None:
+        """All output channels of some vectors of pixels, which are a tile of that number."""
         full, rest = divmod(self.layer2.out_channels, self.block)
+
+        def one_block(block: Index, channels: int) -> None:
+            lane = 0
+            for number, size in enumerate(split_evenly(channels, self.knobs.outputs)):
+                ahead = turns.ahead(pixel_tile, block, number) if turns else None
+                pointwise_tile(ops, block, lane, size, starts, ahead)
+                lane += size
+
         if full:
             with loop(0, full) as block:
-                self._outputs_of(ops, block, self.block, starts)
+                one_block(block, self.block)
         if rest:
-            self._outputs_of(ops, full, rest, starts)
+            one_block(full, rest)
 
-    def _outputs_of(
-        self, ops: PointwiseOperands, block: Index, channels: int, starts: Sequence[Index]
-    ) -> None:
-        lane = 0
-        for size in split_evenly(channels, self.knobs.outputs):
-            pointwise_tile(ops, block, lane, size, starts)
-            lane += size
+
+@dataclass(frozen=True)
+class _Turns:
+    """How the tiles of layer two share out lines of memory to ask for.
+
+    Parameters
+    ----------
+    source : PlanarImage
+        Where they lie.
+    start : Index
+        Element of channel 0 from which they are counted.
+    lines : int
+        How many of each channel.
+    pixel_tiles, blocks, tiles : int
+        Tiles of the pixels, blocks of output channels, and tiles of a block.
+    """
+
+    source: PlanarImage
+    start: Index
+    lines: int
+    pixel_tiles: int
+    blocks: int
+    tiles: int
+
+    def ahead(self, pixel_tile: Index, block: Index, tile: int) -> Ahead | None:
+        """The share of a tile; where there are few lines, only the first tile of a block asks."""
+        tiles = self.tiles if self.lines > self.pixel_tiles * self.blocks else 1
+        if tile >= tiles:
+            return None
+        turns = self.pixel_tiles * self.blocks * tiles
+        turn = (pixel_tile * self.blocks + block) * tiles + tile
+        first = tirx.floordiv(turn * self.lines, turns) if turns > 1 else 0
+        start = self.start + first * line_elements(self.source.buffer.dtype)
+        return Ahead(self.source, start, -(-self.lines // turns))
 
 
 def _repeated(values: Sequence[tirx.Expr], lanes: int) -> tirx.Expr:

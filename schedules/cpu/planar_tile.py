@@ -223,6 +223,27 @@ def _window(part: DepthwiseRows, row: Index, first: Index, inside: bool) -> tirx
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """Lines of an image that :func:`pointwise_tile` asks for, the same ones of each channel.
+
+    The reduction over the channels takes long enough for the memory to answer.
+
+    Parameters
+    ----------
+    image : PlanarImage
+        With as many channels as are summed.
+    start : Index
+        Element of channel 0 from which the lines are counted.
+    lines : int
+        How many of each channel.
+    """
+
+    image: PlanarImage
+    start: Index
+    lines: int
+
+
+@dataclass(frozen=True)
 class PointwiseOperands:
     """What :func:`pointwise_tile` reads and writes.
 
@@ -253,7 +274,12 @@ class PointwiseOperands:
 
 
 def pointwise_tile(
-    ops: PointwiseOperands, block: Index, lane: int, outputs: int, starts: Sequence[Index]
+    ops: PointwiseOperands,
+    block: Index,
+    lane: int,
+    outputs: int,
+    starts: Sequence[Index],
+    ahead: Ahead | None = None,
 ) -> None:
     """Compute some output channels of some vectors of pixels.
 
@@ -265,6 +291,8 @@ def pointwise_tile(
         Channels ``[lane, lane + outputs)`` of a block.
     starts : Sequence[Index]
         First pixels of the vectors.
+    ahead : Ahead | None
+        What will be read after the layer.
     """
     lanes, dtype = ops.lanes, ops.source.buffer.dtype
     origin = block * ops.block + lane
@@ -283,6 +311,10 @@ def pointwise_tile(
             bias = ops.bias[origin + o]
             T.buffer_store(sums[o, v], T.broadcast(bias, lanes), [whole])
         for channel, weights in _input_channels(ops, block):
+            if ahead is not None:
+                first = ahead.start + channel * ahead.image.plane
+                for line in range(ahead.lines):
+                    prefetch(ahead.image.buffer, first + line * line_elements(dtype), level=2)
             pixels = [
                 T.bind(ops.source.buffer[T.ramp(ops.source.at(channel, 0, start), 1, lanes)])
                 for start in starts
