@@ -4,8 +4,8 @@
     python examples/benchmarks/rooflines.py [--only resnet_18] [--threads 2]
 
 Profiles each network fused and unfused, prints a table, and writes results/CPU/rooflines.json and
-two pictures: ``rooflines_networks.png`` with every kernel of the networks, and ``rooflines_pairs.png``
-with the pairs of results/CPU/pairs.json and what other engines make of them.
+two pictures: ``rooflines_networks.png`` with every kernel of the networks, and
+``rooflines_pairs.png`` with the pairs of results/CPU/pairs.json and what other engines make of them.
 """
 
 from __future__ import annotations
