@@ -5,7 +5,7 @@
 
 Profiles each network fused and unfused, prints a table, and writes results/CPU/rooflines.json and
 two pictures: ``rooflines_networks.png`` with every kernel of the networks, and
-``rooflines_pairs.png`` with the pairs of results/CPU/pairs.json and what other engines make of them.
+``rooflines_pairs.png`` with the pairs of results/CPU/pairs.json, and other engines on them.
 """
 
 from __future__ import annotations
