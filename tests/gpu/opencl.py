@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs GPU functions on the CPU: TVM's OpenCL text, executed by PoCL.
+"""Runs GPU functions on the CPU: TVM's OpenCL text, executed by an OpenCL for CPUs.
 
 The text is what TVM's own lowering generates, and the launches follow the host code of that
 lowering: kernels in their order, grids computed from the sizes of the arguments, buffers of the
@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import pyopencl as cl
+import pytest
 import tvm
+from half_arithmetic import refuse_half_arithmetic
 from host_code import Allocation, HostCode, Launch, Step
-from pocl_types import without_half_and_bool
+from opencl_device import choose_device, cl, find_platforms
 from tvm import tirx
 
 from schedules.errors import EngineError, OpError
@@ -32,16 +34,28 @@ BLOCK_BY_BLOCK = "#define get_group_id(axis) (get_global_id(axis) / get_local_si
 
 
 @functools.cache
-def _context() -> cl.Context:
-    for platform in cl.get_platforms():
-        if platform.name == "Portable Computing Language":
-            return cl.Context(platform.get_devices())
-    raise EngineError("PoCL is not installed: pip install pocl-binary-distribution")
+def _context_or_reason() -> cl.Context | str:
+    try:
+        return cl.Context([choose_device(find_platforms())])
+    except EngineError as error:
+        return str(error)
+
+
+def opencl_context() -> cl.Context:
+    """Return the context of all kernels; where no OpenCL is usable, skip the running test.
+
+    All skips have this place and one reason, so that pytest's summary has one line for them. Not
+    for fixtures: skips in those have the places of the tests.
+    """
+    found = _context_or_reason()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
 
 
 def new_queue() -> cl.CommandQueue:
     """Create an in-order queue; kernels in different queues may run at the same time."""
-    return cl.CommandQueue(_context())
+    return cl.CommandQueue(opencl_context())
 
 
 def compile_opencl(
@@ -49,7 +63,7 @@ def compile_opencl(
     target: tvm.target.Target | None = None,
     helpers: str = "",
 ) -> OpenCLKernels:
-    """Compile a function for OpenCL, and its text for PoCL.
+    """Compile a function for OpenCL, and its text for the CPU.
 
     Parameters
     ----------
@@ -69,7 +83,8 @@ def compile_opencl(
     Raises
     ------
     OpError
-        Where the module has several functions, or one without kernels.
+        Where the module has several functions, or one without kernels, or one whose kernels
+        compute in half precision.
     """
     if isinstance(mod, tirx.PrimFunc):
         mod = tvm.IRModule.from_expr(mod)
@@ -85,6 +100,8 @@ def compile_opencl(
     }
     if not kernels:
         raise OpError("the function launches no kernel: bind its loops to blockIdx, threadIdx")
+    for kernel in kernels.values():
+        refuse_half_arithmetic(kernel)
     [host] = (f for v, f in split.module.functions.items() if v.name_hint not in kernels)
     return OpenCLKernels(host, kernels, built.imports[0].inspect_source(), helpers)
 
@@ -98,6 +115,11 @@ class AfterSplit:
     def run_after_pass(self, module: tvm.IRModule, info: Any) -> None:
         if info.name == "tirx.SplitHostDevice":
             self.module = module
+
+
+def _without_bool(source: str) -> str:
+    """TVM's text with bytes for ``bool*``, which OpenCL forbids as the type of a parameter."""
+    return re.sub(r"\b(__global|__local) bool\b", r"\1 uchar", source)
 
 
 class OpenCLKernels:
@@ -118,7 +140,7 @@ class OpenCLKernels:
         # As TVM does it: a program for each kernel, since a text repeats the declarations.
         texts = re.split(r"^// Function: (\w+)\n", source, flags=re.MULTILINE)[1:]
         self._programs = {
-            name: cl.Program(_context(), without_half_and_bool(helpers + text)).build("-w")
+            name: cl.Program(opencl_context(), _without_bool(helpers + text)).build("-w")
             for name, text in zip(texts[::2], texts[1::2], strict=True)
         }
 
@@ -219,16 +241,21 @@ class Session:
         *block : int
             Its ``blockIdx``, x first. The function was compiled with :data:`BLOCK_BY_BLOCK`.
         wait : bool
-            Whether to return when it has ended; else ``finish`` and ``read`` wait for it.
+            Whether to return when it has ended, or when it has begun; then ``finish`` and ``read``
+            wait for it.
         """
         [(launch, kernel)] = self._prepared(self._own_queue)
         offset = tuple(index * size for index, size in zip(block, launch.block, strict=True))
-        cl.enqueue_nd_range_kernel(
+        event = cl.enqueue_nd_range_kernel(
             self._own_queue, kernel, launch.block, launch.block, global_work_offset=offset
         )
         self._own_queue.flush()
         if wait:
             self._own_queue.finish()
+            return
+        # Else our own thread may begin with it, when it waits for a block in another queue.
+        while event.command_execution_status > cl.command_execution_status.RUNNING:
+            time.sleep(1e-3)
 
     def _prepared(self, queue: cl.CommandQueue) -> Iterator[tuple[Launch, cl.Kernel]]:
         """The launches of one call, with the arguments set."""
@@ -282,7 +309,7 @@ class Session:
         return results
 
     def _allocate(self, queue: cl.CommandQueue, nbytes: int) -> cl.Buffer:
-        buffer = cl.Buffer(_context(), cl.mem_flags.READ_WRITE, nbytes + _GUARD_BYTES)
+        buffer = cl.Buffer(opencl_context(), cl.mem_flags.READ_WRITE, nbytes + _GUARD_BYTES)
         cl.enqueue_fill_buffer(queue, buffer, POISON, 0, buffer.size)
         self._allocated.append((buffer, nbytes))
         return buffer
