@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions of the GPU tests: how they are scheduled and run, on PoCL and as CUDA text."""
+"""Convolutions of the GPU tests: how they are scheduled and run, in OpenCL and as CUDA text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rule_of(func: tirx.PrimFunc, target: Target = OPENCL) -> str:
 
 
 def check(case: Case, func: tirx.PrimFunc, rng: np.random.Generator) -> None:
-    """Run a scheduled function on PoCL into a poisoned output, and compare with NumPy."""
+    """Run a scheduled function in OpenCL into a poisoned output, and compare with NumPy."""
     packed, expected = arguments(case, int(rng.integers(1 << 30)))
     inputs = [np.ascontiguousarray(array, "float32") for array in packed]
     output = np.full(pack(np.zeros(case.out_shape), case.lanes).shape, np.nan, "float32")

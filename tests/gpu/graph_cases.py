@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small Relax graphs for the tests of the GPU rules: fused, scheduled, executed on PoCL."""
+"""Small Relax graphs for the tests of the GPU rules: fused, scheduled, executed in OpenCL."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def scheduled(
 
 
 def functions(mod: tvm.IRModule) -> dict[str, tirx.PrimFunc]:
-    """The PrimFuncs of a module by name; PoCL ends the process at long names of kernels."""
+    """The PrimFuncs of a module by name."""
     return {
-        var.name_hint: func.with_attr("global_symbol", var.name_hint[-60:].strip("_"))
+        var.name_hint: func.with_attr("global_symbol", var.name_hint)
         for var, func in mod.functions_items()
         if isinstance(func, tirx.PrimFunc)
     }
@@ -96,7 +96,7 @@ def run(
     shapes: Sequence[Shape] | None = None,
     target: Target = OPENCL,
 ) -> list[np.ndarray]:
-    """Compute a graph on PoCL by scheduled kernels, each with poisoned outputs.
+    """Compute a graph in OpenCL by scheduled kernels, each with poisoned outputs.
 
     Parameters
     ----------

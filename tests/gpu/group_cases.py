@@ -47,7 +47,7 @@ class Group:
         self.func = schedule.mod["main"].with_attr("global_symbol", "main")
 
     def compile(self, helpers: str = "") -> OpenCLKernels:
-        """For PoCL, with OpenCL text before it."""
+        """For OpenCL, with text before it."""
         return compile_opencl(self.func, self.target, helpers)
 
     @property

@@ -62,8 +62,8 @@ def _intel_library() -> str | None:
 def choose_device(platforms: Iterable[cl.Platform]) -> cl.Device:
     """Choose the first CPU that computes a small kernel with float64, float16 and atomics.
 
-    Intel's runtime does on CPUs of Intel and AMD alike. It is tried rather than looked up, since a device may
-    be listed that cannot build anything: PoCL does so on CPUs that are newer than its LLVM.
+    Intel's runtime does on CPUs of Intel and AMD alike. It is tried rather than looked up, since a
+    device may be listed that cannot build anything: PoCL's is on CPUs newer than its LLVM.
 
     Parameters
     ----------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bfloat16 where the GPU lacks it: numbers on PoCL; CUDA kernels before sm_80, without spills."""
+"""bfloat16 where the GPU lacks it: numbers in OpenCL; CUDA kernels before sm_80, without spills."""
 
 from __future__ import annotations
 

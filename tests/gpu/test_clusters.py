@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions and chains that a cluster finishes: numbers on PoCL, CUDA text, structure."""
+"""Reductions and chains that a cluster finishes: numbers in OpenCL, CUDA text, structure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU reductions executed on PoCL: numbers, determinism, tickets, producers, symbolic extents."""
+"""GPU reductions executed in OpenCL: numbers, determinism, tickets, producers, symbolic extents."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single convolutions of the GPU rules, executed on PoCL against NumPy in float64."""
+"""Single convolutions of the GPU rules, executed in OpenCL against NumPy in float64."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element-wise GPU kernels: numbers on PoCL, wide accesses in CUDA's machine code."""
+"""Element-wise GPU kernels: numbers in OpenCL, wide accesses in CUDA's machine code."""
 
 from __future__ import annotations
 

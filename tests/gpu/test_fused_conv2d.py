@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused pairs of the GPU rule, executed on PoCL against NumPy in float64."""
+"""Fused pairs of the GPU rule, executed in OpenCL against NumPy in float64."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``FuseReductions`` groups becomes one kernel by the rule, and computes the same on PoCL."""
+"""What ``FuseReductions`` groups becomes one kernel by the rule, and computes the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from reduction_chains import (
 )
 from reduction_checks import random_data
 from reduction_graphs import TABLE_2, data, f16, f32, op, several, total
-from relax_on_pocl import OPENCL, RelaxOnPoCL
+from relax_on_opencl import OPENCL, RelaxOnOpenCL
 from tvm import relax, tirx
 from tvm.s_tir import dlight
 
@@ -46,7 +46,7 @@ def lower(mod: tvm.IRModule) -> tvm.IRModule:
 
 def build_and_run(build: Callable, params: list[relax.Var], inputs: list[np.ndarray]):
     """The results of a graph, and the launches that it took."""
-    compiled = RelaxOnPoCL(lower(several(build, *params)))
+    compiled = RelaxOnOpenCL(lower(several(build, *params)))
     for _ in range(2):  # the second call meets what the first left in the scratch
         results = compiled(*inputs)
     return results, [launch.kernel for launch in compiled.launches]
@@ -105,13 +105,13 @@ def test_softmax_of_long_rows(rng):
     assert_near(results, [softmax_of(x.astype("float64"))])
 
 
-def pipeline(build: Callable, *params: relax.Var) -> RelaxOnPoCL:
+def pipeline(build: Callable, *params: relax.Var) -> RelaxOnOpenCL:
     """A graph by all passes of the compiler."""
     mod = several(build, *params)
     with OPENCL:
         for passes in gpu_phases(OPENCL).values():
             mod = tvm.transform.Sequential(passes)(mod)
-    return RelaxOnPoCL(mod)
+    return RelaxOnOpenCL(mod)
 
 
 def logits(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -184,7 +184,7 @@ def test_a_masked_softmax_of_long_rows_in_half_precision(rng):
 @pytest.mark.parametrize("width", [37, tirx.Var("k", "int64")])
 def test_symbolic_extents(width, rng):
     n = tirx.Var("n", "int64")
-    compiled = RelaxOnPoCL(
+    compiled = RelaxOnOpenCL(
         lower(several(lambda e, x: [softmax(e, x), total(x, [1], "min")], data(n, width)))
     )
     for rows in (1, 5, 64):
@@ -214,4 +214,4 @@ def test_every_group_of_random_graphs_is_a_kernel(draw, fits):
     with pytest.MonkeyPatch.context() as patch:
         for module in (reduction_groups, online_softmax):
             patch.setattr(module, "chain_fits", lambda *_: fits)
-        check(RelaxOnPoCL(lower(graph))(*inputs))
+        check(RelaxOnOpenCL(lower(graph))(*inputs))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products on the GPU: numbers on PoCL, structure of CUDA's machine code."""
+"""Matrix products on the GPU: numbers in OpenCL, structure of CUDA's machine code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of exponentials with their maximum in one pass: numbers on PoCL, CUDA text, refusals."""
+"""Sums of exponentials with their maximum in one pass: numbers in OpenCL, CUDA text, refusals."""
 
 from __future__ import annotations
 

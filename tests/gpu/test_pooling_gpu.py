@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pooling on the GPU: numbers on PoCL, wide loads of NCHW4c in CUDA's machine code."""
+"""Pooling on the GPU: numbers in OpenCL, wide loads of NCHW4c in CUDA's machine code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains of reductions in one kernel: numbers on PoCL, CUDA text, structure."""
+"""Chains of reductions in one kernel: numbers in OpenCL, CUDA text, structure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs through the reduction passes and the GPU rules, executed on PoCL."""
+"""Graphs through the reduction passes and the GPU rules, executed in OpenCL."""
 
 from __future__ import annotations
 

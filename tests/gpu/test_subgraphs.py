@@ -13,7 +13,7 @@ import pytest
 import tvm
 from cuda_text import cuda_source, ptxas
 from reduce_cases import CUDA, OPENCL
-from relax_on_pocl import RelaxOnPoCL
+from relax_on_opencl import RelaxOnOpenCL
 from traffic import Traffic
 from tvm import tirx
 
@@ -82,12 +82,12 @@ def test_it_is_one_kernel(graph: SubGraph) -> None:
 @pytest.mark.slow
 @each
 def test_numbers_at_full_size(graph: SubGraph, rng: np.random.Generator) -> None:
-    run = RelaxOnPoCL(lowered(graph.number, "opencl"), OPENCL)
+    run = RelaxOnOpenCL(lowered(graph.number, "opencl"), OPENCL)
     inputs = graph.random_inputs(rng)
     for _ in range(2):  # the second call meets what the first left in the scratch
         results = run(*inputs)
     assert len(run.launches) == 1
-    imported = RelaxOnPoCL(lower(import_onnx(graph.onnx_model()).mod, OPENCL), OPENCL)
+    imported = RelaxOnOpenCL(lower(import_onnx(graph.onnx_model()).mod, OPENCL), OPENCL)
     for ours, theirs in zip(results, imported(*inputs), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     for branch, terms, result, kind in zip(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transposes and layouts on the GPU: numbers on PoCL, coalesced accesses."""
+"""Transposes and layouts on the GPU: numbers in OpenCL, coalesced accesses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models for GPUs, without one: their kernels on PoCL, their machine code, their files."""
+"""Whole models for GPUs, without one: their kernels in OpenCL, their machine code, their files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import tvm
 import tvm_ffi
 from gpu_onnx import attention, convolutions, sorting
 from onnx_reference import assert_same, random_feed, run_onnx
-from relax_on_pocl import RelaxOnPoCL
+from relax_on_opencl import RelaxOnOpenCL
 from small_onnx import small_model
 from test_artifact import join, split
 from tvm import relax, tirx
@@ -64,7 +64,7 @@ def test_models_give_the_numbers_of_the_reference(name: str) -> None:
     model, target = MODELS[name](), resolve(OPENCL)
     mod = pipeline.optimize(import_onnx(model).mod, target)
     feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
-    run = RelaxOnPoCL(mod, target)
+    run = RelaxOnOpenCL(mod, target)
     assert_same(run(*feed.values()), run_onnx(model, feed), limit=1e-5)
     assert len(run.launches) == sum(use.launches for use in kernel_uses(mod))
 
@@ -135,7 +135,7 @@ def test_pairs_of_convolutions_are_fused_if_asked(fuse: str) -> None:
     mod = pipeline.optimize(import_onnx(model).mod, target, Options(fuse=fuse))
     assert any(entry["fused"] for entry in read_report(mod)) is (fuse == "all")
     feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
-    assert_same(RelaxOnPoCL(mod, target)(*feed.values()), run_onnx(model, feed), limit=1e-5)
+    assert_same(RelaxOnOpenCL(mod, target)(*feed.values()), run_onnx(model, feed), limit=1e-5)
 
 
 @pytest.mark.parametrize("ours", [True, False])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutional networks with small images, run on PoCL; kernels that the passes save."""
+"""Convolutional networks with small images, run in OpenCL; kernels that the passes save."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from relax_on_pocl import RelaxOnPoCL
+from relax_on_opencl import RelaxOnOpenCL
 from tvm import relax
 
 from examples.models import MODELS as NETWORKS
@@ -49,7 +49,7 @@ def test_the_numbers_are_those_of_onnx_runtime(name: str, rng: np.random.Generat
     model = ZOO[name](**SIZES[name])
     imported = import_onnx(model)
     mod = run_phases(imported.mod, TARGET, phases(TARGET, Options()))
-    run = RelaxOnPoCL(mod, TARGET)
+    run = RelaxOnOpenCL(mod, TARGET)
     session = onnxruntime.InferenceSession(model.SerializeToString())
     for _ in range(2):  # the second call meets what the first left in memory
         feed = random_inputs(model, int(rng.integers(1 << 30)))

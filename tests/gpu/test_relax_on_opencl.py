@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole Relax modules on PoCL: sizes, tuples, constants that keep what is written, poison."""
+"""Whole Relax modules in OpenCL: sizes, tuples, constants that keep what is written, poison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
-from relax_on_pocl import OPENCL, RelaxOnPoCL
+from relax_on_opencl import OPENCL, RelaxOnOpenCL
 from tvm import relax, tirx
 from tvm.relax.backend.cuda import pipeline as stock
 from tvm.script import tirx as T
@@ -50,7 +50,7 @@ def test_symbolic_extents_tuples_and_views(rows: int, rng: np.random.Generator) 
             total = builder.emit(relax.op.sum(shifted, [1]))
             result = builder.emit_output(relax.Tuple([total, inner]))
         builder.emit_func_output(result)
-    run = RelaxOnPoCL(schedule(builder.get()))
+    run = RelaxOnOpenCL(schedule(builder.get()))
     data = rng.standard_normal((rows, 64)).astype("float32")
     sums, softmax, moved = run(data)
     exact = data.astype("float64") + shift
@@ -83,7 +83,7 @@ def test_constants_keep_what_kernels_write() -> None:
                 B[i] = A[i]
 
     scratch = relax.const(np.zeros(4, "int32"))
-    run = RelaxOnPoCL(calling(count, [scratch], relax.TensorType((4,), "int32")))
+    run = RelaxOnOpenCL(calling(count, [scratch], relax.TensorType((4,), "int32")))
     for calls in (1, 2, 3):
         np.testing.assert_array_equal(run()[0], calls)
 
@@ -99,7 +99,7 @@ def test_outputs_are_poisoned() -> None:
                 B[i] = A[i]
 
     x = relax.Var("x", relax.TensorType((8,), "float32"))
-    run = RelaxOnPoCL(calling(half, [x], x.ty))
+    run = RelaxOnOpenCL(calling(half, [x], x.ty))
     data = np.arange(8, dtype="float32")
     for _ in range(2):
         (result,) = run(data)
@@ -117,7 +117,7 @@ def test_types_go_through(dtype: str, rng: np.random.Generator) -> None:
         builder.emit_func_output(result)
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     data = rng.integers(0, 2, (3, 50)).astype(kind)
-    (result,) = RelaxOnPoCL(schedule(builder.get()))(data)
+    (result,) = RelaxOnOpenCL(schedule(builder.get()))(data)
     assert result.dtype == data.dtype
     np.testing.assert_array_equal(result, data.T)
 
@@ -144,8 +144,8 @@ def test_refusals() -> None:
 
     x = relax.Var("x", relax.TensorType((8,), "float32"))
     with pytest.raises(OpError, match="func launches no kernel: no schedule rule took it"):
-        RelaxOnPoCL(calling(serial, [x], x.ty))
-    run = RelaxOnPoCL(calling(beyond, [x], x.ty))
+        RelaxOnOpenCL(calling(serial, [x], x.ty))
+    run = RelaxOnOpenCL(calling(beyond, [x], x.ty))
     run(np.zeros(8, "float32"))
     with pytest.raises(OpError, match="wrote behind the end of a buffer of 32 bytes"):
         run(np.ones(8, "float32"))
@@ -160,10 +160,10 @@ def test_a_dropped_module_leaves_nothing_behind() -> None:
         builder.emit_func_output(builder.emit(relax.op.exp(x)))
 
     def names() -> set[str]:
-        return {n for n in tvm_ffi.registry.list_global_func_names() if "relax_on_pocl" in n}
+        return {n for n in tvm_ffi.registry.list_global_func_names() if "relax_on_opencl" in n}
 
     before = names()
-    run = RelaxOnPoCL(schedule(builder.get()))
+    run = RelaxOnOpenCL(schedule(builder.get()))
     assert len(names() - before) == 1
     del run
     gc.collect()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whole Relax modules for GPUs on the CPU: TVM's virtual machine, with kernels on PoCL.
+"""Runs whole Relax modules for GPUs on the CPU: TVM's virtual machine, with kernels in OpenCL.
 
 The module is lowered and built for the CPU as TVM's CUDA pipeline does it for a GPU: reshapes are
 views, memory is planned, extents are computed on the host, constants lie in the executable and
 keep what kernels write to them. Only the body of each function that launches kernels is another:
-it calls back, and its kernels run on PoCL.
+it calls back, and its kernels run by :mod:`opencl`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPENCL = Target({"kind": "opencl"}, host="llvm")
 _numbers = itertools.count()
 
 
-class RelaxOnPoCL:
+class RelaxOnOpenCL:
     """A module whose functions are scheduled for OpenCL, ready to be called with numpy arrays.
 
     Parameters
@@ -56,7 +56,7 @@ class RelaxOnPoCL:
         self._functions: dict[str, _Function] = {}
         self._failure: Exception | None = None
         self.launches: list[Launch] = []
-        self._entry = f"tests.relax_on_pocl.{next(_numbers)}"
+        self._entry = f"tests.relax_on_opencl.{next(_numbers)}"
         run = weakref.WeakMethod(self._run)  # else the registry would keep every module
         tvm_ffi.register_global_func(self._entry, lambda *given: run()(*given))  # type: ignore[misc]
         weakref.finalize(self, tvm_ffi.registry.remove_global_func, self._entry)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models as GPU kernels, run on PoCL: their numbers, and how few kernels they are."""
+"""Whole models as GPU kernels, run in OpenCL: their numbers, and how few kernels they are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx_reference import assert_same, run_onnx
-from relax_on_pocl import OPENCL, RelaxOnPoCL
+from relax_on_opencl import OPENCL, RelaxOnOpenCL
 
 from examples.onnx_builder import random_inputs
 from examples.zoo import ZOO
@@ -24,9 +24,9 @@ CASES = {
 }
 
 
-def run(model: onnx.ModelProto) -> tuple[list[np.ndarray], RelaxOnPoCL]:
+def run(model: onnx.ModelProto) -> tuple[list[np.ndarray], RelaxOnOpenCL]:
     """Check a model twice, and return what it ran on."""
-    machine = RelaxOnPoCL(optimize(import_onnx(model).mod, OPENCL))
+    machine = RelaxOnOpenCL(optimize(import_onnx(model).mod, OPENCL))
     for seed in range(2):
         feed = random_inputs(model, seed)
         results = machine(*feed.values())
