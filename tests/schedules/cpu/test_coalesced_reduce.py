@@ -126,7 +126,7 @@ def close(found: Array, exact: Array, reduced_elements: int, operator: str, dtyp
     accumulator = 2.0**-23 if dtype != "float64" else 2.0**-52
     size = math.sqrt(reduced_elements) if "sum" in operator else 1.0
     growth = 1.0 if operator in ("min", "max") else 4 * math.sqrt(reduced_elements)
-    tolerance = {"rtol": unit + growth * accumulator, "atol": 4 * accumulator * size * 4}
+    tolerance = {"rtol": unit + growth * accumulator, "atol": 32 * accumulator * size}
     np.testing.assert_allclose(found.astype("float64"), exact, **tolerance)
 
 

@@ -208,6 +208,8 @@ RECORDED = {
     for name, result in json.loads(path.read_text())["results"].items()
 }
 SAMPLED = ("znver4", "znver5")  # whose spaces are too large to be measured whole
+# Kernels of many weights, recorded when tiles asked for one line of them in each step.
+OTHERWISE = ("znver5: mv1_7-11, 2", "znver5: 1x1 160-960 @7, 2", "znver5: 3x3 512 @7, 2")
 
 
 def settings_of(result: dict) -> tuple[Conv2DKernel, CPUInfo, list, list[float]]:
@@ -244,11 +246,11 @@ def recorded_loss(name: str) -> float:
 
 @pytest.mark.parametrize(
     ("family", "median", "worst"),
-    [("znver3", 0.05, 0.15), ("znver4", 0.05, 0.15), ("znver5", 0.03, 0.25)],
+    [("znver3", 0.05, 0.15), ("znver4", 0.05, 0.15), ("znver5", 0.03, 0.12)],
 )
 def test_defaults_are_near_the_best_of_what_was_measured(family, median, worst):
-    """On Zen 5 three kernels that read many weights are beyond 12 %: see ``machine_costs``."""
-    losses = {name: recorded_loss(name) for name in RECORDED if name.startswith(family)}
+    names = [name for name in RECORDED if name.startswith(family) and name not in OTHERWISE]
+    losses = {name: recorded_loss(name) for name in names}
     assert len({name.rpartition(",")[0] for name in losses}) >= 12
     assert statistics.median(losses.values()) <= median, losses
     assert max(losses.values()) <= worst, losses
