@@ -282,7 +282,7 @@ def _asked_for(nest: Nest, passes: int) -> float:
     if not nest.prefetch:
         return 0.0
     square = nest.source_lanes * nest.lanes * nest.item_bytes // CACHE_LINE_BYTES
-    needed = max(nest.vectors) * square
+    needed = max(1, max(nest.vectors) * square)
     return min(1.0, passes * min(MOST_LINES, -(-needed // passes)) / needed)
 
 

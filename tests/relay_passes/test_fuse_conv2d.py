@@ -197,6 +197,7 @@ def emit_layer(builder, value, layer, parameters, residual=None):
         "clip": lambda: relax.op.clip(value, activation.low, activation.high),
         "sigmoid": lambda: relax.op.sigmoid(value),
         "hardswish": lambda: R.tvm_fusion.hardswish(value),
+        "gelu": lambda: R.nn.gelu(value),
         "silu": lambda: relax.op.nn.silu(value),
     }
     return builder.emit(steps[activation.kind]())

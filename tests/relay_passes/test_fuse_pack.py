@@ -285,7 +285,7 @@ def run_scheduled(mod, *arrays):
 @given(
     channels=st.sampled_from([13, 16, 24, 40]),
     outputs=st.sampled_from([13, 16, 24, 40]),
-    size=st.tuples(st.integers(5, 20), st.integers(5, 20)),
+    size=st.tuples(st.integers(5, 20), st.integers(8, 20)),  # two rows hold 16 lanes
     stride=st.integers(1, 2),
     kernel=st.sampled_from([3, 5]),
     first_is_dense=st.booleans(),

@@ -82,7 +82,7 @@ def test_what_comes_and_goes_in_nchw_gains_more():
     "workload", [dense(56, 64, 64, 256), dense(28, 128, 128, 512), dense(14, 256, 256, 1024)]
 )
 def test_dense_then_pointwise_gains_little(workload):
-    assert abs(decide(workload, cpu(), DIRECT).gain) < 0.03
+    assert abs(decide(workload, cpu(), DIRECT).gain) < 0.1
 
 
 @pytest.mark.parametrize("size", [14, 28, 56, 112])
