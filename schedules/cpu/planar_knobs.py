@@ -92,7 +92,7 @@ def default_planar_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> PlanarKnobs:
     equals the largest whose intermediate fits the L2 beside the weights.
     """
     layer1, layer2 = kernel.layers
-    unit, stride = _UNITS[cpu.vector_bits], layer1.strides[1]
+    unit, stride = _UNITS.get(cpu.vector_bits, _UNITS[256]), layer1.strides[1]
     height, width = _out_size(kernel)
     h_t = _pieces(kernel, cpu)
     item = ITEM_BYTES[kernel.dtype]
