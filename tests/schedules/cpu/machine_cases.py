@@ -124,7 +124,7 @@ def check_dense(whole: Mapping[Tile, set[int]], seen: Iterable[Tile], depth: int
     largest = max(pixels * vectors for pixels, vectors in whole)
 
     def spills(loop: Loop) -> bool:
-        is_inner = loop.fmas in (4 * largest, 8 * largest, 16 * largest) and depth % 49
+        is_inner = loop.fmas in (4 * largest, 8 * largest) and depth % 49
         return loop.stack_stores * RARE_AT_BORDERS > (0 if is_inner else loop.fmas)
 
     def stores_late(loop: Loop) -> bool:
