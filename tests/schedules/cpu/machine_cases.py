@@ -22,7 +22,7 @@ CPUS = ("x86-64-v3", "znver4", "znver5", "skylake-avx512", "sapphirerapids", *AA
 
 RARE = 32
 RARE_AT_BORDERS = 10
-WHOLE_ROW = 256
+WHOLE_ROW = 200
 
 Tile = tuple[int, int]
 Check = Callable[[Sequence[Loop]], list[str]]
