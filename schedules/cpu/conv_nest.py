@@ -22,7 +22,7 @@ from .micro_kernel import (
     loop,
     own_block_tile,
 )
-from .prefetch import MOST_LINES, line_elements
+from .prefetch import line_elements, lines_a_step
 from .tiles import Run, Span, block_tiles, row_runs, split_evenly
 
 
@@ -133,8 +133,7 @@ def weight_turns(ops: LayerOperands, pixels: int) -> int:
 
 def weight_lines(ops: LayerOperands, blocks: int, tiles: int) -> int:
     """Cache lines that a step of a tile asks for, so that ``tiles`` tiles ask for all that come."""
-    step = blocks * ops.step * ops.lanes // line_elements(ops.dtype)
-    return max(1, min(MOST_LINES, -(-step // max(1, tiles))))
+    return lines_a_step(blocks * ops.step * ops.lanes // line_elements(ops.dtype), tiles)
 
 
 def pixel_nest(

@@ -45,7 +45,7 @@ from ..conv2d_workload import ConvLayer
 from .machine import CPUInfo
 from .machine_costs import MachineCosts
 from .micro_kernel import UNROLLED_STEPS
-from .prefetch import CACHE_LINE_BYTES, MOST_LINES
+from .prefetch import CACHE_LINE_BYTES, lines_a_step
 from .register_tile import step_cycles
 from .tiles import row_runs, split_evenly
 
@@ -283,7 +283,7 @@ def _asked_for(nest: Nest, passes: int) -> float:
         return 0.0
     square = nest.source_lanes * nest.lanes * nest.item_bytes // CACHE_LINE_BYTES
     needed = max(1, max(nest.vectors) * square)
-    return min(1.0, passes * min(MOST_LINES, -(-needed // passes)) / needed)
+    return min(1.0, passes * lines_a_step(needed, passes) / needed)
 
 
 def _data(nest: Nest, block_bytes: float, cpu: CPUInfo) -> tuple[float, float]:

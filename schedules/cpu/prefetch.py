@@ -18,6 +18,11 @@ def line_elements(dtype: str) -> int:
     return CACHE_LINE_BYTES // ITEM_BYTES[dtype]
 
 
+def lines_a_step(needed: int, tiles: int) -> int:
+    """How many of the ``needed`` cache lines each of ``tiles`` has to ask for in a step."""
+    return max(1, min(MOST_LINES, -(-needed // max(1, tiles))))
+
+
 def prefetch(buffer: tirx.Buffer, offset: Index, level: int = 1, write: bool = False) -> None:
     """Ask for the cache line of an element; beyond the buffer it does nothing.
 
