@@ -283,7 +283,7 @@ def run_scheduled(mod, *arrays):
 
 
 @given(
-    channels=st.sampled_from([13, 16, 24, 40]),
+    channels=st.sampled_from([16, 19, 24, 40]),  # a dense layer reads fewer than lanes from NCHW
     outputs=st.sampled_from([13, 16, 24, 40]),
     size=st.tuples(st.integers(5, 20), st.integers(8, 20)),  # two rows hold 16 lanes
     stride=st.integers(1, 2),
