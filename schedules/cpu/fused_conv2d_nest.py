@@ -394,4 +394,5 @@ def _tile_buffer(
         lanes=kernel.lanes,
         height=height,
         width=width,
+        is_local=True,
     )

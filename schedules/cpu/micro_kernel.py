@@ -63,6 +63,8 @@ class FeatureMap:
         Extents of the whole image, beyond which zeros are read.
     first_row, first_block : Index
         Image row and channel block that are stored first.
+    is_local : bool
+        Whether the buffer belongs to a block of the nest, rather than to the function's parameters.
     """
 
     buffer: tirx.Buffer
@@ -74,6 +76,7 @@ class FeatureMap:
     width: int
     first_row: Index = 0
     first_block: Index = 0
+    is_local: bool = False
 
     def at(self, block: Index, row: Index, column: Index) -> Index:
         """Element offset of lane 0 of a pixel."""
@@ -231,9 +234,7 @@ def _dense_tile(
     lines: int,
 ) -> None:
     """Compute a tile whose output blocks belong to ``ops.met`` groups."""
-    with T.sblock("tile"):
-        T.reads()
-        T.writes()
+    with _tile_block(ops.source):
         lanes = ops.lanes
         sums = accumulators(run.size * blocks, lanes, ops.dtype)
         ahead: list[Index] = []
@@ -261,9 +262,7 @@ def _dense_tile(
 def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, column: Index) -> None:
     """Compute ``run.size`` pixels of one channel block that reads its own input block only."""
     whole, width = Reduction(0, 1), ops.group_lanes
-    with T.sblock("tile"):
-        T.reads()
-        T.writes()
+    with _tile_block(ops.source):
         lanes, layer = ops.lanes, ops.layer
         sums = accumulators(run.size * width, lanes, ops.dtype)
         ends = sums[::width]
@@ -283,6 +282,23 @@ def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, colum
         for p in range(run.size):
             _join(sums[p * width : (p + 1) * width], lanes)
         _finish(ops, ends, block, 1, row, run, column, whole)
+
+
+@contextmanager
+def _tile_block(source: FeatureMap) -> Iterator[None]:
+    """Open the block of a tile, which reads the whole of a local source as far as TVM knows.
+
+    Else TVM's ``CompactBufferAllocation`` joins the regions of all its reads, which takes minutes
+    where many tiles begin with rows that only the task knows.
+    """
+    with T.sblock("tile"):
+        if source.is_local:
+            T.reads(source.buffer[0 : source.buffer.shape[0]])
+            T.sblock_attr({"explicit_read_region": [0]})
+        else:
+            T.reads()
+        T.writes()
+        yield
 
 
 def _join(sums: Sequence[tirx.Buffer], lanes: int) -> None:

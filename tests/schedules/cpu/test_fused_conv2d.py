@@ -7,10 +7,11 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import tvm_ffi
 from cpu.conv_cases import TARGET, Case, build, cases, check, compile_function, outer_loops, up
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tvm import tirx
+from tvm import s_tir, tirx
 from tvm.target import Target
 
 from schedules.conv2d_workload import ACTIVATIONS, Activation, ConvLayer, to_json
@@ -185,6 +186,18 @@ def test_one_function_serves_every_batch():
 def test_one_parallel_loop_encloses_everything(case):
     (loop,) = outer_loops(schedule(case).body)
     assert loop.kind == tirx.ForKind.PARALLEL
+
+
+def test_tiles_declare_what_they_read_of_the_rows_between_the_layers():
+    """TVM takes minutes to join the regions of all reads of two unrolled 3x3 layers."""
+    blocks: list[s_tir.SBlock] = []
+    tvm_ffi.structural_walk(schedule(NAMED["3x3, 3x3"]).body, (s_tir.SBlock, blocks.append))
+    tiles = [block for block in blocks if block.name_hint == "tile"]
+    declared = [block for block in tiles if "explicit_read_region" in block.annotations]
+    assert 0 < len(declared) < len(tiles), "layer two reads a local buffer, layer one does not"
+    for block in declared:
+        (region,) = block.reads
+        assert [int(r.extent) for r in region.region] == [int(e) for e in region.source.shape]
 
 
 def test_the_parallel_loop_runs_over_images_and_pieces():
