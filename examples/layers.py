@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import onnx
 
 from examples.models import GraphBuilder
-from schedules.conv2d_workload import Activation, ConvLayer, FusedConv2DWorkload
+from schedules.workload.conv2d import Activation, ConvLayer, FusedConv2DWorkload
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes and ops on the graph; the IR is Relax, TVM's successor of Relay."""
+"""Passes and ops on the graph; the IR is Relax, TVM's successor of Relay.
+
+Families: ``core`` and ``op``; above them ``simplify``, ``decompose``, ``conv2d``, ``layout``,
+``reduction`` and ``program``, each for itself. Imports ``schedules`` and TVM; ``tvm_fusion`` may
+import it. Start with ``fuse_conv2d.py`` in ``conv2d``.
+"""
 
 import tvm_ffi
 
 from schedules import errors
 
 from . import op
-from .annotate_gathers import AnnotateGathers
-from .choose_winograd import ChooseWinograd
-from .coalesce_reduction import CoalesceReduction
-from .decompose_normalization import DecomposeNormalization
-from .fuse_conv2d import FuseConv2D
-from .fuse_epilogue import FuseEpilogue
-from .fuse_pack import FusePack
-from .fuse_reduction_producers import FuseReductionProducers
-from .fuse_reductions import FuseReductions
-from .fusion_decision import Decision, decide
-from .lift_weights import LiftWeights
-from .pack_layout import PackLayout
-from .shorten_names import ShortenNames
-from .simplify_inference import SimplifyInference
+from .conv2d.choose_winograd import ChooseWinograd
+from .conv2d.fuse_conv2d import FuseConv2D
+from .conv2d.fuse_epilogue import FuseEpilogue
+from .conv2d.fusion_decision import Decision, decide
+from .decompose.decompose_normalization import DecomposeNormalization
+from .layout.fuse_pack import FusePack
+from .layout.pack_layout import PackLayout
+from .program.annotate_gathers import AnnotateGathers
+from .program.lift_weights import LiftWeights
+from .program.shorten_names import ShortenNames
+from .reduction.coalesce_reduction import CoalesceReduction
+from .reduction.fuse_reduction_producers import FuseReductionProducers
+from .reduction.fuse_reductions import FuseReductions
+from .simplify.simplify_inference import SimplifyInference
 
 __all__ = [
     "AnnotateGathers",

@@ -1,2 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a loop nest: TE computes, schedule rules, and what they agree on."""
+"""Loop nests: TE computes, schedule rules for CPUs and GPUs, and what these agree on.
+
+Families, lowest first: ``workload``; ``compute`` and ``tir``; ``cpu`` and ``gpu``, each for itself.
+Imports nothing but TVM; ``relay_passes`` and ``tvm_fusion`` may import it.
+Start with ``workload/conv2d.py``, then with ``RULES`` in ``cpu/__init__.py`` or
+``gpu/__init__.py``.
+"""

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from tvm.relax.ir.instrument import WellFormedInstrument
 from tvm.target import Target
 
-from tvm_fusion import pipeline
+from tvm_fusion.compiler import pipeline
 
 settings.register_profile(
     "tvm_fusion",

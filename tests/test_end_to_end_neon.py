@@ -13,9 +13,9 @@ from onnx import helper
 from onnx_cases import onnx_model
 from tvm import tirx
 
-from tvm_fusion import pipeline
-from tvm_fusion.frontend import import_onnx
-from tvm_fusion.target import resolve
+from tvm_fusion.compiler import pipeline
+from tvm_fusion.compiler.target import resolve
+from tvm_fusion.onnx.frontend import import_onnx
 
 FEWEST = 16
 """Multiply-adds of vectors in a basic block of a main loop, at the least."""

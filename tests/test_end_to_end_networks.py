@@ -16,10 +16,10 @@ from tvm import tirx
 
 import tvm_fusion
 from examples.models import MODELS
-from tvm_fusion import pipeline
+from tvm_fusion.compiler import pipeline
+from tvm_fusion.compiler.target import resolve
 from tvm_fusion.errors import InvalidInputError, InvalidModelError
-from tvm_fusion.frontend import import_onnx
-from tvm_fusion.target import resolve
+from tvm_fusion.onnx.frontend import import_onnx
 
 
 def pairs_fused(compiled: tvm_fusion.CompiledModel) -> int:

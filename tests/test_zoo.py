@@ -24,7 +24,7 @@ from examples.models import MODELS
 from examples.onnx_builder import random_inputs
 from examples.zoo import ZOO
 from relay_passes import CoalesceReduction, DecomposeNormalization, SimplifyInference
-from tvm_fusion.frontend import import_onnx
+from tvm_fusion.onnx.frontend import import_onnx
 
 NEW = [name for name in ZOO if name not in MODELS]
 

@@ -18,12 +18,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from .runtime import CompiledModel, load
+from .runtime.compiled_model import CompiledModel, load
 from .version import __version__
 
 if TYPE_CHECKING:
     from . import pipeline as pipeline
-    from .compiler import compile
+    from .compiler.compile_model import compile
 
 __all__ = ["CompiledModel", "__version__", "compile", "errors", "load"]
 
@@ -31,7 +31,7 @@ __all__ = ["CompiledModel", "__version__", "compile", "errors", "load"]
 def __getattr__(name: str) -> Any:
     """What needs the compiler is imported when it is asked for."""
     if name == "compile":
-        return importlib.import_module(".compiler", __name__).compile
+        return importlib.import_module(".compiler.compile_model", __name__).compile
     if name == "pipeline":
         return importlib.import_module(".pipeline", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

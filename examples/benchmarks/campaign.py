@@ -15,12 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tvm_fusion.benchmark import Arena, EngineSpec, Progress
-from tvm_fusion.cli_output import FILE_WIDTH, progress_bar
-from tvm_fusion.host import host_cpu
-from tvm_fusion.host_info import host_info
-from tvm_fusion.json_text import json_text
-from tvm_fusion.race_result import TOLERANCE, Plan
+from tvm_fusion.bench.race import Arena, EngineSpec, Progress
+from tvm_fusion.bench.race_result import TOLERANCE, Plan
+from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
+from tvm_fusion.machine.host import host_cpu
+from tvm_fusion.machine.host_info import host_info
 
 FOLDER = Path(__file__).resolve().parent / "results"
 CPU_FOLDER = FOLDER / host_cpu()

@@ -10,7 +10,7 @@ on. As in a network, the input was just written by all threads in shares of rows
 have not been used for a while.
 
 Prints a table and writes results/CPU/knobs.json with every setting's time, which
-tests/schedules/cpu/test_cost_model.py compares with what the model of today would choose.
+tests/schedules/cpu/cost/test_cost_model.py compares with what the model of today would choose.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from tvm.script import tirx as T
 from tvm.target import Target
 
 from schedules.compute.conv2d import conv2d, fused_conv2d
-from schedules.conv2d_workload import Activation, Conv2DKernel, ConvLayer, to_json
-from schedules.cpu.conv2d import Conv2DKnobs, conv2d_template
-from schedules.cpu.conv2d_knobs import conv2d_space
-from schedules.cpu.cost_model import default_conv2d_knobs, default_fused_knobs, estimate
-from schedules.cpu.fused_conv2d import FusedConv2DKnobs, fused_conv2d_template
-from schedules.cpu.fused_conv2d_knobs import fused_conv2d_space
-from schedules.cpu.machine import CPUInfo
-from tvm_fusion.cli_output import FILE_WIDTH, progress_bar
-from tvm_fusion.host_info import host_info
-from tvm_fusion.json_text import json_text
-from tvm_fusion.target import resolve
-from tvm_fusion.thread_pool import Crew
+from schedules.cpu.conv2d.conv2d import Conv2DKnobs, conv2d_template
+from schedules.cpu.conv2d.fused_conv2d import FusedConv2DKnobs, fused_conv2d_template
+from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.cost.conv2d_knobs import conv2d_space
+from schedules.cpu.cost.cost_model import default_conv2d_knobs, default_fused_knobs, estimate
+from schedules.cpu.cost.fused_conv2d_knobs import fused_conv2d_space
+from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
+from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
+from tvm_fusion.compiler.target import resolve
+from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.runtime.thread_pool import Crew
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

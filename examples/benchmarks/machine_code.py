@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.table import Table
 from tvm.target import Target
 
-from schedules.conv2d_workload import Conv2DKernel
-from schedules.cpu.conv2d import conv2d_template
-from schedules.cpu.conv2d_knobs import Conv2DKnobs
-from schedules.cpu.cost_model import default_conv2d_knobs
-from schedules.cpu.machine import CPUInfo
-from tvm_fusion.cli_output import FILE_WIDTH, progress_bar
-from tvm_fusion.json_text import json_text
+from schedules.cpu.conv2d.conv2d import conv2d_template
+from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
+from schedules.cpu.cost.cost_model import default_conv2d_knobs
+from schedules.workload.conv2d import Conv2DKernel
+from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import onnx
 
-from schedules.conv2d_workload import Conv2DKernel, ConvLayer
+from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 
 
 def conv_kernels(models: Sequence[onnx.ModelProto], lanes: int) -> list[Conv2DKernel]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from tvm_fusion.benchmark import EngineSpec, Plan
+from tvm_fusion.bench.race import EngineSpec, Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

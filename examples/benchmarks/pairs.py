@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tvm_fusion.benchmark import EngineSpec, Plan
+from tvm_fusion.bench.race import EngineSpec, Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

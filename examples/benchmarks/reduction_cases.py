@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from examples.subgraphs import SUB_GRAPHS, SubGraph
-from schedules.reduce_workload import CanonicalLoops, ReduceWorkload
+from schedules.workload.reduce import CanonicalLoops, ReduceWorkload
 
 BYTES = {
     "float64": 8,
@@ -48,7 +48,7 @@ class Reduction:
     Parameters
     ----------
     operator : str
-        One of ``schedules.reduce_workload.OPERATORS``.
+        One of ``schedules.workload.reduce.OPERATORS``.
     axes : tuple[int, ...]
         Reduced axes of what the steps make.
     steps : tuple[str, ...]

@@ -29,10 +29,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tvm_fusion.cli_output import FILE_WIDTH, progress_bar
-from tvm_fusion.host_info import host_info
-from tvm_fusion.json_text import json_text
-from tvm_fusion.race_result import TOLERANCE, Plan, relative_error
+from tvm_fusion.bench.race_result import TOLERANCE, Plan, relative_error
+from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
+from tvm_fusion.machine.host_info import host_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the module beside this one.
@@ -156,7 +156,7 @@ class TVMEngine:
     """The same as a Relax function, by this package or by TVM's own pipeline."""
 
     def __init__(self, threads: int, ours: bool) -> None:
-        from tvm_fusion.thread_pool import Crew
+        from tvm_fusion.runtime.thread_pool import Crew
 
         self.ours, self.crew = ours, Crew(threads)
 
@@ -165,7 +165,7 @@ class TVMEngine:
         import tvm
         from tvm import relax
 
-        from tvm_fusion import pipeline, target
+        from tvm_fusion.compiler import pipeline, target
 
         host = target.resolve("native", self.crew.threads)
         mod = relax_module(case, self.ours)
@@ -227,8 +227,8 @@ def serve(pipe: Connection, title: str, threads: int) -> None:
         elif method == "output":
             pipe.send(engine.output())
         elif method == "limits":
-            from tvm_fusion import target
-            from tvm_fusion.machine_limits import measure_limits
+            from tvm_fusion.bench.machine_limits import measure_limits
+            from tvm_fusion.compiler import target
 
             pipe.send(measure_limits(target.resolve("native", threads), threads))
         else:

@@ -55,9 +55,9 @@ from examples.benchmarks.gpu.variants import (  # noqa: E402
 )
 from examples.benchmarks.gpu.xla import XLA  # noqa: E402
 from examples.benchmarks.reduction_cases import Case  # noqa: E402
-from schedules.reduce_workload import FINISHES  # noqa: E402
-from tvm_fusion.cli_output import progress_bar  # noqa: E402
-from tvm_fusion.nvrtc import compile_cuda, compiler  # noqa: E402
+from schedules.workload.reduce import FINISHES  # noqa: E402
+from tvm_fusion.cli.output import progress_bar  # noqa: E402
+from tvm_fusion.codegen.nvrtc import compile_cuda, compiler  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:

@@ -25,11 +25,11 @@ from matplotlib import pyplot  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from tvm_fusion.cli_output import FILE_WIDTH, progress_bar  # noqa: E402
-from tvm_fusion.json_text import json_text  # noqa: E402
-from tvm_fusion.machine_limits import MachineLimits  # noqa: E402
-from tvm_fusion.profiler import Profile, profile  # noqa: E402
-from tvm_fusion.thread_pool import choose_threads  # noqa: E402
+from tvm_fusion.bench.machine_limits import MachineLimits  # noqa: E402
+from tvm_fusion.bench.profiler import Profile, profile  # noqa: E402
+from tvm_fusion.cli.json_text import json_text  # noqa: E402
+from tvm_fusion.cli.output import FILE_WIDTH, progress_bar  # noqa: E402
+from tvm_fusion.runtime.thread_pool import choose_threads  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

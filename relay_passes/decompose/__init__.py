@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops that hide reductions, written as reductions and element-wise ops: one rule a file."""
+"""Pass ``DecomposeNormalization`` and its rules: ops that hide reductions, one rule a file.
+
+Imports ``op`` and ``core``; no other family may import it.
+Start with ``decompose_normalization.py``, which lists the rules.
+"""

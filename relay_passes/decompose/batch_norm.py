@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from tvm import relax
 
-from ..simplify.expressions import Value
-from ..simplify.graph import Graph
+from ..core.expressions import Value
+from ..core.graph import Graph
 from .moments import emit_moments, normalized, scale_and_shift
 from .precision import extents, narrow, number, spread, widen
 

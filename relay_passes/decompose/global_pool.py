@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from tvm import relax
 
-from schedules.reduce_workload import constant
+from schedules.workload.reduce import constant
 
-from ..simplify.expressions import Value
-from ..simplify.graph import Graph
+from ..core.expressions import Value
+from ..core.graph import Graph
 from .precision import extents
 
 ADAPTIVE = tuple(f"relax.nn.adaptive_avg_pool{rank}d" for rank in (1, 2, 3))

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from tvm import relax
 
-from schedules.reduce_workload import constant, normal_axes
+from schedules.workload.reduce import constant, normal_axes
 
-from ..simplify.expressions import Value
-from ..simplify.graph import Graph
+from ..core.expressions import Value
+from ..core.graph import Graph
 from .moments import emit_moments, normalized, scale_and_shift
 from .precision import extents, narrow, reshape, widen
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from tvm import relax
 
-from schedules.reduce_workload import normal_axes
+from schedules.workload.reduce import normal_axes
 
-from ..simplify.constants import numbers, uniform
-from ..simplify.expressions import Value
-from ..simplify.graph import Graph
+from ..core.constants import numbers, uniform
+from ..core.expressions import Value
+from ..core.graph import Graph
 from .moments import emit_moments, normalized, scale_and_shift
 from .precision import extents, narrow, spread, widen
 

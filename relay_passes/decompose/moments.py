@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from tvm import relax
 
-from ..simplify.graph import Graph
+from ..core.graph import Graph
 from .precision import number
 
 

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax
 
-from schedules.reduce_workload import constant
+from schedules.workload.reduce import constant
 
-from ..simplify.constants import tensor_constant
-from ..simplify.expressions import Value
-from ..simplify.graph import Graph
+from ..core.constants import tensor_constant
+from ..core.expressions import Value
+from ..core.graph import Graph
 from .precision import extents, narrow, number, widen
 
 NAMES = ("relax.nn.nll_loss",)

@@ -15,8 +15,8 @@ from __future__ import annotations
 from tvm import relax
 from tvm.ir import GenericConst
 
-from ..simplify.expressions import Value
-from ..simplify.graph import Graph
+from ..core.expressions import Value
+from ..core.graph import Graph
 from .precision import NARROW, extents, narrow, widen
 
 NAMES = ("relax.sqrt", "relax.log", "relax.power")

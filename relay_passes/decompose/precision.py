@@ -9,10 +9,10 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.ir import GenericConst
 
-from schedules.reduce_workload import FLOATS, constant
+from schedules.workload.reduce import FLOATS, constant
 
-from ..simplify.constants import array_of, tensor_constant
-from ..simplify.graph import Graph
+from ..core.constants import array_of, tensor_constant
+from ..core.graph import Graph
 
 NARROW = ("float16", "bfloat16")
 

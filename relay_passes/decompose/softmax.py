@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from tvm import relax
 
-from ..simplify.expressions import Value
-from ..simplify.graph import Graph
+from ..core.expressions import Value
+from ..core.graph import Graph
 from .precision import extents, narrow, widen
 
 NAMES = ("relax.nn.softmax", "relax.nn.log_softmax")

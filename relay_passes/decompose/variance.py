@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from tvm import relax
 
-from schedules.reduce_workload import normal_axes
+from schedules.workload.reduce import normal_axes
 
-from ..simplify.expressions import Value
-from ..simplify.graph import Graph
+from ..core.expressions import Value
+from ..core.graph import Graph
 from .moments import emit_moments
 from .precision import extents, narrow, widen
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Relax ops of this package; importing it registers them.
 
+Imports no other family; every family but ``core`` may import it.
+Start with ``pack.py``, a small op, and ``register.py``.
+
 TVMScript prints a call as ``R.tvm_fusion.<op>(...)``; the last lines here let it read that back.
 """
 

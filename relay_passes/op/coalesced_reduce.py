@@ -25,9 +25,9 @@ from tvm.target import Target
 
 from schedules.compute import coalesced_reduce as compute
 from schedules.errors import OpError
-from schedules.gpu.reduce_config import scratch_words
-from schedules.reduce_operator import empty_result
-from schedules.reduce_workload import CanonicalLoops, ReduceWorkload, constant
+from schedules.gpu.reduce.plan.config import scratch_words
+from schedules.workload.reduce import CanonicalLoops, ReduceWorkload, constant
+from schedules.workload.reduce_operator import empty_result
 
 from .register import register_op
 
@@ -160,7 +160,7 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
 def _scratch(builder: relax.BlockBuilder, words: int) -> relax.Expr:
     """Zeros for places and tickets, then words that a kernel writes before it reads them.
 
-    Calls on several streams may use it at the same time (:mod:`schedules.gpu.launch_place`).
+    Calls on several streams may use it at the same time (:mod:`schedules.gpu.core.workspace_slot`).
     The last word differs between the calls of a module: the VM keeps equal constants in one place,
     where the partial results of sisters would overwrite each other.
     """

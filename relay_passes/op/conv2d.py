@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from tvm import relax, te
 
 from schedules.compute import conv2d as compute
-from schedules.conv2d_workload import Conv2DKernel
+from schedules.workload.conv2d import Conv2DKernel
 
 from .conv_call import build_call, legalize_call
 from .conv_types import ConvOp, output_type
@@ -59,7 +59,7 @@ def conv2d(
     residual : relax.Expr | None
         A tensor of the output's shape, added before the activation.
     strides, padding, dilation, groups, activation, low, high
-        The layer, as :meth:`schedules.conv2d_workload.ConvLayer.to_attrs` writes it.
+        The layer, as :meth:`schedules.workload.conv2d.ConvLayer.to_attrs` writes it.
     data_layout : str
         ``NCHW`` or ``NCHW{x}c``.
     out_layout : str | None

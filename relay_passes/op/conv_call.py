@@ -9,17 +9,10 @@ from typing import Any
 import numpy as np
 from tvm import relax, te
 
-from schedules.conv2d_workload import Activation, Conv2DKernel, to_json
 from schedules.errors import OpError
+from schedules.workload.conv2d import Activation, Conv2DKernel, to_json
 
-from .conv_types import (
-    ConvOp,
-    constant_shape,
-    is_typed,
-    output_type,
-    packed_lanes,
-    read_kernel,
-)
+from .conv_types import ConvOp, constant_shape, is_typed, output_type, packed_lanes, read_kernel
 
 OPAQUE_PATTERN = 8  # tvm::relax::OpPatternKind::kOpaque: FuseOps puts nothing into the kernel
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from schedules.conv2d_workload import ConvLayer
 from schedules.errors import OpError
+from schedules.workload.conv2d import ConvLayer
 
 
 def check_layer(layer: ConvLayer, suffix: str, op: str) -> None:

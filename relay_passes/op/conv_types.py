@@ -19,8 +19,8 @@ from tvm import relax, tirx
 from tvm.ir import Op
 from tvm.sym import Analyzer
 
-from schedules.conv2d_workload import Conv2DKernel, ConvLayer
 from schedules.errors import OpError
+from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 
 from .conv_checks import check_layer, check_packable, check_parameters, check_sizes
 

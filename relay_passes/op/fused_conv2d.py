@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from tvm import relax, te
 
 from schedules.compute import conv2d as compute
-from schedules.conv2d_workload import Conv2DKernel
+from schedules.workload.conv2d import Conv2DKernel
 
 from .conv_call import build_call, legalize_call
 from .conv_types import ConvOp, output_type
@@ -72,7 +72,7 @@ def fused_conv2d(
     residual : relax.Expr | None
         A tensor of the output's shape, added before the second activation.
     strides1, padding1, dilation1, groups1, activation1, low1, high1
-        The first layer, as :meth:`schedules.conv2d_workload.ConvLayer.to_attrs` writes it.
+        The first layer, as :meth:`schedules.workload.conv2d.ConvLayer.to_attrs` writes it.
     strides2, padding2, dilation2, groups2, activation2, low2, high2
         The second layer.
     data_layout : str

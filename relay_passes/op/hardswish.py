@@ -12,8 +12,8 @@ import tvm
 from tvm import relax, te
 
 from schedules.compute.conv2d import activate
-from schedules.conv2d_workload import Activation
 from schedules.errors import OpError
+from schedules.workload.conv2d import Activation
 
 from .register import register_op
 

@@ -24,9 +24,9 @@ from tvm import relax, te
 from tvm.ir import Op
 
 from schedules.compute.winograd_conv2d import winograd_conv2d as compute
-from schedules.conv2d_workload import Activation, Conv2DKernel, ConvLayer
 from schedules.errors import OpError
-from schedules.winograd_matrices import TAPS, TILE_SIZES
+from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer
+from schedules.workload.winograd_matrices import TAPS, TILE_SIZES
 
 from .conv_call import integers, legalize_kernel
 from .conv_checks import check_layer, check_sizes
@@ -66,14 +66,14 @@ def winograd_conv2d(
     Parameters
     ----------
     data, weight, bias : relax.Expr
-        Image, transformed filters (:func:`schedules.winograd_matrices.transform_weight`), and one
-        number a channel.
+        Image, transformed filters (:func:`schedules.workload.winograd_matrices.transform_weight`),
+        and one number a channel.
     residual : relax.Expr | None
         A tensor of the output's shape, added before the activation.
     tile : int
         ``m``, 2 or 4.
     padding, activation, low, high
-        The layer, as :meth:`schedules.conv2d_workload.ConvLayer.to_attrs` writes it.
+        The layer, as :meth:`schedules.workload.conv2d.ConvLayer.to_attrs` writes it.
     layout : str
         ``NCHW{x}c``.
     in_channels, out_channels : int

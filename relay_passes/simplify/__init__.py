@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rewriting rules of SimplifyInference, one a file, and the graph that they edit."""
+"""Pass ``SimplifyInference`` and its rewriting rules, one a file.
+
+Imports ``op`` and ``core``; no other family may import it.
+Start with ``simplify_inference.py``, which lists the rules.
+"""

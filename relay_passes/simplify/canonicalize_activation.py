@@ -20,11 +20,11 @@ from collections.abc import Sequence
 import numpy as np
 from tvm import relax
 
+from ..core.constants import FLOATS, scaled, shifted, uniform
+from ..core.expressions import Value, op_name
+from ..core.graph import Graph
 from ..op.hardswish import hardswish
 from .canonicalize_clip import clip_of
-from .constants import FLOATS, scaled, shifted, uniform
-from .expressions import Value, op_name
-from .graph import Graph
 
 
 def canonicalize_activation(graph: Graph, call: relax.Expr) -> Value:

@@ -18,10 +18,10 @@ import numpy as np
 from tvm import relax
 from tvm.ir import GenericConst
 
-from .constants import broadcasts_cheaply, channel_constant, constant, per_channel, shifted
+from ..core.constants import broadcasts_cheaply, channel_constant, constant, per_channel, shifted
+from ..core.expressions import Value, op_name
+from ..core.graph import Graph
 from .conv2d import is_chain, is_plain_conv2d, out_channels
-from .expressions import Value, op_name
-from .graph import Graph
 
 
 def canonicalize_bias(graph: Graph, call: relax.Expr) -> Value:

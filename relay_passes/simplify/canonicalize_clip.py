@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import tvm_ffi
 from tvm import relax, tirx
 
-from . import tir_calls
-from .constants import FLOATS, numbers, uniform
-from .expressions import Value, op_name
-from .graph import Graph
+from ..core.constants import FLOATS, numbers, uniform
+from ..core.expressions import Value, op_name
+from ..core.graph import Graph
+from . import tir_patterns
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _read(graph: Graph, call: relax.Expr) -> Clip | None:
     if name in ("relax.maximum", "relax.minimum"):
         match = _bound_by_constant(call)
     elif name == "relax.call_tir":
-        match = tir_calls.bound_of(graph, call)
+        match = tir_patterns.bound_of(graph, call)
     if match is None:
         return None
     data, is_lower, value = match

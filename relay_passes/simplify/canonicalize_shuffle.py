@@ -15,9 +15,9 @@ from __future__ import annotations
 import tvm_ffi
 from tvm import relax, tirx
 
+from ..core.expressions import Value
+from ..core.graph import Graph
 from ..op.channel_shuffle import channel_shuffle
-from .expressions import Value
-from .graph import Graph
 
 _ORDER = [0, 2, 1, 3, 4]
 

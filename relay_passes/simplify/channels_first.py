@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from tvm import relax, tirx
 
-from .constants import numbers, per_channel, tensor_constant
-from .expressions import Value, op_name
-from .graph import Graph
+from ..core.constants import numbers, per_channel, tensor_constant
+from ..core.expressions import Value, op_name
+from ..core.graph import Graph
 from .remove_broadcast import ELEMENTWISE
 
 FIRST, LAST = [0, 3, 1, 2], [0, 2, 3, 1]

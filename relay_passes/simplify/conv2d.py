@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from .constants import numbers, per_channel, shifted
-from .expressions import Value, op_name
-from .graph import Graph
+from ..core.constants import numbers, per_channel, shifted
+from ..core.expressions import Value, op_name
+from ..core.graph import Graph
 
 CONV2D = "relax.nn.conv2d"
 

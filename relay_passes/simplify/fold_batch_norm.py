@@ -16,9 +16,9 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax, tirx
 
-from .constants import array_of, channel_constant, numbers
-from .expressions import Value
-from .graph import Graph
+from ..core.constants import array_of, channel_constant, numbers
+from ..core.expressions import Value
+from ..core.graph import Graph
 
 
 def fold_batch_norm(graph: Graph, item: relax.Expr) -> Value:

@@ -16,9 +16,9 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.ir import GenericConst, GlobalVar
 
-from .constants import array_of, tensor_constant
-from .expressions import Value, op_name
-from .graph import Graph
+from ..core.constants import array_of, tensor_constant
+from ..core.expressions import Value, op_name
+from ..core.graph import Graph
 from .remove_broadcast import is_broadcast_by_readers
 
 _SHAPE_OPS = ("relax.shape_of", "relax.shape_to_tensor", "relax.tensor_to_shape")

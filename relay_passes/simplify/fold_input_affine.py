@@ -15,10 +15,10 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from .constants import channel_constant, constant, per_channel, scaled, shifted
+from ..core.constants import channel_constant, constant, per_channel, scaled, shifted
+from ..core.expressions import Value
+from ..core.graph import Graph
 from .conv2d import padding_of, weight_of, with_weight
-from .expressions import Value
-from .graph import Graph
 
 
 def fold_input_affine(graph: Graph, call: relax.Expr) -> Value:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from tvm import relax
 
-from . import tir_calls
+from ..core.expressions import Value, op_name
+from ..core.graph import Graph
+from . import tir_patterns
 from .conv2d import is_plain_conv2d, padding_of, with_padding
-from .expressions import Value, op_name
-from .graph import Graph
 
 
 def fold_pad(graph: Graph, call: relax.Expr) -> Value:
@@ -46,7 +46,7 @@ def zero_padding(
         if min(width, default=0) < 0:
             return None
         return call.args[0], tuple(width[::2]), tuple(width[1::2])
-    match = None if call is None else tir_calls.padding_of(graph, call)
+    match = None if call is None else tir_patterns.padding_of(graph, call)
     if match is None or match[1].value != 0:
         return None
     return match[0], match[1].before, match[1].after

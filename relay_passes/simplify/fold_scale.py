@@ -18,10 +18,10 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from .constants import broadcasts_cheaply, constant, per_channel, scaled, shifted
+from ..core.constants import broadcasts_cheaply, constant, per_channel, scaled, shifted
+from ..core.expressions import Value
+from ..core.graph import Graph
 from .conv2d import weight_of, with_weight
-from .expressions import Value
-from .graph import Graph
 
 
 def fold_scale(graph: Graph, call: relax.Expr) -> Value:

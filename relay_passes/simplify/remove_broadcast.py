@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from tvm import relax
 
-from .expressions import Value, op_name
-from .graph import Graph
+from ..core.expressions import Value, op_name
+from ..core.graph import Graph
 
 ELEMENTWISE = (
     "relax.add",

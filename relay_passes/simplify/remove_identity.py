@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from tvm import relax
 
-from .constants import scaled, shifted, uniform
-from .expressions import TUPLE_GET_ITEM, Value, op_name
+from ..core.constants import scaled, shifted, uniform
+from ..core.expressions import TUPLE_GET_ITEM, Value, op_name
+from ..core.graph import Graph
 from .fold_pad import zero_padding
-from .graph import Graph
 
 SAME_TYPE_IS_SAME_VALUE = ("relax.reshape", "relax.broadcast_to", "relax.astype")
 

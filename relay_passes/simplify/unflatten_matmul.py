@@ -14,8 +14,8 @@ from __future__ import annotations
 import tvm_ffi
 from tvm import relax
 
-from .expressions import Value
-from .graph import Graph
+from ..core.expressions import Value
+from ..core.graph import Graph
 
 
 def unflatten_matmul(graph: Graph, call: relax.Expr) -> Value:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from tvm import relax
 from tvm.ir import GenericConst
 
-from .expressions import Value
-from .graph import Graph
+from ..core.expressions import Value
+from ..core.graph import Graph
 
 _ELEMENTWISE = {
     "relax.sum": relax.op.add,

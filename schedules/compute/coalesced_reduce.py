@@ -14,8 +14,8 @@ import json
 
 from tvm import te, tirx
 
-from ..reduce_operator import combine, field_dtypes, finish, identity, lift, state_of_one
-from ..reduce_workload import CanonicalLoops, ReduceWorkload, constant
+from ..workload.reduce import CanonicalLoops, ReduceWorkload, constant
+from ..workload.reduce_operator import combine, field_dtypes, finish, identity, lift, state_of_one
 
 VALUE, STATE, FINISH = "reduce_value", "reduce_state", "reduce_finish"
 ATTRIBUTE = "tvm_fusion.reduce"

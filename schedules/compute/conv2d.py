@@ -27,7 +27,7 @@ import math
 
 from tvm import DataType, te, tirx
 
-from ..conv2d_workload import Activation, ConvLayer
+from ..workload.conv2d import Activation, ConvLayer
 
 
 def activate(value: tirx.Expr, activation: Activation, dtype: str) -> tirx.Expr:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import numpy as np
 from tvm import te, tirx
 
-from ..conv2d_workload import ConvLayer
-from ..winograd_matrices import TAPS, transforms
+from ..workload.conv2d import ConvLayer
+from ..workload.winograd_matrices import TAPS, transforms
 from .conv2d import activate
 
 
@@ -39,7 +39,7 @@ def winograd_conv2d(
     layer : ConvLayer
         Attributes; padding and activation are used.
     size : int
-        ``m``, one of :data:`schedules.winograd_matrices.TILE_SIZES`.
+        ``m``, one of :data:`schedules.workload.winograd_matrices.TILE_SIZES`.
 
     Returns
     -------

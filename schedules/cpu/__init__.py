@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule rules for CPUs, in the order in which they are asked; the last one takes anything."""
+"""Schedule rules for CPUs, in the order in which they are asked; the last one takes anything.
+
+Families, lowest first: ``core``; ``cost`` and ``nests``; ``conv2d`` and ``reduce``; ``loops``.
+Imports ``workload``, ``compute`` and ``tir``; the storeys above may import it.
+Start with ``RULES`` below.
+"""
 
 from __future__ import annotations
 
 from tvm.s_tir.dlight import ScheduleRule
 
-from .channel_norm import ChannelNorm
-from .coalesced_reduce import CoalescedReduce
-from .conv2d import Conv2D
-from .dense import Dense
-from .elementwise import Elementwise
-from .fallback import Fallback
-from .fused_conv2d import FusedConv2D
-from .layout_transform import LayoutTransform
-from .pack import Pack
-from .pooling import Pooling
-from .reduction import Reduction
-from .softmax import Softmax
-from .winograd_conv2d import WinogradConv2D
+from .conv2d.channel_norm import ChannelNorm
+from .conv2d.conv2d import Conv2D
+from .conv2d.fused_conv2d import FusedConv2D
+from .conv2d.pack import Pack
+from .conv2d.winograd_conv2d import WinogradConv2D
+from .loops.dense import Dense
+from .loops.elementwise import Elementwise
+from .loops.fallback import Fallback
+from .loops.layout_transform import LayoutTransform
+from .loops.pooling import Pooling
+from .loops.softmax import Softmax
+from .reduce.coalesced_reduce import CoalescedReduce
+from .reduce.reduction import Reduction
 
 RULES: tuple[ScheduleRule, ...] = (
     FusedConv2D(),

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule rules for GPUs, in the order in which they are asked."""
+"""Schedule rules for GPUs, in the order in which they are asked.
+
+Families, lowest first: ``core``; ``pointwise`` and ``reduce``; ``gemm``; ``conv2d``.
+Imports ``workload``, ``compute`` and ``tir``; the storeys above may import it.
+Start with ``RULES`` below.
+"""
 
 from __future__ import annotations
 
 from tvm.s_tir.dlight import ScheduleRule
 
-from .any_conv2d import AnyConv2D
-from .coalesced_reduce import CoalescedReduce
-from .conv2d import Conv2D
-from .depthwise_conv2d import DepthwiseConv2D
-from .elementwise import Elementwise
-from .fused_conv2d import FusedConv2D
-from .matmul import Matmul
-from .pooling import Pooling
-from .transpose import Transpose
+from .conv2d.any_conv2d import AnyConv2D
+from .conv2d.conv2d import Conv2D
+from .conv2d.depthwise_conv2d import DepthwiseConv2D
+from .conv2d.fused_conv2d import FusedConv2D
+from .gemm.matmul import Matmul
+from .pointwise.elementwise import Elementwise
+from .pointwise.pooling import Pooling
+from .pointwise.transpose import Transpose
+from .reduce.coalesced_reduce import CoalescedReduce
 
 RULES: tuple[ScheduleRule, ...] = (
     Conv2D(),

@@ -22,8 +22,8 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 from tvm.target import Target
 
-from schedules.gpu import cluster_ops
-from schedules.gpu.device import GPUInfo
+from schedules.gpu.core import cluster_intrinsics
+from schedules.gpu.core.machine import GPUInfo
 
 
 @contextlib.contextmanager
@@ -135,13 +135,13 @@ class _Memory:
         if call.op.name != "tirx.cuda.func_call":
             return call
         name = str(call.args[0].value)
-        if name.startswith(cluster_ops.REMOTE):
+        if name.startswith(cluster_intrinsics.REMOTE):
             own = call.args[1].args[0]  # by now in the thread's own part
             part = int(own.source.shape[0]) // self._size
             return own.source[own.indices[0] + (call.args[2].astype("int64") - self._rank) * part]
-        if name == cluster_ops.WAIT:
+        if name == cluster_intrinsics.WAIT:
             return T.tvm_storage_sync("shared")
-        assert name in (cluster_ops.ARRIVE, cluster_ops.KEEP), name
+        assert name in (cluster_intrinsics.ARRIVE, cluster_intrinsics.KEEP), name
         return tirx.const(0, "int32")
 
 
@@ -167,14 +167,14 @@ def check_protocol(kernel: str) -> int:
     barriers = depth = 0
     for line in kernel.splitlines():
         calls = re.findall(r"(\w+)\(", line)
-        if cluster_ops.ARRIVE in calls:
+        if cluster_intrinsics.ARRIVE in calls:
             assert before is None and depth == 0, line
             before = (set(written), set(lent))
-        elif cluster_ops.WAIT in calls:
+        elif cluster_intrinsics.WAIT in calls:
             assert before is not None and depth == 0, line
             written, lent = written - before[0], lent - before[1]
             before, barriers = None, barriers + 1
-        for name in re.findall(cluster_ops.REMOTE + r"\w+\(\(&\((\w+)\[", line):
+        for name in re.findall(cluster_intrinsics.REMOTE + r"\w+\(\(&\((\w+)\[", line):
             assert name not in written and before is None, line
             lent.add(name)
         if stored := re.match(r"\s*(\w+)\[.*\] = ", line):

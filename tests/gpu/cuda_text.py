@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What TVM's CUDA text becomes, without a GPU: registers, spills and machine code.
 
-The text is compiled as that of a model is, by ``tvm_fusion.nvrtc``; ``nvdisasm`` lists the machine
-code.
+The text is compiled as that of a model is, by ``tvm_fusion.codegen.nvrtc``; ``nvdisasm`` lists the
+machine code.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import tempfile
 import tvm
 from tvm import tirx
 
-from tvm_fusion.cuda_toolkit import find_program
+from tvm_fusion.codegen.nvrtc import Resources, compile_cuda, resources
 from tvm_fusion.errors import EngineError
-from tvm_fusion.nvrtc import Resources, compile_cuda, resources
+from tvm_fusion.machine.cuda_toolkit import find_program
 
 
 def cuda_source(mod: tvm.IRModule | tirx.PrimFunc, arch: str = "sm_90") -> str:

@@ -10,9 +10,9 @@ from tvm import tirx
 from tvm.s_tir.dlight import ScheduleRule
 from tvm.target import Target
 
-from schedules.conv2d_workload import Activation, ConvLayer
 from schedules.gpu import AnyConv2D, Conv2D, DepthwiseConv2D, FusedConv2D
-from schedules.gpu.conv_shape import LANES
+from schedules.gpu.gemm.implicit_gemm import LANES
+from schedules.workload.conv2d import Activation, ConvLayer
 
 CUDA = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
 OPENCL = Target({"kind": "opencl"}, host="llvm")

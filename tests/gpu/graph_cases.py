@@ -15,8 +15,8 @@ from tvm.s_tir import dlight
 from tvm.target import Target
 
 from relay_passes import AnnotateGathers
-from schedules.expression_walk import substitute
 from schedules.gpu import RULES
+from schedules.tir.expression_walk import substitute
 
 OPENCL = Target({"kind": "opencl"}, host="llvm")
 CUDA = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")

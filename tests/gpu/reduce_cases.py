@@ -12,9 +12,9 @@ from tvm.target import Target
 
 from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.gpu import CoalescedReduce
-from schedules.gpu.device import GPUInfo
-from schedules.gpu.reduce_config import ReduceConfig, choose, scratch_words
-from schedules.reduce_workload import FLOATS, INTEGERS, CanonicalLoops, ReduceWorkload
+from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.reduce.plan.config import ReduceConfig, choose, scratch_words
+from schedules.workload.reduce import FLOATS, INTEGERS, CanonicalLoops, ReduceWorkload
 
 OPENCL = Target({"kind": "opencl"}, host="llvm")
 CUDA = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")

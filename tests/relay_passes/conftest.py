@@ -13,7 +13,7 @@ import tvm
 from tvm import relax
 from tvm.relax.ir.instrument import WellFormedInstrument
 
-from schedules.conv2d_workload import Activation, ConvLayer
+from schedules.workload.conv2d import Activation, ConvLayer
 
 
 @pytest.fixture(autouse=True)

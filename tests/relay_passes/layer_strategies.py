@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from schedules.conv2d_workload import Activation, ConvLayer
+from schedules.workload.conv2d import Activation, ConvLayer
 
 ACTIVATIONS = [
     Activation("none"),

@@ -13,7 +13,7 @@ import tvm
 from numpy.typing import NDArray
 from tvm import relax
 
-from schedules.reduce_workload import FLOATS
+from schedules.workload.reduce import FLOATS
 
 Array = NDArray[Any]
 

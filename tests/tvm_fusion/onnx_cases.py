@@ -13,7 +13,7 @@ import tvm
 from onnx import TensorProto, helper, numpy_helper
 from tvm import relax
 
-from tvm_fusion.frontend import ImportedModel, import_onnx
+from tvm_fusion.onnx.frontend import ImportedModel, import_onnx
 
 Dims = Sequence[int | str | None] | None
 

@@ -13,13 +13,13 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from tvm_fusion.aliasing import fresh_outputs
-from tvm_fusion.artifact import Description, current_versions
-from tvm_fusion.pipeline import build_apart
-from tvm_fusion.runtime import CompiledModel
-from tvm_fusion.target import arch_of, required_features, resolve
-from tvm_fusion.tensor_spec import TensorSpec
-from tvm_fusion.weights import weight_specs
+from tvm_fusion.compiler.aliasing import fresh_outputs
+from tvm_fusion.compiler.pipeline import build_apart
+from tvm_fusion.compiler.target import arch_of, required_features, resolve
+from tvm_fusion.runtime.artifact import Description, current_versions
+from tvm_fusion.runtime.compiled_model import CompiledModel
+from tvm_fusion.runtime.tensor_spec import TensorSpec
+from tvm_fusion.runtime.weights import weight_specs
 
 WEIGHT = np.random.default_rng(0).standard_normal((8, 6)).astype("float32")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from examples.benchmarks.reduction_cases import Case, Reduction
-from schedules.reduce_workload import ReduceWorkload
+from schedules.workload.reduce import ReduceWorkload
 
 Planned = list[tuple[Reduction, ReduceWorkload]]
 

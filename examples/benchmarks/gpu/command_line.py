@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from tvm_fusion.cli_output import FILE_WIDTH
-from tvm_fusion.json_text import json_text
+from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.cli.output import FILE_WIDTH
 
 from . import machine
 from .compare import presence

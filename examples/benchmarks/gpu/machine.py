@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tvm_fusion.codegen.nvrtc import compiler
+from tvm_fusion.compiler.target import resolve
 from tvm_fusion.errors import EngineError, TargetError
-from tvm_fusion.host_info import host_info
-from tvm_fusion.nvrtc import compiler
-from tvm_fusion.target import resolve
+from tvm_fusion.machine.host_info import host_info
 
 from .clock import Clock
 from .engine import module, version

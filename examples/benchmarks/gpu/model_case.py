@@ -18,11 +18,11 @@ from tvm.ir.transform import Pass
 from tvm.target import Target
 
 from examples.onnx_builder import random_inputs
+from tvm_fusion.compiler.launches import kernel_uses
+from tvm_fusion.compiler.pipeline import Options, phases, run_phases
+from tvm_fusion.compiler.target import resolve
 from tvm_fusion.errors import EngineError
-from tvm_fusion.frontend import import_onnx
-from tvm_fusion.launches import kernel_uses
-from tvm_fusion.pipeline import Options, phases, run_phases
-from tvm_fusion.target import resolve
+from tvm_fusion.onnx.frontend import import_onnx
 
 from .engine import module
 from .reference import as_torch

@@ -10,9 +10,9 @@ from typing import Any
 import tvm
 import tvm_ffi
 
+from tvm_fusion.compiler.gpu_phases import stock_phases
+from tvm_fusion.compiler.pipeline import build
 from tvm_fusion.errors import EngineError
-from tvm_fusion.gpu_phases import stock_phases
-from tvm_fusion.pipeline import build
 
 from .engine import Engine, Launcher, Sets, module
 from .model_case import ModelCase, Phases, gpu_target, launches, optimize, our_phases

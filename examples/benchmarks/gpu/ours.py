@@ -11,7 +11,7 @@ import tvm
 import tvm_ffi
 
 from examples.benchmarks.reduction_cases import Case
-from schedules.reduce_workload import FLOATS
+from schedules.workload.reduce import FLOATS
 from tvm_fusion.errors import EngineError
 
 from .engine import Engine, Launcher, Sets

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from examples.benchmarks.reduction_cases import Case, Reduction, step_dtypes
-from schedules.reduce_workload import ReduceWorkload
+from schedules.workload.reduce import ReduceWorkload
 from tvm_fusion.errors import EngineError
 
 from .array_steps import sizes

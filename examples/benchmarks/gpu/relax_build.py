@@ -16,9 +16,9 @@ from examples.benchmarks.reduction_cases import Case, Reduction
 from relay_passes import CoalesceReduction, FuseReductionProducers, FuseReductions
 from relay_passes.op import coalesced_reduce
 from schedules import gpu
-from schedules.reduce_workload import ReduceWorkload
+from schedules.workload.reduce import ReduceWorkload
+from tvm_fusion.codegen.nvrtc import tvm_compiler
 from tvm_fusion.errors import EngineError
-from tvm_fusion.nvrtc import tvm_compiler
 
 from .array_steps import sizes
 

@@ -19,7 +19,7 @@ from rich.table import Table  # noqa: E402
 
 from examples.benchmarks.campaign import write_aside  # noqa: E402
 from examples.benchmarks.reduction_cases import Case  # noqa: E402
-from tvm_fusion.json_text import json_text  # noqa: E402
+from tvm_fusion.cli.json_text import json_text  # noqa: E402
 
 from .protocol import Summary, Verdict  # noqa: E402
 

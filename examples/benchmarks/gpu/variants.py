@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 from examples.benchmarks.reduction_cases import Case, Reduction
-from schedules.gpu import reduce_config
-from schedules.gpu.device import GPUInfo
-from schedules.gpu.reduce_config import ReduceConfig
+from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.reduce.plan import config as reduce_config
+from schedules.gpu.reduce.plan.config import ReduceConfig
 from tvm_fusion.errors import EngineError
 
 from .engine import Launcher, Sets

@@ -16,7 +16,7 @@ from tvm.target import Target
 from tvm.target.codegen import llvm_get_system_cpu
 
 from schedules.compute.conv2d import conv2d, fused_conv2d
-from schedules.conv2d_workload import ACTIVATIONS, Activation, Conv2DKernel, ConvLayer, to_json
+from schedules.workload.conv2d import ACTIVATIONS, Activation, Conv2DKernel, ConvLayer, to_json
 
 Array = NDArray[np.float64]
 

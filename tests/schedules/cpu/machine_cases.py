@@ -13,9 +13,9 @@ from tvm import tirx
 from tvm.target import Target
 
 from examples.benchmarks.assembly import Loop, loops
-from schedules.conv2d_workload import Conv2DKernel
-from schedules.cpu.machine import CPUInfo
-from schedules.cpu.tiles import row_runs, split_evenly, tile_counts
+from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.core.tiles import row_runs, split_evenly, tile_counts
+from schedules.workload.conv2d import Conv2DKernel
 
 AARCH64 = ("cortex-a76", "neoverse-v2")
 CPUS = ("x86-64-v3", "znver4", "znver5", "skylake-avx512", "sapphirerapids", *AARCH64)

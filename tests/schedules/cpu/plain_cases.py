@@ -13,7 +13,7 @@ from tvm import te, tirx
 from schedules.compute.conv2d import fused_conv2d
 from schedules.compute.pack import pack as pack_tensor
 from schedules.compute.pack import unpack
-from schedules.conv2d_workload import Activation, Conv2DKernel, ConvLayer, to_json
+from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
 
 RELU6 = Activation("relu6")
 

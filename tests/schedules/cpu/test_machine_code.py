@@ -13,8 +13,10 @@ from functools import cache
 from math import prod
 
 import pytest
-from cpu import plain_cases, test_winograd_conv2d
+from cpu import plain_cases
+from cpu.conv2d import test_winograd_conv2d
 from cpu.conv_cases import Case, build
+from cpu.loops.test_dense import dense
 from cpu.machine_cases import (
     CPUS,
     Form,
@@ -33,28 +35,27 @@ from cpu.machine_cases import (
     machine_of,
     target_of,
 )
-from cpu.test_coalesced_reduce import reduction
-from cpu.test_dense import dense
-from cpu.test_reduction import reduced
+from cpu.reduce.test_coalesced_reduce import reduction
+from cpu.reduce.test_reduction import reduced
 from tvm import topi
 
 from examples.benchmarks.mca import ModelError, find_mca, predict
 from examples.benchmarks.network_layers import conv_kernels
 from examples.layers import PAIRS
 from examples.models import MODELS
-from schedules.conv2d_workload import Activation, Conv2DKernel, ConvLayer
-from schedules.cpu.coalesced_reduce import CoalescedReduce
-from schedules.cpu.conv2d import conv2d_template
-from schedules.cpu.conv2d_knobs import Conv2DKnobs
-from schedules.cpu.cost_model import default_conv2d_knobs, default_fused_knobs
-from schedules.cpu.dense import Dense
-from schedules.cpu.fused_conv2d import fused_conv2d_template
-from schedules.cpu.planar_knobs import default_planar_knobs
-from schedules.cpu.planar_nest import planar_template
-from schedules.cpu.planar_tile import column_groups
-from schedules.cpu.reduction import Reduction
-from schedules.cpu.register_tile import dense_tiles
-from schedules.cpu.winograd_conv2d import default_knobs
+from schedules.cpu.conv2d.conv2d import conv2d_template
+from schedules.cpu.conv2d.fused_conv2d import fused_conv2d_template
+from schedules.cpu.conv2d.planar_knobs import default_planar_knobs
+from schedules.cpu.conv2d.planar_nest import planar_template
+from schedules.cpu.conv2d.planar_tile import column_groups
+from schedules.cpu.conv2d.winograd_conv2d import default_knobs
+from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
+from schedules.cpu.cost.cost_model import default_conv2d_knobs, default_fused_knobs
+from schedules.cpu.cost.register_tile import dense_tiles
+from schedules.cpu.loops.dense import Dense
+from schedules.cpu.reduce.coalesced_reduce import CoalescedReduce
+from schedules.cpu.reduce.reduction import Reduction
+from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer
 
 RELU = Activation("relu")
 Forms = dict[str, Form]

@@ -11,8 +11,8 @@ from tvm.error import InternalError
 from tvm.s_tir import dlight
 
 from schedules.cpu import RULES
-from schedules.cpu.fallback import Fallback
-from schedules.cpu.rule import CPURule
+from schedules.cpu.core.rule import CPURule
+from schedules.cpu.loops.fallback import Fallback
 
 X = tensor("x", 2, 16, 14, 14)
 ROWS = tensor("rows", 12, 40)

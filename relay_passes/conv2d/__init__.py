@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes on convolutions: fusion, epilogues, Winograd, and the decisions behind them.
+
+Imports ``op`` and ``core``; no other family may import it.
+Start with ``fuse_conv2d.py``, then ``fusion_decision.py``.
+"""

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pass ``ChooseWinograd``: 3x3 convolutions by fewer multiplications."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+from tvm.ir import GenericConst, IRModule, Op
+from tvm.target import Target
+
+from schedules.cpu.core.machine import CPUInfo
+from schedules.errors import OpError
+from schedules.workload.conv2d import Conv2DKernel
+from schedules.workload.winograd_matrices import transform_weight
+
+from ..op.conv2d import CONV2D
+from ..op.conv_types import read_kernel
+from ..op.winograd_conv2d import winograd_conv2d
+from .winograd_decision import check_mode, decide_winograd
+
+
+@tvm.transform.module_pass(opt_level=0, name="ChooseWinograd")
+class ChooseWinograd:
+    """Compute packed 3x3 convolutions by Winograd's algorithm where that is predicted faster.
+
+    Before::
+
+        lv = R.tvm_fusion.conv2d(                     # weight: a constant [8, 8, 3, 3, 8, 8]
+            x, weight, bias, residual, padding=[1, 1, 1, 1], activation="relu",
+            data_layout="NCHW8c", out_layout="NCHW8c", in_channels=64, out_channels=64,
+        )
+
+    After::
+
+        lv = R.tvm_fusion.winograd_conv2d(            # points: a constant [36, 8, 8, 8, 8]
+            x, points, bias, residual, tile=4, padding=[1, 1, 1, 1], activation="relu",
+            layout="NCHW8c", in_channels=64, out_channels=64,
+        )
+
+    Left alone: weights that are not constants, symbolic heights and widths, data in NCHW or in
+    other blocks than the target's vectors, fused pairs, and what
+    :func:`relay_passes.conv2d.winograd_decision.decide_winograd` does not take.
+
+    Parameters
+    ----------
+    winograd : str
+        ``auto`` asks :func:`relay_passes.conv2d.winograd_decision.decide_winograd`, ``always``
+        takes every convolution that can be computed so, ``never`` none.
+    target : Target | None
+        Where the module will run; None takes the current target.
+    """
+
+    def __init__(self, winograd: str = "auto", target: Target | None = None) -> None:
+        check_mode(winograd, "ChooseWinograd")
+        self.winograd = winograd
+        self.target = target
+
+    def transform_module(self, mod: IRModule, ctx: tvm.transform.PassContext) -> IRModule:
+        """Rewrite every Relax function of ``mod``."""
+        target = self.target or Target.current(allow_none=True)
+        if target is None:
+            raise OpError(
+                "ChooseWinograd: no target; pass target=, or run it inside `with target:`"
+            )
+        rewriter = _Rewriter(mod, self.winograd, Target(target))
+        if self.winograd != "never":
+            for name, func in mod.functions_items():
+                if isinstance(func, relax.Function):
+                    rewriter.builder_.update_func(name, rewriter.visit_expr(func))
+        return rewriter.builder_.get()
+
+
+@relax.expr_functor.mutator
+class _Rewriter(relax.PyExprMutator):
+    """Replaces calls of the direct op; equal weights are transformed once."""
+
+    def __init__(self, mod: IRModule, winograd: str, target: Target) -> None:
+        super().__init__(mod)
+        self.winograd, self.target = winograd, target
+        self.points: dict[tuple[GenericConst, int], relax.Expr] = {}
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        """Replace one call, or leave it."""
+        if not isinstance(call.op, Op) or call.op.name != CONV2D.name:
+            return super().visit_call_(call)
+        kernel = read_kernel(call, CONV2D)
+        tile = self._tile(call, kernel)
+        if tile is None:
+            return super().visit_call_(call)
+        data, weight, *others = call.args
+        layer = kernel.layers[0]
+        return winograd_conv2d(
+            self.visit_expr(data),
+            self._transformed(weight, tile),
+            *[self.visit_expr(argument) for argument in others],
+            tile=tile,
+            padding=layer.padding,
+            activation=layer.activation.kind,
+            low=layer.activation.low,
+            high=layer.activation.high,
+            layout=kernel.out_layout,
+            in_channels=layer.in_channels,
+            out_channels=layer.out_channels,
+        )
+
+    def _tile(self, call: relax.Call, kernel: Conv2DKernel) -> int | None:
+        """The size of the tiles; None where the convolution stays direct."""
+        if not isinstance(call.args[1], GenericConst) or kernel.data_layout == "NCHW":
+            return None
+        lanes = CPUInfo.from_target(self.target).lanes(kernel.dtype)
+        if kernel.height is None or kernel.width is None or kernel.lanes != lanes:
+            return None
+        layer, size = kernel.layers[0], (kernel.height, kernel.width)
+        decision = decide_winograd(layer, kernel.batch or 1, *size, kernel.dtype, self.target)
+        if decision is None or not (decision.pays or self.winograd == "always"):
+            return None
+        return decision.tile
+
+    def _transformed(self, weight: GenericConst, tile: int) -> relax.Expr:
+        if (weight, tile) not in self.points:
+            points = transform_weight(weight.value.numpy(), tile)
+            self.points[weight, tile] = relax.const(points, str(weight.ty.dtype))
+        return self.points[weight, tile]

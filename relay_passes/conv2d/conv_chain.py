@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding a convolution with the bias, residual and activation that follow it.
+
+The normal form of a chain, each line optional but the first, inside one dataflow block::
+
+    lv0 = R.nn.conv2d(data, weight)     # NCHW, OIHW, float32, constant channels and kernel
+    lv1 = R.add(lv0, bias)              # one number a channel: [1, C, 1, 1], [C, 1, 1] or fewer
+    lv2 = R.add(lv1, residual)          # a tensor of the same shape
+    lv3 = R.nn.relu(lv2)                # or clip, sigmoid, silu, gelu, tvm_fusion.hardswish
+
+Every value but the last has one consumer, the next line. Matching goes by ops, attributes, types
+and uses; the operands of an addition may stand in either order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from tvm import relax, tirx
+from tvm.ir import Constant, Op
+from tvm.sym import Analyzer
+
+from schedules.workload.conv2d import Activation, ConvLayer
+
+from .. import op as ops
+
+Users = Mapping[relax.Var, list[relax.Binding]]
+
+
+@dataclass(frozen=True)
+class ConvChain:
+    """One convolution and what follows it.
+
+    Parameters
+    ----------
+    layer : ConvLayer
+        The convolution and its activation.
+    data, weight : relax.Expr
+        Operands of the convolution.
+    bias : relax.Expr | None
+        The added numbers, one a channel, in one axis.
+    residual : relax.Expr | None
+        The added tensor.
+    bindings : tuple[relax.VarBinding, ...]
+        The lines of the chain in order.
+    """
+
+    layer: ConvLayer
+    data: relax.Expr
+    weight: relax.Expr
+    bias: relax.Expr | None
+    residual: relax.Expr | None
+    bindings: tuple[relax.VarBinding, ...]
+
+    @property
+    def output(self) -> relax.Var:
+        """The variable that holds the result."""
+        return self.bindings[-1].var
+
+    @property
+    def dead(self) -> list[relax.Var]:
+        """The variables that vanish when the chain becomes one call."""
+        return [binding.var for binding in self.bindings[:-1]]
+
+    def to_call(self) -> relax.Call:
+        """The chain as one call of ``relax.tvm_fusion.conv2d``; OpError if the op refuses it."""
+        return ops.conv2d(self.data, self.weight, self.bias, self.residual, **self.layer.to_attrs())
+
+
+def find_users(block: relax.DataflowBlock) -> Users:
+    """The bindings that read each variable; a dataflow variable has no readers elsewhere."""
+    users: dict[relax.Var, list[relax.Binding]] = {}
+    for binding in block.bindings:
+        for var in relax.analysis.free_vars(binding.value):
+            users.setdefault(var, []).append(binding)
+    return users
+
+
+def find_chains(block: relax.DataflowBlock, users: Users) -> list[ConvChain]:
+    """All chains of a dataflow block, in the order of their convolutions.
+
+    Where an addition joins two convolutions, it belongs to the later one: the other is complete
+    by then and is the residual.
+    """
+    chains: list[ConvChain] = []
+    taken: set[relax.Var] = set()
+    for binding in reversed(block.bindings):
+        chain = _match(binding, users, taken)
+        if chain is not None:
+            chains.append(chain)
+            taken.update(line.var for line in chain.bindings)
+    return chains[::-1]
+
+
+def _match(binding: relax.Binding, users: Users, taken: set[relax.Var]) -> ConvChain | None:
+    """The chain that starts at ``binding``, not reaching into lines already ``taken``."""
+    layer = _read_convolution(binding)
+    if layer is None:
+        return None
+    conv = binding.value
+    chain = ConvChain(layer, conv.args[0], conv.args[1], None, None, (binding,))
+    for step in (_add_bias, _add_residual, _add_activation):
+        line = _only_consumer(chain.output, users)
+        # A line of another chain stays there; only an addition can belong to two.
+        if line is None or line.var in taken:
+            break
+        chain = step(chain, line) or chain
+    return chain
+
+
+def _read_convolution(binding: relax.Binding) -> ConvLayer | None:
+    """The layer of a binding to a convolution that the op can take over, else None."""
+    if not _calls(binding, "relax.nn.conv2d"):
+        return None
+    call = binding.value
+    attrs = call.attrs
+    if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCHW", "OIHW", "NCHW"):
+        return None
+    # Other element types would change how sums are accumulated.
+    if any(not _is_float32(tensor.ty) for tensor in (*call.args, binding.var)):
+        return None
+    weight, channels = _constant_extents(call.args[1].ty.shape), call.args[0].ty.shape.values[1]
+    if weight is None or not isinstance(channels, tirx.IntImm):
+        return None
+    return ConvLayer(
+        in_channels=int(channels),
+        out_channels=weight[0],
+        kernel=(weight[2], weight[3]),
+        strides=tuple(int(value) for value in attrs.strides),  # type: ignore[arg-type]
+        padding=tuple(int(value) for value in attrs.padding),  # type: ignore[arg-type]
+        dilation=tuple(int(value) for value in attrs.dilation),  # type: ignore[arg-type]
+        groups=int(attrs.groups),
+    )
+
+
+def _only_consumer(value: relax.Var, users: Users) -> relax.VarBinding | None:
+    """The one binding that reads ``value``; None if there are more, or the block returns it."""
+    readers = users.get(value, [])
+    if not isinstance(value, relax.DataflowVar) or len(readers) != 1:
+        return None
+    return readers[0] if isinstance(readers[0], relax.VarBinding) else None
+
+
+def _add_bias(chain: ConvChain, line: relax.VarBinding) -> ConvChain | None:
+    other = _other_addend(chain.output, line)
+    shape = None if other is None else _constant_extents(other.ty.shape)
+    channels = chain.layer.out_channels
+    if shape is None or len(shape) > 4 or not _same_type(chain.output, line.var):
+        return None
+    per_channel = (1,) * (4 - len(shape)) + shape
+    if per_channel not in ((1, channels, 1, 1), (1, 1, 1, 1)):
+        return None
+    if isinstance(other, Constant):
+        values = np.broadcast_to(other.value.numpy().reshape(per_channel), (1, channels, 1, 1))
+        bias = relax.const(np.ascontiguousarray(values.reshape(channels)))
+    elif per_channel[1] == channels:
+        bias = relax.BlockBuilder().normalize(relax.op.reshape(other, (channels,)))
+    else:
+        return None  # one number for all channels, known only at run time
+    return replace(chain, bias=bias, bindings=(*chain.bindings, line))
+
+
+def _add_residual(chain: ConvChain, line: relax.VarBinding) -> ConvChain | None:
+    other = _other_addend(chain.output, line)
+    if other is None or not _same_type(chain.output, other):
+        return None
+    return replace(chain, residual=other, bindings=(*chain.bindings, line))
+
+
+def _add_activation(chain: ConvChain, line: relax.VarBinding) -> ConvChain | None:
+    activation = read_activation(line)
+    if activation is None:
+        return None
+    layer = replace(chain.layer, activation=activation)
+    return replace(chain, layer=layer, bindings=(*chain.bindings, line))
+
+
+def read_activation(line: relax.VarBinding) -> Activation | None:
+    """The activation that a binding applies, or None."""
+    for name, kind in (
+        ("relax.nn.relu", "relu"),
+        ("relax.nn.relu6", "relu6"),
+        ("relax.sigmoid", "sigmoid"),
+        ("relax.nn.silu", "silu"),
+        ("relax.nn.gelu", "gelu"),
+        ("relax.tvm_fusion.hardswish", "hardswish"),
+    ):
+        if _calls(line, name):
+            return Activation(kind)
+    if not _calls(line, "relax.clip"):
+        return None
+    bounds = line.value.args[1:]
+    if not all(isinstance(bound, tirx.IntImm | tirx.FloatImm) for bound in bounds):
+        return None
+    low, high = (float(bound.value) for bound in bounds)
+    if not low <= high:
+        return None  # everything becomes one number: not worth a kind of its own
+    return Activation("relu6") if (low, high) == (0.0, 6.0) else Activation("clip", low, high)
+
+
+def _other_addend(value: relax.Var, line: relax.VarBinding) -> relax.Expr | None:
+    """What ``line`` adds to ``value``; None if it is no such addition."""
+    if not _calls(line, "relax.add"):
+        return None
+    left, right = line.value.args
+    if left.same_as(value):
+        left, right = right, left
+    # Also refuses value + value, which reads the chain twice.
+    if not right.same_as(value) or left.same_as(value):
+        return None
+    return left if isinstance(left.ty, relax.TensorType) else None
+
+
+def _calls(binding: relax.Binding, name: str) -> bool:
+    """Whether a binding is a call of the op called ``name``."""
+    call = binding.value
+    return (
+        isinstance(binding, relax.VarBinding)
+        and isinstance(call, relax.Call)
+        and isinstance(call.op, Op)
+        and call.op.name == name
+    )
+
+
+def _is_float32(ty: relax.Type) -> bool:
+    return (
+        isinstance(ty, relax.TensorType)
+        and isinstance(ty.shape, relax.ShapeExpr)
+        and str(ty.dtype) == "float32"
+    )
+
+
+def _constant_extents(shape: relax.Expr | None) -> tuple[int, ...] | None:
+    values = shape.values if isinstance(shape, relax.ShapeExpr) else None
+    if values is None or not all(isinstance(value, tirx.IntImm) for value in values):
+        return None
+    return tuple(int(value) for value in values)
+
+
+def _same_type(left: relax.Expr, right: relax.Expr) -> bool:
+    """Whether two tensors have the same element type and provably the same shape."""
+    if not _is_float32(left.ty) or not _is_float32(right.ty):
+        return False
+    first, second = left.ty.shape.values, right.ty.shape.values
+    analyzer = Analyzer()
+    return len(first) == len(second) and all(
+        analyzer.can_prove_equal(a, b) for a, b in zip(first, second, strict=True)
+    )

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass ``FuseConv2D``: two neighbouring convolutions become one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import tvm
+from tvm import IRModule, relax, tirx
+from tvm.ir import GenericConst
+from tvm.target import Target
+
+from schedules.cpu.cost.fused_conv2d_limits import unsupported
+from schedules.errors import OpError
+from schedules.gpu.core.machine import KINDS
+from schedules.workload.conv2d import FusedConv2DWorkload
+
+from .. import op as ops
+from .chain_rewriter import Rewrites, rewrite_chains
+from .conv_chain import ConvChain, Users, find_chains, find_users
+from .fusion_decision import decide
+from .fusion_report import Entry, cost_fields, merge_reports, read_report, write_report
+from .gpu_fusion_decision import gpu_obstacle
+from .pair_decision import Decision
+from .winograd_decision import check_mode
+
+Chooser = Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
+_MODES = ("auto", "all", "none")
+
+
+@tvm.transform.module_pass(opt_level=0, name="FuseConv2D")
+class FuseConv2D:
+    """Turn pairs of convolutions with all that follows them into one call each.
+
+    Before::
+
+        lv0 = R.nn.conv2d(x, weight1, padding=[1, 1, 1, 1], groups=32)
+        lv1 = R.add(lv0, bias1)                   # [1, 32, 1, 1]
+        lv2 = R.nn.relu(lv1)
+        lv3 = R.nn.conv2d(lv2, weight2)
+        lv4 = R.add(lv3, bias2)                   # [1, 64, 1, 1]
+        lv5 = R.add(lv4, residual)
+
+    After::
+
+        lv5 = R.tvm_fusion.fused_conv2d(
+            x, weight1, bias1, weight2, bias2, residual,
+            padding1=[1, 1, 1, 1], groups1=32, activation1="relu",
+        )
+
+    Of three convolutions in a row two are fused: those of the greatest predicted gain, depthwise
+    with the pointwise one after it before any other pair. Left alone: pairs whose intermediate
+    has a second consumer or leaves its dataflow block, a first convolution that ends with a
+    residual addition, symbolic heights and widths, what the schedule of fused kernels does not
+    support, and all that ``FuseEpilogue`` leaves alone. Every candidate is recorded with its
+    decision and the reason in the module's attribute ``tvm_fusion.fusion_report``, a JSON list;
+    where the batch is symbolic, its numbers are those of one image.
+
+    Parameters
+    ----------
+    fuse : str | Callable[[FusedConv2DWorkload, Target], bool | Decision]
+        ``auto`` asks :func:`relay_passes.conv2d.fusion_decision.decide`, ``all`` fuses every pair
+        that can be, ``none`` only reports; a callable decides for itself.
+    target : Target | str | dict | None
+        Where the module will run, a CPU or a GPU; None takes the current target.
+    winograd : str
+        As for :class:`relay_passes.ChooseWinograd`, of use on CPUs only: unless ``never``, a pair
+        has to be faster than its layers apart where those with constant weights may be computed by
+        that algorithm.
+    """
+
+    def __init__(
+        self,
+        fuse: str | Chooser = "auto",
+        target: Target | str | dict[str, object] | None = None,
+        winograd: str = "auto",
+    ) -> None:
+        if not callable(fuse) and fuse not in _MODES:
+            raise OpError(
+                f"FuseConv2D: fuse is {fuse!r}; expected one of {', '.join(_MODES)} or a callable"
+            )
+        check_mode(winograd, "FuseConv2D")
+        self.fuse = fuse
+        self.winograd = winograd
+        self.target = None if target is None else Target(target)
+
+    def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
+        """Rewrite all Relax functions and bring the report up to date."""
+        target = self.target or Target.current(allow_none=True)
+        if target is None:
+            raise OpError(
+                "FuseConv2D: no target; give FuseConv2D(target=...) or enter one with "
+                "'with tvm.target.Target(...):'"
+            )
+        entries: list[Entry] = []
+
+        judge = _Judge(self.fuse, target, self.winograd != "never")
+
+        def plan(name: str, block: relax.DataflowBlock) -> Rewrites:
+            candidates = _choose([judge(pair) for pair in _pairs(block)])
+            entries.extend(candidate.report(name) for candidate in candidates)
+            return _rewrites(candidates)
+
+        result = rewrite_chains(mod, plan)
+        return write_report(result, merge_reports(read_report(mod), entries))
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two chains, the second of which is the only reader of the first.
+
+    ``plain_data`` and ``plain_out`` say whether the data comes from outside of the block, and
+    whether the result leaves it.
+    """
+
+    first: ConvChain
+    second: ConvChain
+    plain_data: bool
+    plain_out: bool
+
+    def input_shape(self) -> list[int | str]:
+        """The shape of the data, symbolic extents as text."""
+        extents = self.first.data.ty.shape.values
+        return [int(value) if isinstance(value, tirx.IntImm) else str(value) for value in extents]
+
+    def workload(self) -> FusedConv2DWorkload | None:
+        """The pair's shapes, those of one image if the batch is symbolic; else None."""
+        batch, _, height, width = self.input_shape()
+        if not isinstance(height, int) or not isinstance(width, int):
+            return None
+        return FusedConv2DWorkload(
+            batch=batch if isinstance(batch, int) else 1,
+            height=height,
+            width=width,
+            layer1=self.first.layer,
+            layer2=self.second.layer,
+            residual=self.second.residual is not None,
+            dtype=str(self.first.data.ty.dtype),
+            plain_data=self.plain_data,
+            plain_out=self.plain_out,
+        )
+
+    def to_call(self) -> relax.Call:
+        """The pair as one call; OpError if the op refuses it."""
+        first, second = self.first, self.second
+        return ops.fused_conv2d(
+            first.data,
+            first.weight,
+            first.bias,
+            second.weight,
+            second.bias,
+            second.residual,
+            **first.layer.to_attrs("1"),
+            **second.layer.to_attrs("2"),
+        )
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A pair with what was decided on it; no call where the pair cannot be fused."""
+
+    pair: _Pair
+    call: relax.Call | None
+    decision: Decision
+
+    def priority(self) -> tuple[bool, float]:
+        """Sort key; the smallest is fused first."""
+        first, second = self.pair.first.layer, self.pair.second.layer
+        return (not (first.is_depthwise and second.is_pointwise), -self.decision.gain)
+
+    def report(self, function: str) -> Entry:
+        """The candidate's entry in the module's report."""
+        first, second = self.pair.first, self.pair.second
+        return {
+            "function": function,
+            "first": first.output.name,
+            "second": second.output.name,
+            "input_shape": self.pair.input_shape(),
+            "layer1": str(first.layer),
+            "layer2": str(second.layer),
+            "fused": self.decision.fuse,
+            "reason": self.decision.reason,
+            **cost_fields(self.pair.workload()),
+        }
+
+
+def _pairs(block: relax.DataflowBlock) -> Iterator[_Pair]:
+    """All pairs of a block, in the order of their first convolutions."""
+    users = find_users(block)
+    chains = find_chains(block, users)
+    bound = {binding.var for binding in block.bindings}
+    by_convolution = {chain.bindings[0].var: chain for chain in chains}
+    for first in chains:
+        readers = users.get(first.output, [])
+        if not isinstance(first.output, relax.DataflowVar) or len(readers) != 1:
+            continue  # the intermediate is needed elsewhere
+        second = by_convolution.get(readers[0].var)
+        if second is not None and second.data.same_as(first.output):
+            yield _Pair(first, second, first.data not in bound, _leaves(second.output, users))
+
+
+def _leaves(var: relax.Var, users: Users) -> bool:
+    """Whether a block gives the variable out, as it is."""
+    return not isinstance(var, relax.DataflowVar) or any(
+        binding.value.same_as(var) and not isinstance(binding.var, relax.DataflowVar)
+        for binding in users.get(var, [])
+    )
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """Decides on one pair, regardless of its neighbours."""
+
+    fuse: str | Chooser
+    target: Target
+    winograd: bool
+
+    def __call__(self, pair: _Pair) -> _Candidate:
+        workload = pair.workload()
+        obstacle = _obstacle(pair, workload, self.target)
+        if workload is None or obstacle:
+            refusal = Decision(False, obstacle or "height or width is symbolic")
+            return _Candidate(pair, None, refusal)
+        try:
+            call = pair.to_call()
+        except OpError as error:
+            return _Candidate(pair, None, Decision(False, str(error)))
+        return _Candidate(pair, call, self._ask(pair, workload))
+
+    def _ask(self, pair: _Pair, workload: FusedConv2DWorkload) -> Decision:
+        if self.fuse == "none":
+            return Decision(False, "fusion is switched off")
+        decision = decide(workload, self.target, self._allowed(pair))
+        if not callable(self.fuse):
+            if self.fuse == "auto" or decision.fuse:
+                return decision
+            return Decision(True, f"every pair was asked for; {decision.reason}", decision.gain)
+        answer = self.fuse(workload, self.target)
+        if isinstance(answer, Decision):
+            return answer
+        if not isinstance(answer, bool):
+            raise OpError(
+                f"FuseConv2D: the callable returned {answer!r}; expected bool or Decision"
+            )
+        return Decision(answer, "the caller's choice", decision.gain)
+
+    def _allowed(self, pair: _Pair) -> tuple[bool, bool]:
+        """Which layers, apart, may be computed by Winograd's algorithm."""
+        first, second = (
+            self.winograd and isinstance(chain.weight, GenericConst)
+            for chain in (pair.first, pair.second)
+        )
+        return first, second
+
+
+def _obstacle(pair: _Pair, workload: FusedConv2DWorkload | None, target: Target) -> str | None:
+    """Why no kernel can take the pair, or None."""
+    if pair.first.residual is not None:
+        return "the first convolution ends with a residual addition"
+    if target.kind.name in KINDS:
+        return None if workload is None else gpu_obstacle(workload, target)
+    if target.kind.name != "llvm":
+        return f"no fused convolution kernel for target kind {target.kind.name!r}"
+    return unsupported(pair.second.layer)
+
+
+def _choose(candidates: list[_Candidate]) -> list[_Candidate]:
+    """Withdraw candidates that share a convolution with a better one."""
+    chosen: dict[relax.Var, _Candidate] = {}
+    result = list(candidates)
+    wanted = [index for index, candidate in enumerate(candidates) if candidate.decision.fuse]
+    for index in sorted(wanted, key=lambda index: (candidates[index].priority(), index)):
+        candidate = candidates[index]
+        ends = (candidate.pair.first.output, candidate.pair.second.output)
+        rival = next((chosen[end] for end in ends if end in chosen), None)
+        if rival is None:
+            chosen.update(dict.fromkeys(ends, candidate))
+            continue
+        names = f"{rival.pair.first.output.name} and {rival.pair.second.output.name}"
+        refusal = Decision(False, f"{names} are fused with each other", candidate.decision.gain)
+        result[index] = replace(candidate, decision=refusal)
+    return result
+
+
+def _rewrites(candidates: list[_Candidate]) -> Rewrites:
+    rewrites = Rewrites()
+    for candidate in candidates:
+        if candidate.decision.fuse and candidate.call is not None:
+            first, second = candidate.pair.first, candidate.pair.second
+            rewrites.calls[second.output] = candidate.call
+            rewrites.dead.update((*first.dead, first.output, *second.dead))
+    return rewrites

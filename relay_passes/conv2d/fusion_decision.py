@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether two neighbouring convolutions should become one kernel.
+
+The cost model of the kernels' knobs (:mod:`schedules.cpu.cost.cost_model`) also decides this: a
+fused kernel with its best knobs is held against two kernels with theirs. What fusion can lose:
+
+- halo: where the second kernel is wider than its stride, steps overlap in the intermediate, and
+  every part of the channels computes the first layer again;
+- parallelism: cores wait for the one with the most rows, while a separate kernel can be split
+  by channels for nothing.
+
+Separate kernels pay for writing and reading the intermediate, where it lives by its size, and for
+one more parallel region; and where the data comes or the result leaves in NCHW, for a kernel that
+changes the layout, which a fused one does in its registers. They gain where a layer can be computed
+by Winograd's algorithm (:mod:`.winograd_decision`), with fewer multiplications.
+
+That is for CPUs; for GPUs :mod:`.gpu_fusion_decision` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, prod
+
+from tvm.target import Target
+
+from schedules.cpu.conv2d.fused_conv2d import FusedConv2DKnobs
+from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.cost.cost_model import default_conv2d_knobs, default_fused_knobs, estimate
+from schedules.cpu.cost.fused_conv2d_limits import plain_sides
+from schedules.gpu.core.machine import KINDS
+from schedules.workload.conv2d import Conv2DKernel, FusedConv2DWorkload
+
+from .gpu_fusion_decision import decide_gpu
+from .pair_decision import Decision
+from .winograd_decision import WinogradDecision, decide_winograd
+
+LEAST_GAIN = -0.008  # predicted, below which two kernels stay; of equals one needs less memory
+
+
+def decide(
+    workload: FusedConv2DWorkload, target: Target, winograd: tuple[bool, bool] = (True, True)
+) -> Decision:
+    """Predict whether one kernel is faster than two.
+
+    Parameters
+    ----------
+    workload : FusedConv2DWorkload
+        The pair on concrete shapes.
+    target : Target
+        Where it runs.
+    winograd : tuple[bool, bool]
+        Whether each layer, apart, may be computed by Winograd's algorithm.
+
+    Returns
+    -------
+    Decision
+        A function of the arguments alone.
+    """
+    if target.kind.name in KINDS:
+        return decide_gpu(workload, target)
+    if target.kind.name != "llvm":
+        return Decision(False, f"no fused convolution kernel for target kind {target.kind.name!r}")
+    cpu = CPUInfo.from_target(target)
+    sides = plain_sides(
+        workload.layer1,
+        workload.layer2,
+        (workload.height, workload.width),
+        cpu.lanes(workload.dtype),
+    )
+    data, out = workload.plain_data and sides[0], workload.plain_out and sides[1]
+    kernel = _kernel(workload, cpu, data, out)
+    knobs = default_fused_knobs(kernel, cpu)
+    apart = _winograd_apart(workload, target, winograd)
+    separate = _separate_cycles(workload, cpu, data, out, apart)
+    gain = separate / estimate(kernel, knobs, cpu).cycles - 1
+    return Decision(gain >= LEAST_GAIN, _explain(workload, cpu, knobs, gain, apart), gain)
+
+
+def _winograd_apart(
+    workload: FusedConv2DWorkload, target: Target, allowed: tuple[bool, bool]
+) -> list[WinogradDecision | None]:
+    """For each layer, what Winograd's algorithm gains where it is a kernel of its own."""
+    decisions: list[WinogradDecision | None] = []
+    for layer, size, may in (
+        (workload.layer1, (workload.height, workload.width), allowed[0]),
+        (workload.layer2, workload.mid_size, allowed[1]),
+    ):
+        found = None
+        if may:
+            found = decide_winograd(layer, workload.batch, *size, workload.dtype, target)
+        decisions.append(found if found is not None and found.pays else None)
+    return decisions
+
+
+def _kernel(workload: FusedConv2DWorkload, cpu: CPUInfo, data: bool, out: bool) -> Conv2DKernel:
+    """The fused kernel that legalization will ask for."""
+    packed = f"NCHW{cpu.lanes(workload.dtype)}c"
+    return Conv2DKernel(
+        layers=(workload.layer1, workload.layer2),
+        batch=workload.batch,
+        height=workload.height,
+        width=workload.width,
+        residual=workload.residual,
+        dtype=workload.dtype,
+        data_layout=packed,
+        out_layout=packed,
+        plain_data=data,
+        plain_out=out,
+    )
+
+
+def _separate_cycles(
+    workload: FusedConv2DWorkload,
+    cpu: CPUInfo,
+    data: bool,
+    out: bool,
+    apart: Sequence[WinogradDecision | None],
+) -> float:
+    """Cost of two kernels, and of the changes of layout that the fused one would save."""
+    both = _kernel(workload, cpu, False, False)
+    height, width = workload.mid_size
+    first = replace(both, layers=(workload.layer1,), residual=False)
+    second = replace(both, layers=(workload.layer2,), height=height, width=width)
+    cycles = 0.0
+    for kernel, winograd in zip((first, second), apart, strict=True):
+        direct = estimate(kernel, default_conv2d_knobs(kernel, cpu), cpu).cycles
+        cycles += direct if winograd is None else direct / (1 + winograd.gain)
+    elements = 0
+    if data:
+        elements += workload.height * workload.width * workload.layer1.in_channels
+    if out:
+        elements += prod(workload.out_size) * workload.layer2.out_channels
+    moved = workload.batch * elements * workload.item_bytes
+    layouts = moved / (cpu.num_cores * cpu.costs.layout_bytes_per_cycle)
+    return cycles + (data + out) * cpu.costs.fork + layouts
+
+
+def _explain(
+    workload: FusedConv2DWorkload,
+    cpu: CPUInfo,
+    knobs: FusedConv2DKnobs,
+    gain: float,
+    apart: Sequence[WinogradDecision | None],
+) -> str:
+    height, width = workload.out_size
+    if gain >= LEAST_GAIN:
+        tiles = f"{knobs.h}x{width} pixels"
+        tiles += f" and 1/{knobs.oc_t} of the channels" if knobs.oc_t > 1 else ""
+        kib = workload.mid_bytes() / 1024
+        return (
+            f"predicted {gain:+.1%}: {kib:.{0 if kib >= 10 else 1}f} KiB between the layers stay "
+            f"in cache, in tiles of {tiles}"
+        )
+    if any(apart):
+        layers = " and ".join(f"layer {index}" for index, by in enumerate(apart, 1) if by)
+        return f"predicted {gain:+.1%}: apart, {layers} can be computed by Winograd's algorithm"
+    recomputed, imbalance = _recomputed(workload, knobs), _imbalance(workload, cpu, knobs)
+    losses = {
+        f"output of {height}x{width} does not divide evenly among {cpu.num_cores} cores": imbalance,
+        f"{recomputed - 1:.0%} of the first layer would be computed again": recomputed,
+    }
+    cause, loss = max(losses.items(), key=lambda item: item[1])
+    if loss < 1.001:
+        cause = "too little traffic between the layers to save"
+    return f"predicted {gain:+.1%}: {cause}"
+
+
+def _recomputed(workload: FusedConv2DWorkload, knobs: FusedConv2DKnobs) -> float:
+    """Rows of the intermediate that are computed, over those that it has."""
+    layer2, mid_h, out_h = workload.layer2, workload.mid_size[0], workload.out_size[0]
+    reach = (layer2.kernel[0] - 1) * layer2.dilation[0] + 1
+    steps = knobs.h_t * ceil(ceil(out_h / knobs.h_t) / knobs.h)
+    rows = steps * min(mid_h, (ceil(out_h / steps) - 1) * layer2.strides[0] + reach)
+    return max(1.0, rows / mid_h) * knobs.oc_t
+
+
+def _imbalance(workload: FusedConv2DWorkload, cpu: CPUInfo, knobs: FusedConv2DKnobs) -> float:
+    """Outputs of the busiest core, over the mean."""
+    height = workload.out_size[0]
+    pieces = workload.batch * knobs.h_t * knobs.oc_t
+    most = ceil(pieces / cpu.num_cores) * ceil(height / knobs.h_t) / height
+    return most * cpu.num_cores / (workload.batch * knobs.oc_t)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether two neighbouring convolutions should become one kernel on a GPU.
+
+The answer is an estimate (:mod:`schedules.gpu.conv2d.costs`), measured on no device. One kernel
+saves a launch and the way of the intermediate through the second-level cache or device memory. It
+can lose by computing the first layer again, for the halo of the second one and for each tile of
+output channels, and by having fewer and larger blocks than two kernels would.
+"""
+
+from __future__ import annotations
+
+from tvm.target import Target
+
+from schedules.gpu.conv2d.costs import fused_cycles, separate_cycles
+from schedules.gpu.conv2d.fused_conv2d import unsupported
+from schedules.gpu.conv2d.fused_tiles import Pair, choose_fused_tile
+from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.gemm.implicit_gemm import ConvShape
+from schedules.workload.conv2d import FusedConv2DWorkload
+
+from .pair_decision import Decision
+
+LEAST_GAIN = 0.05  # predicted, below which two kernels stay: the estimate may err by more
+
+
+def decide_gpu(workload: FusedConv2DWorkload, target: Target) -> Decision:
+    """Predict whether one kernel is faster than two.
+
+    Parameters
+    ----------
+    workload : FusedConv2DWorkload
+        The pair on concrete shapes.
+    target : Target
+        A ``cuda`` or ``opencl`` target.
+
+    Returns
+    -------
+    Decision
+        A function of the arguments alone.
+    """
+    obstacle = gpu_obstacle(workload, target)
+    if obstacle is not None:
+        return Decision(False, obstacle)
+    pair, gpu = _pair(workload), GPUInfo.from_target(target)
+    fused = fused_cycles(pair, gpu)
+    assert fused is not None, "gpu_obstacle has found a tile"
+    gain = separate_cycles(pair, gpu) / fused - 1
+    kib = workload.mid_bytes() / 1024
+    if gain >= LEAST_GAIN:
+        between = f"{kib:.{0 if kib >= 10 else 1}f} KiB between the layers"
+        return Decision(True, f"estimated {gain:+.1%}: {between} stay in shared memory", gain)
+    reason = f"estimated {gain:+.1%}: the first layer would be computed again, or by too few blocks"
+    return Decision(False, reason, gain)
+
+
+def gpu_obstacle(workload: FusedConv2DWorkload, target: Target) -> str | None:
+    """Why no kernel can take a pair on a GPU, or None."""
+    reason = unsupported(workload.layer1, workload.layer2)
+    if reason is not None:
+        return reason
+    if workload.dtype != "float32":
+        return f"the element type is {workload.dtype}; the kernel takes float32"
+    if choose_fused_tile(_pair(workload), GPUInfo.from_target(target)) is None:
+        return "no tile of the pair fits the shared memory and registers of a block"
+    return None
+
+
+def _pair(workload: FusedConv2DWorkload) -> Pair:
+    size = workload.height, workload.width
+    first = ConvShape(workload.layer1, workload.batch, size)
+    return Pair(first, ConvShape(workload.layer2, workload.batch, workload.mid_size))

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass ``DecomposeNormalization``: ops that hide reductions show them."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import IRModule, relax
+
+from ..core.expressions import TUPLE_GET_ITEM
+from ..core.graph import Graph, Rule
+from . import (
+    batch_norm,
+    cross_entropy,
+    global_pool,
+    group_norm,
+    instance_norm,
+    layer_norm,
+    log_sum_exp,
+    nll_loss,
+    p_norm,
+    rms_norm,
+    softmax,
+    variance,
+)
+
+_CLAIMS = ("Primitive", "Composite", "Codegen")
+
+PATTERNS: dict[str, list[Rule]] = {
+    "relax.divide": [instance_norm.written_out_norm],
+    **dict.fromkeys(log_sum_exp.NAMES, [log_sum_exp.log_sum_exp]),
+    **dict.fromkeys(p_norm.NAMES, [p_norm.p_norm]),
+}
+"""Several ops that together are a norm; to be found before these are taken apart."""
+
+OPS: dict[str, list[Rule]] = {
+    **dict.fromkeys(softmax.NAMES, [softmax.softmax]),
+    **dict.fromkeys(layer_norm.NAMES, [layer_norm.layer_norm]),
+    **dict.fromkeys(group_norm.NAMES, [group_norm.group_norm]),
+    **dict.fromkeys(instance_norm.NAMES, [instance_norm.instance_norm]),
+    **dict.fromkeys(batch_norm.NAMES, [batch_norm.batch_norm]),
+    **dict.fromkeys(rms_norm.NAMES, [rms_norm.rms_norm]),
+    **dict.fromkeys(variance.NAMES, [variance.variance]),
+    **dict.fromkeys(global_pool.NAMES, [global_pool.global_pool]),
+    **dict.fromkeys(cross_entropy.NAMES, [cross_entropy.cross_entropy]),
+    **dict.fromkeys(nll_loss.NAMES, [nll_loss.nll_loss]),
+    **dict.fromkeys(nll_loss.GRADIENTS, [nll_loss.nll_loss_backward]),
+    TUPLE_GET_ITEM: [batch_norm.tuple_field],
+}
+
+
+@tvm.transform.module_pass(opt_level=0, name="DecomposeNormalization")
+class DecomposeNormalization:
+    """Write normalisations, softmax, norms, global pooling and losses as reductions.
+
+    Before::
+
+        lv = R.nn.softmax(x, axis=1)
+        gv = R.nn.layer_norm(lv, gamma, beta, axes=[1], epsilon=1e-5)
+
+    After::
+
+        lv1 = R.max(x, axis=[1], keepdims=True)
+        lv2 = R.subtract(x, lv1)
+        lv3 = R.exp(lv2)
+        lv4 = R.sum(lv3, axis=[1], keepdims=True)
+        lv = R.divide(lv3, lv4)
+        lv5 = R.mean(lv, axis=[1], keepdims=True)
+        lv6 = R.subtract(lv, lv5)
+        lv7 = R.multiply(lv6, lv6)
+        lv8 = R.mean(lv7, axis=[1], keepdims=True)
+        lv9 = R.add(lv8, R.const(1e-5))
+        lv10 = R.rsqrt(lv9)
+        lv11 = R.multiply(lv6, lv10)
+        lv12 = R.multiply(lv11, gamma)
+        gv = R.add(lv12, beta)
+
+    Its place is before ``CoalesceReduction``: the passes that group reductions then see what one
+    kernel can compute. It knows ``softmax`` and ``log_softmax``, ``layer_norm``, ``group_norm``,
+    ``instance_norm``, ``rms_norm``, ``batch_norm`` in training, ``variance`` and ``std``, average
+    and maximum pooling with one output a channel, ``cross_entropy_with_logits``, ``nll_loss`` and
+    its gradient; and what TVM's ONNX importer writes for InstanceNormalization, ReduceLogSumExp and
+    p-norms. Data of 16 bits are computed in float32 and rounded once. NaN and infinities give what
+    the definition gives: softmax of a row of -inf is NaN, its log-sum-exp is -inf.
+
+    Left alone: data without known extents or with an empty axis, other types than floats, layer and
+    rms norms over axes in no order, cross entropy of a symbolic batch, negative log likelihood
+    without a batch, branches, local functions, and functions that another pass has claimed. Pools
+    of 16 bits stay so: ``coalesced_reduce`` accumulates them in float32. Gradients are to be taken
+    before this pass. Applied twice the pass does what it does once.
+    """
+
+    def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
+        """Rewrite every Relax function of ``mod``."""
+        result = mod.clone()
+        for global_var, func in mod.functions_items():
+            if not isinstance(func, relax.Function) or not isinstance(func.body, relax.SeqExpr):
+                continue
+            if any(claim in func.attrs for claim in _CLAIMS):
+                continue
+            graph = Graph(mod, func)
+            if _sweep(graph, PATTERNS) | _sweep(graph, OPS):
+                result.update_func(global_var, graph.to_function())
+        return result
+
+
+def _sweep(graph: Graph, rules: dict[str, list[Rule]]) -> bool:
+    """Apply ``rules`` until none finds anything; return whether one did."""
+    changed = False
+    while graph.sweep(rules):
+        changed = True
+    return changed

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pass ``PackLayout``: activations in NCHW[x]c from the first convolution to the last."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import tvm
+from tvm import relax
+from tvm.ir import IRModule, Op
+from tvm.target import Target
+
+from schedules.errors import OpError
+from schedules.gpu.core.machine import KINDS
+
+from ..op.pack import unpack
+from .channel_lanes import channel_lanes
+from .packed import RULES
+from .packed.consumers import Uses, find_uses
+from .packed.convolution import CONVOLUTION_RULES, read_convolution
+from .packed.packing_state import Packed, Result, Scope
+
+_PACK = "relax.tvm_fusion.pack"
+_UNPACK = "relax.tvm_fusion.unpack"
+
+
+@tvm.transform.module_pass(opt_level=0, name="PackLayout")
+class PackLayout:
+    """Keep activations in blocks of ``x`` channel lanes between convolutions.
+
+    Before::
+
+        lv = R.tvm_fusion.conv2d(x, w1, b1, ...)      # x: [1, 3, 8, 8]
+        lv1 = R.nn.max_pool2d(lv, ...)
+        lv2 = R.tvm_fusion.conv2d(lv1, w2, b2, ...)
+        gv = R.nn.softmax(lv2, axis=1)
+
+    After, with ``x = 8``::
+
+        lv = R.tvm_fusion.conv2d(x, w1p, b1p, ..., data_layout="NCHW", out_layout="NCHW8c")
+        lv1 = R.nn.max_pool2d(lv, ..., layout="NCHW8c")
+        lv2 = R.tvm_fusion.conv2d(lv1, w2p, b2p, ..., data_layout="NCHW8c", out_layout="NCHW8c")
+        lv3 = R.tvm_fusion.unpack(lv2, channels=...)
+        gv = R.nn.softmax(lv3, axis=1)
+
+    Weights and biases that are constants are packed here, others by calls in the function.
+    Left alone: on a GPU convolutions whose groups cut blocks apart, ops that are in no table of
+    ``relay_passes/packed``, ops whose operands would have to be packed or unpacked for them alone,
+    convolutions that are packed already, and functions without any of our convolutions or packed
+    tensors.
+
+    Parameters
+    ----------
+    target : Target | None
+        What gives the number of lanes: the vectors of a CPU; 4 on a GPU. None stands for the
+        current target.
+    block : int | None
+        The number of lanes, whatever the target.
+    """
+
+    def __init__(self, target: Target | None = None, block: int | None = None) -> None:
+        if block is not None and (
+            isinstance(block, bool) or not isinstance(block, int) or block < 2
+        ):
+            raise OpError(f"PackLayout: block is {block!r}; expected an integer of at least 2")
+        self.target = target
+        self.block = block
+
+    def transform_module(self, mod: IRModule, ctx: tvm.transform.PassContext) -> IRModule:
+        """Rewrite every Relax function of ``mod``."""
+        target = self.target or Target.current(allow_none=True)
+        on_gpu = target is not None and Target(target).kind.name in KINDS
+        packer = _Packer(mod, self._lanes(target), cuts=not on_gpu)
+        for name, func in mod.functions_items():
+            if isinstance(func, relax.Function) and packer.is_concerned(func):
+                packer.builder_.update_func(name, packer.rewrite(func))
+        return packer.builder_.get()
+
+    def _lanes(self, target: Target | None) -> int:
+        if self.block is not None:
+            return self.block
+        if target is None:
+            raise OpError(
+                "PackLayout: no target; pass target= or block=, or run it inside `with target:`"
+            )
+        return channel_lanes(Target(target))
+
+
+@relax.expr_functor.mutator
+class _Packer(relax.PyExprMutator):
+    """Binds the packed twin of each tensor beside its NCHW form; what is unused then goes."""
+
+    def __init__(self, mod: IRModule, block: int, cuts: bool) -> None:
+        super().__init__(mod)
+        self.block = block
+        self.scope = Scope(block, Uses(), self.builder_.emit, self.visit_expr, cuts)
+
+    def is_concerned(self, func: relax.Function) -> bool:
+        """Whether ``func`` holds a convolution to pack, or a packed tensor that is unpacked."""
+        found = []
+
+        def look(expr: relax.Expr) -> None:
+            if isinstance(expr, relax.Call) and (self._is_sink(expr) or _calls(expr, _UNPACK)):
+                found.append(expr)
+
+        relax.analysis.post_order_visit(func, look)
+        return bool(found)
+
+    def rewrite(self, func: relax.Function) -> relax.Function:
+        """``func`` with everything packed that should be."""
+        func = relax.analysis.remove_all_unused(func)
+        uses = find_uses(func, self._is_sink, self._can_stay_packed)
+        self.scope = replace(self.scope, uses=uses, packed={}, tuples={})
+        return relax.analysis.remove_all_unused(self.visit_expr(func))
+
+    def visit_seq_expr_(self, op: relax.SeqExpr) -> relax.Expr:
+        """Forget at the end of a body what was packed inside it."""
+        saved = dict(self.scope.packed), dict(self.scope.tuples)
+        result = super().visit_seq_expr_(op)
+        self.scope.packed, self.scope.tuples = saved
+        return result
+
+    def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
+        """Forget at the end of a block the packed tensors, which are local to it."""
+        saved = dict(self.scope.packed), dict(self.scope.tuples)
+        result = super().visit_dataflow_block_(block)
+        self.scope.packed, self.scope.tuples = saved
+        return result
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        """Rewrite one binding by the rule of its op."""
+        value = binding.value
+        if isinstance(value, relax.Call) and isinstance(value.op, Op):
+            self._visit_call_binding(binding)
+        elif isinstance(value, relax.Var) and value in self.scope.packed:
+            self._bind(binding, self.scope.packed[value])
+        elif isinstance(value, relax.TupleGetItem) and value.tuple_value in self.scope.tuples:
+            self._bind(binding, self.scope.tuples[value.tuple_value][value.index])
+        else:
+            super().visit_var_binding_(binding)
+
+    def _visit_call_binding(self, binding: relax.VarBinding) -> None:
+        call = binding.value
+        if _calls(call, _UNPACK):
+            self._remember_unpacked(binding)
+        elif self._is_pack(call):
+            self._visit_pack_binding(binding)
+        else:
+            rule = RULES.get(call.op.name)
+            self._bind(binding, rule(self.scope, binding) if rule else None)
+
+    def _bind(self, binding: relax.VarBinding, result: Result) -> None:
+        """Bind what a rule returned, with its NCHW form under the name of the original."""
+        if result is None:
+            super().visit_var_binding_(binding)
+        elif isinstance(result, Packed):
+            if not isinstance(result.expr, relax.Var):
+                result = replace(result, expr=self.builder_.emit(result.expr))
+            self._replace(binding, unpack(result.expr, result.channels))
+            self.scope.packed[binding.var] = result
+        elif isinstance(result, tuple):
+            fields = [self.builder_.emit(unpack(part.expr, part.channels)) for part in result]
+            self._replace(binding, relax.Tuple(fields))
+            self.scope.tuples[binding.var] = result
+        else:
+            self._replace(binding, result)
+
+    def _replace(self, binding: relax.VarBinding, value: relax.Expr) -> None:
+        """Bind the original variable to another value, made of variables of the new function."""
+        super().visit_var_binding_(relax.VarBinding(binding.var, value))
+
+    def _visit_pack_binding(self, binding: relax.VarBinding) -> None:
+        """Drop a pack of what is packed already, else remember it."""
+        source = binding.value.args[0]
+        found = self.scope.lookup(source)
+        local = isinstance(binding.var, relax.DataflowVar)
+        if found is None:
+            super().visit_var_binding_(binding)
+            if isinstance(source, relax.Var):
+                twin = Packed(self.visit_expr(binding.var), int(source.ty.shape.values[1]))
+                self.scope.packed[source] = twin
+        elif local or not isinstance(found.expr, relax.DataflowVar):
+            self.set_var_remap(binding.var, found.expr)
+        else:
+            # The block's output has to be bound in it, to a name that may leave it.
+            self._replace(binding, found.expr)
+
+    def _remember_unpacked(self, binding: relax.VarBinding) -> None:
+        """Know the packed twin of a tensor that the function itself unpacks."""
+        super().visit_var_binding_(binding)
+        packed = self.visit_expr(binding.value.args[0])
+        channels = int(binding.value.attrs["channels"])
+        if isinstance(packed, relax.Var) and int(packed.ty.shape.values[4]) == self.block:
+            bound = 0.0 if channels % self.block == 0 else math.inf
+            self.scope.packed[binding.var] = Packed(packed, channels, bound)
+
+    def _is_pack(self, call: relax.Call) -> bool:
+        return _calls(call, _PACK) and int(call.attrs["block"]) == self.block
+
+    def _is_sink(self, call: relax.Call) -> bool:
+        layers = read_convolution(call, self.block, self.scope.cuts)
+        return self._is_pack(call) or layers is not None
+
+    def _can_stay_packed(self, call: relax.Call) -> bool:
+        # A convolution that is no sink has no packed form, or has it already.
+        return (
+            isinstance(call.op, Op)
+            and call.op.name in RULES
+            and call.op.name not in CONVOLUTION_RULES
+        )
+
+
+def _calls(call: relax.Call, name: str) -> bool:
+    return isinstance(call.op, Op) and call.op.name == name

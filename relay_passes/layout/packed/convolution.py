@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed forms of ``relax.tvm_fusion.conv2d`` and ``relax.tvm_fusion.fused_conv2d``."""
+
+from __future__ import annotations
+
+from tvm import relax
+from tvm.ir import Op
+
+from relay_passes.op.conv2d import CONV2D
+from relay_passes.op.conv_types import ConvOp, read_kernel
+from relay_passes.op.fused_conv2d import FUSED_CONV2D
+from schedules.workload.conv2d import Activation, ConvLayer
+
+from .packing_state import Packed, Rule, Scope
+from .weight_packing import weight_form
+
+_OPS = {op.name: op for op in (CONV2D, FUSED_CONV2D)}
+
+
+def read_convolution(
+    call: relax.Call, block: int, cuts: bool = True
+) -> tuple[ConvLayer, ...] | None:
+    """The layers of a convolution call in NCHW that has a packed form, else None.
+
+    Parameters
+    ----------
+    call : relax.Call
+        Any call.
+    block : int
+        Lanes of one channel block.
+    cuts : bool
+        Whether groups may cut blocks apart.
+
+    Returns
+    -------
+    tuple[ConvLayer, ...] | None
+        One layer, or the two of a pair.
+    """
+    op = _OPS.get(call.op.name) if isinstance(call.op, Op) else None
+    if op is None or str(call.attrs["out_layout"]) != "NCHW":
+        return None
+    layers = read_kernel(call, op).layers
+    return layers if cuts or not any(_is_cut(layer, block) for layer in layers) else None
+
+
+def _is_cut(layer: ConvLayer, block: int) -> bool:
+    """Whether the layer is neither dense nor depthwise, and its groups cut blocks apart."""
+    own = layer.in_channels // layer.groups, layer.out_channels // layer.groups
+    return layer.groups > 1 and not layer.is_depthwise and any(count % block for count in own)
+
+
+def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Packed | None:
+    """Rewrite one call; its weights become packed parameters.
+
+    A first layer of fewer channels than lanes reads NCHW data as they are, because blocks of it
+    would be mostly padding; unless they are packed already.
+    """
+    call = binding.value
+    layers = read_convolution(call, scope.block, scope.cuts)
+    if layers is None:
+        return None
+    op = _OPS[call.op.name]
+    data, residual = call.args[0], call.args[op.operands :]
+    few = layers[0].in_channels < scope.block and layers[0].groups == 1
+    plain_data = few and scope.lookup(data) is None
+    operands = [scope.visit(data) if plain_data else scope.pack(data).expr]
+    for index, layer in enumerate(layers):
+        form = weight_form(layer, scope.block, plain_data and index == 0)
+        operands.append(scope.parameter(call.args[1 + 2 * index], str(form)))
+        operands.append(scope.parameter(call.args[2 + 2 * index], "bias"))
+    packed_residual = [scope.pack(tensor) for tensor in residual]
+    operands += [tensor.expr for tensor in packed_residual]
+    attrs = dict(call.attrs.items()) | _layout_attrs(op, layers, scope.layout, plain_data)
+    bound = sum(tensor.bound for tensor in packed_residual)
+    return Packed(
+        relax.Call(call.op, operands, attrs),
+        layers[-1].out_channels,
+        _bound_after(layers[-1].activation, bound),
+    )
+
+
+def _layout_attrs(
+    op: ConvOp, layers: tuple[ConvLayer, ...], layout: str, plain_data: bool
+) -> dict[str, str | int]:
+    channels = [layers[0].in_channels, *(layer.out_channels for layer in layers)]
+    return {
+        "data_layout": "NCHW" if plain_data else layout,
+        "out_layout": layout,
+        **dict(zip(op.channels, channels, strict=True)),
+    }
+
+
+def _bound_after(activation: Activation, bound: float) -> float:
+    """Largest magnitude after ``activation`` of numbers within ``bound``, or not much more."""
+    if activation.kind == "sigmoid":
+        return 1.0
+    if activation.kind == "clip":
+        return max(bound, activation.low, -activation.high)
+    return bound
+
+
+CONVOLUTION_RULES: dict[str, Rule] = {name: pack_convolution for name in _OPS}

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is packed at one point of a function: the state that the rules of ``PackLayout`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from tvm import relax, tirx
+from tvm.ir import GenericConst
+
+from relay_passes.op.pack import pack
+
+from .consumers import Uses
+from .weight_packing import pack_array, pack_expr
+
+# Beyond this, arithmetic on the lanes past the last channel might overflow, even in float16.
+_LARGEST_BOUND = 1e4
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor in NCHW[x]c.
+
+    Parameters
+    ----------
+    expr : relax.Expr
+        The packed tensor.
+    channels : int
+        True number of channels.
+    bound : float
+        No element past the last channel is larger in magnitude; infinity where unknown.
+    """
+
+    expr: relax.Expr
+    channels: int
+    bound: float = 0.0
+
+
+Result: TypeAlias = Packed | tuple[Packed, ...] | relax.Expr | None
+
+
+def channels_of(expr: relax.Expr) -> int | None:
+    """Channels of an NCHW tensor whose extents are known and whose channels are constant."""
+    ty = expr.ty
+    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
+        return None
+    if len(ty.shape.values) != 4 or not isinstance(ty.shape.values[1], tirx.IntImm):
+        return None
+    return int(ty.shape.values[1])
+
+
+def is_single_pixel(expr: relax.Expr) -> bool:
+    """Whether an NCHW tensor has one pixel a channel, so that packing it costs nothing."""
+    return channels_of(expr) is not None and all(
+        isinstance(extent, tirx.IntImm) and int(extent) == 1 for extent in expr.ty.shape.values[2:]
+    )
+
+
+@dataclass
+class Scope:
+    """The packed twins of the tensors in sight; keys are variables of the original function.
+
+    Parameters
+    ----------
+    block : int
+        Lanes of one channel block.
+    uses : Uses
+        Who reads what, of the whole function.
+    emit : Callable
+        Binds an expression in the block being built.
+    visit : Callable
+        The new form of an original expression, in NCHW.
+    cuts : bool
+        Whether convolutions are packed whose groups cut blocks apart.
+    packed : dict
+        Tensors that exist packed.
+    tuples : dict
+        Tuples whose fields all exist packed.
+    parameters : dict
+        Constants already packed, by form.
+    """
+
+    block: int
+    uses: Uses
+    emit: Callable[[relax.Expr], relax.Var]
+    visit: Callable[[relax.Expr], relax.Expr]
+    cuts: bool = True
+    packed: dict[relax.Var, Packed] = field(default_factory=dict)
+    tuples: dict[relax.Var, tuple[Packed, ...]] = field(default_factory=dict)
+    parameters: dict[tuple[GenericConst, str], relax.Expr] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> str:
+        """Name of the packed layout."""
+        return f"NCHW{self.block}c"
+
+    def lookup(self, expr: relax.Expr) -> Packed | None:
+        """The packed twin of ``expr``, if there is one already."""
+        return self.packed.get(expr) if isinstance(expr, relax.Var) else None
+
+    def pack(self, expr: relax.Expr) -> Packed:
+        """The packed twin of an NCHW tensor, made now if there is none."""
+        found = self.lookup(expr)
+        if found is not None:
+            return found
+        channels = channels_of(expr)
+        assert channels is not None, f"{expr} has no constant channels"
+        if isinstance(expr, GenericConst):
+            return Packed(self.parameter(expr, "data"), channels)
+        result = Packed(self.emit(pack(self.visit(expr), self.block)), channels)
+        self.packed[expr] = result
+        return result
+
+    def parameter(self, expr: relax.Expr, form: str) -> relax.Expr:
+        """A weight, bias or constant tensor in ``form``, packed now where it is a constant."""
+        if not isinstance(expr, GenericConst):
+            return self.emit(pack_expr(self.visit(expr), form, self.block))
+        if (expr, form) not in self.parameters:
+            array = pack_array(expr.value.numpy(), form, self.block)
+            self.parameters[expr, form] = relax.const(array, str(expr.ty.dtype))
+        return self.parameters[expr, form]
+
+    def is_safe(self, channels: int, bound: float) -> bool:
+        """Whether elements within ``bound`` past the last channel, if any, stay finite."""
+        return channels % self.block == 0 or bound <= _LARGEST_BOUND
+
+    def result(self, expr: relax.Expr, channels: int, bound: float) -> Packed | None:
+        """``expr`` as a packed tensor; None where it is not safe."""
+        if channels % self.block == 0:
+            return Packed(expr, channels)
+        return Packed(expr, channels, bound) if self.is_safe(channels, bound) else None
+
+    def is_worth_packing(self, binding: relax.VarBinding) -> bool:
+        """Whether a call with a packed operand should stay packed although it could be in NCHW.
+
+        It should if its result runs into a convolution, if it is tiny, or if a packed operand
+        would otherwise be unpacked for this call alone.
+        """
+        if binding.var in self.uses.wanted or is_single_pixel(binding.var):
+            return True
+        operands = [arg for arg in flat_arguments(binding.value) if self.lookup(arg)]
+        return any(arg not in self.uses.plain for arg in operands)
+
+
+Rule = Callable[[Scope, relax.VarBinding], Result]
+
+
+def flat_arguments(call: relax.Call) -> list[relax.Expr]:
+    """The arguments of a call, with the fields of tuples in the place of the tuples."""
+    return [
+        item
+        for argument in call.args
+        for item in (argument.fields if isinstance(argument, relax.Tuple) else [argument])
+    ]

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of convolutions in blocks of ``x`` channel lanes.
+
+========== ============================ =====================================================
+form       from                         to
+========== ============================ =====================================================
+dense      ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x, x]``, input lanes before output
+first      ``[O, I, kh, kw]``           ``[O/x, I, kh, kw, 1, x]``, for data left in NCHW
+depthwise  ``[C, 1, kh, kw]``           ``[C/x, kh, kw, x]``
+grouped    ``[O, I/g, kh, kw]``         ``[O/x, (I/g)/d, kh, kw, d, x]``, ``d = gcd(I/g, x)``
+narrow     ``[C, g, kh, kw]``           ``[C/x, 1, kh, kw, g, x]``: from input lane ``i`` to output
+                                        lane ``i ^ j`` at ``[.., j, i]``, both of one group
+bias       ``[C]``                      ``[C/x, x]``
+data       ``[N, C, H, W]``             ``[N, C/x, H, W, x]``
+========== ============================ =====================================================
+
+Divisions round up; what is past the last channel is zero. Every form is one padding, perhaps one
+choice of rows, one reshape and one permutation, so that the same description serves numpy arrays
+and Relax expressions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import relax
+
+from schedules.compute.pack import channel_blocks
+from schedules.errors import OpError
+from schedules.workload.conv2d import ConvLayer
+
+FORMS = ("dense", "first", "depthwise", "grouped", "narrow", "bias", "data")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one array is brought into blocks.
+
+    Parameters
+    ----------
+    padding : tuple[int, ...]
+        Zeros to append to each axis.
+    split : tuple[int, ...]
+        Shape after the channel axes are split into blocks and lanes.
+    order : tuple[int, ...]
+        Permutation of the split axes.
+    rows : tuple[int, ...] | None
+        Of the first two axes as one, which are taken before the split; None for all as they are.
+    """
+
+    padding: tuple[int, ...]
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+    rows: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, form: str, shape: Sequence[int], block: int) -> Packing:
+        """The packing of an array of ``shape`` into ``form`` (one of ``FORMS``)."""
+        if form not in FORMS:
+            raise OpError(f"weight form is {form!r}; expected one of {', '.join(FORMS)}")
+        extents = tuple(int(extent) for extent in shape)
+        blocks = tuple(channel_blocks(extent, block) for extent in extents)
+        tail = tuple(count * block - extent for count, extent in zip(blocks, extents, strict=True))
+        if form == "bias":
+            return cls(tail, (blocks[0], block), (0, 1))
+        if form == "data":
+            split = (extents[0], blocks[1], block, *extents[2:])
+            return cls((0, tail[1], 0, 0), split, (0, 1, 3, 4, 2))
+        if form == "depthwise":
+            split = (blocks[0], block, *extents[2:])
+            return cls((tail[0], 0, 0, 0), split, (0, 2, 3, 1))
+        if form == "first":
+            split = (blocks[0], block, extents[1], 1, *extents[2:])
+            return cls((tail[0], 0, 0, 0), split, (0, 2, 4, 5, 3, 1))
+        if form == "grouped":
+            step = math.gcd(extents[1], block)
+            split = (blocks[0], block, extents[1] // step, step, *extents[2:])
+            return cls((tail[0], 0, 0, 0), split, (0, 2, 4, 5, 3, 1))
+        if form == "narrow":
+            width, i = extents[1], np.arange(blocks[0] * block)
+            rows = (i ^ np.arange(width)[:, None]) * width + i % width
+            rows = rows.reshape(width, blocks[0], block).swapaxes(0, 1)
+            split = (blocks[0], 1, width, block, *extents[2:])
+            return cls((tail[0], 0, 0, 0), split, (0, 1, 4, 5, 2, 3), tuple(rows.ravel().tolist()))
+        split = (blocks[0], block, blocks[1], block, *extents[2:])
+        return cls((tail[0], tail[1], 0, 0), split, (0, 2, 4, 5, 3, 1))
+
+
+def weight_form(layer: ConvLayer, block: int, nchw_data: bool) -> str | None:
+    """The form that the weight of ``layer`` takes.
+
+    Parameters
+    ----------
+    layer : ConvLayer
+        The convolution.
+    block : int
+        Lanes of one channel block.
+    nchw_data : bool
+        Whether the layer reads NCHW data rather than packed data.
+
+    Returns
+    -------
+    str | None
+        One of ``FORMS``, or None for a convolution that has no packed form: groups on NCHW data.
+    """
+    if layer.groups == 1:
+        return "first" if nchw_data else "dense"
+    if nchw_data:
+        return None
+    if layer.is_depthwise:
+        return "depthwise"
+    return "narrow" if layer.group_lanes(block) else "grouped"
+
+
+def pack_array(array: np.ndarray, form: str, block: int) -> np.ndarray:
+    """Pack a parameter at compile time.
+
+    Parameters
+    ----------
+    array : np.ndarray
+        The parameter as its form has it on the left of the module's table.
+    form : str
+        One of ``FORMS``.
+    block : int
+        Lanes of one channel block.
+
+    Returns
+    -------
+    np.ndarray
+        The packed parameter, contiguous and of the same element type.
+    """
+    packing = Packing.of(form, array.shape, block)
+    padded = np.pad(array, [(0, count) for count in packing.padding])
+    if packing.rows is not None:
+        padded = padded.reshape(-1, *padded.shape[2:])[list(packing.rows)]
+    return np.ascontiguousarray(padded.reshape(packing.split).transpose(packing.order))
+
+
+def pack_expr(value: relax.Expr, form: str, block: int) -> relax.Expr:
+    """Pack a parameter that is known only at run time.
+
+    Parameters
+    ----------
+    value : relax.Expr
+        A tensor of constant shape.
+    form : str
+        One of ``FORMS``.
+    block : int
+        Lanes of one channel block.
+
+    Returns
+    -------
+    relax.Expr
+        Nested calls of Relax's own pad, take, reshape and permute_dims.
+    """
+    shape = [int(extent) for extent in value.ty.shape.values]
+    packing = Packing.of(form, shape, block)
+    if any(packing.padding):
+        widths = [width for count in packing.padding for width in (0, count)]
+        value = relax.op.nn.pad(value, widths)
+    if packing.rows is not None:
+        value = relax.op.reshape(value, ((shape[0] + packing.padding[0]) * shape[1], *shape[2:]))
+        value = relax.op.take(value, relax.const(np.array(packing.rows, "int64")), axis=0)
+    value = relax.op.reshape(value, packing.split)
+    if packing.order == tuple(sorted(packing.order)):
+        return value
+    return relax.op.permute_dims(value, list(packing.order))

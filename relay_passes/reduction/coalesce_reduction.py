@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass ``CoalesceReduction``: every reduction becomes a call of one op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tvm
+import tvm_ffi
+from tvm import IRModule, relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from schedules.errors import OpError
+from schedules.workload.reduce import constant, normal_axes
+
+from ..core.expressions import Value, op_name
+from ..op import coalesced_reduce
+from .report import extend_reduction_report
+
+_CLAIMS = ("Primitive", "Composite", "Codegen")
+_NARROW = ("float16", "bfloat16")
+_OPERATORS = {
+    f"relax.{name}": name for name in ("sum", "prod", "min", "max", "mean", "argmax", "argmin")
+}
+
+
+@tvm.transform.module_pass(opt_level=0, name="CoalesceReduction")
+class CoalesceReduction:
+    """Turn the reductions of Relax into ``tvm_fusion.coalesced_reduce``.
+
+    Before::
+
+        lv = R.multiply(x, x)
+        lv1 = R.sum(lv, axis=[0, 2])
+        lv2 = R.max(y, axis=[1], keepdims=True)
+        lv3 = R.variance(z, axis=[0])
+
+    After::
+
+        lv1 = R.tvm_fusion.coalesced_reduce(x, operator="sum_squares", axes=[0, 2])
+        lv2 = R.tvm_fusion.coalesced_reduce(y, operator="max", axes=[1], keepdims=True)
+        lv = R.tvm_fusion.coalesced_reduce(z, operator="mean", axes=[0], keepdims=True)
+        lv4 = R.subtract(z, lv)
+        lv5 = R.multiply(lv4, lv4)
+        lv3 = R.tvm_fusion.coalesced_reduce(lv5, operator="mean", axes=[0])
+
+    A transposition before a reduction goes: the reduction reads the untransposed data, and its
+    result is transposed if that still matters. So the innermost loop scans consecutive addresses.
+
+    It knows ``sum``, ``prod``, ``min``, ``max``, ``mean``, ``argmin``, ``argmax``, ``variance`` and
+    ``std`` (computed in float32 if the data has 16 bits), ``collapse_sum_to`` and
+    ``collapse_sum_like``; everywhere, also in branches and local functions. Every result keeps its
+    type. Integers give the same numbers; floats are rounded in another order, 16-bit ones only
+    once. NaN wins every comparison, which TVM's own reductions leave open. The module attribute
+    ``tvm_fusion.reduction_report`` counts what was rewritten.
+
+    Left alone: types that the op does not take (uint16, float8, sums of bool, means of integers),
+    data of unknown shape or with several symbolic extents of one kind, extremes of no elements,
+    reductions within other ops (softmax, norms), and functions that another pass has claimed.
+    Applied twice the pass does what it does once.
+    """
+
+    def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
+        """Rewrite every Relax function of ``mod``."""
+        result, count = mod.clone(), 0
+        for name, func in mod.functions_items():
+            if isinstance(func, relax.Function):
+                rewriter = _Rewriter(mod)
+                rewritten = rewriter.visit_expr(func)
+                if rewriter.count:
+                    result.update_func(name, relax.analysis.remove_all_unused(rewritten))
+                    count += rewriter.count
+        return extend_reduction_report(result, rewritten=count)
+
+
+@mutator
+class _Rewriter(PyExprMutator):
+    """Replaces reductions one by one."""
+
+    def __init__(self, mod: IRModule) -> None:
+        super().__init__(mod)
+        self.count = 0
+
+    def visit_function_(self, func: relax.Function) -> relax.Expr:
+        """Leave out the functions of other passes, local ones too."""
+        if any(claim in func.attrs for claim in _CLAIMS):
+            return func
+        return super().visit_function_(func)
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        """Rewrite a call of a reduction, if the op takes its data."""
+        call = self.visit_expr_post_order(call)
+        rule = _RULES.get(op_name(call) or "")
+        if rule is None:
+            return call
+        try:
+            found = self.builder_.normalize(rule(self, call))
+        except OpError:
+            return call
+        if not tvm_ffi.structural_equal(found.ty, call.ty):
+            return call
+        self.count += 1
+        return found
+
+
+def _reduce(rewriter: PyExprMutator, call: relax.Call) -> relax.Expr:
+    """``sum``, ``max`` and the others that the op has by the same name."""
+    operator, data = _OPERATORS[call.op.name], call.args[0]
+    if operator == "sum":
+        factor = _squared(rewriter, data)
+        if factor is not None:
+            operator, data = "sum_squares", factor
+    result = _reduce_in_place(rewriter, call, operator, data)
+    if result is not None:
+        return result
+    return coalesced_reduce(data, operator, call.attrs.axis, keepdims=call.attrs.keepdims)
+
+
+def _reduce_in_place(
+    rewriter: PyExprMutator, call: relax.Call, operator: str, data: relax.Expr
+) -> relax.Expr | None:
+    """The reduction of what ``data`` is a transposition of, transposed where that matters."""
+    transposition: Value = _definition(rewriter, data)
+    if op_name(transposition) != "relax.permute_dims":
+        return None
+    source, ndim = transposition.args[0], data.ty.ndim
+    given = transposition.attrs.axes
+    order = [int(a) % ndim for a in given] if given is not None else [*range(ndim)][::-1]
+    axes = normal_axes(_axis_list(call.attrs.axis), ndim)
+    reduced = [order[axis] for axis in axes]
+    parallel = [order[axis] for axis in range(ndim) if axis not in axes]
+    if operator.startswith("arg") and reduced != sorted(reduced):
+        return None  # positions count in the order of the transposed data
+    result = coalesced_reduce(source, operator, reduced)
+    if parallel != sorted(parallel):
+        result = rewriter.builder_.emit(result)
+        result = relax.op.permute_dims(result, [sorted(parallel).index(a) for a in parallel])
+    if call.attrs.keepdims:
+        result = relax.op.reshape(rewriter.builder_.emit(result), call.ty.shape)
+    return result
+
+
+def _variance(rewriter: PyExprMutator, call: relax.Call) -> relax.Expr:
+    """The mean of the squares of what the mean leaves: two passes over the data."""
+    data, dtype = call.args[0], str(call.args[0].ty.dtype)
+    axes, keepdims = call.attrs.axis, call.attrs.keepdims
+    coalesced_reduce(data, "mean", axes)  # refuses before anything is emitted
+    if dtype in _NARROW:
+        data = rewriter.builder_.emit(relax.op.astype(data, "float32"))
+    mean = rewriter.builder_.emit(coalesced_reduce(data, "mean", axes, keepdims=True))
+    difference = rewriter.builder_.emit(relax.op.subtract(data, mean))
+    squares = rewriter.builder_.emit(relax.op.multiply(difference, difference))
+    result = coalesced_reduce(squares, "mean", axes, keepdims=keepdims)
+    if call.op.name == "relax.std":
+        result = relax.op.sqrt(rewriter.builder_.emit(result))
+    if dtype in _NARROW:
+        result = relax.op.astype(rewriter.builder_.emit(result), dtype)
+    return result
+
+
+def _collapse(rewriter: PyExprMutator, call: relax.Call) -> relax.Expr:
+    """The sum over the axes that a broadcast made."""
+    data, shape, target = call.args[0], _extents(call.args[0].ty), _extents(call.ty)
+    if shape is None or target is None:
+        raise OpError(f"{call.op.name}: expected known extents")
+    new = len(shape) - len(target)
+    kept = [constant(extent) == 1 != constant(shape[new + i]) for i, extent in enumerate(target)]
+    axes = [*range(new), *(new + i for i, is_one in enumerate(kept) if is_one)]
+    result = coalesced_reduce(data, "sum", axes, keepdims=new == 0)
+    if new and any(kept):
+        result = relax.op.reshape(rewriter.builder_.emit(result), target)
+    return result
+
+
+def _squared(rewriter: PyExprMutator, data: relax.Expr) -> Value:
+    """``x`` if ``data`` is ``x * x`` or ``square(x)``."""
+    value = _definition(rewriter, data)
+    name = op_name(value)
+    if name == "relax.square":
+        return value.args[0]
+    if name == "relax.multiply" and value.args[0].same_as(value.args[1]):
+        return value.args[0]
+    return None
+
+
+def _definition(rewriter: PyExprMutator, data: relax.Expr) -> Value:
+    return rewriter.lookup_binding(data) if isinstance(data, relax.Var) else None
+
+
+def _axis_list(axis: Value) -> list[int] | None:
+    if axis is None:
+        return None
+    return [axis] if isinstance(axis, int) else [int(each) for each in axis]
+
+
+def _extents(ty: relax.Type) -> list | None:
+    is_known = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr)
+    return list(ty.shape.values) if is_known else None
+
+
+_RULES: dict[str, Callable[[PyExprMutator, relax.Call], relax.Expr]] = {
+    **dict.fromkeys(_OPERATORS, _reduce),
+    "relax.variance": _variance,
+    "relax.std": _variance,
+    "relax.collapse_sum_to": _collapse,
+    "relax.collapse_sum_like": _collapse,
+}

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass ``FuseReductions``: reductions that belong together become one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+import tvm
+from tvm import IRModule, relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.target import Target
+
+from schedules.gpu.core.machine import KINDS, GPUInfo
+from schedules.workload.reduce import constant
+
+from .call_group import CallGroup
+from .dependences import BlockOrder, Unit
+from .groups import ReductionGroup, ReductionGroups
+from .online_sums import Links, find_online_sums, with_own_links
+from .primfunc_calls import TIRCalls
+from .report import Entry, extend_reduction_report
+
+_CLAIMS = ("Primitive", "Composite", "Codegen")
+
+
+@tvm.transform.module_pass(opt_level=0, name="FuseReductions")
+class FuseReductions:
+    """Make one function of reductions over the same loops and of what surrounds them.
+
+    Before::
+
+        lv = R.call_tir(cls.coalesced_max, (x,), ...)         # x: [64, 128], lv: [64, 1]
+        lv1 = R.call_tir(cls.subtract, (x, lv), ...)
+        lv2 = R.call_tir(cls.exp, (lv1,), ...)
+        lv3 = R.call_tir(cls.coalesced_sum, (lv2,), ...)
+        gv = R.call_tir(cls.divide, (lv2, lv3), ...)
+
+    After::
+
+        gv = cls.fused_coalesced_max_subtract_exp_coalesced_sum_divide(x)
+
+        @R.function(private=True)
+        def fused_coalesced_max_subtract_exp_coalesced_sum_divide(x):
+            R.func_attr({"Primitive": True})
+            with R.dataflow():
+                lv = R.call_tir(cls.coalesced_max, (x,), ...)
+                lv1 = R.call_tir(cls.subtract, (x, lv), ...)
+                lv2 = R.call_tir(cls.exp, (lv1,), ...)
+                lv3 = R.call_tir(cls.coalesced_sum, (lv2,), ...)
+                gv = R.call_tir(cls.divide, (lv2, lv3), ...)
+                R.output(gv)
+            return gv
+
+    It runs after ``LegalizeOps`` and ``AnnotateTIROpPattern`` and before ``FuseOps``; ``FuseTIR``
+    then makes one PrimFunc of each group, and one GPU rule schedules it. A group holds
+
+    * *sisters*, independent reductions with the same parallel and reduced extents, of the same or
+      of different inputs;
+    * *epilogues*, what is computed from the results at the same place;
+    * a *chain*: reductions that use earlier ones of the group, and what is computed of all
+      elements, as in softmax and the norms, where a block can have a whole row. Elsewhere a chain
+      becomes one kernel for each step, and what lies between is computed again rather than stored
+      if that is fewer bytes;
+    * an *online softmax*: where no block can have a row, a sum of exponentials with the maximum
+      that it is relative to. What is computed of all elements is left to another kernel;
+    * the producers of all of these.
+
+    :mod:`relay_passes.reduction.groups`, :mod:`relay_passes.reduction.producers` and
+    :mod:`relay_passes.reduction.online_sums` have the rules.
+    What a group computes and others read is an output of it; several make a tuple. Bindings move to
+    where all that they read is known. The module attribute ``tvm_fusion.reduction_report``
+    (:func:`relay_passes.reduction.report.read_reduction_report`) records the groups.
+
+    Left alone: whatever lies outside a dataflow block, functions that another pass has claimed, and
+    all modules for other targets than ``cuda`` and ``opencl``, whose rules take one reduction at a
+    time (``FuseReductionProducers`` serves these). Applied twice the pass does what it does once.
+
+    Parameters
+    ----------
+    target : Target | None
+        What the module is compiled for; the current target if None.
+    """
+
+    def __init__(self, target: Target | None = None) -> None:
+        self.target = target
+
+    def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
+        """Rewrite every Relax function of ``mod``."""
+        target = self.target or Target.current(allow_none=True)
+        if target is None or target.kind.name not in KINDS:
+            return mod
+        rewriter = _Rewriter(mod, GPUInfo.from_target(target))
+        for name, func in mod.functions_items():
+            claimed = any(claim in func.attrs for claim in _CLAIMS)
+            if isinstance(func, relax.Function) and not claimed:
+                rewriter.caller = str(name.name_hint)
+                rewriter.builder_.update_func(name, rewriter.visit_expr(func))
+        return extend_reduction_report(rewriter.builder_.get(), groups=rewriter.entries)
+
+
+@mutator
+class _Rewriter(PyExprMutator):
+    """Rewrites dataflow blocks as their groups say."""
+
+    def __init__(self, mod: IRModule, gpu: GPUInfo) -> None:
+        super().__init__(mod)
+        self.mod, self.gpu = mod, gpu
+        self.caller = ""
+        self.entries: list[Entry] = []
+
+    def visit_function_(self, func: relax.Function) -> relax.Expr:
+        """Leave out the local functions of other passes."""
+        if any(claim in func.attrs for claim in _CLAIMS):
+            return func
+        return super().visit_function_(func)
+
+    def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
+        """Put calls of groups into the place of their members, then visit the bindings."""
+        groups = self._groups(block)
+        sums = find_online_sums(groups)
+        if sums:
+            groups = self._groups(*with_own_links(block, sums))
+        kernels = _kernels(groups)
+        if kernels:
+            block = self._regroup(kernels, groups)
+        return super().visit_dataflow_block_(block)
+
+    def _groups(self, block: relax.DataflowBlock, links: Links | None = None) -> ReductionGroups:
+        order = BlockOrder(block)
+        calls = TIRCalls.read(self.mod, order.bindings.values(), gathers=True)
+        return ReductionGroups(calls, order, self.gpu, links)
+
+    def _regroup(
+        self, kernels: dict[Unit, ReductionGroup], groups: ReductionGroups
+    ) -> relax.DataflowBlock:
+        bindings: list[relax.Binding] = []
+        order = groups.order
+        for unit in order.sort([*kernels, *_others(kernels, groups)]):
+            if unit in kernels:
+                bindings += self._bind(unit, kernels[unit], groups)
+            else:
+                bindings += [order.bindings[var] for var in unit.computes]
+        return relax.DataflowBlock(bindings)
+
+    def _bind(
+        self, unit: Unit, group: ReductionGroup, groups: ReductionGroups
+    ) -> list[relax.Binding]:
+        """The call of a group, and what takes its results apart."""
+        results = [var for var in unit.computes if groups.is_result(var, group)]
+        fused = CallGroup({var: groups.calls.call(var) for var in unit.computes}, results)
+        name = self.builder_.add_func(fused.function, fused.name)
+        self.entries.append(_entry(self.caller, str(name.name_hint), group, fused))
+        call = relax.Call(name, fused.arguments)
+        if len(results) == 1:
+            return [relax.VarBinding(results[0], call)]
+        together = relax.DataflowVar("lv", relax.TupleType([var.ty for var in results]))
+        parts = (relax.TupleGetItem(together, number) for number in range(len(results)))
+        return [relax.VarBinding(together, call), *map(relax.VarBinding, results, parts)]
+
+
+def _kernels(groups: ReductionGroups) -> dict[Unit, ReductionGroup]:
+    """The groups that have more than a reduction, with their producers."""
+    found: dict[Unit, ReductionGroup] = {}
+    order = groups.order
+    for group in groups.groups:
+        members = group.members
+        computes = {*groups.absorption.producers_of(members), *members}
+        if len(computes) > 1:
+            in_order = sorted(computes, key=order.position.__getitem__)
+            turn = max(order.position[var] for var in members)
+            found[Unit(tuple(in_order), frozenset(members), turn)] = group
+    return found
+
+
+def _others(kernels: Iterable[Unit], groups: ReductionGroups) -> Iterator[Unit]:
+    """The bindings that stay."""
+    order = groups.order
+    provided = {var for unit in kernels for var in unit.provides}
+    for var in order.bindings:
+        absorbed = var in groups.absorption.taken and not groups.absorption.is_kept(var)
+        if var not in provided and not absorbed:
+            yield Unit((var,), frozenset({var}), order.position[var])
+
+
+def _entry(caller: str, name: str, group: ReductionGroup, fused: CallGroup) -> Entry:
+    """The record of a group."""
+
+    def names(chosen: Collection[relax.Var]) -> list[str]:
+        return [str(fused.calls[v].args[0].name_hint) for v in fused.calls if v in chosen]
+
+    return {
+        "function": caller,
+        "name": name,
+        "kind": group.kind,
+        "outputs": constant(group.space.outputs),
+        "reduced": constant(group.space.reduced),
+        "reductions": names(group.reductions),
+        "members": names(group.members - group.reductions),
+        "producers": names(set(fused.calls) - group.members),
+        "results": names(fused.results),
+    }

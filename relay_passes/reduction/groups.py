@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which calls of a dataflow block one kernel of reductions computes.
+
+A *group* has reductions over one :class:`~relay_passes.reduction.row_space.RowSpace`, and what is
+computed from their results in this space. It is made in four steps:
+
+1. In the order of the block, a reduction joins the first group that it belongs to: one whose
+   tensors it reduces (a *chain*), or one that reads a large tensor that it reads too (*sisters*).
+   An injective call joins if it reads results at the row that it writes: always with as many
+   elements as results (an *epilogue*), with as many as the data only in a chain.
+2. Groups that are no chains and have the same space become one although they share no tensor, for
+   a launch less: unless that keeps more than :data:`KEPT_BYTES` of tensors longer.
+3. A reshape of what a group writes anyway leaves it: TVM makes a view of it.
+4. Each group absorbs producers (:mod:`relay_passes.reduction.producers`). One that is read outside
+   as well joins the group, which writes its tensor on the way, if it has the size of the data.
+
+A chain needs a whole row at once: :func:`schedules.gpu.reduce.plan.limits.chain_fits` tells where
+that pays. Elsewhere a sum of exponentials and the maximum that it is relative to can be a group all
+the same, which then is *online* (:mod:`relay_passes.reduction.online_sums`). Nothing joins a group
+that depends on it through something else, which could be run neither before nor after it, and no
+group has more than ``MAX_TENSORS`` reductions or inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tvm import relax
+
+from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.reduce.plan.limits import chain_fits
+from schedules.workload.reduce import constant
+
+from ..core.element_function import ElementFunction
+from .dependences import BlockOrder
+from .primfunc_calls import TIRCalls, count_bytes, count_elements, item_bytes
+from .producers import MAX_TENSORS, Absorption, count_large
+from .row_space import ROW, TILE, RowSpace
+
+KEPT_BYTES = 1 << 26  # little beside the memory of a device
+
+
+@dataclass(frozen=True, eq=False)
+class ReductionGroup:
+    """Calls that one kernel computes.
+
+    Parameters
+    ----------
+    space : RowSpace
+        Their loops.
+    finish : str
+        How blocks shall meet, which all reductions have to agree on.
+    reductions, rows, tiles : frozenset[relax.Var]
+        The members: reductions, calls of as many elements as results, and as the data.
+    links : frozenset[relax.Var]
+        Members as well, of as many elements as the data: what lies between a maximum and a sum that
+        uses it, where no block needs a row for that (:mod:`relay_passes.reduction.online_sums`).
+    """
+
+    space: RowSpace
+    finish: str
+    reductions: frozenset[relax.Var] = frozenset()
+    rows: frozenset[relax.Var] = frozenset()
+    tiles: frozenset[relax.Var] = frozenset()
+    links: frozenset[relax.Var] = frozenset()
+
+    @cached_property
+    def members(self) -> frozenset[relax.Var]:
+        """All of them."""
+        return self.reductions | self.rows | self.tiles | self.links
+
+    @property
+    def kind(self) -> str:
+        """For what it has beside reductions.
+
+        ``chain``, ``online``, ``sisters``, ``epilogue`` or ``producers``.
+        """
+        if self.tiles or self.links:
+            return "chain" if self.tiles else "online"
+        if len(self.reductions) > 1:
+            return "sisters"
+        return "epilogue" if self.rows else "producers"
+
+    def joined(self, var: relax.Var, kind: str) -> ReductionGroup:
+        """A group with a call of rows or of tiles more."""
+        if kind == ROW:
+            return replace(self, rows=self.rows | {var})
+        return replace(self, tiles=self.tiles | {var})
+
+    def united(self, other: ReductionGroup) -> ReductionGroup:
+        """A group of the members of both."""
+        return ReductionGroup(
+            self.space,
+            self.finish,
+            self.reductions | other.reductions,
+            self.rows | other.rows,
+            self.tiles | other.tiles,
+            self.links | other.links,
+        )
+
+
+class ReductionGroups:
+    """The groups of a block.
+
+    Parameters
+    ----------
+    calls : TIRCalls
+        The block's calls.
+    order : BlockOrder
+        The block's dependences.
+    gpu : GPUInfo
+        The device.
+    links : Mapping[relax.Var, frozenset[relax.Var]]
+        For sums that shall join their maximum although no block can have a row: what lies between.
+
+    Attributes
+    ----------
+    groups : list[ReductionGroup]
+        By the first member.
+    absorption : Absorption
+        What they absorb.
+    """
+
+    def __init__(
+        self,
+        calls: TIRCalls,
+        order: BlockOrder,
+        gpu: GPUInfo,
+        links: Mapping[relax.Var, frozenset[relax.Var]] | None = None,
+    ) -> None:
+        self.calls, self.order, self.gpu = calls, order, gpu
+        self._links = dict(links or {})
+        linking = frozenset().union(*self._links.values())
+        self.groups: list[ReductionGroup] = []
+        self._functions: dict[relax.Expr, ElementFunction | None] = {}
+        self._members: dict[relax.Var, frozenset[relax.Var]] = {}
+        self._large: dict[ReductionGroup, frozenset[relax.Expr]] = {}
+        self._input_spans: dict[ReductionGroup, dict[relax.Expr, tuple[int, float, int]]] = {}
+        self._agreed: dict[tuple[relax.Var, frozenset[relax.Var]], bool] = {}
+        for var in order.bindings:
+            if var in calls.reductions:
+                self._add_reduction(var)
+            elif var in calls.injective and var not in linking:
+                self._add_injective(var)
+        if self.groups:
+            self._unite_strangers()
+            self._leave_views()
+        self.absorption = self._absorb()
+
+    def group_of(self, var: relax.Var) -> ReductionGroup | None:
+        """The group that a call is a member of."""
+        return next((group for group in self.groups if var in group.members), None)
+
+    def is_result(self, var: relax.Var, group: ReductionGroup) -> bool:
+        """Whether a group has a tensor that others read or the block returns."""
+        users = self.calls.users.get(var, set())
+        is_read = not isinstance(var, relax.DataflowVar) or not users <= group.members
+        return is_read and var in group.members
+
+    def _add_reduction(self, var: relax.Var) -> None:
+        workload = self.calls.workload(var)
+        data = self.calls.tensors(var)[0]
+        links = self._links.get(var, frozenset())
+        space = RowSpace(data.ty.shape, workload)
+        single = ReductionGroup(space, workload.finish, frozenset({var}), links=links)
+        if constant(single.space.reduced) == 1:
+            return  # a tensor of rows would be one of tiles
+        before = {tensor for link in links for tensor in self.calls.tensors(link)}
+        read = self._large_inputs(single)
+        for group in sorted(self.groups, key=lambda group: data not in group.tiles):
+            related = data in group.tiles or not read.isdisjoint(self._large_inputs(group))
+            if links:
+                related = not group.members.isdisjoint(before)
+            if related and self._unite(group, single):
+                return
+        self.groups.append(single)
+        self._members[var] = single.members
+
+    def _add_injective(self, var: relax.Var) -> None:
+        for group in self.groups:
+            if not group.members.isdisjoint(self.calls.tensors(var)):
+                kind = group.space.kind(var)
+                if kind is not None and self._replace(group, group.joined(var, kind)):
+                    return
+
+    def _unite_strangers(self) -> None:
+        for group in list(self.groups):
+            for earlier in self.groups[: self.groups.index(group)]:
+                strangers = not earlier.tiles and not group.tiles
+                if strangers and self._unite(earlier, group, kept_bytes=KEPT_BYTES):
+                    self.groups.remove(group)
+                    break
+
+    def _leave_views(self) -> None:
+        """Take out reshapes of what is written anyway, which cost nothing outside."""
+        for number, group in enumerate(self.groups):
+            for var in reversed(self.order.bindings):
+                if var in group.rows | group.tiles and self._is_view(var, group):
+                    rows, tiles = group.rows - {var}, group.tiles - {var}
+                    group = self.groups[number] = replace(group, rows=rows, tiles=tiles)
+                    self._members[var] = frozenset({var})
+            self._members.update(dict.fromkeys(group.members, group.members))
+
+    def _is_view(self, var: relax.Var, group: ReductionGroup) -> bool:
+        """Whether a member is a reshape, for others only, of a tensor that others read too."""
+        is_read = not group.members.isdisjoint(self.calls.users.get(var, set()))
+        if is_read or not self.calls.is_reshape(var):
+            return False
+        source = self.calls.tensors(var)[0]
+        kept = not isinstance(source, relax.DataflowVar)
+        return kept or not self.calls.users[source] <= group.members
+
+    def _absorb(self) -> Absorption:
+        """Absorb producers, and let those join whose tensors are written on the way."""
+        while True:
+            kernels = {v: number for number, g in enumerate(self.groups) for v in g.members}
+            absorption = Absorption(self.calls, kernels, lambda var: bool(self._writers(var)))
+            absorption.choose(self.calls.injective, copies=True)
+            has_joined = False
+            for var in self.calls.injective:
+                alone = var not in kernels and var not in absorption.taken
+                if alone and not absorption.is_epilogue(var):
+                    for group, united in self._writers(var)[:1]:
+                        has_joined |= self._replace(group, united)
+            if not has_joined:
+                return absorption
+
+    def _writers(self, var: relax.Var) -> list[tuple[ReductionGroup, ReductionGroup]]:
+        """The groups that could write a tensor that they read, each without it and with it."""
+        found = []
+        for group in self.groups:
+            is_read = not group.members.isdisjoint(self.calls.users.get(var, ()))
+            if is_read and group.space.kind(var) == TILE and not self.calls.is_reshape(var):
+                united = group.joined(var, TILE)
+                if self.is_kernel(united):
+                    found.append((group, united))
+        return found
+
+    def _unite(
+        self, group: ReductionGroup, other: ReductionGroup, kept_bytes: float = math.inf
+    ) -> bool:
+        """Put the members of another group into ``group``, if that can be one kernel."""
+        too_many = len(group.reductions) + len(other.reductions) > MAX_TENSORS
+        if too_many or group.finish != other.finish or not group.space.is_same(other.space):
+            return False
+        if kept_bytes < math.inf and self._bytes_kept_longer(group, other) > kept_bytes:
+            return False
+        return self._replace(group, group.united(other))
+
+    def _replace(self, group: ReductionGroup, larger: ReductionGroup) -> bool:
+        """Put a larger group in the place of one, if it can be one kernel."""
+        if not self.is_kernel(larger):
+            return False
+        self.groups[self.groups.index(group)] = larger
+        self._members.update(dict.fromkeys(larger.members, larger.members))
+        return True
+
+    def is_kernel(self, group: ReductionGroup) -> bool:
+        """Whether calls of one space can be one kernel, and shall be."""
+        members = group.members
+        direct = {e for var in members for e in self.calls.tensors(var) if e not in members}
+        elements = self._elements(group)
+        inputs = min(count_large(read, elements) for read in (direct, self._inputs(members)))
+        if inputs > MAX_TENSORS:
+            return False
+        computed = members - group.reductions
+        if not all(self._agrees(group.space, var, members) for var in computed):
+            return False
+        if group.tiles and (group.links or not self._has_rows_at_once(group)):
+            return False
+        return self.order.is_convex(members, self._members)
+
+    def _has_rows_at_once(self, group: ReductionGroup) -> bool:
+        space = group.space
+        read = self._large_inputs(group) or {self._data(group)}  # made of small tensors: as if read
+        itemsize = sum(map(item_bytes, read))
+        outputs, reduced = constant(space.outputs), constant(space.reduced)
+        return chain_fits(outputs, reduced, itemsize, self.gpu, space.form)
+
+    def _agrees(self, space: RowSpace, var: relax.Var, members: frozenset[relax.Var]) -> bool:
+        """Whether a call fits into the space; remembered, for groups grow by and by."""
+        read = frozenset(members.intersection(self.calls.tensors(var)))
+        key = (var, read)
+        if key not in self._agreed:
+            function = self.calls.injective[var].args[0]
+            if function not in self._functions:
+                self._functions[function] = ElementFunction.read(self.calls.mod[function])
+            call = self.calls.injective[var]
+            self._agreed[key] = space.agrees(self._functions[function], call, read)
+        return self._agreed[key]
+
+    def _large_inputs(self, group: ReductionGroup) -> frozenset[relax.Expr]:
+        """What a group reads of as many elements as it reduces, or more."""
+        if group not in self._large:
+            least, inputs = self._elements(group), self._inputs(group.members)
+            self._large[group] = frozenset(e for e in inputs if count_elements(e) >= least)
+        return self._large[group]
+
+    def _elements(self, group: ReductionGroup) -> int:
+        """``M`` times ``N``, as a number."""
+        return count_elements(self._data(group))
+
+    def _data(self, group: ReductionGroup) -> relax.Expr:
+        """What one of the reductions reduces."""
+        return self.calls.tensors(next(iter(group.reductions)))[0]
+
+    def _inputs(self, members: Collection[relax.Var]) -> set[relax.Expr]:
+        """What calls and the producers that only they read, read from outside."""
+        inside, inputs = set(members), set()
+        queue = list(members)
+        while queue:
+            for tensor in self.calls.tensors(queue.pop()):
+                if tensor in inside:
+                    continue
+                users = self.calls.users.get(tensor, set())
+                local = isinstance(tensor, relax.DataflowVar) and users <= inside
+                if local and tensor in self.calls.injective:
+                    inside.add(tensor)
+                    inputs.discard(tensor)
+                    queue.append(tensor)
+                else:
+                    inputs.add(tensor)
+        return inputs
+
+    def _bytes_kept_longer(self, *groups: ReductionGroup) -> int:
+        """Bytes of inputs that others have done with before the last input is there."""
+        spans = {tensor: span for group in groups for tensor, span in self._spans(group).items()}
+        last = max((first for first, _, _ in spans.values()), default=0)
+        return sum(size for _, end, size in spans.values() if end < last)
+
+    def _spans(self, group: ReductionGroup) -> dict[relax.Expr, tuple[int, float, int]]:
+        """Where inputs are computed and read for the last time, and their bytes."""
+        if group not in self._input_spans:
+            position, users = self.order.position, self.calls.users
+            self._input_spans[group] = {
+                tensor: (
+                    position[tensor],
+                    max(position[user] for user in users[tensor])
+                    if isinstance(tensor, relax.DataflowVar)
+                    else math.inf,
+                    count_bytes(tensor),
+                )
+                for tensor in self._inputs(group.members)
+                if tensor in position
+            }
+        return self._input_spans[group]

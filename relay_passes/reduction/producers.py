@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which producers a reduction shall compute itself.
+
+A producer is a ``call_tir`` of an element-wise, broadcast or injective function. It is *absorbed*
+by the kernels of reductions that need it if that pays. With ``k`` kernels that would compute the
+producer, ``out`` bytes of its tensor, and ``in`` bytes that computing it once reads from tensors
+that are written anyway:
+
+1. Traffic. Kept apart it costs ``in + out + k * out``, absorbed ``k * in``. It is absorbed if that
+   is not more: always for one kernel, up to three tensors of its size for two, and so on.
+2. Arithmetic. ``exp``, ``tanh``, ``erf`` and the like are computed for one kernel only.
+3. Repetition. Before a broadcast, a kernel would compute the producer again for every copy:
+   only cheap ones are, that read no more than twice what they produce (or, where copies are
+   allowed, nearly nothing beside the kernel's data).
+4. Epilogues. What ``FuseOps`` computes on the way out of a convolution or matrix product stays
+   with it, unless it widens the elements: the bytes are the same.
+5. A kernel reads at most :data:`MAX_TENSORS`, for each keeps loads in flight of its own. A
+   concatenation of more than that stays apart. Tensors of fewer than a :data:`_SMALL` th of the
+   elements do not count.
+
+What stays apart may still be fused with its own producers by ``FuseOps``.
+``FuseReductionProducers`` takes every reduction for a kernel and absorbs only what nothing else
+reads, so that the tensor is never written. ``FuseReductions`` has kernels of several calls, which
+may also compute a copy:
+
+6. A single injective reader outside, into which ``FuseOps`` puts the original, counts as one more
+   kernel. With other readers the tensor is written anyway: a kernel computes a copy only if that
+   reads fewer bytes than the tensor has, and only of cheap ones.
+7. Where a kernel could write the tensor on the way, it shall, unless recomputing it everywhere
+   else reads less than writing it and reading it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.ir import Call
+
+from ..core.expressions import op_name
+from .primfunc_calls import BROADCAST, TIRCalls, count_bytes, count_elements, item_bytes
+
+MAX_TENSORS = 8
+_SMALL = 16
+_EXPENSIVE = frozenset(
+    f"tirx.{name}"
+    for name in (
+        *("exp", "exp2", "exp10", "erf", "log", "log2", "log10", "log1p", "pow", "tanh", "sigmoid"),
+        *("sin", "cos", "tan", "sinh", "cosh", "asin", "acos", "atan", "asinh", "acosh", "atanh"),
+        *("atan2", "hypot"),
+    )
+)
+
+Kernels = dict[relax.Var, int]
+"""Which kernel computes a call; all others are none of ours."""
+
+
+def absorb_into_single(calls: TIRCalls) -> Absorption:
+    """What single reductions compute and nothing else reads."""
+    kernels = {var: number for number, var in enumerate(calls.reductions)}
+    absorption = Absorption(calls, kernels)
+    local = {var for var in calls.injective if isinstance(var, relax.DataflowVar)}
+    absorption.choose(local, copies=False)
+    return absorption
+
+
+class Absorption:
+    """The choice for all kernels of a block.
+
+    Parameters
+    ----------
+    calls : TIRCalls
+        The block.
+    kernels : Kernels
+        Who might absorb.
+    is_storable : Callable[[relax.Var], bool] | None
+        Whether a kernel that reads a producer could write its tensor too.
+
+    Attributes
+    ----------
+    taken : set[relax.Var]
+        What is absorbed, by every kernel that needs it.
+    """
+
+    def __init__(
+        self,
+        calls: TIRCalls,
+        kernels: Kernels,
+        is_storable: Callable[[relax.Var], bool] | None = None,
+    ) -> None:
+        self.calls, self.kernels = calls, kernels
+        self.taken: set[relax.Var] = set()
+        self._is_storable = is_storable or (lambda _: False)
+        self._expensive: dict[relax.Expr, bool] = {}
+        self._kept: dict[relax.Var, bool] = {}
+        self._copies = False
+
+    def choose(self, candidates: Iterable[relax.Var], copies: bool) -> None:
+        """Take every candidate that no rule of this module keeps apart.
+
+        With ``copies``, one that is read outside as well may be taken.
+        """
+        self._copies = copies
+        self.taken = set(candidates) - self.kernels.keys()
+        order = [var for var in self.calls.injective if var in self.taken]
+        for var in reversed(order):
+            if not self._is_needed(var):
+                self._drop(var)
+        changed = True
+        while changed:
+            changed = False
+            for var in order:
+                if var in self.taken and self._refuses(var):
+                    self._drop(var)
+                    changed = True
+            excess = None if changed else self._one_too_many()
+            if excess is not None:
+                self._drop(excess)
+                changed = True
+
+    def producers_of(self, members: Iterable[relax.Var]) -> list[relax.Var]:
+        """What a kernel of these calls absorbs, in the order of the block."""
+        found: set[relax.Var] = set()
+        for member in members:
+            found |= self._upstream(member)[0]
+        return [var for var in self.calls.injective if var in found]
+
+    def is_kept(self, var: relax.Var) -> bool:
+        """Whether a taken producer is also computed outside of kernels."""
+        if var not in self._kept:
+            self._kept[var] = bool(self._outside(var))
+        return self._kept[var]
+
+    def is_epilogue(self, var: relax.Var) -> bool:
+        """Whether ``FuseOps`` computes a producer with the product that it follows."""
+        if not self.calls.is_fusible(var, BROADCAST):
+            return False
+        for operand in self.calls.tensors(var):
+            alone = self.calls.users.get(operand) == {var} and operand not in self.taken
+            alone = alone and isinstance(operand, relax.DataflowVar)
+            if alone and count_bytes(var) <= count_bytes(operand):
+                if operand in self.calls.products:
+                    return True
+                if operand in self.calls.injective and self.is_epilogue(operand):
+                    return True
+        return False
+
+    def _is_needed(self, var: relax.Var) -> bool:
+        """Whether enough readers of a producer are in kernels."""
+        users = self.calls.users.get(var, set())
+        inside = sum(user in self.taken or user in self.kernels for user in users)
+        return inside > 0 and (self._copies or inside == len(users))
+
+    def _drop(self, var: relax.Var) -> None:
+        """Keep a producer apart, and those that no kernel needs any more."""
+        self._kept.clear()
+        queue = [var]
+        while queue:
+            current = queue.pop()
+            self.taken.discard(current)
+            before = [e for e in self.calls.tensors(current) if e in self.taken]
+            queue += [e for e in before if not self._is_needed(e)]
+
+    def _refuses(self, var: relax.Var) -> bool:
+        """Whether one of the rules keeps a producer apart."""
+        if self.is_epilogue(var):
+            return True
+        readers = self._members_reading(var)
+        count, out = len({self.kernels[reader] for reader in readers}), count_bytes(var)
+        leaves, elements = self._upstream(var)[1], count_elements(var)
+        read = sum(min(count_bytes(leaf), elements * item_bytes(leaf)) for leaf in leaves)
+        expensive = self._is_expensive(var)
+        if count_large(leaves, elements) > MAX_TENSORS or (expensive and count > 1):
+            return True
+        if elements < max(map(self._domain, readers)):
+            if expensive or (read > 2 * out and not self._is_tiny(var, read, readers)):
+                return True
+        outside = self._outside(var)
+        fused = len(outside - {var}) == len(outside) <= 1
+        if not fused or not all(map(self.calls.is_fusible, outside)):
+            return self._is_storable(var) or expensive or read >= out
+        count += len(outside)
+        if count > 1 and self._is_storable(var):
+            return (count - 1) * read >= count * out
+        return count * read > read + (count + 1) * out
+
+    def _is_tiny(self, var: relax.Var, read: int, readers: Iterable[relax.Var]) -> bool:
+        """Whether what a producer reads is nothing beside what its copies are computed with."""
+        elements = max(map(self._domain, readers))
+        return self._copies and _SMALL * read <= elements * item_bytes(var)
+
+    def _one_too_many(self) -> relax.Var | None:
+        """The last producer of a kernel that reads more tensors than it may."""
+        for kernel in dict.fromkeys(self.kernels.values()):
+            members = [var for var, number in self.kernels.items() if number == kernel]
+            leaves = {leaf for member in members for leaf in self._upstream(member)[1]}
+            leaves -= set(members)
+            if count_large(leaves, max(map(self._domain, members))) > MAX_TENSORS:
+                producers = self.producers_of(members)
+                wide = [var for var in producers if len(self._upstream(var)[1]) > 1]
+                if wide:
+                    return wide[-1]
+        return None
+
+    def _outside(self, var: relax.Var) -> set[relax.Var]:
+        """Who reads a taken producer but no kernel; itself if the block returns it."""
+        found = set() if isinstance(var, relax.DataflowVar) else {var}
+        for user in self.calls.users.get(var, set()) - self.kernels.keys():
+            if user not in self.taken or self.is_kept(user):
+                found.add(user)
+        return found
+
+    def _members_reading(self, var: relax.Var) -> set[relax.Var]:
+        """The members of kernels that need a taken producer."""
+        found: set[relax.Var] = set()
+        queue, seen = [var], {var}
+        while queue:
+            for user in self.calls.users[queue.pop()]:
+                if user in self.kernels:
+                    found.add(user)
+                elif user in self.taken and user not in seen:
+                    seen.add(user)
+                    queue.append(user)
+        return found
+
+    def _domain(self, member: relax.Var) -> int:
+        """How many elements a member of a kernel computes or reduces."""
+        if member in self.calls.reductions:
+            return count_elements(self.calls.tensors(member)[0])
+        return count_elements(member)
+
+    def _upstream(self, var: relax.Var) -> tuple[set[relax.Var], list[relax.Expr]]:
+        """The absorbed producers before ``var``, and the tensors that all of them and it read."""
+        found: set[relax.Var] = set()
+        leaves: dict[relax.Expr, None] = {}
+        queue = [var]
+        while queue:
+            current = queue.pop()
+            for operand in self.calls.tensors(current):
+                if operand in self.taken and operand not in found:
+                    found.add(operand)
+                    queue.append(operand)
+                elif operand not in self.taken:
+                    leaves[operand] = None
+        return found, list(leaves)
+
+    def _is_expensive(self, var: relax.Var) -> bool:
+        name = self.calls.call(var).args[0]
+        if name not in self._expensive:
+            self._expensive[name] = _calls_expensive(self.calls.mod[name])
+        return self._expensive[name]
+
+
+def count_large(tensors: Iterable[relax.Expr], elements: int) -> int:
+    """How many of them are more than a few numbers for each of the elements made of them."""
+    return sum(_SMALL * count_elements(tensor) >= elements for tensor in tensors)
+
+
+def _calls_expensive(func: tirx.PrimFunc) -> bool:
+    found: list[relax.Call] = []
+    tvm_ffi.structural_walk(func.body, (Call, found.append))
+    return any(op_name(call) in _EXPENSIVE for call in found)

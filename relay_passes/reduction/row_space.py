@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two loops of a coalesced reduction, and which other tensors live in them.
+
+``m`` numbers the results, ``n`` the elements that each is made of. A tensor *of rows* has an
+element for each ``m``, in this order; a tensor *of tiles* has one for each ``(m, n)`` where the
+data of the reduction has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TypeAlias
+
+from tvm import relax, tirx
+from tvm.ir import Range
+from tvm.sym import Analyzer
+
+from schedules.workload.reduce import (
+    CanonicalLoops,
+    Extent,
+    ReduceWorkload,
+    constant,
+    is_one,
+    unravel,
+)
+
+from ..core.element_function import ElementFunction
+
+ROW, TILE = "row", "tile"
+Shape: TypeAlias = "Sequence[tirx.Expr]"
+
+
+class RowSpace:
+    """What reductions have in common if one kernel can compute them.
+
+    Parameters
+    ----------
+    shape : relax.ShapeExpr
+        Of the data.
+    workload : ReduceWorkload
+        With the reduced axes.
+
+    Attributes
+    ----------
+    outputs, reduced : Extent
+        ``M`` and ``N``.
+    runs, form : tuple, str
+        As in :class:`~schedules.workload.reduce.CanonicalLoops`.
+    """
+
+    def __init__(self, shape: relax.ShapeExpr, workload: ReduceWorkload) -> None:
+        extents = [extent if constant(extent) is None else constant(extent) for extent in shape]
+        loops = CanonicalLoops(tuple(extents), workload.axes)
+        self.outputs, self.reduced, self.runs = loops.outputs, loops.reduced, loops.runs
+        self.form = loops.form
+        self.m, self.n = tirx.Var("m", "int64"), tirx.Var("n", "int64")
+        self.analyzer = Analyzer()
+        for var, extent in ((self.m, self.outputs), (self.n, self.reduced)):
+            self.analyzer.bind(var, Range.from_min_extent(_index(0), _index(extent)))
+        self.tile = self.analyzer.simplify(self._tile())
+
+    def is_same(self, other: RowSpace) -> bool:
+        """Whether the runs have the same kinds and extents."""
+        if len(self.runs) != len(other.runs):
+            return False
+        return all(
+            kind == other_kind and self._is_equal(extent, other_extent)
+            for (kind, extent), (other_kind, other_extent) in zip(
+                self.runs, other.runs, strict=True
+            )
+        )
+
+    def kind(self, tensor: relax.Expr) -> str | None:
+        """:data:`ROW`, :data:`TILE`, or None, by the number of elements."""
+        count: Extent = 1
+        for extent in tensor.ty.shape:
+            known = constant(extent)
+            count = count * (extent if known is None else known)
+        if self._is_equal(count, self.outputs):
+            return ROW
+        return TILE if self._is_equal(count, self.outputs * self.reduced) else None
+
+    def agrees(
+        self,
+        function: ElementFunction | None,
+        call: relax.Call,
+        members: Collection[relax.Expr],
+    ) -> bool:
+        """Whether a call reads tensors of rows and of tiles among ``members`` where it writes.
+
+        No element may depend on another row. One of a row may depend on any of its tile.
+        """
+        kind = self.kind(call)
+        if function is None or kind is None:
+            return False
+        shape = list(call.ty.shape)
+        for operand, indices in function.reads(call, self._element(kind, shape)):
+            if operand not in members:
+                continue
+            other, extents = self.kind(operand), list(operand.ty.shape)
+            if other is None:
+                return False
+            for place, wanted in self._places(kind, other, indices, extents):
+                if not self.analyzer.can_prove_equal(place, wanted):
+                    return False
+        return True
+
+    def _element(self, kind: str, shape: Shape) -> list[tirx.Expr]:
+        """The indices of the element at ``m`` of rows, or at ``(m, n)`` of tiles."""
+        if kind == ROW:
+            return unravel(self.m, shape)
+        axes = self._kinds_of_axes(shape)
+        if axes is None:
+            return unravel(self.tile, shape)
+        found: list[tirx.Expr] = [_index(0)] * len(shape)
+        for letter, var in (("P", self.m), ("R", self.n)):
+            chosen = [axis for axis, of in enumerate(axes) if of == letter]
+            indices = unravel(var, [shape[axis] for axis in chosen])
+            for axis, index in zip(chosen, indices, strict=True):
+                found[axis] = index
+        return found
+
+    def _places(
+        self, kind: str, other: str, indices: list[tirx.Expr], shape: Shape
+    ) -> Iterator[tuple[tirx.Expr, tirx.Expr]]:
+        """What must be equal if a call of ``kind`` shall read a tensor of the ``other`` kind."""
+        if other == ROW:
+            yield _ravel(indices, shape), self.m
+            return
+        axes = self._kinds_of_axes(shape)
+        if axes is None:
+            wanted = self.tile if kind == TILE else _index(-1)  # nowhere: the row is not known
+            yield _ravel(indices, shape), wanted
+            return
+        for letter, var in (("P", self.m), ("R", self.n)):
+            chosen = [axis for axis, of in enumerate(axes) if of == letter]
+            if kind == TILE or letter == "P":
+                extents = [shape[axis] for axis in chosen]
+                yield _ravel([indices[axis] for axis in chosen], extents), var
+
+    def _kinds_of_axes(self, shape: Shape) -> list[str] | None:
+        """What is along each axis of tiles: ``P`` or ``R``; None if one has parts of both."""
+        found = ["P"] * len(shape)
+        rest = [axis for axis, extent in enumerate(shape) if not is_one(extent)]
+        for letter, extent in self.runs:
+            size: Extent = 1
+            while rest and not self._is_equal(size, extent):
+                axis = rest.pop(0)
+                known = constant(shape[axis])
+                size = size * (shape[axis] if known is None else known)
+                found[axis] = letter
+            if not self._is_equal(size, extent):
+                return None
+        return found
+
+    def _tile(self) -> tirx.Expr:
+        """The row-major position of element ``(m, n)`` of the data."""
+        indices = {
+            kind: unravel(var, [extent for other, extent in self.runs if other == kind])
+            for kind, var in (("P", self.m), ("R", self.n))
+        }
+        place: tirx.Expr = _index(0)
+        for kind, extent in self.runs:
+            place = place * _index(extent) + indices[kind].pop(0)
+        return place
+
+    def _is_equal(self, a: Extent, b: Extent) -> bool:
+        if isinstance(a, int) and isinstance(b, int):
+            return a == b
+        return bool(self.analyzer.can_prove_equal(_index(a), _index(b)))
+
+
+def _ravel(indices: Sequence[tirx.Expr], shape: Sequence[tirx.Expr]) -> tirx.Expr:
+    """The row-major position of an element; along unit axes an index is 0."""
+    flat: tirx.Expr = _index(0)
+    for index, extent in zip(indices, shape, strict=True):
+        flat = flat * extent + (_index(0) if is_one(extent) else index.astype("int64"))
+    return flat
+
+
+def _index(extent: Extent) -> tirx.Expr:
+    return tirx.const(extent, "int64") if isinstance(extent, int) else extent

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass SimplifyInference: bring an imported network into the normal form of the later passes."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from ..core.expressions import TUPLE_GET_ITEM
+from ..core.graph import Graph, Rule
+from .canonicalize_activation import canonicalize_activation
+from .canonicalize_bias import canonicalize_bias
+from .canonicalize_clip import canonicalize_clip
+from .canonicalize_shuffle import canonicalize_shuffle
+from .channels_first import channels_first
+from .fold_batch_norm import fold_batch_norm
+from .fold_constant import FOLDED, fold_constant, needs_kernel
+from .fold_input_affine import fold_input_affine
+from .fold_pad import fold_pad
+from .fold_scale import fold_scale
+from .remove_broadcast import ELEMENTWISE, remove_broadcast
+from .remove_identity import remove_identity
+from .unflatten_matmul import unflatten_matmul
+from .unstack_reduction import unstack_reduction
+
+CLIPS = ("relax.nn.relu", "relax.clip", "relax.maximum", "relax.minimum", "relax.call_tir")
+IDENTITIES = (
+    *(TUPLE_GET_ITEM, "relax.reshape", "relax.broadcast_to", "relax.astype", "relax.permute_dims"),
+    *("relax.concat", "relax.nn.pad", "relax.call_tir", "relax.add", "relax.subtract"),
+    *("relax.multiply", "relax.divide"),
+)
+
+RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
+    (fold_constant, FOLDED),
+    (remove_identity, IDENTITIES),
+    (remove_broadcast, ELEMENTWISE),
+    (unstack_reduction, ("relax.sum", "relax.max", "relax.min")),
+    (fold_batch_norm, (TUPLE_GET_ITEM,)),
+    (canonicalize_shuffle, ("relax.reshape",)),
+    (unflatten_matmul, ("relax.reshape",)),
+    (channels_first, ("relax.permute_dims",)),
+    (canonicalize_clip, CLIPS),
+    (canonicalize_activation, ("relax.multiply", "relax.divide")),
+    (fold_scale, ("relax.multiply", "relax.divide")),
+    (canonicalize_bias, ("relax.add", "relax.subtract")),
+    (fold_pad, ("relax.nn.conv2d",)),
+    (fold_input_affine, ("relax.nn.conv2d",)),
+)
+"""Every rule with the ops that it rewrites; at one op, earlier rules are asked first."""
+
+
+@tvm.transform.module_pass(opt_level=0, name="SimplifyInference")
+class SimplifyInference:
+    """Fold what training left behind, and write convolutions with what follows in one way.
+
+    ::
+
+        lv  = R.call_tir(pad, (x,))                                    # one pixel of zeros around
+        lv1 = R.nn.conv2d(lv, w, padding=[0, 0, 0, 0])
+        lv2 = R.nn.batch_norm(lv1, gamma, beta, mean, var)
+        lv3 = lv2[0]
+        lv4 = R.call_tir(maximum, (lv3,)); lv5 = R.call_tir(minimum, (lv4,))      # 0 and 6
+
+        lv  = R.nn.conv2d(x, w', padding=[1, 1, 1, 1])
+        lv1 = R.add(lv, b')                                            # b' is [1, C, 1, 1]
+        lv2 = R.clip(lv1, 0, 6)                                        # relax.op.nn.relu6
+
+    A convolution comes out as ``conv2d``, then at most one ``add`` of a constant [1, C, 1, 1], then
+    residual additions with the convolution's side first, then ``nn.relu``, ``clip``, ``nn.silu``,
+    ``nn.gelu`` or ``tvm_fusion.hardswish``. Batch normalisations that meet no convolution come out
+    as one multiply and one add, reshapes and transposes that shuffle channels as
+    ``tvm_fusion.channel_shuffle``, products of matrices without the reshapes around them, and those
+    on the channels of an image as convolutions, without the transposes around them.
+    Dropout and other identities, stacks that are summed, and dead bindings go, and
+    constants are computed.
+
+    Left alone: whatever the rules in ``relay_passes.simplify`` do not know, batch normalisations
+    with ``training=True`` (the op's default), values in between that somebody else reads, other
+    layouts than NCHW, other types than floats, functions that another pass has marked as primitive,
+    branches, and local functions. Every rule computes in float64.
+    Applied twice the pass does what it does once.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
+        """Simplify every Relax function of ``mod``."""
+        tidy = tvm.transform.Sequential(
+            [
+                relax.transform.CanonicalizeBindings(),
+                relax.transform.DeadCodeElimination(),  # what is dead must not count as a reader
+            ]
+        )
+        mod = _simplify(tidy(relax.transform.Normalize()(mod)))
+        if _has_constant_kernels(mod):
+            mod = _simplify(tidy(relax.transform.FoldConstant()(mod)))
+        return tidy(mod)
+
+
+def _simplify(mod: tvm.IRModule) -> tvm.IRModule:
+    table: dict[str, list[Rule]] = {}
+    for rule, names in RULES:
+        for name in names:
+            table.setdefault(name, []).append(rule)
+    result = tvm.IRModule(mod.functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    for global_var, func in _functions(mod):
+        graph = Graph(mod, func)
+        changed = False
+        while graph.sweep(table):
+            changed = True
+        if changed:
+            result.update_func(global_var, graph.to_function())
+    return result
+
+
+def _has_constant_kernels(mod: tvm.IRModule) -> bool:
+    return any(
+        needs_kernel(value) for _, func in _functions(mod) for value in Graph(mod, func).values()
+    )
+
+
+def _functions(mod: tvm.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function]]:
+    """The Relax functions that no other pass has claimed."""
+    claims = ("Primitive", "Composite", "Codegen")
+    return [
+        (global_var, func)
+        for global_var, func in mod.functions_items()
+        if isinstance(func, relax.Function)
+        and isinstance(func.body, relax.SeqExpr)
+        and not any(claim in func.attrs for claim in claims)
+    ]

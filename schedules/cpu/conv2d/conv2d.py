@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule rule of a single packed convolution: dense, grouped or depthwise.
+
+Loop nest (``units`` are rows, or pixel tiles where the layer is flat)::
+
+    parallel image, chunk of units, chunk of block tiles
+      for group of units that fits L2
+        for block tile            # or inside the pixel loops, when the weights fit L1
+          for part of the input blocks
+            for unit, pixel tile
+              micro-kernel, which goes on from the sums of the part before
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from tvm import s_tir, tirx
+from tvm.s_tir.dlight import ScheduleRule
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+
+from schedules.errors import OpError
+from schedules.workload.conv2d import Conv2DKernel, from_json
+
+from ..core.kernel_builder import KernelBuilder
+from ..core.machine import CPUInfo
+from ..core.micro_kernel import Index, LayerOperands, Reduction, loop
+from ..core.tiles import Run, Span, chunk, split_evenly
+from ..cost.conv2d_knobs import Conv2DKnobs
+from ..cost.cost_model import default_conv2d_knobs
+from .register_tile_nest import (
+    block_runs,
+    compute_tile,
+    flatten,
+    for_each_block_tile,
+    is_flat,
+    pixel_nest,
+    weight_lines,
+    weight_turns,
+)
+
+
+class Conv2D(ScheduleRule):
+    """Rule for functions that legalization marked as one packed convolution.
+
+    Takes static image sizes (the batch may be symbolic) in ``NCHW[x]c``, or NCHW data with a packed
+    output; returns None for everything else.
+    """
+
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool) -> s_tir.Schedule | None:
+        """Schedule ``func`` for a CPU target with the default knobs."""
+        kernel = packed_kernel(func, target, layers=1)
+        if kernel is None:
+            return None
+        knobs = default_conv2d_knobs(kernel, CPUInfo.from_target(target))
+        return conv2d_template(func, kernel, knobs)
+
+
+def packed_kernel(
+    func: tirx.PrimFunc, target: Target, layers: int, winograd: bool = False
+) -> Conv2DKernel | None:
+    """The workload of a marked function, or None if the packed templates cannot take it."""
+    text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
+    if target.kind.name != "llvm" or text is None:
+        return None
+    kernel = from_json(str(text))
+    packed = kernel.out_layout != "NCHW" and None not in (kernel.height, kernel.width)
+    mine = len(kernel.layers) == layers and bool(kernel.winograd) == winograd
+    return kernel if packed and mine else None
+
+
+def operands(
+    builder: KernelBuilder, kernel: Conv2DKernel, image: Index, position: int = 0
+) -> LayerOperands:
+    """The operands of a function with parameters data, weight, bias[, residual], output."""
+    layer = kernel.layers[position]
+    weight = builder.buffers[1 + 2 * position]
+    return LayerOperands(
+        layer=layer,
+        source=builder.feature_map(0, image),
+        output=builder.feature_map(-1, image),
+        weight=builder.flat[1 + 2 * position],
+        bias=builder.flat[2 + 2 * position],
+        residual=builder.feature_map(-2, image) if kernel.residual else None,
+        lanes=int(weight.shape[-1]),
+        in_blocks=1 if layer.is_depthwise else int(weight.shape[1]),
+        out_blocks=int(weight.shape[0]),
+        dtype=kernel.dtype,
+    )
+
+
+def conv2d_template(
+    func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: Conv2DKnobs
+) -> s_tir.Schedule:
+    """Write the loop nest of the module's docstring.
+
+    Raises
+    ------
+    OpError
+        If ``ic_o`` does not divide the input blocks, or comes with ``blocks_inside``.
+    """
+    builder = KernelBuilder(func)
+    with builder.body():
+        pieces = knobs.unit_chunks * knobs.block_chunks
+        with T.parallel(0, builder.batch * pieces) as index:
+            image, piece = tirx.floordiv(index, pieces), tirx.floormod(index, pieces)
+            ops = operands(builder, kernel, image)
+            if ops.in_blocks % knobs.ic_o or (knobs.blocks_inside and knobs.ic_o > 1):
+                raise OpError(
+                    f"ic_o is {knobs.ic_o}; expected a divisor of the {ops.in_blocks} input "
+                    "blocks, and 1 with blocks_inside"
+                )
+            if is_flat(ops):
+                ops = flatten(ops, 0, ops.output.height)
+            runs = block_runs(ops, knobs.blocks)
+            tiles = sum(count for _, count, _ in runs)
+            units = chunk(
+                count_units(ops, knobs.pixels),
+                tirx.floordiv(piece, knobs.block_chunks),
+                knobs.unit_chunks,
+            )
+            blocks = chunk(tiles, tirx.floormod(piece, knobs.block_chunks), knobs.block_chunks)
+            longest = -(-count_units(ops, knobs.pixels) // knobs.unit_chunks)
+            knobs = replace(knobs, unit_group=min(knobs.unit_group, longest))
+            if knobs.unit_group == longest:
+                _nest(ops, units, runs, blocks, knobs)
+            else:
+                with T.serial(0, -(-longest // knobs.unit_group)) as group:
+                    start = units[0] + group * knobs.unit_group
+                    stop = tirx.min(units[1], start + knobs.unit_group)
+                    _nest(ops, (start, stop), runs, blocks, knobs)
+    return builder.schedule()
+
+
+def count_units(ops: LayerOperands, pixels: int) -> int:
+    """How many pieces the pixels can be shared out in: tiles of a flat layer, else rows."""
+    return len(split_evenly(ops.output.width, pixels)) if is_flat(ops) else ops.output.height
+
+
+def _nest(
+    ops: LayerOperands,
+    units: Span,
+    runs: list[tuple[int, int, int]],
+    blocks: Span,
+    knobs: Conv2DKnobs,
+) -> None:
+    """Both orders of block tiles and pixels over one group of units."""
+    flat = is_flat(ops)
+    rows, tiles = ((0, 1), units) if flat else (units, None)
+    if knobs.blocks_inside:
+
+        def over_blocks(row: Index, run: Run, column: Index) -> None:
+            for block, size in for_each_block_tile(runs, blocks):
+                compute_tile(ops, block, size, row, run, column)
+
+        pixel_nest(ops, rows, knobs.pixels, over_blocks, tiles)
+        return
+    count = ops.in_blocks // knobs.ic_o
+    turns = weight_turns(ops, knobs.pixels) if knobs.prefetch else 0
+    passes = knobs.unit_group if flat else knobs.unit_group * turns
+    for block, size in for_each_block_tile(runs, blocks):
+        with loop(0, knobs.ic_o) as part:
+            reduction = Reduction(part * count, count, part == 0, part == knobs.ic_o - 1)
+            tile = functools.partial(
+                compute_tile,
+                ops,
+                block,
+                size,
+                reduction=reduction,
+                turns=turns,
+                lines=weight_lines(ops, size, passes),
+            )
+            pixel_nest(ops, rows, knobs.pixels, tile, tiles)

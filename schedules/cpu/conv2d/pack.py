@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule rule of the layout changes between NCHW and NCHW[x]c: transposes in registers."""
+
+from __future__ import annotations
+
+from tvm import s_tir, tirx
+from tvm.s_tir.dlight import ScheduleRule
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+
+from ..core.kernel_builder import KernelBuilder
+from ..core.machine import CPUInfo
+from ..core.micro_kernel import loop
+from ..core.tiles import Index, chunk
+from .register_transpose import Lanes, Planes, move_pixels
+
+# Elements below which one core does all.
+SERIAL_ELEMENTS = 16_384
+
+
+class Pack(ScheduleRule):
+    """Rule for functions that legalization marked as ``pack`` or ``unpack``.
+
+    Takes static images of at least ``x`` pixels with a power of two of lanes (the batch may be
+    symbolic); returns None for everything else.
+    """
+
+    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool) -> s_tir.Schedule | None:
+        """Schedule ``func`` for a CPU target."""
+        kind = str(func.attrs.get("tvm_fusion.op", "")) if func.attrs else ""
+        if target.kind.name != "llvm" or kind not in ("pack", "unpack"):
+            return None
+        plain, packed = func.params if kind == "pack" else reversed(func.params)
+        extents = [*plain.shape[1:], *packed.shape[1:]]
+        if not all(isinstance(extent, tirx.IntImm) for extent in extents):
+            return None
+        channels, height, width = (int(extent) for extent in plain.shape[1:])
+        lanes = int(packed.shape[4])
+        if lanes < 2 or lanes & (lanes - 1) or height * width < lanes:
+            return None
+        cores = CPUInfo.from_target(target).num_cores
+        pieces = cores if channels * height * width >= SERIAL_ELEMENTS else 1
+        return _template(func, kind == "pack", channels, height * width, lanes, pieces)
+
+
+def _template(
+    func: tirx.PrimFunc, packing: bool, channels: int, pixels: int, lanes: int, pieces: int
+) -> s_tir.Schedule:
+    """Share groups of ``lanes`` pixels out to ``pieces`` cores."""
+    builder = KernelBuilder(func)
+    groups, full, rest = pixels // lanes, channels // lanes, channels % lanes
+    blocks = full + (rest > 0)
+    pieces = min(pieces, groups)
+    with builder.body():
+        with T.parallel(0, builder.batch * pieces) as index:
+            image, piece = tirx.floordiv(index, pieces), tirx.floormod(index, pieces)
+            first, last = chunk(groups, piece, pieces)
+            start = first * lanes
+            # The piece with the last group also takes the pixels behind it.
+            stop: Index = pixels
+            if pieces > 1:
+                end: tirx.Expr = last * lanes
+                stop = tirx.Select(last == groups, tirx.const(pixels, end.ty.dtype), end)
+            plain, packed = builder.flat if packing else reversed(builder.flat)
+
+            def move(block: Index, used: int) -> None:
+                planes = Planes(plain, (image * channels + block * lanes) * pixels + start, pixels)
+                block_lanes = Lanes(packed, ((image * blocks + block) * pixels + start) * lanes)
+                source, target = (planes, block_lanes) if packing else (block_lanes, planes)
+                move_pixels(source, target, stop - start, lanes, used)
+
+            if full:
+                with loop(0, full) as block:
+                    move(block, lanes)
+            if rest:
+                move(full, rest)
+    return builder.schedule()

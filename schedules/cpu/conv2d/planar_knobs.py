@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a pair is computed on planes, and with which knobs.
+
+Measured against the nest that packs and unpacks, with two cores:
+
+AVX2, Zen 3
+    Planes win where the input's rows hold seven vectors or more, by up to 1.27x at 112 pixels and
+    32 channels. On shorter rows the vectors at the border, which need shuffles, and the overlap of
+    the last one cost more than the changes of layout that planes save.
+AVX-512, Zen 4
+    With the input in the cache, planes win from 28 pixels on: by 1.2x to 1.5x at 112 pixels, 1.05x
+    to 1.4x at 56, 1.02x to 1.1x at 28; the most where the output has few channels, so that little
+    but the input is packed. Inputs of 5 MB that come from memory take 1.2 times as long as packed
+    ones, unless layer two asks for the next step's rows: 0.7 (one noisy run). What
+    planes lose is the rest of a step's last vector, so steps have the rows that leave least of it:
+    14 rows of 28 pixels (24.5 vectors) take 0.9 of the time of 4 rows (7 vectors, but four steps
+    for 14 rows). Inputs of 14 pixels lose 4 % or more. Register tiles of 6 x 4, 8 x 3 and 4 x 3
+    differ by some percent, which of them is best by the pair.
+
+Other vector units have other numbers of registers and other shuffles, and were not measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel
+
+from ..core.machine import CPUInfo
+from .planar_nest import PlanarKnobs, takes_planar
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What was found for a vector unit.
+
+    Parameters
+    ----------
+    wide_row : int
+        Pixels of an input row from which on planes pay.
+    most_rows : dict[int, int]
+        By step of columns, the rows of a step beyond which more gain nothing by themselves, or
+        their input pushes out what they become.
+    longest : int
+        Most rows of a step where they leave less of its last vector; 0 if that is not looked at.
+    tile_rows : dict[int, int]
+        By step of columns, the rows of a depthwise tile; more leave no registers for the weights.
+    outputs, vectors : int
+        Register tile of layer two.
+    ahead : bool
+        Whether layer two asks for what layer one will read in the next step.
+    """
+
+    wide_row: int
+    most_rows: dict[int, int]
+    longest: int
+    tile_rows: dict[int, int]
+    outputs: int
+    vectors: int
+    ahead: bool
+
+
+_UNITS = {
+    256: _Unit(56, {1: 7, 2: 4}, 0, {1: 4, 2: 3}, 4, 3, False),
+    512: _Unit(28, {1: 7, 2: 4}, 14, {1: 7, 2: 7}, 6, 4, True),
+}
+_SHORTEST = 8  # lanes of a vector of layer one
+
+
+def prefers_planar(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
+    """Whether a kernel is computed on planes.
+
+    The weights of layer two are read again for each tile of pixels, so they must fit half the L2.
+    Each core's piece must fill a register tile.
+    """
+    unit = _UNITS.get(cpu.vector_bits)
+    if unit is None or not cpu.has_fma or kernel.lanes != cpu.lanes(kernel.dtype):
+        return False
+    if int(kernel.width or 0) < unit.wide_row or not takes_planar(kernel, _row_lanes(kernel)):
+        return False
+    height, width = _out_size(kernel)
+    if height // _pieces(kernel, cpu) * width < unit.vectors * kernel.lanes:
+        return False
+    weights = kernel.layers[1].weight_elements() * ITEM_BYTES[kernel.dtype]
+    return weights <= cpu.l2_bytes / 2
+
+
+def default_planar_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> PlanarKnobs:
+    """Return the knobs for a kernel that :func:`prefers_planar` takes.
+
+    Each core gets a piece. Steps have the number of rows that multiplies least in vain, and of
+    equals the largest whose intermediate fits the L2 beside the weights.
+    """
+    layer1, layer2 = kernel.layers
+    unit, stride = _UNITS.get(cpu.vector_bits, _UNITS[256]), layer1.strides[1]
+    height, width = _out_size(kernel)
+    h_t = _pieces(kernel, cpu)
+    item = ITEM_BYTES[kernel.dtype]
+    free = cpu.costs.cache_share * cpu.l2_bytes - layer2.weight_elements() * item
+    fitting = int(free / (layer1.out_channels * width * item))
+    largest = max(1, min(height // h_t, fitting))
+    most = min(largest, unit.most_rows[stride])
+    share = -(-height // h_t)
+    lanes1, lanes2 = _row_lanes(kernel), kernel.lanes
+    while lanes2 > largest * width:
+        lanes2 //= 2
+    taps = layer1.kernel[0] * layer1.kernel[1]
+
+    def multiplied(rows: int) -> int:
+        """What the steps of a piece compute: rows, or multiply-adds for an input channel."""
+        steps = -(-share // rows)
+        if not unit.longest:
+            return steps * rows
+        one = rows * -(-width // lanes1) * lanes1 * taps
+        two = -(-rows * width // lanes2) * lanes2 * layer2.out_channels
+        return steps * (one + two)
+
+    # One row uses too little of what it loads.
+    sizes = [*range(most, min(most, 2) - 1, -1), *range(most + 1, min(largest, unit.longest) + 1)]
+    return PlanarKnobs(
+        h_t=h_t,
+        h=min(sizes, key=multiplied),
+        rows=unit.tile_rows[stride],
+        outputs=unit.outputs,
+        vectors=unit.vectors,
+        lanes1=lanes1,
+        lanes2=lanes2,
+        ahead=unit.ahead,
+    )
+
+
+def _out_size(kernel: Conv2DKernel) -> tuple[int, int]:
+    return kernel.layers[0].output_size(int(kernel.height or 1), int(kernel.width or 1))
+
+
+def _pieces(kernel: Conv2DKernel, cpu: CPUInfo) -> int:
+    """Pieces of the rows, for each core to have one."""
+    return min(_out_size(kernel)[0], cpu.num_cores // gcd(kernel.batch or 1, cpu.num_cores))
+
+
+def _row_lanes(kernel: Conv2DKernel) -> int:
+    """The longest vectors that fit the rows of layer one, down to :data:`_SHORTEST`."""
+    lanes = kernel.lanes
+    while lanes > _SHORTEST and not takes_planar(kernel, lanes):
+        lanes //= 2
+    return lanes

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loop nests over register tiles, shared by the rules for single and fused convolutions.
+
+A layer's output region is rows x tiles of a row x channel blocks. A pointwise layer on whole rows
+is *flat*: its rows are one long row, so that 7 x 7 pixels are cut as 49 and not as 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from tvm import tirx
+
+from ..core.micro_kernel import (
+    FeatureMap,
+    Index,
+    LayerOperands,
+    Reduction,
+    cancelled,
+    dense_tile,
+    loop,
+    own_block_tile,
+)
+from ..core.prefetch import line_elements, lines_a_step
+from ..core.tiles import Run, Span, block_tiles, row_runs, split_evenly
+
+
+def is_flat(ops: LayerOperands) -> bool:
+    """Whether rows of input and output follow each other without a gap and see one tap only."""
+    whole = all(
+        image.row_stride == image.width * image.lanes
+        for image in (ops.source, ops.output, ops.residual)
+        if image is not None
+    )
+    return ops.layer.is_pointwise and whole
+
+
+def flatten(ops: LayerOperands, row: Index, rows: int) -> LayerOperands:
+    """The same layer on one long row that holds ``rows`` rows, beginning with ``row``."""
+
+    def flat(image: FeatureMap) -> FeatureMap:
+        start = image.offset + cancelled(row - image.first_row) * image.row_stride
+        pixels = rows * image.width
+        return replace(
+            image,
+            offset=start,
+            row_stride=pixels * image.lanes,
+            height=1,
+            width=pixels,
+            first_row=0,
+        )
+
+    residual = None if ops.residual is None else flat(ops.residual)
+    return replace(ops, source=flat(ops.source), output=flat(ops.output), residual=residual)
+
+
+def block_runs(ops: LayerOperands, tile: int) -> list[tuple[int, int, int]]:
+    """Cut the output blocks into register tiles: ``(first block, number of tiles, V)`` each."""
+    sizes = block_tiles(ops.layer, ops.lanes, ops.out_blocks, tile)
+    runs: list[tuple[int, int, int]] = []
+    start = 0
+    for size in sizes:
+        if runs and runs[-1][2] == size:
+            first, count, _ = runs[-1]
+            runs[-1] = (first, count + 1, size)
+        else:
+            runs.append((start, 1, size))
+        start += size
+    return runs
+
+
+def for_each_block_tile(
+    runs: list[tuple[int, int, int]], span: Span | None
+) -> Iterator[tuple[Index, int]]:
+    """Open a loop over the tiles of output blocks; yields (first block, ``V``).
+
+    ``span`` limits it to tiles ``[start, stop)``, counted over all runs.
+    """
+    before = 0
+    for first, count, size in runs:
+        bounds = _clip(before, count, span)
+        if bounds is not None:
+            with loop(*bounds) as tile:
+                yield first + (tile - before) * size, size
+        before += count
+
+
+def for_each_pixel_tile(runs: list[Run], span: Span | None) -> Iterator[tuple[Run, Index]]:
+    """Open a loop over the tiles of a row; yields (run, first pixel)."""
+    for run in runs:
+        bounds = _clip(run.first, run.count, span)
+        if bounds is not None:
+            with loop(*bounds) as tile:
+                yield run, run.start + (tile - run.first) * run.size
+
+
+def _clip(first: int, count: int, span: Span | None) -> Span | None:
+    """The tiles ``[first, first + count)`` that lie in ``span``; None where it is known empty."""
+    if span is None:
+        return first, first + count
+    start, stop = span
+    if isinstance(start, int) and isinstance(stop, int):
+        start, stop = max(first, start), min(first + count, stop)
+        return (start, stop) if start < stop else None
+    return tirx.max(first, start), tirx.min(first + count, stop)
+
+
+def compute_tile(
+    ops: LayerOperands,
+    block: Index,
+    blocks: int,
+    row: Index,
+    run: Run,
+    column: Index,
+    reduction: Reduction | None = None,
+    turns: int = 0,
+    lines: int = 1,
+) -> None:
+    """Call the micro-kernel of the layer's kind."""
+    if ops.group_lanes:
+        own_block_tile(ops, block, row, run, column)
+    else:
+        whole = Reduction(0, ops.in_blocks)
+        dense_tile(ops, block, blocks, row, run, column, reduction or whole, turns, lines)
+
+
+def weight_turns(ops: LayerOperands, pixels: int) -> int:
+    """Tiles of a row that can ask in turns for the weights that come next; 0 if none can."""
+    packed = ops.group_lanes == 0 and ops.source.lanes > 1
+    return len(split_evenly(ops.output.width, pixels)) if packed else 0
+
+
+def weight_lines(ops: LayerOperands, blocks: int, tiles: int) -> int:
+    """Cache lines that a step of a tile asks for, so that ``tiles`` tiles ask for all that come."""
+    return lines_a_step(blocks * ops.step * ops.lanes // line_elements(ops.dtype), tiles)
+
+
+def pixel_nest(
+    ops: LayerOperands,
+    rows: Span,
+    tile: int,
+    body: Callable[[Index, Run, Index], None],
+    tiles: Span | None = None,
+) -> None:
+    """Loop over rows and over the tiles of each row.
+
+    Parameters
+    ----------
+    ops : LayerOperands
+        The layer.
+    rows : Span
+        Output rows ``[start, stop)``.
+    tile : int
+        Pixels of a register tile.
+    body : Callable
+        Gets the row, the run and the column of each tile.
+    tiles : Span | None
+        Which tiles of a row; all if None.
+    """
+    runs = row_runs(ops.layer, ops.source.width, ops.output.width, tile)
+    with loop(*rows) as row:
+        for run, column in for_each_pixel_tile(runs, tiles):
+            body(row, run, column)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening a scheduled function with the signature of the function that it implements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from schedules.errors import OpError
+from schedules.tir.vector_math import vectorize_math
+
+from .micro_kernel import FeatureMap, Index
+
+MAX_ELEMENTS = 2**31 - 1
+"""As many as a 32-bit integer counts."""
+
+
+class KernelBuilder:
+    """Writes a function with the parameters and attributes of ``func``.
+
+    Attributes
+    ----------
+    flat : list[tirx.Buffer]
+        One-dimensional views of the parameters, in order, valid inside :meth:`body`.
+    """
+
+    def __init__(self, func: tirx.PrimFunc):
+        self.func = func
+        self.buffers = list(func.params)
+        self.flat: list[tirx.Buffer] = []
+        self._result: tirx.PrimFunc | None = None
+
+    @property
+    def batch(self) -> Index:
+        """Number of images, which the loop over them counts.
+
+        It has 64 bits where it is symbolic, or where 32 bits do not count a parameter's elements;
+        then so have the offsets of the images. Within an image they have 32 bits.
+
+        Raises
+        ------
+        OpError
+            If an image has more elements than 32 bits count.
+        """
+        batch = self.buffers[0].shape[0]
+        sizes = [_elements(buffer, 1) for buffer in self.buffers]
+        if max(sizes) > MAX_ELEMENTS:
+            buffer = self.buffers[sizes.index(max(sizes))]
+            raise OpError(
+                f"{self.func.attrs.get('tvm_fusion.op', 'kernel')}: an image of {buffer.name!r} of "
+                f"shape {', '.join(map(_text, buffer.shape))} has {max(sizes)} elements; "
+                f"at most {MAX_ELEMENTS} can be compiled: use smaller images"
+            )
+        if not isinstance(batch, tirx.IntImm):
+            return batch
+        wide = any(_elements(buffer, 0) > MAX_ELEMENTS for buffer in self.buffers)
+        return tirx.IntImm("int64", int(batch)) if wide else int(batch)
+
+    @contextmanager
+    def body(self) -> Iterator[None]:
+        """Open the function; what is built inside becomes its body."""
+        with IRBuilder() as builder:
+            with T.prim_func(s_tir=True):
+                T.func_name("main")
+                for buffer in self.buffers:
+                    T.arg(buffer.name, buffer)
+                T.func_attr(dict(self.func.attrs))
+                with T.sblock("root"):
+                    T.reads()
+                    T.writes()
+                    self.flat = [self._flatten(buffer) for buffer in self.buffers]
+                    yield
+        written = builder.get()  # named by the builder; the module names it by its variable
+        named = "global_symbol" in self.func.attrs
+        self._result = written if named else written.without_attr("global_symbol")
+
+    def schedule(self) -> s_tir.Schedule:
+        """The finished function as a schedule, its elementary functions as vector code."""
+        assert self._result is not None, "body() has not been closed"
+        return s_tir.Schedule(tvm.IRModule({"main": vectorize_math(self._result)}))
+
+    @staticmethod
+    def _flatten(buffer: tirx.Buffer) -> tirx.Buffer:
+        size: tirx.Expr = tirx.IntImm("int64", 1)
+        for extent in buffer.shape:
+            size = size * extent
+        return T.decl_buffer((size,), buffer.dtype, data=buffer.data)
+
+    def feature_map(self, position: int, image: Index) -> FeatureMap:
+        """The parameter at ``position`` as the feature map of one image of the batch.
+
+        Five-dimensional parameters are ``NCHW[x]c``, four-dimensional ones NCHW.
+        """
+        shape = [int(extent) for extent in self.buffers[position].shape[1:]]
+        lanes = shape[3] if len(shape) == 4 else 1
+        channels, height, width = shape[:3]
+        plane = height * width * lanes
+        return FeatureMap(
+            buffer=self.flat[position],
+            offset=image * (channels * plane),
+            block_stride=plane,
+            row_stride=width * lanes,
+            lanes=lanes,
+            height=height,
+            width=width,
+        )
+
+
+def _text(extent: tirx.Expr) -> str:
+    return str(int(extent) if isinstance(extent, tirx.IntImm) else extent)
+
+
+def _elements(buffer: tirx.Buffer, first: int) -> int:
+    """Product of a buffer's known extents from the ``first`` on."""
+    extents = buffer.shape[first:]
+    return math.prod(int(extent) for extent in extents if isinstance(extent, tirx.IntImm))

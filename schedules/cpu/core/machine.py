@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a schedule has to know of the CPU that it is written for.
+
+Everything comes from the target; only the cache sizes are read from the running machine, and only
+when the target names exactly this machine's CPU, so that cross-compiled code does not depend on
+where it was compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from tvm import DataType
+from tvm.target import Target
+from tvm.target.codegen import llvm_get_cpu_features, llvm_get_system_cpu
+
+from schedules.errors import TargetError
+
+from .machine_costs import MachineCosts, costs_of
+
+_SYSFS_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
+_DEFAULT_CACHES = (32 * 1024, 512 * 1024, 8 * 1024 * 1024)
+_SIZE_SUFFIXES = {"K": 1024, "M": 1024**2, "G": 1024**3}
+
+
+@dataclass(frozen=True)
+class CPUInfo:
+    """Vector unit, registers, caches and cores of a target CPU.
+
+    Parameters
+    ----------
+    vector_bits : int
+        Width of one vector register: 512, 256 or 128.
+    num_vector_registers : int
+        How many vector registers a kernel may use: 32 for AVX-512 and AArch64, else 16.
+    has_fma : bool
+        Whether a multiply-add is one instruction.
+    num_cores : int
+        How many threads a kernel should feed.
+    l1d_bytes, l2_bytes : int
+        Data caches of one core.
+    l3_bytes : int
+        Last-level cache, shared by all cores.
+    family : str
+        LLVM's name of the CPU; empty if the target names none.
+    """
+
+    vector_bits: int
+    num_vector_registers: int
+    has_fma: bool
+    num_cores: int
+    l1d_bytes: int
+    l2_bytes: int
+    l3_bytes: int
+    family: str = ""
+
+    @property
+    def costs(self) -> MachineCosts:
+        """What the cost models assume of it."""
+        return costs_of(self.family, self.vector_bits)
+
+    @property
+    def fma_per_cycle(self) -> float:
+        """Multiply-adds of whole vectors that a core starts in a cycle."""
+        return self.costs.fma_per_cycle(self.vector_bits)
+
+    def lanes(self, dtype: str | DataType) -> int:
+        """How many elements of ``dtype`` one vector register holds (at least 1)."""
+        bits = max(8, DataType(str(dtype)).bits)
+        return max(1, self.vector_bits // bits)
+
+    @classmethod
+    def from_target(cls, target: Target) -> CPUInfo:
+        """Read the CPU from an ``llvm`` target.
+
+        Parameters
+        ----------
+        target : Target
+            A target of kind ``llvm``; ``mcpu``, ``mattr``, ``mtriple`` and ``num-cores`` are read.
+
+        Returns
+        -------
+        CPUInfo
+            The same object for equal targets.
+        """
+        if target.kind.name != "llvm":
+            raise TargetError(
+                f"target kind is {target.kind.name!r}; the CPU schedules need 'llvm': "
+                "pass an llvm target, for example {'kind': 'llvm', 'mcpu': 'x86-64-v3'}"
+            )
+        return _from_text(str(target))
+
+
+@lru_cache(maxsize=64)
+def _from_text(text: str) -> CPUInfo:
+    target = Target(text)
+    features = llvm_get_cpu_features(target)
+    bits, registers, fma = _vector_unit(features, _is_aarch64(target))
+    l1d, l2, l3 = _caches(target)
+    family = str(target.attrs.get("mcpu", ""))
+    return CPUInfo(bits, registers, fma, _num_cores(target), l1d, l2, l3, family)
+
+
+def _vector_unit(features: set[str], aarch64: bool) -> tuple[int, int, bool]:
+    """Vector bits, number of vector registers and whether there is a fused multiply-add."""
+    if "avx512f" in features:
+        return 512, 32, True
+    if "avx2" in features:
+        return 256, 16, "fma" in features
+    if aarch64:
+        return 128, 32, True
+    return 128, 16, "fma" in features or "vfp4" in features
+
+
+def _is_aarch64(target: Target) -> bool:
+    triple = str(target.attrs.get("mtriple", ""))
+    return bool(target.attrs.get("feature.is_aarch64", False)) or triple.startswith(
+        ("aarch64", "arm64")
+    )
+
+
+def _num_cores(target: Target) -> int:
+    """The target's ``num-cores``, else the processors that this process may use."""
+    cores = target.attrs.get("num-cores")
+    if cores is not None:
+        return max(1, int(cores))
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
+
+
+def _caches(target: Target) -> tuple[int, int, int]:
+    """L1 data, L2 and L3 bytes: of this machine if the target names its CPU, else defaults."""
+    if str(target.attrs.get("mcpu", "")) != str(llvm_get_system_cpu()):
+        return _DEFAULT_CACHES
+    found = _read_sysfs_caches(_SYSFS_CACHE)
+    l1d, l2, l3 = (
+        found.get(level, size) for level, size in zip((1, 2, 3), _DEFAULT_CACHES, strict=True)
+    )
+    return l1d, l2, l3
+
+
+def _read_sysfs_caches(root: Path) -> dict[int, int]:
+    """Bytes of the data or unified cache of each level below ``root``; empty if unreadable."""
+    sizes: dict[int, int] = {}
+    for index in sorted(root.glob("index*")):
+        try:
+            level = int((index / "level").read_text())
+            kind = (index / "type").read_text().strip()
+            size = _parse_size((index / "size").read_text().strip())
+        except (OSError, ValueError):
+            continue
+        if kind != "Instruction" and size > 0:
+            sizes[level] = size
+    return sizes
+
+
+def _parse_size(text: str) -> int:
+    """Bytes of a text such as ``512K``."""
+    factor = _SIZE_SUFFIXES.get(text[-1:].upper())
+    return int(text[:-1]) * factor if factor else int(text)

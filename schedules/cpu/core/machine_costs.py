@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cost models of the CPU kernels assume of a machine: one table a CPU family.
+
+The defaults of :class:`MachineCosts` are those of Zen 3. They were fitted to the times that
+``examples/benchmarks/knobs.py`` recorded there, and so were the figures of the other families that
+differ from them: ``examples/benchmarks/results`` has the times under the names of the CPUs, and
+``tests/schedules/cpu/cost/test_cost_model.py`` holds the tables to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MachineCosts:
+    """Cycles, bytes a cycle and shares, of one core where nothing else is said.
+
+    Parameters
+    ----------
+    fma_bits_per_cycle : int
+        Bits of vectors whose multiply-adds start in a cycle, of two vectors at most.
+    loads_per_cycle : float
+        Loads of single elements.
+    weight_loads : float
+        A vector of weights, counted in loads of single elements.
+    fma_latency : float
+        Cycles; a chain without slack also shows every late load.
+    bytes_per_cycle : tuple[float, float, float, float]
+        From L1, L2, L3 and memory into registers.
+    memory_cores : float
+        Cores that saturate the memory; more share it.
+    cache_share : float
+        Share of a cache that a kernel's own data may fill.
+    leak : float
+        Share of the smaller of arithmetic and traffic that the larger does not hide.
+    body : float
+        Loop control of one body of at most :data:`.micro_kernel.UNROLLED_STEPS` steps.
+    drain : float
+        An accumulator beyond those in flight: the next tile begins late ...
+    window : float
+        ... unless it has few instructions, and two operations stand before each store.
+    partial : float
+        A partial sum is stored and loaded.
+    depthwise_tap : float
+        A tap of a chain that is too long for the next tile to overlap with all of it.
+    inside : float
+        A tile of pixels writes to all channel planes, whose addresses crowd the same sets.
+    tight, spill : float
+        A step of a tile that leaves the compiler no register; an accumulator without a register,
+        stored and loaded in each step.
+    start : float
+        Bounds of a loop over pixels, and a branch that is predicted wrongly.
+    store : float
+        Traffic of a written byte: a line is read for ownership before it is written.
+    miss : float
+        A byte of weights that the core waits for.
+    skip : float
+        Share of the traffic of strides that skip pixels, which nothing hides.
+    fork : float
+        Waking the threads and waiting for the last one.
+    kept : float
+        Share of the L2 that a pair's data and intermediate may fill without loss.
+    edge : float
+        A line that another core is about to write.
+    transpose_bytes_per_cycle : float
+        Of transposes in registers within a kernel.
+    layout_bytes_per_cycle : float
+        Of a kernel that changes the layout, each byte counted once.
+    winograd_data, winograd_inverse : tuple[float, float]
+        Winograd's transforms of a vector into and out of tiles of 2x2 and of 4x4, a point.
+    winograd_efficiency : float
+        Share of the peak that products of full register tiles reach.
+    winograd_task : float
+        Beginning a task.
+    """
+
+    fma_bits_per_cycle: int = 512
+    loads_per_cycle: float = 1.77
+    weight_loads: float = 1.37
+    fma_latency: float = 4.08
+    bytes_per_cycle: tuple[float, float, float, float] = (float("inf"), 36.0, 20.0, 3.8)
+    memory_cores: float = 2.0
+    cache_share: float = 0.75
+    leak: float = 0.05
+    body: float = 1.1
+    drain: float = 5.5
+    window: float = 256.0
+    partial: float = 1.0
+    depthwise_tap: float = 1.07
+    inside: float = 5.3
+    tight: float = 0.38
+    spill: float = 3.6
+    start: float = 40.0
+    store: float = 1.5
+    miss: float = 0.008
+    skip: float = 0.9
+    fork: float = 6000.0
+    kept: float = 0.6
+    edge: float = 16.0
+    transpose_bytes_per_cycle: float = 16.0
+    layout_bytes_per_cycle: float = 6.0
+    winograd_data: tuple[float, float] = (4.0, 7.5)
+    winograd_inverse: tuple[float, float] = (3.0, 5.0)
+    winograd_efficiency: float = 0.93
+    winograd_task: float = 2000.0
+
+    def fma_per_cycle(self, vector_bits: int) -> float:
+        """Multiply-adds of whole vectors that start in a cycle."""
+        return min(2.0, self.fma_bits_per_cycle / vector_bits)
+
+
+ZEN_3 = MachineCosts()
+# Vectors of 512 bits go through the units, and to and from the L1, in two halves.
+# A chain of taps is hidden: each of its multiply-adds takes two turns.
+ZEN_4 = MachineCosts(
+    fma_bits_per_cycle=512,
+    depthwise_tap=0.36,
+    winograd_data=(8.0, 15.0),
+    winograd_inverse=(6.0, 10.0),
+)
+# Two whole vectors of 512 bits a cycle, an L1 and an L2 that are read 64 bytes at a time.
+ZEN_5 = MachineCosts(
+    fma_bits_per_cycle=1024,
+    loads_per_cycle=1.5,
+    weight_loads=1.2,
+    fma_latency=4.0,
+    bytes_per_cycle=(float("inf"), 43.0, 20.0, 6.6),
+    cache_share=0.94,
+    leak=0.03,
+    body=1.4,
+    drain=2.8,
+    window=320.0,
+    partial=2.6,
+    depthwise_tap=0.91,
+    inside=5.2,
+    start=54.0,
+    miss=0.016,
+    kept=0.96,
+    edge=5.9,
+)
+
+FAMILIES = {"znver3": ZEN_3, "znver4": ZEN_4, "znver5": ZEN_5}
+
+
+def costs_of(family: str, vector_bits: int) -> MachineCosts:
+    """The table of a CPU by LLVM's name for it; of the measured family most like it, if unknown.
+
+    Like Zen 5, Intel's servers start two multiply-adds of 512 bits a cycle.
+    """
+    return FAMILIES.get(family) or (ZEN_5 if vector_bits == 512 else ZEN_3)

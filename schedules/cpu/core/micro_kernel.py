@@ -1,0 +1,588 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Register-tiled micro-kernels of packed convolutions, written into a function under construction.
+
+A micro-kernel computes ``P`` pixels x ``V`` vectors of output channels with all accumulators in
+registers over the whole reduction: it starts from the bias (or a partial sum), ends with residual
+and activation, and touches the output once. The reduction runs over input blocks, kernel rows,
+kernel columns and lanes; each step broadcasts ``P`` input elements and loads ``V`` weight vectors
+for ``P x V`` multiply-adds (the batch-reduce GEMM of Georganas et al., arXiv 1906.06440).
+Zero padding costs nothing: rows outside the image shorten the loop over kernel rows, and
+border tiles know their taps (:mod:`.tiles`).
+
+Where groups of ``g`` channels share a block, a step loads ``P`` input vectors and ``g`` weight
+vectors. Each of the ``P x g`` accumulators sums, in the lane of an input channel, what it adds to
+the output channel ``j`` lanes apart (``i ^ j``); at the end those of a pixel change lanes
+and become one. Depthwise layers are the case ``g = 1``. Other groups that cut blocks apart take
+their inputs in pieces that lie in one block, and where an output block belongs to several groups,
+each lane selects the element of its own.
+
+Each accumulator is a buffer of its own, of one vector and of scope ``global``: TVM 0.27 puts that
+on the stack, where LLVM turns it into a register. Buffers of scope ``local``, and those of more
+than 1,024 bytes, are taken from the heap, and stay in memory.
+
+The functions here may only be called between the ``with`` statements of an open ``IRBuilder``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from tvm import sym, tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.compute.conv2d import activate
+from schedules.workload.conv2d import ConvLayer
+
+from .prefetch import line_elements, prefetch
+from .tiles import Index, Run
+
+# Kernel row, kernel column, and the pixels of the tile that see this tap.
+Tap = tuple[Index, Index, tuple[int, int]]
+
+# Steps of the reduction that are unrolled: of sixteen, LLVM 22 loads all broadcasts first, and
+# spills them.
+UNROLLED_STEPS = 8
+LANES_OF_128_BITS = 4
+
+
+@dataclass(frozen=True)
+class FeatureMap:
+    """A feature map, or a tile of one, inside a flat buffer.
+
+    Parameters
+    ----------
+    buffer : tirx.Buffer
+        One-dimensional.
+    offset : Index
+        Element of the first stored block, row and column.
+    block_stride, row_stride, lanes : int
+        Elements from one channel block, row, pixel to the next; ``lanes`` is 1 for NCHW data.
+    height, width : int
+        Extents of the whole image, beyond which zeros are read.
+    first_row, first_block : Index
+        Image row and channel block that are stored first.
+    is_local : bool
+        Whether the buffer belongs to a block of the nest, rather than to the function's parameters.
+    """
+
+    buffer: tirx.Buffer
+    offset: Index
+    block_stride: int
+    row_stride: int
+    lanes: int
+    height: int
+    width: int
+    first_row: Index = 0
+    first_block: Index = 0
+    is_local: bool = False
+
+    def at(self, block: Index, row: Index, column: Index) -> Index:
+        """Element offset of lane 0 of a pixel."""
+        return (
+            self.offset
+            + cancelled(block - self.first_block) * self.block_stride
+            + cancelled(row - self.first_row) * self.row_stride
+            + column * self.lanes
+        )
+
+
+def cancelled(index: Index) -> Index:
+    """Simplify a difference: what cancels only later makes TVM 0.27's regions divide by zero."""
+    return index if isinstance(index, int) else sym.Analyzer().simplify(index)
+
+
+@dataclass(frozen=True)
+class LayerOperands:
+    """Everything that a micro-kernel of one layer reads and writes.
+
+    Parameters
+    ----------
+    layer : ConvLayer
+        Attributes; channel counts are the true ones.
+    source, output : FeatureMap
+        Input and output.
+    weight : tirx.Buffer
+        Flat, in the packed layouts of :mod:`schedules.compute.conv2d`.
+    bias : tirx.Buffer | None
+        Likewise; None stands for zeros.
+    residual : FeatureMap | None
+        Added before the activation.
+    lanes : int
+        Output channels in a block (``x``).
+    in_blocks : int
+        Input blocks that one output channel reads, or pieces of ``step`` channels of its group; 1
+        where blocks read their own block only.
+    out_blocks : int
+        Blocks of the output.
+    dtype : str
+        Element type.
+    met : int
+        Groups that the output blocks at hand belong to.
+    """
+
+    layer: ConvLayer
+    source: FeatureMap
+    output: FeatureMap
+    weight: tirx.Buffer
+    bias: tirx.Buffer | None
+    residual: FeatureMap | None
+    lanes: int
+    in_blocks: int
+    out_blocks: int
+    dtype: str
+    met: int = 1
+
+    @property
+    def group_lanes(self) -> int:
+        """Channels of a group, if each block reads its own block only, else 0."""
+        return self.layer.group_lanes(self.lanes)
+
+    @property
+    def step(self) -> int:
+        """Channels of an input block, or of a piece that a group is read in."""
+        return self.layer.input_step(self.source.lanes)
+
+    @property
+    def vector(self) -> str:
+        """Type of one vector of output channels."""
+        return f"{self.dtype}x{self.lanes}"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The part of layer two's input blocks that one call sums up.
+
+    ``first`` and ``last`` say whether this part starts from the bias and whether it ends with the
+    post-ops; a constant, or a condition on a loop variable.
+    """
+
+    start: Index
+    count: int
+    first: tirx.Expr | bool = True
+    last: tirx.Expr | bool = True
+
+
+@contextmanager
+def loop(start: Index, stop: Index) -> Iterator[Index]:
+    """A serial loop, or none where it runs exactly once.
+
+    The loop itself starts at zero: TVM 0.27's ``CanonicalizeLoop`` loses the offset of a loop whose
+    variable stands in the bounds of an inner loop.
+    """
+    if isinstance(start, int) and isinstance(stop, int) and stop - start == 1:
+        yield start
+    else:
+        with T.serial(0, stop - start) as variable:
+            yield start + variable
+
+
+def dense_tile(
+    ops: LayerOperands,
+    block: Index,
+    blocks: int,
+    row: Index,
+    run: Run,
+    column: Index,
+    reduction: Reduction,
+    turns: int = 0,
+    lines: int = 1,
+) -> None:
+    """Compute ``run.size`` pixels x ``blocks`` channel blocks of a dense or grouped layer.
+
+    Parameters
+    ----------
+    ops : LayerOperands
+        The layer.
+    block, blocks : Index, int
+        First output block and their number ``V``; all in one group.
+    row, column : Index
+        Output pixel at which the tile starts.
+    run : Run
+        Its number of pixels ``P`` and its taps.
+    reduction : Reduction
+        Which input blocks are summed.
+    turns : int
+        Tiles of a row, if they take turns in asking for the weights that come next: of the next
+        part of the reduction, or after the last one of the next ``V`` blocks; else 0.
+    lines : int
+        Cache lines that a step of a tile then asks for: several where tiles are few.
+    """
+    layer, width = ops.layer, ops.layer.out_channels // ops.layer.groups
+    met = layer.groups_met(ops.lanes) if layer.groups > 1 else 1
+    arguments = block, blocks, row, run, column, reduction, turns, lines
+    if met == 1 or width < ops.lanes:
+        _dense_tile(replace(ops, met=met), *arguments)
+        return
+    with T.If(tirx.floormod(block * ops.lanes, width) > width - ops.lanes):
+        with T.Then():
+            _dense_tile(replace(ops, met=met), *arguments)
+        with T.Else():
+            _dense_tile(ops, *arguments)
+
+
+def _dense_tile(
+    ops: LayerOperands,
+    block: Index,
+    blocks: int,
+    row: Index,
+    run: Run,
+    column: Index,
+    reduction: Reduction,
+    turns: int,
+    lines: int,
+) -> None:
+    """Compute a tile whose output blocks belong to ``ops.met`` groups."""
+    with _tile_block(ops.source):
+        lanes = ops.lanes
+        sums = accumulators(run.size * blocks, lanes, ops.dtype)
+        ahead: list[Index] = []
+        if turns:
+            tile = run.first + tirx.floordiv(column - run.start, run.size)
+            turn = (row * turns + tile) * lines
+            ahead = [
+                next_weights(ops, block, blocks, reduction, turn + line) for line in range(lines)
+            ]
+        _start(ops, sums, block, blocks, row, run, column, reduction)
+        if ops.source.lanes > 1:
+            for in_block, channels in _input_blocks(ops, reduction):
+                for tap in _taps(ops, row, run):
+                    where = (row, column), in_block, tap
+                    _multiply(ops, sums, (block, blocks), *where, channels, ahead)
+        else:
+            # Channels innermost: pixels that neighbouring kernel columns share would otherwise be
+            # kept in registers from column to column, and push the accumulators out.
+            for tap in _taps(ops, row, run):
+                with loop(reduction.start, reduction.start + reduction.count) as in_block:
+                    _multiply(ops, sums, (block, blocks), (row, column), in_block, tap, 1)
+        _finish(ops, sums, block, blocks, row, run, column, reduction)
+
+
+def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, column: Index) -> None:
+    """Compute ``run.size`` pixels of one channel block that reads its own input block only."""
+    whole, width = Reduction(0, 1), ops.group_lanes
+    with _tile_block(ops.source):
+        lanes, layer = ops.lanes, ops.layer
+        sums = accumulators(run.size * width, lanes, ops.dtype)
+        ends = sums[::width]
+        _start(ops, ends, block, 1, row, run, column, whole)
+        for total in (sums[k] for k in range(len(sums)) if k % width):
+            _store(total, T.broadcast(tirx.const(0, ops.dtype), lanes), 0, lanes)
+        for kh, kw, (low, high) in _taps(ops, row, run, unroll_columns=width == 1):
+            weight = ((block * layer.kernel[0] + kh) * layer.kernel[1] + kw) * (width * lanes)
+            in_row, in_column = _source_pixel(layer, row, column, kh, kw)
+            origin = ops.source.at(block, in_row, in_column)
+            # Pixels innermost: LLVM keeps them in registers, and one vector of weights.
+            for j, p in itertools.product(range(width), range(low, high)):
+                pixel = _load(ops.source.buffer, origin + p * (layer.strides[1] * lanes), lanes)
+                product = pixel * _load(ops.weight, weight + j * lanes, lanes)
+                total = sums[p * width + j]
+                _store(total, _load(total, 0, lanes) + product, 0, lanes)
+        for p in range(run.size):
+            _join(sums[p * width : (p + 1) * width], lanes)
+        _finish(ops, ends, block, 1, row, run, column, whole)
+
+
+@contextmanager
+def _tile_block(source: FeatureMap) -> Iterator[None]:
+    """Open the block of a tile, which reads the whole of a local source as far as TVM knows.
+
+    Else TVM's ``CompactBufferAllocation`` joins the regions of all its reads, which takes minutes
+    where many tiles begin with rows that only the task knows.
+    """
+    with T.sblock("tile"):
+        if source.is_local:
+            T.reads(source.buffer[0 : source.buffer.shape[0]])
+            T.sblock_attr({"explicit_read_region": [0]})
+        else:
+            T.reads()
+        T.writes()
+        yield
+
+
+def _join(sums: Sequence[tirx.Buffer], lanes: int) -> None:
+    """Add to the first accumulator the others, each with its lanes ``j`` apart."""
+    half = len(sums) // 2
+    while half:
+        order = [lane ^ half for lane in range(lanes)]
+        for low, high in zip(sums[:half], sums[half : 2 * half], strict=True):
+            moved = tirx.Shuffle([_load(high, 0, lanes)], order)
+            _store(low, _load(low, 0, lanes) + moved, 0, lanes)
+        half //= 2
+
+
+def accumulators(count: int, lanes: int, dtype: str) -> list[tirx.Buffer]:
+    """Vectors in registers, for the body of an open ``T.sblock``."""
+    return [T.sblock_alloc_buffer((lanes,), dtype) for _ in range(count)]
+
+
+def _input_blocks(ops: LayerOperands, reduction: Reduction) -> Iterator[tuple[Index, int]]:
+    """Open the loops over the input blocks; yield each with its number of channels.
+
+    The last block of a whole sum may have few; in a part of a sum, whose last block is known only
+    when it runs, missing channels are summed as zeros.
+    """
+    lanes, stop = ops.step, reduction.start + reduction.count
+    rest = ops.layer.in_channels % lanes if ops.layer.groups == 1 else 0
+    whole = reduction.start == 0 and reduction.count == ops.in_blocks
+    if not (rest and isinstance(reduction.start, int) and whole):
+        with loop(reduction.start, stop) as in_block:
+            yield in_block, lanes
+        return
+    if ops.in_blocks > 1:
+        with loop(0, ops.in_blocks - 1) as in_block:
+            yield in_block, lanes
+    yield ops.in_blocks - 1, rest
+
+
+def _group_inputs(ops: LayerOperands, block: Index, piece: Index) -> list[tuple[Index, Index]]:
+    """Where the groups that an output block belongs to have a piece: input blocks and lanes."""
+    layer = ops.layer
+    if layer.groups == 1:
+        return [(piece, 0)]
+    first = tirx.floordiv(block * ops.lanes, layer.out_channels // layer.groups)
+    groups = [tirx.min(first + k, layer.groups - 1) for k in range(ops.met)]
+    pieces = [group * ops.in_blocks + piece for group in groups]
+    each = ops.lanes // ops.step
+    return [(tirx.floordiv(at, each), tirx.floormod(at, each) * ops.step) for at in pieces]
+
+
+def _selected(ops: LayerOperands, block: Index, elements: Sequence[tirx.Expr]) -> tirx.Expr:
+    """In each lane the element of the group that the lane's output channel belongs to."""
+    lanes, width = ops.lanes, ops.layer.out_channels // ops.layer.groups
+    start = tirx.floormod(block * lanes, width)
+    result = T.broadcast(elements[0], lanes)
+    for k, element in enumerate(elements[1:], 1):
+        behind = T.ramp(start, 1, lanes) >= T.broadcast(T.int32(k * width), lanes)
+        result = tirx.Select(behind, T.broadcast(element, lanes), result)
+    return result
+
+
+def _load(buffer: tirx.Buffer, offset: Index, lanes: int) -> tirx.Expr:
+    return buffer[T.ramp(offset, 1, lanes)] if lanes > 1 else buffer[offset]
+
+
+def _store(buffer: tirx.Buffer, value: tirx.Expr, offset: Index, lanes: int) -> None:
+    T.buffer_store(buffer, value, [T.ramp(offset, 1, lanes) if lanes > 1 else offset])
+
+
+def _source_pixel(
+    layer: ConvLayer, row: Index, column: Index, kh: Index, kw: Index
+) -> tuple[Index, Index]:
+    return (
+        row * layer.strides[0] + kh * layer.dilation[0] - layer.padding[0],
+        column * layer.strides[1] + kw * layer.dilation[1] - layer.padding[1],
+    )
+
+
+def _taps(ops: LayerOperands, row: Index, run: Run, unroll_columns: bool = False) -> Iterator[Tap]:
+    """Open the loops over the kernel and yield its taps with the pixels that see them.
+
+    Neighbouring columns that the same pixels see are one loop: unrolled, the pixels that they share
+    would be kept in registers from column to column, and push the accumulators out. Short bodies
+    unroll all columns; a tap that no pixel sees is left out.
+    """
+    low, high = _visible_rows(ops, row)
+    with loop(low, high) as kh:
+        for span, columns in itertools.groupby(range(len(run.taps)), key=run.taps.__getitem__):
+            if span[0] == span[1]:
+                continue
+            first, *rest = columns
+            if unroll_columns:
+                for kw in (first, *rest):
+                    yield kh, kw, span
+            else:
+                with loop(first, first + 1 + len(rest)) as kw:
+                    yield kh, kw, span
+
+
+def _visible_rows(ops: LayerOperands, row: Index) -> tuple[Index, Index]:
+    """Kernel rows whose input row exists, for output row ``row``."""
+    layer, height = ops.layer, ops.source.height
+    taps, dilation, top = layer.kernel[0], layer.dilation[0], layer.padding[0]
+    last = (ops.output.height - 1) * layer.strides[0] + (taps - 1) * dilation - top
+    low: Index = 0
+    high: Index = taps
+    origin = row * layer.strides[0] - top
+    if top > 0:
+        low = tirx.max(0, tirx.floordiv(dilation - 1 - origin, dilation))
+    if last >= height:
+        high = tirx.min(taps, tirx.floordiv(height - 1 - origin, dilation) + 1)
+    return low, high
+
+
+def next_weights(
+    ops: LayerOperands, block: Index, blocks: int, reduction: Reduction, turn: Index
+) -> Index:
+    """Where a tile begins to ask for weights: tiles take turns, until all lines are asked for.
+
+    The weights of a part are ``V`` pieces of ``steps`` squares of lanes; a turn asks for as many
+    lines of one piece as it has steps.
+
+    Parameters
+    ----------
+    ops : LayerOperands
+        The layer.
+    block, blocks : Index, int
+        First output block of the tile and their number ``V``.
+    reduction : Reduction
+        The part of the input blocks that the tile sums.
+    turn : Index
+        Number of the tile among those of the same blocks and part.
+
+    Returns
+    -------
+    Index
+        Element of the packed weights from which the tile's step 0 (input block 0, tap 0) counts.
+    """
+    layer, lanes = ops.layer, ops.lanes
+    taps, square = layer.kernel[0] * layer.kernel[1], ops.step * lanes
+    line = line_elements(ops.dtype)
+    turns = max(1, square // line)
+    piece = block + tirx.floormod(tirx.floordiv(turn, turns), blocks)
+    start: Index = reduction.start + reduction.count
+    if reduction.last is True:
+        piece, start = piece + blocks, 0
+    elif reduction.last is not False:
+        piece = tirx.Select(reduction.last, piece + blocks, piece)
+        start = tirx.Select(reduction.last, 0, start)
+    lines = tirx.floormod(turn, turns) * reduction.count - reduction.start
+    return (piece * ops.in_blocks + start) * (taps * square) + lines * (taps * line)
+
+
+def _multiply(
+    ops: LayerOperands,
+    sums: Sequence[tirx.Buffer],
+    out: tuple[Index, int],
+    pixel: tuple[Index, Index],
+    in_block: Index,
+    tap: Tap,
+    channels: int,
+    ahead: Sequence[Index] = (),
+) -> None:
+    """All multiply-adds of one tap and the ``channels`` of one input block (within the group).
+
+    They take long enough to ask for cache lines of weights, one counted from each of ``ahead``.
+    """
+    layer, lanes, source, square = ops.layer, ops.lanes, ops.source, ops.step * ops.lanes
+    block, blocks = out
+    kh, kw, span = tap
+    taps = layer.kernel[0] * layer.kernel[1]
+    per_block = ops.in_blocks * taps * square
+    position = (in_block * taps + kh * layer.kernel[1] + kw) * square
+    weight = block * per_block + position
+    in_pixel = _source_pixel(layer, *pixel, kh, kw)
+    origins = [source.at(at, *in_pixel) + lane for at, lane in _group_inputs(ops, block, in_block)]
+    pixel_step = layer.strides[1] * source.lanes
+    for start in ahead:
+        step = in_block * taps + kh * layer.kernel[1] + kw
+        prefetch(ops.weight, start + step * line_elements(ops.dtype), level=2)
+    # A tile of one vector may be a whole row: without a loop, LLVM would keep the elements that
+    # kernel columns share, and push the accumulators out.
+    most = UNROLLED_STEPS
+    if layer.groups > 1 and lanes > LANES_OF_128_BITS:
+        most = min(UNROLLED_STEPS, max(1, ops.step // 2))
+    pixels = [[origin + p * pixel_step for p in range(*span)] for origin in origins]
+    element = _elements(ops, block, pixels)
+    for lane in _channel_steps(channels, most):
+        vectors = [
+            _load(ops.weight, weight + v * per_block + lane * lanes, lanes) for v in range(blocks)
+        ]
+        for number, p in enumerate(range(*span)):
+            factor = element(number, lane)
+            for v, vector in enumerate(vectors):
+                total = sums[p * blocks + v]
+                _store(total, _load(total, 0, lanes) + factor * vector, 0, lanes)
+
+
+def _elements(
+    ops: LayerOperands, block: Index, pixels: Sequence[Sequence[Index]]
+) -> Callable[[int, Index], tirx.Expr]:
+    """Return a function that gives an element of a pixel, by number and channel, in all lanes.
+
+    ``pixels`` are those of each group that the output block belongs to. Vectors of 128 bits are
+    loaded once a pixel: NEON multiplies by one of their lanes, where single elements would take a
+    load and a register each.
+    """
+    source, lanes = ops.source, ops.lanes
+    if len(pixels) == 1 and ops.step == source.lanes == lanes == LANES_OF_128_BITS:
+        vectors = [T.bind(_load(source.buffer, pixel, lanes)) for pixel in pixels[0]]
+        return lambda number, lane: tirx.Shuffle([vectors[number]], [int(lane)] * lanes)
+
+    def element(number: int, lane: Index) -> tirx.Expr:
+        return _selected(ops, block, [source.buffer[group[number] + lane] for group in pixels])
+
+    return element
+
+
+def _channel_steps(count: int, most: int) -> Iterator[Index]:
+    """Open a loop over the channels of an input block, ``most`` at a time unrolled."""
+    whole, rest = divmod(count, most)
+    if whole > 1:
+        with T.serial(0, whole) as part:
+            for step in range(most):
+                yield part * most + step
+        first = whole * most
+    else:
+        first, rest = 0, count
+    yield from range(first, first + rest)
+
+
+def _start(
+    ops: LayerOperands,
+    sums: Sequence[tirx.Buffer],
+    block: Index,
+    blocks: int,
+    row: Index,
+    run: Run,
+    column: Index,
+    reduction: Reduction,
+) -> None:
+    """Fill the accumulators with the bias, or with the partial sums of an earlier part."""
+    lanes = ops.lanes
+    for p in range(run.size):
+        for v in range(blocks):
+            if ops.bias is None:
+                value = T.broadcast(tirx.const(0, ops.dtype), lanes)
+            else:
+                value = _load(ops.bias, (block + v) * lanes, lanes)
+            if reduction.first is not True:
+                partial = _load(ops.output.buffer, ops.output.at(block + v, row, column + p), lanes)
+                value = tirx.if_then_else(reduction.first, value, partial)
+            _store(sums[p * blocks + v], value, 0, lanes)
+
+
+def _finish(
+    ops: LayerOperands,
+    sums: Sequence[tirx.Buffer],
+    block: Index,
+    blocks: int,
+    row: Index,
+    run: Run,
+    column: Index,
+    reduction: Reduction,
+) -> None:
+    """Write the accumulators, with residual and activation once the sum is complete."""
+    lanes = ops.lanes
+
+    def write(complete: bool) -> None:
+        for p in range(run.size):
+            for v in range(blocks):
+                value = _load(sums[p * blocks + v], 0, lanes)
+                if complete:
+                    if ops.residual is not None:
+                        at = ops.residual.at(block + v, row, column + p)
+                        value = value + _load(ops.residual.buffer, at, lanes)
+                    value = activate(value, ops.layer.activation, ops.dtype)
+                _store(ops.output.buffer, value, ops.output.at(block + v, row, column + p), lanes)
+
+    if reduction.last is True:
+        write(True)
+        return
+    with T.If(reduction.last):
+        with T.Then():
+            write(True)
+        with T.Else():
+            write(False)

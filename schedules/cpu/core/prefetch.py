@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking for data before it is needed."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.workload.conv2d import ITEM_BYTES
+
+from .tiles import Index
+
+CACHE_LINE_BYTES = 64
+MOST_LINES = 16  # asked for in one step, more than a core can wait for at a time
+
+
+def line_elements(dtype: str) -> int:
+    """How many elements a cache line holds."""
+    return CACHE_LINE_BYTES // ITEM_BYTES[dtype]
+
+
+def lines_a_step(needed: int, tiles: int) -> int:
+    """How many of the ``needed`` cache lines each of ``tiles`` has to ask for in a step."""
+    return max(1, min(MOST_LINES, -(-needed // max(1, tiles))))
+
+
+def prefetch(buffer: tirx.Buffer, offset: Index, level: int = 1, write: bool = False) -> None:
+    """Ask for the cache line of an element; beyond the buffer it does nothing.
+
+    May only be called between the ``with`` statements of an open ``IRBuilder``.
+
+    Parameters
+    ----------
+    buffer : tirx.Buffer
+        One-dimensional.
+    offset : Index
+        The element.
+    level : int
+        The cache that shall hold it, 1 or 2.
+    write : bool
+        Whether it will be written, so that no other core may have it.
+    """
+    purpose, locality, data = T.int32(int(write)), T.int32(4 - level), T.int32(1)
+    address = T.address_of(buffer[offset])
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, purpose, locality, data))

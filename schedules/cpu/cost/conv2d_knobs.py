@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the template of a single convolution leaves open, and all settings worth a try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel
+
+from ..core.machine import CPUInfo
+from .register_tile import register_tiles
+
+# A smaller part of the weights is used up before its loop has started.
+LEAST_PART_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Conv2DKnobs:
+    """What the template leaves open.
+
+    Parameters
+    ----------
+    pixels, blocks : int
+        The register tile: pixels x channel blocks.
+    unit_chunks, block_chunks : int
+        Parallel pieces of the units and of the block tiles.
+    unit_group : int
+        Units whose input stays in L2 while all block tiles pass over it.
+    blocks_inside : bool
+        Whether the loop over block tiles runs inside the pixel loops.
+    ic_o : int
+        Parts of the reduction, a divisor of the input blocks: the weights of one part and block
+        tile stay in L1 while all pixels pass over them. 1 where ``blocks_inside``.
+    prefetch : bool
+        Whether the micro-kernel asks for the weights that come next. Of no use to depthwise layers
+        and NCHW data.
+    """
+
+    pixels: int
+    blocks: int
+    unit_chunks: int
+    block_chunks: int
+    unit_group: int
+    blocks_inside: bool
+    ic_o: int = 1
+    prefetch: bool = False
+
+
+def conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Conv2DKnobs]:
+    """All settings that the cost model compares, each of them legal.
+
+    Weights are always asked for ahead where they can be.
+    """
+    layer = kernel.layers[0]
+    plain = kernel.data_layout == "NCHW"
+    flat = layer.is_pointwise and not plain
+    out_h, out_w = layer.output_size(int(kernel.height or 1), int(kernel.width or 1))
+    row = out_h * out_w if flat else out_w
+    out_blocks = -(-layer.out_channels // kernel.lanes)
+    for pixels, blocks in register_tiles(layer, row, kernel.lanes, cpu):
+        units = -(-row // pixels) if flat else out_h
+        for unit_chunks, block_chunks in shares(kernel.batch or 1, cpu.num_cores):
+            if unit_chunks > units or block_chunks > -(-out_blocks // blocks):
+                continue
+            if plain and block_chunks > 1:  # LLVM 22 unrolls the columns of such tiles, and spills
+                continue
+            for group in _unit_groups(kernel, -(-units // unit_chunks), units, cpu):
+                share = pixels, blocks, unit_chunks, block_chunks, group
+                if layer.group_lanes(kernel.lanes):
+                    yield Conv2DKnobs(*share, blocks_inside=False)
+                    continue
+                yield Conv2DKnobs(*share, blocks_inside=True)
+                for parts in (1,) if plain else _reduction_parts(kernel, blocks):
+                    yield Conv2DKnobs(*share, blocks_inside=False, ic_o=parts, prefetch=not plain)
+
+
+def shares(batch: int, cores: int) -> list[tuple[int, int]]:
+    """Parallel pieces of the pixels and of the channels: one piece, or one for each core."""
+    if batch % cores == 0:
+        return [(1, 1)]
+    both = [(pieces, cores // pieces) for pieces in range(1, cores + 1) if cores % pieces == 0]
+    return [(1, 1), *both]
+
+
+def _unit_groups(kernel: Conv2DKernel, longest: int, units: int, cpu: CPUInfo) -> list[int]:
+    """Sizes of a group: all units, or what a part of a cache holds."""
+    layer = kernel.layers[0]
+    if layer.group_lanes(kernel.lanes):
+        return [longest]
+    pixels = int(kernel.height or 1) * int(kernel.width or 1)
+    used = min(1.0, layer.kernel[0] / layer.strides[0])
+    unit_bytes = used * pixels * layer.in_channels * ITEM_BYTES[kernel.dtype] / units
+    budgets = cpu.l1d_bytes / 2, cpu.l2_bytes / 4, cpu.l2_bytes / 2
+    sizes = {max(1, min(longest, int(budget // unit_bytes))) for budget in budgets}
+    return sorted(sizes | {longest}, reverse=True)
+
+
+def _reduction_parts(kernel: Conv2DKernel, blocks: int) -> list[int]:
+    layer = kernel.layers[0]
+    step = layer.input_step(kernel.lanes)
+    in_blocks = -(-(layer.in_channels // layer.groups) // step)
+    block_bytes = prod(layer.kernel) * blocks * step * kernel.lanes * ITEM_BYTES[kernel.dtype]
+    return [
+        parts
+        for parts in range(1, in_blocks + 1)
+        if in_blocks % parts == 0
+        and (parts == 1 or in_blocks // parts * block_bytes >= LEAST_PART_BYTES)
+    ]

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the fused template leaves open, and all settings worth a try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from schedules.errors import OpError
+from schedules.workload.conv2d import Conv2DKernel
+
+from ..core.machine import CPUInfo
+from .conv2d_knobs import shares
+from .fused_conv2d_limits import takes_plain
+from .register_tile import register_tiles
+
+LOOPS = ("oc2", "ic_o", "h_o", "w_o")
+
+
+@dataclass(frozen=True)
+class FusedConv2DKnobs:
+    """What Algorithm 2 leaves open.
+
+    Parameters
+    ----------
+    pixels1, blocks1, pixels2, blocks2 : int
+        Register tiles of the two layers: pixels x channel blocks.
+    h_t, w_t, oc_t : int
+        Parallel pieces of the output's rows, of the tiles of a row, and of the channel tiles.
+    h : int
+        Rows of the output in one step of ``h_o``.
+    w_o : int
+        Pieces of a row in loop ``w_o``.
+    ic_o : int
+        Pieces of the reduction of layer two; a divisor of its input blocks.
+    order : tuple[str, ...]
+        Loops 1 to 4, outermost first.
+    compute_at : int
+        How many of them enclose the computation of layer one, 0 to 4.
+    prefetch : bool
+        Whether the micro-kernels ask for the weights that come next.
+    """
+
+    pixels1: int
+    blocks1: int
+    pixels2: int
+    blocks2: int
+    h_t: int
+    w_t: int = 1
+    oc_t: int = 1
+    h: int = 1
+    w_o: int = 1
+    ic_o: int = 1
+    order: tuple[str, ...] = ("h_o", "w_o", "ic_o", "oc2")
+    compute_at: int = 1
+    prefetch: bool = False
+
+    def __post_init__(self) -> None:
+        if sorted(self.order) != sorted(LOOPS):
+            raise OpError(f"order is {self.order}; expected a permutation of {LOOPS}")
+        if not 0 <= self.compute_at <= len(LOOPS):
+            raise OpError(f"compute_at is {self.compute_at}; expected 0 to {len(LOOPS)}")
+
+
+def check_knobs(kernel: Conv2DKernel, knobs: FusedConv2DKnobs) -> None:
+    """Refuse knobs under which the kernel cannot change the layouts of its data or output."""
+    if not (kernel.plain_data or kernel.plain_out):
+        return
+    if not takes_plain(kernel, kernel.plain_data, kernel.plain_out):
+        raise OpError(
+            f"the pair has plain_data={kernel.plain_data} and plain_out={kernel.plain_out}; "
+            "expected one for which takes_plain is true"
+        )
+    if kernel.plain_out:
+        for name in ("w_t", "w_o", "ic_o"):
+            if getattr(knobs, name) != 1:
+                raise OpError(
+                    f"{name} is {getattr(knobs, name)}; expected 1, because the kernel unpacks "
+                    "whole rows of finished sums"
+                )
+    layer1, layer2 = kernel.layers
+    size = layer1.output_size(int(kernel.height or 1), int(kernel.width or 1))
+    rows = layer2.output_size(*size)[0]
+    if kernel.plain_data and knobs.h_t > rows:
+        raise OpError(f"h_t is {knobs.h_t}; expected at most the {rows} rows of the output")
+    if kernel.plain_data and knobs.ic_o > 1 and layer2.in_channels % kernel.lanes:
+        raise OpError(
+            f"ic_o is {knobs.ic_o}; expected 1, because {layer2.in_channels} channels do not "
+            f"fill blocks of {kernel.lanes}"
+        )
+
+
+def chunk_sizes(extent: int, pieces: int) -> tuple[int, ...]:
+    """The sizes that :func:`chunk` produces."""
+    small, rest = divmod(extent, pieces)
+    return (small, small + 1) if rest else (small,)
+
+
+def mid_extents(
+    kernel: Conv2DKernel, knobs: FusedConv2DKnobs, mid_height: int, out_height: int, blocks: int
+) -> tuple[int, int, int]:
+    """Most output rows, intermediate rows and channel blocks that are alive at the same time.
+
+    All for the range of layer two that is open where layer one is computed.
+    """
+    layer2 = kernel.layers[1]
+    enclosing = knobs.order[: knobs.compute_at]
+    out_rows = max(chunk_sizes(out_height, knobs.h_t))
+    if "h_o" in enclosing:
+        out_rows = min(out_rows, knobs.h)
+    reach = (layer2.kernel[0] - 1) * layer2.dilation[0] + 1
+    rows = min(mid_height, (out_rows - 1) * layer2.strides[0] + reach)
+    return out_rows, rows, blocks // knobs.ic_o if "ic_o" in enclosing else blocks
+
+
+def fused_conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[FusedConv2DKnobs]:
+    """All settings that the cost model compares, each of them legal.
+
+    Whole rows, whole sums, and layer one once for each step of rows: other places of it, pieces of
+    a row and parts of the sum never gained anything worth their search.
+    """
+    for grid in grids(kernel, cpu):
+        for pixels1, blocks1 in tiles_one(kernel, cpu):
+            for pixels2, blocks2 in tiles_two(kernel, grid, cpu):
+                yield grid.knobs((pixels1, blocks1), (pixels2, blocks2))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All of a setting but the register tiles: shares of the cores, and rows at a time."""
+
+    h_t: int
+    oc_t: int
+    h: int
+
+    def knobs(self, tile1: tuple[int, int], tile2: tuple[int, int]) -> FusedConv2DKnobs:
+        """The setting with these register tiles."""
+        return FusedConv2DKnobs(
+            *tile1, *tile2, h_t=self.h_t, oc_t=self.oc_t, h=self.h, prefetch=True
+        )
+
+
+def grids(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Grid]:
+    """Shares and rows at a time (some of those that leave different numbers of steps)."""
+    layer2 = kernel.layers[1]
+    out_h, _ = layer2.output_size(*_mid_size(kernel))
+    for h_t, oc_t in shares(kernel.batch or 1, cpu.num_cores):
+        if h_t > out_h or oc_t > -(-layer2.out_channels // kernel.lanes):
+            continue
+        rows = -(-out_h // h_t)
+        for h in sorted({-(-rows // steps) for steps in (1, 2, 3, 4, 7, 14, 28)} | {1}):
+            yield Grid(h_t, oc_t, h)
+
+
+def tiles_one(kernel: Conv2DKernel, cpu: CPUInfo) -> list[tuple[int, int]]:
+    """Register tiles of layer one; a grouped layer's hold one block."""
+    layer1 = kernel.layers[0]
+    if layer1.groups > 1 and not layer1.group_lanes(kernel.lanes):
+        layer1 = replace(layer1, in_channels=1, out_channels=kernel.lanes, groups=1)
+    row = _mid_size(kernel)[1]
+    return register_tiles(layer1, row, kernel.lanes, cpu)
+
+
+def tiles_two(kernel: Conv2DKernel, grid: Grid, cpu: CPUInfo) -> list[tuple[int, int]]:
+    """Register tiles of layer two, on a row or on all rows of a step."""
+    layer2 = kernel.layers[1]
+    out_w = layer2.output_size(*_mid_size(kernel))[1]
+    row = grid.h * out_w if layer2.is_pointwise else out_w
+    return register_tiles(layer2, row, kernel.lanes, cpu)
+
+
+def _mid_size(kernel: Conv2DKernel) -> tuple[int, int]:
+    return kernel.layers[0].output_size(int(kernel.height or 1), int(kernel.width or 1))

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one loop nest of register tiles costs, in clock cycles of one core.
+
+A nest computes ``R`` rows of one layer: its tiles of ``P`` pixels x ``V`` channel blocks pass over
+all pixels for each block tile, or over all block tiles for each tile of pixels. With ``c`` input
+blocks of ``x`` lanes, ``k`` kernel taps and ``n`` parts of the reduction,
+
+    T         = max(compute, traffic) + LEAK min(compute, traffic) + exposed
+    compute   = multiply_adds + tiles + starts
+    traffic   = weights + data + output
+
+    multiply_adds = sum over tiles, visible taps: s step_cycles(P, V) + body a part of s, with
+                    s the lanes of the c blocks that hold channels, and
+                    tight or spill more a step where all registers are taken, or more
+                    depthwise: P k / fma_per_cycle
+                    groups of g lanes: k step_cycles(P, g)
+                    groups that cut blocks: each pixel's element is loaded once for each group
+                    that an output block belongs to, and D is read once for each group
+    tiles     = sum over tiles: n drain max(0, P V - in flight) late + (n - 1) partial P V
+                with late = 1, or where the sums are clipped
+                (c x k (P V + P + V) / n - window) / (2 window), at least 0, at most 1
+                depthwise: depthwise_tap k; and inside if the block tiles run inside
+    starts    = start for each time that the pixel loops begin
+    weights   = W / B(home) + W (passes - 1) / B(where a block tile's part of them fits)
+    data      = D / B(home) + D (block tiles - 1) / B(where D and the part fit)
+                + the rows that kernels share, where they do not stay in L1
+    output    = store O / B(home) + partial sums
+    exposed   = misses that nothing hides: of weights that are not asked for, and of strides that
+                skip pixels, which the hardware does not predict
+
+``step_cycles`` is that of :mod:`.register_tile`, tails and the missing taps at the border
+included; "in flight" are the multiply-adds that fill the units, ``l f``; ``B(level)`` are the bytes
+a cycle that a core gets from a level. Arithmetic and traffic overlap: the larger counts, and little
+(``leak``) of the other. What is named in lower case is a field of :class:`.MachineCosts`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from schedules.workload.conv2d import ConvLayer
+
+from ..core.machine import CPUInfo
+from ..core.machine_costs import MachineCosts
+from ..core.micro_kernel import UNROLLED_STEPS
+from ..core.prefetch import CACHE_LINE_BYTES, lines_a_step
+from ..core.tiles import row_runs, split_evenly
+from .register_tile import step_cycles
+
+L1, L2, L3, MEMORY = range(4)
+
+CLIPPED = ("relu6", "clip")  # activations of two operations
+
+Sizes = tuple[tuple[int, int], ...]
+
+
+class Terms(NamedTuple):
+    """Cycles of one nest by cause; those of a kernel are their sums."""
+
+    multiply_adds: float = 0.0
+    tiles: float = 0.0
+    starts: float = 0.0
+    weights: float = 0.0
+    data: float = 0.0
+    output: float = 0.0
+    exposed: float = 0.0
+
+    def cycles(self, costs: MachineCosts) -> float:
+        """Arithmetic and traffic overlap."""
+        compute = self.multiply_adds + self.tiles + self.starts
+        traffic = self.weights + self.data + self.output
+        return max(compute, traffic) + costs.leak * min(compute, traffic) + self.exposed
+
+
+class Nest(NamedTuple):
+    """One loop nest.
+
+    Parameters
+    ----------
+    layer : ConvLayer
+        The layer.
+    lanes, source_lanes : int
+        Channels in a block of the output and of the input (1 for NCHW data), or in a piece of a
+        group's inputs.
+    item_bytes : int
+        Bytes of an element.
+    size, out_size : tuple[int, int]
+        Height and width of the layer's whole input and output.
+    pixels : int
+        Pixels of a register tile.
+    vectors : tuple[int, ...]
+        Channel blocks of each block tile.
+    in_blocks : int
+        Input blocks that the nest sums up.
+    prefetch : bool
+        Whether it asks for weights ahead.
+    parts, calls : int
+        Parts of that sum; nests that go on from one another's sums, of which this is one.
+    inside : bool
+        Whether the loop over block tiles runs inside the pixel loops.
+    residual : bool
+        Whether a tensor like the output is read.
+    rows : int
+        Output rows of the nest; 1 where it is flat.
+    flat : Sizes | None
+        Pixels of the tiles of a flat nest, and how many there are of each size.
+    data_bytes, halo_bytes : float
+        Bytes of the input that the nest reads, each once: for the first time, and again after
+        another nest.
+    data_level, weight_level, out_level : int
+        Where they are when the nest begins, or to where they go.
+    """
+
+    layer: ConvLayer
+    lanes: int
+    source_lanes: int
+    item_bytes: int
+    size: tuple[int, int]
+    out_size: tuple[int, int]
+    pixels: int
+    vectors: tuple[int, ...]
+    in_blocks: int
+    prefetch: bool
+    parts: int = 1
+    calls: int = 1
+    inside: bool = False
+    residual: bool = False
+    rows: int = 1
+    flat: Sizes | None = None
+    data_bytes: float = 0.0
+    halo_bytes: float = 0.0
+    data_level: int = L2
+    weight_level: int = MEMORY
+    out_level: int = L2
+
+
+def nest_terms(nest: Nest, cpu: CPUInfo) -> Terms:
+    """Return what a nest costs, by the equations of the module's docstring."""
+    layer, costs = nest.layer, cpu.costs
+    if nest.flat is not None:
+        spans = tiles = nest.flat
+        visible = 1.0
+    else:
+        spans, tiles = _row_spans(layer, nest.size[1], nest.out_size[1], nest.pixels)
+        visible = _visible_rows(layer, nest.size[0], nest.out_size[0])
+    passes = sum(count for _, count in tiles) * nest.rows
+    width = layer.group_lanes(nest.lanes)
+    if width:
+        compute = _own_blocks(nest, spans, passes, visible, cpu)
+    else:
+        compute = _dense(nest, spans, tiles, visible, cpu)
+    vectors = sum(nest.vectors)
+    taps = width or nest.in_blocks * nest.source_lanes
+    block_bytes = taps * layer.kernel[0] * layer.kernel[1] * nest.lanes * nest.item_bytes
+    weights, late = _weights(nest, block_bytes, passes, cpu)
+    pixels = sum(size * count for size, count in tiles) * nest.rows
+    out_bytes = pixels * vectors * nest.lanes * nest.item_bytes
+    output = out_bytes * (costs.store + nest.residual) / nest.calls / bandwidth(nest.out_level, cpu)
+    if nest.parts > 1 or nest.calls > 1:
+        kept = out_bytes * (1 if nest.calls > 1 else max(nest.vectors) / vectors)
+        again = nest.parts - 1 / nest.calls
+        output += 2 * again * out_bytes / bandwidth(fits(2 * kept, cpu), cpu)
+    data, skipped = _data(nest, block_bytes, cpu)
+    missed = 0.0
+    if not width:
+        missed = costs.miss * (late + vectors * block_bytes * (nest.weight_level >= L3))
+        missed *= 1 - _asked_for(nest, passes)
+    return Terms(
+        *compute,
+        weights=weights,
+        data=data,
+        output=output,
+        exposed=missed + costs.skip * skipped,
+    )
+
+
+def fits(size: float, cpu: CPUInfo) -> int:
+    """The first level that holds so many bytes beside what else passes through it."""
+    size /= cpu.costs.cache_share
+    return (size > cpu.l1d_bytes) + (size > cpu.l2_bytes) + (size > cpu.l3_bytes)
+
+
+def bandwidth(level: int, cpu: CPUInfo) -> float:
+    """Bytes a cycle that one core gets from a level while all cores ask."""
+    share = min(1.0, cpu.costs.memory_cores / cpu.num_cores) if level == MEMORY else 1.0
+    return cpu.costs.bytes_per_cycle[level] * share
+
+
+@lru_cache(maxsize=4096)
+def _row_spans(layer: ConvLayer, width: int, out_width: int, pixels: int) -> tuple[Sizes, Sizes]:
+    """Of one row: pixels that see a kernel column with their number, and the sizes of the tiles."""
+    spans: Counter[int] = Counter()
+    tiles: Counter[int] = Counter()
+    for run in row_runs(layer, width, out_width, pixels):
+        tiles[run.size] += run.count
+        for low, high in run.taps:
+            spans[high - low] += run.count
+    del spans[0]
+    return tuple(spans.items()), tuple(tiles.items())
+
+
+@lru_cache(maxsize=4096)
+def _visible_rows(layer: ConvLayer, height: int, out_height: int) -> float:
+    """Kernel rows that lie inside the image, mean over the output rows."""
+    seen = 0
+    for row in range(out_height):
+        first = row * layer.strides[0] - layer.padding[0]
+        seen += sum(0 <= first + kh * layer.dilation[0] < height for kh in range(layer.kernel[0]))
+    return seen / out_height
+
+
+def _dense(
+    nest: Nest, spans: Sizes, tiles: Sizes, visible: float, cpu: CPUInfo
+) -> tuple[float, float, float]:
+    """Cycles of multiply-adds, of tiles and of starts."""
+    costs, registers = cpu.costs, cpu.num_vector_registers
+    lanes = _lanes_summed(nest)
+    bodies = nest.in_blocks * ceil(nest.source_lanes / UNROLLED_STEPS)
+    steps = drain = partial = 0.0
+    count = sum(number for _, number in tiles)
+    kernel_height, kernel_width = nest.layer.kernel
+    reduction = nest.in_blocks * nest.source_lanes * kernel_height * kernel_width / nest.parts
+    loads = 1.0 if nest.layer.groups == 1 else nest.layer.mean_groups_met(nest.lanes)
+    for blocks, times in Counter(nest.vectors).items():
+        for size, number in spans:
+            missing = size * blocks + blocks + 1 - registers
+            lost = costs.spill * missing if missing > 0 else costs.tight * (missing == 0)
+            cycles = lanes * (step_cycles(size, blocks, cpu, loads) + lost) + bodies * costs.body
+            steps += times * number * cycles
+        for size, number in tiles:
+            waiting = max(0, size * blocks - costs.fma_latency * cpu.fma_per_cycle)
+            late = 1.0
+            if nest.layer.activation.kind in CLIPPED:
+                instructions = reduction * (size * blocks + size + blocks)
+                late = min(1.0, max(0.0, (instructions - costs.window) / (2 * costs.window)))
+            drain += times * number * costs.drain * waiting * late
+            partial += times * number * size * blocks * costs.partial
+    each = costs.inside * count * len(nest.vectors) if nest.inside else 0.0
+    ends = nest.rows * (drain * nest.parts + partial * (nest.parts - 1 / nest.calls) + each)
+    starts = costs.start * (1 if nest.inside else len(nest.vectors) * nest.parts)
+    return steps * nest.rows * visible, ends, starts
+
+
+def _lanes_summed(nest: Nest) -> int:
+    """Input lanes that one output channel sums up in this nest: of whole blocks if in parts."""
+    lanes = nest.in_blocks * nest.source_lanes
+    if nest.layer.groups > 1 or nest.parts > 1 or nest.calls > 1:
+        return lanes
+    return min(lanes, nest.layer.in_channels)
+
+
+def _own_blocks(
+    nest: Nest, spans: Sizes, passes: int, visible: float, cpu: CPUInfo
+) -> tuple[float, float, float]:
+    blocks, width = len(nest.vectors), nest.layer.group_lanes(nest.lanes)
+    if width == 1:
+        steps = sum(size * number for size, number in spans) / cpu.fma_per_cycle
+    else:
+        steps = sum(step_cycles(size, width, cpu) * number for size, number in spans)
+    chain = cpu.costs.depthwise_tap * nest.layer.kernel[0] * nest.layer.kernel[1]
+    return steps * nest.rows * visible * blocks, passes * blocks * chain, cpu.costs.start * blocks
+
+
+def _weights(nest: Nest, block_bytes: float, passes: int, cpu: CPUInfo) -> tuple[float, float]:
+    """Cycles of the traffic of weights, and the bytes that come again from beyond the L2."""
+    whole = block_bytes * sum(nest.vectors)
+    kept = whole
+    if not nest.inside:
+        kept = block_bytes * max(nest.vectors) / nest.parts
+    level = fits(kept, cpu)
+    if level == L2 and nest.prefetch:
+        level = max(level, fits(2 * kept, cpu))  # the next ones come while these are used
+    again = whole * (passes - 1)
+    cycles = whole / bandwidth(nest.weight_level, cpu) + again / bandwidth(level, cpu)
+    return cycles, again if level >= L3 else 0.0
+
+
+def _asked_for(nest: Nest, passes: int) -> float:
+    """Share of the weights that ``passes`` tiles ask for before they are needed."""
+    if not nest.prefetch:
+        return 0.0
+    square = nest.source_lanes * nest.lanes * nest.item_bytes // CACHE_LINE_BYTES
+    needed = max(1, max(nest.vectors) * square)
+    return min(1.0, passes * lines_a_step(needed, passes) / needed)
+
+
+def _data(nest: Nest, block_bytes: float, cpu: CPUInfo) -> tuple[float, float]:
+    """Cycles of the traffic of data, and those among them that nothing hides."""
+    layer = nest.layer
+    first = nest.data_bytes / bandwidth(nest.data_level, cpu)
+    first += nest.halo_bytes / bandwidth(L2, cpu)
+    if layer.group_lanes(nest.lanes):
+        return first, 0.0
+    part_bytes = block_bytes * max(nest.vectors) / nest.parts
+    turns, read = float(len(nest.vectors)), nest.data_bytes
+    if layer.groups > 1:  # a block tile reads the data of its group
+        own = layer.out_channels / layer.groups / nest.lanes
+        turns, read = max(1.0, own / max(nest.vectors)), read / layer.groups
+    if nest.inside:
+        turns = 1.0
+    level = fits(read + part_bytes, cpu)
+    level = min(level, L2) if read <= cpu.l2_bytes else max(level, nest.data_level)
+    again = (turns - 1) * nest.data_bytes / bandwidth(level, cpu)
+    skipped = again if layer.strides[1] > layer.kernel[1] and level >= L3 else 0.0
+    if nest.flat is None and layer.kernel[0] > layer.strides[0]:
+        rows = max(1, nest.rows * layer.strides[0])
+        band = nest.data_bytes / rows * layer.kernel[0] / nest.parts
+        if fits(band + part_bytes, cpu) > L1:
+            more = nest.data_bytes * (layer.kernel[0] / layer.strides[0] - 1)
+            again += turns * more / bandwidth(L2, cpu)
+    return first + again, skipped
+
+
+@lru_cache(maxsize=4096)
+def split(extent: int, tile: int) -> tuple[int, ...]:
+    """The sizes of :func:`split_evenly`, remembered."""
+    return tuple(split_evenly(extent, tile))

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a convolution by Winograd's algorithm is cut into tasks, and what that takes.
+
+The output tiles of all images are cut into groups, and the output channels into chunks; a group
+with a chunk is the task of one core. It transforms the data of its group, which every chunk does
+again; multiplies, one matrix product a point; and transforms back. In clock cycles of one core:
+
+- each transform takes some cycles a tile, point and channel block;
+- the products run at the peak, but for register tiles that are not full;
+- weights are a multiple of the direct convolution's, and are read by each task: the first time
+  from memory, since a whole network's pass through the caches between two runs.
+
+All tasks are alike, so that a core's time is that of its share, rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from schedules.workload.conv2d import ITEM_BYTES, ConvLayer
+from schedules.workload.winograd_matrices import TAPS
+
+from ..core.machine import CPUInfo
+from ..core.tiles import split_evenly
+from .register_tile import MAX_VECTORS, most_pixels, row_cycles
+
+# Largest group: its transformed data and products should not leave the L2 far behind.
+MAX_GROUP = 32
+
+# Constants of the model, in cycles and bytes of one core; measure before changing one.
+MEMORY_BYTES_PER_CYCLE = 6.5  # weights that one core alone reads from memory
+MEMORY_CORES = 1.65  # cores that saturate the memory with such reads; more share it
+CACHE_BYTES_PER_CYCLE = 27.0  # weights that the core has read before
+EXPOSED = 0.15  # share of the weights' time that does not overlap with arithmetic
+
+
+@dataclass(frozen=True)
+class WinogradKnobs:
+    """What the template leaves open.
+
+    Parameters
+    ----------
+    group : int
+        Output tiles of a task; the last group may have fewer.
+    block_chunks : int
+        Pieces of the output channel blocks, a divisor of their number.
+    pixels, blocks : int
+        The register tile of the matrix products: tiles x channel blocks.
+    """
+
+    group: int
+    block_chunks: int
+    pixels: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class WinogradPlan:
+    """Knobs, and the cycles of the busiest core that the model predicts for them."""
+
+    knobs: WinogradKnobs
+    cycles: float
+
+
+@dataclass(frozen=True)
+class WinogradShape:
+    """The extents that a plan depends on.
+
+    Parameters
+    ----------
+    size : int
+        Height and width of an output tile.
+    tiles : int
+        Output tiles of all images.
+    in_blocks, out_blocks, lanes : int
+        Channel blocks and their lanes.
+    item_bytes : int
+        Bytes of an element.
+    """
+
+    size: int
+    tiles: int
+    in_blocks: int
+    out_blocks: int
+    lanes: int
+    item_bytes: int
+
+    @property
+    def points(self) -> int:
+        """Multiplications a tile and pair of channels."""
+        return (self.size + TAPS - 1) ** 2
+
+    @classmethod
+    def of(
+        cls,
+        layer: ConvLayer,
+        batch: int,
+        out_size: tuple[int, int],
+        size: int,
+        lanes: int,
+        dtype: str,
+    ) -> WinogradShape:
+        """The extents of ``layer`` for an output of ``out_size`` pixels."""
+        return cls(
+            size=size,
+            tiles=batch * -(-out_size[0] // size) * -(-out_size[1] // size),
+            in_blocks=-(-layer.in_channels // lanes),
+            out_blocks=-(-layer.out_channels // lanes),
+            lanes=lanes,
+            item_bytes=ITEM_BYTES[dtype],
+        )
+
+
+def best_plan(shape: WinogradShape, cpu: CPUInfo) -> WinogradPlan:
+    """The plan of fewest predicted cycles; of equal ones that of the larger groups."""
+    plans = [WinogradPlan(knobs, _cycles(shape, knobs, cpu)) for knobs in _candidates(shape, cpu)]
+    return min(plans, key=lambda plan: (plan.cycles, -plan.knobs.group))
+
+
+def _candidates(shape: WinogradShape, cpu: CPUInfo) -> Iterator[WinogradKnobs]:
+    least = -(-shape.tiles // MAX_GROUP)
+    counts = range(least, min(shape.tiles, least + cpu.num_cores) + 1)
+    for group in sorted({-(-shape.tiles // count) for count in counts}):
+        for chunks in range(1, min(shape.out_blocks, cpu.num_cores) + 1):
+            if shape.out_blocks % chunks == 0:
+                tile = _register_tile(group, shape.out_blocks // chunks, cpu)
+                yield WinogradKnobs(group, chunks, *tile)
+
+
+def _register_tile(group: int, blocks: int, cpu: CPUInfo) -> tuple[int, int]:
+    """Tiles and vectors of the cheapest register tile; on a tie, one that needs no second size."""
+
+    def cost(tile: tuple[int, int]) -> tuple[float, int, float, int]:
+        pixels, vectors = tile
+        sizes = len(set(split_evenly(group, pixels))) * len(set(split_evenly(blocks, vectors)))
+        loads = (pixels + vectors) / (pixels * vectors)
+        return row_cycles(group, blocks, pixels, vectors, cpu), sizes, loads, -pixels
+
+    return min(
+        (
+            (pixels, vectors)
+            for vectors in range(1, min(MAX_VECTORS, blocks) + 1)
+            for pixels in range(1, min(group, most_pixels(cpu, vectors)) + 1)
+        ),
+        key=cost,
+    )
+
+
+def _cycles(shape: WinogradShape, knobs: WinogradKnobs, cpu: CPUInfo) -> float:
+    """Predicted cycles of the busiest core."""
+    costs, blocks = cpu.costs, shape.out_blocks // knobs.block_chunks
+    tasks = -(-shape.tiles // knobs.group) * knobs.block_chunks
+    turns = -(-tasks // cpu.num_cores)
+    rows = row_cycles(knobs.group, blocks, knobs.pixels, knobs.blocks, cpu)
+    products = shape.in_blocks * shape.lanes * rows / costs.winograd_efficiency
+    size = shape.size // 2 - 1
+    moves = shape.in_blocks * costs.winograd_data[size] + blocks * costs.winograd_inverse[size]
+    moves *= knobs.group
+    arithmetic = turns * (shape.points * (products + moves) + costs.winograd_task)
+    weights = shape.points * shape.in_blocks * blocks * shape.lanes**2 * shape.item_bytes
+    busy = min(cpu.num_cores, tasks)
+    memory = weights / (MEMORY_BYTES_PER_CYCLE * min(1.0, MEMORY_CORES / busy))
+    cache = (turns - 1) * weights / CACHE_BYTES_PER_CYCLE
+    return max(arithmetic + EXPOSED * (memory + cache), memory)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule for functions that compute each output element on its own."""
+
+from __future__ import annotations
+
+from tvm import s_tir, tirx
+from tvm.target import Target
+
+from ..core.rule import CPURule
+from ..nests.blocks import open_kernel
+from ..nests.elementwise_nest import schedule_spatial
+from ..nests.loop_transforms import finish, inline_blocks
+
+
+class Elementwise(CPURule):
+    """Injective functions: element-wise, broadcast, cast, concatenation, split, pad, resize, slice.
+
+    All blocks are inlined into the outputs. Loops that every tensor walks contiguously become one,
+    the innermost is cut into vectors and the outermost run in parallel::
+
+        for i in T.parallel(25088):
+            for v in T.vectorized(8):
+                out[i * 8 + v] = T.max(a[i * 8 + v] + b[i * 8 + v], 0)
+
+    A tail overlaps the vector before it. Where a condition depends on the innermost loop (padding,
+    concatenation along it) that loop is cut at the condition instead. Functions with fewer than
+    16384 elements stay serial. Left alone: functions with a reduction, and blocks without a normal
+    form.
+    """
+
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+        """Schedule ``func``, or return None if a block of it reduces."""
+        kernel = open_kernel(func, target)
+        if kernel is None or not all(info.is_injective() for info in kernel.blocks):
+            return None
+        overlaps = []
+        for info in inline_blocks(kernel):
+            overlaps += schedule_spatial(kernel, info.block_rv)
+        return finish(kernel.sch, overlaps)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last rule: any function, as well as can be told without knowing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import s_tir, tirx
+from tvm.s_tir import ScheduleError
+from tvm.s_tir.dlight.cpu.base import CPUScheduleRule
+from tvm.s_tir.schedule import SBlockRV
+from tvm.target import Target
+
+from ..core.machine import CPUInfo
+from ..nests.blocks import Kernel, block_facts, open_kernel
+from ..nests.elementwise_nest import schedule_spatial
+from ..nests.loop_transforms import attempt, finish, inline_blocks, parallel_outer, static_extent
+from ..nests.overlapping_tails import Overlap
+from ..reduce.block_reduction import reduce_block, reducible
+from ..reduce.lane_reduction import is_reduced
+
+
+class Fallback(CPUScheduleRule):
+    """Whatever the other rules leave: several unrelated reductions, symbolic or ragged loops.
+
+    Blocks are inlined where that is possible; each of the others gets a nest of its own, injective
+    ones as in ``Elementwise``, reductions as in ``Reduction``, and where that does not work with
+    its outermost spatial loops in parallel and its innermost one in vectors. A block that takes
+    none of this stays as it is; the rule never fails.
+    """
+
+    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+        """Schedule ``func``; None for other targets, and for functions without a root block."""
+        if not isinstance(func, tirx.PrimFunc) or target.kind.name != "llvm":
+            return None
+        if not _has_root(func):
+            return None  # sorts, scatters and scans write their whole body themselves
+        kernel = open_kernel(func, target)
+        if kernel is None:
+            return _schedule_opaque(func, target)
+        overlaps: list[Overlap] = []
+        for info in inline_blocks(kernel):
+            overlaps += _schedule_block(kernel, info.block_rv)
+        return finish(kernel.sch, overlaps)
+
+
+def _has_root(func: tirx.PrimFunc) -> bool:
+    """Whether a schedule finds the block around all others, by the name that it goes by."""
+    return isinstance(func.body, s_tir.SBlockRealize) and func.body.block.name_hint == "root"
+
+
+def _schedule_block(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
+    """The first way that works, tried on copies."""
+    ways: list[Callable[[Kernel, SBlockRV], list[Overlap]]] = []
+    facts = block_facts(kernel.sch, block)
+    if facts is not None and set(facts.kinds) <= {"S"}:
+        ways = [schedule_spatial]
+    elif facts is not None and reducible(facts):
+        ways = [lambda trial, rv: reduce_block(trial, rv, ())[0]]
+    for way in [*ways, _schedule_plainly]:
+        trial = Kernel(kernel.sch.copy(), kernel.blocks, kernel.cpu)
+        try:
+            overlaps = way(trial, block)
+        except ScheduleError:
+            continue
+        kernel.sch = trial.sch
+        return overlaps
+    return []
+
+
+def _schedule_plainly(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
+    """Vectors along the last spatial loop, inside of the reduced ones; the others in parallel."""
+    sch = kernel.sch
+    facts = block_facts(sch, block)
+    loops = sch.get_loops(block)
+    if facts is None or set(facts.kinds) - set("SR") or not loops:
+        return []
+    spatial = [loop for loop, kind in zip(loops, facts.kinds, strict=True) if kind == "S"]
+    reduced = [loop for loop, kind in zip(loops, facts.kinds, strict=True) if kind == "R"]
+    if not spatial:
+        return []
+    lanes = kernel.lanes(facts)
+    extent = static_extent(sch, spatial[-1])
+    outer, lane = spatial, None
+    if extent is not None and extent % lanes == 0 and reduced:
+        vectors, lane = sch.split(spatial[-1], [None, lanes])
+        outer = [*spatial[:-1], vectors]
+    sch.reorder(*outer, *reduced, *([lane] if lane is not None else []))
+    if lane is not None:
+        sch.vectorize(lane)
+    parallel_outer(sch, outer, kernel.cpu.num_cores)
+    if reduced:
+        sch.decompose_reduction(block, reduced[0])
+    return []
+
+
+def _schedule_opaque(func: tirx.PrimFunc, target: Target) -> s_tir.Schedule:
+    """Functions without a normal form, and empty ones: only what is safe for any block.
+
+    The outermost loop of each nest runs in parallel if it may. Reductions are decomposed, so that
+    the result of reducing nothing is the initial value.
+    """
+    sch = s_tir.Schedule(func)
+    cores = CPUInfo.from_target(target).num_cores
+    for block in sch.get_child_blocks(sch.get_sblock("root")):
+        loops = sch.get_loops(block)
+        reduced = [loop for loop in loops if is_reduced(sch, block, loop)]
+        if loops and cores > 1 and static_extent(sch, loops[0]) != 0:
+            attempt(sch.parallel, loops[0])
+        if reduced:
+            attempt(sch.decompose_reduction, block, reduced[0])
+    return finish(sch)

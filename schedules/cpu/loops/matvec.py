@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vector times a large matrix that is read once, row after row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm.s_tir.schedule import SBlockRV
+
+from ..nests.blocks import Kernel
+from ..nests.fused_consumers import follow_or_copy, vectorize_under
+from ..nests.loop_transforms import open_reduction, parallel_outer, static_extent, unroll
+from ..nests.overlapping_tails import Overlap, Tails
+
+_MOST_STEPS = 8
+
+
+def stream_rows(
+    kernel: Kernel,
+    block: SBlockRV,
+    consumers: Sequence[SBlockRV],
+    vectors: int,
+    row_axis: int | None,
+) -> tuple[list[Overlap], list[SBlockRV]]:
+    """Schedule ``out[m, n] += x[m, k] * w[k, n]`` for few ``m`` and a ``w`` beyond the caches.
+
+    Each thread walks along whole stretches of the rows of ``w``, which the prefetchers follow,
+    while its sums stay in the first-level cache; a register tile of columns would jump from row to
+    row instead::
+
+        for part in T.parallel(2):
+            for k in range(160):
+                for vector in range(63):
+                    for lane in T.vectorized(8):
+                        for step in T.unroll(8):
+                            acc[...] += x[k * 8 + step] * w[k * 8 + step, ...]
+
+    Parameters
+    ----------
+    kernel : Kernel
+        The kernel.
+    block : SBlockRV
+        The reduction, in normal form.
+    consumers : Sequence[SBlockRV]
+        The blocks after it, in order.
+    vectors : int
+        Vectors of columns that one thread takes.
+    row_axis : int | None
+        Which spatial axis ``m`` is, counted as ``open_reduction`` does, if there is one; all of it
+        is computed side by side.
+
+    Returns
+    -------
+    tuple[list[Overlap], list[SBlockRV]]
+        Overlapping tiles, and the consumers that could not be computed with it.
+    """
+    sch = kernel.sch
+    facts, outer, reduced = open_reduction(kernel, block)
+    width = static_extent(sch, outer[-1]) or 1
+    lanes = min(width, kernel.lanes(facts))
+    vectors = min(vectors, width // lanes)
+    rows = [] if row_axis is None else [outer.pop(row_axis)]
+    part, vector, lane = sch.split(outer.pop(), [None, vectors, lanes])
+    extent = static_extent(sch, reduced[-1]) or 1
+    steps = max(size for size in range(1, _MOST_STEPS + 1) if extent % size == 0)
+    k, step = sch.split(reduced[-1], [None, steps])
+    outer = [*outer, part]
+    sch.reorder(*outer, *reduced[:-1], k, vector, lane, *rows, step)
+    tiled = [(part, vectors * lanes)]
+    moved, rest = follow_or_copy(sch, block, consumers, part, tiled)
+    tails = Tails(sch)
+    for stage in (block, *moved):
+        tails.add(stage, part, vectors * lanes)
+    for stage in moved:
+        vectorize_under(kernel, stage, len(outer))
+    sch.vectorize(lane)
+    unroll(sch, [*rows, step])
+    parallel_outer(sch, outer, kernel.cpu.num_cores)
+    tails.decompose(block, [*reduced[:-1], k][0])
+    return tails.collect(), rest

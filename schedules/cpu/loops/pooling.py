@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule for reductions over sliding windows: max, average and other pooling."""
+
+from __future__ import annotations
+
+from tvm import s_tir, tirx
+from tvm.s_tir.dlight.analysis import SBlockInfo
+from tvm.target import Target
+
+from ..core.rule import CPURule
+from ..nests.blocks import BlockFacts, Kernel, block_facts, open_kernel
+from ..nests.loop_transforms import inline_blocks
+from .pool_nests import Window, few_guarded, pool_in_lanes, pool_in_rows, sliding_axes
+
+_LONGEST_STEP = 16
+
+
+class Pooling(CPURule):
+    """Windows that slide over one tensor, in NCHW, NCHW[x]c and NHWC, with their padding.
+
+    Where the window does not slide along the contiguous axis (packed channels, channels last) the
+    padding is inlined, and a tile of neighbouring outputs is kept in registers; the loops are cut
+    where the window leaves the tensor, so that the inner part has no conditions::
+
+        for n_c_h in T.parallel(...):
+            for w in range(7):
+                for kh, kw in unrolled(3, 3):
+                    for pixel in T.unroll(8):
+                        for lane in T.vectorized(8):
+                            acc[pixel, lane] = T.max(acc[pixel, lane], data[...])
+
+    Otherwise (NCHW) vectors run along the width and read a padded copy of the plane. Left alone:
+    functions with another number of reductions than one, windows over several tensors
+    (convolutions), reductions without a sliding window, symbolic extents of the window, of the
+    axes along which it slides, and of the contiguous one.
+    """
+
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+        """Schedule ``func``, or return None if it is no pooling."""
+        kernel = open_kernel(func, target)
+        found = _find_pool(kernel, keep_padding=False)
+        if kernel is None or found is None:
+            return None
+        pool, facts, window = found
+        if window.slide != window.vector:
+            return pool_in_lanes(kernel, pool, facts, window)
+        if window.vector in facts.guards and not few_guarded(kernel, facts, window):
+            kernel = open_kernel(func, target)
+            found = _find_pool(kernel, keep_padding=True)
+            if kernel is None or found is None:
+                return None
+            pool, facts, window = found
+        return pool_in_rows(kernel, pool, facts, window)
+
+
+def _find_pool(
+    kernel: Kernel | None, keep_padding: bool
+) -> tuple[SBlockInfo, BlockFacts, Window] | None:
+    """Inline around the only reduction; return it if it is a window over one tensor."""
+    if kernel is None:
+        return None
+    reductions = [info for info in kernel.blocks if not info.is_injective()]
+    if len(reductions) != 1:
+        return None
+    pool = reductions[0]
+    before = kernel.blocks[: kernel.blocks.index(pool)]
+    remaining = inline_blocks(kernel, keep=before[-1:] if keep_padding else ())
+    place = remaining.index(pool)
+    if place != (1 if keep_padding else 0) or len(remaining) > place + 2:
+        return None
+    facts = block_facts(kernel.sch, pool.block_rv)
+    window = _window_of(facts)
+    return None if facts is None or window is None else (pool, facts, window)
+
+
+def _window_of(facts: BlockFacts | None) -> Window | None:
+    if facts is None or facts.indirect or facts.kinds.strip("S").strip("R"):
+        return None
+    if any(facts.extents[k] is None for k in facts.positions("R")):
+        return None
+    if len({load.buffer for load in facts.loads}) != 1 or "R" not in facts.kinds:
+        return None
+    slides = sliding_axes(facts)
+    vectors = [k for k in facts.positions("S") if facts.store.strides[k] == 1]
+    if not slides or not vectors or any(facts.extents[k] is None for k in [*slides, *vectors]):
+        return None
+    if vectors[0] not in slides and facts.loads[0].strides[vectors[0]] != 1:
+        return None
+    step = facts.loads[0].strides[vectors[0]]
+    if vectors[0] in slides and (step is None or not 0 < step <= _LONGEST_STEP):
+        return None
+    slide = vectors[0] if vectors[0] in slides else slides[-1]
+    return Window(slide, vectors[0])

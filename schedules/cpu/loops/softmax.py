@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule for chains of reductions over the same rows: softmax, log-softmax, normalisations."""
+
+from __future__ import annotations
+
+import tvm_ffi
+from tvm import ir, s_tir, tirx
+from tvm.s_tir.dlight.analysis import SBlockInfo
+from tvm.s_tir.schedule import LoopRV, SBlockRV
+from tvm.target import Target
+
+from schedules.tir.vector_math import is_expensive
+
+from ..core.rule import CPURule
+from ..nests.blocks import BlockFacts, Kernel, open_kernel
+from ..nests.elementwise_nest import schedule_spatial
+from ..nests.fused_consumers import vectorize_under
+from ..nests.loop_transforms import (
+    SERIAL_ELEMENTS,
+    attempt,
+    finish,
+    fuse_group,
+    inline_blocks,
+    merge_groups,
+    parallel_outer,
+)
+from ..nests.overlapping_tails import Overlap, Tails
+from ..nests.truncated_tails import TAIL
+from ..reduce.block_reduction import reducible, runs_in_columns
+from ..reduce.lane_reduction import arrange_lanes, split_into_lanes
+from .row_chain import Stage, find_stages
+
+_TEMPORARY_BYTES = 16 * 1024
+
+
+class Softmax(CPURule):
+    """Several reductions in a row, each over the same axes, with element-wise blocks between them.
+
+    All of them are computed row by row inside one parallel loop, in vectors: along the row where
+    it is contiguous, else along neighbouring rows::
+
+        for row in T.parallel(64):
+            ...                                  # maximum, in lanes
+            for k in range(125):
+                for lane in T.vectorized(8):
+                    e[k * 8 + lane] = exp(x[row, k * 8 + lane] - maximum)
+            ...                                  # sum, in lanes
+            for k in range(125):
+                for lane in T.vectorized(8):
+                    out[row, k * 8 + lane] = e[k * 8 + lane] / sum
+
+    An element-wise block is computed again for each use unless it calls an elementary function.
+    Left alone: functions with fewer than two reductions, chains in which a block depends on more
+    than its row, symbolic extents of the rows' elements.
+    """
+
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+        """Schedule ``func``, or return None if it is no such chain."""
+        kernel = open_kernel(func, target)
+        if kernel is None or sum(not info.is_injective() for info in kernel.blocks) < 2:
+            return None
+        keep = [info for info in kernel.blocks if _is_shared_and_expensive(kernel, info)]
+        blocks = inline_blocks(kernel, keep)
+        stages = find_stages(kernel, blocks)
+        if stages is None or blocks[0].is_injective():
+            return None
+        if not all(reducible(stage.facts) for stage in stages if "R" in stage.facts.kinds):
+            return None
+        side_by_side = runs_in_columns(kernel, stages[0].facts)
+        chain = _NeighbouringRows if side_by_side else _ContiguousRows
+        return chain(kernel, stages).schedule()
+
+
+def _is_shared_and_expensive(kernel: Kernel, info: SBlockInfo) -> bool:
+    """Whether a block has several readers and calls an elementary function."""
+    if not info.is_injective() or len(kernel.sch.get_consumers(info.block_rv)) < 2:
+        return False
+    calls: list[ir.Call] = []
+    tvm_ffi.structural_walk(kernel.sch.get(info.block_rv).body, (ir.Call, calls.append))
+    return any(is_expensive(call) for call in calls)
+
+
+class _Chain:
+    """What rows and columns have in common."""
+
+    def __init__(self, kernel: Kernel, stages: list[Stage]) -> None:
+        self.kernel, self.sch, self.stages = kernel, kernel.sch, stages
+        self.depth = len(stages[0].rows)
+        self.tails = Tails(kernel.sch)
+        self.nests: list[SBlockRV] = []
+        self.decompositions: list[tuple[SBlockRV, LoopRV]] = []
+        self.overlaps: list[Overlap] = []
+
+    def close(self) -> s_tir.Schedule | None:
+        """Merge the loops over rows into one, run it in parallel, decompose the reductions.
+
+        None if the rows are not the same after all.
+        """
+        sch, first = self.sch, self.stages[0].facts
+        if self.depth:
+            rows = [sch.get_loops(block)[self.depth - 1] for block in self.nests]
+            if not attempt(sch.merge, *rows):
+                return None
+            if first.volume(range(len(first.extents))) >= SERIAL_ELEMENTS // 4:
+                outer = sch.get_loops(self.nests[0])[: self.depth]
+                parallel_outer(sch, outer, self.kernel.cpu.num_cores)
+        for block, loop in self.decompositions:
+            self.tails.decompose(block, loop)
+        return finish(sch, [*self.tails.collect(), *self.overlaps])
+
+    def rows_first(self, stage: Stage) -> list[LoopRV]:
+        """Bring the loops over rows outside; return all loops."""
+        loops = self.sch.get_loops(stage.info.block_rv)
+        rows = [loops[k] for k in stage.rows]
+        rest = [loop for k, loop in enumerate(loops) if k not in stage.rows]
+        self.sch.reorder(*rows, *rest)
+        return [*rows, *rest]
+
+    def fuse_reduced(self, stage: Stage) -> list[LoopRV]:
+        """Merge the reduced loops."""
+        loops = self.sch.get_loops(stage.info.block_rv)
+        groups = merge_groups(stage.facts, stage.facts.positions("R"))
+        return [fuse_group(self.sch, [loops[k] for k in group]) for group in groups]
+
+
+class _ContiguousRows(_Chain):
+    """Rows whose elements are contiguous."""
+
+    def schedule(self) -> s_tir.Schedule | None:
+        """Schedule each block by itself, then merge."""
+        sch = self.sch
+        for stage in self.stages:
+            block = stage.info.block_rv
+            if stage.info.is_injective():
+                self.rows_first(stage)
+                self.nests.append(block)
+                if self.depth:
+                    vectorize_under(self.kernel, block, self.depth)
+                else:
+                    self.overlaps += schedule_spatial(self.kernel, block)
+                continue
+            loop = self.fuse_reduced(stage)[-1]
+            split = split_into_lanes(sch, block, loop, self.kernel.lanes(stage.facts))
+            self.nests += split.stages
+            self.decompositions.append((split.stages[0], arrange_lanes(sch, split, self.depth)))
+        return self.close()
+
+
+class _NeighbouringRows(_Chain):
+    """Rows whose elements are apart, while neighbouring rows lie side by side."""
+
+    def schedule(self) -> s_tir.Schedule | None:
+        """Schedule each block by itself on tiles of neighbouring rows, then merge."""
+        sch = self.sch
+        first = self.stages[0].facts
+        tile = self._tile(first, first.extents[self.stages[0].rows[-1]] or 1)
+        for stage in self.stages:
+            block = stage.info.block_rv
+            reduced = [] if stage.info.is_injective() else self.fuse_reduced(stage)
+            loops = sch.get_loops(block)
+            rows = [loops[k] for k in stage.rows]
+            rest = reduced or [loop for k, loop in enumerate(loops) if k not in stage.rows]
+            rows[-1], column = sch.split(rows[-1], [None, tile])
+            lanes = min(tile, self.kernel.lanes(stage.facts))
+            vector, lane = sch.split(column, [None, lanes])
+            sch.reorder(*rows, *rest, vector, lane)
+            self.tails.add(block, rows[-1], tile)
+            if tile % lanes:
+                sch.annotate(vector, TAIL, [2, tile])
+            sch.vectorize(lane)
+            self.nests.append(block)
+            if reduced:
+                self.decompositions.append((block, reduced[0]))
+        return self.close()
+
+    def _tile(self, facts: BlockFacts, extent: int) -> int:
+        """Columns of a tile: whole vectors, as many as keep a temporary row in the L1 cache."""
+        lanes = min(extent, self.kernel.lanes(facts))
+        row = facts.volume(facts.positions("R")) * lanes * facts.itemsize
+        return lanes * max(1, min(4, extent // lanes, _TEMPORARY_BYTES // max(1, row)))

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about the blocks of a function: loops, accesses and their strides.
+
+Schedules decide by how an access moves through memory when one loop advances, not by the names or
+the number of dimensions, so that NCHW, NCHW[x]c, reshaped and broadcast tensors need no cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import tvm_ffi
+from tvm import ir, s_tir, sym, tirx
+from tvm.s_tir.dlight.analysis import SBlockInfo, normalize_prim_func
+from tvm.s_tir.schedule import SBlockRV
+from tvm.target import Target
+
+from ..core.machine import CPUInfo
+
+
+@dataclass
+class Access:
+    """One load or store, as a flat offset into its buffer.
+
+    Parameters
+    ----------
+    buffer : Var
+        The buffer that is read or written.
+    indices : tuple[Expr, ...]
+        Its index in each dimension.
+    offset : Expr
+        Elements from the start of the buffer, simplified over the block's iteration domain.
+    strides : tuple[int | None, ...]
+        Per iteration variable, how far the offset moves when it advances by one; ``None`` where
+        that is no constant.
+    """
+
+    buffer: ir.Var
+    indices: tuple[ir.Expr, ...]
+    offset: ir.Expr
+    strides: tuple[int | None, ...]
+
+
+@dataclass
+class BlockFacts:
+    """A block in normal form: one loop for each iteration variable.
+
+    Parameters
+    ----------
+    block : SBlockRV
+        The block in the schedule.
+    name : str
+        Its name, unique in the function.
+    kinds : str
+        ``S`` (spatial), ``R`` (reduced) or ``O`` for each iteration variable.
+    extents : tuple[int | None, ...]
+        Extents of the iteration variables, ``None`` where symbolic.
+    vars : tuple[Var, ...]
+        The iteration variables.
+    store : Access
+        Where the block writes (its first store).
+    loads : list[Access]
+        What it reads, without the accumulator of a reduction.
+    guards : frozenset[int]
+        Positions of the variables on which a condition depends (padding, concatenation).
+    itemsize : int
+        Bytes of the widest element read or written.
+    indirect : bool
+        Whether an index is itself loaded from memory.
+    """
+
+    block: SBlockRV
+    name: str
+    kinds: str
+    extents: tuple[int | None, ...]
+    vars: tuple[ir.Var, ...]
+    store: Access
+    loads: list[Access] = field(default_factory=list)
+    guards: frozenset[int] = frozenset()
+    itemsize: int = 4
+    indirect: bool = False
+
+    def positions(self, kind: str) -> list[int]:
+        """Positions of the variables of ``kind`` that iterate more than once."""
+        return [
+            k
+            for k, (c, e) in enumerate(zip(self.kinds, self.extents, strict=True))
+            if c == kind and e != 1
+        ]
+
+    def volume(self, positions: Sequence[int]) -> int:
+        """Product of the extents at ``positions``; a symbolic one counts as 64."""
+        result = 1
+        for k in positions:
+            extent = self.extents[k]
+            result *= 64 if extent is None else extent
+        return result
+
+    @property
+    def accesses(self) -> list[Access]:
+        """The store and the loads."""
+        return [self.store, *self.loads]
+
+
+@dataclass
+class Kernel:
+    """A function opened for scheduling.
+
+    Parameters
+    ----------
+    sch : Schedule
+        A fresh schedule; blocks are in normal form.
+    blocks : list[SBlockInfo]
+        The leaf blocks in order.
+    cpu : CPUInfo
+        The machine that the target names.
+    """
+
+    sch: s_tir.Schedule
+    blocks: list[SBlockInfo]
+    cpu: CPUInfo
+
+    def lanes(self, facts: BlockFacts) -> int:
+        """How many of a block's widest elements a vector holds (at least 1)."""
+        return max(1, self.cpu.vector_bits // 8 // facts.itemsize)
+
+
+def open_kernel(func: tirx.PrimFunc, target: Target) -> Kernel | None:
+    """Open ``func`` for scheduling, or return None if no CPU rule can take it.
+
+    Parameters
+    ----------
+    func : PrimFunc
+        The function; it is not changed.
+    target : Target
+        Must be of kind ``llvm``.
+
+    Returns
+    -------
+    Kernel | None
+        None for other targets, and for functions whose blocks have no normal form, are empty, or
+        use buffers with strides.
+    """
+    if not isinstance(func, tirx.PrimFunc) or target.kind.name != "llvm":
+        return None
+    sch = s_tir.Schedule(func)
+    blocks = normalize_prim_func(sch)
+    if not blocks or any(extent == 0 for info in blocks for extent in info.dom()):
+        return None
+    if any(_has_strides(sch.get(info.block_rv)) for info in blocks):
+        return None
+    for info in blocks:
+        if not sch.get_loops(info.block_rv):
+            sch.add_unit_loop(info.block_rv)  # rfactor fails beside a block without loops
+    return Kernel(sch, blocks, CPUInfo.from_target(target))
+
+
+def _has_strides(block: s_tir.SBlock) -> bool:
+    """Whether a buffer's elements lie apart, so that an offset is not row-major."""
+    return any(list(region.source.strides) for region in (*block.reads, *block.writes))
+
+
+def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
+    """Collect the facts of a block in normal form; None if it stores nothing.
+
+    Parameters
+    ----------
+    sch : Schedule
+        The schedule that holds the block.
+    block : SBlockRV
+        A block whose loops are its iteration variables, in order.
+
+    Returns
+    -------
+    BlockFacts | None
+        The facts as of now; a later primitive outdates them.
+    """
+    stmt = sch.get(block)
+    iters = list(stmt.iter_vars)
+    domain = _Domain(iters)
+    stores, loads, conditions = _parts(stmt.body)
+    if not stores:
+        return None
+    store = domain.access(stores[0].buffer, stores[0].indices)
+    written = [other.buffer for other in stores]
+    reads = [load for load in loads if not any(load.source.same_as(w) for w in written)]
+    buffers = [store.buffer, *(load.source for load in reads)]
+    return BlockFacts(
+        block=block,
+        name=stmt.name_hint,
+        kinds="".join(_KINDS.get(int(i.iter_type), "O") for i in iters),
+        extents=domain.extents,
+        vars=tuple(domain.vars),
+        store=store,
+        loads=[domain.access(load.source, load.indices) for load in reads],
+        guards=frozenset(k for k, i in enumerate(iters) if any(uses(c, i.var) for c in conditions)),
+        itemsize=max((_bits(buffer) + 7) // 8 for buffer in buffers),
+        indirect=any(_loads_inside(index) for load in loads for index in load.indices),
+    )
+
+
+def _parts(
+    body: tirx.Stmt,
+) -> tuple[list[tirx.BufferStore], list[ir.TensorLoad], list[ir.Expr]]:
+    """All stores, loads and conditions of a statement."""
+    stores: list[tirx.BufferStore] = []
+    loads: list[ir.TensorLoad] = []
+    conditions: list[ir.Expr] = []
+    tvm_ffi.structural_walk(
+        body,
+        [
+            (tirx.BufferStore, stores.append),
+            (ir.TensorLoad, loads.append),
+            (ir.Call, lambda node: conditions.extend(_call_conditions(node))),
+            (tirx.IfThenElse, lambda node: conditions.append(node.condition)),
+        ],
+    )
+    return stores, loads, conditions
+
+
+_KINDS = {int(tirx.IterVar.DataPar): "S", int(tirx.IterVar.CommReduce): "R"}
+
+
+class _Domain:
+    """The iteration domain of a block, with an analyzer that knows it."""
+
+    def __init__(self, iters: Sequence[tirx.IterVar]) -> None:
+        self.vars = [i.var for i in iters]
+        self.extents = tuple(
+            int(i.dom.extent) if isinstance(i.dom.extent, tirx.IntImm) else None for i in iters
+        )
+        self.analyzer = sym.Analyzer()
+        for i in iters:
+            self.analyzer.bind(i.var, i.dom)
+
+    def access(self, buffer: ir.Var, indices: Sequence[ir.Expr]) -> Access:
+        offset = self.analyzer.simplify(_flatten(buffer, indices))
+        strides = tuple(self._stride(offset, var) for var in self.vars)
+        simple = tuple(self.analyzer.simplify(index) for index in indices)
+        return Access(buffer, simple, offset, strides)
+
+    def _stride(self, offset: ir.Expr, var: ir.Var) -> int | None:
+        if not uses(offset, var):
+            return 0
+        found = sym.detect_linear_equation(offset, [var])
+        if not found or not isinstance(found[0], tirx.IntImm):
+            return None
+        return int(found[0])
+
+
+def _flatten(buffer: ir.Var, indices: Sequence[ir.Expr]) -> ir.Expr:
+    """Row-major offset of ``indices`` in ``buffer``, in the type of the indices."""
+    dtypes = {str(index.ty.dtype) for index in indices}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "int64"
+    offset: ir.Expr = tirx.IntImm(dtype, 0)
+    for extent, index in zip(buffer.shape, indices, strict=True):
+        offset = offset * _as(dtype, extent) + _as(dtype, index)
+    return offset
+
+
+def _as(dtype: str, expr: ir.Expr) -> ir.Expr:
+    if isinstance(expr, tirx.IntImm):
+        return tirx.IntImm(dtype, int(expr))
+    return expr if str(expr.ty.dtype) == dtype else tirx.Cast(dtype, expr)
+
+
+def _bits(buffer: ir.Var) -> int:
+    return tvm_ffi.dtype(str(buffer.dtype)).bits
+
+
+def _call_conditions(call: ir.Call) -> list[ir.Expr]:
+    name = call.op.name if isinstance(call.op, ir.Op) else ""
+    return [call.args[0]] if name in ("prim.if_then_else", "prim.likely") else []
+
+
+def realize_of(sch: s_tir.Schedule, block: SBlockRV) -> s_tir.SBlockRealize:
+    """The block with its bindings and guards."""
+    return tvm_ffi.get_global_func("s_tir.schedule.GetSBlockRealize")(sch, block)
+
+
+def uses(expr: ir.Expr, var: ir.Var) -> bool:
+    """Whether ``var`` occurs in ``expr``."""
+    found: list[ir.Var] = []
+    tvm_ffi.structural_walk(
+        expr, (ir.Var, lambda node: found.append(node) if node.same_as(var) else None)
+    )
+    return bool(found)
+
+
+def _loads_inside(expr: ir.Expr) -> bool:
+    found: list[ir.TensorLoad] = []
+    tvm_ffi.structural_walk(expr, (ir.TensorLoad, found.append))
+    return bool(found)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nest of a block that computes each element on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import s_tir
+from tvm.s_tir.schedule import LoopRV, SBlockRV
+
+from schedules.tir.cut_points import cut_points
+
+from .blocks import BlockFacts, Kernel, block_facts
+from .loop_transforms import chunk_count, feeds, fuse_group, merge_groups, worth_threads
+from .overlapping_tails import Overlap
+from .truncated_tails import TAIL
+
+
+def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
+    """Schedule an injective block as a nest of its own: one parallel loop, vectors innermost.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        The kernel; the block's loops are its iteration variables.
+    block : SBlockRV
+        An injective block.
+
+    Returns
+    -------
+    list[Overlap]
+        What :func:`finish` has to do about the tail.
+    """
+    sch = kernel.sch
+    facts, loops = block_facts(sch, block), sch.get_loops(block)
+    if facts is None or set(facts.kinds) - {"S"} or not loops or len(loops) != len(facts.kinds):
+        return []
+    groups = merge_groups(facts, range(len(facts.extents)))
+    fused = [fuse_group(sch, [loops[k] for k in group]) for group in groups]
+    extents = [facts.volume(group) for group in groups]
+    outer, overlaps = _vectorize_last(kernel, facts, groups[-1], fused[-1])
+    if worth_threads(facts):
+        cores = kernel.cpu.num_cores
+        _parallel_spatial(sch, fused[:-1], extents[:-1], outer, cores, bool(overlaps))
+    return overlaps
+
+
+def _vectorize_last(
+    kernel: Kernel, facts: BlockFacts, group: list[int], loop: LoopRV
+) -> tuple[LoopRV | None, list[Overlap]]:
+    """Vectorise the innermost loop; return the loop over vectors, if any, and the tail's way."""
+    sch, lanes = kernel.sch, kernel.lanes(facts)
+    symbolic = facts.extents[group[-1]] is None
+    extent = facts.volume(group)
+    guarded = bool(set(group) & facts.guards)
+    if not symbolic and extent <= max(lanes, 16) and not guarded:
+        sch.vectorize(loop)
+        return None, []
+    tile = lanes if symbolic else min(lanes, extent)
+    outer, inner = sch.split(loop, [None, tile])
+    ends = [-1] if symbolic else [*cut_points(sch, facts.block, group[-1]), extent]
+    sch.vectorize(inner)
+    if symbolic or len(ends) > 1:
+        sch.annotate(outer, TAIL, [2, *ends])
+        return None, []
+    if extent % tile:
+        return outer, [Overlap(facts.name, tuple(group), tile)]
+    return outer, []
+
+
+def _parallel_spatial(
+    sch: s_tir.Schedule,
+    loops: Sequence[LoopRV],
+    extents: Sequence[int],
+    vectors: LoopRV | None,
+    cores: int,
+    overlapping: bool,
+) -> None:
+    """Run the outermost loops in parallel, with a part of the loop over vectors if they are few."""
+    taken, count = 0, 1
+    while taken < len(loops) and not feeds(count, cores):
+        count *= extents[taken]
+        taken += 1
+    chosen = list(loops[:taken])
+    if not feeds(count, cores) and vectors is not None:
+        extent = int(sch.get(vectors).extent)
+        chunks = chunk_count(extent, -(-4 * cores // count), overlapping)
+        if chunks > 1:
+            chunk, _ = sch.split(vectors, [chunks, None])
+            chosen.append(chunk)
+    if chosen:
+        sch.parallel(fuse_group(sch, chosen))

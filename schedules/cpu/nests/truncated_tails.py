@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tails and cuts as code of their own.
+
+Where tiles must not overlap (reductions, outputs that are also inputs) the rest of a loop becomes a
+loop of its own; and a loop can be cut where a condition on it changes::
+
+    before: for o in range(63):                    after: for o in range(62):
+                for i in T.vectorized(16):                     for i in T.vectorized(16): ...
+                    T.where(o * 16 + i < 1000)             for i in T.vectorized(8): ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import tvm_ffi
+from tvm import ir, s_tir, sym, tirx
+
+from .blocks import uses
+from .overlapping_tails import conjuncts
+
+TAIL = "tvm_fusion.tail"
+"""Annotation of the outermost part of a split loop; :func:`truncate_tails` says what it holds."""
+
+
+def truncate_tails(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Give every loop that is annotated with ``TAIL`` a tail of its own.
+
+    Parameters
+    ----------
+    func : PrimFunc
+        A scheduled function. The annotation is a list: how many loops, perfectly nested from the
+        annotated one on, are the parts of one split loop, and then where to cut that loop, the
+        last number being its length; ``[2, 1000]`` is the example above. -1 for the length takes
+        it from the block's guard, or, without one, from the loops.
+
+    Returns
+    -------
+    PrimFunc
+        The function without these annotations.
+    """
+    buffers = _Buffers(func)
+
+    def rewrite(loop: tirx.For) -> tirx.Stmt:
+        if TAIL not in loop.annotations:
+            return loop
+        depth, *ends = (int(value) for value in loop.annotations[TAIL])
+        chain = _perfect_nest(loop, depth)
+        bounds = [_like(loop.loop_var, end) for end in (0, *ends)]
+        if ends[-1] < 0:
+            bounds[-1] = _guard_bound(chain)
+        private = buffers.private_to(loop)
+        pieces: list[tirx.Stmt] = []
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            last = chain[-1].loop_var
+            shifted = _substitute_nest(chain, {last: last + start})
+            for piece in _truncated(shifted, sym.Analyzer().simplify(end - start)):
+                pieces.append(buffers.with_own(piece, private) if pieces else piece)
+        return pieces[0] if len(pieces) == 1 else tirx.SeqStmt(pieces)
+
+    return buffers.allocate(tvm_ffi.structural_map(func, (tirx.For, rewrite)))
+
+
+class _Buffers:
+    """The temporary buffers of a function.
+
+    A copy of a loop gets copies of the buffers that only this loop uses: shared by two copies, the
+    few registers' worth of accumulators of one tile would grow to a whole row in memory.
+    """
+
+    def __init__(self, func: tirx.PrimFunc) -> None:
+        self._all: list[ir.Var] = list(func.body.block.alloc_buffers)
+        self._uses = [_count(func.body.block.body, buffer) for buffer in self._all]
+        self._added: list[ir.Var] = []
+
+    def private_to(self, loop: tirx.For) -> list[ir.Var]:
+        return [
+            buffer
+            for buffer, total in zip(self._all, self._uses, strict=True)
+            if total and _count(loop, buffer) == total
+        ]
+
+    def with_own(self, piece: tirx.Stmt, buffers: Sequence[ir.Var]) -> tirx.Stmt:
+        own: dict[ir.Var, ir.Expr] = {}
+        for buffer in buffers:
+            own[buffer] = tirx.decl_buffer(
+                buffer.shape, str(buffer.dtype), buffer.name, scope=buffer.scope()
+            )
+        self._added += own.values()
+        return _substitute(piece, own)
+
+    def allocate(self, func: tirx.PrimFunc) -> tirx.PrimFunc:
+        if not self._added:
+            return func
+        root = func.body.block
+        block = s_tir.SBlock(
+            root.iter_vars,
+            root.reads,
+            root.writes,
+            root.name_hint,
+            root.body,
+            root.init,
+            [*root.alloc_buffers, *self._added],
+            root.match_buffers,
+            root.annotations,
+        )
+        return func.with_body(s_tir.SBlockRealize([], func.body.predicate, block))
+
+
+def _count(stmt: tirx.Stmt, var: ir.Var) -> int:
+    found = [0]
+
+    def visit(node: ir.Var) -> None:
+        found[0] += node.same_as(var)
+
+    tvm_ffi.structural_walk(stmt, (ir.Var, visit))
+    return found[0]
+
+
+def _like(expr: ir.Expr, value: int) -> ir.Expr:
+    """The constant ``value`` in the type of ``expr``."""
+    return tirx.IntImm(str(expr.ty.dtype), value)
+
+
+def _perfect_nest(loop: tirx.For, depth: int) -> list[tirx.For]:
+    chain = [loop]
+    while len(chain) < depth:
+        chain.append(chain[-1].body)
+    return chain
+
+
+def _guard_bound(chain: Sequence[tirx.For]) -> ir.Expr:
+    """The right side of the guard ``position < bound`` of the loop that the chain is made of."""
+    realize, lane = chain[-1].body, chain[-1].loop_var
+    for guard in conjuncts(realize.predicate):
+        if isinstance(guard, tirx.LT) and uses(guard.a, lane):
+            return guard.b
+    # The parts divide a loop without a guard.
+    return math.prod((part.extent for part in chain[1:]), start=chain[0].extent)
+
+
+def _substitute_nest(chain: Sequence[tirx.For], values: dict[ir.Var, ir.Expr]) -> list[tirx.For]:
+    """The nest with another body; its own loop variables stay."""
+    body = _substitute(chain[-1].body, values)
+    result: list[tirx.For] = []
+    for loop in reversed(chain):
+        result.insert(0, tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body))
+        body = result[0]
+    return result
+
+
+def _truncated(chain: Sequence[tirx.For], count: ir.Expr) -> list[tirx.Stmt]:
+    """Loops that run the first ``count`` iterations of the nest, counted row-major."""
+    loop, inner = chain[0], math.prod(int(part.extent) for part in chain[1:])
+    analyzer = sym.Analyzer()
+    full = analyzer.simplify(tirx.floordiv(count, inner))
+    rest = analyzer.simplify(tirx.floormod(count, inner))
+    pieces = []
+    if not _is(full, 0):
+        pieces.append(_fresh(_nest(chain, full)))
+    if not _is(rest, 0):
+        tail = _substitute_nest(chain[1:], {loop.loop_var: full})
+        pieces += _truncated(tail, rest)
+    return pieces
+
+
+def _nest(chain: Sequence[tirx.For], extent: ir.Expr) -> tirx.Stmt:
+    """The nest with another extent of its outermost loop and without the guards that it obeys."""
+    variables = [loop.loop_var for loop in chain]
+
+    def without_guards(realize: s_tir.SBlockRealize) -> s_tir.SBlockRealize:
+        kept = [
+            guard
+            for guard in conjuncts(realize.predicate)
+            if not any(uses(guard, var) for var in variables)
+        ]
+        predicate = tirx.all(*kept) if kept else tirx.IntImm("bool", 1)
+        return s_tir.SBlockRealize(realize.iter_values, predicate, realize.block)
+
+    body = tvm_ffi.structural_map(chain[-1].body, (s_tir.SBlockRealize, without_guards))
+    for loop in reversed(chain[1:]):
+        body = tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body)
+    loop = chain[0]
+    if _is(extent, 1):
+        return _substitute(body, {loop.loop_var: _like(loop.loop_var, 0)})
+    # A vector has a constant length.
+    constant = isinstance(extent, tirx.IntImm) or loop.kind != tirx.ForKind.VECTORIZED
+    kind = loop.kind if constant else tirx.ForKind.SERIAL
+    return tirx.For(loop.loop_var, loop.min, extent, kind, body)
+
+
+def _is(expr: ir.Expr, value: int) -> bool:
+    return isinstance(expr, tirx.IntImm) and int(expr) == value
+
+
+def _substitute(stmt: tirx.Stmt, values: dict[ir.Var, ir.Expr]) -> tirx.Stmt:
+    def replace(var: ir.Var) -> ir.Expr:
+        for old, new in values.items():
+            if var.same_as(old):
+                return new
+        return var
+
+    return tvm_ffi.structural_map(stmt, (ir.Var, replace))
+
+
+def _fresh(stmt: tirx.Stmt) -> tirx.Stmt:
+    """A copy that defines variables of its own, with simplified bindings."""
+    analyzer = sym.Analyzer()
+
+    def simplified(realize: s_tir.SBlockRealize) -> s_tir.SBlockRealize:
+        values = [analyzer.simplify(value) for value in realize.iter_values]
+        return s_tir.SBlockRealize(values, realize.predicate, realize.block)
+
+    stmt = tvm_ffi.structural_map(stmt, (s_tir.SBlockRealize, simplified))
+    defined: list[ir.Var] = []
+    tvm_ffi.structural_walk(
+        stmt,
+        [
+            (tirx.For, lambda loop: defined.append(loop.loop_var)),
+            (tirx.IterVar, lambda axis: defined.append(axis.var)),
+            ((tirx.Bind, tirx.Let), lambda binding: defined.append(binding.var)),
+        ],
+    )
+    return _substitute(stmt, {var: tirx.Var(var.name, var.ty) for var in defined})

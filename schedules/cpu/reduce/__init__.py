@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reductions on CPUs: the op ``coalesced_reduce``, and reductions that other rules meet.
+
+Imports ``nests`` and ``core``; ``loops`` and ``cpu/__init__.py`` may import it.
+Start with ``coalesced_reduce.py``, or with ``reduction.py`` for any other reduction.
+"""

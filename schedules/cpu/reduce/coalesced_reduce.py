@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule for the op ``coalesced_reduce``: which nest, which vectors, which threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import tvm_ffi
+from tvm import ir, s_tir, tirx
+from tvm.target import Target
+
+from schedules.tir.vector_math import is_expensive
+
+from ..core.rule import CPURule
+from ..nests.loop_transforms import SERIAL_ELEMENTS, feeds, finish
+from .coalesced_columns import Columns, reduce_columns
+from .coalesced_rows import Rows, reduce_rows
+from .coalesced_stream import Stream, find_stream, reduce_stream
+from .source import Axis, ReduceSource, read_source
+from .tasks import Split
+
+_VECTORS = 8
+"""Independent states: four cycles of latency at two vectors a cycle."""
+
+_FEW_VECTORS = 4  # where elements or states take more registers
+_LEAST_LANES = 4  # shorter rows go one by one
+_ROWS = 8  # streams that the prefetcher follows at once
+_SHORT = 16  # iterations of the innermost reduced loop that are unrolled whole
+_UNROLLED = 64  # vectors of elements
+_UNROLLED_HEAVY = 8
+_STATE_BYTES = 8 * 1024
+_LEAST_CHUNK_BYTES = 16 * 1024  # narrower pieces of rows cost bandwidth
+_SYMBOLIC = 1024  # what a symbolic extent counts as
+
+
+class CoalescedReduce(CPURule):
+    """One reduction over any axes that the op ``coalesced_reduce`` was legalized to.
+
+    Producers and epilogue are computed with it. Rows (:mod:`.coalesced_rows`) where the reduced
+    loop scans consecutive addresses, else columns (:mod:`.coalesced_columns`), or a stream
+    (:mod:`.coalesced_stream`) where there are few of them. Left alone: functions without such a
+    reduction or with several, and consumers of another shape than the result.
+    """
+
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+        """Schedule ``func``, or return None if it holds anything else."""
+        source = read_source(func, target)
+        if source is None:
+            return None
+        return finish(_write(source))
+
+
+def _write(source: ReduceSource) -> s_tir.Schedule:
+    lanes = source.cpu.lanes(source.registers.acc_dtype)
+    last = source.axes[-1]
+    if last.reduced and not _has_short_rows(source, lanes):
+        rows = _rows(source, lanes)
+        return reduce_rows(source, rows, _split_rows(source, rows))
+    stream = find_stream(source, lanes)
+    if stream is not None:
+        return reduce_stream(source, stream, _split_stream(source, stream))
+    columns, split = _columns(source, lanes)
+    return reduce_columns(source, columns, split)
+
+
+def _has_short_rows(source: ReduceSource, lanes: int) -> bool:
+    """Whether vectors are better across the rows, whose strided loads cost less than the rest."""
+    size = source.axes[-1].size
+    if not source.parallel or size is None or size >= 2 * lanes or not _is_heavy(source):
+        return False
+    outputs = source.parallel[-1].size
+    return outputs is None or outputs >= size
+
+
+def _rows(source: ReduceSource, lanes: int) -> Rows:
+    size = source.reduced[-1].size
+    most = _FEW_VECTORS if _is_heavy(source) else _VECTORS
+    if size is None:
+        return Rows(lanes, most)
+    lanes = min(lanes, _power_of_two(size)) if size >= _LEAST_LANES else 1
+    return Rows(lanes, min(most, size // lanes))
+
+
+def _split_rows(source: ReduceSource, rows: Rows) -> Split:
+    """Threads share the rows, or parts of each row where there are few."""
+    return _split(source, source.parallel, rows.step)
+
+
+def _split_stream(source: ReduceSource, stream: Stream) -> Split:
+    return _split(source, source.parallel[:-1], -(-stream.step // int(source.axes[-1].extent)))
+
+
+def _split(source: ReduceSource, tasks: Sequence[Axis], step: int) -> Split:
+    """Share ``tasks`` out to the threads, or parts of each where there are few."""
+    cores = source.cpu.num_cores
+    if cores == 1 or not _worth_threads(source):
+        return Split(threads=False)
+    return Split(threads=True) if feeds(_estimate(tasks), cores) else _parts(source, step)
+
+
+def _parts(source: ReduceSource, step: int) -> Split:
+    """Cut the outermost reduced loop that is long enough; the innermost one into whole steps."""
+    cores, reduced = source.cpu.num_cores, source.reduced
+    symbolic = any(axis.size is None for axis in source.parallel)
+    for position, axis in enumerate(reduced):
+        steps = _estimate([axis]) // (step if position == len(reduced) - 1 else 1)
+        if steps >= 4 * cores and not symbolic:
+            return Split(True, cores, position)
+    return Split(threads=True)
+
+
+def _columns(source: ReduceSource, lanes: int) -> tuple[Columns, Split]:
+    size, cores = source.parallel[-1].size, source.cpu.num_cores
+    if size is None:
+        rows = _rows_together(source, _FEW_VECTORS)
+        threads = cores > 1 and _worth_threads(source)
+        return Columns(lanes, _FEW_VECTORS, 1, rows), Split(threads)
+    lanes = min(lanes, _power_of_two(size))
+    vectors = min(
+        range(1, min(_VECTORS, size // lanes) + 1),
+        key=lambda number: (-(-size // (number * lanes)) * max(number, 4), -number),
+    )
+    rows = _rows_together(source, vectors)
+    tiles = -(-size // (vectors * lanes))
+    vector_bytes = source.cpu.vector_bits // 8
+    most = max(1, _STATE_BYTES // (vector_bytes * vectors))
+    if _estimate(source.reduced) <= _SHORT:
+        most = 1  # all states of a tile are in registers
+    chunks = -(-tiles // most)
+    split = Split(threads=cores > 1 and _worth_threads(source))
+    if split.threads and not feeds(_estimate(source.parallel[:-1]) * chunks, cores):
+        if size // lanes * vector_bytes >= cores * _LEAST_CHUNK_BYTES:
+            chunks = min(tiles, -(-chunks // cores) * cores)
+        else:
+            split = _parts(source, rows)
+    return Columns(lanes, vectors, -(-tiles // chunks), rows), split
+
+
+def _rows_together(source: ReduceSource, vectors: int) -> int:
+    """How many iterations of the innermost reduced loop are unrolled."""
+    most = (_UNROLLED_HEAVY if _is_heavy(source) else _UNROLLED) // vectors
+    size = source.reduced[-1].size
+    if size is not None and size <= min(most, _SHORT):
+        return size
+    return max(1, min(_ROWS, most))
+
+
+def _worth_threads(source: ReduceSource) -> bool:
+    work = source.elements or SERIAL_ELEMENTS
+    return work * (8 if _is_expensive(source) else 1) >= SERIAL_ELEMENTS
+
+
+def _is_expensive(source: ReduceSource) -> bool:
+    calls: list[ir.Call] = []
+    tvm_ffi.structural_walk(source.element, (ir.Call, calls.append))
+    return any(is_expensive(call) for call in calls)
+
+
+def _is_heavy(source: ReduceSource) -> bool:
+    """Whether a step is many instructions: unrolled less, it compiles sooner and runs as fast."""
+    return source.workload.is_arg or _is_expensive(source)
+
+
+def _estimate(axes: Sequence[Axis]) -> int:
+    return math.prod(_SYMBOLIC if axis.size is None else axis.size for axis in axes)
+
+
+def _power_of_two(size: int) -> int:
+    """The largest power of two up to ``size``."""
+    return 1 << (size.bit_length() - 1)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loop nests of one reduction and of what follows it: in columns or in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm.s_tir.schedule import LoopRV, SBlockRV
+
+from ..nests.blocks import Kernel
+from ..nests.fused_consumers import follow, follow_or_copy, vectorize_under
+from ..nests.loop_transforms import (
+    open_reduction,
+    parallel_outer,
+    static_extent,
+    unroll,
+    worth_threads,
+)
+from ..nests.overlapping_tails import Overlap, Tails
+from .cached_input import copy_of_input, vectorize_copy
+from .lane_reduction import arrange_lanes, split_into_lanes
+
+Result = tuple[list[Overlap], list[SBlockRV]]
+"""Overlapping tiles, and the consumers that could not be computed with the reduction."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Vectors of neighbouring outputs in registers.
+
+    Parameters
+    ----------
+    vectors : int
+        How many vectors of the last spatial axis.
+    rows : int
+        How many steps of another spatial axis, ``row_axis``.
+    row_axis : int
+        Which spatial axis, counted as ``open_reduction`` does; ignored for one row.
+    packed : int | None
+        Which of the block's inputs is copied, for each tile of columns, to a buffer of its own,
+        which all rows read; the loop over rows is then inside of the one over columns.
+    """
+
+    vectors: int
+    rows: int = 1
+    row_axis: int = -2
+    packed: int | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Outputs that are reduced in lanes.
+
+    Parameters
+    ----------
+    parts : int
+        Most accumulators of one output.
+    tile : tuple[tuple[int, int], ...]
+        Spatial axes, counted so too, and how many steps of each are reduced side by side.
+    """
+
+    parts: int
+    tile: tuple[tuple[int, int], ...] = ()
+
+
+def reduce_in_columns(
+    kernel: Kernel, block: SBlockRV, consumers: Sequence[SBlockRV], plan: Columns
+) -> Result:
+    """Reduce with vectors along the last spatial axis and a tile of them in registers."""
+    sch = kernel.sch
+    facts, outer, reduced = open_reduction(kernel, block)
+    width = static_extent(sch, outer[-1]) or 1
+    lanes = min(width, kernel.lanes(facts))
+    vectors = min(plan.vectors, width // lanes)
+    packed = None if plan.packed is None else copy_of_input(sch, facts, plan.packed)
+    tiles: list[LoopRV] = []
+    rows: list[LoopRV] = []
+    if plan.rows > 1:
+        row_tiles, row = sch.split(outer.pop(plan.row_axis), [None, plan.rows])
+        tiles, rows = [row_tiles], [row]
+    columns, vector, lane = sch.split(outer.pop(), [None, vectors, lanes])
+    tiled = [(columns, vectors * lanes), *((loop, plan.rows) for loop in tiles)]
+    outer = [*outer, columns, *tiles] if packed is not None else [*outer, *tiles, columns]
+    sch.reorder(*outer, *reduced, *rows, vector, lane)
+    moved, rest = follow_or_copy(sch, block, consumers, outer[-1], tiled)
+    tails = Tails(sch)
+    if packed is not None:
+        sch.compute_at(packed, columns)
+        tails.add(packed, columns, vectors * lanes)
+        vectorize_copy(sch, packed, columns, lanes)
+    for loop, size in tiled:
+        for part in (block, *moved):
+            tails.add(part, loop, size)
+    for part in moved:
+        vectorize_under(kernel, part, len(outer))
+    sch.vectorize(lane)
+    unroll(sch, [*reduced, *rows, vector])
+    if worth_threads(facts):
+        shared = len(outer) - (len(tiles) if packed is not None else 0)
+        parallel_outer(sch, outer[:shared], kernel.cpu.num_cores)
+    init = tails.decompose(block, reduced[0])
+    unroll(sch, sch.get_loops(init)[-2 - len(rows) : -1])
+    return tails.collect(), rest
+
+
+def reduce_in_rows(
+    kernel: Kernel, block: SBlockRV, consumers: Sequence[SBlockRV], plan: Rows
+) -> Result:
+    """Reduce each output in lanes, and the lanes at the end."""
+    sch = kernel.sch
+    facts, outer, reduced = open_reduction(kernel, block)
+    lanes = kernel.lanes(facts)
+    split = split_into_lanes(sch, block, reduced[-1], lanes, plan.parts)
+    first = split.stages[0]
+    outer, rows, tiled = sch.get_loops(first)[: len(outer)], [], []
+    for axis, size in plan.tile:
+        outer[axis], row = sch.split(outer[axis], [None, size])
+        rows.append(row)
+        tiled.append((outer[axis], size))
+    tails, rest = Tails(sch), list(consumers)
+    if outer:
+        inner = sch.get_loops(first)[len(outer) + len(rows) :]
+        sch.reorder(*outer, *inner, *rows)
+        for stage in split.stages[1:]:
+            sch.reverse_compute_at(stage, outer[-1])
+        moved, rest = follow(sch, block, consumers, outer[-1], tiled)
+        for part in (*split.stages, *moved):
+            for loop, size in tiled:
+                tails.add(part, loop, size)
+        for part in moved:
+            vectorize_under(kernel, part, len(outer))
+    decompose_at = arrange_lanes(sch, split, len(outer), rows)
+    if worth_threads(facts):
+        parallel_outer(sch, outer, kernel.cpu.num_cores)
+    tails.decompose(first, decompose_at)
+    return tails.collect(), rest

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU rule for convolutions that no other rule takes: one thread for each output."""
+
+from __future__ import annotations
+
+import tvm
+import tvm_ffi
+from tvm import ir, s_tir, tirx
+from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+
+from schedules.tir.branch import when
+from schedules.tir.expression_walk import substitute
+from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.workload.conv2d import from_json
+from schedules.workload.reduce import unravel
+
+from ..core.kernel_function import unless_empty, write_kernels
+from ..core.machine import KINDS, GPUInfo
+from ..gemm.matmul_pattern import ACCUMULATOR
+
+THREADS = 128
+
+
+class AnyConv2D(GPUScheduleRule):
+    """Computes each output of a convolution by a thread of its own.
+
+    Takes every function that legalization marked as one direct convolution: other element types
+    than float32, other layouts than ``NCHW4c``, groups that cut blocks apart, symbolic sizes.
+    16-bit floats are summed in float32. Returns None for everything else.
+    """
+
+    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+        """Write the kernel, or return None if the rule does not know the function."""
+        if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
+            return None
+        text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
+        if text is None:
+            return None
+        kernel = from_json(str(text))
+        if kernel.winograd or len(kernel.layers) != 1:
+            return None
+        sch = s_tir.Schedule(tvm.IRModule({"main": func}))
+        found = sch.get_child_blocks(sch.get_sblock("root"))
+        if "pad1" in [sch.get(block).name_hint for block in found]:
+            sch.compute_inline(sch.get_sblock("pad1"))
+        stages = sch.get(sch.get_sblock("conv1")), sch.get(sch.get_sblock("layer1"))
+        threads = GPUInfo.from_target(target).block_threads(THREADS)
+        written = write_kernels(func, lambda: _write_kernel(func, *stages, threads))
+        return s_tir.Schedule(tvm.IRModule({"main": written}))
+
+
+def _write_kernel(
+    func: tirx.PrimFunc, conv: s_tir.SBlock, layer: s_tir.SBlock, threads: int
+) -> None:
+    """Emit the launch, from the block that sums up and the one that ends the layer."""
+    output = func.params[-1]
+    total = i64(1)
+    for extent in output.shape:
+        total = total * i64(extent)
+    total = simplified(total)
+    count = ceildiv(total, threads)
+    with unless_empty(count), T.launch_thread("blockIdx.x", count) as block:
+        with T.launch_thread("threadIdx.x", i64(threads)) as thread:
+            item = T.bind(block * i64(threads) + thread)
+            with when(item < total):
+                index = unravel(item, output.shape)
+                sums = _sum_up(conv, index)
+                value = substitute(layer.body.value, _places(layer, index))
+                result = tvm_ffi.structural_map(
+                    value, (ir.TensorLoad, lambda load: _replace(load, conv, sums))
+                )
+                T.buffer_store(output, result, index)
+
+
+def _sum_up(conv: s_tir.SBlock, index: list[tirx.Expr]) -> tirx.Buffer:
+    """Emit the loops over taps and channels; returns the register with the sum."""
+    stored = str(conv.writes[0].source.dtype)
+    dtype = ACCUMULATOR.get(stored, stored)
+    sums = T.alloc_buffer((1,), dtype, scope="local")
+    T.buffer_store(sums, tirx.const(0, dtype), [0])
+    reduced = [v for v in conv.iter_vars if v.iter_type == tirx.IterVar.CommReduce]
+    with T.grid(*[v.dom.extent for v in reduced]) as steps:
+        values = _places(conv, index)
+        values |= {v.var: s.astype(v.var.ty.dtype) for v, s in zip(reduced, steps, strict=True)}
+        product = conv.body.value.b
+        left, right = (
+            substitute(factor, values).astype(dtype) for factor in (product.a, product.b)
+        )
+        T.buffer_store(sums, sums[0] + left * right, [0])
+    return sums
+
+
+def _places(block: s_tir.SBlock, index: list[tirx.Expr]) -> dict[tirx.Var, tirx.Expr]:
+    """What the block's variables along the output are for one element of it."""
+    own = [v for v in block.iter_vars if v.iter_type != tirx.IterVar.CommReduce]
+    return {v.var: at.astype(v.var.ty.dtype) for v, at in zip(own, index, strict=True)}
+
+
+def _replace(load: ir.TensorLoad, conv: s_tir.SBlock, sums: tirx.Buffer) -> tirx.Expr:
+    target = conv.writes[0].source
+    return sums[0].astype(target.dtype) if load.source.same_as(target) else load

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU rule for one dense or grouped convolution in ``NCHW4c``.
+
+Where the reduction is split among blocks there are two kernels: the product, and the addition of
+what the splits have, in an order that never changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+
+from schedules.errors import OpError
+from schedules.tir.branch import when
+from schedules.workload.conv2d import Conv2DKernel, ConvLayer, from_json
+
+from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
+from ..core.machine import KINDS, REGISTER_FILE, GPUInfo
+from ..gemm.conv_tiles import ConvTile, Product, choose_tile
+from ..gemm.epilogue import Ending, Epilogue, Partial, finish_tile, lanes_at, sum_parts
+from ..gemm.float4 import flat_view
+from ..gemm.implicit_gemm import LANES, ConvShape, Index, Window, window_of
+from ..gemm.main_loop import multiply
+from ..gemm.shared_memory_pipeline import DataStage, WeightStage
+from ..gemm.thread_block_tile import GemmBlock
+
+ADDING_THREADS = 128
+
+
+class Conv2D(GPUScheduleRule):
+    """Computes a convolution as a product of matrices, from shared memory.
+
+    Takes functions that legalization marked as one convolution of float32 on images of a known
+    size (the batch may be symbolic) in ``NCHW4c``, or NCHW data with such an output, unless it is
+    depthwise, where a tile fits the device; returns None for everything else.
+    """
+
+    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+        """Write the kernel, or return None if the rule does not know the function."""
+        kernel = packed_kernel(func, target, layers=1)
+        if kernel is None or kernel.layers[0].is_depthwise:
+            return None
+        shape = ConvShape.of(kernel, batch_of(func))
+        gpu = GPUInfo.from_target(target)
+        tile = choose_tile(Product.of(shape), gpu)
+        return None if tile is None else conv2d_template(func, kernel, tile, gpu)
+
+
+def packed_kernel(func: tirx.PrimFunc, target: Target, layers: int) -> Conv2DKernel | None:
+    """The workload of a marked function in ``NCHW4c``, or None if no template can take it.
+
+    Raises
+    ------
+    OpError
+        If its groups do not consist of whole blocks of channels.
+    """
+    if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
+        return None
+    text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
+    if text is None:
+        return None
+    kernel = from_json(str(text))
+    packed = kernel.out_layout == f"NCHW{LANES}c" and kernel.dtype == "float32"
+    static = None not in (kernel.height, kernel.width)
+    direct = not (kernel.winograd or kernel.plain_data or kernel.plain_out)
+    if not (packed and static and direct and len(kernel.layers) == layers):
+        return None
+    for layer in kernel.layers:
+        _check_groups(layer)
+    return kernel
+
+
+def _check_groups(layer: ConvLayer) -> None:
+    own = layer.in_channels // layer.groups, layer.out_channels // layer.groups
+    if layer.groups > 1 and not layer.is_depthwise and any(count % LANES for count in own):
+        raise OpError(
+            f"convolution {layer} in NCHW{LANES}c: groups of {own[0]} input and {own[1]} output "
+            f"channels cut blocks; expected multiples of {LANES}: leave the layer in NCHW, as "
+            "PackLayout does"
+        )
+
+
+def batch_of(func: tirx.PrimFunc) -> tirx.Expr | int:
+    """Number of images; an expression where it is symbolic."""
+    batch = func.params[0].shape[0]
+    return int(batch) if isinstance(batch, tirx.IntImm) else batch
+
+
+def conv2d_template(
+    func: tirx.PrimFunc, kernel: Conv2DKernel, tile: ConvTile, gpu: GPUInfo
+) -> s_tir.Schedule:
+    """Write the kernel with a tile.
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+        A function with the parameters data, weight, bias[, residual], output.
+    kernel : Conv2DKernel
+        Its workload.
+    tile : ConvTile
+        How blocks and threads share the output; several splits need a batch of a known size.
+    gpu : GPUInfo
+        The device.
+    """
+    shape = ConvShape.of(kernel, batch_of(func))
+
+    def body() -> None:
+        if tile.splits == 1:
+            _write_product(func, shape, tile, gpu, None)
+            return
+        count = shape.images * shape.out_planes * shape.out_pixels
+        partial = T.sblock_alloc_buffer((tile.splits * count * LANES,), "float32")
+        _write_product(func, shape, tile, gpu, partial)
+        _write_addition(func, shape, tile.splits, partial, gpu.block_threads(ADDING_THREADS))
+
+    return s_tir.Schedule(tvm.IRModule({"main": write_kernels(func, body)}))
+
+
+def _write_product(
+    func: tirx.PrimFunc,
+    shape: ConvShape,
+    tile: ConvTile,
+    gpu: GPUInfo,
+    partial: tirx.Buffer | None,
+) -> None:
+    """Emit the kernel of the product, which ends with the layer or in ``partial``."""
+    across = (shape.const(shape.pixels) + (tile.pixels - 1)) // tile.pixels
+    down = -(-shape.out_blocks // tile.blocks)
+    with (
+        unless_empty(across),
+        T.launch_thread("blockIdx.z", shape.const(tile.splits)) as split,
+        T.launch_thread("blockIdx.y", shape.const(shape.groups * down)) as row,
+        T.launch_thread("blockIdx.x", across) as column,
+        T.launch_thread("threadIdx.x", shape.const(tile.threads)) as thread,
+        resident_blocks(gpu, REGISTER_FILE // (tile.registers * tile.threads)),
+    ):
+        data, weight = [flat_view(param) for param in func.params[:2]]
+        group = 0 if shape.groups == 1 else row // down
+        first = (row if shape.groups == 1 else row % down) * tile.blocks
+        gemm = GemmBlock(shape, tile, thread, group, first, weight, split)
+        pixels = _Pixels(shape, tile, column * tile.pixels)
+        sums = multiply(gemm, WeightStage(gemm), DataStage(gemm, data, pixels.window))
+        ending: Ending
+        if partial is None:
+            ending = _epilogue(func, shape)
+        else:
+            ending = Partial(partial, split * (shape.images * shape.out_planes * shape.out_pixels))
+        finish_tile(gemm, sums, ending, pixels.locate)
+
+
+def _write_addition(
+    func: tirx.PrimFunc, shape: ConvShape, splits: int, partial: tirx.Buffer, threads: int
+) -> None:
+    """Emit the kernel that adds up what the splits have, and ends the layer."""
+    count = shape.images * shape.out_planes * shape.out_pixels
+    with (
+        T.launch_thread("blockIdx.x", shape.const(-(-count // threads))) as block,
+        T.launch_thread("threadIdx.x", shape.const(threads)) as thread,
+    ):
+        epilogue = _epilogue(func, shape)
+        item = T.bind(block * threads + thread)
+        with when(None if count % threads == 0 else item < count):
+            total = sum_parts(partial, splits, count, item)
+            bias = epilogue.load_bias(item // shape.out_pixels % shape.out_planes)
+            epilogue.finish(item, bias, lanes_at(total, 0))
+
+
+def _epilogue(func: tirx.PrimFunc, shape: ConvShape) -> Epilogue:
+    """What ends the layer; to be called inside the launch."""
+    bias, *residual, output = [flat_view(param) for param in func.params[2:]]
+    return Epilogue(shape, bias, output, residual[0] if residual else None)
+
+
+@dataclass(frozen=True)
+class _Pixels:
+    """The pixels of a block's tile: neighbours in the batch, beginning with ``first``."""
+
+    shape: ConvShape
+    tile: ConvTile
+    first: tirx.Expr
+
+    def window(self, pixel: tirx.Expr) -> Window:
+        """What a pixel sees; those behind the last one see what that one sees."""
+        last = self.shape.const(self.shape.pixels) - 1
+        return window_of(self.shape, T.bind(tirx.min(self.first + pixel, last)))
+
+    def locate(self, block: Index, pixel: Index) -> tuple[Index, tirx.Expr | None]:
+        """Where the output has a pixel, and whether."""
+        pixels, place = self.shape.pixels, self.first + pixel
+        whole = isinstance(pixels, int) and pixels % self.tile.pixels == 0
+        exists = None if whole else place < self.shape.const(pixels)
+        return self.shape.out_place(block, place), exists

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU rule for one depthwise convolution in ``NCHW4c``.
+
+A thread computes four channels of some pixels below each other (:mod:`.depthwise_column`);
+neighbouring threads have neighbouring columns.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+
+from schedules.tir.branch import when
+from schedules.workload.conv2d import Conv2DKernel
+
+from ..core.kernel_function import unless_empty, write_kernels
+from ..core.machine import GPUInfo
+from ..gemm.epilogue import Epilogue, lanes_at
+from ..gemm.float4 import flat_view
+from ..gemm.implicit_gemm import LANES, ConvShape
+from .conv2d import batch_of, packed_kernel
+from .depthwise_column import Column
+
+THREADS = 128
+MOST_TAPS = 49  # the nest is unrolled
+FULL = 512  # threads of a multiprocessor that hide the latency of memory; an estimate
+
+
+class DepthwiseConv2D(GPUScheduleRule):
+    """Computes a depthwise convolution, with rows of the data reused in registers.
+
+    Takes what :class:`schedules.gpu.Conv2D` takes, but depthwise layers, of up to 49 taps; returns
+    None for everything else.
+    """
+
+    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+        """Write the kernel, or return None if the rule does not know the function."""
+        kernel = packed_kernel(func, target, layers=1)
+        if kernel is None or not kernel.layers[0].is_depthwise or kernel.data_layout == "NCHW":
+            return None
+        shape = ConvShape.of(kernel, batch_of(func))
+        if shape.taps > MOST_TAPS:
+            return None
+        gpu = GPUInfo.from_target(target)
+        return depthwise_template(func, kernel, choose_rows(shape, gpu), gpu)
+
+
+def choose_rows(shape: ConvShape, gpu: GPUInfo) -> int:
+    """How many outputs a thread computes: as many as leave threads for all multiprocessors.
+
+    An estimate, measured on no GPU. A symbolic batch counts as one image.
+    """
+    height, width = shape.out_size
+    for rows in (4, 2):
+        threads = shape.images * shape.out_planes * -(-height // rows) * width
+        waste = -(-height // rows) * rows / height
+        if threads >= FULL * gpu.multiprocessors and waste < 1.2:
+            return rows
+    return 1
+
+
+def depthwise_template(
+    func: tirx.PrimFunc, kernel: Conv2DKernel, rows: int, gpu: GPUInfo
+) -> s_tir.Schedule:
+    """Write the kernel.
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+        A function with the parameters data, weight, bias[, residual], output.
+    kernel : Conv2DKernel
+        Its workload.
+    rows : int
+        Outputs of a thread.
+    gpu : GPUInfo
+        The device.
+    """
+    threads = gpu.block_threads(THREADS)
+    shape = ConvShape.of(kernel, batch_of(func))
+    height, width = shape.out_size
+    strips = -(-height // rows)
+    count = shape.const(shape.batch) * (shape.out_planes * strips * width)
+
+    blocks = (count + (threads - 1)) // threads
+
+    def body() -> None:
+        with (
+            unless_empty(blocks),
+            T.launch_thread("blockIdx.x", blocks) as block,
+            T.launch_thread("threadIdx.x", shape.const(threads)) as thread,
+        ):
+            data, weight, bias, *residual, output = [flat_view(param) for param in func.params]
+            item = T.bind(block * threads + thread)
+            with when(item < count):
+                plane, place = item // (strips * width), item % (strips * width)
+                row, x = place // width * rows, place % width
+                channel = plane % shape.out_planes
+                column = Column(shape, rows, plane, channel, row, x, data, weight)
+                sums = column.add_all()
+                epilogue = Epilogue(shape, bias, output, residual[0] if residual else None)
+                loaded = epilogue.load_bias(channel)
+                for number in range(rows):
+                    y = row + number
+                    with when(None if height % rows == 0 else y < height):
+                        place = (plane * height + y) * width + x
+                        epilogue.finish(place, loaded, lanes_at(sums, number * LANES))
+
+    return s_tir.Schedule(tvm.IRModule({"main": write_kernels(func, body)}))

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU rule for two fused convolutions in ``NCHW4c``, the second of them dense.
+
+::
+
+    for image, rectangle of output pixels, tile of output channels:     # blocks
+        for chunk of the channels between the layers:
+            first layer of the chunk, on the rectangle and its halo     # into shared memory
+            sums += second layer's weights x the chunk                  # registers
+        bias, residual, activation; store
+
+Pixels between the layers that lie in the second layer's padding are zeros. Where a rectangle needs
+a halo, or there are several tiles of channels, parts of the first layer are computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+
+from schedules.workload.conv2d import Conv2DKernel, ConvLayer
+
+from ..core.intrinsics import sync
+from ..core.kernel_function import unless_empty, write_kernels
+from ..core.machine import GPUInfo
+from ..gemm.epilogue import Epilogue, finish_tile
+from ..gemm.float4 import flat_view
+from ..gemm.implicit_gemm import LANES, ConvShape, Index
+from ..gemm.main_loop import add_step, clear_sums, run_steps
+from ..gemm.shared_memory_pipeline import WeightStage
+from ..gemm.thread_block_tile import GemmBlock
+from .conv2d import batch_of, packed_kernel
+from .fused_first_layer import FirstLayer
+from .fused_tiles import FusedTile, Pair, choose_fused_tile
+
+MOST_TAPS = 49  # of a depthwise first layer, which is unrolled
+
+
+class FusedConv2D(GPUScheduleRule):
+    """Keeps what lies between two convolutions in shared memory.
+
+    Takes functions that legalization marked as a fused pair of float32 on images of a known size
+    (the batch may be symbolic) in ``NCHW4c``, or NCHW data with such an output, as far as
+    :func:`unsupported` allows and a tile fits the device; returns None for everything else.
+    """
+
+    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+        """Write the kernel, or return None if the rule does not know the function."""
+        kernel = packed_kernel(func, target, layers=2)
+        if kernel is None or unsupported(*kernel.layers) is not None:
+            return None
+        tile = choose_fused_tile(pair_of(kernel, batch_of(func)), GPUInfo.from_target(target))
+        return None if tile is None else fused_template(func, kernel, tile)
+
+
+def unsupported(layer1: ConvLayer, layer2: ConvLayer) -> str | None:
+    """Why no kernel of this module takes a pair, whatever its sizes; None if one may."""
+    if layer2.groups != 1:
+        return "the second layer has groups; the kernel reduces over all its input channels"
+    if layer1.groups != 1 and not layer1.is_depthwise:
+        return "the first layer has groups; the kernel takes dense and depthwise ones"
+    if layer1.is_depthwise and layer1.kernel[0] * layer1.kernel[1] > MOST_TAPS:
+        return f"the first layer is depthwise with more than {MOST_TAPS} taps"
+    return None
+
+
+def pair_of(kernel: Conv2DKernel, batch: tirx.Expr | int) -> Pair:
+    """The shapes of both layers of a kernel."""
+    first = ConvShape.of(kernel, batch)
+    return Pair(first, ConvShape(kernel.layers[1], batch, first.out_size))
+
+
+def fused_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: FusedTile) -> s_tir.Schedule:
+    """Write the kernel of the module's docstring.
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+        A function with the parameters data, weight, bias, weight, bias[, residual], output.
+    kernel : Conv2DKernel
+        Its workload.
+    tile : FusedTile
+        How blocks and threads share the work.
+    """
+    pair = pair_of(kernel, batch_of(func))
+    second = pair.second
+    across = -(-second.out_size[1] // tile.width)
+    tiles = -(-second.out_size[0] // tile.height) * across
+
+    def body() -> None:
+        with (
+            unless_empty(second.batch),
+            T.launch_thread("blockIdx.y", second.const(-(-second.out_blocks // tile.blocks))) as y,
+            T.launch_thread("blockIdx.x", second.const(second.batch) * tiles) as x,
+            T.launch_thread("threadIdx.x", second.const(tile.threads)) as thread,
+        ):
+            views = [flat_view(param) for param in func.params]
+            place = x % tiles
+            row, column = place // across * tile.height, place % across * tile.width
+            single = isinstance(second.batch, int) and second.batch == 1
+            image: Index = 0 if single else x // tiles
+            block = _Block(pair, tile, thread, image, row, column, y * tile.blocks, views)
+            block.write(residual=kernel.residual)
+
+    return s_tir.Schedule(tvm.IRModule({"main": write_kernels(func, body)}))
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What one block of threads computes.
+
+    Parameters
+    ----------
+    pair, tile : Pair, FusedTile
+        The layers, and extents of the block's part.
+    thread : tirx.Expr
+        Number of the thread.
+    image, row, column : Index
+        Where the rectangle of output pixels begins.
+    block : tirx.Expr
+        The first block of output channels.
+    views : list[tirx.Buffer]
+        The parameters, flat.
+    """
+
+    pair: Pair
+    tile: FusedTile
+    thread: tirx.Expr
+    image: Index
+    row: tirx.Expr
+    column: tirx.Expr
+    block: tirx.Expr
+    views: list[tirx.Buffer]
+
+    def write(self, residual: bool) -> None:
+        """Emit everything."""
+        tile, second = self.tile, self.pair.second
+        covered = self.pair.chunks(tile) * tile.chunk * second.taps
+        gemm = GemmBlock(
+            second, tile.second, self.thread, 0, self.block, self.views[3], covered=covered
+        )
+        size = tile.chunk * self.pair.mid_pixels(tile) * LANES
+        mid = T.alloc_buffer((size,), "float32", scope="shared")
+        weights = WeightStage(gemm)
+        sums = clear_sums(tile.second)
+        compute_first = self._first_layer(mid).emitter()
+        add = self._second_layer(gemm, weights, sums, mid)
+        steps = tile.chunk * second.taps // tile.quads
+        with T.serial(0, self.pair.chunks(tile)) as chunk:
+            weights.fetch(chunk * steps)
+            compute_first(chunk * tile.chunk)
+            sync()  # TVM may give both layers' weights the same memory
+            run_steps([weights], chunk * steps, steps, add, fetched=True)
+            sync()
+        epilogue = Epilogue(second, self.views[4], self.views[-1], None)
+        if residual:
+            epilogue = replace(epilogue, residual=self.views[5])
+        finish_tile(gemm, sums, epilogue, self._locate)
+
+    def _locate(self, block: Index, pixel: Index) -> tuple[Index, tirx.Expr | None]:
+        """Where the output has a pixel of the rectangle, and whether."""
+        height, width = self.pair.second.out_size
+        row, column = self.row + pixel // self.tile.width, self.column + pixel % self.tile.width
+        conditions = [
+            None if extent % step == 0 else place < extent
+            for place, extent, step in (
+                (row, height, self.tile.height),
+                (column, width, self.tile.width),
+            )
+        ]
+        given = [condition for condition in conditions if condition is not None]
+        plane = self.image * self.pair.second.out_planes + block
+        return (plane * height + row) * width + column, tirx.all(*given) if given else None
+
+    def _first_layer(self, mid: tirx.Buffer) -> FirstLayer:
+        """The first layer on the rectangle and its halo."""
+        layer = self.pair.second.layer
+        row = T.bind(self.row * layer.strides[0] - layer.padding[0])
+        column = T.bind(self.column * layer.strides[1] - layer.padding[1])
+        return FirstLayer(
+            self.pair, self.tile, self.thread, self.image, row, column, self.views[:3], mid
+        )
+
+    def _second_layer(
+        self, gemm: GemmBlock, weights: WeightStage, sums: tirx.Buffer, mid: tirx.Buffer
+    ) -> Callable[[Index, int], None]:
+        """What emits the products of a step of a chunk."""
+        tile, layer = gemm.tile, self.pair.second.layer
+        pixels, width = self.pair.mid_pixels(self.tile), self.pair.mid_size(self.tile)[1]
+        own = [gemm.place.pixel + j * tile.pixel_threads for j in range(tile.thread_pixels)]
+        seen = [
+            T.bind(
+                pixel // self.tile.width * (layer.strides[0] * width)
+                + pixel % self.tile.width * layer.strides[1]
+            )
+            for pixel in own
+        ]
+
+        def add(step: Index, half: int) -> None:
+            def read(quad: Index) -> list[tuple[tirx.Buffer, Index]]:
+                number = step * tile.quads + quad
+                block, tap = number // self.pair.second.taps, number % self.pair.second.taps
+                row = tap // layer.kernel[1] * (layer.dilation[0] * width)
+                column = tap % layer.kernel[1] * layer.dilation[1]
+                offset = block * pixels + row + column
+                return [(mid, place + offset) for place in seen]
+
+            add_step(gemm, sums, weights, half, read)
+
+        return add

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frame of the functions that the rules write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from schedules.tir.index_math import i64
+from schedules.workload.reduce import Extent, constant
+
+from .bfloat16_bits import convert_by_bits
+from .machine import GPUInfo
+
+RULE = "tvm_fusion.rule"
+"""Attribute of a scheduled function: the rule that wrote it."""
+SCATTERED = "tvm_fusion.scattered"
+"""Attribute of one whose neighbouring threads cannot all read and write neighbouring elements."""
+
+
+def write_function(
+    func: tirx.PrimFunc, gpu: GPUInfo, rule: str, body: Callable[[], None]
+) -> tirx.PrimFunc:
+    """A scheduled function with the signature of ``func``; bfloat16 by its bits if need be.
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+        Signature and attributes.
+    gpu : GPUInfo
+        What it is written for.
+    rule : str
+        Name of the rule.
+    body : Callable
+        Emits the launches, within an IRBuilder.
+    """
+    written = write_kernels(func, body).with_attr(RULE, rule)
+    return written if gpu.has_bfloat16 else convert_by_bits(written)
+
+
+def write_kernels(func: tirx.PrimFunc, body: Callable[[], None]) -> tirx.PrimFunc:
+    """A function with the parameters and attributes of ``func``, marked as scheduled.
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+        What the kernels compute.
+    body : Callable
+        Emits the launches; it may use the parameters of ``func``.
+    """
+    with IRBuilder() as builder:
+        with T.prim_func(s_tir=True):
+            T.func_name("main")
+            for param in func.params:
+                T.arg(param.name, param)
+            T.func_attr({**dict(func.attrs), "tirx.is_scheduled": True})
+            with T.sblock("root"):
+                T.reads()
+                T.writes()
+                body()
+    written = builder.get()  # named by the builder; the module knows the function by its variable
+    return written if "global_symbol" in func.attrs else written.without_attr("global_symbol")
+
+
+def unless_empty(blocks: Extent) -> AbstractContextManager:
+    """Launch only if there are blocks, to be opened around the launch.
+
+    CUDA takes an empty grid for an error, which a symbolic extent of zero would lead to. The loop
+    of the host has one turn or none, as TVM puts no barriers under a condition, be it the host's.
+    """
+    if constant(blocks) is not None:
+        return nullcontext()
+    return T.serial(i64(0), tirx.min(i64(blocks), i64(1)))
+
+
+def resident_blocks(gpu: GPUInfo, count: int) -> AbstractContextManager:
+    """Ask for registers so that ``count`` blocks share a multiprocessor, inside the launch.
+
+    Left to itself, the compiler of CUDA spills some for the sake of more blocks. OpenCL has no
+    such request.
+    """
+    if gpu.kind != "cuda" or count < 1:
+        return nullcontext()
+    return T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", count)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a schedule has to know of the GPU that it is written for; everything comes from the target.
+
+TVM's targets have no option for the number of multiprocessors. A ``cuda`` target may tell it in its
+option ``model``, as ``multiprocessors=114``; else it follows from the architecture, as the largest
+device of that architecture has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm.target import Target
+
+from schedules.errors import TargetError
+
+KINDS = ("cuda", "opencl")
+REGISTER_FILE = 65536  # registers of a multiprocessor of NVIDIA's
+
+# Multiprocessors of V100, T4, A100, RTX 3090 and A40, Jetson Orin, L40, H100 SXM, B200, RTX 5090.
+_MULTIPROCESSORS = {
+    70: 80,
+    75: 40,
+    80: 108,
+    86: 84,
+    87: 16,
+    89: 142,
+    90: 132,
+    100: 148,
+    120: 170,
+}
+_BFLOAT16_FROM = 80  # architecture
+_CLUSTERS_FROM = 90
+_PORTABLE_CLUSTER = 8  # blocks; more of them are for some devices of some architectures only
+_OPENCL_MULTIPROCESSORS = 32  # an estimate; OpenCL devices differ by a factor of a hundred
+
+
+@dataclass(frozen=True)
+class GPUInfo:
+    """Parallelism of a target GPU.
+
+    Parameters
+    ----------
+    kind : str
+        ``cuda`` or ``opencl``.
+    arch : int
+        Compute capability times ten, 90 for ``sm_90``; 0 on OpenCL.
+    multiprocessors : int
+        How many blocks run at least at once.
+    warp_size : int
+        Lanes that exchange registers; 1 where there is no such instruction.
+    max_threads : int
+        Threads of one block.
+    shared_bytes : int
+        Shared memory of one block.
+    max_cluster : int
+        Blocks that may read each other's shared memory, a power of two; 1 where none may.
+    """
+
+    kind: str
+    arch: int
+    multiprocessors: int
+    warp_size: int
+    max_threads: int
+    shared_bytes: int
+    max_cluster: int = 1
+
+    @classmethod
+    def from_target(cls, target: Target) -> GPUInfo:
+        """Read the GPU from a ``cuda`` or ``opencl`` target.
+
+        Raises
+        ------
+        TargetError
+            If the target is of another kind, or its architecture is older than sm_70.
+        """
+        kind = target.kind.name
+        if kind not in KINDS:
+            raise TargetError(
+                f"target kind is {kind!r}; the GPU schedules need one of {', '.join(KINDS)}"
+            )
+        threads = int(target.attrs.get("max_num_threads", 256 if kind == "opencl" else 1024))
+        least = 16384 if kind == "opencl" else 49152  # without asking for more at the launch
+        shared = int(target.attrs.get("max_shared_memory_per_block", least))
+        if kind == "opencl":
+            return cls(kind, 0, _OPENCL_MULTIPROCESSORS, 1, threads, shared)
+        arch = _arch_number(str(target.attrs["arch"]))
+        if arch < min(_MULTIPROCESSORS):
+            raise TargetError(f"architecture sm_{arch} is too old; expected sm_70 or newer")
+        cluster = _PORTABLE_CLUSTER if arch >= _CLUSTERS_FROM else 1
+        return cls(kind, arch, _multiprocessors(target, arch), 32, threads, shared, cluster)
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether TVM knows the type there; else it computes in float32 and stores 16 bits."""
+        return self.kind == "cuda" and self.arch >= _BFLOAT16_FROM
+
+    def block_threads(self, wanted: int) -> int:
+        """Threads of a block: a power of two, as many as are wanted if the device has them."""
+        return 1 << (min(wanted, self.max_threads).bit_length() - 1)
+
+
+def _multiprocessors(target: Target, arch: int) -> int:
+    name, _, number = str(target.attrs.get("model", "")).partition("=")
+    if name == "multiprocessors" and number.isdigit():
+        return int(number)
+    return _MULTIPROCESSORS[max(known for known in _MULTIPROCESSORS if known <= arch)]
+
+
+def _arch_number(arch: str) -> int:
+    digits = arch.removeprefix("sm_").rstrip("af")
+    if not digits.isdigit():
+        raise TargetError(f"architecture is {arch!r}; expected sm_ and a number, such as 'sm_90'")
+    return int(digits)

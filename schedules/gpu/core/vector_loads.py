@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wide loads for expressions whose reads run along neighbouring elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm import DataType, ir, tirx
+from tvm.ir import Range
+from tvm.script.ir_builder import tirx as T
+from tvm.sym import Analyzer
+
+from schedules.tir.expression_walk import loads, uses
+from schedules.tir.index_math import i64, ravel
+
+WIDEST_LOAD = 16  # bytes of one instruction
+
+Value = Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
+Flat = Callable[[tirx.Buffer], tirx.Buffer | None]
+
+
+@dataclass(frozen=True)
+class Register:
+    """What a read has become.
+
+    Parameters
+    ----------
+    load : ir.TensorLoad
+        The read for lane 0.
+    buffer : tirx.Buffer
+        One element, or one for each lane.
+    is_vector : bool
+        Which of both.
+    """
+
+    load: ir.TensorLoad
+    buffer: tirx.Buffer
+    is_vector: bool
+
+    def at(self, lane: int) -> tirx.Expr:
+        """The element of a lane."""
+        value = self.buffer[lane if self.is_vector else 0]
+        return value != 0 if str(self.load.ty.dtype) == "bool" else value
+
+
+class VectorLoads:
+    """Reads of each ``value(m, n)`` for a vector of neighbouring ``m`` or ``n``.
+
+    A read whose address grows by one element a lane becomes one load of ``vector`` elements into
+    registers, one whose address stays the same becomes a scalar, all others stay as they are.
+
+    Parameters
+    ----------
+    values : Sequence[Callable]
+        Each from two int64 indices to the expression there.
+    along_m : bool
+        Whether lanes are neighbours in ``m``, else in ``n``.
+    vector : int
+        Number of lanes, a power of two; the index of lane 0 is a multiple of it.
+    results : Collection[tirx.Var]
+        What is not known yet where the loads are emitted.
+    keep : bool
+        Whether registers also get what is read by one lane alone, because it is used again.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[Value],
+        along_m: bool,
+        vector: int,
+        results: Collection[tirx.Var] = (),
+        keep: bool = False,
+    ):
+        self.values = values
+        self.along_m = along_m
+        self.vector = vector
+        self.results = results
+        self.keep = keep
+        self.kinds = self._classify()
+
+    def fetch(
+        self, m: tirx.Expr, n: tirx.Expr, flat: Flat, known: list[Register] | None = None
+    ) -> Callable[[int], list[tirx.Expr]]:
+        """Emit the loads of one vector.
+
+        Parameters
+        ----------
+        m, n : tirx.Expr
+            Position of lane 0.
+        flat : Callable
+            From a parameter to its one-dimensional view, or None if it has none.
+        known : list[Register] | None
+            What has been loaded at this position before; the new ones are appended.
+
+        Returns
+        -------
+        Callable
+            From a lane to its expressions on the loaded registers.
+        """
+        registers = [] if known is None else known
+        chosen: list[Register | None] = []
+        for load, kind in zip(_loads(self._at(m, n)), self.kinds, strict=True):
+            register = next((entry for entry in registers if _same(entry.load, load)), None)
+            if register is None and kind != "each":
+                register = self._load(load, kind, flat)
+                if register is not None:
+                    registers.append(register)
+            chosen.append(register)
+
+        def lane(k: int) -> list[tirx.Expr]:
+            expressions = self._at(m, n, tirx.const(k, "int64"))
+            pairs = list(zip(_loads(expressions), chosen, strict=True))
+
+            def replace(load: ir.TensorLoad) -> tirx.Expr:
+                for original, register in pairs:
+                    if register is not None and _same(original, load):
+                        return register.at(k)
+                return load
+
+            return [
+                tvm_ffi.structural_map(expression, (ir.TensorLoad, replace))
+                for expression in expressions
+            ]
+
+        return lane
+
+    def _at(self, m: tirx.Expr, n: tirx.Expr, lane: tirx.Expr | None = None) -> list[tirx.Expr]:
+        if lane is not None:
+            m, n = (m + lane, n) if self.along_m else (m, n + lane)
+        return [value(m, n) for value in self.values]
+
+    def _classify(self) -> list[str]:
+        """For each read, in order: ``vector``, ``uniform`` or ``each``."""
+        run = LaneRun(self.along_m, self.vector)
+        first, moved = _loads(self._at(run.m, run.n)), _loads(self._at(run.m, run.n, run.lane))
+        guarded = _guarded_loads(self._at(run.m, run.n))
+        kinds = []
+        for a, b in zip(first, moved, strict=True):
+            fixed = not any(loads(index) or uses(index, self.results) for index in a.indices)
+            if not fixed or any(a.same_as(load) for load in guarded):
+                kinds.append("each")
+            elif self.vector == 1:
+                kinds.append("uniform" if self.keep else "each")
+            else:
+                kinds.append(run.kind(_position(a), _position(b)))
+        return kinds
+
+    def _load(self, load: ir.TensorLoad, kind: str, flat: Flat) -> Register | None:
+        source = flat(load.source)
+        if source is None:
+            return None
+        index = _position(load)
+        lanes = self.vector if kind == "vector" else 1
+        register = T.alloc_buffer((lanes,), source.dtype, scope="local")
+        if lanes == 1:
+            T.buffer_store(register, source[index], [0])
+            return Register(load, register, False)
+        for start, width in _parts(lanes, source):
+            with T.vectorized(0, width) as k:
+                element = source[index + (k + start).astype("int64")]
+                T.buffer_store(register, element, [k + start])
+        return Register(load, register, True)
+
+
+class LaneRun:
+    """A vector of neighbouring elements at any place.
+
+    Attributes
+    ----------
+    m, n : tirx.Expr
+        Position of lane 0.
+    lane : tirx.Var
+        Any lane.
+    """
+
+    def __init__(self, along_m: bool, vector: int):
+        self.vector = vector
+        self.analyzer = Analyzer()
+        base, other, self.lane = (tirx.Var(name, "int64") for name in ("base", "other", "lane"))
+        for var, extent in ((base, 1 << 40), (other, 1 << 40), (self.lane, vector)):
+            self.analyzer.bind(var, Range.from_min_extent(i64(0), i64(extent)))
+        start = base * i64(vector)
+        self.m, self.n = (start, other) if along_m else (other, start)
+
+    def kind(self, first: tirx.Expr, moved: tirx.Expr) -> str:
+        """How an index grows from lane 0, where it is ``first``, to ``lane``."""
+        step = self.analyzer.simplify(moved - first)
+        if self.analyzer.can_prove_equal(step, i64(0)):
+            return "uniform"
+        aligned = self._is_aligned(first)
+        return "vector" if aligned and self.analyzer.can_prove_equal(step, self.lane) else "each"
+
+    def _is_aligned(self, index: tirx.Expr) -> bool:
+        """Whether an index is a multiple of the vector, as its load needs it."""
+        known = self.analyzer.modular_set(index)
+        return known.coeff % self.vector == 0 and known.base % self.vector == 0
+
+
+def store_vector(target: tirx.Buffer, place: tirx.Expr, values: Sequence[tirx.Expr]) -> None:
+    """Store neighbouring elements of a flat view by as few instructions as there can be."""
+    register = T.alloc_buffer((len(values),), target.dtype, scope="local")
+    for k, value in enumerate(values):
+        T.buffer_store(register, value.astype(target.dtype), [k])
+    for start, width in _parts(len(values), target):
+        with T.vectorized(0, width) as k:
+            T.buffer_store(target, register[k + start], [place + (k + start).astype("int64")])
+
+
+def _parts(lanes: int, buffer: tirx.Buffer) -> list[tuple[int, int]]:
+    """Begin and width of the instructions for ``lanes`` elements."""
+    width = min(lanes, WIDEST_LOAD * 8 // DataType(str(buffer.dtype)).bits)
+    return [(start, width) for start in range(0, lanes, width)]
+
+
+def _loads(expressions: Sequence[tirx.Expr]) -> list[ir.TensorLoad]:
+    return [load for expression in expressions for load in loads(expression)]
+
+
+def _guarded_loads(expressions: Sequence[tirx.Expr]) -> list[ir.TensorLoad]:
+    """The reads that must not happen for every element."""
+    found: list[ir.TensorLoad] = []
+
+    def note(call: ir.Call) -> None:
+        if isinstance(call.op, ir.Op) and call.op.name.endswith("if_then_else"):
+            found.extend(loads(call))
+
+    for expression in expressions:
+        tvm_ffi.structural_walk(expression, (ir.Call, note))
+    return found
+
+
+def _position(load: ir.TensorLoad) -> tirx.Expr:
+    return ravel(load.indices, load.source.shape)
+
+
+def _same(a: ir.TensorLoad, b: ir.TensorLoad) -> bool:
+    return a.same_as(b) or (a.source.same_as(b.source) and _equal(a.indices, b.indices))
+
+
+def _equal(a: Sequence[tirx.Expr], b: Sequence[tirx.Expr]) -> bool:
+    return len(a) == len(b) and all(
+        tvm_ffi.structural_equal(x, y) for x, y in zip(a, b, strict=True)
+    )

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places in a scratch, so that calls of one module may run at the same time on several streams.
+
+Launches that run at once must write different outputs, so the address of its output names a launch.
+The first of its blocks claims a place under that name, under a lock; the others find it there, and
+the block that finishes the last tile gives it back. A launch for which no place is left waits for
+one; no launch waits for a block that has not started, but for those of launches that have a place.
+
+Whatever uses a place next comes after all that was done in it: giving it back, claiming it and
+finding it each have a fence. Two launches that write the same output at once would share a place,
+and spoil the scratch for good. On OpenCL the device needs ``cl_khr_int64_base_atomics``.
+
+The header of a scratch, in 32-bit words: the names, of two words each, how many tiles are finished
+in each place, and the lock. All are zero between calls.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from schedules.tir.branch import when
+from schedules.tir.index_math import i64
+
+from .intrinsics import acquire, address_number, draw_ticket, publish, read_now, try_lock
+from .machine import GPUInfo
+
+# More than the priorities of streams: grids of one priority start one after the other, so that one
+# of those that have a place has all its blocks started, and ends.
+PLACES = 8
+_FINISHED = 2 * PLACES
+_LOCK = _FINISHED + PLACES
+HEADER_WORDS = -(-(_LOCK + 1) // 4) * 4
+
+
+class LaunchPlace:
+    """The place of the launch, in shared memory.
+
+    Parameters
+    ----------
+    gpu : GPUInfo
+        The device.
+    scratch : tirx.Buffer
+        Begins with the header.
+    name : tirx.Expr
+        Address of an output.
+    """
+
+    def __init__(self, gpu: GPUInfo, scratch: tirx.Buffer, name: tirx.Expr) -> None:
+        self._gpu = gpu
+        self._words = T.decl_buffer(scratch.shape, "int32", data=scratch.data)
+        self._names = T.decl_buffer((PLACES,), "int64", data=scratch.data)
+        self._name = T.bind(address_number(gpu, name))
+        self._place = T.alloc_buffer((1,), "int32", scope="shared")
+        IRBuilder.name("place", self._place)
+
+    @property
+    def number(self) -> tirx.Expr:
+        """Which place it is; a barrier follows :meth:`take`."""
+        return self._place[0].astype("int64")
+
+    def take(self) -> None:
+        """Find the place or claim one, on one thread of the block."""
+        zero = tirx.const(0, "int32")
+        lock = T.address_of(self._words[_LOCK])
+        found, locked = (T.alloc_buffer((1,), "int32", scope="local") for _ in range(2))
+        T.buffer_store(found, tirx.const(-1, "int32"), [0])
+        T.buffer_store(locked, zero, [0])
+        with T.While(found[0] < zero):
+            names = self._read_names()
+            T.buffer_store(found, _find(names, self._name), [0])
+            with T.If(tirx.EQ(locked[0], zero)):
+                with T.Then(), when(found[0] < zero, _find(names, i64(0)) >= zero):
+                    T.buffer_store(locked, try_lock(self._gpu, lock), [0])
+                with T.Else():
+                    self._claim(names, found)
+                    T.buffer_store(locked, zero, [0])
+                    publish(self._gpu, lock, zero)
+        acquire(self._gpu)  # what the place held before has been read before it is overwritten
+        T.buffer_store(self._place, found[0], [0])
+
+    def give_back(self, tiles: int) -> None:
+        """Count a finished tile, whose partial results have been read, on one thread of a block.
+
+        The place is free when all ``tiles`` are finished.
+        """
+        if tiles == 1:
+            self._free()
+            return
+        counter = T.address_of(self._words[i64(_FINISHED) + self.number])
+        finished = draw_ticket(self._gpu, counter, tiles)
+        with when(tirx.EQ(finished, tirx.const(tiles - 1, "int32"))):
+            self._free()
+
+    def _read_names(self) -> list[tirx.Expr]:
+        places = [T.address_of(self._names[place]) for place in range(PLACES)]
+        return [T.bind(read_now(self._gpu, place)) for place in places]
+
+    def _claim(self, names: list[tirx.Expr], found: tirx.Buffer) -> None:
+        """Put the name into a free place, if there is one, unless it has a place by now."""
+        zero = tirx.const(0, "int32")
+        with when(found[0] < zero):
+            T.buffer_store(found, _find(names, i64(0)), [0])
+            with when(found[0] >= zero):
+                publish(self._gpu, T.address_of(self._names[found[0]]), self._name)
+
+    def _free(self) -> None:
+        publish(self._gpu, T.address_of(self._names[self.number]), i64(0))
+
+
+def _find(names: list[tirx.Expr], wanted: tirx.Expr) -> tirx.Expr:
+    """The number of a name, -1 if it is not there."""
+    found = tirx.const(-1, "int32")
+    for number, name in enumerate(names):
+        found = tirx.Select(tirx.EQ(name, wanted), tirx.const(number, "int32"), found)
+    return found

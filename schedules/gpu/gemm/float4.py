@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moving 16 bytes: four floats, in places that are counted in fours."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from .implicit_gemm import LANES, Index
+
+
+def copy4(target: tirx.Buffer, to: Index, source: tirx.Buffer, at: Index) -> None:
+    """Emit one copy of 16 bytes."""
+    with T.vectorized(0, LANES) as lane:
+        T.buffer_store(target, source[at * LANES + lane], [to * LANES + lane])
+
+
+def zero4(target: tirx.Buffer, to: Index) -> None:
+    """Emit a store of four zeros."""
+    with T.vectorized(0, LANES) as lane:
+        T.buffer_store(target, tirx.const(0, "float32"), [to * LANES + lane])
+
+
+def at_once(conditions: list[tirx.Expr]) -> tirx.Expr | None:
+    """All conditions without a jump between them, so that a load is predicated."""
+    return functools.reduce(tirx.bitwise_and, conditions) if conditions else None
+
+
+def flat_view(buffer: tirx.Buffer) -> tirx.Buffer:
+    """A parameter as one row; to be called inside the launch."""
+    size: Index = 1
+    if all(isinstance(extent, tirx.IntImm) for extent in buffer.shape):
+        size = math.prod(int(extent) for extent in buffer.shape)
+    else:
+        for extent in buffer.shape:
+            size = size * extent
+    return T.decl_buffer((size,), buffer.dtype, data=buffer.data)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU rule for products of matrices, batched or not, with their epilogue."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import DataType, s_tir, tirx
+from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+
+from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.workload.reduce import constant
+
+from ..core.kernel_function import unless_empty, write_function
+from ..core.machine import KINDS, GPUInfo
+from ..pointwise.point_kernel import Views
+from .matmul_pattern import MatmulFunction, read_matmul
+from .matmul_tile_sizes import choose_tiles
+from .skinny_matmul import MOST_ROWS, choose_rows, write_rows
+from .tiled_matmul import write_tiles
+
+
+class Matmul(GPUScheduleRule):
+    """Matrix products on the ordinary cores: dense layers, attention, either layout of a factor.
+
+    A block computes a tile of the result from tiles of the factors in shared memory, of which the
+    next ones are loaded while the present ones are multiplied; a thread holds up to 8 x 8 sums,
+    to which bias, activation and residual are applied before they are stored. The tiles are the
+    largest that give every multiprocessor one; where even the smallest do not, groups of threads
+    share the reduction. Up to eight rows are products of vectors instead, each block
+    reading its columns once: lanes share the reduction of a column, or have columns of their own,
+    as the right factor lies.
+    16-bit floats are summed in float32.
+
+    Left alone: convolutions, epilogues that move elements.
+    """
+
+    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+        """Write the kernel, or return None if the rule does not know the function."""
+        if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
+            return None
+        matmul = read_matmul(func)
+        if matmul is None:
+            return None
+        gpu = GPUInfo.from_target(target)
+        rows = constant(matmul.m)
+        write = _write_rows if rows is not None and rows <= MOST_ROWS else _write_tiles
+        kernel = write_function(func, gpu, "Matmul", lambda: write(func, matmul, gpu))
+        return s_tir.Schedule(tvm.IRModule({"main": kernel}))
+
+
+def _write_rows(func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo) -> None:
+    config = choose_rows(matmul, gpu)
+    blocks = simplified(i64(matmul.batches) * ceildiv(matmul.n, config.columns))
+    with unless_empty(blocks), T.launch_thread("blockIdx.x", blocks) as block:
+        write_rows(matmul, config, gpu, _views(func, gpu), block)
+
+
+def _write_tiles(func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo) -> None:
+    itemsize = DataType(matmul.dtype).bits // 8
+    config = choose_tiles(matmul.batches, matmul.m, matmul.n, matmul.k, itemsize, gpu)
+    rows, columns = ceildiv(matmul.m, config.rows), ceildiv(matmul.n, config.columns)
+    blocks = simplified(i64(matmul.batches) * rows * columns)
+    with unless_empty(blocks), T.launch_thread("blockIdx.x", blocks) as block:
+        write_tiles(matmul, config, _views(func, gpu), block)
+
+
+def _views(func: tirx.PrimFunc, gpu: GPUInfo) -> Views:
+    return Views.declare([p for p in func.params if isinstance(p, tirx.Buffer)], gpu)

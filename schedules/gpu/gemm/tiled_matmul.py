@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of a matrix product by tiles in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.tir.branch import when
+from schedules.tir.index_math import ceildiv, i64, simplified, subscripts
+from schedules.workload.reduce import Extent, constant
+
+from ..core.intrinsics import sync
+from ..pointwise.coalescing import Lanes, classify
+from ..pointwise.point_kernel import PointWriter, Views
+from .matmul_pattern import MatmulFunction, Operand
+from .matmul_tile_sizes import TileConfig
+
+_WIDTH = 4  # elements of an access to shared memory
+_SKEW = 4  # elements by which a row in shared memory is longer than the tile
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A factor's tiles: one in use, one being loaded, for each group of threads.
+
+    Parameters
+    ----------
+    operand : Operand
+        The factor.
+    lanes : Lanes
+        How it is loaded.
+    rows : int
+        Rows of a tile.
+    config : TileConfig
+        Sizes.
+    shared : tuple[tirx.Buffer, tirx.Buffer]
+        Each ``[groups, depth, rows + skew]``, as one row.
+    staged : tirx.Buffer
+        Registers for what a thread has loaded for the next tile.
+    """
+
+    operand: Operand
+    lanes: Lanes
+    rows: int
+    config: TileConfig
+    shared: tuple[tirx.Buffer, tirx.Buffer]
+    staged: tirx.Buffer
+
+    @classmethod
+    def allocate(cls, operand: Operand, rows: int, config: TileConfig, dtype: str) -> _Tile:
+        pitch, depth = rows + _SKEW, config.depth
+        size = config.groups * depth * pitch
+        shared = tuple(T.alloc_buffer((size,), dtype, scope="shared") for _ in range(2))
+        staged = T.alloc_buffer((rows * depth // config.group_threads,), dtype, scope="local")
+        lanes = operand_lanes(operand, _WIDTH)
+        return cls(operand, lanes, rows, config, (shared[0], shared[1]), staged)
+
+    @property
+    def pitch(self) -> int:
+        return self.rows + _SKEW
+
+    def start(self, group: tirx.Expr) -> tirx.Expr:
+        """Where a group's tile begins in shared memory."""
+        return group * i64(self.config.depth * self.pitch)
+
+    def place(self, number: int, thread: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+        """Row and depth in the tile of a thread's vector."""
+        index, vector = thread + i64(number * self.config.group_threads), self.lanes.vector
+        if self.operand.rows_first:
+            per_line = i64(self.rows // vector)
+            return index % per_line * i64(vector), index // per_line
+        per_row = i64(self.config.depth // vector)
+        return index // per_row, index % per_row * i64(vector)
+
+    @property
+    def count(self) -> int:
+        """Vectors that a thread loads."""
+        return self.rows * self.config.depth // self.lanes.vector // self.config.group_threads
+
+    def load(
+        self,
+        views: Views,
+        batch: Sequence[tirx.Expr],
+        first_row: tirx.Expr,
+        first_depth: tirx.Expr,
+        thread: tirx.Expr,
+    ) -> None:
+        """Load a thread's part of a tile to registers; zero past the end."""
+        rows, depth = self.operand.space.extents[-2:]
+        vector = self.lanes.vector
+        for number in range(self.count):
+            row, inner = self.place(number, thread)
+            row, inner = T.bind(first_row + row), T.bind(first_depth + inner)
+            whole = self.config.depth * self.config.groups
+            inside = [
+                None if _divides(self.rows, rows) else row < i64(rows),
+                None if _divides(whole, depth) else inner < i64(depth),
+            ]
+            if any(condition is not None for condition in inside):
+                for k in range(vector):
+                    zero = tirx.const(0, self.staged.dtype)
+                    T.buffer_store(self.staged, zero, [number * vector + k])
+            with when(*inside):
+                places = []
+                for k in range(vector):
+                    at = (row + i64(k), inner) if self.operand.rows_first else (row, inner + i64(k))
+                    places.append([*batch, *(at[::-1] if self.operand.rows_first else at)])
+                writer = PointWriter(self.lanes, views, places)
+                writer.steps()
+                for k in range(vector):
+                    value = writer.value(self.operand.value, k)
+                    T.buffer_store(self.staged, value, [number * vector + k])
+
+    def keep(self, stage: int, group: tirx.Expr, thread: tirx.Expr) -> None:
+        """Store what was loaded to shared memory, neighbouring rows beside each other."""
+        vector = self.lanes.vector
+        for number in range(self.count):
+            row, inner = self.place(number, thread)
+            at = T.bind(self.start(group) + inner * i64(self.pitch) + row)
+            if self.operand.rows_first and vector > 1:
+                with T.vectorized(0, vector) as k:
+                    value = self.staged[k + number * vector]
+                    T.buffer_store(self.shared[stage], value, [at + k.astype("int64")])
+                continue
+            for k in range(vector):
+                value = self.staged[number * vector + k]
+                T.buffer_store(self.shared[stage], value, [at + i64(k * self.pitch)])
+
+    def fetch(self, stage: int, registers: tirx.Buffer, start: tirx.Expr, unit: tirx.Expr) -> None:
+        """Load a thread's rows of one line, a chunk of four after the other."""
+        chunks = int(registers.shape[0]) // _WIDTH
+        for chunk in range(chunks):
+            at = start + i64(chunk * (self.rows // chunks)) + unit * i64(_WIDTH)
+            with T.vectorized(0, _WIDTH) as k:
+                value = self.shared[stage][at + k.astype("int64")]
+                T.buffer_store(registers, value, [k + chunk * _WIDTH])
+
+
+def write_tiles(
+    matmul: MatmulFunction, config: TileConfig, params: Views, block: tirx.Expr
+) -> None:
+    """Emit the body of a block: the tile with the number ``block``.
+
+    While a tile is multiplied, the next one is loaded to registers; between the two steps there is
+    one barrier, since shared memory holds two tiles of each factor.
+    """
+    place = [ceildiv(matmul.m, config.rows), ceildiv(matmul.n, config.columns)]
+    *batch, row_tile, column_tile = (T.bind(s) for s in subscripts(block, [*matmul.batch, *place]))
+    with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
+        _Block(matmul, config, params, batch, row_tile, column_tile, thread).write()
+
+
+class _Block:
+    """One thread's part of a tile."""
+
+    def __init__(
+        self,
+        matmul: MatmulFunction,
+        config: TileConfig,
+        views: Views,
+        batch: Sequence[tirx.Expr],
+        row_tile: tirx.Expr,
+        column_tile: tirx.Expr,
+        thread: tirx.Expr,
+    ):
+        self.matmul, self.config, self.views, self.batch = matmul, config, views, batch
+        self.row = T.bind(row_tile * i64(config.rows))
+        self.column = T.bind(column_tile * i64(config.columns))
+        self.group = T.bind(thread // i64(config.group_threads))
+        self.thread = T.bind(thread % i64(config.group_threads))
+        across = i64(config.columns // config.thread_columns)
+        self.unit_row, self.unit_column = self.thread // across, self.thread % across
+        self.left = _Tile.allocate(matmul.left, config.rows, config, matmul.dtype)
+        self.right = _Tile.allocate(matmul.right, config.columns, config, matmul.dtype)
+        size = config.thread_rows * config.thread_columns
+        self.sums = T.alloc_buffer((size,), matmul.dtype, scope="local")
+        self.rows = T.alloc_buffer((config.thread_rows,), matmul.dtype, scope="local")
+        self.columns = T.alloc_buffer((config.thread_columns,), matmul.dtype, scope="local")
+
+    def write(self) -> None:
+        zero = tirx.const(0, self.matmul.dtype)
+        with T.unroll(0, int(self.sums.shape[0])) as e:
+            T.buffer_store(self.sums, zero, [e])
+        self._accumulate()
+        if self.config.groups > 1:
+            self._sum_groups()
+        with when(self.group < i64(1) if self.config.groups > 1 else None):
+            self._finish()
+
+    def _accumulate(self) -> None:
+        """Multiply all tiles, two in each iteration, so that stages are known when compiling."""
+        tiles = ceildiv(self.matmul.k, self.config.depth * self.config.groups)
+        known = constant(tiles)
+        pairs = simplified((tiles - i64(1)) // i64(2) if known is not None else tiles // i64(2))
+        self._load(i64(0))
+        self._keep(0)
+        sync()
+        if constant(pairs) != 0:
+            with T.serial(i64(0), pairs) as pair:
+                self._advance(0, pair * i64(2) + i64(1))
+                self._advance(1, pair * i64(2) + i64(2))
+        if known is not None and known % 2 == 0:
+            self._advance(0, tiles - i64(1))
+            self._multiply(1)
+        else:  # of an unknown number, one tile more, of zeros
+            self._multiply(0)
+
+    def _advance(self, stage: int, following: tirx.Expr) -> None:
+        """Multiply the tiles of a stage while those that follow are loaded to the other one."""
+        self._load(following)
+        self._multiply(stage)
+        self._keep(1 - stage)
+        sync()
+
+    def _load(self, tile: tirx.Expr) -> None:
+        depth = T.bind((tile * i64(self.config.groups) + self.group) * i64(self.config.depth))
+        self.left.load(self.views, self.batch, self.row, depth, self.thread)
+        self.right.load(self.views, self.batch, self.column, depth, self.thread)
+
+    def _keep(self, stage: int) -> None:
+        self.left.keep(stage, self.group, self.thread)
+        self.right.keep(stage, self.group, self.thread)
+
+    def _multiply(self, stage: int) -> None:
+        config, left, right = self.config, self.left, self.right
+        left_start, right_start = (T.bind(tile.start(self.group)) for tile in (left, right))
+        with T.serial(0, config.depth) as k:
+            line = k.astype("int64")
+            left.fetch(stage, self.rows, left_start + line * i64(left.pitch), self.unit_row)
+            at = right_start + line * i64(right.pitch)
+            right.fetch(stage, self.columns, at, self.unit_column)
+            with T.unroll(0, config.thread_rows) as i, T.unroll(0, config.thread_columns) as j:
+                e = i * config.thread_columns + j
+                value = self.sums[e] + self.rows[i] * self.columns[j]
+                T.buffer_store(self.sums, value, [e])
+
+    def _sum_groups(self) -> None:
+        """Add the sums of the other groups to those of the first, as many as fit at a time."""
+        scratch, threads = self.left.shared[0], self.config.group_threads
+        size, others = int(self.sums.shape[0]), self.config.groups - 1
+        part = size
+        while part * others * threads > int(scratch.shape[0]):
+            part //= 2
+        for first in range(0, size, part):
+            sync()
+            with when(self.group > i64(0)), T.unroll(0, part) as e:
+                at = (self.group - i64(1)) * i64(part * threads) + self.thread
+                place = at + e.astype("int64") * i64(threads)
+                T.buffer_store(scratch, self.sums[e + first], [place])
+            sync()
+            with when(self.group < i64(1)):
+                for other in range(others):
+                    with T.unroll(0, part) as e:
+                        at = i64(other * part * threads) + self.thread
+                        more = scratch[at + e.astype("int64") * i64(threads)]
+                        T.buffer_store(self.sums, self.sums[e + first] + more, [e + first])
+
+    def _finish(self) -> None:
+        """Store the results, four neighbours at a time."""
+        config = self.config
+        lanes = epilogue_lanes(self.matmul)
+        row_chunks, column_chunks = config.thread_rows // _WIDTH, config.thread_columns // _WIDTH
+        for i in range(config.thread_rows):
+            inner = i64(i // _WIDTH * (config.rows // row_chunks) + i % _WIDTH)
+            row = T.bind(self.row + inner + self.unit_row * i64(_WIDTH))
+            for chunk in range(column_chunks):
+                first = i64(chunk * (config.columns // column_chunks))
+                column = T.bind(self.column + first + self.unit_column * i64(_WIDTH))
+                sums = [
+                    self.sums[i * config.thread_columns + chunk * _WIDTH + k] for k in range(_WIDTH)
+                ]
+                store_results(
+                    self.matmul,
+                    lanes,
+                    self.views,
+                    self.batch,
+                    row,
+                    column,
+                    sums,
+                    _divides(config.rows, self.matmul.m),
+                )
+
+
+def store_results(
+    matmul: MatmulFunction,
+    lanes: Lanes,
+    views: Views,
+    batch: Sequence[tirx.Expr],
+    row: tirx.Expr,
+    column: tirx.Expr,
+    sums: Sequence[tirx.Expr],
+    row_exists: bool,
+) -> None:
+    """Emit the epilogue of neighbouring results of one row, where they exist."""
+    for start in range(0, len(sums), lanes.vector):
+        first = column + i64(start)
+        inside = [None if row_exists else row < i64(matmul.m), first < i64(matmul.n)]
+        with when(*inside):
+            places = [[*batch, row, first + i64(k)] for k in range(lanes.vector)]
+            writer = PointWriter(lanes, views, places)
+            writer.give(matmul.accumulator, sums[start : start + lanes.vector])
+            writer.write()
+
+
+def epilogue_lanes(matmul: MatmulFunction) -> Lanes:
+    """Four neighbours of a row at a time, where no row ends within them."""
+    lanes = classify(matmul.epilogue, _WIDTH, [matmul.accumulator])
+    if lanes.is_aligned:
+        return lanes
+    return classify(matmul.epilogue, 1, [matmul.accumulator])
+
+
+def operand_lanes(operand: Operand, width: int) -> Lanes:
+    """Neighbours in memory at a time, where all reads allow it, else one element."""
+    space = operand.space
+    if operand.rows_first:
+        count = len(space.axes)
+        space = space.permuted([*range(count - 2), count - 1, count - 2])
+    lanes = classify(space, width)
+    if lanes.is_aligned and "each" not in lanes.kinds.values():
+        return lanes
+    return classify(space, 1)
+
+
+def _divides(part: int, extent: Extent) -> bool:
+    known = constant(extent)
+    return known is not None and known % part == 0

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which accesses of a vector of neighbouring points are wide, and what a warp's accesses cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import tvm_ffi
+from tvm import DataType, ir, sym, tirx
+
+from schedules.tir.expression_walk import substitute
+from schedules.tir.index_math import subscripts
+from schedules.workload.reduce import constant
+
+from ..core.vector_loads import WIDEST_LOAD
+from .element_program import Read, Value
+from .iteration_domain import IterationSpace, Store, as_expr, uses, variables
+
+SECTOR = 32  # bytes that the memory delivers at least
+WARP = 32
+_FAR = 1 << 24  # stands for an extent or a factor that is not known
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """How a thread computes ``vector`` neighbouring points of a space at once.
+
+    Parameters
+    ----------
+    space : IterationSpace
+        What it computes.
+    vector : int
+        Lanes, a power of two.
+    is_aligned : bool
+        Whether all lanes lie along the last axis; else they may run over its end.
+    kinds : dict
+        For the variable of each read, and for the number of each store: ``vector`` (one wide
+        access), ``uniform`` (the same place for all lanes), or ``each``.
+    varying : frozenset
+        Variables of steps that differ between lanes.
+    contiguous : frozenset
+        Accesses, named as in ``kinds``, whose position is that of the point plus a constant.
+    """
+
+    space: IterationSpace
+    vector: int
+    is_aligned: bool
+    kinds: dict[object, str]
+    varying: frozenset[tirx.Var]
+    contiguous: frozenset[object]
+
+    def depends(self, expression: tirx.Expr) -> bool:
+        """Whether an expression differs between lanes."""
+        return _depends(self.space, self.is_aligned, self.varying, expression)
+
+
+def classify(space: IterationSpace, vector: int, differing: Iterable[tirx.Var] = ()) -> Lanes:
+    """Find out how each access moves from lane to lane.
+
+    Parameters
+    ----------
+    space : IterationSpace
+        The points; lanes are neighbours along its last axis.
+    vector : int
+        Lanes, a power of two.
+    differing : Iterable[tirx.Var]
+        Variables without a step that have another value in each lane.
+    """
+    extent = constant(space.extents[-1]) if space.extents else 1
+    aligned = extent is not None and extent % vector == 0
+    varying: set[tirx.Var] = set(differing)
+    kinds: dict[object, str] = {}
+    contiguous: set[object] = set()
+    for step in space.steps:
+        if isinstance(step, Value):
+            # Where one lane alone may compute it, all others would lack it.
+            if _depends(space, aligned, varying, step.expression) or any(
+                _varies(space, aligned, varying, guard, vector) for guard in step.guards
+            ):
+                varying.add(step.var)
+            continue
+        kind, follows = _kind(space, aligned, varying, step, vector)
+        kinds[step.var] = kind
+        if follows:
+            contiguous.add(step.var)
+        if kind != "uniform":
+            varying.add(step.var)
+    for number, store in enumerate(space.stores):
+        kinds[number], follows = _kind(space, aligned, varying, store, vector)
+        if follows:
+            contiguous.add(number)
+    return Lanes(space, vector, aligned, kinds, frozenset(varying), frozenset(contiguous))
+
+
+def _depends(
+    space: IterationSpace,
+    aligned: bool,
+    varying: set[tirx.Var] | frozenset[tirx.Var],
+    expression: tirx.Expr,
+) -> bool:
+    moving = space.axes[-1:] if aligned else space.axes
+    return bool(variables(expression) & {*moving, *varying})
+
+
+def _kind(
+    space: IterationSpace,
+    aligned: bool,
+    varying: set[tirx.Var],
+    access: Read | Store,
+    vector: int,
+) -> tuple[str, bool]:
+    """Kind of an access, and whether it is contiguous in the whole space."""
+    index = space.position(access)
+    if not _depends(space, aligned, varying, index):
+        return "uniform", False
+    linear = space.linear(access)
+    follows = linear is not None and _is_row_major(space, linear[0])
+    if variables(index) & varying:
+        return "each", False
+    guards = access.guards if isinstance(access, Read) else ()
+    if any(_varies(space, aligned, varying, guard, vector) for guard in guards):
+        return "each", follows
+    if aligned:
+        found = sym.detect_linear_equation(index, [space.axes[-1]])
+        if not found or constant(found[0]) != 1:
+            return "each", follows
+        rest = found[1]
+    elif follows and linear is not None:
+        rest = linear[1]
+    else:
+        return "each", False
+    return ("vector" if vector > 1 and _is_multiple(rest, vector) else "each"), follows
+
+
+def _varies(
+    space: IterationSpace,
+    aligned: bool,
+    varying: set[tirx.Var],
+    guard: tirx.Expr,
+    vector: int,
+) -> bool:
+    """Whether a condition may hold for some lanes only; a bound that is a multiple does not."""
+    if not _depends(space, aligned, varying, guard):
+        return False
+    if variables(guard) & varying:
+        return True
+    start, lane = tirx.Var("start", "int64"), tirx.Var("lane", "int64")
+    analyzer = sym.Analyzer()
+    analyzer.bind(start, ir.Range.from_min_extent(as_expr(0), as_expr(_FAR)))
+    analyzer.bind(lane, ir.Range.from_min_extent(as_expr(0), as_expr(vector)))
+    point = start * as_expr(vector) + lane
+    places = [point] if aligned else subscripts(point, space.extents)
+    moving = space.axes[-1:] if aligned else space.axes
+    guard = analyzer.simplify(substitute(guard, dict(zip(moving, places, strict=True))))
+    return not all(_is_even(node, lane, vector) for node in _comparisons(guard, lane))
+
+
+def _comparisons(guard: tirx.Expr, lane: tirx.Var) -> list[tirx.Expr]:
+    """The comparisons in a condition in which a variable occurs."""
+    found: list[tirx.Expr] = []
+
+    def note(node: tirx.Expr) -> None:
+        if uses(node, lane):
+            found.append(node)
+
+    tvm_ffi.structural_walk(guard, tuple((kind, note) for kind in _SIGNS))
+    return found
+
+
+def _is_even(comparison: tirx.Expr, lane: tirx.Var, vector: int) -> bool:
+    """Whether a comparison that is linear in the lane has one result for each whole vector."""
+    found = sym.detect_linear_equation(comparison.a - comparison.b, [lane])
+    factor = constant(found[0]) if found else None
+    if factor is None:
+        return False
+    known = sym.Analyzer().modular_set(found[1])
+    if known.coeff % vector:
+        return False
+    holds = _SIGNS[type(comparison)]
+    return all(
+        len({holds(v * vector + known.base + factor * k) for k in range(vector)}) == 1
+        for v in range(-2 * vector, 2 * vector + 1)
+    )
+
+
+_SIGNS: dict[type, Callable[[int], bool]] = {
+    tirx.LT: lambda difference: difference < 0,
+    tirx.LE: lambda difference: difference <= 0,
+    tirx.GT: lambda difference: difference > 0,
+    tirx.GE: lambda difference: difference >= 0,
+    tirx.EQ: lambda difference: difference == 0,
+    tirx.NE: lambda difference: difference != 0,
+}
+
+
+def _is_row_major(space: IterationSpace, factors: Sequence[tirx.Expr]) -> bool:
+    analyzer, stride = space.analyzer(), tirx.const(1, "int64")
+    for factor, extent in zip(reversed(factors), reversed(space.extents), strict=True):
+        if not analyzer.can_prove_equal(factor, stride):
+            return False
+        stride = stride * extent
+    return True
+
+
+def _is_multiple(expression: tirx.Expr, vector: int) -> bool:
+    known = sym.Analyzer().modular_set(expression)
+    return known.coeff % vector == 0 and known.base % vector == 0
+
+
+def warp_cost(lanes: Lanes) -> float:
+    """What a warp's accesses cost for each point: sectors moved, sectors touched, instructions."""
+    points = WARP * lanes.vector
+    total = 0.0
+    for number, access in _named(lanes.space):
+        item = DataType(str(access.buffer.dtype)).bits // 8 or 1
+        address = _addresses(lanes.space, access, points) * item
+        by_thread = address.reshape(WARP, lanes.vector)
+        kind = lanes.kinds[number]
+        width = {"vector": max(1, WIDEST_LOAD // item), "uniform": lanes.vector, "each": 1}[kind]
+        moved = len(np.unique(address // SECTOR))
+        touched, instructions = 0, 0
+        for start in range(0, lanes.vector, width):
+            part = by_thread[:, start : start + width]
+            part = part[:, :1] if kind == "uniform" else part
+            touched += len(np.unique(part // SECTOR))
+            instructions += 1
+        total += moved + 0.5 * touched + instructions
+    return total / points
+
+
+def is_scattered(lanes: Lanes) -> bool:
+    """Whether a warp moves more than twice the sectors that its elements of some tensor fill.
+
+    Reads at places that are themselves read from memory do not count.
+    """
+    points = WARP * lanes.vector
+    steps = {step.var for step in lanes.space.steps}
+    touched: dict[tirx.Buffer, list[np.ndarray]] = {}
+    for _, access in _named(lanes.space):
+        linear = lanes.space.linear(access)
+        if linear is None or any(variables(index) & steps for index in access.indices):
+            continue
+        offset = constant(linear[1]) or 0
+        address = _addresses(lanes.space, access, points) + offset
+        touched.setdefault(access.buffer, []).append(address)
+    for buffer, parts in touched.items():
+        item = DataType(str(buffer.dtype)).bits // 8 or 1
+        address = np.unique(np.concatenate(parts) * item)
+        if len(np.unique(address // SECTOR)) > 2 * max(2, -(-len(address) * item // SECTOR)):
+            return True
+    return False
+
+
+def _named(space: IterationSpace) -> list[tuple[object, Read | Store]]:
+    reads = [(step.var, step) for step in space.steps if isinstance(step, Read)]
+    return [*reads, *enumerate(space.stores)]
+
+
+def _addresses(space: IterationSpace, access: Read | Store, points: int) -> np.ndarray:
+    """Positions of a warp's points, in elements; far from each other where they are not known."""
+    linear = space.linear(access)
+    point = np.arange(points, dtype=np.int64)
+    if linear is None:
+        return point * SECTOR
+    address = np.zeros(points, np.int64)
+    for number in reversed(range(len(space.axes))):
+        extent = constant(space.extents[number]) or _FAR
+        factor = constant(linear[0][number])
+        address += point % extent * (_FAR if factor is None else factor)
+        point = point // extent
+    return address - address.min()

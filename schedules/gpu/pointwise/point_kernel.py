@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The code of a thread that computes neighbouring points of an iteration space."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tvm import DataType, tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.tir.branch import when
+from schedules.tir.expression_walk import substitute
+from schedules.tir.index_math import subscripts
+from schedules.workload.reduce import Extent, constant
+
+from ..core.machine import GPUInfo
+from ..core.vector_loads import WIDEST_LOAD
+from .coalescing import Lanes, classify
+from .element_program import Read, Value
+from .iteration_domain import IterationSpace, Store, as_expr
+
+Names = Mapping[tirx.Var, tirx.Expr]
+Fetch = Callable[[Read, Names], "tirx.Expr | None"]
+
+
+@dataclass(frozen=True)
+class Views:
+    """Tensors as one row, by which vectors are loaded and stored."""
+
+    rows: tuple[tuple[tirx.Buffer, tirx.Buffer], ...]
+
+    @classmethod
+    def declare(cls, buffers: Sequence[tirx.Buffer], gpu: GPUInfo) -> Views:
+        """Declare them, inside the kernel; TVM loses those of a type that the GPU lacks."""
+        return cls(
+            tuple(
+                (buffer, _row(buffer))
+                for buffer in buffers
+                if gpu.has_bfloat16 or str(buffer.dtype) != "bfloat16"
+            )
+        )
+
+    def row(self, buffer: tirx.Buffer) -> tirx.Buffer | None:
+        """A tensor as one row, or None."""
+        return next((view for known, view in self.rows if known.same_as(buffer)), None)
+
+    def load(self, access: Read, position: tirx.Expr, names: Names) -> tirx.Expr:
+        """Read one element."""
+        view = self.row(access.buffer)
+        if view is None:
+            return access.buffer[tuple(substitute(i, names) for i in access.indices)]
+        return _value(view[position], access)
+
+    def store(self, access: Store, position: tirx.Expr, names: Names, value: tirx.Expr) -> None:
+        """Write one element."""
+        view = self.row(access.buffer)
+        if view is None:
+            T.buffer_store(access.buffer, value, [substitute(i, names) for i in access.indices])
+        else:
+            T.buffer_store(view, value.astype(view.dtype), [position])
+
+
+class PointWriter:
+    """Emits the steps of a vector of points.
+
+    Parameters
+    ----------
+    lanes : Lanes
+        The points and their accesses.
+    views : Views
+        The tensors.
+    places : Sequence[Sequence[tirx.Expr]]
+        Subscripts of each lane's point.
+    first : tirx.Expr | None
+        Number of the first point, if the points are numbered.
+    fetch : Callable | None
+        Gives what replaces a read, such as one of shared memory; None for those that stay.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        views: Views,
+        places: Sequence[Sequence[tirx.Expr]],
+        first: tirx.Expr | None = None,
+        fetch: Fetch | None = None,
+    ):
+        self.lanes = lanes
+        self.views = views
+        self.first = first
+        self.fetch = fetch
+        self._names: list[dict[tirx.Var, tirx.Expr]] = [
+            dict(zip(lanes.space.axes, place, strict=True)) for place in places
+        ]
+
+    @classmethod
+    def at(cls, lanes: Lanes, views: Views, start: tirx.Expr) -> PointWriter:
+        """The writer of the vector with the number ``start``."""
+        first = start * as_expr(lanes.vector)
+        return cls(lanes, views, _places(lanes, start), first)
+
+    def give(self, var: tirx.Var, values: Sequence[tirx.Expr]) -> None:
+        """Tell the value of a variable in each lane."""
+        for names, value in zip(self._names, values, strict=True):
+            names[var] = value
+
+    def write(self, condition: tirx.Expr | None = None) -> None:
+        """Emit all steps and stores; the stores under a condition, if there is one."""
+        self.steps()
+        with when(condition):
+            for number, store in enumerate(self.lanes.space.stores):
+                self._store(number, store)
+
+    def steps(self) -> None:
+        """Emit all steps."""
+        for step in self.lanes.space.steps:
+            if isinstance(step, Value):
+                self._value(step)
+            else:
+                self._read(step)
+
+    def value(self, expression: tirx.Expr, lane: int) -> tirx.Expr:
+        """An expression of the steps' variables in one lane."""
+        return substitute(expression, self._names[lane])
+
+    def _value(self, step: Value) -> None:
+        """Give a value: in place where it is used once, else in a register.
+
+        TVM would put what is only bound to a name into every use of it.
+        """
+        values = [substitute(step.expression, names) for names in self._names]
+        if not step.is_partial and self.lanes.space.uses_of(step.var) < 2:
+            self.give(step.var, values)
+            return
+        count = self.lanes.vector if step.var in self.lanes.varying else 1
+        register = T.alloc_buffer((count,), step.var.ty.dtype, scope="local")
+        for k, names in enumerate(self._names[:count]):
+            with when(*(substitute(guard, names) for guard in step.guards)):
+                T.buffer_store(register, values[k], [k])
+        self.give(step.var, [register[k % count] for k in range(self.lanes.vector)])
+
+    def _read(self, step: Read) -> None:
+        kind = self.lanes.kinds[step.var]
+        if self.fetch is not None:
+            replaced = [self.fetch(step, names) for names in self._names]
+            found = [value for value in replaced if value is not None]
+            if found:
+                self.give(step.var, found)
+                return
+        view = self.views.row(step.buffer)
+        if kind == "vector" and view is not None:
+            self.give(step.var, self._load_vector(step, view))
+            return
+        if kind == "uniform":
+            value = self.views.load(step, self._position(step.var, step, 0), self._names[0])
+            self.give(step.var, [_once(step, value)] * self.lanes.vector)
+            return
+        values = []
+        for lane, names in enumerate(self._names):
+            value = self.views.load(step, self._position(step.var, step, lane), names)
+            values.append(_once(step, value))
+        self.give(step.var, values)
+
+    def _position(self, name: object, access: Read | Store, lane: int) -> tirx.Expr:
+        """Row-major position of an access in one lane."""
+        space, names = self.lanes.space, self._names[lane]
+        is_contiguous = name in self.lanes.contiguous and not self.lanes.is_aligned
+        linear = space.linear(access) if is_contiguous else None
+        if linear is None or self.first is None:
+            return substitute(space.position(access), names)
+        # It follows the points, whose number need not be divided.
+        return self.first + as_expr(lane) + substitute(linear[1], names)
+
+    def _load_vector(self, step: Read, view: tirx.Buffer) -> list[tirx.Expr]:
+        vector = self.lanes.vector
+        register = T.alloc_buffer((vector,), view.dtype, scope="local")
+        with when(*(substitute(guard, self._names[0]) for guard in step.guards)):
+            index = T.bind(self._position(step.var, step, 0))
+            for start, width in _chunks(vector, str(view.dtype)):
+                if width == 1:
+                    T.buffer_store(register, view[index + as_expr(start)], [start])
+                    continue
+                with T.vectorized(0, width) as k:
+                    element = view[index + as_expr(start) + k.astype("int64")]
+                    T.buffer_store(register, element, [k + start])
+        return [_value(register[k], step) for k in range(vector)]
+
+    def _store(self, number: int, store: Store) -> None:
+        vector = self.lanes.vector
+        values = [substitute(store.value, names) for names in self._names]
+        view = self.views.row(store.buffer)
+        if self.lanes.kinds[number] != "vector" or view is None or vector == 1:
+            for lane, (value, names) in enumerate(zip(values, self._names, strict=True)):
+                self.views.store(store, self._position(number, store, lane), names, value)
+            return
+        register = T.alloc_buffer((vector,), view.dtype, scope="local")
+        for k, value in enumerate(values):
+            T.buffer_store(register, value.astype(view.dtype), [k])
+        index = T.bind(self._position(number, store, 0))
+        for start, width in _chunks(vector, str(view.dtype)):
+            with T.vectorized(0, width) as k:
+                T.buffer_store(
+                    view, register[k + start], [index + as_expr(start) + k.astype("int64")]
+                )
+
+
+def write_points(lanes: Lanes, views: Views, start: tirx.Expr) -> None:
+    """Emit the vector with the number ``start`` where it exists, and what is left at the end."""
+    space, vector = lanes.space, lanes.vector
+    size = as_expr(space.size)
+    if lanes.is_aligned or vector == 1:
+        with when(start * as_expr(vector) < size):
+            PointWriter.at(lanes, views, start).write()
+        return
+    first = T.bind(start * as_expr(vector))
+    with when(first + as_expr(vector) <= size):
+        PointWriter.at(lanes, views, start).write()
+    known = constant(size)
+    if known is not None and known % vector == 0:
+        return
+    single = classify(space, 1)
+    with when(first < size, size < first + as_expr(vector)):
+        with T.serial(as_expr(0), as_expr(vector - 1)) as k:
+            with when(first + k < size):
+                PointWriter.at(single, views, first + k).write()
+
+
+def _value(loaded: tirx.Expr, step: Read) -> tirx.Expr:
+    """What was loaded, in the type of the tensor."""
+    is_bool = str(step.buffer.dtype) == "bool"
+    return tirx.NE(loaded, tirx.const(0, "uint8")) if is_bool else loaded
+
+
+def _once(step: Read, value: tirx.Expr) -> tirx.Expr:
+    """Load it now, where it exists for sure; TVM cannot bind bfloat16 everywhere."""
+    return value if step.guards or str(value.ty.dtype) == "bfloat16" else T.bind(value)
+
+
+def _places(lanes: Lanes, start: tirx.Expr) -> list[list[tirx.Expr]]:
+    """Subscripts of each lane of a vector."""
+    space, vector = lanes.space, lanes.vector
+    if not space.axes:
+        return [[] for _ in range(vector)]
+    if not lanes.is_aligned:
+        points = [start * as_expr(vector) + as_expr(k) for k in range(vector)]
+        return [_bound(subscripts(point, space.extents)) for point in points]
+    last = constant(space.extents[-1])
+    assert last is not None, "vectors are aligned to constant extents"
+    extents: list[Extent] = [*space.extents[:-1], last // vector]
+    *outer, inner = _bound(subscripts(start, extents))
+    return [[*outer, inner * as_expr(vector) + as_expr(k)] for k in range(vector)]
+
+
+def _bound(places: Sequence[tirx.Expr]) -> list[tirx.Expr]:
+    return [place if constant(place) is not None else T.bind(place) for place in places]
+
+
+def _chunks(vector: int, dtype: str) -> list[tuple[int, int]]:
+    """Begin and length of the parts of a vector that one instruction moves."""
+    width = min(vector, WIDEST_LOAD * 8 // DataType(dtype).bits)
+    return [(start, width) for start in range(0, vector, width)]
+
+
+def _row(buffer: tirx.Buffer) -> tirx.Buffer:
+    space = IterationSpace((), tuple(buffer.shape), (), ())
+    dtype = "uint8" if str(buffer.dtype) == "bool" else buffer.dtype
+    return T.decl_buffer((as_expr(space.size),), dtype, data=buffer.data)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU rule for windows that slide over one tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import tvm_ffi
+from tvm import ir, s_tir, tirx
+from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
+from tvm.target import Target
+
+from schedules.tir.block_expressions import Stage, read_stages
+from schedules.workload.reduce import constant
+
+from ..core.machine import KINDS
+from .axis_order import spaces_of
+from .elementwise import write_spaces
+from .iteration_domain import uses
+
+_LARGEST_WINDOW = 64
+
+
+class Pooling(GPUScheduleRule):
+    """Maxima and averages of windows up to 8 x 8, with padding, strides and dilation.
+
+    A thread computes neighbouring elements of the output, with the window unrolled: in NCHW4c four
+    channels of a pixel, by 16-byte loads under the padding's condition. What precedes and follows
+    the pooling element by element is part of the kernel.
+
+    Left alone: larger windows and whole rows, which are reductions; products of two tensors.
+    """
+
+    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+        """Write the kernel, or return None if the rule does not know the function."""
+        if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
+            return None
+        stages = read_stages(func)
+        if stages is None or not any(stage.reduced for stage in stages):
+            return None
+        if not all(_is_window(stage) for stage in stages if stage.reduced):
+            return None
+        return write_spaces(func, spaces_of(func, stages), target, "Pooling")
+
+
+def _is_window(stage: Stage) -> bool:
+    """Whether a reduction is small and slides over one tensor."""
+    extents = [constant(axis.dom.extent) for axis in stage.reduced]
+    known = [extent for extent in extents if extent is not None]
+    if len(known) < len(extents) or math.prod(known) > _LARGEST_WINDOW:
+        return False
+    found: list[ir.TensorLoad] = []
+    tvm_ffi.structural_walk(stage.value, (ir.TensorLoad, found.append))
+    read = [load for load in found if not load.source.same_as(stage.output)]
+    if len({load.source for load in read}) != 1:
+        return False
+    return any(_slides(index, stage) for load in read for index in load.indices)
+
+
+def _slides(index: tirx.Expr, stage: Stage) -> bool:
+    return _has(index, stage.axes) and _has(index, stage.reduced)
+
+
+def _has(index: tirx.Expr, axes: Sequence[tirx.IterVar]) -> bool:
+    return any(uses(index, axis.var) for axis in axes)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU rule for a group of coalesced reductions with what is computed before and after them."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
+from tvm.target import Target
+
+from ..core.bfloat16_bits import convert_by_bits
+from ..core.machine import GPUInfo
+from .kernel.group_kernel import write_kernel
+from .plan.chain_config import choose_chain
+from .plan.config import ReduceConfig, choose_sisters
+from .plan.group import ReduceGroup
+from .plan.online_softmax import avoid_chain
+from .plan.read_group import read_group
+
+
+class CoalescedReduce(GPUScheduleRule):
+    """Computes a group of coalesced reductions in one kernel.
+
+    Takes functions with the blocks of :mod:`schedules.compute.coalesced_reduce`: any number of
+    reductions with the same parallel and reduced extents and of one form, all other blocks being
+    element-wise:
+
+    - producers of what is reduced;
+    - epilogues, which use results at the same place;
+    - elements of the reduced tensor's extents, maybe using results of their row, which are stored,
+      or reduced in turn.
+
+    Without the last kind the reductions are spread over many blocks and finished in the same
+    kernel; with it, as in a softmax, one block has a row from the first stage to the last. The sum
+    of a softmax alone needs no block with a row (:mod:`schedules.gpu.reduce.plan.online_softmax`).
+    Returns None for everything else.
+    """
+
+    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+        """Write the kernel, or return None if the rule does not know the function."""
+        if not isinstance(func, tirx.PrimFunc) or target.kind.name not in ("cuda", "opencl"):
+            return None
+        group = read_group(func)
+        if group is None:
+            return None
+        gpu = GPUInfo.from_target(target)
+        group = avoid_chain(group, gpu)
+        kernel = write_kernel(group, choose_config(group, gpu), gpu)
+        if not gpu.has_bfloat16:
+            kernel = convert_by_bits(kernel)
+        return s_tir.Schedule(tvm.IRModule({"main": kernel}))
+
+
+def choose_config(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
+    """Decide how a group runs."""
+    if group.is_chain:
+        return choose_chain(group, gpu)
+    return choose_sisters(
+        [(reduction.workload, reduction.loops) for reduction in group.reductions],
+        gpu,
+        group.scratch_words or (0,),
+        min(group.itemsizes()),
+        group.row_inputs(),
+        group.has_epilogues,
+    )

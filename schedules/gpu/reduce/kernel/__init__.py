@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code of a reduction kernel, from the loads to the last block that combines all.
+
+Imports ``reduce/plan`` and ``core``; only the rule may import it.
+Start with ``group_kernel.py``.
+"""

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combining the states of a block's threads, in an order that never changes."""
+
+from __future__ import annotations
+
+from tvm import tirx
+
+from schedules.gpu.core.intrinsics import shuffle_xor, sync
+from schedules.tir.branch import when
+from schedules.tir.index_math import i64
+
+from . import state_buffers
+from .context import ReduceContext
+from .state_buffers import Buffers, Workloads
+
+TREE_ARITY = 4  # states that a thread combines between two barriers
+
+
+def combine_lanes(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> None:
+    """Combine the states at 0 of a row's lanes; lane 0 gets the result there."""
+    lanes = ctx.config.lanes
+    if lanes == 1:
+        return
+    width = min(lanes, ctx.gpu.warp_size)
+    _exchange(workloads, states, width)
+    if width == 1:
+        combine_groups(ctx, workloads, states, ctx.lane, lanes, ctx.row, ctx.config.rows)
+    elif width < lanes:
+        _warps_through_memory(ctx, workloads, states, width)
+
+
+def combine_rows(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> None:
+    """Combine the vectors of states of all rows; row 0 gets the result."""
+    config = ctx.config
+    member, members = ctx.lane, config.lanes
+    combine_groups(ctx, workloads, states, ctx.row, config.rows, member, members, config.vector)
+
+
+def share_lanes(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> None:
+    """Combine the states at 0 of a row's lanes; all of them get the result there."""
+    lanes = ctx.config.lanes
+    width = min(lanes, ctx.gpu.warp_size)
+    if width > 1:
+        _exchange(workloads, states, width)  # which leaves all lanes with the same bits
+        if width < lanes:
+            _share_warps(ctx, workloads, states, width)
+    elif lanes > 1:
+        combine_groups(ctx, workloads, states, ctx.lane, lanes, ctx.row, ctx.config.rows)
+        share_leaders(ctx, workloads, states)
+
+
+def share_rows(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> None:
+    """Combine the vectors of states of all rows; all rows get the result."""
+    if ctx.config.rows > 1:
+        combine_rows(ctx, workloads, states)
+        share_leaders(ctx, workloads, states)
+
+
+def share_leaders(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> None:
+    """Give the states of the leaders to all threads of their rows, or columns in form *y*."""
+    config = ctx.config
+    member, members = (ctx.lane, config.lanes) if ctx.is_y else (ctx.row, config.rows)
+    shared = state_buffers.allocate(workloads, members * ctx.results, "shared")
+    sync()
+    with when(ctx.is_leader):
+        for k in range(ctx.results):
+            place = i64(k * members) + member
+            state_buffers.store(shared, place, state_buffers.load(states, k))
+    sync()
+    for k in range(ctx.results):
+        place = i64(k * members) + member
+        state_buffers.store(states, k, state_buffers.load(shared, place))
+
+
+def combine_groups(
+    ctx: ReduceContext,
+    workloads: Workloads,
+    states: Buffers,
+    group: tirx.Expr,
+    groups: int,
+    member: tirx.Expr,
+    members: int,
+    vector: int = 1,
+) -> None:
+    """Combine states of equal members of all groups through shared memory; group 0 gets them.
+
+    Parameters
+    ----------
+    ctx : ReduceContext
+        The thread.
+    workloads : Sequence[ReduceWorkload]
+        The sisters.
+    states : Buffers
+        ``vector`` states of each thread.
+    group, groups : tirx.Expr, int
+        The thread's group, and how many there are, a power of two.
+    member, members : tirx.Expr, int
+        The thread's number in its group, and the size of a group.
+    vector : int
+        States of a thread.
+    """
+
+    def place(of: tirx.Expr, k: int) -> tirx.Expr:
+        # Members innermost: neighbouring threads use different banks.
+        return (of * i64(vector) + i64(k)) * i64(members) + member
+
+    while groups > 1:
+        fewer = max(1, groups // TREE_ARITY)
+        shared = state_buffers.allocate(workloads, groups * members * vector, "shared")
+        sync()  # TVM gives the memory that was read before to the new buffers
+        with when(None if groups * members == ctx.config.threads else group < i64(groups)):
+            for k in range(vector):
+                state_buffers.store(shared, place(group, k), state_buffers.load(states, k))
+        sync()
+        with when(group < i64(fewer)):
+            for other in range(fewer, groups, fewer):
+                for k in range(vector):
+                    read = state_buffers.load(shared, place(group + i64(other), k))
+                    state_buffers.update(workloads, states, k, read)
+        groups = fewer
+
+
+def _exchange(workloads: Workloads, states: Buffers, width: int) -> None:
+    """Combine the states at 0 of groups of ``width`` neighbouring lanes by a butterfly."""
+    for distance in _halves(width):
+        other = [
+            tuple(shuffle_xor(value, distance, width) for value in state)
+            for state in state_buffers.load(states, 0)
+        ]
+        state_buffers.update(workloads, states, 0, other)
+
+
+def _warps_through_memory(
+    ctx: ReduceContext, workloads: Workloads, states: Buffers, width: int
+) -> None:
+    """Lane 0 of each row combines what the first lanes of the row's warps have."""
+    warps = ctx.config.lanes // width
+    shared = state_buffers.allocate(workloads, ctx.config.threads // width, "shared")
+    with when(tirx.EQ(ctx.thread % i64(width), i64(0))):
+        state_buffers.store(shared, ctx.thread // i64(width), state_buffers.load(states, 0))
+    sync()
+    with when(tirx.EQ(ctx.lane, i64(0))):
+        for warp in range(1, warps):
+            other = state_buffers.load(shared, ctx.row * i64(warps) + i64(warp))
+            state_buffers.update(workloads, states, 0, other)
+
+
+def _share_warps(ctx: ReduceContext, workloads: Workloads, states: Buffers, width: int) -> None:
+    """Every warp combines what all warps of its row have."""
+    warps = ctx.config.lanes // width
+    shared = state_buffers.allocate(workloads, ctx.config.threads // width, "shared")
+    sync()  # another stage may still read the same memory
+    with when(tirx.EQ(ctx.thread % i64(width), i64(0))):
+        state_buffers.store(shared, ctx.thread // i64(width), state_buffers.load(states, 0))
+    sync()
+    one_of_each = ctx.row * i64(warps) + ctx.lane % i64(warps)
+    state_buffers.store(states, 0, state_buffers.load(shared, one_of_each))
+    _exchange(workloads, states, warps)
+
+
+def _halves(width: int) -> list[int]:
+    found = []
+    while width > 1:
+        width //= 2
+        found.append(width)
+    return found

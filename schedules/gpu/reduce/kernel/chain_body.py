@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The body of a kernel in which a block has its rows from the first reduction to the last.
+
+So has a cluster of blocks, of which each has a share of a row that is too long for one of them.
+
+::
+
+    for tile in blockIdx.x, row, lane in threadIdx.x:
+        for each stage:
+            states = identities
+            for n in the row, vectors of elements:
+                states = combine(states, values(m, n, results))
+            states = combine over the row, for all of its threads, over the cluster if there is one
+            results = finish(states); epilogues
+        for n in the row, vectors of elements:
+            elements[m, n] = f(m, n, results)
+
+A thread whose share of the row is small keeps what it has loaded in registers, and its loops are
+unrolled. Otherwise each stage reads the row again, from the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.gpu.core.vector_loads import LaneRun, Register, Value, VectorLoads, store_vector
+from schedules.tir.branch import when
+from schedules.tir.index_math import i64
+from schedules.workload.reduce import constant
+
+from ..plan.group import ElementOutput, Stage
+from . import state_buffers
+from .block_combine import share_lanes, share_leaders, share_rows
+from .cluster_combine import ClusterExchange
+from .context import ReduceContext
+from .reduced_loop import Lane, Visit, combine_vector, visit_share
+from .results import Results
+
+VisitRow = Callable[[Sequence[Value], Visit], None]
+
+
+def write_chain(ctx: ReduceContext) -> None:
+    """Emit all stages, then what is stored of all elements."""
+    m = T.bind(ctx.safe_output())
+    results = [Results(ctx, m + i64(k)) for k in range(ctx.results)]
+    visit_row = _KeptRow(ctx, m).visit if ctx.config.kept else _read_again(ctx)
+    exchange = ClusterExchange(ctx) if ctx.config.cluster > 1 else None
+    for stage in ctx.group.stages:
+        _reduce_stage(ctx, stage, results, visit_row, exchange)
+    with exchange.leaving() if exchange else nullcontext():
+        if ctx.group.elements:
+            with when(ctx.exists(ctx.first_output)):
+                _store_elements(ctx, m, results, visit_row)
+
+
+def _reduce_stage(
+    ctx: ReduceContext,
+    stage: Stage,
+    results: list[Results],
+    visit_row: VisitRow,
+    exchange: ClusterExchange | None,
+) -> None:
+    """Compute the results of a stage on all threads; the leaders store them."""
+    workloads, count = stage.workloads, _accumulators(ctx, stage)
+    states = state_buffers.allocate(workloads, count, "local")
+    state_buffers.clear(workloads, states, count)
+    values = [reduction.value for reduction in stage.reductions]
+    visit_row(values, combine_vector(ctx, stage, states, count, _known(ctx, results)))
+    if ctx.is_y:
+        share_rows(ctx, workloads, states)
+    else:
+        state_buffers.fold(workloads, states, count)
+        share_lanes(ctx, workloads, states)
+    if exchange:
+        exchange.combine(workloads, states)
+        share_leaders(ctx, workloads, states)
+    for k, at_m in enumerate(results):
+        at_m.add(stage, state_buffers.load(states, k))
+    if any(result.output is not None for result in stage.results):
+        first = ctx.first_output
+        is_first = tirx.EQ(ctx.split, i64(0)) if exchange else None
+        with when(ctx.is_leader, ctx.exists(first), is_first):
+            for k, at_m in enumerate(results):
+                at_m.write(stage, first + i64(k))
+
+
+def _accumulators(ctx: ReduceContext, stage: Stage) -> int:
+    """States of each reduction that a thread has, a power of two."""
+    if ctx.is_y:
+        return ctx.config.vector
+    # Elements take most registers; states with positions are large.
+    return 1 if any(workload.is_arg for workload in stage.workloads) else min(4, ctx.config.vector)
+
+
+def _store_elements(
+    ctx: ReduceContext, m: tirx.Expr, results: list[Results], visit_row: VisitRow
+) -> None:
+    elements = ctx.group.elements
+    put_into = _known(ctx, results)
+
+    def visit(n: tirx.Expr, lane: Lane, vector: int) -> None:
+        values = [[put_into(value, k) for value in lane(k)] for k in range(vector)]
+        for number, element in enumerate(elements):
+            _store(ctx, element, m, n, [row[number] for row in values])
+
+    visit_row([element.value for element in elements], visit)
+
+
+def _store(
+    ctx: ReduceContext,
+    element: ElementOutput,
+    m: tirx.Expr,
+    n: tirx.Expr,
+    values: Sequence[tirx.Expr],
+) -> None:
+    """Store a vector of elements, as one if they are neighbours in the output."""
+
+    def place(at_m: tirx.Expr, at_n: tirx.Expr, k: tirx.Expr) -> tirx.Expr:
+        return element.place(at_m + k, at_n) if ctx.is_y else element.place(at_m, at_n + k)
+
+    view, zero = ctx.flat(element.output), i64(0)
+    run = LaneRun(ctx.is_y, len(values))
+    kind = run.kind(place(run.m, run.n, zero), place(run.m, run.n, run.lane))
+    if view is not None and len(values) > 1 and kind == "vector":
+        store_vector(view, element.place(m, n), values)
+        return
+    for k, value in enumerate(values):
+        ctx.write(element.output, place(m, n, i64(k)), value)
+
+
+def _known(ctx: ReduceContext, results: list[Results]) -> Callable[[tirx.Expr, int], tirx.Expr]:
+    """What puts the results so far into the value of a lane."""
+    return lambda value, k: results[k if ctx.is_y else 0].put_into(value)
+
+
+def _read_again(ctx: ReduceContext) -> VisitRow:
+    return lambda values, visit: visit_share(ctx, values, visit)
+
+
+class _KeptRow:
+    """A row whose elements stay in the registers of its threads."""
+
+    def __init__(self, ctx: ReduceContext, m: tirx.Expr):
+        self.ctx = ctx
+        self.m = m
+        self.positions = [self._position(i) for i in range(ctx.config.kept)]
+        self.known: list[list[Register]] = [[] for _ in self.positions]
+
+    def visit(self, values: Sequence[Value], visit: Visit) -> None:
+        """Visit the vectors of this thread; what they have in common with others is loaded once."""
+        ctx = self.ctx
+        loads = VectorLoads(values, ctx.is_y, ctx.config.vector, ctx.group.results, keep=True)
+        lanes = [
+            loads.fetch(self.m, n, ctx.flat, known)
+            for (n, _), known in zip(self.positions, self.known, strict=True)
+        ]
+        for (n, exists), lane in zip(self.positions, lanes, strict=True):
+            with when(exists):
+                visit(n, lane, ctx.config.vector)
+
+    def _position(self, number: int) -> tuple[tirx.Expr, tirx.Expr | None]:
+        """Where a vector is, or the last one in its place, and whether it exists; None: it does."""
+        ctx, config = self.ctx, self.ctx.config
+        step = config.stride * config.splits
+        reduced, width = constant(ctx.group.reduced), 1 if ctx.is_y else config.vector
+        assert reduced is not None, "rows of unknown extent are not kept"
+        own = ctx.row if ctx.is_y else ctx.lane * i64(width)
+        own = ctx.split * i64(config.stride) + own if config.splits > 1 else own
+        place = T.bind(i64(number * step) + own)
+        if (number + 1) * step <= reduced:
+            return place, None
+        return T.bind(tirx.min(place, i64(reduced - width))), place < i64(reduced)

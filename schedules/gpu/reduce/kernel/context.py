@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every part of a reduction kernel knows: the group, its configuration, the thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.gpu.core.machine import GPUInfo
+from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.workload.reduce import constant, unravel
+
+from ..plan.config import ReduceConfig
+from ..plan.group import ReduceGroup
+
+
+@dataclass(frozen=True)
+class ReduceContext:
+    """One thread's place in the kernel.
+
+    Parameters
+    ----------
+    group : ReduceGroup
+        What is computed.
+    config : ReduceConfig
+        How.
+    gpu : GPUInfo
+        Where.
+    tile, split : tirx.Expr
+        Which outputs, and which share of the reduced loop, the block has.
+    thread : tirx.Expr
+        Number in the block, ``row * lanes + lane``.
+    views : tuple
+        Parameters and their one-dimensional views.
+    """
+
+    group: ReduceGroup
+    config: ReduceConfig
+    gpu: GPUInfo
+    tile: tirx.Expr
+    split: tirx.Expr
+    thread: tirx.Expr
+    views: tuple[tuple[tirx.Buffer, tirx.Buffer], ...]
+
+    @classmethod
+    def open(
+        cls,
+        group: ReduceGroup,
+        config: ReduceConfig,
+        gpu: GPUInfo,
+        tile: tirx.Expr,
+        split: tirx.Expr,
+        thread: tirx.Expr,
+    ) -> ReduceContext:
+        """Declare one-dimensional views of the parameters, inside the kernel."""
+        views = tuple(
+            (buffer, _flatten(buffer))
+            for buffer in group.func.params
+            if isinstance(buffer, tirx.Buffer)
+            and (gpu.has_bfloat16 or str(buffer.dtype) != "bfloat16")  # TVM loses such views
+        )
+        return cls(group, config, gpu, tile, split, thread, views)
+
+    @property
+    def is_y(self) -> bool:
+        """Whether lanes hold neighbouring outputs."""
+        return self.config.form == "y"
+
+    @property
+    def row(self) -> tirx.Expr:
+        """Row of the thread."""
+        return self.thread // i64(self.config.lanes)
+
+    @property
+    def lane(self) -> tirx.Expr:
+        """Lane of the thread."""
+        return self.thread % i64(self.config.lanes)
+
+    @property
+    def is_leader(self) -> tirx.Expr:
+        """Whether the thread has results of the block after it has combined its states."""
+        return tirx.EQ(self.row if self.is_y else self.lane, i64(0))
+
+    @property
+    def results(self) -> int:
+        """How many neighbouring results a leader has."""
+        return self.config.vector if self.is_y else 1
+
+    @property
+    def first_output(self) -> tirx.Expr:
+        """The first of the outputs that the thread accumulates, maybe past the last one."""
+        if self.is_y:
+            return self.tile_start + self.lane * i64(self.config.vector)
+        return self.tile_start + self.row
+
+    @property
+    def tile_start(self) -> tirx.Expr:
+        """The first output of the block."""
+        return self.tile * i64(self.config.tile_outputs)
+
+    def exists(self, output: tirx.Expr) -> tirx.Expr | None:
+        """Whether an output exists; None where all do."""
+        outputs = constant(self.group.outputs)
+        if outputs is not None and outputs % self.config.tile_outputs == 0:
+            return None
+        return output < i64(self.group.outputs)
+
+    def safe_output(self) -> tirx.Expr:
+        """:attr:`first_output`, with the last one in place of those that do not exist."""
+        first = self.first_output
+        if self.exists(first) is None:
+            return first
+        # A multiple of the vector, so that it is seen to be one.
+        width = self.config.vector if self.is_y else 1
+        last = ceildiv(self.group.outputs, width) - i64(1)
+        return tirx.min(first // i64(width), last) * i64(width)
+
+    def flat(self, buffer: tirx.Buffer) -> tirx.Buffer | None:
+        """A parameter as one row; bool, which has no vectors, as bytes; None if it has no view."""
+        return next((view for known, view in self.views if known.same_as(buffer)), None)
+
+    def write(self, output: tirx.Buffer, place: tirx.Expr, value: tirx.Expr) -> None:
+        """Store an element of an output, ``place`` being its row-major position."""
+        view = self.flat(output)
+        if view is None:
+            T.buffer_store(output, value, unravel(place, output.shape))
+        else:
+            T.buffer_store(view, value.astype(view.dtype), [place])
+
+
+def _flatten(buffer: tirx.Buffer) -> tirx.Buffer:
+    size: tirx.Expr = i64(1)
+    for extent in buffer.shape:
+        size = size * i64(extent)
+    dtype = "uint8" if str(buffer.dtype) == "bool" else buffer.dtype
+    return T.decl_buffer((simplified(size),), dtype, data=buffer.data)

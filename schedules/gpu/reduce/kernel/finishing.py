@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to a block's states: written, or combined with those of other blocks.
+
+By the first block of a cluster, by atomic updates, or by the block that comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.gpu.core.intrinsics import draw_ticket, fence, sync
+from schedules.gpu.core.workspace_slot import HEADER_WORDS, LaunchPlace
+from schedules.tir.branch import when
+from schedules.tir.index_math import i64
+from schedules.workload.reduce_operator import field_dtypes
+
+from ..plan.config import field_places, partials, power_of_two, tiles
+from ..plan.group import Stage
+from ..plan.workspace import word_count
+from . import state_buffers
+from .atomic_update import atomic_update_vector
+from .block_combine import combine_groups
+from .cluster_combine import ClusterExchange
+from .context import ReduceContext
+from .results import Results
+from .state_buffers import Buffers, States
+
+
+def one_block(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
+    """Write the outputs of the block."""
+    _for_each_result(ctx, states, lambda m, state: _write(ctx, stage, m, state))
+
+
+def cluster(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
+    """Combine the states of the cluster; its first block writes the outputs."""
+    exchange = ClusterExchange(ctx)
+    is_first = tirx.EQ(ctx.split, i64(0))
+    exchange.combine(stage.workloads, states, is_first)
+    with exchange.leaving(), when(is_first):
+        one_block(ctx, stage, states)
+
+
+def atomic(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
+    """Combine the states of the block with the outputs, which hold the identity."""
+    first = ctx.first_output
+    with when(ctx.is_leader, ctx.exists(first)):
+        loaded = [state_buffers.load(states, k) for k in range(ctx.results)]
+        for number, reduction in enumerate(stage.reductions):
+            values = [state[number][0] for state in loaded]
+            atomic_update_vector(ctx, reduction, first, values)
+
+
+def take_place(ctx: ReduceContext, stage: Stage) -> LaunchPlace:
+    """Begin what :func:`last_block` ends: find where the partial results of this launch go."""
+    stored = next(result.output for result in stage.results if result.output is not None)
+    output = ctx.flat(stored)
+    address = T.address_of(stored[(0,) * len(stored.shape)] if output is None else output[0])
+    place = LaunchPlace(ctx.gpu, ctx.group.scratch[0], address)
+    with when(tirx.EQ(ctx.thread, i64(0))):
+        place.take()
+    return place
+
+
+def last_block(ctx: ReduceContext, stage: Stage, states: Buffers, place: LaunchPlace) -> None:
+    """Leave the states in the scratch; the block that comes last combines those of its tile."""
+    count = tiles(ctx.config, stage.reductions[0].loops)
+    tickets, kept = _scratch(ctx, stage)
+    sync()
+    tile = T.bind(place.number * i64(count) + ctx.tile)
+    row = tile * i64(ctx.config.splits)
+    base = (row + ctx.split) * i64(ctx.config.tile_outputs)
+
+    def keep(m: tirx.Expr, state: States) -> None:
+        state_buffers.store(kept, base + (m - ctx.tile_start), state)
+
+    _for_each_result(ctx, states, keep, guarded=False)
+    fence(ctx.gpu)
+    sync()
+    drawn = T.alloc_buffer((1,), "int32", scope="shared")
+    with T.If(tirx.EQ(ctx.thread, i64(0))):
+        with T.Then():
+            counter = T.address_of(tickets[tile])
+            T.buffer_store(drawn, draw_ticket(ctx.gpu, counter, ctx.config.splits), [0])
+    sync()
+    ticket = T.bind(drawn[0])
+    is_last = tirx.EQ(ticket, tirx.const(ctx.config.splits - 1, "int32"))
+    # Compilers of OpenCL err on barriers under a condition.
+    is_opencl = ctx.gpu.kind == "opencl"
+    condition = is_last if is_opencl else None
+    fence(ctx.gpu)
+    with when(None if is_opencl else is_last):
+        _combine_partials(ctx, stage, kept, row, condition)
+        fence(ctx.gpu)
+        sync()
+        with when(tirx.EQ(ctx.thread, i64(0)), condition):
+            place.give_back(count)
+
+
+def _combine_partials(
+    ctx: ReduceContext,
+    stage: Stage,
+    kept: Buffers,
+    row: tirx.Expr,
+    condition: tirx.Expr | None = None,
+) -> None:
+    """Combine the partial results of a tile in the order of their splits and write the outputs.
+
+    They are rows of the scratch from ``row`` on. All threads come here; memory is read and written
+    under ``condition``, if there is one.
+    """
+    config, workloads = ctx.config, stage.workloads
+    width = min(config.tile_outputs, config.threads)
+    groups = min(config.threads // width, power_of_two(config.splits))
+    group, column = ctx.thread // i64(width), ctx.thread % i64(width)
+    state = state_buffers.allocate(workloads, 1, "local")
+    for chunk in range(0, config.tile_outputs, width):
+        output = column + i64(chunk)
+        state_buffers.clear(workloads, state, 1)
+        with T.serial(i64(0), i64(-(-config.splits // groups))) as step:
+            split = T.bind(step * i64(groups) + group)
+            with when(group < i64(groups), split < i64(config.splits), condition):
+                at = (row + split) * i64(config.tile_outputs) + output
+                read = state_buffers.load(kept, at)
+                state_buffers.update(workloads, state, 0, read)
+        combine_groups(ctx, workloads, state, group, groups, column, width)
+        m = ctx.tile_start + output
+        with when(tirx.EQ(group, i64(0)), ctx.exists(m), condition):
+            _write(ctx, stage, m, state_buffers.load(state, 0))
+
+
+def _for_each_result(
+    ctx: ReduceContext,
+    states: Buffers,
+    action: Callable[[tirx.Expr, States], None],
+    guarded: bool = True,
+) -> None:
+    """Call ``action`` with each output of the block and its states, on the thread that has it."""
+    first = ctx.first_output
+    with when(ctx.is_leader, ctx.exists(first) if guarded else None):
+        for k in range(ctx.results):
+            action(first + i64(k), state_buffers.load(states, k))
+
+
+def _write(ctx: ReduceContext, stage: Stage, m: tirx.Expr, states: States) -> None:
+    """Compute the results and the epilogues of one output, and store those that are asked for."""
+    results = Results(ctx, m)
+    results.add(stage, states)
+    results.write(stage)
+
+
+def _scratch(ctx: ReduceContext, stage: Stage) -> tuple[tirx.Buffer, Buffers]:
+    """The tickets, and one buffer of partial results for each field, all views of the scratch."""
+    config, loops = ctx.config, stage.reductions[0].loops
+    operands = ctx.group.scratch
+    places = field_places(config, loops, stage.workloads, ctx.group.scratch_words)
+    assert places is not None, "last_block is only chosen where there is a scratch"
+    tickets = T.decl_buffer(
+        operands[0].shape, "int32", data=operands[0].data, elem_offset=i64(HEADER_WORDS)
+    )
+    count = partials(config, loops)
+    buffers = []
+    for workload in stage.workloads:
+        fields = []
+        for dtype in field_dtypes(workload):
+            number, word = places.pop(0)
+            offset = i64(word // word_count(dtype))
+            data = operands[number].data
+            fields.append(T.decl_buffer((count,), dtype, data=data, elem_offset=offset))
+        buffers.append(fields)
+    return tickets, buffers

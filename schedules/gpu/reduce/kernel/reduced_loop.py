@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thread's way through the reduced loop: vectors of elements, loaded several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.gpu.core.vector_loads import Value, VectorLoads
+from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.workload.reduce import constant
+from schedules.workload.reduce_operator import state_of_one
+
+from ..plan.group import Stage
+from . import state_buffers
+from .context import ReduceContext
+from .state_buffers import Buffers
+
+Lane = Callable[[int], list[tirx.Expr]]  # from a lane to its values
+Visit = Callable[[tirx.Expr, Lane, int], None]  # gets the place of lane 0, and the lanes
+
+
+def accumulate(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
+    """Combine this thread's share of the reduced loop into its states."""
+    values = [reduction.value for reduction in stage.reductions]
+    visit_share(ctx, values, combine_vector(ctx, stage, states, ctx.config.vector))
+
+
+def combine_vector(
+    ctx: ReduceContext,
+    stage: Stage,
+    states: Buffers,
+    count: int,
+    put_into: Callable[[tirx.Expr, int], tirx.Expr] = lambda value, _: value,
+) -> Visit:
+    """What combines the values of a vector, after ``put_into``, into ``count`` states in turn."""
+
+    def visit(n: tirx.Expr, lane: Lane, vector: int) -> None:
+        for k in range(vector):
+            position = n if ctx.is_y else n + i64(k)
+            values = [put_into(value, k) for value in lane(k)]
+            lifted = [
+                state_of_one(workload, value, position)
+                for workload, value in zip(stage.workloads, values, strict=True)
+            ]
+            state_buffers.update(stage.workloads, states, k % count, lifted)
+
+    return visit
+
+
+def visit_share(ctx: ReduceContext, values: Sequence[Value], visit: Visit) -> None:
+    """Load the values at this thread's share of the reduced loop, and visit every vector."""
+    config = ctx.config
+    begin, count = _share(ctx)
+    step = config.stride * config.unroll
+    iterations = simplified(count // i64(step))
+    loads = VectorLoads(values, ctx.is_y, config.vector, ctx.group.results)
+    if constant(iterations) != 0:
+        with T.serial(i64(0), iterations) as iteration:
+            start = begin + iteration * i64(step)
+            starts = [start + i64(u * config.stride) for u in range(config.unroll)]
+            _visit_all(ctx, loads, [T.bind(_position(ctx, s, loads)) for s in starts], visit)
+    done = simplified(iterations * i64(step))
+    if constant(simplified(count - done)) != 0:
+        _tail(ctx, loads, begin + done, begin + count, visit)
+
+
+def _tail(
+    ctx: ReduceContext, loads: VectorLoads, start: tirx.Expr, end: tirx.Expr, visit: Visit
+) -> None:
+    """The rest of the share, less than one step of the main loop, guarded."""
+    config, reduced = ctx.config, constant(ctx.group.reduced)
+    stride = config.stride
+    if not ctx.is_y and (reduced is None or reduced % config.vector != 0):
+        loads = VectorLoads(loads.values, ctx.is_y, 1, ctx.group.results)
+        stride = config.lanes
+    with T.serial(i64(0), ceildiv(simplified(end - start), stride)) as iteration:
+        n = T.bind(_position(ctx, start + iteration * i64(stride), loads))
+        with T.If(n < end):
+            with T.Then():
+                _visit_all(ctx, loads, [n], visit)
+
+
+def _share(ctx: ReduceContext) -> tuple[tirx.Expr, tirx.Expr]:
+    """Begin and length of the part of the reduced loop that this block has.
+
+    Shares are whole strides, and differ by one stride at most; the last one ends with the loop.
+    """
+    reduced, config = i64(ctx.group.reduced), ctx.config
+    if config.splits == 1:
+        return i64(0), reduced
+    strides = ceildiv(ctx.group.reduced, config.stride)
+    least = simplified(strides // i64(config.splits))
+    longer = simplified(strides % i64(config.splits))  # so many blocks take one more
+    if constant(longer) == 0 and constant(simplified(reduced % i64(config.stride))) == 0:
+        length = simplified(least * i64(config.stride))
+        return ctx.split * length, length
+    begin = T.bind((ctx.split * least + tirx.min(ctx.split, longer)) * i64(config.stride))
+    more = tirx.Select(ctx.split < longer, i64(1), i64(0))
+    end = T.bind(tirx.min(reduced, begin + (least + more) * i64(config.stride)))
+    return begin, tirx.max(end - begin, i64(0))
+
+
+def _position(ctx: ReduceContext, start: tirx.Expr, loads: VectorLoads) -> tirx.Expr:
+    """Where in the reduced loop the thread's vector begins."""
+    return start + (ctx.row if ctx.is_y else ctx.lane * i64(loads.vector))
+
+
+def _visit_all(
+    ctx: ReduceContext, loads: VectorLoads, positions: list[tirx.Expr], visit: Visit
+) -> None:
+    """Load a vector at each position, then visit all of them."""
+    m = ctx.safe_output()
+    lanes = [loads.fetch(m, n, ctx.flat) for n in positions]
+    for n, lane in zip(positions, lanes, strict=True):
+        visit(n, lane, loads.vector)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shape of a GPU kernel of a chain of reductions: a row, or a tile of columns, has one block.
+
+A thread keeps its elements in registers if they are few. So a row gets a warp as long as that is
+enough, then more and more warps up to the largest block, then, where there are clusters, two, four
+or eight blocks. Longer rows are read again for each stage; with clusters an eighth as many of them
+share the cache at a time. The thresholds are estimates; they have not been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from schedules.gpu.core.machine import GPUInfo
+from schedules.workload.reduce import CanonicalLoops, constant
+
+from .config import (
+    LOADS_IN_FLIGHT,
+    MIN_THREADS,
+    THREADS,
+    VECTOR_BYTES,
+    ReduceConfig,
+    power_of_two,
+    vector_width,
+)
+from .group import ReduceGroup
+from .limits import SEGMENT
+
+WARP = 32
+MAX_THREADS = 1024
+REREAD_THREADS = 512  # where rows are too long to be kept, but enough for two blocks at once
+KEPT_WORDS = 64  # registers that a thread needs at most to keep its elements
+BLOCK_WORDS = 32  # beyond which a row that has several warps anyway gets more of them
+COLUMNS = 4  # neighbouring outputs of a thread, each with states and results of its own
+HALF = ("float16", "bfloat16")  # arithmetic in these types converts, and keeps both
+
+
+def choose_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
+    """Decide how a chain runs.
+
+    Parameters
+    ----------
+    group : ReduceGroup
+        A chain.
+    gpu : GPUInfo
+        The device.
+
+    Returns
+    -------
+    ReduceConfig
+        With the finish ``one_block``, or ``cluster``.
+    """
+    loops = group.reductions[0].loops
+    vector = _vector(group, gpu)
+    shape = _columns if loops.form == "y" else _rows
+    config = shape(group, loops, vector, gpu)
+    reduced, outputs = constant(group.reduced), constant(group.outputs)
+    if reduced is not None:
+        config, kept = _spread(group, config, reduced, gpu)
+        if _words(group, config, kept) <= KEPT_WORDS:
+            if config.form == "y" or reduced % vector == 0:
+                return replace(config, kept=kept)
+    if outputs is not None and outputs * config.splits < 2 * gpu.multiprocessors:
+        return config
+    smaller = replace(config, lanes=min(config.lanes, REREAD_THREADS))
+    return config if _joins_loop_and_tail(group, smaller) else smaller
+
+
+def _joins_loop_and_tail(group: ReduceGroup, config: ReduceConfig) -> bool:
+    """Whether a row of float16 is one turn of the unrolled loop and a part of another.
+
+    The compiler then has both in registers at once, which it lacks: it spills.
+    """
+    reduced, turn = constant(group.reduced), config.stride * config.unroll
+    is_half = any(reduction.workload.dtype == "float16" for reduction in group.reductions)
+    return is_half and config.form == "x" and reduced is not None and turn < reduced < 2 * turn
+
+
+def _spread(
+    group: ReduceGroup, config: ReduceConfig, reduced: int, gpu: GPUInfo
+) -> tuple[ReduceConfig, int]:
+    """The smallest cluster that can keep a row, else the largest, and vectors of a thread."""
+    size, kept = 1, -(-reduced // config.stride)
+    while _words(group, config, kept) > KEPT_WORDS and size < gpu.max_cluster:
+        if _is_half(group) and config.form == "x":  # 1024 threads have too few registers for both
+            config = replace(config, lanes=min(config.lanes, REREAD_THREADS))
+        size *= 2
+        kept = -(-reduced // (config.stride * size))
+    return (replace(config, splits=size, finish="cluster") if size > 1 else config), kept
+
+
+def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> ReduceConfig:
+    """Lanes along a row, and several short rows in a block."""
+    reduced, outputs = constant(group.reduced), constant(group.outputs)
+    most = gpu.block_threads(MAX_THREADS)
+    lanes = min(WARP, most, power_of_two(-(-reduced // vector))) if reduced is not None else WARP
+    config = ReduceConfig(loops.form, lanes, 1, vector, _unroll(group), 1, "one_block")
+    while config.lanes < most and (reduced is None or config.stride < reduced):
+        kept = most if reduced is None else -(-reduced // config.stride)
+        limit = KEPT_WORDS if config.lanes <= WARP else BLOCK_WORDS
+        if _words(group, config, kept) <= limit:
+            break
+        config = replace(config, lanes=2 * config.lanes)
+    config = replace(config, rows=max(1, gpu.block_threads(THREADS) // config.lanes))
+    while config.rows > 1 and config.threads > MIN_THREADS and outputs is not None:
+        if outputs // config.rows >= 2 * gpu.multiprocessors:
+            break
+        config = replace(config, rows=config.rows // 2)
+    return config
+
+
+def _columns(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> ReduceConfig:
+    """Lanes along neighbouring outputs, and rows that share the reduced loop."""
+    reduced, outputs = constant(group.reduced), constant(group.outputs)
+    vector = min(vector, COLUMNS)
+    lanes = WARP if outputs is None else min(WARP, power_of_two(-(-outputs // vector)))
+    least = max(1, SEGMENT // (vector * max(group.row_inputs(), default=1)))
+    while lanes > least and outputs is not None:
+        if outputs >= lanes * vector * gpu.multiprocessors:
+            break
+        lanes //= 2
+    config = ReduceConfig("y", lanes, 1, vector, _unroll(group), 1, "one_block")
+    most = gpu.block_threads(THREADS)
+    while config.threads < most:
+        kept = most if reduced is None else -(-reduced // config.rows)
+        if config.threads >= WARP and _words(group, config, kept) <= BLOCK_WORDS:
+            break
+        config = replace(config, rows=2 * config.rows)
+    return config
+
+
+def _vector(group: ReduceGroup, gpu: GPUInfo) -> int:
+    """Elements of a 16-byte load of the widest tensor."""
+    width = VECTOR_BYTES // max(group.row_inputs(), default=1)
+    threads = gpu.block_threads(THREADS)
+    return min(
+        vector_width(width, stage.workloads, reduction.loops, gpu, threads)
+        for stage in group.stages
+        for reduction in stage.reductions
+    )
+
+
+def _unroll(group: ReduceGroup) -> int:
+    """Vectors of a row that is read again that a thread loads at once."""
+    if any(reduction.workload.is_arg for reduction in group.reductions):
+        return 1
+    return max(1, LOADS_IN_FLIGHT // max(1, len(group.row_inputs())))
+
+
+def _is_half(group: ReduceGroup) -> bool:
+    return any(reduction.workload.dtype in HALF for reduction in group.reductions)
+
+
+def _words(group: ReduceGroup, config: ReduceConfig, kept: int) -> int:
+    """Registers for a thread's elements, and for a value computed of each after each stage."""
+    computed = (16 if _is_half(group) else 4) * max(1, len(group.stages) - 1)
+    return kept * config.vector * (computed + sum(group.row_inputs())) // 4

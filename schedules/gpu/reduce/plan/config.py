@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shape of a GPU kernel of sister reductions: threads, vectors, unrolling, split and finish.
+
+A block of 256 threads is ``rows x lanes``. In forms *all* and *x* a row of lanes shares one output
+and lanes walk the reduced loop; in form *y* lanes hold neighbouring outputs and rows share the
+reduced loop. The reduced loop is split over blocks only where outputs alone leave multiprocessors
+idle: over those of one cluster where the device has clusters and one is enough. The thresholds are
+estimates from what is published (16-byte loads, 32 KiB in flight on each multiprocessor, latencies
+of memory and barriers); they have not been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tvm import DataType
+from tvm.target import Target
+
+from schedules.errors import OpError
+from schedules.gpu.core.machine import KINDS, REGISTER_FILE, GPUInfo
+from schedules.gpu.core.subword_atomics import consists_of_words
+from schedules.gpu.core.workspace_slot import HEADER_WORDS, PLACES
+from schedules.workload.reduce import CanonicalLoops, ReduceWorkload, constant
+from schedules.workload.reduce_operator import field_dtypes
+
+from .workspace import field_words, place_fields, word_count
+
+THREADS = 256
+MIN_THREADS = 64  # where rows are too few to fill the device with blocks of 256
+VECTOR_BYTES = 16
+LOADS_IN_FLIGHT = 4
+LOADS_OF_A_LANE = 8  # beyond which a row gets more lanes
+BLOCKS_PER_MULTIPROCESSOR = 4
+MIN_VALUES_PER_THREAD = 16
+MAX_SPLITS = 64  # partial results that one block of a y tile reads back
+MAX_ATOMIC_SPLITS = 16  # blocks that contend for one address where outputs are many
+# A round of loads in flight takes about 0.7 us. Tickets and partial results in global memory take
+# 2 to 3 us, a barrier of a cluster and reading its other blocks' memory less than 1 us.
+CLUSTER_ROUNDS = 2
+CLUSTER_BYTES = 1 << 20  # of the input, from which on too few clusters leave bandwidth unused
+CLUSTER_BLOCKS = 2  # on a multiprocessor; for more the compiler spills
+REGISTERS = 96  # of a thread for states and loads in flight, where there are several of them
+# Further registers of a thread, as the compiler takes them: for each input, for 64-bit elements and
+# states, and in any case.
+INPUT_REGISTERS, WIDE_REGISTERS, OWN_REGISTERS = 6, 24, 20
+LARGE = 1 << 24  # elements that a symbolic extent stands for when work is shared out
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """The decisions of one kernel.
+
+    Parameters
+    ----------
+    form : str
+        ``all``, ``x`` or ``y``.
+    lanes, rows : int
+        Threads along addresses and across them; powers of two.
+    vector : int
+        Neighbouring elements that a thread loads at once, a power of two.
+    unroll : int
+        Vectors that a thread loads before it combines them.
+    splits : int
+        Blocks that share one output.
+    finish : str
+        ``one_block``, ``atomic``, ``last_block`` or ``cluster``, in which the splits are one.
+    kept : int
+        Vectors of each input that a thread of a chain keeps in registers; 0 if it reads its row
+        again for each stage.
+    """
+
+    form: str
+    lanes: int
+    rows: int
+    vector: int
+    unroll: int
+    splits: int
+    finish: str
+    kept: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.lanes * self.rows
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.splits if self.finish == "cluster" else 1
+
+    @property
+    def tile_outputs(self) -> int:
+        """Outputs of a block."""
+        return self.lanes * self.vector if self.form == "y" else self.rows
+
+    @property
+    def stride(self) -> int:
+        """Steps of the reduced loop that a block takes at once, one vector a thread."""
+        return self.rows if self.form == "y" else self.lanes * self.vector
+
+
+def choose(
+    workload: ReduceWorkload,
+    loops: CanonicalLoops,
+    gpu: GPUInfo,
+    scratch_bytes: int | None = None,
+    itemsize: int | None = None,
+) -> ReduceConfig:
+    """Decide how a reduction runs.
+
+    Parameters
+    ----------
+    workload : ReduceWorkload
+        Operator, types and the finish that was asked for.
+    loops : CanonicalLoops
+        Extents.
+    gpu : GPUInfo
+        The device.
+    scratch_bytes : int | None
+        Memory for partial results that the kernel has got; None stands for as much as it needs.
+    itemsize : int | None
+        Bytes of the narrowest element that is read; None stands for those of the workload's type.
+        Only forms *all* and *x* look at it: in form *y* the scratch depends on the vector.
+
+    Returns
+    -------
+    ReduceConfig
+        The same for the same arguments.
+
+    Raises
+    ------
+    OpError
+        If the finish ``atomic`` was asked for ``argmin`` or ``argmax``.
+    """
+    operands = None if scratch_bytes is None else (scratch_bytes // 4,)
+    return choose_sisters([(workload, loops)], gpu, operands, itemsize)
+
+
+def choose_sisters(
+    members: Sequence[tuple[ReduceWorkload, CanonicalLoops]],
+    gpu: GPUInfo,
+    operands: Sequence[int] | None = None,
+    itemsize: int | None = None,
+    row_inputs: Sequence[int] = (),
+    has_epilogues: bool = False,
+) -> ReduceConfig:
+    """Decide how reductions run that share one pass over their data.
+
+    Parameters
+    ----------
+    members : Sequence[tuple[ReduceWorkload, CanonicalLoops]]
+        Of one form, with the same ``M`` and ``N``.
+    gpu, itemsize
+        As for :func:`choose`.
+    operands : Sequence[int] | None
+        Sizes of the scratch operands in 32-bit words; None stands for as much as needed.
+    row_inputs : Sequence[int]
+        Bytes of an element of each tensor whose elements differ along the reduced loop.
+    has_epilogues : bool
+        Whether something is computed from the results, which then must not be updated atomically.
+
+    Returns
+    -------
+    ReduceConfig
+        The same for the same arguments.
+
+    Raises
+    ------
+    OpError
+        If the finish ``atomic`` was asked for ``argmin`` or ``argmax``.
+    """
+    workloads = [workload for workload, _ in members]
+    loops = members[0][1]
+    whole = _whole_block(members, gpu, itemsize, row_inputs)
+    finish = _finish(members, gpu, operands, has_epilogues)
+    cluster = _cluster(whole, loops, gpu, workloads, finish)
+    if cluster is not None:
+        return replace(whole, splits=cluster, finish="cluster" if cluster > 1 else "one_block")
+    splits = _splits(whole, loops, gpu, finish)
+    while finish == "last_block" and operands is not None and splits > 1:
+        if field_places(replace(whole, splits=splits), loops, workloads, operands) is not None:
+            break
+        splits -= 1
+    return whole if splits == 1 else replace(whole, splits=splits, finish=finish)
+
+
+def _whole_block(
+    members: Sequence[tuple[ReduceWorkload, CanonicalLoops]],
+    gpu: GPUInfo,
+    itemsize: int | None,
+    row_inputs: Sequence[int],
+) -> ReduceConfig:
+    """The decisions if nothing is split."""
+    workloads = [workload for workload, _ in members]
+    loops = members[0][1]
+    form = loops.form
+    own = min(map(_item_bytes, workloads))
+    width = VECTOR_BYTES // (own if form == "y" else itemsize or own)
+    vector = min(vector_width(width, workloads, of, gpu) for _, of in members)
+    unroll = 1 if any(workload.is_arg for workload in workloads) else LOADS_IN_FLIGHT
+    if len(row_inputs) > 1 or len(workloads) > 1:
+        unroll = max(1, unroll // max(1, len(row_inputs)))
+        while _registers(workloads, row_inputs, vector, unroll) > REGISTERS and vector > 1:
+            unroll, vector = (unroll // 2, vector) if unroll > 1 else (1, vector // 2)
+    lanes, rows = _block(form, loops, vector, gpu.block_threads(THREADS))
+    whole = ReduceConfig(form, lanes, rows, vector, unroll, 1, "one_block")
+    while form == "x" and whole.rows > 1 and whole.threads > MIN_THREADS:
+        if _most_blocks(whole, loops) >= 2 * gpu.multiprocessors:
+            break
+        whole = replace(whole, rows=whole.rows // 2)
+    return whole
+
+
+def _registers(
+    workloads: Sequence[ReduceWorkload], row_inputs: Sequence[int], vector: int, unroll: int
+) -> int:
+    """Registers for the states and loads of a thread."""
+    states = sum(map(word_count, fields_of(workloads)))
+    return vector * states + unroll * vector * sum(row_inputs) // 4
+
+
+def blocks_at_once(
+    config: ReduceConfig, workloads: Sequence[ReduceWorkload], row_inputs: Sequence[int]
+) -> int:
+    """Blocks of a reduction that share a multiprocessor, with registers for each.
+
+    No more than grids are made for, and as many as nothing is spilled for.
+    """
+    own = OWN_REGISTERS + INPUT_REGISTERS * len(row_inputs)
+    if 8 in row_inputs or "float64" in fields_of(workloads):
+        own += WIDE_REGISTERS
+    registers = own + _registers(workloads, row_inputs, config.vector, config.unroll)
+    most = CLUSTER_BLOCKS if config.cluster > 1 else BLOCKS_PER_MULTIPROCESSOR
+    return min(most, max(1, REGISTER_FILE // (registers * config.threads)))
+
+
+def scratch_words(workload: ReduceWorkload, loops: CanonicalLoops, target: Target | None) -> int:
+    """Zeroed 32-bit words that the kernel for ``target`` needs: tickets and partial results."""
+    if target is None or target.kind.name not in KINDS:
+        return 0
+    config = choose(workload, loops, GPUInfo.from_target(target))
+    if config.finish != "last_block":
+        return 0
+    count = partials(config, loops)
+    words = sum(field_words(dtype, count) for dtype in field_dtypes(workload))
+    return ticket_words(config, loops) + words
+
+
+def field_places(
+    config: ReduceConfig,
+    loops: CanonicalLoops,
+    workloads: Sequence[ReduceWorkload],
+    operands: Sequence[int],
+) -> list[tuple[int, int]] | None:
+    """Operand and first word of each field's partial results; None if there is no room."""
+    tickets, count = ticket_words(config, loops), partials(config, loops)
+    return place_fields(operands, tickets, count, fields_of(workloads))
+
+
+def fields_of(workloads: Sequence[ReduceWorkload]) -> list[str]:
+    """The types of all fields of the states of sisters."""
+    return [dtype for workload in workloads for dtype in field_dtypes(workload)]
+
+
+def tiles(config: ReduceConfig, loops: CanonicalLoops) -> int:
+    """Blocks along the outputs; they must be known."""
+    outputs = constant(loops.outputs)
+    assert outputs is not None, "a symbolic number of outputs is not split"
+    return -(-outputs // config.tile_outputs)
+
+
+def ticket_words(config: ReduceConfig, loops: CanonicalLoops) -> int:
+    """Words before the partial results: a header, and a ticket for each tile in every place."""
+    return HEADER_WORDS + -(-PLACES * tiles(config, loops) // 4) * 4
+
+
+def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
+    """States that all blocks write, in every place."""
+    return PLACES * tiles(config, loops) * config.splits * config.tile_outputs
+
+
+def vector_width(
+    width: int,
+    workloads: Sequence[ReduceWorkload],
+    loops: CanonicalLoops,
+    gpu: GPUInfo,
+    threads: int = THREADS,
+) -> int:
+    """``width`` elements, or less where the innermost loop is short or odd, or states are many."""
+    runs = loops.runs
+    inner = constant(runs[-1][1]) if runs else 1
+    if inner is None:
+        return 1
+    if loops.form == "all":
+        return width if inner >= width else 1  # one row: the tail is apart
+    if loops.form == "y":  # each thread puts its vector of states into shared memory
+        states = threads * sum(DataType(dtype).bits // 8 for dtype in fields_of(workloads))
+        while width > 1 and 2 * width * states > gpu.shared_bytes:
+            width //= 2
+    while inner % width:
+        width //= 2
+    return width
+
+
+def _block(form: str, loops: CanonicalLoops, vector: int, threads: int) -> tuple[int, int]:
+    """Lanes and rows of a block."""
+    if form == "all":
+        return threads, 1
+    extent = constant(loops.outputs if form == "y" else loops.reduced)
+    steps = LARGE if extent is None else -(-extent // vector)
+    lanes = min(32, power_of_two(steps))
+    if form == "x":
+        while lanes < threads and steps > lanes * LOADS_OF_A_LANE:
+            lanes *= 2
+    return lanes, threads // lanes
+
+
+def _finish(
+    members: Sequence[tuple[ReduceWorkload, CanonicalLoops]],
+    gpu: GPUInfo,
+    operands: Sequence[int] | None,
+    has_epilogues: bool,
+) -> str:
+    """How partial results meet if the reductions are split."""
+    wishes = {_wish(workload, loops, gpu) for workload, loops in members}
+    if "one_block" in wishes:
+        return "one_block"
+    if wishes == {"atomic"} and not has_epilogues:
+        return "atomic"
+    has_scratch = operands is None or any(operands)
+    return "last_block" if has_scratch else "one_block"
+
+
+def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> str:
+    """How the partial results of one reduction would meet if it were alone."""
+    if workload.finish == "auto":
+        return "atomic" if is_exact(workload) else "last_block"
+    if workload.finish != "atomic":
+        return workload.finish
+    if workload.is_arg:
+        raise OpError(
+            f"finish 'atomic' for {workload.operator} of {workload.dtype}; expected another one: "
+            "there is no such atomic update of a value with its position, use 'last_block' or "
+            "'auto'"
+        )
+    is_safe = workload.out_dtype == "bool" or consists_of_words(
+        workload.out_dtype, loops.outputs, gpu
+    )
+    return "atomic" if is_safe else "last_block"
+
+
+def is_exact(workload: ReduceWorkload) -> bool:
+    """Whether atomic updates have an instruction, and their order cannot be seen in the result."""
+    return workload.dtype in ("int32", "int64", "bool") and not workload.is_arg
+
+
+def _cluster(
+    config: ReduceConfig,
+    loops: CanonicalLoops,
+    gpu: GPUInfo,
+    workloads: Sequence[ReduceWorkload],
+    finish: str,
+) -> int | None:
+    """Blocks of the cluster that has an output, maybe one; None if none is enough.
+
+    A cluster has as many blocks as fill the device, or, where the input is small, as load a row in
+    one round.
+    """
+    if gpu.max_cluster == 1 or any(w.finish in ("atomic", "last_block") for w in workloads):
+        return None
+    splits = _splits(config, loops, gpu, "last_block")
+    reduced = constant(loops.reduced)
+    vectors = -(-(LARGE if reduced is None else reduced) // config.stride)
+    size = 1
+    while size < min(splits, gpu.max_cluster) and size * config.unroll < vectors:
+        size *= 2
+    fills = size >= splits or finish == "one_block"
+    is_small = _input_bytes(workloads[0], loops) < CLUSTER_BYTES
+    fits = vectors <= size * config.unroll * CLUSTER_ROUNDS
+    return size if fills or (is_small and fits) else None
+
+
+def _input_bytes(workload: ReduceWorkload, loops: CanonicalLoops) -> int:
+    outputs, reduced = constant(loops.outputs), constant(loops.reduced)
+    elements = LARGE if outputs is None or reduced is None else outputs * reduced
+    return elements * _item_bytes(workload)
+
+
+def _item_bytes(workload: ReduceWorkload) -> int:
+    return max(1, DataType(workload.dtype).bits // 8)
+
+
+def _splits(config: ReduceConfig, loops: CanonicalLoops, gpu: GPUInfo, finish: str) -> int:
+    """Blocks that share one output."""
+    outputs, reduced = constant(loops.outputs), constant(loops.reduced)
+    if finish == "one_block" or outputs is None:
+        return 1
+    reduced = LARGE if reduced is None else reduced
+    count = -(-outputs // config.tile_outputs)
+    if count >= 2 * gpu.multiprocessors:
+        return 1
+    enough = -(-2 * gpu.multiprocessors // count)
+    wanted = -(-BLOCKS_PER_MULTIPROCESSOR * gpu.multiprocessors // count)
+    vectors = reduced // config.stride  # of a thread, over all splits
+    worth = min(wanted, vectors * _values(config) // MIN_VALUES_PER_THREAD)
+    if config.tile_outputs > 1:
+        worth = min(worth, MAX_ATOMIC_SPLITS if finish == "atomic" and outputs > 32 else MAX_SPLITS)
+    return max(1, worth, min(enough, vectors))
+
+
+def _most_blocks(config: ReduceConfig, loops: CanonicalLoops) -> int:
+    """Blocks if each thread had one vector only."""
+    outputs, reduced = constant(loops.outputs), constant(loops.reduced)
+    if outputs is None:
+        return LARGE
+    vectors = (LARGE if reduced is None else reduced) // config.stride
+    return -(-outputs // config.tile_outputs) * max(1, vectors)
+
+
+def _values(config: ReduceConfig) -> int:
+    """Elements of one output that a thread sees at one step."""
+    return 1 if config.form == "y" else config.vector
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that is not below ``value``."""
+    return 1 << max(0, value - 1).bit_length()

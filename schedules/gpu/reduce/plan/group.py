@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group of coalesced reductions that one kernel computes, with what comes before and after them.
+
+All have the same ``M`` and ``N``. Reductions of one stage are *sisters*: one pass over the data
+serves them all. *Epilogues* are computed from results at the same ``m``. A group is a *chain* if
+reductions or stored elements use results of earlier stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import DataType, ir, tirx
+
+from schedules.tir.expression_walk import loads, uses
+from schedules.workload.reduce import CanonicalLoops, Extent, ReduceWorkload
+
+
+@dataclass(frozen=True)
+class Result:
+    """A value for each ``m``.
+
+    Parameters
+    ----------
+    var : tirx.Var
+        Stands for the value at the same ``m`` in other expressions of the group.
+    output : tirx.Buffer | None
+        Where it goes, row-major in ``m``; None if only the group uses it.
+    """
+
+    var: tirx.Var
+    output: tirx.Buffer | None
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One reduction, with its producers inlined.
+
+    Parameters
+    ----------
+    workload : ReduceWorkload
+        Operator, types, finish.
+    loops : CanonicalLoops
+        Axes of the data; unknown extents stand for themselves only.
+    value : Callable
+        The first field of the state of element ``(m, n)``, both int64.
+    results : tuple[Result, ...]
+        What the operator finishes with, mostly one.
+    """
+
+    workload: ReduceWorkload
+    loops: CanonicalLoops
+    value: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
+    results: tuple[Result, ...]
+
+    @property
+    def output(self) -> tirx.Buffer | None:
+        """Where the only result goes."""
+        [result] = self.results
+        return result.output
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """A value at ``m`` computed from results there."""
+
+    value: Callable[[tirx.Expr], tirx.Expr]
+    result: Result
+
+    @property
+    def results(self) -> tuple[Result]:
+        """The only one."""
+        return (self.result,)
+
+
+@dataclass(frozen=True)
+class ElementOutput:
+    """A stored tensor of ``M x N`` elements.
+
+    Parameters
+    ----------
+    value : Callable
+        The element ``(m, n)``, both int64.
+    place : Callable
+        Its row-major position in the output.
+    output : tirx.Buffer
+        Where it goes.
+    """
+
+    value: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
+    place: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
+    output: tirx.Buffer
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Sisters, and the epilogues that can be computed when they are known, in order."""
+
+    reductions: tuple[Reduction, ...]
+    epilogues: tuple[Epilogue, ...]
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """Those of both."""
+        parts: tuple[Reduction | Epilogue, ...] = (*self.reductions, *self.epilogues)
+        return tuple(result for part in parts for result in part.results)
+
+    @property
+    def workloads(self) -> tuple[ReduceWorkload, ...]:
+        """Operators and types."""
+        return tuple(reduction.workload for reduction in self.reductions)
+
+
+@dataclass(frozen=True)
+class ReduceGroup:
+    """What one kernel computes.
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+        Signature and attributes.
+    stages : tuple[Stage, ...]
+        Each has a reduction at least, and uses results of those before it.
+    elements : tuple[ElementOutput, ...]
+        Stored when all results are known.
+    outputs, reduced : Extent
+        ``M`` and ``N``.
+    scratch : tuple[tirx.Buffer, ...]
+        Zeroed 32-bit words for places, tickets and partial results.
+    """
+
+    func: tirx.PrimFunc
+    stages: tuple[Stage, ...]
+    elements: tuple[ElementOutput, ...]
+    outputs: Extent
+    reduced: Extent
+    scratch: tuple[tirx.Buffer, ...]
+
+    @property
+    def reductions(self) -> tuple[Reduction, ...]:
+        """Those of all stages."""
+        return tuple(reduction for stage in self.stages for reduction in stage.reductions)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether a row must be finished before all of it is used."""
+        return len(self.stages) > 1 or bool(self.elements)
+
+    @property
+    def has_epilogues(self) -> bool:
+        """Whether anything is computed from results at ``m``."""
+        return any(stage.epilogues for stage in self.stages)
+
+    @property
+    def results(self) -> tuple[tirx.Var, ...]:
+        """What stands for results in expressions."""
+        return tuple(result.var for stage in self.stages for result in stage.results)
+
+    @property
+    def scratch_words(self) -> tuple[int, ...]:
+        """Sizes of the scratch operands."""
+        return tuple(int(buffer.shape[0]) for buffer in self.scratch)
+
+    def itemsizes(self) -> list[int]:
+        """Bytes of an element of every tensor that reductions read, at least one."""
+        return [element_bytes(load) for load in self._loads()] or [1]
+
+    def row_inputs(self) -> list[int]:
+        """Bytes of an element of each tensor whose elements differ along a row."""
+        return [element_bytes(load) for load in self._loads(along_row=True)]
+
+    def _loads(self, along_row: bool = False) -> list[ir.TensorLoad]:
+        """One read of each tensor in the values of reductions."""
+        m, n = tirx.Var("m", "int64"), tirx.Var("n", "int64")
+        found: dict[tirx.Buffer, ir.TensorLoad] = {}
+        for reduction in self.reductions:
+            for load in loads(reduction.value(m, n)):
+                if not along_row or any(uses(index, (n,)) for index in load.indices):
+                    found.setdefault(load.source, load)
+        return list(found.values())
+
+
+def element_bytes(load: ir.TensorLoad) -> int:
+    """Size of what a read gives."""
+    return DataType(str(load.ty.dtype)).bits // 8 or 1

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a group of coalesced reductions out of the function that FuseTIR left of it.
+
+A reduction is three blocks that follow each other: the one with the annotation, the one that
+combines, and the one that gives the result. All others are element-wise. What they compute is
+inlined into their readers, but for epilogues: they are computed once for each ``m``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import tvm_ffi
+from tvm import ir, s_tir, tirx
+from tvm.ir import Range
+from tvm.sym import Analyzer
+
+from schedules.compute.coalesced_reduce import ATTRIBUTE, SCRATCH_ATTRIBUTE, SHAPE_ATTRIBUTE
+from schedules.tir.expression_walk import loads, substitute, uses
+from schedules.tir.index_math import i64, ravel, simplified
+from schedules.workload.reduce import CanonicalLoops, Extent, ReduceWorkload, constant, unravel
+
+from .group import ElementOutput, Epilogue, ReduceGroup, Reduction, Result, Stage
+
+
+def read_group(func: tirx.PrimFunc) -> ReduceGroup | None:
+    """Take a function apart, or return None if it is not a group of reductions of one form."""
+    blocks: list[s_tir.SBlock] = []
+    tvm_ffi.structural_walk(func.body, (s_tir.SBlock, blocks.append))
+    first = next((block for block in blocks if ATTRIBUTE in block.annotations), None)
+    if first is None:
+        return None
+    reader = _Reader(func, first)
+    try:
+        for block in blocks:
+            if block.iter_vars:
+                reader.read(block)
+        return reader.group()
+    except _NotAGroupError:
+        return None
+
+
+class _NotAGroupError(Exception):
+    """The function has something that no group has."""
+
+
+@dataclass(frozen=True)
+class _Definition:
+    """An element-wise block: the element at ``variables``, which run over ``shape``."""
+
+    variables: tuple[tirx.Var, ...]
+    shape: tuple[Extent, ...]
+    value: tirx.Expr
+    stage: int  # whose results it uses; -1 if it uses none
+
+
+@dataclass
+class _Reader:
+    """What has been read so far; blocks come in the order of execution."""
+
+    func: tirx.PrimFunc
+    first: s_tir.SBlock
+    definitions: dict[tirx.Buffer, _Definition] = field(default_factory=dict)
+    lifted: dict[tirx.Buffer, s_tir.SBlock] = field(default_factory=dict)
+    combined: dict[tirx.Buffer, s_tir.SBlock] = field(default_factory=dict)
+    results: dict[tirx.Buffer, tirx.Var] = field(default_factory=dict)
+    reductions: list[tuple[int, Reduction]] = field(default_factory=list)
+    epilogues: list[tuple[int, Epilogue]] = field(default_factory=list)
+    stored: list[tirx.Buffer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.outputs, self.reduced = self._extents(self.first)
+        self.m, self.n = tirx.Var("m", "int64"), tirx.Var("n", "int64")
+        self.loops = _loops(self.first)
+        self.analyzer = Analyzer()
+        for var, extent in ((self.m, self.outputs), (self.n, self.reduced)):
+            self.analyzer.bind(var, Range.from_min_extent(i64(0), i64(extent)))
+
+    def read(self, block: s_tir.SBlock) -> None:
+        """Add a block.
+
+        Raises
+        ------
+        _NotAGroupError
+            If it does not belong to a group.
+        """
+        if ATTRIBUTE in block.annotations:
+            self.lifted[_store(block).buffer] = block
+        elif block.init is not None:
+            self._read_combine(block)
+        elif any(load.source in self.combined for load in loads(_store(block).value)):
+            self._read_finish(block)
+        else:
+            self._read_elementwise(block)
+
+    def group(self) -> ReduceGroup:
+        """All blocks together.
+
+        Raises
+        ------
+        _NotAGroupError
+            If the reductions do not have the same extents and form, or something is missing.
+        """
+        if len(self.reductions) < len(self.lifted):
+            raise _NotAGroupError
+        stages = tuple(
+            Stage(
+                tuple(part for at, part in self.reductions if at == number),
+                tuple(part for at, part in self.epilogues if at == number),
+            )
+            for number in range(1 + max(at for at, _ in self.reductions))
+        )
+        elements = tuple(self._element_output(buffer) for buffer in self.stored)
+        return ReduceGroup(
+            self.func, stages, elements, self.outputs, self.reduced, self._find_scratch()
+        )
+
+    def _read_combine(self, block: s_tir.SBlock) -> None:
+        stores: list[tirx.BufferStore] = []
+        read: list[ir.TensorLoad] = []
+        tvm_ffi.structural_walk(
+            block.body, [(tirx.BufferStore, stores.append), (ir.TensorLoad, read.append)]
+        )
+        source = next((load.source for load in read if load.source in self.lifted), None)
+        if source is None:
+            raise _NotAGroupError  # a reduction of another kind
+        self.combined |= {store.buffer: self.lifted[source] for store in stores}
+
+    def _read_finish(self, block: s_tir.SBlock) -> None:
+        store = _store(block)
+        source = next(
+            self.combined[load.source]
+            for load in loads(store.value)
+            if load.source in self.combined
+        )
+        loops = _loops(source)
+        same = all(
+            _same(*pair)
+            for pair in zip(self._extents(source), (self.outputs, self.reduced), strict=True)
+        )
+        if not same or loops.form != self.loops.form:
+            raise _NotAGroupError
+        places = dict(zip((v.var for v in source.iter_vars), (self.m, self.n), strict=True))
+        value = self._inline(substitute(source.body.value, places))
+        workload = ReduceWorkload.from_json(str(source.annotations[ATTRIBUTE]))
+        result = tirx.Var("result", workload.out_dtype)
+        results = (Result(result, self._output(store.buffer)),)
+        reduction = Reduction(workload, loops, self._function(value), results)
+        self.reductions.append((1 + self._stage(value), reduction))
+        self.results[store.buffer] = result
+
+    def _read_elementwise(self, block: s_tir.SBlock) -> None:
+        store = _store(block)
+        variables = tuple(iter_var.var for iter_var in block.iter_vars)
+        shape = tuple(_extent(v.dom.extent) for v in block.iter_vars)
+        subscripts = (
+            store.indices or variables[:1]
+        )  # a block of one element has a loop all the same
+        plain = len(subscripts) == len(variables) and all(map(_is_same, subscripts, variables))
+        if not plain or any(int(v.iter_type) != 0 for v in block.iter_vars):
+            raise _NotAGroupError
+        stage = max((self._stage_of(load) for load in loads(store.value)), default=-1)
+        is_output = self._output(store.buffer) is not None
+        definition = _Definition(variables, shape, store.value, stage)
+        if _same(_product(shape), self.outputs) and (stage >= 0 or is_output):
+            self._add_epilogue(store.buffer, definition)
+            return
+        self.definitions[store.buffer] = definition
+        if is_output:
+            self.stored.append(store.buffer)
+
+    def _add_epilogue(self, buffer: tirx.Buffer, definition: _Definition) -> None:
+        places = unravel(self.m, definition.shape)
+        at_m = substitute(definition.value, dict(zip(definition.variables, places, strict=True)))
+        value, m = self._inline(at_m), self.m
+        result = tirx.Var("result", str(buffer.dtype))
+        stored = Result(result, self._output(buffer))
+        epilogue = Epilogue(lambda at: substitute(value, {m: at}), stored)
+        self.epilogues.append((max(0, definition.stage), epilogue))
+        self.results[buffer] = result
+
+    def _element_output(self, buffer: tirx.Buffer) -> ElementOutput:
+        definition = self.definitions[buffer]
+        places = self._subscripts(definition.shape)
+        at = substitute(definition.value, dict(zip(definition.variables, places, strict=True)))
+        place = ravel(places, definition.shape)
+        return ElementOutput(self._function(self._inline(at)), self._function(place), buffer)
+
+    def _subscripts(self, shape: Sequence[Extent]) -> list[tirx.Expr]:
+        """Where element ``(m, n)`` of the data is in a tensor of as many elements."""
+        for _, reduction in self.reductions:
+            loops = reduction.loops
+            if len(shape) == len(loops.shape) and all(map(_agree, shape, loops.shape)):
+                return CanonicalLoops(tuple(shape), loops.axes).subscripts(self.m, self.n)
+        kinds = [kind for kind, _ in self.loops.runs]
+        count: Extent = self.outputs * self.reduced
+        if not _same(_product(shape), count):
+            raise _NotAGroupError
+        if kinds == ["P", "R"]:
+            flat = self.m * i64(self.reduced) + self.n
+        elif kinds == ["R", "P"]:
+            flat = self.n * i64(self.outputs) + self.m
+        else:
+            places = self.loops.subscripts(self.m, self.n)
+            flat = ravel(places, self.loops.shape)
+        return [self.analyzer.simplify(index) for index in unravel(flat, shape)]
+
+    def _inline(self, expression: tirx.Expr) -> tirx.Expr:
+        """Replace reads of what the group computes; the expression depends on ``m`` and ``n``."""
+        inlined = self._expand(expression)
+        computed = {*self.results, *self.definitions, *self.lifted, *self.combined}
+        for load in loads(inlined):
+            if load.source in computed or load.source not in self.func.params:
+                raise _NotAGroupError  # a result at another place, or something unknown
+        return inlined
+
+    def _expand(self, expression: tirx.Expr) -> tirx.Expr:
+        def replace(load: ir.TensorLoad) -> tirx.Expr:
+            source = load.source
+            if source in self.results:
+                place = ravel(load.indices, source.shape)
+                is_here = self.analyzer.can_prove_equal(place, self.m)
+                return self.results[source] if is_here else load
+            if source in self.definitions:
+                definition = self.definitions[source]
+                indices = dict(zip(definition.variables, load.indices, strict=False))
+                return self._expand(substitute(definition.value, indices))
+            return load
+
+        return tvm_ffi.structural_map(expression, (ir.TensorLoad, replace))
+
+    def _function(self, value: tirx.Expr):
+        m_var, n_var = self.m, self.n
+        return lambda m, n: substitute(value, {m_var: m, n_var: n})
+
+    def _results(self) -> list[tuple[int, Result]]:
+        """Each with its stage."""
+        parts: list[tuple[int, Reduction | Epilogue]] = [*self.reductions, *self.epilogues]
+        return [(at, result) for at, part in parts for result in part.results]
+
+    def _stage(self, value: tirx.Expr) -> int:
+        """The last stage whose results an expression uses; -1 if it uses none."""
+        return max((at for at, result in self._results() if uses(value, [result.var])), default=-1)
+
+    def _stage_of(self, load: ir.TensorLoad) -> int:
+        if load.source in self.results:
+            return self._stage(self.results[load.source])
+        if load.source in self.definitions:
+            return self.definitions[load.source].stage
+        return -1
+
+    def _output(self, buffer: tirx.Buffer) -> tirx.Buffer | None:
+        return buffer if buffer in self.func.params else None
+
+    def _extents(self, block: s_tir.SBlock) -> tuple[Extent, Extent]:
+        outputs, reduced = (_extent(iter_var.dom.extent) for iter_var in block.iter_vars)
+        return outputs, reduced
+
+    def _find_scratch(self) -> tuple[tirx.Buffer, ...]:
+        """The operands for partial results: those that can be nothing else."""
+        sizes = [int(block.annotations[SCRATCH_ATTRIBUTE]) for block in self.lifted.values()]
+        written = [result.output for _, result in self._results()] + self.stored
+        read = self._read_buffers()
+        found: list[tirx.Buffer] = []
+        for words in dict.fromkeys(size for size in sizes if size):
+            unread = [
+                param
+                for param in self.func.params
+                if isinstance(param, tirx.Buffer)
+                and str(param.dtype) == "int32"
+                and [constant(extent) for extent in param.shape] == [words]
+                and param not in read
+                and not any(param.same_as(buffer) for buffer in written)
+            ]
+            if len(unread) <= sizes.count(words):
+                found += unread
+        return tuple(found)
+
+    def _read_buffers(self) -> Collection[tirx.Buffer]:
+        found: list[ir.TensorLoad] = []
+        tvm_ffi.structural_walk(self.func.body, (ir.TensorLoad, found.append))
+        return {load.source for load in found}
+
+
+def _store(block: s_tir.SBlock) -> tirx.BufferStore:
+    if not isinstance(block.body, tirx.BufferStore):
+        raise _NotAGroupError
+    return block.body
+
+
+def _loops(block: s_tir.SBlock) -> CanonicalLoops:
+    """Axes of the data of a reduction."""
+    shape = json.loads(str(block.annotations[SHAPE_ATTRIBUTE]))
+    workload = ReduceWorkload.from_json(str(block.annotations[ATTRIBUTE]))
+    known = tuple(tirx.Var("extent", "int64") if e is None else e for e in shape)
+    return CanonicalLoops(known, workload.axes)
+
+
+def _is_same(a: tirx.Expr, b: tirx.Expr) -> bool:
+    return a.same_as(b)
+
+
+def _extent(extent: tirx.Expr) -> Extent:
+    known = constant(extent)
+    return extent if known is None else known
+
+
+def _product(extents: Sequence[Extent]) -> Extent:
+    result: Extent = 1
+    for extent in extents:
+        result = result * extent
+    return result
+
+
+def _same(a: Extent, b: Extent) -> bool:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return constant(simplified(i64(a) - i64(b))) == 0
+
+
+def _agree(extent: Extent, of_data: Extent) -> bool:
+    """Whether an extent may be that of the data, which may be unknown."""
+    return constant(extent) == constant(of_data)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of an unscheduled function as expressions, for rules that write kernels of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm import ir, s_tir, tirx
+
+from ..workload.reduce import Extent, constant
+from .expression_walk import substitute
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A block that computes each element of one buffer.
+
+    Parameters
+    ----------
+    output : tirx.Buffer
+        What it writes, at ``axes``.
+    axes, reduced : tuple[tirx.IterVar, ...]
+        Its spatial variables, one for each axis of the output, and the reduced ones.
+    value : tirx.Expr
+        What is stored; in a reduction it reads the output at ``axes``.
+    init : tirx.Expr | None
+        First value of a reduction.
+    """
+
+    output: tirx.Buffer
+    axes: tuple[tirx.IterVar, ...]
+    reduced: tuple[tirx.IterVar, ...]
+    value: tirx.Expr
+    init: tirx.Expr | None
+
+    def at(self, indices: Sequence[tirx.Expr], expression: tirx.Expr | None = None) -> tirx.Expr:
+        """The value, or another expression of the stage's variables, at some place."""
+        places = {
+            axis.var: as_type(index, str(axis.var.ty.dtype))
+            for axis, index in zip(self.axes, indices, strict=True)
+        }
+        return substitute(self.value if expression is None else expression, places)
+
+    @property
+    def shape(self) -> tuple[Extent, ...]:
+        """Extents of the output."""
+        return tuple(extent_of(axis.dom.extent) for axis in self.axes)
+
+
+def read_stages(func: tirx.PrimFunc) -> list[Stage] | None:
+    """Take a function apart, or return None if a block is no plain nest that computes a buffer.
+
+    A stage comes after those which it reads. Left alone: functions with thread bindings,
+    statements other than one store in a block, buffers with strides or an offset, and blocks that
+    write a buffer twice, in another order than that of their variables, or only a part of it.
+    """
+    root = func.body
+    if not isinstance(root, s_tir.SBlockRealize) or any(map(_is_strided, _buffers(func, root))):
+        return None
+    body = root.block.body
+    parts = list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]
+    stages: list[Stage] = []
+    for part in parts:
+        stage = _read_nest(part)
+        if stage is None or any(stage.output.same_as(other.output) for other in stages):
+            return None
+        stages.append(stage)
+    return stages
+
+
+def extent_of(extent: Extent) -> Extent:
+    """An extent as an integer where it is one."""
+    known = constant(extent)
+    return extent if known is None else known
+
+
+def as_type(value: tirx.Expr, dtype: str) -> tirx.Expr:
+    """An integer expression in another type."""
+    if isinstance(value, tirx.IntImm):
+        return tirx.const(int(value), dtype)
+    return value if str(value.ty.dtype) == dtype else value.astype(dtype)
+
+
+def _buffers(func: tirx.PrimFunc, root: s_tir.SBlockRealize) -> list[tirx.Buffer]:
+    params = [param for param in func.params if isinstance(param, tirx.Buffer)]
+    return [*params, *root.block.alloc_buffers]
+
+
+def _is_strided(buffer: tirx.Buffer) -> bool:
+    offset = buffer.elem_offset
+    return bool(list(buffer.strides)) or not (offset is None or constant(offset) == 0)
+
+
+def _read_nest(stmt: tirx.Stmt) -> Stage | None:
+    loops: list[tirx.For] = []
+    while isinstance(stmt, tirx.For):
+        if stmt.kind != tirx.ForKind.SERIAL or constant(stmt.min) != 0:
+            return None
+        loops.append(stmt)
+        stmt = stmt.body
+    if not isinstance(stmt, s_tir.SBlockRealize) or not _is_canonical(stmt, loops):
+        return None
+    block = stmt.block
+    if block.alloc_buffers or block.match_buffers:
+        return None
+    store, init = block.body, block.init
+    if not isinstance(store, tirx.BufferStore):
+        return None
+    if init is not None and not isinstance(init, tirx.BufferStore):
+        return None
+    spatial = [v for v in block.iter_vars if int(v.iter_type) == int(tirx.IterVar.DataPar)]
+    reduced = [v for v in block.iter_vars if int(v.iter_type) == int(tirx.IterVar.CommReduce)]
+    if len(spatial) + len(reduced) < len(block.iter_vars) or bool(reduced) != (init is not None):
+        return None
+    axes = _axes_of(store, spatial)
+    if axes is None:
+        return None
+    used = {axis.var for axis in axes}
+    units = {v.var: tirx.const(0, v.var.ty.dtype) for v in spatial if v.var not in used}
+    value = substitute(store.value, units)
+    first = None if init is None else substitute(init.value, units)
+    return Stage(store.buffer, axes, tuple(reduced), value, first)
+
+
+def _is_canonical(realize: s_tir.SBlockRealize, loops: Sequence[tirx.For]) -> bool:
+    """Whether each variable of the block is a loop from end to end, or has one value."""
+    if constant(realize.predicate) != 1:
+        return False
+    free = list(loops)
+    for axis, value in zip(realize.block.iter_vars, realize.iter_values, strict=True):
+        if constant(axis.dom.min) != 0:
+            return False
+        if constant(axis.dom.extent) == 1 and constant(value) == 0:
+            continue
+        found = [loop for loop in free if loop.loop_var.same_as(value)]
+        if not found or not _equal(found[0].extent, axis.dom.extent):
+            return False
+        free.remove(found[0])
+    return all(constant(loop.extent) == 1 for loop in free)
+
+
+def _axes_of(
+    store: tirx.BufferStore, spatial: Sequence[tirx.IterVar]
+) -> tuple[tirx.IterVar, ...] | None:
+    """The variable of each axis of what is stored, if all are there and cover it."""
+    axes = []
+    for index, extent in zip(store.indices, store.buffer.shape, strict=True):
+        found = [axis for axis in spatial if axis.var.same_as(index)]
+        if not found and constant(extent) == 1 and constant(index) == 0:
+            zero = tirx.Var("zero", "int64")
+            found = [tirx.IterVar(ir.Range(0, 1), zero, tirx.IterVar.DataPar)]
+        if not found or not _equal(found[0].dom.extent, extent):
+            return None
+        axes.append(found[0])
+    used = {axis.var for axis in axes}
+    if len(used) < len(axes):
+        return None
+    unused = [axis for axis in spatial if axis.var not in used]
+    return tuple(axes) if all(constant(axis.dom.extent) == 1 for axis in unused) else None
+
+
+def _equal(a: Extent, b: Extent) -> bool:
+    known, other = constant(a), constant(b)
+    if known is not None or other is not None:
+        return known == other
+    return bool(tvm_ffi.structural_equal(a, b))

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes and attributes of one convolution and of a fused pair, and what they cost.
+
+These plain records are what ops, passes, schedules and reports agree on; none of them knows Relax.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..errors import OpError
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+ACTIVATIONS = ("none", "relu", "relu6", "clip", "sigmoid", "hardswish", "silu", "gelu")
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The element-wise function that ends a layer.
+
+    Parameters
+    ----------
+    kind : str
+        One of ``none``, ``relu``, ``relu6``, ``clip``, ``sigmoid``, ``hardswish``, ``silu``,
+        ``gelu``.
+    low, high : float
+        The bounds of ``clip``; unused otherwise.
+    """
+
+    kind: str = "none"
+    low: float = 0.0
+    high: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ACTIVATIONS:
+            raise OpError(f"activation is {self.kind!r}; expected one of {', '.join(ACTIVATIONS)}")
+        if self.kind == "clip" and not self.low <= self.high:
+            raise OpError(f"clip has bounds ({self.low}, {self.high}); expected low <= high")
+
+    def __str__(self) -> str:
+        return f"clip({self.low:g}, {self.high:g})" if self.kind == "clip" else self.kind
+
+
+@dataclass(frozen=True)
+class ConvLayer:
+    """One convolution with its activation; spatial pairs are (height, width).
+
+    Parameters
+    ----------
+    in_channels, out_channels : int
+        Channels of the whole input and output (not per group).
+    kernel, strides, dilation : tuple[int, int]
+        Height and width.
+    padding : tuple[int, int, int, int]
+        Zero padding at top, left, bottom, right.
+    groups : int
+        Number of channel groups; ``groups == in_channels == out_channels`` is depthwise.
+    activation : Activation
+        Applied after bias and residual.
+    """
+
+    in_channels: int
+    out_channels: int
+    kernel: tuple[int, int]
+    strides: tuple[int, int] = (1, 1)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    activation: Activation = Activation()
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether each output channel reads exactly its own input channel."""
+        return self.groups > 1 and self.groups == self.in_channels == self.out_channels
+
+    def group_lanes(self, lanes: int) -> int:
+        """Channels of a group, if each block of ``lanes`` channels reads its own one only, else 0.
+
+        That is 1 for depthwise layers, and otherwise a power of two that divides a block.
+        """
+        if self.is_depthwise:
+            return 1
+        width = self.in_channels // self.groups
+        inside = self.groups > 1 and width < lanes and lanes % width == 0
+        alike = self.in_channels == self.out_channels and width & (width - 1) == 0
+        return width if inside and alike else 0
+
+    def input_step(self, lanes: int) -> int:
+        """Neighbouring input channels that lie in one block wherever a group begins."""
+        if self.groups == 1:
+            return lanes
+        return math.gcd(self.in_channels // self.groups, lanes)
+
+    def groups_met(self, lanes: int) -> int:
+        """Most groups that an output block of ``lanes`` channels belongs to."""
+        width = self.out_channels // self.groups
+        first_lane = width - math.gcd(width, lanes)  # of the block, within its first group
+        return min(self.groups, -(-(first_lane + lanes) // width))
+
+    def mean_groups_met(self, lanes: int) -> float:
+        """Groups that an output block of ``lanes`` channels belongs to, mean over a large layer."""
+        width = self.out_channels // self.groups
+        return 1 + (lanes - math.gcd(width, lanes)) / width
+
+    def fills_blocks(self, lanes: int) -> bool:
+        """Whether each output block of ``lanes`` channels belongs to one group."""
+        return self.groups == 1 or self.out_channels // self.groups % lanes == 0
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether the kernel is 1x1 with stride 1, no padding and one group."""
+        return (
+            self.kernel == (1, 1)
+            and self.strides == (1, 1)
+            and not any(self.padding)
+            and self.groups == 1
+        )
+
+    @property
+    def suits_winograd(self) -> bool:
+        """Whether the kernel is 3x3 with stride 1, no dilation and one group."""
+        return (
+            self.kernel == (3, 3)
+            and self.strides == (1, 1)
+            and self.dilation == (1, 1)
+            and self.groups == 1
+        )
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the output for an input of ``height`` x ``width`` pixels."""
+        top, left, bottom, right = self.padding
+        reach_h = (self.kernel[0] - 1) * self.dilation[0] + 1
+        reach_w = (self.kernel[1] - 1) * self.dilation[1] + 1
+        return (
+            (height + top + bottom - reach_h) // self.strides[0] + 1,
+            (width + left + right - reach_w) // self.strides[1] + 1,
+        )
+
+    def weight_elements(self) -> int:
+        """Number of weights, bias included."""
+        per_output = self.in_channels // self.groups * self.kernel[0] * self.kernel[1]
+        return self.out_channels * (per_output + 1)
+
+    def flops(self, height: int, width: int) -> int:
+        """Floating-point operations (two a multiply-add) for an image of ``height`` x ``width``."""
+        out_h, out_w = self.output_size(height, width)
+        per_output = self.in_channels // self.groups * self.kernel[0] * self.kernel[1]
+        return 2 * out_h * out_w * self.out_channels * per_output
+
+    def to_attrs(self, suffix: str = "") -> dict[str, Any]:
+        """The layer as op attributes, each name ending in ``suffix``; channels are not included."""
+        attrs = {
+            "strides": list(self.strides),
+            "padding": list(self.padding),
+            "dilation": list(self.dilation),
+            "groups": self.groups,
+            "activation": self.activation.kind,
+            "low": float(self.activation.low),
+            "high": float(self.activation.high),
+        }
+        return {name + suffix: value for name, value in attrs.items()}
+
+    @classmethod
+    def from_attrs(
+        cls,
+        attrs: Mapping[str, Any],
+        in_channels: int,
+        out_channels: int,
+        kernel: tuple[int, int],
+        suffix: str = "",
+    ) -> ConvLayer:
+        """Read back what :meth:`to_attrs` wrote."""
+
+        def ints(name: str) -> tuple[int, ...]:
+            return tuple(int(value) for value in attrs[name + suffix])
+
+        return cls(
+            in_channels=int(in_channels),
+            out_channels=int(out_channels),
+            kernel=(int(kernel[0]), int(kernel[1])),
+            strides=ints("strides"),  # type: ignore[arg-type]
+            padding=ints("padding"),  # type: ignore[arg-type]
+            dilation=ints("dilation"),  # type: ignore[arg-type]
+            groups=int(attrs["groups" + suffix]),
+            activation=Activation(
+                str(attrs["activation" + suffix]),
+                float(attrs["low" + suffix]),
+                float(attrs["high" + suffix]),
+            ),
+        )
+
+    def __str__(self) -> str:
+        kind = "dw-conv" if self.is_depthwise else "conv"
+        text = f"{kind} {self.kernel[0]}x{self.kernel[1]} {self.in_channels}->{self.out_channels}"
+        if self.strides != (1, 1):
+            text += f" s{self.strides[0]}" if len(set(self.strides)) == 1 else f" s{self.strides}"
+        if self.dilation != (1, 1):
+            text += f" d{self.dilation}"
+        if self.groups > 1 and not self.is_depthwise:
+            text += f" g{self.groups}"
+        return text if self.activation.kind == "none" else f"{text} {self.activation}"
+
+
+@dataclass(frozen=True)
+class FusedConv2DWorkload:
+    """Two neighbouring convolutions on concrete shapes.
+
+    Parameters
+    ----------
+    batch, height, width : int
+        Of the first layer's input.
+    layer1, layer2 : ConvLayer
+        The layers in order.
+    residual : bool
+        Whether a tensor of the output's shape is added before the second activation.
+    dtype : str
+        Element type of every tensor.
+    plain_data, plain_out : bool
+        Whether the input comes, or the output leaves, in NCHW, as those of a model do.
+    """
+
+    batch: int
+    height: int
+    width: int
+    layer1: ConvLayer
+    layer2: ConvLayer
+    residual: bool = False
+    dtype: str = "float32"
+    plain_data: bool = False
+    plain_out: bool = False
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def mid_size(self) -> tuple[int, int]:
+        """Height and width of the intermediate tensor."""
+        return self.layer1.output_size(self.height, self.width)
+
+    @property
+    def out_size(self) -> tuple[int, int]:
+        """Height and width of the output."""
+        return self.layer2.output_size(*self.mid_size)
+
+    def flops(self) -> int:
+        """Floating-point operations of both layers, without any recomputation."""
+        first = self.layer1.flops(self.height, self.width)
+        return self.batch * (first + self.layer2.flops(*self.mid_size))
+
+    def mid_bytes(self) -> int:
+        """Bytes of the intermediate tensor."""
+        mid_h, mid_w = self.mid_size
+        return self.batch * mid_h * mid_w * self.layer1.out_channels * self.item_bytes
+
+    def bytes_fused(self) -> int:
+        """Bytes that one kernel must move: input, weights, residual and output, each once."""
+        out_h, out_w = self.out_size
+        out = self.batch * out_h * out_w * self.layer2.out_channels
+        data = self.batch * self.height * self.width * self.layer1.in_channels
+        weights = self.layer1.weight_elements() + self.layer2.weight_elements()
+        return (data + weights + out * (2 if self.residual else 1)) * self.item_bytes
+
+    def bytes_unfused(self) -> int:
+        """Bytes that two kernels must move: the intermediate is written once and read once."""
+        return self.bytes_fused() + 2 * self.mid_bytes()
+
+
+@dataclass(frozen=True)
+class Conv2DKernel:
+    """What one generated kernel computes; it travels as JSON in a PrimFunc's attribute.
+
+    Parameters
+    ----------
+    layers : tuple[ConvLayer, ...]
+        One layer, or the two of a fused pair.
+    batch, height, width : int | None
+        Of the first layer's input; None where symbolic.
+    residual : bool
+        Whether a tensor of the output's shape is added before the last activation.
+    dtype : str
+        Element type of every tensor.
+    data_layout, out_layout : str
+        ``NCHW`` or ``NCHW{x}c``.
+    plain_data, plain_out : bool
+        Whether the kernel itself packs its data from NCHW, or unpacks its output to NCHW.
+    winograd : int
+        Height and width of the output tiles of Winograd's algorithm; 0 for a direct convolution.
+    """
+
+    layers: tuple[ConvLayer, ...]
+    batch: int | None
+    height: int | None
+    width: int | None
+    residual: bool = False
+    dtype: str = "float32"
+    data_layout: str = "NCHW"
+    out_layout: str = "NCHW"
+    plain_data: bool = False
+    plain_out: bool = False
+    winograd: int = 0
+
+    @property
+    def is_static(self) -> bool:
+        """Whether batch, height and width are all known."""
+        return None not in (self.batch, self.height, self.width)
+
+    @property
+    def lanes(self) -> int:
+        """Channels in a block of the packed output; 1 for NCHW."""
+        return int(self.out_layout[len("NCHW") : -1] or 1)
+
+    def flops(self) -> int:
+        """Floating-point operations (two a multiply-add) of one run; unknown extents count as one.
+
+        Those of Winograd's transforms are not counted, as they are not multiply-adds of weights.
+        """
+        size, total = (self.height or 1, self.width or 1), 0
+        for layer in self.layers:
+            total += layer.flops(*size)
+            size = layer.output_size(*size)
+        if self.winograd:
+            tiles = math.prod(-(-extent // self.winograd) for extent in size)
+            points = (self.winograd + self.layers[0].kernel[0] - 1) ** 2
+            total = 2 * tiles * points * self.layers[0].in_channels * self.layers[0].out_channels
+        return (self.batch or 1) * total
+
+
+def to_json(kernel: Conv2DKernel) -> str:
+    """Write ``kernel`` as one line of JSON, the same text for equal kernels."""
+    return json.dumps(asdict(kernel), sort_keys=True)
+
+
+def from_json(text: str) -> Conv2DKernel:
+    """Read back what :func:`to_json` wrote."""
+    try:
+        fields = json.loads(text)
+        layers = tuple(_layer_from_fields(layer) for layer in fields.pop("layers"))
+        return Conv2DKernel(layers=layers, **fields)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise OpError(
+            f"the kernel description {text!r} cannot be read ({error}); "
+            "expected the JSON text which to_json writes"
+        ) from error
+
+
+def _layer_from_fields(fields: dict[str, Any]) -> ConvLayer:
+    activation = Activation(**fields.pop("activation"))
+    pairs: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    return ConvLayer(activation=activation, **pairs)

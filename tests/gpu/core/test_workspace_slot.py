@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that share the scratch of one module: their blocks mixed at will, and in several queues."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from cuda_text import count, cuda_source, opcodes, ptxas, sass
+from group_cases import Build, Group
+from opencl import BLOCK_BY_BLOCK, OpenCLKernels, Session, compile_opencl, new_queue
+from reduce_cases import CUDA, OPENCL, Case, check, random_data, reference
+from tvm import relax
+
+from relay_passes.op import coalesced_reduce
+from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.core.workspace_slot import HEADER_WORDS, PLACES
+from schedules.gpu.reduce.coalesced_reduce import choose_config
+from schedules.gpu.reduce.plan.config import ticket_words, tiles
+from schedules.gpu.reduce.plan.online_softmax import avoid_chain
+from schedules.gpu.reduce.plan.read_group import read_group
+
+op = relax.op
+
+# Several tiles and splits, but few blocks; one tile; columns.
+SHAPES: dict[str, tuple[tuple[int, ...], list[int]]] = {
+    "x": ((3, 2060), [1]),
+    "all": ((5003,), [0]),
+    "y": ((200, 70), [0]),
+}
+Check = Callable[[Sequence[np.ndarray], np.ndarray], None]
+
+
+def need_two_threads() -> None:
+    """Skip the running test where a block that waits takes the only thread of the device."""
+    if new_queue().device.max_compute_units < 2:
+        pytest.skip("a waiting block takes the only thread")
+
+
+class Calls:
+    """Calls of one kernel, each with inputs and outputs of its own, and scratches for all.
+
+    Parameters
+    ----------
+    kernels : OpenCLKernels
+        The function.
+    arguments : Sequence
+        Those of each call, the input first.
+    scratches : Sequence[int]
+        Which arguments are shared. The first begins with ``zeros`` words that are zero at the end.
+    compare : Callable
+        Compares the outputs with what the input gives.
+    """
+
+    def __init__(
+        self,
+        kernels: OpenCLKernels,
+        arguments: Sequence[Sequence[np.ndarray]],
+        scratches: Sequence[int],
+        zeros: int,
+        compare: Check,
+    ) -> None:
+        self.sessions: list[Session] = []
+        for given in arguments:
+            first = self.sessions[0] if self.sessions else None
+            self.sessions.append(kernels.session(*given, other=first, shared=scratches))
+        grid = kernels.launches(*arguments[0])[0].grid
+        self.grid = [(x, y) for x in range(grid[0]) for y in range(grid[1])]
+        self.scratches = scratches
+        self._zeros = zeros
+        self._inputs = [given[0] for given in arguments]
+        self._compare = compare
+
+    def run_blocks(
+        self, rng: np.random.Generator, sessions: Sequence[Session], skip: int = 0
+    ) -> None:
+        """Run blocks of these calls, all but the first few of each, in any order."""
+        blocks = [(session, block) for session in sessions for block in self.grid[skip:]]
+        for number in rng.permutation(len(blocks)):
+            session, block = blocks[number]
+            session.launch_block(*block, 0)
+
+    def check(self) -> None:
+        """All results, and that every place and the lock are free and every ticket at zero."""
+        for session, data in zip(self.sessions, self._inputs, strict=True):
+            self._compare([np.array(a) for a in session.read()[self.scratches[-1] + 1 :]], data)
+        scratch = np.array(self.sessions[0].read()[self.scratches[0]])
+        assert self._zeros > HEADER_WORDS and not scratch[: self._zeros].any()
+
+
+def calls_of_one(form: str, calls: int, rng: np.random.Generator, helpers: str = "") -> Calls:
+    """Calls of a sum."""
+    shape, axes = SHAPES[form]
+    case = Case("sum", "float32", shape, axes, "last_block")
+    assert case.config.splits > 1
+    inputs = [random_data(rng, "sum", "float32", shape) for _ in range(calls)]
+    kept = reference("sum", inputs[0], axes).shape
+
+    def compare(outputs: Sequence[np.ndarray], data: np.ndarray) -> None:
+        check("sum", outputs[0], data, reference("sum", data, axes))
+
+    kernels = compile_opencl(case.func, OPENCL, helpers)
+    arguments = [case.arguments(data, kept) for data in inputs]
+    return Calls(kernels, arguments, [1], ticket_words(case.config, case.loops), compare)
+
+
+def calls_of_group(
+    build: Build,
+    shape: tuple[int, int],
+    calls: int,
+    rng: np.random.Generator,
+    compare: Check,
+    helpers: str = "",
+) -> Calls:
+    """Calls of a group with a scratch for each of its reductions."""
+    group = Group(build, ("float32", shape))
+    found = read_group(group.plain)
+    assert found is not None
+    found = avoid_chain(found, GPUInfo.from_target(OPENCL))
+    config = choose_config(found, GPUInfo.from_target(OPENCL))
+    assert config.finish == "last_block" and len(group.scratches) == 2
+    inputs = [random_data(rng, "sum", "float32", shape) for _ in range(calls)]
+    zeros = ticket_words(config, found.reductions[0].loops)
+    arguments = [group.arguments(data) for data in inputs]
+    return Calls(group.compile(helpers), arguments, group.scratches, zeros, compare)
+
+
+def _sisters(data: relax.Expr) -> list[relax.Expr]:
+    return [coalesced_reduce(data, name, [1], finish="last_block") for name in ("argmax", "sum")]
+
+
+def _compare_sisters(outputs: Sequence[np.ndarray], data: np.ndarray) -> None:
+    np.testing.assert_array_equal(outputs[0], data.argmax(1))
+    check("sum", outputs[1], data, reference("sum", data, [1]))
+
+
+def _softmax_sums(data: relax.Expr) -> list[relax.Expr]:
+    emit = relax.BlockBuilder.current().emit
+    maximum = emit(op.max(data, [1], keepdims=True))
+    return [maximum, op.sum(emit(op.exp(emit(op.subtract(data, maximum)))), [1])]
+
+
+def _compare_softmax_sums(outputs: Sequence[np.ndarray], data: np.ndarray) -> None:
+    exact = data.astype("float64")
+    maximum = exact.max(1, keepdims=True)
+    np.testing.assert_array_equal(outputs[0], maximum)
+    np.testing.assert_allclose(outputs[1], np.exp(exact - maximum).sum(1), rtol=4e-6)
+
+
+@pytest.mark.parametrize("calls", [2, PLACES])
+@pytest.mark.parametrize("form", SHAPES)
+def test_blocks_of_several_calls_in_any_order(
+    form: str, calls: int, rng: np.random.Generator
+) -> None:
+    all_calls = calls_of_one(form, calls, rng, BLOCK_BY_BLOCK)
+    assert len(all_calls.grid) > 2
+    for _ in range(5):
+        all_calls.run_blocks(rng, all_calls.sessions)
+        all_calls.check()
+
+
+def test_sisters_with_two_scratches(rng: np.random.Generator) -> None:
+    calls = calls_of_group(_sisters, (3, 2060), PLACES, rng, _compare_sisters, BLOCK_BY_BLOCK)
+    for _ in range(3):
+        calls.run_blocks(rng, calls.sessions)
+        calls.check()
+    first, second = (np.array(calls.sessions[0].read()[number]) for number in calls.scratches)
+    assert first[:-1].any() and second[:-1].any()  # both have partial results
+
+
+def test_maximum_and_sum_of_exponentials(rng: np.random.Generator) -> None:
+    shape = (1, 40_001)
+    calls = calls_of_group(_softmax_sums, shape, 3, rng, _compare_softmax_sums, BLOCK_BY_BLOCK)
+    for _ in range(2):
+        calls.run_blocks(rng, calls.sessions)
+        calls.check()
+
+
+def test_nobody_claims_a_place_under_the_lock_of_another(rng: np.random.Generator) -> None:
+    need_two_threads()
+    calls = calls_of_one("x", 2, rng, BLOCK_BY_BLOCK)
+    waiting, other = calls.sessions
+    calls.run_blocks(rng, [other])
+    header = np.zeros(HEADER_WORDS, "int32")
+    header[3 * PLACES] = 1  # behind the names and the counts of finished tiles
+    other.write(1, header)
+    waiting.launch_block(*calls.grid[0], 0, wait=False)
+    time.sleep(0.2)  # in which one that does not wait ends
+    np.testing.assert_array_equal(np.array(other.read()[1])[:HEADER_WORDS], header)
+    other.write(1, np.zeros_like(header))
+    calls.run_blocks(rng, [waiting], skip=1)
+    calls.check()
+
+
+def test_a_call_without_a_place_waits_for_one(rng: np.random.Generator) -> None:
+    """Its block waits on one thread of the device, while another one runs the other blocks."""
+    need_two_threads()
+    calls = calls_of_one("x", PLACES + 1, rng, BLOCK_BY_BLOCK)
+    *others, late = calls.sessions
+    for session in others:
+        session.launch_block(*calls.grid[0], 0)
+    late.launch_block(*calls.grid[0], 0, wait=False)
+    calls.run_blocks(rng, others, skip=1)
+    calls.run_blocks(rng, [late], skip=1)
+    calls.check()
+
+
+@pytest.mark.parametrize("count", [2, PLACES, PLACES + 4])
+@pytest.mark.parametrize("name", ["x", "y", "sisters", "softmax"])
+def test_calls_in_several_queues(name: str, count: int, rng: np.random.Generator) -> None:
+    """Also more at once than there are places."""
+    if name == "sisters":
+        calls = calls_of_group(_sisters, (3, 20_060), count, rng, _compare_sisters)
+    elif name == "softmax":
+        calls = calls_of_group(_softmax_sums, (2, 40_001), count, rng, _compare_softmax_sums)
+    else:
+        calls = calls_of_one(name, count, rng)
+    queues = [new_queue() for _ in calls.sessions]
+    for _ in range(10):
+        for number in rng.permutation(count):
+            calls.sessions[number].launch(queues[number])
+    calls.check()
+
+
+def test_code_of_the_lock() -> None:
+    """The names are read in the cache that all blocks share, each of them at once."""
+    shape, axes = (64, 1 << 16), [1]
+    for finish in ("last_block", "atomic", "one_block"):
+        case = Case("sum", "float32", shape, axes, finish, CUDA)
+        source = cuda_source(case.func)
+        for used in ptxas(source).values():
+            assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+        names = [name for code in sass(source).values() for name in opcodes(code)]
+        has_lock = finish == "last_block"
+        assert (count(names, "ATOMG.E.CAS") > 0) == has_lock
+        assert count(names, "LDG.E.64.STRONG.GPU") == (PLACES if has_lock else 0)
+        assert not any("STRONG.SYS" in name for name in names)
+
+
+def test_every_place_has_its_tickets_and_partial_results() -> None:
+    case = Case("sum", "float32", *SHAPES["x"], "last_block")
+    count = tiles(case.config, case.loops)
+    zeros = ticket_words(case.config, case.loops)
+    assert zeros >= HEADER_WORDS + PLACES * count
+    each = case.config.splits * case.config.tile_outputs
+    assert case.words >= zeros + PLACES * count * each

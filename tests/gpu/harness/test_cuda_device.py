@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models on a real NVIDIA GPU: numbers, files, tensors that stay there. Only where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import tvm
+from gpu_onnx import attention, convolutions, long_softmax, long_sums
+from onnx_reference import assert_same, random_feed, run_onnx
+from reduce_cases import Case, check, random_data, reference
+from small_onnx import small_model
+from tvm.target import Target
+
+import tvm_fusion
+from schedules.gpu.core.workspace_slot import PLACES
+from schedules.gpu.reduce.plan.config import ticket_words
+from tvm_fusion.codegen.nvrtc import tvm_compiler
+from tvm_fusion.errors import TargetError
+from tvm_fusion.runtime.device import device_of, find_device
+
+
+def has_gpu() -> bool:
+    try:
+        find_device("cuda")
+    except TargetError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize("build", [small_model, convolutions, attention])
+def test_models_run_and_are_loaded(build: Callable[[], onnx.ModelProto], tmp_path: Path) -> None:
+    model = build()
+    compiled = tvm_fusion.compile(model, "cuda")
+    compiled.save(tmp_path / "model.so")
+    loaded = tvm_fusion.load(tmp_path / "model.so")
+    for seed in np.random.default_rng().integers(1 << 30, size=2):
+        feed = random_feed(model, int(seed))
+        for one in (compiled, loaded):
+            assert_same(one(**feed), run_onnx(model, feed), limit=1e-5)
+
+
+@pytest.mark.parametrize("build", [long_softmax, long_sums])
+def test_rows_of_several_blocks(build: Callable[[], onnx.ModelProto]) -> None:
+    """From sm_90 on the blocks are a cluster, which leaves no order to chance."""
+    model = build()
+    compiled = tvm_fusion.compile(model, "cuda")
+    for seed in np.random.default_rng().integers(1 << 30, size=3):
+        feed = random_feed(model, int(seed))
+        first = compiled(**feed)
+        assert_same(first, run_onnx(model, feed), limit=1e-5)
+        for _ in range(20):
+            np.testing.assert_array_equal(compiled(**feed), first)
+
+
+def test_tensors_stay_on_the_device() -> None:
+    model = small_model()
+    compiled = tvm_fusion.compile(model, "cuda")
+    feed = random_feed(model, 3)
+    first = compiled.tensors(**feed)
+    again = compiled.tensors(**feed)
+    compiled.synchronize()
+    assert first.device == compiled.device and first.data_ptr() != again.data_ptr()
+    wide = tvm_fusion.compile(small_model(size=12, channels=16), "cuda")
+    with pytest.raises(tvm_fusion.errors.InvalidInputError, match="has the shape"):
+        wide.tensors(first)
+    assert compiled.benchmark(repeat=3, warmup=1).min_ms > 0
+
+
+@pytest.mark.parametrize("streams", [2, PLACES, 2 * PLACES])
+@pytest.mark.parametrize(("shape", "axis"), [((3, 2_000_003), 1), ((100_000, 70), 0)])
+def test_calls_on_several_streams(
+    shape: tuple[int, int], axis: int, streams: int, rng: np.random.Generator
+) -> None:
+    """One kernel and one scratch; as many calls as there are places, fewer and more."""
+    arch = find_device("cuda").arch
+    target = Target({"kind": "cuda", "arch": arch}, host="llvm")
+    case = Case("sum", "float32", shape, [axis], "last_block", target)
+    assert case.config.splits > 1
+    with tvm_compiler(arch):
+        function = tvm.compile(case.func, target=target)
+    device = device_of("cuda")
+    scratch = tvm.runtime.tensor(np.zeros(case.words, "int32"), device)
+    inputs = [random_data(rng, "sum", "float32", shape) for _ in range(streams)]
+    outputs = [tvm.runtime.empty((shape[1 - axis],), "float32", device) for _ in inputs]
+    calls = [
+        (device.create_raw_stream(), tvm.runtime.tensor(data, device), output)
+        for data, output in zip(inputs, outputs, strict=True)
+    ]
+    device.sync()
+    try:
+        for _ in range(50):
+            for stream, data, output in calls:
+                device.set_raw_stream(stream)
+                function(data, scratch, output)
+        for stream, _, _ in calls:
+            device.sync(stream)
+    finally:
+        device.set_raw_stream(0)
+        for stream, _, _ in calls:
+            device.free_raw_stream(stream)
+    for data, output in zip(inputs, outputs, strict=True):
+        check("sum", output.numpy(), data, reference("sum", data, [axis]))
+    assert not scratch.numpy()[: ticket_words(case.config, case.loops)].any()

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU reductions executed in OpenCL: numbers, determinism, tickets, producers, symbolic extents."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from opencl import compile_opencl, new_queue
+from reduce_cases import CUDA, OPENCL, Case, check, random_data, reference
+from tvm import te, tirx
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+
+from schedules.compute.coalesced_reduce import coalesced_reduce
+from schedules.errors import OpError
+from schedules.gpu import CoalescedReduce
+from schedules.gpu.core import subword_atomics
+from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.reduce.kernel import atomic_update
+from schedules.gpu.reduce.plan.config import ticket_words
+from schedules.workload.reduce import DTYPES, OPERATORS, ReduceWorkload
+
+# Each form twice, with extents that no vector and no block divides; few and many outputs.
+SHAPES: dict[str, list[tuple[tuple[int, ...], list[int]]]] = {
+    "all": [((100_003,), [0]), ((6, 1, 2048), [0, 1, 2])],
+    "x": [((3, 4099), [1]), ((515, 24), [1]), ((5, 3, 1025), [0, 2])],
+    "y": [((4099, 3), [0]), ((2051, 72), [0]), ((3, 7, 130), [1])],
+}
+FINISHES = ("one_block", "atomic", "last_block")
+NARROW = ("int8", "uint8", "float16", "bfloat16")
+# Outputs that fill words: one of a word by each thread, two, and all of it.
+WORD_SHAPES: list[tuple[tuple[int, ...], list[int]]] = [
+    ((12, 4099), [1]),
+    ((2, 4099, 6), [1]),
+    ((2051, 72), [0]),
+]
+
+
+def _is_valid(operator: str, dtype: str, finish: str = "auto") -> bool:
+    if finish == "atomic" and operator.startswith("arg"):
+        return False
+    try:
+        ReduceWorkload.create(operator, [0], 1, dtype)
+    except OpError:
+        return False
+    return True
+
+
+def _pairs() -> list[tuple[str, str, str, str, int]]:
+    """Every operator with every type; forms, finishes and shapes take turns, so all meet."""
+    found = []
+    for i, operator in enumerate(OPERATORS):
+        for j, dtype in enumerate(DTYPES):
+            form = list(SHAPES)[(i + j) % 3]
+            finish = FINISHES[(i + 2 * j + j // 3) % 3]
+            finish = finish if _is_valid(operator, dtype, finish) else "last_block"
+            if _is_valid(operator, dtype):
+                found.append((operator, dtype, form, finish, (i + j // 3) % 2))
+    return found
+
+
+def _run(case: Case, data: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    arguments = case.arguments(data, wanted.shape)
+    compile_opencl(case.func, OPENCL).run(*arguments)
+    return arguments[-1]
+
+
+@pytest.mark.parametrize(("operator", "dtype", "form", "finish", "number"), _pairs())
+def test_numbers(
+    operator: str, dtype: str, form: str, finish: str, number: int, rng: np.random.Generator
+) -> None:
+    shape, axes = SHAPES[form][number]
+    case = Case(operator, dtype, shape, axes, finish)
+    assert case.config.form == form
+    data = random_data(rng, operator, dtype, shape)
+    wanted = reference(operator, data, axes)
+    roundings = case.config.splits if case.config.finish == "atomic" else 1
+    check(operator, _run(case, data, wanted), data, wanted, roundings)
+
+
+@pytest.mark.parametrize("finish", FINISHES)
+@pytest.mark.parametrize("form", SHAPES)
+def test_every_form_with_every_finish(form: str, finish: str, rng: np.random.Generator) -> None:
+    shape, axes = SHAPES[form][0]
+    case = Case("sum", "float32", shape, axes, finish)
+    assert case.config.finish == finish
+    assert (case.config.splits > 1) == (finish != "one_block")
+    data = random_data(rng, "sum", "float32", shape)
+    wanted = reference("sum", data, axes)
+    check("sum", _run(case, data, wanted), data, wanted)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    mask=st.integers(0, 15),
+    operator=st.sampled_from(["sum", "max", "argmin"]),
+    keepdims=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_axes(shape: list[int], mask: int, operator: str, keepdims: bool, seed: int) -> None:
+    axes = [k for k in range(len(shape)) if mask >> k & 1]
+    case = Case(operator, "float32", shape, axes, keepdims=keepdims)
+    data = random_data(np.random.default_rng(seed), operator, "float32", shape)
+    wanted = reference(operator, data, axes)
+    kept = [1 if k in axes else size for k, size in enumerate(shape)] if keepdims else wanted.shape
+    got = _run(case, data, wanted.reshape(kept))
+    check(operator, got, data, wanted.reshape(kept))
+
+
+def test_last_block_gives_the_same_bits_every_time(rng: np.random.Generator) -> None:
+    case = Case("sum", "float32", (3, 30_001), [1], "last_block")
+    assert case.config.splits > 1
+    data = random_data(rng, "sum", "float32", (3, 30_001))
+    session = compile_opencl(case.func, OPENCL).session(*case.arguments(data, (3,)))
+    session.launch()
+    first = np.array(session.read()[-1])
+    for _ in range(200):
+        session.launch()
+        np.testing.assert_array_equal(session.read()[-1], first)
+    assert not np.array(session.read()[1])[: ticket_words(case.config, case.loops)].any()
+
+
+def test_calls_in_several_queues_do_not_disturb_each_other(rng: np.random.Generator) -> None:
+    """They share one scratch; calls in one queue follow each other."""
+    case = Case("sum", "float64", (40_000, 2), [0], "last_block")
+    kernels = compile_opencl(case.func, OPENCL)
+    inputs = [random_data(rng, "sum", "float64", (40_000, 2)) for _ in range(3)]
+    sessions = [kernels.session(*case.arguments(inputs[0], (2,)))]
+    for data in inputs[1:]:
+        arguments = case.arguments(data, (2,))
+        sessions.append(kernels.session(*arguments, other=sessions[0], shared=[1]))
+    queues = [new_queue() for _ in sessions]
+    for _ in range(10):
+        for session, queue in zip(sessions, queues, strict=True):
+            session.launch(queue)
+    for session, data in zip(sessions, inputs, strict=True):
+        check("sum", np.array(session.read()[-1]), data, reference("sum", data, [0]))
+
+
+@pytest.mark.parametrize("finish", FINISHES)
+@pytest.mark.parametrize("operator", ["min", "max", "sum"])
+def test_nan_and_infinity(operator: str, finish: str, rng: np.random.Generator) -> None:
+    shape = (6, 20_000)
+    data = random_data(rng, operator, "float32", shape)
+    data[0, 11_111] = np.nan
+    data[1, 19_999] = np.inf
+    data[2, 0] = -np.inf
+    data[3] = -np.inf
+    data[4] = -np.abs(data[4])
+    data[5] = -0.0
+    case = Case(operator, "float32", shape, [1], finish)
+    wanted = reference(operator, data, [1])
+    got = _run(case, data, wanted)
+    check(operator, got, data, wanted)
+    assert np.signbit(got[5])
+
+
+def _cast_mul_exp(data: te.Tensor) -> te.Tensor:
+    wide = te.compute(data.shape, lambda *i: data(*i).astype("float32"), name="cast")
+    twice = te.compute(data.shape, lambda *i: wide(*i) * tirx.const(0.5, "float32"), name="mul")
+    return te.compute(data.shape, lambda *i: tirx.exp(twice(*i)), name="exp")
+
+
+def _without_first(data: te.Tensor) -> te.Tensor:
+    rows, columns = data.shape
+    return te.compute((rows, columns - 1), lambda i, j: data[i, j + 1], name="slice")
+
+
+def _nothing(data: te.Tensor) -> te.Tensor:
+    zero = te.compute(data.shape, lambda *i: data(*i) * tirx.const(0, "int32"), name="times_zero")
+    return te.compute(data.shape, lambda *i: zero(*i).astype("float32"), name="cast")
+
+
+def _reshape(data: te.Tensor) -> te.Tensor:
+    rows, columns = data.shape
+    shape = (rows, columns // 4, 4)
+    return te.compute(shape, lambda i, j, k: data[i, j * 4 + k], name="reshape")
+
+
+@pytest.mark.parametrize("axes", [[0], [1], [0, 1]])
+def test_producers_are_part_of_the_kernel(axes: list[int], rng: np.random.Generator) -> None:
+    shape = (130, 264)
+    case = Case("sum", "float16", shape, axes, producer=_cast_mul_exp)
+    kernels = compile_opencl(case.func, OPENCL)
+    data = random_data(rng, "sum", "float16", shape)
+    wanted = np.exp(data.astype("float64") * 0.5).sum(tuple(axes))
+    arguments = case.arguments(data, wanted.shape)
+    assert len(kernels.launches(*arguments)) == 1
+    kernels.run(*arguments)
+    np.testing.assert_allclose(arguments[-1], wanted, rtol=1e-5)
+
+
+def test_data_that_begins_off_a_vector(rng: np.random.Generator) -> None:
+    case = Case("max", "int8", (33, 4097), [1], producer=_without_first)
+    data = random_data(rng, "max", "int8", (33, 4097))
+    wanted = data[:, 1:].max(1)
+    np.testing.assert_array_equal(_run(case, data, wanted), wanted)
+
+
+def test_an_input_that_is_not_needed_is_left_alone(rng: np.random.Generator) -> None:
+    """TVM folds the product, so that the kernel reads nothing: the data is not its scratch."""
+    case = Case("sum", "int32", (100_000,), [0], "last_block", producer=_nothing)
+    data = random_data(rng, "sum", "int32", (100_000,))
+    arguments = case.arguments(data.copy(), ())
+    compile_opencl(case.func, OPENCL).run(*arguments)
+    np.testing.assert_array_equal(arguments[0], data)
+    assert arguments[-1] == 0
+
+
+@pytest.mark.parametrize("threads", [100, 64])
+def test_devices_with_small_blocks(threads: int, rng: np.random.Generator) -> None:
+    target = Target({"kind": "opencl", "max_num_threads": threads}, host="llvm")
+    case = Case("sum", "int32", (50_001,), [0], target=target)
+    data = random_data(rng, "sum", "int32", (50_001,))
+    wanted = reference("sum", data, [0])
+    arguments = case.arguments(data, ())
+    compile_opencl(case.func, target).run(*arguments)
+    assert arguments[-1] == wanted
+
+
+def test_reshaped_data_is_read_in_place(rng: np.random.Generator) -> None:
+    case = Case("max", "int32", (64, 4096), [0, 2], producer=_reshape)
+    data = random_data(rng, "max", "int32", (64, 4096))
+    wanted = data.reshape(64, 1024, 4).max((0, 2))
+    np.testing.assert_array_equal(_run(case, data, wanted), wanted)
+
+
+@pytest.mark.parametrize(("symbolic", "axes"), [(0, [1]), (1, [1]), (0, [0]), (1, [0])])
+def test_symbolic_extents(symbolic: int, axes: list[int], rng: np.random.Generator) -> None:
+    extent = tirx.Var("n", "int64")
+    shape: list[int | tirx.Var] = [37, 70]
+    shape[symbolic] = extent
+    case = Case("mean", "float32", shape, axes)
+    kernels = compile_opencl(case.func, OPENCL)
+    for size in (1, 5, 300, 4000):
+        actual = (size, 70) if symbolic == 0 else (37, size)
+        data = random_data(rng, "mean", "float32", actual)
+        wanted = reference("mean", data, axes)
+        arguments = case.arguments(data, wanted.shape)
+        kernels.run(*arguments)
+        check("mean", arguments[-1], data, wanted)
+
+
+def test_other_functions_are_left_alone() -> None:
+    data = te.placeholder((8, 8), "float32", name="data")
+    func = te.create_prim_func([data, te.compute((8, 8), lambda i, j: data[i, j] + 1.0)])
+    assert CoalescedReduce().apply(func, OPENCL, False) is None
+    workload = ReduceWorkload.create("sum", [1], 2, "float32")
+    result = coalesced_reduce(data, workload)
+    mirror = te.compute(result.shape, lambda i: result[7 - i], name="mirror")
+    elsewhere = te.create_prim_func([data, mirror])
+    assert CoalescedReduce().apply(elsewhere, OPENCL, False) is None
+    assert CoalescedReduce().apply(func, OPENCL.host, False) is None
+
+
+@pytest.mark.parametrize("operator", ["argmin", "argmax"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_an_atomic_finish_that_does_not_exist(operator: str, dtype: str) -> None:
+    with pytest.raises(OpError, match=f"'atomic' for {operator} of {dtype}.*use 'last_block'"):
+        Case(operator, dtype, (3, 4099), [1], "atomic")
+
+
+@pytest.mark.parametrize("shape", WORD_SHAPES, ids=["one", "pair", "word"])
+@pytest.mark.parametrize(
+    ("operator", "dtype"),
+    [
+        (name, dtype)
+        for name in OPERATORS
+        for dtype in NARROW
+        if _is_valid(name, "float32", "atomic") and _is_valid(name, dtype)
+    ],
+)
+def test_updates_of_a_part_of_a_word(
+    operator: str, dtype: str, shape: tuple, rng: np.random.Generator
+) -> None:
+    shape, axes = shape
+    case = Case(operator, dtype, shape, axes, "atomic")
+    assert (case.config.finish, case.config.splits > 1) == ("atomic", True)
+    data = random_data(rng, operator, dtype, shape)
+    wanted = reference(operator, data, axes)
+    check(operator, _run(case, data, wanted), data, wanted, case.config.splits)
+
+
+def _disturb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let another block add 1 to the last byte of a word before each first swap of it."""
+    swap_until_kept, swap = subword_atomics.swap_until_kept, subword_atomics.compare_and_swap
+    came: list[tirx.Buffer] = []
+
+    def until_kept(*arguments: object) -> None:
+        came.append(T.alloc_buffer((1,), "int32", scope="local"))
+        T.buffer_store(came[-1], tirx.const(0, "int32"), [0])
+        swap_until_kept(*arguments)
+
+    def disturbed(gpu: GPUInfo, address: tirx.Expr, *values: tirx.Expr) -> tirx.Expr:
+        one = tirx.const(1 << 24, "int32")
+        other = T.bind(tirx.Select(tirx.EQ(came[-1][0], 0), one, tirx.const(0, "int32")))
+        T.buffer_store(came[-1], tirx.const(1, "int32"), [0])
+        T.evaluate(T.call_extern("int32", "atomic_add", address, other))
+        return swap(gpu, address, *values)
+
+    monkeypatch.setattr(atomic_update, "swap_until_kept", until_kept)
+    monkeypatch.setattr(subword_atomics, "compare_and_swap", disturbed)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize(
+    ("shape", "axes", "updates"),
+    [((4, 100_000), [1], 4), ((2, 40_000, 2), [1], 2), ((40_000, 4), [0], 1)],
+)
+def test_blocks_that_contend_for_one_word(
+    dtype: str,
+    shape: tuple[int, ...],
+    axes: list[int],
+    updates: int,
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
+) -> None:
+    """Neither what a block adds nor what another adds to its neighbour is lost."""
+    _disturb(monkeypatch)
+    case = Case("sum", dtype, shape, axes, "atomic")
+    assert case.config.finish == "atomic"
+    data = random_data(rng, "sum", dtype, shape)
+    wanted = reference("sum", data, axes)
+    got = _run(case, data, wanted).view("uint8").reshape(-1)
+    expected = wanted.view("uint8").reshape(-1).astype("int64")
+    expected[3] += updates * case.config.splits
+    np.testing.assert_array_equal(got, expected % 256)
+
+
+@pytest.mark.parametrize("target", [OPENCL, CUDA], ids=["opencl", "cuda"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_word_reaches_behind_the_output(dtype: str, target: Target) -> None:
+    """Behind an output that ends within a word there may be memory of others."""
+    width = {"int8": 8, "uint8": 8, "float16": 16, "bfloat16": 16}.get(dtype, 32)
+    word = 16 if width == 16 and target is CUDA else 32
+    for outputs in range(1, 9):
+        operator = "max" if dtype == "bool" else "prod"
+        finish = Case(operator, dtype, (outputs, 100_000), [1], "atomic", target).config.finish
+        fills = dtype == "bool" or outputs * width % word == 0
+        assert finish == ("atomic" if fills else "last_block"), outputs
+
+
+def test_tensors_that_begin_within_a_word_are_refused() -> None:
+    """TVM does so, which is why no word begins before an output."""
+    data = te.placeholder((8,), "int8", name="data")
+    copy = te.compute((8,), lambda i: data[i], name="copy")
+    function = tvm.compile(te.create_prim_func([data, copy]), target="llvm")
+    memory = tvm.runtime.tensor(np.arange(64, dtype="int8"))
+    inside = memory._create_view((8,), "int8", relative_byte_offset=2)
+    with pytest.raises(ValueError, match="byte_offset"):
+        function(tvm.runtime.tensor(np.zeros(8, "int8")), inside)
+    aligned = np.from_dlpack(memory)
+    with pytest.raises(RuntimeError, match="not aligned to 64 bytes"):
+        tvm.runtime.from_dlpack(aligned[2:10])

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA text of reductions: resources, wide loads, structure; compiled, not run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from cuda_text import count, cuda_source, main_loop, opcodes, ptxas, sass
+from reduce_cases import CUDA, Case, numpy_dtype
+from tvm import te, tirx
+from tvm.target import Target
+
+from schedules.errors import OpError, TargetError
+from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.reduce.plan.config import choose, tiles
+from schedules.workload.reduce import DTYPES, OPERATORS, CanonicalLoops, ReduceWorkload
+
+FORMS: dict[str, tuple[tuple[int, ...], list[int]]] = {
+    "all": ((1 << 22,), [0]),
+    "x": ((64, 1 << 16), [1]),
+    "y": ((1 << 16, 64), [0]),
+}
+FINISHES = ("one_block", "atomic", "last_block")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_spills(dtype: str) -> None:
+    """One text with a kernel of every operator; forms and finishes take turns."""
+    functions = {}
+    for number, operator in enumerate(OPERATORS, DTYPES.index(dtype)):
+        shape, axes = FORMS[list(FORMS)[number % 3]]
+        finish = FINISHES[number // 3 % 3]
+        if finish == "atomic" and operator.startswith("arg"):
+            finish = "last_block"
+        try:
+            case = Case(operator, dtype, shape, axes, finish, CUDA)
+        except OpError:
+            continue  # there is no such reduction
+        functions[operator] = case.func.with_attr("global_symbol", operator)
+    assert len(functions) >= 6
+    used = ptxas(cuda_source(tvm.IRModule(functions)))
+    assert len(used) >= len(functions)
+    for name, resources in used.items():
+        spilled = (resources.stack_frame, resources.spill_stores, resources.spill_loads)
+        assert spilled == (0, 0, 0), name
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_clusters_do_not_spill_wide_states(dtype: str) -> None:
+    """Of narrow elements a thread has many."""
+    case = Case("prod", dtype, (100_000, 64), [0], "one_block", CUDA)
+    assert case.config.finish == "cluster"
+    [resources] = ptxas(cuda_source(case.func)).values()
+    assert (resources.stack_frame, resources.spill_stores, resources.spill_loads) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("finish", FINISHES)
+@pytest.mark.parametrize("form", FORMS)
+def test_main_loop_loads_16_bytes(form: str, finish: str) -> None:
+    shape, axes = FORMS[form]
+    case = Case("sum", "float32", shape, axes, finish, CUDA)
+    main = main_loop(*sass(cuda_source(case.func)).values())
+    assert count(main, "LDG.E.128") >= case.config.unroll
+    assert count(main, "LDG.E") == count(main, "LDG.E.128")
+
+
+def _is_finite(data: te.Tensor) -> te.Tensor:
+    return te.compute(data.shape, lambda *i: tirx.isfinite(data(*i)), name="finite")
+
+
+def test_wide_data_of_narrow_values_is_loaded_in_parts() -> None:
+    case = Case("and", "float32", (1 << 22,), [0], target=CUDA, producer=_is_finite)
+    assert case.config.vector * 4 > 16
+    code = sass(cuda_source(case.func))
+    names = [name for text in code.values() for name in opcodes(text)]
+    assert count(names, "LDG.E") == count(names, "LDG.E.128") > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("outputs", [1, 3, 64, 1000, 4096, 1 << 18])
+@pytest.mark.parametrize("form", ["x", "y"])
+def test_two_blocks_for_each_multiprocessor(form: str, outputs: int, dtype: str) -> None:
+    """From 1 MiB up, whatever the shape."""
+    for size in (5 << 18, 1 << 24, 1 << 27):
+        reduced = -(-size // (outputs * np.dtype(numpy_dtype(dtype)).itemsize))
+        shape = (outputs, reduced) if form == "x" else (reduced, outputs)
+        workload = ReduceWorkload.create("max", [1 if form == "x" else 0], 2, dtype)
+        loops = CanonicalLoops(shape, workload.axes)
+        gpu = GPUInfo.from_target(CUDA)
+        config = choose(workload, loops, gpu)
+        assert tiles(config, loops) * config.splits >= 2 * gpu.multiprocessors, config
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "sm_80", "sm_90"])
+def test_integer_sums_are_atomic(arch: str) -> None:
+    target = Target({"kind": "cuda", "arch": arch}, host="llvm")
+    case = Case("sum", "int32", (1 << 22,), [0], "auto", target)
+    assert case.config.finish == "atomic"
+    assert "atomicAdd(p, v)" in cuda_source(case.func, arch)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "instruction"), [("float32", "F32x4"), ("float16", "F16x2"), ("bfloat16", "BF16x2")]
+)
+def test_atomic_sums_of_columns_are_vectors(dtype: str, instruction: str) -> None:
+    case = Case("mean", dtype, (1 << 16, 64), [0], "atomic", CUDA)
+    names = [name for code in sass(cuda_source(case.func)).values() for name in opcodes(code)]
+    updates = [name for name in names if name.startswith(("RED", "ATOM"))]
+    assert updates
+    assert all(name.startswith("REDG") and instruction in name for name in updates)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("operator", ["sum", "prod", "max"])
+@pytest.mark.parametrize("form", ["x", "y"])
+def test_bytes_are_swapped_with_their_neighbours(form: str, operator: str, dtype: str) -> None:
+    """Columns of a word by one instruction: 64 columns in threads with 16 bytes each."""
+    shape, axes = FORMS[form]
+    case = Case(operator, dtype, shape, axes, "atomic", CUDA)
+    assert case.config.finish == "atomic"
+    source = cuda_source(case.func)
+    for name, used in ptxas(source).items():
+        assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0), name
+    names = [name for code in sass(source).values() for name in opcodes(code)]
+    updates = [name for name in names if name.startswith(("RED", "ATOM"))]
+    assert count(names, "ATOMG.E.CAS") == len(updates) == (1 if form == "x" else 4)
+
+
+def test_old_architectures_are_refused() -> None:
+    with pytest.raises(TargetError, match="sm_61 is too old"):
+        GPUInfo.from_target(Target({"kind": "cuda", "arch": "sm_61"}))

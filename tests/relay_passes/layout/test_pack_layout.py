@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pass ``PackLayout`` before and after, what it refuses, and running it twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+from tvm.target import Target
+
+import relay_passes.op  # noqa: F401  (registers the ops that the modules below call)
+from relay_passes.layout.pack_layout import PackLayout
+from relay_passes.layout.packed.weight_packing import pack_array
+from schedules.errors import OpError, TargetError
+
+
+def const(*shape: int, start: int = 1):
+    """A constant whose elements all differ."""
+    return relax.const(np.arange(start, start + np.prod(shape), dtype="float32").reshape(shape))
+
+
+def packed(constant, form: str, block: int):
+    return relax.const(pack_array(constant.value.numpy(), form, block))
+
+
+def check(before, expected, block: int) -> None:
+    """The pass gives ``expected``, leaves its input as it was, and then changes nothing more."""
+    original = before.script(show_meta=True)
+    once = PackLayout(block=block)(before)
+    tvm.ir.assert_structural_equal(once, expected, map_free_vars=True)
+    tvm.ir.assert_structural_equal(PackLayout(block=block)(once), once, map_free_vars=True)
+    assert before.script(show_meta=True) == original
+
+
+W1, B1 = const(13, 3, 3, 3), const(13)
+W2, B2 = const(8, 13, 1, 1), const(8)
+DW, DB = const(13, 1, 3, 3), const(13)
+
+
+def test_example_of_the_docstring():
+    w1, b1 = packed(W1, "first", 8), packed(B1, "bias", 8)
+    w2, b2 = packed(W2, "dense", 8), packed(B2, "bias", 8)
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
+            with R.dataflow():
+                lv = R.tvm_fusion.conv2d(x, W1, B1, activation="relu")
+                lv1 = R.nn.max_pool2d(lv, pool_size=[2, 2], strides=[2, 2])
+                lv2 = R.tvm_fusion.conv2d(lv1, W2, B2)
+                gv = R.nn.softmax(lv2, axis=1)
+                R.output(gv)
+            return gv
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
+            with R.dataflow():
+                lv = R.tvm_fusion.conv2d(
+                    x, w1, b1, activation="relu", data_layout="NCHW", out_layout="NCHW8c",
+                    in_channels=3, out_channels=13,
+                )  # fmt: skip
+                lv1 = R.nn.max_pool2d(
+                    lv, pool_size=[2, 2], strides=[2, 2], layout="NCHW8c", out_layout="NCHW8c"
+                )
+                lv2 = R.tvm_fusion.conv2d(
+                    lv1, w2, b2, data_layout="NCHW8c", in_channels=13, out_channels=8
+                )
+                lv3 = R.tvm_fusion.unpack(lv2, channels=8)
+                gv = R.nn.softmax(lv3, axis=1)
+                R.output(gv)
+            return gv
+
+    check(Before, Expected, 8)
+
+
+def test_fused_pair_with_residual():
+    w1, b1 = packed(DW, "depthwise", 4), packed(DB, "bias", 4)
+    w2, b2 = packed(const(13, 13, 1, 1), "dense", 4), packed(B1, "bias", 4)
+    w2_plain = const(13, 13, 1, 1)
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor(("n", 13, "h", 8), "float32")):
+            with R.dataflow():
+                gv = R.tvm_fusion.fused_conv2d(
+                    x, DW, DB, w2_plain, B1, x,
+                    padding1=[1, 1, 1, 1], groups1=13, activation1="relu6", activation2="silu",
+                )  # fmt: skip
+                R.output(gv)
+            return gv
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor(("n", 13, "h", 8), "float32")):
+            with R.dataflow():
+                lv = R.tvm_fusion.pack(x, block=4)
+                lv1 = R.tvm_fusion.fused_conv2d(
+                    lv, w1, b1, w2, b2, lv,
+                    padding1=[1, 1, 1, 1], groups1=13, activation1="relu6", activation2="silu",
+                    data_layout="NCHW4c", in_channels=13, mid_channels=13, out_channels=13,
+                )  # fmt: skip
+                gv = R.tvm_fusion.unpack(lv1, channels=13)
+                R.output(gv)
+            return gv
+
+    check(Before, Expected, 4)
+
+
+def test_squeeze_excite_stays_packed():
+    reduce_w, reduce_b = const(5, 13, 1, 1), const(5)
+    expand_w, expand_b = const(13, 5, 1, 1), const(13)
+    dw, db = packed(DW, "depthwise", 8), packed(DB, "bias", 8)
+    rw, rb = packed(reduce_w, "dense", 8), packed(reduce_b, "bias", 8)
+    ew, eb = packed(expand_w, "dense", 8), packed(expand_b, "bias", 8)
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((1, 13, 6, 6), "float32")):
+            with R.dataflow():
+                lv = R.tvm_fusion.conv2d(x, DW, DB, groups=13)
+                lv1 = R.mean(lv, axis=[2, 3], keepdims=True)
+                lv2 = R.tvm_fusion.conv2d(lv1, reduce_w, reduce_b)
+                lv3 = R.nn.relu(lv2)
+                lv4 = R.tvm_fusion.conv2d(lv3, expand_w, expand_b)
+                lv5 = R.sigmoid(lv4)
+                lv6 = R.multiply(lv, lv5)
+                gv = R.mean(lv6, axis=[2, 3], keepdims=False)
+                R.output(gv)
+            return gv
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((1, 13, 6, 6), "float32")):
+            with R.dataflow():
+                p = R.tvm_fusion.pack(x, block=8)
+                lv = R.tvm_fusion.conv2d(
+                    p, dw, db, groups=13, data_layout="NCHW8c", in_channels=13, out_channels=13
+                )
+                lv1 = R.mean(lv, axis=[2, 3], keepdims=True)
+                lv2 = R.tvm_fusion.conv2d(
+                    lv1, rw, rb, data_layout="NCHW8c", in_channels=13, out_channels=5
+                )
+                lv3 = R.nn.relu(lv2)
+                lv4 = R.tvm_fusion.conv2d(
+                    lv3, ew, eb, data_layout="NCHW8c", in_channels=5, out_channels=13
+                )
+                lv5 = R.sigmoid(lv4)
+                lv6 = R.multiply(lv, lv5)
+                lv7 = R.mean(lv6, axis=[2, 3], keepdims=True)
+                lv8 = R.tvm_fusion.unpack(lv7, channels=13)
+                gv = R.squeeze(lv8, axis=[2, 3])
+                R.output(gv)
+            return gv
+
+    check(Before, Expected, 8)
+
+
+def test_weights_that_are_no_constants_are_packed_by_the_function():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(
+            x: R.Tensor((1, 4, 8, 8), "float32"),
+            w: R.Tensor((6, 4, 3, 3), "float32"),
+            b: R.Tensor((6,), "float32"),
+        ):
+            with R.dataflow():
+                gv = R.tvm_fusion.conv2d(x, w, b)
+                R.output(gv)
+            return gv
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(
+            x: R.Tensor((1, 4, 8, 8), "float32"),
+            w: R.Tensor((6, 4, 3, 3), "float32"),
+            b: R.Tensor((6,), "float32"),
+        ):
+            with R.dataflow():
+                p = R.tvm_fusion.pack(x, block=4)
+                w1 = R.nn.pad(w, [0, 2, 0, 0, 0, 0, 0, 0])
+                w2 = R.reshape(w1, (2, 4, 1, 4, 3, 3))
+                w3 = R.permute_dims(w2, [0, 2, 4, 5, 3, 1])
+                b1 = R.nn.pad(b, [0, 2])
+                b2 = R.reshape(b1, (2, 4))
+                lv = R.tvm_fusion.conv2d(
+                    p, w3, b2, data_layout="NCHW4c", in_channels=4, out_channels=6
+                )
+                gv = R.tvm_fusion.unpack(lv, channels=6)
+                R.output(gv)
+            return gv
+
+    check(Before, Expected, 4)
+
+
+def test_each_tensor_is_packed_and_unpacked_once():
+    w, b = const(13, 13, 1, 1), const(13)
+    wp, bp = packed(w, "dense", 4), packed(b, "bias", 4)
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((1, 13, 8, 8), "float32")):
+            with R.dataflow():
+                lv = R.tvm_fusion.conv2d(x, w, b)
+                lv1 = R.tvm_fusion.conv2d(x, w, b, activation="relu")
+                lv2 = R.nn.softmax(lv, axis=1)
+                lv3 = R.nn.log_softmax(lv, axis=1)
+                gv = (lv1, lv2, lv3)
+                R.output(gv)
+            return gv
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((1, 13, 8, 8), "float32")):
+            with R.dataflow():
+                p = R.tvm_fusion.pack(x, block=4)
+                lv = R.tvm_fusion.conv2d(
+                    p, wp, bp, data_layout="NCHW4c", in_channels=13, out_channels=13
+                )
+                u = R.tvm_fusion.unpack(lv, channels=13)
+                lv1 = R.tvm_fusion.conv2d(
+                    p, wp, bp, activation="relu", data_layout="NCHW4c", in_channels=13,
+                    out_channels=13,
+                )  # fmt: skip
+                u1 = R.tvm_fusion.unpack(lv1, channels=13)
+                lv2 = R.nn.softmax(u, axis=1)
+                lv3 = R.nn.log_softmax(u, axis=1)
+                gv = (u1, lv2, lv3)
+                R.output(gv)
+            return gv
+
+    check(Before, Expected, 4)
+
+
+def test_pack_of_unpack_cancels():
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((1, 2, 8, 8, 4), "float32")):
+            with R.dataflow():
+                lv = R.tvm_fusion.unpack(x, channels=7)
+                lv1 = R.tvm_fusion.pack(lv, block=4)
+                lv2 = R.tvm_fusion.pack(lv, block=8)
+                gv = R.add(lv1, lv1)
+                gv1 = R.add(lv2, lv2)
+                R.output(gv, gv1)
+            return (gv, gv1)
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((1, 2, 8, 8, 4), "float32")):
+            with R.dataflow():
+                lv = R.tvm_fusion.unpack(x, channels=7)
+                lv2 = R.tvm_fusion.pack(lv, block=8)
+                gv = R.add(x, x)
+                gv1 = R.add(lv2, lv2)
+                R.output(gv, gv1)
+            return (gv, gv1)
+
+    check(Before, Expected, 4)
+
+
+GPU = Target({"kind": "cuda", "arch": "sm_90"})
+
+
+def test_groups_that_cut_blocks_are_packed():
+    wg, bg, odd, odd_b = const(14, 2, 3, 3), const(14), const(21, 2, 1, 1), const(21)
+    wp, bp = packed(wg, "narrow", 4), packed(bg, "bias", 4)
+    odd_p, odd_bp = packed(odd, "grouped", 4), packed(odd_b, "bias", 4)
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((1, 14, 8, 8), "float32")):
+            with R.dataflow():
+                lv = R.tvm_fusion.conv2d(x, wg, bg, groups=7)
+                gv = R.tvm_fusion.conv2d(lv, odd, odd_b, groups=7)
+                R.output(gv)
+            return gv
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((1, 14, 8, 8), "float32")):
+            with R.dataflow():
+                p = R.tvm_fusion.pack(x, block=4)
+                lv = R.tvm_fusion.conv2d(
+                    p, wp, bp, groups=7, data_layout="NCHW4c", in_channels=14, out_channels=14
+                )
+                lv1 = R.tvm_fusion.conv2d(
+                    lv, odd_p, odd_bp, groups=7, data_layout="NCHW4c", in_channels=14,
+                    out_channels=21,
+                )  # fmt: skip
+                gv = R.tvm_fusion.unpack(lv1, channels=21)
+                R.output(gv)
+            return gv
+
+    check(Before, Expected, 4)
+    tvm.ir.assert_structural_equal(PackLayout(GPU)(Before), Before)
+
+
+def test_groups_that_cut_blocks_stay_plain_on_a_gpu_behind_one_unpack():
+    wg, bg = const(13, 1, 3, 3), const(13)
+    odd = const(26, 1, 1, 1)
+    odd_b = const(26)
+    wp, bp = packed(wg, "depthwise", 4), packed(bg, "bias", 4)
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((1, 13, 8, 8), "float32")):
+            with R.dataflow():
+                lv = R.tvm_fusion.conv2d(x, wg, bg, groups=13)
+                gv = R.tvm_fusion.conv2d(lv, odd, odd_b, groups=13)
+                R.output(gv)
+            return gv
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((1, 13, 8, 8), "float32")):
+            with R.dataflow():
+                p = R.tvm_fusion.pack(x, block=4)
+                lv = R.tvm_fusion.conv2d(
+                    p, wp, bp, groups=13, data_layout="NCHW4c", in_channels=13, out_channels=13
+                )
+                lv1 = R.tvm_fusion.unpack(lv, channels=13)
+                gv = R.tvm_fusion.conv2d(lv1, odd, odd_b, groups=13)
+                R.output(gv)
+            return gv
+
+    tvm.ir.assert_structural_equal(PackLayout(GPU)(Before), Expected, map_free_vars=True)
+
+
+def test_pair_with_odd_groups_stays_plain_on_a_gpu():
+    odd, odd_b = const(26, 1, 3, 3), const(26)
+    w, b = const(4, 26, 1, 1), const(4)
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((1, 13, 8, 8), "float32")):
+            with R.dataflow():
+                gv = R.tvm_fusion.fused_conv2d(x, odd, odd_b, w, b, groups1=13)
+                R.output(gv)
+            return gv
+
+    tvm.ir.assert_structural_equal(PackLayout(GPU)(Module), Module)
+
+
+def test_modules_without_our_convolutions_are_unchanged():
+    w = const(8, 3, 3, 3)
+
+    @I.ir_module
+    class Module:
+        I.module_attrs({"tvm_fusion.fusion_report": "[]"})
+
+        @R.function
+        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
+            unused = R.nn.relu(x)  # noqa: F841
+            lv = R.nn.conv2d(x, w)
+            lv1 = R.nn.relu(lv)
+            return lv1
+
+    tvm.ir.assert_structural_equal(PackLayout(block=4)(Module), Module)
+
+
+def test_attributes_of_the_module_survive():
+    @I.ir_module
+    class Module:
+        I.module_attrs({"tvm_fusion.fusion_report": "[]"})
+
+        @R.function
+        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
+            with R.dataflow():
+                gv = R.tvm_fusion.conv2d(x, W1, B1)
+                R.output(gv)
+            return gv
+
+    result = PackLayout(block=4)(Module)
+    assert result.attrs["tvm_fusion.fusion_report"] == "[]"
+    assert "NCHW4c" in result.script()
+
+
+def test_bodies_of_branches_are_packed_on_their_own():
+    w, b = const(13, 13, 1, 1), const(13)
+    wp, bp = packed(w, "dense", 4), packed(b, "bias", 4)
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(c: R.Tensor((), "bool"), x: R.Tensor((1, 13, 8, 8), "float32")):
+            lv = R.tvm_fusion.conv2d(x, w, b)
+            if c:
+                lv1 = R.tvm_fusion.conv2d(lv, w, b)
+                r = R.nn.relu(lv1)
+            else:
+                r = R.nn.softmax(lv, axis=1)
+            return r
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(c: R.Tensor((), "bool"), x: R.Tensor((1, 13, 8, 8), "float32")):
+            p = R.tvm_fusion.pack(x, block=4)
+            lv = R.tvm_fusion.conv2d(
+                p, wp, bp, data_layout="NCHW4c", in_channels=13, out_channels=13
+            )
+            u = R.tvm_fusion.unpack(lv, channels=13)
+            if c:
+                lv1 = R.tvm_fusion.conv2d(
+                    lv, wp, bp, data_layout="NCHW4c", in_channels=13, out_channels=13
+                )
+                lv2 = R.nn.relu(lv1)
+                r = R.tvm_fusion.unpack(lv2, channels=13)
+            else:
+                r = R.nn.softmax(u, axis=1)
+            return r
+
+    check(Before, Expected, 4)
+
+
+@pytest.mark.parametrize(
+    ("target", "lanes"),
+    [
+        ({"kind": "llvm", "mcpu": "x86-64-v4"}, 16),
+        ({"kind": "llvm", "mcpu": "x86-64-v3"}, 8),
+        ({"kind": "llvm", "mcpu": "x86-64"}, 4),
+        ({"kind": "cuda", "arch": "sm_90"}, 4),
+        ({"kind": "opencl"}, 4),
+    ],
+)
+@pytest.mark.parametrize("by_scope", [False, True])
+def test_lanes_come_from_the_target(target, lanes, by_scope):
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
+            with R.dataflow():
+                gv = R.tvm_fusion.conv2d(x, W1, B1)
+                R.output(gv)
+            return gv
+
+    device = Target(target)
+    if by_scope:
+        with device:
+            result = PackLayout()(Module)
+    else:
+        result = PackLayout(target=device)(Module)
+    tvm.ir.assert_structural_equal(result, PackLayout(block=lanes)(Module))
+
+
+@pytest.mark.parametrize("block", [0, 1, -8, 8.0, "8", True])
+def test_block_is_refused(block):
+    with pytest.raises(OpError, match="PackLayout: block is .*; expected an integer of at least 2"):
+        PackLayout(block=block)
+
+
+def test_missing_target_is_refused():
+    with pytest.raises(OpError, match="PackLayout: no target; pass target= or block="):
+        PackLayout().transform_module(tvm.IRModule({}), tvm.transform.PassContext.current())
+
+
+def test_target_of_another_kind_is_refused():
+    layout = PackLayout(target=Target("metal"))
+    with pytest.raises(TargetError, match="target kind is 'metal'"):
+        layout.transform_module(tvm.IRModule({}), tvm.transform.PassContext.current())
+
+
+def test_name_of_the_pass():
+    assert PackLayout(block=4).info.name == "PackLayout"

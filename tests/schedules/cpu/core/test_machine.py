@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What CPUInfo reads from a target: vector units, registers, cores, caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tvm.target import Target
+from tvm.target.codegen import llvm_get_system_cpu
+
+from schedules.cpu.core import machine
+from schedules.cpu.core.machine import CPUInfo
+from schedules.errors import TargetError
+
+X86 = "x86_64-linux-gnu"
+
+
+@pytest.mark.parametrize(
+    ("target", "bits", "registers", "fma"),
+    [
+        ({"mtriple": X86, "mcpu": "x86-64"}, 128, 16, False),
+        ({"mtriple": X86, "mcpu": "x86-64-v3"}, 256, 16, True),
+        ({"mtriple": X86, "mcpu": "x86-64-v4"}, 512, 32, True),
+        ({"mtriple": X86, "mcpu": "znver3"}, 256, 16, True),
+        ({"mtriple": X86, "mcpu": "znver4"}, 512, 32, True),
+        ({"mtriple": X86, "mcpu": "znver4", "mattr": ["-avx512f"]}, 256, 16, True),
+        ({"mtriple": X86, "mattr": ["+avx2"]}, 256, 16, False),
+        ({"mtriple": X86, "mattr": ["+avx2", "+fma"]}, 256, 16, True),
+        ({"mtriple": "aarch64-linux-gnu"}, 128, 32, True),
+        ({"mtriple": "arm64-apple-macos"}, 128, 32, True),
+        ({"mtriple": "riscv64-linux-gnu"}, 128, 16, False),
+    ],
+)
+def test_vector_unit_comes_from_the_features(target, bits, registers, fma):
+    cpu = CPUInfo.from_target(Target({"kind": "llvm", **target}))
+    assert (cpu.vector_bits, cpu.num_vector_registers, cpu.has_fma) == (bits, registers, fma)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lanes"),
+    [("float64", 4), ("float32", 8), ("float16", 16), ("int8", 32), ("bool", 32), ("int64", 4)],
+)
+def test_lanes_of_a_256_bit_unit(dtype, lanes):
+    target = Target({"kind": "llvm", "mtriple": X86, "mcpu": "x86-64-v3"})
+    assert CPUInfo.from_target(target).lanes(dtype) == lanes
+
+
+def test_cores_come_from_the_target_else_from_the_process():
+    named = Target({"kind": "llvm", "num-cores": 7})
+    assert CPUInfo.from_target(named).num_cores == 7
+    assert CPUInfo.from_target(Target("llvm")).num_cores >= 1
+
+
+def test_equal_targets_give_the_same_object():
+    make = lambda: CPUInfo.from_target(Target({"kind": "llvm", "mcpu": "x86-64-v3"}))  # noqa: E731
+    assert make() is make()
+
+
+def test_caches_of_another_cpu_are_defaults():
+    cpu = CPUInfo.from_target(Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu"}))
+    assert (cpu.l1d_bytes, cpu.l2_bytes, cpu.l3_bytes) == (32 * 1024, 512 * 1024, 8 * 1024**2)
+
+
+def write_cache(root: Path, index: int, level: str, kind: str, size: str) -> None:
+    folder = root / f"index{index}"
+    folder.mkdir()
+    for name, text in (("level", level), ("type", kind), ("size", size)):
+        (folder / name).write_text(text + "\n")
+
+
+def test_caches_of_this_cpu_are_read_from_the_kernel(tmp_path, monkeypatch):
+    write_cache(tmp_path, 0, "1", "Data", "48K")
+    write_cache(tmp_path, 1, "1", "Instruction", "64K")
+    write_cache(tmp_path, 2, "2", "Unified", "2M")
+    write_cache(tmp_path, 3, "3", "Unified", "garbage")
+    monkeypatch.setattr(machine, "_SYSFS_CACHE", tmp_path)
+    machine._from_text.cache_clear()
+    cpu = CPUInfo.from_target(Target({"kind": "llvm", "mcpu": str(llvm_get_system_cpu())}))
+    machine._from_text.cache_clear()
+    assert (cpu.l1d_bytes, cpu.l2_bytes, cpu.l3_bytes) == (48 * 1024, 2 * 1024**2, 8 * 1024**2)
+
+
+def test_other_kinds_of_target_are_an_error():
+    with pytest.raises(TargetError, match="target kind is 'c'; the CPU schedules need 'llvm'"):
+        CPUInfo.from_target(Target("c"))

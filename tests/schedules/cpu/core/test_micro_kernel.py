@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights the tiles of a layer ask for while they compute."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from schedules.cpu.core.micro_kernel import Reduction, next_weights
+from schedules.cpu.core.prefetch import CACHE_LINE_BYTES
+from schedules.workload.conv2d import ConvLayer
+
+LINE = CACHE_LINE_BYTES // 4
+
+
+def asked_for(ops: Any, blocks: int, reduction: Reduction, tiles: int) -> set[int]:
+    """Cache lines of the weights that so many tiles ask for, one at each of their steps."""
+    taps = ops.layer.kernel[0] * ops.layer.kernel[1]
+    first = int(reduction.start) * taps
+    steps = range(first, first + reduction.count * taps)
+    starts = [int(next_weights(ops, 2, blocks, reduction, turn)) for turn in range(tiles)]
+    assert all(start % LINE == 0 for start in starts)
+    return {start // LINE + step for start in starts for step in steps}
+
+
+def lines_of(ops: Any, block: int, blocks: int, start: int, count: int) -> set[int]:
+    """Cache lines of a part of the reduction of some output blocks."""
+    taps = ops.layer.kernel[0] * ops.layer.kernel[1]
+    square = ops.source.lanes * ops.lanes * taps
+    return {
+        ((piece * ops.in_blocks + start) * square + element) // LINE
+        for piece in range(block, block + blocks)
+        for element in range(count * square)
+    }
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3)])
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_enough_tiles_ask_for_all_weights_that_come_next(lanes, kernel, blocks):
+    layer = ConvLayer(4 * lanes, 8 * lanes, kernel)
+    source = SimpleNamespace(lanes=lanes)
+    ops = SimpleNamespace(
+        layer=layer, source=source, lanes=lanes, step=lanes, in_blocks=4, dtype="float32"
+    )
+    tiles = blocks * lanes * lanes // LINE
+    following = lines_of(ops, 2 + blocks, blocks, 0, 4)
+    assert asked_for(ops, blocks, Reduction(0, 4), tiles) == following
+    assert asked_for(ops, blocks, Reduction(0, 4), tiles - 1) < following
+    inner = asked_for(ops, blocks, Reduction(0, 2, True, False), tiles)
+    assert inner == lines_of(ops, 2, blocks, 2, 2)
+    last = asked_for(ops, blocks, Reduction(2, 2, False, True), tiles)
+    assert last == lines_of(ops, 2 + blocks, blocks, 0, 2)

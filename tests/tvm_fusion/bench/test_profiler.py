@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The profile of a model: its kernels, what they cost, and their limits."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from small_onnx import dense_model, small_model
+
+from schedules.cpu.core.machine import CPUInfo
+from tvm_fusion.bench.machine_limits import CacheLevel, MachineLimits, measure_limits
+from tvm_fusion.bench.profiler import Profile, profile, profile_table
+from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.compiler.target import resolve
+from tvm_fusion.errors import InvalidModelError, TargetError
+
+LIMITS = MachineLimits(
+    2,
+    1e11,
+    (
+        CacheLevel("L2", 4096, 4e10),
+        CacheLevel("L3", 1 << 20, 2e10),
+        CacheLevel("memory", math.inf, 1e10),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def small() -> Profile:
+    return profile(small_model(), threads=2, runs=3, fuse="none", limits=LIMITS)
+
+
+def test_every_convolution_is_there_with_its_cost(small: Profile) -> None:
+    layers = [kernel for kernel in small.kernels if "conv" in kernel.operator]
+    assert [kernel.operator for kernel in layers] == [
+        "conv 3x3 3->8 relu on 12x12",
+        "dw-conv 3x3 8->8 relu6 on 12x12",
+        "conv 1x1 8->6 on 12x12",
+    ]
+    pixels = 144
+    flops = [2 * pixels * 8 * 27, 2 * pixels * 8 * 9, 2 * pixels * 8 * 6]
+    assert [kernel.cost.flops for kernel in layers] == flops
+    depthwise = layers[1].cost
+    lanes = CPUInfo.from_target(resolve("native")).lanes("float32")
+    assert depthwise.activation_bytes == 2 * pixels * max(8, lanes) * 4  # whole blocks
+    assert depthwise.weight_bytes >= (8 * 9 + 8) * 4
+
+
+def test_limits_follow_from_costs(small: Profile) -> None:
+    for kernel in small.kernels:
+        cost = kernel.cost
+        moved = cost.activation_bytes + cost.weight_bytes
+        assert kernel.limit_seconds >= cost.flops / LIMITS.peak_flops
+        assert moved / 4e10 <= kernel.limit_seconds or kernel.bound == "compute"
+        assert kernel.seconds > 0 and kernel.lost_seconds >= 0
+        assert kernel.fraction == pytest.approx(kernel.limit_seconds / kernel.seconds)
+    assert {kernel.bound for kernel in small.kernels} <= {"compute", "L2", "L3", "memory"}
+    assert small.seconds > 0
+
+
+def test_a_fused_pair_is_one_kernel() -> None:
+    found = profile(small_model(), threads=1, runs=1, fuse="all", limits=LIMITS)
+    assert any(
+        kernel.operator == "dw-conv 3x3 8->8 relu6 + conv 1x1 8->6 on 12x12"
+        for kernel in found.kernels
+    )
+
+
+def test_winograd_counts_the_multiplications_that_it_does() -> None:
+    found = profile(
+        dense_model(size=10), threads=1, runs=1, fuse="none", winograd="always", limits=LIMITS
+    )
+    (kernel,) = (one for one in found.kernels if "Winograd" in one.operator)
+    assert kernel.operator.startswith("conv 3x3 16->16 relu on 10x10 by Winograd ")
+    tile = int(kernel.operator[-1])
+    tiles = (-(-10 // tile)) ** 2
+    assert kernel.cost.flops == 2 * tiles * (tile + 2) ** 2 * 16 * 16
+    assert kernel.cost.weight_bytes >= (tile + 2) ** 2 * 16 * 16 * 4
+
+
+def test_the_level_is_the_nearest_that_holds_the_bytes() -> None:
+    assert [LIMITS.level_of(size).name for size in (1, 4096, 4097, 1 << 21)] == [
+        "L2", "L2", "L3", "memory",
+    ]  # fmt: skip
+
+
+def test_json_and_table(small: Profile) -> None:
+    text = json_text(small.to_json())
+    record = json.loads(text)
+    assert [kernel["position"] for kernel in record["kernels"]] == list(range(len(small.kernels)))
+    assert record["limits"]["levels"][-1]["capacity"] is None
+    table = profile_table(small, "small")
+    assert table.row_count == len(small.kernels)
+    lost = [float(text) for text in table.columns[8].cells]
+    assert lost == sorted(lost, reverse=True)
+
+
+def test_open_shapes_are_refused_and_bound() -> None:
+    with pytest.raises(InvalidModelError, match="image.*has no size"):
+        profile(small_model("n"), limits=LIMITS)
+    with pytest.raises(InvalidModelError, match=r"image.*open shape \(n, 3, 12, 12\)"):
+        profile(small_model("n"), shapes={"n": "n"}, limits=LIMITS)
+    found = profile(small_model("n"), shapes={"n": 2}, runs=1, threads=1, limits=LIMITS)
+    assert max(kernel.cost.flops for kernel in found.kernels) >= 2 * 2 * 144 * 8 * 27
+
+
+def test_foreign_code_is_refused() -> None:
+    with pytest.raises(TargetError, match="compiled for"):
+        profile(small_model(), "cortex-a72", limits=LIMITS)
+
+
+def test_the_mean_of_two_measurements() -> None:
+    faster = MachineLimits(
+        2,
+        3e11,
+        tuple(CacheLevel(lvl.name, lvl.capacity, 3 * lvl.bandwidth) for lvl in LIMITS.levels),
+    )
+    mean = LIMITS.mean(faster)
+    assert mean.peak_flops == 2e11
+    assert [lvl.bandwidth for lvl in mean.levels] == [8e10, 4e10, 2e10]
+    assert [lvl.name for lvl in mean.levels] == ["L2", "L3", "memory"]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_limits_of_this_machine(threads: int) -> None:
+    limits = measure_limits(resolve("native", cores=threads), threads)
+    assert limits.threads == threads
+    assert [level.name for level in limits.levels] == ["L2", "L3", "memory"]
+    rates = [limits.peak_flops, *(level.bandwidth for level in limits.levels)]
+    assert all(rate > 0 and math.isfinite(rate) for rate in rates)
+    capacities = [level.capacity for level in limits.levels]
+    assert capacities == sorted(capacities) and capacities[-1] == math.inf
+
+
+def test_gpus_are_not_profiled() -> None:
+    with pytest.raises(TargetError, match="profiled on CPUs only; got .* 'opencl'"):
+        profile(small_model(), "opencl")

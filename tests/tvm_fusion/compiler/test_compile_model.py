@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an ONNX model to a compiled one, to a file, and back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import relax_models
+import tvm
+from small_onnx import small_model
+
+import tvm_fusion
+from tvm_fusion import errors
+from tvm_fusion.bench.profiler import profile
+from tvm_fusion.compiler.explain import explain
+from tvm_fusion.errors import (
+    CompilationError,
+    InvalidInputError,
+    InvalidModelError,
+    OpError,
+    TargetError,
+)
+from tvm_fusion.machine import host
+from tvm_fusion.runtime.compiled_model import CompiledModel
+from tvm_fusion.runtime.tensor_spec import TensorSpec
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def image(batch: int = 1) -> np.ndarray:
+    return np.random.default_rng(5).standard_normal((batch, 3, 12, 12), dtype=np.float32)
+
+
+def reference(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    return session.run(None, {"image": x})[0]
+
+
+def assert_close(y: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.fixture(scope="module")
+def model() -> CompiledModel:
+    return tvm_fusion.compile(small_model(), fuse="all", threads=1)
+
+
+def test_a_model_is_compiled_called_saved_and_loaded(model: CompiledModel, tmp_path: Path) -> None:
+    expected = reference(small_model(), image())
+    assert_close(model(image()), expected)
+    model.save(tmp_path / "small.so")
+    loaded = tvm_fusion.load(tmp_path / "small.so", threads=1)
+    np.testing.assert_array_equal(loaded(image=image()), model(image()))
+    assert loaded.fused == model.fused
+
+
+def test_names_shapes_target_and_pairs_are_those_of_the_model(model: CompiledModel) -> None:
+    assert model.inputs == (TensorSpec("image", (1, 3, 12, 12), "float32"),)
+    assert model.outputs == (TensorSpec("scores", (1, 6, 12, 12), "float32"),)
+    assert str(model.target.attrs["mcpu"]) == host.host_cpu()
+    assert any(pair["fused"] for pair in model.fused)
+    assert all(pair["reason"] for pair in model.fused)
+
+
+def test_without_fusion_the_numbers_are_the_same(model: CompiledModel) -> None:
+    apart = tvm_fusion.compile(small_model(), fuse="none", threads=1)
+    assert not any(pair["fused"] for pair in apart.fused)
+    assert_close(apart(image()), model(image()))
+
+
+@pytest.mark.parametrize("form", ["path", "str", "bytes"])
+def test_models_come_as_paths_and_bytes_too(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "small.onnx"
+    onnx.save(small_model(), path)
+    given = {"path": path, "str": str(path), "bytes": path.read_bytes()}[form]
+    compiled = tvm_fusion.compile(given, threads=1)
+    assert_close(compiled(image()), reference(small_model(), image()))
+
+
+def test_open_dimensions_get_their_sizes_from_shapes() -> None:
+    compiled = tvm_fusion.compile(small_model("N"), shapes={"N": 2}, threads=1)
+    assert compiled.inputs[0].shape == (2, 3, 12, 12)
+    assert_close(compiled(image(2)), reference(small_model(2), image(2)))
+
+
+def test_the_code_is_made_for_as_many_cores_as_threads() -> None:
+    for threads in {1, host.usable_processors()}:
+        compiled = tvm_fusion.compile(small_model(), threads=threads)
+        assert (compiled.threads, compiled.target.attrs["num-cores"]) == (threads, threads)
+    told = tvm_fusion.compile(small_model(), "llvm -num-cores=3", threads=1)
+    assert (told.threads, told.target.attrs["num-cores"]) == (1, 3)
+
+
+def test_progress_counts_the_stages() -> None:
+    seen: list[tuple[str, int, int]] = []
+    tvm_fusion.compile(small_model(), threads=1, progress=lambda *step: seen.append(step))
+    names, done, total = zip(*seen, strict=True)
+    assert names[0] == "import"
+    assert names[-2:] == ("build", "done")
+    assert len(set(names)) == len(names)
+    assert done == tuple(range(len(seen)))
+    assert set(total) == {len(seen) - 1}
+
+
+@pytest.mark.parametrize("target", ["x86-64", "x86-64-v3", "x86-64-v4", "aarch64"])
+def test_models_are_compiled_for_other_cpus_and_run_only_where_they_can(
+    target: str, tmp_path: Path
+) -> None:
+    compiled = tvm_fusion.compile(small_model(), target, threads=1)
+    compiled.save(tmp_path / "small.so")
+    fits = compiled.target.attrs["mtriple"].startswith(host.host_arch()) and (
+        set(compiled.features) <= host.host_features()
+    )
+    if fits:
+        assert_close(compiled(image()), reference(small_model(), image()))
+        assert_close(tvm_fusion.load(tmp_path / "small.so")(image()), compiled(image()))
+    else:
+        for run in (lambda: compiled(image()), lambda: tvm_fusion.load(tmp_path / "small.so")):
+            with pytest.raises(TargetError, match="the model is compiled for|compiled for aarch64"):
+                run()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"target": "vulkan"}, TargetError, "this version compiles for CPUs, CUDA and OpenCL"),
+        ({"target": "cuda -arch=sm_91"}, TargetError, "unknown CUDA architecture 'sm_91'"),
+        ({"target": "x86-64-v9"}, TargetError, "unknown target 'x86-64-v9'; did you mean"),
+        ({"threads": 0}, InvalidInputError, "threads is 0; expected a positive integer"),
+        ({"threads": 10**6}, InvalidInputError, "threads is 1000000, and this process may use"),
+        ({"fuse": "some"}, OpError, "some"),
+        ({"winograd": "some"}, OpError, "winograd is 'some'; expected one of auto, always, never"),
+    ],
+)
+def test_wrong_options_are_refused(options, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        tvm_fusion.compile(small_model(), **options)
+
+
+def fail(*_: object, **__: object) -> None:
+    raise ValueError("no luck")
+
+
+@pytest.mark.parametrize(
+    ("run", "broken", "stage"),
+    [
+        (tvm_fusion.compile, "tvm_fusion.compiler.pipeline.PackLayout", "pack"),
+        (tvm_fusion.compile, "tvm.compile", "build"),
+        (profile, "tvm_fusion.compiler.pipeline.PackLayout", "pack"),
+        (profile, "tvm_fusion.compiler.pipeline.dlight.ApplyDefaultSchedule", "schedule"),
+        (profile, "tvm.compile", "build"),
+        (explain, "tvm_fusion.compiler.explain.SimplifyInference", "explain"),
+    ],
+)
+def test_what_tvm_raises_names_the_stage(monkeypatch, run, broken: str, stage: str) -> None:
+    module_pass = tvm.transform.module_pass(fail, opt_level=0, name="broken")
+    replaced = fail if broken == "tvm.compile" else lambda *_, **__: module_pass
+    monkeypatch.setattr(broken, replaced)
+    with pytest.raises(CompilationError, match=f"the stage '{stage}' failed: .*no luck") as caught:
+        run(small_model())
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_the_module_that_tvm_prints_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("no luck\n\nError in pass: Simplify\n" + "x = R.add(y, z)\n" * 99)
+
+    monkeypatch.setattr("tvm.compile", fails)
+    with pytest.raises(CompilationError, match="the stage 'build' failed: no luck$"):
+        tvm_fusion.compile(small_model())
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(InvalidModelError):
+        tvm_fusion.compile(b"not a model")
+
+
+def test_a_module_in_which_nobody_looked_for_pairs_has_no_records() -> None:
+    from tvm_fusion.compiler.compile_model import _records
+
+    assert _records(relax_models.Dense) == []
+
+
+def test_the_package_shows_its_names() -> None:
+    assert set(tvm_fusion.__all__) == {
+        "CompiledModel",
+        "__version__",
+        "compile",
+        "errors",
+        "load",
+    }
+    assert tvm_fusion.errors is errors
+    text = (ROOT / "pyproject.toml").read_text()
+    assert 'version = { attr = "tvm_fusion.version.__version__" }' in text
+    assert re.fullmatch(r"\d+\.\d+\.\d+", tvm_fusion.__version__)
+
+
+def test_the_pipeline_is_registered_by_the_import() -> None:
+    from tvm import relax
+
+    assert callable(relax.get_pipeline("tvm_fusion"))

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples run, print what they promise, and the benchmarks keep their results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tvm_ffi
+from small_onnx import small_model
+from tvm import s_tir, tirx
+
+from examples import coalesced_reduction, demo, relay_pipeline
+from examples.benchmarks import campaign, networks, pairs, reductions_cpu, rooflines
+from tvm_fusion.bench.race import EngineSpec, Plan
+from tvm_fusion.compiler import pipeline, target
+
+PLAN = Plan(rounds=1, runs=1)
+ENGINES = [EngineSpec("tvm-fusion"), EngineSpec("onnxruntime")]
+
+
+def models(batch: int = 1, image_size: int = 12) -> Any:
+    return small_model(batch, min(image_size, 12))
+
+
+def options(path: Path, *arguments: str) -> argparse.Namespace:
+    parser = campaign.parser("Test.", ["one", "two"], "unused.json")
+    return parser.parse_args(["--threads", "1", "--output", str(path), *arguments])
+
+
+@pytest.fixture
+def races(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace the races by records of their names."""
+    raced: list[str] = []
+
+    class FakeResult:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def to_json(self) -> dict[str, Any]:
+            engines = [{"relative_error": float("inf") if self.name == "two" else 1e-6}]
+            return {"model": self.name, "engines": engines}
+
+    class FakeArena:
+        def __init__(self, engines: Any, threads: int) -> None:
+            assert threads == 1
+            raced.append("new")
+
+        def __enter__(self) -> FakeArena:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            pass
+
+        def race(self, model: Any, name: str, plan: Plan, progress: Any) -> FakeResult:
+            if name == "broken":
+                raise RuntimeError("no engine")
+            raced.append(f"{name} {plan.rounds}")
+            return FakeResult(name)
+
+    monkeypatch.setattr(campaign, "Arena", FakeArena)
+    return raced
+
+
+BUILDERS = {name: (lambda: None) for name in ("one", "two", "broken")}
+
+
+def test_campaign_resumes_what_has_the_same_settings(races: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "results.json"
+    first = options(path, "--only", "one")
+    campaign.run_races(BUILDERS, ENGINES, PLAN, first)
+    both = campaign.run_races(BUILDERS, ENGINES, PLAN, options(path, "--resume"))
+    assert races == ["new", "one 1", "new", "two 1"] and list(both) == ["one", "two"]
+    campaign.run_races(BUILDERS, ENGINES, PLAN, options(path, "--resume", "--rounds", "4"))
+    assert races[4:] == ["new", "one 4", "two 4"]
+    campaign.run_races(BUILDERS, ENGINES, PLAN, options(path, "--quick"))
+    assert races[7:] == ["new", "one 5", "two 5"]
+    stored = json.loads(path.read_text())
+    assert stored["settings"]["plan"]["rounds"] == 5 and stored["settings"]["threads"] == 1
+    assert [engine["engine"] for engine in stored["settings"]["engines"]] == [
+        "tvm-fusion",
+        "onnxruntime",
+    ]
+
+
+def test_fresh_processes_are_made_for_each_model(races: list[str], tmp_path: Path) -> None:
+    asked = options(tmp_path / "results.json")
+    campaign.run_races(BUILDERS, ENGINES, PLAN, asked, fresh=True)
+    assert races == ["new", "one 1", "new", "two 1"]
+
+
+def test_campaign_keeps_what_was_done_before_a_failure(races: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    asked = options(path)
+    asked.only = ["one", "broken", "two"]
+    with pytest.raises(RuntimeError, match="no engine"):
+        campaign.run_races(BUILDERS, ENGINES, PLAN, asked)
+    assert list(json.loads(path.read_text())["results"]) == ["one"]
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_campaign_counts_wrong_outputs(races: list[str], tmp_path: Path) -> None:
+    results = campaign.run_races(BUILDERS, ENGINES, PLAN, options(tmp_path / "r.json"))
+    assert campaign.largest_error(results) == float("inf")
+    assert campaign.largest_error({"one": results["one"]}) == 1e-6
+
+
+def test_demo_prints_its_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(demo.MODELS, "mobilenet_v2", models)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--threads", "1", "--rounds", "3"])
+    assert demo.main() == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [row.split("│")[1].strip() for row in rows] == [
+        "stock TVM",
+        "ONNX Runtime",
+        "tvm-fusion",
+    ]
+    assert "of 2" in rows[2] and "reference" in rows[1]
+
+
+def test_networks_prints_its_table_and_writes_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(networks, "MODELS", {"tiny": models, "other": models})
+    path = tmp_path / "networks.json"
+    arguments = "--only tiny --against onnxruntime --rounds 2 --quick --threads 1"
+    arguments += " --batch 3 --image-size 8 --output"
+    monkeypatch.setattr(sys, "argv", ["networks.py", *arguments.split(), str(path)])
+    assert networks.main() == 0
+    (result,) = json.loads(path.read_text())["results"].values()
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if "│ tiny" in line)
+    assert f"{result['engines'][0]['median_ms']:.2f}" in row
+    assert f"{result['engines'][1]['ratio']:.2f}x" in row
+    peaks = [f"{engine['peak_mib']:.0f}" for engine in result["engines"]]
+    assert ", ".join(peaks) in [cell.strip() for cell in row.split("│")]
+    assert result["model"] == "tiny" and result["engines"][1]["rounds"] == 2
+    assert result["inputs"][0][1] == [3, 3, 8, 8]
+    assert "│ geometric mean" in out and str(path) in out.replace("\n", "")
+
+
+def test_pairs_prints_its_table_and_writes_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pairs, "ENGINES", pairs.ENGINES[:4])
+    path = tmp_path / "pairs.json"
+    arguments = "--only mv2_6_2 --rounds 2 --threads 1 --output"
+    monkeypatch.setattr(sys, "argv", ["pairs.py", *arguments.split(), str(path)])
+    assert pairs.main() == 0
+    result = json.loads(path.read_text())["results"]["mv2_6_2"]
+    titles = [engine["title"] for engine in result["engines"]]
+    assert titles == ["tvm-fusion", "fused", "unfused", "ONNX Runtime"]
+    assert [engine["details"]["fused"] for engine in result["engines"][1:3]] == [1, 0]
+    out = capsys.readouterr().out
+    assert "│ mv2_6_2 " in out and "depthwise (1)" in out and "all (1)" in out
+
+
+def test_faster_peer_is_the_smallest_ratio_of_peers() -> None:
+    engines = [
+        {"engine": engine, "ratio": ratio}
+        for engine, ratio in [("tvm-fusion", 1), ("tvm-fusion", 0.5), ("a", 1.4), ("b", 1.2)]
+    ]
+    assert pairs.faster_peer(engines) == 1.2
+
+
+def test_the_gain_by_fusion_is_that_of_fused_over_unfused() -> None:
+    engines = [{"engine": "tvm-fusion", "ratio": ratio} for ratio in (1, 0.8, 1.2)]
+    assert pairs.gain([*engines, {"engine": "a", "ratio": 3}]) == pytest.approx(1.5)
+
+
+def test_rooflines_prints_its_table_and_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rooflines, "MODELS", {"tiny": lambda: small_model(size=64, channels=32)})
+    engines = [
+        {"title": "tvm-fusion", "details": {"fused": 1}, "median_ms": 0.1},
+        {"title": "ONNX Runtime", "details": {}, "median_ms": 0.2},
+    ]
+    stored = {"results": {"mv2_6_2": {"engines": engines}}}
+    (tmp_path / "pairs.json").write_text(json.dumps(stored))
+    arguments = ["--threads", "1", "--runs", "2", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["rooflines.py", *arguments])
+    assert rooflines.main() == 0
+    record = json.loads((tmp_path / "rooflines.json").read_text())
+    assert any(
+        "conv 3x3 3->32" in kernel["operator"] for kernel in record["tiny"]["fused"]["kernels"]
+    )
+    for name in ("rooflines_networks.png", "rooflines_pairs.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    row = next(line for line in capsys.readouterr().out.splitlines() if "│ tiny" in line)
+    assert "conv" in row and "%" in row
+
+
+def test_an_engine_that_fuses_nothing_moves_more_bytes() -> None:
+    engines = [
+        {"title": title, "details": {"fused": fused}, "median_ms": 1.0}
+        for title, fused in (("fused", 1), ("unfused", 0))
+    ]
+    fused, unfused = rooflines.pair_points({"mv2_6_2": {"engines": engines}})
+    assert fused.intensity > unfused.intensity
+    assert fused.flops_per_second == unfused.flops_per_second
+
+
+def test_relay_pipeline_shows_every_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert relay_pipeline.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    starts = ["the module", "SimplifyInference", "FuseConv2D", "FuseEpilogue", "PackLayout"]
+    assert [line[:18].strip() for line in lines[:5]] == starts
+    assert "batch_norm" in lines[0] and "batch_norm" not in lines[1]
+    assert "tvm_fusion.fused_conv2d" in lines[2] and lines[2].count("relax.nn.conv2d") == 1
+    assert "tvm_fusion.conv2d" in lines[3] and "relax.nn.conv2d" not in lines[3]
+    assert "tvm_fusion.pack" in lines[4]
+
+
+def test_coalesced_reduction_prints_its_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    assert coalesced_reduction.main() == 0
+    out = capsys.readouterr().out
+    (functions,) = [line for line in out.splitlines() if line.startswith("functions:")]
+    *fused, main = functions.split()[1:]
+    assert main == "main" and len(fused) == 2
+    names = re.findall(r"__global__ .*?(\w+)_kernel\(", out)  # a declaration, then the kernel
+    assert len(names) == 2 and len(set(names)) == 1  # on a GPU both sums are one
+    assert names[0].count("coalesced_sum") == 2 and "blockIdx.x" in out
+
+
+@pytest.mark.parametrize("case", reductions_cpu.CASES, ids=lambda case: case.name)
+def test_reductions_are_one_kernel_of_their_rule(case: reductions_cpu.Case) -> None:
+    mod = pipeline.optimize(reductions_cpu.relax_module(case, True), target.resolve("native", 2))
+    (kernel,) = [func for func in mod.functions.values() if isinstance(func, tirx.PrimFunc)]
+    assert kernel.attrs["tirx.is_scheduled"]
+    blocks: list[s_tir.SBlock] = []
+    tvm_ffi.structural_walk(kernel.body, (s_tir.SBlock, blocks.append))
+    assert "task" in [block.name_hint for block in blocks]
+
+
+def test_reductions_prints_its_table_and_writes_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    small = reductions_cpu.Case("tiny", (64, 70), "float16", "mean", (1,), "cast")
+    monkeypatch.setattr(reductions_cpu, "CASES", [small])
+    path = tmp_path / "reductions.json"
+    arguments = ["--threads", "1", "--quick", "--output", str(path)]
+    monkeypatch.setattr(sys, "argv", ["reductions_cpu.py", *arguments])
+    assert reductions_cpu.main() == 0
+    stored = json.loads(path.read_text())
+    engines = stored["results"]["tiny"]["engines"]
+    assert [engine["title"] for engine in engines] == ["tvm-fusion", "numpy", "stock TVM"]
+    assert all(engine["relative_error"] < 1e-5 for engine in engines)
+    assert stored["settings"]["threads"] == 1 and engines[0]["rounds"] == 2
+    out = capsys.readouterr().out
+    assert "│ tiny" in out and f"{engines[1]['ratio']:.2f}x" in out

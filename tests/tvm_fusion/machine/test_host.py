@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many cores there are, from what the system shows of them, and which features."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tvm_fusion.errors import TargetError
+from tvm_fusion.machine import host
+
+
+def system(root: Path, siblings: dict[int, str], files: dict[str, str] | None = None) -> Path:
+    """A folder like /sys with processors and the limits of a control group."""
+    for cpu, text in siblings.items():
+        folder = root / f"devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(text + "\n")
+    for name, text in (files or {}).items():
+        path = root / "fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+@pytest.fixture
+def affinity(monkeypatch: pytest.MonkeyPatch):
+    def allow(*cpus: int) -> None:
+        monkeypatch.setattr(host, "_affinity", lambda: sorted(cpus))
+
+    return allow
+
+
+def test_hyper_threads_of_a_core_count_once(tmp_path: Path, affinity) -> None:
+    affinity(0, 1, 2, 3)
+    paired = {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}
+    assert host.physical_cores(system(tmp_path, paired)) == 2
+
+
+def test_only_processors_of_the_affinity_mask_count(tmp_path: Path, affinity) -> None:
+    affinity(1, 3, 4)
+    neighbours = {cpu: f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}" for cpu in range(6)}
+    assert host.physical_cores(system(tmp_path, neighbours)) == 3
+
+
+def test_processors_without_topology_count_each(tmp_path: Path, affinity) -> None:
+    affinity(0, 1, 2)
+    assert host.physical_cores(system(tmp_path, {0: "0-1", 1: "0-1"})) == 3
+    assert host.physical_cores(tmp_path / "nothing") == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "max 100000"}, 4),
+        ({"cpu.max": "900000 100000"}, 4),
+        ({"cpu.max": "nonsense"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "0"}, 4),
+    ],
+)
+def test_a_limit_of_processor_time_bounds_the_cores(
+    tmp_path: Path, affinity, files: dict[str, str], cores: int
+) -> None:
+    affinity(0, 1, 2, 3)
+    alone = {cpu: str(cpu) for cpu in range(4)}
+    assert host.physical_cores(system(tmp_path, alone, files)) == cores
+
+
+def test_this_machine_has_cores_within_its_processors() -> None:
+    assert 1 <= host.physical_cores() <= host.usable_processors() <= (os.cpu_count() or 1)
+
+
+def test_every_machine_has_the_features_of_its_baseline() -> None:
+    least = {"x86_64": {"sse2", "cmov"}, "aarch64": {"neon"}}
+    assert least[host.host_arch()] <= host.host_features()
+
+
+def test_features_that_are_probed_and_absent_are_not_host_features(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "probe_features", lambda: {"avx2": True, "avx512f": False})
+    assert host.host_features() == {"avx2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), [("AMD64", "x86_64"), ("arm64", "aarch64"), ("riscv64", "riscv64")]
+)
+def test_architectures_have_one_name_each(name: str, arch: str) -> None:
+    assert host.canonical_arch(name) == arch
+
+
+def test_flags_that_suffice_spare_the_question_to_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "flagged_features", lambda: frozenset({"sse2", "avx2"}))
+    monkeypatch.setattr(host, "host_features", lambda: pytest.fail("LLVM was asked"))
+    host.check_host(["sse2", "avx2"])
+
+
+def test_features_that_are_no_flags_are_asked_of_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "flagged_features", lambda: frozenset({"sse2"}))
+    monkeypatch.setattr(host, "host_features", lambda: frozenset({"avx10.1"}))
+    host.check_host(["sse2", "avx10.1"])
+    with pytest.raises(TargetError, match=r"has no avx512f, fma, which the model is compiled for"):
+        host.check_host(["sse2", "fma", "avx10.1", "avx512f"])
+
+
+def test_another_architecture_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "host_arch", lambda: "x86_64")
+    with pytest.raises(TargetError, match="compiled for aarch64 and this machine is x86_64"):
+        host.check_host([], "aarch64")

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What would give wrong numbers or end the process is refused, or made safe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from onnx_cases import (
+    assert_same_as_onnx_runtime,
+    int64,
+    normal,
+    one_node,
+    onnx_model,
+    relax_ops,
+    run_relax,
+)
+
+from tvm_fusion.errors import InvalidModelError, UnsupportedOperatorError
+from tvm_fusion.onnx.frontend import import_onnx
+
+PARAMETERS = [np.abs(normal(4, seed=i)) for i in range(4)]
+
+REFUSED: list[tuple[str, list[Any], dict[str, Any], int, str]] = [
+    ("BatchNormalization", PARAMETERS, {"training_mode": 1}, 15, "it is in training mode"),
+    ("Dropout", [np.array(0.5, np.float32), np.array(True)], {}, 13, "it is in training mode"),
+    (
+        "Resize",
+        [None, np.array([1, 1, 0.5, 0.5], np.float32)],
+        {"mode": "linear", "antialias": 1},
+        18,
+        "it asks for antialias",
+    ),
+    (
+        "Resize",
+        [None, np.array([1, 1, 0.7, 1], np.float32)],
+        {"mode": "linear"},
+        13,
+        "scale 0.7 makes 5 pixels 3.5; expected a whole number",
+    ),
+    (
+        "Resize",
+        [None, None, int64(2, 4, 5, 3)],
+        {"coordinate_transformation_mode": "half_pixel_symmetric"},
+        19,
+        "its coordinate_transformation_mode is 'half_pixel_symmetric'",
+    ),
+    ("Resize", [None, None, int64(2, 8, 5, 6)], {}, 13, r"it resizes \(2, 4, 5, 6\) to"),
+    (
+        "Resize",
+        [None, None, int64(2, 4, 5, 3)],
+        {"mode": "lanczos"},
+        13,
+        "its mode is 'lanczos' with nearest_mode None",
+    ),
+    ("LpPool", [], {"kernel_shape": [2, 2], "ceil_mode": 1}, 18, "its ceil_mode is 1"),
+    (
+        "Slice",
+        [int64(3), int64(3), int64(2)],
+        {},
+        13,
+        r"its output 'y' of shape \(2, 4, 0, 6\) is empty",
+    ),
+    ("SpaceToDepth", [], {"blocksize": 1, "mode": "CRD"}, 28, "its mode is 'CRD'"),
+    (
+        "ConvTranspose",
+        [normal(4, 3, 3, 3)],
+        {"output_shape": [40, 40]},
+        13,
+        r"no padding gives its output_shape \[40, 40\]",
+    ),
+    ("Einsum", [], {"equation": "x?"}, 13, r"its equation is 'x\?'"),
+    ("LpNormalization", [], {"p": 3}, 13, "its p is 3; ONNX has 1 and 2"),
+    ("Concat", [None], {"axis": 0}, 13, "its input 1 is missing"),
+    ("Flatten", [], {"axis": 2**40}, 13, "its attribute axis is 1099511627776"),
+    ("Split", [], {"num_outputs": 3, "axis": 1}, 18, "its num_outputs is 3, and it has 1 outputs"),
+]
+
+
+@pytest.mark.parametrize(("op_type", "constants", "attributes", "opset", "reason"), REFUSED)
+def test_refusals(
+    op_type: str, constants: list[Any], attributes: dict[str, Any], opset: int, reason: str
+) -> None:
+    model = one_node(op_type, (2, 4, 5, 6), *constants, opset=opset, **attributes)
+    with pytest.raises(
+        UnsupportedOperatorError, match=f"node 'op': {op_type} of ai.onnx, opset {opset}: {reason}"
+    ):
+        import_onnx(model)
+
+
+@pytest.mark.parametrize(
+    ("op_type", "constants", "attributes"),
+    [
+        ("MaxPool", [], {"kernel_shape": [2, 2]}),
+        ("LayerNormalization", [np.ones(6, np.float32)], {"axis": 3}),
+        ("Dropout", [], {}),
+    ],
+)
+def test_outputs_that_the_importer_does_not_compute(
+    op_type: str, constants: list[Any], attributes: dict[str, Any]
+) -> None:
+    model = one_node(op_type, (2, 4, 5, 6), *constants, **attributes)
+    model.graph.node[0].output.append("extra")
+    assert_same_as_onnx_runtime(model)
+    kinds = {"MaxPool": TensorProto.INT64, "Dropout": TensorProto.BOOL}
+    kind = kinds.get(op_type, TensorProto.FLOAT)
+    model.graph.output.append(helper.make_tensor_value_info("extra", kind, None))
+    with pytest.raises(UnsupportedOperatorError, match="its output 'extra' is not supported"):
+        import_onnx(model)
+
+
+def test_all_problems_in_one_error() -> None:
+    nodes = [
+        helper.make_node("Dropout", ["x", "ratio", "on"], ["a"], name="first"),
+        helper.make_node("Dropout", ["a", "ratio", "on"], ["y"], name="second"),
+    ]
+    constants = {"ratio": np.array(0.5, np.float32), "on": np.array(True)}
+    with pytest.raises(UnsupportedOperatorError, match="(?s)2 nodes .*'first'.*'second'"):
+        import_onnx(onnx_model(nodes, {"x": (2, 3)}, ["y"], constants))
+
+
+@pytest.mark.parametrize(
+    ("op_type", "shape"), [("Reshape", (2,)), ("Expand", (2,)), ("Tile", (2,)), ("Slice", (2,))]
+)
+def test_shapes_that_depend_on_data(op_type: str, shape: tuple[int, ...]) -> None:
+    names = ["x", "size", "size"] if op_type == "Slice" else ["x", "size"]
+    model = onnx_model([helper.make_node(op_type, names, ["y"], name="op")], {"x": (2, 3)}, ["y"])
+    model.graph.input.append(helper.make_tensor_value_info("size", TensorProto.INT64, shape))
+    with pytest.raises(UnsupportedOperatorError, match="its input 'size' depends on data"):
+        import_onnx(model)
+
+
+def test_axes_that_depend_on_data() -> None:
+    node = helper.make_node("ReduceSum", ["x", "axes"], ["y"], name="op")
+    model = onnx_model([node], {"x": (2, 3)}, ["y"])
+    model.graph.input.append(helper.make_tensor_value_info("axes", TensorProto.INT64, (1,)))
+    with pytest.raises(UnsupportedOperatorError, match="its axes 'axes' depend on data"):
+        import_onnx(model)
+
+
+@pytest.mark.parametrize("op_type", ["Gather", "GatherElements"])
+def test_constant_indices(op_type: str) -> None:
+    model = one_node(op_type, (3, 4), np.array([[1, -1], [-4, 0]]), axis=1)
+    imported = assert_same_as_onnx_runtime(model)
+    assert "relax.minimum" not in relax_ops(imported)
+
+
+@pytest.mark.parametrize("bad", [4, -5, 2**40])
+@pytest.mark.parametrize("op_type", ["Gather", "GatherElements", "ScatterElements"])
+def test_constant_indices_out_of_range(op_type: str, bad: int) -> None:
+    constants = [np.array([[1, bad]])]
+    if op_type == "ScatterElements":
+        constants.append(normal(1, 2))
+    model = one_node(op_type, (3, 4), *constants, axis=1)
+    message = rf"node 'op' \({op_type}\) has the index {bad}; 'x' has the shape \(3, 4\)"
+    with pytest.raises(InvalidModelError, match=message):
+        import_onnx(model)
+
+
+def test_constant_coordinates_out_of_range() -> None:
+    model = one_node("GatherND", (3, 4), np.array([[2, 3], [3, 0]]))
+    with pytest.raises(InvalidModelError, match=r"'op' \(GatherND\) has the index 3; 'x' has the"):
+        import_onnx(model)
+
+
+@pytest.mark.parametrize(
+    ("op_type", "indices"),
+    [
+        ("Gather", np.array([1, -2, 0])),
+        ("GatherElements", np.array([[1, -2, 0, 2]])),
+        ("GatherND", np.array([[2, -1], [-3, 0]])),
+    ],
+)
+def test_indices_from_data_are_clamped(op_type: str, indices: np.ndarray) -> None:
+    node = helper.make_node(op_type, ["x", "i"], ["y"], name="op")
+    model = onnx_model([node], {"x": (3, 4)}, ["y"])
+    value = helper.make_tensor_value_info("i", TensorProto.INT64, indices.shape)
+    model.graph.input.append(value)
+    data = normal(3, 4)
+    imported = assert_same_as_onnx_runtime(model, {"x": data, "i": indices})
+    wild = np.where(indices > 0, 10**9, -(10**9))
+    result = run_relax(imported, [data, wild])[0]
+    assert np.isin(result, data).all()
+
+
+def test_indices_into_a_symbolic_dimension_are_refused() -> None:
+    model = one_node("Gather", (3, 4), int64(1), axis=0)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
+    with pytest.raises(InvalidModelError, match=r"'op' \(Gather\) needs the size of what it ind"):
+        import_onnx(model, {"n": "n"})
+    assert import_onnx(model, {"n": 3}).outputs[0].shape == (1, 4)
+
+
+def test_axis_of_indices_out_of_range() -> None:
+    model = one_node("GatherElements", (3, 4), np.array([[1]]), axis=2)
+    with pytest.raises(InvalidModelError, match="axis 2; 'x' has 2 dimensions|do not fit together"):
+        import_onnx(model)
+
+
+@pytest.mark.parametrize("op_type", ["Div", "Mod"])
+def test_integer_divisions(op_type: str) -> None:
+    def quotient(divisor: str) -> onnx.ModelProto:
+        node = helper.make_node(op_type, ["x", divisor], ["y"], name="op")
+        constants = {"two": np.array([2, 2], np.int32), "zero": np.array([2, 0], np.int32)}
+        model = onnx_model([node], {"x": (2,)}, ["y"], constants, dtype=TensorProto.INT32)
+        model.graph.output[0].type.tensor_type.elem_type = TensorProto.INT32
+        return model
+
+    feeds = {"x": np.array([7, 9], np.int32)}
+    assert_same_as_onnx_runtime(quotient("two"), feeds)
+    with pytest.raises(UnsupportedOperatorError, match="it divides integers by zero"):
+        import_onnx(quotient("zero"))
+    with pytest.raises(UnsupportedOperatorError, match="by a number that depends on data"):
+        import_onnx(quotient("x"))
+
+
+def _quotient(op_type: str, divisor: np.ndarray, shape: tuple[int, ...]) -> onnx.ModelProto:
+    node = helper.make_node(op_type, ["x", "divisor"], ["y"], name="op")
+    kind = helper.np_dtype_to_tensor_dtype(divisor.dtype)
+    model = onnx_model([node], {"x": shape}, ["y"], {"divisor": divisor}, dtype=kind)
+    model.graph.output[0].type.tensor_type.elem_type = kind
+    return model
+
+
+@pytest.mark.parametrize("op_type", ["Div", "Mod"])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_divisions_by_minus_one(op_type: str, dtype: str) -> None:
+    """The smallest integer has no positive counterpart: to divide it by -1 would trap."""
+    smallest = np.iinfo(dtype).min
+    data = np.array([[smallest, 7, 0]], dtype)
+    imported = import_onnx(_quotient(op_type, np.full((2, 1), -1, dtype), data.shape))
+    expected = [smallest, -7, 0] if op_type == "Div" else [0, 0, 0]
+    np.testing.assert_array_equal(run_relax(imported, [data])[0], [expected] * 2)
+    harmless = {"x": data[:, 1:]}
+    assert_same_as_onnx_runtime(_quotient(op_type, np.full(2, -1, dtype), (1, 2)), harmless)
+
+
+@pytest.mark.parametrize("op_type", ["Div", "Mod"])
+def test_divisions_by_minus_one_among_others_are_refused(op_type: str) -> None:
+    model = _quotient(op_type, np.array([-1, 2, -1], np.int32), (3,))
+    with pytest.raises(UnsupportedOperatorError, match="divides integers by -1 and by other numb"):
+        import_onnx(model)
+
+
+def test_powers_of_integers() -> None:
+    node = helper.make_node("Pow", ["x", "x"], ["y"], name="op")
+    model = onnx_model([node], {"x": (2,)}, ["y"], dtype=TensorProto.INT32)
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.INT32
+    with pytest.raises(UnsupportedOperatorError, match="it is a power of integers"):
+        import_onnx(model)

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of a running model goes, and how far each kernel is from the machine's limit.
+
+The limit of a kernel is the roofline: its FLOPs at the peak, or its bytes at the bandwidth of
+where they lie, whichever takes longer. Activations lie in the nearest cache that holds all that
+the kernel reads and writes of them; weights in the nearest one that holds those of the whole
+model, since all pass before the same ones come again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import tvm
+from rich.table import Table
+from tvm import relax, tirx
+from tvm.ir import Constant
+from tvm.s_tir.analysis import estimate_tir_flops
+
+from schedules.cpu.core.machine import CPUInfo
+from schedules.workload.conv2d import Conv2DKernel, from_json
+
+from ..compiler import pipeline
+from ..compiler.target import arch_of, is_gpu, required_features, resolve
+from ..errors import InvalidModelError, TargetError
+from ..machine.host import check_host
+from ..machine.host_info import host_info
+from ..onnx.frontend import import_onnx
+from ..runtime.tensor_spec import refuse_open_shapes
+from ..runtime.thread_pool import Crew, choose_threads
+from .engines import random_inputs
+from .machine_limits import MachineLimits, measure_limits
+from .shortfall import reason
+
+Progress = Callable[[str, int, int], None]
+
+WARM_UP = 5
+"""Untimed runs before the timed ones."""
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """What one kernel has to do at least.
+
+    Parameters
+    ----------
+    flops : float
+        Floating-point operations, none counted twice.
+    activation_bytes, weight_bytes : int
+        Tensors that the model computes, and constants, each read or written once.
+    """
+
+    flops: float
+    activation_bytes: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A kernel before it is timed; ``kernel`` is None where it is no convolution."""
+
+    operator: str
+    cost: KernelCost
+    kernel: Conv2DKernel | None
+
+
+@dataclass(frozen=True)
+class KernelProfile:
+    """One call of a kernel in the running model.
+
+    Parameters
+    ----------
+    position : int
+        Its place among the calls of one run.
+    kernel : str
+        Name of the generated function.
+    operator : str
+        What it computes; for convolutions with channels and image size.
+    seconds : float
+        Median over the runs.
+    cost : KernelCost
+        What it has to do.
+    limit_seconds : float
+        The roofline.
+    bound : str
+        What the limit is: ``compute``, or the level of the slower half of the bytes.
+    reason : str
+        Why it stays behind the limit; empty if it does not.
+    """
+
+    position: int
+    kernel: str
+    operator: str
+    seconds: float
+    cost: KernelCost
+    limit_seconds: float
+    bound: str
+    reason: str = ""
+
+    @property
+    def fraction(self) -> float:
+        """The share of the limit that is reached."""
+        return self.limit_seconds / self.seconds
+
+    @property
+    def lost_seconds(self) -> float:
+        """Time that a kernel at the limit would not take."""
+        return max(0.0, self.seconds - self.limit_seconds)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All kernels of a model in the order of their calls.
+
+    Parameters
+    ----------
+    kernels : tuple[KernelProfile, ...]
+        The calls.
+    seconds : float
+        Median of a whole run without any instrument.
+    limits : MachineLimits
+        The roofs.
+    machine : dict
+        Processor and versions.
+    """
+
+    kernels: tuple[KernelProfile, ...]
+    seconds: float
+    limits: MachineLimits
+    machine: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as plain dictionaries and lists; memory has no capacity."""
+        result = asdict(self)
+        for record, kernel in zip(result["kernels"], self.kernels, strict=True):
+            record |= {"fraction": kernel.fraction, "lost_seconds": kernel.lost_seconds}
+        for level in result["limits"]["levels"]:
+            level["capacity"] = None if math.isinf(level["capacity"]) else level["capacity"]
+        return result
+
+
+def profile(
+    model: Any,
+    target: Any = "native",
+    shapes: Mapping[str, Any] | None = None,
+    *,
+    fuse: Any = "auto",
+    winograd: str = "auto",
+    threads: int | None = None,
+    runs: int = 30,
+    limits: MachineLimits | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Compile a model, time each kernel while it runs, and compare with the machine's limits.
+
+    Parameters
+    ----------
+    model, target, shapes, fuse, winograd, threads
+        As for ``compile``.
+    runs : int
+        Timed runs.
+    limits : MachineLimits, optional
+        The roofs; if None they are measured, before and after, and the mean is taken: the clock of
+        a processor changes with the time of day and with its other work.
+    progress : callable, optional
+        Called as ``progress(text, done, total)``.
+
+    Raises
+    ------
+    InvalidModelError, UnsupportedOperatorError
+        As for ``compile``, or if the shape of an input stays open.
+    CompilationError
+        If TVM fails.
+    TargetError
+        If the code cannot run on this machine, or the target is a GPU.
+    """
+    count = choose_threads(threads)
+    resolved = resolve(target, cores=threads)
+    if is_gpu(resolved):
+        raise TargetError(
+            f"kernels are profiled on CPUs only; got a target of kind {resolved.kind.name!r}; "
+            "tvm_fusion.compiler.explain_gpu lists those of a GPU"
+        )
+    check_host(required_features(resolved), arch_of(resolved))
+    tell = progress or (lambda text, done, total: None)
+    tell("compiling", 0, 2)
+    imported = import_onnx(model, shapes)
+    remedy = "a profile needs sizes: give them in shapes (--shape)"
+    refuse_open_shapes(imported.inputs, InvalidModelError, remedy)
+    plan = pipeline.phases(resolved, pipeline.Options(fuse=fuse, winograd=winograd))
+    schedule = {"schedule": plan.pop("schedule")}
+    mod = pipeline.run_phases(imported.mod, resolved, plan)
+    costs = _costs(mod)  # now: scheduled functions hold what no one can count
+    mod = pipeline.run_phases(mod, resolved, schedule)
+    machine = relax.VirtualMachine(pipeline.build(mod, resolved), tvm.cpu())
+    arrays = random_inputs(imported.inputs, 0, normal=True)
+    feed = [tvm.runtime.tensor(array) for array in arrays.values()]
+    tell("measuring", 1, 2)
+    before = limits or measure_limits(resolved, count)
+    seconds, calls = Crew(count).run(_time, machine, feed, runs)
+    limits = limits or before.mean(measure_limits(resolved, count))
+    tell("done", 2, 2)
+    calls = [(name, median) for name, median in calls if name in costs]
+    weights = sum(costs[name].cost.weight_bytes for name, _ in calls)
+    cpu = CPUInfo.from_target(resolved)
+    kernels = [
+        _against_limits(position, name, costs[name], median, weights, limits, cpu)
+        for position, (name, median) in enumerate(calls)
+    ]
+    return Profile(tuple(kernels), seconds, limits, host_info())
+
+
+def _time(
+    machine: relax.VirtualMachine, feed: Sequence[tvm.runtime.Tensor], runs: int
+) -> tuple[float, list[tuple[str, float]]]:
+    """Median seconds of a run, and the calls of a run with theirs."""
+    main, clock = machine["main"], time.perf_counter
+    totals, records, begun = [], [], [0.0]
+    for _ in range(WARM_UP):
+        main(*feed)
+    for _ in range(runs):
+        begin = clock()
+        main(*feed)
+        totals.append(clock() - begin)
+
+    def note(_: Any, name: str, before: bool, *__: Any) -> int:
+        if before:
+            begun[0] = clock()
+        else:
+            records.append((str(name), clock() - begun[0]))
+        return 0
+
+    machine.set_instrument(note)
+    for _ in range(runs):
+        main(*feed)
+    calls = len(records) // runs
+    names = [name for name, _ in records[:calls]]
+    times = np.array([seconds for _, seconds in records]).reshape(runs, calls)
+    return float(np.median(totals)), list(zip(names, np.median(times, axis=0), strict=True))
+
+
+def _costs(mod: tvm.IRModule) -> dict[str, _Described]:
+    """What each kernel of known shapes that ``main`` calls has to do, by its name."""
+    costs: dict[str, _Described] = {}
+    for block in mod["main"].body.blocks:
+        for binding in block.bindings:
+            call = binding.value
+            if not isinstance(call, relax.Call) or not call.args:
+                continue
+            func = mod[call.args[0]] if isinstance(call.args[0], tvm.ir.GlobalVar) else None
+            if isinstance(func, tirx.PrimFunc) and _is_static(func):
+                costs[call.args[0].name_hint] = _cost(call, func)
+    return costs
+
+
+def _is_static(func: tirx.PrimFunc) -> bool:
+    return all(
+        hasattr(param, "shape") and all(isinstance(extent, tirx.IntImm) for extent in param.shape)
+        for param in func.params
+    )
+
+
+def _cost(call: relax.Call, func: tirx.PrimFunc) -> _Described:
+    sizes = [
+        math.prod(int(extent) for extent in buffer.shape) * tvm.DataType(str(buffer.dtype)).bits
+        for buffer in func.params
+    ]
+    constant = [isinstance(argument, Constant) for argument in call.args[1].fields]
+    constant += [False] * (len(sizes) - len(constant))
+    weights = sum(size for size, fixed in zip(sizes, constant, strict=True) if fixed) // 8
+    text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
+    kernel = None if text is None else from_json(str(text))
+    if kernel is None:
+        operator, flops = str(call.args[0].name_hint), _flops(func)
+    else:
+        height, width = int(kernel.height or 1), int(kernel.width or 1)
+        operator = " + ".join(map(str, kernel.layers)) + f" on {height}x{width}"
+        operator += f" by Winograd {kernel.winograd}x{kernel.winograd}" if kernel.winograd else ""
+        flops = float(kernel.flops())
+    cost = KernelCost(flops, sum(sizes) // 8 - weights, weights)
+    return _Described(operator, cost, kernel)
+
+
+def _flops(func: tirx.PrimFunc) -> float:
+    """What TVM counts; 0 where it cannot, in sorts and other functions with a body of their own."""
+    try:
+        return estimate_tir_flops(tvm.IRModule({"main": func}))
+    except tvm.error.InternalError:
+        return 0.0
+
+
+def _against_limits(
+    position: int,
+    name: str,
+    described: _Described,
+    seconds: float,
+    model_weights: int,
+    limits: MachineLimits,
+    cpu: CPUInfo,
+) -> KernelProfile:
+    cost = described.cost
+    near = limits.level_of(cost.activation_bytes)
+    far = limits.level_of(model_weights + cost.activation_bytes)
+    moving = cost.activation_bytes / near.bandwidth + cost.weight_bytes / far.bandwidth
+    computing = cost.flops / limits.peak_flops
+    bound = "compute"
+    if moving > computing:
+        bound = near.name if cost.activation_bytes / near.bandwidth > moving / 2 else far.name
+    limit = max(moving, computing)
+    moved = cost.activation_bytes + cost.weight_bytes
+    why = reason(described.kernel, moved, seconds, limit / seconds, limits, cpu)
+    return KernelProfile(position, name, described.operator, seconds, cost, limit, bound, why)
+
+
+def profile_table(profile: Profile, title: str = "") -> Table:
+    """The profile as a table, the kernel that loses most time first."""
+    limits = profile.limits
+    levels = ", ".join(f"{lvl.name} {lvl.bandwidth / 1e9:.0f} GB/s" for lvl in limits.levels)
+    total, limit = (
+        sum(getattr(kernel, field) for kernel in profile.kernels)
+        for field in ("seconds", "limit_seconds")
+    )
+    table = Table(
+        title=f"{title}, {limits.threads} threads, {profile.machine['cpu']}",
+        caption=(
+            f"A run takes {profile.seconds * 1e3:.3f} ms, its kernels {total * 1e3:.3f} ms, at the "
+            f"machine's limit {limit * 1e3:.3f} ms ({limit / total:.0%}). Measured limits: "
+            f"{limits.peak_flops / 1e9:.0f} GFLOP/s, {levels}."
+        ),
+    )
+    table.add_column("call", justify="right")
+    table.add_column("kernel")
+    for heading in ("us", "% of run", "GFLOP/s", "GB/s", "limit us", "of limit", "lost us"):
+        table.add_column(heading, justify="right")
+    for heading in ("bound by", "behind the limit because"):
+        table.add_column(heading)
+    for kernel in sorted(profile.kernels, key=lambda kernel: -kernel.lost_seconds):
+        moved = kernel.cost.activation_bytes + kernel.cost.weight_bytes
+        table.add_row(
+            str(kernel.position),
+            kernel.operator,
+            f"{kernel.seconds * 1e6:.1f}",
+            f"{kernel.seconds / total:.1%}",
+            f"{kernel.cost.flops / kernel.seconds / 1e9:.1f}",
+            f"{moved / kernel.seconds / 1e9:.1f}",
+            f"{kernel.limit_seconds * 1e6:.1f}",
+            f"{kernel.fraction:.0%}",
+            f"{kernel.lost_seconds * 1e6:.1f}",
+            kernel.bound,
+            kernel.reason,
+        )
+    return table

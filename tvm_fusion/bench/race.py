@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Race engines on a model: each in its own process, taking turns, compared round by round.
+
+    with Arena([EngineSpec("tvm-fusion"), EngineSpec("onnxruntime")], threads=2) as arena:
+        result = arena.race("model.onnx")
+
+One round gives every engine one turn of several runs, A B C A B C, while the others stand still;
+every round has new random inputs. How much faster the first engine is than another one is the
+median over the rounds of the ratio of their median latencies in that round, so that a machine that
+slows down for a while slows down both sides of the ratio.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import importlib.util
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import EngineError, InvalidModelError
+from ..machine.host_info import host_info
+from ..runtime.tensor_spec import TensorSpec, refuse_open_shapes
+from .engines import ENGINES
+from .race_result import EngineResult, Plan, RaceResult, relative_error
+from .worker import EngineSpec, Worker
+
+REFERENCE = "onnxruntime"
+"""The engine whose outputs are right where it takes part; elsewhere the last engine's are."""
+
+FEWEST_ROUNDS = 3
+"""Rounds that even an engine which is over its budget takes part in."""
+
+CHECK_SEED = 1 << 32
+"""Seed of the inputs of the comparison of outputs; no round has it."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class _Racer:
+    """An engine in the course of one race: the latencies of its turns, by round."""
+
+    worker: Worker
+    loaded: dict[str, Any]
+    turns: list[list[float]] = field(default_factory=list)
+    error: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(map(sum, self.turns))
+
+
+def available_peers() -> list[str]:
+    """Return the engines other than tvm-fusion whose packages are installed."""
+    peers = [name for name in ENGINES if name != "tvm-fusion"]
+    return [name for name in peers if _is_installed(name)]
+
+
+def gpu_peers(names: Sequence[str], target: str) -> list[EngineSpec]:
+    """The engines of a race on a GPU, each as it uses that GPU.
+
+    ONNX Runtime takes part with its CPU provider, and says so, where it has none for CUDA.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Engines, or none for those that are installed.
+    target : str
+        The GPU, as a user writes it.
+
+    Raises
+    ------
+    EngineError
+        If one of the engines knows no GPU.
+    """
+    if "openvino" in names:
+        raise EngineError("OpenVINO takes part on CPUs only; expected onnxruntime or tvm")
+    specs = []
+    for name in names or [peer for peer in available_peers() if peer != "openvino"]:
+        if name == "tvm":
+            specs.append(EngineSpec(name, options={"target": target}))
+            continue
+        provider = "CUDA" if _has_cuda_provider() else "CPU"
+        specs.append(EngineSpec(name, f"ONNX Runtime, {provider}", {"provider": provider}))
+    return specs
+
+
+class Arena:
+    """Worker processes that stay up for any number of races between the same engines.
+
+    Parameters
+    ----------
+    engines : sequence of EngineSpec
+        The first one is the base of all ratios.
+    threads : int, optional
+        Threads of each engine; all physical cores by default.
+    """
+
+    def __init__(self, engines: Sequence[EngineSpec], threads: int | None = None) -> None:
+        for spec in engines:
+            if not _is_installed(spec.engine):
+                package = ENGINES[spec.engine].package
+                raise EngineError(
+                    f"{spec.title} is not installed; install it with: pip install {package}"
+                )
+        self._info = host_info()
+        self.threads = threads or self._info["physical_cores"]
+        self._stack = contextlib.ExitStack()
+        self._engines = list(engines)
+        self._compiler: Worker | None = None
+
+    def __enter__(self) -> Arena:
+        """Start the processes."""
+        with contextlib.ExitStack() as stack:
+            workers = [Worker(spec, self.threads) for spec in self._engines]
+            self._workers = [stack.enter_context(worker) for worker in workers]
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End the processes."""
+        self._stack.close()
+
+    def race(
+        self,
+        model: Any,
+        name: str = "",
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        plan: Plan | None = None,
+        progress: Progress | None = None,
+    ) -> RaceResult:
+        """Load ``model`` into all engines, compare their outputs, and let them take turns.
+
+        Parameters
+        ----------
+        model : path, bytes or onnx.ModelProto
+            The model.
+        name : str
+            What the result calls it; by default the file's name.
+        shapes : mapping, optional
+            Shapes of inputs whose dimensions the model leaves open.
+        plan : Plan, optional
+            How long to race.
+        progress : callable, optional
+            Called as ``progress(text, done, total)``.
+        """
+        plan = plan or Plan()
+        progress = progress or (lambda text, done, total: None)
+        with model_file(model) as path:
+            racers = self._load(path, dict(shapes or {}), progress)
+        reference = self._compare(racers, plan)
+        for number in range(plan.rounds):
+            progress("racing", number, plan.rounds)
+            for racer in racers:
+                if racer.seconds > plan.budget_seconds and len(racer.turns) >= FEWEST_ROUNDS:
+                    continue
+                request = {"runs": plan.runs, "seconds": plan.turn_seconds}
+                times = racer.worker.call("turn", seed=[plan.seed, number], **request)
+                racer.turns.append(times)
+        progress("racing", plan.rounds, plan.rounds)
+        return RaceResult(
+            model=name or path.name,
+            inputs=racers[0].loaded["inputs"],
+            threads=self.threads,
+            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            machine=self._info,
+            plan=plan,
+            reference=reference,
+            engines=[_summary(racer, racers[0]) for racer in racers],
+        )
+
+    def _load(self, path: Path, shapes: dict[str, Any], progress: Progress) -> list[_Racer]:
+        racers: list[_Racer] = []
+        for worker in self._workers:
+            progress(f"compiling with {worker.spec.title}", len(racers), len(self._workers))
+            loaded = self._load_one(worker, path, shapes)
+            if not racers:
+                shapes = _static_shapes(loaded["inputs"])
+            racers.append(_Racer(worker, loaded))
+        return racers
+
+    def _load_one(self, worker: Worker, path: Path, shapes: dict[str, Any]) -> dict[str, Any]:
+        options = dict(worker.spec.options)
+        request = {"path": str(path), "shapes": shapes, "threads": self.threads}
+        if not ENGINES[worker.spec.engine].compiles_apart or "artifact" in options:
+            return worker.call("load", options=options, **request)
+        if self._compiler is None:
+            spec = EngineSpec(worker.spec.engine)
+            self._compiler = self._stack.enter_context(Worker(spec, self.threads))
+        with tempfile.TemporaryDirectory(prefix="tvm-fusion-") as folder:
+            artifact = str(Path(folder, "model.so"))
+            seconds = self._compiler.call("compile", options=options, output=artifact, **request)
+            loaded = worker.call("load", options={"artifact": artifact}, **request)
+        return loaded | {"seconds": seconds + loaded["seconds"]}
+
+    def _compare(self, racers: list[_Racer], plan: Plan) -> str:
+        """Set every racer's error, and return which engine was the reference."""
+        by_name = {racer.worker.spec.engine: racer for racer in racers}
+        reference = by_name.get(REFERENCE, racers[-1])
+        seed = [plan.seed, CHECK_SEED]
+        want = reference.worker.call("outputs", seed=seed)
+        for racer in racers:
+            if racer is not reference:
+                racer.error = relative_error(racer.worker.call("outputs", seed=seed), want)
+        return reference.worker.spec.title
+
+
+def race(
+    model: Any,
+    engines: Sequence[EngineSpec],
+    *,
+    threads: int | None = None,
+    **options: Any,
+) -> RaceResult:
+    """One race in an :class:`Arena` of its own; ``options`` are those of :meth:`Arena.race`."""
+    with Arena(engines, threads) as arena:
+        return arena.race(model, **options)
+
+
+@contextlib.contextmanager
+def model_file(model: Any) -> Iterator[Path]:
+    """Return the path of a model that is a path, the bytes of a file, or an ``onnx.ModelProto``."""
+    if hasattr(model, "SerializeToString"):
+        model = model.SerializeToString()
+    if not isinstance(model, bytes):
+        yield Path(model)
+        return
+    with tempfile.TemporaryDirectory(prefix="tvm-fusion-") as folder:
+        path = Path(folder, "model.onnx")
+        path.write_bytes(model)
+        yield path
+
+
+def _has_cuda_provider() -> bool:
+    try:
+        runtime = importlib.import_module("onnxruntime")
+    except ImportError:  # the race will say so
+        return False
+    return "CUDAExecutionProvider" in runtime.get_available_providers()
+
+
+def _is_installed(engine: str) -> bool:
+    package = ENGINES[engine].package
+    return not package or importlib.util.find_spec(package) is not None
+
+
+def _static_shapes(inputs: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    specs = [TensorSpec(*entry) for entry in inputs]
+    refuse_open_shapes(
+        specs, InvalidModelError, "a race needs sizes: give them in shapes (--shape)"
+    )
+    return {name: shape for name, shape, _ in inputs}
+
+
+def _summary(racer: _Racer, base: _Racer) -> EngineResult:
+    times = np.array([time for turn in racer.turns for time in turn]) * 1e3
+    mine, theirs = (list(map(statistics.median, one.turns)) for one in (racer, base))
+    ratios = [a / b for a, b in zip(mine, theirs, strict=False)]  # up to the shorter race
+    spec = racer.worker.spec
+    return EngineResult(
+        engine=spec.engine,
+        title=spec.title,
+        version=racer.loaded["version"],
+        options=dict(spec.options),
+        median_ms=float(np.median(times)),
+        min_ms=float(times.min()),
+        p90_ms=float(np.percentile(times, 90)),
+        ratio=float(np.median(ratios)),
+        ratio_p10=float(np.percentile(ratios, 10)),
+        ratio_p90=float(np.percentile(ratios, 90)),
+        relative_error=racer.error,
+        compile_seconds=racer.loaded["seconds"],
+        peak_mib=racer.worker.call("peak_bytes") / 2**20,
+        rounds=len(racer.turns),
+        runs=times.size,
+        details=racer.loaded["details"],
+    )

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command as ``python -m tvm_fusion.cli``."""
+
+import sys
+
+from .commands import main
+
+sys.exit(main())

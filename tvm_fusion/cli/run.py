@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``tvm-fusion run`` does: open a model, feed it, time it, show and save its outputs."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..bench.engines import random_inputs
+from ..errors import ArtifactError, InvalidInputError
+from ..runtime.tensor_spec import TensorSpec, refuse_open_shapes
+
+TOP = 5
+"""How many of an output's largest values are shown."""
+
+WARM_UP = 3
+"""Untimed runs before the timed ones."""
+
+_LIBRARY_SUFFIXES = (".so", ".dylib", ".dll")
+_LIBRARY_MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"MZ")
+
+
+def is_compiled(path: Path) -> bool:
+    """Whether the file is meant to be a shared library, by its suffix or its first bytes."""
+    if path.suffix.lower() in _LIBRARY_SUFFIXES:
+        return True
+    with path.open("rb") as file:
+        return file.read(4).startswith(_LIBRARY_MAGIC)
+
+
+def names_gpu(target: str) -> bool:
+    """Whether a target is a GPU; no GPU is needed to tell, and nothing imported for a CPU."""
+    if target == "native":
+        return False
+    from ..compiler.target import names_gpu
+
+    return names_gpu(target)
+
+
+def refuse_absent_gpu(target: str) -> None:
+    """Refuse a target whose code this machine's GPU cannot run, before anything is compiled.
+
+    Raises
+    ------
+    TargetError
+        Tells what is missing.
+    """
+    if names_gpu(target):
+        from ..compiler.target import device_needs, resolve
+        from ..runtime.device import check_device
+
+        needs = device_needs(resolve(target))
+        if needs is not None:
+            check_device(needs)
+
+
+def refuse_model_file(output: Path, model: Path) -> None:
+    """Refuse to write where the model is read from.
+
+    Raises
+    ------
+    ArtifactError
+        If the output is the model, or one of the files of an ONNX model's weights.
+    """
+    from ..onnx.model.loader import model_files
+
+    if not output.exists():
+        return
+    for file in [model] if is_compiled(model) else model_files(model):
+        if file.exists() and output.samefile(file):
+            whose = "the model itself" if file == model else "a file of the model's weights"
+            raise ArtifactError(f"{str(output)!r} is {whose}; give --output another name")
+
+
+def run_model(
+    model: Any,
+    files: Mapping[str, Path],
+    shapes: Mapping[str, Sequence[int]],
+    seed: int,
+    repeat: int,
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Run a compiled model ``repeat`` times, and return what to show and the outputs by name."""
+    arrays = input_arrays(model.inputs, files, shapes, seed)
+    outputs = named_outputs(model, model(arrays))
+    latency = model.benchmark(repeat, warmup=WARM_UP, inputs=arrays)
+    result = {
+        "inputs": [
+            {"name": name, "shape": array.shape, "dtype": array.dtype.name}
+            | {"from": str(files[name]) if name in files else f"random, seed {seed}"}
+            for name, array in arrays.items()
+        ],
+        "outputs": [
+            {"name": name, "shape": array.shape, "dtype": array.dtype.name, "top": top(array)}
+            for name, array in outputs.items()
+        ],
+        "latency": asdict(latency),
+    }
+    return result, outputs
+
+
+def input_arrays(
+    specs: Sequence[TensorSpec],
+    files: Mapping[str, Path],
+    shapes: Mapping[str, Sequence[int]],
+    seed: int,
+) -> dict[str, np.ndarray]:
+    """Return an array for each input, in order: from its file, or a random one."""
+    unknown = sorted(set(files) - {spec.name for spec in specs})
+    if unknown:
+        names = ", ".join(repr(spec.name) for spec in specs)
+        raise InvalidInputError(f"no input is called {unknown[0]!r}; the inputs are {names}")
+    loaded = {name: load_array(path) for name, path in files.items()}
+    drawn = [_with_sizes(spec, shapes) for spec in specs if spec.name not in files]
+    arrays = loaded | random_inputs(drawn, seed, normal=True)
+    return {spec.name: arrays[spec.name] for spec in specs}
+
+
+def load_array(path: Path) -> np.ndarray:
+    """Read a .npy file; one that would execute code when it is read is refused."""
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = (str(error).splitlines() or ["it is empty"])[0]
+        raise InvalidInputError(f"cannot read {str(path)!r} as a .npy file: {reason}") from error
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise InvalidInputError(f"{str(path)!r} holds several arrays; expected a .npy file of one")
+    return array
+
+
+def named_outputs(model: Any, results: Any) -> dict[str, np.ndarray]:
+    """Return the outputs of a call as numpy arrays by their names."""
+    results = results if isinstance(results, list | tuple) else [results]
+    names = [spec.name for spec in model.outputs]
+    return {name: np.asarray(value) for name, value in zip(names, results, strict=True)}
+
+
+def top(array: np.ndarray) -> list[dict[str, Any]]:
+    """Return the largest values, and where they are, in the first item of a batch."""
+    if array.ndim < 2 or array.size == 0:
+        return []
+    scores = array[0].ravel()
+    best = np.argsort(-scores.astype(np.float64), kind="stable")[:TOP]
+    return [{"index": int(index), "value": scores[index].item()} for index in best]
+
+
+def save_outputs(path: Path, outputs: Mapping[str, np.ndarray]) -> None:
+    """Write arrays as an .npz file under exactly this path; ``numpy.savez`` forbids some names."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with zipfile.ZipFile(aside, "w") as archive:
+            for name, array in outputs.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
+        aside.replace(path)
+    except OSError as error:
+        raise ArtifactError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _with_sizes(spec: TensorSpec, shapes: Mapping[str, Any]) -> TensorSpec:
+    """``spec`` with its open dimensions filled in from ``shapes``, by input or by dimension."""
+    shape = shapes.get(spec.name, spec.shape)
+    sizes = tuple(shapes.get(size, size) if isinstance(size, str) else size for size in shape)
+    filled = TensorSpec(spec.name, sizes, spec.dtype)
+    remedy = "give it an array with --input or sizes with --shape"
+    refuse_open_shapes([filled], InvalidInputError, remedy)
+    return filled

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU kernels of a compiled model: from TVM's text to machine code, and what they use.
+
+TVM generates CUDA text, and where it finds no GPU it leaves the text in the library that it saves:
+the machine that loads it would have to compile it. Here the text of a model becomes machine code
+when the model is compiled, and that is what is saved. OpenCL text stays text, since there the
+driver of each device has the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import ArtifactError
+from .library_bin import Rewrite, packed
+from .nvrtc import Resources, compile_cuda, resources
+
+_TEXT, _MACHINE_CODE = packed(b"cuda"), packed(b"cubin")
+"""How the content of a module of CUDA begins; its code is the last thing in it."""
+
+
+def cuda_texts(executable: Any) -> list[str]:
+    """The CUDA text of every kernel module of an executable."""
+    found = (module.inspect_source("cuda") for module in _modules(executable.mod))
+    return [str(text) for text in found if text]
+
+
+def compile_kernels(executable: Any, arch: str) -> dict[str, Resources]:
+    """Compile every CUDA kernel of an executable for ``arch``; no GPU is needed.
+
+    Returns
+    -------
+    dict[str, Resources]
+        What each kernel uses, by its name.
+
+    Raises
+    ------
+    TargetError
+        If no compiler for CUDA text is installed.
+    CompilationError
+        If it refuses a kernel.
+    """
+    used: dict[str, Resources] = {}
+    for text in cuda_texts(executable):
+        used |= resources(compile_cuda(text, arch))
+    return used
+
+
+def machine_code_of(executable: Any, arch: str) -> Rewrite:
+    """What puts machine code for ``arch`` in the place of the CUDA texts of an executable.
+
+    It is for :func:`tvm_fusion.codegen.library_bin.rewrite_modules`.
+    """
+    texts = cuda_texts(executable)
+
+    def rewrite(kind: str, content: bytes) -> bytes:
+        if kind != "cuda" or content.startswith(_MACHINE_CODE):
+            return content
+        for text in texts:
+            code = packed(text.encode())
+            if content.startswith(_TEXT) and content.endswith(code):
+                between = content[len(_TEXT) : -len(code)]
+                return _MACHINE_CODE + between + packed(compile_cuda(text, arch).cubin)
+        raise ArtifactError("the CUDA kernels that TVM embedded are of an unknown form")
+
+    return rewrite
+
+
+def _modules(root: Any) -> Iterator[Any]:
+    """The modules of kernels that a module imports, directly or not."""
+    if root.kind == "cuda":
+        yield root
+    for module in root.imports:
+        yield from _modules(module)

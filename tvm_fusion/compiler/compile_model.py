@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile an ONNX model: import it, optimise it, generate code."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx
+import tvm
+
+from ..codegen.device_code import compile_kernels
+from ..onnx.frontend import ImportedModel, import_onnx
+from ..runtime.artifact import Description, current_versions
+from ..runtime.compiled_model import CompiledModel
+from ..runtime.thread_pool import choose_threads
+from ..runtime.weights import weight_specs
+from . import pipeline
+from .aliasing import fresh_outputs
+from .target import arch_of, device_needs, required_features, resolve
+
+REPORT = "tvm_fusion.fusion_report"
+"""The module attribute with the records of the pairs, as JSON."""
+
+Progress = Callable[[str, int, int], None]
+
+
+def compile(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    target: str | Mapping[str, Any] | tvm.target.Target = "native",
+    shapes: Mapping[str, Any] | None = None,
+    *,
+    fuse: str | Callable[..., Any] = "auto",
+    winograd: str = "auto",
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> CompiledModel:
+    """Compile an ONNX model for a CPU or a GPU.
+
+    Parameters
+    ----------
+    model : path, bytes or onnx.ModelProto
+        The model; external data needs a path.
+    target : str, mapping or tvm.target.Target
+        The CPU: ``"native"``, ``"x86-64-v3"``, ``"cortex-a72"``, ``"llvm -mcpu=..."``; or the GPU:
+        ``"cuda"`` for this machine's own, ``"cuda -arch=sm_90"``, ``"opencl"``; or a target of TVM.
+        The code may be for another machine; it can be saved, and runs there. For ``cuda`` every
+        kernel becomes machine code here, by NVRTC or nvcc, and no GPU is needed.
+    shapes : mapping, optional
+        From the name of an input to its shape, or from the name of a dimension to its size, where
+        the model leaves them open.
+    fuse : str or callable
+        ``"auto"`` fuses the pairs of convolutions that gain, ``"all"`` those that can be fused,
+        ``"none"`` none; a callable decides itself.
+    winograd : str
+        On a CPU: ``"auto"`` computes 3x3 convolutions by Winograd's algorithm where that is
+        predicted faster, ``"always"`` wherever it can be, ``"never"`` nowhere. It rounds otherwise,
+        by as much as the direct kernels or twice that, and spreads an infinity or NaN over a tile
+        of 4x4 pixels.
+    threads : int, optional
+        Threads of a call; by default one a physical core. The code is made for that many, unless
+        the target says ``num-cores``.
+    progress : callable, optional
+        Called before each stage with its name, the number of stages done, and the number of all of
+        them; at the end with ``"done"``.
+
+    Returns
+    -------
+    CompiledModel
+
+    Raises
+    ------
+    InvalidModelError, UnsupportedOperatorError
+        If the model cannot be read, or holds operators that cannot be compiled.
+    CompilationError
+        If TVM fails in a later stage; the message names the stage.
+    TargetError
+        If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
+        algorithm is wanted of a GPU.
+    InvalidInputError
+        If ``threads`` is not possible.
+
+    Examples
+    --------
+    >>> compiled = tvm_fusion.compile("model.onnx")            # doctest: +SKIP
+    >>> y = compiled(np.zeros((1, 3, 224, 224), "float32"))    # doctest: +SKIP
+    """
+    count = choose_threads(threads)
+    resolved = resolve(target, cores=threads)
+    options = pipeline.Options(fuse=fuse, winograd=winograd)
+    tell = _announcer(progress, resolved, options)
+    tell("import")
+    imported = import_onnx(model, shapes)
+    mod = pipeline.optimize(imported.mod, resolved, options, lambda phase, *_: tell(phase))
+    built = _generate(mod, resolved, tell)
+    tell("done")
+    about = _describe(imported, mod, resolved, built)
+    return CompiledModel(built.executable, about, count, built.weights)
+
+
+def _announcer(
+    progress: Progress | None, target: tvm.target.Target, options: pipeline.Options
+) -> Callable[[str], None]:
+    """What passes the names of the stages on, each with its number and that of all stages."""
+    stages = len(pipeline.phases(target, options)) + 2 + _is_cuda(target)
+    numbers = itertools.count()
+
+    def tell(stage: str) -> None:
+        if progress is not None:
+            progress(stage, next(numbers), stages)
+
+    return tell
+
+
+def _generate(
+    mod: tvm.IRModule, target: tvm.target.Target, tell: Callable[[str], None]
+) -> pipeline.Built:
+    """The code of an optimised module, CUDA kernels as machine code, and its weights."""
+    tell("build")
+    built = pipeline.build_apart(mod, target)
+    if _is_cuda(target):
+        tell("machine code")
+        compile_kernels(built.executable, str(target.attrs["arch"]))
+    return built
+
+
+def _is_cuda(target: tvm.target.Target) -> bool:
+    return target.kind.name == "cuda"
+
+
+def _describe(
+    imported: ImportedModel,
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    built: pipeline.Built,
+) -> Description:
+    """What a compiled model knows about itself; ``mod`` is the optimised module."""
+    return Description(
+        target=str(target),
+        arch=arch_of(target),
+        features=required_features(target),
+        inputs=tuple(imported.inputs),
+        outputs=tuple(imported.outputs),
+        fresh=fresh_outputs(mod),
+        fused=tuple(_records(mod)),
+        versions=current_versions(),
+        weights=weight_specs(built.weights),
+        device=device_needs(target),
+        kernel=built.kernel,
+    )
+
+
+def _records(mod: tvm.IRModule) -> Sequence[dict[str, Any]]:
+    """The records of the pairs; none if nothing looked for pairs."""
+    report = mod.attrs.get(REPORT) if mod.attrs else None
+    return [] if report is None else json.loads(str(report))

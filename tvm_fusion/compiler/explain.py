@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say for every pair of convolutions of a model whether it is fused, what that saves, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from relay_passes import FuseConv2D, SimplifyInference
+from relay_passes.conv2d.fusion_report import read_report
+
+from ..onnx.frontend import import_onnx
+from . import pipeline
+from .target import resolve
+
+
+def explain(
+    model: Any,
+    target: Any = "native",
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    fuse: Any = "auto",
+    winograd: str = "auto",
+) -> list[dict[str, Any]]:
+    """Decide which pairs of ``model`` to fuse, without compiling anything.
+
+    Parameters
+    ----------
+    model : path, bytes or onnx.ModelProto
+        The model.
+    target : str or tvm.target.Target
+        The CPU or the GPU to decide for.
+    shapes : mapping, optional
+        Shapes of inputs whose dimensions the model leaves open.
+    fuse : str or callable
+        ``auto``, ``all``, ``none``, or a function, as for ``compile``.
+    winograd : str
+        ``auto``, ``always`` or ``never``, as for ``compile``.
+
+    Returns
+    -------
+    list of dict
+        One entry a candidate pair, in the order of the model: ``first`` and ``second`` (names),
+        ``input_shape``, ``layer1`` and ``layer2`` (texts), ``fused``, ``reason``, ``flops``, and
+        ``bytes_`` and ``intensity_`` (FLOPs a byte) ``unfused`` and ``fused``. What symbolic
+        shapes leave unknown is None.
+
+    Raises
+    ------
+    InvalidModelError, UnsupportedOperatorError, CompilationError, TargetError
+        As for ``compile``.
+    """
+    host = resolve(target)
+    choose = FuseConv2D(fuse=fuse, target=host, winograd=winograd)
+    plan = {"explain": [SimplifyInference(), choose]}
+    return read_report(pipeline.run_phases(import_onnx(model, shapes).mod, host, plan))
+
+
+def explain_table(pairs: Sequence[Mapping[str, Any]], title: str = "") -> Table:
+    """Return the result of :func:`explain` as a table with one row a pair."""
+    table = Table(title=title, caption=_totals(pairs))
+    for heading in ("first layer", "second layer", "input"):
+        table.add_column(heading)
+    for heading in ("MFLOP", "MB apart", "MB fused", "FLOP/B apart", "FLOP/B fused"):
+        table.add_column(heading, justify="right")
+    table.add_column("fused")
+    table.add_column("reason")
+    for pair in pairs:
+        table.add_row(
+            pair["layer1"],
+            pair["layer2"],
+            "x".join(map(str, pair["input_shape"])),
+            *(_scaled(pair[key], 1e6) for key in ("flops", "bytes_unfused", "bytes_fused")),
+            *(_scaled(pair[key], 1) for key in ("intensity_unfused", "intensity_fused")),
+            "yes" if pair["fused"] else "no",
+            pair["reason"],
+        )
+    return table
+
+
+def _totals(pairs: Sequence[Mapping[str, Any]]) -> str:
+    fused = [pair for pair in pairs if pair["fused"]]
+    sizes = [(pair["bytes_unfused"], pair["bytes_fused"]) for pair in fused]
+    saved = sum(apart - together for apart, together in sizes if apart and together)
+    text = f"{len(fused)} of {len(pairs)} pairs fused"
+    return f"{text}; that saves {saved / 1e6:.2f} MB of memory traffic a run" if saved else text
+
+
+def _scaled(value: float | None, unit: float) -> str:
+    """Return a number in ``unit``; one that symbolic shapes leave unknown is a question mark."""
+    return "?" if value is None else f"{value / unit:.2f}"

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The phases of the pipeline for GPUs, and what must hold after the last of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm.ir.transform import Pass
+from tvm.relax.backend.gpu_generic import pipeline as gpu_generic
+from tvm.s_tir import dlight
+from tvm.target import Target
+
+from relay_passes import (
+    AnnotateGathers,
+    CoalesceReduction,
+    DecomposeNormalization,
+    FuseConv2D,
+    FuseEpilogue,
+    FuseReductionProducers,
+    FuseReductions,
+    PackLayout,
+    ShortenNames,
+    SimplifyInference,
+)
+from schedules import gpu
+from schedules.gpu.core.audit import recorded
+
+from ..errors import CompilationError
+from .launches import launches
+
+STOCK_RULES: tuple[dlight.ScheduleRule, ...] = (
+    dlight.gpu.Matmul(),
+    dlight.gpu.GEMV(),
+    dlight.gpu.Reduction(),
+    dlight.gpu.GeneralReduction(),
+    dlight.gpu.Fallback(),
+)
+"""TVM's own rules, for what ours do not take; the last one takes anything. Transpose is missing: it
+fails where it meets a scatter, and ours takes transpositions."""
+
+
+def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:
+    """All phases up to scheduled kernels, in order.
+
+    Parameters
+    ----------
+    target : Target
+        A GPU with a host.
+    fuse : str or callable
+        Which pairs of convolutions :class:`relay_passes.FuseConv2D` fuses.
+
+    Returns
+    -------
+    dict[str, list[Pass]]
+        From the name of a phase to its passes.
+    """
+    transform = relax.transform
+    return {
+        "simplify": [SimplifyInference(), DecomposeNormalization()],
+        "fuse": [FuseConv2D(fuse=fuse, target=target, winograd="never"), FuseEpilogue()],
+        "pack": [PackLayout(target=target)],
+        "reduce": [CoalesceReduction()],
+        "lower": [
+            *gpu_generic.library_dispatch_passes(target),
+            transform.LegalizeOps(),
+            transform.AnnotateTIROpPattern(),
+            AnnotateGathers(),
+            FuseReductions(target),
+            FuseReductionProducers(),
+            transform.FuseOps(),
+            transform.FuseTIR(),
+            # Views, not copies; once it is scheduled, no reshape is recognised.
+            transform.RewriteDataflowReshape(),
+            transform.DeadCodeElimination(),
+            ShortenNames(),
+        ],
+        "schedule": [schedule_by(*gpu.RULES, *STOCK_RULES), RequireKernels()],
+    }
+
+
+def stock_phases(target: Target) -> dict[str, list[Pass]]:
+    """What TVM does by default with an imported module, up to scheduled kernels."""
+    return {
+        "dispatch": gpu_generic.library_dispatch_passes(target),
+        "legalize": gpu_generic.legalize_passes(target),
+    }
+
+
+def schedule_by(*rules: dlight.ScheduleRule) -> Pass:
+    """Schedule every function by the first rule that takes it, whose name it keeps."""
+    return dlight.ApplyDefaultSchedule(*recorded(rules))
+
+
+@tvm.transform.module_pass(opt_level=0, name="RequireKernels")
+class RequireKernels:
+    """Check that every function runs on the GPU, or says that it is for the host.
+
+    What is not scheduled would run on the host, which cannot read the memory of a GPU.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module, or raise ``CompilationError`` with the function's name."""
+        for name, func in mod.functions_items():
+            if not isinstance(func, tirx.PrimFunc) or "tirx.is_host_func" in func.attrs:
+                continue
+            if not launches(func.body):
+                raise CompilationError(
+                    f"no schedule rule for GPUs takes the function {name.name_hint!r}; please "
+                    "report the model, or compile it for a CPU"
+                )
+        return mod

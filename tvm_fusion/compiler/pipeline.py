@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline: which passes run, in which order. It only composes; every rewriting is a pass.
+
+Importing this module registers it with Relax, so that ``relax.get_pipeline("tvm_fusion")`` gives
+a pass from an imported module to one that ``tvm.compile`` can generate code for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import tvm
+from tvm import relax
+from tvm.ir.transform import Pass
+from tvm.relax.backend.cpu_generic import pipeline as cpu_generic
+from tvm.relax.backend.gpu_generic import pipeline as gpu_generic
+from tvm.s_tir import dlight
+from tvm.target import Target
+
+from relay_passes import (
+    ChooseWinograd,
+    FuseConv2D,
+    FuseEpilogue,
+    FusePack,
+    LiftWeights,
+    PackLayout,
+    SimplifyInference,
+)
+from relay_passes.conv2d.fusion_decision import Decision
+from relay_passes.program.lift_weights import WEIGHTS
+from relay_passes.program.sole_kernel import sole_kernel
+from schedules import cpu
+from schedules.workload.conv2d import FusedConv2DWorkload
+
+from ..codegen.nvrtc import tvm_compiler
+from ..errors import CompilationError, TargetError, TVMFusionError
+from ..runtime.kernel_call import KernelCall
+from .gpu_phases import gpu_phases
+from .target import is_gpu
+
+Fuse = str | Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
+Progress = Callable[[str, int, int], None]
+
+NAME = "tvm_fusion"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose of the pipeline.
+
+    Parameters
+    ----------
+    fuse : str or callable
+        Which pairs of convolutions :class:`relay_passes.FuseConv2D` fuses.
+    dump : Path | None
+        A folder for the module after each phase, as ``0-simplify.py`` and so on.
+    winograd : str
+        Which 3x3 convolutions :class:`relay_passes.ChooseWinograd` takes.
+    """
+
+    fuse: Fuse = "auto"
+    dump: Path | None = None
+    winograd: str = "auto"
+
+
+def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
+    """All phases up to scheduled functions, in order.
+
+    Parameters
+    ----------
+    target : Target
+        A CPU, or a GPU with a host.
+    options : Options
+        The user's choices.
+
+    Returns
+    -------
+    dict[str, list[Pass]]
+        From the name of a phase to its passes.
+
+    Raises
+    ------
+    TargetError
+        If the target has another kind, or a choice is for CPUs only and this is a GPU.
+    """
+    if is_gpu(target):
+        _check_gpu(target, options)
+        return gpu_phases(target, options.fuse)
+    if target.kind.name != "llvm":
+        raise TargetError(
+            f"target kind is {target.kind.name!r}; expected 'llvm', a CPU, or 'cuda' or 'opencl'"
+        )
+    transform = relax.transform
+    winograd = options.winograd
+    return {
+        "simplify": [SimplifyInference()],
+        "fuse": [
+            FuseConv2D(fuse=options.fuse, target=target, winograd=winograd),
+            FuseEpilogue(),
+        ],
+        "pack": [PackLayout(target=target), ChooseWinograd(winograd, target)],
+        "lower": [
+            *cpu_generic.library_dispatch_passes(target),
+            transform.LegalizeOps(),
+            FusePack(),
+            transform.AnnotateTIROpPattern(),
+            transform.FuseOps(),
+            transform.FuseTIR(),
+            transform.DeadCodeElimination(),
+        ],
+        "schedule": [dlight.ApplyDefaultSchedule(*cpu.RULES)],
+    }
+
+
+def _check_gpu(target: Target, options: Options) -> None:
+    if options.winograd == "always":
+        raise TargetError(
+            f"winograd='always' has no effect on {target.kind.name!r}: Winograd's algorithm is for "
+            "CPUs only; expected 'auto' or 'never'"
+        )
+    if target.host is None:
+        raise TargetError(
+            f"the target {target.kind.name!r} has no host; expected one, as in "
+            f"Target({{'kind': {target.kind.name!r}, ...}}, host='llvm')"
+        )
+
+
+def optimize(
+    mod: tvm.IRModule,
+    target: Target,
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> tvm.IRModule:
+    """Run all phases on a Relax module.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        A module as an importer makes it; it is not changed.
+    target : Target
+        A CPU, or a GPU with a host.
+    options : Options | None
+        The user's choices; all defaults if None.
+    progress : callable | None
+        Called with a phase's name, its number and the number of phases, before each.
+
+    Returns
+    -------
+    tvm.IRModule
+        Scheduled functions and a ``main`` that calls them; the attribute
+        ``tvm_fusion.fusion_report`` tells what became of each pair of convolutions.
+
+    Raises
+    ------
+    TargetError
+        If the target is of another kind, or a choice is for CPUs only and this is a GPU.
+    CompilationError
+        If TVM fails; the message names the phase.
+    """
+    options = options or Options()
+    return run_phases(mod, target, phases(target, options), options.dump, progress)
+
+
+def run_phases(
+    mod: tvm.IRModule,
+    target: Target,
+    plan: Mapping[str, Sequence[Pass]],
+    dump: Path | None = None,
+    progress: Progress | None = None,
+) -> tvm.IRModule:
+    """Run some phases in order, with parameters and errors as :func:`optimize` has them."""
+    with target:
+        for number, (name, passes) in enumerate(plan.items()):
+            if progress is not None:
+                progress(name, number, len(plan))
+            with _own_errors(name):
+                mod = tvm.transform.Sequential(list(passes), name=name)(mod)
+            if dump is not None:
+                dump.mkdir(parents=True, exist_ok=True)
+                (dump / f"{number}-{name}.py").write_text(mod.script())
+    return mod
+
+
+@contextmanager
+def _own_errors(stage: str) -> Iterator[None]:
+    """Give whatever TVM raises as one of our errors; ours and interrupts pass."""
+    try:
+        yield
+    except TVMFusionError:
+        raise
+    except Exception as error:  # TVM raises anything from ValueError to tvm.error
+        # Behind these words TVM prints the whole module.
+        told = str(error).partition("\nError in pass:")[0]
+        reason = " ".join(told.split())[-500:] or type(error).__name__
+        raise CompilationError(f"the stage {stage!r} failed: {reason}") from error
+
+
+def lower_to_vm(target: Target) -> Pass:
+    """Passes from scheduled functions to the Relax virtual machine, as in TVM's own pipelines."""
+    stock = gpu_generic if is_gpu(target) else cpu_generic
+    return tvm.transform.Sequential(
+        [*stock.dataflow_lower_passes(target), *stock.finalize_passes(target)],
+        name="lower_to_vm",
+    )
+
+
+def build(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
+    """Generate code for a module that :func:`optimize` returned.
+
+    Raises
+    ------
+    CompilationError
+        If TVM fails.
+    """
+    with target, _own_errors("build"), _cuda_compiler(target):
+        return tvm.compile(mod, target, relax_pipeline=lower_to_vm(target))
+
+
+class Built(NamedTuple):
+    """A program and its weights.
+
+    Parameters
+    ----------
+    executable : relax.VMExecutable
+        The program; its ``main`` takes the weights behind the model's inputs.
+    weights : list of tvm.runtime.Tensor
+        The weights.
+    kernel : KernelCall | None
+        How the program is called if it is one kernel.
+    """
+
+    executable: relax.VMExecutable
+    weights: list[tvm.runtime.Tensor]
+    kernel: KernelCall | None
+
+
+def build_apart(mod: tvm.IRModule, target: Target) -> Built:
+    """Generate code as :func:`build` does, with the weights apart.
+
+    So code and weights can be saved and loaded each in its own way.
+
+    Raises
+    ------
+    CompilationError
+        If TVM fails.
+    """
+    with target, _own_errors("build"), _cuda_compiler(target):
+        mod = tvm.transform.Sequential([lower_to_vm(target), LiftWeights()])(mod)
+        weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
+        lowered = tvm.transform.Sequential([])
+        executable = tvm.compile(mod.without_attr(WEIGHTS), target, relax_pipeline=lowered)
+        return Built(executable, weights, _kernel_call(mod["main"]))
+
+
+def _kernel_call(main: relax.Function) -> KernelCall | None:
+    """How the kernel of a program that is nothing else is called."""
+    call = sole_kernel(main)
+    params = list(main.params)
+    if call is None or any(argument not in params for argument in call.args[:-1]):
+        return None
+    arguments = tuple(params.index(argument) for argument in call.args[:-1])
+    is_once = sorted(arguments) == list(range(len(params)))
+    return KernelCall(call.op.name_hint, arguments) if is_once else None
+
+
+def _cuda_compiler(target: Target) -> AbstractContextManager[None]:
+    """Where TVM's CUDA runtime is loaded, TVM compiles what it generates at once."""
+    return tvm_compiler(str(target.attrs["arch"])) if target.kind.name == "cuda" else nullcontext()
+
+
+@relax.register_pipeline(NAME)
+def tvm_fusion_pipeline(
+    target: Target | None = None, fuse: Fuse = "auto", winograd: str = "auto"
+) -> Pass:
+    """The whole pipeline as one pass, for ``tvm.compile(..., relax_pipeline=...)``.
+
+    Where there is a GPU, TVM compiles CUDA text by the package ``cuda-bindings``; within ``with
+    tvm_fusion.codegen.nvrtc.tvm_compiler("sm_90"):`` by whatever NVRTC or nvcc is installed.
+
+    Parameters
+    ----------
+    target : Target | None
+        A CPU, or a GPU with a host; the one that is current when the pass runs if None.
+    fuse : str or callable
+        As in :class:`Options`.
+    winograd : str
+        As in :class:`Options`.
+    """
+
+    @tvm.transform.module_pass(opt_level=0, name=NAME)
+    def run(mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
+        chosen = target or Target.current(allow_none=True)
+        if chosen is None:
+            raise TargetError(
+                f"no target for the pipeline {NAME!r}; expected the option target=..., or a call "
+                "within 'with target:'"
+            )
+        return lower_to_vm(chosen)(optimize(mod, chosen, Options(fuse=fuse, winograd=winograd)))
+
+    return run

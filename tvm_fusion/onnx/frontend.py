@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an ONNX model to a Relax module: load, check, bind shapes, mend, import.
+
+TVM's own importer does the translation. What it does badly is mended in front of it
+(``rewrite.py``) or behind it (the pass ``SimplifyInference``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import tvm
+from tvm import relax
+from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
+
+from ..errors import InvalidModelError, UnsupportedOperatorError
+from ..runtime.tensor_spec import TensorSpec
+from .interface_checks import check_interface
+from .model.graph_edits import default_opset, node_label
+from .model.loader import check_external_data, check_model, check_opset, parse_model, read_model
+from .model.shapes import Shapes, bind_shapes
+from .model.weights import Weights, detach_weights, drop_stand_ins
+from .operator_checks import check_operators
+from .rewrite import drop_initializers_from_inputs, mend
+from .rewrites.gather import translate_gather
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """A model as Relax.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        Its function ``main`` takes the inputs in order; the weights are constants in it.
+    inputs, outputs : tuple of TensorSpec
+        Under the names that the ONNX model gives them.
+    """
+
+    mod: tvm.IRModule
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+def import_onnx(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto, shapes: Shapes | None = None
+) -> ImportedModel:
+    """Import an ONNX model.
+
+    Parameters
+    ----------
+    model : path, bytes or onnx.ModelProto
+        Only a path may have external data, and only inside the folder of its file.
+    shapes : mapping, optional
+        Sizes of symbolic dimensions: from the name of an input to its whole shape, or from the
+        name of a dimension to its size. A string as a size keeps the dimension symbolic.
+
+    Returns
+    -------
+    ImportedModel
+
+    Raises
+    ------
+    InvalidModelError
+        If it is no ONNX model, is damaged or contradicts itself, or if a dimension has no size.
+    UnsupportedOperatorError
+        If it holds operators that cannot be imported; the message lists all of them.
+    """
+    try:
+        proto, weights = _prepare(model, shapes)
+        mod = _translate(proto, weights)
+    except UnicodeDecodeError as error:
+        raise InvalidModelError(f"the model holds text that is no text: {error}") from error
+    return ImportedModel(mod, _input_specs(proto, mod), _output_specs(proto, mod))
+
+
+def _prepare(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto, shapes: Shapes | None
+) -> tuple[onnx.ModelProto, Weights]:
+    """Load, check, bind and mend; return the graph and the large weights, which it reads."""
+    proto = parse_model(read_model(model))
+    folder = Path(model).parent if isinstance(model, str | os.PathLike) else None
+    check_opset(proto)
+    check_operators(proto)
+    check_external_data(proto, folder)
+    drop_initializers_from_inputs(proto)
+    check_interface(proto)
+    bind_shapes(proto, shapes)
+    weights = detach_weights(proto, folder)
+    check_model(proto)
+    proto = mend(proto, weights)
+    drop_stand_ins(proto, weights)
+    return proto, weights
+
+
+class _Importer(ONNXGraphImporter):
+    """TVM's importer, with weights that are not part of the graph, and a Gather of our own."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(None, "float32", keep_params_in_input=False)
+        self._weights = weights
+
+    def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
+        super()._parse_graph_initializers(graph)
+        for name in list(self._weights):
+            # Popped, so that not all weights are in memory twice.
+            self._nodes[name] = relax.const(self._weights.pop(name))
+
+    def _convert_operator(
+        self, op_name: str, inputs: list[relax.Expr], attrs: dict, opset: int
+    ) -> relax.Expr:
+        if op_name == "Gather":
+            found = translate_gather(inputs, attrs.get("axis", 0))
+            if found is not None:
+                return self.bb.normalize(found)
+        return super()._convert_operator(op_name, inputs, attrs, opset)
+
+
+def _translate(model: onnx.ModelProto, weights: Weights) -> tvm.IRModule:
+    """Run TVM's importer; whatever it raises names the node that it stood at."""
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            return _Importer(weights).from_onnx(model.graph, default_opset(model))
+    except Exception as error:  # the importer raises anything from AssertionError to tvm.error
+        node = _node_in_traceback(error)
+        where = "the model" if node is None else f"{node_label(node)} ({node.op_type})"
+        reason = " ".join(str(error).split())[:500] or type(error).__name__
+        if isinstance(error, NotImplementedError | tvm.error.OpNotImplemented):
+            raise UnsupportedOperatorError(f"{where} cannot be imported: {reason}") from error
+        raise InvalidModelError(f"{where} cannot be imported: {reason}") from error
+
+
+def _node_in_traceback(error: BaseException) -> onnx.NodeProto | None:
+    """Return the node that the importer was translating when it raised the error."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        node = trace.tb_frame.f_locals.get("node")
+        found = node if isinstance(node, onnx.NodeProto) else found
+        trace = trace.tb_next
+    return found
+
+
+def _input_specs(model: onnx.ModelProto, mod: tvm.IRModule) -> tuple[TensorSpec, ...]:
+    types = [param.ty for param in mod["main"].params]
+    return tuple(
+        _spec(f"input {value.name!r}", value.name, ty)
+        for value, ty in zip(model.graph.input, types, strict=True)
+    )
+
+
+def _output_specs(model: onnx.ModelProto, mod: tvm.IRModule) -> tuple[TensorSpec, ...]:
+    result = mod["main"].ret_ty
+    types = [result] if len(model.graph.output) == 1 else list(result.fields)
+    specs = []
+    for value, ty in zip(model.graph.output, types, strict=True):
+        specs.append(_spec(f"output {value.name!r}", value.name, ty))
+        _check_output(value, specs[-1])
+    return tuple(specs)
+
+
+def _check_output(value: onnx.ValueInfoProto, spec: TensorSpec) -> None:
+    """Refuse an output that the importer gives another type or shape than ONNX does."""
+    tensor = value.type.tensor_type
+    dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+    shape = spec.shape
+    if tensor.HasField("shape"):
+        dims = tensor.shape.dim
+        shape = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in dims)
+    if dtype != spec.dtype or not _fits(shape, spec.shape):
+        raise UnsupportedOperatorError(
+            f"output {value.name!r} is imported as {spec.dtype} of shape {spec.shape}; ONNX infers "
+            f"{dtype} of shape {shape}: export the model with other operators"
+        )
+
+
+def _fits(shape: tuple[int | str, ...], other: tuple[int | str, ...]) -> bool:
+    """Whether two shapes can be the same; symbolic sizes can be anything."""
+    if len(shape) != len(other):
+        return False
+    pairs = zip(shape, other, strict=True)
+    return all(a == b or isinstance(a, str) or isinstance(b, str) for a, b in pairs)
+
+
+def _spec(what: str, name: str, ty: relax.Type) -> TensorSpec:
+    if not isinstance(ty, relax.TensorType) or ty.shape is None:
+        raise UnsupportedOperatorError(
+            f"{what} is imported as {ty}; expected a tensor whose rank and sizes are known"
+        )
+    shape = tuple(int(dim) if isinstance(dim, tvm.tirx.IntImm) else str(dim) for dim in ty.shape)
+    return TensorSpec(name, shape, str(ty.dtype))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse what TVM's importer would translate wrongly, or into code that reads beyond its tensors.
+
+The importer ignores what it does not know: an attribute, an output, a mode. Everything here has
+been seen to give wrong numbers or a dead process; a clear refusal is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx
+
+from .model.graph_edits import attribute, is_default_domain
+from .model.tensor_facts import INTEGER_TYPES, GraphFacts
+from .operator_checks import refuse_nodes
+from .rewrites.division import division_problem
+from .rewrites.resize import resize_problem
+
+SHAPE_INPUTS = {
+    "ConstantOfShape": (0,),
+    "Expand": (1,),
+    "OneHot": (1,),
+    "Pad": (1, 3),
+    "Range": (0, 1, 2),
+    "Reshape": (1,),
+    "Resize": (1, 2, 3),
+    "Slice": (1, 2, 3, 4),
+    "Split": (1,),
+    "Squeeze": (1,),
+    "Tile": (1,),
+    "TopK": (1,),
+    "Unsqueeze": (1,),
+}
+"""Inputs that decide a shape or a place in memory; they must not depend on data."""
+
+
+def check_translations(model: onnx.ModelProto, facts: GraphFacts) -> None:
+    """Refuse a model with nodes that would be translated wrongly, naming every one of them."""
+    from_data = _computed_from_data(model)
+    problems = []
+    for node in model.graph.node:
+        if is_default_domain(node):
+            reason = _mistranslation(node, facts, from_data)
+            if reason is not None:
+                problems.append((node, reason))
+    refuse_nodes(model, problems)
+
+
+def _mistranslation(node: onnx.NodeProto, facts: GraphFacts, from_data: set[str]) -> str | None:
+    """Say why the importer cannot translate a sound node, if so."""
+    for index in SHAPE_INPUTS.get(node.op_type, ()):
+        if index < len(node.input) and node.input[index] in from_data:
+            return f"its input {node.input[index]!r} depends on data; expected a constant"
+    if node.op_type.startswith("Reduce") and len(node.input) > 1 and node.input[1] in from_data:
+        return f"its axes {node.input[1]!r} depend on data; expected a constant"
+    for name in node.output:
+        if 0 in (facts.dims(name) or ()):
+            return f"its output {name!r} of shape {facts.dims(name)} is empty"
+    check = _CHECKS.get(node.op_type)
+    return None if check is None else check(node, facts)
+
+
+def _training(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    mode = facts.constant(node.input[2]) if len(node.input) > 2 else None
+    asked = len(node.input) > 2 and node.input[2] and (mode is None or mode.any())
+    return "it is in training mode" if asked else None
+
+
+def _space_to_depth(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    mode = attribute(node, "mode", "DCR")
+    return None if mode == "DCR" else f"its mode is {mode!r}"
+
+
+def _p_norm(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    """The importer multiplies a mean by the whole window, also where that leaves the tensor."""
+    return "its ceil_mode is 1" if attribute(node, "ceil_mode", 0) else None
+
+
+def _power(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    if facts.dtype(node.input[0]) in INTEGER_TYPES:
+        return "it is a power of integers"
+    return None
+
+
+def _transposed(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    wanted = attribute(node, "output_shape")
+    return None if wanted is None else f"no padding gives its output_shape {list(wanted)}"
+
+
+def _branch(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    return "its condition depends on data; expected a constant"
+
+
+_CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
+    "ConvTranspose": _transposed,
+    "Div": division_problem,
+    "Dropout": _training,
+    "If": _branch,
+    "LpPool": _p_norm,
+    "Mod": division_problem,
+    "Pow": _power,
+    "Resize": resize_problem,
+    "SpaceToDepth": _space_to_depth,
+}
+
+
+def _computed_from_data(model: onnx.ModelProto) -> set[str]:
+    """Names of all tensors that depend on more than shapes and constants."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    from_data = {value.name for value in model.graph.input} - constants
+    for node in model.graph.node:
+        if node.op_type in ("Shape", "Size") and is_default_domain(node):
+            continue
+        if any(name in from_data for name in node.input):
+            from_data.update(name for name in node.output if name)
+    return from_data

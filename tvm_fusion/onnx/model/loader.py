@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read an ONNX model from a path, from bytes or from a ``ModelProto``, trusting nothing in it.
+
+A model may come from a stranger: it must not read files outside its folder, and whatever is wrong
+with it becomes an ``InvalidModelError`` before any of it reaches TVM.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path, PureWindowsPath
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx.external_data_helper import load_external_data_for_tensor
+
+from tvm_fusion.errors import InvalidModelError
+
+from .graph_edits import all_graphs, default_opset
+from .shapes import check_size
+
+MIN_IR_VERSION = 3
+MAX_BYTES = 2**31 - 1
+"""Protobuf cannot hold a larger message."""
+
+PACKED_BITS = {
+    **dict.fromkeys(("INT4", "UINT4", "FLOAT4E2M1"), 4),
+    **dict.fromkeys(("INT2", "UINT2"), 2),
+}
+"""Element types of which several share a byte in a file."""
+
+
+def read_model(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> bytes:
+    """Return the serialised model, whatever form it was given in."""
+    if isinstance(model, onnx.ModelProto):
+        try:
+            return model.SerializeToString()
+        except Exception as error:  # protobuf has no one exception for a message over 2 GB
+            raise InvalidModelError(
+                "the model is over 2 GB; save it with external data and pass its path"
+            ) from error
+    if isinstance(model, bytes | bytearray | memoryview):
+        return bytes(model)
+    if not isinstance(model, str | os.PathLike):
+        raise InvalidModelError(
+            f"the model is a {type(model).__name__}; expected a path, bytes or onnx.ModelProto"
+        )
+    path = Path(model)
+    try:
+        if path.exists() and not path.is_file():
+            # A device may never end, a pipe may never begin.
+            raise InvalidModelError(f"cannot read model {str(path)!r}: it is no regular file")
+        if path.exists() and path.stat().st_size > MAX_BYTES:
+            raise InvalidModelError(
+                f"{str(path)!r} is over 2 GB, so it is no ONNX model; a larger model keeps its "
+                "weights as external data"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidModelError(f"cannot read model {str(path)!r}: {error.strerror}") from error
+
+
+def parse_model(data: bytes) -> onnx.ModelProto:
+    """Return the model that ``data`` holds, its external data not yet loaded."""
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError as error:
+        raise InvalidModelError("the model is not ONNX, or is damaged or cut off") from error
+    if not model.HasField("graph") or not model.graph.output:
+        raise InvalidModelError("the model is not ONNX: it holds no graph with an output")
+    if model.ir_version < MIN_IR_VERSION:
+        raise InvalidModelError(
+            f"the model has IR version {model.ir_version}; expected {MIN_IR_VERSION} or newer: "
+            "export it again"
+        )
+    return model
+
+
+def model_files(path: Path) -> list[Path]:
+    """The files that a model is read from: its own, and those of its external data."""
+    tensors = external_tensors(parse_model(read_model(path)))
+    named = {entry.value for t in tensors for entry in t.external_data if entry.key == "location"}
+    return [path, *(path.parent / name for name in sorted(named))]
+
+
+def check_opset(model: onnx.ModelProto) -> None:
+    """Refuse a model without a default operator set, or with one that onnx does not know."""
+    newest = onnx.defs.onnx_opset_version()
+    opset = default_opset(model)
+    if opset is None:
+        raise InvalidModelError(
+            "the model imports no version of the ai.onnx operators; export it again"
+        )
+    if not 1 <= opset <= newest:
+        raise InvalidModelError(
+            f"the model uses opset {opset}; onnx {onnx.__version__} knows 1 to {newest}: "
+            "export the model with one of these, or install a newer onnx"
+        )
+
+
+def check_model(model: onnx.ModelProto) -> None:
+    """Run ``onnx.checker`` on a model without its weights."""
+    complete = onnx.ModelProto()
+    complete.CopyFrom(model)
+    for output in complete.graph.output:
+        # The checker wants a shape of every output; inference will find it.
+        output.type.tensor_type.shape.SetInParent()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            onnx.checker.check_model(complete)
+    except (onnx.checker.ValidationError, ValueError, RuntimeError, TypeError) as error:
+        raise InvalidModelError(f"onnx.checker refuses the model: {first_lines(error)}") from error
+
+
+def check_external_data(model: onnx.ModelProto, folder: Path | None) -> None:
+    """Refuse external data that is not in a file below ``folder``, the model's own folder.
+
+    Every tensor gets the ``length`` that its shape asks for: without one, all of the file is read.
+    """
+    for tensor in external_tensors(model):
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        location = entries.get("location", "")
+        what = f"tensor {tensor.name!r} has external data at {location!r}"
+        if folder is None:
+            raise InvalidModelError(
+                f"{what}, but the model has no folder; pass the path of its file instead"
+            )
+        length = _check_extent(tensor, entries, _external_file(what, location, folder), what)
+        if "length" not in entries:
+            tensor.external_data.add(key="length", value=str(length))
+
+
+def _external_file(what: str, location: str, folder: Path) -> Path:
+    """Return the file at ``location``, refusing all that does not lie below the folder."""
+    # The same rule on every system: a backslash and a drive count wherever the model came from.
+    windows = PureWindowsPath(location)
+    absolute = os.path.isabs(location) or windows.drive or windows.root
+    if not location or absolute or ".." in windows.parts:
+        raise InvalidModelError(f"{what}; expected a relative path inside the model's folder")
+    root = folder.resolve()
+    target = (root / location).resolve()
+    if not target.is_relative_to(root):
+        raise InvalidModelError(
+            f"{what}, a link that leaves the model's folder; put the data beside the model"
+        )
+    if not target.is_file():
+        raise InvalidModelError(f"{what}; there is no such file in {str(folder)!r}")
+    return target
+
+
+def _check_extent(tensor: onnx.TensorProto, entries: dict[str, str], file: Path, what: str) -> int:
+    """Return how many bytes the tensor takes, refusing a file that does not hold them."""
+    check_size(tensor.name, tensor.dims)
+    size = _byte_size(tensor)
+    try:
+        offset, length = int(entries.get("offset", 0)), int(entries.get("length", size))
+    except ValueError as error:
+        raise InvalidModelError(f"{what}, and its place in there is no number: {error}") from error
+    if length != size:
+        raise InvalidModelError(f"{what} of length {length}; its shape and type take {size} bytes")
+    if offset < 0 or offset + size > file.stat().st_size:
+        raise InvalidModelError(
+            f"{what}, {size} bytes from offset {offset}; the file has {file.stat().st_size} bytes"
+        )
+    return size
+
+
+def _byte_size(tensor: onnx.TensorProto) -> int:
+    """How many bytes of a file the tensor's shape and element type take."""
+    try:
+        bits = 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except KeyError as error:
+        raise InvalidModelError(
+            f"tensor {tensor.name!r} holds elements of the unknown type {tensor.data_type}"
+        ) from error
+    bits = PACKED_BITS.get(onnx.TensorProto.DataType.Name(tensor.data_type), bits)
+    return -(-bits * math.prod(tensor.dims) // 8)
+
+
+def load_external_data(tensor: onnx.TensorProto, folder: Path | None) -> onnx.TensorProto:
+    """Return the tensor with its external data, which :func:`check_external_data` has accepted."""
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return tensor
+    loaded = onnx.TensorProto()
+    loaded.CopyFrom(tensor)
+    try:
+        load_external_data_for_tensor(loaded, str(folder))
+    except (OSError, ValueError, onnx.checker.ValidationError) as error:
+        raise InvalidModelError(
+            f"cannot load the external data of tensor {tensor.name!r}: {first_lines(error)}"
+        ) from error
+    return loaded
+
+
+def load_all_external_data(model: onnx.ModelProto, folder: Path | None) -> None:
+    """Load, in place, the external data of every tensor that is still in the model."""
+    for tensor in external_tensors(model):
+        tensor.CopyFrom(load_external_data(tensor, folder))
+
+
+def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yield every tensor of a model that says its data lie in another file."""
+    for graph in all_graphs(model):
+        tensors = list(getattr(graph, "initializer", ()))
+        for sparse in getattr(graph, "sparse_initializer", ()):
+            tensors += [sparse.values, sparse.indices]
+        for node in graph.node:
+            for attribute in node.attribute:
+                tensors += [attribute.t, *attribute.tensors]
+                for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                    tensors += [sparse.values, sparse.indices]
+        for tensor in tensors:
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                yield tensor
+
+
+def first_lines(error: Exception, count: int = 3) -> str:
+    """Shorten an exception's text to its first lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join(lines[:count]) or type(error).__name__

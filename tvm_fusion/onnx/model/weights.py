@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hold the weights of an ONNX model apart from it while the model is rewritten.
+
+What onnx does with a model, it does through a message of at most 2 GB, copied each time. Without
+its weights a model always fits, and nothing copies them.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from tvm_fusion.errors import InvalidModelError
+
+from .graph_edits import used_names
+from .loader import load_all_external_data, load_external_data
+from .shapes import check_size
+
+Weights = dict[str, np.ndarray]
+
+SMALL_ELEMENTS = 256
+"""Initialisers up to this size, among them all axes and shapes, stay in the model."""
+
+
+def detach_weights(model: onnx.ModelProto, folder: Path | None) -> Weights:
+    """Take the large initialisers out of the model; inputs of their shapes stay in their place.
+
+    Parameters
+    ----------
+    model : onnx.ModelProto
+        Changed in place; afterwards it has no external data either.
+    folder : Path, optional
+        Where its external data lie.
+
+    Returns
+    -------
+    Weights
+    """
+    graph = model.graph
+    weights: Weights = {}
+    kept = []
+    for tensor in graph.initializer:
+        check_size(tensor.name, tensor.dims)
+        if math.prod(tensor.dims) > SMALL_ELEMENTS:
+            add_weight(graph, weights, tensor.name, to_array(load_external_data(tensor, folder)))
+        else:
+            kept.append(tensor.name)
+    keep_tensors(graph, set(kept))
+    load_all_external_data(model, folder)
+    return weights
+
+
+def add_weight(graph: onnx.GraphProto, weights: Weights, name: str, value: np.ndarray) -> None:
+    """Hold one more tensor outside of the graph."""
+    weights[name] = value
+    dtype = helper.np_dtype_to_tensor_dtype(value.dtype)
+    graph.input.append(helper.make_tensor_value_info(name, dtype, value.shape))
+
+
+def keep_tensors(graph: onnx.GraphProto, names: set[str]) -> None:
+    """Remove all initialisers but the named ones."""
+    for index in reversed(range(len(graph.initializer))):
+        if graph.initializer[index].name not in names:
+            del graph.initializer[index]
+
+
+def drop_stand_ins(model: onnx.ModelProto, weights: Weights) -> None:
+    """Remove the inputs that stood in for weights, and the weights that nothing reads any more."""
+    graph = model.graph
+    for index in reversed(range(len(graph.input))):
+        if graph.input[index].name in weights:
+            del graph.input[index]
+    for name in weights.keys() - used_names(model):
+        del weights[name]
+
+
+def to_array(tensor: onnx.TensorProto) -> np.ndarray:
+    """Return the value of a tensor, refusing one whose data do not fit its type and shape."""
+    try:
+        return numpy_helper.to_array(tensor)
+    except Exception as error:  # numpy_helper lets through what numpy and struct raise
+        raise InvalidModelError(
+            f"tensor {tensor.name!r} of shape {tuple(tensor.dims)} holds other data: {error}"
+        ) from error

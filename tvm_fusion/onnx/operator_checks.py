@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the operators of a model that cannot be imported, before anything else looks at them."""
+
+from __future__ import annotations
+
+import onnx
+from tvm.relax.frontend.onnx import onnx_frontend
+
+from ..errors import UnsupportedOperatorError
+from .model.graph_edits import all_graphs, is_default_domain, node_label, opset_of
+from .rewrites.functions import EXPANDED
+from .rewrites.lp_norm import REPLACED
+
+CONTROL_FLOW = frozenset({"If"})
+"""Spliced when the condition is known."""
+
+DATA_DEPENDENT = frozenset(
+    """AllClassNMS Compress MaxRoiPool MaxUnpool NonMaxSuppression NonZero Optional
+    OptionalGetElement OptionalHasElement RoiAlign SequenceAt SequenceConstruct SequenceEmpty
+    SequenceErase SequenceInsert SequenceLength SplitToSequence ConcatFromSequence Unique""".split()
+)
+"""The importer has these, but data decide the size of their results or where they read."""
+
+Problem = tuple[onnx.NodeProto, str]
+
+
+def check_operators(model: onnx.ModelProto) -> None:
+    """Refuse a model with operators that the importer lacks, naming every such node."""
+    importable = set(onnx_frontend._get_convert_map()) | CONTROL_FLOW
+    importable = importable.union(EXPANDED, REPLACED) - DATA_DEPENDENT
+    functions = {(function.domain, function.name) for function in model.functions}
+    problems = [
+        (node, "there is no translation of this operator")
+        for graph in all_graphs(model)
+        for node in graph.node
+        if (node.domain, node.op_type) not in functions
+        and not (is_default_domain(node) and node.op_type in importable)
+    ]
+    refuse_nodes(model, problems)
+
+
+def refuse_nodes(model: onnx.ModelProto, problems: list[Problem]) -> None:
+    """Raise one error that names every node with a problem, if there are any."""
+    if not problems:
+        return
+    count = "1 node" if len(problems) == 1 else f"{len(problems)} nodes"
+    lines = [f"{count} of the model cannot be imported; export it with other operators:"]
+    for node, reason in problems:
+        opset = opset_of(model, node.domain)
+        version = "no imported opset" if opset is None else f"opset {opset}"
+        domain = node.domain or "ai.onnx"
+        lines.append(f"  {node_label(node)}: {node.op_type} of {domain}, {version}: {reason}")
+    raise UnsupportedOperatorError("\n".join(lines))

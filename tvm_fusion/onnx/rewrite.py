@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewrite an ONNX model into the part of ONNX that TVM's importer translates correctly.
+
+Each mend is one function that changes a model, or returns a new one, and keeps its meaning.
+"""
+
+from __future__ import annotations
+
+import onnx
+from onnx import helper, version_converter
+
+from ..errors import InvalidModelError
+from .guards import check_translations
+from .model.graph_edits import (
+    all_graphs,
+    default_opset,
+    is_default_domain,
+    replace_nodes,
+    set_attributes,
+    used_names,
+)
+from .model.shapes import infer_shapes, infer_shapes_anew
+from .model.tensor_facts import GraphFacts
+from .model.weights import Weights
+from .node_checks import OUTPUTS, check_nodes
+from .rewrites.auto_pad import pad_pools
+from .rewrites.branches import splice_branches
+from .rewrites.conv_transpose import pad_transposed_convolutions
+from .rewrites.division import replace_divisions_by_minus_one
+from .rewrites.fold import fold_constants
+from .rewrites.functions import expand_operators, inline_functions
+from .rewrites.indices import clamp_indices
+from .rewrites.lp_norm import replace_lp_norms
+from .rewrites.powers import replace_powers
+from .rewrites.resize import normalize_resizes
+
+OLDEST_OPSET = 13
+"""From here on axes, pads and the like are inputs; the importer is at its best there."""
+
+CONVERTED_OPSET = 17
+
+FIRST_COORDINATE_MODES = 11
+"""Before this opset, Upsample and Resize knew one way to place pixels; the converter forgets it."""
+
+
+def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
+    """Apply every mend and return the model, all its shapes inferred."""
+    model = inline_functions(model)
+    drop_unused_outputs(model)
+    check_nodes(model)
+    model = upgrade_opset(model)
+    split_sums(model)
+    model = fold_constants(infer_shapes(model), weights)
+    while splice_branches(model, GraphFacts(model, weights)):
+        model = fold_constants(infer_shapes(model), weights)
+    model = fold_constants(infer_shapes(expand_operators(model)), weights)
+    facts = GraphFacts(model, weights)
+    while pad_transposed_convolutions(model, facts):
+        model = infer_shapes_anew(model)
+        facts = GraphFacts(model, weights)
+    replace_powers(model, facts)
+    replace_lp_norms(model, facts)
+    replace_divisions_by_minus_one(model, facts)
+    pad_pools(model, facts)
+    normalize_resizes(model, facts)
+    clamp_indices(model, facts)
+    drop_identities(model, facts)
+    check_translations(model, facts)
+    return model
+
+
+def drop_initializers_from_inputs(model: onnx.ModelProto) -> None:
+    """Keep as inputs only what a caller must pass; old models list their weights there, too."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    kept = [value for value in model.graph.input if value.name not in weights]
+    del model.graph.input[:]
+    model.graph.input.extend(kept)
+    model.ir_version = max(model.ir_version, 4)
+
+
+def drop_unused_outputs(model: onnx.ModelProto) -> None:
+    """Cut optional outputs that nobody reads; the importer wants to compute all that are named."""
+    used = used_names(model)
+    for graph in all_graphs(model):
+        for node in graph.node:
+            if node.op_type in OUTPUTS and is_default_domain(node):
+                while len(node.output) > 1 and node.output[-1] not in used:
+                    del node.output[-1]
+
+
+def upgrade_opset(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Bring a model of an old opset to one whose operators the importer knows exactly."""
+    opset = default_opset(model)
+    if opset is None or opset >= OLDEST_OPSET:
+        return model
+    try:
+        converted = version_converter.convert_version(model, CONVERTED_OPSET)
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise InvalidModelError(
+            f"the model of opset {opset} cannot be brought to opset {CONVERTED_OPSET} ({reason}); "
+            f"export it again with opset {OLDEST_OPSET} or newer"
+        ) from error
+    if opset < FIRST_COORDINATE_MODES:
+        _place_pixels_as_before(converted)
+    return converted
+
+
+def _place_pixels_as_before(model: onnx.ModelProto) -> None:
+    for graph in all_graphs(model):
+        for node in graph.node:
+            if node.op_type == "Resize" and is_default_domain(node):
+                set_attributes(
+                    node, coordinate_transformation_mode="asymmetric", nearest_mode="floor"
+                )
+
+
+def split_sums(model: onnx.ModelProto) -> None:
+    """Write a Sum as Add nodes; the importer stacks its inputs into one tensor and reduces that."""
+    for graph in all_graphs(model):
+        replace_nodes(graph, [part for node in graph.node for part in _additions(node)])
+
+
+def _additions(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """The Add nodes that make up a Sum; any other node itself."""
+    if not is_default_domain(node) or node.op_type != "Sum" or len(node.input) < 2:
+        return [node]
+    nodes = []
+    total = node.input[0]
+    for index, term in enumerate(node.input[1:], start=1):
+        last = index == len(node.input) - 1
+        result = node.output[0] if last else f"{node.output[0]}/partial_{index}"
+        name = f"{node.name}/add_{index}" if node.name else ""
+        nodes.append(helper.make_node("Add", [total, term], [result], name=name))
+        total = result
+    return nodes
+
+
+def drop_identities(model: onnx.ModelProto, facts: GraphFacts) -> None:
+    """Replace Identity, and Dropout as it is at inference, by their input."""
+    outputs = {value.name for value in model.graph.output}
+    replaced: dict[str, str] = {}
+    kept = []
+    for node in model.graph.node:
+        _rename_inputs(node, replaced)
+        if _does_nothing(node, facts) and node.output[0] not in outputs:
+            replaced[node.output[0]] = node.input[0]
+        else:
+            kept.append(node)
+    for graph in all_graphs(model):
+        if graph is not model.graph:
+            for node in graph.node:
+                _rename_inputs(node, replaced)
+    replace_nodes(model.graph, kept)
+
+
+def _rename_inputs(node: onnx.NodeProto, names: dict[str, str]) -> None:
+    for index, name in enumerate(node.input):
+        node.input[index] = names.get(name, name)
+
+
+def _does_nothing(node: onnx.NodeProto, facts: GraphFacts) -> bool:
+    """Whether the node's first output always equals its first input and is all that is used."""
+    if not is_default_domain(node) or len(node.output) > 1:
+        return False
+    if node.op_type != "Dropout" or len(node.input) < 3 or not node.input[2]:
+        return node.op_type in ("Identity", "Dropout")
+    training = facts.constant(node.input[2])
+    return training is not None and not training.any()

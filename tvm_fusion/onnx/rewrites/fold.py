@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute what does not depend on a model's inputs: weights made by nodes, and shape arithmetic."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from tvm_fusion.errors import InvalidModelError
+
+from ..model.graph_edits import attribute, is_default_domain, node_label, replace_nodes, used_names
+from ..model.shapes import MAX_ELEMENTS, infer_shapes, static_shape
+from ..model.weights import SMALL_ELEMENTS, Weights, add_weight, keep_tensors, to_array
+
+FOLDABLE = frozenset(
+    """Abs Add And Cast Ceil Concat Constant ConstantOfShape Div Equal Exp Expand Flatten Floor
+    Gather Greater Identity Less Log Max Min Mod Mul Neg Not Or Pow Range Reciprocal ReduceMax
+    ReduceMin ReduceProd ReduceSum Reshape Shape Size Slice Split Sqrt Squeeze Sub Sum Tile
+    Transpose Unsqueeze Where""".split()
+)
+
+BROADCASTING = frozenset(
+    "Add And Div Equal Greater Less Max Min Mod Mul Or Pow Sub Sum Where".split()
+)
+
+SIZES = {"ConstantOfShape": 0, "Tile": 1}
+"""Which input says how large the result is, and must not be negative."""
+
+MAX_FOLDED_BYTES = 4 << 30
+"""A model whose nodes make more constants than this is refused: it could exhaust the memory."""
+
+
+def fold_constants(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
+    """Replace nodes with constant results by weights, until there are none left.
+
+    Parameters
+    ----------
+    model : onnx.ModelProto
+        With inferred shapes; changed in place.
+    weights : dict of str to numpy.ndarray
+        The weights held outside of the model; what is computed joins them.
+
+    Returns
+    -------
+    onnx.ModelProto
+        The model, its shapes inferred again.
+    """
+    folder = _Folder(model, weights)
+    while folder.run(model):
+        model = infer_shapes(model)
+    return model
+
+
+class _Folder:
+    """Walks through the nodes of a model's main graph; remembers what is constant."""
+
+    def __init__(self, model: onnx.ModelProto, weights: Weights) -> None:
+        self.weights = weights
+        self.opsets = list(model.opset_import)
+        self.values: dict[str, np.ndarray] = {}
+        self.shapes: dict[str, tuple[int, ...] | None] = {}
+        self.small: dict[str, onnx.TensorProto] = {}
+        self.folded_bytes = 0
+
+    def run(self, model: onnx.ModelProto) -> bool:
+        """Fold what can be folded now; return whether anything was."""
+        graph = model.graph
+        infos = (*graph.input, *graph.value_info, *graph.output)
+        self.shapes = {info.name: static_shape(info) for info in infos}
+        self.small = {tensor.name: tensor for tensor in graph.initializer}
+        nodes = list(graph.node)
+        kept = [node for node in nodes if not self._fold(node)]
+        if len(kept) == len(nodes):
+            return False
+        replace_nodes(graph, kept)
+        self._store(graph, used_names(model))
+        return True
+
+    def _fold(self, node: onnx.NodeProto) -> bool:
+        """Compute the node's results if they are constant; return whether they were."""
+        if not is_default_domain(node) or node.op_type not in FOLDABLE:
+            return False
+        shape = self.shapes.get(node.input[0]) if node.input else None
+        if node.op_type in ("Shape", "Size") and shape is not None:
+            self.values[node.output[0]] = _shape_value(node, shape)
+            return True
+        feeds = {}
+        for name in filter(None, node.input):
+            value = self._value(name)
+            if value is None:
+                return False
+            feeds[name] = value
+        if not self._reserve(node, feeds):
+            return False
+        results = _evaluate(node, feeds, self.opsets)
+        if results is None:
+            return False
+        self.values.update(results)
+        return True
+
+    def _value(self, name: str) -> np.ndarray | None:
+        """Return the value of a tensor if it is constant."""
+        if name in self.weights:
+            return self.weights[name]
+        if name not in self.values and name in self.small:
+            self.values[name] = to_array(self.small[name])
+        return self.values.get(name)
+
+    def _reserve(self, node: onnx.NodeProto, feeds: dict[str, np.ndarray]) -> bool:
+        """Account for the results' size before they take any memory; False if it is unknown."""
+        values = [feeds[name] for name in node.input if name]
+        _refuse_negative_sizes(node, values)
+        elements = _result_elements(node, values)
+        if elements is None:
+            return False
+        what = f"{node_label(node)} ({node.op_type})"
+        if elements > MAX_ELEMENTS:
+            raise InvalidModelError(
+                f"{what} makes a constant of {elements} elements; expected at most {MAX_ELEMENTS}"
+            )
+        self.folded_bytes += 8 * elements
+        if self.folded_bytes > MAX_FOLDED_BYTES:
+            raise InvalidModelError(
+                f"{what}: the constants that the model computes take more than "
+                f"{MAX_FOLDED_BYTES >> 30} GiB; store them as initialisers"
+            )
+        return True
+
+    def _store(self, graph: onnx.GraphProto, used: set[str]) -> None:
+        """Keep constants that are still used: large ones as weights, small ones in the graph."""
+        keep_tensors(graph, used)
+        for name in sorted(used & self.values.keys() - self.small.keys()):
+            value = self.values.pop(name)
+            if value.size > SMALL_ELEMENTS:
+                add_weight(graph, self.weights, name, value)
+            else:
+                graph.initializer.append(numpy_helper.from_array(value, name))
+
+
+def _shape_value(node: onnx.NodeProto, shape: tuple[int, ...]) -> np.ndarray:
+    if node.op_type == "Size":
+        return np.array(math.prod(shape), np.int64)
+    start, end = attribute(node, "start", 0), attribute(node, "end", len(shape))
+    return np.array(shape[start:end], np.int64)
+
+
+def _refuse_negative_sizes(node: onnx.NodeProto, values: list[np.ndarray]) -> None:
+    """Two negative sizes would look like a positive number of elements."""
+    index = SIZES.get(node.op_type)
+    if index is not None and index < len(values) and (values[index] < 0).any():
+        raise InvalidModelError(
+            f"{node_label(node)} ({node.op_type}) makes a constant of the negative size "
+            f"{values[index].min()}"
+        )
+
+
+def _result_elements(node: onnx.NodeProto, values: list[np.ndarray]) -> int | None:
+    """An upper bound of how many elements the results have together; None if it cannot be told."""
+    try:
+        if node.op_type == "ConstantOfShape":
+            return math.prod(values[0].tolist())
+        if node.op_type == "Expand":
+            return math.prod(np.broadcast_shapes(values[0].shape, tuple(values[1].tolist())))
+        if node.op_type == "Tile":
+            return values[0].size * math.prod(values[1].tolist())
+        if node.op_type == "Range":
+            start, limit, delta = (value.item() for value in values)
+            return max(0, math.ceil((limit - start) / delta))
+        if node.op_type == "Gather":
+            rows = max(1, values[0].shape[attribute(node, "axis", 0)])
+            return values[0].size // rows * values[1].size
+        if node.op_type in BROADCASTING:
+            return math.prod(np.broadcast_shapes(*(value.shape for value in values)))
+    except (ValueError, TypeError, IndexError, ArithmeticError):
+        return None
+    return sum(value.size for value in values)
+
+
+def _evaluate(
+    node: onnx.NodeProto,
+    feeds: dict[str, np.ndarray],
+    opsets: list[onnx.OperatorSetIdProto],
+) -> dict[str, np.ndarray] | None:
+    """Run one node by ONNX's reference; None if the reference cannot."""
+    names = [name for name in node.output if name]
+    function = helper.make_function("fold", "fold", list(feeds), names, [node], opsets)
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            results = ReferenceEvaluator(function).run(None, feeds, attributes={})
+    except Exception:  # whatever the reference stumbles over stays in the graph
+        return None
+    if not all(isinstance(result, np.ndarray | np.generic) for result in results):
+        return None
+    return {name: np.asarray(result) for name, result in zip(names, results, strict=True)}

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replace calls of functions by their bodies: the model's own, and ONNX's where TVM has no op."""
+
+from __future__ import annotations
+
+import onnx
+from onnx import inliner
+
+from tvm_fusion.errors import InvalidModelError
+
+from ..model.graph_edits import (
+    attribute,
+    default_opset,
+    is_default_domain,
+    nested_graphs,
+    set_attributes,
+)
+
+EXPANDED = ("Celu", "Swish")
+"""Operators that the importer lacks and that ONNX defines by others."""
+
+MAX_NODES = 200_000
+"""A model that grows beyond this is refused: functions can call functions, over and over."""
+
+FunctionKey = tuple[str, str]
+
+
+def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model without functions of its own."""
+    if not model.functions:
+        return model
+    _check_growth(model)
+    try:
+        return inliner.inline_local_functions(model)
+    except (RuntimeError, ValueError) as error:
+        raise InvalidModelError(f"the model's functions cannot be inlined: {error}") from error
+
+
+def expand_operators(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with the operators of ``EXPANDED`` written out.
+
+    Their bodies depend on types, which are inferred in the main graph only: splice branches first.
+    """
+    if not any(node.op_type in EXPANDED for node in model.graph.node):
+        return model
+    _write_defaults(model)
+    wanted = [("", name) for name in EXPANDED]
+    try:
+        return inliner.inline_selected_functions(model, wanted, inline_schema_functions=True)
+    except (RuntimeError, ValueError) as error:
+        raise InvalidModelError(f"operators of the model cannot be expanded: {error}") from error
+
+
+def _write_defaults(model: onnx.ModelProto) -> None:
+    """Give the nodes that will be expanded all attributes; the inliner forgets defaults."""
+    opset = default_opset(model) or 1
+    for node in model.graph.node:
+        if node.op_type in EXPANDED and is_default_domain(node):
+            for name, entry in onnx.defs.get_schema(node.op_type, opset).attributes.items():
+                default = onnx.helper.get_attribute_value(entry.default_value)
+                set_attributes(node, **{name: attribute(node, name, default)})
+
+
+def _check_growth(model: onnx.ModelProto) -> None:
+    """Refuse functions that call themselves or that make the model explode."""
+    functions = {(f.domain, f.name): f for f in model.functions}
+    sizes: dict[FunctionKey, int] = {}
+
+    def size_of(nodes: list[onnx.NodeProto], callers: tuple[FunctionKey, ...]) -> int:
+        total = 0
+        for node in nodes:
+            key = (node.domain, node.op_type)
+            if key in callers:
+                raise InvalidModelError(f"the model's function {node.op_type!r} calls itself")
+            if key in functions:
+                if key not in sizes:
+                    sizes[key] = size_of(list(functions[key].node), (*callers, key))
+                total += sizes[key]
+            total += 1 + sum(size_of(list(g.node), callers) for g in nested_graphs(node))
+        if total > MAX_NODES:
+            raise InvalidModelError(
+                f"the model has more than {MAX_NODES} nodes once its functions are inlined"
+            )
+        return total
+
+    try:
+        size_of(list(model.graph.node), ())
+    except RecursionError as error:
+        raise InvalidModelError("the model's functions are nested too deeply") from error

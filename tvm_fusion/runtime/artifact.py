@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file that a compiled model is saved to.
+
+It is a shared library with weights and a description behind its end. TVM itself can load it too;
+the function ``main`` of the program then takes the weights behind the inputs.
+
+======================  ========================================================================
+bytes                   content
+======================  ========================================================================
+library                 an ELF shared library: the kernels, the program that calls them, constants
+weights                 tensors, each followed by zeros up to a multiple of 64 bytes
+description             JSON in UTF-8: a :class:`Description`
+length before the JSON  unsigned 64-bit integer, little-endian as all of them
+length of the JSON      unsigned 64-bit integer
+checksum                SHA-256 of all that comes before the lengths
+format                  unsigned 32-bit integer; the highest that is known here is ``FORMAT``
+magic                   ``TVMFUSION-MODEL`` and a newline
+======================  ========================================================================
+
+Format 1 had no weights: there they are constants in the library. Formats 1 and 2 are for CPUs, and
+formats up to 3 do not tell whether the program is one kernel.
+
+A model for an NVIDIA GPU holds machine code for its architecture, so nothing is compiled where it
+runs; one for OpenCL holds text, which the device's driver compiles.
+
+The description is read, and the file is checked, before anything of it is loaded: nothing in it is
+executed, unpickled, or followed to another file. **Loading the library then runs its code with all
+rights of the process.** The checksum finds damage and not malice: load only files that you trust.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import tvm_ffi
+
+from ..codegen.device_code import machine_code_of
+from ..codegen.linker import SharedLinker
+from ..errors import ArtifactError
+from ..machine.host import check_host
+from ..machine.triples import arch_of_triple
+from ..version import __version__
+from .device import DeviceNeeds, check_device
+from .kernel_call import KernelCall
+from .tensor_spec import TensorSpec
+from .tvm_runtime import version as tvm_version
+from .weights import read_weights, stored_bytes, write_weights
+
+FORMAT = 4
+"""The format that is written; all up to it are read."""
+
+_MAGIC = b"TVMFUSION-MODEL\n"
+_FOOTER = struct.Struct("<QQ32sI16s")
+_SAVE_HELP = "save again with this version, or compile the model again"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of a compiled model without running it.
+
+    Parameters
+    ----------
+    target : str
+        The TVM target as JSON.
+    arch : str
+        Architecture of the code.
+    features : tuple of str
+        CPU features that the code needs.
+    inputs, outputs : tuple of TensorSpec
+        In the order of the call and of the results.
+    fresh : tuple of bool
+        Which outputs are made anew by each call.
+    fused : tuple of dict
+        One record a pair of convolutions.
+    versions : dict
+        Versions of ``tvm_fusion``, ``tvm`` and ``tvm_ffi`` that compiled the model.
+    weights : tuple of TensorSpec
+        What ``main`` takes behind the inputs.
+    device : DeviceNeeds | None
+        The GPU that the kernels run on; None if they run on the CPU.
+    kernel : KernelCall | None
+        How the program is called if it is one kernel.
+    """
+
+    target: str
+    arch: str
+    features: tuple[str, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    fresh: tuple[bool, ...]
+    fused: tuple[dict[str, Any], ...]
+    versions: dict[str, str]
+    weights: tuple[TensorSpec, ...] = ()
+    device: DeviceNeeds | None = None
+    kernel: KernelCall | None = None
+
+    @property
+    def cpu(self) -> str:
+        """LLVM's name of the CPU that the code, or that of its host, is for."""
+        return _host(json.loads(self.target))["mcpu"]
+
+    @property
+    def triple(self) -> str:
+        """LLVM's triple of the system that the code is for."""
+        return _host(json.loads(self.target))["mtriple"]
+
+    def check_machine(self) -> None:
+        """Refuse to run on this machine if its CPU or its GPU lacks what the code needs.
+
+        Raises
+        ------
+        TargetError
+            Names what is missing.
+        """
+        check_host(self.features, self.arch)
+        if self.device is not None:
+            check_device(self.device)
+
+    def linker(self, executable: Any) -> SharedLinker:
+        """What makes a library of an executable, with machine code for the GPU if that is CUDA."""
+        if self.device is None or self.device.kind != "cuda":
+            return SharedLinker(self.triple)
+        return SharedLinker(self.triple, machine_code_of(executable, self.device.arch))
+
+
+def current_versions() -> dict[str, str]:
+    """Versions of what compiles and runs models here."""
+    return {
+        "tvm_fusion": __version__,
+        "tvm": tvm_version(),
+        "tvm_ffi": str(tvm_ffi.__version__),
+    }
+
+
+def write_artifact(
+    path: str | os.PathLike[str], executable: Any, about: Description, weights: Sequence[Any] = ()
+) -> None:
+    """Write a compiled model; the file appears complete or not at all, also if the power fails.
+
+    Parameters
+    ----------
+    path : path
+        Where to; a file that is there already is replaced.
+    executable : tvm.runtime.Executable
+        The compiled model.
+    about : Description
+        Its description.
+    weights : sequence of tvm.runtime.Tensor
+        The tensors that the description lists.
+
+    Raises
+    ------
+    ArtifactError
+        If the file cannot be written, or the model cannot be linked.
+    """
+    path = Path(os.path.realpath(path))
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+    text = json.dumps(asdict(about)).encode()
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError(None, "something other than a file has this name")
+        aside.touch()
+        executable.export_library(str(aside), fcompile=about.linker(executable))
+        with aside.open("ab") as file:
+            write_weights(file, weights)
+            place = file.tell()
+            file.write(text)
+        digest = _digest(aside, place + len(text))
+        with aside.open("ab") as file:
+            file.write(_FOOTER.pack(place, len(text), digest, FORMAT, _MAGIC))
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+        _write_through(path.parent)
+    except (OSError, RuntimeError) as error:  # TVM's own failures to write are RuntimeErrors
+        reason = getattr(error, "strerror", None) or error
+        raise ArtifactError(f"cannot write {str(path)!r}: {reason}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+def _write_through(folder: Path) -> None:
+    """Bring a folder's list of names to the disk, on file systems that can."""
+    with contextlib.suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def read_artifact(path: str | os.PathLike[str]) -> Description:
+    """Read and check the description of a file without loading its code.
+
+    Raises
+    ------
+    ArtifactError
+        If the file cannot be read, is none of ours, is damaged, or comes from a version which
+        this one cannot read.
+    TargetError
+        If this machine cannot run its code.
+    """
+    path = Path(path)
+    try:
+        about = _read(path)
+    except OSError as error:
+        raise ArtifactError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    about.check_machine()
+    here = current_versions()
+    for package in ("tvm", "tvm_ffi"):
+        saved = about.versions[package]
+        if saved.split(".")[:2] != here[package].split(".")[:2]:
+            raise ArtifactError(
+                f"{str(path)!r} was compiled with {package} {saved}, and {here[package]} is "
+                "installed; compile the model again, or install that version"
+            )
+    return about
+
+
+def read_artifact_weights(path: Path, about: Description) -> list[tvm_ffi.Tensor]:
+    """Read the weights of a file whose description was read.
+
+    Raises
+    ------
+    ArtifactError
+        If the file cannot be read, or is no longer the one that was described.
+    """
+    if not about.weights:
+        return []
+    try:
+        with path.open("rb") as file:
+            file.seek(-_FOOTER.size, os.SEEK_END)
+            place, *_ = _FOOTER.unpack(file.read(_FOOTER.size))
+            file.seek(place - stored_bytes(about.weights))
+            return read_weights(file, about.weights)
+    except (OSError, ValueError, struct.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ArtifactError(f"cannot read {str(path)!r}: {reason}") from error
+
+
+def _read(path: Path) -> Description:
+    size = path.stat().st_size
+    if not path.is_file():
+        raise OSError(None, "it is not a file")
+    with path.open("rb") as file:
+        start = file.read(4)
+        file.seek(max(0, size - _FOOTER.size))
+        end = file.read(_FOOTER.size)
+        if len(end) < _FOOTER.size or not end.endswith(_MAGIC):
+            raise ArtifactError(_foreign(path, start))
+        place, length, digest, version, _ = _FOOTER.unpack(end)
+        if version > FORMAT:
+            raise ArtifactError(
+                f"{str(path)!r} has format {version}, and this version of tvm_fusion reads up to "
+                f"{FORMAT}; install a newer tvm_fusion"
+            )
+        whole = version >= 1 and place + length + _FOOTER.size == size
+        if not whole or digest != _digest(path, place + length):
+            raise ArtifactError(
+                f"{str(path)!r} is damaged: its checksum does not fit; {_SAVE_HELP}"
+            )
+        file.seek(place)
+        text = file.read(length)
+    try:
+        data = json.loads(text)
+        absent: dict[str, tuple[int, Any]]
+        absent = {"weights": (2, []), "device": (3, None), "kernel": (4, None)}
+        added = {name: value for name, (since, value) in absent.items() if version < since}
+        return _parse(data | added, place)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ArtifactError(
+            f"the description in {str(path)!r} is not valid ({error!r}); {_SAVE_HELP}"
+        ) from error
+
+
+def _foreign(path: Path, start: bytes) -> str:
+    if start == b"\x7fELF":
+        return (
+            f"{str(path)!r} is a shared library which tvm_fusion did not save, or one that is cut "
+            "off; expected a file that was written by CompiledModel.save"
+        )
+    return f"{str(path)!r} is no compiled model; expected a file written by CompiledModel.save"
+
+
+def _digest(path: Path, count: int) -> bytes:
+    """SHA-256 of the first ``count`` bytes of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while count > 0 and (block := file.read(min(count, 1 << 20))):
+            digest.update(block)
+            count -= len(block)
+    return digest.digest()
+
+
+def _parse(data: Any, room: int) -> Description:
+    """Build a description from JSON; anything else than expected raises.
+
+    ``room`` is how many bytes the library and the weights have.
+    """
+    fresh = tuple(_typed(item, bool) for item in _typed(data["fresh"], list))
+    outputs = _specs(data["outputs"])
+    if len(fresh) != len(outputs):
+        raise ValueError("'fresh' and 'outputs' differ in length")
+    weights = _specs(data["weights"])
+    if stored_bytes(weights) > room:
+        raise ValueError("the weights are larger than the file")
+    versions = _typed(data["versions"], dict)
+    target = _typed(data["target"], str)
+    options = _typed(json.loads(target), dict)
+    device = _device(data["device"], options)
+    host = _typed(_host(options), dict)
+    if host.get("kind") != "llvm":
+        raise ValueError(f"the target is of the kind {options.get('kind')!r}")
+    _typed(host["mcpu"], str)
+    arch = arch_of_triple(_typed(host["mtriple"], str))
+    if data["arch"] != arch:
+        raise ValueError(f"the target is for {arch}, and 'arch' is {data['arch']!r}")
+    return Description(
+        target=target,
+        arch=arch,
+        features=tuple(_typed(item, str) for item in _typed(data["features"], list)),
+        inputs=_specs(data["inputs"]),
+        outputs=outputs,
+        fresh=fresh,
+        fused=tuple(_typed(item, dict) for item in _typed(data["fused"], list)),
+        versions={name: _typed(versions[name], str) for name in current_versions()},
+        weights=weights,
+        device=device,
+        kernel=_kernel(data["kernel"], len(data["inputs"]) + len(weights)),
+    )
+
+
+def _host(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a target's CPU: its own, or those of a GPU's host."""
+    return options if options.get("kind") == "llvm" else options["host"]
+
+
+def _device(data: Any, target: dict[str, Any]) -> DeviceNeeds | None:
+    if data is None and target.get("kind") == "llvm":
+        return None
+    names = {field.name: int if field.type == "int" else str for field in fields(DeviceNeeds)}
+    needs = DeviceNeeds(**{name: _typed(data[name], kind) for name, kind in names.items()})
+    if needs.kind not in ("cuda", "opencl") or needs.kind != target.get("kind"):
+        raise ValueError(f"the target is of the kind {target.get('kind')!r}, 'device' {needs.kind}")
+    return needs
+
+
+def _kernel(data: Any, arguments: int) -> KernelCall | None:
+    """``arguments`` is how many ``main`` takes."""
+    if data is None:
+        return None
+    taken = tuple(_typed(index, int) for index in _typed(data["arguments"], list))
+    if sorted(taken) != list(range(arguments)):
+        raise ValueError(f"'kernel' takes the arguments {taken}; expected {arguments} in any order")
+    return KernelCall(_typed(data["name"], str), taken)
+
+
+def _specs(data: Any) -> tuple[TensorSpec, ...]:
+    specs = []
+    for item in _typed(data, list):
+        shape = tuple(_typed(size, int, str) for size in _typed(item["shape"], list))
+        specs.append(TensorSpec(_typed(item["name"], str), shape, _typed(item["dtype"], str)))
+    return tuple(specs)
+
+
+def _typed(value: Any, *types: type) -> Any:
+    if type(value) not in types:
+        raise TypeError(f"{value!r:.50} is no {' or '.join(kind.__name__ for kind in types)}")
+    return value

@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a compiled model, time it, save it and load it."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tvm_ffi
+
+from ..bench.engines import random_inputs  # noqa: TID251 - a program, which imports nothing of ours
+from ..errors import ArtifactError, InvalidInputError, TargetError
+from .arguments import bind
+from .artifact import Description, read_artifact, read_artifact_weights, write_artifact
+from .device import DeviceNeeds, device_of
+from .fast_call import FastCall, Program, has_fast_call, is_known, make_fast_call, no_fast_call
+from .memory import DeviceMemory, HostMemory, Memory, own_tensors
+from .tensor_spec import TensorSpec, refuse_open_shapes
+from .thread_pool import Crew, choose_threads
+from .tvm_runtime import get_function, start_machine
+from .weights import stored_bytes
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+
+@dataclass(frozen=True)
+class Latency:
+    """What :meth:`CompiledModel.benchmark` measured, in milliseconds a call.
+
+    Parameters
+    ----------
+    median_ms, min_ms, p90_ms, mean_ms : float
+        Over the timed calls.
+    repeat : int
+        Number of timed calls.
+    threads : int
+        Threads of the model.
+    """
+
+    median_ms: float
+    min_ms: float
+    p90_ms: float
+    mean_ms: float
+    repeat: int
+    threads: int
+
+
+class CompiledModel:
+    """A model compiled for a CPU or a GPU; ``tvm_fusion.compile`` and ``tvm_fusion.load`` make it.
+
+    It is called with its inputs as numpy arrays or anything else on the CPU that has DLPack
+    (tensors of PyTorch, TVM, JAX), by position, by name, or all of them in one mapping::
+
+        y = compiled(x)
+        y = compiled(image=x)
+        y = compiled({"input.1": x})
+
+    It returns a numpy array, or a tuple of them if the model has several outputs. The arrays are
+    the caller's: no later call changes them, and changing them changes nothing else.
+
+    Types and shapes must fit: nothing is converted silently. An input that is contiguous, writable
+    and aligned to 64 bytes is used where it lies (:func:`aligned_empty` makes such arrays); any
+    other one is copied first. Outputs are not copied, unless they are constants of the model or
+    share memory with an input.
+
+    **GPUs.** A model for a GPU takes tensors of that GPU too, and uses them where they lie if they
+    are contiguous and aligned; arrays of the CPU are copied there. The weights are there from the
+    first call on (after :func:`load` at once). The results come back as numpy arrays;
+    :meth:`tensors` leaves them on the GPU.
+
+    **Threads.** A call runs on as many threads as the model was given, by default one a physical
+    core (or ``TVM_NUM_THREADS``, if the environment has it); models with different numbers can live
+    in one process. The number applies to the process's own processors, which a model's threads
+    share with everything else: they are not pinned.
+
+    A model may be called from several threads of a program: its calls then wait for each other. To
+    have them run at the same time, load the model several times with fewer threads each. The main
+    thread computes itself, other threads hand their calls over to a thread of the model. It also
+    works in a process that was forked.
+    """
+
+    def __init__(
+        self,
+        executable: Any,
+        about: Description,
+        threads: int,
+        weights: Sequence[Any] = (),
+        origin: Path | None = None,
+    ) -> None:
+        self._executable = executable
+        self._about = about
+        self._weights = list(weights)
+        self._placed: list[Any] | None = None
+        self._origin = origin
+        self._crew = Crew(threads)
+        self._memory = _memory_of(about)
+        self._main: Any = None
+        self._fast_call: FastCall = no_fast_call
+        self._has_one_output = len(about.outputs) == 1
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs in the order of the call."""
+        return self._about.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs in the order in which they are returned."""
+        return self._about.outputs
+
+    @property
+    def target(self) -> Target:
+        """The target that the model is compiled for; asking for it imports TVM."""
+        from tvm.target import Target
+
+        return Target(self._about.target)
+
+    @property
+    def needs(self) -> DeviceNeeds | None:
+        """What the kernels need of a GPU; None if they run on the CPU."""
+        return self._about.device
+
+    @property
+    def device(self) -> tvm_ffi.Device:
+        """Where the kernels run, and where :meth:`tensors` leaves the results."""
+        return self._memory.device
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """CPU features that the code needs."""
+        return self._about.features
+
+    @property
+    def threads(self) -> int:
+        """How many threads a call runs on."""
+        return self._crew.threads
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of tvm_fusion, tvm and tvm_ffi that compiled the model."""
+        return dict(self._about.versions)
+
+    @property
+    def fused(self) -> list[dict[str, Any]]:
+        """One record for each pair of neighbouring convolutions: whether it is fused, and why.
+
+        ``first`` and ``second`` are names, ``fused`` is a bool, ``reason`` a text; FLOPs, bytes and
+        arithmetic intensity of both ways come with them.
+        """
+        return [dict(record) for record in self._about.fused]
+
+    def __repr__(self) -> str:
+        """Inputs, outputs, CPU or GPU, and threads."""
+        signature = f"{_signature(self.inputs)} -> {_signature(self.outputs)}"
+        place = self._about.device or self._about.cpu
+        return f"CompiledModel({signature}, {place}, {self.threads} threads)"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
+        """Compute the outputs.
+
+        Parameters
+        ----------
+        *args : array
+            Inputs in order, or one mapping from names to inputs.
+        **kwargs : array
+            Inputs by name.
+
+        Returns
+        -------
+        numpy.ndarray or tuple of numpy.ndarray
+            One array if the model has one output, else a tuple.
+
+        Raises
+        ------
+        InvalidInputError
+            If an input is missing, unknown, or of the wrong type or shape.
+        TargetError
+            If the model is compiled for another CPU or GPU than this machine has, or the GPU fails.
+        """
+        if not kwargs:
+            output = self._fast_call(args)
+            if output is not None:
+                return output
+        values = self._memory.check(bind(self.inputs, args, kwargs))
+        return self._unpacked(self._crew.run(self._run, values))
+
+    def tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs as :meth:`__call__` does, and leave them on the model's device.
+
+        On a GPU the call returns when the kernels are launched, before they are done: what works
+        on the same stream, the default one, needs no more; others call :meth:`synchronize` first.
+
+        Returns
+        -------
+        tvm_ffi.Tensor or tuple of tvm_ffi.Tensor
+            They have DLPack (``torch.from_dlpack``), and are the caller's.
+        """
+        values = self._memory.check(bind(self.inputs, args, kwargs))
+        return self._unpacked(self._crew.run(self._run_on_device, values))
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was launched.
+
+        Raises
+        ------
+        TargetError
+            If a kernel failed.
+        """
+        if self._main is not None:  # else nothing was
+            self._memory.synchronize()
+
+    def _run(self, values: Sequence[Any]) -> list[np.ndarray]:
+        outputs, _, memory = self._launch(values)
+        return self._memory.arrays(outputs, self._about.fresh, memory)
+
+    def _run_on_device(self, values: Sequence[Any]) -> list[Any]:
+        outputs, tensors, _ = self._launch(values)
+        return own_tensors(outputs, self._about.fresh, tensors)
+
+    def _unpacked(self, outputs: Sequence[Any]) -> Any:
+        return outputs[0] if self._has_one_output else tuple(outputs)
+
+    def _launch(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[Any], list[Any]]:
+        """The program's results, its inputs, and the memory that these lie in."""
+        tensors, memory = self._place(values)
+        return self._execute(tensors), tensors, memory
+
+    def _execute(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """The program's results."""
+        if self._main is None:
+            self._start()
+        try:
+            outputs = self._main(*tensors, *self._on_device())
+        except (RuntimeError, ValueError, TypeError) as error:
+            # TVM checks what the specs cannot say, such as a dimension that is computed of others.
+            reason = str(error).strip().splitlines()[-1]
+            if self.needs is not None and re.search("CUDA|OpenCL|CL_", str(error)):
+                raise TargetError(f"the GPU failed to run the model: {reason}") from error
+            raise InvalidInputError(f"the model cannot run on these inputs: {reason}") from error
+        return [outputs] if isinstance(outputs, tvm_ffi.Tensor) else outputs
+
+    def _place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """As :meth:`Memory.place`; before that, what drives the device is loaded."""
+        if self._main is None:
+            self._start()
+        return self._memory.place(values)
+
+    def _on_device(self) -> list[Any]:
+        """The weights, which go to the device once."""
+        if self._placed is None:
+            try:
+                self._placed = self._memory.upload(self._weights)
+            except RuntimeError as error:
+                size = stored_bytes(self._about.weights) / 2**20
+                reason = str(error).strip().splitlines()[-1]
+                raise TargetError(
+                    f"{size:.1f} MiB of weights cannot be placed on {self.device}: {reason}"
+                ) from error
+            if self._origin is not None:  # nobody will save them
+                self._weights = self._placed
+        return self._placed
+
+    def _start(self) -> None:
+        """Make the code executable; before that, make sure that this machine can execute it."""
+        self._about.check_machine()
+        module = self._executable
+        if not isinstance(module, tvm_ffi.Module):
+            module = module.jit(fcompile=self._about.linker(module))
+        self._machine = start_machine(module, self._memory.device)
+        self._main = self._machine["main"]
+        about = self._about
+        if about.device is None and has_fast_call(about.inputs, about.outputs, about.fresh):
+            self._fast_call = make_fast_call(self._program(module), self._crew, about.inputs)
+
+    def _program(self, library: tvm_ffi.Module) -> Program:
+        """What computes the only output."""
+        about, weights, inputs = self._about, self._on_device(), len(self._about.inputs)
+        [output] = about.outputs
+        if about.kernel is None or not is_known([output]):
+            return Program.of_main(self._main, inputs, weights)
+        try:
+            kernel = library.get_function(about.kernel.name, query_imports=True)
+        except AttributeError as error:
+            raise ArtifactError(
+                f"the model has no kernel {about.kernel.name!r}, of which its description tells; "
+                "compile it again"
+            ) from error
+        return Program.of_kernel(kernel, about.kernel, inputs, weights, output)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model to a file for :func:`load`.
+
+        It is a shared library that TVM itself can load too: ``tvm_fusion.runtime.artifact``
+        describes it. No compiler is needed, for whatever CPU the model is compiled. The file
+        appears complete or not at all.
+
+        Parameters
+        ----------
+        path : path
+            Where to; a file that is there is replaced.
+
+        Raises
+        ------
+        ArtifactError
+            If it cannot be written, or if this model was itself loaded from a file.
+        """
+        if self._origin is not None:
+            raise ArtifactError(
+                f"this model was loaded from {str(self._origin)!r}; copy that file instead"
+            )
+        write_artifact(path, self._executable, self._about, self._weights)
+
+    def benchmark(
+        self, repeat: int = 50, warmup: int = 10, inputs: Mapping[str, Any] | None = None
+    ) -> Latency:
+        """Time whole calls.
+
+        On a GPU the inputs are there before the clock starts, the results stay there, and a call
+        ends when the device has done all of it.
+
+        Parameters
+        ----------
+        repeat : int
+            Number of timed calls.
+        warmup : int
+            Number of calls before them.
+        inputs : mapping, optional
+            Inputs by name; by default random ones, new at each call of this method: floats are
+            standard normal, integers 0 or 1.
+
+        Raises
+        ------
+        InvalidInputError
+            If a number makes no sense, or an input has dimensions whose size is not known.
+        TargetError
+            As for a call.
+        """
+        if repeat < 1 or warmup < 0:
+            raise InvalidInputError(
+                f"repeat is {repeat} and warmup {warmup}; expected at least 1 and 0"
+            )
+        feed = self._random_feed() if inputs is None else inputs
+        values = bind(self.inputs, (), feed)
+        call: Callable[..., Any] = self
+        if self._about.device is not None:
+            values, _ = self._crew.run(self._place, self._memory.check(values))
+            call = self._timed
+        for _ in range(warmup):
+            call(*values)
+        times = []
+        for _ in range(repeat):
+            begin = time.perf_counter()
+            call(*values)
+            times.append((time.perf_counter() - begin) * 1e3)
+        return Latency(
+            median_ms=float(np.median(times)),
+            min_ms=min(times),
+            p90_ms=float(np.percentile(times, 90)),
+            mean_ms=float(np.mean(times)),
+            repeat=repeat,
+            threads=self.threads,
+        )
+
+    def _timed(self, *values: Any) -> None:
+        self.tensors(*values)
+        self.synchronize()
+
+    def _random_feed(self) -> dict[str, np.ndarray]:
+        refuse_open_shapes(self.inputs, InvalidInputError, "pass inputs=...")
+        feed = {}
+        seed = int.from_bytes(os.urandom(8), "little")
+        for name, array in random_inputs(self.inputs, seed, normal=True).items():
+            feed[name] = aligned_empty(array.shape, array.dtype)
+            feed[name][...] = array
+        return feed
+
+
+def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledModel:
+    """Load a model that :meth:`CompiledModel.save` wrote.
+
+    **Loading runs code of the file.** What can be checked is checked before: that it is a complete
+    file of ours, of a format and a TVM that fit, for this architecture and for a CPU whose features
+    are here, or for the GPU that is here. That protects from accidents, not from a stranger: load
+    only files that you trust.
+
+    Parameters
+    ----------
+    path : path
+        The file.
+    threads : int, optional
+        Threads of a call; by default one a physical core.
+
+    Raises
+    ------
+    ArtifactError
+        If the file cannot be read, is none of ours, is damaged, or is of another version.
+    TargetError
+        If it is compiled for another architecture, for CPU features or a GPU which are not here.
+    InvalidInputError
+        If ``threads`` is not possible.
+    """
+    count = choose_threads(threads)
+    about = read_artifact(path)
+    weights = read_artifact_weights(Path(path), about)
+    origin = Path(path).resolve()
+    try:
+        module = get_function("ffi.Module.load_from_file.so")(str(origin), "so")
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ArtifactError(f"cannot load {str(path)!r}: {reason}") from error
+    model = CompiledModel(module, about, count, weights, origin)
+    model._on_device()
+    return model
+
+
+def _memory_of(about: Description) -> Memory:
+    if about.device is None:
+        return HostMemory(about.inputs)
+    return DeviceMemory(about.inputs, device_of(about.device.kind))
+
+
+def aligned_empty(shape: Sequence[int], dtype: Any = "float32") -> np.ndarray:
+    """Make an uninitialised array that a model can use as an input without copying it."""
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _signature(specs: Sequence[TensorSpec]) -> str:
+    texts = (f"{s.name}: {s.dtype}[{', '.join(map(str, s.shape))}]" for s in specs)
+    return f"({', '.join(texts)})"

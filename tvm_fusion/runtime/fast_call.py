@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shortest way of a call to the kernels, for arguments that need nothing done to them.
+
+Kernels of 50 us wash the interpreter's own data out of the caches, so that each Python function
+which a call passes through costs a good part of a microsecond. Hence few functions, no virtual
+machine for a single kernel, and TVM's own checks of shapes: what they refuse takes the long way,
+whose errors tell more. Types are checked here, because TVM ends the process where it has no name
+for one, as for complex numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+
+from ..errors import InvalidInputError
+from .arguments import ALIGNMENT, numpy_dtype
+from .kernel_call import KernelCall, OutputPool
+from .tensor_spec import TensorSpec
+from .thread_pool import Crew
+
+FastCall = Callable[[tuple[Any, ...]], "np.ndarray | None"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a call runs.
+
+    Parameters
+    ----------
+    function : callable
+        The program on the virtual machine, or its only kernel.
+    arguments : sequence
+        What it takes: weights, and whatever in the places of the inputs.
+    inputs : sequence of int
+        Where each input goes.
+    outputs : OutputPool | None
+        Where its last argument, the output, comes from; None if it returns the output.
+    """
+
+    function: Callable[..., Any]
+    arguments: Sequence[Any]
+    inputs: Sequence[int]
+    outputs: OutputPool | None
+
+    @classmethod
+    def of_main(cls, main: Callable[..., Any], inputs: int, weights: Sequence[Any]) -> Program:
+        """The program on the virtual machine."""
+        return cls(main, [*[None] * inputs, *weights], range(inputs), None)
+
+    @classmethod
+    def of_kernel(
+        cls,
+        kernel: Callable[..., Any],
+        call: KernelCall,
+        inputs: int,
+        weights: Sequence[Any],
+        output: TensorSpec,
+    ) -> Program:
+        """A program that is one kernel."""
+        given = [*[None] * inputs, *weights]
+        arguments = [given[index] for index in call.arguments]
+        places = [call.arguments.index(index) for index in range(inputs)]
+        return cls(kernel, [*arguments, None], places, OutputPool(output))
+
+    def run(self, arguments: list[Any]) -> np.ndarray:
+        """The output; the arguments have the inputs."""
+        if self.outputs is None:
+            return np.from_dlpack(self.function(*arguments))
+        array, arguments[-1] = self.outputs.take()
+        self.function(*arguments)
+        return array.view()
+
+
+def has_fast_call(
+    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], fresh: Sequence[bool]
+) -> bool:
+    """Whether a model on the CPU has one new output, and all types and shapes are plain."""
+    is_plain = is_known(inputs) and all(map(_is_numpys_own, [*inputs, *outputs]))
+    return is_plain and list(fresh) == [True]
+
+
+def make_fast_call(program: Program, crew: Crew, inputs: Sequence[TensorSpec]) -> FastCall:
+    """Make a function from the arguments by position to the output.
+
+    Parameters
+    ----------
+    program : Program
+        That of a model with :func:`has_fast_call`.
+    crew : Crew
+        What runs it.
+    inputs : sequence of TensorSpec
+        Its inputs.
+
+    Returns
+    -------
+    callable
+        It returns None if any argument is anything but an array of the right type and shape that
+        kernels can read where it lies: contiguous, writable, and aligned. Nothing has happened
+        then.
+    """
+    from_dlpack, run_on_crew, run = tvm_ffi.from_dlpack, crew.run, program.run
+    dtypes = [numpy_dtype(spec.dtype) for spec in inputs]
+    count = len(dtypes)
+    places, template = list(zip(program.inputs, dtypes, strict=True)), list(program.arguments)
+
+    def call(args: tuple[Any, ...]) -> np.ndarray | None:
+        if len(args) != count:
+            return None
+        try:
+            arguments = template.copy()
+            for value, (place, dtype) in zip(args, places):  # noqa: B905  they are as many
+                if type(value) is not np.ndarray or value.dtype is not dtype:
+                    return None
+                arguments[place] = from_dlpack(
+                    value, require_alignment=ALIGNMENT, require_contiguous=True
+                )
+            return run_on_crew(run, arguments)
+        except (BufferError, RuntimeError, TypeError, ValueError):
+            return None
+
+    return call
+
+
+def no_fast_call(args: tuple[Any, ...]) -> None:
+    """The function of a model that has none."""
+
+
+def is_known(specs: Sequence[TensorSpec]) -> bool:
+    """Whether all sizes are numbers, and there are elements."""
+    return all(isinstance(size, int) and size > 0 for spec in specs for size in spec.shape)
+
+
+def _is_numpys_own(spec: TensorSpec) -> bool:
+    try:
+        return numpy_dtype(spec.dtype).isbuiltin == 1
+    except InvalidInputError:
+        return False

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the tensors of a compiled model lie: in the memory of the host, or in that of a GPU.
+
+Both kinds of memory do the same four things: they check what a call gets, place it where the
+kernels read it, and hand out the results as numpy arrays or as tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tvm_ffi
+
+from ..errors import InvalidInputError, TargetError
+from .arguments import ALIGNMENT, Stage, as_array, check, empty, numpy_dtype, results
+from .tensor_spec import TensorSpec
+from .tvm_runtime import get_function
+
+_CUDA = 2
+_LEGACY_STREAM = 1
+"""What DLPack calls the stream that TVM launches its kernels on."""
+
+
+class Memory(Protocol):
+    """What a compiled model asks of the memory that its kernels work in."""
+
+    device: tvm_ffi.Device
+
+    def check(self, values: Sequence[Any]) -> list[Any]:
+        """See each value of a call as an array or a tensor of the type and shape of its input."""
+
+    def place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Tensors that kernels can read, good until the next call, and what they lie in."""
+
+    def arrays(
+        self, outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[Any]
+    ) -> list[np.ndarray]:
+        """Results as numpy arrays that the caller may keep and change."""
+
+    def upload(self, weights: Sequence[Any]) -> list[Any]:
+        """The weights where kernels can read them."""
+
+    def synchronize(self) -> None:
+        """Wait until all that was launched is done."""
+
+
+class HostMemory:
+    """Inputs are used where they lie in the host's memory, if they are contiguous and aligned.
+
+    Parameters
+    ----------
+    specs : sequence of TensorSpec
+        The inputs.
+    """
+
+    arrays = staticmethod(results)
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self.device = tvm_ffi.device("cpu", 0)
+        self._specs = specs
+        self._stage = Stage(specs)
+
+    def check(self, values: Sequence[Any]) -> list[np.ndarray]:
+        """As :meth:`Memory.check`; nothing is copied."""
+        return check(self._specs, values)
+
+    def place(self, values: Sequence[np.ndarray]) -> tuple[list[Any], list[np.ndarray]]:
+        """As :meth:`Memory.place`; copies what cannot be used where it lies."""
+        return self._stage.tensors(values)
+
+    def upload(self, weights: Sequence[Any]) -> list[Any]:
+        """The weights as they are."""
+        return list(weights)
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way."""
+
+
+class DeviceMemory:
+    """Inputs are copied to the device, unless they are tensors there; so are results, back.
+
+    Parameters
+    ----------
+    specs : sequence of TensorSpec
+        The inputs.
+    device : tvm_ffi.Device
+        The GPU.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], device: tvm_ffi.Device) -> None:
+        self.device = device
+        self._specs = specs
+        self._places: list[Any] = [None] * len(specs)
+
+    def check(self, values: Sequence[Any]) -> list[Any]:
+        """As :meth:`Memory.check`; numpy arrays stay where they are, until they are placed.
+
+        Raises
+        ------
+        InvalidInputError
+            If a value is not of its input's type and shape, or lies on a third device.
+        """
+        return check(self._specs, values, self._view)
+
+    def place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """As :meth:`Memory.place`.
+
+        Raises
+        ------
+        TargetError
+            If the device has no room for them.
+        """
+        with _own_errors(self.device):
+            tensors = [self._placed(index, value) for index, value in enumerate(values)]
+        return tensors, tensors
+
+    def arrays(
+        self, outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[Any]
+    ) -> list[np.ndarray]:
+        """As :meth:`Memory.arrays`; waits for the kernels.
+
+        Raises
+        ------
+        TargetError
+            If a kernel failed.
+        """
+        with _own_errors(self.device):
+            return [_download(tensor) for tensor in outputs]
+
+    def upload(self, weights: Sequence[Any]) -> list[Any]:
+        """Copies of the weights on the device."""
+        places = [empty(weight.shape, str(weight.dtype), self.device) for weight in weights]
+        for weight, place in zip(weights, places, strict=True):
+            _copy(weight, place)
+        self.synchronize()
+        return places
+
+    def synchronize(self) -> None:
+        """Wait until all that was launched is done.
+
+        Raises
+        ------
+        TargetError
+            If a kernel failed.
+        """
+        with _own_errors(self.device):
+            get_function("runtime.Device_StreamSync")(self.device, 0)
+
+    def _view(self, spec: TensorSpec, value: Any) -> Any:
+        """A tensor of the device, or an array of the host."""
+        place = getattr(value, "__dlpack_device__", None)
+        if place is None or isinstance(value, np.ndarray):
+            return as_array(spec, value)
+        kind, index = (int(number) for number in place())
+        if kind != self.device.dlpack_device_type():
+            return as_array(spec, value, f"the CPU or to {self.device}")
+        if index != self.device.index:
+            raise InvalidInputError(
+                f"input {spec.name!r} lies on the device number {index}; move it to {self.device}"
+            )
+        return _import(spec, value, kind)
+
+    def _placed(self, index: int, value: Any) -> Any:
+        on_device = isinstance(value, tvm_ffi.Tensor)
+        if on_device and (kind_of(value) != _CUDA or value.data_ptr() % ALIGNMENT == 0):
+            return value
+        shape, place = tuple(value.shape), self._places[index]
+        if place is None or tuple(place.shape) != shape:
+            place = self._places[index] = empty(shape, self._specs[index].dtype, self.device)
+        if on_device:
+            _copy(value, place)
+        elif value.size:
+            data = np.ascontiguousarray(value)
+            pointer = data.ctypes.data_as(ctypes.c_void_p)
+            get_function("runtime.TVMTensorCopyFromBytes")(place, pointer, data.nbytes)
+        return place
+
+
+def own_tensors(outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[Any]) -> list[Any]:
+    """Results as tensors that the caller may keep and change, without waiting for them.
+
+    Parameters
+    ----------
+    outputs : sequence of tvm_ffi.Tensor
+        What the function returned.
+    fresh : sequence of bool
+        Which of them were made by this call; others are copied.
+    inputs : sequence of tvm_ffi.Tensor
+        What overlaps with them is copied, too.
+
+    Raises
+    ------
+    TargetError
+        If the device has no room for a copy.
+    """
+    taken = [_extent(tensor) for tensor in inputs]
+    owned = []
+    for tensor, new in zip(outputs, fresh, strict=True):
+        begin, end = _extent(tensor)
+        if not new or any(begin < other[1] and other[0] < end for other in taken):
+            with _own_errors(tensor.device):
+                copy = empty(tensor.shape, str(tensor.dtype), tensor.device)
+                _copy(tensor, copy)
+            tensor = copy
+        taken.append(_extent(tensor))
+        owned.append(tensor)
+    return owned
+
+
+def kind_of(tensor: Any) -> int:
+    """DLPack's number of the kind of device that a tensor lies on."""
+    return int(tensor.device.dlpack_device_type())
+
+
+@contextlib.contextmanager
+def _own_errors(device: tvm_ffi.Device) -> Iterator[None]:
+    """Give what TVM's runtime raises of a device as one of our errors."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise TargetError(f"{device} failed: {reason}") from error
+
+
+def _import(spec: TensorSpec, value: Any, kind: int) -> Any:
+    """A tensor of another library where it lies; what writes to it is waited for on the device."""
+    try:
+        if not isinstance(value, tvm_ffi.Tensor):
+            stream = {"stream": _LEGACY_STREAM} if kind == _CUDA else {}
+            value = value.__dlpack__(**stream)
+        tensor = tvm_ffi.from_dlpack(value, require_contiguous=True)
+        str(tensor.dtype)  # fails where TVM has no such type, as for complex numbers
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"input {spec.name!r} ({type(value).__name__}) cannot be read through DLPack: {error}; "
+            f"expected a contiguous tensor of {spec.dtype}"
+        ) from error
+    return tensor
+
+
+def _download(tensor: Any) -> np.ndarray:
+    array = np.empty(tuple(tensor.shape), numpy_dtype(str(tensor.dtype)))
+    if array.size:
+        pointer = array.ctypes.data_as(ctypes.c_void_p)
+        get_function("runtime.TVMTensorCopyToBytes")(tensor, pointer, array.nbytes)
+    return array
+
+
+def _copy(source: Any, target: Any) -> None:
+    if math.prod(target.shape):
+        get_function("runtime.TVMTensorCopyFromTo")(source, target)
+
+
+def _extent(tensor: Any) -> tuple[int, int]:
+    """The addresses of a tensor's bytes."""
+    size = math.prod(tensor.shape) * numpy_dtype(str(tensor.dtype)).itemsize
+    begin = int(tensor.data_ptr())
+    return begin, begin + size

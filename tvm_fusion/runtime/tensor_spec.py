@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The description of one input or output of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..errors import TVMFusionError
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, shape and element type of one input or output.
+
+    Parameters
+    ----------
+    name : str
+        The name which the model gives the tensor.
+    shape : tuple of int or str
+        One entry a dimension; a string names a dimension that is only known when the model runs.
+    dtype : str
+        The element type as TVM and numpy spell it, for example ``"float32"``.
+    """
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+
+
+def refuse_open_shapes(
+    inputs: Iterable[TensorSpec], error: type[TVMFusionError], remedy: str
+) -> None:
+    """Refuse inputs with dimensions that are only known when the model runs.
+
+    Parameters
+    ----------
+    inputs : iterable of TensorSpec
+        The inputs.
+    error : type
+        What to raise.
+    remedy : str
+        What the caller can do about it, as the end of the message.
+    """
+    for spec in inputs:
+        if not all(isinstance(size, int) for size in spec.shape):
+            shape = ", ".join(map(str, spec.shape))
+            raise error(f"input {spec.name!r} has the open shape ({shape}); {remedy}")

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On which threads a model runs.
+
+What TVM 0.27 does, found by experiment:
+
+- Every thread of the program that calls a parallel kernel gets a pool of its own, made at that
+  first call, as large as ``TVM_NUM_THREADS`` or half the processors. A pool never grows, its
+  workers are pinned to the first processors of the machine (whatever the affinity of the process),
+  and where the thread ends its pool may linger.
+- ``runtime.config_threadpool(mode, threads, processors, largest)``, called first, decides
+  otherwise: the calling thread's pool is made with ``largest`` workers, of which ``threads`` work
+  from then on, and the mode -3 lets them move among ``processors``. Within ``largest`` the number
+  of threads can be lowered and raised at any time. ``largest`` holds for the whole process; while
+  it is 1, every kernel runs serially.
+
+So no environment variable has to be set, and each model has exactly the threads that it asks for.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import InvalidInputError
+from ..machine.host import physical_cores, usable_processors
+from .tvm_runtime import get_function
+
+_SHARE_PROCESSORS = -3
+_DEAD = -1  # what a thread's pool has of threads in a process that was forked after its first call
+_this_thread = threading.local()
+_starting = threading.Lock()
+_crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+_main_thread = threading.main_thread().ident
+
+
+def choose_threads(threads: int | None) -> int:
+    """Check a number of threads, or choose it.
+
+    Parameters
+    ----------
+    threads : int or None
+        None means ``TVM_NUM_THREADS`` if the environment has it, else one a physical core.
+
+    Raises
+    ------
+    InvalidInputError
+        If it is no positive integer, or more than the processors that this process may use.
+    """
+    usable = usable_processors()
+    if threads is None:
+        wish = os.environ.get("TVM_NUM_THREADS", "")
+        return min(int(wish), usable) if wish.isdecimal() and int(wish) else physical_cores()
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise InvalidInputError(f"threads is {threads!r}; expected a positive integer or None")
+    if threads > usable:
+        raise InvalidInputError(
+            f"threads is {threads}, and this process may use {usable} processors; "
+            f"ask for at most {usable}, or widen the process's affinity (taskset, cpuset)"
+        )
+    return threads
+
+
+class Crew:
+    """Runs the calls of one model, one at a time, with a fixed number of threads.
+
+    The program's main thread runs them itself. Any other thread hands them over to a thread which
+    belongs to the crew: so TVM makes one pool a model and not one for each thread of a server. The
+    same goes for a process that was forked after a call, since no pool survives a fork.
+
+    Parameters
+    ----------
+    threads : int
+        Threads of each parallel kernel, the calling one included.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._turn = threading.Lock()
+        self._jobs: queue.SimpleQueue[_Job | None] | None = None
+        _crews.add(self)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the function and return what it returns; other calls wait."""
+        if getattr(_this_thread, "threads", 0) == self.threads:  # all is prepared
+            with self._turn:
+                return function(*args)
+        if threading.get_ident() == _main_thread and not _pool_is_dead():
+            return _work(self._turn, self.threads, function, args)
+        job = _Job(function, args)
+        with _starting:
+            if self._jobs is None:
+                self._jobs = self._start_thread()
+            self._jobs.put(job)
+        job.done.acquire()
+        if job.error is not None:
+            raise job.error
+        return job.result
+
+    def renew(self) -> None:
+        """Begin anew in a forked process, which has neither the thread nor who holds the lock."""
+        self._turn = threading.Lock()
+        self._jobs = None
+
+    def _start_thread(self) -> queue.SimpleQueue[_Job | None]:
+        jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # The thread must not hold the crew: its end is what ends the thread.
+        threading.Thread(
+            target=_serve, args=(jobs, self._turn, self.threads), name="tvm_fusion", daemon=True
+        ).start()
+        weakref.finalize(self, jobs.put, None).atexit = False
+        return jobs
+
+
+class _Job:
+    """A call that another thread makes; it keeps its result until it is asked for."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.function = function
+        self.args = args
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.done = threading.Lock()
+        self.done.acquire()
+
+    def run(self, turn: threading.Lock, threads: int) -> None:
+        """Make the call, and let the one who waits go on."""
+        try:
+            self.result = _work(turn, threads, self.function, self.args)
+        except BaseException as error:  # whatever it is, it belongs to the thread that waits
+            self.error = error
+        finally:
+            self.done.release()
+
+
+def _serve(jobs: queue.SimpleQueue[_Job | None], turn: threading.Lock, threads: int) -> None:
+    for job in iter(jobs.get, None):
+        job.run(turn, threads)
+        del job  # its result may be large, and the next job may be far
+
+
+def _work(
+    turn: threading.Lock, threads: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    """Call the function on this thread, when it is its turn."""
+    with turn:
+        _set_threads(threads)
+        return function(*args)
+
+
+def _set_threads(threads: int) -> None:
+    """Make this thread's pool work with so many threads."""
+    if getattr(_this_thread, "threads", 0) == threads:
+        return
+    processors = [str(cpu) for cpu in _processors()]
+    largest = max(len(processors), threads)
+    configure = get_function("runtime.config_threadpool")
+    configure(_SHARE_PROCESSORS, threads, processors, largest)
+    _this_thread.threads = threads
+
+
+def _pool_is_dead() -> bool:
+    """Whether this thread's pool was left behind in the process that forked this one."""
+    return getattr(_this_thread, "threads", 0) == _DEAD
+
+
+def _processors() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _after_fork() -> None:
+    global _starting, _main_thread
+    _starting = threading.Lock()
+    _main_thread = threading.get_ident()  # what forked is all that there is
+    if hasattr(_this_thread, "threads"):
+        _this_thread.threads = _DEAD
+    for crew in _crews:
+        crew.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of TVM that runs models, without the part that compiles them.
+
+``import tvm`` loads the compiler with LLVM and takes 170 MiB and most of a second. A saved model
+needs a hundredth of that: ``libtvm_runtime``, which the same package holds. It is loaded as TVM
+itself would load it, so that a later ``import tvm`` finds it in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tvm_ffi
+from tvm_ffi.libinfo import load_lib_ctypes
+
+from ..errors import TargetError
+from ..machine.cuda_toolkit import find_libraries
+
+_POOLED_ALLOCATOR = 2
+_CPU = 1
+
+
+def get_function(name: str) -> Callable[..., Any]:
+    """Return a global function of TVM's runtime.
+
+    Raises
+    ------
+    ValueError
+        If there is none of that name.
+    """
+    _load()
+    return tvm_ffi.get_global_func(name)
+
+
+def version() -> str:
+    """Version of the TVM that is installed."""
+    if "tvm" not in sys.modules:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version("apache-tvm")
+    return str(importlib.import_module("tvm").__version__)
+
+
+def start_machine(library: tvm_ffi.Module, device: tvm_ffi.Device | None = None) -> tvm_ffi.Module:
+    """Make the virtual machine that runs the program in a compiled library.
+
+    Parameters
+    ----------
+    library : tvm_ffi.Module
+        A library that holds a Relax program; its functions are those of the machine.
+    device : tvm_ffi.Device | None
+        Where its tensors are; the CPU if None. Shapes are computed on the CPU in any case.
+
+    Raises
+    ------
+    RuntimeError
+        If the program calls a function that there is not.
+    """
+    try:
+        return _start(library, device)
+    except RuntimeError:
+        if "tvm" in sys.modules:
+            raise
+    # A few operators (Unique, NonZero) are Python functions of TVM's compiler package.
+    importlib.import_module("tvm")
+    return _start(library, device)
+
+
+def _start(library: tvm_ffi.Module, device: tvm_ffi.Device | None) -> tvm_ffi.Module:
+    machine = library["vm_load_executable"]()
+    places = [(_CPU, 0)]
+    if device is not None and device.dlpack_device_type() != _CPU:
+        places.insert(0, (device.dlpack_device_type(), device.index))
+    settings = [(*place, _POOLED_ALLOCATOR) for place in places]
+    machine["vm_initialization"](*(number for setting in settings for number in setting))
+    return machine
+
+
+def load_device_library(kind: str) -> None:
+    """Load the part of TVM's runtime that drives GPUs of a kind, ``cuda`` or ``opencl``.
+
+    Raises
+    ------
+    TargetError
+        If this TVM has none, or something that it needs is not installed.
+    """
+    if _has_device(kind):
+        return
+    reason = _try_to_load(f"tvm_runtime_{kind}")
+    needed = re.search(r"libcudart\.so\.\d+", reason)
+    for path in find_libraries(needed[0]) if needed else ():
+        # A library that is loaded already is found by its name, wherever it lies.
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(str(path))
+            reason = _try_to_load(f"tvm_runtime_{kind}")
+            break
+    if not _has_device(kind):
+        raise TargetError(_why_no_device(kind, reason))
+
+
+def _try_to_load(name: str) -> str:
+    """Load a library of TVM; return why that failed, or nothing."""
+    try:
+        load_lib_ctypes("tvm", name, "RTLD_LOCAL", extra_lib_paths=_folders())
+    except (RuntimeError, OSError) as error:
+        return str(error).strip().splitlines()[0]
+    return ""
+
+
+def _has_device(kind: str) -> bool:
+    _load()
+    return tvm_ffi.get_global_func(f"device_api.{kind}", allow_missing=True) is not None
+
+
+def _why_no_device(kind: str, reason: str) -> str:
+    if "libcuda.so" in reason:
+        return "this machine has no NVIDIA driver (libcuda.so.1)"
+    if "libcudart" in reason:
+        return f"{reason}: install the CUDA runtime with: pip install 'tvm-fusion[cuda]'"
+    known = {"cuda": "CUDA", "opencl": "OpenCL"}[kind]
+    return (
+        f"the installed TVM {version()} has no {known} runtime; install a TVM that was built with "
+        f"USE_{known.upper()}"
+    )
+
+
+@cache
+def _load() -> None:
+    """Load the runtime from the package of TVM, unless that is imported anyway."""
+    if "tvm" in sys.modules:
+        return
+    folders = _folders()
+    load_lib_ctypes("tvm", "tvm_runtime", "RTLD_GLOBAL", extra_lib_paths=folders)
+    with contextlib.suppress(RuntimeError, OSError):  # sorting; not every build has it
+        load_lib_ctypes("tvm", "tvm_runtime_extra", "RTLD_LOCAL", extra_lib_paths=folders)
+
+
+def _folders() -> list[Path]:
+    """Where TVM's libraries may be."""
+    spec = importlib.util.find_spec("tvm")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'tvm'; install apache-tvm", name="tvm")
+    package = Path(spec.origin).parent
+    # TVM's own order: its variable, a wheel, a build inside a checkout.
+    named = os.environ.get("TVM_LIBRARY_PATH")
+    folders = [Path(named)] if named else []
+    return [*folders, package / "lib", package / "../../build/lib", package / "../../lib"]
