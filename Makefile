@@ -16,7 +16,7 @@ JOBS ?= 2
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types bench bench-gpu clean
+.PHONY: help venv demo test lint types docs bench bench-gpu clean
 
 help: ## list the tasks
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -35,6 +35,9 @@ lint: $(VENV)/.stamp-test ## check style, and that imports go down only
 types: $(VENV)/.stamp-test ## check types
 	$(BIN)/mypy
 
+docs: $(VENV)/.stamp-docs ## build the documentation in site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime, OpenVINO, numpy and the machine's limits
 	$(BIN)/python examples/benchmarks/networks.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
 	$(BIN)/python examples/benchmarks/pairs.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
@@ -48,7 +51,7 @@ bench-gpu: ## race reductions and whole models on a GPU; ends with 2 where there
 	$(PYTHON) examples/benchmarks/models_gpu.py $(BENCH_ARGS) $(MODEL_ARGS) && exit $$first
 
 clean: ## remove .venv and all that was built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each set of extras: a second call installs nothing.

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated parts of the pages: a hook of MkDocs.
+
+A page says ``{{ name }}`` or ``{{ name argument }}``, and the function of that name below writes
+what stands there: from the command line, the docstrings, the importer, LLVM, and the results of the
+benchmarks. A name that is not there ends the build.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import operator_cases  # MkDocs looks in the folder of a hook
+
+RESULTS = Path(__file__).resolve().parents[1] / "examples" / "benchmarks" / "results"
+MARK = re.compile(r"\{\{ (\w+)(?: ([\w.]+))? \}\}")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Write the generated parts of a page; MkDocs calls this for each."""
+    return MARK.sub(lambda mark: PARTS[mark[1]](*filter(None, mark.groups()[1:])), markdown)
+
+
+def commands() -> str:
+    """Every command of the command line with its options, from click."""
+    import click
+
+    from tvm_fusion.cli.commands import cli
+
+    parts = []
+    for name, command in cli.commands.items():
+        context = click.Context(command, info_name=f"tvm-fusion {name}")
+        records = [param.get_help_record(context) for param in command.get_params(context)]
+        rows = [(f"`{names}`", _escape(text)) for names, text in filter(None, records) if text]
+        usage = " ".join(command.collect_usage_pieces(context))
+        parts += [f"## tvm-fusion {name}", f"```\n{context.info_name} {usage}\n```"]
+        parts += [inspect.cleandoc(str(command.help)), _table(("option", "meaning"), rows)]
+    return "\n\n".join(parts)
+
+
+def reference(module: str) -> str:
+    """All names that a module exports, each from its docstring."""
+    names = importlib.import_module(module).__all__
+    kept = [name for name in names if name not in ("RULES", "errors", "op", "__version__")]
+    return "\n\n".join(f"::: {module}.{name}" for name in kept)
+
+
+def rules(device: str) -> str:
+    """The schedule rules of ``cpu`` or ``gpu`` in the order in which they are asked."""
+    found = importlib.import_module(f"schedules.{device}").RULES
+    return "\n\n".join(f"::: schedules.{device}.{type(rule).__name__}" for rule in found)
+
+
+def cpus(arch: str) -> str:
+    """The CPUs of an architecture that LLVM compiles for."""
+    from tvm_fusion.compiler.target_names import known_cpus
+
+    return " ".join(f"`{name}`" for name in sorted(known_cpus(arch)))
+
+
+def architectures() -> str:
+    """NVIDIA's architectures that a target can name."""
+    from tvm_fusion.compiler.gpu_target import ARCHITECTURES
+
+    return " ".join(f"`{name}`" for name in ARCHITECTURES)
+
+
+def operators() -> str:
+    """What becomes of each ONNX operator: its own test cases are imported."""
+    columns = ("operator", "imported", "constant", "rewritten to", "why others are refused")
+    return _table(columns, [map(_escape, row) for row in operator_cases.rows()])
+
+
+def element_types() -> str:
+    """The element types that inputs and outputs may have."""
+    return ", ".join(f"`{name}`" for name in operator_cases.element_types())
+
+
+def networks() -> str:
+    """The races of whole networks, by CPU side by side."""
+    return _races("networks", ("ONNX Runtime", "OpenVINO"))
+
+
+def pairs() -> str:
+    """The races of pairs of convolutions, by CPU side by side."""
+    return _races("pairs", ("ONNX Runtime", "OpenVINO", "unfused", "fused"))
+
+
+def reductions() -> str:
+    """The races of reductions, by CPU side by side."""
+    return _races("reductions_cpu", ("numpy", "stock TVM"))
+
+
+def _races(name: str, peers: Sequence[str]) -> str:
+    """One row a case: our latency, and how many times as long each peer takes."""
+    files = sorted(RESULTS.glob(f"*/{name}.json"))
+    stored = {_cpu(file.parent.name): json.loads(file.read_text()) for file in files}
+    cases = list(dict.fromkeys(case for one in stored.values() for case in one["results"]))
+    head = ["case"]
+    for cpu in stored:
+        head += [f"{cpu}, ms", *(f"{cpu}: {peer}" for peer in peers)]
+    cells = {
+        cpu: [_cells(one["results"].get(case), peers) for case in cases]
+        for cpu, one in stored.items()
+    }
+    rows = [
+        [case, *(cell for column in cells.values() for cell in column[number])]
+        for number, case in enumerate(cases)
+    ]
+    means = ["geometric mean"]
+    for one in stored.values():
+        means += ["", *(_mean(one["results"].values(), peer) for peer in peers)]
+    return "\n\n".join([_table(head, [*rows, means]), *_settings(stored)])
+
+
+def _cells(result: Any, peers: Sequence[str]) -> list[str]:
+    if result is None:
+        return ["not measured", *("" for _ in peers)]
+    engines = {engine["title"]: engine for engine in result["engines"]}
+    return [
+        f"{engines['tvm-fusion']['median_ms']:.3g}",
+        *(f"{engines[peer]['ratio']:.2f}x" if peer in engines else "" for peer in peers),
+    ]
+
+
+def _mean(results: Iterable[Any], peer: str) -> str:
+    engines = [engine for result in results for engine in result["engines"]]
+    ratios = [engine["ratio"] for engine in engines if engine["title"] == peer]
+    return f"{statistics.geometric_mean(ratios):.2f}x" if ratios else ""
+
+
+def _settings(stored: dict[str, Any]) -> list[str]:
+    """When and with what each CPU was measured."""
+    lines = []
+    for cpu, one in stored.items():
+        settings = one["settings"]
+        dates = [result["date"][:10] for result in one["results"].values() if "date" in result]
+        when = " to ".join(sorted({min(dates), max(dates)})) + ", " if dates else ""
+        packages = ", ".join(f"{k} {v}" for k, v in settings["machine"]["packages"].items())
+        plan = settings["plan"]
+        lines.append(
+            f"{cpu}: {when}{settings['threads']} threads, {plan['rounds']} rounds of up to "
+            f"{plan['runs']} runs; {packages}."
+        )
+    return lines
+
+
+def _cpu(family: str) -> str:
+    """A CPU's name from LLVM's: "Zen 4" from "znver4"."""
+    return re.sub(r"^znver(\d+)$", r"Zen \1", family)
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    heads = list(head)
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _escape(text: str) -> str:
+    """Text as a cell of a table."""
+    return re.sub(r"([|<*_\[])", r"\\\1", text) if "`" not in text else text.replace("|", "\\|")
+
+
+PARTS: dict[str, Callable[..., str]] = {
+    part.__name__: part
+    for part in (
+        commands,
+        reference,
+        rules,
+        cpus,
+        architectures,
+        operators,
+        element_types,
+        networks,
+        pairs,
+        reductions,
+    )
+}

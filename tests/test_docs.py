@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples of the documentation run as they stand, and its commands exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from small_onnx import small_model
+
+from tvm_fusion import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(text: str, language: str) -> list[tuple[int, str]]:
+    """The blocks of a language, each with the number of lines before it."""
+    found = BLOCK.finditer(text)
+    return [
+        (text[: block.start(2)].count("\n"), block[2]) for block in found if block[1] == language
+    ]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The lines of blocks of commands, as words."""
+    lines = [line for _, block in blocks(text, "sh") for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run all Python of a page as one module, whose lines have the page's numbers."""
+    lines: list[str] = []
+    for before, block in blocks(page.read_text(), "python"):
+        lines += [""] * (before - len(lines)) + block.splitlines()
+    path = folder / f"page_{page.stem}.py"
+    path.write_text("\n".join(lines) + "\n")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)
+    spec.loader.exec_module(module)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the models that the pages name, where everything runs."""
+    monkeypatch.chdir(tmp_path)
+    onnx.save(small_model(size=32, channels=16), "model.onnx")
+    onnx.save(small_model("batch", size=32, channels=16), "open.onnx")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(page, folder, monkeypatch)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_run(page: Path, folder: Path, capfd: Any) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for program, *arguments in filter(None, commands(page.read_text())):
+        if program == "tvm-fusion":
+            assert cli.main(arguments) == 0, capfd.readouterr().err
+        elif program == "make":
+            assert arguments[0] in targets
+        elif program == "python":
+            assert (ROOT / arguments[0]).is_file()
+        else:
+            assert program == "git" and arguments[0] == "clone"
+
+
+def test_a_wrong_example_fails_at_its_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = folder / "wrong.md"
+    page.write_text("A page.\n\n```python\nx = 1\n```\n\nMore.\n\n```python\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError) as error:
+        run_page(page, folder, monkeypatch)
+    assert error.traceback[-1].lineno == 9  # counted from 0: the tenth line of the page
