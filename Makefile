@@ -31,6 +31,7 @@ test: $(VENV)/.stamp-test ## run all tests; TEST_ARGS="-k clip" for some
 
 lint: $(VENV)/.stamp-test ## check style, and that imports go down only
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 
 types: $(VENV)/.stamp-test ## check types
 	$(BIN)/mypy
@@ -51,7 +52,7 @@ bench-gpu: ## race reductions and whole models on a GPU; ends with 2 where there
 	$(PYTHON) examples/benchmarks/models_gpu.py $(BENCH_ARGS) $(MODEL_ARGS) && exit $$first
 
 clean: ## remove .venv and all that was built
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each set of extras: a second call installs nothing.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tvm_ffi
 
-from ..bench.engines import random_inputs  # noqa: TID251 - a program, which imports nothing of ours
+from ..bench.engines import random_inputs  # a program, which imports nothing of ours
 from ..errors import ArtifactError, InvalidInputError, TargetError
 from .arguments import bind
 from .artifact import Description, read_artifact, read_artifact_weights, write_artifact
