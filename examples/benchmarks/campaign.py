@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: options, a series of races, a file of results that stays whole."""
+"""Common parts of the benchmarks: options, a series of races, atomic files of results."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _save(path: Path, settings: dict[str, Any], results: Results) -> None:
 
 
 def write_aside(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` make a file beside ``path``, then rename it."""
+    """Let ``write`` create a file beside ``path``, then rename it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write(aside)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Race our GPU reductions with TVM's, PyTorch, torch.compile, CuPy's CUB, XLA and cuBLAS.
+"""Race of our GPU reductions with TVM's, PyTorch, torch.compile, CuPy's CUB, XLA and cuBLAS.
 
     python examples/benchmarks/reductions_gpu.py [--quick] [--only 'paper*'] [--resume]
     python examples/benchmarks/reductions_gpu.py --thresholds     # what the rules' limits rest on
@@ -153,7 +153,7 @@ def load(path: Path, settings: dict[str, Any], cases: Sequence[Case]) -> list[Re
 
 
 def thresholds_table(results: Sequence[Result]) -> Table:
-    """One row a case: the rule's own choice beside the fastest forced one."""
+    """Table with one row a case: the rule's own choice beside the fastest forced one."""
     table = Table(title="Forced decisions beside the rule's own")
     for heading in ("case", "rule, us", "fastest", "us", "rule takes"):
         table.add_column(heading)
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
-    """Race on the GPU that is here, and show what came out."""
+    """Race on this machine's GPU, and show the results."""
     name = "reductions_gpu_thresholds" if options.thresholds else "reductions_gpu"
     options.output = options.output or FOLDER / f"{name}.json"
     plan = Plan().quick() if options.quick or options.thresholds else Plan()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rules look for in expressions of TensorIR, and replace in them."""
+"""Searches and substitutions in expressions of TensorIR."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def substitute(expression: tirx.Expr, values: Mapping[ir.Var, tirx.Expr]) -> tir
 
 
 def uses(expression: tirx.Expr, variables: Collection[ir.Var]) -> bool:
-    """Whether any of the variables occurs in an expression."""
+    """Return whether any of the variables occurs in an expression."""
     found: list[ir.Var] = []
     tvm_ffi.structural_walk(expression, (ir.Var, found.append))
     return any(var in variables for var in found)

@@ -41,7 +41,7 @@ def simplified(expression: tirx.Expr) -> tirx.Expr:
 def subscripts(index: tirx.Expr, extents: Sequence[Extent]) -> list[tirx.Expr]:
     """Recover subscripts from a row-major index, which is not negative.
 
-    By extents that are not known it is divided towards zero: rounding down would test the signs.
+    Division by unknown extents truncates: rounding down would test the signs.
     """
     found: list[tirx.Expr] = []
     live = [k for k, extent in enumerate(extents) if not is_one(extent)]

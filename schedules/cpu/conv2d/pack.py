@@ -46,7 +46,7 @@ class Pack(ScheduleRule):
 def _template(
     func: tirx.PrimFunc, packing: bool, channels: int, pixels: int, lanes: int, pieces: int
 ) -> s_tir.Schedule:
-    """Share groups of ``lanes`` pixels out to ``pieces`` cores."""
+    """Distribute groups of ``lanes`` pixels over ``pieces`` cores."""
     builder = KernelBuilder(func)
     groups, full, rest = pixels // lanes, channels // lanes, channels % lanes
     blocks = full + (rest > 0)

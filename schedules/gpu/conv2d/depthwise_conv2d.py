@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU rule for one depthwise convolution in ``NCHW4c``.
+"""GPU rule for one depthwise convolution in ``NCHW4c``.
 
-A thread computes four channels of some pixels below each other (:mod:`.depthwise_column`);
+A thread computes four channels of several pixels in a column (:mod:`.depthwise_column`);
 neighbouring threads have neighbouring columns.
 """
 
@@ -49,7 +49,7 @@ class DepthwiseConv2D(GPUScheduleRule):
 
 
 def choose_rows(shape: ConvShape, gpu: GPUInfo) -> int:
-    """How many outputs a thread computes: as many as leave threads for all multiprocessors.
+    """Number of outputs of a thread: as many as leave threads for all multiprocessors.
 
     An estimate, measured on no GPU. A symbolic batch counts as one image.
     """

@@ -23,7 +23,7 @@ Flat = Callable[[tirx.Buffer], tirx.Buffer | None]
 
 @dataclass(frozen=True)
 class Register:
-    """What a read has become.
+    """Loaded value of a read.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class Register:
     buffer : tirx.Buffer
         One element, or one for each lane.
     is_vector : bool
-        Which of both.
+        Whether it is one for each lane.
     """
 
     load: ir.TensorLoad
@@ -60,7 +60,7 @@ class VectorLoads:
     vector : int
         Number of lanes, a power of two; the index of lane 0 is a multiple of it.
     results : Collection[tirx.Var]
-        What is not known yet where the loads are emitted.
+        Variables that are not known yet where the loads are emitted.
     keep : bool
         Whether registers also get what is read by one lane alone, because it is used again.
     """
@@ -92,7 +92,7 @@ class VectorLoads:
         flat : Callable
             From a parameter to its one-dimensional view, or None if it has none.
         known : list[Register] | None
-            What has been loaded at this position before; the new ones are appended.
+            Registers loaded at this position before; the new ones are appended.
 
         Returns
         -------
@@ -185,7 +185,7 @@ class LaneRun:
         self.m, self.n = (start, other) if along_m else (other, start)
 
     def kind(self, first: tirx.Expr, moved: tirx.Expr) -> str:
-        """How an index grows from lane 0, where it is ``first``, to ``lane``."""
+        """Growth of an index from lane 0, where it is ``first``, to ``lane``."""
         step = self.analyzer.simplify(moved - first)
         if self.analyzer.can_prove_equal(step, i64(0)):
             return "uniform"
@@ -193,13 +193,13 @@ class LaneRun:
         return "vector" if aligned and self.analyzer.can_prove_equal(step, self.lane) else "each"
 
     def _is_aligned(self, index: tirx.Expr) -> bool:
-        """Whether an index is a multiple of the vector, as its load needs it."""
+        """Return whether an index is a multiple of the vector, as its load requires."""
         known = self.analyzer.modular_set(index)
         return known.coeff % self.vector == 0 and known.base % self.vector == 0
 
 
 def store_vector(target: tirx.Buffer, place: tirx.Expr, values: Sequence[tirx.Expr]) -> None:
-    """Store neighbouring elements of a flat view by as few instructions as there can be."""
+    """Store neighbouring elements of a flat view by as few instructions as possible."""
     register = T.alloc_buffer((len(values),), target.dtype, scope="local")
     for k, value in enumerate(values):
         T.buffer_store(register, value.astype(target.dtype), [k])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a matrix product, with its producers and its epilogue, out of a function."""
+"""Matching of a matrix product with its producers and its epilogue."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class MatmulFunction:
 
 @dataclass(frozen=True)
 class _Axes:
-    """Which axes of the result are the batch, rows of the left and of the right factor."""
+    """Roles of the result's axes: batch, rows of the left factor, rows of the right factor."""
 
     batch: tuple[int, ...]
     m: tuple[int, ...]
@@ -208,7 +208,7 @@ def _assemble(
 
 
 def _read_in_place(product: Stage, after: Sequence[Stage]) -> bool:
-    """Whether what follows from the product has its shape and reads it where it writes."""
+    """Return whether the epilogue has the product's shape and reads it where it writes."""
     follow = {product.output}
     for stage in after:
         found: list[ir.TensorLoad] = []
@@ -258,7 +258,7 @@ def _operand(
 
 
 def _rows_are_neighbours(space: IterationSpace) -> bool:
-    """Whether the widest read moves by one element along the rows."""
+    """Return whether the widest read moves by one element along the rows."""
     for access in space.accesses:
         linear = space.linear(access)
         if linear is not None and constant(linear[0][-1]) != 1 and constant(linear[0][-2]) == 1:

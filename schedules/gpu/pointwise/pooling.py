@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU rule for windows that slide over one tensor."""
+"""GPU rule for windows that slide over one tensor."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Pooling(GPUScheduleRule):
     """Maxima and averages of windows up to 8 x 8, with padding, strides and dilation.
 
     A thread computes neighbouring elements of the output, with the window unrolled: in NCHW4c four
-    channels of a pixel, by 16-byte loads under the padding's condition. What precedes and follows
-    the pooling element by element is part of the kernel.
+    channels of a pixel, by 16-byte loads under the padding's condition. Element-wise producers and
+    consumers are part of the kernel.
 
     Left alone: larger windows and whole rows, which are reductions; products of two tensors.
     """
@@ -45,7 +45,7 @@ class Pooling(GPUScheduleRule):
 
 
 def _is_window(stage: Stage) -> bool:
-    """Whether a reduction is small and slides over one tensor."""
+    """Return whether a reduction is small and slides over one tensor."""
     extents = [constant(axis.dom.extent) for axis in stage.reduced]
     known = [extent for extent in extents if extent is not None]
     if len(known) < len(extents) or math.prod(known) > _LARGEST_WINDOW:
