@@ -4,7 +4,7 @@
     python examples/demo.py
 
 Builds the network as ONNX with seeded weights, compiles it with tvm-fusion, compares its outputs
-with ONNX Runtime's and lets the engines take turns, each in a process of its own.
+with ONNX Runtime's and lets the engines take turns, each in its own process.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ def run_races(
     options: argparse.Namespace,
     fresh: bool = False,
 ) -> Results:
-    """Race ``engines`` on the models that ``options`` asks for, and write the file after each.
+    """Race ``engines`` on the models of ``options``, and write the file after each.
 
-    With ``fresh``, each model has processes of its own, whose peaks of memory then are its own.
+    With ``fresh``, each model has its own processes, whose peak memory then is its own.
     Results that the file already has are kept with ``--resume``, as long as they were taken with
     the same settings: machine, versions, threads, plan and engines.
     """

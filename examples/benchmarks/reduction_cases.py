@@ -135,7 +135,7 @@ class Case:
         return tuple(size for axis, size in enumerate(shape) if axis not in reduction.axes)
 
     def workload(self, reduction: Reduction, finish: str = "auto") -> ReduceWorkload:
-        """The reduction behind its steps."""
+        """The reduction after its steps."""
         dtype = step_dtypes(reduction, self.dtype)[-1]
         return ReduceWorkload.create(
             reduction.operator,
@@ -147,7 +147,7 @@ class Case:
 
 
 def step_dtypes(reduction: Reduction, dtype: str) -> list[str]:
-    """The type of the data and of what follows each step."""
+    """The type of the data and of the result of each step."""
     dtypes = [dtype]
     for step in reduction.steps:
         word, _, argument = step.partition(" ")

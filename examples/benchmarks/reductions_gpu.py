@@ -169,7 +169,7 @@ def thresholds_table(results: Sequence[Result]) -> Table:
 
 
 def show_sub_graphs(results: Sequence[Result], console: Console, gpu: str, folder: Path) -> None:
-    """The sub-graphs of Panamera's Table 2 apart, with and without graphs."""
+    """A table of the sub-graphs of Panamera's Table 2, with and without graphs."""
     found = [result for result in results if result.case.group == "paper2"]
     if found:
         title = f"Sub-graphs of Panamera's Table 2 on {gpu}"

@@ -8,7 +8,7 @@ The normal form of a chain, each line optional but the first, inside one dataflo
     lv2 = R.add(lv1, residual)          # a tensor of the same shape
     lv3 = R.nn.relu(lv2)                # or clip, sigmoid, silu, gelu, tvm_fusion.hardswish
 
-Every value but the last has one consumer, the next line. Matching goes by ops, attributes, types
+Every value but the last has one consumer, the next line. Matching uses ops, attributes, types
 and uses; the operands of an addition may stand in either order.
 """
 

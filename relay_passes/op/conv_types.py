@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Common types of the convolution ops: reading a call back and typing its result.
 
-A call holds ``data``, then a weight and a bias for each layer, then perhaps a residual. Layouts:
+A call holds ``data``, then a weight and a bias for each layer, then optionally a residual. Layouts:
 ``NCHW``, with weights OIHW and a bias ``[O]``; or ``NCHW{x}c``, channels in blocks of ``x`` lanes,
 with the weights and biases of the table in ``schedules/compute/conv2d.py``. A packed call carries
 its true channel counts as attributes, since packed shapes give only the number of blocks.

@@ -46,8 +46,8 @@ class FuseReductionProducers:
     producer is absorbed; ``exp`` above would stay separate, because two reductions read it.
 
     Left alone: reductions without such producers, other reductions than ``coalesced_reduce``,
-    anything outside a dataflow block, and functions that another pass has claimed. A binding ``a =
-    b`` counts as a reader; ``CanonicalizeBindings`` removes these. The pass is idempotent.
+    anything outside a dataflow block, and functions that another pass has claimed. A binding
+    ``a = b`` counts as a reader; ``CanonicalizeBindings`` removes these. The pass is idempotent.
     """
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:

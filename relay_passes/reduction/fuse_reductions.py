@@ -67,7 +67,7 @@ class FuseReductions:
 
     :mod:`relay_passes.reduction.groups`, :mod:`relay_passes.reduction.producers` and
     :mod:`relay_passes.reduction.online_sums` have the rules. Values of a group that others read are
-    its outputs; several make a tuple. Bindings move behind all that they read. The module attribute
+    its outputs; several make a tuple. Bindings move after all that they read. The module attribute
     ``tvm_fusion.reduction_report`` (:func:`relay_passes.reduction.report.read_reduction_report`)
     records the groups.
 

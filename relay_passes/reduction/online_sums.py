@@ -79,7 +79,7 @@ def with_own_links(
 
 
 def _reached(groups: ReductionGroups) -> dict[relax.Expr, frozenset[relax.Var]]:
-    """The reductions that an injective call uses, maybe through others."""
+    """The reductions that an injective call uses, directly or indirectly."""
     calls = groups.calls
     reached: dict[relax.Expr, frozenset[relax.Var]] = {}
     for var in groups.order.bindings:

@@ -99,7 +99,7 @@ def _tensors(call: relax.Call) -> list[relax.Expr]:
 
 
 def _flattened(call: relax.Call) -> list[relax.Expr]:
-    """The operands of ``call``, a tuple of them taken apart."""
+    """The operands of ``call``, tuples replaced by their fields."""
     operands: list[relax.Expr] = []
     for argument in call.args:
         operands.extend(argument.fields if isinstance(argument, relax.Tuple) else [argument])

@@ -50,7 +50,7 @@ class Stage:
 
 
 def read_stages(func: tirx.PrimFunc) -> list[Stage] | None:
-    """Take a function apart, or return None if a block is no plain nest that computes a buffer.
+    """Read the stages of a function; None if a block is no plain nest that computes a buffer.
 
     A stage comes after those which it reads. Left alone: functions with thread bindings,
     statements other than one store in a block, buffers with strides or an offset, and blocks that

@@ -126,7 +126,7 @@ class _Shared:
 
 
 class _Lets:
-    """An expression taken apart.
+    """Decomposition of an expression.
 
     ``stripped`` is the expression without lets, ``values`` the values of their variables,
     ``ordered`` the variables, each after those that its value uses, and ``conditions`` those under

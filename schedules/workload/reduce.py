@@ -3,7 +3,7 @@
 
 Loop coalescing (Panamera, section 3.1): the parallel loops become one of extent ``M``, the reduced
 loops one of extent ``N``, each in the order of its axes. After unit axes are dropped and neighbours
-of one kind merged, the innermost axis tells the form: *x* scans consecutive addresses by the
+of one kind merged, the innermost axis determines the form: *x* scans consecutive addresses by the
 reduced loop, *y* by the parallel loop, and *all* has one output.
 """
 

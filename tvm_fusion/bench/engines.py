@@ -232,7 +232,7 @@ class OpenVINOEngine(Engine):
         self._core = openvino.Core()
 
     def load(self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any]) -> None:
-        """Read, reshape where ``shapes`` asks for it, and compile."""
+        """Read, reshape to ``shapes``, and compile."""
         model = self._core.read_model(path)
         if shapes:
             model.reshape({name: list(shape) for name, shape in shapes.items()})

@@ -337,7 +337,7 @@ def profile_table(profile: Profile, title: str = "") -> Table:
     table.add_column("kernel")
     for heading in ("us", "% of run", "GFLOP/s", "GB/s", "limit us", "of limit", "lost us"):
         table.add_column(heading, justify="right")
-    for heading in ("bound by", "behind the limit because"):
+    for heading in ("bound by", "short of the limit because"):
         table.add_column(heading)
     for kernel in sorted(profile.kernels, key=lambda kernel: -kernel.lost_seconds):
         moved = kernel.cost.activation_bytes + kernel.cost.weight_bytes

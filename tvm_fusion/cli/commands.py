@@ -213,7 +213,7 @@ def bench_command(
     from .run import names_gpu, refuse_absent_gpu
 
     if as_profile:
-        refuse_given(["against", "compiled", "rounds"], "--profile races nobody")
+        refuse_given(["against", "compiled", "rounds"], "--profile does not race")
         if names_gpu(target):
             raise click.UsageError("--profile is for CPUs; use explain --resources for GPU kernels")
         shapes = as_mapping(shape, "--shape")

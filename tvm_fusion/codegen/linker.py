@@ -41,7 +41,7 @@ class SharedLinker:
     Parameters
     ----------
     triple : str
-        LLVM's triple of the target; TVM asks for it where a model has no kernels.
+        LLVM's triple of the target; TVM needs it where a model has no kernels.
     rewrite : callable, optional
         Rewrites the modules that TVM embeds in the library; by default they stay.
     """

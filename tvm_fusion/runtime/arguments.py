@@ -165,7 +165,7 @@ def as_array(spec: TensorSpec, value: Any, place: str = "the CPU") -> np.ndarray
     device = value.__dlpack_device__()
     if int(device[0]) != _CPU:
         raise InvalidInputError(
-            f"input {spec.name!r} lies on another device (DLPack type {int(device[0])}); "
+            f"input {spec.name!r} is on another device (DLPack type {int(device[0])}); "
             f"move it to {place}"
         )
     try:

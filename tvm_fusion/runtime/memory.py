@@ -161,7 +161,7 @@ class DeviceMemory:
             return as_array(spec, value, f"the CPU or to {self.device}")
         if index != self.device.index:
             raise InvalidInputError(
-                f"input {spec.name!r} lies on the device number {index}; move it to {self.device}"
+                f"input {spec.name!r} is on the device number {index}; move it to {self.device}"
             )
         return _import(spec, value, kind)
 

@@ -28,7 +28,7 @@ class Launcher:
     capturable : bool
         Whether launches use the given stream, so that events and graphs see them.
     all_sets : Callable[[], object] | None
-        Runs the case once on every input set and waits; for engines with a stream of their own.
+        Runs the case once on every input set and waits; for engines with their own stream.
     repeatable : bool
         Whether all runs promise the same bits.
     details : dict

@@ -106,7 +106,7 @@ class ByTorch(Engine):
 
 
 class ByOnnxRuntime(Engine):
-    """ONNX Runtime with its CUDA provider, on a stream of its own; TF32 is off."""
+    """ONNX Runtime with its CUDA provider, on its own stream; TF32 is off."""
 
     title = "ONNX Runtime CUDA"
     package = "onnxruntime"

@@ -81,7 +81,7 @@ class Forced(Ours):
             for name in ("splits", "cluster"):
                 wanted, got = getattr(self.variant, name), getattr(config, name)
                 if wanted not in (None, got):
-                    raise EngineError(f"{name} {got}; {wanted} cannot be had")
+                    raise EngineError(f"{name} {got}; {wanted} is impossible")
             launcher = super().prepare(case, sets)
         launcher.details |= {"splits": config.splits, "finish": config.finish}
         return launcher

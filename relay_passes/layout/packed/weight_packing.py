@@ -14,7 +14,7 @@ bias       ``[C]``                      ``[C/x, x]``
 data       ``[N, C, H, W]``             ``[N, C/x, H, W, x]``
 ========== ============================ =====================================================
 
-Divisions round up; lanes past the last channel are zero. Every form is one padding, perhaps one
+Divisions round up; lanes past the last channel are zero. Every form is one padding, possibly one
 choice of rows, one reshape and one permutation, so that the same description applies to numpy
 arrays and Relax expressions.
 """

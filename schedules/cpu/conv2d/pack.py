@@ -56,7 +56,7 @@ def _template(
             image, piece = tirx.floordiv(index, pieces), tirx.floormod(index, pieces)
             first, last = chunk(groups, piece, pieces)
             start = first * lanes
-            # The piece with the last group also takes the pixels behind it.
+            # The piece with the last group also takes the pixels after it.
             stop: Index = pixels
             if pieces > 1:
                 end: tirx.Expr = last * lanes

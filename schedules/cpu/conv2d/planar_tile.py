@@ -53,7 +53,7 @@ class PlanarImage:
         return self.offset + channel * self.plane + row * self.width + column
 
     def seen_from(self, channel: Index, row: Index) -> PlanarImage:
-        """The image in a buffer of its own that begins with a row of a channel; only for reading.
+        """The image in a separate buffer that begins with a row of a channel; only for reading.
 
         Addresses are then that row's plus a constant, which addressing modes add for free.
         """

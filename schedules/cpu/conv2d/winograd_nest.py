@@ -8,9 +8,9 @@
       for point:                  a matrix product: tiles x input channels x output channels
       for output block, tile:     transform the points into m x m pixels, add, activate, store
 
-What lies between the three steps stays in buffers of the task, point by point: ``[points, blocks,
-tiles, lanes]``. Tiles that reach over the border of the image read zeros and store only what
-exists; the last group repeats its last tile.
+The intermediates of the three steps stay in buffers of the task, point by point:
+``[points, blocks, tiles, lanes]``. Tiles that reach over the border of the image read zeros and
+store only what exists; the last group repeats its last tile.
 """
 
 from __future__ import annotations

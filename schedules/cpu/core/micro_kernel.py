@@ -14,9 +14,9 @@ vectors. Each of the ``P x g`` accumulators sums, in the lane of an input channe
 the output channel ``j`` lanes apart (``i ^ j``); at the end those of a pixel are permuted and added
 up. Depthwise layers are the case ``g = 1``. Other groups that cross block boundaries read their
 inputs in pieces that lie in one block, and where an output block belongs to several groups, each
-lane selects the element of its own.
+lane selects the element of its own group.
 
-Each accumulator is a buffer of its own, of one vector and of scope ``global``: TVM 0.27 puts that
+Each accumulator is a separate buffer of one vector and of scope ``global``: TVM 0.27 puts that
 on the stack, where LLVM turns it into a register. Buffers of scope ``local``, and those of more
 than 1,024 bytes, are taken from the heap, and stay in memory.
 

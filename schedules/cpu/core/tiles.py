@@ -22,7 +22,7 @@ Span: TypeAlias = tuple[Index, Index]
 
 @dataclass(frozen=True)
 class Run:
-    """Tiles ``first .. first + count`` of a row, alike in size and taps.
+    """Tiles ``first .. first + count`` of a row, equal in size and taps.
 
     Parameters
     ----------

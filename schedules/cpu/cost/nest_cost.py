@@ -14,7 +14,7 @@ blocks of ``x`` lanes, ``k`` kernel taps and ``n`` parts of the reduction,
                     tight or spill more a step where all registers are taken, or more
                     depthwise: P k / fma_per_cycle
                     groups of g lanes: k step_cycles(P, g)
-                    groups that cut blocks: each pixel's element is loaded once for each group
+                    groups across blocks: each pixel's element is loaded once for each group
                     that an output block belongs to, and D is read once for each group
     tiles     = sum over tiles: n drain max(0, P V - in flight) late + (n - 1) partial P V
                 with late = 1, or where the sums are clipped

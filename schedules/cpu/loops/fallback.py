@@ -23,7 +23,7 @@ from ..reduce.lane_reduction import is_reduced
 class Fallback(CPUScheduleRule):
     """Functions that the other rules leave: several unrelated reductions, symbolic or ragged loops.
 
-    Blocks are inlined where that is possible; each of the others gets a nest of its own, injective
+    Blocks are inlined where that is possible; each of the others gets its own nest, injective
     ones as in ``Elementwise``, reductions as in ``Reduction``, and where that does not work with
     its outermost spatial loops in parallel and its innermost one in vectors. A block for which all
     of this fails stays as it is; the rule never fails.

@@ -34,7 +34,7 @@ class Product:
 
 
 def find_product(sch: s_tir.Schedule, block: SBlockRV, facts: BlockFacts) -> Product | None:
-    """Tell the axes of a sum of products apart; None if the block is something else.
+    """Find the axes of a sum of products; None if the block is something else.
 
     Parameters
     ----------

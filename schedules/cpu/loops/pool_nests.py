@@ -56,7 +56,7 @@ def _place_output(
 ) -> tuple[SBlockRV, list[SBlockRV]]:
     """Place the block that writes the finished outputs at ``loop``: the epilogue, else a copy.
 
-    Also returns the epilogue if it needs a nest of its own.
+    Also returns the epilogue if it needs a separate nest.
     """
     after = [info.block_rv for info in kernel.blocks[kernel.blocks.index(pool) + 1 :]]
     moved, rest = follow_or_copy(kernel.sch, pool.block_rv, after, loop, tiled)

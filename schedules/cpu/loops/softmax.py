@@ -94,7 +94,7 @@ class _Chain:
     def close(self) -> s_tir.Schedule | None:
         """Merge the loops over rows into one, run it in parallel, decompose the reductions.
 
-        None if the rows are not the same after all.
+        None if the rows are not the same.
         """
         sch, first = self.sch, self.stages[0].facts
         if self.depth:
@@ -147,7 +147,7 @@ class _ContiguousRows(_Chain):
 
 
 class _NeighbouringRows(_Chain):
-    """Rows whose elements are apart, while neighbouring rows are adjacent."""
+    """Rows whose elements are strided, while neighbouring rows are adjacent."""
 
     def schedule(self) -> s_tir.Schedule | None:
         """Schedule each block by itself on tiles of neighbouring rows, then merge."""

@@ -17,7 +17,7 @@ from .truncated_tails import TAIL
 
 
 def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
-    """Schedule an injective block as a nest of its own: one parallel loop, vectors innermost.
+    """Schedule an injective block as a separate nest: one parallel loop, vectors innermost.
 
     Parameters
     ----------

@@ -205,7 +205,7 @@ def _substitute(stmt: tirx.Stmt, values: dict[ir.Var, ir.Expr]) -> tirx.Stmt:
 
 
 def _fresh(stmt: tirx.Stmt) -> tirx.Stmt:
-    """A copy that defines variables of its own, with simplified bindings."""
+    """A copy that defines its own variables, with simplified bindings."""
     analyzer = sym.Analyzer()
 
     def simplified(realize: s_tir.SBlockRealize) -> s_tir.SBlockRealize:

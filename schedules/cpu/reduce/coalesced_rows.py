@@ -190,7 +190,7 @@ class _RowNest(Nest):
             self._vector(self.accumulators, u, self.last.size - lanes, lanes - rest)
 
     def _symbolic_rest(self, start: Index) -> None:
-        assert self.single is not None, "a symbolic rest has a state of its own"
+        assert self.single is not None, "a symbolic rest has its own state"
         lanes = self.rows.lanes
         full = tirx.floordiv(self.last.extent - start, lanes)
         with count(full) as k:

@@ -75,7 +75,7 @@ def split_into_lanes(
     extent = static_extent(sch, loop) or 1
     lanes = min(extent, lanes)
     parts = tile_size(extent // lanes, most_parts)
-    # No guard: `arrange_lanes` gives the rest a loop of its own.
+    # No guard: `arrange_lanes` gives the rest a separate loop.
     _, lane = sch.split(loop, [None, parts * lanes], disable_predication=True)
     stages = [sch.rfactor(lane, -1), block]
     if parts > 1:

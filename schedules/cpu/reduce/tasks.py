@@ -32,7 +32,7 @@ class Split:
     threads : bool
         Whether there is enough work for threads.
     parts : int
-        Contiguous parts of the reduced loop ``axis``, each with states of its own.
+        Contiguous parts of the reduced loop ``axis``, each with its own states.
     axis : int
         Position among the reduced loops.
     """

@@ -164,7 +164,7 @@ def _unless_nan(tested: tirx.Expr, value: tirx.Expr, otherwise: tirx.Expr) -> ti
 
 
 def _nan_by_bits(call: ir.Call) -> ir.Expr:
-    """``isnan(x)`` in integers: TVM 0.27 takes vectors apart for the call itself."""
+    """``isnan(x)`` in integers: TVM 0.27 scalarizes vectors for the call itself."""
     if not isinstance(call.op, ir.Op) or call.op.name != "tirx.isnan":
         return call
     bits = _BITS[str(call.args[0].ty.dtype)]

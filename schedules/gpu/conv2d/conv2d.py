@@ -80,7 +80,7 @@ def _check_groups(layer: ConvLayer) -> None:
     if layer.groups > 1 and not layer.is_depthwise and any(count % LANES for count in own):
         raise OpError(
             f"convolution {layer} in NCHW{LANES}c: groups of {own[0]} input and {own[1]} output "
-            f"channels cut blocks; expected multiples of {LANES}: leave the layer in NCHW, as "
+            f"channels cross blocks; expected multiples of {LANES}: leave the layer in NCHW, as "
             "PackLayout does"
         )
 

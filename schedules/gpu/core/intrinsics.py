@@ -36,7 +36,7 @@ __forceinline__ __device__ void tvm_fusion_publish_{name}(void* p, {word} value)
 }}
 """
 
-# A volatile read would be one of the system's memory.
+# A volatile read would have system scope.
 _READ_NOW = """
 __forceinline__ __device__ long long tvm_fusion_read_now(void* p) {
   long long value;

@@ -29,7 +29,7 @@ from functools import cached_property
 from ..core.machine import REGISTER_FILE, GPUInfo
 from .implicit_gemm import ConvShape
 
-STEP_LATENCY = 400.0  # cycles from a load's issue to the barrier behind its store
+STEP_LATENCY = 400.0  # cycles from a load's issue to the barrier after its store
 LAUNCH = 2000.0  # cycles from the end of a kernel to the start of the next, over a microsecond
 BLOCK_LATENCY = 1500.0  # cycles of a block outside of its main loop
 L2_BYTES = 30.0  # per cycle and multiprocessor

@@ -84,7 +84,7 @@ class _Axes:
 
 
 def read_matmul(func: tirx.PrimFunc) -> MatmulFunction | None:
-    """Take a function apart, or return None if it is no product of two factors.
+    """Read the product of a function; None if it is no product of two factors.
 
     Factors may be computed by injective blocks. The epilogue reads the product at its own place
     and may have several outputs. Left alone: windows (the factors' axes must be disjoint up to the

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfer of the operands of a product from global to shared memory, one step at a time.
 
-Both lie in shared memory as in global memory, in vectors of four: the weights as ``[block][row][4
-outputs]``, the data as ``[quad][pixel][4 inputs]``. One vector of padding behind the weights of a
-block keeps the blocks in different banks.
+Both lie in shared memory as in global memory, in vectors of four: the weights as
+``[block][row][4 outputs]``, the data as ``[quad][pixel][4 inputs]``. One vector of padding behind
+the weights of a block keeps the blocks in different banks.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def _value(loaded: tirx.Expr, step: Read) -> tirx.Expr:
 
 
 def _once(step: Read, value: tirx.Expr) -> tirx.Expr:
-    """Load a value once, where it exists for sure; TVM cannot bind bfloat16 everywhere."""
+    """Load a value once, where it certainly exists; TVM cannot bind bfloat16 everywhere."""
     return value if step.guards or str(value.ty.dtype) == "bfloat16" else T.bind(value)
 
 

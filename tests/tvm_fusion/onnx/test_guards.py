@@ -32,7 +32,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], int, str]] = [
         [None, np.array([1, 1, 0.5, 0.5], np.float32)],
         {"mode": "linear", "antialias": 1},
         18,
-        "it asks for antialias",
+        "it uses antialias",
     ),
     (
         "Resize",

@@ -75,7 +75,7 @@ def resize_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     if mode not in MODES:
         return f"its coordinate_transformation_mode is {mode!r}"
     if attribute(node, "antialias", 0):
-        return "it asks for antialias"
+        return "it uses antialias"
     axes = attribute(node, "axes")
     if mode == "tf_crop_and_resize" and axes is not None:
         return "it has axes and crops"

@@ -90,7 +90,7 @@ class ReduceContext:
 
     @property
     def first_output(self) -> tirx.Expr:
-        """The first of the outputs that the thread accumulates, maybe past the last one."""
+        """The first of the outputs that the thread accumulates, possibly past the last one."""
         if self.is_y:
             return self.tile_start + self.lane * i64(self.config.vector)
         return self.tile_start + self.row

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU kernel of a group of coalesced reductions, for ``cuda`` and ``opencl`` alike.
+"""GPU kernel of a group of coalesced reductions, for both ``cuda`` and ``opencl``.
 
 Sisters, with or without epilogues::
 

@@ -362,7 +362,7 @@ def _cluster(
     workloads: Sequence[ReduceWorkload],
     finish: str,
 ) -> int | None:
-    """Blocks of the cluster of an output, maybe one; None if no cluster is sufficient.
+    """Blocks of the cluster of an output, possibly one; None if no cluster is sufficient.
 
     A cluster has as many blocks as fill the device, or, for small inputs, as load a row in one
     round.

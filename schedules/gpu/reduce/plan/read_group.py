@@ -26,7 +26,7 @@ from .group import ElementOutput, Epilogue, ReduceGroup, Reduction, Result, Stag
 
 
 def read_group(func: tirx.PrimFunc) -> ReduceGroup | None:
-    """Take a function apart, or return None if it is not a group of reductions of one form."""
+    """Read the group of a function; None if it is no group of reductions of one form."""
     blocks: list[s_tir.SBlock] = []
     tvm_ffi.structural_walk(func.body, (s_tir.SBlock, blocks.append))
     first = next((block for block in blocks if ATTRIBUTE in block.annotations), None)
