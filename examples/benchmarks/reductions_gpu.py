@@ -2,7 +2,7 @@
 """Race of our GPU reductions with TVM's, PyTorch, torch.compile, CuPy's CUB, XLA and cuBLAS.
 
     python examples/benchmarks/reductions_gpu.py [--quick] [--only 'paper*'] [--resume]
-    python examples/benchmarks/reductions_gpu.py --thresholds     # what the rules' limits rest on
+    python examples/benchmarks/reductions_gpu.py --thresholds     # measures the rules' limits
     python examples/benchmarks/reductions_gpu.py --dry-run        # no GPU needed
 
 Needs a CUDA GPU and PyTorch, which allocates the inputs and times; every other engine may be

@@ -58,7 +58,7 @@ class Estimate:
     nests : Terms
         Sums over the nests, by cause; arithmetic and traffic overlap.
     edges, layouts, fork : float
-        What the nests do not contain, in cycles.
+        Costs outside the nests, in cycles.
     """
 
     cycles: float

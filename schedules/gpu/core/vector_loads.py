@@ -62,7 +62,7 @@ class VectorLoads:
     results : Collection[tirx.Var]
         Variables that are not known yet where the loads are emitted.
     keep : bool
-        Whether registers also get what is read by one lane alone, because it is used again.
+        Whether values read by only one lane also go to registers, because they are reused.
     """
 
     def __init__(

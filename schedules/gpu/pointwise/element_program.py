@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elements of tensors as a list of steps, with each read and each shared value once.
 
-Inlining a chain of blocks would repeat what is used twice at every step; here every intermediate
+Inlining a chain of blocks would recompute values with several uses; here every intermediate
 value at one place is a step, and the expressions refer to it by a variable.
 """
 

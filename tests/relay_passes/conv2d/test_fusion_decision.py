@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether to fuse: the cases that are known, and what must hold for all."""
+"""Decision to fuse: known cases, and properties of all."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether to fuse on a GPU: what the estimate must get right, and its refusals."""
+"""Decision to fuse on a GPU: properties of the estimate, and refusals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would give wrong numbers or end the process is refused, or made safe."""
+"""Models that would give wrong numbers or crash the process are refused, or made safe."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ OLD = {
 
 @pytest.mark.parametrize("op_type", OLD)
 def test_operators_of_opset_7(op_type: str) -> None:
-    """What later became inputs is an attribute here, and defaults differ."""
+    """Attributes that later became inputs, with other defaults."""
     model = one_node(op_type, (2, 4, 5, 6), opset=7, listed=True, **OLD[op_type])
     if op_type == "Split":
         model.graph.node[0].output.append("z")

@@ -60,7 +60,7 @@ class ClusterExchange:
         ctx, shared = self.ctx, self._unused.pop(0)
         member = ctx.lane if ctx.is_y else ctx.row
         places = [i64(k * self._members) + member for k in range(ctx.results)]
-        sync()  # sisters may have the memory of what was read before
+        sync()  # sisters may share the memory of what was just read
         with when(ctx.is_leader):
             for k, place in enumerate(places):
                 state_buffers.store(shared, place, state_buffers.load(states, k))
