@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of the tensors of a function: convolutions that want them packed, or others in NCHW."""
+"""Readers of the tensors of a function: convolutions that read them packed, or others in NCHW."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def find_uses(
     Returns
     -------
     Uses
-        The tensors wanted packed and those read in NCHW.
+        The tensors to pack and those read in NCHW.
     """
     uses = Uses()
     bindings, results = _flatten(func)

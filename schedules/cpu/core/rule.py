@@ -18,7 +18,7 @@ class CPURule(CPUScheduleRule):
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Schedule ``func``, or return None if the rule does not know it."""
+        """Schedule ``func``, or return None if the rule does not take it."""
         if not isinstance(func, tirx.PrimFunc) or not self.is_target_available(target):
             return None
         try:

@@ -131,7 +131,7 @@ def _perfect_nest(loop: tirx.For, depth: int) -> list[tirx.For]:
 
 
 def _guard_bound(chain: Sequence[tirx.For]) -> ir.Expr:
-    """The right side of the guard ``position < bound`` of the loop that the chain is made of."""
+    """The right side of the guard ``position < bound`` of the chain's loop."""
     realize, lane = chain[-1].body, chain[-1].loop_var
     for guard in conjuncts(realize.predicate):
         if isinstance(guard, tirx.LT) and uses(guard.a, lane):

@@ -32,7 +32,7 @@ class AnyConv2D(GPUScheduleRule):
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Write the kernel, or return None if the rule does not know the function."""
+        """Write the kernel, or return None if the rule does not take the function."""
         if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
             return None
         text = func.attrs.get("tvm_fusion.workload") if func.attrs else None

@@ -41,7 +41,7 @@ class Conv2D(GPUScheduleRule):
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Write the kernel, or return None if the rule does not know the function."""
+        """Write the kernel, or return None if the rule does not take the function."""
         kernel = packed_kernel(func, target, layers=1)
         if kernel is None or kernel.layers[0].is_depthwise:
             return None

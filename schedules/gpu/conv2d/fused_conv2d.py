@@ -51,7 +51,7 @@ class FusedConv2D(GPUScheduleRule):
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Write the kernel, or return None if the rule does not know the function."""
+        """Write the kernel, or return None if the rule does not take the function."""
         kernel = packed_kernel(func, target, layers=2)
         if kernel is None or unsupported(*kernel.layers) is not None:
             return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about the GPU that a schedule is written for; everything comes from the target.
 
-TVM's targets have no option for the number of multiprocessors. A ``cuda`` target may tell it in its
+TVM's targets have no option for the number of multiprocessors. A ``cuda`` target may give it in its
 option ``model``, as ``multiprocessors=114``; else it follows from the architecture, as the largest
 device of that architecture has them.
 """

@@ -37,7 +37,7 @@ class CoalescedReduce(GPUScheduleRule):
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Write the kernel, or return None if the rule does not know the function."""
+        """Write the kernel, or return None if the rule does not take the function."""
         if not isinstance(func, tirx.PrimFunc) or target.kind.name not in ("cuda", "opencl"):
             return None
         group = read_group(func)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading an ONNX model from a path, from bytes or from a ``ModelProto``, without trusting it.
 
-A model may come from a stranger: it must not read files outside its folder, and any defect becomes
+A model may be untrusted: it must not read files outside its folder, and any defect becomes
 an ``InvalidModelError`` before TVM sees the model.
 """
 
@@ -107,7 +107,7 @@ def check_model(model: onnx.ModelProto) -> None:
     complete = onnx.ModelProto()
     complete.CopyFrom(model)
     for output in complete.graph.output:
-        # The checker wants a shape of every output; inference computes it.
+        # The checker requires a shape of every output; inference computes it.
         output.type.tensor_type.shape.SetInParent()
     try:
         with warnings.catch_warnings():
