@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import tvm
 from tvm import s_tir, tirx
-from tvm.s_tir.dlight import ScheduleRule
-from tvm.target import Target
 
+from schedules.schedule_rule import RULE
 from schedules.tir.expression_walk import loads
 from schedules.workload.reduce import constant
 
-from .kernel_function import RULE, SCATTERED
+from .kernel_function import SCATTERED
 
 LONGEST_LOOP = 64
 FEWEST_THREADS = 1024
@@ -69,37 +68,6 @@ class KernelAudit:
         scattered = "; scattered accesses" if self.is_scattered else ""
         rule = self.rule or "?"
         return f"{self.function}: {rule}, {size} threads, loops of {serial}{slow}{scattered}"
-
-
-class Recorded(ScheduleRule):
-    """A rule that records its name in the functions that it schedules."""
-
-    def __init__(self, rule: ScheduleRule):
-        self.rule = rule
-
-    def apply(
-        self, func: tirx.PrimFunc, target: Target, tunable: bool
-    ) -> s_tir.Schedule | list[s_tir.Schedule] | None:
-        """Apply the rule."""
-        found = self.rule.apply(func, target, tunable)
-        if found is None:
-            return None
-        schedules = found if isinstance(found, list) else [found]
-        return [self._note(schedule) for schedule in schedules]
-
-    def _note(self, schedule: s_tir.Schedule) -> s_tir.Schedule:
-        main = schedule.mod["main"]
-        if RULE in main.attrs:
-            return schedule
-        module = type(self.rule).__module__
-        origin = "dlight." if module.startswith("tvm.") else ""
-        main = main.with_attr(RULE, f"{origin}{type(self.rule).__name__}")
-        return s_tir.Schedule(tvm.IRModule({"main": main}))
-
-
-def recorded(rules: Iterable[ScheduleRule]) -> list[ScheduleRule]:
-    """The rules, each noting its name in the attribute ``tvm_fusion.rule`` of its functions."""
-    return [Recorded(rule) for rule in rules]
 
 
 def audit(mod: tvm.IRModule) -> list[KernelAudit]:
