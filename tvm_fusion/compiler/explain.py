@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report on a model: its pairs of convolutions, with decision, gain and reason; its slow kernels."""
+"""Report on a model: decision, gain and reason of every pair of convolutions; slow kernels."""
 
 from __future__ import annotations
 
@@ -47,11 +47,10 @@ def explain(
         ``target``. ``pairs``: one entry a candidate pair, in the order of the model: ``first`` and
         ``second`` (names), ``input_shape``, ``layer1`` and ``layer2`` (texts), ``fused``,
         ``reason``, ``flops``, and ``bytes_`` and ``intensity_`` (FLOPs a byte) ``unfused`` and
-        ``fused``. Values that are
-        unknown because of symbolic shapes are None. ``functions``: in the order of the
-        model the ``name`` of each function, the ``rule`` that scheduled it, its ``calls``, the
-        rules that ``failed`` on it, with the reasons, and why it is likely to be ``slow``; the
-        latter is empty where a rule for its kind took it.
+        ``fused``. Values that are unknown because of symbolic shapes are None. ``functions``: in
+        the order of the model the ``name`` of each function, the ``rule`` that scheduled it, its
+        ``calls``, the rules that ``failed`` on it, with the reasons, and why it is likely to be
+        ``slow``; the latter is empty where a rule for its kind took it.
 
     Raises
     ------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the GPU rules."""
+"""Base class of the GPU rules."""
 
 from __future__ import annotations
 
