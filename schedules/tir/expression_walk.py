@@ -1,28 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rules look for in expressions of TensorIR, and replace in them."""
+"""What the rules look for in expressions and statements of TensorIR, and replace in them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from typing import TypeVar
 
 import tvm_ffi
 from tvm import ir, tirx
 
+Node = TypeVar("Node")
+Tree = TypeVar("Tree", tirx.Expr, tirx.Stmt)
 
-def loads(expression: tirx.Expr) -> list[ir.TensorLoad]:
-    """Every read of memory in an expression, in the order of evaluation."""
-    found: list[ir.TensorLoad] = []
-    tvm_ffi.structural_walk(expression, (ir.TensorLoad, found.append))
+
+def nodes(tree: tirx.Expr | tirx.Stmt, kind: type[Node]) -> list[Node]:
+    """Every node of a kind, in the order of evaluation."""
+    found: list[Node] = []
+    tvm_ffi.structural_walk(tree, (kind, found.append))
     return found
 
 
-def substitute(expression: tirx.Expr, values: Mapping[ir.Var, tirx.Expr]) -> tirx.Expr:
-    """Replace variables by expressions of their type."""
-    return tvm_ffi.structural_map(expression, (ir.Var, lambda var: values.get(var, var)))
+def loads(*expressions: tirx.Expr) -> list[ir.TensorLoad]:
+    """Every read of memory in expressions, in the order of evaluation."""
+    return [load for expression in expressions for load in nodes(expression, ir.TensorLoad)]
 
 
-def uses(expression: tirx.Expr, variables: Collection[ir.Var]) -> bool:
+def variables(expression: tirx.Expr) -> set[ir.Var]:
+    """The variables in an expression."""
+    return set(nodes(expression, ir.Var))
+
+
+def uses(expression: tirx.Expr, *wanted: ir.Var) -> bool:
     """Whether any of the variables occurs in an expression."""
-    found: list[ir.Var] = []
-    tvm_ffi.structural_walk(expression, (ir.Var, found.append))
-    return any(var in variables for var in found)
+    return not variables(expression).isdisjoint(wanted)
+
+
+def substitute(tree: Tree, values: Mapping[ir.Var, tirx.Expr]) -> Tree:
+    """Replace variables by expressions of their type."""
+    return tvm_ffi.structural_map(tree, (ir.Var, lambda var: values.get(var, var)))

@@ -19,6 +19,7 @@ import tvm_ffi
 from tvm import ir, tirx
 
 from .cancellation import EXP_POLYNOMIAL, keep_digits
+from .expression_walk import nodes
 from .let_bindings import share_values
 from .math_expressions import (
     bind,
@@ -112,9 +113,10 @@ def _library_call(name: str, x: ir.Expr, dtype: str) -> ir.Expr:
     return tirx.Cast(dtype, tirx.call_pure_extern("float64", symbol, tirx.Cast("float64", x)))
 
 
-def is_expensive(call: ir.Call) -> bool:
-    """Whether a call takes many instructions, whichever way it is computed."""
-    return isinstance(call.op, ir.Op) and call.op.name in _EXPANSIONS
+def is_expensive(tree: ir.Expr | tirx.Stmt) -> bool:
+    """Whether some call takes many instructions, whichever way it is computed."""
+    calls = nodes(tree, ir.Call)
+    return any(isinstance(call.op, ir.Op) and call.op.name in _EXPANSIONS for call in calls)
 
 
 def _exp(x: ir.Expr) -> ir.Expr:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import SBlockRV
 
-from ..nests.blocks import Access, BlockFacts, uses
+from schedules.tir.expression_walk import nodes, uses
+
+from ..nests.blocks import Access, BlockFacts
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,7 @@ def separate_groups(sch: s_tir.Schedule, block: SBlockRV) -> bool:
         the new variables must divide them.
     """
     stmt = sch.get(block)
-    quotients: list[tirx.FloorDiv] = []
-    tvm_ffi.structural_walk(stmt.body, (tirx.FloorDiv, quotients.append))
+    quotients = nodes(stmt.body, tirx.FloorDiv)
     spatial = [axis for axis in stmt.iter_vars if axis.iter_type == tirx.IterVar.DataPar]
     for position, axis in enumerate(spatial[:-1]):
         sizes = {

@@ -16,6 +16,8 @@ from tvm.s_tir.dlight.analysis import SBlockInfo, normalize_prim_func
 from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
+from schedules.tir.expression_walk import loads, uses
+
 from ..core.machine import CPUInfo
 
 
@@ -179,12 +181,12 @@ def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
     stmt = sch.get(block)
     iters = list(stmt.iter_vars)
     domain = _Domain(iters)
-    stores, loads, conditions = _parts(stmt.body)
+    stores, loaded, conditions = _parts(stmt.body)
     if not stores:
         return None
     store = domain.access(stores[0].buffer, stores[0].indices)
     written = [other.buffer for other in stores]
-    reads = [load for load in loads if not any(load.source.same_as(w) for w in written)]
+    reads = [load for load in loaded if not any(load.source.same_as(w) for w in written)]
     buffers = [store.buffer, *(load.source for load in reads)]
     return BlockFacts(
         block=block,
@@ -196,7 +198,7 @@ def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
         loads=[domain.access(load.source, load.indices) for load in reads],
         guards=frozenset(k for k, i in enumerate(iters) if any(uses(c, i.var) for c in conditions)),
         itemsize=max((_bits(buffer) + 7) // 8 for buffer in buffers),
-        indirect=any(_loads_inside(index) for load in loads for index in load.indices),
+        indirect=any(loads(*load.indices) for load in loaded),
     )
 
 
@@ -205,18 +207,18 @@ def _parts(
 ) -> tuple[list[tirx.BufferStore], list[ir.TensorLoad], list[ir.Expr]]:
     """All stores, loads and conditions of a statement."""
     stores: list[tirx.BufferStore] = []
-    loads: list[ir.TensorLoad] = []
+    loaded: list[ir.TensorLoad] = []
     conditions: list[ir.Expr] = []
     tvm_ffi.structural_walk(
         body,
         [
             (tirx.BufferStore, stores.append),
-            (ir.TensorLoad, loads.append),
+            (ir.TensorLoad, loaded.append),
             (ir.Call, lambda node: conditions.extend(_call_conditions(node))),
             (tirx.IfThenElse, lambda node: conditions.append(node.condition)),
         ],
     )
-    return stores, loads, conditions
+    return stores, loaded, conditions
 
 
 _KINDS = {int(tirx.IterVar.DataPar): "S", int(tirx.IterVar.CommReduce): "R"}
@@ -277,18 +279,3 @@ def _call_conditions(call: ir.Call) -> list[ir.Expr]:
 def realize_of(sch: s_tir.Schedule, block: SBlockRV) -> s_tir.SBlockRealize:
     """The block with its bindings and guards."""
     return tvm_ffi.get_global_func("s_tir.schedule.GetSBlockRealize")(sch, block)
-
-
-def uses(expr: ir.Expr, var: ir.Var) -> bool:
-    """Whether ``var`` occurs in ``expr``."""
-    found: list[ir.Var] = []
-    tvm_ffi.structural_walk(
-        expr, (ir.Var, lambda node: found.append(node) if node.same_as(var) else None)
-    )
-    return bool(found)
-
-
-def _loads_inside(expr: ir.Expr) -> bool:
-    found: list[ir.TensorLoad] = []
-    tvm_ffi.structural_walk(expr, (ir.TensorLoad, found.append))
-    return bool(found)

@@ -10,7 +10,9 @@ import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from .blocks import Access, BlockFacts, Kernel, block_facts, realize_of, uses
+from schedules.tir.expression_walk import uses
+
+from .blocks import Access, BlockFacts, Kernel, block_facts, realize_of
 from .loop_transforms import attempt, fuse_group, static_extent
 from .overlapping_tails import overlap_of
 from .truncated_tails import TAIL
@@ -80,7 +82,7 @@ def follow_or_copy(
 def _dimensions(block: s_tir.SBlock, variables: Sequence[ir.Var]) -> set[int]:
     """Dimensions of the buffer that a block writes whose index uses one of the variables."""
     region = block.writes[0].region
-    return {d for d, part in enumerate(region) if any(uses(part.min, var) for var in variables)}
+    return {d for d, part in enumerate(region) if uses(part.min, *variables)}
 
 
 def _own_variables(facts: BlockFacts, ready: dict[ir.Var, set[int]]) -> list[ir.Var] | None:
@@ -92,19 +94,15 @@ def _own_variables(facts: BlockFacts, ready: dict[ir.Var, set[int]]) -> list[ir.
     loads = [load for load in facts.loads if load.buffer in ready]
     own: list[ir.Var] = []
     for load in loads:
-        if not _same(load, loads[0]) or not _is_reshape(facts, load):
+        if not tvm_ffi.structural_equal(load.indices, loads[0].indices) or not _is_reshape(
+            facts, load
+        ):
             return None
         for d in ready[load.buffer]:
             if _walker(facts, load, d) is None:
                 return None
             own.append(load.indices[d])
     return own if loads else None
-
-
-def _same(load: Access, other: Access) -> bool:
-    return len(load.indices) == len(other.indices) and all(
-        tvm_ffi.structural_equal(*pair) for pair in zip(load.indices, other.indices, strict=True)
-    )
 
 
 def _walker(facts: BlockFacts, load: Access, dimension: int) -> int | None:

@@ -23,7 +23,9 @@ import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from .blocks import realize_of, uses
+from schedules.tir.expression_walk import uses, variables
+
+from .blocks import realize_of
 
 
 @dataclass(frozen=True)
@@ -151,12 +153,11 @@ def _overlap_axis(
         part = moved if stride == 1 else tirx.floordiv(moved, stride)
         values[k] = part if k == overlap.positions[0] else tirx.floormod(part, extent)
     # Only this axis' guard depends on the place inside the tile.
-    inner: list[ir.Var] = []
-    tvm_ffi.structural_walk(inside, (ir.Var, inner.append))
+    inner = variables(inside)
     kept = [
         guard
         for guard in conjuncts(realize.predicate)
-        if not any(uses(guard, var) for var in inner) and not isinstance(guard, tirx.IntImm)
+        if not uses(guard, *inner) and not isinstance(guard, tirx.IntImm)
     ]
     predicate = tirx.all(*kept) if kept else tirx.IntImm("bool", 1)
     return s_tir.SBlockRealize(values, predicate, realize.block)

@@ -6,8 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import tvm_ffi
-from tvm import ir, s_tir, tirx
+from tvm import s_tir, tirx
 from tvm.target import Target
 
 from schedules.tir.vector_math import is_expensive
@@ -148,18 +147,12 @@ def _rows_together(source: ReduceSource, vectors: int) -> int:
 
 def _worth_threads(source: ReduceSource) -> bool:
     work = source.elements or SERIAL_ELEMENTS
-    return work * (8 if _is_expensive(source) else 1) >= SERIAL_ELEMENTS
-
-
-def _is_expensive(source: ReduceSource) -> bool:
-    calls: list[ir.Call] = []
-    tvm_ffi.structural_walk(source.element, (ir.Call, calls.append))
-    return any(is_expensive(call) for call in calls)
+    return work * (8 if is_expensive(source.element) else 1) >= SERIAL_ELEMENTS
 
 
 def _is_heavy(source: ReduceSource) -> bool:
     """Whether a step is many instructions: unrolled less, it compiles sooner and runs as fast."""
-    return source.workload.is_arg or _is_expensive(source)
+    return source.workload.is_arg or is_expensive(source.element)
 
 
 def _estimate(axes: Sequence[Axis]) -> int:

@@ -19,12 +19,12 @@ from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
 from schedules.compute.coalesced_reduce import ATTRIBUTE
-from schedules.tir.expression_walk import loads, substitute
+from schedules.tir.expression_walk import loads, nodes, substitute, uses
 from schedules.workload.reduce import Extent, ReduceWorkload, constant, is_one, unravel
 from schedules.workload.reduce_operator import State, field_dtypes
 
 from ..core.machine import CPUInfo
-from ..nests.blocks import Kernel, open_kernel, uses
+from ..nests.blocks import Kernel, open_kernel
 from ..nests.loop_transforms import inline_blocks
 
 Indices = Mapping[tirx.Var, tirx.Expr]
@@ -206,9 +206,7 @@ def read_source(func: tirx.PrimFunc, target: Target) -> ReduceSource | None:
 
 
 def _is_marked(func: tirx.PrimFunc) -> bool:
-    found: list[s_tir.SBlock] = []
-    tvm_ffi.structural_walk(func.body, (s_tir.SBlock, found.append))
-    return any(ATTRIBUTE in block.annotations for block in found)
+    return any(ATTRIBUTE in block.annotations for block in nodes(func.body, s_tir.SBlock))
 
 
 def _attribute(sch: s_tir.Schedule, block: SBlockRV) -> str:

@@ -101,7 +101,7 @@ class VectorLoads:
         """
         registers = [] if known is None else known
         chosen: list[Register | None] = []
-        for load, kind in zip(_loads(self._at(m, n)), self.kinds, strict=True):
+        for load, kind in zip(loads(*self._at(m, n)), self.kinds, strict=True):
             register = next((entry for entry in registers if _same(entry.load, load)), None)
             if register is None and kind != "each":
                 register = self._load(load, kind, flat)
@@ -111,7 +111,7 @@ class VectorLoads:
 
         def lane(k: int) -> list[tirx.Expr]:
             expressions = self._at(m, n, tirx.const(k, "int64"))
-            pairs = list(zip(_loads(expressions), chosen, strict=True))
+            pairs = list(zip(loads(*expressions), chosen, strict=True))
 
             def replace(load: ir.TensorLoad) -> tirx.Expr:
                 for original, register in pairs:
@@ -134,11 +134,11 @@ class VectorLoads:
     def _classify(self) -> list[str]:
         """For each read, in order: ``vector``, ``uniform`` or ``each``."""
         run = LaneRun(self.along_m, self.vector)
-        first, moved = _loads(self._at(run.m, run.n)), _loads(self._at(run.m, run.n, run.lane))
+        first, moved = loads(*self._at(run.m, run.n)), loads(*self._at(run.m, run.n, run.lane))
         guarded = _guarded_loads(self._at(run.m, run.n))
         kinds = []
         for a, b in zip(first, moved, strict=True):
-            fixed = not any(loads(index) or uses(index, self.results) for index in a.indices)
+            fixed = not any(loads(index) or uses(index, *self.results) for index in a.indices)
             if not fixed or any(a.same_as(load) for load in guarded):
                 kinds.append("each")
             elif self.vector == 1:
@@ -214,10 +214,6 @@ def _parts(lanes: int, buffer: tirx.Buffer) -> list[tuple[int, int]]:
     return [(start, width) for start in range(0, lanes, width)]
 
 
-def _loads(expressions: Sequence[tirx.Expr]) -> list[ir.TensorLoad]:
-    return [load for expression in expressions for load in loads(expression)]
-
-
 def _guarded_loads(expressions: Sequence[tirx.Expr]) -> list[ir.TensorLoad]:
     """The reads that must not happen for every element."""
     found: list[ir.TensorLoad] = []
@@ -236,10 +232,4 @@ def _position(load: ir.TensorLoad) -> tirx.Expr:
 
 
 def _same(a: ir.TensorLoad, b: ir.TensorLoad) -> bool:
-    return a.same_as(b) or (a.source.same_as(b.source) and _equal(a.indices, b.indices))
-
-
-def _equal(a: Sequence[tirx.Expr], b: Sequence[tirx.Expr]) -> bool:
-    return len(a) == len(b) and all(
-        tvm_ffi.structural_equal(x, y) for x, y in zip(a, b, strict=True)
-    )
+    return a.same_as(b) or tvm_ffi.structural_equal(a, b)

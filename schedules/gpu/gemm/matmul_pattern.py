@@ -10,11 +10,11 @@ import tvm_ffi
 from tvm import ir, tirx
 
 from schedules.tir.block_expressions import Stage, as_type, read_stages
-from schedules.tir.expression_walk import substitute
+from schedules.tir.expression_walk import loads, substitute, uses
 from schedules.workload.reduce import Extent, constant, unravel
 
 from ..pointwise.element_program import ElementProgram
-from ..pointwise.iteration_domain import IterationSpace, Store, as_expr, uses
+from ..pointwise.iteration_domain import IterationSpace, Store, as_expr
 
 ACCUMULATOR = {"float16": "float32", "bfloat16": "float32"}
 
@@ -211,9 +211,7 @@ def _read_in_place(product: Stage, after: Sequence[Stage]) -> bool:
     """Whether what follows from the product has its shape and reads it where it writes."""
     follow = {product.output}
     for stage in after:
-        found: list[ir.TensorLoad] = []
-        tvm_ffi.structural_walk(stage.value, (ir.TensorLoad, found.append))
-        read = [load for load in found if load.source in follow]
+        read = [load for load in loads(stage.value) if load.source in follow]
         if not read:
             continue
         if not tvm_ffi.structural_equal(list(stage.output.shape), list(product.output.shape)):

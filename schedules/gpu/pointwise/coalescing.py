@@ -10,13 +10,13 @@ import numpy as np
 import tvm_ffi
 from tvm import DataType, ir, sym, tirx
 
-from schedules.tir.expression_walk import substitute
+from schedules.tir.expression_walk import substitute, uses, variables
 from schedules.tir.index_math import subscripts
 from schedules.workload.reduce import constant
 
 from ..core.vector_loads import WIDEST_LOAD
 from .element_program import Read, Value
-from .iteration_domain import IterationSpace, Store, as_expr, uses, variables
+from .iteration_domain import IterationSpace, Store, as_expr
 
 SECTOR = 32  # bytes that the memory delivers at least
 WARP = 32

@@ -11,7 +11,7 @@ from functools import cached_property
 import tvm_ffi
 from tvm import ir, sym, tirx
 
-from schedules.tir.expression_walk import substitute
+from schedules.tir.expression_walk import nodes, substitute, uses, variables
 from schedules.tir.index_math import ravel
 from schedules.workload.reduce import Extent, constant
 
@@ -87,7 +87,7 @@ class IterationSpace:
             expressions += [step.expression] if isinstance(step, Value) else step.indices
         found: Counter[tirx.Var] = Counter()
         for expression in expressions:
-            tvm_ffi.structural_walk(expression, (ir.Var, lambda var: found.update([var])))
+            found.update(nodes(expression, ir.Var))
         return found
 
     def position(self, access: Read | Store) -> tirx.Expr:
@@ -221,12 +221,12 @@ def _are_one(space: IterationSpace, number: int) -> bool:
     analyzer = space.analyzer()
     for step in space.steps:
         others = [*step.guards, *([step.expression] if isinstance(step, Value) else [])]
-        if any(uses(other, axis) for other in others for axis in (outer, inner)):
+        if any(uses(other, outer, inner) for other in others):
             return False
-    if any(uses(store.value, axis) for store in space.stores for axis in (outer, inner)):
+    if any(uses(store.value, outer, inner) for store in space.stores):
         return False
     for access in space.accesses:
-        if not uses(access.index, outer) and not uses(access.index, inner):
+        if not uses(access.index, outer, inner):
             continue
         linear = space.linear(access)
         if linear is None:
@@ -262,15 +262,3 @@ def as_expr(value: Extent) -> tirx.Expr:
     if isinstance(value, int):
         return tirx.const(value, "int64")
     return value if str(value.ty.dtype) == "int64" else value.astype("int64")
-
-
-def uses(expression: tirx.Expr, var: tirx.Var) -> bool:
-    """Whether a variable occurs in an expression."""
-    return var in variables(expression)
-
-
-def variables(expression: tirx.Expr) -> set[tirx.Var]:
-    """The variables in an expression."""
-    found: set[tirx.Var] = set()
-    tvm_ffi.structural_walk(expression, (ir.Var, found.add))
-    return found

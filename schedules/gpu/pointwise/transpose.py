@@ -13,7 +13,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules.tir.branch import when
-from schedules.tir.expression_walk import substitute
+from schedules.tir.expression_walk import substitute, variables
 from schedules.tir.index_math import ceildiv, i64, simplified, subscripts
 from schedules.workload.reduce import Extent, constant
 
@@ -23,7 +23,7 @@ from ..core.machine import KINDS, GPUInfo
 from .axis_order import best_lanes, injective_spaces
 from .coalescing import classify, is_scattered
 from .element_program import Read
-from .iteration_domain import IterationSpace, merge_axes, variables
+from .iteration_domain import IterationSpace, merge_axes
 from .point_kernel import Names, PointWriter, Views
 
 _TILE = 32

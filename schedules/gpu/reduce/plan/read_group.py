@@ -18,7 +18,7 @@ from tvm.ir import Range
 from tvm.sym import Analyzer
 
 from schedules.compute.coalesced_reduce import ATTRIBUTE, SCRATCH_ATTRIBUTE, SHAPE_ATTRIBUTE
-from schedules.tir.expression_walk import loads, substitute, uses
+from schedules.tir.expression_walk import loads, nodes, substitute, uses
 from schedules.tir.index_math import i64, ravel, simplified
 from schedules.workload.reduce import CanonicalLoops, Extent, ReduceWorkload, constant, unravel
 
@@ -27,8 +27,7 @@ from .group import ElementOutput, Epilogue, ReduceGroup, Reduction, Result, Stag
 
 def read_group(func: tirx.PrimFunc) -> ReduceGroup | None:
     """Take a function apart, or return None if it is not a group of reductions of one form."""
-    blocks: list[s_tir.SBlock] = []
-    tvm_ffi.structural_walk(func.body, (s_tir.SBlock, blocks.append))
+    blocks = nodes(func.body, s_tir.SBlock)
     first = next((block for block in blocks if ATTRIBUTE in block.annotations), None)
     if first is None:
         return None
@@ -118,14 +117,11 @@ class _Reader:
         )
 
     def _read_combine(self, block: s_tir.SBlock) -> None:
-        stores: list[tirx.BufferStore] = []
-        read: list[ir.TensorLoad] = []
-        tvm_ffi.structural_walk(
-            block.body, [(tirx.BufferStore, stores.append), (ir.TensorLoad, read.append)]
-        )
-        source = next((load.source for load in read if load.source in self.lifted), None)
+        read = [load.source for load in nodes(block.body, ir.TensorLoad)]
+        source = next((buffer for buffer in read if buffer in self.lifted), None)
         if source is None:
             raise _NotAGroupError  # a reduction of another kind
+        stores = nodes(block.body, tirx.BufferStore)
         self.combined |= {store.buffer: self.lifted[source] for store in stores}
 
     def _read_finish(self, block: s_tir.SBlock) -> None:
@@ -242,7 +238,7 @@ class _Reader:
 
     def _stage(self, value: tirx.Expr) -> int:
         """The last stage whose results an expression uses; -1 if it uses none."""
-        return max((at for at, result in self._results() if uses(value, [result.var])), default=-1)
+        return max((at for at, result in self._results() if uses(value, result.var)), default=-1)
 
     def _stage_of(self, load: ir.TensorLoad) -> int:
         if load.source in self.results:
@@ -279,9 +275,7 @@ class _Reader:
         return tuple(found)
 
     def _read_buffers(self) -> Collection[tirx.Buffer]:
-        found: list[ir.TensorLoad] = []
-        tvm_ffi.structural_walk(self.func.body, (ir.TensorLoad, found.append))
-        return {load.source for load in found}
+        return {load.source for load in nodes(self.func.body, ir.TensorLoad)}
 
 
 def _store(block: s_tir.SBlock) -> tirx.BufferStore:
