@@ -13,10 +13,10 @@ Node = TypeVar("Node")
 Tree = TypeVar("Tree", tirx.Expr, tirx.Stmt)
 
 
-def nodes(tree: tirx.Expr | tirx.Stmt, kind: type[Node]) -> list[Node]:
-    """Every node of a kind, in the order of evaluation."""
+def nodes(tree: tirx.Expr | tirx.Stmt, *kinds: type[Node]) -> list[Node]:
+    """Every node of some kinds, in the order of evaluation."""
     found: list[Node] = []
-    tvm_ffi.structural_walk(tree, (kind, found.append))
+    tvm_ffi.structural_walk(tree, (kinds, found.append))
     return found
 
 

@@ -17,6 +17,7 @@ from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
 from schedules.tir.expression_walk import loads, uses
+from schedules.tir.index_math import ravel
 
 from ..core.machine import CPUInfo
 
@@ -254,17 +255,7 @@ class _Domain:
 def _flatten(buffer: ir.Var, indices: Sequence[ir.Expr]) -> ir.Expr:
     """Row-major offset of ``indices`` in ``buffer``, in the type of the indices."""
     dtypes = {str(index.ty.dtype) for index in indices}
-    dtype = dtypes.pop() if len(dtypes) == 1 else "int64"
-    offset: ir.Expr = tirx.IntImm(dtype, 0)
-    for extent, index in zip(buffer.shape, indices, strict=True):
-        offset = offset * _as(dtype, extent) + _as(dtype, index)
-    return offset
-
-
-def _as(dtype: str, expr: ir.Expr) -> ir.Expr:
-    if isinstance(expr, tirx.IntImm):
-        return tirx.IntImm(dtype, int(expr))
-    return expr if str(expr.ty.dtype) == dtype else tirx.Cast(dtype, expr)
+    return ravel(indices, buffer.shape, dtypes.pop() if len(dtypes) == 1 else "int64")
 
 
 def _bits(buffer: ir.Var) -> int:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
+from tvm.topi.utils import ravel_index
 
 from schedules.tir.expression_walk import uses, variables
 
@@ -89,10 +90,8 @@ def overlap_of(sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV, tile: int) ->
 
 def _place(realize: s_tir.SBlockRealize, positions: Sequence[int]) -> ir.Expr:
     """The iteration along the axis into which variables are fused, row-major."""
-    place = realize.iter_values[positions[0]]
-    for k in positions[1:]:
-        place = place * realize.block.iter_vars[k].dom.extent + realize.iter_values[k]
-    return place
+    extents = [realize.block.iter_vars[k].dom.extent for k in positions]
+    return ravel_index([realize.iter_values[k] for k in positions], extents)
 
 
 def overlap_tails(func: tirx.PrimFunc, overlaps: Sequence[Overlap]) -> tirx.PrimFunc:

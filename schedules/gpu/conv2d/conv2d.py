@@ -21,9 +21,9 @@ from schedules.workload.conv2d import Conv2DKernel, ConvLayer, from_json
 
 from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
 from ..core.machine import KINDS, REGISTER_FILE, GPUInfo
+from ..core.vector_loads import flat_view
 from ..gemm.conv_tiles import ConvTile, Product, choose_tile
 from ..gemm.epilogue import Ending, Epilogue, Partial, finish_tile, lanes_at, sum_parts
-from ..gemm.float4 import flat_view
 from ..gemm.implicit_gemm import LANES, ConvShape, Index, Window, window_of
 from ..gemm.main_loop import multiply
 from ..gemm.shared_memory_pipeline import DataStage, WeightStage

@@ -13,7 +13,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
 from schedules.tir.expression_walk import loads, uses
-from schedules.tir.index_math import i64, ravel
+from schedules.tir.index_math import i64, is_multiple, ravel, volume
 
 WIDEST_LOAD = 16  # bytes of one instruction
 
@@ -157,10 +157,7 @@ class VectorLoads:
         if lanes == 1:
             T.buffer_store(register, source[index], [0])
             return Register(load, register, False)
-        for start, width in _parts(lanes, source):
-            with T.vectorized(0, width) as k:
-                element = source[index + (k + start).astype("int64")]
-                T.buffer_store(register, element, [k + start])
+        load_vector(register, source, index)
         return Register(load, register, True)
 
 
@@ -189,13 +186,21 @@ class LaneRun:
         step = self.analyzer.simplify(moved - first)
         if self.analyzer.can_prove_equal(step, i64(0)):
             return "uniform"
-        aligned = self._is_aligned(first)
+        aligned = is_multiple(first, self.vector, self.analyzer)
         return "vector" if aligned and self.analyzer.can_prove_equal(step, self.lane) else "each"
 
-    def _is_aligned(self, index: tirx.Expr) -> bool:
-        """Whether an index is a multiple of the vector, as its load needs it."""
-        known = self.analyzer.modular_set(index)
-        return known.coeff % self.vector == 0 and known.base % self.vector == 0
+
+def flat_view(buffer: tirx.Buffer) -> tirx.Buffer:
+    """A parameter as one row, to be declared inside the launch; bool, without vectors, as bytes."""
+    dtype = "uint8" if str(buffer.dtype) == "bool" else buffer.dtype
+    return T.decl_buffer((volume(buffer.shape),), dtype, data=buffer.data)
+
+
+def load_vector(register: tirx.Buffer, source: tirx.Buffer, place: tirx.Expr) -> None:
+    """Load neighbouring elements of a flat view by as few instructions as there can be."""
+    for start, width in _parts(int(register.shape[0]), source):
+        with T.vectorized(0, width) as k:
+            T.buffer_store(register, source[place + (k + start).astype("int64")], [k + start])
 
 
 def store_vector(target: tirx.Buffer, place: tirx.Expr, values: Sequence[tirx.Expr]) -> None:

@@ -14,8 +14,8 @@ from tvm.target import Target
 
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute, variables
-from schedules.tir.index_math import ceildiv, i64, simplified, subscripts
-from schedules.workload.reduce import Extent, constant
+from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.workload.reduce import Extent, constant, unravel
 
 from ..core.intrinsics import sync
 from ..core.kernel_function import unless_empty, write_function
@@ -113,7 +113,9 @@ def _write(func: tirx.PrimFunc, crossing: _Crossing, gpu: GPUInfo) -> None:
     with unless_empty(total), T.launch_thread("blockIdx.x", total) as block:
         with T.launch_thread("threadIdx.x", i64(_TILE * _ROWS)) as thread:
             views = Views.declare([p for p in func.params if isinstance(p, tirx.Buffer)], gpu)
-            *others, along_input, along_output = (T.bind(s) for s in subscripts(block, counts))
+            *others, along_input, along_output = (
+                T.bind(s) for s in unravel(block, counts, is_natural=True)
+            )
             fixed = dict(zip(outer, others, strict=True))
             starts = (along_input * i64(_TILE), along_output * i64(_TILE))
             _Tile(crossing, views, fixed, starts, thread).write()

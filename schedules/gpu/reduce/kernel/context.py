@@ -9,7 +9,8 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.gpu.core.machine import GPUInfo
-from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.gpu.core.vector_loads import flat_view
+from schedules.tir.index_math import ceildiv, i64
 from schedules.workload.reduce import constant, unravel
 
 from ..plan.config import ReduceConfig
@@ -56,7 +57,7 @@ class ReduceContext:
     ) -> ReduceContext:
         """Declare one-dimensional views of the parameters, inside the kernel."""
         views = tuple(
-            (buffer, _flatten(buffer))
+            (buffer, flat_view(buffer))
             for buffer in group.func.params
             if isinstance(buffer, tirx.Buffer)
             and (gpu.has_bfloat16 or str(buffer.dtype) != "bfloat16")  # TVM loses such views
@@ -128,11 +129,3 @@ class ReduceContext:
             T.buffer_store(output, value, unravel(place, output.shape))
         else:
             T.buffer_store(view, value.astype(view.dtype), [place])
-
-
-def _flatten(buffer: tirx.Buffer) -> tirx.Buffer:
-    size: tirx.Expr = i64(1)
-    for extent in buffer.shape:
-        size = size * i64(extent)
-    dtype = "uint8" if str(buffer.dtype) == "bool" else buffer.dtype
-    return T.decl_buffer((simplified(size),), dtype, data=buffer.data)

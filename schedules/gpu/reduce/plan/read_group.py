@@ -20,7 +20,15 @@ from tvm.sym import Analyzer
 from schedules.compute.coalesced_reduce import ATTRIBUTE, SCRATCH_ATTRIBUTE, SHAPE_ATTRIBUTE
 from schedules.tir.expression_walk import loads, nodes, substitute, uses
 from schedules.tir.index_math import i64, ravel, simplified
-from schedules.workload.reduce import CanonicalLoops, Extent, ReduceWorkload, constant, unravel
+from schedules.workload.reduce import (
+    CanonicalLoops,
+    Extent,
+    ReduceWorkload,
+    constant,
+    extent_of,
+    size_of,
+    unravel,
+)
 
 from .group import ElementOutput, Epilogue, ReduceGroup, Reduction, Result, Stage
 
@@ -75,7 +83,7 @@ class _Reader:
         self.loops = _loops(self.first)
         self.analyzer = Analyzer()
         for var, extent in ((self.m, self.outputs), (self.n, self.reduced)):
-            self.analyzer.bind(var, Range.from_min_extent(i64(0), i64(extent)))
+            self.analyzer.bind(var, Range.from_minextent_of(i64(0), i64(extent)))
 
     def read(self, block: s_tir.SBlock) -> None:
         """Add a block.
@@ -150,7 +158,7 @@ class _Reader:
     def _read_elementwise(self, block: s_tir.SBlock) -> None:
         store = _store(block)
         variables = tuple(iter_var.var for iter_var in block.iter_vars)
-        shape = tuple(_extent(v.dom.extent) for v in block.iter_vars)
+        shape = tuple(extent_of(v.dom.extent) for v in block.iter_vars)
         subscripts = (
             store.indices or variables[:1]
         )  # a block of one element has a loop all the same
@@ -160,7 +168,7 @@ class _Reader:
         stage = max((self._stage_of(load) for load in loads(store.value)), default=-1)
         is_output = self._output(store.buffer) is not None
         definition = _Definition(variables, shape, store.value, stage)
-        if _same(_product(shape), self.outputs) and (stage >= 0 or is_output):
+        if _same(size_of(shape), self.outputs) and (stage >= 0 or is_output):
             self._add_epilogue(store.buffer, definition)
             return
         self.definitions[store.buffer] = definition
@@ -192,7 +200,7 @@ class _Reader:
                 return CanonicalLoops(tuple(shape), loops.axes).subscripts(self.m, self.n)
         kinds = [kind for kind, _ in self.loops.runs]
         count: Extent = self.outputs * self.reduced
-        if not _same(_product(shape), count):
+        if not _same(size_of(shape), count):
             raise _NotAGroupError
         if kinds == ["P", "R"]:
             flat = self.m * i64(self.reduced) + self.n
@@ -251,7 +259,7 @@ class _Reader:
         return buffer if buffer in self.func.params else None
 
     def _extents(self, block: s_tir.SBlock) -> tuple[Extent, Extent]:
-        outputs, reduced = (_extent(iter_var.dom.extent) for iter_var in block.iter_vars)
+        outputs, reduced = (extent_of(iter_var.dom.extent) for iter_var in block.iter_vars)
         return outputs, reduced
 
     def _find_scratch(self) -> tuple[tirx.Buffer, ...]:
@@ -294,18 +302,6 @@ def _loops(block: s_tir.SBlock) -> CanonicalLoops:
 
 def _is_same(a: tirx.Expr, b: tirx.Expr) -> bool:
     return a.same_as(b)
-
-
-def _extent(extent: tirx.Expr) -> Extent:
-    known = constant(extent)
-    return extent if known is None else known
-
-
-def _product(extents: Sequence[Extent]) -> Extent:
-    result: Extent = 1
-    for extent in extents:
-        result = result * extent
-    return result
 
 
 def _same(a: Extent, b: Extent) -> bool:
