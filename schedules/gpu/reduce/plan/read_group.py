@@ -83,7 +83,7 @@ class _Reader:
         self.loops = _loops(self.first)
         self.analyzer = Analyzer()
         for var, extent in ((self.m, self.outputs), (self.n, self.reduced)):
-            self.analyzer.bind(var, Range.from_minextent_of(i64(0), i64(extent)))
+            self.analyzer.bind(var, Range.from_min_extent(i64(0), i64(extent)))
 
     def read(self, block: s_tir.SBlock) -> None:
         """Add a block.
