@@ -23,6 +23,11 @@ def op_name(expr: Value) -> str | None:
     return TUPLE_GET_ITEM if isinstance(expr, relax.TupleGetItem) else None
 
 
+def is_claimed(func: relax.Function) -> bool:
+    """Whether a function belongs to another pass or to a backend."""
+    return any(claim in func.attrs for claim in ("Primitive", "Composite", "Codegen"))
+
+
 def is_removable(value: relax.Expr) -> bool:
     """Whether a value outside a dataflow block may go when nobody reads it."""
     if isinstance(value, relax.Call):

@@ -203,12 +203,17 @@ def load_vector(register: tirx.Buffer, source: tirx.Buffer, place: tirx.Expr) ->
             T.buffer_store(register, source[place + (k + start).astype("int64")], [k + start])
 
 
-def store_vector(target: tirx.Buffer, place: tirx.Expr, values: Sequence[tirx.Expr]) -> None:
-    """Store neighbouring elements of a flat view by as few instructions as there can be."""
-    register = T.alloc_buffer((len(values),), target.dtype, scope="local")
+def hold(values: Sequence[tirx.Expr], dtype: str) -> tirx.Buffer:
+    """Put values of some type into registers."""
+    register = T.alloc_buffer((len(values),), dtype, scope="local")
     for k, value in enumerate(values):
-        T.buffer_store(register, value.astype(target.dtype), [k])
-    for start, width in _parts(len(values), target):
+        T.buffer_store(register, value.astype(dtype), [k])
+    return register
+
+
+def store_vector(register: tirx.Buffer, target: tirx.Buffer, place: tirx.Expr) -> None:
+    """Store neighbouring elements of a flat view by as few instructions as there can be."""
+    for start, width in _parts(int(register.shape[0]), target):
         with T.vectorized(0, width) as k:
             T.buffer_store(target, register[k + start], [place + (k + start).astype("int64")])
 

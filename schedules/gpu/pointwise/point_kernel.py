@@ -15,7 +15,7 @@ from schedules.tir.index_math import i64
 from schedules.workload.reduce import Extent, constant, unravel
 
 from ..core.machine import GPUInfo
-from ..core.vector_loads import flat_view, load_vector, store_vector
+from ..core.vector_loads import flat_view, hold, load_vector, store_vector
 from .coalescing import Lanes, classify
 from .element_program import Read, Value
 from .iteration_domain import Store
@@ -188,7 +188,8 @@ class PointWriter:
             for lane, (value, names) in enumerate(zip(values, self._names, strict=True)):
                 self.views.store(store, self._position(number, store, lane), names, value)
             return
-        store_vector(view, T.bind(self._position(number, store, 0)), values)
+        register = hold(values, view.dtype)
+        store_vector(register, view, T.bind(self._position(number, store, 0)))
 
 
 def write_points(lanes: Lanes, views: Views, start: tirx.Expr) -> None:
