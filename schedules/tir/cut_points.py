@@ -13,7 +13,7 @@ from typing import Any
 from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import SBlockRV
 
-from .expression_walk import nodes
+from .expression_walk import is_if_then_else, nodes
 
 COMPARISONS: dict[type[Any], Callable[[int], bool]] = {
     tirx.LT: lambda difference: difference < 0,
@@ -59,11 +59,7 @@ def cut_points(sch: s_tir.Schedule, block: SBlockRV, position: int) -> list[int]
 
 def _comparisons(body: tirx.Stmt) -> list[ir.Expr]:
     """Every comparison inside a condition of ``if_then_else``."""
-    branches = [
-        call
-        for call in nodes(body, ir.Call)
-        if isinstance(call.op, ir.Op) and call.op.name == "prim.if_then_else"
-    ]
+    branches = filter(is_if_then_else, nodes(body, ir.Call))
     return [node for branch in branches for node in nodes(branch.args[0], *COMPARISONS)]
 
 

@@ -35,6 +35,17 @@ def uses(expression: tirx.Expr, *wanted: ir.Var) -> bool:
     return not variables(expression).isdisjoint(wanted)
 
 
+def op_name(expression: tirx.Expr) -> str:
+    """Name of the op that an expression calls; empty when it is no call of an op."""
+    named = isinstance(expression, ir.Call) and isinstance(expression.op, ir.Op)
+    return str(expression.op.name) if named else ""
+
+
+def is_if_then_else(expression: tirx.Expr) -> bool:
+    """Whether an expression evaluates only one of two branches."""
+    return op_name(expression) == "prim.if_then_else"
+
+
 def substitute(tree: Tree, values: Mapping[ir.Var, tirx.Expr]) -> Tree:
     """Replace variables by expressions of their type."""
     return tvm_ffi.structural_map(tree, (ir.Var, lambda var: values.get(var, var)))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import tvm_ffi
 from tvm import ir, s_tir, tirx
 
-from .expression_walk import substitute
+from .expression_walk import is_if_then_else, substitute
 
 Rewrite = Callable[[ir.Expr], ir.Expr]
 
@@ -143,7 +143,7 @@ class _Lets:
             return let.body
 
         def note(call: ir.Call) -> ir.Call:
-            if isinstance(call.op, ir.Op) and call.op.name == "prim.if_then_else":
+            if is_if_then_else(call):
                 condition, yes, no = call.args
                 for branch, taken in ((yes, condition), (no, tirx.Not(condition))):
                     for var in self._used([branch]):

@@ -16,7 +16,7 @@ from tvm.s_tir.dlight.analysis import SBlockInfo, normalize_prim_func
 from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
-from schedules.tir.expression_walk import loads, uses
+from schedules.tir.expression_walk import loads, op_name, uses
 from schedules.tir.index_math import ravel
 
 from ..core.machine import CPUInfo
@@ -263,8 +263,7 @@ def _bits(buffer: ir.Var) -> int:
 
 
 def _call_conditions(call: ir.Call) -> list[ir.Expr]:
-    name = call.op.name if isinstance(call.op, ir.Op) else ""
-    return [call.args[0]] if name in ("prim.if_then_else", "prim.likely") else []
+    return [call.args[0]] if op_name(call) in ("prim.if_then_else", "prim.likely") else []
 
 
 def realize_of(sch: s_tir.Schedule, block: SBlockRV) -> s_tir.SBlockRealize:

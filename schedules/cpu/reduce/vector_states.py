@@ -16,6 +16,7 @@ import tvm_ffi
 from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.expression_walk import op_name
 from schedules.tir.index_math import i64
 from schedules.workload.reduce import ReduceWorkload
 from schedules.workload.reduce_operator import State, combine, field_dtypes, identity
@@ -161,7 +162,7 @@ def _unless_nan(tested: tirx.Expr, value: tirx.Expr, otherwise: tirx.Expr) -> ti
 
 def _nan_by_bits(call: ir.Call) -> ir.Expr:
     """``isnan(x)`` in integers: TVM 0.27 takes vectors apart for the call itself."""
-    if not isinstance(call.op, ir.Op) or call.op.name != "tirx.isnan":
+    if op_name(call) != "tirx.isnan":
         return call
     bits = _BITS[str(call.args[0].ty.dtype)]
     integer = tirx.reinterpret(bits.dtype, call.args[0])

@@ -12,7 +12,7 @@ from tvm.ir import Range
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from schedules.tir.expression_walk import loads, uses
+from schedules.tir.expression_walk import is_if_then_else, loads, nodes, uses
 from schedules.tir.index_math import i64, is_multiple, ravel, volume
 
 WIDEST_LOAD = 16  # bytes of one instruction
@@ -226,15 +226,8 @@ def _parts(lanes: int, buffer: tirx.Buffer) -> list[tuple[int, int]]:
 
 def _guarded_loads(expressions: Sequence[tirx.Expr]) -> list[ir.TensorLoad]:
     """The reads that must not happen for every element."""
-    found: list[ir.TensorLoad] = []
-
-    def note(call: ir.Call) -> None:
-        if isinstance(call.op, ir.Op) and call.op.name.endswith("if_then_else"):
-            found.extend(loads(call))
-
-    for expression in expressions:
-        tvm_ffi.structural_walk(expression, (ir.Call, note))
-    return found
+    calls = (call for expression in expressions for call in nodes(expression, ir.Call))
+    return loads(*filter(is_if_then_else, calls))
 
 
 def _position(load: ir.TensorLoad) -> tirx.Expr:

@@ -15,7 +15,7 @@ import tvm_ffi
 from tvm import ir, tirx
 
 from schedules.tir.block_expressions import Stage
-from schedules.tir.expression_walk import substitute
+from schedules.tir.expression_walk import is_if_then_else, substitute
 from schedules.tir.index_math import ravel
 
 
@@ -174,12 +174,3 @@ class ElementProgram:
             self.steps.append(Read(found, buffer, indices, guards))
         self._memo.setdefault(key, []).append((indices, guards, found))
         return found
-
-
-def is_if_then_else(node: tirx.Expr) -> bool:
-    """Whether an expression evaluates only one of two branches."""
-    return (
-        isinstance(node, ir.Call)
-        and isinstance(node.op, ir.Op)
-        and node.op.name.endswith("if_then_else")
-    )

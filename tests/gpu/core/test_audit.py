@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import pytest
 import tvm
+from audit import audit
 from graph_cases import CUDA, fused
 from tvm import te, tirx
 from tvm.relax import op
 from tvm.s_tir import dlight
 
 from schedules.gpu import RULES
-from schedules.gpu.core.audit import audit, recorded
+from schedules.gpu.core.audit import recorded
 
 
 def _scheduled(mod: tvm.IRModule, *rules: dlight.ScheduleRule) -> tvm.IRModule:

@@ -6,7 +6,15 @@ from __future__ import annotations
 import tvm_ffi
 from tvm import tirx
 
-from schedules.tir.expression_walk import loads, nodes, substitute, uses, variables
+from schedules.tir.expression_walk import (
+    is_if_then_else,
+    loads,
+    nodes,
+    op_name,
+    substitute,
+    uses,
+    variables,
+)
 
 X, Y, Z = (tirx.Var(name, "int64") for name in "xyz")
 A = tirx.decl_buffer((8,), "int64", "a", layout=None)
@@ -41,3 +49,10 @@ def test_substitution_in_expressions_and_statements() -> None:
     changed = substitute(store, {X: Z, Y: X})
     assert changed.value.same_as(Z) and changed.indices[0].same_as(X)
     assert substitute(store, {Z: X}).same_as(store)
+
+
+def test_ops_have_names_and_other_expressions_none() -> None:
+    chosen = tirx.if_then_else(X > Y, X, Y)
+    assert op_name(tirx.exp(tirx.Var("x", "float32"))) == "tirx.exp"
+    assert op_name(X + Y) == "" and op_name(X) == ""
+    assert is_if_then_else(chosen) and not is_if_then_else(tirx.Select(X > Y, X, Y))
