@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tvm import tirx
-from tvm.sym import Analyzer
+from tvm.sym import Analyzer, detect_linear_equation
 from tvm.topi.utils import ravel_index
 
-from ..workload.reduce import Extent, size_of
+from ..workload.reduce import Extent, constant, size_of
 
 _ANALYZER = Analyzer()
 
@@ -54,6 +54,12 @@ def is_multiple(index: tirx.Expr, factor: int, analyzer: Analyzer = _ANALYZER) -
     """Whether an index is known to be a multiple of a number."""
     known = analyzer.modular_set(index)
     return known.coeff % factor == 0 and known.base % factor == 0
+
+
+def factor_of(var: tirx.Var, expression: tirx.Expr) -> int | None:
+    """By what a linear expression multiplies a variable; None where that is no constant."""
+    found = detect_linear_equation(expression, [var])
+    return constant(found[0]) if found else None
 
 
 def floor_power_of_two(value: int) -> int:

@@ -12,6 +12,7 @@ from tvm.target import Target
 
 from schedules.tir.cut_points import cut_points
 from schedules.tir.expression_walk import substitute
+from schedules.tir.index_math import factor_of
 
 from ..core.rule import CPURule
 from ..nests.blocks import Access, BlockFacts, Kernel, block_facts, open_kernel
@@ -128,8 +129,7 @@ def _stride_is_one(facts: BlockFacts, access: Access, k: int, run: int) -> bool:
     inner = tirx.Var("inner", str(facts.vars[k].ty.dtype))
     analyzer.bind(inner, ir.Range(0, run))
     moved = substitute(access.offset, {facts.vars[k]: inner})
-    found = sym.detect_linear_equation(analyzer.simplify(moved), [inner])
-    return bool(found) and isinstance(found[0], tirx.IntImm) and int(found[0]) == 1
+    return factor_of(inner, analyzer.simplify(moved)) == 1
 
 
 def _transpose(

@@ -17,7 +17,8 @@ from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
 from schedules.tir.expression_walk import loads, op_name, uses
-from schedules.tir.index_math import ravel
+from schedules.tir.index_math import factor_of, ravel
+from schedules.workload.reduce import constant
 
 from ..core.machine import CPUInfo
 
@@ -230,9 +231,7 @@ class _Domain:
 
     def __init__(self, iters: Sequence[tirx.IterVar]) -> None:
         self.vars = [i.var for i in iters]
-        self.extents = tuple(
-            int(i.dom.extent) if isinstance(i.dom.extent, tirx.IntImm) else None for i in iters
-        )
+        self.extents = tuple(constant(i.dom.extent) for i in iters)
         self.analyzer = sym.Analyzer()
         for i in iters:
             self.analyzer.bind(i.var, i.dom)
@@ -244,12 +243,7 @@ class _Domain:
         return Access(buffer, simple, offset, strides)
 
     def _stride(self, offset: ir.Expr, var: ir.Var) -> int | None:
-        if not uses(offset, var):
-            return 0
-        found = sym.detect_linear_equation(offset, [var])
-        if not found or not isinstance(found[0], tirx.IntImm):
-            return None
-        return int(found[0])
+        return factor_of(var, offset) if uses(offset, var) else 0
 
 
 def _flatten(buffer: ir.Var, indices: Sequence[ir.Expr]) -> ir.Expr:

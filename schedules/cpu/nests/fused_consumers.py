@@ -11,6 +11,7 @@ from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from schedules.tir.expression_walk import uses
+from schedules.workload.reduce import constant, is_one
 
 from .blocks import Access, BlockFacts, Kernel, block_facts, realize_of
 from .loop_transforms import attempt, fuse_group, static_extent
@@ -111,7 +112,7 @@ def _walker(facts: BlockFacts, load: Access, dimension: int) -> int | None:
     for k, var in enumerate(facts.vars):
         if index.same_as(var) and sum(uses(other, var) for other in load.indices) == 1:
             length = facts.extents[k]
-            whole = length is None or (isinstance(extent, tirx.IntImm) and int(extent) == length)
+            whole = length is None or constant(extent) == length
             return k if whole else None
     return None
 
@@ -121,7 +122,7 @@ def _is_reshape(facts: BlockFacts, load: Access) -> bool:
     rest = [
         d
         for d, extent in enumerate(load.buffer.shape)
-        if _walker(facts, load, d) is None and not _is_one(extent)
+        if _walker(facts, load, d) is None and not is_one(extent)
     ]
     if not rest:
         return True
@@ -136,10 +137,6 @@ def _is_reshape(facts: BlockFacts, load: Access) -> bool:
     domain = {facts.vars[k]: ir.Range(0, facts.extents[k]) for k in used}
     indices = [load.indices[d] for d in rest]
     return bool(list(sym.detect_iter_map(indices, domain, check_level="bijective").indices))
-
-
-def _is_one(extent: ir.Expr) -> bool:
-    return isinstance(extent, tirx.IntImm) and int(extent) == 1
 
 
 def vectorize_under(kernel: Kernel, block: SBlockRV, depth: int) -> None:

@@ -18,6 +18,7 @@ import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 
 from schedules.tir.expression_walk import substitute, uses
+from schedules.workload.reduce import constant
 
 from .overlapping_tails import conjuncts
 
@@ -158,9 +159,9 @@ def _truncated(chain: Sequence[tirx.For], count: ir.Expr) -> list[tirx.Stmt]:
     full = analyzer.simplify(tirx.floordiv(count, inner))
     rest = analyzer.simplify(tirx.floormod(count, inner))
     pieces = []
-    if not _is(full, 0):
+    if constant(full) != 0:
         pieces.append(_fresh(_nest(chain, full)))
-    if not _is(rest, 0):
+    if constant(rest) != 0:
         tail = _substitute_nest(chain[1:], {loop.loop_var: full})
         pieces += _truncated(tail, rest)
     return pieces
@@ -179,16 +180,12 @@ def _nest(chain: Sequence[tirx.For], extent: ir.Expr) -> tirx.Stmt:
     for loop in reversed(chain[1:]):
         body = tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body)
     loop = chain[0]
-    if _is(extent, 1):
+    if constant(extent) == 1:
         return substitute(body, {loop.loop_var: _like(loop.loop_var, 0)})
     # A vector has a constant length.
-    constant = isinstance(extent, tirx.IntImm) or loop.kind != tirx.ForKind.VECTORIZED
-    kind = loop.kind if constant else tirx.ForKind.SERIAL
+    known = constant(extent) is not None or loop.kind != tirx.ForKind.VECTORIZED
+    kind = loop.kind if known else tirx.ForKind.SERIAL
     return tirx.For(loop.loop_var, loop.min, extent, kind, body)
-
-
-def _is(expr: ir.Expr, value: int) -> bool:
-    return isinstance(expr, tirx.IntImm) and int(expr) == value
 
 
 def _fresh(stmt: tirx.Stmt) -> tirx.Stmt:

@@ -18,6 +18,7 @@ from tvm.target import Target
 from schedules.errors import OpError
 from schedules.tir.branch import when
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer, from_json
+from schedules.workload.reduce import extent_of
 
 from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
 from ..core.machine import KINDS, REGISTER_FILE, GPUInfo
@@ -87,8 +88,7 @@ def _check_groups(layer: ConvLayer) -> None:
 
 def batch_of(func: tirx.PrimFunc) -> tirx.Expr | int:
     """Number of images; an expression where it is symbolic."""
-    batch = func.params[0].shape[0]
-    return int(batch) if isinstance(batch, tirx.IntImm) else batch
+    return extent_of(func.params[0].shape[0])
 
 
 def conv2d_template(

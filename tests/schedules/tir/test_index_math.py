@@ -15,6 +15,7 @@ from schedules.tir.index_math import (
     as_type,
     ceil_power_of_two,
     ceildiv,
+    factor_of,
     floor_power_of_two,
     i64,
     is_multiple,
@@ -71,3 +72,9 @@ def test_powers_of_two_round_down_and_up(value):
     low, high = floor_power_of_two(value), ceil_power_of_two(value)
     assert low <= value <= high and (high == low or high == 2 * low)
     assert low.bit_count() == high.bit_count() == 1
+
+
+def test_factors_of_linear_expressions():
+    other = tirx.Var("m", "int64")
+    assert factor_of(N, N * 3 + other) == 3 and factor_of(N, other) == 0
+    assert factor_of(N, N * other) is None and factor_of(N, N // 2) is None
