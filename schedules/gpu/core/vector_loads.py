@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import tvm_ffi
 from tvm import DataType, ir, tirx
@@ -15,10 +16,13 @@ from tvm.sym import Analyzer
 from schedules.tir.expression_walk import is_if_then_else, loads, nodes, uses
 from schedules.tir.index_math import i64, is_multiple, ravel, volume
 
+from .machine import GPUInfo
+
 WIDEST_LOAD = 16  # bytes of one instruction
 
 Value = Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
 Flat = Callable[[tirx.Buffer], tirx.Buffer | None]
+Views = TypeVar("Views", bound="FlatViews")
 
 
 @dataclass(frozen=True)
@@ -194,6 +198,28 @@ def flat_view(buffer: tirx.Buffer) -> tirx.Buffer:
     """A parameter as one row, to be declared inside the launch; bool, without vectors, as bytes."""
     dtype = "uint8" if str(buffer.dtype) == "bool" else buffer.dtype
     return T.decl_buffer((volume(buffer.shape),), dtype, data=buffer.data)
+
+
+@dataclass(frozen=True)
+class FlatViews:
+    """Parameters as one row each, by which vectors are loaded and stored."""
+
+    rows: tuple[tuple[tirx.Buffer, tirx.Buffer], ...]
+
+    @classmethod
+    def declare(cls: type[Views], func: tirx.PrimFunc, gpu: GPUInfo) -> Views:
+        """Declare them, inside the kernel; TVM loses those of a type that the GPU lacks."""
+        kept = [
+            param
+            for param in func.params
+            if isinstance(param, tirx.Buffer)
+            and (gpu.has_bfloat16 or str(param.dtype) != "bfloat16")
+        ]
+        return cls(tuple((param, flat_view(param)) for param in kept))
+
+    def row(self, buffer: tirx.Buffer) -> tirx.Buffer | None:
+        """A parameter as one row; None if it has no view."""
+        return next((view for known, view in self.rows if known.same_as(buffer)), None)
 
 
 def load_vector(register: tirx.Buffer, source: tirx.Buffer, place: tirx.Expr) -> None:

@@ -14,8 +14,7 @@ from schedules.tir.expression_walk import substitute
 from schedules.tir.index_math import i64
 from schedules.workload.reduce import Extent, constant, unravel
 
-from ..core.machine import GPUInfo
-from ..core.vector_loads import flat_view, hold, load_vector, store_vector
+from ..core.vector_loads import FlatViews, hold, load_vector, store_vector
 from .coalescing import Lanes, classify
 from .element_program import Read, Value
 from .iteration_domain import Store
@@ -25,25 +24,8 @@ Fetch = Callable[[Read, Names], "tirx.Expr | None"]
 
 
 @dataclass(frozen=True)
-class Views:
-    """Tensors as one row, by which vectors are loaded and stored."""
-
-    rows: tuple[tuple[tirx.Buffer, tirx.Buffer], ...]
-
-    @classmethod
-    def declare(cls, buffers: Sequence[tirx.Buffer], gpu: GPUInfo) -> Views:
-        """Declare them, inside the kernel; TVM loses those of a type that the GPU lacks."""
-        return cls(
-            tuple(
-                (buffer, flat_view(buffer))
-                for buffer in buffers
-                if gpu.has_bfloat16 or str(buffer.dtype) != "bfloat16"
-            )
-        )
-
-    def row(self, buffer: tirx.Buffer) -> tirx.Buffer | None:
-        """A tensor as one row, or None."""
-        return next((view for known, view in self.rows if known.same_as(buffer)), None)
+class Views(FlatViews):
+    """Tensors by which the accesses of a space are loaded and stored."""
 
     def load(self, access: Read, position: tirx.Expr, names: Names) -> tirx.Expr:
         """Read one element."""

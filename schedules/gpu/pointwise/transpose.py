@@ -112,7 +112,7 @@ def _write(func: tirx.PrimFunc, crossing: _Crossing, gpu: GPUInfo) -> None:
     total = simplified(total)
     with unless_empty(total), T.launch_thread("blockIdx.x", total) as block:
         with T.launch_thread("threadIdx.x", i64(_TILE * _ROWS)) as thread:
-            views = Views.declare([p for p in func.params if isinstance(p, tirx.Buffer)], gpu)
+            views = Views.declare(func, gpu)
             *others, along_input, along_output = (
                 T.bind(s) for s in unravel(block, counts, is_natural=True)
             )
