@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce any axes by one op, fuse what comes before, and look at the CUDA kernel of it.
+"""Reduction of any axes by one op, fusion of its producers, and the resulting CUDA kernel.
 
     python examples/coalesced_reduction.py
 
@@ -48,7 +48,7 @@ class Gradients:
 
 
 def passes(rules: tuple[dlight.ScheduleRule, ...]) -> list[Pass]:
-    """Return a pipeline as a user would write it: three passes of ours among those of TVM."""
+    """Return a user's pipeline: three passes of ours among those of TVM."""
     transform = relax.transform
     return [
         CoalesceReduction(),
@@ -81,7 +81,7 @@ def one_call() -> tvm.IRModule:
 
 
 def run(mod: tvm.IRModule, *inputs: np.ndarray) -> list[np.ndarray]:
-    """Compile a module for the CPU, by TVM's own pipeline from here on, and run it."""
+    """Compile a module for the CPU, by TVM's own pipeline after this point, and run it."""
     machine = relax.VirtualMachine(tvm.compile(mod, HOST), tvm.cpu())
     result = machine["main"](*[tvm.runtime.tensor(array) for array in inputs])
     tensors = [result] if isinstance(result, tvm.runtime.Tensor) else result

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build ConvNeXt as an ONNX model (Liu et al., 2022), node by node as PyTorch's exporter writes it.
+"""Builder of ConvNeXt as an ONNX model (Liu et al., 2022), in the nodes of PyTorch's exporter.
 
 The exporter keeps LayerNormalization whole, writes GELU out, and leaves the transposes between
 channels first, which convolutions take, and channels last, which the rest of a block takes.
@@ -42,7 +42,7 @@ def convnext_tiny(
     depths : tuple of int
         Blocks of each stage.
     weights : bool
-        Whether there are numbers; else the weights are inputs.
+        Whether weights are stored; else they are inputs.
 
     Raises
     ------

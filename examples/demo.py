@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile MobileNet-V2 and race it against stock TVM and ONNX Runtime.
+"""Race of a compiled MobileNet-V2 against stock TVM and ONNX Runtime.
 
     python examples/demo.py
 
 Builds the network as ONNX with seeded weights, compiles it with tvm-fusion, compares its outputs
-with ONNX Runtime's and lets the engines take turns, each in a process of its own.
+with ONNX Runtime's and lets the engines take turns, each in its own process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--image-size", type=int, default=224, help="pixels (default: 224)")
     arguments = parser.parse_args()
     model = MODELS["mobilenet_v2"](image_size=arguments.image_size)
-    # Stock TVM takes fifty times as long as the others: it sits out after a few rounds.
+    # Stock TVM takes fifty times as long as the others: it stops after a few rounds.
     plan = Plan(rounds=arguments.rounds, turn_seconds=0.25, budget_seconds=3.0)
     engines = [EngineSpec(name) for name in ENGINES]
     with progress_bar() as progress, Arena(engines, arguments.threads) as arena:

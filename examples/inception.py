@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build Inception-V3 as an ONNX model (Szegedy et al., 2015), without the auxiliary classifier."""
+"""Builder of Inception-V3 as an ONNX model (Szegedy et al., 2015), without auxiliary classifier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kernel = tuple[int, int]
 """Height and width."""
 
 SMALLEST = 75
-"""Pixels of the smallest image of which something is left in the last stage."""
+"""Side in pixels of the smallest image for which the last stage is not empty."""
 
 
 def inception_v3(
@@ -35,9 +35,9 @@ def inception_v3(
     seed : int
         Of the weights.
     unit : int
-        Channels that all layers have a multiple of.
+        Common divisor of all channel counts.
     weights : bool
-        Whether there are numbers; else the weights are inputs.
+        Whether weights are stored; else they are inputs.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def inception_v3(
 
 
 class _Inception(GraphBuilder):
-    """Adds what the blocks are made of; channels are counted in units."""
+    """Adds the parts of the blocks; channels are counted in units."""
 
     def __init__(
         self, batch: int | str, image_size: int, seed: int, unit: int, weights: bool
@@ -71,7 +71,7 @@ class _Inception(GraphBuilder):
         self._unit = unit
 
     def layers(self, x: str, *layers: tuple) -> str:
-        """Append convolutions: channels, kernel, and where not 1 and "same" stride and padding."""
+        """Append convolutions: channels, kernel, and stride and padding unless 1 and "same"."""
         for channels, kernel, *rest in layers:
             stride = rest[0] if rest else 1
             padding = rest[1] if len(rest) > 1 else None
@@ -80,7 +80,7 @@ class _Inception(GraphBuilder):
         return x
 
     def max_pool(self, x: str) -> str:
-        """Append what halves the image."""
+        """Append a max pooling that halves the image."""
         return self.node("MaxPool", [x], self.channels(x), kernel_shape=[3, 3], strides=[2, 2])
 
     def mean_pool(self, x: str) -> str:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The convolution pairs of Table 3.2 of the dissertation on layer fusion, as records and as ONNX.
+"""Convolution pairs of Table 3.2 of the dissertation on layer fusion, as records and as ONNX.
 
 ``PAIRS`` holds the 39 pairs of the five networks that the dissertation measures (27 begin with a
-depthwise convolution); ``MNASNET_B1_PAIRS`` holds the six of MNasNet-B1 that stand in the same
-table. The table writes the inputs as (N, H, W, C); the models take and give NCHW.
+depthwise convolution); ``MNASNET_B1_PAIRS`` holds the six of MNasNet-B1 in the same table. The
+table writes the inputs as (N, H, W, C); the models are in NCHW.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LayerPair:
     Parameters
     ----------
     name : str
-        As the table calls the pair.
+        Name of the pair in the table.
     network : str
         The network that the pair is taken from.
     workload : FusedConv2DWorkload
@@ -36,7 +36,7 @@ class LayerPair:
 
 
 # name: input (height, width, channels), layer 1, layer 2; a layer is (kernel size, output channels
-# or multiplier of a depthwise layer, stride, "dw-conv" or "conv", what follows it).
+# or multiplier of a depthwise layer, stride, "dw-conv" or "conv", activation).
 _Layer = tuple[int, int, int, str, str]
 _Row = tuple[tuple[int, int, int], _Layer, _Layer]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build MobileNet-V3 as an ONNX model (Howard et al., 2019, table 1)."""
+"""Builder of MobileNet-V3 as an ONNX model (Howard et al., 2019, table 1)."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def mobilenet_v3_large(
     seed : int
         Of the weights.
     layers : int
-        How many of the 15 residual blocks stand between the first and the last convolution.
+        Number of the 15 residual blocks between the first and the last convolution.
     weights : bool
-        Whether there are numbers; else the weights are inputs.
+        Whether weights are stored; else they are inputs.
 
     Raises
     ------
     ValueError
-        If there are not so many blocks.
+        If there are fewer blocks.
     """
     if not 1 <= layers <= len(LARGE):
         raise ValueError(f"layers is {layers}; expected 1 to {len(LARGE)} residual blocks")

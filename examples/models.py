@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the convolutional networks of the benchmarks as ONNX models.
+"""Builder of the convolutional networks of the benchmarks as ONNX models.
 
-Each network keeps its Conv, BatchNormalization and Relu or Clip nodes apart, as an exporter writes
-them, so that a compiler has something to simplify. Weights are drawn from a seeded generator and
-scaled so that activations keep their range from the first layer to the last; the same arguments
+Each network keeps its Conv, BatchNormalization and Relu or Clip nodes separate, as an exporter
+writes them, so that a compiler has something to simplify. Weights are drawn from a seeded generator
+and scaled so that activations keep their range from the first layer to the last; the same arguments
 always give the same model.
 
     python examples/models.py mobilenet_v2 -o mobilenet_v2.onnx
 
-VGG, MobileNet-V3, ConvNeXt, Inception, transformers and recommenders stand in files of their own
-beside this one; ``examples/zoo.py`` knows all by name.
+VGG, MobileNet-V3, ConvNeXt, Inception, transformers and recommenders have separate files beside
+this one; ``examples/zoo.py`` lists all by name.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GraphBuilder(ModelBuilder):
     seed : int
         Seed of every random parameter.
     weights : bool
-        Whether convolutions and fully connected layers get numbers; else these are inputs.
+        Whether weights of convolutions and fully connected layers are stored; else they are inputs.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class GraphBuilder(ModelBuilder):
         bias: bool = False,
         padding: int | None = None,
     ) -> str:
-        """Append a convolution, padded by ``(kernel - 1) // 2`` on every side if not told how much.
+        """Append a convolution, padded by ``(kernel - 1) // 2`` on every side by default.
 
         ``gain`` is the ratio of the output's mean square to the input's.
         """
@@ -96,8 +96,8 @@ class GraphBuilder(ModelBuilder):
         fan_in = self.channels(x) // groups * math.prod(sizes)
         weight = self.normal((channels, fan_in), math.sqrt(gain / fan_in))
         if groups == 1:
-            # Filters that sum to zero ignore what all inputs share; without this the answers of a
-            # deep random network hardly depend on its input.
+            # Filters that sum to zero ignore the mean of their inputs; without this the outputs of
+            # a deep random network hardly depend on its input.
             weight = weight - weight.mean(axis=1, keepdims=True)
         prefix = f"conv_{len(self._nodes)}"
         shape = (channels, self.channels(x) // groups, *sizes)
@@ -257,7 +257,7 @@ MODELS: dict[str, Callable[..., onnx.ModelProto]] = {
 }
 
 RESIDUAL_SCALE = 0.5
-"""What the last batch normalisation of a residual branch multiplies by; the sums stay bounded."""
+"""Scale of the last batch normalisation of a residual branch; it keeps the sums bounded."""
 
 
 def _depthwise(net: GraphBuilder, x: str, kernel: int, stride: int, activation: str) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the builders of ONNX models share: nodes, named inputs, seeded weights, the finished model.
+"""Base of the builders of ONNX models: nodes, named inputs, seeded weights, the finished model.
 
-Random weights need not be drawn: a model of its full size without them is a few kilobytes, and
-enough for the checker, shape inference, and TVM's importer.
+Random weights are optional: a full-size model without them is a few kilobytes, and is enough for
+the checker, shape inference, and TVM's importer.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class ModelBuilder:
         return name
 
     def constant(self, name: str, values: np.ndarray) -> str:
-        """Store an initialiser unless one of this name is there, and return its name."""
+        """Store an initialiser unless one of this name exists, and return its name."""
         if name not in self._initializers:
             self._initializers[name] = numpy_helper.from_array(values, name)
         return name
 
     def weight(self, name: str, values: np.ndarray) -> str:
-        """Store random weights, unless they are there or to be left out; return their name."""
+        """Store random weights, unless they exist or are left out; return their name."""
         if self._has_weights:
             return self.constant(name, values)
         dtype = helper.np_dtype_to_tensor_dtype(values.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build RegNet-Y as an ONNX model (Radosavovic et al., 2020, table 4)."""
+"""Builder of RegNet-Y as an ONNX model (Radosavovic et al., 2020, table 4)."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def regnet_y_400mf(
     seed : int
         Of the weights.
     layers : int
-        How many of the 16 residual blocks there are; larger numbers stand for all.
+        Number of the 16 residual blocks; larger numbers stand for all.
     weights : bool
-        Whether there are numbers; else the weights are inputs.
+        Whether weights are stored; else they are inputs.
     """
     net = GraphBuilder("regnet_y_400mf", (batch, 3, image_size, image_size), seed, weights)
     x = net.conv_bn(net.input, 32, 3, 2, activation="relu")

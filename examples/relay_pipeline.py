@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Use tvm-fusion's passes on a hand-written Relax module: one by one, and as a whole pipeline.
+"""Use of tvm-fusion's passes on a hand-written Relax module: one by one, and as a pipeline.
 
     python examples/relay_pipeline.py
 

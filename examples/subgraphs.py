@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The twelve sub-graphs of the Panamera paper (its Table 2), as Relax modules and as ONNX models.
+"""Sub-graphs of the Panamera paper (the twelve of Table 2), as Relax modules and as ONNX models.
 
     python examples/subgraphs.py                       # all, and the kernels that each becomes
     python examples/subgraphs.py 8 -o subgraph8.onnx   # one as a file
 
 Panamera: Zhao et al., "Parallelizing Neural Network Models Effectively on GPU by Implementing
 Reductions Atomically", PACT 2022. The table gives types, shapes, reduced axes and the order of the
-operators. What it leaves open is chosen so:
+operators. Its gaps are filled as follows:
 
 * *Second operands* of ``add`` and ``mul`` are further inputs of the shape and type that the table
-  gives. None is broadcast: the table lists one configuration, and this is the most memory traffic.
+  gives. None is broadcast: the table lists one configuration, and this has the most memory traffic.
 * *Chains*: every operator takes the result of the one before it; a branch begins with an input of
   its own and ends with its reduction. So the branches of 8 (three inputs each) and of 9 (one each)
   share nothing but the shape; shared inputs would make a single kernel look better.
 * *Reshapes* merge the reduced axes, and the kept ones where there are several: (64, 128, 12, 64)
   and (64, 128, 768) become (8192, 768), which is summed over its rows as the gradients of BERT's
   biases are (64 sentences of 128 words, 12 heads of 64); (64, 20) becomes (1280,).
-* The underlining of 11 reads as that of 10: its first two axes are reduced.
+* The underlining of 11 is read as that of 10: its first two axes are reduced.
 * *Casts* round; sums of float16 give float16, but are accumulated in float32.
 """
 
@@ -49,14 +49,14 @@ ONNX_TYPES = {"float16": TensorProto.FLOAT16, "float32": TensorProto.FLOAT}
 
 @dataclass(frozen=True)
 class Branch:
-    """Element-wise operators and the sum behind them.
+    """Element-wise operators and the sum after them.
 
     Parameters
     ----------
     steps : tuple[str, ...]
         ``cast TYPE``, ``neg``, ``add`` and ``mul`` (which take the next input), ``reshape SHAPE``.
     axes : tuple[int, ...]
-        Reduced axes of what the steps make.
+        Reduced axes of the result of the steps.
     """
 
     steps: tuple[str, ...]
@@ -64,7 +64,7 @@ class Branch:
 
     @property
     def operands(self) -> int:
-        """How many inputs the branch reads."""
+        """Number of inputs that the branch reads."""
         return 1 + sum(step in ("add", "mul") for step in self.steps)
 
 
@@ -75,9 +75,9 @@ class SubGraph:
     Parameters
     ----------
     number : int
-        Its first column.
+        Number in the first column.
     shape, dtype : tuple[int, ...], str
-        Of every input.
+        Shape and type of every input.
     branches : tuple[Branch, ...]
         One output each.
     """
@@ -89,7 +89,7 @@ class SubGraph:
 
     @property
     def inputs(self) -> int:
-        """How many inputs there are: ``x0``, ``x1`` and so on."""
+        """Number of inputs: ``x0``, ``x1`` and so on."""
         return sum(branch.operands for branch in self.branches)
 
     @property
@@ -99,7 +99,7 @@ class SubGraph:
 
     @property
     def bytes(self) -> int:
-        """What must be moved: every input read once, every output written once."""
+        """Compulsory bytes: every input read once, every output written once."""
         moved = self.inputs * math.prod(self.shape) * np.dtype(self.dtype).itemsize
         return moved + sum(math.prod(s) * np.dtype(dtype).itemsize for s, dtype in self.outputs)
 
@@ -152,7 +152,7 @@ class SubGraph:
         return model
 
     def terms(self, inputs: Sequence[NDArray[Any]]) -> list[NDArray[np.float64]]:
-        """What each branch sums, in float64; only casts to float16 round."""
+        """Terms of each branch's sum, in float64; only casts to float16 round."""
         operands = iter(inputs)
         found = []
         for branch in self.branches:
@@ -190,7 +190,7 @@ SUB_GRAPHS = (
     _one(11, (64, 128, 768), "float16", (0,), "reshape 8192 768", "cast float32"),
     _one(12, (64, 20), "float16", (0,), "reshape 1280"),
 )
-"""All twelve, in the order of the table."""
+"""All twelve sub-graphs, in the order of the table."""
 
 
 class _Nodes:
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("-o", "--output", type=Path, metavar="FILE", help="an ONNX file to write")
     given = options.parse_args(arguments)
     if given.output is not None and given.number is None:
-        options.error("which of the sub-graphs is to be written? give its number")
+        options.error("--output needs the number of a sub-graph")
     chosen = [graph for graph in SUB_GRAPHS if given.number in (None, graph.number)]
     if given.output is not None:
         onnx.save(chosen[0].onnx_model(), given.output)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build BERT and GPT-2 as ONNX models, node by node as PyTorch's exporter writes them.
+"""Builder of BERT and GPT-2 as ONNX models, in the nodes of PyTorch's exporter.
 
 The exporter keeps LayerNormalization and Softmax whole, writes GELU out, and computes shapes from
 the input where the batch is symbolic. Weights are drawn so that every matrix keeps the mean square
@@ -17,7 +17,7 @@ import onnx
 from examples.onnx_builder import ModelBuilder
 
 NEGATIVE = float(np.finfo(np.float32).min)
-"""What is added to, or stands for, the scores of tokens that attention must not see."""
+"""Score of masked tokens, added or as a replacement."""
 
 
 class TransformerBuilder(ModelBuilder):
@@ -34,13 +34,13 @@ class TransformerBuilder(ModelBuilder):
     width, heads : int
         Features of a token, and heads of an attention.
     layers : int
-        Of the network; decides how much a residual branch is scaled down.
+        Layers of the network; determines the scaling of residual branches.
     epsilon : float
         Of the layer normalisations.
     seed : int
         Of the weights.
     weights : bool
-        Whether there are numbers; else the weights are inputs.
+        Whether weights are stored; else they are inputs.
 
     Raises
     ------
@@ -147,7 +147,7 @@ def bert_base(
     layers, width, heads, vocabulary : int
         Size; by default that of BERT-base, uncased.
     weights : bool
-        Whether there are numbers, 109 million in full size; else the weights are inputs.
+        Whether weights are stored, 109 million in full size; else they are inputs.
 
     Returns
     -------
@@ -196,14 +196,14 @@ def gpt2(
 ) -> onnx.ModelProto:
     """GPT-2 (Radford et al., 2019): pre-normalised decoder layers, causal, with tanh GELU.
 
-    Parameters are those of :func:`bert_base`, but that a sequence has up to 1024 tokens. By default
-    it is GPT-2 small, with 124 million weights.
+    Parameters are those of :func:`bert_base`, but a sequence has up to 1024 tokens. By default it
+    is GPT-2 small, with 124 million weights.
 
     Returns
     -------
     onnx.ModelProto
         From ``input_ids``, int64 (batch, sequence), to ``logits`` (batch, sequence, vocabulary),
-        which the table of the token embedding makes, too.
+        computed with the table of the token embedding.
 
     Raises
     ------
@@ -234,7 +234,7 @@ def _positions(net: TransformerBuilder, name: str, longest: int) -> str:
 
 
 def _additive_mask(net: TransformerBuilder, mask: str) -> str:
-    """Append what is added to the scores: 0 for the tokens of ``mask``, else -3.4e38."""
+    """Append the tensor added to the scores: 0 for the tokens of ``mask``, else -3.4e38."""
     for axis in (1, 2):
         mask = net.op("Unsqueeze", mask, net.integers([axis]))
     mask = net.op("Cast", mask, to=onnx.TensorProto.FLOAT)
@@ -290,7 +290,7 @@ def _flat_linear(
 
 
 def _causal(net: TransformerBuilder, scores: str) -> str:
-    """Append what hides from every token those after it."""
+    """Append the causal mask, which hides later tokens."""
     past = np.tril(np.ones((1, 1, net.sequence, net.sequence), bool))
     mask = net.constant("causal", past)
     return net.op("Where", mask, scores, net.number(NEGATIVE, "negative"))

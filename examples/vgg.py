@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build VGG-16 as an ONNX model (Simonyan and Zisserman, 2015, configuration D)."""
+"""Builder of VGG-16 as an ONNX model (Simonyan and Zisserman, 2015, configuration D)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def vgg_16(
     features : int
         Outputs of the first two fully connected layers.
     weights : bool
-        Whether there are numbers, 138 million in full size; else the weights are inputs.
+        Whether weights are stored, 138 million in full size; else they are inputs.
 
     Raises
     ------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build Wide & Deep as an ONNX model, with the features of the Criteo data set.
+"""Builder of Wide & Deep as an ONNX model, with the features of the Criteo data set.
 
 Cheng et al., "Wide & Deep Learning for Recommender Systems" (2016): a linear model of crossed
 features beside a network of ReLU layers (1024, 512, 256) over 32-dimensional embeddings. The data
@@ -52,7 +52,7 @@ def wide_and_deep(
     crosses : int
         Crossed features a row of data.
     weights : bool
-        Whether there are numbers, 29 million in full size; else the weights are inputs.
+        Whether weights are stored, 29 million in full size; else they are inputs.
 
     Returns
     -------
@@ -72,7 +72,7 @@ def wide_and_deep(
 
 
 def _wide(net: ModelBuilder, crossed: str, rows: int, crosses: int) -> str:
-    """Append the bag of an embedding with one dimension: the sum of the rows that are named."""
+    """Append the bag of an embedding with one dimension: the sum of the selected rows."""
     table = net.weight("wide.weight", net.normal((rows, 1), crosses**-0.5))
     axis = net.constant("one", np.array([1], np.int64))
     return net.op("ReduceSum", net.op("Gather", table, crossed, axis=0), axis, keepdims=0)

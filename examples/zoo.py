@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All models that the examples can build, by name, and a command that writes one.
+"""Models that the examples can build, by name, and a command that writes one.
 
     python examples/zoo.py bert_base -o bert.onnx layers=2 sequence=64 batch=n
 
@@ -63,7 +63,7 @@ def read_sizes(name: str, given: Sequence[str]) -> dict[str, int | str]:
     Raises
     ------
     ValueError
-        If a text is none of these, or names a size that the model does not have.
+        If a text is malformed, or names a size that the model does not have.
     """
     parameters = inspect.signature(ZOO[name]).parameters.values()
     known = [each.name for each in parameters if type(each.default) is int]

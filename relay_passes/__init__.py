@@ -2,8 +2,8 @@
 """Passes and ops on the graph; the IR is Relax, TVM's successor of Relay.
 
 Families: ``core`` and ``op``; above them ``simplify``, ``decompose``, ``conv2d``, ``layout``,
-``reduction`` and ``program``, each for itself. Imports ``schedules`` and TVM; ``tvm_fusion`` may
-import it. Start with ``fuse_conv2d.py`` in ``conv2d``.
+``reduction`` and ``program``, independent of each other. Imports ``schedules`` and TVM;
+``tvm_fusion`` may import it. Start with ``fuse_conv2d.py`` in ``conv2d``.
 """
 
 import tvm_ffi
@@ -45,7 +45,7 @@ __all__ = [
     "op",
 ]
 
-# TVM calls passes and type inference from C++; registered, these classes come back as they are.
+# TVM calls passes and type inference from C++; registered, these classes keep their identity.
 _errors: list[type] = [errors.TVMFusionError, *errors.TVMFusionError.__subclasses__()]
 for _error in _errors:
     tvm_ffi.register_error(_error.__name__, _error)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one family of exceptions that every storey raises.
+"""Family of exceptions that every storey raises.
 
-It lives in the lowest storey so that passes, ops and schedules can raise it too; users meet it
-as ``tvm_fusion.errors``.
+It lives in the lowest storey so that passes, ops and schedules can raise it too; users import it as
+``tvm_fusion.errors``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class InvalidInputError(TVMFusionError):
 
 
 class TargetError(TVMFusionError):
-    """A target that is unknown, or that nothing here compiles for, or that this machine is not."""
+    """A target that is unknown, unsupported, or different from this machine."""
 
 
 class ArtifactError(TVMFusionError):
@@ -33,12 +33,12 @@ class ArtifactError(TVMFusionError):
 
 
 class CompilationError(TVMFusionError):
-    """A valid model that TVM fails to optimise or to generate code for; a defect, of it or us."""
+    """A valid model that TVM fails to optimise or to generate code for; a defect of TVM or ours."""
 
 
 class OpError(TVMFusionError):
-    """An op, a pass or a schedule got arguments that it cannot take."""
+    """Arguments that an op, a pass or a schedule cannot take."""
 
 
 class EngineError(TVMFusionError):
-    """An engine to compare with is not installed, or failed on the model."""
+    """An engine of a comparison that is not installed, or failed on the model."""

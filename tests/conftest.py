@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: threads, how hypothesis draws, and a check of every pass's result."""
+"""Fixtures of all tests: threads, hypothesis, and a check of every pass's result."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
 >>> y = compiled(x)                                 # doctest: +SKIP
 >>> compiled.save("model.so")                       # doctest: +SKIP
 
-Loading and running a saved model needs no compiler, so TVM's is imported when something is
-compiled. Importing ``tvm_fusion.pipeline``, or this package behind ``tvm``, registers the ops, and
+Loading and running a saved model needs no compiler, so TVM's compiler is imported when something is
+compiled. Importing ``tvm_fusion.pipeline``, or this package after ``tvm``, registers the ops, and
 the pipeline as ``relax.get_pipeline("tvm_fusion")``.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["CompiledModel", "__version__", "compile", "errors", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """What needs TVM is imported when it is asked for."""
+    """Import on first use what needs TVM."""
     if name in ("CompiledModel", "load"):
         return getattr(importlib.import_module(".runtime.compiled_model", __name__), name)
     if name == "compile":

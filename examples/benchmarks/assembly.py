@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading LLVM's assembly text: functions, loops, and what the instructions of a loop do.
+"""Parser of LLVM's assembly text: functions, loops, and the effect of a loop's instructions.
 
 Takes x86-64 in AT&T's syntax and AArch64, as ``inspect_source("asm")`` of a compiled module gives
-them. Of the instructions only those that work on vectors are told apart: multiply-adds, sums,
-loads, stores, and which of them touch the stack.
+them. Only instructions on vectors are classified: multiply-adds, sums, loads, stores, and those
+that access the stack.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Instruction:
 
     @cached_property
     def operands(self) -> str:
-        """What follows the mnemonic."""
+        """The text after the mnemonic."""
         return self.text[len(self.name) :].strip()
 
     @cached_property
@@ -70,12 +70,12 @@ class Instruction:
 
     @property
     def is_fma(self) -> bool:
-        """Whether it multiplies and adds vectors."""
+        """Return whether it multiplies and adds vectors."""
         return bool(_X86_FMA.match(self.name)) or self._computes(_ARM_FMA)
 
     @property
     def is_sum(self) -> bool:
-        """Whether it adds, multiplies or compares vectors, without being a multiply-add."""
+        """Return whether it adds, multiplies or compares vectors, without being a multiply-add."""
         return bool(_X86_SUM.match(self.name)) or self._computes(_ARM_SUM)
 
     def _computes(self, names: re.Pattern[str]) -> bool:
@@ -83,12 +83,12 @@ class Instruction:
 
     @property
     def loads(self) -> int:
-        """How many vectors, or parts of them, it reads from memory."""
+        """Number of vectors, or parts of them, that it reads from memory."""
         return 0 if self._writes else self._moves
 
     @property
     def stores(self) -> int:
-        """How many vectors, or parts of them, it writes to memory."""
+        """Number of vectors, or parts of them, that it writes to memory."""
         return self._moves if self._writes else 0
 
     @property
@@ -105,7 +105,7 @@ class Instruction:
 
     @property
     def on_stack(self) -> bool:
-        """Whether it moves vectors from or to the stack."""
+        """Return whether it moves vectors from or to the stack."""
         return bool(self.vectors) and self.base in {"rsp", "sp", self.frame} - {""}
 
     @property
@@ -116,7 +116,7 @@ class Instruction:
 
     @property
     def leaves(self) -> bool:
-        """Whether what follows it in the text is not executed after it."""
+        """Return whether the next instruction of the text is not executed after it."""
         return bool(_LEAVES.match(self.text))
 
 
@@ -286,7 +286,7 @@ def _dominators(before: list[list[int]]) -> list[int]:
 
 
 def _closure(start: int, following: Callable[[int], Iterable[int]]) -> set[int]:
-    """All that is reached from ``start``."""
+    """All blocks that are reachable from ``start``."""
     found: set[int] = set()
     todo = [start]
     while todo:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: options, a series of races, a file of results that stays whole."""
+"""Common parts of the benchmarks: options, a series of races, atomic files of results."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def run_races(
     options: argparse.Namespace,
     fresh: bool = False,
 ) -> Results:
-    """Race ``engines`` on the models that ``options`` asks for, and write the file after each.
+    """Race ``engines`` on the models of ``options``, and write the file after each.
 
-    With ``fresh``, each model has processes of its own, whose peaks of memory then are its own.
+    With ``fresh``, each model has its own processes, whose peak memory then is its own.
     Results that the file already has are kept with ``--resume``, as long as they were taken with
     the same settings: machine, versions, threads, plan and engines.
     """
@@ -123,7 +123,7 @@ def _save(path: Path, settings: dict[str, Any], results: Results) -> None:
 
 
 def write_aside(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` make a file beside ``path``, then rename it."""
+    """Let ``write`` create a file beside ``path``, then rename it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write(aside)

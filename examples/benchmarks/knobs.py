@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How near the knobs that the cost model chooses come to the best of the whole space.
+"""Distance of the cost model's knobs from the best of the whole space.
 
     python examples/benchmarks/knobs.py [--only "3x3 64 @56"] [--threads 1 2] [--sample 100]
 
-Of each layer and fused pair all settings of the space are built and timed, or the default and a
-random sample of the others. They take turns in one
-process, in a new random order each round; after the first rounds the default and the fastest go
-on. As in a network, the input was just written by all threads in shares of rows, and the weights
-have not been used for a while.
+For each layer and fused pair, all settings of the space are built and timed, or the default and a
+random sample of the others. They take turns in one process, in a new random order each round; after
+the first rounds only the default and the fastest continue. As in a network, the input was just
+written by all threads in shares of rows, and the weights have not been used recently.
 
 Prints a table and writes results/CPU/knobs.json with every setting's time, which
-tests/schedules/cpu/cost/test_cost_model.py compares with what the model of today would choose.
+tests/schedules/cpu/cost/test_cost_model.py compares with the choice of the current model.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ FIRST_ROUNDS = 5
 FINALISTS = 24
 FINAL_SECONDS = 4.0
 WEIGHT_BYTES = 48 << 20
-"""Of all copies of a kernel's weights, more than the last cache of most machines."""
+"""Bytes of all copies of a kernel's weights, more than the last-level cache of most machines."""
 
 Knobs = Conv2DKnobs | FusedConv2DKnobs
 
@@ -157,13 +156,13 @@ def packed_function(kernel: Conv2DKernel) -> tirx.PrimFunc:
 
 
 def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Knobs:
-    """What the cost model chooses."""
+    """Knobs that the cost model chooses."""
     choose = default_conv2d_knobs if len(kernel.layers) == 1 else default_fused_knobs
     return choose(kernel, cpu)
 
 
 def settings(kernel: Conv2DKernel, cpu: CPUInfo, sample: int, seed: int) -> list[Knobs]:
-    """All settings, the default first; of the others a ``sample`` if that is not 0."""
+    """All settings, the default first; a ``sample`` of the others if that is not 0."""
     single = len(kernel.layers) == 1
     space: list[Knobs] = [*(conv2d_space if single else fused_conv2d_space)(kernel, cpu)]
     default = default_knobs(kernel, cpu)
@@ -191,7 +190,7 @@ def build(
 
 
 def writer(shape: Sequence[int], threads: int, target: Target) -> Callable[..., None]:
-    """A function that writes a tensor as the layer before does: each thread a share of the rows."""
+    """A function that writes a tensor like the previous layer: each thread a share of the rows."""
     planes, rows, columns = prod(shape[:2]), shape[2], prod(shape[3:])
 
     @T.prim_func
@@ -214,7 +213,7 @@ def measure(
     seconds: float,
     seed: int,
 ) -> list[float]:
-    """Median seconds of each function, the first of which is sure to reach the final."""
+    """Median seconds of each function; the first one always takes part in the last rounds."""
     func = packed_function(kernel)
     generator = np.random.default_rng(seed)
     shapes = [[int(extent) for extent in param.shape] for param in func.params]
@@ -295,7 +294,7 @@ def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def loss(result: dict[str, Any]) -> float:
-    """How much longer the default takes than the best setting."""
+    """Relative loss of the default against the best setting."""
     times = column(result, "seconds")
     return times[0] / min(times) - 1
 

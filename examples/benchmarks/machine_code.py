@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How near the inner loops of convolutions come to their multiply-adds, on CPUs not at hand.
+"""Distance of convolutions' inner loops from their multiply-add bound, on CPUs not at hand.
 
     python examples/benchmarks/machine_code.py [--cpu znver5 neoverse-v2] [--json]
 
-The dense layers of five networks are compiled for each CPU with their default knobs. Of each
-register tile one loop, that of most multiply-adds, is given to llvm-mca, which knows how many
-cycles the units of a CPU take for its instructions. A model is not the machine: that of znver5 is
+The dense layers of five networks are compiled for each CPU with their default knobs. For each
+register tile, the loop with the most multiply-adds is given to llvm-mca, which models the cycles
+that the units of a CPU take for its instructions. A model is not the machine: that of znver5 is
 that of znver4, and that of sapphirerapids has one unit for 512-bit multiply-adds instead of two.
 
-Ends with 2 where llvm-mca is not installed.
+The exit code is 2 where llvm-mca is not installed.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ CPUS = {
 
 @dataclass(frozen=True)
 class Tile:
-    """A register tile of a layer, and how the loop of its multiply-adds does.
+    """A register tile of a layer, and the quality of its multiply-add loop.
 
     Parameters
     ----------
     cpu, layer : str
-        For which CPU, and the first layer that has the tile.
+        The CPU, and the first layer that has the tile.
     pixels, vectors, layers : int
-        The tile, and how many layers have it.
+        The tile, and the number of layers that have it.
     fmas, loads, stores, spills : int
         Multiply-adds, loads and stores of vectors in an iteration; stores to the stack.
     bound, block, simulated : float

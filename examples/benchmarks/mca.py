@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LLVM's model of a CPU says of a loop: ``llvm-mca``, a tool of LLVM's own packages."""
+"""Analysis of a loop by LLVM's model of a CPU: ``llvm-mca``, a tool of LLVM's own packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ITERATIONS = 200
 
 
 class ModelError(Exception):
-    """llvm-mca cannot tell anything: it is not there, or does not know the CPU or the code."""
+    """Failure of llvm-mca: it is not installed, or does not know the CPU or the code."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Prediction:
     Parameters
     ----------
     bound : float
-        What its multiply-adds take if nothing else is in the way.
+        Cycles of its multiply-adds alone.
     block : float
-        What the busiest unit takes: llvm-mca's reciprocal throughput of the block.
+        Cycles of the busiest unit: llvm-mca's reciprocal throughput of the block.
     simulated : float
-        With latencies and the sizes of the queues.
+        Cycles with latencies and the sizes of the queues.
     """
 
     bound: float
@@ -41,7 +41,7 @@ class Prediction:
 
     @property
     def share(self) -> float:
-        """How near the loop is to its multiply-adds; 1 is best."""
+        """Share of the multiply-add bound in the loop; 1 is best."""
         return self.bound / self.block
 
 
@@ -64,12 +64,12 @@ def find_mca(path: str | None = None) -> str:
 
 
 def predict(program: str, loop: Loop, cpu: str, machine: str) -> Prediction:
-    """Ask for a loop that is one block of instructions.
+    """Predict the cycles of a loop that is one block of instructions.
 
     Parameters
     ----------
     program : str
-        What :func:`find_mca` returned.
+        Result of :func:`find_mca`.
     loop : Loop
         An innermost loop with multiply-adds.
     cpu, machine : str

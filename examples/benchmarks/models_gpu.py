@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Race whole models on a GPU: ours, ours without the passes for reductions, stock TVM, PyTorch.
+"""Race of whole models on a GPU: ours, ours without passes for reductions, stock TVM, PyTorch.
 
     python examples/benchmarks/models_gpu.py [--quick] [--only bert_base] [--resume] [--minutes 30]
     python examples/benchmarks/models_gpu.py --dry-run        # no GPU needed
 
 Needs a CUDA GPU and PyTorch, which allocates the inputs and times; Triton, and ONNX Runtime with
-its CUDA provider, may be absent. No network. The outputs of every engine are compared with those
-of ONNX Runtime on the CPU first, and one that is off is not timed. The gain by the passes, which
+its CUDA provider, may be absent. No network. The outputs of every engine are compared with those of
+ONNX Runtime on the CPU first, and a wrong one is not timed. The gain by the passes, which
 Panamera's Table 3 reports as 21 % in the mean, is the time without them over the time with them.
 Writes results/models_gpu.json and .png. Exit code: 0, or 1 if our outputs are wrong or a model does
-not compile, or 2 if there is no GPU, or the architecture of --dry-run is none.
+not compile, or 2 if there is no GPU, or the architecture of --dry-run does not exist.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def measure_all(
 
 
 def to_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """What is recorded of a model."""
+    """Record of a model."""
     return {"verdicts": [asdict(verdict) for verdict in verdicts], "gain": gain(verdicts)}
 
 
@@ -157,7 +157,7 @@ def load(path: Path, settings: dict[str, Any]) -> Results:
 
 
 def gain(verdicts: Sequence[Verdict]) -> float | None:
-    """How many times as long the model takes without the passes for reductions."""
+    """Time without the passes for reductions relative to the time with them."""
     times = {v.engine: v.device.median for v in verdicts if v.device is not None}
     return times[WITHOUT] / times[OURS] if OURS in times and WITHOUT in times else None
 
@@ -184,7 +184,7 @@ def results_table(results: Mapping[str, Sequence[Verdict]], title: str) -> Table
 
 
 def cell(verdict: Verdict) -> str:
-    """What the table says of one engine on one model."""
+    """Table cell of one engine on one model."""
     if verdict.problem or verdict.device is None:
         return "wrong" if verdict.problem.startswith("EngineError: wrong") else "none"
     text = f"{verdict.device.median * 1e3:.3f}" + ("" if verdict.how == "graph" else " *")
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(names: Sequence[str], options: argparse.Namespace) -> int:
-    """Race on the GPU that is here, and show what came out."""
+    """Race on this machine's GPU, and show the results."""
     plan = replace(Plan(repeats=0), samples=20) if options.quick else Plan(repeats=0)
     plan = replace(plan, samples=options.samples or plan.samples)
     clock, arch = CudaClock(), machine.arch()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The convolutions of a network, as the workloads that its kernels are chosen for."""
+"""Convolutions of a network as workloads of kernels."""
 
 from __future__ import annotations
 

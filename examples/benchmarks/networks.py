@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Race tvm-fusion with ONNX Runtime and OpenVINO on five networks, and on two with groups.
+"""Race of tvm-fusion with ONNX Runtime and OpenVINO on five networks, and on two with groups.
 
     python examples/benchmarks/networks.py [--quick] [--only resnet_18] [--resume]
 
-Prints a table and writes results/CPU/networks.json. Peaks of memory are those of the process that
-an engine runs in; for tvm-fusion that one loads the compiled model, as a program would.
+Prints a table and writes results/CPU/networks.json. Peak memory is that of the engine's process;
+for tvm-fusion it loads the compiled model, as a program would.
 """
 
 from __future__ import annotations

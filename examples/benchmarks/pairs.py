@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Race convolution pairs with ONNX Runtime and OpenVINO, and fused with unfused.
+"""Race of convolution pairs with ONNX Runtime and OpenVINO, and of fused with unfused ones.
 
     python examples/benchmarks/pairs.py [--quick] [--only mv2_2_1 mv2_2_2] [--resume]
 
 The pairs are those of Table 3.2 of the dissertation on layer fusion (examples/layers.py), NCHW
-tensors in and out. "tvm-fusion" fuses what its decision function chooses; beside it stand the same
-pairs always and never fused. Prints a table and writes results/CPU/pairs.json.
+tensors in and out. "tvm-fusion" fuses the pairs that its decision function chooses; further engines
+fuse always and never. Prints a table and writes results/CPU/pairs.json.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def faster_peer(engines: list[dict[str, Any]]) -> float:
 
 
 def gain(engines: list[dict[str, Any]]) -> float:
-    """Return how many times as fast the pair is fused as it is unfused."""
+    """Return the speedup of the fused pair over the unfused one."""
     _, fused, unfused, *_ = engines
     return unfused["ratio"] / fused["ratio"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reductions that GPU engines are compared on, as data.
+"""Reductions of the comparison of GPU engines, as data.
 
 A case is one graph: inputs of one shape and type, element-wise steps, one or several reductions.
 Steps are words: ``cast float32``, ``neg``, ``abs``, ``exp``, ``isfinite``, ``reshape 8192 768``,
@@ -50,9 +50,9 @@ class Reduction:
     operator : str
         One of ``schedules.workload.reduce.OPERATORS``.
     axes : tuple[int, ...]
-        Reduced axes of what the steps make.
+        Reduced axes of the result of the steps.
     steps : tuple[str, ...]
-        What is done to every element before.
+        Element-wise steps before the reduction.
     source : int
         The input that the first step takes.
     """
@@ -65,12 +65,12 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Case:
-    """What every engine computes from the same inputs.
+    """One case: the same computation and inputs for every engine.
 
     Parameters
     ----------
     name : str
-        The group, a slash, and what tells it from the others.
+        The group, a slash, and a name within the group.
     shape : tuple[int, ...]
         Of each input.
     dtype : str
@@ -78,7 +78,7 @@ class Case:
     reductions : tuple[Reduction, ...]
         One output each.
     inputs : int
-        How many.
+        Number of inputs.
     """
 
     name: str
@@ -89,22 +89,22 @@ class Case:
 
     @property
     def group(self) -> str:
-        """What stands before the slash."""
+        """Group of the case, the part of the name before the slash."""
         return self.name.partition("/")[0]
 
     @property
     def elements(self) -> int:
-        """Of one input."""
+        """Elements of one input."""
         return math.prod(self.shape)
 
     @property
     def input_bytes(self) -> int:
-        """Of all inputs."""
+        """Bytes of all inputs."""
         return self.inputs * self.elements * BYTES[self.dtype]
 
     @property
     def bytes(self) -> int:
-        """What must be moved: every input read once, every output written once."""
+        """Compulsory bytes: every input read once, every output written once."""
         outputs = (
             self.loops(reduction).outputs * BYTES[self.workload(reduction).out_dtype]
             for reduction in self.reductions
@@ -121,7 +121,7 @@ class Case:
         return CanonicalLoops(self.reduced_shape(reduction), reduction.axes)
 
     def reduced_shape(self, reduction: Reduction) -> tuple[int, ...]:
-        """The shape of what is reduced: that of the last reshape, or of the inputs."""
+        """The shape of the reduced tensor: that of the last reshape, or of the inputs."""
         shape = self.shape
         for step in reduction.steps:
             word, *sizes = step.split()
@@ -135,7 +135,7 @@ class Case:
         return tuple(size for axis, size in enumerate(shape) if axis not in reduction.axes)
 
     def workload(self, reduction: Reduction, finish: str = "auto") -> ReduceWorkload:
-        """The reduction behind its steps."""
+        """The reduction after its steps."""
         dtype = step_dtypes(reduction, self.dtype)[-1]
         return ReduceWorkload.create(
             reduction.operator,
@@ -147,7 +147,7 @@ class Case:
 
 
 def step_dtypes(reduction: Reduction, dtype: str) -> list[str]:
-    """The type of the data and of what follows each step."""
+    """The type of the data and of the result of each step."""
     dtypes = [dtype]
     for step in reduction.steps:
         word, _, argument = step.partition(" ")
@@ -169,7 +169,7 @@ def select(quick: bool = False, only: Sequence[str] = ()) -> list[Case]:
 
 
 def matches(case: Case, patterns: Sequence[str]) -> bool:
-    """Whether a shell pattern matches the name, or its beginning up to the slash."""
+    """Return whether a shell pattern matches the name, or its beginning up to the slash."""
     return any(
         fnmatch.fnmatchcase(case.name, pattern) or case.group == pattern for pattern in patterns
     )
@@ -277,7 +277,7 @@ def odd() -> list[Case]:
 
 
 def grid() -> list[Case]:
-    """Rows times columns, both forms; columns beside 4096 change the widest vector."""
+    """Rows times columns, both forms; columns around 4096 change the widest vector."""
     return [
         _case(f"grid/{form} {dtype} {rows}x{columns}", (rows, columns), dtype, (axis,))
         for form, axis in (("x", 1), ("y", 0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Race coalesced reductions on the CPU with numpy and with TVM's own pipeline.
+"""Race of coalesced reductions on the CPU with numpy and with TVM's own pipeline.
 
     python examples/benchmarks/reductions_cpu.py [--threads 2] [--only NAME ...] [--quick]
 
@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.campaign import CPU_FOLDER, geometric_mean, write_aside  # noqa: E402
 
 PLAN = Plan(rounds=5, runs=100, turn_seconds=0.04, budget_seconds=0.5)
-WARM_SECONDS = 0.02  # a processor that has slept takes milliseconds to wake up
+WARM_SECONDS = 0.02  # an idle processor takes milliseconds to speed up
 ENGINES = ("tvm-fusion", "numpy", "stock TVM")
 
 
@@ -50,7 +50,7 @@ class Case:
     Parameters
     ----------
     name : str
-        What the table calls it.
+        Its name in the table.
     shape : tuple[int, ...]
         Of each input.
     dtype : str
@@ -60,8 +60,7 @@ class Case:
     axes : tuple[int, ...]
         Reduced axes.
     producer : str
-        What is done to the elements before: nothing, ``cast`` to float32, ``exp``, or ``mul`` by a
-        second input.
+        Element-wise producer: nothing, ``cast`` to float32, ``exp``, or ``mul`` by a second input.
     """
 
     name: str
@@ -73,7 +72,7 @@ class Case:
 
     @property
     def arity(self) -> int:
-        """How many inputs there are."""
+        """Number of inputs."""
         return 2 if self.producer == "mul" else 1
 
     @property
@@ -218,7 +217,7 @@ def relax_module(case: Case, coalesced: bool) -> Any:
 
 
 def serve(pipe: Connection, title: str, threads: int) -> None:
-    """What the process of one engine does: load, output, turn, limits."""
+    """Serve one engine's process: load, output, turn, limits."""
     engine: Any = NumpyEngine() if title == "numpy" else TVMEngine(threads, title == ENGINES[0])
     while True:
         method, *arguments = pipe.recv()
@@ -236,7 +235,7 @@ def serve(pipe: Connection, title: str, threads: int) -> None:
 
 
 def timed(run: Callable[[], object], runs: int, seconds: float) -> list[float]:
-    """Seconds of each run, after some that warm up."""
+    """Seconds of each run, after warm-up runs."""
     until = time.perf_counter() + WARM_SECONDS
     run()
     while time.perf_counter() < until:
@@ -251,7 +250,7 @@ def timed(run: Callable[[], object], runs: int, seconds: float) -> list[float]:
 
 
 class Racer:
-    """A process that stands still unless it is asked something, since TVM's threads spin."""
+    """A process that is stopped between requests, since TVM's threads spin."""
 
     def __init__(self, title: str, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -261,7 +260,7 @@ class Racer:
         self.title = title
 
     def call(self, *request: Any) -> Any:
-        """Ask for something and wait for the answer."""
+        """Send a request and wait for the answer."""
         self._signal("SIGCONT")
         self.pipe.send(request)
         answer = self.pipe.recv()
@@ -341,8 +340,8 @@ def reductions_table(results: dict[str, dict[str, Any]], memory: float) -> Table
     table.add_row("geometric mean", *[""] * 4, *means)
     table.caption = (
         "Ratio: how many times as fast tvm-fusion is, median over rounds in turns; numpy reduces "
-        f"on one thread. Memory gives {memory / 1e9:.1f} GB/s to all threads; what lies in a "
-        "cache gets more."
+        f"on one thread. Memory gives {memory / 1e9:.1f} GB/s to all threads; data in a "
+        "cache is faster."
     )
     return table
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Race our GPU reductions with TVM's, PyTorch, torch.compile, CuPy's CUB, XLA and cuBLAS.
+"""Race of our GPU reductions with TVM's, PyTorch, torch.compile, CuPy's CUB, XLA and cuBLAS.
 
     python examples/benchmarks/reductions_gpu.py [--quick] [--only 'paper*'] [--resume]
-    python examples/benchmarks/reductions_gpu.py --thresholds     # what the rules' limits rest on
+    python examples/benchmarks/reductions_gpu.py --thresholds     # measures the rules' limits
     python examples/benchmarks/reductions_gpu.py --dry-run        # no GPU needed
 
 Needs a CUDA GPU and PyTorch, which allocates the inputs and times; every other engine may be
@@ -153,7 +153,7 @@ def load(path: Path, settings: dict[str, Any], cases: Sequence[Case]) -> list[Re
 
 
 def thresholds_table(results: Sequence[Result]) -> Table:
-    """One row a case: the rule's own choice beside the fastest forced one."""
+    """Table with one row a case: the rule's own choice beside the fastest forced one."""
     table = Table(title="Forced decisions beside the rule's own")
     for heading in ("case", "rule, us", "fastest", "us", "rule takes"):
         table.add_column(heading)
@@ -169,7 +169,7 @@ def thresholds_table(results: Sequence[Result]) -> Table:
 
 
 def show_sub_graphs(results: Sequence[Result], console: Console, gpu: str, folder: Path) -> None:
-    """The sub-graphs of Panamera's Table 2 apart, with and without graphs."""
+    """A table of the sub-graphs of Panamera's Table 2, with and without graphs."""
     found = [result for result in results if result.case.group == "paper2"]
     if found:
         title = f"Sub-graphs of Panamera's Table 2 on {gpu}"
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
-    """Race on the GPU that is here, and show what came out."""
+    """Race on this machine's GPU, and show the results."""
     name = "reductions_gpu_thresholds" if options.thresholds else "reductions_gpu"
     options.output = options.output or FOLDER / f"{name}.json"
     plan = Plan().quick() if options.quick or options.thresholds else Plan()

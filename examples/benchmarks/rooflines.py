@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the kernels of five networks are from this machine's limits.
+"""Distance of five networks' kernels from this machine's limits.
 
     python examples/benchmarks/rooflines.py [--only resnet_18] [--threads 2]
 
@@ -38,7 +38,7 @@ from examples.layers import PAIRS  # noqa: E402
 from examples.models import MODELS  # noqa: E402
 
 LARGE = 2e6
-"""FLOPs from which on a convolution counts as large."""
+"""Least FLOPs of a large convolution."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Point:
     Parameters
     ----------
     series : str
-        What the legend calls it.
+        Its name in the legend.
     intensity : float
         FLOPs a byte.
     flops_per_second : float
-        What was reached.
+        The measured rate.
     """
 
     series: str

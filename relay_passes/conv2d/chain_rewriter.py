@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Putting calls into the place of convolution chains."""
+"""Replacement of convolution chains by calls."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 @dataclass
 class Rewrites:
-    """What changes in one dataflow block.
+    """Changes of one dataflow block.
 
     Parameters
     ----------
     calls : dict[relax.Var, relax.Call]
         The new value of a variable, made of variables of the old block.
     dead : set[relax.Var]
-        Variables whose bindings go.
+        Variables whose bindings are removed.
     """
 
     calls: dict[relax.Var, relax.Call] = field(default_factory=dict)
@@ -32,14 +32,14 @@ Plan = Callable[[relax.DataflowBlock], Rewrites]
 
 @mutator
 class ChainRewriter(PyExprMutator):
-    """Rewrite every dataflow block of a module as a plan says.
+    """Rewrite every dataflow block of a module by a plan.
 
     Parameters
     ----------
     mod : IRModule
         The module; it is not changed.
     plan : Plan
-        Asked once for each block.
+        Called once for each block.
     """
 
     def __init__(self, mod: IRModule, plan: Plan) -> None:

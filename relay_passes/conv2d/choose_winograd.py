@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass ``ChooseWinograd``: 3x3 convolutions by fewer multiplications."""
+"""Pass ``ChooseWinograd``: 3x3 convolutions with fewer multiplications."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class ChooseWinograd:
         )
 
     Left alone: weights that are not constants, symbolic heights and widths, data in NCHW or in
-    other blocks than the target's vectors, fused pairs, and what
-    :func:`relay_passes.conv2d.winograd_decision.decide_winograd` does not take.
+    other blocks than the target's vectors, fused pairs, and layers that
+    :func:`relay_passes.conv2d.winograd_decision.decide_winograd` rejects.
 
     Parameters
     ----------
     winograd : str
         ``auto`` asks :func:`relay_passes.conv2d.winograd_decision.decide_winograd`, ``always``
-        takes every convolution that can be computed so, ``never`` none.
+        takes every convolution with such a kernel, ``never`` none.
     target : Target | None
-        Where the module will run; None takes the current target.
+        Target of the module; None takes the current target.
     """
 
     def __init__(self, winograd: str = "auto", target: Target | None = None) -> None:
@@ -104,7 +104,7 @@ class _Rewriter(relax.PyExprMutator):
         )
 
     def _tile(self, call: relax.Call, kernel: Conv2DKernel) -> int | None:
-        """The size of the tiles; None where the convolution stays direct."""
+        """Size of the tiles; None where the convolution stays direct."""
         if not isinstance(call.args[1], GenericConst) or kernel.data_layout == "NCHW":
             return None
         lanes = CPUInfo.from_target(self.target).lanes(kernel.dtype)

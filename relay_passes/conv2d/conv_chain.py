@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding a convolution with the bias, residual and activation that follow it.
+"""Matching of a convolution with the bias, residual and activation after it.
 
 The normal form of a chain, each line optional but the first, inside one dataflow block::
 
@@ -8,7 +8,7 @@ The normal form of a chain, each line optional but the first, inside one dataflo
     lv2 = R.add(lv1, residual)          # a tensor of the same shape
     lv3 = R.nn.relu(lv2)                # or clip, sigmoid, silu, gelu, tvm_fusion.hardswish
 
-Every value but the last has one consumer, the next line. Matching goes by ops, attributes, types
+Every value but the last has one consumer, the next line. Matching uses ops, attributes, types
 and uses; the operands of an addition may stand in either order.
 """
 
@@ -31,7 +31,7 @@ Users = Mapping[relax.Var, list[relax.Binding]]
 
 @dataclass(frozen=True)
 class ConvChain:
-    """One convolution and what follows it.
+    """One convolution and its epilogue.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class ConvChain:
         return [binding.var for binding in self.bindings[:-1]]
 
     def to_call(self) -> relax.Call:
-        """The chain as one call of ``relax.tvm_fusion.conv2d``; OpError if the op refuses it."""
+        """The chain as one call of ``relax.tvm_fusion.conv2d``; OpError if the op rejects it."""
         return ops.conv2d(self.data, self.weight, self.bias, self.residual, **self.layer.to_attrs())
 
 
@@ -95,7 +95,7 @@ def find_chains(block: relax.DataflowBlock, users: Users) -> list[ConvChain]:
 
 
 def _match(binding: relax.Binding, users: Users, taken: set[relax.Var]) -> ConvChain | None:
-    """The chain that starts at ``binding``, not reaching into lines already ``taken``."""
+    """The chain that starts at ``binding``, without bindings already ``taken``."""
     layer = _read_convolution(binding)
     if layer is None:
         return None
@@ -103,7 +103,7 @@ def _match(binding: relax.Binding, users: Users, taken: set[relax.Var]) -> ConvC
     chain = ConvChain(layer, conv.args[0], conv.args[1], None, None, (binding,))
     for step in (_add_bias, _add_residual, _add_activation):
         line = _only_consumer(chain.output, users)
-        # A line of another chain stays there; only an addition can belong to two.
+        # A binding of another chain stays there; only an addition can belong to two.
         if line is None or line.var in taken:
             break
         chain = step(chain, line) or chain
@@ -196,25 +196,25 @@ def read_activation(line: relax.VarBinding) -> Activation | None:
         return None
     low, high = (float(bound.value) for bound in bounds)
     if not low <= high:
-        return None  # everything becomes one number: not worth a kind of its own
+        return None  # everything becomes one number: not worth a separate kind
     return Activation("relu6") if (low, high) == (0.0, 6.0) else Activation("clip", low, high)
 
 
 def _other_addend(value: relax.Var, line: relax.VarBinding) -> relax.Expr | None:
-    """What ``line`` adds to ``value``; None if it is no such addition."""
+    """The tensor that ``line`` adds to ``value``; None if it is no such addition."""
     if not _calls(line, "relax.add"):
         return None
     left, right = line.value.args
     if left.same_as(value):
         left, right = right, left
-    # Also refuses value + value, which reads the chain twice.
+    # Also rejects value + value, which reads the chain twice.
     if not right.same_as(value) or left.same_as(value):
         return None
     return left if isinstance(left.ty, relax.TensorType) else None
 
 
 def _calls(binding: relax.Binding, name: str) -> bool:
-    """Whether a binding is a call of the op called ``name``."""
+    """Return whether a binding is a call of the op called ``name``."""
     call = binding.value
     return (
         isinstance(binding, relax.VarBinding)
@@ -240,7 +240,7 @@ def _constant_extents(shape: relax.Expr | None) -> tuple[int, ...] | None:
 
 
 def _same_type(left: relax.Expr, right: relax.Expr) -> bool:
-    """Whether two tensors have the same element type and provably the same shape."""
+    """Return whether two tensors have the same element type and provably the same shape."""
     if not _is_float32(left.ty) or not _is_float32(right.ty):
         return False
     first, second = left.ty.shape.values, right.ty.shape.values

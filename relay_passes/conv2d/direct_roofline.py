@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roofline of a direct convolution, which Winograd's algorithm is held against.
+"""Roofline of a direct convolution, the baseline for Winograd's algorithm.
 
 It is not the cost model of :mod:`schedules.cpu.cost.nest_cost`, which ranks the knobs of one layer
-and weighs one kernel against two: that one prices weights from memory at 3.8 bytes a cycle, fitted
-beside the traffic of data; :mod:`schedules.cpu.cost.winograd_knobs` at 6.5. Held against each other
-they would say that the algorithm, with 1.8 times the weights, gains where nothing but reading
-weights takes time, as for 512 channels of 7x7 pixels on 64 cores. With one or two cores both choose
-the same for the five networks and the 39 pairs of ``examples``.
+and compares one kernel with two: that one reads weights from memory at 3.8 bytes a cycle, fitted
+along with the traffic of data; :mod:`schedules.cpu.cost.winograd_knobs` at 6.5. Compared directly,
+they would predict a gain of the algorithm, which has 1.8 times the weights, where reading weights
+is all that takes time, as for 512 channels of 7x7 pixels on 64 cores. With one or two cores both
+choose the same for the five networks and the 39 pairs of ``examples``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _arithmetic(layer: ConvLayer, size: tuple[int, int], cpu: CPUInfo, dtype: st
 
 
 def _read_weights(weights: float, cpu: CPUInfo) -> float:
-    """Cycles in which each core reads all weights, from where they fit."""
+    """Cycles in which each core reads all weights, from the cache level that they fit."""
     if weights <= CACHE_SHARE * cpu.l2_bytes:
         return weights / L2_BYTES_PER_CYCLE
     if weights <= CACHE_SHARE * cpu.l3_bytes:
@@ -46,7 +46,7 @@ def _read_weights(weights: float, cpu: CPUInfo) -> float:
 def direct_cycles(
     layer: ConvLayer, batch: int, out_size: tuple[int, int], cpu: CPUInfo, dtype: str
 ) -> float:
-    """Cycles of a layer as a kernel of its own, split evenly among the cores.
+    """Cycles of a layer as a separate kernel, split evenly among the cores.
 
     The traffic of its input and output is not counted.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``FuseConv2D``: two neighbouring convolutions become one kernel."""
+"""Pass ``FuseConv2D``: fusion of two neighbouring convolutions into one kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MODES = ("auto", "all", "none")
 
 @tvm.transform.module_pass(opt_level=0, name="FuseConv2D")
 class FuseConv2D:
-    """Turn pairs of convolutions with all that follows them into one call each.
+    """Replace pairs of convolutions, with their epilogues, by one call each.
 
     Before::
 
@@ -50,9 +50,9 @@ class FuseConv2D:
         )
 
     Of three convolutions in a row two are fused: those of the greatest predicted gain, depthwise
-    with the pointwise one after it before any other pair. Left alone: pairs whose intermediate
-    has a second consumer or leaves its dataflow block, a first convolution that ends with a
-    residual addition, symbolic heights and widths, what the schedule of fused kernels does not
+    with the pointwise one after it before any other pair. Left alone: pairs whose intermediate has
+    a second consumer or leaves its dataflow block, a first convolution that ends with a residual
+    addition, symbolic heights and widths, pairs that the schedule of fused kernels does not
     support, and all that ``FuseEpilogue`` leaves alone. Every candidate is recorded with its
     decision and the reason in the module's attribute ``tvm_fusion.fusion_report``, a JSON list;
     where the batch is symbolic, its numbers are those of one image.
@@ -63,11 +63,11 @@ class FuseConv2D:
         ``auto`` asks :func:`relay_passes.conv2d.fusion_decision.decide`, ``all`` fuses every pair
         that can be, ``none`` only reports; a callable decides for itself.
     target : Target | str | dict | None
-        Where the module will run, a CPU or a GPU; None takes the current target.
+        Target of the module, a CPU or a GPU; None takes the current target.
     winograd : str
-        As for :class:`relay_passes.ChooseWinograd`, of use on CPUs only: unless ``never``, a pair
-        has to be faster than its layers apart where those with constant weights may be computed by
-        that algorithm.
+        As for :class:`relay_passes.ChooseWinograd`, used on CPUs only: unless ``never``, a pair has
+        to be faster than its separate layers, of which those with constant weights may be computed
+        by that algorithm.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FuseConv2D:
         self.target = None if target is None else Target(target)
 
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
-        """Rewrite all Relax functions and bring the report up to date."""
+        """Rewrite all Relax functions and update the report."""
         target = self.target or Target.current(allow_none=True)
         if target is None:
             raise OpError(
@@ -110,8 +110,8 @@ class FuseConv2D:
 class _Pair:
     """Two chains, the second of which is the only reader of the first.
 
-    ``plain_data`` and ``plain_out`` say whether the data comes from outside of the block, and
-    whether the result leaves it.
+    ``plain_data`` and ``plain_out`` say whether the data comes from outside the block, and whether
+    the result leaves it.
     """
 
     first: ConvChain
@@ -142,7 +142,7 @@ class _Pair:
         )
 
     def to_call(self) -> relax.Call:
-        """The pair as one call; OpError if the op refuses it."""
+        """The pair as one call; OpError if the op rejects it."""
         first, second = self.first, self.second
         return ops.fused_conv2d(
             first.data,
@@ -158,7 +158,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A pair with what was decided on it; no call where the pair cannot be fused."""
+    """A pair with the decision on it; no call where the pair cannot be fused."""
 
     pair: _Pair
     call: relax.Call | None
@@ -201,7 +201,7 @@ def _pairs(block: relax.DataflowBlock) -> Iterator[_Pair]:
 
 
 def _leaves(var: relax.Var, users: Users) -> bool:
-    """Whether a block gives the variable out, as it is."""
+    """Return whether a block returns the variable itself."""
     return not isinstance(var, relax.DataflowVar) or any(
         binding.value.same_as(var) and not isinstance(binding.var, relax.DataflowVar)
         for binding in users.get(var, [])
@@ -235,7 +235,7 @@ class _Judge:
         if not callable(self.fuse):
             if self.fuse == "auto" or decision.fuse:
                 return decision
-            return Decision(True, f"every pair was asked for; {decision.reason}", decision.gain)
+            return Decision(True, f"every pair was requested; {decision.reason}", decision.gain)
         answer = self.fuse(workload, self.target)
         if isinstance(answer, Decision):
             return answer
@@ -246,7 +246,7 @@ class _Judge:
         return Decision(answer, "the caller's choice", decision.gain)
 
     def _allowed(self, pair: _Pair) -> tuple[bool, bool]:
-        """Which layers, apart, may be computed by Winograd's algorithm."""
+        """Layers that, as separate kernels, may be computed by Winograd's algorithm."""
         first, second = (
             self.winograd and isinstance(chain.weight, GenericConst)
             for chain in (pair.first, pair.second)
@@ -255,7 +255,7 @@ class _Judge:
 
 
 def _obstacle(pair: _Pair, workload: FusedConv2DWorkload | None, target: Target) -> str | None:
-    """Why no kernel can take the pair, or None."""
+    """Reason why no kernel can take the pair, or None."""
     if pair.first.residual is not None:
         return "the first convolution ends with a residual addition"
     if target.kind.name in KINDS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``FuseEpilogue``: a convolution takes in what follows it."""
+"""Pass ``FuseEpilogue``: fusion of a convolution with its epilogue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .conv_chain import find_chains, find_users
 
 @tvm.transform.module_pass(opt_level=0, name="FuseEpilogue")
 class FuseEpilogue:
-    """Turn every convolution into one call that also adds its bias and residual and activates.
+    """Replace every convolution by one call that includes its bias, residual and activation.
 
     Before::
 
@@ -29,10 +29,10 @@ class FuseEpilogue:
             x, weight, bias, residual, padding=[1, 1, 1, 1], activation="relu"
         )
 
-    A convolution without followers becomes such a call too, with a bias of zeros. Left alone:
+    A convolution without an epilogue becomes such a call too, with a bias of zeros. Left alone:
     other layouts than NCHW and OIHW, other element types than float32, symbolic channels or
     kernels, convolutions outside of dataflow blocks (``relax.transform.ConvertToDataflow`` makes
-    them), and from the followers on what has a second consumer in between.
+    them), and the rest of an epilogue after a value with a second consumer.
     """
 
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:

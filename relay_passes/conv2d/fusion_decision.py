@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two neighbouring convolutions should become one kernel.
+"""Decision whether two neighbouring convolutions become one kernel, on CPUs.
 
 The cost model of the kernels' knobs (:mod:`schedules.cpu.cost.cost_model`) also decides this: a
-fused kernel with its best knobs is held against two kernels with theirs. What fusion can lose:
+fused kernel with its best knobs is compared with two kernels with theirs. Fusion can lose by:
 
 - halo: where the second kernel is wider than its stride, steps overlap in the intermediate, and
-  every part of the channels computes the first layer again;
-- parallelism: cores wait for the one with the most rows, while a separate kernel can be split
-  by channels for nothing.
+  every part of the channels recomputes the first layer;
+- parallelism: cores wait for the one with the most rows, while a separate kernel can be split by
+  channels at no cost.
 
-Separate kernels pay for writing and reading the intermediate, where it lives by its size, and for
-one more parallel region; and where the data comes or the result leaves in NCHW, for a kernel that
-changes the layout, which a fused one does in its registers. They gain where a layer can be computed
-by Winograd's algorithm (:mod:`.winograd_decision`), with fewer multiplications.
+Separate kernels pay for writing and reading the intermediate, in the cache level of its size, and
+for one more parallel region; and where data or result are NCHW, for a kernel that changes the
+layout, which a fused one does in registers. They gain where a layer can be computed by Winograd's
+algorithm (:mod:`.winograd_decision`), with fewer multiplications.
 
-That is for CPUs; for GPUs :mod:`.gpu_fusion_decision` decides.
+For GPUs see :mod:`.gpu_fusion_decision`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .gpu_fusion_decision import decide_gpu
 from .pair_decision import Decision
 from .winograd_decision import WinogradDecision, decide_winograd
 
-LEAST_GAIN = -0.008  # predicted, below which two kernels stay; of equals one needs less memory
+LEAST_GAIN = -0.008  # predicted, below which there are two kernels; of equals one needs less memory
 
 
 def decide(
@@ -49,9 +49,9 @@ def decide(
     workload : FusedConv2DWorkload
         The pair on concrete shapes.
     target : Target
-        Where it runs.
+        The machine.
     winograd : tuple[bool, bool]
-        Whether each layer, apart, may be computed by Winograd's algorithm.
+        Whether each layer, as a separate kernel, may be computed by Winograd's algorithm.
 
     Returns
     -------
@@ -81,7 +81,7 @@ def decide(
 def _winograd_apart(
     workload: FusedConv2DWorkload, target: Target, allowed: tuple[bool, bool]
 ) -> list[WinogradDecision | None]:
-    """For each layer, what Winograd's algorithm gains where it is a kernel of its own."""
+    """Gain of each layer by Winograd's algorithm, as a separate kernel."""
     decisions: list[WinogradDecision | None] = []
     for layer, size, may in (
         (workload.layer1, (workload.height, workload.width), allowed[0]),
@@ -95,7 +95,7 @@ def _winograd_apart(
 
 
 def _kernel(workload: FusedConv2DWorkload, cpu: CPUInfo, data: bool, out: bool) -> Conv2DKernel:
-    """The fused kernel that legalization will ask for."""
+    """The fused kernel that legalization will create."""
     packed = f"NCHW{cpu.lanes(workload.dtype)}c"
     return Conv2DKernel(
         layers=(workload.layer1, workload.layer2),
@@ -118,7 +118,7 @@ def _separate_cycles(
     out: bool,
     apart: Sequence[WinogradDecision | None],
 ) -> float:
-    """Cost of two kernels, and of the changes of layout that the fused one would save."""
+    """Cost of two kernels, and of the layout changes that the fused one would save."""
     both = _kernel(workload, cpu, False, False)
     height, width = workload.mid_size
     first = replace(both, layers=(workload.layer1,), residual=False)
@@ -155,11 +155,11 @@ def _explain(
         )
     if any(apart):
         layers = " and ".join(f"layer {index}" for index, by in enumerate(apart, 1) if by)
-        return f"predicted {gain:+.1%}: apart, {layers} can be computed by Winograd's algorithm"
+        return f"predicted {gain:+.1%}: separate, {layers} can use Winograd's algorithm"
     recomputed, imbalance = _recomputed(workload, knobs), _imbalance(workload, cpu, knobs)
     losses = {
         f"output of {height}x{width} does not divide evenly among {cpu.num_cores} cores": imbalance,
-        f"{recomputed - 1:.0%} of the first layer would be computed again": recomputed,
+        f"{recomputed - 1:.0%} of the first layer would be recomputed": recomputed,
     }
     cause, loss = max(losses.items(), key=lambda item: item[1])
     if loss < 1.001:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of every candidate pair, as a module attribute."""
+"""Record of every candidate pair, as a module attribute."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def cost_fields(workload: FusedConv2DWorkload | None) -> Entry:
 
 
 def merge_reports(old: list[Entry], new: list[Entry]) -> list[Entry]:
-    """``old`` brought up to date: pairs found again are replaced, fused ones stay, others follow.
+    """Update ``old``: pairs found again are replaced, fused ones stay, others are appended.
 
-    A fused pair is no candidate any more, and neither are its rivals; their entries must outlive
-    a second run of the pass.
+    A fused pair is no longer a candidate, and neither are its rivals; their entries must survive a
+    second run of the pass.
     """
     fresh = list(new)
     merged = []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two neighbouring convolutions should become one kernel on a GPU.
+"""Decision whether two neighbouring convolutions become one kernel, on GPUs.
 
 The answer is an estimate (:mod:`schedules.gpu.conv2d.costs`), measured on no device. One kernel
-saves a launch and the way of the intermediate through the second-level cache or device memory. It
-can lose by computing the first layer again, for the halo of the second one and for each tile of
+saves a launch and the traffic of the intermediate through the second-level cache or device memory.
+It can lose by recomputing the first layer, for the halo of the second one and for each tile of
 output channels, and by having fewer and larger blocks than two kernels would.
 """
 
@@ -20,7 +20,7 @@ from schedules.workload.conv2d import FusedConv2DWorkload
 
 from .pair_decision import Decision
 
-LEAST_GAIN = 0.05  # predicted, below which two kernels stay: the estimate may err by more
+LEAST_GAIN = 0.05  # predicted, below which there are two kernels: the estimate may err by more
 
 
 def decide_gpu(workload: FusedConv2DWorkload, target: Target) -> Decision:
@@ -49,12 +49,12 @@ def decide_gpu(workload: FusedConv2DWorkload, target: Target) -> Decision:
     if gain >= LEAST_GAIN:
         between = f"{kib:.{0 if kib >= 10 else 1}f} KiB between the layers"
         return Decision(True, f"estimated {gain:+.1%}: {between} stay in shared memory", gain)
-    reason = f"estimated {gain:+.1%}: the first layer would be computed again, or by too few blocks"
+    reason = f"estimated {gain:+.1%}: the first layer would be recomputed, or by too few blocks"
     return Decision(False, reason, gain)
 
 
 def gpu_obstacle(workload: FusedConv2DWorkload, target: Target) -> str | None:
-    """Why no kernel can take a pair on a GPU, or None."""
+    """Reason why no kernel can take a pair on a GPU, or None."""
     reason = unsupported(workload.layer1, workload.layer2)
     if reason is not None:
         return reason

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer to whether a pair of convolutions becomes one kernel."""
+"""Decision on a pair of convolutions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a pair is fused.
+    """Decision whether a pair is fused, with its reason.
 
     Parameters
     ----------
     fuse : bool
-        The answer.
+        Whether it is fused.
     reason : str
         One line for the report.
     gain : float

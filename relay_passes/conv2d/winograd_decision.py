@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a convolution should be computed by Winograd's algorithm, and in tiles of which size.
+"""Decision whether a convolution uses Winograd's algorithm, and the size of its tiles.
 
-It needs fewer multiplications (2.25 times as few in tiles of 2x2 outputs, 4 times in 4x4), but
-transforms of its data and output, and weights 1.8 or 4 times as large; and it rounds otherwise. The
-times that are compared are predicted: by :mod:`schedules.cpu.cost.winograd_knobs`, and by
+The algorithm needs fewer multiplications (2.25 times fewer in tiles of 2x2 outputs, 4 times in
+4x4), but transforms of its data and output, and weights 1.8 or 4 times as large; and it rounds
+differently. The compared times are predicted: by :mod:`schedules.cpu.cost.winograd_knobs`, and by
 :func:`.direct_roofline.direct_cycles`. Traffic of the data and the output is the same for both.
 """
 
@@ -45,12 +45,12 @@ class WinogradDecision:
 
     @property
     def pays(self) -> bool:
-        """Whether the gain is large enough to be sure of."""
+        """Return whether the gain exceeds the uncertainty of the prediction."""
         return self.gain >= LEAST_GAIN
 
 
 def check_mode(mode: str, owner: str) -> None:
-    """Refuse what is not one of ``MODES``; ``owner`` names who was given it."""
+    """Reject values not in ``MODES``; ``owner`` names the recipient in the message."""
     if mode not in MODES:
         raise OpError(f"{owner}: winograd is {mode!r}; expected one of {', '.join(MODES)}")
 
@@ -69,7 +69,7 @@ def decide_winograd(
     dtype : str
         Element type.
     target : Target
-        Where it runs.
+        The machine.
 
     Returns
     -------

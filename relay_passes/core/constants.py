@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rules need to know about constants: their numbers, and which shapes they stand for."""
+"""Constants in rewriting rules: their numbers, and the shapes that they broadcast to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLOATS = ("float16", "float32", "float64")
 
 
 def array_of(expr: relax.Expr) -> np.ndarray:
-    """The elements of a constant tensor; to be read only, for they may be the tensor's own."""
+    """The elements of a constant tensor; read-only, as they may be the tensor's own."""
     value = expr.value
     return np.from_dlpack(value) if value.device.type == "cpu" else value.numpy()
 
@@ -42,7 +42,7 @@ def constant(values: np.ndarray, dtype: object) -> Value:
 
 
 def uniform(values: np.ndarray | None) -> float | None:
-    """The number that all elements have in common, if there is one."""
+    """The number that all elements equal, if there is one."""
     if values is None or values.size == 0:
         return None
     first = float(values.flat[0])
@@ -82,7 +82,7 @@ def _with_constant(lhs: relax.Expr, rhs: relax.Expr) -> tuple[relax.Expr, np.nda
 
 
 def per_channel(values: np.ndarray, ndim: int, channels: int, axis: int = 1) -> np.ndarray | None:
-    """``values`` as one number a channel when they broadcast like that against ``ndim`` axes."""
+    """``values`` as one number a channel, if they broadcast like that against ``ndim`` axes."""
     if values.ndim > ndim:
         return None
     shape = (1,) * (ndim - values.ndim) + values.shape
@@ -100,7 +100,7 @@ def channel_constant(values: np.ndarray, ndim: int, dtype: object, axis: int = 1
 
 
 def broadcasts_cheaply(first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether combining two constants gives no more elements than the larger of them has."""
+    """Return whether combining two constants gives no more elements than the larger of them."""
     try:
         shape = np.broadcast_shapes(first.shape, second.shape)
     except ValueError:

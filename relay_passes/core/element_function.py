@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an injective function reads what it computes an element from."""
+"""Reads of an injective function for one element of its output."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ElementFunction:
     Parameters
     ----------
     params : tuple[tirx.Buffer, ...]
-        Of the tensors that it reads, in the order of the call.
+        Buffers of the tensors that it reads, in the order of the call.
     output : tirx.Buffer
-        What it writes.
+        The buffer that it writes.
     variables : tuple[tirx.Var, ...]
         Numbers of the element along each axis of the output.
     value : tirx.Expr
@@ -36,7 +36,7 @@ class ElementFunction:
 
     @classmethod
     def read(cls, func: tirx.PrimFunc) -> ElementFunction | None:
-        """Take a function apart; None if it has another form."""
+        """Read a function; None if it has another form."""
         sch = s_tir.Schedule(tvm.IRModule({"main": func}))
         try:
             *inner, last = sch.get_child_blocks(sch.get_sblock("root"))
@@ -65,7 +65,7 @@ class ElementFunction:
     def _read_scalar(
         cls, block: s_tir.SBlock, params: tuple[tirx.Buffer, ...], output: tirx.Buffer
     ) -> ElementFunction | None:
-        """The only element of a tensor without axes, whose block has a loop all the same."""
+        """The only element of a tensor without axes, whose block still has a loop."""
         if block.init is not None or not block.body.buffer.same_as(output):
             return None
         loops = [iter_var for iter_var in block.iter_vars if constant(iter_var.dom.extent) == 1]
@@ -101,7 +101,7 @@ class ElementFunction:
         return found
 
     def _extents(self, call: relax.Call) -> dict[tirx.Var, tirx.Expr]:
-        """What the symbolic extents of the function are in the call."""
+        """Values of the function's symbolic extents in the call."""
         found: dict[tirx.Var, tirx.Expr] = {}
         operands = [e for e in call.args[1].fields if isinstance(e.ty, relax.TensorType)]
         for param, operand in zip([*self.params, self.output], [*operands, call], strict=True):

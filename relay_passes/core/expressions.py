@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the graph asks of single expressions: which op, which operands, and another operand."""
+"""Queries of single expressions: op, operands, and substitution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tvm.ir import GenericConst, Op
 from schedules.tir.expression_walk import op_name as called_op
 
 Value = Any
-"""What is bound to a variable: an expression, or None where that is unknown."""
+"""Function from a variable to the expression bound to it, or None where that is unknown."""
 
 TUPLE_GET_ITEM = "TupleGetItem"
 """The key under which rules for ``TupleGetItem`` are filed; all others are filed by op name."""
@@ -29,7 +29,7 @@ def is_claimed(func: relax.Function) -> bool:
 
 
 def is_removable(value: relax.Expr) -> bool:
-    """Whether a value outside a dataflow block may go when nobody reads it."""
+    """Return whether a value outside a dataflow block may be removed when unused."""
     if isinstance(value, relax.Call):
         return isinstance(value.op, Op) and value.op.get_attr("FPurity") is True
     return isinstance(value, relax.Var | GenericConst | relax.Tuple | relax.TupleGetItem)

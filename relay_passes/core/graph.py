@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bindings of one Relax function as a graph that rules edit in place.
 
-A rule looks at the call bound to one variable and answers with the expression that shall be bound
-instead, or with None. It may look at producers (:meth:`Graph.definition`), ask who else needs them
-(:meth:`Graph.has_one_use`, :meth:`Graph.users`), and emit helper bindings in front of the variable
-(:meth:`Graph.emit`). The graph keeps exact use counts, drops what falls dead, and refuses an answer
-of another type than the variable's.
+A rule gets the call bound to one variable and returns the expression to bind instead, or None. It
+may look at producers (:meth:`Graph.definition`), count their other uses (:meth:`Graph.has_one_use`,
+:meth:`Graph.users`), and emit helper bindings in front of the variable (:meth:`Graph.emit`). The
+graph keeps exact use counts, removes dead bindings, and rejects results of another type than the
+variable's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Graph:
     Attributes
     ----------
     current : relax.Var
-        The variable whose value a rule is asked about.
+        The variable whose value a rule may rewrite.
     """
 
     def __init__(self, mod: tvm.IRModule, func: relax.Function) -> None:
@@ -66,12 +66,12 @@ class Graph:
             self._read_block(block)
         self._count(None, func.body.body, 1)
 
-    # What rules ask
+    # Queries of rules
 
     def definition(self, expr: relax.Expr, *names: str) -> Value:
         """The value bound to ``expr`` if it is a call of one of the ops ``names``.
 
-        A variable of another binding block counts as unknown: what its value refers to may not be
+        A variable of another binding block counts as unknown: the variables of its value may not be
         visible here.
         """
         if not isinstance(expr, relax.Var) or self._home.get(expr) is not self._here:
@@ -80,7 +80,7 @@ class Graph:
         return value if not names or op_name(value) in names else None
 
     def has_one_use(self, expr: relax.Expr) -> bool:
-        """Whether exactly one operand in the whole function reads the variable ``expr``."""
+        """Return whether exactly one operand in the whole function reads the variable ``expr``."""
         return isinstance(expr, relax.Var) and sum(self._users.get(expr, _NOBODY).values()) == 1
 
     def users(self, expr: relax.Var) -> list[Value]:
@@ -98,7 +98,7 @@ class Graph:
         return var
 
     def emit_once(self, expr: relax.Expr) -> relax.Var:
-        """The variable in front of the current one that ``expr`` is bound to, a new one if none."""
+        """The variable in front of the current one that is bound to ``expr``, a new one if none."""
         value = self._builder.normalize(expr)
         for operand in operands(value):
             for user in self._users.get(operand, _NOBODY):
@@ -109,7 +109,7 @@ class Graph:
         return self.emit(value)
 
     def remember(self, key: Any, compute: Callable[[Any], Any]) -> Any:
-        """``compute(key)``, computed once; for what is costly to learn about a PrimFunc."""
+        """``compute(key)``, cached; for costly facts about a PrimFunc."""
         if (key, compute) not in self._memory:
             self._memory[key, compute] = compute(key)
         return self._memory[key, compute]
@@ -118,7 +118,7 @@ class Graph:
         """The values of all bindings."""
         return list(self._values.values())
 
-    # What the pass does
+    # The pass itself
 
     def sweep(self, rules: Mapping[str, Sequence[Rule]]) -> bool:
         """Try ``rules`` at every binding in order; return whether any of them changed something."""
@@ -133,7 +133,7 @@ class Graph:
         return changed
 
     def to_function(self) -> relax.Function:
-        """The function with the bindings as they are now."""
+        """The function with the current bindings."""
         blocks = []
         for block in self._blocks:
             bindings = [self._binding(var) for var in block.order if self._is_bound(var)]

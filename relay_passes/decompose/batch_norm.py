@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalisation in training: by the statistics of the batch, which update the running ones.
+"""Batch normalisation in training, which also updates the running statistics.
 
 ::
 
@@ -9,7 +9,7 @@
      (1 - momentum) * running_mean + momentum * mean,
      (1 - momentum) * running_variance + momentum * variance)
 
-with mean and variance over all axes but that of the channels.
+with mean and variance over all axes but the channel axis.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def batch_norm(graph: Graph, call: relax.Call) -> Value:
 
 
 def tuple_field(graph: Graph, item: relax.TupleGetItem) -> Value:
-    """The field itself, where the tuple is made here."""
+    """The field itself, where the tuple is constructed here."""
     made = graph.definition(item.tuple_value)
     return made.fields[item.index] if isinstance(made, relax.Tuple) else None
 

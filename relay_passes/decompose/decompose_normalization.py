@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``DecomposeNormalization``: ops that hide reductions show them."""
+"""Pass ``DecomposeNormalization``: decomposition of ops that hide reductions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATTERNS: dict[str, list[Rule]] = {
     **dict.fromkeys(log_sum_exp.NAMES, [log_sum_exp.log_sum_exp]),
     **dict.fromkeys(p_norm.NAMES, [p_norm.p_norm]),
 }
-"""Several ops that together are a norm; to be found before these are taken apart."""
+"""Several ops that together are a norm; matched before these are decomposed."""
 
 OPS: dict[str, list[Rule]] = {
     **dict.fromkeys(softmax.NAMES, [softmax.softmax]),
@@ -72,19 +72,19 @@ class DecomposeNormalization:
         lv12 = R.multiply(lv11, gamma)
         gv = R.add(lv12, beta)
 
-    Its place is before ``CoalesceReduction``: the passes that group reductions then see what one
-    kernel can compute. It knows ``softmax`` and ``log_softmax``, ``layer_norm``, ``group_norm``,
-    ``instance_norm``, ``rms_norm``, ``batch_norm`` in training, ``variance`` and ``std``, average
-    and maximum pooling with one output a channel, ``cross_entropy_with_logits``, ``nll_loss`` and
-    its gradient; and what TVM's ONNX importer writes for InstanceNormalization, ReduceLogSumExp and
-    p-norms. Data of 16 bits are computed in float32 and rounded once. NaN and infinities give what
-    the definition gives: softmax of a row of -inf is NaN, its log-sum-exp is -inf.
+    It runs before ``CoalesceReduction``, so that the passes that group reductions see all of them.
+    It handles ``softmax`` and ``log_softmax``, ``layer_norm``, ``group_norm``, ``instance_norm``,
+    ``rms_norm``, ``batch_norm`` in training, ``variance`` and ``std``, average and maximum pooling
+    with one output a channel, ``cross_entropy_with_logits``, ``nll_loss`` and its gradient; and the
+    ops that TVM's ONNX importer emits for InstanceNormalization, ReduceLogSumExp and p-norms. Data
+    of 16 bits are computed in float32 and rounded once. NaN and infinities follow the definition:
+    softmax of a row of -inf is NaN, its log-sum-exp is -inf.
 
     Left alone: data without known extents or with an empty axis, other types than floats, layer and
-    rms norms over axes in no order, cross entropy of a symbolic batch, negative log likelihood
+    rms norms over unordered axes, cross entropy of a symbolic batch, negative log likelihood
     without a batch, branches, local functions, and functions that another pass has claimed. Pools
-    of 16 bits stay so: ``coalesced_reduce`` accumulates them in float32. Gradients are to be taken
-    before this pass. Applied twice the pass does what it does once.
+    of 16 bits stay so: ``coalesced_reduce`` accumulates them in float32. Gradients must be taken
+    before this pass. The pass is idempotent.
     """
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
@@ -102,7 +102,7 @@ class DecomposeNormalization:
 
 
 def _sweep(graph: Graph, rules: dict[str, list[Rule]]) -> bool:
-    """Apply ``rules`` until none finds anything; return whether one did."""
+    """Apply ``rules`` until none matches; return whether one did."""
     changed = False
     while graph.sweep(rules):
         changed = True

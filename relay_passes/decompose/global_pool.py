@@ -51,7 +51,7 @@ def _spatial_axes(layout: str) -> list[int] | None:
 
 
 def _covers_all(attrs: Value, image: list) -> bool:
-    """Whether one window without padding or holes is as large as the image."""
+    """Return whether one window without padding or holes is as large as the image."""
     window = [int(extent) for extent in attrs.pool_size]
     is_dense = not any(attrs.padding) and all(int(step) == 1 for step in attrs.dilation)
     return is_dense and window == [constant(extent) for extent in image]

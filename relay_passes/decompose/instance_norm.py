@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Instance normalisation: every channel of every image by its own mean and variance.
 
-``instance_norm`` itself, and what TVM's ONNX importer writes for InstanceNormalization::
+``instance_norm`` itself, and the ops that TVM's ONNX importer emits for InstanceNormalization::
 
     (x - mean(x)) / sqrt(variance(x) + epsilon)   ->   the same with one mean and one root a row
 """
@@ -41,7 +41,7 @@ def instance_norm(graph: Graph, call: relax.Call) -> Value:
 
 
 def written_out_norm(graph: Graph, divide: relax.Call) -> Value:
-    """Rewrite a division of what a mean leaves by the root of the variance over the same axes."""
+    """Rewrite a difference from the mean divided by the root of the variance over the same axes."""
     difference = graph.definition(divide.args[0], "relax.subtract")
     root = graph.definition(divide.args[1], "relax.sqrt")
     if difference is None or root is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logarithm of a sum of exponentials, as TVM's ONNX importer writes ReduceLogSumExp.
+"""Logarithm of a sum of exponentials, as TVM's ONNX importer emits ReduceLogSumExp.
 
 ::
 
@@ -45,6 +45,6 @@ def log_sum_exp(graph: Graph, add: relax.Call) -> Value:
 
 
 def _same_axes(first: relax.Call, second: relax.Call) -> bool:
-    """Whether two reductions keep the same axes."""
+    """Return whether two reductions keep the same axes."""
     axes = [None if r.attrs.axis is None else list(r.attrs.axis) for r in (first, second)]
     return axes[0] == axes[1] and bool(first.attrs.keepdims) and bool(second.attrs.keepdims)

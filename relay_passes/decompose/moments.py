@@ -9,7 +9,7 @@
     variance   = R.mean(squares, axes, keepdims=True)
 
 The mean of squares minus the square of the mean would need one pass over the data and lose all
-digits where the mean is large; a kernel that holds a row on the chip reads the data once, too.
+digits where the mean is large; a kernel that holds a row on chip also reads the data once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .precision import number
 
 @dataclass(frozen=True)
 class Moments:
-    """What the chain binds; ``difference`` has the data's shape, the others extent 1 in ``axes``.
+    """Bindings of the chain; ``difference`` has the data's shape, the others extent 1 in ``axes``.
 
     ``variance`` is not bound yet.
     """
@@ -38,7 +38,7 @@ class Moments:
 def emit_moments(
     graph: Graph, data: relax.Expr, axes: Sequence[int], *, keepdims: bool = True
 ) -> Moments:
-    """Bind the chain of ``data``; what is there of it already is used again."""
+    """Bind the chain of ``data``; existing bindings of it are reused."""
     mean = graph.emit_once(relax.op.mean(data, list(axes), keepdims=True))
     difference = graph.emit_once(relax.op.subtract(data, mean))
     squares = graph.emit_once(relax.op.multiply(difference, difference))
@@ -48,7 +48,7 @@ def emit_moments(
 def normalized(
     graph: Graph, difference: relax.Expr, variance: relax.Expr, epsilon: float
 ) -> relax.Expr:
-    """``difference / sqrt(variance + epsilon)``, not bound yet; the root is taken once a row."""
+    """``difference / sqrt(variance + epsilon)``, not bound yet, with one root a row."""
     shifted = graph.emit_once(relax.op.add(variance, number(epsilon, difference)))
     return relax.op.multiply(difference, graph.emit_once(relax.op.rsqrt(shifted)))
 
@@ -56,7 +56,7 @@ def normalized(
 def scale_and_shift(
     graph: Graph, value: relax.Expr, gamma: relax.Expr | None, beta: relax.Expr | None
 ) -> relax.Expr:
-    """``value * gamma + beta``, not bound yet; what is None is left out."""
+    """``value * gamma + beta``, not bound yet; operands that are None are left out."""
     if gamma is not None:
         value = relax.op.multiply(graph.emit(value), gamma)
     if beta is not None:

@@ -13,7 +13,7 @@
     nll_loss_backward: R.where(R.equal(classes, [0, 1, ...]), -gradient * weight, 0)
     where "mean" divides the gradient by R.sum(weight)
 
-What is ignored reads class 0, for its target may be no class at all.
+Ignored targets read class 0, since they may be no class at all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GRADIENTS = ("relax.grad.nll_loss_backward",)
 
 @dataclass(frozen=True)
 class _Targets:
-    """Every target's class, whether it is ignored, and its weight, 0 if so."""
+    """Class and weight of every target, and whether it is ignored; then the weight is 0."""
 
     classes: relax.Var
     ignored: relax.Var
@@ -82,7 +82,7 @@ def nll_loss_backward(graph: Graph, call: relax.Call) -> Value:
 def _targets(
     graph: Graph, targets: relax.Expr, weights: list, ignore_index: int, like: relax.Expr
 ) -> _Targets:
-    """Bind what is known of ``targets``; ``like`` has the type of the weights."""
+    """Bind the derived values of ``targets``; ``like`` has the type of the weights."""
     ignored = graph.emit_once(relax.op.equal(targets, _integer(ignore_index, targets)))
     classes = graph.emit_once(relax.op.where(ignored, _integer(0, targets), targets))
     weight: relax.Expr = number(1, like)

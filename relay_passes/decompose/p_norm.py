@@ -44,7 +44,7 @@ def _widened(graph: Graph, data: relax.Expr) -> relax.Expr:
 
 
 def _is_unary(call: relax.Call) -> bool:
-    """Whether ``call`` is a function of the elements of its first operand alone."""
+    """Return whether ``call`` is a function of the elements of its first operand alone."""
     if call.op.name == "relax.multiply":
         return call.args[0].same_as(call.args[1])
     if call.op.name == "relax.power":
@@ -53,7 +53,7 @@ def _is_unary(call: relax.Call) -> bool:
 
 
 def _of(graph: Graph, call: relax.Call, data: relax.Expr) -> relax.Expr:
-    """The function that ``call`` is, of ``data`` in float32."""
+    """The function ``call``, of ``data`` in float32."""
     if call.op.name == "relax.multiply":
         return relax.op.multiply(data, data)
     if call.op.name == "relax.power":

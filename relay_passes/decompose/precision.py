@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors the rules take, and in which type they compute: 16-bit ones in float32."""
+"""Operands and types of the rules: 16-bit tensors are computed in float32."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def spread(graph: Graph, vector: relax.Expr, shape: Sequence, axes: Sequence[int
 
 
 def reshape(graph: Graph, expr: relax.Expr, shape: Sequence) -> relax.Expr:
-    """``expr`` in another shape; a constant stays one."""
+    """``expr`` in another shape; a constant stays a constant."""
     if isinstance(expr, GenericConst) and all(constant(extent) is not None for extent in shape):
         values = array_of(expr).reshape([int(extent) for extent in shape])
         return tensor_constant(values, expr.ty.dtype)

@@ -9,7 +9,7 @@
     softmax(x)       ->   R.divide(e, s)
     log_softmax(x)   ->   R.subtract(d, R.log(s))
 
-A row of -inf gives NaN, because its differences from its own maximum do.
+A row of -inf gives NaN, because its differences from its maximum are NaN.
 """
 
 from __future__ import annotations

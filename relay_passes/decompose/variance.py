@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variance and standard deviation: the mean of the squares of what the mean leaves."""
+"""Variance and standard deviation: the mean of squared differences from the mean."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many channels a block of the layout NCHW[x]c has on a device."""
+"""Number of channels in a block of the layout NCHW[x]c, by device."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def channel_lanes(target: Target, dtype: str = "float32") -> int:
     """Lanes of a channel block.
 
     On a CPU they fill a vector register. On a GPU they are 4, the 16 bytes that a thread loads at
-    once, while neighbouring threads have neighbouring pixels.
+    once, while neighbouring threads process neighbouring pixels.
     """
     return LANES if target.kind.name in KINDS else CPUInfo.from_target(target).lanes(dtype)

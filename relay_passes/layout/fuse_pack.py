@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass ``FusePack``: layout changes around a fused pair become part of its kernel."""
+"""Pass ``FusePack``: fusion of layout changes into the kernel of a fused pair."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class FusePack:
 
         lv2 = R.call_tir(cls.fused_conv2d1, (x, w1, b1, w2, b2), ...)
 
-    It runs after ``LegalizeOps``. Left alone: packs and unpacks that others read or feed as well,
-    pairs whose kernel cannot take the layout (``takes_plain``), single convolutions, and whatever
-    lies outside a dataflow block.
+    It runs after ``LegalizeOps``. Left alone: packs and unpacks with other readers or operands,
+    pairs whose kernel cannot take the layout (``takes_plain``), single convolutions, and anything
+    outside a dataflow block.
     """
 
     def transform_module(self, mod: IRModule, ctx: tvm.transform.PassContext) -> IRModule:
@@ -48,7 +48,7 @@ class FusePack:
 
 @relax.expr_functor.mutator
 class _Rewriter(relax.PyExprMutator):
-    """Replaces the call of the pair, or the unpack behind it, by one call."""
+    """Replaces the call of the pair, or the unpack after it, by one call."""
 
     def __init__(self, mod: IRModule) -> None:
         super().__init__(mod)
@@ -74,7 +74,7 @@ class _Rewriter(relax.PyExprMutator):
             self.users.setdefault(var, []).append(binding.var)
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        """Emit the merged call in the place of the last of the calls that it replaces."""
+        """Emit the merged call in place of the last call that it replaces."""
         call = self.calls.get(binding.var)
         if call is None:
             super().visit_var_binding_(binding)
@@ -111,7 +111,7 @@ class _Rewriter(relax.PyExprMutator):
         super().visit_var_binding_(relax.VarBinding(binding.var, call))
 
     def _kind(self, call: relax.Call) -> str:
-        """What our legalization marked the called function as; empty for everything else."""
+        """Kind of the called function as legalization marked it; empty for others."""
         func = self._function(call)
         return str(func.attrs.get("tvm_fusion.op", "")) if func and func.attrs else ""
 
@@ -161,7 +161,7 @@ class _Rewriter(relax.PyExprMutator):
 
 
 def _compute(kernel: Conv2DKernel, data: te.Tensor, *operands: te.Tensor) -> te.Tensor:
-    """The pair with its layout changes; also what any other schedule would start from."""
+    """Compute of the pair with its layout changes; other schedules start from it, too."""
     layer1, layer2 = kernel.layers
     if kernel.plain_data:
         data = compute_pack.pack(data, kernel.lanes)

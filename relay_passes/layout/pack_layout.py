@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass ``PackLayout``: activations in NCHW[x]c from the first convolution to the last."""
+"""Pass ``PackLayout``: activations in NCHW[x]c from the first convolution to the last."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class PackLayout:
         lv3 = R.tvm_fusion.unpack(lv2, channels=...)
         gv = R.nn.softmax(lv3, axis=1)
 
-    Weights and biases that are constants are packed here, others by calls in the function.
-    Left alone: on a GPU convolutions whose groups cut blocks apart, ops that are in no table of
-    ``relay_passes/packed``, ops whose operands would have to be packed or unpacked for them alone,
+    Weights and biases that are constants are packed here, others by calls in the function. Left
+    alone: on a GPU convolutions whose groups cross block boundaries, ops that are in no table of
+    ``relay_passes/layout/packed``, ops whose operands would be packed or unpacked for them alone,
     convolutions that are packed already, and functions without any of our convolutions or packed
     tensors.
 
     Parameters
     ----------
     target : Target | None
-        What gives the number of lanes: the vectors of a CPU; 4 on a GPU. None stands for the
-        current target.
+        Gives the number of lanes: the vectors of a CPU; 4 on a GPU. None stands for the current
+        target.
     block : int | None
         The number of lanes, whatever the target.
     """
@@ -89,7 +89,7 @@ class PackLayout:
 
 @relax.expr_functor.mutator
 class _Packer(relax.PyExprMutator):
-    """Binds the packed twin of each tensor beside its NCHW form; what is unused then goes."""
+    """Binds the packed twin of each tensor beside its NCHW form; then removes unused bindings."""
 
     def __init__(self, mod: IRModule, block: int, cuts: bool) -> None:
         super().__init__(mod)
@@ -97,7 +97,7 @@ class _Packer(relax.PyExprMutator):
         self.scope = Scope(block, Uses(), self.builder_.emit, self.visit_expr, cuts)
 
     def is_concerned(self, func: relax.Function) -> bool:
-        """Whether ``func`` holds a convolution to pack, or a packed tensor that is unpacked."""
+        """Return whether ``func`` holds a convolution to pack, or an unpacked packed tensor."""
         found = []
 
         def look(expr: relax.Expr) -> None:
@@ -115,14 +115,14 @@ class _Packer(relax.PyExprMutator):
         return relax.analysis.remove_all_unused(self.visit_expr(func))
 
     def visit_seq_expr_(self, op: relax.SeqExpr) -> relax.Expr:
-        """Forget at the end of a body what was packed inside it."""
+        """Forget the packed tensors of a body at its end."""
         saved = dict(self.scope.packed), dict(self.scope.tuples)
         result = super().visit_seq_expr_(op)
         self.scope.packed, self.scope.tuples = saved
         return result
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
-        """Forget at the end of a block the packed tensors, which are local to it."""
+        """Forget the packed tensors of a block at its end; they are local to it."""
         saved = dict(self.scope.packed), dict(self.scope.tuples)
         result = super().visit_dataflow_block_(block)
         self.scope.packed, self.scope.tuples = saved
@@ -151,7 +151,7 @@ class _Packer(relax.PyExprMutator):
             self._bind(binding, rule(self.scope, binding) if rule else None)
 
     def _bind(self, binding: relax.VarBinding, result: Result) -> None:
-        """Bind what a rule returned, with its NCHW form under the name of the original."""
+        """Bind the result of a rule, with its NCHW form under the name of the original."""
         if result is None:
             super().visit_var_binding_(binding)
         elif isinstance(result, Packed):
@@ -171,7 +171,7 @@ class _Packer(relax.PyExprMutator):
         super().visit_var_binding_(relax.VarBinding(binding.var, value))
 
     def _visit_pack_binding(self, binding: relax.VarBinding) -> None:
-        """Drop a pack of what is packed already, else remember it."""
+        """Drop a pack of an already packed tensor, else remember it."""
         source = binding.value.args[0]
         found = self.scope.lookup(source)
         local = isinstance(binding.var, relax.DataflowVar)
@@ -187,7 +187,7 @@ class _Packer(relax.PyExprMutator):
             self._replace(binding, found.expr)
 
     def _remember_unpacked(self, binding: relax.VarBinding) -> None:
-        """Know the packed twin of a tensor that the function itself unpacks."""
+        """Remember the packed twin of a tensor that the function itself unpacks."""
         super().visit_var_binding_(binding)
         packed = self.visit_expr(binding.value.args[0])
         channels = int(binding.value.attrs["channels"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Op ``relax.tvm_fusion.channel_norm``: layer normalisation over channels that lie in blocks.
+"""Op ``relax.tvm_fusion.channel_norm``: layer normalisation over channels in blocks.
 
 ::
 
@@ -7,8 +7,8 @@
 
     data, out [N, B, H, W, x]   gamma, beta [B, x]   with B = ceil(channels / x)
 
-Mean and variance are taken over the channels of each pixel; lanes past the last channel take no
-part in them, and have to be zero in gamma and beta. Batch, height and width may be symbolic.
+Mean and variance are taken over the channels of each pixel; lanes past the last channel are
+excluded, and have to be zero in gamma and beta. Batch, height and width may be symbolic.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Op ``relax.tvm_fusion.channel_shuffle``: channels of all groups in turn, as in ShuffleNet.
+"""Op ``relax.tvm_fusion.channel_shuffle``: interleaved channels of all groups, as in ShuffleNet.
 
 ::
 
     out[n, c, h, w] = data[n, c % groups * (channels // groups) + c // groups, h, w]
 
 ``data`` is [N, C, H, W], or [N, ceil(C / x), H, W, x] with C ``channels`` in blocks of x lanes;
-then lanes past the last channel come out as zero. Source: Zhang et al., ShuffleNet, CVPR 2018.
+then lanes past the last channel become zero. Source: Zhang et al., ShuffleNet, CVPR 2018.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .register import register_op
 
 
 def channel_shuffle(data: relax.Expr, channels: int, groups: int) -> relax.Call:
-    """Transpose the channels seen as a matrix of ``groups`` rows.
+    """Transpose the channels as a matrix of ``groups`` rows.
 
     Parameters
     ----------
@@ -92,5 +92,5 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
 
 
 _SHUFFLE = register_op(
-    "relax.tvm_fusion.channel_shuffle", "Channels of all groups in turn.", _infer_type, _legalize
+    "relax.tvm_fusion.channel_shuffle", "Channels of groups, interleaved.", _infer_type, _legalize
 )

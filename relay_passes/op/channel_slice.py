@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Op ``relax.tvm_fusion.channel_slice``: some channels of an NCHW[x]c tensor, in blocks again.
+"""Op ``relax.tvm_fusion.channel_slice``: some channels of an NCHW[x]c tensor, packed again.
 
 ::
 
@@ -31,7 +31,7 @@ def channel_slice(data: relax.Expr, begin: int, channels: int) -> relax.Call:
     begin : int
         The first channel.
     channels : int
-        How many.
+        Number of channels.
 
     Returns
     -------
@@ -41,7 +41,7 @@ def channel_slice(data: relax.Expr, begin: int, channels: int) -> relax.Call:
     Raises
     ------
     OpError
-        If ``data`` is no such tensor, or has not so many channels.
+        If ``data`` is no such tensor, or has too few channels.
     """
     call = relax.Call(_SLICE, [data], {"begin": int(begin), "channels": int(channels)})
     if not data.ty.same_as(tvm.ir.Type.missing()):  # a nested call is checked when it is emitted

@@ -32,7 +32,7 @@ from schedules.workload.reduce_operator import empty_result
 from .register import register_op
 
 NAME = "relax.tvm_fusion.coalesced_reduce"
-REDUCE_PATTERN = 3  # tvm::relax::OpPatternKind::kCommReduce: FuseOps puts producers before it
+REDUCE_PATTERN = 3  # tvm::relax::OpPatternKind::kCommReduce: FuseOps fuses producers into it
 
 
 def coalesced_reduce(
@@ -51,7 +51,7 @@ def coalesced_reduce(
     data : relax.Expr
         A tensor of float64, float32, float16, bfloat16, int64, int32, int8, uint8 or bool.
     operator : str
-        Which reduction; ``and``, ``or`` give bool, ``argmin``, ``argmax`` the int64 position of the
+        The reduction; ``and``, ``or`` give bool, ``argmin``, ``argmax`` the int64 position of the
         first extreme element in the reduced axes, flattened; the others the type of the data.
     axes : int, Sequence[int] or None
         Reduced axes; None stands for all.
@@ -61,12 +61,12 @@ def coalesced_reduce(
         Type of the accumulators; by default float32 for 16-bit floats, int32 for 8-bit integers and
         bool, else the data's.
     finish : str
-        How partial results of several GPU blocks meet: ``one_block`` (no split, or over one cluster
-        where the device has them), ``atomic`` (not for ``argmin`` and ``argmax``), ``last_block``
-        or ``auto``. All but ``atomic`` give the same bits every time. CPUs ignore it. Outputs of 8
-        bits, on OpenCL also of 16, are updated with their neighbours in a word of 32 bits; where an
-        output ends within such a word, behind which may lie memory of others, ``atomic`` is
-        ``last_block``.
+        How partial results of several GPU blocks are combined: ``one_block`` (no split, or over one
+        cluster where the device has them), ``atomic`` (not for ``argmin`` and ``argmax``),
+        ``last_block`` or ``auto``. All but ``atomic`` are deterministic to the bit. CPUs ignore it.
+        Outputs of 8 bits, on OpenCL also of 16, are updated with their neighbours in a word of 32
+        bits; where an output ends within such a word, whose rest may belong to other data,
+        ``atomic`` is ``last_block``.
 
     Returns
     -------
@@ -76,7 +76,7 @@ def coalesced_reduce(
     Raises
     ------
     OpError
-        If an argument does not fit the data, or if an extreme of no elements is asked for.
+        If an argument does not fit the data, or for an extreme of no elements.
     """
     attrs = {
         "operator": str(operator),
@@ -92,7 +92,7 @@ def coalesced_reduce(
 
 
 def read_workload(call: relax.Call) -> tuple[ReduceWorkload, CanonicalLoops]:
-    """What a call of the op computes.
+    """Workload of a call of the op.
 
     Raises
     ------
@@ -158,11 +158,11 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
 
 
 def _scratch(builder: relax.BlockBuilder, words: int) -> relax.Expr:
-    """Zeros for places and tickets, then words that a kernel writes before it reads them.
+    """Zeros for slots and tickets, then words that a kernel writes before it reads them.
 
     Calls on several streams may use it at the same time (:mod:`schedules.gpu.core.workspace_slot`).
-    The last word differs between the calls of a module: the VM keeps equal constants in one place,
-    where the partial results of sisters would overwrite each other.
+    The last word differs between the calls of a module: the VM merges equal constants, so that the
+    partial results of sisters would overwrite each other.
     """
     content = np.zeros(words, "int32")
     content[-1] = zlib.crc32(builder.get_unique_name("scratch").encode()) >> 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Op ``relax.tvm_fusion.conv2d``: one convolution with everything that follows it.
+"""Op ``relax.tvm_fusion.conv2d``: one convolution with its epilogue.
 
 ::
 
@@ -9,9 +9,9 @@
     H' = (H + top + bottom - (kh - 1) * dilation - 1) // stride + 1, and W' alike
 
 Packed, with lanes ``x`` from ``out_layout`` ``NCHW{x}c``: ``data``, ``residual`` and ``out`` are
-``[N, blocks, H, W, x]`` (``data`` may stay NCHW, for an image), ``bias`` is ``[blocks, x]``, the
-weight is as in ``schedules/compute/conv2d.py``, and ``in_channels`` and ``out_channels`` are
-given. Batch, height and width may be symbolic.
+``[N, blocks, H, W, x]`` (``data`` may stay NCHW, as for an input image), ``bias`` is
+``[blocks, x]``, the weight is as in ``schedules/compute/conv2d.py``, and ``in_channels`` and
+``out_channels`` are given. Batch, height and width may be symbolic.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building and legalizing calls of the two convolution ops."""
+"""Construction and legalization of calls of the two convolution ops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schedules.workload.conv2d import Activation, Conv2DKernel, to_json
 
 from .conv_types import ConvOp, constant_shape, is_typed, output_type, packed_lanes, read_kernel
 
-OPAQUE_PATTERN = 8  # tvm::relax::OpPatternKind::kOpaque: FuseOps puts nothing into the kernel
+OPAQUE_PATTERN = 8  # tvm::relax::OpPatternKind::kOpaque: FuseOps fuses nothing into the kernel
 
 Compute = Callable[[Conv2DKernel, Sequence[te.Tensor], "te.Tensor | None"], te.Tensor]
 
@@ -56,14 +56,14 @@ def build_call(
 def legalize_call(
     builder: relax.BlockBuilder, call: relax.Call, op: ConvOp, compute: Compute
 ) -> relax.Expr:
-    """Put ``compute`` into the place of a call, as one function named after the op."""
+    """Replace a call by ``compute``, as one function named after the op."""
     return legalize_kernel(builder, call, op.name, read_kernel(call, op), compute)
 
 
 def legalize_kernel(
     builder: relax.BlockBuilder, call: relax.Call, op: str, kernel: Conv2DKernel, compute: Compute
 ) -> relax.Expr:
-    """Put ``compute`` into the place of a call of ``op`` that computes ``kernel``."""
+    """Replace a call of ``op`` that computes ``kernel`` by ``compute``."""
     short_name = op.rpartition(".")[2]
 
     def generate(*tensors: te.Tensor) -> te.Tensor:
@@ -107,20 +107,20 @@ def _checked_attrs(op: ConvOp, attrs: Mapping[str, Any]) -> dict[str, Any]:
         if len(channels) < len(op.channels):
             raise OpError(
                 f"{op.name}: {out_layout} output without all of {', '.join(op.channels)}; give "
-                "the true channel counts, which blocks do not tell"
+                "the true channel counts, which blocks do not determine"
             )
         for name, value in channels.items():
             checked[name] = integers([value], name, op.name)[0]
     elif channels:
         raise OpError(
             f"{op.name}: {', '.join(channels)} given for NCHW tensors; leave them out, the weights "
-            "tell the channels"
+            "determine the channels"
         )
     return checked
 
 
 def integers(values: Any, name: str, op: str) -> list[int]:
-    """An attribute's values as plain integers; refuses what is not exactly one."""
+    """An attribute's values as plain integers; rejects values that are not exact integers."""
     try:
         numbers = [int(value) for value in values]
         exact = all(number == value for number, value in zip(numbers, values, strict=True))
@@ -132,7 +132,7 @@ def integers(values: Any, name: str, op: str) -> list[int]:
 
 
 def _zero_bias(weight: relax.Expr | None, name: str, packed: bool, op: ConvOp) -> relax.Expr:
-    """Zeros for a layer without bias, in the layout that its weight asks for."""
+    """Zeros for a layer without bias, in the layout of its weight."""
     if weight is None or not is_typed(weight):
         raise OpError(
             f"{op.name}: no bias beside {name}, whose type is not known yet; emit its producer "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the convolution ops refuse, each with the numbers found and expected."""
+"""Argument checks of the convolution ops, with the numbers found and expected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from schedules.workload.conv2d import ConvLayer
 
 
 def check_layer(layer: ConvLayer, suffix: str, op: str) -> None:
-    """Refuse a layer whose numbers make no convolution."""
+    """Reject a layer whose numbers make no convolution."""
     for what, count, values, least in (
         ("strides", 2, layer.strides, 1),
         ("padding", 4, layer.padding, 0),
@@ -34,7 +34,7 @@ def check_layer(layer: ConvLayer, suffix: str, op: str) -> None:
 
 
 def check_packable(layer: ConvLayer, lanes: int, plain_data: bool, suffix: str, op: str) -> None:
-    """Refuse a layer that has no packed form."""
+    """Reject a layer that has no packed form."""
     if plain_data and layer.groups > 1:
         raise OpError(
             f"{op}: groups{suffix} is {layer.groups} on NCHW data, which has no form in blocks of "
@@ -65,7 +65,7 @@ def check_parameters(
     suffix: str,
     op: str,
 ) -> None:
-    """Refuse a weight or bias whose shape is not the one that ``layer`` needs."""
+    """Reject a weight or bias whose shape does not match ``layer``."""
     if lanes:
         expected_weight = packed_weight_shape(layer, lanes, plain_data)
         expected_bias: tuple[int, ...] = (-(-layer.out_channels // lanes), lanes)
@@ -82,7 +82,7 @@ def check_parameters(
 
 
 def check_sizes(layers: Sequence[ConvLayer], height: int, width: int, op: str) -> None:
-    """Refuse an input on which a kernel does not fit once."""
+    """Reject an input on which a kernel does not fit once."""
     for layer in layers:
         size = layer.output_size(height, width)
         if min(size) < 1:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two convolution ops share: reading a call back and typing its result.
+"""Common types of the convolution ops: reading a call back and typing its result.
 
-A call holds ``data``, then a weight and a bias for each layer, then perhaps a residual. Layouts:
+A call holds ``data``, then a weight and a bias for each layer, then optionally a residual. Layouts:
 ``NCHW``, with weights OIHW and a bias ``[O]``; or ``NCHW{x}c``, channels in blocks of ``x`` lanes,
-with the weights and biases that ``schedules/compute/conv2d.py`` draws. A packed call carries its
-true channel counts as attributes, since packed shapes tell only the number of blocks.
+with the weights and biases of the table in ``schedules/compute/conv2d.py``. A packed call carries
+its true channel counts as attributes, since packed shapes give only the number of blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ConvOp:
     name : str
         Full name of the op.
     suffixes : tuple[str, ...]
-        What the attribute names of each layer end in.
+        Suffixes of the attribute names of each layer.
     channels : tuple[str, ...]
         Attributes with the true channel counts of a packed call, from input to output.
     """
@@ -53,7 +53,7 @@ class ConvOp:
         return 1 + 2 * len(self.suffixes)
 
     def operand_name(self, index: int) -> str:
-        """What messages call operand ``index``."""
+        """Name of operand ``index`` in messages."""
         if index in (0, self.operands):
             return "data" if index == 0 else "residual"
         return ("bias", "weight")[index % 2] + self.suffixes[(index - 1) // 2]
@@ -76,7 +76,7 @@ def lanes_of(layout: str, op: str) -> int:
 
 
 def packed_lanes(data_layout: str, out_layout: str, op: str) -> int:
-    """Lanes of a packed call, 0 for a plain one; refuses layouts that do not fit together."""
+    """Lanes of a packed call, 0 for a plain one; rejects layouts that do not fit together."""
     data_lanes, out_lanes = lanes_of(data_layout, op), lanes_of(out_layout, op)
     if data_lanes not in (0, out_lanes):
         raise OpError(
@@ -87,7 +87,7 @@ def packed_lanes(data_layout: str, out_layout: str, op: str) -> int:
 
 
 def is_typed(*arguments: relax.Expr) -> bool:
-    """Whether all types are known yet: a nested call gets its type when it is emitted."""
+    """Return whether all types are known: a nested call gets its type when it is emitted."""
     missing = tvm.ir.Type.missing()
     return not any(argument.ty.same_as(missing) for argument in arguments)
 
@@ -113,10 +113,11 @@ def constant_shape(argument: relax.Expr, name: str, op: str) -> tuple[int, ...]:
 
 
 def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
-    """Everything that a call computes; raises OpError where its operands do not fit together."""
+    """The kernel of a call; raises OpError where its operands do not fit together."""
     if len(call.args) not in (op.operands, op.operands + 1):
         raise OpError(
-            f"{op.name}: {len(call.args)} operands; expected {op.operands}, and a residual at most"
+            f"{op.name}: {len(call.args)} operands; expected {op.operands}, and optionally "
+            "a residual"
         )
     layouts = str(call.attrs["data_layout"]), str(call.attrs["out_layout"])
     lanes = packed_lanes(*layouts, op.name)
@@ -200,7 +201,7 @@ def _true_channels(attrs: Any, op: ConvOp, index: int) -> tuple[int, int]:
 
 
 def check_dtypes(call: relax.Call, names: Sequence[str], op: str) -> None:
-    """Refuse operands, called ``names``, that are not of one floating-point type."""
+    """Reject operands, called ``names``, that are not of one floating-point type."""
     dtypes = [
         str(tensor_type(argument, name, op).dtype)
         for name, argument in zip(names, call.args, strict=True)
@@ -215,7 +216,7 @@ def check_dtypes(call: relax.Call, names: Sequence[str], op: str) -> None:
 def check_channels(
     data: Sequence[tirx.Expr], layers: Sequence[ConvLayer], lanes: int, op: str
 ) -> None:
-    """Refuse data that do not fit the first layer, and a first that does not fit the second."""
+    """Reject data that do not fit the first layer, and a first that does not fit the second."""
     channels = layers[0].in_channels
     expected = [-(-channels // lanes), lanes] if lanes else [channels]
     found = [constant(data[axis]) for axis in ((1, 4) if lanes else (1,))]
@@ -242,7 +243,7 @@ def _output_extent(extent: tirx.Expr, layer: ConvLayer, axis: int) -> tirx.Expr:
 
 
 def _same_shape(left: Sequence[tirx.Expr], right: Sequence[tirx.Expr]) -> bool:
-    """Whether two shapes are provably equal."""
+    """Return whether two shapes are provably equal."""
     analyzer = Analyzer()
     return len(left) == len(right) and all(
         analyzer.can_prove_equal(a, b) for a, b in zip(left, right, strict=True)

@@ -66,7 +66,7 @@ def unpack(data: relax.Expr, channels: int) -> relax.Call:
 
 
 def _is_typed(data: relax.Expr) -> bool:
-    """Whether the type is known yet: a nested call gets its type when it is emitted."""
+    """Return whether the type is known: a nested call gets its type when it is emitted."""
     return not data.ty.same_as(tvm.ir.Type.missing())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one way in which an op of this package enters TVM's registry."""
+"""Registration of the ops of this package in TVM's registry."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def register_op(
     Returns
     -------
     Op
-        The op; an op that exists already is returned as it is, so that a reload is harmless.
+        The op; an op that exists already is returned unchanged, so that a reload is harmless.
     """
     if name not in Op.list_op_names():
         tvm.ir._ffi_api.RegisterOp(name, description)

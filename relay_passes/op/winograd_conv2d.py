@@ -12,8 +12,8 @@
 ``m`` is the height and width of an output tile. The largest error in float32 on random data of 16
 to 512 channels, against float64 and relative to the largest output, is 2e-7 to 8e-7 for m = 2 and
 9e-7 to 4e-6 for m = 4; that of the direct op, which adds nine times as many products in a row, is
-5e-7 to 4e-6. An infinity or NaN in the data makes NaN of all outputs of the tiles that read it.
-Batch, height and width may be symbolic.
+5e-7 to 4e-6. An infinity or NaN in the data makes all outputs of the tiles that read it NaN. Batch,
+height and width may be symbolic.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def winograd_conv2d(
 
 
 def read_winograd(call: relax.Call) -> Conv2DKernel:
-    """Everything that a call computes; raises OpError where its operands do not fit together."""
+    """The kernel of a call; raises OpError where its operands do not fit together."""
     if len(call.args) not in (3, 4):
-        raise OpError(f"{NAME}: {len(call.args)} operands; expected 3, and a residual at most")
+        raise OpError(f"{NAME}: {len(call.args)} operands; expected 3, and optionally a residual")
     tile, layout = int(call.attrs["tile"]), str(call.attrs["layout"])
     lanes = lanes_of(layout, NAME)
     if tile not in TILE_SIZES or not lanes:

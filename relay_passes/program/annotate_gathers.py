@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``AnnotateGathers``: gathers are injective functions."""
+"""Pass ``AnnotateGathers``: marks gathers as injective functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INJECTIVE, _OPAQUE = 2, 8  # tvm::relax::OpPatternKind
 
 @tvm.transform.module_pass(opt_level=0, name="AnnotateGathers")
 class AnnotateGathers:
-    """Let ``FuseOps`` put gathers into groups.
+    """Let ``FuseOps`` fuse gathers.
 
     Before::
 
@@ -26,17 +26,17 @@ class AnnotateGathers:
 
             T.func_attr({"op_pattern": 2})                      # injective
 
-    ``AnnotateTIROpPattern`` calls a function opaque that reads where its data say. Yet each of its
-    elements is computed by itself, so the computation of the indices may go into its kernel, and it
-    may go into that of a concatenation: the embeddings of a recommender become one kernel.
+    ``AnnotateTIROpPattern`` marks a function with data-dependent reads as opaque. Yet each of its
+    elements is computed independently, so the indices may be computed in its kernel, and it may be
+    fused into a concatenation: the embeddings of a recommender become one kernel.
 
     It runs after ``AnnotateTIROpPattern`` and before ``FuseOps``. Left alone: functions of more
-    than one output, reductions, scatters, and whatever else computes no element by itself. Applied
-    twice the pass does what it does once.
+    than one output, reductions, scatters, and all functions that compute no element independently.
+    The pass is idempotent.
     """
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
-        """Annotate every opaque function that computes its elements one by one."""
+        """Annotate every opaque function that computes its elements independently."""
         result = mod.clone()
         for name, func in mod.functions_items():
             if not isinstance(func, tirx.PrimFunc) or func.attrs.get("op_pattern") != _OPAQUE:

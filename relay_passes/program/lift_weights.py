@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``LiftWeights``: the weights of a program become arguments of it."""
+"""Pass ``LiftWeights``: turns the weights of a program into arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHTS = "tvm_fusion.weights"
 """The module attribute with the tensors for the new parameters, in order."""
 
 LEAST_BYTES = 4096
-"""Smaller constants stay where they are: as arguments they would cost more than they save."""
+"""Bytes below which constants stay: as arguments they would cost more than they save."""
 
 _TYPES = frozenset(
     ["float16", "float32", "float64"] + [f"{s}int{b}" for s in ("", "u") for b in (8, 16, 32, 64)]
@@ -23,10 +23,10 @@ _TYPES = frozenset(
 
 @tvm.transform.module_pass(opt_level=0, name="LiftWeights")
 class LiftWeights:
-    """Turn the large constants of ``main`` into parameters behind its own ones.
+    """Turn the large constants of ``main`` into additional parameters after its own.
 
-    TVM's virtual machine reads constants from its program by copying them three times. What is a
-    parameter can be read from a file once, into the place where the kernels use it.
+    TVM's virtual machine reads constants from its program by copying them three times. A parameter
+    can be read from a file once, into the memory where the kernels use it.
 
     Before::
 
@@ -38,8 +38,8 @@ class LiftWeights:
         def main(x: R.Tensor((1, 64), "float32"), weight0: R.Tensor((64, 64), "float32")):
             y = R.call_tir(cls.matmul, (x, weight0), ...)
 
-    It runs last: the virtual machine checks the parameters that there are when ``VMShapeLower``
-    runs, in each call. Left alone: constants of less than 4096 bytes, unless the program is one
+    It runs last: in each call, the virtual machine checks the parameters that exist when
+    ``VMShapeLower`` runs. Left alone: constants of less than 4096 bytes, unless the program is one
     kernel, which may then be called with the weights; those of types that numpy lacks, and other
     functions than ``main``.
     """
@@ -61,7 +61,7 @@ class LiftWeights:
 
 @mutator
 class _Lifter(PyExprMutator):
-    """Replaces constants and collects what they are replaced by."""
+    """Replaces constants by parameters and collects them."""
 
     def __init__(self, mod: IRModule, least_bytes: int) -> None:
         super().__init__(mod)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``ShortenNames``: no private function has an endless name."""
+"""Pass ``ShortenNames``: limits the length of private functions' names."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class ShortenNames:
 
         lv = R.call_tir(cls.fused_take_less_add_where_take_1b9d02c4, (x,), ...)
 
-    ``FuseOps`` strings together the names of all that it fuses; the files and tables that carry the
-    name of a kernel do not take hundreds of them. Functions with a ``global_symbol`` keep theirs,
-    for somebody may call them by it. Applied twice the pass does what it does once.
+    ``FuseOps`` concatenates the names of all functions that it fuses, which makes names of kernels
+    too long for files and tables. Functions with a ``global_symbol`` keep theirs, since they may be
+    called by it. The pass is idempotent.
     """
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
-        """Rename functions and what calls them."""
+        """Rename functions and their calls."""
         names = {
             old: GlobalVar(_short(old.name_hint))
             for old, func in mod.functions_items()

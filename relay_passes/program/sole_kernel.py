@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that are one kernel, which needs no virtual machine to be called."""
+"""Programs that are one kernel and need no virtual machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREPARATIONS = frozenset(
 
 
 def sole_kernel(main: relax.Function) -> relax.Call | None:
-    """Find the call that does all the work of a program.
+    """Find the only kernel call of a program.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def sole_kernel(main: relax.Function) -> relax.Call | None:
     -------
     relax.Call | None
         The only call of a function of the module, whose last argument, a new tensor, the program
-        returns. None if the program does anything else but check its arguments and allocate.
+        returns. None if the program does more than check its arguments and allocate.
     """
     kernel: relax.Call | None = None
     tensors: list[relax.Var] = []

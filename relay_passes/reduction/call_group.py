@@ -12,7 +12,7 @@ from tvm.relax.utils import copy_with_new_vars
 
 from .primfunc_calls import operands
 
-_NAMES = 8  # functions whose names make up the name of the fused one
+_NAMES = 8  # functions whose names form the name of the fused one
 
 
 class CallGroup:
@@ -21,14 +21,14 @@ class CallGroup:
     Parameters
     ----------
     calls : dict[relax.Var, relax.Call]
-        In an order in which each comes after those that it reads.
+        In topological order.
     results : Sequence[relax.Var]
         Those that the function returns, in a tuple if they are several.
 
     Attributes
     ----------
     inputs : list[relax.Expr]
-        The tensors that the function gets: variables and constants from outside.
+        The tensors passed to the function: variables and constants from outside.
     shape_arguments : list[relax.ShapeExpr]
         The symbolic extents that do not follow from these tensors, if there are any.
     function : relax.Function
@@ -55,11 +55,11 @@ class CallGroup:
 
     @property
     def arguments(self) -> list[relax.Expr]:
-        """What a call of the function passes."""
+        """Arguments of a call of the function."""
         return [*self.inputs, *self.shape_arguments]
 
     def prim_func(self, mod: tvm.IRModule) -> tirx.PrimFunc:
-        """What ``FuseTIR`` makes of the function; ``mod`` has the functions that it calls."""
+        """The PrimFunc that ``FuseTIR`` makes of the function; ``mod`` has its callees."""
         called = [call.args[0] for call in self.calls.values()]
         builder = relax.BlockBuilder(tvm.IRModule({name: mod[name] for name in called}))
         name = builder.add_func(self.function, self.name)

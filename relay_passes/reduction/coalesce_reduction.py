@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``CoalesceReduction``: every reduction becomes a call of one op."""
+"""Pass ``CoalesceReduction``: replaces every reduction by a call of one op."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ class CoalesceReduction:
         lv5 = R.multiply(lv4, lv4)
         lv3 = R.tvm_fusion.coalesced_reduce(lv5, operator="mean", axes=[0])
 
-    A transposition before a reduction goes: the reduction reads the untransposed data, and its
-    result is transposed if that still matters. So the innermost loop scans consecutive addresses.
+    A transposition before a reduction is removed: the reduction reads the untransposed data, and
+    its result is transposed where necessary. So the innermost loop scans consecutive addresses.
 
-    It knows ``sum``, ``prod``, ``min``, ``max``, ``mean``, ``argmin``, ``argmax``, ``variance`` and
-    ``std`` (computed in float32 if the data has 16 bits), ``collapse_sum_to`` and
+    It handles ``sum``, ``prod``, ``min``, ``max``, ``mean``, ``argmin``, ``argmax``, ``variance``
+    and ``std`` (computed in float32 if the data has 16 bits), ``collapse_sum_to`` and
     ``collapse_sum_like``; everywhere, also in branches and local functions. Every result keeps its
     type. Integers give the same numbers; floats are rounded in another order, 16-bit ones only
-    once. NaN wins every comparison, which TVM's own reductions leave open. The module attribute
-    ``tvm_fusion.reduction_report`` counts what was rewritten.
+    once. NaN wins every comparison, which TVM's own reductions do not guarantee. The module
+    attribute ``tvm_fusion.reduction_report`` counts the rewritten reductions.
 
     Left alone: types that the op does not take (uint16, float8, sums of bool, means of integers),
     data of unknown shape or with several symbolic extents of one kind, extremes of no elements,
-    reductions within other ops (softmax, norms), and functions that another pass has claimed.
-    Applied twice the pass does what it does once.
+    reductions within other ops (softmax, norms), and functions that another pass has claimed. The
+    pass is idempotent.
     """
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
@@ -74,14 +74,14 @@ class CoalesceReduction:
 
 @mutator
 class _Rewriter(PyExprMutator):
-    """Replaces reductions one by one."""
+    """Replaces each reduction."""
 
     def __init__(self, mod: IRModule) -> None:
         super().__init__(mod)
         self.count = 0
 
     def visit_function_(self, func: relax.Function) -> relax.Expr:
-        """Leave out the functions of other passes, local ones too."""
+        """Skip the functions of other passes, local ones too."""
         if is_claimed(func):
             return func
         return super().visit_function_(func)
@@ -103,7 +103,7 @@ class _Rewriter(PyExprMutator):
 
 
 def _reduce(rewriter: PyExprMutator, call: relax.Call) -> relax.Expr:
-    """``sum``, ``max`` and the others that the op has by the same name."""
+    """Rewrite ``sum``, ``max`` and the others that the op has by the same name."""
     operator, data = _OPERATORS[call.op.name], call.args[0]
     if operator == "sum":
         factor = _squared(rewriter, data)
@@ -118,7 +118,7 @@ def _reduce(rewriter: PyExprMutator, call: relax.Call) -> relax.Expr:
 def _reduce_in_place(
     rewriter: PyExprMutator, call: relax.Call, operator: str, data: relax.Expr
 ) -> relax.Expr | None:
-    """The reduction of what ``data`` is a transposition of, transposed where that matters."""
+    """Reduce the operand of a transposition instead of ``data``; transpose the result if needed."""
     transposition: Value = _definition(rewriter, data)
     if op_name(transposition) != "relax.permute_dims":
         return None
@@ -140,10 +140,10 @@ def _reduce_in_place(
 
 
 def _variance(rewriter: PyExprMutator, call: relax.Call) -> relax.Expr:
-    """The mean of the squares of what the mean leaves: two passes over the data."""
+    """The mean of squared differences from the mean: two passes over the data."""
     data, dtype = call.args[0], str(call.args[0].ty.dtype)
     axes, keepdims = call.attrs.axis, call.attrs.keepdims
-    coalesced_reduce(data, "mean", axes)  # refuses before anything is emitted
+    coalesced_reduce(data, "mean", axes)  # fails before anything is emitted
     if dtype in _NARROW:
         data = rewriter.builder_.emit(relax.op.astype(data, "float32"))
     mean = rewriter.builder_.emit(coalesced_reduce(data, "mean", axes, keepdims=True))
@@ -158,7 +158,7 @@ def _variance(rewriter: PyExprMutator, call: relax.Call) -> relax.Expr:
 
 
 def _collapse(rewriter: PyExprMutator, call: relax.Call) -> relax.Expr:
-    """The sum over the axes that a broadcast made."""
+    """The sum over the axes that a broadcast added."""
     data, shape, target = call.args[0], _extents(call.args[0].ty), _extents(call.ty)
     if shape is None or target is None:
         raise OpError(f"{call.op.name}: expected known extents")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What depends on what in a dataflow block, if some of its bindings become one."""
+"""Dependences in a dataflow block some of whose bindings are merged."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..core.expressions import op_name
 
 @dataclass(frozen=True)
 class Unit:
-    """Bindings that become one.
+    """Bindings that are merged.
 
     Parameters
     ----------
     computes : tuple[relax.Var, ...]
         In the order of the block; others may compute the same.
     provides : frozenset[relax.Var]
-        Those that others may read.
+        The variables that others may read.
     turn : int
         A position in the block.
     """
@@ -39,14 +39,14 @@ class BlockOrder:
     Parameters
     ----------
     block : relax.DataflowBlock
-        Bindings that nothing of what the block returns depends on do not count.
+        Dead bindings do not count.
 
     Attributes
     ----------
     bindings : dict[relax.Var, relax.Binding]
         In the order of the block.
     reads : dict[relax.Var, set[relax.Var]]
-        Which of them a binding reads.
+        The bindings that a binding reads.
     position : dict[relax.Var, int]
         The number of a binding.
     """
@@ -64,14 +64,14 @@ class BlockOrder:
     def is_convex(
         self, calls: Collection[relax.Var], groups: Mapping[relax.Var, Collection[relax.Var]]
     ) -> bool:
-        """Whether no call depends on another through something else.
+        """Return whether no call depends on another through a binding outside the set.
 
         Parameters
         ----------
         calls : Collection[relax.Var]
-            What shall become one binding.
+            The calls to merge into one binding.
         groups : Mapping
-            For each variable that is one with others already, all of these.
+            For each variable that is merged with others already, all of these.
         """
         first = self._earliest(calls, groups)
         queue = [read for var in calls for read in self.reads[var].difference(calls)]
@@ -89,7 +89,7 @@ class BlockOrder:
     def _earliest(
         self, calls: Collection[relax.Var], groups: Mapping[relax.Var, Collection[relax.Var]]
     ) -> int:
-        """The position before which nothing depends on ``calls``."""
+        """The earliest position before which nothing depends on ``calls``."""
         first = min(map(self.position.__getitem__, calls))
         for group in {id(group): group for group in groups.values()}.values():
             places = [self.position[var] for var in group]
@@ -98,12 +98,12 @@ class BlockOrder:
         return first
 
     def sort(self, units: Sequence[Unit]) -> list[Unit]:
-        """Put units in order: each as soon as it can be, but none before its turn.
+        """Sort units topologically: each as early as possible, but none before its turn.
 
         Raises
         ------
         OpError
-            If units depend on each other in a circle.
+            If units depend on each other in a cycle.
         """
         source = {var: number for number, unit in enumerate(units) for var in unit.provides}
         waiting = [
@@ -132,13 +132,13 @@ class BlockOrder:
         if len(found) < len(units):
             left = [var.name for unit in units if unit not in found for var in unit.computes]
             raise OpError(
-                f"bindings {', '.join(left)} depend on each other in a circle once some are one; "
-                "expected units between which no path leads back: ask BlockOrder.is_convex first"
+                f"bindings {', '.join(left)} depend on each other in a cycle once some are merged; "
+                "expected convex units: check BlockOrder.is_convex first"
             )
         return found
 
     def _add_fences(self) -> None:
-        """Let nothing pass a binding that defines extents or writes into its argument."""
+        """Prevent reordering across a binding that defines extents or writes into its argument."""
         fence: set[relax.Var] = set()
         since: set[relax.Var] = set()
         for var, binding in self.bindings.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``FuseReductionProducers``: a reduction computes what it reduces."""
+"""Pass ``FuseReductionProducers``: fusion of reductions with their producers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .producers import absorb_into_single
 
 @tvm.transform.module_pass(opt_level=0, name="FuseReductionProducers")
 class FuseReductionProducers:
-    """Group every coalesced reduction with the producers that it shall compute itself.
+    """Group every coalesced reduction with the producers that it computes itself.
 
     Before::
 
@@ -24,7 +24,7 @@ class FuseReductionProducers:
         lv2 = R.call_tir(cls.coalesced_sum, (lv1,), ...)
         lv3 = R.call_tir(cls.coalesced_max, (lv1,), ...)
 
-    After, with ``lv1`` an input of the reductions no more if that pays::
+    After, where recomputing ``lv1`` in both reductions pays off::
 
         lv2 = cls.fused_exp_reshape_coalesced_sum(x)
         lv3 = cls.fused_exp_reshape_coalesced_max(x)
@@ -39,15 +39,14 @@ class FuseReductionProducers:
                 R.output(gv)
             return gv
 
-    It runs after ``LegalizeOps`` and ``AnnotateTIROpPattern`` and before ``FuseOps``, which puts no
-    reshape and no producer with two readers before a reduction; ``FuseTIR`` then makes one PrimFunc
-    of each group. :mod:`relay_passes.reduction.producers` has the rules by which a producer is
-    absorbed; ``exp`` above would stay apart, because two reductions read it.
+    It runs after ``LegalizeOps`` and ``AnnotateTIROpPattern`` and before ``FuseOps``, which fuses
+    no reshape and no producer with two readers into a reduction; ``FuseTIR`` then makes one
+    PrimFunc of each group. :mod:`relay_passes.reduction.producers` has the rules by which a
+    producer is absorbed; ``exp`` above would stay separate, because two reductions read it.
 
     Left alone: reductions without such producers, other reductions than ``coalesced_reduce``,
-    whatever lies outside a dataflow block, and functions that another pass has claimed. A binding
-    ``a = b`` counts as a reader; ``CanonicalizeBindings`` removes these. Applied twice the pass
-    does what it does once.
+    anything outside a dataflow block, and functions that another pass has claimed. A binding
+    ``a = b`` counts as a reader; ``CanonicalizeBindings`` removes these. The pass is idempotent.
     """
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
@@ -61,7 +60,7 @@ class FuseReductionProducers:
 
 @mutator
 class _Rewriter(PyExprMutator):
-    """Replaces the calls of reductions by calls of groups, and drops what these absorb."""
+    """Replaces calls of reductions by calls of groups, and drops absorbed producers."""
 
     def __init__(self, mod: IRModule) -> None:
         super().__init__(mod)
@@ -70,7 +69,7 @@ class _Rewriter(PyExprMutator):
         self.absorption = absorb_into_single(self.calls)
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
-        """Decide about a block, then visit its bindings."""
+        """Choose the groups of a block, then visit its bindings."""
         self.calls = TIRCalls.read(self.mod, block.bindings)
         self.absorption = absorb_into_single(self.calls)
         return super().visit_dataflow_block_(block)

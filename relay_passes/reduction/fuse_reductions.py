@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``FuseReductions``: reductions that belong together become one kernel."""
+"""Pass ``FuseReductions``: fusion of related reductions into one kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .report import Entry, extend_reduction_report
 
 @tvm.transform.module_pass(opt_level=0, name="FuseReductions")
 class FuseReductions:
-    """Make one function of reductions over the same loops and of what surrounds them.
+    """Merge reductions over the same loops, with their producers and consumers, into one function.
 
     Before::
 
@@ -55,29 +55,29 @@ class FuseReductions:
 
     * *sisters*, independent reductions with the same parallel and reduced extents, of the same or
       of different inputs;
-    * *epilogues*, what is computed from the results at the same place;
-    * a *chain*: reductions that use earlier ones of the group, and what is computed of all
-      elements, as in softmax and the norms, where a block can have a whole row. Elsewhere a chain
-      becomes one kernel for each step, and what lies between is computed again rather than stored
-      if that is fewer bytes;
-    * an *online softmax*: where no block can have a row, a sum of exponentials with the maximum
-      that it is relative to. What is computed of all elements is left to another kernel;
+    * *epilogues*, computed from the results at the same place;
+    * a *chain*: reductions that use earlier ones of the group, and element-wise consumers of all
+      elements, as in softmax and the norms, where a block can process a whole row. Elsewhere a
+      chain becomes one kernel for each step, and intermediates are recomputed rather than stored if
+      that moves fewer bytes;
+    * an *online softmax*: where no block can process a row, a sum of exponentials with the maximum
+      that it is relative to. Element-wise consumers are left to another kernel;
     * the producers of all of these.
 
     :mod:`relay_passes.reduction.groups`, :mod:`relay_passes.reduction.producers` and
-    :mod:`relay_passes.reduction.online_sums` have the rules.
-    What a group computes and others read is an output of it; several make a tuple. Bindings move to
-    where all that they read is known. The module attribute ``tvm_fusion.reduction_report``
-    (:func:`relay_passes.reduction.report.read_reduction_report`) records the groups.
+    :mod:`relay_passes.reduction.online_sums` have the rules. Values of a group that others read are
+    its outputs; several make a tuple. Bindings move after all that they read. The module attribute
+    ``tvm_fusion.reduction_report`` (:func:`relay_passes.reduction.report.read_reduction_report`)
+    records the groups.
 
-    Left alone: whatever lies outside a dataflow block, functions that another pass has claimed, and
-    all modules for other targets than ``cuda`` and ``opencl``, whose rules take one reduction at a
-    time (``FuseReductionProducers`` serves these). Applied twice the pass does what it does once.
+    Left alone: anything outside a dataflow block, functions that another pass has claimed, and all
+    modules for other targets than ``cuda`` and ``opencl``, whose rules take one reduction at a time
+    (``FuseReductionProducers`` handles these). The pass is idempotent.
 
     Parameters
     ----------
     target : Target | None
-        What the module is compiled for; the current target if None.
+        Target of the module; the current target if None.
     """
 
     def __init__(self, target: Target | None = None) -> None:
@@ -98,7 +98,7 @@ class FuseReductions:
 
 @mutator
 class _Rewriter(PyExprMutator):
-    """Rewrites dataflow blocks as their groups say."""
+    """Rewrites dataflow blocks by their groups."""
 
     def __init__(self, mod: IRModule, gpu: GPUInfo) -> None:
         super().__init__(mod)
@@ -107,13 +107,13 @@ class _Rewriter(PyExprMutator):
         self.entries: list[Entry] = []
 
     def visit_function_(self, func: relax.Function) -> relax.Expr:
-        """Leave out the local functions of other passes."""
+        """Skip the local functions of other passes."""
         if is_claimed(func):
             return func
         return super().visit_function_(func)
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
-        """Put calls of groups into the place of their members, then visit the bindings."""
+        """Replace the members of groups by calls, then visit the bindings."""
         groups = self._groups(block)
         sums = find_online_sums(groups)
         if sums:
@@ -143,7 +143,7 @@ class _Rewriter(PyExprMutator):
     def _bind(
         self, unit: Unit, group: ReductionGroup, groups: ReductionGroups
     ) -> list[relax.Binding]:
-        """The call of a group, and what takes its results apart."""
+        """Bind the call of a group, and the fields of its results."""
         results = [var for var in unit.computes if groups.is_result(var, group)]
         fused = CallGroup({var: groups.calls.call(var) for var in unit.computes}, results)
         name = self.builder_.add_func(fused.function, fused.name)
@@ -157,7 +157,7 @@ class _Rewriter(PyExprMutator):
 
 
 def _kernels(groups: ReductionGroups) -> dict[Unit, ReductionGroup]:
-    """The groups that have more than a reduction, with their producers."""
+    """The groups of more than one reduction, with their producers."""
     found: dict[Unit, ReductionGroup] = {}
     order = groups.order
     for group in groups.groups:
@@ -181,7 +181,7 @@ def _others(kernels: Iterable[Unit], groups: ReductionGroups) -> Iterator[Unit]:
 
 
 def _entry(caller: str, name: str, group: ReductionGroup, fused: CallGroup) -> Entry:
-    """The record of a group."""
+    """The report entry of a group."""
 
     def names(chosen: Collection[relax.Var]) -> list[str]:
         return [str(fused.calls[v].args[0].name_hint) for v in fused.calls if v in chosen]

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls of a dataflow block one kernel of reductions computes.
+"""Groups of calls in a dataflow block that one reduction kernel computes.
 
-A *group* has reductions over one :class:`~relay_passes.reduction.row_space.RowSpace`, and what is
-computed from their results in this space. It is made in four steps:
+A *group* has reductions over one :class:`~relay_passes.reduction.row_space.RowSpace`, and calls
+computed from their results in this space. Groups are formed in four steps:
 
 1. In the order of the block, a reduction joins the first group that it belongs to: one whose
-   tensors it reduces (a *chain*), or one that reads a large tensor that it reads too (*sisters*).
-   An injective call joins if it reads results at the row that it writes: always with as many
-   elements as results (an *epilogue*), with as many as the data only in a chain.
-2. Groups that are no chains and have the same space become one although they share no tensor, for
-   a launch less: unless that keeps more than :data:`KEPT_BYTES` of tensors longer.
-3. A reshape of what a group writes anyway leaves it: TVM makes a view of it.
-4. Each group absorbs producers (:mod:`relay_passes.reduction.producers`). One that is read outside
-   as well joins the group, which writes its tensor on the way, if it has the size of the data.
+   tensors it reduces (a *chain*), or one with which it shares a large input (*sisters*). An
+   injective call joins if it reads results at the row that it writes: always if it has as many
+   elements as there are results (an *epilogue*), in a chain also if it has as many as the data.
+2. Groups of the same space that are no chains are merged although they share no tensor, to save a
+   launch: unless that keeps more than :data:`KEPT_BYTES` of tensors alive longer.
+3. A reshape of a tensor that a group writes anyway leaves the group: TVM makes it a view.
+4. Each group absorbs producers (:mod:`relay_passes.reduction.producers`). One that is also read
+   outside joins the group, which writes its tensor, too, if it has the size of the data.
 
-A chain needs a whole row at once: :func:`schedules.gpu.reduce.plan.limits.chain_fits` tells where
-that pays. Elsewhere a sum of exponentials and the maximum that it is relative to can be a group all
-the same, which then is *online* (:mod:`relay_passes.reduction.online_sums`). Nothing joins a group
-that depends on it through something else, which could be run neither before nor after it, and no
-group has more than ``MAX_TENSORS`` reductions or inputs.
+A chain needs a whole row at once: :func:`schedules.gpu.reduce.plan.limits.chain_fits` decides where
+that pays off. Elsewhere a sum of exponentials and the maximum that it is relative to can still be a
+group, which then is *online* (:mod:`relay_passes.reduction.online_sums`). No call joins a group on
+which it depends through a call outside, which could run neither before nor after it, and no group
+has more than ``MAX_TENSORS`` reductions or inputs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .primfunc_calls import TIRCalls, count_bytes, count_elements, item_bytes
 from .producers import MAX_TENSORS, Absorption, count_large
 from .row_space import ROW, TILE, RowSpace
 
-KEPT_BYTES = 1 << 26  # little beside the memory of a device
+KEPT_BYTES = 1 << 26  # little compared with the memory of a device
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +52,12 @@ class ReductionGroup:
     space : RowSpace
         Their loops.
     finish : str
-        How blocks shall meet, which all reductions have to agree on.
+        Finish of the split, the same for all reductions.
     reductions, rows, tiles : frozenset[relax.Var]
         The members: reductions, calls of as many elements as results, and as the data.
     links : frozenset[relax.Var]
-        Members as well, of as many elements as the data: what lies between a maximum and a sum that
-        uses it, where no block needs a row for that (:mod:`relay_passes.reduction.online_sums`).
+        Further members, of as many elements as the data: the calls between a maximum and a sum that
+        uses it, in an online group (:mod:`relay_passes.reduction.online_sums`).
     """
 
     space: RowSpace
@@ -69,12 +69,12 @@ class ReductionGroup:
 
     @cached_property
     def members(self) -> frozenset[relax.Var]:
-        """All of them."""
+        """All members."""
         return self.reductions | self.rows | self.tiles | self.links
 
     @property
     def kind(self) -> str:
-        """For what it has beside reductions.
+        """Kind of the group, by its members beside reductions.
 
         ``chain``, ``online``, ``sisters``, ``epilogue`` or ``producers``.
         """
@@ -85,7 +85,7 @@ class ReductionGroup:
         return "epilogue" if self.rows else "producers"
 
     def joined(self, var: relax.Var, kind: str) -> ReductionGroup:
-        """A group with a call of rows or of tiles more."""
+        """The group with one more call of rows or of tiles."""
         if kind == ROW:
             return replace(self, rows=self.rows | {var})
         return replace(self, tiles=self.tiles | {var})
@@ -114,14 +114,14 @@ class ReductionGroups:
     gpu : GPUInfo
         The device.
     links : Mapping[relax.Var, frozenset[relax.Var]]
-        For sums that shall join their maximum although no block can have a row: what lies between.
+        For sums to merge with their maximum although no block can process a row, the calls between.
 
     Attributes
     ----------
     groups : list[ReductionGroup]
         By the first member.
     absorption : Absorption
-        What they absorb.
+        Producers that they absorb.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ReductionGroups:
         return next((group for group in self.groups if var in group.members), None)
 
     def is_result(self, var: relax.Var, group: ReductionGroup) -> bool:
-        """Whether a group has a tensor that others read or the block returns."""
+        """Return whether a group has a tensor that others read or the block returns."""
         users = self.calls.users.get(var, set())
         is_read = not isinstance(var, relax.DataflowVar) or not users <= group.members
         return is_read and var in group.members
@@ -195,7 +195,7 @@ class ReductionGroups:
                     break
 
     def _leave_views(self) -> None:
-        """Take out reshapes of what is written anyway, which cost nothing outside."""
+        """Remove reshapes of tensors that are written anyway; outside they are free."""
         for number, group in enumerate(self.groups):
             for var in reversed(self.order.bindings):
                 if var in group.rows | group.tiles and self._is_view(var, group):
@@ -205,7 +205,7 @@ class ReductionGroups:
             self._members.update(dict.fromkeys(group.members, group.members))
 
     def _is_view(self, var: relax.Var, group: ReductionGroup) -> bool:
-        """Whether a member is a reshape, for others only, of a tensor that others read too."""
+        """Return whether a member is a reshape for others of a tensor that others read, too."""
         is_read = not group.members.isdisjoint(self.calls.users.get(var, set()))
         if is_read or not self.calls.is_reshape(var):
             return False
@@ -214,7 +214,7 @@ class ReductionGroups:
         return kept or not self.calls.users[source] <= group.members
 
     def _absorb(self) -> Absorption:
-        """Absorb producers, and let those join whose tensors are written on the way."""
+        """Absorb producers, and add those as members whose tensors the group can write."""
         while True:
             kernels = {v: number for number, g in enumerate(self.groups) for v in g.members}
             absorption = Absorption(self.calls, kernels, lambda var: bool(self._writers(var)))
@@ -242,7 +242,7 @@ class ReductionGroups:
     def _unite(
         self, group: ReductionGroup, other: ReductionGroup, kept_bytes: float = math.inf
     ) -> bool:
-        """Put the members of another group into ``group``, if that can be one kernel."""
+        """Merge another group into ``group``, if the result can be one kernel."""
         too_many = len(group.reductions) + len(other.reductions) > MAX_TENSORS
         if too_many or group.finish != other.finish or not group.space.is_same(other.space):
             return False
@@ -251,7 +251,7 @@ class ReductionGroups:
         return self._replace(group, group.united(other))
 
     def _replace(self, group: ReductionGroup, larger: ReductionGroup) -> bool:
-        """Put a larger group in the place of one, if it can be one kernel."""
+        """Replace a group by a larger one, if that can be one kernel."""
         if not self.is_kernel(larger):
             return False
         self.groups[self.groups.index(group)] = larger
@@ -259,7 +259,7 @@ class ReductionGroups:
         return True
 
     def is_kernel(self, group: ReductionGroup) -> bool:
-        """Whether calls of one space can be one kernel, and shall be."""
+        """Return whether calls of one space can and should be one kernel."""
         members = group.members
         direct = {e for var in members for e in self.calls.tensors(var) if e not in members}
         elements = self._elements(group)
@@ -275,13 +275,13 @@ class ReductionGroups:
 
     def _has_rows_at_once(self, group: ReductionGroup) -> bool:
         space = group.space
-        read = self._large_inputs(group) or {self._data(group)}  # made of small tensors: as if read
+        read = self._large_inputs(group) or {self._data(group)}  # from small tensors: as if read
         itemsize = sum(map(item_bytes, read))
         outputs, reduced = constant(space.outputs), constant(space.reduced)
         return chain_fits(outputs, reduced, itemsize, self.gpu, space.form)
 
     def _agrees(self, space: RowSpace, var: relax.Var, members: frozenset[relax.Var]) -> bool:
-        """Whether a call fits into the space; remembered, for groups grow by and by."""
+        """Return whether a call fits into the space; cached, since groups grow step by step."""
         read = frozenset(members.intersection(self.calls.tensors(var)))
         key = (var, read)
         if key not in self._agreed:
@@ -293,7 +293,7 @@ class ReductionGroups:
         return self._agreed[key]
 
     def _large_inputs(self, group: ReductionGroup) -> frozenset[relax.Expr]:
-        """What a group reads of as many elements as it reduces, or more."""
+        """The inputs of a group with at least as many elements as it reduces."""
         if group not in self._large:
             least, inputs = self._elements(group), self._inputs(group.members)
             self._large[group] = frozenset(e for e in inputs if count_elements(e) >= least)
@@ -304,11 +304,11 @@ class ReductionGroups:
         return count_elements(self._data(group))
 
     def _data(self, group: ReductionGroup) -> relax.Expr:
-        """What one of the reductions reduces."""
+        """The data of one of the reductions."""
         return self.calls.tensors(next(iter(group.reductions)))[0]
 
     def _inputs(self, members: Collection[relax.Var]) -> set[relax.Expr]:
-        """What calls and the producers that only they read, read from outside."""
+        """The outside inputs of calls and of the producers that only they read."""
         inside, inputs = set(members), set()
         queue = list(members)
         while queue:
@@ -326,13 +326,13 @@ class ReductionGroups:
         return inputs
 
     def _bytes_kept_longer(self, *groups: ReductionGroup) -> int:
-        """Bytes of inputs that others have done with before the last input is there."""
+        """Bytes of inputs that are otherwise dead before the last input is available."""
         spans = {tensor: span for group in groups for tensor, span in self._spans(group).items()}
         last = max((first for first, _, _ in spans.values()), default=0)
         return sum(size for _, end, size in spans.values() if end < last)
 
     def _spans(self, group: ReductionGroup) -> dict[relax.Expr, tuple[int, float, int]]:
-        """Where inputs are computed and read for the last time, and their bytes."""
+        """Definition and last use of inputs, and their bytes."""
         if group not in self._input_spans:
             position, users = self.order.position, self.calls.users
             self._input_spans[group] = {

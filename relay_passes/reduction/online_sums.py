@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums of exponentials that one kernel can compute together with the maximum of their rows.
 
-Such a sum uses the maximum, as ``sum(exp(x - max(x)))`` of a softmax does. Where no block can have
-a row, its kernel has a state of two fields instead
-(:mod:`schedules.gpu.reduce.plan.online_softmax`). What lies between the maximum and the sum is then
-computed by this kernel for itself: others that read it have it computed again, so that it is stored
-nowhere.
+Such a sum uses the maximum, as ``sum(exp(x - max(x)))`` of a softmax does. Where no block can
+process a row, its kernel has a state of two fields instead
+(:mod:`schedules.gpu.reduce.plan.online_softmax`). The calls between the maximum and the sum are
+then computed in this kernel only: other readers recompute them, so that their results are never
+stored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .groups import ReductionGroup, ReductionGroups
 from .row_space import ROW, TILE
 
 Links = dict[relax.Var, frozenset[relax.Var]]
-"""For each such sum what lies between it and the maximum and has the size of the data."""
+"""The calls between each such sum and its maximum that have the size of the data."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class OnlineSum:
     total, maximum : relax.Var
         The sum, and the maximum that it uses.
     links : tuple[relax.Var, ...]
-        What lies between them and has the size of the data, in the order of the block.
+        The calls between them that have the size of the data, in the order of the block.
     """
 
     total: relax.Var
@@ -79,7 +79,7 @@ def with_own_links(
 
 
 def _reached(groups: ReductionGroups) -> dict[relax.Expr, frozenset[relax.Var]]:
-    """The reductions that an injective call uses, maybe through others."""
+    """The reductions that an injective call uses, directly or indirectly."""
     calls = groups.calls
     reached: dict[relax.Expr, frozenset[relax.Var]] = {}
     for var in groups.order.bindings:
@@ -115,7 +115,7 @@ def _between(
     data: relax.Var,
     maximum: relax.Var,
 ) -> list[relax.Var]:
-    """What uses the maximum on the way to ``data``, in the order of the block."""
+    """The users of the maximum on the paths to ``data``, in the order of the block."""
     found, queue = {data}, [data]
     while queue:
         for tensor in groups.calls.tensors(queue.pop()):
@@ -150,7 +150,7 @@ def _together(
 def _is_recognised(
     groups: ReductionGroups, group: ReductionGroup, maximum: relax.Var, total: relax.Var
 ) -> bool:
-    """Whether the rule finds the sum of exponentials in the function of a group."""
+    """Return whether the rule finds the sum of exponentials in the function of a group."""
     calls = groups.calls
     in_order = sorted(group.members, key=groups.order.position.__getitem__)
     fused = CallGroup({var: calls.call(var) for var in in_order}, [maximum, total])
@@ -159,7 +159,7 @@ def _is_recognised(
 
 
 def _rebound(call: relax.Call, copies: Mapping[relax.Expr, relax.Var]) -> relax.Call:
-    """A ``call_tir`` that reads copies."""
+    """A ``call_tir`` that reads the copies."""
     function, arguments = call.args
     fields = [copies.get(field, field) for field in arguments.fields]
     found = relax.Call(call.op, [function, relax.Tuple(fields)], call.attrs, call.ty_args)

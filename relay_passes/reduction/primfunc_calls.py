@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of PrimFuncs in a dataflow block, sorted as the fusion of reductions needs it."""
+"""Calls of PrimFuncs in a dataflow block, classified for the fusion of reductions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..core.element_function import ElementFunction
 from ..core.expressions import op_name
 
 BROADCAST, INJECTIVE, PRODUCT = 1, 2, 4  # tvm::relax::OpPatternKind
-_SYMBOLIC = 1024  # what an unknown extent counts as
+_SYMBOLIC = 1024  # assumed for an unknown extent
 
 
 @dataclass
@@ -30,12 +30,12 @@ class TIRCalls:
     Attributes
     ----------
     reductions, injective : dict[relax.Var, relax.Call]
-        Calls of coalesced reductions; of element-wise, broadcast and injective functions. In the
+        Calls of coalesced reductions; of element-wise, broadcast and injective functions; in the
         order of the block.
     products : set[relax.Var]
         Results of convolutions and matrix products.
     users : dict[relax.Var, set[relax.Var]]
-        Who reads a variable within the block.
+        Readers of a variable within the block.
     """
 
     mod: IRModule
@@ -49,10 +49,10 @@ class TIRCalls:
     def read(
         cls, mod: IRModule, bindings: Iterable[relax.Binding], gathers: bool = False
     ) -> TIRCalls:
-        """Sort the bindings of a block.
+        """Classify the bindings of a block.
 
-        With ``gathers``, what computes each element by itself is injective although TVM calls it
-        opaque, because an index is read from memory.
+        With ``gathers``, functions that compute each element independently are injective although
+        TVM calls them opaque, because an index is read from memory.
         """
         calls = cls(mod)
         for binding in bindings:
@@ -76,7 +76,7 @@ class TIRCalls:
         return self.injective[var] if var in self.injective else self.reductions[var]
 
     def tensors(self, var: relax.Var) -> list[relax.Expr]:
-        """What that call reads, without the scratch of a reduction."""
+        """The operands of that call, without the scratch of a reduction."""
         if var not in self._tensors:
             found = list(operands(self.call(var)))
             self._tensors[var] = found[:1] if var in self.reductions else found
@@ -87,20 +87,20 @@ class TIRCalls:
         return self.mod[self.call(var).args[0]]
 
     def workload(self, var: relax.Var) -> ReduceWorkload:
-        """What a reduction computes."""
+        """The workload of a reduction."""
         block = reduction_block(self.function(var))
         assert block is not None, f"{var} is no reduction"
         return ReduceWorkload.from_json(str(block.annotations[ATTRIBUTE]))
 
     def is_reshape(self, var: relax.Var) -> bool:
-        """Whether TVM makes a view of an injective tensor, if it is not fused."""
+        """Return whether TVM makes a view of an injective tensor, if it is not fused."""
         local = isinstance(var, relax.DataflowVar)
         return local and bool(relax.analysis.has_reshape_pattern(self.function(var)))
 
     def is_fusible(self, var: relax.Var, most: int = INJECTIVE) -> bool:
-        """Whether ``FuseOps`` puts producers into the function that computes ``var``.
+        """Return whether ``FuseOps`` fuses producers into the function that computes ``var``.
 
-        ``most`` is the highest kind that ``AnnotateTIROpPattern`` may have given it.
+        ``most`` is the highest kind that ``AnnotateTIROpPattern`` may have assigned.
         """
         pattern = _pattern(self.function(var)) if var in self.injective else None
         return pattern is not None and pattern <= most
@@ -114,7 +114,7 @@ def operands(call: relax.Call) -> Iterator[relax.Expr]:
 
 
 def is_reduction(func: tirx.PrimFunc) -> bool:
-    """Whether a function is a coalesced reduction."""
+    """Return whether a function is a coalesced reduction."""
     return reduction_block(func) is not None
 
 
@@ -125,7 +125,7 @@ def reduction_block(func: tirx.PrimFunc) -> s_tir.SBlock | None:
 
 
 def count_elements(tensor: relax.Expr) -> int:
-    """The number of elements, where a symbolic extent counts as some number."""
+    """The number of elements; a symbolic extent counts as a fixed number."""
     return math.prod(_count(extent) for extent in tensor.ty.shape)
 
 

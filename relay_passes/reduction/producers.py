@@ -1,33 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which producers a reduction shall compute itself.
+"""Choice of the producers that a reduction computes itself.
 
 A producer is a ``call_tir`` of an element-wise, broadcast or injective function. It is *absorbed*
-by the kernels of reductions that need it if that pays. With ``k`` kernels that would compute the
-producer, ``out`` bytes of its tensor, and ``in`` bytes that computing it once reads from tensors
-that are written anyway:
+by the kernels of reductions that need it if that pays off. With ``k`` kernels that would compute
+the producer, ``out`` bytes of its tensor, and ``in`` bytes that computing it once reads from
+tensors that are stored anyway:
 
-1. Traffic. Kept apart it costs ``in + out + k * out``, absorbed ``k * in``. It is absorbed if that
-   is not more: always for one kernel, up to three tensors of its size for two, and so on.
+1. Traffic. As a separate kernel it costs ``in + out + k * out``, absorbed ``k * in``. It is
+   absorbed if that is no more: always for one kernel, up to three tensors of its size for two, and
+   so on.
 2. Arithmetic. ``exp``, ``tanh``, ``erf`` and the like are computed for one kernel only.
-3. Repetition. Before a broadcast, a kernel would compute the producer again for every copy:
-   only cheap ones are, that read no more than twice what they produce (or, where copies are
-   allowed, nearly nothing beside the kernel's data).
-4. Epilogues. What ``FuseOps`` computes on the way out of a convolution or matrix product stays
-   with it, unless it widens the elements: the bytes are the same.
-5. A kernel reads at most :data:`MAX_TENSORS`, for each keeps loads in flight of its own. A
-   concatenation of more than that stays apart. Tensors of fewer than a :data:`_SMALL` th of the
-   elements do not count.
+3. Repetition. Before a broadcast, a kernel would recompute the producer for every copy: only cheap
+   ones are absorbed, that read no more than twice what they produce (or, where copies are allowed,
+   very little compared with the kernel's data).
+4. Epilogues. Producers that ``FuseOps`` makes the epilogue of a convolution or matrix product stay
+   with it, unless they widen the elements: the bytes are the same.
+5. A kernel reads at most :data:`MAX_TENSORS`, since each has its own loads in flight. A
+   concatenation of more stays separate. Tensors of fewer than a :data:`_SMALL` th of the elements
+   do not count.
 
-What stays apart may still be fused with its own producers by ``FuseOps``.
-``FuseReductionProducers`` takes every reduction for a kernel and absorbs only what nothing else
-reads, so that the tensor is never written. ``FuseReductions`` has kernels of several calls, which
-may also compute a copy:
+Separate producers may still be fused with their own producers by ``FuseOps``.
+``FuseReductionProducers`` treats every reduction as a kernel and absorbs only producers without
+other readers, so that the tensor is never written. ``FuseReductions`` has kernels of several calls,
+which may also compute a copy:
 
-6. A single injective reader outside, into which ``FuseOps`` puts the original, counts as one more
+6. A single injective reader outside, into which ``FuseOps`` fuses the original, counts as one more
    kernel. With other readers the tensor is written anyway: a kernel computes a copy only if that
    reads fewer bytes than the tensor has, and only of cheap ones.
-7. Where a kernel could write the tensor on the way, it shall, unless recomputing it everywhere
-   else reads less than writing it and reading it there.
+7. Where a kernel could also write the tensor, it does, unless recomputing it everywhere else reads
+   less than writing it and reading it there.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ _EXPENSIVE = frozenset(
 )
 
 Kernels = dict[relax.Var, int]
-"""Which kernel computes a call; all others are none of ours."""
+"""The kernel that computes each call; other calls belong to no kernel."""
 
 
 def absorb_into_single(calls: TIRCalls) -> Absorption:
-    """What single reductions compute and nothing else reads."""
+    """The producers of single reductions that nothing else reads."""
     kernels = {var: number for number, var in enumerate(calls.reductions)}
     absorption = Absorption(calls, kernels)
     local = {var for var in calls.injective if isinstance(var, relax.DataflowVar)}
@@ -67,21 +68,21 @@ def absorb_into_single(calls: TIRCalls) -> Absorption:
 
 
 class Absorption:
-    """The choice for all kernels of a block.
+    """Choice of absorbed producers for all kernels of a block.
 
     Parameters
     ----------
     calls : TIRCalls
         The block.
     kernels : Kernels
-        Who might absorb.
+        The candidate kernels.
     is_storable : Callable[[relax.Var], bool] | None
         Whether a kernel that reads a producer could write its tensor too.
 
     Attributes
     ----------
     taken : set[relax.Var]
-        What is absorbed, by every kernel that needs it.
+        The absorbed producers, each by every kernel that needs it.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Absorption:
         self._copies = False
 
     def choose(self, candidates: Iterable[relax.Var], copies: bool) -> None:
-        """Take every candidate that no rule of this module keeps apart.
+        """Take every candidate that no rule of this module keeps separate.
 
         With ``copies``, one that is read outside as well may be taken.
         """
@@ -121,20 +122,20 @@ class Absorption:
                 changed = True
 
     def producers_of(self, members: Iterable[relax.Var]) -> list[relax.Var]:
-        """What a kernel of these calls absorbs, in the order of the block."""
+        """The producers that a kernel of these calls absorbs, in the order of the block."""
         found: set[relax.Var] = set()
         for member in members:
             found |= self._upstream(member)[0]
         return [var for var in self.calls.injective if var in found]
 
     def is_kept(self, var: relax.Var) -> bool:
-        """Whether a taken producer is also computed outside of kernels."""
+        """Return whether a taken producer is also computed outside of kernels."""
         if var not in self._kept:
             self._kept[var] = bool(self._outside(var))
         return self._kept[var]
 
     def is_epilogue(self, var: relax.Var) -> bool:
-        """Whether ``FuseOps`` computes a producer with the product that it follows."""
+        """Return whether ``FuseOps`` computes a producer with the product that it follows."""
         if not self.calls.is_fusible(var, BROADCAST):
             return False
         for operand in self.calls.tensors(var):
@@ -148,13 +149,13 @@ class Absorption:
         return False
 
     def _is_needed(self, var: relax.Var) -> bool:
-        """Whether enough readers of a producer are in kernels."""
+        """Return whether enough readers of a producer are in kernels."""
         users = self.calls.users.get(var, set())
         inside = sum(user in self.taken or user in self.kernels for user in users)
         return inside > 0 and (self._copies or inside == len(users))
 
     def _drop(self, var: relax.Var) -> None:
-        """Keep a producer apart, and those that no kernel needs any more."""
+        """Keep a producer separate, and those that no kernel then needs."""
         self._kept.clear()
         queue = [var]
         while queue:
@@ -164,7 +165,7 @@ class Absorption:
             queue += [e for e in before if not self._is_needed(e)]
 
     def _refuses(self, var: relax.Var) -> bool:
-        """Whether one of the rules keeps a producer apart."""
+        """Return whether one of the rules keeps a producer separate."""
         if self.is_epilogue(var):
             return True
         readers = self._members_reading(var)
@@ -187,12 +188,12 @@ class Absorption:
         return count * read > read + (count + 1) * out
 
     def _is_tiny(self, var: relax.Var, read: int, readers: Iterable[relax.Var]) -> bool:
-        """Whether what a producer reads is nothing beside what its copies are computed with."""
+        """Return whether the inputs of a producer are negligible beside the data of its copies."""
         elements = max(map(self._domain, readers))
         return self._copies and _SMALL * read <= elements * item_bytes(var)
 
     def _one_too_many(self) -> relax.Var | None:
-        """The last producer of a kernel that reads more tensors than it may."""
+        """The last producer of a kernel that reads more tensors than allowed."""
         for kernel in dict.fromkeys(self.kernels.values()):
             members = [var for var, number in self.kernels.items() if number == kernel]
             leaves = {leaf for member in members for leaf in self._upstream(member)[1]}
@@ -205,7 +206,7 @@ class Absorption:
         return None
 
     def _outside(self, var: relax.Var) -> set[relax.Var]:
-        """Who reads a taken producer but no kernel; itself if the block returns it."""
+        """Readers of a taken producer outside of kernels; itself if the block returns it."""
         found = set() if isinstance(var, relax.DataflowVar) else {var}
         for user in self.calls.users.get(var, set()) - self.kernels.keys():
             if user not in self.taken or self.is_kept(user):
@@ -226,7 +227,7 @@ class Absorption:
         return found
 
     def _domain(self, member: relax.Var) -> int:
-        """How many elements a member of a kernel computes or reduces."""
+        """Number of elements that a member of a kernel computes or reduces."""
         if member in self.calls.reductions:
             return count_elements(self.calls.tensors(member)[0])
         return count_elements(member)
@@ -254,7 +255,7 @@ class Absorption:
 
 
 def count_large(tensors: Iterable[relax.Expr], elements: int) -> int:
-    """How many of them are more than a few numbers for each of the elements made of them."""
+    """Number of tensors that are more than a few numbers for each element computed from them."""
     return sum(_SMALL * count_elements(tensor) >= elements for tensor in tensors)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of the reductions that were rewritten and fused, as a module attribute."""
+"""Record of the rewritten and fused reductions, as a module attribute."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Entry = dict[str, Any]
 
 
 def read_reduction_report(mod: IRModule) -> Entry:
-    """What passes did to the reductions of ``mod``.
+    """Return what passes did to the reductions of ``mod``.
 
     Returns
     -------
     dict
-        ``rewritten``: how many ``CoalesceReduction`` replaced. ``groups``: a list with an entry for
-        each function that ``FuseReductions`` made: the ``function`` that calls it, its ``name`` and
-        ``kind`` (``chain``, ``online``, ``sisters``, ``epilogue`` or ``producers``),
+        ``rewritten``: the number that ``CoalesceReduction`` replaced. ``groups``: a list with an
+        entry for each function that ``FuseReductions`` made: the ``function`` that calls it, its
+        ``name`` and ``kind`` (``chain``, ``online``, ``sisters``, ``epilogue`` or ``producers``),
         ``outputs`` and ``reduced`` (``M`` and ``N``; None where symbolic), and by the names of what
         they call its ``reductions``, its other ``members``, the ``producers`` that it absorbed, and
         the ``results`` that it returns.
@@ -34,7 +34,7 @@ def read_reduction_report(mod: IRModule) -> Entry:
 def extend_reduction_report(
     mod: IRModule, rewritten: int = 0, groups: Sequence[Entry] = ()
 ) -> IRModule:
-    """A copy of ``mod`` whose report tells of more; ``mod`` itself if there is no more."""
+    """A copy of ``mod`` with an extended report; ``mod`` itself if there is nothing to add."""
     if not rewritten and not groups:
         return mod
     report = read_reduction_report(mod)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two loops of a coalesced reduction, and which other tensors live in them.
+"""Space of the two loops of a coalesced reduction, and the other tensors in it.
 
-``m`` numbers the results, ``n`` the elements that each is made of. A tensor *of rows* has an
+``m`` numbers the results, ``n`` the elements that each is reduced from. A tensor *of rows* has an
 element for each ``m``, in this order; a tensor *of tiles* has one for each ``(m, n)`` where the
 data of the reduction has it.
 """
@@ -33,7 +33,7 @@ Shape: TypeAlias = "Sequence[tirx.Expr]"
 
 
 class RowSpace:
-    """What reductions have in common if one kernel can compute them.
+    """Common space of reductions that one kernel can compute.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class RowSpace:
         self.tile = self.analyzer.simplify(self._tile())
 
     def is_same(self, other: RowSpace) -> bool:
-        """Whether the runs have the same kinds and extents."""
+        """Return whether the runs have the same kinds and extents."""
         if len(self.runs) != len(other.runs):
             return False
         return all(
@@ -84,7 +84,7 @@ class RowSpace:
         call: relax.Call,
         members: Collection[relax.Expr],
     ) -> bool:
-        """Whether a call reads tensors of rows and of tiles among ``members`` where it writes.
+        """Return whether a call reads tensors of ``members`` at the place that it writes.
 
         No element may depend on another row. One of a row may depend on any of its tile.
         """
@@ -121,7 +121,7 @@ class RowSpace:
     def _places(
         self, kind: str, other: str, indices: list[tirx.Expr], shape: Shape
     ) -> Iterator[tuple[tirx.Expr, tirx.Expr]]:
-        """What must be equal if a call of ``kind`` shall read a tensor of the ``other`` kind."""
+        """Expressions that must be equal if a call of ``kind`` reads a tensor of ``other`` kind."""
         if other == ROW:
             yield _ravel(indices, shape), self.m
             return
@@ -137,7 +137,7 @@ class RowSpace:
                 yield _ravel([indices[axis] for axis in chosen], extents), var
 
     def _kinds_of_axes(self, shape: Shape) -> list[str] | None:
-        """What is along each axis of tiles: ``P`` or ``R``; None if one has parts of both."""
+        """Kind of each axis of tiles: ``P`` or ``R``; None if one has parts of both."""
         found = ["P"] * len(shape)
         rest = [axis for axis, extent in enumerate(shape) if not is_one(extent)]
         for letter, extent in self.runs:

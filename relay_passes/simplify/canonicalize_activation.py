@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of a tensor and its own gate become one activation.
+"""Fusion of a product of a tensor and its own gate into one activation.
 
 ::
 
@@ -8,7 +8,7 @@
     x * sigmoid(x)                        ->   nn.silu(x)
     x * (erf(x / sqrt(2)) + 1) / 2        ->   nn.gelu(x)
 
-The factors may come in any order and the division may stand at any of them; what lies between
+The factors may come in any order and the division may stand at any of them; the values between
 ``x`` and the product must have no other reader. Left alone: gates with other slopes and bounds.
 """
 
@@ -73,7 +73,7 @@ def _without_factor(call: Value) -> tuple[relax.Expr | None, float]:
 
 
 def _is_hard_gate(graph: Graph, gate: Value, data: relax.Expr, factor: float) -> bool:
-    """Whether ``factor * gate`` is ``clip(data / 6 + 1 / 2, 0, 1)``."""
+    """Return whether ``factor * gate`` is ``clip(data / 6 + 1 / 2, 0, 1)``."""
     clip = clip_of(graph, gate)
     if clip is None or clip.low != 0 or not graph.has_one_use(clip.data):
         return False
@@ -87,7 +87,7 @@ def _is_hard_gate(graph: Graph, gate: Value, data: relax.Expr, factor: float) ->
 
 
 def _is_erf_gate(graph: Graph, gate: Value, data: relax.Expr, factor: float) -> bool:
-    """Whether ``factor * gate`` is ``(erf(data / sqrt(2)) + 1) / 2``."""
+    """Return whether ``factor * gate`` is ``(erf(data / sqrt(2)) + 1) / 2``."""
     line = shifted(gate)
     offset = None if line is None else uniform(line[1])
     if line is None or offset is None or not graph.has_one_use(line[0]):
@@ -109,6 +109,6 @@ def _slope(graph: Graph, value: relax.Expr, data: relax.Expr) -> float:
 
 
 def _all_close(found: Sequence[float], expected: Sequence[float], data: relax.Expr) -> bool:
-    """Whether numbers are the same but for roundings in the type of ``data``."""
+    """Return whether numbers are equal up to rounding in the type of ``data``."""
     near = 4 * float(np.finfo(str(data.ty.dtype)).eps)
     return all(math.isclose(f, e, rel_tol=near) for f, e in zip(found, expected, strict=True))

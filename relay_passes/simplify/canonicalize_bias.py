@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Additions after a convolution take one order and one shape: first the bias, then the residual.
+"""Normal form of additions after a convolution: first the bias, then the residual.
 
 ::
 
@@ -25,7 +25,7 @@ from .conv2d import is_chain, is_plain_conv2d, out_channels
 
 
 def canonicalize_bias(graph: Graph, call: relax.Expr) -> Value:
-    """Bring the addition or subtraction ``call`` one step nearer to the normal form."""
+    """Bring the addition or subtraction ``call`` one step closer to the normal form."""
     match = shifted(call)
     if match is None:
         return _chain_first(graph, call)

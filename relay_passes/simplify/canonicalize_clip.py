@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way to bound the elements of a tensor becomes one relu, one relu6 or one clip.
+"""Normal form of bounds on the elements of a tensor: one relu, one relu6 or one clip.
 
 ::
 
@@ -44,7 +44,7 @@ class Clip:
 
 
 def canonicalize_clip(graph: Graph, call: relax.Expr) -> Value:
-    """Merge the bounds of ``call`` with those in front of it and write them in the normal form."""
+    """Merge the bounds of ``call`` with those in front of it into the normal form."""
     clip = clip_of(graph, call)
     if clip is None:
         return None
@@ -59,7 +59,7 @@ def canonicalize_clip(graph: Graph, call: relax.Expr) -> Value:
 
 
 def clip_of(graph: Graph, call: Value) -> Clip | None:
-    """The bounds that ``call`` puts on a floating-point tensor, if that is all it does."""
+    """The bounds that ``call`` applies to a floating-point tensor, if that is all it does."""
     if call is None or str(getattr(call.ty, "dtype", "")) not in FLOATS:
         return None
     clip = _read(graph, call)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transpose of groups and channels within groups becomes one shuffle.
+"""Fusion of a transpose of groups and their channels into one shuffle.
 
 ::
 
     reshape(permute_dims(reshape(x, [N, g, C / g, H, W]), [0, 2, 1, 3, 4]), [N, C, H, W])
         ->   tvm_fusion.channel_shuffle(x, channels=C, groups=g)
 
-What lies between must have no other reader. Left alone: other axes, and channels or images of
+The values between must have no other reader. Left alone: other axes, and channels or images of
 other extents before than after.
 """
 

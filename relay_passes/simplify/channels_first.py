@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What works on the channels of each pixel needs no transpose to channels last and back.
+"""Removal of transposes to channels last and back around ops on the channels of each pixel.
 
 ::
 
@@ -14,8 +14,8 @@
     gv  = nn.gelu(lv1)
 
 Vision networks that end their blocks like transformers, such as ConvNeXt, are exported in this way.
-Left alone: chains with another op, with a value that somebody else reads, with weights that are no
-constants, and those that begin with no such transpose.
+Left alone: chains with another op, with a value that has another reader, with weights that are no
+constants, and those that do not begin with such a transpose.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ UNARY = (
 
 
 def channels_first(graph: Graph, call: relax.Expr) -> Value:
-    """Rewrite what ends with the transpose ``call``, if it began with the opposite one."""
+    """Rewrite the chain that ends with the transpose ``call``, if it begins with its inverse."""
     return _in_nchw(graph, call.args[0]) if _order(call) == FIRST else None
 
 
@@ -52,7 +52,7 @@ def _order(call: Value) -> list[int] | None:
 
 
 def _in_nchw(graph: Graph, nhwc: relax.Expr) -> Value:
-    """The NHWC tensor in NCHW, computed without a transpose; None if that cannot be."""
+    """The NHWC tensor in NCHW, computed without a transpose; None if that is impossible."""
     call = graph.definition(nhwc)
     if _order(call) == LAST:
         return call.args[0]
@@ -111,7 +111,7 @@ def _layer_norm(graph: Graph, call: relax.Expr) -> Value:
 
 
 def _product(graph: Graph, call: relax.Expr) -> Value:
-    """A product with a constant matrix is a convolution that sees one pixel."""
+    """A product with a constant matrix as a 1x1 convolution."""
     weight = numbers(call.args[1])
     if weight is None or weight.ndim != 2 or call.ty.dtype != call.args[0].ty.dtype:
         return None

@@ -14,7 +14,7 @@ CONV2D = "relax.nn.conv2d"
 
 
 def is_plain_conv2d(call: Value) -> bool:
-    """Whether ``call`` is a convolution in NCHW and OIHW whose output has its input's type."""
+    """Return whether ``call`` is a convolution in NCHW and OIHW with output of its input's type."""
     if op_name(call) != CONV2D:
         return False
     attrs, data = call.attrs, call.args[0]
@@ -62,7 +62,7 @@ def out_channels(call: relax.Call) -> int | None:
 
 
 def is_chain(graph: Graph, expr: relax.Expr) -> bool:
-    """Whether ``expr`` is a convolution, or one plus its bias, that only one operand reads."""
+    """Return whether ``expr`` is a convolution, or one plus its bias, with only one reader."""
     if not graph.has_one_use(expr):
         return False
     call = graph.definition(expr)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalisation at inference is one multiply and one add.
+"""Batch normalisation at inference as one multiply and one add.
 
 ::
 

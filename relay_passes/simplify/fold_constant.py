@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops on constants are computed here, by numpy.
+"""Folding of ops on constants, by numpy.
 
 ``relax.transform.FoldConstant`` builds and runs a kernel for each op that it folds, and a network
-has hundreds of weights to reshape. So the ops that stand in front of weights are computed by numpy,
-and what is not in the table is left to that pass. A ``broadcast_to`` that only element-wise ops
-read stays: they broadcast the small constant by themselves.
+has hundreds of weights to reshape. So the ops in front of weights are computed by numpy, and others
+are left to that pass. A ``broadcast_to`` that only element-wise ops read stays: they broadcast the
+small constant themselves.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def fold_constant(graph: Graph, call: relax.Expr) -> Value:
         return None
     dtype = str(call.ty.dtype)
     if name == "relax.divide" and not dtype.startswith("float"):
-        return None  # integers are rounded in a way of their own
+        return None  # integers are rounded differently
     with np.errstate(all="ignore"):
         result = _COMPUTE[str(name)](call, *(array_of(tensor) for tensor in tensors))
     return tensor_constant(result, dtype)
 
 
 def needs_kernel(call: relax.Expr) -> bool:
-    """Whether ``call`` still computes with constants only after the rule has done its work."""
+    """Return whether ``call`` still computes with constants after the rule has run."""
     name = op_name(call)
     if name in (None, "relax.broadcast_to") or not isinstance(call, relax.Call):
         return False
@@ -99,7 +99,7 @@ def _tensors(call: relax.Call) -> list[relax.Expr]:
 
 
 def _flattened(call: relax.Call) -> list[relax.Expr]:
-    """The operands of ``call``, a tuple of them taken apart."""
+    """The operands of ``call``, tuples replaced by their fields."""
     operands: list[relax.Expr] = []
     for argument in call.args:
         operands.extend(argument.fields if isinstance(argument, relax.Tuple) else [argument])
@@ -107,7 +107,7 @@ def _flattened(call: relax.Call) -> list[relax.Expr]:
 
 
 def _is_static(ty: relax.Type) -> bool:
-    """Whether ``ty`` is a tensor of known extents and of an element type that numpy has."""
+    """Return whether ``ty`` is a tensor of known extents and of an element type that numpy has."""
     if not isinstance(ty, relax.TensorType) or str(ty.dtype) not in _DTYPES:
         return False
     values = getattr(ty.shape, "values", None)

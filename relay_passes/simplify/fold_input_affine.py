@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A constant factor or offset in front of a convolution moves into its weight and bias.
+"""Folding of a constant factor or offset in front of a convolution into its weight and bias.
 
 ::
 
@@ -22,7 +22,7 @@ from .conv2d import padding_of, weight_of, with_weight
 
 
 def fold_input_affine(graph: Graph, call: relax.Expr) -> Value:
-    """Move what is multiplied or added in front of the convolution ``call`` behind it."""
+    """Move the factor or offset in front of the convolution ``call`` behind it."""
     if not graph.has_one_use(call.args[0]):
         return None
     producer = graph.definition(call.args[0])
@@ -47,7 +47,7 @@ def fold_input_affine(graph: Graph, call: relax.Expr) -> Value:
 
 
 def _by_input(call: relax.Call, weight: np.ndarray, values: np.ndarray) -> np.ndarray | None:
-    """``values``, one number an input channel, shaped to meet the weight [O, I / g, kh, kw]."""
+    """``values``, one number an input channel, shaped to match the weight [O, I / g, kh, kw]."""
     groups = int(call.attrs.groups)
     per_group = weight.shape[1]
     channels = per_channel(values, 4, per_group * groups)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constant zero padding over the spatial axes becomes padding of the convolution behind it.
+"""Folding of constant zero padding over the spatial axes into the convolution behind it.
 
 ::
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiplications by constants move towards the convolution in front of them, into its weight.
+"""Folding of multiplications by constants into the weight of the convolution in front of them.
 
 ::
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An element-wise op broadcasts by itself what ``broadcast_to`` made larger for it.
+"""Removal of ``broadcast_to`` in front of element-wise ops, which broadcast by themselves.
 
 ::
 
@@ -35,6 +35,6 @@ def remove_broadcast(graph: Graph, call: relax.Expr) -> Value:
 
 
 def is_broadcast_by_readers(graph: Graph, var: relax.Var) -> bool:
-    """Whether element-wise ops and stacks of them are all that reads ``var``."""
+    """Return whether only element-wise ops and stacks of them read ``var``."""
     names = (*ELEMENTWISE, "relax.stack", "relax.broadcast_to")
     return all(op_name(user) in names for user in graph.users(var))

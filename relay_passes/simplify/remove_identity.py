@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops that return their input go.
+"""Removal of ops that return their input.
 
 ::
 

@@ -46,12 +46,12 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (fold_pad, ("relax.nn.conv2d",)),
     (fold_input_affine, ("relax.nn.conv2d",)),
 )
-"""Every rule with the ops that it rewrites; at one op, earlier rules are asked first."""
+"""Every rule with the ops that it rewrites; at one op, earlier rules are tried first."""
 
 
 @tvm.transform.module_pass(opt_level=0, name="SimplifyInference")
 class SimplifyInference:
-    """Fold what training left behind, and write convolutions with what follows in one way.
+    """Fold training-time ops, and bring convolutions with their epilogues into one form.
 
     ::
 
@@ -65,20 +65,18 @@ class SimplifyInference:
         lv1 = R.add(lv, b')                                            # b' is [1, C, 1, 1]
         lv2 = R.clip(lv1, 0, 6)                                        # relax.op.nn.relu6
 
-    A convolution comes out as ``conv2d``, then at most one ``add`` of a constant [1, C, 1, 1], then
+    A convolution becomes ``conv2d``, then at most one ``add`` of a constant [1, C, 1, 1], then
     residual additions with the convolution's side first, then ``nn.relu``, ``clip``, ``nn.silu``,
-    ``nn.gelu`` or ``tvm_fusion.hardswish``. Batch normalisations that meet no convolution come out
-    as one multiply and one add, reshapes and transposes that shuffle channels as
-    ``tvm_fusion.channel_shuffle``, products of matrices without the reshapes around them, and those
-    on the channels of an image as convolutions, without the transposes around them.
-    Dropout and other identities, stacks that are summed, and dead bindings go, and
-    constants are computed.
+    ``nn.gelu`` or ``tvm_fusion.hardswish``. Batch normalisations without a convolution become one
+    multiply and one add, reshapes and transposes that shuffle channels become
+    ``tvm_fusion.channel_shuffle``, matrix products lose the reshapes around them, and those on the
+    channels of an image become convolutions, without the transposes around them. Dropout and other
+    identities, stacks that are summed, and dead bindings are removed, and constants are folded.
 
-    Left alone: whatever the rules in ``relay_passes.simplify`` do not know, batch normalisations
-    with ``training=True`` (the op's default), values in between that somebody else reads, other
-    layouts than NCHW, other types than floats, functions that another pass has marked as primitive,
-    branches, and local functions. Every rule computes in float64.
-    Applied twice the pass does what it does once.
+    Left alone: ops that the rules in ``relay_passes.simplify`` do not know, batch normalisations
+    with ``training=True`` (the op's default), values in between with other readers, other layouts
+    than NCHW, other types than floats, functions that another pass has marked as primitive,
+    branches, and local functions. Every rule computes in float64. The pass is idempotent.
     """
 
     def transform_module(self, mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
@@ -86,7 +84,7 @@ class SimplifyInference:
         tidy = tvm.transform.Sequential(
             [
                 relax.transform.CanonicalizeBindings(),
-                relax.transform.DeadCodeElimination(),  # what is dead must not count as a reader
+                relax.transform.DeadCodeElimination(),  # dead bindings must not count as readers
             ]
         )
         mod = _simplify(tidy(relax.transform.Normalize()(mod)))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognise what a ``call_tir`` computes, by its body and never by its name.
+"""Recognition of a ``call_tir`` by its body, never by its name.
 
 TVM's ONNX importer emits Clip and Pad as PrimFuncs built from ``topi.maximum``, ``topi.minimum``
 and ``topi.nn.pad``. A body is first read for its parameters (a bound, the extents of a padding),
-then compared as a whole with what TOPI builds from these parameters: whatever differs is unknown.
+then compared as a whole with what TOPI builds from these parameters: any difference means unknown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EXTREMA = {tirx.Max: topi.maximum, tirx.Min: topi.minimum}
 
 @dataclass(frozen=True)
 class Bound:
-    """``maximum(x, value)`` if ``is_lower``, else ``minimum``; None: the second argument bounds."""
+    """``maximum(x, value)`` if ``is_lower``, else ``minimum``; None: the second argument."""
 
     is_lower: bool
     value: float | None
@@ -130,7 +130,7 @@ def _arguments(func: tirx.PrimFunc) -> list[te.Tensor | tirx.Var]:
 
 
 def _padding_extents(func: tirx.PrimFunc, load: TensorLoad) -> tuple[list[int], list[int]] | None:
-    """How many elements lie before and after the data along each axis."""
+    """Number of elements before and after the data along each axis."""
     inner, outer = func.params[0].ty.shape, func.params[-1].ty.shape
     if len(inner) != len(outer) or len(inner) != len(load.indices):
         return None
@@ -150,7 +150,7 @@ def _padding_extents(func: tirx.PrimFunc, load: TensorLoad) -> tuple[list[int], 
 
 
 def _computes(func: tirx.PrimFunc, tensors: list[te.Tensor | tirx.Var]) -> bool:
-    """Whether ``func`` is, but for names and attributes, the computation of ``tensors``.
+    """Return whether ``func`` is, up to names and attributes, the computation of ``tensors``.
 
     Its loops may count in int64, as Relax makes them, or in the type of the tensors' extents.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A product of matrices between reshapes takes the unflattened tensor.
+"""Removal of reshapes around a product of matrices.
 
 ::
 
@@ -38,7 +38,7 @@ def unflatten_matmul(graph: Graph, call: relax.Expr) -> Value:
 
 
 def _product_and_bias(graph: Graph, value: relax.Expr) -> tuple[relax.Expr, relax.Expr | None]:
-    """What ``value`` is the sum of, if that is a product and a vector; else ``value`` itself."""
+    """The product and the vector that ``value`` is the sum of; else ``value`` itself."""
     add = graph.definition(value, "relax.add")
     for product, bias in () if add is None else (add.args, reversed(add.args)):
         if graph.definition(product, "relax.matmul") is not None and bias.ty.ndim <= 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reduction over a stack of tensors becomes a chain of element-wise ops.
+"""Replacement of a reduction over a stack of tensors by a chain of element-wise ops.
 
 ::
 

@@ -12,7 +12,7 @@ from tvm import te, tirx
 
 
 def channel_blocks(channels: int, block: int) -> int:
-    """How many blocks of ``block`` lanes hold ``channels`` channels, the last one padded."""
+    """Number of blocks of ``block`` lanes for ``channels`` channels, the last one padded."""
     return -(-channels // block)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule rules for CPUs, in the order in which they are asked; the last one takes anything.
+"""Schedule rules for CPUs, in the order in which they are tried; the last one takes anything.
 
 Families, lowest first: ``core``; ``cost`` and ``nests``; ``conv2d`` and ``reduce``; ``loops``.
 Imports ``workload``, ``compute`` and ``tir``; the storeys above may import it.

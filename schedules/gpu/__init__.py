@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule rules for GPUs, in the order in which they are asked.
+"""Schedule rules for GPUs, in the order in which they are tried.
 
 Families, lowest first: ``core``; ``pointwise`` and ``reduce``; ``gemm``; ``conv2d``.
 Imports ``workload``, ``compute`` and ``tir``; the storeys above may import it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of an unscheduled function as expressions, for rules that write kernels of them."""
+"""Blocks of an unscheduled function as expressions, for rules that write kernels from them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Stage:
     Parameters
     ----------
     output : tirx.Buffer
-        What it writes, at ``axes``.
+        The buffer that it writes, at ``axes``.
     axes, reduced : tuple[tirx.IterVar, ...]
         Its spatial variables, one for each axis of the output, and the reduced ones.
     value : tirx.Expr
-        What is stored; in a reduction it reads the output at ``axes``.
+        The stored value; in a reduction it reads the output at ``axes``.
     init : tirx.Expr | None
         First value of a reduction.
     """
@@ -37,7 +37,7 @@ class Stage:
     init: tirx.Expr | None
 
     def at(self, indices: Sequence[tirx.Expr], expression: tirx.Expr | None = None) -> tirx.Expr:
-        """The value, or another expression of the stage's variables, at some place."""
+        """The value, or another expression of the stage's variables, at a given place."""
         places = {
             axis.var: as_type(index, str(axis.var.ty.dtype))
             for axis, index in zip(self.axes, indices, strict=True)
@@ -51,7 +51,7 @@ class Stage:
 
 
 def read_stages(func: tirx.PrimFunc) -> list[Stage] | None:
-    """Take a function apart, or return None if a block is no plain nest that computes a buffer.
+    """Read the stages of a function; None if a block is no plain nest that computes a buffer.
 
     A stage comes after those which it reads. Left alone: functions with thread bindings,
     statements other than one store in a block, buffers with strides or an offset, and blocks that
@@ -113,7 +113,7 @@ def _read_nest(stmt: tirx.Stmt) -> Stage | None:
 
 
 def _is_canonical(realize: s_tir.SBlockRealize, loops: Sequence[tirx.For]) -> bool:
-    """Whether each variable of the block is a loop from end to end, or has one value."""
+    """Return whether each variable of the block is a whole loop, or has one value."""
     if constant(realize.predicate) != 1:
         return False
     free = list(loops)
@@ -132,7 +132,7 @@ def _is_canonical(realize: s_tir.SBlockRealize, loops: Sequence[tirx.For]) -> bo
 def _axes_of(
     store: tirx.BufferStore, spatial: Sequence[tirx.IterVar]
 ) -> tuple[tirx.IterVar, ...] | None:
-    """The variable of each axis of what is stored, if all are there and cover it."""
+    """The variable of each axis of a store, if all are there and cover it."""
     axes = []
     for index, extent in zip(store.indices, store.buffer.shape, strict=True):
         found = [axis for axis in spatial if axis.var.same_as(index)]

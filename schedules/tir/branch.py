@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branches of the functions that the rules write."""
+"""Branches in functions written by the rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tvm.script.ir_builder import tirx as T
 
 @contextmanager
 def when(*conditions: tirx.Expr | bool | None) -> Iterator[None]:
-    """Emit what is built inside under all conditions; those that are None or True always hold."""
+    """Emit the code built inside under all conditions; None and True always hold."""
     open_ones = [given for given in conditions if given is not None and given is not True]
     if not open_ones:
         yield

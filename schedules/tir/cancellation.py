@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expressions around one whose digits cancel, in a form that keeps them.
+"""Expressions that cancel near one, rewritten to keep their digits.
 
-``log(1 + y)`` and ``exp(x) - 1`` lose all digits of small ``y`` and ``x``: with them Softplus and
-Mish are off by percents from ``x = -12`` downwards, and Elu near zero.
+``log(1 + y)`` and ``exp(x) - 1`` lose all digits of small ``y`` and ``x``: they make Softplus and
+Mish wrong by percents from ``x = -12`` downwards, and Elu near zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXP_REACH = 0.34657359
 
 
 def keep_digits(value: ir.Expr) -> ir.Expr:
-    """Rewrite what cancels near one.
+    """Rewrite expressions that cancel near one.
 
     ::
 
@@ -37,7 +37,8 @@ def keep_digits(value: ir.Expr) -> ir.Expr:
     Returns
     -------
     Expr
-        The same where nothing cancels. The logarithm in every float type, the others in float32.
+        The same expression where nothing cancels. The logarithm in every float type, the others in
+        float32.
     """
     shorter = tvm_ffi.structural_map(value, (ir.Call, _tanh_of_log))
     rules = ((ir.Call, _log_of_sum), (tirx.Add, _sum), (tirx.Sub, _difference))
@@ -98,7 +99,7 @@ def _exp_minus_one(exp: ir.Call, sign: int) -> ir.Expr:
 
 
 def _beyond_one(expr: ir.Expr) -> ir.Expr | None:
-    """What is added to one; None if ``expr`` is no such sum."""
+    """The term that is added to one; None if ``expr`` is no such sum."""
     if isinstance(expr, tirx.Add):
         for one, other in ((expr.a, expr.b), (expr.b, expr.a)):
             if _is_constant(one, 1):
@@ -115,5 +116,5 @@ def _is_exp(expr: ir.Expr) -> bool:
 
 
 def _is_call(expr: ir.Expr, name: str, dtype: str) -> bool:
-    """Whether ``expr`` calls an intrinsic for a result of a type that begins with ``dtype``."""
+    """Return whether ``expr`` calls an intrinsic with a result type that begins with ``dtype``."""
     return op_name(expr) == name and str(expr.ty.dtype).startswith(dtype)

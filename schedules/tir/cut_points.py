@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where conditions on a loop change: the places at which to cut it.
+"""Cut points of a loop: the iterations at which conditions on it change.
 
-Padding and concatenation become conditions inside a block. Between two places at which no condition
-changes there is nothing to ask, so a loop that is cut there has plain vector loads.
+Padding and concatenation become conditions inside a block. Between two cut points no condition
+changes, so a loop that is cut there has plain vector loads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def cut_points(sch: s_tir.Schedule, block: SBlockRV, position: int) -> list[int]
     block : SBlockRV
         A block with constant extents.
     position : int
-        Which iteration variable.
+        Position of the iteration variable.
 
     Returns
     -------
@@ -64,7 +64,7 @@ def _comparisons(body: tirx.Stmt) -> list[ir.Expr]:
 
 
 def _changes(comparison: ir.Expr, var: ir.Var, analyzer: sym.Analyzer) -> set[int]:
-    """First iterations at which ``slope * var + rest`` compares with 0 in another way."""
+    """First iterations at which the comparison of ``slope * var + rest`` with 0 changes."""
     difference = analyzer.simplify(comparison.a - comparison.b)
     found = sym.detect_linear_equation(difference, [var])
     if not found or not isinstance(found[0], tirx.IntImm) or int(found[0]) == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rules look for in expressions and statements of TensorIR, and replace in them."""
+"""Searches and substitutions in expressions of TensorIR."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from .expression_walk import loads
 
 
 def keep_nan(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Let float minima and maxima of a constant and anything, or of two loads, give NaN for NaN.
+    """Make float minima and maxima of a constant and anything, or of two loads, propagate NaN.
 
-    Reductions and larger expressions on both sides are left alone: there it would cost time.
+    Reductions and larger expressions on both sides are left alone: there it would be too slow.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def _minimum(expr: tirx.Min) -> ir.Expr:
 
 
 def _choose(expr: tirx.Max | tirx.Min, wins: Callable[[ir.Expr, ir.Expr], ir.Expr]) -> ir.Expr:
-    """A comparison with NaN is false: what may be NaN stands where a false one leads."""
+    """Put the operand that may be NaN into the branch of a false comparison, as with NaN."""
     if not _is_float(expr):
         return expr
     if _is_constant(expr.a):

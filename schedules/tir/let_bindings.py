@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared values of an expression in a form that TVM gets through in linear time.
+"""Shared values of an expression in a form that TVM processes in linear time.
 
 TVM's analyzer, also in code generation, replaces the variables of lets by their values, as a tree:
-lets that use each other cost it exponential time. :func:`share_values` keeps values in small
-buffers instead, into which it does not look; LLVM makes registers of them.
+nested lets take exponential time. :func:`share_values` keeps values in small buffers instead, which
+the analyzer does not expand; LLVM turns them into registers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def share_values(func: tirx.PrimFunc, rewrite: Rewrite) -> tirx.PrimFunc:
     func : PrimFunc
         A scheduled function.
     rewrite : callable
-        From a stored value to a new one with pure lets, each of a variable of its own; to the very
-        same one where there is nothing to do.
+        From a stored value to a new one with pure lets, each of its own variable; to the same
+        object where there is nothing to do.
 
     Returns
     -------
@@ -90,7 +90,7 @@ class _Shared:
         self.buffers: list[ir.Var] = []
 
     def store(self, store: tirx.BufferStore) -> tirx.Stmt:
-        """The store of the rewritten value, behind the stores of what it shares."""
+        """The store of the rewritten value, after the stores of its shared values."""
         value = self._rewrite(store.value)
         if value.same_as(store.value):
             return store
@@ -111,27 +111,27 @@ class _Shared:
         return tirx.SeqStmt([*steps, tirx.BufferStore(store.buffer, last, store.indices)])
 
     def _place(self, var: ir.Var) -> tuple[ir.Var, ir.Expr]:
-        """A new buffer for a variable, and where in it this lane's value lies."""
+        """A new buffer for a variable, and the place of this lane's value in it."""
         lanes = int(var.ty.dtype.lanes)
         element = str(var.ty.dtype).removesuffix(f"x{lanes}")
         buffer = tirx.decl_buffer((self._lanes * lanes,), element, var.name, layout=None)
         self.buffers.append(buffer)
-        # A buffer of vectors would get into the way of one of scalars when TVM shares their memory.
+        # A buffer of vectors would conflict with one of scalars when TVM shares their memory.
         return buffer, self._lane if lanes == 1 else tirx.Ramp(self._lane * lanes, 1, lanes)
 
     def allocate(self, stmt: tirx.Stmt) -> tirx.Stmt:
-        """The statement behind the allocations of all buffers."""
+        """The statement after the allocations of all buffers."""
         if not self.buffers:
             return stmt
         return tirx.SeqStmt([*map(tirx.AllocBuffer, self.buffers), stmt])
 
 
 class _Lets:
-    """An expression taken apart.
+    """Decomposition of an expression.
 
     ``stripped`` is the expression without lets, ``values`` the values of their variables,
-    ``ordered`` the variables, each behind those that its value uses, and ``conditions`` when a
-    value may be computed, the innermost condition first.
+    ``ordered`` the variables, each after those that its value uses, and ``conditions`` those under
+    which a value may be computed, the innermost one first.
     """
 
     def __init__(self, expr: ir.Expr) -> None:
@@ -154,7 +154,7 @@ class _Lets:
         self.ordered = self._used([self.stripped])
 
     def _used(self, exprs: Sequence[ir.Expr]) -> list[ir.Var]:
-        """The variables of lets that expressions use, also by way of others."""
+        """The let variables that expressions use, directly or through others."""
         found: dict[ir.Var, None] = {}
 
         def visit(var: ir.Var) -> None:
@@ -169,7 +169,7 @@ class _Lets:
 
 
 def _with_lane(realize: s_tir.SBlockRealize, loop: tirx.For) -> s_tir.SBlockRealize:
-    """Pass the loop's variable to a block that uses it, by an iteration variable of its own."""
+    """Pass the loop's variable to a block that uses it, by a new iteration variable."""
     lane = tirx.Var("lane", loop.loop_var.ty)
     block = substitute(realize.block, {loop.loop_var: lane})
     if block.same_as(realize.block):

@@ -19,7 +19,7 @@ def i32(value: int) -> ir.Expr:
 
 
 def lanes_of(expr: ir.Expr) -> int:
-    """How many elements the expression has; 1 unless it is a vector."""
+    """Number of elements of the expression; 1 unless it is a vector."""
     return int(expr.ty.dtype.lanes)
 
 
@@ -69,7 +69,7 @@ def power_of_two(exponent: ir.Expr) -> ir.Expr:
 
 
 def magnitude(x: ir.Expr) -> ir.Expr:
-    """The absolute value, of NaN NaN."""
+    """The absolute value; NaN stays NaN."""
     return tirx.abs(x)
 
 

@@ -5,9 +5,9 @@ LLVM turns ``exp`` of a vector into one call of the C library per lane, which is
 slower than computing the lanes together. :func:`vectorize_math` replaces ``exp``, ``sigmoid``,
 ``tanh``, ``sinh``, ``cosh``, ``atanh``, ``log``, ``log1p``, ``erf`` and powers with a constant
 exponent, of float32 or of vectors of it, in a scheduled function by range reduction and a minimax
-polynomial, within a few units in the last place. Infinities and NaN come out as they do from the C
-library, but for powers of minus infinity. Other types are left alone, but for ``sinh``, ``cosh``
-and ``log1p``: LLVM has no code for vectors of those, and they become calls of the C library.
+polynomial, within a few units in the last place. Infinities and NaN give the results of the C
+library, except for powers of minus infinity. Other types are left alone, except for ``sinh``,
+``cosh`` and ``log1p``: LLVM has no vector code for them, and they become calls of the C library.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def vectorize_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
     Parameters
     ----------
     func : PrimFunc
-        A function that no schedule will inline any further: the new expressions bind variables.
+        A function after all inlining: the new expressions bind variables.
 
     Returns
     -------
@@ -108,13 +108,13 @@ def _expand(call: ir.Call) -> ir.Expr:
 
 
 def _library_call(name: str, x: ir.Expr, dtype: str) -> ir.Expr:
-    """A call that no vector may have; in float64, which is the type of the plain names."""
+    """A library call, which no vector may contain; in float64, the type of the plain names."""
     symbol = name.removeprefix("tirx.")
     return tirx.Cast(dtype, tirx.call_pure_extern("float64", symbol, tirx.Cast("float64", x)))
 
 
 def is_expensive(tree: ir.Expr | tirx.Stmt) -> bool:
-    """Whether some call takes many instructions, whichever way it is computed."""
+    """Return whether a call takes many instructions, whichever way it is computed."""
     return any(op_name(call) in _EXPANSIONS for call in nodes(tree, ir.Call))
 
 
@@ -190,7 +190,7 @@ def _half_sum(x: ir.Expr, sign: int) -> ir.Expr:
 
 
 def _erf(x: ir.Expr) -> ir.Expr:
-    """One quotient of polynomials, without a branch: activations call it for every element."""
+    """The error function as one quotient of polynomials, without a branch."""
 
     def within(v: ir.Expr) -> ir.Expr:
         quotient = bind(
@@ -265,7 +265,7 @@ def _at_zero(x: ir.Expr, value: ir.Expr, otherwise: ir.Expr) -> ir.Expr:
 def _power(base: ir.Expr, exponent: ir.Expr) -> ir.Expr | None:
     """x**c for a constant c: products and square roots for quarters, else 2**(c * log2(x)).
 
-    Of infinities only the positive one has the power that the C library gives it.
+    Of the infinities, only the positive one gives the result of the C library.
     """
     if not isinstance(exponent, tirx.FloatImm):
         return None
@@ -282,8 +282,8 @@ def _power(base: ir.Expr, exponent: ir.Expr) -> ir.Expr | None:
 def _any_power(x: ir.Expr, c: float) -> ir.Expr:
     """2**n * e**r with c * log2(x) = n + r / ln(2).
 
-    The whole exponent of x times the leading bits of c is exact, so that what is lost is relative
-    to the rest, a few units, and not to c * log2(x), which may be hundreds.
+    The whole exponent of x times the leading bits of c is exact, so that the error is relative to
+    the rest, a few units, and not to c * log2(x), which may be hundreds.
     """
     leading = math.ldexp(round(math.ldexp(c, _LEADING_BITS)), -_LEADING_BITS)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes and attributes of one convolution and of a fused pair, and what they cost.
+"""Shapes and attributes of one convolution and of a fused pair, and their costs.
 
-These plain records are what ops, passes, schedules and reports agree on; none of them knows Relax.
+Ops, passes, schedules and reports share these plain records; they are independent of Relax.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class ConvLayer:
 
     @property
     def is_depthwise(self) -> bool:
-        """Whether each output channel reads exactly its own input channel."""
+        """Return whether each output channel reads exactly its own input channel."""
         return self.groups > 1 and self.groups == self.in_channels == self.out_channels
 
     def group_lanes(self, lanes: int) -> int:
-        """Channels of a group, if each block of ``lanes`` channels reads its own one only, else 0.
+        """Channels of a group, if each block of ``lanes`` channels reads only itself, else 0.
 
         That is 1 for depthwise layers, and otherwise a power of two that divides a block.
         """
@@ -107,12 +107,12 @@ class ConvLayer:
         return 1 + (lanes - math.gcd(width, lanes)) / width
 
     def fills_blocks(self, lanes: int) -> bool:
-        """Whether each output block of ``lanes`` channels belongs to one group."""
+        """Return whether each output block of ``lanes`` channels belongs to one group."""
         return self.groups == 1 or self.out_channels // self.groups % lanes == 0
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether the kernel is 1x1 with stride 1, no padding and one group."""
+        """Return whether the kernel is 1x1 with stride 1, no padding and one group."""
         return (
             self.kernel == (1, 1)
             and self.strides == (1, 1)
@@ -122,7 +122,7 @@ class ConvLayer:
 
     @property
     def suits_winograd(self) -> bool:
-        """Whether the kernel is 3x3 with stride 1, no dilation and one group."""
+        """Return whether the kernel is 3x3 with stride 1, no dilation and one group."""
         return (
             self.kernel == (3, 3)
             and self.strides == (1, 1)
@@ -173,7 +173,7 @@ class ConvLayer:
         kernel: tuple[int, int],
         suffix: str = "",
     ) -> ConvLayer:
-        """Read back what :meth:`to_attrs` wrote."""
+        """Read the attributes that :meth:`to_attrs` wrote."""
 
         def ints(name: str) -> tuple[int, ...]:
             return tuple(int(value) for value in attrs[name + suffix])
@@ -220,7 +220,7 @@ class FusedConv2DWorkload:
     dtype : str
         Element type of every tensor.
     plain_data, plain_out : bool
-        Whether the input comes, or the output leaves, in NCHW, as those of a model do.
+        Whether the input, or the output, is in NCHW, as those of a model are.
     """
 
     batch: int
@@ -273,7 +273,7 @@ class FusedConv2DWorkload:
 
 @dataclass(frozen=True)
 class Conv2DKernel:
-    """What one generated kernel computes; it travels as JSON in a PrimFunc's attribute.
+    """Workload of one generated kernel; stored as JSON in a PrimFunc attribute.
 
     Parameters
     ----------
@@ -307,7 +307,7 @@ class Conv2DKernel:
 
     @property
     def is_static(self) -> bool:
-        """Whether batch, height and width are all known."""
+        """Return whether batch, height and width are all known."""
         return None not in (self.batch, self.height, self.width)
 
     @property
@@ -337,7 +337,7 @@ def to_json(kernel: Conv2DKernel) -> str:
 
 
 def from_json(text: str) -> Conv2DKernel:
-    """Read back what :func:`to_json` wrote."""
+    """Read the JSON text that :func:`to_json` wrote."""
     try:
         fields = json.loads(text)
         layers = tuple(_layer_from_fields(layer) for layer in fields.pop("layers"))

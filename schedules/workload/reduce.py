@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a reduction before it is scheduled: operator, types, axes, canonical form.
+"""Description of a reduction before it is scheduled: operator, types, axes, canonical form.
 
 Loop coalescing (Panamera, section 3.1): the parallel loops become one of extent ``M``, the reduced
 loops one of extent ``N``, each in the order of its axes. After unit axes are dropped and neighbours
-of one kind merged, the innermost axis tells the form: *x* scans consecutive addresses by the
+of one kind merged, the innermost axis determines the form: *x* scans consecutive addresses by the
 reduced loop, *y* by the parallel loop, and *all* has one output.
 """
 
@@ -33,7 +33,7 @@ OPERATORS = (
     "argmin",
     "argmax",
 )
-MAX_SUM_EXP = "max_sum_exp"  # of softmax; only kernels have it, for it has two results
+MAX_SUM_EXP = "max_sum_exp"  # of softmax; used in kernels only, since it has two results
 FINISHES = ("auto", "one_block", "atomic", "last_block")
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int8", "uint8")
@@ -65,7 +65,7 @@ class ReduceWorkload:
         Of the accumulators: ``float32`` for 16-bit floats, ``int32`` for 8-bit integers and bool,
         else that of the data, or a wider one on request.
     finish : str
-        One of :data:`FINISHES`: how the partial results of several GPU blocks meet.
+        One of :data:`FINISHES`: how the partial results of several GPU blocks are combined.
     """
 
     operator: str
@@ -86,7 +86,7 @@ class ReduceWorkload:
         acc_dtype: str | None = None,
         finish: str = "auto",
     ) -> ReduceWorkload:
-        """Check what a user gave and fill in what was left out.
+        """Check the arguments of a user and fill in the defaults.
 
         Raises
         ------
@@ -104,29 +104,29 @@ class ReduceWorkload:
 
     @property
     def out_dtype(self) -> str:
-        """Of the output: ``int64`` for positions, ``bool`` for ``and``, ``or``, else the data's."""
+        """Type of the output: ``int64`` for positions, ``bool`` for logic, else the data's."""
         if self.is_arg:
             return "int64"
         return "bool" if self.operator in _LOGICAL else self.dtype
 
     @property
     def is_arg(self) -> bool:
-        """Whether the result is a position."""
+        """Return whether the result is a position."""
         return self.operator in ("argmin", "argmax")
 
     def to_json(self) -> str:
-        """A text that :meth:`from_json` reads."""
+        """A text for :meth:`from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> ReduceWorkload:
-        """Read what :meth:`to_json` wrote."""
+        """Read the text that :meth:`to_json` wrote."""
         fields = json.loads(text)
         return cls(**{**fields, "axes": tuple(fields["axes"])})
 
 
 def accumulation_dtype(operator: str, dtype: str) -> str:
-    """The type that partial results have unless the user asks for another."""
+    """The default type of partial results."""
     if dtype == "bool" or operator in _LOGICAL:
         return "int32"
     return _NARROW.get(dtype, dtype)
@@ -154,7 +154,7 @@ def normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class CanonicalLoops:
-    """The two coalesced loops and how subscripts are recovered from them.
+    """The two coalesced loops, and the recovery of subscripts from them.
 
     Attributes
     ----------
@@ -228,7 +228,7 @@ def unravel(
         if position not in live:
             subscripts.append(tirx.const(0, index.ty.dtype))
         elif position == live[0]:
-            subscripts.append(rest)  # the outermost one cannot overflow
+            subscripts.append(rest)  # the outermost one needs no modulo
         else:
             truncates = is_natural and constant(extent) is None
             subscripts.append((tirx.truncmod if truncates else tirx.floormod)(rest, extent))
@@ -237,7 +237,7 @@ def unravel(
 
 
 def is_one(extent: Extent) -> bool:
-    """Whether an extent is the constant 1."""
+    """Return whether an extent is the constant 1."""
     return not isinstance(extent, tirx.Var) and constant(extent) == 1
 
 

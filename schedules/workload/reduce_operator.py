@@ -3,12 +3,12 @@
 
 A state is a tuple of fields: one value, for ``argmin`` and ``argmax`` a value and its position, for
 ``max_sum_exp`` the largest value ``m`` and the sum of ``exp(x - m)`` (Milakov and Gimelshein,
-Online normalizer calculation for softmax, 2018). Combining is associative and commutative but for
+Online normalizer calculation for softmax, 2018). Combining is associative and commutative up to
 rounding, NaN wins over every number, and of equal extremes the first position wins, all as in
-numpy. Sums begin with -0.0, which alone leaves every number as it is.
+numpy. Sums begin with -0.0, the only exact identity.
 
-The sum of ``max_sum_exp`` means nothing where ``m`` is NaN or infinite at the end: whoever uses it
-knows what is wanted there. It is finite as long as ``m`` is -inf.
+The sum of ``max_sum_exp`` is undefined where ``m`` is NaN or infinite at the end: its users handle
+that. It is finite as long as ``m`` is -inf.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def field_dtypes(workload: ReduceWorkload) -> tuple[str, ...]:
 
 
 def identity(workload: ReduceWorkload) -> State:
-    """The state that changes nothing when it is combined."""
+    """The identity of :func:`combine`."""
     operator, dtype = workload.operator, workload.acc_dtype
     if workload.is_arg:
         return (_extreme(dtype, largest=operator == "argmin"), tirx.max_value("int64"))
@@ -54,7 +54,7 @@ def lift(workload: ReduceWorkload, element: tirx.Expr) -> tirx.Expr:
 
 
 def state_of_one(workload: ReduceWorkload, value: tirx.Expr, position: tirx.Expr) -> State:
-    """The state of one element: ``value`` is its first field, ``position`` where it is."""
+    """The state of one element: ``value`` is its first field, ``position`` its position."""
     if workload.is_arg:
         return (value, position)
     if workload.operator == MAX_SUM_EXP:
@@ -63,7 +63,7 @@ def state_of_one(workload: ReduceWorkload, value: tirx.Expr, position: tirx.Expr
 
 
 def combine(workload: ReduceWorkload, left: State, right: State) -> State:
-    """The state of the elements of both."""
+    """The state of the elements of both states."""
     operator = workload.operator
     if workload.is_arg:
         keep_right = replaces(workload, left, right)
@@ -83,9 +83,10 @@ def combine(workload: ReduceWorkload, left: State, right: State) -> State:
 
 
 def finish(workload: ReduceWorkload, state: State, reduced: Extent) -> State:
-    """The elements of the outputs that a state of all ``reduced`` elements stands for.
+    """The elements of the outputs for a state of all ``reduced`` elements.
 
-    There is one, but for ``max_sum_exp``: the largest value, and the sum in the accumulators' type.
+    One element, except for ``max_sum_exp``: the largest value, and the sum in the accumulators'
+    type.
     """
     if workload.is_arg:
         return (state[1].astype(workload.out_dtype),)
@@ -121,7 +122,7 @@ def _truth(dtype: str, element: tirx.Expr) -> tirx.Expr:
 
 
 def _beats(operator: str, challenger: tirx.Expr, holder: tirx.Expr) -> tirx.Expr:
-    """Whether ``challenger`` is the more extreme one or NaN."""
+    """Return whether ``challenger`` is more extreme, or NaN."""
     is_max = operator in ("max", "argmax")
     beats = challenger > holder if is_max else challenger < holder
     if "float" in challenger.ty.dtype:
@@ -130,7 +131,7 @@ def _beats(operator: str, challenger: tirx.Expr, holder: tirx.Expr) -> tirx.Expr
 
 
 def _combine_sums_of_exp(left: State, right: State) -> State:
-    """The sum that belongs to the smaller value shrinks; one exponential serves both."""
+    """Rescale the sum of the smaller value and add; one exponential serves both."""
     (a, sum_a), (b, sum_b) = left, right
     keep_right = _beats("max", b, a)
     # The difference of -inf and -inf is NaN.
@@ -141,7 +142,7 @@ def _combine_sums_of_exp(left: State, right: State) -> State:
 
 
 def replaces(workload: ReduceWorkload, left: State, right: State) -> tirx.Expr:
-    """Whether of two states of ``argmin`` or ``argmax`` the right one stays."""
+    """Return whether the right one of two states of ``argmin`` or ``argmax`` wins."""
     (a, at_a), (b, at_b) = left, right
     tie = tirx.EQ(a, b)
     better = b > a if workload.operator == "argmax" else b < a

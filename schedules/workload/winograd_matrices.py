@@ -5,10 +5,10 @@
 
     y = AT [(G g) * (BT d)]        m outputs y from m + 2 inputs d and 3 taps g
 
-with m + 2 multiplications in the place of 3 m (Lavin and Gray, arXiv 1509.09308). The points of
-F(4, 3) are chosen for accuracy: on random data the largest error with 0, +-3/4, +-3/2 is a quarter
-of that with the usual 0, +-1, +-2 (on such choices Barabasz et al., arXiv 1803.10986). All entries
-of ``AT`` and ``BT`` are exact in float32.
+with m + 2 multiplications instead of 3 m (Lavin and Gray, arXiv 1509.09308). The points of F(4, 3)
+are chosen for accuracy: on random data the largest error with 0, +-3/4, +-3/2 is a quarter of that
+with the usual 0, +-1, +-2 (on such choices Barabasz et al., arXiv 1803.10986). All entries of
+``AT`` and ``BT`` are exact in float32.
 """
 
 from __future__ import annotations

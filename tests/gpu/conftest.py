@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of GPU kernels share."""
+"""Fixtures of the tests of GPU kernels."""
 
 from __future__ import annotations
 

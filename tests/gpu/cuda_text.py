@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TVM's CUDA text becomes, without a GPU: registers, spills and machine code.
+"""Compilation of TVM's CUDA text without a GPU: registers, spills and machine code.
 
 The text is compiled as that of a model is, by ``tvm_fusion.codegen.nvrtc``; ``nvdisasm`` lists the
 machine code.

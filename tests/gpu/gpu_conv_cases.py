@@ -66,7 +66,7 @@ def compare(case: Case, output: Array, expected: Array) -> None:
 
 
 def scheduled(case: Case, rule: ScheduleRule, target: Target = OPENCL) -> tirx.PrimFunc:
-    """What a rule makes of a case."""
+    """Result of a rule on a case."""
     schedule = rule.apply(build(case), target, False)
     assert schedule is not None, case
     return schedule.mod["main"]

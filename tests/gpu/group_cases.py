@@ -23,7 +23,7 @@ Build = Callable[..., "relax.Expr | list[relax.Expr]"]
 
 
 class Group:
-    """What ``build`` makes of its parameters, as one scheduled function.
+    """Result of ``build`` on its parameters, as one scheduled function.
 
     Attributes
     ----------

@@ -72,7 +72,7 @@ class RelaxOnOpenCL:
 
     @property
     def kernels(self) -> int:
-        """How many different kernels the last call launched."""
+        """Number of different kernels that the last call launched."""
         return len({launch.kernel for launch in self.launches})
 
     def __call__(self, *inputs: np.ndarray) -> list[np.ndarray]:
@@ -163,7 +163,7 @@ def _of_bits(call: tvm.ir.Call) -> tvm.ir.Call:
 
 
 def _input_counts(mod: tvm.IRModule) -> dict[str, int]:
-    """How many tensors each called function reads; outputs and sizes stand behind them."""
+    """Number of tensors that each called function reads; outputs and sizes follow them."""
     counts: dict[str, int] = {}
 
     def note(call: relax.Call) -> None:
@@ -186,7 +186,7 @@ def _is_for_host(func: tirx.PrimFunc) -> bool:
 
 
 def _launches(func: tirx.PrimFunc) -> bool:
-    """Whether a loop or a launch is bound to a thread axis."""
+    """Return whether a loop or a launch is bound to a thread axis."""
     found: list[bool] = []
     visit = [
         (tirx.AttrStmt, lambda attr: found.append(attr.attr_key == "thread_extent")),

@@ -55,7 +55,7 @@ _BINARY = {
 
 
 class Traffic:
-    """What a call of one function reads and writes.
+    """Reads and writes of a call of one function.
 
     Parameters
     ----------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of passes share: well-formedness around every pass, and references in numpy."""
+"""Fixtures of the tests of passes: well-formedness around every pass, references in numpy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of single ops share: operands, and a module around a call."""
+"""Helpers of the tests of single ops: operands, and a module around a call."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def rows(data: Array, axes: Sequence[int]) -> Array:
 
 
 def reference(operator: str, data: Array, axes: Sequence[int], keepdims: bool = False) -> Array:
-    """What numpy computes; floats in float64, rounded once, integers modulo their range."""
+    """Result of numpy; floats in float64, rounded once, integers modulo their range."""
     result = _reduce(operator, rows(data, axes), data.dtype)
     kept = [1 if axis in axes else size for axis, size in enumerate(data.shape)]
     return result.reshape(kept) if keepdims else result
@@ -103,7 +103,7 @@ def module_of(expression: relax.Expr, *params: relax.Var) -> tvm.IRModule:
 
 
 def run(mod: tvm.IRModule, *inputs: Array) -> Any:
-    """What ``main`` returns on the CPU; ``mod`` may be in any state of lowering."""
+    """Result of ``main`` on the CPU; ``mod`` may be in any state of lowering."""
     executable = tvm.compile(relax.transform.LegalizeOps()(mod), "llvm")
     result = relax.VirtualMachine(executable, tvm.cpu())["main"](
         *[tvm.runtime.tensor(array) for array in inputs]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of SimplifyInference's rules share."""
+"""Helpers of the tests of SimplifyInference's rules."""
 
 from __future__ import annotations
 

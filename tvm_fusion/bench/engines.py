@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines that a benchmark can race, and the loop of the process that each of them lives in.
+"""Engines that a benchmark can race, and the main loop of the process of each.
 
-``worker.py`` runs this file by its path, so that the process of a peer holds that peer and nothing
-else: at its top it imports what needs numpy and the standard library only, and each engine imports
-its own package when it is made. A worker reads requests from a pipe whose handle is its one
-argument and answers each with ``("ok", value)`` or ``("error", kind, message, traceback)``.
+``worker.py`` runs this file by its path, so that the process of a peer holds only that peer: at its
+top it imports what needs numpy and the standard library only, and each engine imports its own
+package when it is made. A worker reads requests from a pipe whose handle is its one argument and
+answers each with ``("ok", value)`` or ``("error", kind, message, traceback)``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import numpy as np
 from tvm_fusion.runtime.host_arrays import random_inputs
 
 INPUT_SETS = 4
-"""How many different inputs take turns within one turn of an engine."""
+"""Number of different inputs that an engine cycles through within one turn."""
 
 SETTLE_SECONDS = 0.01
-"""How long, at least one run, an engine runs untimed at the beginning of each turn."""
+"""Seconds, at least one run, that an engine runs untimed at the beginning of each turn."""
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -56,11 +56,11 @@ class Engine:
     def compile(
         self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any], output: str
     ) -> float:
-        """Compile for another process; only engines that are said to do so have it."""
+        """Compile for another process; only some engines implement it."""
         raise NotImplementedError
 
     def feed(self, arrays: Mapping[str, np.ndarray]) -> Any:
-        """Arrange arrays by name as :meth:`run` takes them; this is not timed."""
+        """Arrange arrays by name for :meth:`run`; this is not timed."""
         return dict(arrays)
 
     def run(self, feed: Any) -> Sequence[Any]:
@@ -68,7 +68,7 @@ class Engine:
         raise NotImplementedError
 
     def details(self) -> dict[str, Any]:
-        """Whatever else a report may show about the loaded model."""
+        """Further facts about the loaded model for a report."""
         return {}
 
 
@@ -85,7 +85,7 @@ class FusionEngine(Engine):
     def compile(
         self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any], output: str
     ) -> float:
-        """Compile with ``target``, ``fuse``, ``winograd``; save; return the seconds that took."""
+        """Compile with ``target``, ``fuse``, ``winograd``; save; return the seconds taken."""
         compile_model = self._package.compile  # which imports the compiler
         begin = time.perf_counter()
         compile_model(path, shapes=shapes, threads=threads, **options).save(output)
@@ -106,7 +106,7 @@ class FusionEngine(Engine):
         return outputs if isinstance(outputs, (list, tuple)) else [outputs]
 
     def details(self) -> dict[str, Any]:
-        """How many of the candidate pairs are fused."""
+        """Numbers of candidate pairs and of fused pairs."""
         report = self._model.fused
         return {"pairs": len(report), "fused": sum(bool(entry["fused"]) for entry in report)}
 
@@ -191,7 +191,7 @@ class OpenVINOEngine(Engine):
         self._core = openvino.Core()
 
     def load(self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any]) -> None:
-        """Read, reshape where ``shapes`` asks for it, and compile."""
+        """Read, reshape to ``shapes``, and compile."""
         model = self._core.read_model(path)
         if shapes:
             model.reshape({name: list(shape) for name, shape in shapes.items()})
@@ -213,17 +213,17 @@ class OpenVINOEngine(Engine):
         ]
 
     def run(self, feed: Any) -> Sequence[Any]:
-        """Infer in place: inputs are read, and outputs are shown, where they lie."""
+        """Infer in place, without copies of inputs and outputs."""
         self._request.infer(feed, share_inputs=True, share_outputs=True)
         return [self._request.get_output_tensor(index).data for index in self._outputs]
 
 
 @dataclass(frozen=True)
 class EngineKind:
-    """What is known of an engine before it is imported; an optional one needs ``package``.
+    """Facts about an engine before it is imported; an optional one needs ``package``.
 
     One that ``compiles_apart`` loads only what its method ``compile`` wrote in another process, as
-    a user's program would that gets a compiled model.
+    a user's program does with a compiled model.
     """
 
     make: type[Engine]
@@ -241,13 +241,13 @@ ENGINES = {
 
 
 class Service:
-    """Answers the requests that reach one worker; each public method is a request."""
+    """Handler of the requests to one worker; each public method is a request."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def load(self, path: str, shapes: Shapes, threads: int, options: dict) -> dict[str, Any]:
-        """Load a model in place of the one before."""
+        """Load a model in place of the previous one."""
         begin = time.perf_counter()
         self._engine.load(path, shapes, threads, options)
         return {
@@ -262,7 +262,7 @@ class Service:
         return self._engine.compile(path, shapes, threads, options, output)
 
     def outputs(self, seed: Sequence[int]) -> list[np.ndarray]:
-        """Return what the model answers to the inputs of ``seed``."""
+        """Return the model's outputs for the inputs of ``seed``."""
         feed = self._engine.feed(random_inputs(self._engine.inputs, seed))
         return [np.array(output) for output in self._engine.run(feed)]
 
@@ -290,10 +290,10 @@ class Service:
         return times
 
     def peak_bytes(self) -> int:
-        """Return the most memory that this process has held."""
+        """Return the peak memory of this process."""
         with contextlib.suppress(OSError), open("/proc/self/status") as status:
             for line in status:
-                # Not getrusage's: that one is at least what the parent held when it started us.
+                # Not getrusage's: that is at least the parent's memory when it started us.
                 if line.startswith("VmHWM:"):
                     return int(line.split()[1]) * 1024
         import resource
@@ -303,7 +303,7 @@ class Service:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process with its parent: while stopped it sees no pipe close."""
+    """Ask the kernel to kill this process with its parent: while stopped it sees no closed pipe."""
     if sys.platform == "linux":
         parent_death_signal = 1
         ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
@@ -332,15 +332,15 @@ def serve(name: str, requests: Connection) -> None:
         try:
             service = service or Service(kind.make())
             requests.send(("ok", getattr(service, method)(**arguments)))
-        except Exception as error:  # whatever a peer raises goes to the parent, which decides
+        except Exception as error:  # every exception of a peer goes to the parent, which decides
             requests.send(failure(error, kind))
 
 
 def main() -> None:
-    """Entry of a worker: the engine's name and the pipe's handle are its arguments."""
+    """Run a worker; the engine's name and the pipe's handle are its arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     die_with_parent()
-    os.dup2(2, 1)  # a library's chatter must not reach the parent's standard output
+    os.dup2(2, 1)  # a library's messages must not reach the parent's standard output
     serve(sys.argv[1], Connection(int(sys.argv[2])))
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine can do at most: multiply-adds a second, and bytes a second from each cache.
+"""Limits of this machine: multiply-adds a second, and bytes a second from each cache.
 
-Both are measured with small kernels that do nothing else: a loop of independent multiply-adds in
-registers, and sums over arrays which fit the level in question (L2 of all threads, the last-level
-cache, memory). Reading alone is faster than copying, so the limits are on the strict side.
+Both are measured with dedicated small kernels: a loop of independent multiply-adds in registers,
+and sums over arrays which fit the level in question (L2 of all threads, the last-level cache,
+memory). Reading alone is faster than copying, so the limits are on the strict side.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEAST_MEMORY_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class CacheLevel:
-    """One place where data can lie.
+    """Cache level, or memory, where data can be.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class MachineLimits:
     Parameters
     ----------
     threads : int
-        How many threads the figures are for.
+        Number of threads of the figures.
     peak_flops : float
         Floating-point operations a second in float32, two for each multiply-add.
     levels : tuple[CacheLevel, ...]
@@ -86,9 +86,9 @@ def measure_limits(target: Target, threads: int) -> MachineLimits:
     Parameters
     ----------
     target : Target
-        What the kernels are compiled for: a CPU whose code runs here.
+        Target of the kernels: a CPU whose code runs here.
     threads : int
-        How many threads share the work.
+        Number of threads that share the work.
     """
     cpu = CPUInfo.from_target(target)
     crew = Crew(threads)
@@ -112,7 +112,7 @@ def _peak(cpu: CPUInfo, target: Target, threads: int) -> float:
 
 
 def _bandwidth(cpu: CPUInfo, target: Target, threads: int, size: int) -> float:
-    """Bytes a second of reading ``size`` bytes again and again, each thread its own part."""
+    """Bytes a second of repeatedly reading ``size`` bytes, each thread its own part."""
     lanes = cpu.lanes("float32")
     step = lanes * _VECTORS_IN_FLIGHT
     steps = max(1, size // (4 * threads * step))
@@ -124,7 +124,7 @@ def _bandwidth(cpu: CPUInfo, target: Target, threads: int, size: int) -> float:
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of several calls, after calls that wake the processor up."""
+    """Seconds of the fastest of several calls, after warm-up calls."""
     until = time.perf_counter() + _SECONDS
     while time.perf_counter() < until:
         call()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a running model goes, and how far each kernel is from the machine's limit.
+"""Profile of a running model: the time of each kernel, and its distance from the machine's limit.
 
-The limit of a kernel is the roofline: its FLOPs at the peak, or its bytes at the bandwidth of
-where they lie, whichever takes longer. Activations lie in the nearest cache that holds all that
-the kernel reads and writes of them; weights in the nearest one that holds those of the whole
-model, since all pass before the same ones come again.
+The limit of a kernel is the roofline: its FLOPs at the peak, or its bytes at the bandwidth of their
+cache level, whichever takes longer. Activations are in the nearest cache that holds all that the
+kernel reads and writes of them; weights in the nearest one that holds those of the whole model,
+since all are read before the same ones are read again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class KernelCost:
-    """What one kernel has to do at least.
+    """Least work of one kernel.
 
     Parameters
     ----------
@@ -76,21 +76,21 @@ class KernelProfile:
     Parameters
     ----------
     position : int
-        Its place among the calls of one run.
+        Its position among the calls of one run.
     kernel : str
         Name of the generated function.
     operator : str
-        What it computes; for convolutions with channels and image size.
+        Its operation; for convolutions with channels and image size.
     seconds : float
         Median over the runs.
     cost : KernelCost
-        What it has to do.
+        Its least work.
     limit_seconds : float
         The roofline.
     bound : str
-        What the limit is: ``compute``, or the level of the slower half of the bytes.
+        Kind of the limit: ``compute``, or the level of the slower half of the bytes.
     reason : str
-        Why it stays behind the limit; empty if it does not.
+        Why it falls short of the limit; empty if it does not.
     """
 
     position: int
@@ -109,7 +109,7 @@ class KernelProfile:
 
     @property
     def lost_seconds(self) -> float:
-        """Time that a kernel at the limit would not take."""
+        """Time beyond that of a kernel at the limit."""
         return max(0.0, self.seconds - self.limit_seconds)
 
 
@@ -166,14 +166,14 @@ def profile(
         Timed runs.
     limits : MachineLimits, optional
         The roofs; if None they are measured, before and after, and the mean is taken: the clock of
-        a processor changes with the time of day and with its other work.
+        a processor varies with time and with its other work.
     progress : callable, optional
         Called as ``progress(text, done, total)``.
 
     Raises
     ------
     InvalidModelError, UnsupportedOperatorError
-        As for ``compile``, or if the shape of an input stays open.
+        As for ``compile``, or if the shape of an input is incomplete.
     CompilationError
         If TVM fails.
     TargetError
@@ -195,7 +195,7 @@ def profile(
     plan = pipeline.phases(resolved, pipeline.Options(fuse=fuse, winograd=winograd))
     schedule = {"schedule": plan.pop("schedule")}
     mod = pipeline.run_phases(imported.mod, resolved, plan)
-    costs = _costs(mod)  # now: scheduled functions hold what no one can count
+    costs = _costs(mod)  # now: the work of scheduled functions cannot be counted
     mod = pipeline.run_phases(mod, resolved, schedule)
     machine = relax.VirtualMachine(pipeline.build(mod, resolved), tvm.cpu())
     arrays = random_inputs(imported.inputs, 0, normal=True)
@@ -245,7 +245,7 @@ def _time(
 
 
 def _costs(mod: tvm.IRModule) -> dict[str, _Described]:
-    """What each kernel of known shapes that ``main`` calls has to do, by its name."""
+    """Least work of each kernel of known shapes that ``main`` calls, by its name."""
     costs: dict[str, _Described] = {}
     for block in mod["main"].body.blocks:
         for binding in block.bindings:
@@ -287,7 +287,7 @@ def _cost(call: relax.Call, func: tirx.PrimFunc) -> _Described:
 
 
 def _flops(func: tirx.PrimFunc) -> float:
-    """What TVM counts; 0 where it cannot, in sorts and other functions with a body of their own."""
+    """FLOPs as TVM counts them; 0 where it cannot, as in sorts and other extern functions."""
     try:
         return estimate_tir_flops(tvm.IRModule({"main": func}))
     except tvm.error.InternalError:
@@ -318,7 +318,7 @@ def _against_limits(
 
 
 def profile_table(profile: Profile, title: str = "") -> Table:
-    """The profile as a table, the kernel that loses most time first."""
+    """The profile as a table, the kernel with the largest lost time first."""
     limits = profile.limits
     levels = ", ".join(f"{lvl.name} {lvl.bandwidth / 1e9:.0f} GB/s" for lvl in limits.levels)
     total, limit = (
@@ -337,7 +337,7 @@ def profile_table(profile: Profile, title: str = "") -> Table:
     table.add_column("kernel")
     for heading in ("us", "% of run", "GFLOP/s", "GB/s", "limit us", "of limit", "lost us"):
         table.add_column(heading, justify="right")
-    for heading in ("bound by", "behind the limit because"):
+    for heading in ("bound by", "short of the limit because"):
         table.add_column(heading)
     for kernel in sorted(profile.kernels, key=lambda kernel: -kernel.lost_seconds):
         moved = kernel.cost.activation_bytes + kernel.cost.weight_bytes

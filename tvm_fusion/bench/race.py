@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Race engines on a model: each in its own process, taking turns, compared round by round.
+"""Race of engines on a model: each in its own process, taking turns, compared round by round.
 
     with Arena([EngineSpec("tvm-fusion"), EngineSpec("onnxruntime")], threads=2) as arena:
         result = arena.race("model.onnx")
 
-One round gives every engine one turn of several runs, A B C A B C, while the others stand still;
-every round has new random inputs. How much faster the first engine is than another one is the
-median over the rounds of the ratio of their median latencies in that round, so that a machine that
-slows down for a while slows down both sides of the ratio.
+One round gives every engine one turn of several runs, A B C A B C, while the others are stopped;
+every round has new random inputs. The speedup of the first engine over another one is the median
+over the rounds of the ratio of their median latencies in that round, so that a machine that slows
+down for a while slows down both sides of the ratio.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from .race_result import EngineResult, Plan, RaceResult, relative_error
 from .worker import EngineSpec, Worker
 
 REFERENCE = "onnxruntime"
-"""The engine whose outputs are right where it takes part; elsewhere the last engine's are."""
+"""The reference engine for outputs where it takes part; elsewhere the last engine is."""
 
 FEWEST_ROUNDS = 3
-"""Rounds that even an engine which is over its budget takes part in."""
+"""Rounds that even an engine over its budget takes part in."""
 
 CHECK_SEED = 1 << 32
-"""Seed of the inputs of the comparison of outputs; no round has it."""
+"""Seed of the inputs for comparing outputs; no round uses it."""
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass
 class _Racer:
-    """An engine in the course of one race: the latencies of its turns, by round."""
+    """An engine in one race: the latencies of its turns, by round."""
 
     worker: Worker
     loaded: dict[str, Any]
@@ -65,21 +65,21 @@ def available_peers() -> list[str]:
 
 
 def gpu_peers(names: Sequence[str], target: str) -> list[EngineSpec]:
-    """The engines of a race on a GPU, each as it uses that GPU.
+    """The engines of a race on a GPU, each with its options for that GPU.
 
-    ONNX Runtime takes part with its CPU provider, and says so, where it has none for CUDA.
+    ONNX Runtime uses its CPU provider, and its title says so, where it has none for CUDA.
 
     Parameters
     ----------
     names : sequence of str
         Engines, or none for those that are installed.
     target : str
-        The GPU, as a user writes it.
+        The GPU, as in a user's options.
 
     Raises
     ------
     EngineError
-        If one of the engines knows no GPU.
+        If one of the engines supports no GPU.
     """
     if "openvino" in names:
         raise EngineError("OpenVINO takes part on CPUs only; expected onnxruntime or tvm")
@@ -94,7 +94,7 @@ def gpu_peers(names: Sequence[str], target: str) -> list[EngineSpec]:
 
 
 class Arena:
-    """Worker processes that stay up for any number of races between the same engines.
+    """Worker processes that stay alive for any number of races between the same engines.
 
     Parameters
     ----------
@@ -144,11 +144,11 @@ class Arena:
         model : path, bytes or onnx.ModelProto
             The model.
         name : str
-            What the result calls it; by default the file's name.
+            Its name in the result; by default the file's name.
         shapes : mapping, optional
-            Shapes of inputs whose dimensions the model leaves open.
+            Shapes of inputs with symbolic dimensions.
         plan : Plan, optional
-            How long to race.
+            Length of the race.
         progress : callable, optional
             Called as ``progress(text, done, total)``.
         """
@@ -220,7 +220,7 @@ def race(
     threads: int | None = None,
     **options: Any,
 ) -> RaceResult:
-    """One race in an :class:`Arena` of its own; ``options`` are those of :meth:`Arena.race`."""
+    """Run one race in its own :class:`Arena`; ``options`` are those of :meth:`Arena.race`."""
     with Arena(engines, threads) as arena:
         return arena.race(model, **options)
 
@@ -242,7 +242,7 @@ def model_file(model: Any) -> Iterator[Path]:
 def _has_cuda_provider() -> bool:
     try:
         runtime = importlib.import_module("onnxruntime")
-    except ImportError:  # the race will say so
+    except ImportError:  # the race will report it
         return False
     return "CUDAExecutionProvider" in runtime.get_available_providers()
 

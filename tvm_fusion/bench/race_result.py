@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a race between engines is asked for and what it finds, as records, JSON and a table."""
+"""Plan and result of a race between engines, as records, JSON and a table."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from rich.table import Table
 
 TOLERANCE = 1e-3
-"""Relative error above which an engine computes something else than the reference."""
+"""Relative error above which an engine does not compute the same as the reference."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long a race lasts.
+    """Length of a race.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class Plan:
     turn_seconds : float
         A turn that has lasted this long ends early, after at least one run.
     budget_seconds : float
-        An engine that has run this long sits out the remaining rounds, once it has had three.
+        An engine that has run this long skips the remaining rounds, after at least three.
     seed : int
         Seed of all inputs.
     """
@@ -41,7 +41,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class EngineResult:
-    """What one engine did in a race.
+    """Result of one engine in a race.
 
     ``ratio`` is this engine's latency over the first engine's (above 1: the first one is faster),
     the median over the rounds, with the 10th and 90th percentile beside it. ``relative_error`` is
@@ -68,7 +68,7 @@ class EngineResult:
 
 @dataclass(frozen=True)
 class RaceResult:
-    """The results of all engines with what is needed to judge them; ``engines[0]`` is the base."""
+    """The results of all engines with the context to judge them; ``engines[0]`` is the base."""
 
     model: str
     inputs: list[tuple[str, tuple[int, ...], str]]

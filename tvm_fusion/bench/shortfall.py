@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a kernel stays behind the machine's limit, as far as its shape and its time tell."""
+"""Likely reasons why a kernel falls short of the machine's limit, by its shape and its time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 from .machine_limits import MachineLimits
 
 NEAR = 0.85
-"""Share of the limit from which on no reason is asked for."""
+"""Share of the limit above which no reason is given."""
 
 SHORT_SECONDS = 20e-6
-"""Below this, waking the threads and waiting for the last one shows."""
+"""Seconds below which waking the threads and waiting for the last one dominate."""
 
 MOST_USE = 0.95
 FEW_STEPS = 256
@@ -33,21 +33,21 @@ def reason(
     Parameters
     ----------
     kernel : Conv2DKernel | None
-        The convolutions, if the kernel is made of them.
+        The convolutions, if the kernel computes some.
     moved : int
         Bytes of all tensors that it reads and writes.
     seconds, fraction : float
-        What it takes, and the share of the limit that it reaches.
+        Its time, and the share of the limit that it reaches.
     limits : MachineLimits
         The roofs.
     cpu : CPUInfo
-        What the code was made for.
+        Target of the code.
     """
     if fraction >= NEAR:
         return ""
     memory = limits.levels[-1].bandwidth
     if moved / seconds >= memory / 2:
-        return f"data moves at {moved / seconds / memory:.0%} of what memory gives"
+        return f"data moves at {moved / seconds / memory:.0%} of memory bandwidth"
     if seconds < SHORT_SECONDS:
         return "short: threads start and wait"
     if kernel is None:
@@ -56,7 +56,7 @@ def reason(
         return "transforms before and after the products"
     used = useful_share(kernel, cpu)
     if used < MOST_USE:
-        return f"{used:.0%} of the multiply-adds are of use: tails of tiles, idle lanes and cores"
+        return f"{used:.0%} of the multiply-adds are useful: tails of tiles, idle lanes and cores"
     if kernel.layers[0].is_depthwise:
         return "depthwise: as many loads as multiply-adds"
     steps = min(_steps(layer) for layer in kernel.layers)
@@ -66,7 +66,7 @@ def reason(
 
 
 def useful_share(kernel: Conv2DKernel, cpu: CPUInfo) -> float:
-    """How much of the time of the multiply-adds is of use, in default tiles on all cores.
+    """Useful share of the time of the multiply-adds, in default tiles on all cores.
 
     Lost are the lanes of a last block that is not full, the registers of smaller tiles at the end
     of a row or of the channels, and the cores that wait for the one with the most rows.

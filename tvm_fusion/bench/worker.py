@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that holds one engine of a benchmark and stands still unless it is asked something."""
+"""Worker process that holds one engine of a benchmark and is stopped between requests."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class EngineSpec:
 
 
 class Worker:
-    """Runs one engine in a process of its own.
+    """Runs one engine in a separate process.
 
-    Between two calls the process is stopped, so that the threads of its pool, which go on
-    spinning for a while after a run, take no time from the engine that runs next.
+    Between two calls the process is stopped, so that the threads of its pool, which keep spinning
+    for a while after a run, take no time from the engine that runs next.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class Worker:
         return self._process.pid
 
     def __enter__(self) -> Worker:
-        """Return the worker, which runs already."""
+        """Return the worker, which is already running."""
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -107,8 +107,8 @@ class Worker:
         Raises
         ------
         TVMFusionError
-            What the engine raised: an error of our own family with its class, any other one, or
-            the death of the process, as an ``EngineError``.
+            If the engine failed: an error of our own family keeps its class; any other error, or
+            the death of the process, is an ``EngineError``.
         """
         self._signal("SIGCONT")
         try:
@@ -139,10 +139,10 @@ class Worker:
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         self._log.seek(0)
         said = self._log.read().decode(errors="replace").strip().splitlines()
-        last = f"; its last words: {said[-1]}" if said else ""
+        last = f"; its last output: {said[-1]}" if said else ""
         return f"{self.spec.title} ended with {how} during {method!r}{last}"
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Return the environment of a worker; TVM's pool takes its size from nowhere else."""
+    """Return the environment of a worker; TVM's pool takes its size only from there."""
     return {**os.environ, "TVM_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}

@@ -32,7 +32,7 @@ from .options import (
 from .output import progress_bar, show, show_table
 
 DEBUG = "TVM_FUSION_DEBUG"
-"""Environment variable that makes errors show where they come from."""
+"""Environment variable that makes errors show their traceback."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -108,7 +108,7 @@ def compile_command(
     "inputs",
     multiple=True,
     type=NamedFile(),
-    help="Array of an input, from a .npy file; inputs without one get random values.",
+    help="Array of an input, from a .npy file; other inputs get random values.",
 )
 @click.option(
     "--output",
@@ -135,8 +135,8 @@ def run_command(
 ) -> None:
     """Run MODEL, a compiled model or an ONNX file, and show its outputs and its latency.
 
-    --target, --fuse and --winograd matter for an ONNX file alone; --seed is that of the random
-    inputs, --repeat the number of timed runs.
+    --target, --fuse and --winograd apply to ONNX files only; --seed is that of the random inputs,
+    --repeat the number of timed runs.
     """
     from .. import load
     from .run import is_compiled, refuse_absent_gpu, refuse_model_file, run_model, save_outputs
@@ -183,7 +183,7 @@ def run_command(
     "--profile",
     "as_profile",
     is_flag=True,
-    help="Race nobody; show the time of each kernel beside the machine's limit.",
+    help="Do not race; show the time of each kernel beside the machine's limit.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--runs", type=click.IntRange(min=1), default=10, show_default=True)
@@ -206,16 +206,16 @@ def bench_command(
 ) -> None:
     """Race tvm-fusion against other engines on MODEL, an ONNX file.
 
-    Each engine lives in a process of its own; in each of --rounds rounds they take turns of --runs
-    timed runs, on the same random inputs. With --profile, tvm-fusion runs alone, --runs times, and
-    a table shows its kernels, the one that loses most time against the machine's limit first.
+    Each engine runs in its own process; in each of --rounds rounds they take turns of --runs timed
+    runs, on the same random inputs. With --profile, tvm-fusion runs alone, --runs times, and a
+    table shows its kernels, sorted by the time lost against the machine's limit.
     """
     from .run import names_gpu, refuse_absent_gpu
 
     if as_profile:
-        refuse_given(["against", "compiled", "rounds"], "--profile races nobody")
+        refuse_given(["against", "compiled", "rounds"], "--profile does not race")
         if names_gpu(target):
-            raise click.UsageError("--profile is for CPUs; explain --resources tells of kernels")
+            raise click.UsageError("--profile is for CPUs; use explain --resources for GPU kernels")
         shapes = as_mapping(shape, "--shape")
         _show_profile(model, target, shapes, fuse, winograd, threads, runs, as_json)
         return
@@ -294,16 +294,17 @@ def explain_command(
 ) -> None:
     """Show what MODEL is compiled to, and why; nothing is run.
 
-    For a CPU, every pair of convolutions that could be fused: its FLOPs, the bytes that its tensors
-    take apart and fused, the FLOPs a byte (arithmetic intensity) of both, the decision, and the
-    reason. For a GPU, every function, the rule that scheduled it, and the kernels that it launches.
+    For a CPU, every pair of convolutions that could be fused: its FLOPs, the bytes moved by
+    separate kernels and by a fused one, the FLOPs a byte (arithmetic intensity) of both, the
+    decision, and the reason. For a GPU, every function, the rule that scheduled it, and the kernels
+    that it launches.
     """
     from .run import names_gpu
 
     if names_gpu(target):
         from ..compiler.explain_gpu import explain_kernels, explain_kernels_table
 
-        refuse_given(["winograd"], "that is done on CPUs only")
+        refuse_given(["winograd"], "it applies to CPUs only")
         shapes = as_mapping(shape, "--shape")
         report = explain_kernels(model, target, shapes, fuse, resources)
         show_table(report, explain_kernels_table(report, model.name), as_json)
@@ -328,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo("Interrupted.", err=True)
         return 130
     except BrokenPipeError:
-        # Whoever read our output, `head` perhaps, has what it wanted; click and rich end so too.
+        # The reader of our output, such as `head`, is done; click and rich exit likewise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -339,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _error_text(error: Exception) -> str:
-    """One line for the user: our own errors speak for themselves, others are named."""
+    """One line for the user: our own errors as they are, others with their class."""
     if isinstance(error, TVMFusionError):
         return " ".join(str(error).split())
     first = (str(error).strip().splitlines() or [""])[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options that the commands share, and how their values are read."""
+"""Options that the commands share, and their parsing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NamedFile(click.ParamType):
         """Read the name and the path."""
         if not isinstance(value, str):
             return value
-        # A name may hold a "=" and so may a path: the first split that gives a file is meant.
+        # A name and a path may both contain "=": take the first split that gives a file.
         parts = value.split("=")
         for index in range(1, len(parts)):
             path = Path("=".join(parts[index:]))
@@ -75,7 +75,7 @@ def as_mapping(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any]:
 
 
 def many_options(options: Iterable[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """One decorator for several options, which the help then shows in this order."""
+    """Combine several options into one decorator; the help shows them in this order."""
 
     def decorate(command: Any) -> Any:
         for option in reversed(list(options)):
@@ -86,7 +86,7 @@ def many_options(options: Iterable[Callable[[Any], Any]]) -> Callable[[Any], Any
 
 
 def refuse_given(names: Sequence[str], why: str) -> None:
-    """Refuse options which the user gave and which would do nothing here."""
+    """Reject options that the user gave and that have no effect here."""
     context = click.get_current_context()
     default = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
     for name in names:

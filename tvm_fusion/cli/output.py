@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the commands speak: results on standard output, progress on standard error."""
+"""Output of the commands: results on standard output, progress on standard error."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rich.table import Table
 from .json_text import json_text
 
 FILE_WIDTH = 200
-"""Columns of a table that is not written to a terminal; no reader wraps its cells there."""
+"""Columns of a table that is not written to a terminal, so that no cell is wrapped."""
 
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """Show a bar on standard error while the block runs; yields ``report(text, done, total)``.
 
-    It is only drawn when something is reported, since a clock that ticks would disturb
-    measurements, and only on a terminal.
+    It is drawn only when something is reported, since a ticking clock would disturb measurements,
+    and only on a terminal.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tvm-fusion run`` does: open a model, feed it, time it, show and save its outputs."""
+"""Command ``tvm-fusion run``: opens a model, feeds it, times it, shows and saves its outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..runtime.host_arrays import random_inputs
 from ..runtime.tensor_spec import TensorSpec, refuse_open_shapes
 
 TOP = 5
-"""How many of an output's largest values are shown."""
+"""Number of an output's largest values that are shown."""
 
 WARM_UP = 3
 """Untimed runs before the timed ones."""
@@ -27,7 +27,7 @@ _LIBRARY_MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"MZ")
 
 
 def is_compiled(path: Path) -> bool:
-    """Whether the file is meant to be a shared library, by its suffix or its first bytes."""
+    """Return whether the file should be a shared library, by its suffix or its first bytes."""
     if path.suffix.lower() in _LIBRARY_SUFFIXES:
         return True
     with path.open("rb") as file:
@@ -35,7 +35,7 @@ def is_compiled(path: Path) -> bool:
 
 
 def names_gpu(target: str) -> bool:
-    """Whether a target is a GPU; no GPU is needed to tell, and nothing imported for a CPU."""
+    """Return whether a target is a GPU; needs no GPU, and imports nothing for a CPU."""
     if target == "native":
         return False
     from ..compiler.target import names_gpu
@@ -49,7 +49,7 @@ def refuse_absent_gpu(target: str) -> None:
     Raises
     ------
     TargetError
-        Tells what is missing.
+        If something is missing; the message names it.
     """
     if names_gpu(target):
         from ..compiler.target import device_needs, resolve
@@ -61,7 +61,7 @@ def refuse_absent_gpu(target: str) -> None:
 
 
 def refuse_model_file(output: Path, model: Path) -> None:
-    """Refuse to write where the model is read from.
+    """Refuse to overwrite the files that the model is read from.
 
     Raises
     ------
@@ -122,7 +122,7 @@ def input_arrays(
 
 
 def load_array(path: Path) -> np.ndarray:
-    """Read a .npy file; one that would execute code when it is read is refused."""
+    """Read a .npy file; one that would execute code when read is refused."""
     try:
         array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
@@ -166,7 +166,7 @@ def save_outputs(path: Path, outputs: Mapping[str, np.ndarray]) -> None:
 
 
 def _with_sizes(spec: TensorSpec, shapes: Mapping[str, Any]) -> TensorSpec:
-    """``spec`` with its open dimensions filled in from ``shapes``, by input or by dimension."""
+    """``spec`` with sizes for its symbolic dimensions from ``shapes``, by input or by dimension."""
     shape = shapes.get(spec.name, spec.shape)
     sizes = tuple(shapes.get(size, size) if isinstance(size, str) else size for size in shape)
     filled = TensorSpec(spec.name, sizes, spec.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU kernels of a compiled model: from TVM's text to machine code, and what they use.
+"""GPU kernels of a compiled model: from TVM's text to machine code, and their resources.
 
 TVM generates CUDA text, and where it finds no GPU it leaves the text in the library that it saves:
 the machine that loads it would have to compile it. Here the text of a model becomes machine code
@@ -17,7 +17,7 @@ from .library_bin import Rewrite, packed
 from .nvrtc import Resources, compile_cuda, resources
 
 _TEXT, _MACHINE_CODE = packed(b"cuda"), packed(b"cubin")
-"""How the content of a module of CUDA begins; its code is the last thing in it."""
+"""Prefix of the content of a CUDA module; its code is at the end."""
 
 
 def cuda_texts(executable: Any) -> list[str]:
@@ -32,7 +32,7 @@ def compile_kernels(executable: Any, arch: str) -> dict[str, Resources]:
     Returns
     -------
     dict[str, Resources]
-        What each kernel uses, by its name.
+        Resources of each kernel, by its name.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def compile_kernels(executable: Any, arch: str) -> dict[str, Resources]:
 
 
 def machine_code_of(executable: Any, arch: str) -> Rewrite:
-    """What puts machine code for ``arch`` in the place of the CUDA texts of an executable.
+    """Function that replaces the CUDA texts of an executable by machine code for ``arch``.
 
     It is for :func:`tvm_fusion.codegen.library_bin.rewrite_modules`.
     """
@@ -68,7 +68,7 @@ def machine_code_of(executable: Any, arch: str) -> Rewrite:
 
 
 def _modules(root: Any) -> Iterator[Any]:
-    """The modules of kernels that a module imports, directly or not."""
+    """The modules of kernels that a module imports, directly or indirectly."""
     if root.kind == "cuda":
         yield root
     for module in root.imports:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read relocatable ELF objects as LLVM writes them for x86-64 and AArch64."""
+"""Reader of relocatable ELF objects as LLVM writes them for x86-64 and AArch64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STB_LOCAL, _STB_WEAK = 0, 2
 
 @dataclass(eq=False)
 class Section:
-    """A piece of the program; ``address`` is set when the pieces are laid out."""
+    """A section of the program; ``address`` is set by the layout."""
 
     name: str
     flags: int
@@ -33,18 +33,18 @@ class Section:
 
     @property
     def writable(self) -> bool:
-        """Whether the running program may write to it."""
+        """Return whether the running program may write to it."""
         return bool(self.flags & _SHF_WRITE)
 
     @property
     def executable(self) -> bool:
-        """Whether it holds instructions."""
+        """Return whether it holds instructions."""
         return bool(self.flags & _SHF_EXECINSTR)
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """A name for a place in a section, or for something defined elsewhere (no section)."""
+    """A name for a place in a section, or for an external definition (no section)."""
 
     name: str
     section: Section | None
@@ -54,18 +54,18 @@ class Symbol:
 
     @property
     def local(self) -> bool:
-        """Whether only its own object sees it."""
+        """Return whether only its own object sees it."""
         return self.info >> 4 == _STB_LOCAL
 
     @property
     def weak(self) -> bool:
-        """Whether another definition may take its place."""
+        """Return whether another definition may replace it."""
         return self.info >> 4 == _STB_WEAK
 
 
 @dataclass(frozen=True)
 class Relocation:
-    """A place in a section which depends on where a symbol comes to lie."""
+    """A place in a section that depends on the final address of a symbol."""
 
     offset: int
     kind: int
@@ -75,7 +75,7 @@ class Relocation:
 
 @dataclass(frozen=True)
 class ElfObject:
-    """What a linker needs of one object."""
+    """Contents of one object for the linker."""
 
     machine: int
     sections: list[Section]
@@ -85,12 +85,12 @@ class ElfObject:
 def read_object(data: bytes) -> ElfObject:
     """Read one relocatable object.
 
-    Unwinding tables and debug information are left out: kernels throw nothing.
+    Unwinding tables and debug information are left out: kernels throw no exceptions.
 
     Raises
     ------
     ArtifactError
-        If it is no ELF object for a machine that we know, or has thread-local data.
+        If it is no ELF object for a known machine, or has thread-local data.
     """
     if data[:7] != b"\x7fELF\x02\x01\x01" or len(data) < _HEADER.size:
         raise ArtifactError(

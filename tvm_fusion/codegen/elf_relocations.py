@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How x86-64 and AArch64 write a distance or an address into code: the ABIs' relocations.
+"""Relocations of x86-64 and AArch64, as in their ABIs.
 
 Only those that LLVM emits for position independent kernels are here; any other one is an error.
 """
@@ -25,10 +25,10 @@ class Architecture(ABC):
     """The kind of a 64-bit address."""
 
     dynamic_slot: int
-    """What the loader does to a slot: store the symbol's address."""
+    """Relocation of a slot by the loader: store the symbol's address."""
 
     dynamic_relative: int
-    """What the loader does to a pointer: add the address that the library is loaded at."""
+    """Relocation of a pointer by the loader: add the load address of the library."""
 
     stub_size = 16
 
@@ -38,14 +38,14 @@ class Architecture(ABC):
 
     @abstractmethod
     def apply(self, data: bytearray, offset: int, kind: int, value: int, place: int) -> None:
-        """Write into ``data`` what makes the field at ``offset`` mean ``value``.
+        """Write the value of the field at ``offset`` into ``data``.
 
         Parameters
         ----------
         data : bytearray
             The section's bytes.
         offset : int
-            Where in them the field is.
+            Offset of the field in them.
         kind : int
             The kind of relocation.
         value : int
@@ -96,7 +96,7 @@ class AArch64(Architecture):
         return bytes(code)
 
     def apply(self, data: bytearray, offset: int, kind: int, value: int, place: int) -> None:
-        """Put the bits where the instruction has them."""
+        """Insert the bits into the fields of the instruction."""
         (word,) = struct.unpack_from("<I", data, offset)
         if kind == 261:
             word = _signed(value - place, 32)

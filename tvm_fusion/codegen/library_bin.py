@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules that TVM embeds in a shared library, and how one is put in another's place.
+"""Modules that TVM embeds in a shared library, and their replacement.
 
-They lie one behind the other under the symbol ``__tvm_ffi__library_bin``::
+They are stored one after the other under the symbol ``__tvm_ffi__library_bin``::
 
     bytes that follow : u64, tree of imports : two vectors of u64,
     then for each module its kind : string, and unless that is "_lib" its content : string
@@ -21,7 +21,7 @@ from .elf_object import ElfObject
 SYMBOL = "__tvm_ffi__library_bin"
 
 Rewrite = Callable[[str, bytes], bytes]
-"""From the kind and the content of an embedded module to its new content."""
+"""Function from the kind and the content of an embedded module to its new content."""
 
 _LENGTH = struct.Struct("<Q")
 _LIBRARY = "_lib"
@@ -33,7 +33,7 @@ def rewrite_modules(item: ElfObject, rewrite: Rewrite) -> ElfObject:
     Raises
     ------
     ArtifactError
-        If they are not laid out as this version of TVM does it.
+        If their layout is not that of this version of TVM.
     """
     symbol = next((s for s in item.symbols if s.name == SYMBOL), None)
     if symbol is None or symbol.section is None:
@@ -70,7 +70,7 @@ def _rewritten(data: bytes, rewrite: Rewrite) -> bytes:
 
 
 class _Reader:
-    """Reads numbers and strings one behind the other."""
+    """Reads numbers and strings in sequence."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -83,7 +83,7 @@ class _Reader:
         return self._take(self.number())
 
     def vector(self) -> int:
-        """Skip the items; how many there are."""
+        """Skip the items; return their number."""
         count = self.number()
         self._take(count * _LENGTH.size)
         return count

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Link the few objects of a compiled model into a shared library, without a compiler's linker.
+"""Linker of the few objects of a compiled model into a shared library, without a system linker.
 
-A machine that compiles models need not have a C compiler, and hardly ever has one for another
-architecture. What TVM's code generator emits is simple enough to be linked here: position
+A machine that compiles models need not have a C compiler, and rarely has one for another
+architecture. The output of TVM's code generator is simple enough to be linked here: position
 independent code, constants, a few pointers, no thread-local data, no constructors.
 
 The library has four segments: its tables, the code, the data (among it the global offset table) and
-the constants. These come last since the model's weights are among them: whatever the code refers to
-by a 32-bit distance lies before them. Every symbol is bound when the library is loaded.
+the constants. These come last since the model's weights are among them: everything that the code
+refers to by a 32-bit distance lies before them. Every symbol is bound when the library is loaded.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class SharedLinker:
     Parameters
     ----------
     triple : str
-        LLVM's triple of the target; TVM asks for it where a model has no kernels.
+        LLVM's triple of the target; TVM needs it where a model has no kernels.
     rewrite : callable, optional
-        What becomes of the modules that TVM embeds in the library; by default they stay.
+        Rewrites the modules that TVM embeds in the library; by default they stay.
     """
 
     def __init__(self, triple: str, rewrite: Rewrite | None = None) -> None:
@@ -70,7 +70,7 @@ class SharedLinker:
 
 
 def _is_empty_source(file: str) -> bool:
-    """Whether it is the empty C file that stands for the kernels of a model without any."""
+    """Return whether it is the empty C file that TVM writes for a model without kernels."""
     return file.endswith(".c") and Path(file).read_text().strip() in ("", ";")
 
 
@@ -83,7 +83,7 @@ def link(objects: Sequence[ElfObject]) -> bytearray:
 
 @dataclass
 class _Linker:
-    """The state of one link: what is defined, imported, and how it is laid out."""
+    """State of one link: definitions, imports, and the layout."""
 
     objects: Sequence[ElfObject]
     defined: dict[str, Symbol] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class _Linker:
                 raise ArtifactError(f"two objects define {symbol.name!r}")
 
     def _reserve(self) -> None:
-        """Count the stubs and the slots of the offset table that the relocations ask for."""
+        """Count the stubs and the offset-table slots that the relocations need."""
         for section in self.sections:
             for relocation in section.relocations:
                 symbol = self._resolve(relocation.symbol)
@@ -228,7 +228,7 @@ class _Linker:
         for name in self.imports:
             yield _SYMBOL.pack(names[name], 0x10, 0, 0, 0, 0)
         for symbol in exports:
-            # Any section number says "defined here": there is no table of sections.
+            # Any section number means "defined here": there is no section table.
             address = self._address(symbol)
             yield _SYMBOL.pack(names[symbol.name], symbol.info, 0, 1, address, symbol.size)
 
@@ -242,7 +242,7 @@ class _Linker:
                 image.extend(bytes(section.address - len(image)))
                 image.extend(section.data)
             size = len(image) - start
-            if size <= 0:  # nothing in it, or it would lie behind the end of the file
+            if size <= 0:  # empty, or past the end of the file
                 continue
             headers.append((_PT_LOAD, flags, start, start, start, size, size, _PAGE))
         size = len(info.data)
@@ -278,7 +278,7 @@ def _dynamic_section(tables: list[Section], names: dict[str, int]) -> Iterable[b
 
 
 def _strings(texts: Iterable[str]) -> tuple[dict[str, int], bytes]:
-    """Where each text lies in a string table, and the table."""
+    """Offsets of the texts in a string table, and the table."""
     places: dict[str, int] = {}
     table = bytearray(b"\0")
     for text in texts:
@@ -288,7 +288,7 @@ def _strings(texts: Iterable[str]) -> tuple[dict[str, int], bytes]:
 
 
 def _hash_table(names: Sequence[str]) -> bytes:
-    """The table by which the loader finds symbols; symbol 0 is none, names begin at 1."""
+    """Symbol hash table of the loader; symbol 0 is none, names begin at 1."""
     count = len(names) + 1
     buckets = [0] * count
     chains = [0] * count

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA text to machine code by NVRTC, or by nvcc, with the options of TVM's own calls.
+"""Compilation of CUDA text by NVRTC, or by nvcc, with the options of TVM's own calls.
 
 TVM's own way needs the package ``cuda-bindings`` and a toolkit folder with a fixed layout. Here any
-NVRTC serves: of the wheels ``nvidia-cuda-nvrtc``, ``-runtime``, ``-crt`` and ``-cccl``, which
-``pip install 'tvm-fusion[cuda]'`` brings, of PyTorch, of a toolkit. No GPU and no host compiler is
-needed. NVRTC contains ``ptxas``, whose report tells the resources of each kernel.
+NVRTC works: that of the wheels ``nvidia-cuda-nvrtc``, ``-runtime``, ``-crt`` and ``-cccl``, which
+``pip install 'tvm-fusion[cuda]'`` installs, of PyTorch, or of a toolkit. No GPU and no host
+compiler is needed. NVRTC contains ``ptxas``, which reports the resources of each kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..machine import cuda_toolkit
 
 CALLBACK = "tvm_callback_cuda_compile"
 HEADERS = ("cuda_fp16.h", "cuda/std/type_traits")
-# Those of TVM's own calls, so that kernels are what its users get.
+# Those of TVM's own calls, so that kernels are the same as its users'.
 OPTIONS = (
     "-std=c++17",
     "--use_fast_math",
@@ -36,7 +36,7 @@ OPTIONS = (
     "--ptxas-options=--register-usage-level=10",
     "--ptxas-options=--warn-on-local-memory-usage",
 )
-# TVM calls a function by this name to round numbers of 16 bits; CUDA has it by the other one.
+# TVM calls a function by this name to round numbers of 16 bits; in CUDA it has the other name.
 _NAMES = ("-Dhnearbyint=hrint",)
 # Part of every text of TVM: reading this header takes 1.1 s, a kernel of a network 0.1 to 0.3 s.
 _TYPE_TRAITS = re.compile(
@@ -49,14 +49,14 @@ _ADVICE = "pip install 'tvm-fusion[cuda]', or install a CUDA toolkit"
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What a compiler makes of CUDA text.
+    """Output of a compiler for CUDA text.
 
     Parameters
     ----------
     cubin : bytes
         The machine code, an ELF object.
     log : str
-        What the compiler and ``ptxas`` say.
+        Messages of the compiler and ``ptxas``.
     """
 
     cubin: bytes
@@ -65,7 +65,7 @@ class MachineCode:
 
 @dataclass(frozen=True)
 class _Release:
-    """A library of NVRTC that could be loaded."""
+    """A loadable NVRTC library."""
 
     path: Path
     library: ctypes.CDLL
@@ -81,7 +81,7 @@ class _Release:
 
 @dataclass(frozen=True)
 class Resources:
-    """What ``ptxas`` reports of a kernel: registers a thread, and bytes.
+    """Resources of a kernel as reported by ``ptxas``: registers a thread, and bytes.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ def compile_cuda(text: str, arch: str) -> MachineCode:
 
 
 def resources(code: MachineCode) -> dict[str, Resources]:
-    """What each kernel of some machine code uses, by its name."""
+    """Resources of each kernel of some machine code, by its name."""
     patterns = {
         "registers": r"Used (\d+) registers",
         "stack_frame": r"(\d+) bytes stack frame",
@@ -159,7 +159,7 @@ def resources(code: MachineCode) -> dict[str, Resources]:
 
 
 def compiler() -> str:
-    """The newest compiler that :func:`compile_cuda` may take, or an empty text."""
+    """Name of the newest compiler for :func:`compile_cuda`, or an empty text."""
     return str(_best_release() or find_nvcc() or "")
 
 
@@ -176,14 +176,14 @@ def find_nvcc() -> Path | None:
 
 
 def include_folders(library: Path) -> list[Path]:
-    """Where the headers of kernels are; one folder for each header that is not in an earlier one.
+    """Folders with the headers of kernels, one for each header that is not in an earlier one.
 
     Those nearest to the library of NVRTC come first: headers of another release may not fit it.
 
     Raises
     ------
     TargetError
-        If a header is nowhere.
+        If a header is missing.
     """
     places = sorted(
         cuda_toolkit.include_folders(),
@@ -240,12 +240,12 @@ def _by_nvcc(nvcc: Path, text: str, arch: str) -> MachineCode:
 
 
 def _best_release(arch: str = "") -> _Release | None:
-    """The newest NVRTC of those that know the architecture, if any does, else of all.
+    """The newest NVRTC of those that support the architecture, if any does, else of all.
 
     Raises
     ------
     TargetError
-        If there are some, and none can be loaded.
+        If some exist, but none can be loaded.
     """
     releases, failures = [], []
     for path in nvrtc_libraries():
@@ -274,7 +274,7 @@ def _load(path: Path) -> _Release:
 
 
 def _read(lib: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
-    """A result of NVRTC: its size is asked first."""
+    """Read a result of NVRTC, asking for its size first."""
     size = ctypes.c_size_t()
     _check(lib, getattr(lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), "")
     buffer = ctypes.create_string_buffer(size.value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which results of a Relax function lie in memory that nothing else refers to."""
+"""Analysis of the results of a Relax function: memory that nothing else refers to."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _MAKE_NEW = ("relax.call_tir", "relax.call_tir_with_grad", "relax.call_dps_packe
 
 
 def fresh_outputs(mod: tvm.IRModule, name: str = "main") -> tuple[bool, ...]:
-    """For each result, whether every call of the function makes it anew.
+    """For each result, return whether every call of the function creates it.
 
     Such a result can be handed out without copying it. Any other may be a constant of the model,
-    which a caller must not be able to change, or a view of something; False is always right.
+    which a caller must not be able to change, or a view of something; False is always safe.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ def fresh_outputs(mod: tvm.IRModule, name: str = "main") -> tuple[bool, ...]:
 
 
 def _follow(value: relax.Expr, values: dict[relax.Var, relax.Expr]) -> relax.Expr:
-    """What a variable stands for, through other variables."""
+    """Follow a variable through other variables to its value."""
     while isinstance(value, relax.Var) and value in values:
         value = values[value]
     return value

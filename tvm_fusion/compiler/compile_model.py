@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile an ONNX model: import it, optimise it, generate code."""
+"""Compilation of an ONNX model: import, optimisation, code generation."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def compile(
         kernel becomes machine code here, by NVRTC or nvcc, and no GPU is needed.
     shapes : mapping, optional
         From the name of an input to its shape, or from the name of a dimension to its size, where
-        the model leaves them open.
+        the model has symbolic ones.
     fuse : str or callable
         ``"auto"`` fuses the pairs of convolutions that gain, ``"all"`` those that can be fused,
         ``"none"`` none; a callable decides itself.
     winograd : str
         On a CPU: ``"auto"`` computes 3x3 convolutions by Winograd's algorithm where that is
-        predicted faster, ``"always"`` wherever it can be, ``"never"`` nowhere. It rounds otherwise,
-        by as much as the direct kernels or twice that, and spreads an infinity or NaN over a tile
-        of 4x4 pixels.
+        predicted faster, ``"always"`` wherever possible, ``"never"`` nowhere. It rounds
+        differently, with the error of the direct kernels or twice that, and spreads an infinity or
+        NaN over a tile of 4x4 pixels.
     threads : int, optional
-        Threads of a call; by default one a physical core. The code is made for that many, unless
-        the target says ``num-cores``.
+        Threads of a call; by default one a physical core. The code is compiled for that number,
+        unless the target has ``num-cores``.
     progress : callable, optional
         Called before each stage with its name, the number of stages done, and the number of all of
         them; at the end with ``"done"``.
@@ -79,7 +79,7 @@ def compile(
         If TVM fails in a later stage; the message names the stage.
     TargetError
         If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
-        algorithm is wanted of a GPU.
+        algorithm is requested on a GPU.
     InvalidInputError
         If ``threads`` is not possible.
 
@@ -104,7 +104,7 @@ def compile(
 def _announcer(
     progress: Progress | None, target: tvm.target.Target, options: pipeline.Options
 ) -> Callable[[str], None]:
-    """What passes the names of the stages on, each with its number and that of all stages."""
+    """Function that reports each stage's name, its number and the number of stages."""
     stages = len(pipeline.phases(target, options)) + 2 + _is_cuda(target)
     numbers = itertools.count()
 
@@ -137,7 +137,7 @@ def _describe(
     target: tvm.target.Target,
     built: pipeline.Built,
 ) -> Description:
-    """What a compiled model knows about itself; ``mod`` is the optimised module."""
+    """Description of a compiled model; ``mod`` is the optimised module."""
     return Description(
         target=str(target),
         arch=arch_of(target),

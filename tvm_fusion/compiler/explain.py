@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say for every pair of convolutions of a model whether it is fused, what that saves, and why."""
+"""Report on every pair of convolutions of a model: the decision, its gain, and its reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def explain(
     target : str or tvm.target.Target
         The CPU or the GPU to decide for.
     shapes : mapping, optional
-        Shapes of inputs whose dimensions the model leaves open.
+        Shapes of inputs with symbolic dimensions.
     fuse : str or callable
         ``auto``, ``all``, ``none``, or a function, as for ``compile``.
     winograd : str
@@ -43,8 +43,8 @@ def explain(
     list of dict
         One entry a candidate pair, in the order of the model: ``first`` and ``second`` (names),
         ``input_shape``, ``layer1`` and ``layer2`` (texts), ``fused``, ``reason``, ``flops``, and
-        ``bytes_`` and ``intensity_`` (FLOPs a byte) ``unfused`` and ``fused``. What symbolic
-        shapes leave unknown is None.
+        ``bytes_`` and ``intensity_`` (FLOPs a byte) ``unfused`` and ``fused``. Values that are
+        unknown because of symbolic shapes are None.
 
     Raises
     ------
@@ -88,5 +88,5 @@ def _totals(pairs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _scaled(value: float | None, unit: float) -> str:
-    """Return a number in ``unit``; one that symbolic shapes leave unknown is a question mark."""
+    """Return a number in ``unit``; one unknown because of symbolic shapes is a question mark."""
     return "?" if value is None else f"{value / unit:.2f}"

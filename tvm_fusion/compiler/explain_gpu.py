@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say which kernels a model becomes on a GPU, and what became of its reductions."""
+"""Report on a model on a GPU: its kernels, and its fused reductions."""
 
 from __future__ import annotations
 
@@ -41,24 +41,23 @@ def explain_kernels(
     target : str or tvm.target.Target
         The GPU.
     shapes : mapping, optional
-        Shapes of inputs whose dimensions the model leaves open.
+        Shapes of inputs with symbolic dimensions.
     fuse : str or callable
         ``auto``, ``all``, ``none``, or a function, as for ``compile``.
     resources : bool
-        Whether to compile the kernels, for ``cuda`` alone, and tell what they use.
+        Whether to compile the kernels, for ``cuda`` only, and report their resources.
 
     Returns
     -------
     dict
-        ``target``; ``reductions``: how many are ``rewritten``, how many are fused with others or
-        with what surrounds them (``fused``), and the ``groups`` of
+        ``target``; ``reductions``: the numbers of ``rewritten`` ones and of those fused with others
+        or with producers and consumers (``fused``), and the ``groups`` of
         :func:`relay_passes.reduction.report.read_reduction_report`; ``pairs`` of convolutions, as
-        :func:`tvm_fusion.compiler.explain.explain` lists them; ``launches`` and
-        ``stock_launches``: kernels a call, ours and those of TVM's default pipeline; ``functions``:
-        the ``name`` of each function in the model's order, the ``rule`` that scheduled it, its
-        ``calls`` and their ``launches``. With ``resources`` each has ``kernels``, by name
-        ``registers`` a thread, and in bytes ``stack_frame``, ``spill_stores``, ``spill_loads`` and
-        ``shared``.
+        :func:`tvm_fusion.compiler.explain.explain` lists them; ``launches`` and ``stock_launches``:
+        kernels a call, ours and those of TVM's default pipeline; ``functions``: the ``name`` of
+        each function in the model's order, the ``rule`` that scheduled it, its ``calls`` and their
+        ``launches``. With ``resources`` each has ``kernels``, by name ``registers`` a thread, and
+        in bytes ``stack_frame``, ``spill_stores``, ``spill_loads`` and ``shared``.
 
     Raises
     ------
@@ -120,7 +119,7 @@ def _add_resources(
 
 
 def _is_kernel_of(function: str, kernel: str) -> bool:
-    """TVM calls the kernels of a function ``NAME_kernel``, ``NAME_kernel_1`` and so on."""
+    """Match TVM's names of a function's kernels: ``NAME_kernel``, ``NAME_kernel_1`` and so on."""
     return re.fullmatch(rf"{re.escape(function)}_kernel(_\d+)?", kernel) is not None
 
 

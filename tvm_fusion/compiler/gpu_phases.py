@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The phases of the pipeline for GPUs, and what must hold after the last of them."""
+"""Phases of the pipeline for GPUs, and the check after the last of them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ STOCK_RULES: tuple[dlight.ScheduleRule, ...] = (
     dlight.gpu.GeneralReduction(),
     dlight.gpu.Fallback(),
 )
-"""TVM's own rules, for what ours do not take; the last one takes anything. Transpose is missing: it
-fails where it meets a scatter, and ours takes transpositions."""
+"""TVM's own rules, for functions that ours do not take; the last one takes anything. Transpose is
+missing: it fails on a scatter, and ours takes transpositions."""
 
 
 def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:
@@ -49,7 +49,7 @@ def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:
     target : Target
         A GPU with a host.
     fuse : str or callable
-        Which pairs of convolutions :class:`relay_passes.FuseConv2D` fuses.
+        Choice of pairs of convolutions for :class:`relay_passes.FuseConv2D`.
 
     Returns
     -------
@@ -71,7 +71,7 @@ def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:
             FuseReductionProducers(),
             transform.FuseOps(),
             transform.FuseTIR(),
-            # Views, not copies; once it is scheduled, no reshape is recognised.
+            # Views, not copies; a scheduled reshape is no longer recognised.
             transform.RewriteDataflowReshape(),
             transform.DeadCodeElimination(),
             ShortenNames(),
@@ -81,7 +81,7 @@ def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:
 
 
 def stock_phases(target: Target) -> dict[str, list[Pass]]:
-    """What TVM does by default with an imported module, up to scheduled kernels."""
+    """TVM's default phases for an imported module, up to scheduled kernels."""
     return {
         "dispatch": gpu_generic.library_dispatch_passes(target),
         "legalize": gpu_generic.legalize_passes(target),
@@ -95,9 +95,9 @@ def schedule_by(*rules: dlight.ScheduleRule) -> Pass:
 
 @tvm.transform.module_pass(opt_level=0, name="RequireKernels")
 class RequireKernels:
-    """Check that every function runs on the GPU, or says that it is for the host.
+    """Check that every function runs on the GPU, or is marked for the host.
 
-    What is not scheduled would run on the host, which cannot read the memory of a GPU.
+    Unscheduled functions would run on the host, which cannot read the memory of a GPU.
     """
 
     def transform_module(self, mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:

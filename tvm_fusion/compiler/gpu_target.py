@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets of GPUs: what a user leaves out, taken from the device or from TVM's defaults."""
+"""Targets of GPUs: options that a user leaves out, taken from the device or from TVM's defaults."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ARCHITECTURES = tuple(
     for name in "70 72 75 80 86 87 88 89 90 90a 100 100a 100f 101 101a 101f 103 103a 103f "
     "110 110a 110f 120 120a 120f 121 121a 121f".split()
 )
-"""NVIDIA's names; those with a letter run on that very model or its family alone."""
+"""NVIDIA's names; those with a letter run on that model or its family only."""
 
 MODEL = "multiprocessors={}"
-"""What the schedules read in the option ``model``; TVM has none for their number."""
+"""Format of the option ``model`` that the schedules read; TVM has none for multiprocessors."""
 
 _DEFAULTS = {
     "cuda": {
@@ -37,12 +37,12 @@ _DEFAULTS = {
 
 
 def spell_out_gpu(config: dict[str, Any]) -> None:
-    """Fill in what a ``cuda`` or ``opencl`` target leaves open, and check what it says.
+    """Fill in the missing options of a ``cuda`` or ``opencl`` target, and check the others.
 
     Raises
     ------
     TargetError
-        If a value is not possible, or if a ``cuda`` target without ``arch`` meets no GPU.
+        If a value is invalid, or if there is no GPU for a ``cuda`` target without ``arch``.
     """
     kind = config["kind"]
     if kind == "cuda":
@@ -65,7 +65,7 @@ def spell_out_gpu(config: dict[str, Any]) -> None:
 
 
 def _ask_device(config: dict[str, Any]) -> None:
-    """Take from the first GPU of this machine what the target does not say."""
+    """Take the missing options from the first GPU of this machine."""
     try:
         device: DeviceInfo = find_device("cuda")
     except TargetError as error:

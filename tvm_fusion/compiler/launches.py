@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many kernels the functions of a module launch on a GPU, read from their IR."""
+"""Count of the kernels that the functions of a module launch on a GPU, from their IR."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CALLS = ("relax.call_tir", "relax.call_tir_inplace")
 
 @dataclass(frozen=True)
 class KernelUse:
-    """What a call of a model launches of one function.
+    """Launches of one function in a call of a model.
 
     Parameters
     ----------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline: which passes run, in which order. It only composes; every rewriting is a pass.
+"""Pipeline: passes and their order. It only composes; every rewriting is a pass.
 
 Importing this module registers it with Relax, so that ``relax.get_pipeline("tvm_fusion")`` gives
 a pass from an imported module to one that ``tvm.compile`` can generate code for.
@@ -50,16 +50,16 @@ NAME = "tvm_fusion"
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may choose of the pipeline.
+    """Choices of a user for the pipeline.
 
     Parameters
     ----------
     fuse : str or callable
-        Which pairs of convolutions :class:`relay_passes.FuseConv2D` fuses.
+        Choice of pairs of convolutions for :class:`relay_passes.FuseConv2D`.
     dump : Path | None
         A folder for the module after each phase, as ``0-simplify.py`` and so on.
     winograd : str
-        Which 3x3 convolutions :class:`relay_passes.ChooseWinograd` takes.
+        Choice of 3x3 convolutions for :class:`relay_passes.ChooseWinograd`.
     """
 
     fuse: Fuse = "auto"
@@ -140,7 +140,7 @@ def optimize(
     Parameters
     ----------
     mod : tvm.IRModule
-        A module as an importer makes it; it is not changed.
+        An imported module; it is not changed.
     target : Target
         A CPU, or a GPU with a host.
     options : Options | None
@@ -152,7 +152,7 @@ def optimize(
     -------
     tvm.IRModule
         Scheduled functions and a ``main`` that calls them; the attribute
-        ``tvm_fusion.fusion_report`` tells what became of each pair of convolutions.
+        ``tvm_fusion.fusion_report`` records the decision on each pair of convolutions.
 
     Raises
     ------
@@ -172,7 +172,7 @@ def run_phases(
     dump: Path | None = None,
     progress: Progress | None = None,
 ) -> tvm.IRModule:
-    """Run some phases in order, with parameters and errors as :func:`optimize` has them."""
+    """Run some phases in order, with the parameters and errors of :func:`optimize`."""
     with target:
         for number, (name, passes) in enumerate(plan.items()):
             if progress is not None:
@@ -187,13 +187,13 @@ def run_phases(
 
 @contextmanager
 def _own_errors(stage: str) -> Iterator[None]:
-    """Give whatever TVM raises as one of our errors; ours and interrupts pass."""
+    """Turn exceptions of TVM into our errors; our errors and interrupts pass unchanged."""
     try:
         yield
     except TVMFusionError:
         raise
     except Exception as error:  # TVM raises anything from ValueError to tvm.error
-        # Behind these words TVM prints the whole module.
+        # After these words TVM prints the whole module.
         told = str(error).partition("\nError in pass:")[0]
         reason = " ".join(told.split())[-500:] or type(error).__name__
         raise CompilationError(f"the stage {stage!r} failed: {reason}") from error
@@ -226,11 +226,11 @@ class Built(NamedTuple):
     Parameters
     ----------
     executable : relax.VMExecutable
-        The program; its ``main`` takes the weights behind the model's inputs.
+        The program; its ``main`` takes the weights after the model's inputs.
     weights : list of tvm.runtime.Tensor
         The weights.
     kernel : KernelCall | None
-        How the program is called if it is one kernel.
+        Call of the program if it is one kernel.
     """
 
     executable: relax.VMExecutable
@@ -239,9 +239,9 @@ class Built(NamedTuple):
 
 
 def build_apart(mod: tvm.IRModule, target: Target) -> Built:
-    """Generate code as :func:`build` does, with the weights apart.
+    """Generate code as :func:`build` does, with separate weights.
 
-    So code and weights can be saved and loaded each in its own way.
+    So code and weights can be saved and loaded separately.
 
     Raises
     ------
@@ -257,7 +257,7 @@ def build_apart(mod: tvm.IRModule, target: Target) -> Built:
 
 
 def _kernel_call(main: relax.Function) -> KernelCall | None:
-    """How the kernel of a program that is nothing else is called."""
+    """Call of the kernel of a program that is one kernel."""
     call = sole_kernel(main)
     params = list(main.params)
     if call is None or any(argument not in params for argument in call.args[:-1]):
@@ -268,7 +268,7 @@ def _kernel_call(main: relax.Function) -> KernelCall | None:
 
 
 def _cuda_compiler(target: Target) -> AbstractContextManager[None]:
-    """Where TVM's CUDA runtime is loaded, TVM compiles what it generates at once."""
+    """Compiler context: where TVM's CUDA runtime is loaded, TVM compiles CUDA text at once."""
     return tvm_compiler(str(target.attrs["arch"])) if target.kind.name == "cuda" else nullcontext()
 
 
@@ -279,12 +279,12 @@ def tvm_fusion_pipeline(
     """The whole pipeline as one pass, for ``tvm.compile(..., relax_pipeline=...)``.
 
     Where there is a GPU, TVM compiles CUDA text by the package ``cuda-bindings``; within ``with
-    tvm_fusion.codegen.nvrtc.tvm_compiler("sm_90"):`` by whatever NVRTC or nvcc is installed.
+    tvm_fusion.codegen.nvrtc.tvm_compiler("sm_90"):`` by any installed NVRTC or nvcc.
 
     Parameters
     ----------
     target : Target | None
-        A CPU, or a GPU with a host; the one that is current when the pass runs if None.
+        A CPU, or a GPU with a host; the current target of the pass run if None.
     fuse : str or callable
         As in :class:`Options`.
     winograd : str

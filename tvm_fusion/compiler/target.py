@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What code is compiled for: from what a user writes to a TVM target that is spelled out."""
+"""Targets of compilation: from a user's notation to a complete TVM target."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .target_names import (
 def resolve(
     target: str | Mapping[str, Any] | Target = "native", cores: int | None = None
 ) -> Target:
-    """Turn a target into a TVM target with everything spelled out.
+    """Turn a target into a TVM target with all options.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def resolve(
         The host of a GPU is a CPU, written in the same ways (``-host=x86-64-v3``); ``"native"`` by
         default.
     cores : int, optional
-        Cores to compile for where the target does not say; by default those of this machine.
+        Cores to compile for where the target has none; by default those of this machine.
 
     Returns
     -------
@@ -89,12 +89,12 @@ def _resolve_gpu(config: dict[str, Any], target: Any, cores: int | None) -> Targ
 
 
 def names_gpu(target: str | Mapping[str, Any] | Target) -> bool:
-    """Whether :func:`resolve` would give a GPU; this asks for none."""
+    """Return whether :func:`resolve` would give a GPU; this queries no device."""
     return _read_config(target).get("kind") in GPU_KINDS
 
 
 def is_gpu(target: Target) -> bool:
-    """Whether kernels run on a GPU; the target's host then runs the program that calls them."""
+    """Return whether kernels run on a GPU; the target's host then runs the program."""
     return target.kind.name in GPU_KINDS
 
 
@@ -104,7 +104,7 @@ def host_of(target: Target) -> Target:
 
 
 def device_needs(target: Target) -> DeviceNeeds | None:
-    """What a resolved target needs of a GPU; None if it is a CPU."""
+    """Requirements of a resolved target on a GPU; None if it is a CPU."""
     if not is_gpu(target):
         return None
     return DeviceNeeds(
@@ -120,7 +120,7 @@ def device_needs(target: Target) -> DeviceNeeds | None:
 def required_features(target: Target) -> tuple[str, ...]:
     """CPU features that a machine needs to run code compiled for ``target``, sorted.
 
-    Only those which compiled code may use count: a missing cipher instruction harms no kernel.
+    Only those that compiled code may use count: a missing cipher instruction affects no kernel.
     """
     known = CODEGEN_FEATURES[arch_of(target)]
     return tuple(sorted(known & codegen.llvm_get_cpu_features(host_of(target))))
@@ -132,7 +132,7 @@ def arch_of(target: Target) -> str:
 
 
 def _read_config(target: Any) -> dict[str, Any]:
-    """Read what the user gave as a target's options, not yet checked."""
+    """Read a user's target options, without checks."""
     if isinstance(target, Target):
         return _from_target(target)
     if isinstance(target, Mapping):
@@ -157,7 +157,7 @@ def _read_config(target: Any) -> dict[str, Any]:
 
 
 def _from_target(target: Target) -> dict[str, Any]:
-    """Options of a target object; what TVM derives itself is left out, and so is a CPU's host."""
+    """Options of a target object, without those that TVM derives, and without a CPU's host."""
     derived = ("keys", "tag", "host")
     host = {"host": target.host} if is_gpu(target) and target.host else {}
     return host | {
@@ -225,7 +225,7 @@ def _from_name(name: str) -> dict[str, Any]:
 
 
 def _spell_out(config: dict[str, Any]) -> None:
-    """Fill in triple and CPU, and check every name that LLVM would not."""
+    """Fill in triple and CPU, and check all names, which LLVM does not."""
     arch = arch_of_triple(config.setdefault("mtriple", triple_for(host_arch())))
     cpu = config.setdefault("mcpu", BASELINE[arch])
     features = config.get("mattr") or []
@@ -248,9 +248,9 @@ def _spell_out(config: dict[str, Any]) -> None:
 
 
 def _host_mattr() -> list[str]:
-    """Differences that matter to kernels between this machine and LLVM's model of it.
+    """Differences between this machine and LLVM's model of it that affect kernels.
 
-    What is absent comes last and so also takes away what depends on it.
+    Absent features come last, so that features depending on them are removed, too.
     """
     matter = CODEGEN_FEATURES[host_arch()]
     model = codegen.llvm_get_cpu_features(
@@ -263,7 +263,7 @@ def _host_mattr() -> list[str]:
 
 
 def _make(config: Any, given: Any) -> Target:
-    """The target of a configuration; an error shows what the user has given."""
+    """The target of a configuration; an error shows the user's input."""
     try:
         return Target(config)
     except (ValueError, TypeError) as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names that LLVM knows: architectures, CPUs and their features.
 
-LLVM itself does not refuse a name: an unknown CPU becomes a generic one after a line on stderr, an
-unknown feature is ignored, and an unknown triple ends the process.
+LLVM itself rejects no name: an unknown CPU becomes a generic one after a line on stderr, an unknown
+feature is ignored, and an unknown triple ends the process.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ CODEGEN_FEATURES = {
     ),
     "aarch64": frozenset("fp-armv8 neon crc lse sve sve2".split()),
 }
-"""Features whose instructions compiled code may hold unasked. The rest of what a CPU model lists
-(system instructions, ciphers, tuning hints) never gets into a kernel; on AArch64 these are also
-those which can be read from the running machine."""
+"""Features whose instructions LLVM may generate by itself. The other features of a CPU model
+(system instructions, ciphers, tuning hints) never occur in a kernel; on AArch64 these are also
+those that can be read from the running machine."""
 
 
 def triple_for(arch: str) -> str:
-    """A triple of the architecture: this system's own if it is of that architecture."""
+    """A triple of the architecture: this system's own if the architecture is the same."""
     system = str(codegen.llvm_get_system_triple())
     return system if canonical_arch(system.split("-")[0]) == arch else CROSS_TRIPLES[arch]
 
@@ -64,7 +64,7 @@ def _cpu_features(arch: str, cpu: str) -> set[str]:
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], example: str = "") -> TargetError:
-    """Make the error for a name that is not among the known ones; it lists those most alike."""
+    """Create the error for an unknown name; it lists the most similar known ones."""
     near = difflib.get_close_matches(name, sorted(set(known)), n=5, cutoff=0.6)
     hint = f"; did you mean {', '.join(near)}?" if near else ""
     if not near and example:

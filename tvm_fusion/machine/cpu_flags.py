@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU features that Linux says it found, under LLVM's names."""
+"""CPU features that Linux reports, under LLVM's names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LLVM_NAMES = {
     "crc32": "crc",
     "fp": "fp-armv8",
 }
-"""Where the names differ; Linux's old ``avx512vbmi`` and most others are LLVM's too."""
+"""Names that differ; Linux's old ``avx512vbmi`` and most others are LLVM's too."""
 
 
 @lru_cache(maxsize=1)
@@ -41,13 +41,13 @@ def flagged_features(source: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     Parameters
     ----------
     source : Path
-        Where Linux describes its processors; other than ``/proc/cpuinfo`` in tests.
+        Linux's description of the processors; tests use another file than ``/proc/cpuinfo``.
     """
     try:
         lines = source.read_text().splitlines()
     except OSError:
         return frozenset()
-    # Processors of one machine may differ: only what all of them have counts.
+    # Processors of one machine may differ: only their common features count.
     flags = [
         set(value.split())
         for key, _, value in (line.partition(":") for line in lines)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where NVIDIA's libraries, headers and programs are.
+"""Search for NVIDIA's libraries, headers and programs.
 
 NVIDIA's wheels (``nvidia-cuda-nvrtc`` and others), PyTorch, which depends on them, CuPy and the
-toolkit bring all that is needed, in different places.
+toolkit contain all that is needed, in different places.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def toolkit_folders(kind: str) -> list[Path]:
 
 
 def _cupy_folders() -> list[Path]:
-    """CuPy carries the headers that its own kernels need."""
+    """Folders of CuPy, which ships the headers of its own kernels."""
     roots = (Path(entry, "cupy/_core/include/cupy") for entry in sys.path if entry)
     return _existing(
         folder

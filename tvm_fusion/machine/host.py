@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU that this process runs on: its features, and how many cores the process may use.
+"""Processor of this machine: its features, and the number of cores that the process may use.
 
-What only LLVM knows is asked of TVM's compiler, which is imported when that is needed.
+Facts that only LLVM knows come from TVM's compiler, which is imported when needed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def host_cpu() -> str:
 
 @lru_cache(maxsize=1)
 def probe_features() -> dict[str, bool]:
-    """What LLVM reads from the processor: features that are there, and some that are not.
+    """Features as LLVM reads them from the processor: present ones, and some absent ones.
 
     It asks the processor and the operating system and not a table of models, so that a feature
     which a virtual machine hides, or whose registers the system does not save, counts as absent.
@@ -67,7 +67,7 @@ def check_host(features: Iterable[str], arch: str | None = None) -> None:
     Raises
     ------
     TargetError
-        Names the architecture or the features that are missing.
+        If code cannot run; the message names the architecture or the missing features.
     """
     if arch is not None and arch != host_arch():
         raise TargetError(
@@ -85,20 +85,20 @@ def check_host(features: Iterable[str], arch: str | None = None) -> None:
 
 
 def usable_processors() -> int:
-    """How many processors, hyper-threads included, this process may run on."""
+    """Number of processors, hyper-threads included, that this process may run on."""
     return len(_affinity())
 
 
 def physical_cores(root: Path = Path("/sys")) -> int:
-    """How many physical cores this process may use.
+    """Number of physical cores that this process may use.
 
     Hyper-threads of one core count once, processors outside the process's affinity mask do not
-    count, and a control group's limit of processor time bounds the number.
+    count, and the CPU quota of a control group bounds the number.
 
     Parameters
     ----------
     root : Path
-        Where the system shows its processors; other than ``/sys`` in tests.
+        The system's description of the processors; tests use another folder than ``/sys``.
     """
     affinity = _affinity()
     topology = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -114,7 +114,7 @@ def _affinity() -> list[int]:
 
 
 def _time_limit(root: Path) -> int | None:
-    """Processors' worth of time that the control group grants, rounded up; None if unlimited."""
+    """Number of processors of the control group's CPU quota, rounded up; None if unlimited."""
     quota, _, period = _read(root / "cpu.max").partition(" ")
     if not quota:
         quota = _read(root / "cpu/cpu.cfs_quota_us")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a measurement must say about the machine and the software it was taken with."""
+"""Description of the machine and the software of a measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("apache-tvm", "onnx", "numpy", "onnxruntime", "openvino")
 
 
 def host_info() -> dict[str, Any]:
-    """Return the processor, the system, and the versions of what is installed."""
+    """Return the processor, the system, and the versions of installed packages."""
     return {
         "cpu": cpu_name(),
         "physical_cores": physical_cores(),

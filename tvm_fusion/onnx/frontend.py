@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an ONNX model to a Relax module: load, check, bind shapes, mend, import.
+"""Import of an ONNX model to a Relax module: load, check, bind shapes, rewrite, import.
 
-TVM's own importer does the translation. What it does badly is mended in front of it
-(``rewrite.py``) or behind it (the pass ``SimplifyInference``).
+TVM's own importer does the translation. Its faults are corrected before it (``rewrite.py``) or
+after it (the pass ``SimplifyInference``).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def import_onnx(
     Raises
     ------
     InvalidModelError
-        If it is no ONNX model, is damaged or contradicts itself, or if a dimension has no size.
+        If it is no ONNX model, is damaged or inconsistent, or if a dimension has no size.
     UnsupportedOperatorError
         If it holds operators that cannot be imported; the message lists all of them.
     """
@@ -76,14 +76,14 @@ def import_onnx(
         proto, weights = _prepare(model, shapes)
         mod = _translate(proto, weights)
     except UnicodeDecodeError as error:
-        raise InvalidModelError(f"the model holds text that is no text: {error}") from error
+        raise InvalidModelError(f"the model holds invalid text: {error}") from error
     return ImportedModel(mod, _input_specs(proto, mod), _output_specs(proto, mod))
 
 
 def _prepare(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto, shapes: Shapes | None
 ) -> tuple[onnx.ModelProto, Weights]:
-    """Load, check, bind and mend; return the graph and the large weights, which it reads."""
+    """Load, check, bind and rewrite; return the graph and the large weights, which it reads."""
     proto = parse_model(read_model(model))
     folder = Path(model).parent if isinstance(model, str | os.PathLike) else None
     check_opset(proto)
@@ -100,7 +100,7 @@ def _prepare(
 
 
 class _Importer(ONNXGraphImporter):
-    """TVM's importer, with weights that are not part of the graph, and a Gather of our own."""
+    """TVM's importer, with weights that are not part of the graph, and our own Gather."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(None, "float32", keep_params_in_input=False)
@@ -123,7 +123,7 @@ class _Importer(ONNXGraphImporter):
 
 
 def _translate(model: onnx.ModelProto, weights: Weights) -> tvm.IRModule:
-    """Run TVM's importer; whatever it raises names the node that it stood at."""
+    """Run TVM's importer; errors name the node that it was translating."""
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -167,7 +167,7 @@ def _output_specs(model: onnx.ModelProto, mod: tvm.IRModule) -> tuple[TensorSpec
 
 
 def _check_output(value: onnx.ValueInfoProto, spec: TensorSpec) -> None:
-    """Refuse an output that the importer gives another type or shape than ONNX does."""
+    """Refuse an output whose imported type or shape differs from ONNX's."""
     tensor = value.type.tensor_type
     dtype = str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))
     shape = spec.shape
@@ -182,7 +182,7 @@ def _check_output(value: onnx.ValueInfoProto, spec: TensorSpec) -> None:
 
 
 def _fits(shape: tuple[int | str, ...], other: tuple[int | str, ...]) -> bool:
-    """Whether two shapes can be the same; symbolic sizes can be anything."""
+    """Return whether two shapes can be the same; symbolic sizes can be anything."""
     if len(shape) != len(other):
         return False
     pairs = zip(shape, other, strict=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse what TVM's importer would translate wrongly, or into code that reads beyond its tensors.
+"""Checks for nodes that TVM's importer would translate wrongly, or into out-of-bounds reads.
 
-The importer ignores what it does not know: an attribute, an output, a mode. Everything here has
-been seen to give wrong numbers or a dead process; a clear refusal is better.
+The importer ignores what it does not know: an attribute, an output, a mode. Every case here gave
+wrong numbers or a crash; a clear error is better.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_translations(model: onnx.ModelProto, facts: GraphFacts) -> None:
 
 
 def _mistranslation(node: onnx.NodeProto, facts: GraphFacts, from_data: set[str]) -> str | None:
-    """Say why the importer cannot translate a sound node, if so."""
+    """Return the reason why the importer cannot translate a sound node, if any."""
     for index in SHAPE_INPUTS.get(node.op_type, ()):
         if index < len(node.input) and node.input[index] in from_data:
             return f"its input {node.input[index]!r} depends on data; expected a constant"
@@ -73,7 +73,7 @@ def _space_to_depth(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
 
 
 def _p_norm(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
-    """The importer multiplies a mean by the whole window, also where that leaves the tensor."""
+    """Check an LpPool: the importer multiplies a mean by the whole window, also at the border."""
     return "its ceil_mode is 1" if attribute(node, "ceil_mode", 0) else None
 
 

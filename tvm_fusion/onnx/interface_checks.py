@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that a model takes and gives dense tensors of numbers."""
+"""Check that the inputs and outputs of a model are dense tensors of numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMBERS = frozenset(
 
 
 def check_interface(model: onnx.ModelProto) -> None:
-    """Refuse inputs, outputs and weights that compiled code cannot take or give."""
+    """Refuse inputs, outputs and weights that compiled code does not support."""
     graph = model.graph
     values = [("input", value) for value in graph.input]
     values += [("output", value) for value in graph.output]

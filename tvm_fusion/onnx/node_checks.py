@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse nodes that onnx's checker lets pass and that then crash onnx's or TVM's own code."""
+"""Checks for nodes that onnx's checker accepts and that then crash onnx's or TVM's code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .model.graph_edits import all_graphs, attribute, default_opset, is_default_
 from .operator_checks import refuse_nodes
 
 OUTPUTS = {"BatchNormalization": 1, "Dropout": 1, "LayerNormalization": 1, "MaxPool": 1}
-"""How many outputs the importer computes; it is silent about the rest."""
+"""Number of outputs that the importer computes; it ignores the rest."""
 
 MAX_ATTRIBUTE = 2**31 - 1
 """The compilers cast sizes and axes to 32 bits."""
@@ -34,7 +34,7 @@ def check_nodes(model: onnx.ModelProto) -> None:
 
 
 def _defect(node: onnx.NodeProto, opset: int) -> str | None:
-    """Say what of a node would end in a crash, if anything; needs no shapes."""
+    """Return the defect of a node that would end in a crash, if any; needs no shapes."""
     schema = onnx.defs.get_schema(node.op_type, opset)
     for index, name in enumerate(node.input):
         formal = schema.inputs[min(index, len(schema.inputs) - 1)] if schema.inputs else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the operators of a model that cannot be imported, before anything else looks at them."""
+"""Search for operators of a model that cannot be imported, before any other check."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .rewrites.functions import EXPANDED
 from .rewrites.lp_norm import REPLACED
 
 CONTROL_FLOW = frozenset({"If"})
-"""Spliced when the condition is known."""
+"""Operators that are spliced when the condition is known."""
 
 DATA_DEPENDENT = frozenset(
     """AllClassNMS Compress MaxRoiPool MaxUnpool NonMaxSuppression NonZero Optional
     OptionalGetElement OptionalHasElement RoiAlign SequenceAt SequenceConstruct SequenceEmpty
     SequenceErase SequenceInsert SequenceLength SplitToSequence ConcatFromSequence Unique""".split()
 )
-"""The importer has these, but data decide the size of their results or where they read."""
+"""Operators of the importer whose result sizes or reads depend on data."""
 
 Problem = tuple[onnx.NodeProto, str]
 
@@ -30,7 +30,7 @@ def check_operators(model: onnx.ModelProto) -> None:
     importable = importable.union(EXPANDED, REPLACED) - DATA_DEPENDENT
     functions = {(function.domain, function.name) for function in model.functions}
     problems = [
-        (node, "there is no translation of this operator")
+        (node, "this operator has no translation")
         for graph in all_graphs(model)
         for node in graph.node
         if (node.domain, node.op_type) not in functions

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrite an ONNX model into the part of ONNX that TVM's importer translates correctly.
+"""Rewriting of an ONNX model into the subset of ONNX that TVM's importer translates correctly.
 
-Each mend is one function that changes a model, or returns a new one, and keeps its meaning.
+Each rewrite is one function that changes a model, or returns a new one, and keeps its meaning.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .rewrites.powers import replace_powers
 from .rewrites.resize import normalize_resizes
 
 OLDEST_OPSET = 13
-"""From here on axes, pads and the like are inputs; the importer is at its best there."""
+"""First opset in which axes, pads and the like are inputs, as the importer expects."""
 
 CONVERTED_OPSET = 17
 
 FIRST_COORDINATE_MODES = 11
-"""Before this opset, Upsample and Resize knew one way to place pixels; the converter forgets it."""
+"""Before this opset, Upsample and Resize had one coordinate mode, which the converter drops."""
 
 
 def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
-    """Apply every mend and return the model, all its shapes inferred."""
+    """Apply every rewrite and return the model, all its shapes inferred."""
     model = inline_functions(model)
     drop_unused_outputs(model)
     check_nodes(model)
@@ -70,7 +70,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
 
 
 def drop_initializers_from_inputs(model: onnx.ModelProto) -> None:
-    """Keep as inputs only what a caller must pass; old models list their weights there, too."""
+    """Keep only real inputs; old models list their weights there, too."""
     weights = {tensor.name for tensor in model.graph.initializer}
     kept = [value for value in model.graph.input if value.name not in weights]
     del model.graph.input[:]
@@ -79,7 +79,7 @@ def drop_initializers_from_inputs(model: onnx.ModelProto) -> None:
 
 
 def drop_unused_outputs(model: onnx.ModelProto) -> None:
-    """Cut optional outputs that nobody reads; the importer wants to compute all that are named."""
+    """Remove optional outputs without readers; the importer computes all outputs that are named."""
     used = used_names(model)
     for graph in all_graphs(model):
         for node in graph.node:
@@ -89,7 +89,7 @@ def drop_unused_outputs(model: onnx.ModelProto) -> None:
 
 
 def upgrade_opset(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Bring a model of an old opset to one whose operators the importer knows exactly."""
+    """Convert a model of an old opset to one that the importer handles exactly."""
     opset = default_opset(model)
     if opset is None or opset >= OLDEST_OPSET:
         return model
@@ -98,7 +98,7 @@ def upgrade_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InvalidModelError(
-            f"the model of opset {opset} cannot be brought to opset {CONVERTED_OPSET} ({reason}); "
+            f"the model of opset {opset} cannot be converted to {CONVERTED_OPSET} ({reason}); "
             f"export it again with opset {OLDEST_OPSET} or newer"
         ) from error
     if opset < FIRST_COORDINATE_MODES:
@@ -160,7 +160,7 @@ def _rename_inputs(node: onnx.NodeProto, names: dict[str, str]) -> None:
 
 
 def _does_nothing(node: onnx.NodeProto, facts: GraphFacts) -> bool:
-    """Whether the node's first output always equals its first input and is all that is used."""
+    """Return whether the node's first output always equals its first input, without other uses."""
     if not is_default_domain(node) or len(node.output) > 1:
         return False
     if node.op_type != "Dropout" or len(node.input) < 3 or not node.input[2]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled models: calls, memory, threads, and the file that holds one.
+"""Compiled models: calls, memory, threads, and the saved file.
 
 Imports ``codegen`` and ``machine``, and needs no compiler; everything above may import it.
 Start with ``compiled_model.py``.

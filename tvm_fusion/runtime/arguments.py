@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the arguments of a call to tensors of TVM, and back from its results to numpy arrays.
+"""Conversion of a call's arguments to TVM tensors, and of its results to numpy arrays.
 
 Compiled kernels read their inputs with aligned instructions: TVM promises them 64 bytes, does not
-check it, and a lesser alignment ends the process. So an input which is contiguous, aligned and
-writable is handed over where it lies, and any other one is copied into memory of ours.
+check it, and a smaller alignment crashes the process. So an input that is contiguous, aligned and
+writable is passed in place, and any other one is copied into our own memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .tvm_runtime import get_function
 
 _CPU = 1
 _CARRIERS = {2: "uint16", 1: "uint8"}
-"""Types by whose name memory passes between TVM and numpy where DLPack lacks the true type."""
+"""Types that are passed between TVM and numpy by name where DLPack lacks the true type."""
 
 
 @cache
@@ -88,7 +88,7 @@ def check(
     values: Sequence[Any],
     view: Callable[[TensorSpec, Any], Any] | None = None,
 ) -> list[Any]:
-    """See each value as a numpy array, without copying, of the type and shape of its input.
+    """View each value as a numpy array, without copying, of the type and shape of its input.
 
     Parameters
     ----------
@@ -97,13 +97,12 @@ def check(
     values : sequence
         A value for each.
     view : callable, optional
-        Makes the array, or a tensor of TVM, of an input and its value; by default
-        :func:`as_array`.
+        Makes the array, or a TVM tensor, of an input and its value; by default :func:`as_array`.
 
     Raises
     ------
     InvalidInputError
-        Names the input, what it got and what it expected. Nothing is converted silently.
+        If a value does not match; the message names the input, its value and the expected type.
     """
     sizes: dict[str, tuple[int, str]] = {}
     arrays = []
@@ -147,7 +146,7 @@ def _check_shape(
 
 
 def as_array(spec: TensorSpec, value: Any, place: str = "the CPU") -> np.ndarray:
-    """See a value as a numpy array, without copying; ``place`` is where else it may be moved to.
+    """View a value as a numpy array, without copying; ``place`` is where else it may be moved to.
 
     Raises
     ------
@@ -164,7 +163,7 @@ def as_array(spec: TensorSpec, value: Any, place: str = "the CPU") -> np.ndarray
     device = value.__dlpack_device__()
     if int(device[0]) != _CPU:
         raise InvalidInputError(
-            f"input {spec.name!r} lies on another device (DLPack type {int(device[0])}); "
+            f"input {spec.name!r} is on another device (DLPack type {int(device[0])}); "
             f"move it to {place}"
         )
     try:
@@ -178,7 +177,7 @@ def as_array(spec: TensorSpec, value: Any, place: str = "the CPU") -> np.ndarray
 
 
 class Stage:
-    """Memory of our own for the inputs that cannot be used where they lie.
+    """Our own memory for the inputs that cannot be used in place.
 
     Parameters
     ----------
@@ -191,9 +190,9 @@ class Stage:
         self._places: list[tuple[Any, np.ndarray] | None] = [None] * len(specs)
 
     def tensors(self, arrays: Sequence[np.ndarray]) -> tuple[list[Any], list[np.ndarray]]:
-        """Tensors with the content of ``arrays``, and the memory that they lie in.
+        """Tensors with the content of ``arrays``, and their memory.
 
-        They are good until the next call.
+        They are valid until the next call.
         """
         tensors, memory = [], []
         for index, array in enumerate(arrays):
@@ -215,7 +214,7 @@ class Stage:
 
 def _in_place(array: np.ndarray) -> Any:
     """A tensor in the array's own memory; None if kernels cannot read it there."""
-    # contiguous, and writable: numpy exports nothing that is read-only
+    # contiguous, and writable: numpy exports no read-only arrays
     if not array.flags.carray or not array.size or array.dtype.isbuiltin != 1:
         return None
     tensor = tvm_ffi.from_dlpack(array)
@@ -230,11 +229,11 @@ def results(
     Parameters
     ----------
     outputs : sequence of tvm_ffi.Tensor
-        What the function returned.
+        Results of the function.
     fresh : sequence of bool
-        Which of them were made by this call.
+        Whether each was created by this call.
     inputs : sequence of numpy.ndarray
-        Memory of the inputs; what overlaps with it is copied, as is what is not fresh.
+        Memory of the inputs; results that overlap with it are copied, like those not fresh.
     """
     if len(outputs) == 1 and fresh[0]:
         return [_as_numpy(outputs[0])]
@@ -257,7 +256,7 @@ def _overlaps(array: np.ndarray, others: Sequence[np.ndarray]) -> bool:
 
 
 def empty(shape: Sequence[int], dtype: str, device: tvm_ffi.Device) -> Any:
-    """A tensor of TVM's own, with its alignment."""
+    """An empty TVM tensor, with its alignment."""
     allocate = get_function("runtime.TVMTensorAllocWithScope")
     return allocate(tvm_ffi.Shape(tuple(shape)), tvm_ffi.dtype(dtype), device, None)
 

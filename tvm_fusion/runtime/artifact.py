@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file that a compiled model is saved to.
+"""File format of a saved model.
 
-It is a shared library with weights and a description behind its end. TVM itself can load it too;
-the function ``main`` of the program then takes the weights behind the inputs.
+It is a shared library with weights and a description appended. TVM itself can load it too; the
+function ``main`` of the program then takes the weights after the inputs.
 
 ======================  ========================================================================
 bytes                   content
@@ -18,14 +18,14 @@ magic                   ``TVMFUSION-MODEL`` and a newline
 ======================  ========================================================================
 
 Format 1 had no weights: there they are constants in the library. Formats 1 and 2 are for CPUs, and
-formats up to 3 do not tell whether the program is one kernel.
+formats up to 3 do not record whether the program is one kernel.
 
 A model for an NVIDIA GPU holds machine code for its architecture, so nothing is compiled where it
 runs; one for OpenCL holds text, which the device's driver compiles.
 
 The description is read, and the file is checked, before anything of it is loaded: nothing in it is
 executed, unpickled, or followed to another file. **Loading the library then runs its code with all
-rights of the process.** The checksum finds damage and not malice: load only files that you trust.
+rights of the process.** The checksum detects damage, not malice: load only files that you trust.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from .tvm_runtime import version as tvm_version
 from .weights import read_weights, stored_bytes, write_weights
 
 FORMAT = 4
-"""The format that is written; all up to it are read."""
+"""The format for writing; all up to it can be read."""
 
 _MAGIC = b"TVMFUSION-MODEL\n"
 _FOOTER = struct.Struct("<QQ32sI16s")
@@ -65,7 +65,7 @@ _SAVE_HELP = "save again with this version, or compile the model again"
 
 @dataclass(frozen=True)
 class Description:
-    """What is known of a compiled model without running it.
+    """Facts about a compiled model that need no execution.
 
     Parameters
     ----------
@@ -78,17 +78,17 @@ class Description:
     inputs, outputs : tuple of TensorSpec
         In the order of the call and of the results.
     fresh : tuple of bool
-        Which outputs are made anew by each call.
+        Whether each output is newly created by each call.
     fused : tuple of dict
         One record a pair of convolutions.
     versions : dict
         Versions of ``tvm_fusion``, ``tvm`` and ``tvm_ffi`` that compiled the model.
     weights : tuple of TensorSpec
-        What ``main`` takes behind the inputs.
+        Arguments of ``main`` after the inputs.
     device : DeviceNeeds | None
         The GPU that the kernels run on; None if they run on the CPU.
     kernel : KernelCall | None
-        How the program is called if it is one kernel.
+        Call of the program if it is one kernel.
     """
 
     target: str
@@ -114,26 +114,26 @@ class Description:
         return _host(json.loads(self.target))["mtriple"]
 
     def check_machine(self) -> None:
-        """Refuse to run on this machine if its CPU or its GPU lacks what the code needs.
+        """Refuse to run on a machine whose CPU or GPU lacks what the code needs.
 
         Raises
         ------
         TargetError
-            Names what is missing.
+            If something is missing; the message names it.
         """
         check_host(self.features, self.arch)
         if self.device is not None:
             check_device(self.device)
 
     def linker(self, executable: Any) -> SharedLinker:
-        """What makes a library of an executable, with machine code for the GPU if that is CUDA."""
+        """Linker of an executable into a library, with machine code for the GPU if that is CUDA."""
         if self.device is None or self.device.kind != "cuda":
             return SharedLinker(self.triple)
         return SharedLinker(self.triple, machine_code_of(executable, self.device.arch))
 
 
 def current_versions() -> dict[str, str]:
-    """Versions of what compiles and runs models here."""
+    """Versions of the packages that compile and run models here."""
     return {
         "tvm_fusion": __version__,
         "tvm": tvm_version(),
@@ -144,12 +144,12 @@ def current_versions() -> dict[str, str]:
 def write_artifact(
     path: str | os.PathLike[str], executable: Any, about: Description, weights: Sequence[Any] = ()
 ) -> None:
-    """Write a compiled model; the file appears complete or not at all, also if the power fails.
+    """Write a compiled model atomically, even if the power fails.
 
     Parameters
     ----------
     path : path
-        Where to; a file that is there already is replaced.
+        Destination; an existing file is replaced.
     executable : tvm.runtime.Executable
         The compiled model.
     about : Description
@@ -167,7 +167,7 @@ def write_artifact(
     text = json.dumps(asdict(about)).encode()
     try:
         if path.exists() and not path.is_file():
-            raise OSError(None, "something other than a file has this name")
+            raise OSError(None, "it exists and is not a file")
         aside.touch()
         executable.export_library(str(aside), fcompile=about.linker(executable))
         with aside.open("ab") as file:
@@ -190,7 +190,7 @@ def write_artifact(
 
 
 def _write_through(folder: Path) -> None:
-    """Bring a folder's list of names to the disk, on file systems that can."""
+    """Flush a folder to the disk, on file systems that support it."""
     with contextlib.suppress(OSError):
         opened = os.open(folder, os.O_RDONLY)
         try:
@@ -205,8 +205,8 @@ def read_artifact(path: str | os.PathLike[str]) -> Description:
     Raises
     ------
     ArtifactError
-        If the file cannot be read, is none of ours, is damaged, or comes from a version which
-        this one cannot read.
+        If the file cannot be read, was not written by tvm_fusion, is damaged, or comes from a
+        version that this one cannot read.
     TargetError
         If this machine cannot run its code.
     """
@@ -233,7 +233,7 @@ def read_artifact_weights(path: Path, about: Description) -> list[tvm_ffi.Tensor
     Raises
     ------
     ArtifactError
-        If the file cannot be read, or is no longer the one that was described.
+        If the file cannot be read, or has changed since.
     """
     if not about.weights:
         return []
@@ -303,9 +303,9 @@ def _digest(path: Path, count: int) -> bytes:
 
 
 def _parse(data: Any, room: int) -> Description:
-    """Build a description from JSON; anything else than expected raises.
+    """Build a description from JSON; invalid content raises an exception.
 
-    ``room`` is how many bytes the library and the weights have.
+    ``room`` is the number of bytes of the library and the weights.
     """
     fresh = tuple(_typed(item, bool) for item in _typed(data["fresh"], list))
     outputs = _specs(data["outputs"])
@@ -356,7 +356,7 @@ def _device(data: Any, target: dict[str, Any]) -> DeviceNeeds | None:
 
 
 def _kernel(data: Any, arguments: int) -> KernelCall | None:
-    """``arguments`` is how many ``main`` takes."""
+    """Read the kernel's call; ``arguments`` is the number that ``main`` takes."""
     if data is None:
         return None
     taken = tuple(_typed(index, int) for index in _typed(data["arguments"], list))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a compiled model, time it, save it and load it."""
+"""Compiled models: running, timing, saving and loading."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Latency:
-    """What :meth:`CompiledModel.benchmark` measured, in milliseconds a call.
+    """Result of :meth:`CompiledModel.benchmark`, in milliseconds a call.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class Latency:
 
 
 class CompiledModel:
-    """A model compiled for a CPU or a GPU; ``tvm_fusion.compile`` and ``tvm_fusion.load`` make it.
+    """A model compiled for a CPU or a GPU; made by ``tvm_fusion.compile`` or ``load``.
 
     It is called with its inputs as numpy arrays or anything else on the CPU that has DLPack
     (tensors of PyTorch, TVM, JAX), by position, by name, or all of them in one mapping::
@@ -66,24 +66,23 @@ class CompiledModel:
     the caller's: no later call changes them, and changing them changes nothing else.
 
     Types and shapes must fit: nothing is converted silently. An input that is contiguous, writable
-    and aligned to 64 bytes is used where it lies (``host_arrays.aligned_empty`` makes such); any
+    and aligned to 64 bytes is used in place (``host_arrays.aligned_empty`` makes such arrays); any
     other one is copied first. Outputs are not copied, unless they are constants of the model or
     share memory with an input.
 
-    **GPUs.** A model for a GPU takes tensors of that GPU too, and uses them where they lie if they
-    are contiguous and aligned; arrays of the CPU are copied there. The weights are there from the
-    first call on (after :func:`load` at once). The results come back as numpy arrays;
-    :meth:`tensors` leaves them on the GPU.
+    **GPUs.** A model for a GPU takes tensors of that GPU too, and uses them in place if they are
+    contiguous and aligned; arrays of the CPU are copied there. The weights are copied there in the
+    first call (by :func:`load` immediately). The results come back as numpy arrays; :meth:`tensors`
+    leaves them on the GPU.
 
     **Threads.** A call runs on as many threads as the model was given, by default one a physical
-    core (or ``TVM_NUM_THREADS``, if the environment has it); models with different numbers can live
-    in one process. The number applies to the process's own processors, which a model's threads
-    share with everything else: they are not pinned.
+    core (or ``TVM_NUM_THREADS``, if the environment has it); models with different numbers can
+    share a process. The threads run on all processors of the process: they are not pinned.
 
     A model may be called from several threads of a program: its calls then wait for each other. To
-    have them run at the same time, load the model several times with fewer threads each. The main
-    thread computes itself, other threads hand their calls over to a thread of the model. It also
-    works in a process that was forked.
+    run calls at the same time, load the model several times with fewer threads each. The main
+    thread computes itself, other threads pass their calls to a thread of the model. It also works
+    in a forked process.
     """
 
     def __init__(
@@ -117,19 +116,19 @@ class CompiledModel:
 
     @property
     def target(self) -> Target:
-        """The target that the model is compiled for; asking for it imports TVM."""
+        """The target that the model is compiled for; accessing it imports TVM."""
         from tvm.target import Target
 
         return Target(self._about.target)
 
     @property
     def needs(self) -> DeviceNeeds | None:
-        """What the kernels need of a GPU; None if they run on the CPU."""
+        """Requirements of the kernels on a GPU; None if they run on the CPU."""
         return self._about.device
 
     @property
     def device(self) -> tvm_ffi.Device:
-        """Where the kernels run, and where :meth:`tensors` leaves the results."""
+        """The device of the kernels, and of the results of :meth:`tensors`."""
         return self._memory.device
 
     @property
@@ -139,7 +138,7 @@ class CompiledModel:
 
     @property
     def threads(self) -> int:
-        """How many threads a call runs on."""
+        """Number of threads of a call."""
         return self._crew.threads
 
     @property
@@ -194,8 +193,8 @@ class CompiledModel:
     def tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs as :meth:`__call__` does, and leave them on the model's device.
 
-        On a GPU the call returns when the kernels are launched, before they are done: what works
-        on the same stream, the default one, needs no more; others call :meth:`synchronize` first.
+        On a GPU the call returns when the kernels are launched, before they are done: work on the
+        same stream, the default one, is ordered; others call :meth:`synchronize` first.
 
         Returns
         -------
@@ -206,14 +205,14 @@ class CompiledModel:
         return self._unpacked(self._crew.run(self._run_on_device, values))
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was launched.
+        """Wait until the device has done all launched work.
 
         Raises
         ------
         TargetError
             If a kernel failed.
         """
-        if self._main is not None:  # else nothing was
+        if self._main is not None:  # else nothing was launched
             self._memory.synchronize()
 
     def _run(self, values: Sequence[Any]) -> list[np.ndarray]:
@@ -228,7 +227,7 @@ class CompiledModel:
         return outputs[0] if self._has_one_output else tuple(outputs)
 
     def _launch(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[Any], list[Any]]:
-        """The program's results, its inputs, and the memory that these lie in."""
+        """The program's results, its inputs, and their memory."""
         tensors, memory = self._place(values)
         return self._execute(tensors), tensors, memory
 
@@ -239,7 +238,7 @@ class CompiledModel:
         try:
             outputs = self._main(*tensors, *self._on_device())
         except (RuntimeError, ValueError, TypeError) as error:
-            # TVM checks what the specs cannot say, such as a dimension that is computed of others.
+            # TVM checks what the specs cannot say, such as a dimension computed from others.
             reason = str(error).strip().splitlines()[-1]
             if self.needs is not None and re.search("CUDA|OpenCL|CL_", str(error)):
                 raise TargetError(f"the GPU failed to run the model: {reason}") from error
@@ -247,13 +246,13 @@ class CompiledModel:
         return [outputs] if isinstance(outputs, tvm_ffi.Tensor) else outputs
 
     def _place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """As :meth:`Memory.place`; before that, what drives the device is loaded."""
+        """As :meth:`Memory.place`; loads the device's runtime first."""
         if self._main is None:
             self._start()
         return self._memory.place(values)
 
     def _on_device(self) -> list[Any]:
-        """The weights, which go to the device once."""
+        """The weights on the device, copied once."""
         if self._placed is None:
             try:
                 self._placed = self._memory.upload(self._weights)
@@ -263,12 +262,12 @@ class CompiledModel:
                 raise TargetError(
                     f"{size:.1f} MiB of weights cannot be placed on {self.device}: {reason}"
                 ) from error
-            if self._origin is not None:  # nobody will save them
+            if self._origin is not None:  # they will not be saved
                 self._weights = self._placed
         return self._placed
 
     def _start(self) -> None:
-        """Make the code executable; before that, make sure that this machine can execute it."""
+        """Load the code, after checking that this machine can execute it."""
         self._about.check_machine()
         module = self._executable
         if not isinstance(module, tvm_ffi.Module):
@@ -280,7 +279,7 @@ class CompiledModel:
             self._fast_call = make_fast_call(self._program(module), self._crew, about.inputs)
 
     def _program(self, library: tvm_ffi.Module) -> Program:
-        """What computes the only output."""
+        """The program that computes the only output."""
         about, weights, inputs = self._about, self._on_device(), len(self._about.inputs)
         [output] = about.outputs
         if about.kernel is None or not is_known([output]):
@@ -289,7 +288,7 @@ class CompiledModel:
             kernel = library.get_function(about.kernel.name, query_imports=True)
         except AttributeError as error:
             raise ArtifactError(
-                f"the model has no kernel {about.kernel.name!r}, of which its description tells; "
+                f"the model has no kernel {about.kernel.name!r}, which its description names; "
                 "compile it again"
             ) from error
         return Program.of_kernel(kernel, about.kernel, inputs, weights, output)
@@ -298,13 +297,12 @@ class CompiledModel:
         """Write the model to a file for :func:`load`.
 
         It is a shared library that TVM itself can load too: ``tvm_fusion.runtime.artifact``
-        describes it. No compiler is needed, for whatever CPU the model is compiled. The file
-        appears complete or not at all.
+        describes it. No compiler is needed, whatever the target. The file is written atomically.
 
         Parameters
         ----------
         path : path
-            Where to; a file that is there is replaced.
+            Destination; an existing file is replaced.
 
         Raises
         ------
@@ -322,8 +320,8 @@ class CompiledModel:
     ) -> Latency:
         """Time whole calls.
 
-        On a GPU the inputs are there before the clock starts, the results stay there, and a call
-        ends when the device has done all of it.
+        On a GPU the inputs are copied before the clock starts, the results stay there, and a call
+        ends when the device has finished.
 
         Parameters
         ----------
@@ -338,7 +336,7 @@ class CompiledModel:
         Raises
         ------
         InvalidInputError
-            If a number makes no sense, or an input has dimensions whose size is not known.
+            If a number is invalid, or an input has dimensions of unknown size.
         TargetError
             As for a call.
         """
@@ -380,10 +378,10 @@ class CompiledModel:
 def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledModel:
     """Load a model that :meth:`CompiledModel.save` wrote.
 
-    **Loading runs code of the file.** What can be checked is checked before: that it is a complete
-    file of ours, of a format and a TVM that fit, for this architecture and for a CPU whose features
-    are here, or for the GPU that is here. That protects from accidents, not from a stranger: load
-    only files that you trust.
+    **Loading runs code of the file.** Before that it is checked that the file is complete and one
+    of ours, that format and TVM version match, and that this machine has the architecture, the CPU
+    features or the GPU. That protects from accidents, not from malice: load only files that you
+    trust.
 
     Parameters
     ----------
@@ -395,11 +393,13 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledMo
     Raises
     ------
     ArtifactError
-        If the file cannot be read, is none of ours, is damaged, or is of another version.
+        If the file cannot be read, was not written by tvm_fusion, is damaged, or is of another
+        version.
     TargetError
-        If it is compiled for another architecture, for CPU features or a GPU which are not here.
+        If it is compiled for another architecture, for CPU features or a GPU that this machine
+        lacks.
     InvalidInputError
-        If ``threads`` is not possible.
+        If ``threads`` is invalid.
     """
     count = choose_threads(threads)
     about = read_artifact(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU of this machine, as TVM's runtime sees it, and whether a model can run on it."""
+"""GPU of this machine, as TVM's runtime sees it, and the check that a model can run on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeviceInfo:
     kind : str
         ``cuda`` or ``opencl``.
     name : str
-        What its driver calls it.
+        Its name in the driver.
     arch : str
         Of a CUDA device, such as ``sm_90``; else empty.
     max_threads : int
@@ -33,7 +33,7 @@ class DeviceInfo:
     shared_bytes : int
         Shared memory of one block.
     multiprocessors : int
-        How many blocks run at least at once.
+        Number of multiprocessors: blocks that run at once, at least.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class DeviceNeeds:
-    """What code for a GPU needs of the machine that it runs on.
+    """Requirements of code for a GPU on the machine that it runs on.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def check_device(needs: DeviceNeeds) -> None:
     Raises
     ------
     TargetError
-        Tells what is missing and what to do.
+        If something is missing; the message names it and a remedy.
     """
     try:
         device = find_device(needs.kind)
@@ -127,10 +127,10 @@ def check_device(needs: DeviceNeeds) -> None:
 
 
 def runs_on(code: str, device: str) -> bool:
-    """Whether machine code of one architecture runs on a device of another.
+    """Return whether machine code of one architecture runs on a device of another.
 
-    It runs on the same generation from the same minor number on; with the letter ``a`` on that
-    model alone, with ``f`` on those of its family, which begin with the same generation too.
+    It runs on the same generation with the same or a larger minor number; with the letter ``a`` on
+    that model only, with ``f`` on its family, which is the same generation, too.
     """
     made, there = (re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch) for arch in (code, device))
     if made is None or there is None or made[1] != there[1]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shortest way of a call to the kernels, for arguments that need nothing done to them.
+"""Fast path from a call to the kernels, for arguments that need no conversion.
 
-Kernels of 50 us wash the interpreter's own data out of the caches, so that each Python function
-which a call passes through costs a good part of a microsecond. Hence few functions, no virtual
-machine for a single kernel, and TVM's own checks of shapes: what they refuse takes the long way,
-whose errors tell more. Types are checked here, because TVM ends the process where it has no name
-for one, as for complex numbers.
+Kernels of 50 us evict the interpreter's data from the caches, so that each Python function in a
+call costs a good part of a microsecond. Hence few functions, no virtual machine for a single
+kernel, and TVM's own checks of shapes: arguments that they reject take the slow path, whose errors
+are clearer. Types are checked here, because TVM ends the process for types without a name, such as
+complex numbers.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ FastCall = Callable[[tuple[Any, ...]], "np.ndarray | None"]
 
 @dataclass(frozen=True)
 class Program:
-    """What a call runs.
+    """Program that a call runs.
 
     Parameters
     ----------
     function : callable
         The program on the virtual machine, or its only kernel.
     arguments : sequence
-        What it takes: weights, and whatever in the places of the inputs.
+        Its arguments: weights, and placeholders for the inputs.
     inputs : sequence of int
-        Where each input goes.
+        Position of each input.
     outputs : OutputPool | None
-        Where its last argument, the output, comes from; None if it returns the output.
+        Source of its last argument, the output; None if it returns the output.
     """
 
     function: Callable[..., Any]
@@ -69,7 +69,7 @@ class Program:
         return cls(kernel, [*arguments, None], places, OutputPool(output))
 
     def run(self, arguments: list[Any]) -> np.ndarray:
-        """The output; the arguments have the inputs."""
+        """Compute the output; the arguments include the inputs."""
         if self.outputs is None:
             return np.from_dlpack(self.function(*arguments))
         array, arguments[-1] = self.outputs.take()
@@ -80,7 +80,7 @@ class Program:
 def has_fast_call(
     inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], fresh: Sequence[bool]
 ) -> bool:
-    """Whether a model on the CPU has one new output, and all types and shapes are plain."""
+    """Return whether a model on the CPU has one new output, and only plain types and shapes."""
     is_plain = is_known(inputs) and all(map(_is_numpys_own, [*inputs, *outputs]))
     return is_plain and list(fresh) == [True]
 
@@ -93,16 +93,15 @@ def make_fast_call(program: Program, crew: Crew, inputs: Sequence[TensorSpec]) -
     program : Program
         That of a model with :func:`has_fast_call`.
     crew : Crew
-        What runs it.
+        Threads that run it.
     inputs : sequence of TensorSpec
         Its inputs.
 
     Returns
     -------
     callable
-        It returns None if any argument is anything but an array of the right type and shape that
-        kernels can read where it lies: contiguous, writable, and aligned. Nothing has happened
-        then.
+        It returns None, without any effect, unless every argument is an array of the right type and
+        shape that kernels can read in place: contiguous, writable, and aligned.
     """
     from_dlpack, run_on_crew, run = tvm_ffi.from_dlpack, crew.run, program.run
     dtypes = [numpy_dtype(spec.dtype) for spec in inputs]
@@ -128,11 +127,11 @@ def make_fast_call(program: Program, crew: Crew, inputs: Sequence[TensorSpec]) -
 
 
 def no_fast_call(args: tuple[Any, ...]) -> None:
-    """The function of a model that has none."""
+    """Fast call of a model that has none."""
 
 
 def is_known(specs: Sequence[TensorSpec]) -> bool:
-    """Whether all sizes are numbers, and there are elements."""
+    """Return whether all sizes are numbers, and there are elements."""
     return all(isinstance(size, int) and size > 0 for spec in specs for size in spec.shape)
 
 

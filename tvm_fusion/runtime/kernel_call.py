@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a program that is one kernel is called without TVM's virtual machine."""
+"""Call of a program that is one kernel, without TVM's virtual machine."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import tvm_ffi
 from .arguments import empty
 from .tensor_spec import TensorSpec
 
-_OUTPUTS = 2  # the one that the caller has still got while the next is computed, and that
+_OUTPUTS = 2  # the one that the caller still holds while the next is computed, and the next
 _UNUSED = 2  # references to an array that only its tuple holds, as getrefcount sees it
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """What ``main`` comes down to.
+    """Kernel call that ``main`` consists of.
 
     Parameters
     ----------
     name : str
         The kernel.
     arguments : tuple of int
-        Which arguments of ``main`` it takes, in its order, each input once; behind them it takes
-        the output.
+        The arguments of ``main`` that it takes, in its order, each input once; the output follows
+        them.
     """
 
     name: str
@@ -36,10 +36,10 @@ class KernelCall:
 
 
 class OutputPool:
-    """Arrays for the outputs of calls, taken again as soon as nobody has them any more.
+    """Arrays for the outputs of calls, reused as soon as they have no other references.
 
-    What is handed out is a view, so that its user may change its shape or its flags; it and all
-    views of it hold the array here.
+    A call gets a view, so that its user may change its shape or its flags; it and all its views
+    hold a reference to the array here.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class OutputPool:
         self._outputs = deque(self._new() for _ in range(_OUTPUTS))
 
     def take(self) -> tuple[np.ndarray, Any]:
-        """An array that nobody uses, and the tensor in its memory; not from two threads at once."""
+        """An unused array, and the tensor in its memory; not thread-safe."""
         outputs = self._outputs
         outputs.rotate()
         if getrefcount(outputs[0][0]) > _UNUSED:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tensors of a compiled model lie: in the memory of the host, or in that of a GPU.
+"""Memory of a compiled model's tensors: that of the host, or that of a GPU.
 
-Both kinds of memory do the same four things: they check what a call gets, place it where the
-kernels read it, and hand out the results as numpy arrays or as tensors.
+Both kinds of memory do the same four things: they check the arguments of a call, place them where
+the kernels read them, and return the results as numpy arrays or as tensors.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .tvm_runtime import get_function
 
 _CUDA = 2
 _LEGACY_STREAM = 1
-"""What DLPack calls the stream that TVM launches its kernels on."""
+"""DLPack's number of the stream on which TVM launches its kernels."""
 
 
 class Memory(Protocol):
-    """What a compiled model asks of the memory that its kernels work in."""
+    """Interface of the memory of a compiled model."""
 
     device: tvm_ffi.Device
 
     def check(self, values: Sequence[Any]) -> list[Any]:
-        """See each value of a call as an array or a tensor of the type and shape of its input."""
+        """View each value of a call as an array or a tensor of the type and shape of its input."""
 
     def place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Tensors that kernels can read, good until the next call, and what they lie in."""
+        """Tensors that kernels can read, valid until the next call, and their memory."""
 
     def arrays(
         self, outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[Any]
@@ -47,11 +47,11 @@ class Memory(Protocol):
         """The weights where kernels can read them."""
 
     def synchronize(self) -> None:
-        """Wait until all that was launched is done."""
+        """Wait until all launched work is done."""
 
 
 class HostMemory:
-    """Inputs are used where they lie in the host's memory, if they are contiguous and aligned.
+    """Memory of the host: inputs are used in place if they are contiguous and aligned.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class HostMemory:
         return check(self._specs, values)
 
     def place(self, values: Sequence[np.ndarray]) -> tuple[list[Any], list[np.ndarray]]:
-        """As :meth:`Memory.place`; copies what cannot be used where it lies."""
+        """As :meth:`Memory.place`; copies values that cannot be used in place."""
         return self._stage.tensors(values)
 
     def upload(self, weights: Sequence[Any]) -> list[Any]:
@@ -79,11 +79,11 @@ class HostMemory:
         return list(weights)
 
     def synchronize(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: calls are synchronous."""
 
 
 class DeviceMemory:
-    """Inputs are copied to the device, unless they are tensors there; so are results, back.
+    """Memory of a GPU: inputs are copied to it, unless they are there; results are copied back.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ class DeviceMemory:
         Raises
         ------
         InvalidInputError
-            If a value is not of its input's type and shape, or lies on a third device.
+            If a value is not of its input's type and shape, or is on another device.
         """
         return check(self._specs, values, self._view)
 
@@ -114,7 +114,7 @@ class DeviceMemory:
         Raises
         ------
         TargetError
-            If the device has no room for them.
+            If the device has too little memory for them.
         """
         with _own_errors(self.device):
             tensors = [self._placed(index, value) for index, value in enumerate(values)]
@@ -142,7 +142,7 @@ class DeviceMemory:
         return places
 
     def synchronize(self) -> None:
-        """Wait until all that was launched is done.
+        """Wait until all launched work is done.
 
         Raises
         ------
@@ -162,7 +162,7 @@ class DeviceMemory:
             return as_array(spec, value, f"the CPU or to {self.device}")
         if index != self.device.index:
             raise InvalidInputError(
-                f"input {spec.name!r} lies on the device number {index}; move it to {self.device}"
+                f"input {spec.name!r} is on the device number {index}; move it to {self.device}"
             )
         return _import(spec, value, kind)
 
@@ -188,16 +188,16 @@ def own_tensors(outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[
     Parameters
     ----------
     outputs : sequence of tvm_ffi.Tensor
-        What the function returned.
+        Results of the function.
     fresh : sequence of bool
-        Which of them were made by this call; others are copied.
+        Whether each was created by this call; others are copied.
     inputs : sequence of tvm_ffi.Tensor
-        What overlaps with them is copied, too.
+        Results that overlap with them are copied, too.
 
     Raises
     ------
     TargetError
-        If the device has no room for a copy.
+        If the device has too little memory for a copy.
     """
     taken = [_extent(tensor) for tensor in inputs]
     owned = []
@@ -214,13 +214,13 @@ def own_tensors(outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[
 
 
 def kind_of(tensor: Any) -> int:
-    """DLPack's number of the kind of device that a tensor lies on."""
+    """DLPack's number of the device kind of a tensor."""
     return int(tensor.device.dlpack_device_type())
 
 
 @contextlib.contextmanager
 def _own_errors(device: tvm_ffi.Device) -> Iterator[None]:
-    """Give what TVM's runtime raises of a device as one of our errors."""
+    """Turn errors of TVM's runtime about a device into our errors."""
     try:
         yield
     except RuntimeError as error:
@@ -229,7 +229,7 @@ def _own_errors(device: tvm_ffi.Device) -> Iterator[None]:
 
 
 def _import(spec: TensorSpec, value: Any, kind: int) -> Any:
-    """A tensor of another library where it lies; what writes to it is waited for on the device."""
+    """A tensor of another library in place; the device waits for pending writes to it."""
     try:
         if not isinstance(value, tvm_ffi.Tensor):
             stream = {"stream": _LEGACY_STREAM} if kind == _CUDA else {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of one input or output of a model."""
+"""Description of one input or output of a model."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class TensorSpec:
 def refuse_open_shapes(
     inputs: Iterable[TensorSpec], error: type[TVMFusionError], remedy: str
 ) -> None:
-    """Refuse inputs with dimensions that are only known when the model runs.
+    """Refuse inputs with dimensions that are only known at run time.
 
     Parameters
     ----------
     inputs : iterable of TensorSpec
         The inputs.
     error : type
-        What to raise.
+        Class of the exception.
     remedy : str
-        What the caller can do about it, as the end of the message.
+        Remedy for the caller, as the end of the message.
     """
     for spec in inputs:
         if not all(isinstance(size, int) for size in spec.shape):

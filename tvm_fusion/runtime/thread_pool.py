@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On which threads a model runs.
+"""Threads of a model, on TVM's thread pools.
 
-What TVM 0.27 does, found by experiment:
+Behaviour of TVM 0.27, found by experiment:
 
-- Every thread of the program that calls a parallel kernel gets a pool of its own, made at that
-  first call, as large as ``TVM_NUM_THREADS`` or half the processors. A pool never grows, its
-  workers are pinned to the first processors of the machine (whatever the affinity of the process),
-  and where the thread ends its pool may linger.
-- ``runtime.config_threadpool(mode, threads, processors, largest)``, called first, decides
-  otherwise: the calling thread's pool is made with ``largest`` workers, of which ``threads`` work
-  from then on, and the mode -3 lets them move among ``processors``. Within ``largest`` the number
-  of threads can be lowered and raised at any time. ``largest`` holds for the whole process; while
-  it is 1, every kernel runs serially.
+- Every thread of the program that calls a parallel kernel gets its own pool, made at that first
+  call, as large as ``TVM_NUM_THREADS`` or half the processors. A pool never grows, its workers are
+  pinned to the first processors of the machine (whatever the affinity of the process), and its pool
+  may outlive the thread.
+- ``runtime.config_threadpool(mode, threads, processors, largest)``, called first, changes that: the
+  calling thread's pool is made with ``largest`` workers, of which ``threads`` work from then on,
+  and the mode -3 lets them move among ``processors``. Within ``largest`` the number of threads can
+  be lowered and raised at any time. ``largest`` holds for the whole process; while it is 1, every
+  kernel runs serially.
 
-So no environment variable has to be set, and each model has exactly the threads that it asks for.
+So no environment variable has to be set, and each model has exactly the threads that it requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..machine.host import physical_cores, usable_processors
 from .tvm_runtime import get_function
 
 _SHARE_PROCESSORS = -3
-_DEAD = -1  # what a thread's pool has of threads in a process that was forked after its first call
+_DEAD = -1  # threads of a pool in a process that was forked after the thread's first call
 _this_thread = threading.local()
 _starting = threading.Lock()
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
@@ -67,9 +67,9 @@ def choose_threads(threads: int | None) -> int:
 class Crew:
     """Runs the calls of one model, one at a time, with a fixed number of threads.
 
-    The program's main thread runs them itself. Any other thread hands them over to a thread which
-    belongs to the crew: so TVM makes one pool a model and not one for each thread of a server. The
-    same goes for a process that was forked after a call, since no pool survives a fork.
+    The program's main thread runs them itself. Any other thread passes them to a thread of the
+    crew: so TVM makes one pool a model and not one for each thread of a server. The same holds in a
+    process that was forked after a call, since no pool survives a fork.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class Crew:
         _crews.add(self)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the function and return what it returns; other calls wait."""
+        """Call the function and return its result; other calls wait."""
         if getattr(_this_thread, "threads", 0) == self.threads:  # all is prepared
             with self._turn:
                 return function(*args)
@@ -101,13 +101,13 @@ class Crew:
         return job.result
 
     def renew(self) -> None:
-        """Begin anew in a forked process, which has neither the thread nor who holds the lock."""
+        """Start again in a forked process, which has neither the thread nor the lock's holder."""
         self._turn = threading.Lock()
         self._jobs = None
 
     def _start_thread(self) -> queue.SimpleQueue[_Job | None]:
         jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        # The thread must not hold the crew: its end is what ends the thread.
+        # The thread must not reference the crew: its deletion ends the thread.
         threading.Thread(
             target=_serve, args=(jobs, self._turn, self.threads), name="tvm_fusion", daemon=True
         ).start()
@@ -116,7 +116,7 @@ class Crew:
 
 
 class _Job:
-    """A call that another thread makes; it keeps its result until it is asked for."""
+    """A call made by another thread; it keeps its result until that is fetched."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.function = function
@@ -127,10 +127,10 @@ class _Job:
         self.done.acquire()
 
     def run(self, turn: threading.Lock, threads: int) -> None:
-        """Make the call, and let the one who waits go on."""
+        """Make the call, and wake the waiting thread."""
         try:
             self.result = _work(turn, threads, self.function, self.args)
-        except BaseException as error:  # whatever it is, it belongs to the thread that waits
+        except BaseException as error:  # every exception belongs to the waiting thread
             self.error = error
         finally:
             self.done.release()
@@ -139,20 +139,20 @@ class _Job:
 def _serve(jobs: queue.SimpleQueue[_Job | None], turn: threading.Lock, threads: int) -> None:
     for job in iter(jobs.get, None):
         job.run(turn, threads)
-        del job  # its result may be large, and the next job may be far
+        del job  # its result may be large, and the next job may come late
 
 
 def _work(
     turn: threading.Lock, threads: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    """Call the function on this thread, when it is its turn."""
+    """Call the function on this thread, in turn with other calls."""
     with turn:
         _set_threads(threads)
         return function(*args)
 
 
 def _set_threads(threads: int) -> None:
-    """Make this thread's pool work with so many threads."""
+    """Set the number of threads in this thread's pool."""
     if getattr(_this_thread, "threads", 0) == threads:
         return
     processors = [str(cpu) for cpu in _processors()]
@@ -163,7 +163,7 @@ def _set_threads(threads: int) -> None:
 
 
 def _pool_is_dead() -> bool:
-    """Whether this thread's pool was left behind in the process that forked this one."""
+    """Return whether this thread's pool was lost in a fork of the process."""
     return getattr(_this_thread, "threads", 0) == _DEAD
 
 
@@ -176,7 +176,7 @@ def _processors() -> list[int]:
 def _after_fork() -> None:
     global _starting, _main_thread
     _starting = threading.Lock()
-    _main_thread = threading.get_ident()  # what forked is all that there is
+    _main_thread = threading.get_ident()  # only the forking thread exists
     if hasattr(_this_thread, "threads"):
         _this_thread.threads = _DEAD
     for crew in _crews:

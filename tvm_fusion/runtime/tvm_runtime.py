@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of TVM that runs models, without the part that compiles them.
+"""Runtime part of TVM, without the compiler.
 
 ``import tvm`` loads the compiler with LLVM and takes 170 MiB and most of a second. A saved model
-needs a hundredth of that: ``libtvm_runtime``, which the same package holds. It is loaded as TVM
-itself would load it, so that a later ``import tvm`` finds it in place.
+needs a hundredth of that: ``libtvm_runtime``, from the same package. It is loaded as TVM itself
+would load it, so that a later ``import tvm`` reuses it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def get_function(name: str) -> Callable[..., Any]:
 
 
 def version() -> str:
-    """Version of the TVM that is installed."""
+    """Version of the installed TVM."""
     if "tvm" not in sys.modules:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version("apache-tvm")
@@ -59,12 +59,12 @@ def start_machine(library: tvm_ffi.Module, device: tvm_ffi.Device | None = None)
     library : tvm_ffi.Module
         A library that holds a Relax program; its functions are those of the machine.
     device : tvm_ffi.Device | None
-        Where its tensors are; the CPU if None. Shapes are computed on the CPU in any case.
+        Device of its tensors; the CPU if None. Shapes are computed on the CPU in any case.
 
     Raises
     ------
     RuntimeError
-        If the program calls a function that there is not.
+        If the program calls an unknown function.
     """
     try:
         return _start(library, device)
@@ -92,14 +92,14 @@ def load_device_library(kind: str) -> None:
     Raises
     ------
     TargetError
-        If this TVM has none, or something that it needs is not installed.
+        If this TVM has none, or one of its dependencies is not installed.
     """
     if _has_device(kind):
         return
     reason = _try_to_load(f"tvm_runtime_{kind}")
     needed = re.search(r"libcudart\.so\.\d+", reason)
     for path in find_libraries(needed[0]) if needed else ():
-        # A library that is loaded already is found by its name, wherever it lies.
+        # A library that is loaded already is found by its name, whatever its path.
         with contextlib.suppress(OSError):
             ctypes.CDLL(str(path))
             reason = _try_to_load(f"tvm_runtime_{kind}")
@@ -109,7 +109,7 @@ def load_device_library(kind: str) -> None:
 
 
 def _try_to_load(name: str) -> str:
-    """Load a library of TVM; return why that failed, or nothing."""
+    """Load a library of TVM; return the reason of a failure, or nothing."""
     try:
         load_lib_ctypes("tvm", name, "RTLD_LOCAL", extra_lib_paths=_folders())
     except (RuntimeError, OSError) as error:
@@ -136,7 +136,7 @@ def _why_no_device(kind: str, reason: str) -> str:
 
 @cache
 def _load() -> None:
-    """Load the runtime from the package of TVM, unless that is imported anyway."""
+    """Load the runtime from the package of TVM, unless that is imported already."""
     if "tvm" in sys.modules:
         return
     folders = _folders()
@@ -146,7 +146,7 @@ def _load() -> None:
 
 
 def _folders() -> list[Path]:
-    """Where TVM's libraries may be."""
+    """Possible folders of TVM's libraries."""
     spec = importlib.util.find_spec("tvm")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("No module named 'tvm'; install apache-tvm", name="tvm")

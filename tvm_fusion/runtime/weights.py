@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a model as one run of bytes, each tensor aligned as the kernels need it."""
+"""Weights of a model as one contiguous block, each tensor aligned as the kernels need it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES = frozenset(
 
 
 def weight_specs(weights: Sequence[Any]) -> tuple[TensorSpec, ...]:
-    """Describe tensors; they are called as the parameters of ``main`` that take them."""
+    """Describe tensors; their names are the parameters of ``main`` that take them."""
     return tuple(
         TensorSpec(f"weight{index}", tuple(map(int, weight.shape)), str(weight.dtype))
         for index, weight in enumerate(weights)
@@ -28,7 +28,7 @@ def weight_specs(weights: Sequence[Any]) -> tuple[TensorSpec, ...]:
 
 
 def stored_bytes(specs: Sequence[TensorSpec]) -> int:
-    """How many bytes the tensors take, with the gaps between them.
+    """Number of bytes of the tensors, with the gaps between them.
 
     Raises
     ------
@@ -39,16 +39,16 @@ def stored_bytes(specs: Sequence[TensorSpec]) -> int:
 
 
 def write_weights(file: BinaryIO, weights: Sequence[Any]) -> None:
-    """Write tensors one behind the other."""
+    """Write tensors one after the other."""
     for weight, (_, _, gap) in zip(weights, _layout(weight_specs(weights)), strict=True):
         file.write(np.from_dlpack(weight).reshape(-1).view(np.uint8).data)
         file.write(bytes(gap))
 
 
 def read_weights(file: BinaryIO, specs: Sequence[TensorSpec]) -> list[tvm_ffi.Tensor]:
-    """Read what :func:`write_weights` wrote into memory that the tensors share.
+    """Read the tensors of :func:`write_weights` into memory that they share.
 
-    The bytes go from the file to where the kernels read them, without a copy in between.
+    The bytes go from the file directly to the memory that the kernels read.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def read_weights(file: BinaryIO, specs: Sequence[TensorSpec]) -> list[tvm_ffi.Te
 
 
 def _layout(specs: Sequence[TensorSpec]) -> Iterator[tuple[np.dtype, int, int]]:
-    """Element type of each tensor, its bytes, and those of the gap behind it."""
+    """Element type of each tensor, its bytes, and those of the gap after it."""
     for spec in specs:
         if spec.dtype not in _DTYPES:
             raise ValueError(f"{spec.name!r} has the element type {spec.dtype!r}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A case as eager calls on the array modules torch, cupy and jax.numpy."""
+"""Evaluation of a case by eager calls on the array modules torch, cupy and jax.numpy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_case(
 
 
 def planned(case: Case) -> Planned:
-    """What :func:`run_planned` needs to know of a case."""
+    """Description of a case for :func:`run_planned`."""
     return [(reduction, case.workload(reduction)) for reduction in case.reductions]
 
 

@@ -13,7 +13,7 @@ from .protocol import COLD_FACTOR
 
 
 class Clock(Protocol):
-    """What the comparison asks of a device; tests have one without a GPU."""
+    """Interface of a device for the comparison; tests have one without a GPU."""
 
     cache_bytes: int
     memory_bytes: int
@@ -32,20 +32,19 @@ class Clock(Protocol):
         """Give memory that nothing uses back to the device, for engines beside PyTorch."""
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Device seconds of what ``work`` starts."""
+        """Device seconds of the launches of ``work``."""
 
     def capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Record what ``work`` starts as a graph; returns what replays it."""
+        """Record the launches of ``work`` as a graph; returns its replay."""
 
     def scope(self, engine: Engine) -> Any:
-        """A scope in which the engine launches where this clock looks."""
+        """Context in which the engine launches on the stream of this clock."""
 
 
 class CudaClock:
     """The first CUDA device.
 
-    Everything that is timed runs on one stream, which is not the default one: graphs cannot be
-    captured there.
+    Everything timed runs on one stream other than the default one, where graphs cannot be captured.
     """
 
     device = "cuda"

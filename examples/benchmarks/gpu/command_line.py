@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both benchmarks on a GPU share: options, which engines race, and where nothing can."""
+"""Common parts of both benchmarks on a GPU: options, choice of engines, checks of the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .compare import presence
 from .engine import Engine
 
 NO_GPU = 2
-"""Exit code where no GPU was found, no case was asked for, or no such architecture exists."""
+"""Exit code where no GPU was found, no case matches, or the architecture does not exist."""
 
 
 def add_options(parser: argparse.ArgumentParser, what: str) -> None:
@@ -43,7 +43,7 @@ def chosen(engines: Sequence[Engine], words: Sequence[str] | None) -> list[Engin
 
 
 def lacks_gpu() -> bool:
-    """Whether nothing can be measured here; says why on the standard error output."""
+    """Return whether nothing can be measured here, with the reason on the standard error output."""
     missing = machine.find_gpu()
     if missing:
         print(f"bench-gpu: {missing}; --dry-run needs none", file=sys.stderr)
@@ -51,7 +51,7 @@ def lacks_gpu() -> bool:
 
 
 def refuses(arch: str) -> bool:
-    """Whether nothing can be compiled for an architecture; says why, as :func:`lacks_gpu` does."""
+    """Return whether nothing can be compiled for an architecture; prints the reason, too."""
     refusal = machine.refusal_of(arch)
     if refusal:
         print(f"bench-gpu: {refusal}", file=sys.stderr)
@@ -59,7 +59,7 @@ def refuses(arch: str) -> bool:
 
 
 def show_presence(engines: Sequence[Engine], console: Console) -> None:
-    """Print a line for each engine: whether it could race here."""
+    """Print a line for each engine that tells whether it could race here."""
     for engine in engines:
         missing = presence(engine)
         console.print(f"{engine.title}: {f'absent: {missing}' if missing else 'present'}")
@@ -81,6 +81,6 @@ def stored_results(path: Path, settings: dict[str, Any]) -> Any:
 
 
 def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without what differs from one start to the next: clocks, measured limits."""
+    """Settings that must be equal between runs: without clocks and measured limits."""
     gpu = dict(settings["machine"], gpu=settings["machine"]["gpu"].get("name"))
     return {"machine": gpu, "plan": settings["plan"]}

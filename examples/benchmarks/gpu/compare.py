@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One case on all engines: prepare, check, warm up, time in turns."""
+"""Race of all engines on one case: prepare, check, warm up, time in turns."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .reference import as_torch, deviation, make_inputs
 
 @dataclass(frozen=True)
 class Trial:
-    """What all engines compute, on the same inputs.
+    """Common task of all engines, on the same inputs.
 
     Parameters
     ----------
     case : Any
-        What they are told to prepare.
+        The case that they prepare.
     sets : Sets
         The inputs.
     judge : Callable
@@ -56,13 +56,13 @@ class Trial:
 
 @dataclass
 class Contender:
-    """An engine that got a case right."""
+    """Engine with correct results on a case."""
 
     engine: Engine
     launcher: Launcher
     verdict: Verdict
     seconds: float
-    """Of one launch, roughly, with the launch itself."""
+    """Rough seconds of one launch, including the launch itself."""
 
 
 def compare(
@@ -85,7 +85,7 @@ def compare(
 
 
 def clear(engines: Sequence[Engine], clock: Clock) -> None:
-    """Give back what earlier cases left behind."""
+    """Release memory of earlier cases."""
     for engine in engines:
         if not presence(engine):
             engine.release()
@@ -101,7 +101,7 @@ def race(trial: Trial, engines: Sequence[Engine], clock: Clock, plan: Plan) -> l
             with clock.scope(engine):
                 contender = _prepare(trial, engine, clock, plan, verdict)
             contenders.append(contender)
-        except Exception as error:  # engines are others' code: any failure is a finding
+        except Exception as error:  # engines are foreign code: any failure is a result
             verdict.problem = reason(error)
     short = bool(contenders) and min(item.seconds for item in contenders) < SHORT
     graphs = short if trial.graphs is None else trial.graphs
@@ -113,7 +113,7 @@ def race(trial: Trial, engines: Sequence[Engine], clock: Clock, plan: Plan) -> l
 
 
 def presence(engine: Engine) -> str:
-    """Why an engine cannot run here; an empty text if it can."""
+    """Reason why an engine cannot run here; an empty text if it can."""
     try:
         engine.check()
     except EngineError as error:
@@ -176,7 +176,7 @@ def _time_device(
 def _captured_sampler(
     launcher: Launcher, clock: Clock, turns: Rotation, short: bool
 ) -> tuple[Callable[[], float], str]:
-    """What takes a sample, tried once; without a graph if none can be captured."""
+    """Sampler from a graph, tried once; without a graph if none can be captured."""
     if short and launcher.capturable and launcher.all_sets is None:
         try:
             sampler, how = _sampler(launcher, clock, turns, short)
@@ -193,7 +193,7 @@ def _captured_sampler(
 def _sampler(
     launcher: Launcher, clock: Clock, turns: Rotation, short: bool
 ) -> tuple[Callable[[], float], str]:
-    """What takes one sample of the seconds of a launch, and how it does so."""
+    """Sampler of the seconds of a launch, and its method."""
     if launcher.all_sets is not None:
         return _ready_sampler(launcher.all_sets, clock, turns), "ready"
     count = turns.launches if short else 1
@@ -212,7 +212,7 @@ def _sampler(
     work = clock.capture(launch_all) if captured else launch_all if short else launch_next
 
     def sample() -> float:
-        # The device is kept busy until the host has queued the work: no launch gap is timed.
+        # The device is busy until the host has queued the work: no launch gap is timed.
         clock.flush()
         return clock.seconds(work) / count
 
@@ -283,7 +283,7 @@ def _take(
     plan: Plan,
     field: str,
 ) -> None:
-    """Sample in turns, and put the summaries into a field of the verdicts."""
+    """Sample in turns, and store the summaries in a field of the verdicts."""
     taken, failed = interleave(samplers, plan.samples)
     for contender in contenders:
         title = contender.engine.title

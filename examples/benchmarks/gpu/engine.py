@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine has to offer to be timed."""
+"""Interface of an engine that can be timed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Launcher:
     launch : Callable[[int], tuple]
         Starts the case on one input set; returns the outputs, which any DLPack reader takes.
     capturable : bool
-        Whether launches follow the stream that they are told, so that events and graphs see them.
+        Whether launches use the given stream, so that events and graphs see them.
     all_sets : Callable[[], object] | None
-        Runs the case once on every input set and waits; for engines with a stream of their own.
+        Runs the case once on every input set and waits; for engines with their own stream.
     repeatable : bool
-        Whether the same bits are promised in every run.
+        Whether all runs promise the same bits.
     details : dict
-        What is worth recording.
+        Facts for the record.
     """
 
     launch: Callable[[int], tuple[Any, ...]]
@@ -47,7 +47,7 @@ class Engine:
 
     title = ""
     package = ""
-    """Module that must be there, and the name under which its version is recorded."""
+    """Required module, and the name of its version in the record."""
 
     def check(self) -> None:
         """Do nothing if the engine can run here.
@@ -71,10 +71,10 @@ class Engine:
         raise NotImplementedError
 
     def release(self) -> None:
-        """Give back what earlier cases left behind; the engine is known to be present."""
+        """Release memory of earlier cases; the engine is known to be present."""
 
     def stream_scope(self, stream: int) -> contextlib.AbstractContextManager[object]:
-        """A scope in which launches go to a CUDA stream, given by its handle."""
+        """Context in which launches go to a CUDA stream, given by its handle."""
         return contextlib.nullcontext()
 
 

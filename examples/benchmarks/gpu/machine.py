@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPU and which software a measurement was taken with, and what the memory allows."""
+"""GPU and software of a measurement, and the measured memory bandwidth."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Limits:
 
     @property
     def best(self) -> float:
-        """What a reduction is held against."""
+        """Reference bandwidth of a reduction."""
         return max(self.copy, self.read)
 
 
 def find_gpu() -> str:
-    """Why nothing can be measured here; an empty text if PyTorch reaches a GPU."""
+    """Reason why nothing can be measured here; an empty text if PyTorch finds a GPU."""
     try:
         torch = module("torch")
     except EngineError as error:
@@ -57,7 +57,7 @@ def find_gpu() -> str:
 
 
 def refusal_of(arch: str) -> str:
-    """Why nothing can be compiled for an architecture; an empty text if it can."""
+    """Reason why nothing can be compiled for an architecture; an empty text if it can."""
     try:
         resolve({"kind": "cuda", "arch": arch})
     except TargetError as error:
@@ -89,7 +89,7 @@ def arch() -> str:
 
 
 def gpu_state() -> dict[str, str]:
-    """What the driver's tool says now: name, driver, clocks (MHz), temperature (C), power (W)."""
+    """State from the driver's tool: name, driver, clocks (MHz), temperature (C), power (W)."""
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERIES)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models: their inputs on a device, their numbers, and what they are compiled by."""
+"""Whole models as cases: inputs on a device, reference outputs, and their compilation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REDUCTION_PASSES = (
     "FuseReductions",
     "FuseReductionProducers",
 )
-"""What is left out to see the gain by it: norms and sums are then TVM's own."""
+"""Passes left out to measure their gain: norms and sums are then TVM's own."""
 
 Phases = Mapping[str, Sequence[Pass]]
 
@@ -81,7 +81,7 @@ class ModelCase:
 
 
 def our_phases(arch: str, reductions: bool = True) -> Phases:
-    """The pipeline of this project, if asked without its passes for reductions."""
+    """The pipeline of this project, optionally without its passes for reductions."""
     plan = phases(gpu_target(arch), Options())
     if reductions:
         return plan
@@ -120,7 +120,7 @@ def reference(case: ModelCase, seed: int) -> list[NDArray[Any]] | None:
 def judge(
     expected: Sequence[NDArray[Any]] | None,
 ) -> Callable[[Sequence[Any]], tuple[float, float]]:
-    """What tells an engine's error in units of the tolerance.
+    """Function from an engine's outputs to their error in units of the tolerance.
 
     Without a reference, the outputs of the first engine become it.
     """
@@ -140,7 +140,7 @@ def judge(
 
 
 def _error(found: NDArray[Any], expected: NDArray[Any]) -> float:
-    """The largest difference by the largest magnitude; infinite where either is not finite."""
+    """The largest difference over the largest magnitude; infinite if either is not finite."""
     if not np.isfinite(found).all():
         return float("inf")
     scale = float(np.abs(expected).max(initial=0.0)) or 1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs whole models: ours, with and without the passes for reductions, and the peers."""
+"""Engines for whole models: ours, with and without the passes for reductions, and the peers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ByTorch(Engine):
     Parameters
     ----------
     compiled : bool
-        Whether by torch.compile, with fixed shapes, as one graph.
+        Whether to use torch.compile, with fixed shapes, as one graph.
     """
 
     package = "torch"
@@ -106,7 +106,7 @@ class ByTorch(Engine):
 
 
 class ByOnnxRuntime(Engine):
-    """ONNX Runtime with its CUDA provider, on a stream of its own; TF32 is off."""
+    """ONNX Runtime with its CUDA provider, on its own stream; TF32 is off."""
 
     title = "ONNX Runtime CUDA"
     package = "onnxruntime"

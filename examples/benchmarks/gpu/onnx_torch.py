@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An ONNX model as a function of PyTorch, node by node, for the models of ``examples/``.
 
-It knows the operators that these have, with constant shapes and axes. The loop over nodes is
-unrolled when torch.compile traces it.
+It supports their operators, with constant shapes and axes. The loop over nodes is unrolled when
+torch.compile traces it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Ours(Engine):
     arch : str
         Such as ``sm_90``.
     finish : str
-        How partial results of blocks meet.
+        Finish of partial results.
     """
 
     package = "tvm"
@@ -57,7 +57,7 @@ class Ours(Engine):
 
 
 def check_tvm() -> None:
-    """Do nothing if TVM reaches a GPU.
+    """Check that TVM finds a GPU.
 
     Raises
     ------

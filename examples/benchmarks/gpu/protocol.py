@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a kernel is timed, apart from any device: rotation, turns, medians, bandwidth.
+"""Timing of a kernel, independent of the device: rotation, turns, medians, bandwidth.
 
-Kernels below :data:`SHORT` seconds run from CUDA graphs over input sets that take turns, so that
-neither launch gaps nor a warm cache are measured, and once more without a graph, with the gaps that
-a caller pays there; longer ones run one by one. A flush of the cache
-comes before every sample, and keeps the device busy while the host queues the work.
+Kernels below :data:`SHORT` seconds run from CUDA graphs over alternating input sets, so that
+neither launch gaps nor a warm cache are measured, and again without a graph, with launch gaps;
+longer ones run one by one. The cache is flushed before every sample, which keeps the device busy
+while the host queues the work.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 
 SHORT = 100e-6
 COLD_FACTOR = 4
-"""Bytes that pass between two uses of an input, in sizes of the last-level cache."""
+"""Bytes accessed between two uses of an input, in multiples of the last-level cache."""
 LAUNCHES = (20, 50)
 """The fewest and the most launches of one graph."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to measure.
+    """Length of a measurement.
 
     Parameters
     ----------
     samples : int
         Timings of each engine.
     warmup_seconds : float
-        How long each engine runs before, at least.
+        Least seconds that each engine runs before.
     repeats : int
-        Runs whose results must be the same bit by bit.
+        Runs whose results must be bitwise equal.
     """
 
     samples: int = 50
@@ -52,11 +52,11 @@ class Rotation:
     Parameters
     ----------
     sets : int
-        How many are allocated.
+        Number of allocated sets.
     launches : int
         Of one graph; a multiple of ``sets``.
     flush : bool
-        Whether the sets alone do not push each other out of the cache.
+        Whether the sets do not evict each other from the cache by themselves.
     """
 
     sets: int
@@ -113,16 +113,16 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 @dataclass
 class Verdict:
-    """What became of one engine on one case.
+    """Result of one engine on one case.
 
     Parameters
     ----------
     engine : str
         Its title.
     problem : str
-        Why there is no time: absent, not supported, wrong. Empty if all went well.
+        Reason why there is no time: absent, not supported, wrong. Empty if there is none.
     how : str
-        ``graph``, ``events`` or ``ready``: what the device time was taken with.
+        ``graph``, ``events`` or ``ready``: method of the device time.
     device : Summary | None
         Device time of a launch.
     stream : Summary | None
@@ -131,12 +131,12 @@ class Verdict:
     host : Summary | None
         From the call to the result, one launch on an idle device; short cases only.
     error, bound : float
-        The largest deviation from float64 in units of what is allowed there is ``error``, so that 1
-        is just allowed; ``bound`` is the largest absolute deviation allowed.
+        ``error`` is the largest deviation from float64 in units of the tolerance there; ``bound``
+        is the largest absolute tolerance.
     repeatable : bool | None
         Whether all runs gave the same bits; None where that was not promised.
     details : dict
-        What else the engine tells of itself.
+        Further facts about the engine.
     """
 
     engine: str
@@ -172,14 +172,14 @@ def warm_up(run: Callable[[], object], now: Callable[[], float], seconds: float)
 def interleave(
     turns: Mapping[str, Callable[[], float]], samples: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Let engines take turns; the first of a round is another one each time.
+    """Run engines in turns; each round begins with another one.
 
     An engine that raises is left out from then on.
 
     Returns
     -------
     tuple[dict[str, list[float]], dict[str, str]]
-        Samples of each engine that went through, and what the others raised.
+        Samples of each engine without an error, and the errors of the others.
     """
     taken: dict[str, list[float]] = {name: [] for name in turns}
     failed: dict[str, str] = {}
@@ -191,7 +191,7 @@ def interleave(
                 continue
             try:
                 taken[name].append(turns[name]())
-            except Exception as error:  # engines are others' code: any failure is a finding
+            except Exception as error:  # engines are foreign code: any failure is a result
                 failed[name] = reason(error)
     return {name: times for name, times in taken.items() if name not in failed}, failed
 
@@ -204,5 +204,5 @@ def reason(error: BaseException) -> str:
 
 
 def same_bits(results: Sequence[bytes]) -> bool:
-    """Whether all results are the same, bit by bit."""
+    """Return whether all results are bitwise equal."""
     return all(result == results[0] for result in results)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of a case, its result in float64, and how far an engine may be from it.
+"""Inputs of a case, its result in float64, and the tolerance of an engine.
 
-Sums of ``R`` values ``v`` may be off by ``4 eps sqrt(R) sqrt(result^2 + |v|^2)``, four times what
-one long chain of additions is expected to lose, by the rounding of the steps before, and by one
-unit in the last place of the output. Extremes, logic and integers are exact.
+Sums of ``R`` values ``v`` may be off by ``4 eps sqrt(R) sqrt(result^2 + |v|^2)``, four times the
+expected error of one long chain of additions, plus the rounding of the steps before, plus one unit
+in the last place of the output. Extremes, logic and integers are exact.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def make_inputs(case: Case, seed: int, device: str) -> list[Any]:
 
 
 def deviation(case: Case, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[float, float]:
-    """The largest error in units of what is allowed there, and the largest error allowed.
+    """The largest error in units of the tolerance there, and the largest tolerance.
 
     Raises
     ------
     EngineError
-        If an output has another shape or type than asked for.
+        If an output has another shape or type than expected.
     """
     worst, widest = 0.0, 0.0
     if len(outputs) != len(case.reductions):
@@ -63,14 +63,14 @@ def _random(case: Case, generator: Any, device: str) -> Any:
     dtype, operator = getattr(torch, case.dtype), case.reductions[0].operator
     reduced = case.loops(case.reductions[0]).reduced
     options = {"generator": generator, "device": device}
-    if case.dtype == "bool":  # about half of the outputs are decided by one element
+    if case.dtype == "bool":  # about half of the outputs depend on one element
         rare = torch.rand(case.shape, **options) < math.log(2) / max(1, int(reduced))
         return rare if operator == "or" else ~rare
     if operator in ("and", "or") and not dtype.is_floating_point:
         rare = torch.rand(case.shape, **options) < math.log(2) / max(1, int(reduced))
         return (rare if operator == "or" else ~rare).to(dtype)
     if not dtype.is_floating_point:
-        if operator == "prod":  # odd factors; an even one soon makes every product zero
+        if operator == "prod":  # odd factors; even ones soon make every product zero
             return 2 * torch.randint(-2, 3, case.shape, **options, dtype=dtype) + 1
         return torch.randint(-100, 101, case.shape, **options, dtype=dtype)
     draw_dtype = torch.float64 if case.dtype == "float64" else torch.float32
@@ -83,7 +83,7 @@ def _random(case: Case, generator: Any, device: str) -> Any:
 
 
 def _expected(case: Case, reduction: Reduction, inputs: Sequence[Any]) -> tuple[Any, Any]:
-    """The result, and the error allowed at each place; None where none is."""
+    """The result, and the tolerance at each place; None where it must be exact."""
     torch = module("torch")
     workload = case.workload(reduction)
     values = _values(reduction, inputs)
@@ -158,7 +158,7 @@ def _check_kind(found: Any, expected: Any, dtype: str) -> None:
 
 
 def _ratio(found: Any, expected: Any, allowed: Any) -> float:
-    """The largest error by what is allowed; infinite where an exact result is missed."""
+    """The largest error over the tolerance; infinite where an exact result differs."""
     torch = module("torch")
     if allowed is None:
         same = (found == expected) | ((found != found) & (expected != expected))

@@ -104,7 +104,7 @@ def our_passes() -> list[tvm.transform.Pass]:
 
 
 def stock_passes() -> list[tvm.transform.Pass]:
-    """What TVM does for CUDA by default, but for constants, which these functions have none of."""
+    """TVM's default passes for CUDA, without those for constants, which these functions lack."""
     return [
         relax.transform.LegalizeOps(),
         relax.transform.AnnotateTIROpPattern(),

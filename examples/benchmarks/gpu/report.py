@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of the GPU comparison as a table, a record and a plot."""
+"""Presentation of the GPU comparison: a table, a record and a plot."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ FORMS = ("all", "x", "y")
 
 @dataclass(frozen=True)
 class Result:
-    """A case and what became of it."""
+    """A case and its results."""
 
     case: Case
     verdicts: tuple[Verdict, ...]
     state: Mapping[str, str]
-    """Of the GPU just before: clocks and temperature."""
+    """State of the GPU just before: clocks and temperature."""
 
     def to_json(self) -> dict[str, Any]:
-        """A record that :meth:`from_json` reads."""
+        """A record for :meth:`from_json`."""
         case = {"bytes": self.case.bytes, "form": self.case.form} | asdict(self.case)
         verdicts = [
             asdict(verdict) | {"bytes_per_second": verdict.bandwidth(self.case.bytes)}
@@ -101,7 +101,7 @@ def launches_table(results: Sequence[Result], title: str) -> Table:
 
 
 def cell(verdict: Verdict, moved: int, limit: float) -> str:
-    """What the table says of one engine on one case."""
+    """Table cell of one engine on one case."""
     if verdict.problem:
         return "wrong" if math.isfinite(verdict.bound) and not verdict.error <= 1 else "none"
     if verdict.device is None:
@@ -115,7 +115,7 @@ def cell(verdict: Verdict, moved: int, limit: float) -> str:
 
 
 def problems(results: Iterable[Result]) -> list[str]:
-    """Why engines have no time, each reason once with the number of cases."""
+    """Reasons why engines have no time, each once with the number of cases."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for result in results:
         for verdict in result.verdicts:
@@ -128,7 +128,7 @@ def problems(results: Iterable[Result]) -> list[str]:
 
 
 def failures(results: Iterable[Result], engine_prefix: str) -> list[str]:
-    """Cases on which engines of that prefix are wrong, or vary where they promised not to."""
+    """Cases on which engines of that prefix are wrong, or not repeatable as promised."""
     return [
         f"{result.case.name}: {verdict.engine}: {verdict.problem or 'other bits in another run'}"
         for result in results
@@ -218,7 +218,7 @@ def _draw_panels(
 def percents(
     results: Iterable[Result], form: str, engine: str, limit: float
 ) -> list[tuple[float, float]]:
-    """Bytes and percent of the limit of every time that an engine has, by size."""
+    """Bytes and percent of the limit for every measured time of an engine, by size."""
     return sorted(
         (float(result.case.bytes), 100 * verdict.bandwidth(result.case.bytes) / limit)
         for result in results

@@ -12,7 +12,7 @@ from .engine import Engine, Launcher, Sets, module
 
 
 class TorchCompile(Engine):
-    """Inductor with fixed shapes; its own CUDA graphs are off, since ours time it.
+    """Inductor with fixed shapes; its own CUDA graphs are off, since we capture our own.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class TorchCompile(Engine):
     def prepare(self, case: Case, sets: Sets) -> Launcher:
         """Compile a case, all of it as one graph."""
         torch = module("torch")
-        work = planned(case)  # the compiler need not trace how a case is described
+        work = planned(case)  # the compiler need not trace the description of a case
 
         def graph(*inputs: Any) -> tuple[Any, ...]:
             return run_planned(work, inputs, torch, reduce_torch)
@@ -45,5 +45,5 @@ class TorchCompile(Engine):
         return Launcher(lambda number: compiled(*sets[number]), repeatable=True)
 
     def release(self) -> None:
-        """Forget compiled cases: PyTorch keeps but a few of one function."""
+        """Forget compiled cases: PyTorch keeps only a few of one function."""
         module("torch").compiler.reset()

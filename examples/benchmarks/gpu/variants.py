@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our kernels with decisions forced: what the thresholds of ``schedules.gpu`` are set from."""
+"""Our kernels with forced configurations, to set the thresholds of ``schedules.gpu``."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MOST_BLOCKS = 2112
 
 @dataclass(frozen=True)
 class Variant:
-    """Decisions that are forced; None leaves one to the rule.
+    """Forced configuration; None leaves a choice to the rule.
 
     Parameters
     ----------
     finish : str
-        How partial results meet.
+        Finish of partial results.
     splits : int | None
         Blocks that share an output.
     unroll : int | None
@@ -49,7 +49,7 @@ class Variant:
 
     @property
     def title(self) -> str:
-        """The decisions, in short."""
+        """The forced choices, in short."""
         parts = [self.finish]
         parts += [f"splits {self.splits}"] if self.splits else []
         parts += [f"unroll {self.unroll}"] if self.unroll else []
@@ -59,14 +59,14 @@ class Variant:
 
 
 class Forced(Ours):
-    """Our rules with some decisions forced.
+    """Our rules with a forced configuration.
 
     Parameters
     ----------
     arch : str
         Such as ``sm_90``.
     variant : Variant
-        What is forced.
+        The forced configuration.
     """
 
     def __init__(self, arch: str, variant: Variant) -> None:
@@ -75,13 +75,13 @@ class Forced(Ours):
         self.title = variant.title
 
     def prepare(self, case: Case, sets: Sets) -> Launcher:
-        """Compile with the decisions forced, and record all of them."""
+        """Compile with the forced configuration, and record all of it."""
         with forced(self.variant):
             config = chosen(case, self.variant.finish, self.arch)
             for name in ("splits", "cluster"):
                 wanted, got = getattr(self.variant, name), getattr(config, name)
                 if wanted not in (None, got):
-                    raise EngineError(f"{name} {got}; {wanted} cannot be had")
+                    raise EngineError(f"{name} {got}; {wanted} is impossible")
             launcher = super().prepare(case, sets)
         launcher.details |= {"splits": config.splits, "finish": config.finish}
         return launcher
@@ -89,7 +89,7 @@ class Forced(Ours):
 
 @contextlib.contextmanager
 def forced(variant: Variant) -> Iterator[None]:
-    """Let ``reduce_config.choose`` decide as the variant says while the block runs."""
+    """Make ``reduce_config.choose`` follow the variant while the block runs."""
     names = {
         "LOADS_IN_FLIGHT": variant.unroll,
         "THREADS": variant.threads,
@@ -116,7 +116,7 @@ def chosen(case: Case, finish: str, arch: str) -> ReduceConfig:
 
 
 def variants(case: Case, arch: str) -> list[Variant]:
-    """What is tried on a case of :func:`threshold_cases`; the rule's own choice comes first."""
+    """Variants for a case of :func:`threshold_cases`; the rule's own choice comes first."""
     if case.group == "reads":
         return [
             Variant(),
@@ -136,7 +136,7 @@ def variants(case: Case, arch: str) -> list[Variant]:
 
 
 def threshold_cases() -> list[Case]:
-    """Float32 sums around the places where one decision overtakes another."""
+    """Float32 sums around the sizes at which the rule's choice changes."""
     found = [_sum("finish", (1 << power,), 0) for power in range(12, 26)]
     for outputs in (1, 8, 32, 64, 128, 264):
         found += [_sum("split", (outputs, 1 << power), 1) for power in (12, 14, 16, 18, 20, 22)]
@@ -151,7 +151,7 @@ def threshold_cases() -> list[Case]:
 
 
 def gain(seconds: Sequence[tuple[str, float]]) -> tuple[str, float]:
-    """The fastest of variants, and how many times as long the first one, the rule's own, takes."""
+    """The fastest variant, and the time of the first one, the rule's own, relative to it."""
     best, least = min(seconds, key=lambda pair: pair[1])
     return best, seconds[0][1] / least
 

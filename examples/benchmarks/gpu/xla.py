@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XLA through JAX, which launches on streams of its own."""
+"""XLA through JAX, which launches on its own streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class XLA(Engine):
 
     def check(self) -> None:
         """Look for JAX and for a GPU that it reaches."""
-        # JAX would take three quarters of the memory before anyone else allocates.
+        # JAX would take three quarters of the memory before others allocate.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         platform = module("jax").default_backend()
         if platform not in PLATFORMS:

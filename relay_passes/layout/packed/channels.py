@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concatenation, splitting and shuffling of packed tensors."""
+"""Packed forms of concatenation, splitting and shuffling of channels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .packing_state import Packed, Rule, Scope, channels_of
 def pack_concat(scope: Scope, binding: relax.VarBinding) -> Packed | None:
     """Concatenate packed tensors.
 
-    Over channels all but the last fill their blocks, or one kernel unpacks, joins and packs them.
+    Over channels, all but the last must fill their blocks; else one kernel unpacks, joins and packs
+    them.
     """
     call = binding.value
     fields = list(call.args[0].fields) if isinstance(call.args[0], relax.Tuple) else []
@@ -46,7 +47,7 @@ def pack_concat(scope: Scope, binding: relax.VarBinding) -> Packed | None:
 
 
 def _regroup(scope: Scope, binding: relax.VarBinding, channels: int) -> Packed | None:
-    """The NCHW concatenation packed at once: readers in NCHW would need it both ways."""
+    """The NCHW concatenation packed at once: readers in NCHW would need both forms."""
     if binding.var not in scope.uses.wanted or binding.var in scope.uses.plain:
         return None
     joined = scope.emit(scope.visit(binding.value))
@@ -54,9 +55,9 @@ def _regroup(scope: Scope, binding: relax.VarBinding, channels: int) -> Packed |
 
 
 def pack_split(scope: Scope, binding: relax.VarBinding) -> tuple[Packed, ...] | None:
-    """Split a packed tensor; parts that do not begin with a block are moved to lanes of their own.
+    """Split a packed tensor; parts that do not begin with a block are moved to new lanes.
 
-    The latter only if a convolution reads one of the parts.
+    Such parts are moved only if a convolution reads one of them.
     """
     call = binding.value
     data = scope.lookup(call.args[0])
@@ -100,14 +101,14 @@ def pack_shuffle(scope: Scope, binding: relax.VarBinding) -> Packed | None:
 
 
 def _known_channels(tensors: Sequence[relax.Expr]) -> list[int]:
-    """The channels of NCHW tensors; nothing if those of one are unknown."""
+    """The channels of NCHW tensors; empty if those of one are unknown."""
     counts = [channels_of(tensor) for tensor in tensors]
     known = [count for count in counts if count is not None]
     return known if len(known) == len(counts) else []
 
 
 def _keeps_blocks(channels: Sequence[int], axis: int, block: int) -> bool:
-    """Whether parts of these channel counts meet at block borders along an NCHW ``axis``."""
+    """Return whether parts of these channel counts meet at block borders along an NCHW ``axis``."""
     if axis != 1:
         return len(set(channels)) == 1
     return all(count % block == 0 for count in channels[:-1])

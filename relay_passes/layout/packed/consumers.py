@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who reads the tensors of a function: convolutions that want them packed, or others in NCHW."""
+"""Readers of the tensors of a function: convolutions that read them packed, or others in NCHW."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Uses:
     Parameters
     ----------
     wanted : set
-        Tensors that run into a packed convolution, straight or through ops that stay packed.
+        Tensors that reach a packed convolution, directly or through ops that stay packed.
     plain : set
-        Tensors that something reads in NCHW for sure.
+        Tensors that are certainly read in NCHW.
     """
 
     wanted: set[relax.Var] = field(default_factory=set)
@@ -44,7 +44,7 @@ def find_uses(
     Returns
     -------
     Uses
-        What is wanted packed and what is read in NCHW.
+        The tensors to pack and those read in NCHW.
     """
     uses = Uses()
     bindings, results = _flatten(func)
@@ -77,7 +77,7 @@ def _add_binding(
 
 
 def _flatten(func: relax.Function) -> tuple[list[relax.Binding], list[relax.Var]]:
-    """All bindings, those of nested bodies after the one that holds them; and all results."""
+    """All bindings, those of nested bodies after the enclosing one; and all results."""
     bindings: list[relax.Binding] = []
     results: list[relax.Var] = []
 

@@ -29,7 +29,7 @@ def read_convolution(
     block : int
         Lanes of one channel block.
     cuts : bool
-        Whether groups may cut blocks apart.
+        Whether groups may cross block boundaries.
 
     Returns
     -------
@@ -44,7 +44,7 @@ def read_convolution(
 
 
 def _is_cut(layer: ConvLayer, block: int) -> bool:
-    """Whether the layer is neither dense nor depthwise, and its groups cut blocks apart."""
+    """Return whether the layer is neither dense nor depthwise, and its groups cross blocks."""
     own = layer.in_channels // layer.groups, layer.out_channels // layer.groups
     return layer.groups > 1 and not layer.is_depthwise and any(count % block for count in own)
 
@@ -52,8 +52,8 @@ def _is_cut(layer: ConvLayer, block: int) -> bool:
 def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Packed | None:
     """Rewrite one call; its weights become packed parameters.
 
-    A first layer of fewer channels than lanes reads NCHW data as they are, because blocks of it
-    would be mostly padding; unless they are packed already.
+    A first layer of fewer channels than lanes reads NCHW data, because its blocks would be mostly
+    padding; unless they are packed already.
     """
     call = binding.value
     layers = read_convolution(call, scope.block, scope.cuts)
@@ -91,7 +91,7 @@ def _layout_attrs(
 
 
 def _bound_after(activation: Activation, bound: float) -> float:
-    """Largest magnitude after ``activation`` of numbers within ``bound``, or not much more."""
+    """Bound of the magnitude after ``activation`` for numbers within ``bound``."""
     if activation.kind == "sigmoid":
         return 1.0
     if activation.kind == "clip":

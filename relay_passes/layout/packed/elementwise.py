@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Element-wise ops on packed tensors.
 
-Lanes past the last channel are computed along with the others and have to stay finite, because
-the next convolution multiplies them by zero. So each op here has a function that bounds what it
-makes of them; where the bound is too large or unknown, the op stays in NCHW. Channel counts that
-fill their blocks have no such lanes and no such limit.
+Lanes past the last channel are computed along with the others and have to stay finite, because the
+next convolution multiplies them by zero. So each op here has a function that bounds its result in
+them; where the bound is too large or unknown, the op stays in NCHW. If the channels fill their
+blocks, there are no such lanes and no such limit.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def pack_binary(scope: Scope, binding: relax.VarBinding) -> Packed | None:
 
     The packed one has all channels of the result. The other may be a packed tensor, a scalar, a
     constant, or anything that broadcasts without being packed; it is packed if it is small or if
-    the result runs into a convolution.
+    the result reaches a convolution.
     """
     call = binding.value
     channels = channels_of(binding.var)
@@ -183,7 +183,7 @@ def _pack_rank4(scope: Scope, expr: relax.Expr, rank4: list[int | tirx.Expr]) ->
 
 
 def _append_axis(scope: Scope, expr: relax.Expr, rank4: list[int | tirx.Expr]) -> relax.Expr:
-    """A tensor without channels of its own, to be broadcast over blocks and lanes."""
+    """A tensor without channels, to be broadcast over blocks and lanes."""
     if isinstance(expr, GenericConst):
         array = expr.value.numpy().reshape([*rank4, 1])
         return relax.const(array, str(expr.ty.dtype))

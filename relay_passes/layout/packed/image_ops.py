@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ops over height and width of packed tensors: pooling, reductions, resizing, padding.
 
-They treat each lane alike, so the lanes past the last channel stay about as small as they were.
+They treat each lane alike, so the magnitude of lanes past the last channel hardly grows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def pack_pool(scope: Scope, binding: relax.VarBinding) -> Packed | None:
 
 
 def pack_adaptive_pool(scope: Scope, binding: relax.VarBinding) -> Packed | None:
-    """Pool to a given size; to a single pixel it is a mean."""
+    """Pool to a given size; a single pixel is a mean."""
     call = binding.value
     data = scope.lookup(call.args[0])
     attrs = call.attrs
@@ -66,7 +66,7 @@ def pack_adaptive_pool(scope: Scope, binding: relax.VarBinding) -> Packed | None
 
 
 def pack_reduction(scope: Scope, binding: relax.VarBinding) -> Result:
-    """Reduce over height, width or both; where the axes are dropped, drop them after unpacking."""
+    """Reduce over height, width or both; dropped axes are dropped after unpacking."""
     call = binding.value
     data = scope.lookup(call.args[0])
     if data is None or call.attrs.axis is None:

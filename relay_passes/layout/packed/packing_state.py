@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is packed at one point of a function: the state that the rules of ``PackLayout`` share."""
+"""State that the rules of ``PackLayout`` share: the packed tensors at a point of a function."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def channels_of(expr: relax.Expr) -> int | None:
 
 
 def is_single_pixel(expr: relax.Expr) -> bool:
-    """Whether an NCHW tensor has one pixel a channel, so that packing it costs nothing."""
+    """Return whether an NCHW tensor has one pixel a channel, so that packing it is free."""
     return channels_of(expr) is not None and all(
         isinstance(extent, tirx.IntImm) and int(extent) == 1 for extent in expr.ty.shape.values[2:]
     )
@@ -60,20 +60,20 @@ def is_single_pixel(expr: relax.Expr) -> bool:
 
 @dataclass
 class Scope:
-    """The packed twins of the tensors in sight; keys are variables of the original function.
+    """Packed twins of the tensors in scope; keys are variables of the original function.
 
     Parameters
     ----------
     block : int
         Lanes of one channel block.
     uses : Uses
-        Who reads what, of the whole function.
+        Readers of each tensor, in the whole function.
     emit : Callable
         Binds an expression in the block being built.
     visit : Callable
         The new form of an original expression, in NCHW.
     cuts : bool
-        Whether convolutions are packed whose groups cut blocks apart.
+        Whether convolutions are packed whose groups cross block boundaries.
     packed : dict
         Tensors that exist packed.
     tuples : dict
@@ -97,11 +97,11 @@ class Scope:
         return f"NCHW{self.block}c"
 
     def lookup(self, expr: relax.Expr) -> Packed | None:
-        """The packed twin of ``expr``, if there is one already."""
+        """The packed twin of ``expr``, if it exists."""
         return self.packed.get(expr) if isinstance(expr, relax.Var) else None
 
     def pack(self, expr: relax.Expr) -> Packed:
-        """The packed twin of an NCHW tensor, made now if there is none."""
+        """The packed twin of an NCHW tensor, created if there is none."""
         found = self.lookup(expr)
         if found is not None:
             return found
@@ -114,7 +114,7 @@ class Scope:
         return result
 
     def parameter(self, expr: relax.Expr, form: str) -> relax.Expr:
-        """A weight, bias or constant tensor in ``form``, packed now where it is a constant."""
+        """A weight, bias or constant tensor in ``form``; a constant is packed immediately."""
         if not isinstance(expr, GenericConst):
             return self.emit(pack_expr(self.visit(expr), form, self.block))
         if (expr, form) not in self.parameters:
@@ -123,20 +123,20 @@ class Scope:
         return self.parameters[expr, form]
 
     def is_safe(self, channels: int, bound: float) -> bool:
-        """Whether elements within ``bound`` past the last channel, if any, stay finite."""
+        """Return whether elements within ``bound`` past the last channel, if any, stay finite."""
         return channels % self.block == 0 or bound <= _LARGEST_BOUND
 
     def result(self, expr: relax.Expr, channels: int, bound: float) -> Packed | None:
-        """``expr`` as a packed tensor; None where it is not safe."""
+        """``expr`` as a packed tensor; None where that is not safe."""
         if channels % self.block == 0:
             return Packed(expr, channels)
         return Packed(expr, channels, bound) if self.is_safe(channels, bound) else None
 
     def is_worth_packing(self, binding: relax.VarBinding) -> bool:
-        """Whether a call with a packed operand should stay packed although it could be in NCHW.
+        """Return whether a call with a packed operand should stay packed, not in NCHW.
 
-        It should if its result runs into a convolution, if it is tiny, or if a packed operand
-        would otherwise be unpacked for this call alone.
+        It should if its result reaches a convolution, if it is tiny, or if a packed operand would
+        otherwise be unpacked for this call alone.
         """
         if binding.var in self.uses.wanted or is_single_pixel(binding.var):
             return True
@@ -148,7 +148,7 @@ Rule = Callable[[Scope, relax.VarBinding], Result]
 
 
 def flat_arguments(call: relax.Call) -> list[relax.Expr]:
-    """The arguments of a call, with the fields of tuples in the place of the tuples."""
+    """The arguments of a call, with tuples replaced by their fields."""
     return [
         item
         for argument in call.args

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PReLU of packed tensors: the op itself knows slopes along one axis only, not blocks and lanes."""
+"""Packed form of PReLU: the op itself has slopes along one axis only, not blocks and lanes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pack_prelu(scope: Scope, binding: relax.VarBinding) -> Packed | None:
     ):
         return None
     slopes = call.args[1].value.numpy().reshape(-1)
-    # Slopes that are all the same stand along any axis.
+    # Equal slopes may be along any axis.
     if int(call.attrs.axis) % 4 != 1 and not (slopes == slopes[0]).all():
         return None
     # A product of zero and infinity would be NaN where the op itself gives a number.

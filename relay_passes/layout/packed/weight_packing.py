@@ -14,9 +14,9 @@ bias       ``[C]``                      ``[C/x, x]``
 data       ``[N, C, H, W]``             ``[N, C/x, H, W, x]``
 ========== ============================ =====================================================
 
-Divisions round up; what is past the last channel is zero. Every form is one padding, perhaps one
-choice of rows, one reshape and one permutation, so that the same description serves numpy arrays
-and Relax expressions.
+Divisions round up; lanes past the last channel are zero. Every form is one padding, possibly one
+choice of rows, one reshape and one permutation, so that the same description applies to numpy
+arrays and Relax expressions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FORMS = ("dense", "first", "depthwise", "grouped", "narrow", "bias", "data")
 
 @dataclass(frozen=True)
 class Packing:
-    """How one array is brought into blocks.
+    """Packing of one array into blocks.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Packing:
     order : tuple[int, ...]
         Permutation of the split axes.
     rows : tuple[int, ...] | None
-        Of the first two axes as one, which are taken before the split; None for all as they are.
+        Rows of the first two axes as one, selected before the split; None for all in order.
     """
 
     padding: tuple[int, ...]
@@ -90,7 +90,7 @@ class Packing:
 
 
 def weight_form(layer: ConvLayer, block: int, nchw_data: bool) -> str | None:
-    """The form that the weight of ``layer`` takes.
+    """The form of the weight of ``layer``.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ def pack_array(array: np.ndarray, form: str, block: int) -> np.ndarray:
     Parameters
     ----------
     array : np.ndarray
-        The parameter as its form has it on the left of the module's table.
+        The parameter in the shape on the left of the module's table.
     form : str
         One of ``FORMS``.
     block : int

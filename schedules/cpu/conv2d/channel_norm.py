@@ -26,13 +26,13 @@ class ChannelNorm(ScheduleRule):
     """Rule for functions that legalization marked as ``channel_norm``.
 
     Vectors run along the lanes of a block, and the moments of a few neighbouring pixels stay in
-    registers while all blocks pass::
+    registers while the loop runs over all blocks::
 
         for pixels in T.parallel(...):
             for block in range(6):
                 for pixel in T.unroll(8):
                     sums[pixel] += data[block, pixels * 8 + pixel, 0:16]
-            ...                                # the lanes of each sum meet by shuffles
+            ...                                # the lanes of each sum are added by shuffles
             ...                                # squares of the differences from the mean likewise
             for block in range(6):
                 for pixel in T.unroll(8):
@@ -80,7 +80,7 @@ class _Image:
 
 
 def _template(func: tirx.PrimFunc, cpu: CPUInfo) -> s_tir.Schedule:
-    """Share tiles of pixels out to the cores."""
+    """Distribute tiles of pixels over the cores."""
     builder = KernelBuilder(func)
     blocks, height, width, lanes = (int(extent) for extent in func.params[0].shape[1:])
     pixels = height * width
@@ -144,9 +144,9 @@ def _sums(
     term: Callable[[tirx.Expr, int], tirx.Expr],
     ahead: bool = False,
 ) -> list[tirx.Buffer]:
-    """Of each pixel the sum of ``term`` over its channels, in all lanes.
+    """Sum of ``term`` over the channels of each pixel, in all lanes.
 
-    A tile is too short for the hardware to foresee the next one: ``ahead`` asks for it.
+    A tile is too short for the hardware prefetcher to predict the next one: prefetch ``ahead``.
     """
     sums = accumulators(size, image.lanes, "float32")
     for total in sums:

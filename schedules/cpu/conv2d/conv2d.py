@@ -8,7 +8,7 @@ Loop nest (``units`` are rows, or pixel tiles where the layer is flat)::
         for block tile            # or inside the pixel loops, when the weights fit L1
           for part of the input blocks
             for unit, pixel tile
-              micro-kernel, which goes on from the sums of the part before
+              micro-kernel, which continues the sums of the previous part
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def conv2d_template(
 
 
 def count_units(ops: LayerOperands, pixels: int) -> int:
-    """How many pieces the pixels can be shared out in: tiles of a flat layer, else rows."""
+    """Number of pieces that the pixels can be divided into: tiles of a flat layer, else rows."""
     return len(split_evenly(ops.output.width, pixels)) if is_flat(ops) else ops.output.height
 
 

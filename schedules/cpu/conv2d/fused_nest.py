@@ -12,12 +12,12 @@ The nest (the four tunable loops in any order, layer one at any of five places):
               micro-kernels of layer two; its post-ops when ic_o completes
 
 Layer one's sub-tensor is always complete before layer two reads it, and stays in a buffer of the
-parallel tile. What several tiles of layer two need of it (the halo of kernels larger than 1x1, or
-everything if ``oc2`` lies outside) is computed again in each; so the output channels are shared
-out to cores (``oc_t``) only where there are too few rows.
+parallel tile. The part of it that several tiles of layer two need (the halo of kernels larger than
+1x1, or everything if ``oc2`` lies outside) is recomputed in each; so the output channels are
+distributed over the cores (``oc_t``) only where there are too few rows.
 
-Where the kernel's own data or output is NCHW (:func:`takes_plain`), each channel block of the rows
-at hand is packed just before a depthwise layer one reads it, and each tile of output blocks is
+Where the kernel's own data or output is NCHW (:func:`takes_plain`), each channel block of the
+current rows is packed just before a depthwise layer one reads it, and each tile of output blocks is
 unpacked just after layer two wrote it, both in the cache.
 """
 
@@ -50,7 +50,7 @@ from .register_transpose import Lanes, Planes, move_pixels
 
 # Elements between the planes of the intermediate, so that planes of 4 KiB do not share cache sets.
 MID_SKEW = 16
-# Bytes of a channel's rows at hand up to which the hardware does not foresee the next channel's.
+# Bytes of a channel's current rows up to which the hardware does not prefetch the next channel's.
 SHORT_STREAM = 1024
 
 
@@ -284,7 +284,7 @@ class _Nest:
 
 
 def _source_span(span: Span, layer: ConvLayer, extent: int, axis: int) -> Span:
-    """Rows (axis 0) or columns (axis 1) of the input that an output range of ``layer`` reads."""
+    """Rows (axis 0) or columns (axis 1) of the input that ``layer`` reads for an output range."""
     stride, before = layer.strides[axis], layer.padding[axis]
     reach = (layer.kernel[axis] - 1) * layer.dilation[axis] + 1
     start, stop = span

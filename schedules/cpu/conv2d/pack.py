@@ -46,7 +46,7 @@ class Pack(ScheduleRule):
 def _template(
     func: tirx.PrimFunc, packing: bool, channels: int, pixels: int, lanes: int, pieces: int
 ) -> s_tir.Schedule:
-    """Share groups of ``lanes`` pixels out to ``pieces`` cores."""
+    """Distribute groups of ``lanes`` pixels over ``pieces`` cores."""
     builder = KernelBuilder(func)
     groups, full, rest = pixels // lanes, channels // lanes, channels % lanes
     blocks = full + (rest > 0)
@@ -56,7 +56,7 @@ def _template(
             image, piece = tirx.floordiv(index, pieces), tirx.floormod(index, pieces)
             first, last = chunk(groups, piece, pieces)
             start = first * lanes
-            # The piece with the last group also takes the pixels behind it.
+            # The piece with the last group also takes the pixels after it.
             stop: Index = pixels
             if pieces > 1:
                 end: tirx.Expr = last * lanes

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a pair is computed on planes, and with which knobs.
+"""Choice of pairs that are computed on planes, and their knobs.
 
-Measured against the nest that packs and unpacks, with two cores:
+Measured against the nest that packs and unpacks, on two cores:
 
 AVX2, Zen 3
     Planes win where the input's rows hold seven vectors or more, by up to 1.27x at 112 pixels and
@@ -9,13 +9,13 @@ AVX2, Zen 3
     the last one cost more than the changes of layout that planes save.
 AVX-512, Zen 4
     With the input in the cache, planes win from 28 pixels on: by 1.2x to 1.5x at 112 pixels, 1.05x
-    to 1.4x at 56, 1.02x to 1.1x at 28; the most where the output has few channels, so that little
-    but the input is packed. Inputs of 5 MB that come from memory take 1.2 times as long as packed
-    ones, unless layer two asks for the next step's rows: 0.7 (one noisy run). What
-    planes lose is the rest of a step's last vector, so steps have the rows that leave least of it:
-    14 rows of 28 pixels (24.5 vectors) take 0.9 of the time of 4 rows (7 vectors, but four steps
-    for 14 rows). Inputs of 14 pixels lose 4 % or more. Register tiles of 6 x 4, 8 x 3 and 4 x 3
-    differ by some percent, which of them is best by the pair.
+    to 1.4x at 56, 1.02x to 1.1x at 28; most where the output has few channels, so that packing the
+    input dominates. Inputs of 5 MB that come from memory take 1.2 times as long as packed ones,
+    unless layer two prefetches the next step's rows: 0.7 (one noisy run). Planes lose the rest of a
+    step's last vector, so steps have the number of rows that leaves least of it: 14 rows of 28
+    pixels (24.5 vectors) take 0.9 of the time of 4 rows (7 vectors, but four steps for 14 rows).
+    Inputs of 14 pixels lose 4 % or more. Register tiles of 6 x 4, 8 x 3 and 4 x 3 differ by some
+    percent; the best one depends on the pair.
 
 Other vector units have other numbers of registers and other shuffles, and were not measured.
 """
@@ -33,23 +33,23 @@ from .planar_nest import PlanarKnobs, takes_planar
 
 @dataclass(frozen=True)
 class _Unit:
-    """What was found for a vector unit.
+    """Measurements of a vector unit.
 
     Parameters
     ----------
     wide_row : int
-        Pixels of an input row from which on planes pay.
+        Least pixels of an input row for which planes pay off.
     most_rows : dict[int, int]
-        By step of columns, the rows of a step beyond which more gain nothing by themselves, or
-        their input pushes out what they become.
+        By step of columns, the most rows of a step: more gain nothing, or their input evicts their
+        output.
     longest : int
-        Most rows of a step where they leave less of its last vector; 0 if that is not looked at.
+        Most rows of a step where more rows leave less of its last vector unused; 0 to ignore that.
     tile_rows : dict[int, int]
         By step of columns, the rows of a depthwise tile; more leave no registers for the weights.
     outputs, vectors : int
         Register tile of layer two.
     ahead : bool
-        Whether layer two asks for what layer one will read in the next step.
+        Whether layer two prefetches what layer one will read in the next step.
     """
 
     wide_row: int
@@ -69,7 +69,7 @@ _SHORTEST = 8  # lanes of a vector of layer one
 
 
 def prefers_planar(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
-    """Whether a kernel is computed on planes.
+    """Return whether a kernel is computed on planes.
 
     The weights of layer two are read again for each tile of pixels, so they must fit half the L2.
     Each core's piece must fill a register tile.
@@ -89,8 +89,8 @@ def prefers_planar(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
 def default_planar_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> PlanarKnobs:
     """Return the knobs for a kernel that :func:`prefers_planar` takes.
 
-    Each core gets a piece. Steps have the number of rows that multiplies least in vain, and of
-    equals the largest whose intermediate fits the L2 beside the weights.
+    Each core gets a piece. Steps have the number of rows with the least wasted multiplications; of
+    equals, the largest whose intermediate fits the L2 beside the weights.
     """
     layer1, layer2 = kernel.layers
     unit, stride = _UNITS.get(cpu.vector_bits, _UNITS[256]), layer1.strides[1]
@@ -108,7 +108,7 @@ def default_planar_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> PlanarKnobs:
     taps = layer1.kernel[0] * layer1.kernel[1]
 
     def multiplied(rows: int) -> int:
-        """What the steps of a piece compute: rows, or multiply-adds for an input channel."""
+        """Work of the steps of a piece: rows, or multiply-adds for an input channel."""
         steps = -(-share // rows)
         if not unit.longest:
             return steps * rows
@@ -116,7 +116,7 @@ def default_planar_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> PlanarKnobs:
         two = -(-rows * width // lanes2) * lanes2 * layer2.out_channels
         return steps * (one + two)
 
-    # One row uses too little of what it loads.
+    # One row reuses too little of what it loads.
     sizes = [*range(most, min(most, 2) - 1, -1), *range(most + 1, min(largest, unit.longest) + 1)]
     return PlanarKnobs(
         h_t=h_t,
@@ -135,7 +135,7 @@ def _out_size(kernel: Conv2DKernel) -> tuple[int, int]:
 
 
 def _pieces(kernel: Conv2DKernel, cpu: CPUInfo) -> int:
-    """Pieces of the rows, for each core to have one."""
+    """Pieces of the rows, one for each core."""
     return min(_out_size(kernel)[0], cpu.num_cores // gcd(kernel.batch or 1, cpu.num_cores))
 
 

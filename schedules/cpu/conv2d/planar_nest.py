@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loop nest of a depthwise and a pointwise layer from NCHW data to an NCHW output.
 
-Both layers compute on planes (:mod:`.planar_tile`), so that nothing is packed or unpacked, and
-layer one's rows stay as planes in a buffer of the parallel piece::
+Both layers compute on planes (:mod:`.planar_tile`), so that nothing is packed or unpacked, and the
+rows of layer one stay as planes in a buffer of the parallel piece::
 
     parallel n, h_t
       for step of h output rows
@@ -13,9 +13,9 @@ layer one's rows stay as planes in a buffer of the parallel piece::
           for tile of output channels
             pointwise tile
 
-The last step of a piece ends with the piece's last row, and may overlap the one before. How many
-pixels a vector of either layer holds is free of how many channels a block of the weights has: layer
-one's vectors must fit the rows, layer two's run over all pixels of a step.
+The last step of a piece ends with the piece's last row, and may overlap the one before. The number
+of pixels in a vector of either layer is independent of the channels of a block of the weights:
+layer one's vectors must fit the rows, layer two's run over all pixels of a step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PLANE_SKEW = 16
 
 @dataclass(frozen=True)
 class PlanarKnobs:
-    """What the nest leaves open.
+    """Knobs of the planar nest.
 
     Parameters
     ----------
@@ -65,9 +65,9 @@ class PlanarKnobs:
     outputs, vectors : int
         Register tile of layer two: channels x vectors of pixels.
     lanes1, lanes2 : int | None
-        Pixels of a vector of either layer; None for as many as a block of the weights has channels.
+        Pixels of a vector of either layer; None for the channels of a block of the weights.
     ahead : bool
-        Whether layer two asks for the rows that layer one will read in the next step.
+        Whether layer two prefetches the rows that layer one will read in the next step.
     """
 
     h_t: int
@@ -81,11 +81,11 @@ class PlanarKnobs:
 
 
 def takes_planar(kernel: Conv2DKernel, lanes: int | None = None) -> bool:
-    """Whether the nest can compute a kernel with ``lanes`` pixels in a vector of layer one.
+    """Return whether the nest takes a kernel with ``lanes`` pixels in a vector of layer one.
 
     Rows hold at least a vector, steps are of one column, or of two for neighbouring kernel columns,
-    and only the first and the last row of the output read padding. None stands for as many lanes as
-    a block of the weights has channels.
+    and only the first and the last row of the output read padding. None stands for the channels of
+    a block of the weights.
     """
     lanes = lanes or kernel.lanes
     if len(kernel.layers) != 2 or not (kernel.plain_data and kernel.plain_out) or kernel.residual:
@@ -114,8 +114,8 @@ def planar_template(
     Raises
     ------
     OpError
-        If :func:`takes_planar` is false of the kernel, ``h`` is more than a piece has, or a step
-        has fewer pixels than a vector of layer two.
+        If :func:`takes_planar` is false of the kernel, ``h`` is more than the rows of a piece, or a
+        step has fewer pixels than a vector of layer two.
     """
     if not takes_planar(kernel, knobs.lanes1):
         raise OpError(f"{kernel} cannot be computed on planes; expected one of takes_planar")
@@ -227,14 +227,14 @@ class _Piece:
         return vectors
 
     def _is_paired(self) -> bool:
-        """Whether layer two undoes the order of pixels that steps of two leave in vectors."""
+        """Return whether layer two undoes the pixel order that steps of two leave in vectors."""
         whole = self.mid.width % self.lanes1 == 0 and self.lanes1 == self.lanes2
         return self.layer1.strides[1] == 2 and whole
 
     def _visible(
         self, row: Index, first: int, size: int
     ) -> list[tuple[tirx.Expr | None, tuple[int, int]]]:
-        """Which of the input rows of a tile exist, and when: at the top, at the bottom, between.
+        """Existing input rows of a tile, by condition: at the top, at the bottom, between.
 
         The tile holds the rows ``[first, first + size)`` of the step that begins with ``row``.
         """
@@ -280,7 +280,7 @@ class _Piece:
                 depthwise_vector(part, starts[0] + vector * self.lanes1, True)
 
     def _turns(self, row: Index) -> _Turns:
-        """Lines of the rows that layer one reads in the step from ``row`` on, but not before."""
+        """Lines of the rows that layer one reads in the step from ``row`` on, but not earlier."""
         layer, step, block = self.layer1, self.knobs.h, self.block
         reach = (layer.kernel[0] - 1) * layer.dilation[0] + 1
         end = (row + step - 1) * layer.strides[0] - layer.padding[0] + reach
@@ -299,7 +299,7 @@ class _Piece:
         return split_evenly(-(-self.pixels // self.lanes2), self.knobs.vectors)
 
     def _pointwise(self, row: Index, turns: _Turns | None) -> None:
-        """Layer two of the rows of a step; ``turns`` tell what its tiles ask for."""
+        """Layer two of the rows of a step; ``turns`` are the lines that its tiles prefetch."""
         ops = PointwiseOperands(
             layer=self.layer2,
             source=self.mid,
@@ -311,7 +311,7 @@ class _Piece:
             paired=self._is_paired(),
         )
         starts = vector_starts(self.pixels, self.lanes2)
-        runs: list[list[list[int]]] = []  # tiles alike but for the place
+        runs: list[list[list[int]]] = []  # tiles that differ only in their place
         done = 0
         for size in self._pixel_tiles():
             tile = starts[done : done + size]
@@ -336,7 +336,7 @@ class _Piece:
         turns: _Turns | None,
         pixel_tile: Index,
     ) -> None:
-        """All output channels of some vectors of pixels, which are a tile of that number."""
+        """All output channels of some vectors of pixels, which are one tile."""
         full, rest = divmod(self.layer2.out_channels, self.block)
 
         def one_block(block: Index, channels: int) -> None:
@@ -355,16 +355,16 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Turns:
-    """How the tiles of layer two share out lines of memory to ask for.
+    """Lines of memory to prefetch, divided among the tiles of layer two.
 
     Parameters
     ----------
     source : PlanarImage
-        Where they lie.
+        Image with the lines.
     start : Index
         Element of channel 0 from which they are counted.
     lines : int
-        How many of each channel.
+        Number of lines of each channel.
     pixel_tiles, blocks, tiles : int
         Tiles of the pixels, blocks of output channels, and tiles of a block.
     """
@@ -377,7 +377,7 @@ class _Turns:
     tiles: int
 
     def ahead(self, pixel_tile: Index, block: Index, tile: int) -> Ahead | None:
-        """The share of a tile; where there are few lines, only the first tile of a block asks."""
+        """Share of a tile; where there are few lines, only the first tile of a block prefetches."""
         tiles = self.tiles if self.lines > self.pixel_tiles * self.blocks else 1
         if tile >= tiles:
             return None
@@ -389,7 +389,7 @@ class _Turns:
 
 
 def _repeated(values: Sequence[tirx.Expr], lanes: int) -> tirx.Expr:
-    """A vector of one value, or of two that take turns."""
+    """A vector of one value, or of two alternating ones."""
     vectors = [T.broadcast(value, lanes) for value in values]
     if len(vectors) == 1:
         return vectors[0]

@@ -2,11 +2,11 @@
 """Register tiles of a depthwise and of a pointwise layer on NCHW planes: pixels in the lanes.
 
 A vector holds ``x`` neighbouring pixels of one channel, and weights are single elements, broadcast.
-So neither layer has to change the layout of what it reads or writes. The depthwise tile computes
-``R`` rows of one vector; every input row is loaded once for each kernel column and serves all rows
-that see it. In steps of two pixels, neighbouring pixels are multiplied by the weights of two
-neighbouring kernel columns, and only the finished sums are added in pairs, so that no row needs
-shuffles. At the border of the image lanes are filled with zeros, and rows outside are left out.
+So neither layer has to change a layout. The depthwise tile computes ``R`` rows of one vector; every
+input row is loaded once for each kernel column and serves all rows that see it. In steps of two
+pixels, neighbouring pixels are multiplied by the weights of two neighbouring kernel columns, and
+only the finished sums are added in pairs, so that rows need no shuffles. At the border of the image
+lanes are filled with zeros, and rows outside are left out.
 
 The functions here may only be called between the ``with`` statements of an open ``IRBuilder``.
 """
@@ -53,9 +53,9 @@ class PlanarImage:
         return self.offset + channel * self.plane + row * self.width + column
 
     def seen_from(self, channel: Index, row: Index) -> PlanarImage:
-        """The image in a buffer of its own that begins with a row of a channel; only for reading.
+        """The image in a separate buffer that begins with a row of a channel; only for reading.
 
-        Addresses are then that row's plus a constant, which instructions add for nothing.
+        Addresses are then that row's plus a constant, which addressing modes add for free.
         """
         pointer = ir.PointerType(ir.PrimType(self.buffer.dtype))
         start = T.bind(T.address_of(self.buffer[self.at(channel, row, 0)]), pointer)
@@ -69,7 +69,7 @@ def vector_starts(extent: int, lanes: int) -> list[int]:
 
 
 def reads_whole_vectors(layer: ConvLayer, width: int, start: int, lanes: int) -> bool:
-    """Whether all vectors that the pixels ``[start, start + lanes)`` need lie inside the row."""
+    """Return whether all vectors for the pixels ``[start, start + lanes)`` lie inside the row."""
     stride, groups = layer.strides[1], column_groups(layer)
     first = start * stride - layer.padding[1]
     return first >= 0 and first + groups[-1][0] + stride * lanes <= width
@@ -86,13 +86,13 @@ class DepthwiseRows:
     source : PlanarImage
         Input, as :meth:`PlanarImage.seen_from` its channel and the first of the rows that exist.
     output : PlanarImage
-        Where the channel's output begins.
+        Begins with the output of the channel.
     lanes : int
         Pixels of a vector.
     rows, output_row : int
-        How many output rows, ``R``, and the first of them.
+        Number of output rows, ``R``, and the first of them.
     visible : tuple[int, int]
-        Which of the input rows that they read exist, counted from the first kernel row.
+        Range of the input rows that exist, counted from the first kernel row.
     weights : Sequence[tirx.Expr]
         Vectors of the weights of :func:`column_groups`, by kernel row and group.
     bias : tirx.Expr
@@ -141,7 +141,7 @@ def depthwise_vector(part: DepthwiseRows, column: Index, inside: bool) -> None:
     for row in range(*part.visible):
         start = part.source.at(0, row - part.visible[0], 0)
         if inside or part.lanes >= line:
-            # Hardware does not foresee the jump to the next channel's plane.
+            # The hardware does not prefetch across the jump to the next channel's plane.
             ahead = start + part.source.plane + column * stride
             for element in range(0, stride * part.lanes, line):
                 prefetch(buffer, ahead + element)
@@ -182,7 +182,7 @@ def column_groups(layer: ConvLayer) -> list[tuple[int, tuple[float, ...]]]:
 
 
 def paired_order(lanes: int) -> list[int]:
-    """Which pixel each lane holds after the sums of pairs.
+    """Pixel in each lane after the sums of pairs.
 
     Each quarter of four lanes takes two elements of either vector, as one instruction of x86 does.
     """
@@ -225,7 +225,7 @@ def _window(part: DepthwiseRows, row: Index, first: Index, inside: bool) -> tirx
 
 @dataclass(frozen=True)
 class Ahead:
-    """Lines of an image that :func:`pointwise_tile` asks for, the same ones of each channel.
+    """Lines of an image that :func:`pointwise_tile` prefetches, the same ones of each channel.
 
     The reduction over the channels takes long enough for the memory to answer.
 
@@ -236,7 +236,7 @@ class Ahead:
     start : Index
         Element of channel 0 from which the lines are counted.
     lines : int
-        How many of each channel.
+        Number of lines of each channel.
     """
 
     image: PlanarImage
@@ -246,14 +246,14 @@ class Ahead:
 
 @dataclass(frozen=True)
 class PointwiseOperands:
-    """What :func:`pointwise_tile` reads and writes.
+    """Operands of :func:`pointwise_tile`.
 
     Parameters
     ----------
     layer : ConvLayer
         The layer.
     source, output : PlanarImage
-        Input and output; all pixels at hand are one row.
+        Input and output; all pixels of the step are one row.
     weight, bias : tirx.Buffer
         Flat, in the packed layouts of :mod:`schedules.compute.conv2d`.
     lanes : int
@@ -293,7 +293,7 @@ def pointwise_tile(
     starts : Sequence[Index]
         First pixels of the vectors.
     ahead : Ahead | None
-        What will be read after the layer.
+        Lines that will be read after the layer, to prefetch.
     """
     lanes, dtype = ops.lanes, ops.source.buffer.dtype
     origin = block * ops.block + lane
@@ -303,7 +303,7 @@ def pointwise_tile(
         T.writes()
         sums = dict(zip(places, accumulators(len(places), lanes, dtype), strict=True))
         whole = T.ramp(0, 1, lanes)
-        # The sums take as long as the lines need to come, which are written when they are done.
+        # The output lines arrive while the sums are computed.
         for o in range(outputs):
             first = ops.output.at(origin + o, 0, starts[0])
             for element in range(0, len(starts) * lanes, line_elements(dtype)):
@@ -335,7 +335,7 @@ def pointwise_tile(
 def _input_channels(ops: PointwiseOperands, block: Index) -> Iterator[tuple[Index, Index]]:
     """Open loops over the input channels, unrolled as far as registers allow.
 
-    Yields a channel, and where its weights for the channels of an output block begin.
+    Yields a channel, and the offset of its weights for the channels of an output block.
     """
     size = ops.block
     full, rest = divmod(ops.layer.in_channels, size)

@@ -28,7 +28,7 @@ from ..core.tiles import Run, Span, block_tiles, row_runs, split_evenly
 
 
 def is_flat(ops: LayerOperands) -> bool:
-    """Whether rows of input and output follow each other without a gap and see one tap only."""
+    """Return whether rows of input and output are adjacent in memory and see one tap only."""
     whole = all(
         image.row_stride == image.width * image.lanes
         for image in (ops.source, ops.output, ops.residual)
@@ -127,13 +127,13 @@ def compute_tile(
 
 
 def weight_turns(ops: LayerOperands, pixels: int) -> int:
-    """Tiles of a row that can ask in turns for the weights that come next; 0 if none can."""
+    """Tiles of a row that can prefetch the next weights in turns; 0 if none can."""
     packed = ops.group_lanes == 0 and ops.source.lanes > 1
     return len(split_evenly(ops.output.width, pixels)) if packed else 0
 
 
 def weight_lines(ops: LayerOperands, blocks: int, tiles: int) -> int:
-    """Cache lines that a step of a tile asks for, so that ``tiles`` tiles ask for all that come."""
+    """Cache lines that a step of a tile prefetches, so that ``tiles`` tiles prefetch all."""
     return lines_a_step(blocks * ops.step * ops.lanes // line_elements(ops.dtype), tiles)
 
 
@@ -157,7 +157,7 @@ def pixel_nest(
     body : Callable
         Gets the row, the run and the column of each tile.
     tiles : Span | None
-        Which tiles of a row; all if None.
+        Range of the tiles of a row; all if None.
     """
     runs = row_runs(ops.layer, ops.source.width, ops.output.width, tile)
     with loop(*rows) as row:

@@ -51,14 +51,14 @@ def move_pixels(
     source, target : Planes | Lanes
         One of each.
     pixels : Index
-        How many neighbouring pixels. A number known to be below ``lanes`` is moved element by
+        Number of neighbouring pixels. A number known to be below ``lanes`` is moved element by
         element; an expression must not be below it.
     lanes : int
         Channels of a block, a power of two.
     channels : int
         Channels of this block that exist; the others are written as zero, and not read.
     ahead : int
-        Elements from what is read to what will be read next, which is asked for; 0 for nothing.
+        Distance in elements from what is read to what is prefetched; 0 for no prefetch.
     """
     if isinstance(pixels, int) and pixels < lanes:
         _move_elements(source, target, pixels, lanes, channels)
@@ -83,7 +83,7 @@ def move_pixels(
 
 
 def _rows(side: Planes | Lanes, start: Index, lanes: int, channels: int) -> Sequence[Index]:
-    """Where the vectors of a group begin: channels of the planes, or pixels of the block."""
+    """First elements of the vectors of a group: channels of the planes, or pixels of the block."""
     if isinstance(side, Planes):
         return [side.offset + channel * side.plane + start for channel in range(channels)]
     return [side.offset + (start + pixel) * lanes for pixel in range(lanes)]
@@ -112,7 +112,7 @@ def _transposed(rows: list[tirx.Expr], lanes: int) -> list[tirx.Expr]:
     """Transpose ``lanes`` vectors of ``lanes`` elements.
 
     First every four rows within their quarters of four elements, by the interleaving shuffles that
-    x86 and NEON have as one instruction; then whole quarters change places.
+    x86 and NEON have as one instruction; then whole quarters are exchanged.
     """
     if lanes > 2:
         for distance in (1, 2):

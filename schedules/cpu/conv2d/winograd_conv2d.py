@@ -20,9 +20,9 @@ __all__ = ["WinogradConv2D", "WinogradKnobs", "default_knobs", "winograd_templat
 class WinogradConv2D(ScheduleRule):
     """Rule for functions that legalization marked as a convolution by Winograd's algorithm.
 
-    Takes static image sizes (the batch may be symbolic); returns None for everything else. Sums
-    are of transformed numbers, so that an infinity or NaN in the data makes NaN of all outputs of
-    the tiles that read it.
+    Takes static image sizes (the batch may be symbolic); returns None for everything else. Sums are
+    of transformed numbers, so that an infinity or NaN in the data makes all outputs of the tiles
+    that read it NaN.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool) -> s_tir.Schedule | None:

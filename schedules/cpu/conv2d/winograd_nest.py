@@ -8,9 +8,9 @@
       for point:                  a matrix product: tiles x input channels x output channels
       for output block, tile:     transform the points into m x m pixels, add, activate, store
 
-What lies between the three steps stays in buffers of the task, point by point:
+The intermediates of the three steps stay in buffers of the task, point by point:
 ``[points, blocks, tiles, lanes]``. Tiles that reach over the border of the image read zeros and
-leave out what does not exist; the last group repeats its last tile.
+store only what exists; the last group repeats its last tile.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Points:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an output tile lies: its image, and its row and column among the image's tiles."""
+    """Place of an output tile: its image, and its row and column among the image's tiles."""
 
     image: Index
     row: Index
@@ -142,8 +142,8 @@ class _Nest:
     def _transform_data(self, first_tile: Index, data: _Points, half: tirx.Buffer) -> None:
         """Rows first, into ``half``; then the columns of that.
 
-        Tiles at the left and right borders are code of their own, in which what lies outside is
-        zero; a row above or below the image is a branch.
+        Tiles at the left and right borders have separate code, in which pixels outside are zero; a
+        row above or below the image is a branch.
         """
         lanes, count, classes = self.kernel.lanes, self.count, self._column_classes()
         with loop(0, self.in_blocks) as block, loop(0, self.knobs.group) as tile:
@@ -185,7 +185,7 @@ class _Nest:
                         self._store(half, (r * count + c) * lanes, zero)
 
     def _column_classes(self) -> list[tuple[int, int, Sequence[bool]]]:
-        """Columns of tiles ``[first, stop)`` alike in which of their columns of pixels exist."""
+        """Ranges ``[first, stop)`` of columns of tiles with the same existing columns of pixels."""
         classes: list[tuple[int, int, Sequence[bool]]] = []
         for column in range(self.columns):
             start = column * self.size - self.layer.padding[1]
@@ -230,7 +230,7 @@ class _Nest:
     def _transform_inverse(
         self, first_tile: Index, span: tuple[Index, int], products: _Points, half: tirx.Buffer
     ) -> None:
-        """Rows first, into ``half``; then the columns of that, with all that ends the layer."""
+        """Rows first, into ``half``; then the columns of that, with the layer's epilogue."""
         lanes, count = self.kernel.lanes, self.count
         with loop(0, span[1]) as b, loop(0, self.knobs.group) as t:
             block, tile = span[0] + b, first_tile + t
@@ -255,7 +255,7 @@ class _Nest:
     def _finish(
         self, column: Index, first_row: Index, values: Sequence[tirx.Expr], bias: tirx.Expr
     ) -> None:
-        """Write one column of an output tile; ``column`` is where the image's column begins."""
+        """Write one column of an output tile; ``column`` is the begin of the image's column."""
         for r, value in enumerate(transform_inverse(self.size, values)):
             row = first_row + r
             with when(self.output.height % self.size == 0 or row < self.output.height):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Winograd's transforms of vectors of channels, written into a function under construction.
 
-Points come in pairs p and -p, whose rows (or columns) differ in the sign of the odd powers: what
-they share is computed once. F(4, 3) takes 12 instructions for 6 inputs, and 12 for 4 outputs.
+Points come in pairs p and -p, whose rows (or columns) differ in the sign of the odd powers: their
+common terms are computed once. F(4, 3) takes 12 instructions for 6 inputs, and 12 for 4 outputs.
 
 The functions here may only be called between the ``with`` statements of an open ``IRBuilder``.
 """

@@ -19,7 +19,7 @@ from schedules.workload.reduce import extent_of
 from .micro_kernel import FeatureMap, Index
 
 MAX_ELEMENTS = 2**31 - 1
-"""As many as a 32-bit integer counts."""
+"""Largest number of elements that a 32-bit integer counts."""
 
 
 class KernelBuilder:
@@ -41,8 +41,8 @@ class KernelBuilder:
     def batch(self) -> Index:
         """Number of images, which the loop over them counts.
 
-        It has 64 bits where it is symbolic, or where 32 bits do not count a parameter's elements;
-        then so have the offsets of the images. Within an image they have 32 bits.
+        It has 64 bits where it is symbolic, or where a parameter has too many elements for 32 bits;
+        the offsets of the images then have 64 bits, too. Within an image they have 32 bits.
 
         Raises
         ------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule has to know of the CPU that it is written for.
+"""Facts about the CPU that a schedule is written for.
 
 Everything comes from the target; only the cache sizes are read from the running machine, and only
 when the target names exactly this machine's CPU, so that cross-compiled code does not depend on
@@ -35,11 +35,11 @@ class CPUInfo:
     vector_bits : int
         Width of one vector register: 512, 256 or 128.
     num_vector_registers : int
-        How many vector registers a kernel may use: 32 for AVX-512 and AArch64, else 16.
+        Vector registers that a kernel may use: 32 for AVX-512 and AArch64, else 16.
     has_fma : bool
         Whether a multiply-add is one instruction.
     num_cores : int
-        How many threads a kernel should feed.
+        Number of threads that a kernel should use.
     l1d_bytes, l2_bytes : int
         Data caches of one core.
     l3_bytes : int
@@ -59,7 +59,7 @@ class CPUInfo:
 
     @property
     def costs(self) -> MachineCosts:
-        """What the cost models assume of it."""
+        """Constants of this CPU in the cost models."""
         return costs_of(self.family, self.vector_bits)
 
     @property
@@ -68,7 +68,7 @@ class CPUInfo:
         return self.costs.fma_per_cycle(self.vector_bits)
 
     def lanes(self, dtype: str | DataType) -> int:
-        """How many elements of ``dtype`` one vector register holds (at least 1)."""
+        """Number of elements of ``dtype`` in a vector register (at least 1)."""
         bits = max(8, DataType(str(dtype)).bits)
         return max(1, self.vector_bits // bits)
 

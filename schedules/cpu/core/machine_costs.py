@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cost models of the CPU kernels assume of a machine: one table a CPU family.
+"""Constants of the cost models of CPU kernels: one table a CPU family.
 
 The defaults of :class:`MachineCosts` are those of Zen 3. They were fitted to the times that
-``examples/benchmarks/knobs.py`` recorded there, and so were the figures of the other families that
-differ from them: ``examples/benchmarks/results`` has the times under the names of the CPUs, and
-``tests/schedules/cpu/cost/test_cost_model.py`` holds the tables to them.
+``examples/benchmarks/knobs.py`` recorded there, and the differing figures of the other families to
+those recorded on them: ``examples/benchmarks/results`` has the times under the names of the CPUs,
+and ``tests/schedules/cpu/cost/test_cost_model.py`` checks the tables against them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MachineCosts:
-    """Cycles, bytes a cycle and shares, of one core where nothing else is said.
+    """Constants in cycles, bytes a cycle and shares, of one core unless said otherwise.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ class MachineCosts:
     weight_loads : float
         A vector of weights, counted in loads of single elements.
     fma_latency : float
-        Cycles; a chain without slack also shows every late load.
+        Cycles; in a chain without slack every late load shows, too.
     bytes_per_cycle : tuple[float, float, float, float]
         From L1, L2, L3 and memory into registers.
     memory_cores : float
@@ -45,12 +45,12 @@ class MachineCosts:
     depthwise_tap : float
         A tap of a chain that is too long for the next tile to overlap with all of it.
     inside : float
-        A tile of pixels writes to all channel planes, whose addresses crowd the same sets.
+        A tile of pixels writes to all channel planes, whose addresses map to the same cache sets.
     tight, spill : float
         A step of a tile that leaves the compiler no register; an accumulator without a register,
         stored and loaded in each step.
     start : float
-        Bounds of a loop over pixels, and a branch that is predicted wrongly.
+        Bounds of a loop over pixels, and a mispredicted branch.
     store : float
         Traffic of a written byte: a line is read for ownership before it is written.
     miss : float
@@ -111,15 +111,15 @@ class MachineCosts:
 
 
 ZEN_3 = MachineCosts()
-# Vectors of 512 bits go through the units, and to and from the L1, in two halves.
-# A chain of taps is hidden: each of its multiply-adds takes two turns.
+# Vectors of 512 bits pass the units, and to and from the L1, in two halves.
+# A chain of taps is hidden: each of its multiply-adds takes two cycles.
 ZEN_4 = MachineCosts(
     fma_bits_per_cycle=512,
     depthwise_tap=0.36,
     winograd_data=(8.0, 15.0),
     winograd_inverse=(6.0, 10.0),
 )
-# Two whole vectors of 512 bits a cycle, an L1 and an L2 that are read 64 bytes at a time.
+# Two whole vectors of 512 bits a cycle, L1 and L2 deliver 64 bytes at a time.
 ZEN_5 = MachineCosts(
     fma_bits_per_cycle=1024,
     loads_per_cycle=1.5,
@@ -144,7 +144,7 @@ FAMILIES = {"znver3": ZEN_3, "znver4": ZEN_4, "znver5": ZEN_5}
 
 
 def costs_of(family: str, vector_bits: int) -> MachineCosts:
-    """The table of a CPU by LLVM's name for it; of the measured family most like it, if unknown.
+    """Table of a CPU by LLVM's name for it; of the most similar measured family, if unknown.
 
     Like Zen 5, Intel's servers start two multiply-adds of 512 bits a cycle.
     """

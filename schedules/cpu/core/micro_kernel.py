@@ -5,18 +5,18 @@ A micro-kernel computes ``P`` pixels x ``V`` vectors of output channels with all
 registers over the whole reduction: it starts from the bias (or a partial sum), ends with residual
 and activation, and touches the output once. The reduction runs over input blocks, kernel rows,
 kernel columns and lanes; each step broadcasts ``P`` input elements and loads ``V`` weight vectors
-for ``P x V`` multiply-adds (the batch-reduce GEMM of Georganas et al., arXiv 1906.06440).
-Zero padding costs nothing: rows outside the image shorten the loop over kernel rows, and
-border tiles know their taps (:mod:`.tiles`).
+for ``P x V`` multiply-adds (the batch-reduce GEMM of Georganas et al., arXiv 1906.06440). Zero
+padding costs nothing: rows outside the image shorten the loop over kernel rows, and border tiles
+have fixed taps (:mod:`.tiles`).
 
 Where groups of ``g`` channels share a block, a step loads ``P`` input vectors and ``g`` weight
 vectors. Each of the ``P x g`` accumulators sums, in the lane of an input channel, what it adds to
-the output channel ``j`` lanes apart (``i ^ j``); at the end those of a pixel change lanes
-and become one. Depthwise layers are the case ``g = 1``. Other groups that cut blocks apart take
-their inputs in pieces that lie in one block, and where an output block belongs to several groups,
-each lane selects the element of its own.
+the output channel ``j`` lanes apart (``i ^ j``); at the end those of a pixel are permuted and added
+up. Depthwise layers are the case ``g = 1``. Other groups that cross block boundaries read their
+inputs in pieces that lie in one block, and where an output block belongs to several groups, each
+lane selects the element of its own group.
 
-Each accumulator is a buffer of its own, of one vector and of scope ``global``: TVM 0.27 puts that
+Each accumulator is a separate buffer of one vector and of scope ``global``: TVM 0.27 puts that
 on the stack, where LLVM turns it into a register. Buffers of scope ``local``, and those of more
 than 1,024 bytes, are taken from the heap, and stay in memory.
 
@@ -42,7 +42,7 @@ from .tiles import Index, Run
 # Kernel row, kernel column, and the pixels of the tile that see this tap.
 Tap = tuple[Index, Index, tuple[int, int]]
 
-# Steps of the reduction that are unrolled: of sixteen, LLVM 22 loads all broadcasts first, and
+# Steps of the reduction that are unrolled: with sixteen, LLVM 22 hoists all broadcasts, and
 # spills them.
 UNROLLED_STEPS = 8
 LANES_OF_128_BITS = 4
@@ -90,7 +90,7 @@ class FeatureMap:
 
 
 def cancelled(index: Index) -> Index:
-    """Simplify a difference: what cancels only later makes TVM 0.27's regions divide by zero."""
+    """Simplify a difference: terms that cancel only later make TVM 0.27 divide by zero."""
     return index if isinstance(index, int) else sym.Analyzer().simplify(index)
 
 
@@ -120,7 +120,7 @@ class LayerOperands:
     dtype : str
         Element type.
     met : int
-        Groups that the output blocks at hand belong to.
+        Groups that the output blocks of the tile belong to.
     """
 
     layer: ConvLayer
@@ -153,7 +153,7 @@ class LayerOperands:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The part of layer two's input blocks that one call sums up.
+    """Part of layer two's input blocks that one call sums up.
 
     ``first`` and ``last`` say whether this part starts from the bias and whether it ends with the
     post-ops; a constant, or a condition on a loop variable.
@@ -192,7 +192,7 @@ class Tile:
     run : Run
         Its number of pixels ``P`` and its taps.
     reduction : Reduction
-        Which input blocks are summed.
+        Input blocks that are summed.
     """
 
     block: Index
@@ -217,10 +217,10 @@ def dense_tile(ops: LayerOperands, tile: Tile, turns: int = 0, lines: int = 1) -
     tile : Tile
         Which outputs.
     turns : int
-        Tiles of a row, if they take turns in asking for the weights that come next: of the next
-        part of the reduction, or after the last one of the next ``V`` blocks; else 0.
+        Tiles of a row, if they prefetch the next weights in turns: those of the next part of the
+        reduction, or after the last part those of the next ``V`` blocks; else 0.
     lines : int
-        Cache lines that a step of a tile then asks for: several where tiles are few.
+        Cache lines that a step of a tile then prefetches: several where tiles are few.
     """
     layer, width = ops.layer, ops.layer.out_channels // ops.layer.groups
     met = layer.groups_met(ops.lanes) if layer.groups > 1 else 1
@@ -253,8 +253,8 @@ def _tile_of_groups(ops: LayerOperands, tile: Tile, turns: int, lines: int) -> N
                 for tap in _taps(ops, tile.row, run):
                     _multiply(ops, sums, tile, in_block, tap, channels, ahead)
         else:
-            # Channels innermost: pixels that neighbouring kernel columns share would otherwise be
-            # kept in registers from column to column, and push the accumulators out.
+            # Channels innermost: otherwise LLVM keeps the pixels that neighbouring kernel columns
+            # share in registers, and spills the accumulators.
             for tap in _taps(ops, tile.row, run):
                 with loop(reduction.start, reduction.start + reduction.count) as in_block:
                     _multiply(ops, sums, tile, in_block, tap, 1)
@@ -288,10 +288,10 @@ def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, colum
 
 @contextmanager
 def _tile_block(source: FeatureMap) -> Iterator[None]:
-    """Open the block of a tile, which reads the whole of a local source as far as TVM knows.
+    """Open the block of a tile, declared to read the whole of a local source.
 
     Else TVM's ``CompactBufferAllocation`` joins the regions of all its reads, which takes minutes
-    where many tiles begin with rows that only the task knows.
+    where many tiles begin with rows that depend on the task.
     """
     with T.sblock("tile"):
         if source.is_local:
@@ -304,7 +304,7 @@ def _tile_block(source: FeatureMap) -> Iterator[None]:
 
 
 def _join(sums: Sequence[tirx.Buffer], lanes: int) -> None:
-    """Add to the first accumulator the others, each with its lanes ``j`` apart."""
+    """Add the other accumulators to the first, each with its lanes ``j`` apart."""
     half = len(sums) // 2
     while half:
         order = [lane ^ half for lane in range(lanes)]
@@ -339,7 +339,7 @@ def _input_blocks(ops: LayerOperands, reduction: Reduction) -> Iterator[tuple[In
 
 
 def _group_inputs(ops: LayerOperands, block: Index, piece: Index) -> list[tuple[Index, Index]]:
-    """Where the groups that an output block belongs to have a piece: input blocks and lanes."""
+    """Pieces of the groups that an output block belongs to: input blocks and lanes."""
     layer = ops.layer
     if layer.groups == 1:
         return [(piece, 0)]
@@ -351,7 +351,7 @@ def _group_inputs(ops: LayerOperands, block: Index, piece: Index) -> list[tuple[
 
 
 def _selected(ops: LayerOperands, block: Index, elements: Sequence[tirx.Expr]) -> tirx.Expr:
-    """In each lane the element of the group that the lane's output channel belongs to."""
+    """In each lane the element of the group of the lane's output channel."""
     lanes, width = ops.lanes, ops.layer.out_channels // ops.layer.groups
     start = tirx.floormod(block * lanes, width)
     result = T.broadcast(elements[0], lanes)
@@ -382,8 +382,8 @@ def _taps(ops: LayerOperands, row: Index, run: Run, unroll_columns: bool = False
     """Open the loops over the kernel and yield its taps with the pixels that see them.
 
     Neighbouring columns that the same pixels see are one loop: unrolled, the pixels that they share
-    would be kept in registers from column to column, and push the accumulators out. Short bodies
-    unroll all columns; a tap that no pixel sees is left out.
+    would be kept in registers, and the accumulators spilled. Short bodies unroll all columns; a tap
+    that no pixel sees is left out.
     """
     low, high = _visible_rows(ops, row)
     with loop(low, high) as kh:
@@ -417,9 +417,9 @@ def _visible_rows(ops: LayerOperands, row: Index) -> tuple[Index, Index]:
 def next_weights(
     ops: LayerOperands, block: Index, blocks: int, reduction: Reduction, turn: Index
 ) -> Index:
-    """Where a tile begins to ask for weights: tiles take turns, until all lines are asked for.
+    """First weights that a tile prefetches: tiles take turns until all lines are prefetched.
 
-    The weights of a part are ``V`` pieces of ``steps`` squares of lanes; a turn asks for as many
+    The weights of a part are ``V`` pieces of ``steps`` squares of lanes; a turn prefetches as many
     lines of one piece as it has steps.
 
     Parameters
@@ -464,7 +464,7 @@ def _multiply(
 ) -> None:
     """All multiply-adds of one tap and the ``channels`` of one input block (within the group).
 
-    They take long enough to ask for cache lines of weights, one counted from each of ``ahead``.
+    They take long enough to prefetch cache lines of weights, one counted from each of ``ahead``.
     """
     layer, lanes, source, square = ops.layer, ops.lanes, ops.source, ops.step * ops.lanes
     block, blocks = tile.block, tile.blocks
@@ -480,7 +480,7 @@ def _multiply(
         step = in_block * taps + kh * layer.kernel[1] + kw
         prefetch(ops.weight, start + step * line_elements(ops.dtype), level=2)
     # A tile of one vector may be a whole row: without a loop, LLVM would keep the elements that
-    # kernel columns share, and push the accumulators out.
+    # kernel columns share, and spill the accumulators.
     most = UNROLLED_STEPS
     if layer.groups > 1 and lanes > LANES_OF_128_BITS:
         most = min(UNROLLED_STEPS, max(1, ops.step // 2))
@@ -518,7 +518,7 @@ def _elements(
 
 
 def _channel_steps(count: int, most: int) -> Iterator[Index]:
-    """Open a loop over the channels of an input block, ``most`` at a time unrolled."""
+    """Open a loop over the channels of an input block, unrolled by ``most``."""
     whole, rest = divmod(count, most)
     if whole > 1:
         with T.serial(0, whole) as part:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking for data before it is needed."""
+"""Prefetching of data."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from schedules.workload.conv2d import ITEM_BYTES
 from .tiles import Index
 
 CACHE_LINE_BYTES = 64
-MOST_LINES = 16  # asked for in one step, more than a core can wait for at a time
+MOST_LINES = 16  # prefetched in one step, more than a core can have in flight
 
 
 def line_elements(dtype: str) -> int:
-    """How many elements a cache line holds."""
+    """Number of elements in a cache line."""
     return CACHE_LINE_BYTES // ITEM_BYTES[dtype]
 
 
 def lines_a_step(needed: int, tiles: int) -> int:
-    """How many of the ``needed`` cache lines each of ``tiles`` has to ask for in a step."""
+    """Cache lines of the ``needed`` ones that each of ``tiles`` has to prefetch in a step."""
     return max(1, min(MOST_LINES, -(-needed // max(1, tiles))))
 
 
 def prefetch(buffer: tirx.Buffer, offset: Index, level: int = 1, write: bool = False) -> None:
-    """Ask for the cache line of an element; beyond the buffer it does nothing.
+    """Prefetch the cache line of an element; beyond the buffer it does nothing.
 
     May only be called between the ``with`` statements of an open ``IRBuilder``.
 
@@ -36,9 +36,9 @@ def prefetch(buffer: tirx.Buffer, offset: Index, level: int = 1, write: bool = F
     offset : Index
         The element.
     level : int
-        The cache that shall hold it, 1 or 2.
+        The cache to hold it, 1 or 2.
     write : bool
-        Whether it will be written, so that no other core may have it.
+        Whether it will be written, so that no other core may hold it.
     """
     purpose, locality, data = T.int32(int(write)), T.int32(4 - level), T.int32(1)
     address = T.address_of(buffer[offset])

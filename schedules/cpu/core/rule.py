@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rules of this folder have in common."""
+"""Base class of the CPU rules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class CPURule(CPUScheduleRule):
     """A schedule rule for LLVM CPUs.
 
     ``apply`` leaves functions for other targets alone, and also those for which TVM refuses one of
-    the rule's steps: the rule works on a schedule of its own, so that the next one starts afresh.
+    the rule's steps: the rule works on its own schedule, so that the next rule starts from scratch.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Schedule ``func``, or return None if the rule does not know it."""
+        """Schedule ``func``, or return None if the rule does not take it."""
         if not isinstance(func, tirx.PrimFunc) or not self.is_target_available(target):
             return None
         try:
@@ -27,5 +27,5 @@ class CPURule(CPUScheduleRule):
             return None  # primitives also raise the latter two, half-way through their work
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """What :meth:`apply` does after its checks."""
+        """Schedule the function, after the checks of :meth:`apply`."""
         raise NotImplementedError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a row of pixels and a list of channel blocks are cut into register tiles.
+"""Partition of a row of pixels and of a list of channel blocks into register tiles.
 
 A register tile is ``P`` pixels x ``V`` vectors of output channels. Tile sizes are compile-time
 constants, so a row is described by *runs*: consecutive tiles of one size that see the same taps of
@@ -22,7 +22,7 @@ Span: TypeAlias = tuple[Index, Index]
 
 @dataclass(frozen=True)
 class Run:
-    """Tiles ``first .. first + count`` of a row, alike in size and taps.
+    """Tiles ``first .. first + count`` of a row, equal in size and taps.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def split_evenly(extent: int, tile: int) -> list[int]:
 
 
 def tile_counts(extent: int, tile: int, first: int | None = None) -> tuple[tuple[int, int], ...]:
-    """Of the ``first`` tiles of :func:`split_evenly`: sizes, and how many there are of each."""
+    """Sizes of the ``first`` tiles of :func:`split_evenly`, and the number of tiles of each."""
     count = -(-extent // tile)
     small, larger = divmod(extent, count)
     taken = count if first is None else first

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the template of a single convolution leaves open, and all settings worth a try."""
+"""Knobs of the template of a single convolution, and their search space."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel
 from ..core.machine import CPUInfo
 from .register_tile import register_tiles
 
-# A smaller part of the weights is used up before its loop has started.
+# With a smaller part of the weights, the start of the loop dominates.
 LEAST_PART_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Conv2DKnobs:
-    """What the template leaves open.
+    """Knobs of the template.
 
     Parameters
     ----------
@@ -27,15 +27,15 @@ class Conv2DKnobs:
     unit_chunks, block_chunks : int
         Parallel pieces of the units and of the block tiles.
     unit_group : int
-        Units whose input stays in L2 while all block tiles pass over it.
+        Units whose input stays in L2 while all block tiles are computed.
     blocks_inside : bool
         Whether the loop over block tiles runs inside the pixel loops.
     ic_o : int
         Parts of the reduction, a divisor of the input blocks: the weights of one part and block
-        tile stay in L1 while all pixels pass over them. 1 where ``blocks_inside``.
+        tile stay in L1 while all pixels are computed. 1 where ``blocks_inside``.
     prefetch : bool
-        Whether the micro-kernel asks for the weights that come next. Of no use to depthwise layers
-        and NCHW data.
+        Whether the micro-kernel prefetches the next weights. Of no use to depthwise layers and NCHW
+        data.
     """
 
     pixels: int
@@ -51,7 +51,7 @@ class Conv2DKnobs:
 def conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Conv2DKnobs]:
     """All settings that the cost model compares, each of them legal.
 
-    Weights are always asked for ahead where they can be.
+    Weights are always prefetched where that is possible.
     """
     layer = kernel.layers[0]
     plain = kernel.data_layout == "NCHW"

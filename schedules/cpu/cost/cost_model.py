@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a kernel of one or two convolutions takes with given knobs, and the best knobs by that.
+"""Predicted time of a kernel of one or two convolutions for given knobs, and the default knobs.
 
-The time of the busiest core: with ``N`` images, ``p`` parallel pieces of each and ``c`` cores,
+The time is that of the busiest core: with ``N`` images, ``p`` parallel pieces of each and ``c``
+cores,
 
     T = (ceil(N p / c) (nests + layouts) + fork if N p > 1) / CLOCK_HZ
 
 The nests are those of :mod:`.nest_cost`. A single convolution is one nest for each group of units
 of the largest chunk. A fused pair is, for each step of ``h`` output rows and each part of the
-reduction, a nest of layer one over the rows that the step reads (its *halo* computed again in every
-step, all of it again in every piece of the channels) and a nest of layer two; the tensor in between
-lives in the level that holds it. What neither model nor machine can know is assumed: the data was
-just written by all cores in equal shares of rows and is where its size fits, weights come from the
-memory, since the network's other layers have passed in between.
+reduction, a nest of layer one over the rows that the step reads (its *halo* recomputed in every
+step, all of it recomputed in every piece of the channels) and a nest of layer two; the tensor in
+between lives in the level that holds it. The model assumes that the data was just written by all
+cores in equal shares of rows and is in the first level that it fits, and that weights come from
+memory, since the network's other layers ran in between.
 
 Where cores share the rows of a depthwise layer, each one's prefetches run into the lines that the
 other is writing, up to the end of a page; the layer has too little arithmetic to hide that:
 ``edge`` cycles a line.
 
-The data of a pair's depthwise layer one streams through the L2 and pushes the intermediate out:
-what is lost, more the fuller the L2 is, goes to the L3 and comes back, and nothing hides that.
+The data of a pair's depthwise layer one streams through the L2 and evicts the intermediate: the
+fuller the L2, the more goes to the L3 and comes back, and nothing hides that.
 
-A kernel that packs NCHW data or unpacks its output pays for transposes by the byte. What is named
-in lower case here is a field of :class:`.MachineCosts`.
+A kernel that packs NCHW data or unpacks its output pays for transposes by the byte. Lower-case
+names here are fields of :class:`.MachineCosts`.
 
 The default knobs are the cheapest of :func:`.conv2d_knobs.conv2d_space` or
 :func:`.fused_conv2d_knobs.fused_conv2d_space`.
@@ -57,7 +58,7 @@ class Estimate:
     nests : Terms
         Sums over the nests, by cause; arithmetic and traffic overlap.
     edges, layouts, fork : float
-        What the nests do not contain, in cycles.
+        Costs outside the nests, in cycles.
     """
 
     cycles: float
@@ -82,7 +83,7 @@ def estimate(kernel: Conv2DKernel, knobs: Conv2DKnobs | FusedConv2DKnobs, cpu: C
     knobs : Conv2DKnobs | FusedConv2DKnobs
         Any legal setting of the kernel's template with whole rows (``w_t`` and ``w_o`` of 1).
     cpu : CPUInfo
-        Where it runs.
+        The machine.
     """
     if isinstance(knobs, Conv2DKnobs):
         return _single(kernel, knobs, cpu)
@@ -292,9 +293,9 @@ def _layer_two(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> S
 
 
 def _with_weights(nest: Nest, count: int, first: bool, kept: float, cpu: CPUInfo) -> Steps:
-    """Return ``count`` nests: the ``first`` finds its weights in memory, the others where they fit.
+    """Cost of ``count`` nests; the ``first`` reads weights from memory, others where they fit.
 
-    ``kept`` are the bytes that come by until they are needed again.
+    ``kept`` are the bytes accessed until they are needed again.
     """
     steps: Steps = []
     if first:
@@ -306,9 +307,9 @@ def _with_weights(nest: Nest, count: int, first: bool, kept: float, cpu: CPUInfo
 
 
 def _evictions(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> Steps:
-    """Cost of the part of the intermediate that layer one's data pushes out of the L2.
+    """Cost of the part of the intermediate that layer one's data evicts from the L2.
 
-    A dense layer one computes long enough to hide it.
+    A dense layer one has enough arithmetic to hide it.
     """
     steps: Steps = []
     if not kernel.layers[0].is_depthwise:
@@ -345,7 +346,7 @@ def _mid_bytes(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, step: int) -> floa
 
 
 def _mid_level(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, step: int, cpu: CPUInfo) -> int:
-    """Where layer two finds the intermediate; half of layer one's data streams by meanwhile."""
+    """Level from which layer two reads the intermediate, as half of layer one's data streams by."""
     return fits(_mid_bytes(kernel, knobs, step) + _data_bytes(kernel, knobs, step) / 2, cpu)
 
 
@@ -398,6 +399,6 @@ def _rows_used(layer: ConvLayer, rows: int) -> int:
 
 
 def _home(size: float, cpu: CPUInfo, foreign: bool = False) -> int:
-    """Where each core finds its share of a tensor; all of it, if other cores wrote the rest."""
+    """Level of a core's share of a tensor; of all of it, if other cores wrote the rest."""
     level = fits(size / cpu.num_cores, cpu)
     return max(level, L3) if foreign and cpu.num_cores > 1 else level

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fused template leaves open, and all settings worth a try."""
+"""Knobs of the fused template, and their search space."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOOPS = ("oc2", "ic_o", "h_o", "w_o")
 
 @dataclass(frozen=True)
 class FusedConv2DKnobs:
-    """What Algorithm 2 leaves open.
+    """Knobs of Algorithm 2.
 
     Parameters
     ----------
@@ -36,9 +36,9 @@ class FusedConv2DKnobs:
     order : tuple[str, ...]
         Loops 1 to 4, outermost first.
     compute_at : int
-        How many of them enclose the computation of layer one, 0 to 4.
+        Number of loops that enclose the computation of layer one, 0 to 4.
     prefetch : bool
-        Whether the micro-kernels ask for the weights that come next.
+        Whether the micro-kernels prefetch the next weights.
     """
 
     pixels1: int
@@ -63,7 +63,7 @@ class FusedConv2DKnobs:
 
 
 def check_knobs(kernel: Conv2DKernel, knobs: FusedConv2DKnobs) -> None:
-    """Refuse knobs under which the kernel cannot change the layouts of its data or output."""
+    """Reject knobs under which the kernel cannot change the layouts of its data or output."""
     if not (kernel.plain_data or kernel.plain_out):
         return
     if not takes_plain(kernel, kernel.plain_data, kernel.plain_out):
@@ -117,7 +117,7 @@ def fused_conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[FusedConv
     """All settings that the cost model compares, each of them legal.
 
     Whole rows, whole sums, and layer one once for each step of rows: other places of it, pieces of
-    a row and parts of the sum never gained anything worth their search.
+    a row and parts of the sum never gained enough to search for.
     """
     for grid in grids(kernel, cpu):
         for pixels1, blocks1 in tiles_one(kernel, cpu):
@@ -127,7 +127,7 @@ def fused_conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[FusedConv
 
 @dataclass(frozen=True)
 class Grid:
-    """All of a setting but the register tiles: shares of the cores, and rows at a time."""
+    """All knobs but the register tiles: shares of the cores, and rows of a step."""
 
     h_t: int
     oc_t: int
@@ -141,7 +141,7 @@ class Grid:
 
 
 def grids(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Grid]:
-    """Shares and rows at a time (some of those that leave different numbers of steps)."""
+    """Shares and rows of a step (some of those that give different numbers of steps)."""
     layer2 = kernel.layers[1]
     out_h, _ = layer2.output_size(*_mid_size(kernel))
     for h_t, oc_t in shares(kernel.batch or 1, cpu.num_cores):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs of packed convolutions the fused template can take."""
+"""Limits of the fused template: the pairs of packed convolutions that it takes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 
 
 def unsupported(layer2: ConvLayer) -> str | None:
-    """Why the template cannot take a pair with such a second layer; None if it can."""
+    """Reason why the template cannot take a pair with such a second layer; None if it can."""
     if layer2.groups != 1:
         return "the second layer has groups; the template reduces over all its input channels"
     return None
 
 
 def takes_plain(kernel: Conv2DKernel, data: bool, out: bool) -> bool:
-    """Whether the template can pack the data, or unpack the output, of a packed kernel itself."""
+    """Return whether the template can pack the data, or unpack the output, of a packed kernel."""
     if len(kernel.layers) != 2 or None in (kernel.height, kernel.width):
         return False
     layer1, layer2 = kernel.layers
@@ -28,7 +28,7 @@ def takes_plain(kernel: Conv2DKernel, data: bool, out: bool) -> bool:
 def plain_sides(
     layer1: ConvLayer, layer2: ConvLayer, size: tuple[int, int], lanes: int
 ) -> tuple[bool, bool]:
-    """Whether a pair on an image of ``size`` could pack its data itself, and unpack its output."""
+    """Return whether a pair on an image of ``size`` could pack its data, and unpack its output."""
     if lanes < 2 or lanes & (lanes - 1):  # transposes in registers need a power of two
         return False, False
     top, _, bottom, _ = layer1.padding

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one loop nest of register tiles costs, in clock cycles of one core.
+"""Cost of one loop nest of register tiles, in clock cycles of one core.
 
-A nest computes ``R`` rows of one layer: its tiles of ``P`` pixels x ``V`` channel blocks pass over
+A nest computes ``R`` rows of one layer: its tiles of ``P`` pixels x ``V`` channel blocks run over
 all pixels for each block tile, or over all block tiles for each tile of pixels. With ``c`` input
 blocks of ``x`` lanes, ``k`` kernel taps and ``n`` parts of the reduction,
 
@@ -14,24 +14,24 @@ blocks of ``x`` lanes, ``k`` kernel taps and ``n`` parts of the reduction,
                     tight or spill more a step where all registers are taken, or more
                     depthwise: P k / fma_per_cycle
                     groups of g lanes: k step_cycles(P, g)
-                    groups that cut blocks: each pixel's element is loaded once for each group
+                    groups across blocks: each pixel's element is loaded once for each group
                     that an output block belongs to, and D is read once for each group
     tiles     = sum over tiles: n drain max(0, P V - in flight) late + (n - 1) partial P V
                 with late = 1, or where the sums are clipped
                 (c x k (P V + P + V) / n - window) / (2 window), at least 0, at most 1
-                depthwise: depthwise_tap k; and inside if the block tiles run inside
+                depthwise: depthwise_tap k; plus inside if the block tiles run inside
     starts    = start for each time that the pixel loops begin
     weights   = W / B(home) + W (passes - 1) / B(where a block tile's part of them fits)
     data      = D / B(home) + D (block tiles - 1) / B(where D and the part fit)
                 + the rows that kernels share, where they do not stay in L1
     output    = store O / B(home) + partial sums
-    exposed   = misses that nothing hides: of weights that are not asked for, and of strides that
+    exposed   = misses that nothing hides: of weights that are not prefetched, and of strides that
                 skip pixels, which the hardware does not predict
 
-``step_cycles`` is that of :mod:`.register_tile`, tails and the missing taps at the border
-included; "in flight" are the multiply-adds that fill the units, ``l f``; ``B(level)`` are the bytes
-a cycle that a core gets from a level. Arithmetic and traffic overlap: the larger counts, and little
-(``leak``) of the other. What is named in lower case is a field of :class:`.MachineCosts`.
+``step_cycles`` is that of :mod:`.register_tile`, tails and the missing taps at the border included;
+"in flight" are the multiply-adds that fill the units, ``l f``; ``B(level)`` are the bytes a cycle
+that a core gets from a level. Arithmetic and traffic overlap: the larger counts, and little
+(``leak``) of the other. Lower-case names are fields of :class:`.MachineCosts`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Terms(NamedTuple):
     exposed: float = 0.0
 
     def cycles(self, costs: MachineCosts) -> float:
-        """Arithmetic and traffic overlap."""
+        """Total, with arithmetic and traffic overlapping."""
         compute = self.multiply_adds + self.tiles + self.starts
         traffic = self.weights + self.data + self.output
         return max(compute, traffic) + costs.leak * min(compute, traffic) + self.exposed
@@ -96,9 +96,9 @@ class Nest(NamedTuple):
     in_blocks : int
         Input blocks that the nest sums up.
     prefetch : bool
-        Whether it asks for weights ahead.
+        Whether it prefetches weights.
     parts, calls : int
-        Parts of that sum; nests that go on from one another's sums, of which this is one.
+        Parts of that sum; nests that continue one another's sums, of which this is one.
     inside : bool
         Whether the loop over block tiles runs inside the pixel loops.
     residual : bool
@@ -111,7 +111,7 @@ class Nest(NamedTuple):
         Bytes of the input that the nest reads, each once: for the first time, and again after
         another nest.
     data_level, weight_level, out_level : int
-        Where they are when the nest begins, or to where they go.
+        Levels in which they are when the nest begins, or to which they go.
     """
 
     layer: ConvLayer
@@ -138,7 +138,7 @@ class Nest(NamedTuple):
 
 
 def nest_terms(nest: Nest, cpu: CPUInfo) -> Terms:
-    """Return what a nest costs, by the equations of the module's docstring."""
+    """Return the cost of a nest, by the equations of the module's docstring."""
     layer, costs = nest.layer, cpu.costs
     if nest.flat is not None:
         spans = tiles = nest.flat
@@ -178,7 +178,7 @@ def nest_terms(nest: Nest, cpu: CPUInfo) -> Terms:
 
 
 def fits(size: float, cpu: CPUInfo) -> int:
-    """The first level that holds so many bytes beside what else passes through it."""
+    """First level that holds so many bytes beside the other data that passes through it."""
     size /= cpu.costs.cache_share
     return (size > cpu.l1d_bytes) + (size > cpu.l2_bytes) + (size > cpu.l3_bytes)
 
@@ -191,7 +191,7 @@ def bandwidth(level: int, cpu: CPUInfo) -> float:
 
 @lru_cache(maxsize=4096)
 def _row_spans(layer: ConvLayer, width: int, out_width: int, pixels: int) -> tuple[Sizes, Sizes]:
-    """Of one row: pixels that see a kernel column with their number, and the sizes of the tiles."""
+    """Pixels of a row that see a kernel column, with their number, and the sizes of the tiles."""
     spans: Counter[int] = Counter()
     tiles: Counter[int] = Counter()
     for run in row_runs(layer, width, out_width, pixels):
@@ -265,21 +265,21 @@ def _own_blocks(
 
 
 def _weights(nest: Nest, block_bytes: float, passes: int, cpu: CPUInfo) -> tuple[float, float]:
-    """Cycles of the traffic of weights, and the bytes that come again from beyond the L2."""
+    """Cycles of the traffic of weights, and the bytes that are read again from beyond the L2."""
     whole = block_bytes * sum(nest.vectors)
     kept = whole
     if not nest.inside:
         kept = block_bytes * max(nest.vectors) / nest.parts
     level = fits(kept, cpu)
     if level == L2 and nest.prefetch:
-        level = max(level, fits(2 * kept, cpu))  # the next ones come while these are used
+        level = max(level, fits(2 * kept, cpu))  # the next ones arrive while these are used
     again = whole * (passes - 1)
     cycles = whole / bandwidth(nest.weight_level, cpu) + again / bandwidth(level, cpu)
     return cycles, again if level >= L3 else 0.0
 
 
 def _asked_for(nest: Nest, passes: int) -> float:
-    """Share of the weights that ``passes`` tiles ask for before they are needed."""
+    """Share of the weights that ``passes`` tiles prefetch."""
     if not nest.prefetch:
         return 0.0
     square = nest.source_lanes * nest.lanes * nest.item_bytes // CACHE_LINE_BYTES
@@ -316,5 +316,5 @@ def _data(nest: Nest, block_bytes: float, cpu: CPUInfo) -> tuple[float, float]:
 
 @lru_cache(maxsize=4096)
 def split(extent: int, tile: int) -> tuple[int, ...]:
-    """The sizes of :func:`split_evenly`, remembered."""
+    """Cached sizes of :func:`split_evenly`."""
     return tuple(split_evenly(extent, tile))

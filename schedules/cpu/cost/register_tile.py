@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Register tiles: what one step of the reduction costs, and which sizes are worth a try.
+"""Register tiles: the cost of one step of the reduction, and the sizes to consider.
 
 Per reduction step a tile of ``P`` pixels x ``V`` vectors issues ``P V`` multiply-adds, loads ``P``
-elements and ``V`` vectors of weights, each as dear as ``w`` elements, and cannot finish before the
-latency ``l`` of one multiply-add, because its accumulators form ``P V`` independent chains. With
-``f`` multiply-adds and ``b`` loads a cycle
+elements and ``V`` vectors of weights, each costing as much as ``w`` elements, and cannot finish
+before the latency ``l`` of one multiply-add, because its accumulators form ``P V`` independent
+chains. With ``f`` multiply-adds and ``b`` loads a cycle
 
     cycles(P, V) = max(ceil(P V / f), (P + w V) / b, l)
 
@@ -23,7 +23,7 @@ from ..core.machine import CPUInfo
 from ..core.tiles import tile_counts
 
 MAX_VECTORS = 4
-MOST_CYCLES = 1.2  # of a tile size worth a try, over those of the best
+MOST_CYCLES = 1.2  # of a tile size to consider, relative to the best
 # Most pixels of tiles of one to MAX_VECTORS vectors whose accumulators LLVM 22 keeps in registers,
 # by the number of registers: read from the machine code, which the tests compile and read again.
 MOST_PIXELS = {16: (9, 6, 4, 2), 32: (30, 12, 8, 6)}
@@ -62,9 +62,9 @@ def row_cycles(row: int, blocks: int, pixels: int, vectors: int, cpu: CPUInfo) -
 def dense_tiles(
     row: int, blocks: int, cpu: CPUInfo, registers: int | None = None
 ) -> list[tuple[int, int]]:
-    """Pixels and vectors of the register tiles worth a try, the one of the fewest cycles first.
+    """Pixels and vectors of the register tiles to consider, the one of the fewest cycles first.
 
-    Sizes that cut the row alike count once, those above ``MOST_CYCLES`` are left out.
+    Sizes that divide the row alike count once; those above ``MOST_CYCLES`` are left out.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def dense_tiles(
     cpu : CPUInfo
         Whose registers hold the tile.
     registers : int, optional
-        Those of them that it may take, if not all.
+        Number of registers that it may use, if not all.
     """
     free = registers or cpu.num_vector_registers
 
@@ -98,7 +98,7 @@ def _worth_a_try(cycles: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
 
 
 def register_tiles(layer: ConvLayer, row: int, lanes: int, cpu: CPUInfo) -> list[tuple[int, int]]:
-    """Pixels and vectors of the register tiles of a layer that are worth a try.
+    """Pixels and vectors of the register tiles to consider for a layer.
 
     A depthwise tile holds one vector of channels, and as many pixels as leave half of the registers
     for weights and inputs; fewer in steps of two columns, which share less of what they load. One

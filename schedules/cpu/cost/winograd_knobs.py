@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a convolution by Winograd's algorithm is cut into tasks, and what that takes.
+"""Tasks of a convolution by Winograd's algorithm, and their predicted cost.
 
-The output tiles of all images are cut into groups, and the output channels into chunks; a group
-with a chunk is the task of one core. It transforms the data of its group, which every chunk does
-again; multiplies, one matrix product a point; and transforms back. In clock cycles of one core:
+The output tiles of all images are cut into groups, and the output channels into chunks; a pair of
+group and chunk is the task of one core. It transforms the data of its group, which every chunk
+repeats; multiplies, one matrix product a point; and transforms back. In clock cycles of one core:
 
 - each transform takes some cycles a tile, point and channel block;
-- the products run at the peak, but for register tiles that are not full;
-- weights are a multiple of the direct convolution's, and are read by each task: the first time
-  from memory, since a whole network's pass through the caches between two runs.
+- the products run at the peak, except for register tiles that are not full;
+- weights are a multiple of the direct convolution's, and are read by each task: the first time from
+  memory, since those of a whole network pass through the caches between two runs.
 
 All tasks are alike, so that a core's time is that of its share, rounded up.
 """
@@ -25,7 +25,7 @@ from ..core.machine import CPUInfo
 from ..core.tiles import split_evenly
 from .register_tile import MAX_VECTORS, most_pixels, row_cycles
 
-# Largest group: its transformed data and products should not leave the L2 far behind.
+# Largest group: its transformed data and products should not exceed the L2 by far.
 MAX_GROUP = 32
 
 # Constants of the model, in cycles and bytes of one core; measure before changing one.
@@ -37,7 +37,7 @@ EXPOSED = 0.15  # share of the weights' time that does not overlap with arithmet
 
 @dataclass(frozen=True)
 class WinogradKnobs:
-    """What the template leaves open.
+    """Knobs of the template.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ class WinogradShape:
 
 
 def best_plan(shape: WinogradShape, cpu: CPUInfo) -> WinogradPlan:
-    """The plan of fewest predicted cycles; of equal ones that of the larger groups."""
+    """The plan with the fewest predicted cycles; of equals, the one with larger groups."""
     plans = [WinogradPlan(knobs, _cycles(shape, knobs, cpu)) for knobs in _candidates(shape, cpu)]
     return min(plans, key=lambda plan: (plan.cycles, -plan.knobs.group))
 

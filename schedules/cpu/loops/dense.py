@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule for products of matrices and vectors, with their bias and activation."""
+"""CPU rule for products of matrices and vectors, with their bias and activation."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Dense(CPURule):
                             for lane in T.vectorized(8):
                                 acc[row, vector, lane] += x[rows * 6 + row, k] * w[k, ...]
 
-    Weights ``[N, K]``: vectors run along K, with up to 12 dot products side by side. For one row
-    the speed is that of memory: up to 8 vectors of columns, or 4 accumulators for each dot
-    product; a matrix beyond the caches is read row after row (``stream_rows``). Left alone:
-    functions with another number of reductions than one, reductions of anything but a product of
-    two tensors, convolutions with a window, symbolic extents of the columns and of K.
+    Weights ``[N, K]``: vectors run along K, with up to 12 dot products at once. One row is bound by
+    memory: up to 8 vectors of columns, or 4 accumulators for each dot product; a matrix beyond the
+    caches is read row after row (``stream_rows``). Left alone: functions with no or several
+    reductions, reductions of anything but a product of two tensors, convolutions with a window,
+    symbolic extents of the columns and of K.
     """
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
@@ -73,14 +73,14 @@ class Dense(CPURule):
 
 
 def _in_dots(facts: BlockFacts, product: Product) -> bool:
-    """Whether both factors are contiguous along K, and the rows too few to transpose one."""
+    """Return whether both factors are contiguous along K, and the rows too few for a transpose."""
     if product.right.strides[product.n] == 1 or _height(facts, product) >= _PACKED_ROWS:
         return False
     return product.left.strides[product.k] == 1 and product.right.strides[product.k] == 1
 
 
 def _streams(kernel: Kernel, facts: BlockFacts, product: Product) -> bool:
-    """Whether a matrix that no cache of a core holds is used for a few rows only."""
+    """Return whether a matrix that exceeds the caches of a core is used for few rows only."""
     touched = [k for k, stride in enumerate(product.right.strides) if stride != 0]
     return (
         product.right.strides[product.n] == 1
@@ -97,7 +97,7 @@ def _stream(
     product: Product,
     consumers: list[SBlockRV],
 ) -> Result:
-    """Give each thread whole rows of the matrix if they can be shared out, else columns."""
+    """Give each thread whole rows of the matrix if they can be divided evenly, else columns."""
     height, cores = _height(facts, product), kernel.cpu.num_cores
     lanes = kernel.lanes(facts)
     sums = kernel.cpu.l1d_bytes // 2 // (height * lanes * facts.itemsize)
@@ -117,7 +117,7 @@ def _stream(
 
 
 def even_parts(extent: int, cores: int) -> int:
-    """Into how many equal parts to cut an axis so that all cores finish together; 0 if none."""
+    """Number of equal parts of an axis with which all cores finish together; 0 if none."""
     choices = [
         parts
         for parts in range(cores, 4 * cores + 1)
@@ -183,7 +183,7 @@ def matrix_tile(height: int, width: int, accumulators: int) -> tuple[int, int]:
     height, width : int
         Rows, and vectors of columns (for dot products, columns).
     accumulators : int
-        How many sums may be held at once.
+        Number of sums that may be held at once.
 
     Returns
     -------

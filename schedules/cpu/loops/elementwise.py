@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule for functions that compute each output element on its own."""
+"""CPU rule for functions that compute each output element on its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..nests.loop_transforms import finish, inline_blocks
 class Elementwise(CPURule):
     """Injective functions: element-wise, broadcast, cast, concatenation, split, pad, resize, slice.
 
-    All blocks are inlined into the outputs. Loops that every tensor walks contiguously become one,
-    the innermost is cut into vectors and the outermost run in parallel::
+    All blocks are inlined into the outputs. Loops that every tensor traverses contiguously become
+    one, the innermost is cut into vectors and the outermost run in parallel::
 
         for i in T.parallel(25088):
             for v in T.vectorized(8):

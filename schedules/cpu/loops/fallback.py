@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last rule: any function, as well as can be told without knowing it."""
+"""CPU rule of last resort: schedules any function."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..reduce.lane_reduction import is_reduced
 
 
 class Fallback(CPUScheduleRule):
-    """Whatever the other rules leave: several unrelated reductions, symbolic or ragged loops.
+    """Functions that the other rules leave: several unrelated reductions, symbolic or ragged loops.
 
-    Blocks are inlined where that is possible; each of the others gets a nest of its own, injective
+    Blocks are inlined where that is possible; each of the others gets its own nest, injective
     ones as in ``Elementwise``, reductions as in ``Reduction``, and where that does not work with
-    its outermost spatial loops in parallel and its innermost one in vectors. A block that takes
-    none of this stays as it is; the rule never fails.
+    its outermost spatial loops in parallel and its innermost one in vectors. A block for which all
+    of this fails stays as it is; the rule never fails.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
@@ -45,7 +45,7 @@ class Fallback(CPUScheduleRule):
 
 
 def _has_root(func: tirx.PrimFunc) -> bool:
-    """Whether a schedule finds the block around all others, by the name that it goes by."""
+    """Return whether a schedule finds the root block by its name."""
     return isinstance(func.body, s_tir.SBlockRealize) and func.body.block.name_hint == "root"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule for transposes and for changes between NCHW and NCHW[x]c."""
+"""CPU rule for transposes and for changes between NCHW and NCHW[x]c."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _BLOCKS = (4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class _Walk:
-    """A group of loops along which one side is contiguous.
+    """Group of loops along which one side is contiguous.
 
     Parameters
     ----------
     group : int
         Position in the list of merged groups.
     run : int | None
-        After how many iterations contiguity ends (the lanes of a packed channel), None for never.
+        Iterations after which contiguity ends (the lanes of a packed channel), None for never.
     """
 
     group: int
@@ -118,13 +118,13 @@ def _contiguous(facts: BlockFacts, groups: list[list[int]], access: Access) -> _
 
 
 def _longest_run(facts: BlockFacts, access: Access, k: int) -> int:
-    """How many iterations of variable ``k`` are sure to touch neighbours; 0 if fewer than 4."""
+    """Iterations of variable ``k`` that are sure to touch neighbours; 0 if fewer than 4."""
     runs = [run for run in _BLOCKS if run <= (facts.extents[k] or 0)]
     return max(takewhile(lambda run: _stride_is_one(facts, access, k, run), runs), default=0)
 
 
 def _stride_is_one(facts: BlockFacts, access: Access, k: int, run: int) -> bool:
-    """Whether the first ``run`` iterations of variable ``k`` touch neighbouring elements."""
+    """Return whether the first ``run`` iterations of variable ``k`` touch neighbouring elements."""
     analyzer = sym.Analyzer()
     inner = tirx.Var("inner", str(facts.vars[k].ty.dtype))
     analyzer.bind(inner, ir.Range(0, run))

@@ -16,7 +16,7 @@ from ..nests.blocks import Access, BlockFacts
 
 @dataclass(frozen=True)
 class Product:
-    """Which axis is what in ``out[b.., m, n] += left[b.., m, k] * right[b.., k, n]``.
+    """Axes of ``out[b.., m, n] += left[b.., m, k] * right[b.., k, n]``.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class Product:
 
 
 def find_product(sch: s_tir.Schedule, block: SBlockRV, facts: BlockFacts) -> Product | None:
-    """Tell the axes of a sum of products apart; None if the block is something else.
+    """Find the axes of a sum of products; None if the block is something else.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def find_product(sch: s_tir.Schedule, block: SBlockRV, facts: BlockFacts) -> Pro
 
 
 def _adds_product(body: tirx.Stmt) -> bool:
-    """Whether the block is ``out = out + a * b``, in any order and with casts."""
+    """Return whether the block is ``out = out + a * b``, in any order and with casts."""
     if not isinstance(body, tirx.BufferStore) or not isinstance(body.value, tirx.Add):
         return False
     sides = [_strip_cast(body.value.a), _strip_cast(body.value.b)]
@@ -98,12 +98,12 @@ def _strip_cast(expr: ir.Expr) -> ir.Expr:
 
 
 def _slides(facts: BlockFacts, load: Access) -> bool:
-    """Whether a window slides over the load: neighbouring outputs share some of what they add."""
+    """Return whether a window slides over the load, so that neighbouring outputs share elements."""
     return any(_overlaps(facts, index) for index in load.indices)
 
 
 def _overlaps(facts: BlockFacts, index: ir.Expr) -> bool:
-    """Whether one step along a spatial axis moves an index by less than the reduced ones span."""
+    """Return whether a spatial step moves an index by less than the reduced axes span."""
     steps: list[int] = []
     span = 1
     for k in (*facts.positions("S"), *facts.positions("R")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vector times a large matrix that is read once, row after row."""
+"""Product of a vector and a large matrix that is read once, row by row."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def stream_rows(
 ) -> tuple[list[Overlap], list[SBlockRV]]:
     """Schedule ``out[m, n] += x[m, k] * w[k, n]`` for few ``m`` and a ``w`` beyond the caches.
 
-    Each thread walks along whole stretches of the rows of ``w``, which the prefetchers follow,
-    while its sums stay in the first-level cache; a register tile of columns would jump from row to
-    row instead::
+    Each thread reads long pieces of the rows of ``w``, which suits the prefetchers, while its sums
+    stay in the first-level cache; a register tile of columns would jump from row to row instead::
 
         for part in T.parallel(2):
             for k in range(160):
@@ -46,8 +45,8 @@ def stream_rows(
     vectors : int
         Vectors of columns that one thread takes.
     row_axis : int | None
-        Which spatial axis ``m`` is, counted as ``open_reduction`` does, if there is one; all of it
-        is computed side by side.
+        The spatial axis ``m``, counted as ``open_reduction`` does, if there is one; all of it is
+        computed at once.
 
     Returns
     -------

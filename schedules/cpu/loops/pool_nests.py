@@ -24,7 +24,7 @@ _ACCUMULATORS = 8
 
 @dataclass(frozen=True)
 class Window:
-    """What a pooling block does with its loops.
+    """Loops of a pooling block.
 
     Parameters
     ----------
@@ -55,9 +55,9 @@ def sliding_axes(facts: BlockFacts) -> list[int]:
 def _place_output(
     kernel: Kernel, pool: SBlockInfo, loop: LoopRV, tiled: Tiled
 ) -> tuple[SBlockRV, list[SBlockRV]]:
-    """Put what writes the finished outputs at ``loop``: the epilogue, else a copy of registers.
+    """Place the block that writes the finished outputs at ``loop``: the epilogue, else a copy.
 
-    Also returns the epilogue if it needs a nest of its own.
+    Also returns the epilogue if it needs a separate nest.
     """
     after = [info.block_rv for info in kernel.blocks[kernel.blocks.index(pool) + 1 :]]
     moved, rest = follow_or_copy(kernel.sch, pool.block_rv, after, loop, tiled)
@@ -113,7 +113,7 @@ def _last_two(loops: list[LoopRV]) -> tuple[LoopRV, list[LoopRV]]:
 
 
 def tile_cuts(points: list[int], extent: int, tile: int) -> list[int]:
-    """Where to cut a loop over tiles so that no tile without a cut point shares code with one.
+    """Cuts of a loop over tiles that separate tiles with a cut point from those without.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ def _stride(facts: BlockFacts, window: Window) -> int | None:
 
 
 def few_guarded(kernel: Kernel, facts: BlockFacts, window: Window) -> bool:
-    """Whether windows are strided, which needs no padded copy, and few tiles have conditions."""
+    """Return whether windows are strided (which needs no copy) and few tiles have conditions."""
     width, lanes = facts.extents[window.vector] or 1, kernel.lanes(facts)
     return _stride(facts, window) != 1 and width >= 4 * lanes
 

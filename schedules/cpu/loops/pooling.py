@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule for reductions over sliding windows: max, average and other pooling."""
+"""CPU rule for reductions over sliding windows: max, average and other pooling."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Pooling(CPURule):
                             acc[pixel, lane] = T.max(acc[pixel, lane], data[...])
 
     Otherwise (NCHW) vectors run along the width and read a padded copy of the plane. Left alone:
-    functions with another number of reductions than one, windows over several tensors
-    (convolutions), reductions without a sliding window, symbolic extents of the window, of the
-    axes along which it slides, and of the contiguous one.
+    functions with no or several reductions, windows over several tensors (convolutions), reductions
+    without a sliding window, symbolic extents of the window, of the axes along which it slides, and
+    of the contiguous one.
     """
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:

@@ -59,7 +59,7 @@ def find_stages(kernel: Kernel, blocks: list[SBlockInfo]) -> list[Stage] | None:
 
 
 def _same_rows(stages: list[Stage], facts: BlockFacts, rows: list[int]) -> bool:
-    """Whether the rows are as many as those of the first stage."""
+    """Return whether there are as many rows as in the first stage."""
     if not stages:
         return True
     first = stages[0]
@@ -67,7 +67,7 @@ def _same_rows(stages: list[Stage], facts: BlockFacts, rows: list[int]) -> bool:
 
 
 def _row_dims(facts: BlockFacts, access: Access, rows: list[int]) -> tuple[int | None, ...]:
-    """For each row variable, which dimension of the buffer it is the index of."""
+    """Dimension of the buffer that each row variable indexes."""
     return tuple(
         next((d for d, index in enumerate(access.indices) if index.same_as(facts.vars[k])), None)
         for k in rows
@@ -77,7 +77,7 @@ def _row_dims(facts: BlockFacts, access: Access, rows: list[int]) -> tuple[int |
 def _rows_read(
     facts: BlockFacts, written: dict[ir.Var, tuple[int | None, ...]]
 ) -> list[int] | None:
-    """The row variables of a block that reads a temporary, taken from how it does."""
+    """The row variables of a block that reads a temporary, from its accesses."""
     for load in facts.loads:
         dims = written.get(load.buffer)
         if dims is None or None in dims:

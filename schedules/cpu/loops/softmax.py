@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule for chains of reductions over the same rows: softmax, log-softmax, normalisations."""
+"""CPU rule for chains of reductions over the same rows: softmax, log-softmax, norms."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Softmax(CPURule):
                 for lane in T.vectorized(8):
                     out[row, k * 8 + lane] = e[k * 8 + lane] / sum
 
-    An element-wise block is computed again for each use unless it calls an elementary function.
-    Left alone: functions with fewer than two reductions, chains in which a block depends on more
-    than its row, symbolic extents of the rows' elements.
+    An element-wise block is recomputed for each use unless it calls an elementary function. Left
+    alone: functions with fewer than two reductions, chains in which a block depends on more than
+    its row, symbolic extents of the rows' elements.
     """
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
@@ -71,14 +71,14 @@ class Softmax(CPURule):
 
 
 def _is_shared_and_expensive(kernel: Kernel, info: SBlockInfo) -> bool:
-    """Whether a block has several readers and calls an elementary function."""
+    """Return whether a block has several readers and calls an elementary function."""
     if not info.is_injective() or len(kernel.sch.get_consumers(info.block_rv)) < 2:
         return False
     return is_expensive(kernel.sch.get(info.block_rv).body)
 
 
 class _Chain:
-    """What rows and columns have in common."""
+    """Base of both forms of chains."""
 
     def __init__(self, kernel: Kernel, stages: list[Stage]) -> None:
         self.kernel, self.sch, self.stages = kernel, kernel.sch, stages
@@ -91,7 +91,7 @@ class _Chain:
     def close(self) -> s_tir.Schedule | None:
         """Merge the loops over rows into one, run it in parallel, decompose the reductions.
 
-        None if the rows are not the same after all.
+        None if the rows are not the same.
         """
         sch, first = self.sch, self.stages[0].facts
         if self.depth:
@@ -144,7 +144,7 @@ class _ContiguousRows(_Chain):
 
 
 class _NeighbouringRows(_Chain):
-    """Rows whose elements are apart, while neighbouring rows lie side by side."""
+    """Rows whose elements are strided, while neighbouring rows are adjacent."""
 
     def schedule(self) -> s_tir.Schedule | None:
         """Schedule each block by itself on tiles of neighbouring rows, then merge."""
@@ -171,7 +171,7 @@ class _NeighbouringRows(_Chain):
         return self.close()
 
     def _tile(self, facts: BlockFacts, extent: int) -> int:
-        """Columns of a tile: whole vectors, as many as keep a temporary row in the L1 cache."""
+        """Columns of a tile: as many whole vectors as keep a temporary row in the L1 cache."""
         lanes = min(extent, self.kernel.lanes(facts))
         row = facts.volume(facts.positions("R")) * lanes * facts.itemsize
         return lanes * max(1, min(4, extent // lanes, _TEMPORARY_BYTES // max(1, row)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about the blocks of a function: loops, accesses and their strides.
 
-Schedules decide by how an access moves through memory when one loop advances, not by the names or
-the number of dimensions, so that NCHW, NCHW[x]c, reshaped and broadcast tensors need no cases.
+Schedules look at the stride of an access along each loop, not at the names or the number of
+dimensions, so that NCHW, NCHW[x]c, reshaped and broadcast tensors need no special cases.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class Access:
     offset : Expr
         Elements from the start of the buffer, simplified over the block's iteration domain.
     strides : tuple[int | None, ...]
-        Per iteration variable, how far the offset moves when it advances by one; ``None`` where
-        that is no constant.
+        Change of the offset by a step of each iteration variable; ``None`` where it is no constant.
     """
 
     buffer: ir.Var
@@ -126,7 +125,7 @@ class Kernel:
     cpu: CPUInfo
 
     def lanes(self, facts: BlockFacts) -> int:
-        """How many of a block's widest elements a vector holds (at least 1)."""
+        """Number of the block's widest elements in a vector (at least 1)."""
         return max(1, self.cpu.vector_bits // 8 // facts.itemsize)
 
 
@@ -161,7 +160,7 @@ def open_kernel(func: tirx.PrimFunc, target: Target) -> Kernel | None:
 
 
 def _has_strides(block: s_tir.SBlock) -> bool:
-    """Whether a buffer's elements lie apart, so that an offset is not row-major."""
+    """Return whether a buffer has strides, so that an offset is not row-major."""
     return any(list(region.source.strides) for region in (*block.reads, *block.writes))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nest of a block that computes each element on its own."""
+"""Loop nest of a block that computes each element on its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .truncated_tails import TAIL
 
 
 def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
-    """Schedule an injective block as a nest of its own: one parallel loop, vectors innermost.
+    """Schedule an injective block as a separate nest: one parallel loop, vectors innermost.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
     Returns
     -------
     list[Overlap]
-        What :func:`finish` has to do about the tail.
+        Tails for :func:`finish`.
     """
     sch = kernel.sch
     facts, loops = block_facts(sch, block), sch.get_loops(block)
@@ -48,7 +48,7 @@ def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
 def _vectorize_last(
     kernel: Kernel, facts: BlockFacts, group: list[int], loop: LoopRV
 ) -> tuple[LoopRV | None, list[Overlap]]:
-    """Vectorise the innermost loop; return the loop over vectors, if any, and the tail's way."""
+    """Vectorise the innermost loop; return the loop over vectors and the tail's kind."""
     sch, lanes = kernel.sch, kernel.lanes(facts)
     symbolic = facts.extents[group[-1]] is None
     extent = facts.volume(group)
@@ -76,7 +76,7 @@ def _parallel_spatial(
     cores: int,
     overlapping: bool,
 ) -> None:
-    """Run the outermost loops in parallel, with a part of the loop over vectors if they are few."""
+    """Run the outermost loops in parallel, with part of the loop over vectors if they are few."""
     taken, count = 0, 1
     while taken < len(loops) and not feeds(count, cores):
         count *= extents[taken]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that are computed inside the loops of a block before them."""
+"""Fusion of consumers into the loops of the block that they consume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .overlapping_tails import overlap_of
 from .truncated_tails import TAIL
 
 Tiled = Sequence[tuple[LoopRV, int]]
-"""Loops over tiles, and how many iterations each tile holds."""
+"""Loops over tiles, and the number of iterations in each tile."""
 
 
 def follow(
@@ -36,7 +36,7 @@ def follow(
     sch : Schedule
         The schedule.
     block : SBlockRV
-        What they consume.
+        The block that they consume.
     consumers : Sequence[SBlockRV]
         Injective blocks of the outermost level, in normal form.
     loop : LoopRV
@@ -72,7 +72,7 @@ def follow_or_copy(
     loop: LoopRV,
     tiled: Tiled,
 ) -> tuple[list[SBlockRV], list[SBlockRV]]:
-    """As :func:`follow`, but if none can move, a block that copies the results is at ``loop``."""
+    """As :func:`follow`, but if none can move, place a copy of the results at ``loop``."""
     moved, rest = follow(sch, block, consumers, loop, tiled)
     if not moved:
         moved = [sch.cache_write(block, 0, "global")]
@@ -87,10 +87,10 @@ def _dimensions(block: s_tir.SBlock, variables: Sequence[ir.Var]) -> set[int]:
 
 
 def _own_variables(facts: BlockFacts, ready: dict[ir.Var, set[int]]) -> list[ir.Var] | None:
-    """The variables by which a block indexes the overlapping dimensions of what is ready.
+    """The variables by which a block indexes the overlapping dimensions of the results.
 
-    None if it reads nothing of it, reads it in several places, or does not walk these dimensions
-    from end to end with a variable for each; likewise the others, unless it reshapes them.
+    None if it reads nothing of it, reads it in several places, or does not traverse these
+    dimensions whole with a variable for each; likewise the others, unless it reshapes them.
     """
     loads = [load for load in facts.loads if load.buffer in ready]
     own: list[ir.Var] = []
@@ -107,7 +107,7 @@ def _own_variables(facts: BlockFacts, ready: dict[ir.Var, set[int]]) -> list[ir.
 
 
 def _walker(facts: BlockFacts, load: Access, dimension: int) -> int | None:
-    """Which variable is the index of a dimension, as long as it and of no other."""
+    """The variable that indexes a dimension, of the same extent and indexing no other."""
     index, extent = load.indices[dimension], load.buffer.shape[dimension]
     for k, var in enumerate(facts.vars):
         if index.same_as(var) and sum(uses(other, var) for other in load.indices) == 1:
@@ -118,7 +118,7 @@ def _walker(facts: BlockFacts, load: Access, dimension: int) -> int | None:
 
 
 def _is_reshape(facts: BlockFacts, load: Access) -> bool:
-    """Whether the other dimensions than those that are walked are read in another form, once."""
+    """Return whether the dimensions not traversed are read once, in another form."""
     rest = [
         d
         for d, extent in enumerate(load.buffer.shape)
@@ -140,7 +140,7 @@ def _is_reshape(facts: BlockFacts, load: Access) -> bool:
 
 
 def vectorize_under(kernel: Kernel, block: SBlockRV, depth: int) -> None:
-    """Vectorise the innermost of the loops that a block has to itself.
+    """Vectorise the innermost of the loops that a block shares with no other.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def vectorize_under(kernel: Kernel, block: SBlockRV, depth: int) -> None:
     block : SBlockRV
         An injective block.
     depth : int
-        How many outer loops it shares with other blocks.
+        Number of outer loops that it shares with other blocks.
     """
     sch = kernel.sch
     loops = sch.get_loops(block)[depth:]
@@ -175,7 +175,7 @@ def vectorize_under(kernel: Kernel, block: SBlockRV, depth: int) -> None:
 def _contiguous_loops(
     sch: s_tir.Schedule, block: SBlockRV, facts: BlockFacts, loops: Sequence[LoopRV]
 ) -> int:
-    """How many of the innermost loops every access walks as if they were one."""
+    """Number of the innermost loops that every access traverses as if they were one."""
     values = realize_of(sch, block).iter_values
     positions = []
     for loop in loops:

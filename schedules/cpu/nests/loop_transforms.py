@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that the rules share: inlining, merging, vectorising and parallelising loops."""
+"""Loop transformations that the rules share: inlining, merging, vectorising, parallelising."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .overlapping_tails import Overlap, overlap_tails
 from .truncated_tails import truncate_tails
 
 SERIAL_ELEMENTS = 16384
-"""Below so much work a parallel region costs more than it saves."""
+"""Least work for which a parallel region pays off."""
 
 
 def attempt(step: Callable[..., object], *args: object) -> bool:
@@ -58,7 +58,7 @@ def inline_blocks(kernel: Kernel, keep: Sequence[SBlockInfo] = ()) -> list[SBloc
 
 
 def merge_groups(facts: BlockFacts, positions: Sequence[int]) -> list[list[int]]:
-    """Group neighbouring loops that every access walks as if they were one.
+    """Group neighbouring loops that every access traverses as if they were one.
 
     Parameters
     ----------
@@ -100,12 +100,12 @@ def fuse_group(sch: s_tir.Schedule, loops: Sequence[LoopRV]) -> LoopRV:
 
 
 def feeds(extent: int, cores: int) -> bool:
-    """Whether a parallel loop of ``extent`` keeps ``cores`` equally busy."""
+    """Return whether a parallel loop of ``extent`` keeps ``cores`` equally busy."""
     return extent >= 4 * cores or (extent >= cores and extent % cores == 0)
 
 
 def chunk_count(extent: int, wanted: int, any_count: bool) -> int:
-    """Into how many chunks to cut a loop: ``wanted`` or more, a divisor unless ``any_count``."""
+    """Number of chunks of a loop: ``wanted`` or more, a divisor unless ``any_count``."""
     if extent <= wanted:
         return extent
     for count in range(wanted, min(extent, 8 * wanted) + 1):
@@ -115,7 +115,7 @@ def chunk_count(extent: int, wanted: int, any_count: bool) -> int:
 
 
 def finish(sch: s_tir.Schedule, overlaps: Sequence[Overlap] = ()) -> s_tir.Schedule:
-    """Apply what no primitive can do: overlapping tails, NaN, vector code for elementary functions.
+    """Apply what no primitive does: overlapping tails, NaN, vector code for elementary functions.
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ def static_extent(sch: s_tir.Schedule, loop: LoopRV) -> int | None:
 
 
 def worth_threads(facts: BlockFacts) -> bool:
-    """Whether a block has enough to load, or eight times as much to compute, for threads."""
+    """Return whether a block loads enough for threads, or computes eight times as much."""
     everything = range(len(facts.extents))
     loaded = max(
         facts.volume([k for k in everything if access.strides[k] != 0]) for access in facts.accesses

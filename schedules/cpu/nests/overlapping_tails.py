@@ -31,7 +31,7 @@ from .blocks import realize_of
 
 @dataclass(frozen=True)
 class Overlap:
-    """Which axis of which block is tiled with an overlapping last tile.
+    """Axis of a block that is tiled with an overlapping last tile.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Overlap:
 
 
 def overlap_of(sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV, tile: int) -> Overlap | None:
-    """The overlap of a block along the axis that ``loop`` counts the tiles of.
+    """The overlap of a block along the axis whose tiles ``loop`` counts.
 
     Parameters
     ----------
@@ -65,8 +65,8 @@ def overlap_of(sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV, tile: int) ->
     Returns
     -------
     Overlap | None
-        None if the tile divides the axis, if the block does not depend on the loop, or if what it
-        computes in an iteration is anything but the next tile (reshaped, reversed or shifted axes).
+        None if the tile divides the axis, if the block does not depend on the loop, or if an
+        iteration computes anything but the next tile (reshaped, reversed or shifted axes).
     """
     realize = realize_of(sch, block)
     var = sch.get(loop).loop_var

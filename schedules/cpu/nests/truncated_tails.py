@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tails and cuts as code of their own.
+"""Separate code for tails and cuts.
 
 Where tiles must not overlap (reductions, outputs that are also inputs) the rest of a loop becomes a
 loop of its own; and a loop can be cut where a condition on it changes::
@@ -23,19 +23,19 @@ from schedules.workload.reduce import constant
 from .overlapping_tails import conjuncts
 
 TAIL = "tvm_fusion.tail"
-"""Annotation of the outermost part of a split loop; :func:`truncate_tails` says what it holds."""
+"""Annotation of the outermost part of a split loop; see :func:`truncate_tails`."""
 
 
 def truncate_tails(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Give every loop that is annotated with ``TAIL`` a tail of its own.
+    """Give every loop that is annotated with ``TAIL`` a separate tail.
 
     Parameters
     ----------
     func : PrimFunc
-        A scheduled function. The annotation is a list: how many loops, perfectly nested from the
-        annotated one on, are the parts of one split loop, and then where to cut that loop, the
-        last number being its length; ``[2, 1000]`` is the example above. -1 for the length takes
-        it from the block's guard, or, without one, from the loops.
+        A scheduled function. The annotation is a list: the number of loops, perfectly nested from
+        the annotated one on, that are the parts of one split loop, and then the cuts of that loop,
+        the last number being its length; ``[2, 1000]`` is the example above. -1 for the length
+        takes it from the block's guard, or, without one, from the loops.
 
     Returns
     -------
@@ -68,7 +68,7 @@ class _Buffers:
     """The temporary buffers of a function.
 
     A copy of a loop gets copies of the buffers that only this loop uses: shared by two copies, the
-    few registers' worth of accumulators of one tile would grow to a whole row in memory.
+    accumulators of one tile would grow from a few registers to a whole row in memory.
     """
 
     def __init__(self, func: tirx.PrimFunc) -> None:
@@ -133,7 +133,7 @@ def _perfect_nest(loop: tirx.For, depth: int) -> list[tirx.For]:
 
 
 def _guard_bound(chain: Sequence[tirx.For]) -> ir.Expr:
-    """The right side of the guard ``position < bound`` of the loop that the chain is made of."""
+    """The right side of the guard ``position < bound`` of the chain's loop."""
     realize, lane = chain[-1].body, chain[-1].loop_var
     for guard in conjuncts(realize.predicate):
         if isinstance(guard, tirx.LT) and uses(guard.a, lane):
@@ -168,7 +168,7 @@ def _truncated(chain: Sequence[tirx.For], count: ir.Expr) -> list[tirx.Stmt]:
 
 
 def _nest(chain: Sequence[tirx.For], extent: ir.Expr) -> tirx.Stmt:
-    """The nest with another extent of its outermost loop and without the guards that it obeys."""
+    """The nest with another extent of its outermost loop, without the guards that then hold."""
     variables = [loop.loop_var for loop in chain]
 
     def without_guards(realize: s_tir.SBlockRealize) -> s_tir.SBlockRealize:
@@ -189,7 +189,7 @@ def _nest(chain: Sequence[tirx.For], extent: ir.Expr) -> tirx.Stmt:
 
 
 def _fresh(stmt: tirx.Stmt) -> tirx.Stmt:
-    """A copy that defines variables of its own, with simplified bindings."""
+    """A copy that defines its own variables, with simplified bindings."""
     analyzer = sym.Analyzer()
 
     def simplified(realize: s_tir.SBlockRealize) -> s_tir.SBlockRealize:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions on CPUs: the op ``coalesced_reduce``, and reductions that other rules meet.
+"""Reductions on CPUs: the op ``coalesced_reduce``, and reductions for other rules.
 
 Imports ``nests`` and ``core``; ``loops`` and ``cpu/__init__.py`` may import it.
 Start with ``coalesced_reduce.py``, or with ``reduction.py`` for any other reduction.

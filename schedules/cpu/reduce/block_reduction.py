@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to reduce one block: in columns or in rows, whole or split over the threads."""
+"""Reduction of one block: in columns or in rows, whole or split over the threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PARTS = 4
 
 
 def reducible(facts: BlockFacts | None) -> bool:
-    """Whether :func:`reduce_block` can take the block."""
+    """Return whether :func:`reduce_block` can take the block."""
     if facts is None or not facts.loads or facts.guards or set(facts.kinds) - set("SR"):
         return False
     spatial, reduced = facts.positions("S"), facts.positions("R")
@@ -66,7 +66,7 @@ def reduce_block(kernel: Kernel, block: SBlockRV, consumers: Sequence[SBlockRV])
 
 
 def runs_in_columns(kernel: Kernel, facts: BlockFacts) -> bool:
-    """Whether vectors run along the outputs: they lie side by side, or the rows are short."""
+    """Return whether vectors run along the outputs: these are adjacent, or the rows are short."""
     spatial, reduced = facts.positions("S"), facts.positions("R")
     if not spatial or facts.extents[spatial[-1]] is None:
         return False
@@ -75,13 +75,13 @@ def runs_in_columns(kernel: Kernel, facts: BlockFacts) -> bool:
 
 
 def _side_by_side(facts: BlockFacts) -> bool:
-    """Whether neighbouring outputs come from neighbouring elements of the largest input."""
+    """Return whether neighbouring outputs come from neighbouring elements of the largest input."""
     main = max(facts.loads, key=lambda a: facts.volume([k for k, s in enumerate(a.strides) if s]))
     return main.strides[facts.positions("S")[-1]] == 1
 
 
 def _thread_parts(kernel: Kernel, facts: BlockFacts) -> int:
-    """Into how many parts to cut the first reduced axis because the outputs are few."""
+    """Number of parts of the first reduced axis, split because the outputs are few."""
     spatial, reduced = facts.positions("S"), facts.positions("R")
     tiles = facts.volume(spatial)
     if runs_in_columns(kernel, facts):
@@ -105,7 +105,7 @@ def split_over_threads(sch: s_tir.Schedule, facts: BlockFacts, parts: int) -> SB
     facts : BlockFacts
         Of the reduction; its block will only add up the parts.
     parts : int
-        How many; a divisor of the axis, after merging.
+        Their number; a divisor of the axis, after merging.
 
     Returns
     -------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A contiguous copy of the part of an input that one tile of columns reads."""
+"""Contiguous copy of the part of an input that one tile of columns reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def copy_of_input(sch: s_tir.Schedule, facts: BlockFacts, index: int) -> SBlockR
     facts : BlockFacts
         Of the block; its columns are its last spatial variable.
     index : int
-        Which of the block's reads.
+        Index among the block's reads.
 
     Returns
     -------

@@ -46,7 +46,7 @@ class Columns:
     tiles : int
         Tiles of a task.
     rows : int
-        Iterations of the innermost reduced loop that pass over the tiles together.
+        Iterations of the innermost reduced loop that are added to a tile at once.
     """
 
     lanes: int

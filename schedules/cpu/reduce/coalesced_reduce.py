@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule for the op ``coalesced_reduce``: which nest, which vectors, which threads."""
+"""CPU rule for the op ``coalesced_reduce``: chooses the nest, the vectors and the threads."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .tasks import Split
 _VECTORS = 8
 """Independent states: four cycles of latency at two vectors a cycle."""
 
-_FEW_VECTORS = 4  # where elements or states take more registers
-_LEAST_LANES = 4  # shorter rows go one by one
+_FEW_VECTORS = 4  # where elements or states need more registers
+_LEAST_LANES = 4  # shorter rows are read by elements
 _ROWS = 8  # streams that the prefetcher follows at once
 _SHORT = 16  # iterations of the innermost reduced loop that are unrolled whole
 _UNROLLED = 64  # vectors of elements
 _UNROLLED_HEAVY = 8
 _STATE_BYTES = 8 * 1024
 _LEAST_CHUNK_BYTES = 16 * 1024  # narrower pieces of rows cost bandwidth
-_SYMBOLIC = 1024  # what a symbolic extent counts as
+_SYMBOLIC = 1024  # assumed for a symbolic extent
 
 
 class CoalescedReduce(CPURule):
@@ -65,7 +65,7 @@ def _write(source: ReduceSource) -> s_tir.Schedule:
 
 
 def _has_short_rows(source: ReduceSource, lanes: int) -> bool:
-    """Whether vectors are better across the rows, whose strided loads cost less than the rest."""
+    """Return whether vectors run better across the rows, whose strided loads cost less then."""
     size = source.axes[-1].size
     if not source.parallel or size is None or size >= 2 * lanes or not _is_heavy(source):
         return False
@@ -138,7 +138,7 @@ def _columns(source: ReduceSource, lanes: int) -> tuple[Columns, Split]:
 
 
 def _rows_together(source: ReduceSource, vectors: int) -> int:
-    """How many iterations of the innermost reduced loop are unrolled."""
+    """Number of iterations of the innermost reduced loop that are unrolled."""
     most = (_UNROLLED_HEAVY if _is_heavy(source) else _UNROLLED) // vectors
     size = source.reduced[-1].size
     if size is not None and size <= min(most, _SHORT):
@@ -152,7 +152,7 @@ def _worth_threads(source: ReduceSource) -> bool:
 
 
 def _is_heavy(source: ReduceSource) -> bool:
-    """Whether a step is many instructions: unrolled less, it compiles sooner and runs as fast."""
+    """Return whether a step is so long that unrolling it less compiles faster and runs as fast."""
     return source.workload.is_arg or is_expensive(source.element)
 
 

@@ -12,8 +12,8 @@
             total[:] += state[:]
         out[row] = finish(all of total)
 
-The rest of a row is one vector that overlaps the one before it, with the lanes that have been
-counted masked off; where the length is symbolic it is a loop over elements.
+The rest of a row is one vector that overlaps the one before it, with the lanes counted before
+masked off; where the length is symbolic it is a loop over elements.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _RowNest(Nest):
 
     @property
     def current(self) -> States:
-        """Where the result of a row ends up."""
+        """Place of the result of a row."""
         return self.accumulators if self.total is None else self.total
 
     def reduce(self, row: Index, part: Index) -> None:
@@ -178,7 +178,7 @@ class _RowNest(Nest):
         self.step(states, number * lanes, lanes, indices, since)
 
     def _rest(self, steps: Extent) -> None:
-        """What is left of the innermost loop after whole steps."""
+        """Rest of the innermost loop after whole steps."""
         start, lanes = steps * self.rows.step, self.rows.lanes
         if self.last.size is None:
             self._symbolic_rest(start)
@@ -191,7 +191,7 @@ class _RowNest(Nest):
             self._vector(self.accumulators, u, self.last.size - lanes, lanes - rest)
 
     def _symbolic_rest(self, start: Index) -> None:
-        assert self.single is not None, "a symbolic rest has a state of its own"
+        assert self.single is not None, "a symbolic rest has its own state"
         lanes = self.rows.lanes
         full = tirx.floordiv(self.last.extent - start, lanes)
         with count(full) as k:
@@ -202,7 +202,7 @@ class _RowNest(Nest):
 
 
 def _blocks(source: ReduceSource, rows: Rows) -> int:
-    """How many reduced loops are outside of a block; 0 if all additions are one block."""
+    """Number of reduced loops outside of a block; 0 if all additions are one block."""
     workload = source.workload
     if workload.acc_dtype not in FLOATS or workload.operator not in ("sum", "mean", "sum_squares"):
         return 0

@@ -2,7 +2,7 @@
 """Reductions of tall and narrow data: rows and columns as one stream of vectors.
 
 With three columns and eight lanes, 24 neighbouring elements are three whole vectors, in which each
-lane always meets the same column::
+lane always holds the same column::
 
     for k in range(N * 3 // 24):
         for u in T.unroll(3):
@@ -55,7 +55,7 @@ class Stream:
 
 
 def find_stream(source: ReduceSource, lanes: int) -> Stream | None:
-    """How to stream through the two innermost loops; None if they are no narrow stream."""
+    """Find a stream through the two innermost loops; None if they are no narrow stream."""
     if len(source.axes) < 2 or source.workload.is_arg:
         return None
     rows, columns = source.axes[-2:]
@@ -70,7 +70,7 @@ def find_stream(source: ReduceSource, lanes: int) -> Stream | None:
 
 
 def _is_stream(source: ReduceSource, rows: Axis, columns: Axis) -> bool:
-    """Whether all addresses go on from the end of one row to the begin of the next."""
+    """Return whether each row begins where the previous one ends, at all addresses."""
     for strides in source.strides:
         row, column = strides[rows.var], strides[columns.var]
         if row is None or column is None:
@@ -125,7 +125,7 @@ class _StreamNest(Nest):
         self._loops(0, states, part)
         if not self._has_rest():
             return self._fold(states)
-        # Subscripts that vary would keep the states of the loop above out of the registers.
+        # Variable subscripts would keep the states of the loop above out of registers.
         rest = self.states(step)
         with unrolled(self.stream.vectors) as u, vector(lanes) as lane:
             rest.store(u * lanes + lane, states.load(u * lanes + lane))
@@ -149,7 +149,7 @@ class _StreamNest(Nest):
             self._vector(states, at, self.stream.lanes, (span[0] + k) * self.stream.step + at)
 
     def _steps(self, part: Index) -> Span:
-        """Which whole steps of the stream one part takes."""
+        """Whole steps of the stream that one part takes."""
         elements = self.rows.extent * self.width
         static = self.rows.size is not None
         steps = elements // self.stream.step if static else elements // i64(self.stream.step)
@@ -165,7 +165,7 @@ class _StreamNest(Nest):
         self.step(states, at, lanes, indices)
 
     def _rest(self, states: States, part: Index) -> None:
-        """What is left after whole steps, in every iteration of the outer loops."""
+        """Rest after whole steps, in every iteration of the outer loops."""
 
         def outer(position: int) -> None:
             if position == len(self.source.reduced) - 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reducing a contiguous axis in the lanes of vectors.
+"""Reduction of a contiguous axis in the lanes of vectors.
 
 ::
 
@@ -77,7 +77,7 @@ def split_into_lanes(
     extent = static_extent(sch, loop) or 1
     lanes = min(extent, lanes)
     parts = tile_size(extent // lanes, most_parts)
-    # No guard: `arrange_lanes` gives the rest a loop of its own.
+    # No guard: `arrange_lanes` gives the rest a separate loop.
     _, lane = sch.split(loop, [None, parts * lanes], disable_predication=True)
     stages = [sch.rfactor(lane, -1), block]
     if parts > 1:
@@ -96,16 +96,16 @@ def arrange_lanes(
     sch : Schedule
         The schedule.
     split : Lanes
-        The stages, already where they are to be computed.
+        The stages, already at their final places.
     depth : int
-        How many outer loops they share.
+        Number of outer loops that they share.
     rows : Sequence[LoopRV]
-        Loops of the first stage over outputs that are reduced side by side.
+        Loops of the first stage over outputs that are reduced at once.
 
     Returns
     -------
     LoopRV
-        The first stage's outermost reduced loop, at which to decompose it when all else is done.
+        The first stage's outermost reduced loop, at which to decompose it at the end.
     """
     outermost = _arrange_first(sch, split, depth, rows)
     for stage in split.stages[1:]:
@@ -140,7 +140,7 @@ def _arrange_first(sch: s_tir.Schedule, split: Lanes, depth: int, rows: Sequence
 
 
 def _pop_lane(sch: s_tir.Schedule, block: SBlockRV, loops: list[LoopRV], lanes: int) -> LoopRV:
-    """Take the innermost loop over lanes out of ``loops``."""
+    """Remove the innermost loop over lanes from ``loops``."""
     for k in reversed(range(len(loops))):
         if static_extent(sch, loops[k]) == lanes and not is_reduced(sch, block, loops[k]):
             return loops.pop(k)
@@ -148,7 +148,7 @@ def _pop_lane(sch: s_tir.Schedule, block: SBlockRV, loops: list[LoopRV], lanes: 
 
 
 def is_reduced(sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV) -> bool:
-    """Whether ``loop`` runs over a reduced axis of ``block``."""
+    """Return whether ``loop`` runs over a reduced axis of ``block``."""
     realize, var = realize_of(sch, block), sch.get(loop).loop_var
     return any(
         uses(value, var) and int(axis.iter_type) == int(tirx.IterVar.CommReduce)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule for one reduction over any axes, with what comes before and after it."""
+"""CPU rule for one reduction over any axes, with its producers and consumers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Reduction(CPURule):
                         acc[part, lane] += data[row, k * 32 + part * 8 + lane]
 
     With few outputs and much to reduce, the first reduced axis is also cut into parts for the
-    threads. What follows the reduction is computed with it if it is element-wise, else in a nest
-    of its own. Left alone: functions with no or several reductions, symbolic reduced extents.
+    threads. Consumers of the reduction are computed with it if they are element-wise, else in a
+    separate nest. Left alone: functions with no or several reductions, symbolic reduced extents.
     """
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule ``func``, or return None if it does not have just one reduction."""
+        """Schedule ``func``, or return None if it does not have exactly one reduction."""
         kernel = open_kernel(func, target)
         if kernel is None or sum(not info.is_injective() for info in kernel.blocks) != 1:
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loop nests of one reduction and of what follows it: in columns or in rows."""
+"""Loop nests of one reduction and its consumers: in columns or in rows."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Columns:
     Parameters
     ----------
     vectors : int
-        How many vectors of the last spatial axis.
+        Number of vectors of the last spatial axis.
     rows : int
-        How many steps of another spatial axis, ``row_axis``.
+        Number of steps of another spatial axis, ``row_axis``.
     row_axis : int
-        Which spatial axis, counted as ``open_reduction`` does; ignored for one row.
+        The spatial axis, counted as ``open_reduction`` does; ignored for one row.
     packed : int | None
-        Which of the block's inputs is copied, for each tile of columns, to a buffer of its own,
-        which all rows read; the loop over rows is then inside of the one over columns.
+        The input that is copied, for each tile of columns, to a buffer that all rows read; the loop
+        over rows is then inside of the one over columns.
     """
 
     vectors: int
@@ -57,7 +57,7 @@ class Rows:
     parts : int
         Most accumulators of one output.
     tile : tuple[tuple[int, int], ...]
-        Spatial axes, counted so too, and how many steps of each are reduced side by side.
+        Spatial axes, counted likewise, and the steps of each that are reduced at once.
     """
 
     parts: int

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a legalized ``coalesced_reduce`` computes, as expressions of its loops.
+"""A legalized ``coalesced_reduce`` as expressions of its loops.
 
 The two coalesced loops are unfolded again, into one loop for each run of axes of one kind, because
 a vector loop must not recover subscripts by division: ``data[m // 49, n // 7, n % 7]`` with 7 x 7
 reduced axes is ``data[m * 49 + n]`` in memory. A run over which a producer reads a broadcast tensor
-is cut where that tensor's address stops to be linear.
+is cut where that tensor's address stops being linear.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Axis:
     reduced : bool
         Whether it is one of the reduced loops.
     extent : Extent
-        How often it runs.
+        Number of iterations.
     var : tirx.Var
         Its variable in the expressions of a :class:`ReduceSource`.
     """
@@ -85,7 +85,7 @@ class ReduceSource:
     flats : tuple[tirx.Buffer, ...]
         Stand-ins of the parameters.
     strides : tuple[dict[tirx.Var, tirx.Expr | None], ...]
-        Per load of ``element``: how far its address moves with each variable; None where that is
+        By load of ``element``, the stride of its address along each variable; None where that is
         not linear.
     bare : frozenset[tirx.Var]
         Variables that ``element`` uses elsewhere than in the addresses of its loads.
@@ -109,7 +109,7 @@ class ReduceSource:
 
     @property
     def reduced(self) -> tuple[Axis, ...]:
-        """Loops over what is reduced."""
+        """Loops over the reduced elements."""
         return tuple(axis for axis in self.axes if axis.reduced)
 
     @property
@@ -119,7 +119,7 @@ class ReduceSource:
 
     @property
     def elements(self) -> int | None:
-        """How many elements are reduced in all; None where that is symbolic."""
+        """Number of reduced elements in all; None where that is symbolic."""
         return constant(math.prod(axis.extent for axis in self.axes))
 
     @property
@@ -152,8 +152,8 @@ class ReduceSource:
     def complete(self, state: State) -> State:
         """The state of all elements in the types of the reduction.
 
-        Where each element equals the state of no elements, none of them has replaced that state:
-        then the first one is the extreme one.
+        Where every element equals the initial state, none of them has replaced it: then the first
+        one is the extreme one.
         """
         value, *position = state
         none = tirx.max_value(self.position_dtype)
@@ -164,7 +164,7 @@ class ReduceSource:
     def result_at(
         self, state: State, indices: Indices, buffers: Sequence[tirx.Buffer]
     ) -> tirx.Expr:
-        """The element of the output that a complete state stands for."""
+        """The element of the output for a complete state."""
         fields = dict(zip(self.state, state, strict=True))
         return self._read(substitute(self.result, {**indices, **fields}), buffers)
 
@@ -222,7 +222,7 @@ def _attribute(sch: s_tir.Schedule, block: SBlockRV) -> str:
 
 
 def _data_shape(value: s_tir.SBlock) -> list[Extent] | None:
-    """Extents of what the reduction reads, before its producers are inlined."""
+    """Extents of the tensor that the reduction reads, before its producers are inlined."""
     read = loads(value.body)
     if not read or any(not load.source.same_as(read[0].source) for load in read):
         return None
@@ -362,7 +362,7 @@ def _merge(shape: Sequence[Extent], reduced: Sequence[int]) -> list[list[int]]:
 
 
 def _is_linear(source: ReduceSource) -> bool:
-    """Whether a vector along the innermost loop of either kind has linear addresses."""
+    """Return whether a vector along the innermost loop of either kind has linear addresses."""
     ends = [axes[-1].var for axes in (source.parallel, source.reduced) if axes]
     return all(strides[var] is not None for strides in source.strides for var in ends)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the nests of coalesced reductions share: tasks, parts of the reduced loops, one step.
+"""Common parts of the nests of coalesced reductions: tasks, parts of the reduced loops, steps.
 
 Where outputs are few, the reduced loops are cut into ``parts`` contiguous parts. Their number comes
 from the target and not from the running threads, and their states are combined in order of their
-position, so that results are the same bits whatever the number of threads.
+position, so that results are bitwise equal for any number of threads.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .vector_states import REPEATABLE, States, vector
 
 @dataclass(frozen=True)
 class Split:
-    """How the work is shared out.
+    """Distribution of the work.
 
     Parameters
     ----------
     threads : bool
-        Whether there is enough of it for threads.
+        Whether there is enough work for threads.
     parts : int
-        Contiguous parts of the reduced loop ``axis``, each with states of its own.
+        Contiguous parts of the reduced loop ``axis``, each with its own states.
     axis : int
         Position among the reduced loops.
     """
@@ -49,9 +49,9 @@ class Nest:
     Parameters
     ----------
     source : ReduceSource
-        What it computes.
+        The reduction.
     split : Split
-        How the work is shared out.
+        Distribution of the work.
     """
 
     def __init__(self, source: ReduceSource, split: Split) -> None:
@@ -61,7 +61,7 @@ class Nest:
 
     @contextmanager
     def tasks(self, number: Index) -> Iterator[Index]:
-        """A loop over pieces of work, shared by the threads if that is worth it."""
+        """A loop over pieces of work, parallel if that pays off."""
         loop = T.parallel if self.split.threads else T.serial
         with loop(0, i64(number)) as task:
             with T.sblock("task"):
@@ -70,11 +70,11 @@ class Nest:
                 yield task
 
     def states(self, size: Index) -> States:
-        """States for the block that is open."""
+        """States for the open block."""
         return States(self.source.registers, size, self.source.position_dtype)
 
     def hold(self, lanes: int) -> None:
-        """Make room for the elements of one vector, in the block that is open."""
+        """Make room for the elements of one vector, in the open block."""
         self.held = T.sblock_alloc_buffer((i64(lanes),), self.source.registers.acc_dtype)
 
     def step(
@@ -94,11 +94,11 @@ class Nest:
         first : Index
             The state of lane 0.
         lanes : int
-            How many; not more than there is room for.
+            Number of lanes; not more than there is room for.
         indices : Callable
-            Which element belongs to a lane.
+            From a lane to the indices of its element.
         since : int
-            The first lane that counts.
+            The first lane that is not masked off.
         """
         assert self.held is not None, "hold() has not been called"
         # Two loops, since TVM would move a buffer that one loop alone uses into this loop.
@@ -135,12 +135,12 @@ def share(extent: Extent, part: Index, parts: int) -> Span:
 
 
 def places(axes: Sequence[Axis], index: Index) -> dict[tirx.Var, tirx.Expr]:
-    """The variables of loops at a position of the one loop that they are together."""
+    """The variables of loops at a position of the one loop that they form."""
     subscripts = unravel(i64(index), [axis.extent for axis in axes])
     return {axis.var: place for axis, place in zip(axes, subscripts, strict=True)}
 
 
 def width(span: Span) -> Index:
-    """How often a loop with these bounds runs."""
+    """Number of iterations of a loop with these bounds."""
     start, stop = span
     return stop if constant(start) == 0 else stop - start

@@ -68,7 +68,7 @@ class States:
     workload : ReduceWorkload
         Gives the operator and the types.
     size : Index
-        How many states.
+        Number of states.
     position_dtype : str
         Type of the positions of ``argmin`` and ``argmax``.
     """
@@ -83,7 +83,7 @@ class States:
         return tuple(field[at] for field in self.fields)
 
     def store(self, at: Index, state: State) -> None:
-        """Write one state, which must not be read from a place that this writes."""
+        """Write one state, which must not be read from a place that this overwrites."""
         for field, value in zip(self.fields, state, strict=True):
             T.buffer_store(field, value, [at])
 
@@ -92,7 +92,7 @@ class States:
         self._replace(at, _combine(self.workload, self.load(at), state))
 
     def advance(self, at: Index, state: State) -> None:
-        """Combine one state with that of an element behind all that it has seen."""
+        """Combine one state with that of an element after all that it has seen."""
         if len(state) == 1:
             self.update(at, state)
             return
@@ -108,14 +108,14 @@ class States:
         self.store(at, state)
 
     def clear(self, size: int, lanes: int) -> None:
-        """Make the first ``size`` states, a multiple of ``lanes``, those of no elements."""
+        """Set the first ``size`` states, a multiple of ``lanes``, to the initial state."""
         vectors = size // lanes
         repeat = unrolled if vectors <= MOST_UNROLLED else count
         with repeat(vectors) as part, vector(lanes) as lane:
             self.store(part * lanes + lane, self.nothing())
 
     def nothing(self) -> State:
-        """The state of no elements."""
+        """The initial state, that of no elements."""
         return (identity(self.workload)[0], *map(tirx.max_value, self.dtypes[1:]))
 
     def merge(self, other: States, size: int, lanes: int) -> None:
@@ -161,7 +161,7 @@ def _unless_nan(tested: tirx.Expr, value: tirx.Expr, otherwise: tirx.Expr) -> ti
 
 
 def _nan_by_bits(call: ir.Call) -> ir.Expr:
-    """``isnan(x)`` in integers: TVM 0.27 takes vectors apart for the call itself."""
+    """``isnan(x)`` in integers: TVM 0.27 scalarizes vectors for the call itself."""
     if op_name(call) != "tirx.isnan":
         return call
     bits = _BITS[str(call.args[0].ty.dtype)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU rule for convolutions that no other rule takes: one thread for each output."""
+"""GPU rule for convolutions that no other rule takes: one thread for each output."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ THREADS = 128
 
 
 class AnyConv2D(GPUScheduleRule):
-    """Computes each output of a convolution by a thread of its own.
+    """Computes each output of a convolution in its own thread.
 
     Takes every function that legalization marked as one direct convolution: other element types
-    than float32, other layouts than ``NCHW4c``, groups that cut blocks apart, symbolic sizes.
+    than float32, other layouts than ``NCHW4c``, groups that cross block boundaries, symbolic sizes.
     16-bit floats are summed in float32. Returns None for everything else.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Write the kernel, or return None if the rule does not know the function."""
+        """Write the kernel, or return None if the rule does not take the function."""
         if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
             return None
         text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
@@ -90,7 +90,7 @@ def _sum_up(conv: s_tir.SBlock, index: list[tirx.Expr]) -> tirx.Buffer:
 
 
 def _places(block: s_tir.SBlock, index: list[tirx.Expr]) -> dict[tirx.Var, tirx.Expr]:
-    """What the block's variables along the output are for one element of it."""
+    """Values of the block's variables along the output for one element of it."""
     own = [v for v in block.iter_vars if v.iter_type != tirx.IterVar.CommReduce]
     return {v.var: at.astype(v.var.ty.dtype) for v, at in zip(own, index, strict=True)}
 

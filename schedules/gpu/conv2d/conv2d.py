@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU rule for one dense or grouped convolution in ``NCHW4c``.
+"""GPU rule for one dense or grouped convolution in ``NCHW4c``.
 
 Where the reduction is split among blocks there are two kernels: the product, and the addition of
-what the splits have, in an order that never changes.
+the splits' results in a fixed order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Conv2D(GPUScheduleRule):
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Write the kernel, or return None if the rule does not know the function."""
+        """Write the kernel, or return None if the rule does not take the function."""
         kernel = packed_kernel(func, target, layers=1)
         if kernel is None or kernel.layers[0].is_depthwise:
             return None
@@ -81,7 +81,7 @@ def _check_groups(layer: ConvLayer) -> None:
     if layer.groups > 1 and not layer.is_depthwise and any(count % LANES for count in own):
         raise OpError(
             f"convolution {layer} in NCHW{LANES}c: groups of {own[0]} input and {own[1]} output "
-            f"channels cut blocks; expected multiples of {LANES}: leave the layer in NCHW, as "
+            f"channels cross blocks; expected multiples of {LANES}: leave the layer in NCHW, as "
             "PackLayout does"
         )
 
@@ -103,7 +103,7 @@ def conv2d_template(
     kernel : Conv2DKernel
         Its workload.
     tile : ConvTile
-        How blocks and threads share the output; several splits need a batch of a known size.
+        Partition of the output; several splits need a batch of a known size.
     gpu : GPUInfo
         The device.
     """
@@ -156,7 +156,7 @@ def _write_product(
 def _write_addition(
     func: tirx.PrimFunc, shape: ConvShape, splits: int, partial: tirx.Buffer, threads: int
 ) -> None:
-    """Emit the kernel that adds up what the splits have, and ends the layer."""
+    """Emit the kernel that adds up the splits' results, and applies the epilogue."""
     count = shape.images * shape.out_planes * shape.out_pixels
     with (
         T.launch_thread("blockIdx.x", shape.const(-(-count // threads))) as block,
@@ -171,7 +171,7 @@ def _write_addition(
 
 
 def _epilogue(func: tirx.PrimFunc, shape: ConvShape) -> Epilogue:
-    """What ends the layer; to be called inside the launch."""
+    """Epilogue of the layer; to be called inside the launch."""
     bias, *residual, output = [flat_view(param) for param in func.params[2:]]
     return Epilogue(shape, bias, output, residual[0] if residual else None)
 
@@ -185,12 +185,12 @@ class _Pixels:
     first: tirx.Expr
 
     def window(self, pixel: tirx.Expr) -> Window:
-        """What a pixel sees; those behind the last one see what that one sees."""
+        """Window of a pixel; pixels past the last one get the window of the last."""
         last = self.shape.const(self.shape.pixels) - 1
         return window_of(self.shape, T.bind(tirx.min(self.first + pixel, last)))
 
     def locate(self, block: Index, pixel: Index) -> tuple[Index, tirx.Expr | None]:
-        """Where the output has a pixel, and whether."""
+        """Place of a pixel in the output, and whether it exists."""
         pixels, place = self.shape.pixels, self.first + pixel
         whole = isinstance(pixels, int) and pixels % self.tile.pixels == 0
         exists = None if whole else place < self.shape.const(pixels)

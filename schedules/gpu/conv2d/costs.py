@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What convolutions cost on a GPU, in cycles: estimates, measured on no device.
+"""Costs of convolutions on a GPU, in cycles: estimates, measured on no device.
 
-They compare ways of computing the same layers, and go no further than that.
+They serve only to compare ways of computing the same layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MEMORY_BYTES = 14.0  # per cycle and multiprocessor, of device memory
 
 
 def separate_cycles(pair: Pair, gpu: GPUInfo) -> float:
-    """Predicted cycles of two kernels, with what lies between them written and read again."""
+    """Predicted cycles of two kernels, which write and read the intermediate."""
     elements = pair.first.images * pair.first.out_planes * pair.first.out_pixels * LANES
     moved = 2 * 4 * elements
     rate = L2_BYTES if moved <= L2_CAPACITY else MEMORY_BYTES
@@ -43,7 +43,7 @@ def fused_cycles(pair: Pair, gpu: GPUInfo) -> float | None:
 
 
 def layer_cycles(shape: ConvShape, gpu: GPUInfo) -> float:
-    """Predicted cycles of a kernel of its own; infinite if no tile fits the device."""
+    """Predicted cycles of one layer's kernel; infinite if no tile fits the device."""
     if not shape.layer.is_depthwise:
         product = Product.of(shape)
         tile = choose_tile(product, gpu)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four channels of some outputs of a depthwise convolution, below each other, by one thread.
+"""Depthwise convolution of four channels of several outputs in a column, by one thread.
 
-The thread walks down the rows of the data that its outputs see: the taps of a row are loaded once,
+The thread moves down the rows of the data that its outputs see: the taps of a row are loaded once,
 16 bytes each, and serve all outputs that reach the row.
 """
 
@@ -22,7 +22,7 @@ HELD_TAPS = 25  # weights that a thread can keep in registers
 
 @dataclass(frozen=True)
 class Column:
-    """Four channels of some outputs below each other.
+    """Four channels of several outputs in a column.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class Column:
     data, weight : tirx.Buffer
         Flat views.
     anywhere : bool
-        Whether there may be no such outputs in the image; otherwise only some below the last row.
+        Whether all outputs may lie outside the image; otherwise only some below the last row.
     """
 
     shape: ConvShape
@@ -65,7 +65,7 @@ class Column:
         return sums
 
     def _reached(self, offset: int) -> list[tuple[int, int]]:
-        """Which outputs see a row, ``offset`` behind the first one's first, by which kernel row."""
+        """Outputs that see a row, ``offset`` below the first row, with the kernel row."""
         layer, found = self.shape.layer, []
         for number in range(self.rows):
             tap, rest = divmod(offset - number * layer.strides[0], layer.dilation[0])
@@ -119,7 +119,7 @@ class Column:
         return [] if sure else [row < self.shape.size[0]]
 
     def _weight(self, held: tirx.Buffer | None, tap: int) -> tuple[tirx.Buffer, Index]:
-        """Where the weights of a tap are, in fours."""
+        """Place of the weights of a tap, in fours."""
         if held is not None:
             return held, tap
         loaded = T.alloc_buffer((LANES,), "float32", scope="local")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU rule for one depthwise convolution in ``NCHW4c``.
+"""GPU rule for one depthwise convolution in ``NCHW4c``.
 
-A thread computes four channels of some pixels below each other (:mod:`.depthwise_column`);
+A thread computes four channels of several pixels in a column (:mod:`.depthwise_column`);
 neighbouring threads have neighbouring columns.
 """
 
@@ -37,7 +37,7 @@ class DepthwiseConv2D(GPUScheduleRule):
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Write the kernel, or return None if the rule does not know the function."""
+        """Write the kernel, or return None if the rule does not take the function."""
         kernel = packed_kernel(func, target, layers=1)
         if kernel is None or not kernel.layers[0].is_depthwise or kernel.data_layout == "NCHW":
             return None
@@ -49,7 +49,7 @@ class DepthwiseConv2D(GPUScheduleRule):
 
 
 def choose_rows(shape: ConvShape, gpu: GPUInfo) -> int:
-    """How many outputs a thread computes: as many as leave threads for all multiprocessors.
+    """Number of outputs of a thread: as many as leave threads for all multiprocessors.
 
     An estimate, measured on no GPU. A symbolic batch counts as one image.
     """

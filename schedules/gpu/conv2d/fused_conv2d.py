@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU rule for two fused convolutions in ``NCHW4c``, the second of them dense.
+"""GPU rule for two fused convolutions in ``NCHW4c``, the second of them dense.
 
 ::
 
@@ -10,7 +10,7 @@
         bias, residual, activation; store
 
 Pixels between the layers that lie in the second layer's padding are zeros. Where a rectangle needs
-a halo, or there are several tiles of channels, parts of the first layer are computed again.
+a halo, or there are several tiles of channels, parts of the first layer are recomputed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOST_TAPS = 49  # of a depthwise first layer, which is unrolled
 
 
 class FusedConv2D(GPUScheduleRule):
-    """Keeps what lies between two convolutions in shared memory.
+    """Keeps the intermediate of two convolutions in shared memory.
 
     Takes functions that legalization marked as a fused pair of float32 on images of a known size
     (the batch may be symbolic) in ``NCHW4c``, or NCHW data with such an output, as far as
@@ -51,7 +51,7 @@ class FusedConv2D(GPUScheduleRule):
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Write the kernel, or return None if the rule does not know the function."""
+        """Write the kernel, or return None if the rule does not take the function."""
         kernel = packed_kernel(func, target, layers=2)
         if kernel is None or unsupported(*kernel.layers) is not None:
             return None
@@ -60,7 +60,7 @@ class FusedConv2D(GPUScheduleRule):
 
 
 def unsupported(layer1: ConvLayer, layer2: ConvLayer) -> str | None:
-    """Why no kernel of this module takes a pair, whatever its sizes; None if one may."""
+    """Reason why no kernel of this module takes a pair, whatever its sizes; None if one may."""
     if layer2.groups != 1:
         return "the second layer has groups; the kernel reduces over all its input channels"
     if layer1.groups != 1 and not layer1.is_depthwise:
@@ -86,7 +86,7 @@ def fused_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: FusedTile) -
     kernel : Conv2DKernel
         Its workload.
     tile : FusedTile
-        How blocks and threads share the work.
+        Partition of the work.
     """
     pair = pair_of(kernel, batch_of(func))
     second = pair.second
@@ -113,7 +113,7 @@ def fused_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: FusedTile) -
 
 @dataclass(frozen=True)
 class _Block:
-    """What one block of threads computes.
+    """Work of one block of threads.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ class _Block:
     thread : tirx.Expr
         Number of the thread.
     image, row, column : Index
-        Where the rectangle of output pixels begins.
+        First pixel of the rectangle of output pixels.
     block : tirx.Expr
         The first block of output channels.
     views : list[tirx.Buffer]
@@ -164,7 +164,7 @@ class _Block:
         finish_tile(gemm, sums, epilogue, self._locate)
 
     def _locate(self, block: Index, pixel: Index) -> tuple[Index, tirx.Expr | None]:
-        """Where the output has a pixel of the rectangle, and whether."""
+        """Place of a pixel of the rectangle in the output, and whether it exists."""
         height, width = self.pair.second.out_size
         row, column = self.row + pixel // self.tile.width, self.column + pixel % self.tile.width
         conditions = [
@@ -190,7 +190,7 @@ class _Block:
     def _second_layer(
         self, gemm: GemmBlock, weights: WeightStage, sums: tirx.Buffer, mid: tirx.Buffer
     ) -> Callable[[Index, int], None]:
-        """What emits the products of a step of a chunk."""
+        """Emitter of the products of a step of a chunk."""
         tile, layer = gemm.tile, self.pair.second.layer
         pixels, width = self.pair.mid_pixels(self.tile), self.pair.mid_size(self.tile)[1]
         own = [gemm.place.pixel + j * tile.pixel_threads for j in range(tile.thread_pixels)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first layer of a fused pair: one chunk of its channels after the other, in shared memory."""
+"""First layer of a fused pair, one chunk of its channels at a time, in shared memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .fused_tiles import FusedTile, Pair
 
 @dataclass(frozen=True)
 class FirstLayer:
-    """What a block of threads computes of the first layer.
+    """Part of the first layer that a block of threads computes.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class FirstLayer:
     image : Index
         The image.
     row, column : tirx.Expr
-        Where the pixels between the layers begin, negative in the second layer's padding.
+        First pixel of the intermediate, negative in the second layer's padding.
     views : list[tirx.Buffer]
         Data, weight and bias, flat.
     mid : tirx.Buffer
@@ -52,11 +52,11 @@ class FirstLayer:
     mid: tirx.Buffer
 
     def emitter(self) -> Callable[[tirx.Expr], None]:
-        """What emits a chunk, which begins with the given block of channels."""
+        """Emitter of a chunk, which begins with the given block of channels."""
         return self._depthwise if self.pair.first.layer.is_depthwise else self._dense()
 
     def _depthwise(self, block: tirx.Expr) -> None:
-        """A thread computes some pixels below each other of a block of channels."""
+        """Emit a depthwise layer: a thread computes several pixels in a column."""
         tile, shape = self.tile, self.pair.first
         height, width = self.pair.mid_size(tile)
         strips = -(-height // tile.rows)
@@ -81,7 +81,7 @@ class FirstLayer:
                         self._keep(at, sums, number, bias, (top + number, left), own)
 
     def _dense(self) -> Callable[[tirx.Expr], None]:
-        """A product of matrices as that of a single convolution, on the pixels of the rectangle."""
+        """Emit a dense layer: a matrix product as in a single convolution, on the rectangle."""
         shape, width = self.pair.first, self.pair.mid_size(self.tile)[1]
         tile = self.tile.first(self.pair.mid_pixels(self.tile))
         gemm = GemmBlock(shape, tile, self.thread, 0, 0, self.views[1])
@@ -100,7 +100,7 @@ class FirstLayer:
         return compute
 
     def _window(self, row: tirx.Expr, column: tirx.Expr) -> Window:
-        """What a pixel between the layers sees; those outside see what the nearest one sees."""
+        """Window of a pixel of the intermediate; pixels outside get that of the nearest one."""
         shape = self.pair.first
         height, width = shape.out_size
         row = tirx.max(tirx.min(row, shape.const(height - 1)), shape.const(0))
@@ -113,7 +113,7 @@ class FirstLayer:
         return Window(base, top, left)
 
     def _keep_all(self, gemm: GemmBlock, sums: tirx.Buffer, first: tirx.Expr) -> None:
-        """Keep what a thread has of a dense first layer."""
+        """Store the results of a dense first layer that a thread holds."""
         tile, place, shape = gemm.tile, gemm.place, gemm.shape
         pixels, width = self.pair.mid_pixels(self.tile), self.pair.mid_size(self.tile)[1]
         bias = T.alloc_buffer((LANES,), "float32", scope="local")
@@ -138,9 +138,9 @@ class FirstLayer:
         place: tuple[tirx.Expr, tirx.Expr],
         block: tirx.Expr,
     ) -> None:
-        """Store four channels of a pixel between the layers.
+        """Store four channels of a pixel of the intermediate.
 
-        They are zeros in the second layer's padding, and if the first has no such block.
+        They are zeros in the second layer's padding, and if the first layer has no such block.
         """
         shape = self.pair.second
         result = T.alloc_buffer((LANES,), "float32", scope="local")

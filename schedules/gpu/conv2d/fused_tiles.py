@@ -2,7 +2,7 @@
 """Tile sizes of fused pairs of convolutions on a GPU.
 
 As in :mod:`schedules.gpu.gemm.conv_tiles` the choice is an estimate, and has been measured on no
-GPU. A block has a rectangle of output pixels, and passes over the channels between the layers in
+GPU. A block has a rectangle of output pixels, and processes the channels between the layers in
 chunks: a chunk of the first layer, with the halo that the second one sees, then its products with
 the second layer's weights.
 """
@@ -40,7 +40,7 @@ MOST_FIRST_PIXELS = 12  # of a thread in the first layer
 
 @dataclass(frozen=True)
 class FusedTile:
-    """How a block of threads computes its part of a pair.
+    """Partition of a pair among threads.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class FusedTile:
     first_quads : int
         As ``quads``, for a dense first layer.
     rows : int
-        Outputs of a thread below each other in a depthwise first layer.
+        Outputs of a thread in a column, in a depthwise first layer.
     """
 
     height: int
@@ -100,7 +100,7 @@ class Pair:
     second: ConvShape
 
     def mid_size(self, tile: FusedTile) -> tuple[int, int]:
-        """Height and width of what a block computes of the first layer."""
+        """Height and width of the part of the first layer that a block computes."""
         layer = self.second.layer
         height, width = (
             (extent - 1) * layer.strides[axis] + (layer.kernel[axis] - 1) * layer.dilation[axis] + 1
@@ -139,7 +139,7 @@ class Pair:
         return kept + adds + second.thread_pixels + 60
 
     def fits(self, tile: FusedTile, gpu: GPUInfo) -> bool:
-        """Whether a block of the device can hold a tile."""
+        """Return whether a block of the device can hold a tile."""
         if tile.threads > gpu.max_threads or self.shared_bytes(tile) > gpu.shared_bytes:
             return False
         if self.first.layer.is_depthwise:
@@ -153,7 +153,7 @@ class Pair:
 
 @functools.lru_cache(maxsize=256)
 def choose_fused_tile(pair: Pair, gpu: GPUInfo) -> FusedTile | None:
-    """The tile for which :func:`estimate_fused` gives the least time; None if none fits."""
+    """The tile with the least :func:`estimate_fused`; None if none fits."""
     fitting = [tile for tile in _all_tiles(pair.first.layer.is_depthwise) if pair.fits(tile, gpu)]
     return min(fitting, key=lambda tile: estimate_fused(pair, tile, gpu), default=None)
 
@@ -174,7 +174,7 @@ def estimate_fused(pair: Pair, tile: FusedTile, gpu: GPUInfo) -> float:
     steps = tile.chunk * pair.second.taps // tile.quads
     instructions = first + steps * step_instructions(second)
     moved = first_bytes + steps * 64.0 * second.blocks * second.quads
-    latency = first_latency + steps * STEP_LATENCY / 4  # only weights, which come ahead
+    latency = first_latency + steps * STEP_LATENCY / 4  # only weights, which are loaded ahead
     warps = -(-tile.threads // WARP)
     reads = (first_reads + steps * step_reads(second)) * warps * READ_CYCLES
     busy = max(instructions * warps / ISSUE, reads, moved / L2_BYTES)
@@ -202,7 +202,7 @@ def _first_cost(pair: Pair, tile: FusedTile) -> tuple[float, float, float, float
 
 @functools.cache
 def _all_tiles(depthwise: bool) -> tuple[FusedTile, ...]:
-    """All tiles that are considered for a depthwise or dense first layer."""
+    """All candidate tiles for a depthwise or dense first layer."""
     return tuple(_enumerate(depthwise))
 
 

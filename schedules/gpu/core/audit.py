@@ -14,7 +14,7 @@ from .kernel_function import RULE
 
 
 class Recorded(ScheduleRule):
-    """A rule that also notes its name in what it schedules."""
+    """A rule that records its name in the functions that it schedules."""
 
     def __init__(self, rule: ScheduleRule):
         self.rule = rule

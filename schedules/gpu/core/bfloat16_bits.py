@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """bfloat16 where the GPU lacks it: arithmetic in float32, conversions by their bits.
 
-TVM stores bfloat16 as 16-bit integers there. For OpenCL it prints conversions as those of integers,
-for CUDA it fails at views of tensors.
+TVM stores bfloat16 as 16-bit integers there. For OpenCL it prints their conversions as those of
+integers; for CUDA it fails at views of tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def convert_by_bits(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def _as_attribute(bind: tirx.Bind) -> tirx.Stmt:
-    """A value that is bound, where TVM's pass looks at it; it errs where bits are asked for."""
+    """A bound value as an attribute, which TVM's pass reads; it fails on reinterpretations."""
     asked: list[bool] = []
 
     def look(call: ir.Call) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the blocks of a thread-block cluster have in common: a barrier, and their shared memory.
+"""Intrinsics of thread-block clusters: a barrier, and reads of each other's shared memory.
 
 Blocks of sm_90 and later that are launched as a cluster run at the same time, and each may read the
 shared memory of the others. Every thread of a cluster takes part in a barrier: it arrives, then it
@@ -36,7 +36,7 @@ _TYPES = {"float64": "double", "float32": "float", "int64": "int64_t", "int32": 
 
 
 def arrive() -> None:
-    """Emit the first half of a barrier: what the thread has stored can be read behind it."""
+    """Emit the first half of a barrier: stores of this thread are visible after it."""
     _barrier(ARRIVE, "arrive.release")
 
 
@@ -46,7 +46,7 @@ def wait() -> None:
 
 
 def read(buffer: tirx.Buffer, index: tirx.Expr, rank: int) -> tirx.Expr:
-    """What block ``rank`` of the cluster has at ``index`` of its instance of a shared buffer."""
+    """Element ``index`` of a shared buffer in block ``rank`` of the cluster."""
     dtype = str(buffer.dtype)
     name = REMOTE + dtype
     return T.cuda.func_call(
@@ -59,7 +59,7 @@ def read(buffer: tirx.Buffer, index: tirx.Expr, rank: int) -> tirx.Expr:
 
 
 def keep(buffer: tirx.Buffer) -> None:
-    """Emit a use of a shared buffer, before which TVM gives its memory to no other buffer."""
+    """Emit a use of a shared buffer; until then TVM gives its memory to no other buffer."""
     address = T.address_of(buffer[0])
     T.evaluate(T.cuda.func_call(KEEP, address, source_code=_KEEP))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CUDA and OpenCL say differently: exchange between lanes, tickets, locks, fences."""
+"""Intrinsics that differ between CUDA and OpenCL: shuffles, tickets, locks, fences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __forceinline__ __device__ void tvm_fusion_publish_{name}(void* p, {word} value)
 }}
 """
 
-# A volatile read would be one of the system's memory.
+# A volatile read would have system scope.
 _READ_NOW = """
 __forceinline__ __device__ long long tvm_fusion_read_now(void* p) {
   long long value;
@@ -64,7 +64,7 @@ def shuffle_xor(value: tirx.Expr, mask: int, width: int) -> tirx.Expr:
 
 
 def draw_ticket(gpu: GPUInfo, counter: tirx.Expr, blocks: int) -> tirx.Expr:
-    """Count this block at ``counter``; after the last ticket, ``blocks - 1``, it is zero again."""
+    """Count this block at ``counter``; the last ticket, ``blocks - 1``, resets it to zero."""
     last = tirx.const(blocks - 1, "int32")
     if gpu.kind == "cuda":  # it wraps around
         return T.bind(
@@ -80,7 +80,7 @@ def draw_ticket(gpu: GPUInfo, counter: tirx.Expr, blocks: int) -> tirx.Expr:
 
 
 def try_lock(gpu: GPUInfo, lock: tirx.Expr) -> tirx.Expr:
-    """One if this thread has got the lock, else zero; :func:`publish` gives it back as zero."""
+    """One if this thread has got the lock, else zero; :func:`publish` of zero releases it."""
     one = tirx.const(1, "int32")
     before = T.bind(compare_and_swap(gpu, lock, tirx.const(0, "int32"), one))
     acquire(gpu)
@@ -100,7 +100,7 @@ def publish(gpu: GPUInfo, address: tirx.Expr, value: tirx.Expr) -> None:
 
 
 def read_now(gpu: GPUInfo, address: tirx.Expr) -> tirx.Expr:
-    """An int64 that other blocks may be changing; :func:`acquire` follows."""
+    """An int64 that other blocks may be changing; must be followed by :func:`acquire`."""
     if gpu.kind == "opencl":
         return compare_and_swap(gpu, address, i64(0), i64(0))
     return T.cuda.func_call(
@@ -118,7 +118,7 @@ def address_number(gpu: GPUInfo, address: tirx.Expr) -> tirx.Expr:
 
 
 def acquire(gpu: GPUInfo) -> None:
-    """Emit what orders this thread's further accesses after what it has read by now."""
+    """Emit a fence that orders this thread's later accesses after its reads so far."""
     if gpu.kind == "opencl":
         fence(gpu)
     else:
@@ -126,7 +126,7 @@ def acquire(gpu: GPUInfo) -> None:
 
 
 def fence(gpu: GPUInfo) -> None:
-    """Emit what orders this thread's accesses to global memory around its ticket."""
+    """Emit a fence that orders this thread's accesses to global memory around its ticket."""
     if gpu.kind == "opencl":  # on CUDA the ticket itself is fenced
         T.evaluate(T.call_extern("int32", _OPENCL_FENCE))
 
@@ -139,7 +139,7 @@ def sync() -> None:
 def compare_and_swap(
     gpu: GPUInfo, address: tirx.Expr, expected: tirx.Expr, desired: tirx.Expr
 ) -> tirx.Expr:
-    """Store ``desired`` if the signed integer is ``expected``; gives it as it was."""
+    """Store ``desired`` if the signed integer is ``expected``; returns the old value."""
     dtype = str(expected.ty.dtype)
     wide = dtype == "int64"
     if gpu.kind == "opencl":
@@ -158,7 +158,7 @@ def compare_and_swap(
 def native_atomic(
     gpu: GPUInfo, instruction: str, dtype: str
 ) -> Callable[[tirx.Expr, tirx.Expr], None] | None:
-    """What emits an update by one instruction; None where the device has none.
+    """Emitter of an update by one instruction; None where the device has none.
 
     Parameters
     ----------
@@ -227,7 +227,7 @@ def _cuda_atomic(gpu: GPUInfo, instruction: str, dtype: str) -> str | None:
     return "atomicAdd(p, v);" if instruction == "add" and dtype in adds else None
 
 
-# With 16-bit types the built-in functions also provide for shared memory, at the cost of a branch.
+# For 16-bit types the built-in functions also handle shared memory, at the cost of a branch.
 _RED = 'asm volatile("red.global.add.noftz.{0}x2 [%0], %1;" :: "l"(p), "r"(*(int*)&v) : "memory");'
 _VECTOR_ADDS = {
     ("float32", 2): "atomicAdd((float2*)p, make_float2(a, b));",
@@ -238,7 +238,7 @@ _VECTOR_ADDS = {
 
 
 def vector_add_width(gpu: GPUInfo, dtype: str, elements: int) -> int:
-    """How many neighbours one instruction adds; 1 where there is none for vectors."""
+    """Number of neighbours that one instruction adds; 1 where there are no vector instructions."""
     if gpu.kind != "cuda" or (gpu.arch < 90 and dtype != "float16"):
         return 1
     widths = [width for kind, width in _VECTOR_ADDS if kind == dtype and elements % width == 0]

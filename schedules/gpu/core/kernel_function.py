@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frame of the functions that the rules write."""
+"""Frame of the functions that the rules write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_function(
     func : tirx.PrimFunc
         Signature and attributes.
     gpu : GPUInfo
-        What it is written for.
+        The device.
     rule : str
         Name of the rule.
     body : Callable
@@ -69,8 +69,8 @@ def write_kernels(func: tirx.PrimFunc, body: Callable[[], None]) -> tirx.PrimFun
 def unless_empty(blocks: Extent) -> AbstractContextManager:
     """Launch only if there are blocks, to be opened around the launch.
 
-    CUDA takes an empty grid for an error, which a symbolic extent of zero would lead to. The loop
-    of the host has one turn or none, as TVM puts no barriers under a condition, be it the host's.
+    CUDA rejects an empty grid, which a symbolic extent of zero would give. It is a host loop of one
+    iteration or none, since TVM puts no barriers under a condition, even one of the host.
     """
     if constant(blocks) is not None:
         return nullcontext()
@@ -80,8 +80,7 @@ def unless_empty(blocks: Extent) -> AbstractContextManager:
 def resident_blocks(gpu: GPUInfo, count: int) -> AbstractContextManager:
     """Ask for registers so that ``count`` blocks share a multiprocessor, inside the launch.
 
-    Left to itself, the compiler of CUDA spills some for the sake of more blocks. OpenCL has no
-    such request.
+    Otherwise the CUDA compiler spills some to fit more blocks. OpenCL has no such request.
     """
     if gpu.kind != "cuda" or count < 1:
         return nullcontext()

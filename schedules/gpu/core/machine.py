@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule has to know of the GPU that it is written for; everything comes from the target.
+"""Facts about the GPU that a schedule is written for; everything comes from the target.
 
-TVM's targets have no option for the number of multiprocessors. A ``cuda`` target may tell it in its
+TVM's targets have no option for the number of multiprocessors. A ``cuda`` target may give it in its
 option ``model``, as ``multiprocessors=114``; else it follows from the architecture, as the largest
 device of that architecture has them.
 """
@@ -47,7 +47,7 @@ class GPUInfo:
     arch : int
         Compute capability times ten, 90 for ``sm_90``; 0 on OpenCL.
     multiprocessors : int
-        How many blocks run at least at once.
+        Number of multiprocessors: blocks that run at once, at least.
     warp_size : int
         Lanes that exchange registers; 1 where there is no such instruction.
     max_threads : int
@@ -55,7 +55,7 @@ class GPUInfo:
     shared_bytes : int
         Shared memory of one block.
     max_cluster : int
-        Blocks that may read each other's shared memory, a power of two; 1 where none may.
+        Blocks that may read each other's shared memory, a power of two; 1 if there are no clusters.
     """
 
     kind: str
@@ -93,11 +93,11 @@ class GPUInfo:
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether TVM knows the type there; else it computes in float32 and stores 16 bits."""
+        """Return whether TVM supports the type; else it stores 16 bits and computes in float32."""
         return self.kind == "cuda" and self.arch >= _BFLOAT16_FROM
 
     def block_threads(self, wanted: int) -> int:
-        """Threads of a block: a power of two, as many as are wanted if the device has them."""
+        """Threads of a block: a power of two, as many as wanted if the device has them."""
         return floor_power_of_two(min(wanted, self.max_threads))
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare-and-swap of elements that may be narrower than what the device swaps.
+"""Compare-and-swap of elements that may be narrower than a swapped word.
 
 A narrow element is swapped with its neighbours in the aligned word that holds it. Other blocks may
-be updating those at the same time: then the swap fails, and is tried again with what they left. No
-word reaches out of the tensor: TVM aligns tensors to 64 bytes, refuses others when a function is
-called, and :func:`consists_of_words` says how they end.
+be updating those at the same time: then the swap fails, and is retried on their result. No word
+reaches out of the tensor: TVM aligns tensors to 64 bytes, rejects others when a function is called,
+and :func:`consists_of_words` checks their ends.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .machine import GPUInfo
 
 
 def word_bits(gpu: GPUInfo, bits: int) -> int:
-    """What the device swaps at once where elements have ``bits``: on CUDA also 16."""
+    """Bits of a swapped word for elements of ``bits``: on CUDA 16 are possible, too."""
     return max(bits, 16 if gpu.kind == "cuda" and bits == 16 else 32)
 
 
 def consists_of_words(dtype: str, elements: Extent, gpu: GPUInfo) -> bool:
-    """Whether a tensor ends where a word does, so that its last elements can be swapped."""
+    """Return whether a tensor ends with a whole word, so that its last elements can be swapped."""
     known, bits = constant(elements), DataType(dtype).bits
     return known is not None and known * bits % word_bits(gpu, bits) == 0
 
@@ -40,7 +40,7 @@ def swap_until_kept(
     values: list[tirx.Expr],
     change: Callable[[tirx.Expr, tirx.Expr], tirx.Expr],
 ) -> None:
-    """Replace neighbouring elements of one word until no other block comes between.
+    """Replace neighbouring elements of one word, retrying until no other block interferes.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def _shifts(m: tirx.Expr, count: int, share: int, bits: int) -> list[tirx.Expr |
 
 
 def _element(word: tirx.Expr, shift: tirx.Expr | None, dtype: str) -> tirx.Expr:
-    """The element that some bits of a word stand for."""
+    """The element in some bits of a word."""
     integer = f"int{DataType(dtype).bits}"
     bits = word if shift is None else (word >> shift).astype(integer)
     return bits.astype(dtype) if "int" in dtype else tirx.reinterpret(dtype, bits)

@@ -27,7 +27,7 @@ Views = TypeVar("Views", bound="FlatViews")
 
 @dataclass(frozen=True)
 class Register:
-    """What a read has become.
+    """Loaded value of a read.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class Register:
     buffer : tirx.Buffer
         One element, or one for each lane.
     is_vector : bool
-        Which of both.
+        Whether it is one for each lane.
     """
 
     load: ir.TensorLoad
@@ -64,9 +64,9 @@ class VectorLoads:
     vector : int
         Number of lanes, a power of two; the index of lane 0 is a multiple of it.
     results : Collection[tirx.Var]
-        What is not known yet where the loads are emitted.
+        Variables that are not known yet where the loads are emitted.
     keep : bool
-        Whether registers also get what is read by one lane alone, because it is used again.
+        Whether values read by only one lane also go to registers, because they are reused.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class VectorLoads:
         flat : Callable
             From a parameter to its one-dimensional view, or None if it has none.
         known : list[Register] | None
-            What has been loaded at this position before; the new ones are appended.
+            Registers loaded at this position before; the new ones are appended.
 
         Returns
         -------
@@ -186,7 +186,7 @@ class LaneRun:
         self.m, self.n = (start, other) if along_m else (other, start)
 
     def kind(self, first: tirx.Expr, moved: tirx.Expr) -> str:
-        """How an index grows from lane 0, where it is ``first``, to ``lane``."""
+        """Growth of an index from lane 0, where it is ``first``, to ``lane``."""
         step = self.analyzer.simplify(moved - first)
         if self.analyzer.can_prove_equal(step, i64(0)):
             return "uniform"

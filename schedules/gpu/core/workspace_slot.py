@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places in a scratch, so that calls of one module may run at the same time on several streams.
+"""Slots of a workspace, so that calls of one module may run at the same time on several streams.
 
 Launches that run at once must write different outputs, so the address of its output names a launch.
-The first of its blocks claims a place under that name, under a lock; the others find it there, and
-the block that finishes the last tile gives it back. A launch for which no place is left waits for
-one; no launch waits for a block that has not started, but for those of launches that have a place.
+The first of its blocks claims a slot under that name, under a lock; the others find it there, and
+the block that finishes the last tile releases it. A launch for which no slot is left waits for one;
+a launch waits for blocks that have not started only if their launch has a slot.
 
-Whatever uses a place next comes after all that was done in it: giving it back, claiming it and
-finding it each have a fence. Two launches that write the same output at once would share a place,
-and spoil the scratch for good. On OpenCL the device needs ``cl_khr_int64_base_atomics``.
+The next use of a slot is ordered after all previous accesses to it: releasing, claiming and finding
+it each have a fence. Two launches that write the same output at once would share a slot, and
+corrupt the workspace permanently. On OpenCL the device needs ``cl_khr_int64_base_atomics``.
 
-The header of a scratch, in 32-bit words: the names, of two words each, how many tiles are finished
-in each place, and the lock. All are zero between calls.
+The header of a workspace, in 32-bit words: the names, of two words each, the number of finished
+tiles of each slot, and the lock. All are zero between calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .intrinsics import acquire, address_number, draw_ticket, publish, read_now,
 from .machine import GPUInfo
 
 # More than the priorities of streams: grids of one priority start one after the other, so that one
-# of those that have a place has all its blocks started, and ends.
+# of those that have a slot has started all its blocks, and ends.
 PLACES = 8
 _FINISHED = 2 * PLACES
 _LOCK = _FINISHED + PLACES
@@ -35,7 +35,7 @@ HEADER_WORDS = -(-(_LOCK + 1) // 4) * 4
 
 
 class LaunchPlace:
-    """The place of the launch, in shared memory.
+    """The slot of the launch, in shared memory.
 
     Parameters
     ----------
@@ -57,11 +57,11 @@ class LaunchPlace:
 
     @property
     def number(self) -> tirx.Expr:
-        """Which place it is; a barrier follows :meth:`take`."""
+        """Number of the slot; a barrier follows :meth:`take`."""
         return self._place[0].astype("int64")
 
     def take(self) -> None:
-        """Find the place or claim one, on one thread of the block."""
+        """Find or claim the slot, on one thread of the block."""
         zero = tirx.const(0, "int32")
         lock = T.address_of(self._words[_LOCK])
         found, locked = (T.alloc_buffer((1,), "int32", scope="local") for _ in range(2))
@@ -77,13 +77,13 @@ class LaunchPlace:
                     self._claim(names, found)
                     T.buffer_store(locked, zero, [0])
                     publish(self._gpu, lock, zero)
-        acquire(self._gpu)  # what the place held before has been read before it is overwritten
+        acquire(self._gpu)  # the slot's old content has been read before it is overwritten
         T.buffer_store(self._place, found[0], [0])
 
     def give_back(self, tiles: int) -> None:
         """Count a finished tile, whose partial results have been read, on one thread of a block.
 
-        The place is free when all ``tiles`` are finished.
+        The slot is free when all ``tiles`` are finished.
         """
         if tiles == 1:
             self._free()
@@ -98,7 +98,7 @@ class LaunchPlace:
         return [T.bind(read_now(self._gpu, place)) for place in places]
 
     def _claim(self, names: list[tirx.Expr], found: tirx.Buffer) -> None:
-        """Put the name into a free place, if there is one, unless it has a place by now."""
+        """Put the name into a free slot, if there is one, unless it has a slot by now."""
         zero = tirx.const(0, "int32")
         with when(found[0] < zero):
             T.buffer_store(found, _find(names, i64(0)), [0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of matrices by tiles in shared memory and registers; convolutions as such.
+"""Products of matrices by tiles in shared memory and registers; convolutions as products.
 
 Imports ``pointwise`` and ``core``; ``conv2d`` may import it.
 Start with ``matmul.py``, the rule; for convolutions with ``implicit_gemm.py`` and ``main_loop.py``.

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile sizes of convolutions on a GPU, chosen from the workload and the device.
 
-The choice is an estimate and has been measured on no GPU. Every tile of a small set is held against
-a model of one multiprocessor that gets its share of the blocks, and the fastest is taken:
+The choice is an estimate and has been measured on no GPU. Every tile of a small set is rated by a
+model of one multiprocessor with its share of the blocks, and the fastest is taken:
 
 - instructions: four warps issue in each cycle; for a quad, a thread needs ``16 x blocks x pixels``
   multiply-adds and ``pixels + 4 blocks`` reads of 16 bytes from shared memory, each of which keeps
-  it busy for ``READ_CYCLES``, so that large register tiles win where there is work enough for all
+  it busy for ``READ_CYCLES``, so that large register tiles win where there is enough work for all
   multiprocessors;
 - latency: a warp issues in every second cycle at best, and a step takes no less than
   ``STEP_LATENCY`` cycles, as its barrier waits for data from the second-level cache; blocks that
-  share a multiprocessor hide it for each other;
+  share a multiprocessor hide each other's latency;
 - traffic: both operands of every step come from the second-level cache.
 
-Small images have few tiles. Smaller tiles then reach more multiprocessors, and the parts let more
-threads of a block work on one tile by sharing the reduction, until traffic or latency is the limit.
-Long reductions of few tiles are split among blocks, at the price of a second, small kernel.
+Small images have few tiles. Smaller tiles then occupy more multiprocessors, and parts let more
+threads of a block share the reduction of a tile, until traffic or latency is the limit. Long
+reductions of few tiles are split among blocks, at the cost of a second, small kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from functools import cached_property
 from ..core.machine import REGISTER_FILE, GPUInfo
 from .implicit_gemm import ConvShape
 
-STEP_LATENCY = 400.0  # cycles from a load's issue to the barrier behind its store
+STEP_LATENCY = 400.0  # cycles from a load's issue to the barrier after its store
 LAUNCH = 2000.0  # cycles from the end of a kernel to the start of the next, over a microsecond
 BLOCK_LATENCY = 1500.0  # cycles of a block outside of its main loop
 L2_BYTES = 30.0  # per cycle and multiprocessor
@@ -46,7 +46,7 @@ WARP = 32
 
 @dataclass(frozen=True)
 class ConvTile:
-    """How a block of threads shares a tile of the output.
+    """Partition of a tile of the output among the threads of a block.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class ConvTile:
     parts : int
         Teams of threads that share the quads of each step among them.
     splits : int
-        Blocks that share the steps among them; a second kernel adds up what they have.
+        Blocks that share the steps among them; a second kernel adds up their results.
     """
 
     blocks: int
@@ -143,7 +143,7 @@ class Product:
 
 @functools.lru_cache(maxsize=256)
 def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile | None:
-    """The tile for which :func:`estimate` gives the least time; None if none fits the device.
+    """The tile with the least :func:`estimate`; None if none fits the device.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile | None:
 
 
 def fits(tile: ConvTile, gpu: GPUInfo) -> bool:
-    """Whether a block of the device can hold a tile."""
+    """Return whether a block of the device can hold a tile."""
     return tile.threads <= gpu.max_threads and tile.shared_bytes <= gpu.shared_bytes
 
 
@@ -192,7 +192,7 @@ def _adding_cycles(product: Product, tile: ConvTile, gpu: GPUInfo) -> float:
 
 
 def step_cycles(tile: ConvTile) -> float:
-    """Cycles that one step of a block takes of the multiprocessor's busiest part."""
+    """Cycles of one step of a block in the busiest unit of the multiprocessor."""
     warps = -(-tile.threads // WARP)
     issue = step_instructions(tile) * warps / ISSUE
     return max(issue, step_reads(tile) * warps * READ_CYCLES, step_bytes(tile) / L2_BYTES)
@@ -216,13 +216,13 @@ def step_bytes(tile: ConvTile) -> float:
 
 @functools.cache
 def all_tiles() -> tuple[ConvTile, ...]:
-    """All tiles that are considered."""
+    """All candidate tiles."""
     return tuple(_enumerate())
 
 
 @functools.cache
 def _split_tiles() -> tuple[ConvTile, ...]:
-    """The same with every number of splits; kept, since each knows what it has computed."""
+    """The candidates with every number of splits, cached."""
     return tuple(replace(tile, splits=splits) for tile in all_tiles() for splits in SPLITS)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows the sums of a convolution: bias, residual, activation, the store of 16 bytes."""
+"""Epilogue of a convolution: bias, residual, activation, the store of 16 bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .thread_block_tile import GemmBlock
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Where the results of a layer go, and through what.
+    """Epilogue and output of a layer.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class Epilogue:
     bias, output : tirx.Buffer
         Flat views.
     residual : tirx.Buffer | None
-        A flat view of what is added before the activation.
+        A flat view of the tensor added before the activation.
     """
 
     shape: ConvShape
@@ -50,9 +50,9 @@ class Epilogue:
         Parameters
         ----------
         place : Index
-            Where the output has them, in fours; see :meth:`ConvShape.out_place`.
+            Their place in the output, in fours; see :meth:`ConvShape.out_place`.
         bias : tirx.Buffer
-            What :meth:`load_bias` gave.
+            Result of :meth:`load_bias`.
         value : Callable
             From a lane to its sum.
         """
@@ -77,14 +77,14 @@ class Partial:
     output : tirx.Buffer
         Memory for the sums of all splits, each in the order of the output.
     first : Index
-        Where those of this split begin, in fours.
+        First of those of this split, in fours.
     """
 
     output: tirx.Buffer
     first: Index
 
     def load_bias(self, _: Index) -> None:
-        """Nothing: it comes when all are added."""
+        """Load nothing: the bias is added after the splits."""
 
     def finish(self, place: Index, _: None, value: Callable[[Index], tirx.Expr]) -> None:
         """Store four sums."""
@@ -96,12 +96,12 @@ class Partial:
 
 Ending: TypeAlias = "Epilogue | Partial"
 Locate = Callable[[Index, Index], "tuple[Index, tirx.Expr | None]"]
-"""From a block of channels, counted over all groups, and a pixel of the tile to the place in the
-output, in fours, and what must hold for it to exist; None where it always does."""
+"""Function from a block of channels, counted over all groups, and a pixel of the tile to the place
+in the output, in fours, and the condition for it to exist; None where it always does."""
 
 
 def finish_tile(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Ending, locate: Locate) -> None:
-    """Emit what follows the main loop: the sums of all parts, then the epilogue."""
+    """Emit the code after the main loop: the sums of all parts, then the epilogue."""
     if gemm.tile.parts == 1:
         _finish_registers(gemm, sums, epilogue, locate)
     else:
@@ -109,7 +109,7 @@ def finish_tile(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Ending, locate: Lo
 
 
 def _finish_registers(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Ending, locate: Locate) -> None:
-    """Each thread finishes what it has summed up."""
+    """Finish the sums of each thread."""
     tile, place, shape = gemm.tile, gemm.place, gemm.shape
     for i in range(tile.thread_blocks):
         block = gemm.block + place.block + i * tile.block_threads
@@ -124,16 +124,16 @@ def _finish_registers(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Ending, loca
 
 
 def lanes_at(sums: tirx.Buffer, first: int) -> Callable[[Index], tirx.Expr]:
-    """From a lane to its element of four, the first of which is at ``first``."""
+    """Function from a lane to its element of four, the first of which is at ``first``."""
     return lambda lane: sums[first + lane]
 
 
 def _finish_parts(gemm: GemmBlock, sums: tirx.Buffer, epilogue: Ending, locate: Locate) -> None:
-    """The threads share the tile anew, and each sums up what all parts have of its share."""
+    """Distribute the tile over the threads again, each of which sums up all parts of its share."""
     tile, place, shape = gemm.tile, gemm.place, gemm.shape
     items = tile.blocks * tile.pixels
     shared = T.alloc_buffer((tile.parts * items * LANES,), "float32", scope="shared")
-    sync()  # TVM gives the memory that was read before to the new buffer
+    sync()  # TVM may give the memory that was just read to the new buffer
     for i in range(tile.thread_blocks):
         for j in range(tile.thread_pixels):
             block = place.block + i * tile.block_threads

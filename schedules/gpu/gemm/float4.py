@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moving 16 bytes: four floats, in places that are counted in fours."""
+"""Copies of 16 bytes: four floats, at places counted in fours."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def zero4(target: tirx.Buffer, to: Index) -> None:
 
 
 def at_once(conditions: list[tirx.Expr]) -> tirx.Expr | None:
-    """All conditions without a jump between them, so that a load is predicated."""
+    """Conjunction of conditions without jumps between them, so that a load is predicated."""
     return functools.reduce(tirx.bitwise_and, conditions) if conditions else None

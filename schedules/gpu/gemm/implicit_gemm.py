@@ -53,7 +53,7 @@ class ConvShape:
 
     @property
     def images(self) -> int:
-        """The batch as estimates take it: a symbolic one counts as one image."""
+        """The batch in estimates: a symbolic one counts as one image."""
         return self.batch if isinstance(self.batch, int) else 1
 
     @property
@@ -68,12 +68,12 @@ class ConvShape:
 
     @property
     def taps(self) -> int:
-        """Places of the kernel."""
+        """Positions of the kernel."""
         return self.layer.kernel[0] * self.layer.kernel[1]
 
     @property
     def groups(self) -> int:
-        """Independent products; a depthwise layer, which is no product, has its blocks in one."""
+        """Number of independent products; a depthwise layer, which is no product, has one."""
         return 1 if self.layer.is_depthwise else self.layer.groups
 
     @property
@@ -109,7 +109,7 @@ class ConvShape:
 
     @property
     def index_dtype(self) -> str:
-        """The type of indices: int32 where all of them are known to fit."""
+        """Type of indices: int32 where all of them are known to fit."""
         if not isinstance(self.batch, int):
             return "int64"
         data = self.planes * self.size[0] * self.size[1]
@@ -117,7 +117,7 @@ class ConvShape:
         return "int32" if largest < INT32_LIMIT else "int64"
 
     def const(self, value: Index) -> tirx.Expr:
-        """A number, or an extent, of the type of indices."""
+        """A number, or an extent, in the type of indices."""
         if isinstance(value, int):
             return tirx.const(value, self.index_dtype)
         return value.astype(self.index_dtype)
@@ -128,20 +128,20 @@ class ConvShape:
         return self.batch * self.out_pixels
 
     def split_pixel(self, pixel: tirx.Expr) -> tuple[Index, tirx.Expr]:
-        """Image, and place in it, of a pixel of the batch."""
+        """Image of a pixel of the batch, and its place in the image."""
         if isinstance(self.batch, int) and self.batch == 1:
             return 0, pixel
         return pixel // self.const(self.out_pixels), pixel % self.const(self.out_pixels)
 
     def out_place(self, block: tirx.Expr, pixel: tirx.Expr) -> tirx.Expr:
-        """Where the output has a block of channels, counted over all groups; in fours."""
+        """Place of a block of channels, counted over all groups, in the output; in fours."""
         image, place = self.split_pixel(pixel)
         return (image * self.out_planes + block) * self.out_pixels + place
 
 
 @dataclass(frozen=True)
 class Window:
-    """Where the window of one output pixel begins.
+    """First position of the window of one output pixel.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def window_of(shape: ConvShape, pixel: tirx.Expr) -> Window:
 
 
 def inside(shape: ConvShape, row: Index, column: Index, anywhere: bool = False) -> list[tirx.Expr]:
-    """What must hold for a place to lie in the image.
+    """Condition for a place to lie in the image.
 
     Parameters
     ----------
@@ -190,7 +190,7 @@ def inside(shape: ConvShape, row: Index, column: Index, anywhere: bool = False) 
 
 
 def _reaches_end(shape: ConvShape, axis: int) -> bool:
-    """Whether the last window ends behind the image."""
+    """Return whether the last window ends past the image."""
     layer = shape.layer
     start = (shape.out_size[axis] - 1) * layer.strides[axis] - layer.padding[axis]
     return start + (layer.kernel[axis] - 1) * layer.dilation[axis] >= shape.size[axis]

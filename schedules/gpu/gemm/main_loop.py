@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main loop of a convolution as a product of matrices, for one block of threads.
+"""Main loop of a convolution as a matrix product, for one block of threads.
 
 ::
 
@@ -63,16 +63,16 @@ def run_steps(
     add: Callable[[Index, int], None],
     fetched: bool = False,
 ) -> None:
-    """Emit the loop over steps: each is on its way while the one before is added.
+    """Emit the loop over steps: each is loaded while the previous one is added.
 
     Parameters
     ----------
     stages : Sequence
-        What each step needs.
+        Operands of each step.
     first : Index
         Number of the first step.
     steps : int
-        How many there are.
+        Number of steps.
     add : Callable
         Adds a step, counted from the first, that lies in a half of the shared memory.
     fetched : bool
@@ -119,9 +119,9 @@ def add_step(
     weights : WeightStage
         The weights.
     half : int
-        Where the step's weights are.
+        Half of the shared memory with the step's weights.
     read : Callable
-        From a quad of the step to where each pixel of the thread has its four inputs.
+        From a quad of the step to the place of the four inputs of each pixel of the thread.
     """
     tile, place = gemm.tile, gemm.place
     inputs = T.alloc_buffer((tile.thread_pixels * LANES,), "float32", scope="local")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU rule for products of matrices, batched or not, with their epilogue."""
+"""GPU rule for products of matrices, batched or not, with their epilogue."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ class Matmul(GPUScheduleRule):
     """Matrix products on the ordinary cores: dense layers, attention, either layout of a factor.
 
     A block computes a tile of the result from tiles of the factors in shared memory, of which the
-    next ones are loaded while the present ones are multiplied; a thread holds up to 8 x 8 sums,
-    to which bias, activation and residual are applied before they are stored. The tiles are the
+    next ones are loaded while the current ones are multiplied; a thread holds up to 8 x 8 sums, to
+    which bias, activation and residual are applied before they are stored. The tiles are the
     largest that give every multiprocessor one; where even the smallest do not, groups of threads
-    share the reduction. Up to eight rows are products of vectors instead, each block
-    reading its columns once: lanes share the reduction of a column, or have columns of their own,
-    as the right factor lies.
-    16-bit floats are summed in float32.
+    share the reduction. Products of up to eight rows are computed as products of vectors, each
+    block reading its columns once: lanes share the reduction of a column, or have separate columns,
+    depending on the layout of the right factor. 16-bit floats are summed in float32.
 
     Left alone: convolutions, epilogues that move elements.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Write the kernel, or return None if the rule does not know the function."""
+        """Write the kernel, or return None if the rule does not take the function."""
         if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
             return None
         matmul = read_matmul(func)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a matrix product, with its producers and its epilogue, out of a function."""
+"""Matching of a matrix product with its producers and its epilogue."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class MatmulFunction:
 
 @dataclass(frozen=True)
 class _Axes:
-    """Which axes of the result are the batch, rows of the left and of the right factor."""
+    """Roles of the result's axes: batch, rows of the left factor, rows of the right factor."""
 
     batch: tuple[int, ...]
     m: tuple[int, ...]
@@ -85,7 +85,7 @@ class _Axes:
 
 
 def read_matmul(func: tirx.PrimFunc) -> MatmulFunction | None:
-    """Take a function apart, or return None if it is no product of two factors.
+    """Read the product of a function; None if it is no product of two factors.
 
     Factors may be computed by injective blocks. The epilogue reads the product at its own place
     and may have several outputs. Left alone: windows (the factors' axes must be disjoint up to the
@@ -209,7 +209,7 @@ def _assemble(
 
 
 def _read_in_place(product: Stage, after: Sequence[Stage]) -> bool:
-    """Whether what follows from the product has its shape and reads it where it writes."""
+    """Return whether the epilogue has the product's shape and reads it where it writes."""
     follow = {product.output}
     for stage in after:
         read = [load for load in loads(stage.value) if load.source in follow]
@@ -257,7 +257,7 @@ def _operand(
 
 
 def _rows_are_neighbours(space: IterationSpace) -> bool:
-    """Whether the widest read moves by one element along the rows."""
+    """Return whether the widest read moves by one element along the rows."""
     for access in space.accesses:
         linear = space.linear(access)
         if linear is not None and constant(linear[0][-1]) != 1 and constant(linear[0][-2]) == 1:

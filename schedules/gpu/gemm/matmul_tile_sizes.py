@@ -9,7 +9,7 @@ from schedules.workload.reduce import Extent, constant
 
 from ..core.machine import GPUInfo
 
-_SYMBOLIC = 128  # an extent that is not known counts as this
+_SYMBOLIC = 128  # assumed for a symbolic extent
 # Rows, columns of a block; rows, columns of a thread.
 _TILES = ((128, 128, 8, 8), (64, 128, 8, 8), (64, 64, 8, 4), (32, 64, 4, 4), (32, 32, 4, 4))
 _SMALLEST = (16, 16, 4, 4)  # on any device, and for 8-byte types
@@ -18,7 +18,7 @@ _DEPTH = 16
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How a block computes a tile of the result.
+    """Partition of a tile of the result.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class TileConfig:
 def choose_tiles(
     batches: Extent, m: Extent, n: Extent, k: Extent, itemsize: int, gpu: GPUInfo
 ) -> TileConfig:
-    """The largest tiles that occupy the GPU; with the smallest ones, the reduction is shared too.
+    """The largest tiles that occupy the GPU; the smallest ones may also share the reduction.
 
     Parameters
     ----------

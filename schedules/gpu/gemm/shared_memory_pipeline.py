@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands of a product on their way from global to shared memory, one step at a time.
+"""Transfer of the operands of a product from global to shared memory, one step at a time.
 
 Both lie in shared memory as in global memory, in vectors of four: the weights as
 ``[block][row][4 outputs]``, the data as ``[quad][pixel][4 inputs]``. One vector of padding behind
-the weights of a block keeps blocks out of each other's banks.
+the weights of a block keeps the blocks in different banks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .thread_block_tile import GemmBlock
 
 
 class WeightStage:
-    """The weights of one step on their way from global to shared memory."""
+    """Transfer of the weights of one step from global to shared memory."""
 
     def __init__(self, gemm: GemmBlock) -> None:
         tile = gemm.tile
@@ -58,7 +58,7 @@ class WeightStage:
                 copy4(self.registers, turn, gemm.weight, at)
 
     def keep(self, half: int) -> None:
-        """Store what was loaded into a half of the shared memory."""
+        """Store the loaded step into a half of the shared memory."""
         for turn in range(self.turns):
             item = self.gemm.thread + turn * self.gemm.tile.threads
             with when(self._has(item, turn)):
@@ -71,7 +71,7 @@ class WeightStage:
 
 
 class DataStage:
-    """The data of one step on their way from global to shared memory.
+    """Transfer of the data of one step from global to shared memory.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class DataStage:
         self.windows = [found[turn % period] for turn in range(self.turns)]
 
     def fetch(self, step: Index) -> None:
-        """Load a step; what lies in the padding is zero."""
+        """Load a step; elements in the padding are zero."""
         tile = self.gemm.tile
         for turn, window in enumerate(self.windows):
             if tile.pixels % tile.threads == 0:  # the same for all threads
@@ -136,27 +136,27 @@ class DataStage:
                 T.buffer_store(self.registers, self.data[place], [turn * LANES + lane])
 
     def keep(self, half: int) -> None:
-        """Store what was loaded into a half of the shared memory."""
+        """Store the loaded step into a half of the shared memory."""
         for turn in range(self.turns):
             item = self.gemm.thread + turn * self.gemm.tile.threads
             with when(*self._has(turn)):
                 copy4(self.shared[half], item, self.registers, turn)
 
     def _has(self, turn: int) -> list[tirx.Expr]:
-        """What must hold for the thread to have something to load at a turn."""
+        """Condition for the thread to have something to load in a turn."""
         item, threads = self.gemm.thread + turn * self.gemm.tile.threads, self.gemm.tile.threads
         return [] if (turn + 1) * threads <= self.items else [item < self.items]
 
 
 def _halves(size: int) -> list[tirx.Buffer]:
-    """Shared memory for two steps; two buffers, which TVM needs to see that they are apart."""
+    """Shared memory for two steps, as two buffers, so that TVM sees that they are disjoint."""
     return [T.alloc_buffer((size,), "float32", scope="shared") for _ in range(2)]
 
 
 def tap_place(
     shape: ConvShape, window: Window, number: Index, first_plane: Index
 ) -> tuple[tirx.Expr, list[tirx.Expr]]:
-    """Where a window has a plane at a tap, in pixels of planes, and what must hold to read it.
+    """Place of a plane at a tap of a window, in pixels of planes, and the condition to read it.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def tap_place(
     number : Index
         Plane and tap as one number, in the order plane, kernel row, kernel column.
     first_plane : Index
-        What is added to the plane.
+        Offset of the plane.
     """
     width = shape.layer.kernel[1]
     plane, tap = number // shape.taps, number % shape.taps

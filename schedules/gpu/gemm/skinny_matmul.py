@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of products with few rows on the left, where the right factor is read once.
+"""Kernels of products with few rows on the left, where the right factor is read once.
 
 Where neighbours of the right factor lie along the reduced axis, neighbouring lanes sum neighbouring
-parts of one column and meet at the end; where they lie along the columns, each lane has columns of
-its own and the rows of threads share the reduced axis.
+parts of one column, which are added at the end; where they lie along the columns, each lane has
+separate columns, and the rows of threads share the reduced axis.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WIDTH = 4
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """How a block computes some columns of all rows.
+    """Partition of some columns of all rows among the threads of a block.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def write_rows(
 
 
 class _Rows:
-    """What both kernels have in common: the sums, and the step that adds to them."""
+    """Common part of both kernels: the sums, and the step that adds to them."""
 
     def __init__(
         self,

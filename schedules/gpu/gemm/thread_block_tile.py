@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a product of matrices a block of threads computes, and which of that a thread.
+"""Part of a matrix product that a block computes, and the thread's part of that.
 
 Lanes of a warp hold 8 neighbouring pixels and up to 4 blocks of channels, so that reads of 8 lanes
 from shared memory are 128 bytes in a row.
@@ -17,12 +17,12 @@ from .implicit_gemm import LANES, ConvShape, Index
 
 @dataclass(frozen=True)
 class ThreadPlace:
-    """Which part of the block's tile a thread computes.
+    """Part of the block's tile that a thread computes.
 
     Parameters
     ----------
     part : tirx.Expr
-        Which share of each step's quads it sums over.
+        Its share of each step's quads.
     block, pixel : tirx.Expr
         Its first block of channels and pixel, in the tile.
     """
@@ -33,7 +33,7 @@ class ThreadPlace:
 
     @classmethod
     def of(cls, tile: ConvTile, thread: tirx.Expr) -> ThreadPlace:
-        """Warps are 8 pixels wide and 4 blocks high where the tile has that many."""
+        """The place of a thread; warps are 8 pixels wide and 4 blocks high where the tile is."""
         across, down = tile.pixel_threads, tile.block_threads
         part, rest = thread // (across * down), thread % (across * down)
         if across % 8 or down % 4:
@@ -48,7 +48,7 @@ class ThreadPlace:
 
 @dataclass(frozen=True)
 class GemmBlock:
-    """What one block of threads multiplies.
+    """Product of one block of threads.
 
     Parameters
     ----------
@@ -63,9 +63,9 @@ class GemmBlock:
     weight : tirx.Buffer
         A flat view.
     split : tirx.Expr
-        Which share of the steps it has.
+        Its share of the steps.
     covered : int | None
-        Quads that all steps together reach, if they are more than the splits' steps need.
+        Quads of all steps together, if more than the splits' steps need.
     """
 
     shape: ConvShape
@@ -89,11 +89,11 @@ class GemmBlock:
 
     @property
     def rows(self) -> int | None:
-        """Rows of weights beyond which there are zeros; None if no step reaches beyond them."""
+        """Number of rows of weights; further ones are zeros. None if no step reads past them."""
         covered = self.covered or self.steps * self.tile.splits * self.tile.quads
         return None if covered * LANES == self.shape.rows else self.shape.rows
 
     def exists(self, block: Index) -> tirx.Expr | None:
-        """Whether the group has a block; None where it has all that the tiles reach."""
+        """Condition for the group to have a block; None where it always holds."""
         whole = self.shape.out_blocks % self.tile.blocks == 0
         return None if whole else block < self.shape.out_blocks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of a matrix product by tiles in shared memory."""
+"""Kernel of a matrix product by tiles in shared memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Tile:
     operand : Operand
         The factor.
     lanes : Lanes
-        How it is loaded.
+        Width of its loads.
     rows : int
         Rows of a tile.
     config : TileConfig
@@ -40,7 +40,7 @@ class _Tile:
     shared : tuple[tirx.Buffer, tirx.Buffer]
         Each ``[groups, depth, rows + skew]``, as one row.
     staged : tirx.Buffer
-        Registers for what a thread has loaded for the next tile.
+        Registers for the thread's loads of the next tile.
     """
 
     operand: Operand
@@ -64,7 +64,7 @@ class _Tile:
         return self.rows + _SKEW
 
     def start(self, group: tirx.Expr) -> tirx.Expr:
-        """Where a group's tile begins in shared memory."""
+        """Begin of a group's tile in shared memory."""
         return group * i64(self.config.depth * self.pitch)
 
     def place(self, number: int, thread: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
@@ -116,7 +116,7 @@ class _Tile:
                     T.buffer_store(self.staged, value, [number * vector + k])
 
     def keep(self, stage: int, group: tirx.Expr, thread: tirx.Expr) -> None:
-        """Store what was loaded to shared memory, neighbouring rows beside each other."""
+        """Store the loaded elements to shared memory, neighbouring rows beside each other."""
         vector = self.lanes.vector
         for number in range(self.count):
             row, inner = self.place(number, thread)
@@ -194,7 +194,7 @@ class _Block:
             self._finish()
 
     def _accumulate(self) -> None:
-        """Multiply all tiles, two in each iteration, so that stages are known when compiling."""
+        """Multiply all tiles, two in each iteration, so that stages are compile-time constants."""
         tiles = ceildiv(self.matmul.k, self.config.depth * self.config.groups)
         known = constant(tiles)
         pairs = simplified((tiles - i64(1)) // i64(2) if known is not None else tiles // i64(2))
@@ -208,11 +208,11 @@ class _Block:
         if known is not None and known % 2 == 0:
             self._advance(0, tiles - i64(1))
             self._multiply(1)
-        else:  # of an unknown number, one tile more, of zeros
+        else:  # the number is unknown: one extra tile, of zeros
             self._multiply(0)
 
     def _advance(self, stage: int, following: tirx.Expr) -> None:
-        """Multiply the tiles of a stage while those that follow are loaded to the other one."""
+        """Multiply the tiles of a stage while the next ones are loaded to the other one."""
         self._load(following)
         self._multiply(stage)
         self._keep(1 - stage)
@@ -297,7 +297,7 @@ def store_results(
     sums: Sequence[tirx.Expr],
     row_exists: bool,
 ) -> None:
-    """Emit the epilogue of neighbouring results of one row, where they exist."""
+    """Emit the epilogue of neighbouring results of one row, as far as they exist."""
     for start in range(0, len(sums), lanes.vector):
         first = column + i64(start)
         inside = [None if row_exists else row < i64(matmul.m), first < i64(matmul.n)]
@@ -309,7 +309,7 @@ def store_results(
 
 
 def epilogue_lanes(matmul: MatmulFunction) -> Lanes:
-    """Four neighbours of a row at a time, where no row ends within them."""
+    """Lanes of the epilogue: four neighbours of a row, where no row ends within them."""
     lanes = classify(matmul.epilogue, _WIDTH, [matmul.accumulator])
     if lanes.is_aligned:
         return lanes
@@ -317,7 +317,7 @@ def epilogue_lanes(matmul: MatmulFunction) -> Lanes:
 
 
 def operand_lanes(operand: Operand, width: int) -> Lanes:
-    """Neighbours in memory at a time, where all reads allow it, else one element."""
+    """Lanes of an operand: neighbours in memory, where all reads allow it, else one element."""
     space = operand.space
     if operand.rows_first:
         count = len(space.axes)

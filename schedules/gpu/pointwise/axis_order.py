@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an injective function to iteration spaces, in the order that moves the least memory."""
+"""Iteration spaces of an injective function, in the order that moves the least memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _space(outputs: Sequence[Stage], stages: Sequence[Stage]) -> IterationSpace:
 def best_lanes(space: IterationSpace, widest: int = WIDEST_LOAD) -> Lanes:
     """The order of loops and the vector that move the least memory.
 
-    The loops run as those of the outputs or of one of the inputs do.
+    The order of the loops is that of the outputs or of one of the inputs.
 
     Parameters
     ----------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which accesses of a vector of neighbouring points are wide, and what a warp's accesses cost."""
+"""Wide accesses of a vector of neighbouring points, and the cost of a warp's accesses."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .iteration_domain import IterationSpace, Store
 
 SECTOR = 32  # bytes that the memory delivers at least
 WARP = 32
-_FAR = 1 << 24  # stands for an extent or a factor that is not known
+_FAR = 1 << 24  # stands for an unknown extent or factor
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """How a thread computes ``vector`` neighbouring points of a space at once.
+    """A space computed in vectors of ``vector`` neighbouring points.
 
     Parameters
     ----------
     space : IterationSpace
-        What it computes.
+        The space.
     vector : int
         Lanes, a power of two.
     is_aligned : bool
@@ -52,12 +52,12 @@ class Lanes:
     contiguous: frozenset[object]
 
     def depends(self, expression: tirx.Expr) -> bool:
-        """Whether an expression differs between lanes."""
+        """Return whether an expression differs between lanes."""
         return _depends(self.space, self.is_aligned, self.varying, expression)
 
 
 def classify(space: IterationSpace, vector: int, differing: Iterable[tirx.Var] = ()) -> Lanes:
-    """Find out how each access moves from lane to lane.
+    """Classify each access by its stride from lane to lane.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def classify(space: IterationSpace, vector: int, differing: Iterable[tirx.Var] =
     vector : int
         Lanes, a power of two.
     differing : Iterable[tirx.Var]
-        Variables without a step that have another value in each lane.
+        Variables without a step that differ between lanes.
     """
     extent = constant(space.extents[-1]) if space.extents else 1
     aligned = extent is not None and extent % vector == 0
@@ -75,7 +75,7 @@ def classify(space: IterationSpace, vector: int, differing: Iterable[tirx.Var] =
     contiguous: set[object] = set()
     for step in space.steps:
         if isinstance(step, Value):
-            # Where one lane alone may compute it, all others would lack it.
+            # If only one lane may compute it, the others would lack it.
             if _depends(space, aligned, varying, step.expression) or any(
                 _varies(space, aligned, varying, guard, vector) for guard in step.guards
             ):
@@ -141,7 +141,7 @@ def _varies(
     guard: tirx.Expr,
     vector: int,
 ) -> bool:
-    """Whether a condition may hold for some lanes only; a bound that is a multiple does not."""
+    """Return whether a condition may hold for some lanes only; multiples as bounds do not."""
     if not _depends(space, aligned, varying, guard):
         return False
     if variables(guard) & varying:
@@ -163,7 +163,7 @@ def _comparisons(guard: tirx.Expr, lane: tirx.Var) -> list[tirx.Expr]:
 
 
 def _is_even(comparison: tirx.Expr, lane: tirx.Var, vector: int) -> bool:
-    """Whether a comparison that is linear in the lane has one result for each whole vector."""
+    """Return whether a comparison that is linear in the lane is the same for each whole vector."""
     found = sym.detect_linear_equation(comparison.a - comparison.b, [lane])
     factor = constant(found[0]) if found else None
     if factor is None:
@@ -188,7 +188,7 @@ def _is_row_major(space: IterationSpace, factors: Sequence[tirx.Expr]) -> bool:
 
 
 def warp_cost(lanes: Lanes) -> float:
-    """What a warp's accesses cost for each point: sectors moved, sectors touched, instructions."""
+    """Cost of a warp's accesses for each point: sectors moved, sectors touched, instructions."""
     points = WARP * lanes.vector
     total = 0.0
     for number, access in _named(lanes.space):
@@ -209,7 +209,7 @@ def warp_cost(lanes: Lanes) -> float:
 
 
 def is_scattered(lanes: Lanes) -> bool:
-    """Whether a warp moves more than twice the sectors that its elements of some tensor fill.
+    """Return whether a warp moves over twice the sectors that its elements of a tensor fill.
 
     Reads at places that are themselves read from memory do not count.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elements of tensors as a list of steps: each read of memory and each shared value, once.
+"""Elements of tensors as a list of steps, with each read and each shared value once.
 
-Inlining a chain of blocks would repeat what is used twice at every step; here every intermediate
+Inlining a chain of blocks would recompute values with several uses; here every intermediate
 value at one place is a step, and the expressions refer to it by a variable.
 """
 
@@ -26,7 +26,7 @@ class Read:
     Parameters
     ----------
     var : tirx.Var
-        Stands for what is read.
+        Stands for the value.
     buffer : tirx.Buffer
         The tensor.
     indices : tuple[tirx.Expr, ...]
@@ -97,11 +97,11 @@ class ElementProgram:
         self._memo: dict[tuple[tirx.Buffer, int], list[tuple[tuple, tuple, tirx.Var]]] = {}
 
     def element(self, buffer: tirx.Buffer, indices: Sequence[tirx.Expr]) -> tirx.Expr:
-        """Add the steps to an element of what a stage computes; returns what stands for it."""
+        """Add the steps for an element of a stage's result; returns the expression for it."""
         return self._read(buffer, tuple(indices), ())
 
     def add(self, expression: tirx.Expr, guards: tuple[tirx.Expr, ...] = ()) -> tirx.Expr:
-        """Add the steps to an expression; returns it without reads and conditions."""
+        """Add the steps for an expression; returns it without reads and conditions."""
 
         def replace(node: tirx.Expr) -> tirx.Expr:
             if isinstance(node, ir.TensorLoad):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU rule for functions that compute each output element on its own."""
+"""GPU rule for functions that compute each output element on its own."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Elementwise(GPUScheduleRule):
     elements, which it loads and stores 16 bytes at a time where they are contiguous and aligned;
     reads that are the same for all of them happen once. The loops run in the order of the outputs
     or of an input, whichever touches less memory: NCHW4c is unpacked in the order of its pixels.
-    Outputs of different shapes take different blocks of the one grid.
+    Outputs of different shapes use different blocks of one grid.
 
     Left alone: functions with a reduction, a scatter, or thread bindings.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Write the kernel, or return None if the rule does not know the function."""
+        """Write the kernel, or return None if the rule does not take the function."""
         if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
             return None
         spaces = injective_spaces(func)
@@ -48,7 +48,7 @@ class Elementwise(GPUScheduleRule):
 def write_spaces(
     func: tirx.PrimFunc, spaces: Sequence[IterationSpace], target: Target, rule: str
 ) -> s_tir.Schedule:
-    """The kernel of some spaces, each in its best order and with its best vectors."""
+    """Write the kernel of some spaces, each in its best order and with its best vectors."""
     gpu = GPUInfo.from_target(target)
     plans = [best_lanes(space) for space in spaces if constant(space.size) != 0]
     kernel = write_function(func, gpu, rule, lambda: write_lanes(func, plans, gpu))
@@ -94,7 +94,7 @@ def _write_ranges(
 
 
 def _threads(vectors: Sequence[tirx.Expr], gpu: GPUInfo) -> int:
-    """As many as still give every multiprocessor two blocks."""
+    """Threads of a block: as many as still give every multiprocessor two blocks."""
     counts = [constant(count) for count in vectors]
     total = sum(count for count in counts if count is not None)
     threads = min(_LARGEST_BLOCK, gpu.max_threads)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops over the elements of outputs, cut and joined so that accesses are linear in them."""
+"""Loops over the elements of outputs, split and merged so that accesses are linear in them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Store:
 
 @dataclass(frozen=True)
 class IterationSpace:
-    """What is computed for each point of a nest of loops, outermost first.
+    """Computation at each point of a loop nest, outermost loop first.
 
     Parameters
     ----------
@@ -45,9 +45,9 @@ class IterationSpace:
     extents : tuple[Extent, ...]
         Their extents.
     steps : tuple[Step, ...]
-        What leads to the values.
+        Steps that compute the values.
     stores : tuple[Store, ...]
-        Where they go.
+        Places of the values.
     """
 
     axes: tuple[tirx.Var, ...]
@@ -73,7 +73,7 @@ class IterationSpace:
         return analyzer
 
     def uses_of(self, var: tirx.Var) -> int:
-        """How often steps and stores refer to a step's variable."""
+        """Number of uses of a step's variable in steps and stores."""
         return self._uses[var]
 
     @cached_property
@@ -127,7 +127,7 @@ class IterationSpace:
         extents: Sequence[Extent],
         values: Mapping[tirx.Var, tirx.Expr],
     ) -> IterationSpace:
-        """The same over other axes, from which the old ones follow."""
+        """The same space over other axes, on which the old ones depend."""
         fresh = IterationSpace(tuple(axes), tuple(extents), (), ())
         analyzer = fresh.analyzer()
 
@@ -153,7 +153,7 @@ class IterationSpace:
         return replace(fresh, steps=tuple(steps), stores=stores)
 
     def permuted(self, order: Sequence[int]) -> IterationSpace:
-        """The same with its loops in another order."""
+        """The same space with its loops in another order."""
         axes = tuple(self.axes[k] for k in order)
         return replace(self, axes=axes, extents=tuple(self.extents[k] for k in order))
 
@@ -179,7 +179,7 @@ def split_axes(space: IterationSpace) -> IterationSpace:
 
 
 def merge_axes(space: IterationSpace) -> IterationSpace:
-    """Join neighbouring loops that every access walks as if they were one; drop unit loops."""
+    """Merge neighbouring loops that every access traverses as if they were one; drop unit loops."""
     live = [k for k, extent in enumerate(space.extents) if constant(extent) != 1]
     gone = {axis: i64(0) for k, axis in enumerate(space.axes) if k not in live}
     if gone:
@@ -213,7 +213,7 @@ def _find_divisor(space: IterationSpace) -> tuple[int, int] | None:
 
 
 def _are_one(space: IterationSpace, number: int) -> bool:
-    """Whether an axis and the next one are walked as one by all accesses and used nowhere else."""
+    """Return whether all accesses traverse an axis and the next as one, with no other use."""
     outer, inner = space.axes[number], space.axes[number + 1]
     analyzer = space.analyzer()
     for step in space.steps:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code of a thread that computes neighbouring points of an iteration space."""
+"""Code of a thread that computes neighbouring points of an iteration space."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PointWriter:
     first : tirx.Expr | None
         Number of the first point, if the points are numbered.
     fetch : Callable | None
-        Gives what replaces a read, such as one of shared memory; None for those that stay.
+        From a read to its replacement, such as a read of shared memory; None to keep it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PointWriter:
         return cls(lanes, views, _places(lanes, start), first)
 
     def give(self, var: tirx.Var, values: Sequence[tirx.Expr]) -> None:
-        """Tell the value of a variable in each lane."""
+        """Set the value of a variable in each lane."""
         for names, value in zip(self._names, values, strict=True):
             names[var] = value
 
@@ -107,9 +107,9 @@ class PointWriter:
         return substitute(expression, self._names[lane])
 
     def _value(self, step: Value) -> None:
-        """Give a value: in place where it is used once, else in a register.
+        """Define a value: in place where it is used once, else in a register.
 
-        TVM would put what is only bound to a name into every use of it.
+        TVM would inline a mere binding into every use.
         """
         values = [substitute(step.expression, names) for names in self._names]
         if not step.is_partial and self.lanes.space.uses_of(step.var) < 2:
@@ -151,7 +151,7 @@ class PointWriter:
         linear = space.linear(access) if is_contiguous else None
         if linear is None or self.first is None:
             return substitute(space.position(access), names)
-        # It follows the points, whose number need not be divided.
+        # It is the number of the point plus a constant: no division is needed.
         return self.first + i64(lane) + substitute(linear[1], names)
 
     def _load_vector(self, step: Read, view: tirx.Buffer) -> list[tirx.Expr]:
@@ -175,7 +175,7 @@ class PointWriter:
 
 
 def write_points(lanes: Lanes, views: Views, start: tirx.Expr) -> None:
-    """Emit the vector with the number ``start`` where it exists, and what is left at the end."""
+    """Emit the vector with the number ``start`` where it exists, and the rest at the end."""
     space, vector = lanes.space, lanes.vector
     size = i64(space.size)
     if lanes.is_aligned or vector == 1:
@@ -196,13 +196,13 @@ def write_points(lanes: Lanes, views: Views, start: tirx.Expr) -> None:
 
 
 def _value(loaded: tirx.Expr, step: Read) -> tirx.Expr:
-    """What was loaded, in the type of the tensor."""
+    """A loaded value in the type of the tensor."""
     is_bool = str(step.buffer.dtype) == "bool"
     return tirx.NE(loaded, tirx.const(0, "uint8")) if is_bool else loaded
 
 
 def _once(step: Read, value: tirx.Expr) -> tirx.Expr:
-    """Load it now, where it exists for sure; TVM cannot bind bfloat16 everywhere."""
+    """Load a value once, where it certainly exists; TVM cannot bind bfloat16 everywhere."""
     return value if step.guards or str(value.ty.dtype) == "bfloat16" else T.bind(value)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU rule for windows that slide over one tensor."""
+"""GPU rule for windows that slide over one tensor."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Pooling(GPUScheduleRule):
     """Maxima and averages of windows up to 8 x 8, with padding, strides and dilation.
 
     A thread computes neighbouring elements of the output, with the window unrolled: in NCHW4c four
-    channels of a pixel, by 16-byte loads under the padding's condition. What precedes and follows
-    the pooling element by element is part of the kernel.
+    channels of a pixel, by 16-byte loads under the padding's condition. Element-wise producers and
+    consumers are part of the kernel.
 
     Left alone: larger windows and whole rows, which are reductions; products of two tensors.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Write the kernel, or return None if the rule does not know the function."""
+        """Write the kernel, or return None if the rule does not take the function."""
         if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
             return None
         stages = read_stages(func)
@@ -44,7 +44,7 @@ class Pooling(GPUScheduleRule):
 
 
 def _is_window(stage: Stage) -> bool:
-    """Whether a reduction is small and slides over one tensor."""
+    """Return whether a reduction is small and slides over one tensor."""
     extents = [constant(axis.dom.extent) for axis in stage.reduced]
     known = [extent for extent in extents if extent is not None]
     if len(known) < len(extents) or math.prod(known) > _LARGEST_WINDOW:

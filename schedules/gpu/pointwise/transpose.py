@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU rule for functions that read along another axis than they write."""
+"""GPU rule for functions that read along another axis than they write."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class _Crossing:
 
 
 class Transpose(GPUScheduleRule):
-    """Transposes and changes of layout, with what comes before and after them.
+    """Transposes and changes of layout, with their producers and consumers.
 
     A block loads a tile of 32 x 32 elements along the axis that is contiguous in the input and
     stores it along the one that is contiguous in the output; between the two it lies in shared
-    memory, each row one element longer, so that no bank is hit twice.
+    memory, each row padded by one element to avoid bank conflicts.
 
     Left alone: functions for which some order of the loops lets neighbouring threads read and
     write neighbouring elements, such as permutations that keep the last axis, and NCHW4c; so many
@@ -53,7 +53,7 @@ class Transpose(GPUScheduleRule):
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Write the kernel, or return None if the rule does not know the function."""
+        """Write the kernel, or return None if the rule does not take the function."""
         if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
             return None
         spaces = injective_spaces(func)
@@ -70,7 +70,7 @@ class Transpose(GPUScheduleRule):
 
 
 def _find_crossing(space: IterationSpace) -> _Crossing | None:
-    """The reads that are contiguous along one axis other than the last."""
+    """Find the reads that are contiguous along one axis other than the last."""
     found: dict[int, list[Read]] = {}
     own = set(space.axes)
     for step in space.steps:
@@ -122,7 +122,7 @@ def _write(func: tirx.PrimFunc, crossing: _Crossing, gpu: GPUInfo) -> None:
 
 
 class _Tile:
-    """A block's work."""
+    """The tile of a block."""
 
     def __init__(
         self,

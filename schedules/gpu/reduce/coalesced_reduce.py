@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU rule for a group of coalesced reductions with what is computed before and after them."""
+"""GPU rule for a group of coalesced reductions with their producers and consumers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class CoalescedReduce(GPUScheduleRule):
 
     - producers of what is reduced;
     - epilogues, which use results at the same place;
-    - elements of the reduced tensor's extents, maybe using results of their row, which are stored,
-      or reduced in turn.
+    - elements with the extents of the reduced tensor, which may use results of their row, and are
+      stored, or reduced in turn.
 
     Without the last kind the reductions are spread over many blocks and finished in the same
-    kernel; with it, as in a softmax, one block has a row from the first stage to the last. The sum
-    of a softmax alone needs no block with a row (:mod:`schedules.gpu.reduce.plan.online_softmax`).
-    Returns None for everything else.
+    kernel; with it, as in a softmax, one block processes a row from the first stage to the last.
+    The sum of a softmax alone does not need one block for a row
+    (:mod:`schedules.gpu.reduce.plan.online_softmax`). Returns None for everything else.
     """
 
     def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Write the kernel, or return None if the rule does not know the function."""
+        """Write the kernel, or return None if the rule does not take the function."""
         if not isinstance(func, tirx.PrimFunc) or target.kind.name not in ("cuda", "opencl"):
             return None
         group = read_group(func)
@@ -52,7 +52,7 @@ class CoalescedReduce(GPUScheduleRule):
 
 
 def choose_config(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
-    """Decide how a group runs."""
+    """Choose the configuration of a group."""
     if group.is_chain:
         return choose_chain(group, gpu)
     return choose_sisters(

@@ -208,7 +208,7 @@ def test_groups_that_cut_packed_blocks_are_refused(rule: ScheduleRule) -> None:
     fits = case_of(dense(8, 8), *[dense(8, 12)] * isinstance(rule, FusedConv2D))
     cut = replace(fits.kernel, layers=(layer, *fits.kernel.layers[1:]))
     func = build(fits).with_attr("tvm_fusion.workload", to_json(cut))
-    with pytest.raises(OpError, match="groups of 4 input and 6 output channels cut blocks"):
+    with pytest.raises(OpError, match="groups of 4 input and 6 output channels cross blocks"):
         rule.apply(func, OPENCL, False)
 
 

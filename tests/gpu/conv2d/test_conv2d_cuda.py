@@ -165,7 +165,7 @@ def test_a_symbolic_batch_is_not_split() -> None:
 
 @pytest.mark.parametrize("tile", [ConvTile(4, 32, 1, 4, 8, 4), ConvTile(16, 64, 2, 8, 2)])
 def test_shared_memory_is_as_predicted(tile: ConvTile) -> None:
-    """What the sums of several parts need may lie where the operands were."""
+    """The sums of several parts may reuse the memory of the operands."""
     case = case_of(dense(64, 64, 3), height=8, width=8)
     func = conv2d_template(build(case), case.kernel, tile, GPU).mod["main"]
     [used] = ptxas(cuda_source(func)).values()

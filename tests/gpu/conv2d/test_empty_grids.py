@@ -39,7 +39,7 @@ GRAPHS: dict[str, tuple[Build, list[Shape]]] = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graphs(name: str) -> None:
-    """What exists without elements is zero; with three everything is written."""
+    """Outputs that exist for size zero are zero; with size three everything is written."""
     graph, shapes = GRAPHS[name]
     inputs = [(shape, "float32") for shape in shapes]
     for func in scheduled(graph, *inputs, target=CUDA).values():

@@ -49,7 +49,7 @@ def test_models_run_and_are_loaded(build: Callable[[], onnx.ModelProto], tmp_pat
 
 @pytest.mark.parametrize("build", [long_softmax, long_sums])
 def test_rows_of_several_blocks(build: Callable[[], onnx.ModelProto]) -> None:
-    """From sm_90 on the blocks are a cluster, which leaves no order to chance."""
+    """The blocks are a cluster from sm_90 on, with a fixed order."""
     model = build()
     compiled = tvm_fusion.compile(model, "cuda")
     for seed in np.random.default_rng().integers(1 << 30, size=3):

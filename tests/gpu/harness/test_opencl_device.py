@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device the tests run OpenCL on, and what a machine without any does."""
+"""OpenCL device of the tests, and machines without any."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CANNOT_BUILD = cl.RuntimeError(
 
 
 class Device:
-    """What computes the given number, or fails so."""
+    """Fake device that computes the given number, or fails with the given error."""
 
     def __init__(self, name: str, found: int | Exception) -> None:
         self.name = name

@@ -299,7 +299,7 @@ def test_nothing_spills(source: str) -> None:
 
 
 def test_large_states_of_many_stages_fit() -> None:
-    """What is kept for other blocks to the end takes no memory from what each stage needs."""
+    """Memory kept for other blocks to the end is not taken from that of the stages."""
 
     def build(data: relax.Expr) -> list[relax.Expr]:
         found = []

@@ -81,7 +81,7 @@ def test_wide_data_of_narrow_values_is_loaded_in_parts() -> None:
 @pytest.mark.parametrize("outputs", [1, 3, 64, 1000, 4096, 1 << 18])
 @pytest.mark.parametrize("form", ["x", "y"])
 def test_two_blocks_for_each_multiprocessor(form: str, outputs: int, dtype: str) -> None:
-    """From 1 MiB up, whatever the shape."""
+    """Inputs of 1 MiB or more, whatever the shape."""
     for size in (5 << 18, 1 << 24, 1 << 27):
         reduced = -(-size // (outputs * np.dtype(numpy_dtype(dtype)).itemsize))
         shape = (outputs, reduced) if form == "x" else (reduced, outputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``FuseReductions`` groups becomes one kernel by the rule, and computes the same."""
+"""Groups of ``FuseReductions`` become one kernel by the rule, with the same results."""
 
 from __future__ import annotations
 

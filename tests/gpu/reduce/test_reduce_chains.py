@@ -288,7 +288,7 @@ def test_nothing_spills(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_rows_of_one_turn_and_a_part_do_not_spill(name: str) -> None:
-    """Where there are many: of 512 threads, a turn takes 16384 elements."""
+    """Many rows: of 512 threads, a turn takes 16384 elements."""
     functions = {
         f"kernel{size}": make(name, "float16", (1000, size), 1, CUDA).func.with_attr(
             "global_symbol", f"kernel{size}"

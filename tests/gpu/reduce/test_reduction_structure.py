@@ -22,7 +22,7 @@ MULTIPROCESSORS = 132  # of an H100
 
 @dataclass(frozen=True)
 class Structure:
-    """What the scheduled functions of a module launch and keep in global memory."""
+    """Launches of the scheduled functions of a module, and their buffers in global memory."""
 
     kernels: int
     blocks: int  # of the kernel with the most
@@ -121,7 +121,7 @@ def test_one_kernel_fills_the_device(
 
 
 def test_the_default_rule_has_one_block_for_one_output() -> None:
-    """What this package is for; a TVM that does better would make it superfluous."""
+    """The purpose of this package; a TVM that does better would make it superfluous."""
     default = count_structure(lower(reduction((1 << 22,), [0], "sum"), ours=False))
     assert default.blocks == 1 or default.kernels > 1
 

@@ -237,7 +237,7 @@ def test_none_only_reports():
 def test_auto_leaves_what_does_not_gain():
     mod = FuseConv2D("auto", TARGET, winograd="never")(row(dense(64, 64), dense(64, 64)))
     assert ops_of(mod) == ["nn.conv2d", "nn.conv2d", "tanh"]
-    assert "of the first layer would be computed again" in report_of(mod)[0]["reason"]
+    assert "of the first layer would be recomputed" in report_of(mod)[0]["reason"]
 
 
 @pytest.mark.parametrize(("winograd", "fused"), [("auto", 0), ("always", 0), ("never", 1)])

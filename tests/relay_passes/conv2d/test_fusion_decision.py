@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether to fuse: the cases that are known, and what must hold for all."""
+"""Decision to fuse: known cases, and properties of all."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_dense_then_pointwise_gains_little(workload):
 def test_two_dense_layers_compute_the_first_again(size):
     decision = decide(dense(size, 64, 64, 64, kernel=3), cpu(), DIRECT)
     assert not decision.fuse
-    assert "of the first layer would be computed again" in decision.reason
+    assert "of the first layer would be recomputed" in decision.reason
 
 
 def test_two_dense_layers_gain_where_the_intermediate_leaves_the_last_cache():
@@ -99,7 +99,7 @@ def test_two_dense_layers_gain_where_the_intermediate_leaves_the_last_cache():
 def test_too_little_space_for_many_cores():
     decision = decide(separable(14, 512, 512), cpu(cores=64))
     assert not decision.fuse
-    assert decision.reason.endswith("of the first layer would be computed again")
+    assert decision.reason.endswith("of the first layer would be recomputed")
     enough = decide(separable(14, 512, 512, batch=64), cpu(cores=64))
     assert enough.gain > decision.gain
     assert enough.reason.endswith("too little traffic between the layers to save")
@@ -128,7 +128,7 @@ def test_a_pair_loses_where_its_layers_apart_need_fewer_multiplications(kernel, 
     decision, direct = decide(workload, cpu()), decide(workload, cpu(), DIRECT)
     assert decision.gain < direct.gain
     assert not decision.fuse
-    assert decision.reason.endswith(f"apart, {apart} be computed by Winograd's algorithm")
+    assert decision.reason.endswith(f"separate, {apart} use Winograd's algorithm")
 
 
 def test_each_layer_is_asked_for():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether to fuse on a GPU: what the estimate must get right, and its refusals."""
+"""Decision to fuse on a GPU: properties of the estimate, and refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_layers_that_would_be_computed_again_do_not_gain(target: Target) -> None
     """Every tile of the many output channels would compute the first layer anew."""
     decision = decide(pair(7, dense(512, 512, 3), dense(512, 2048)), target)
     assert not decision.fuse and decision.gain < 0
-    assert "computed again, or by too few blocks" in decision.reason
+    assert "recomputed, or by too few blocks" in decision.reason
 
 
 def test_the_gain_grows_as_the_first_layer_shrinks() -> None:

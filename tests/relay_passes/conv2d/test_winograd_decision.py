@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether to use Winograd's algorithm: known cases, what it does not take, and what must hold."""
+"""Decision to use Winograd's algorithm: known cases, refusals, and properties of all."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which programs are one kernel, after the lowering to TVM's virtual machine."""
+"""Programs that are one kernel, after the lowering to TVM's virtual machine."""
 
 from __future__ import annotations
 

@@ -34,5 +34,5 @@ def test_a_circle_is_refused() -> None:
     order, (a, b, c) = _order()
     assert not order.is_convex([a, c], {})
     units = [Unit((a, c), frozenset([a, c]), 0), Unit((b,), frozenset([b]), 1)]
-    with pytest.raises(OpError, match="bindings a, c, b depend on each other in a circle"):
+    with pytest.raises(OpError, match="bindings a, c, b depend on each other in a cycle"):
         order.sort(units)

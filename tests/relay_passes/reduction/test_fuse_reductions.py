@@ -61,7 +61,7 @@ def finish(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 class Fused:
-    """What becomes of a graph.
+    """Fusion of a graph.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class Fused:
             )
 
     def touched(self) -> list[tuple[int, int]]:
-        """How many tensors each kernel reads and writes."""
+        """Number of tensors that each kernel reads and writes."""
         found = []
         for name in self.kernels:
             func = self.mod[name]

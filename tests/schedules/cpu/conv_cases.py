@@ -58,7 +58,7 @@ class Case:
 
 
 def up(channels: int, lanes: int) -> int:
-    """How many blocks of ``lanes`` hold the channels."""
+    """Number of blocks of ``lanes`` that hold the channels."""
     return -(-channels // lanes)
 
 

@@ -65,7 +65,7 @@ def loops_of(functions: Mapping[str, tirx.PrimFunc], cpu: str) -> dict[str, list
 
 
 def defects(forms: Mapping[str, Form], cpu: str) -> list[str]:
-    """What is wrong with the machine code of some forms, compiled together."""
+    """Defects in the machine code of some forms, compiled together."""
     found = loops_of({name: form.func for name, form in forms.items()}, cpu)
     return [
         f"{name}: {text}"
@@ -147,7 +147,7 @@ def check_dense(whole: Mapping[Tile, set[int]], seen: Iterable[Tile], depth: int
 
 
 def _is_promised(loop: Loop, tile: Tile) -> bool:
-    """Whether the loads are as few as a tile's: a broadcast a pixel, a load a vector, each step."""
+    """Return whether the loads are a tile's: a broadcast a pixel, a load a vector, each step."""
     pixels, vectors = tile
     steps = Fraction(loop.fmas, pixels * vectors)
     loads = loop.loads - loop.stack_loads

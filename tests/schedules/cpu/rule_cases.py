@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the general rules share: building, scheduling, looking at and running."""
+"""Helpers of the tests of general rules: building, scheduling, inspecting and running."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tensor(name: str, *shape: int, dtype: str = "float32") -> te.Tensor:
 
 
 def schedule(rule: ScheduleRule, func: tirx.PrimFunc, target: Target = HOST) -> tirx.PrimFunc:
-    """What the rule makes of a function that it must know; well formed."""
+    """Result of the rule on a function that it must take; well formed."""
     found = rule.apply(func, target, False)
     assert isinstance(found, s_tir.Schedule), f"{type(rule).__name__} refused {func}"
     scheduled = found.mod["main"]
@@ -120,14 +120,14 @@ def vectors(func: tirx.PrimFunc) -> set[int]:
 
 
 def guards(func: tirx.PrimFunc) -> int:
-    """How many blocks still have a condition."""
+    """Number of blocks that still have a condition."""
     found: list[s_tir.SBlockRealize] = []
     tvm_ffi.structural_walk(func.body, (s_tir.SBlockRealize, found.append))
     return sum(not isinstance(realize.predicate, tirx.IntImm) for realize in found)
 
 
 def stores_outside_vectors(func: tirx.PrimFunc) -> int:
-    """How many stores no vector loop contains."""
+    """Number of stores outside of vector loops."""
 
     def count(node: object, kind: type, skip: Callable[[tirx.For], bool]) -> int:
         found: list[object] = []

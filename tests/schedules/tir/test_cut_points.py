@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where conditions on a loop change."""
+"""Cut points: iterations at which conditions on a loop change."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside a worker: random inputs, timed turns, and the description of failures."""
+"""Inside a worker: random inputs, timed turns, and the description of failures."""
 
 from __future__ import annotations
 

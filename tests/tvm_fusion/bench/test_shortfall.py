@@ -36,10 +36,10 @@ FULL = kernel(dense(64, 64), 48)
     ("made_of", "moved", "seconds", "fraction", "text"),
     [
         (FULL, 1000, 1e-3, 0.9, ""),
-        (FULL, 9_000_000, 1e-3, 0.5, "data moves at 90% of what memory gives"),
+        (FULL, 9_000_000, 1e-3, 0.5, "data moves at 90% of memory bandwidth"),
         (FULL, 1000, 1e-5, 0.5, "short: threads"),
         (None, 1000, 1e-3, 0.5, "unknown"),
-        (kernel(dense(64, 60), 7), 1000, 1e-3, 0.5, "of the multiply-adds are of use"),
+        (kernel(dense(64, 60), 7), 1000, 1e-3, 0.5, "of the multiply-adds are useful"),
         (kernel(ConvLayer(64, 64, (3, 3), groups=64), 50), 1000, 1e-3, 0.5, "depthwise"),
         (kernel(dense(16, 96, 1), 48), 1000, 1e-3, 0.5, "sums of 16 steps"),
         (kernel(dense(512, 512), 48), 1000, 1e-3, 0.5, "weights"),

@@ -74,7 +74,7 @@ def test_another_layout_is_refused(data: bytes, behind: bytes, message: str) -> 
 
 
 class _Executable:
-    """What ``tvm.compile`` gives, with one module of kernels."""
+    """Result of ``tvm.compile``, with one module of kernels."""
 
     kind = "relax.VMExecutable"
     imports: list = []

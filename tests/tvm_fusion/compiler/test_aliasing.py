@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which results of a function nothing else refers to."""
+"""Results of a function that nothing else refers to."""
 
 from __future__ import annotations
 

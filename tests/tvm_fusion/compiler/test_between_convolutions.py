@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between two convolutions of an ONNX model stays packed, with the same numbers."""
+"""Ops between two convolutions of an ONNX model stay packed, with the same numbers."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_only_the_gate_of_dense_layers_is_unpacked(channels: int) -> None:
 
 NUMBERS = {**MIDDLES, **ONLY_FULL_BLOCKS, "excite by gemm": excite_by_gemm}
 HALVES = {"split and add", "shuffle", *ONLY_FULL_BLOCKS}
-"""What takes the channels apart: half of 58 are odd many."""
+"""Graphs that split the channels in halves, odd ones of 58."""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one call of a whole network does: kernels, no copies, one wake-up of the threads each."""
+"""One call of a whole network: kernels, no copies, one wake-up of the threads each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def optimized() -> tvm.IRModule:
 
 
 def called(mod: tvm.IRModule) -> Counter[str]:
-    """How often ``main`` calls each function, op and builtin."""
+    """Number of calls of each function, op and builtin in ``main``."""
     names: Counter[str] = Counter()
 
     def look(expr: relax.Expr) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an ONNX model to a compiled one, to a file, and back."""
+"""Compilation of an ONNX model, saving to a file, and loading."""
 
 from __future__ import annotations
 

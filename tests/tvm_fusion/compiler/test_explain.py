@@ -46,7 +46,7 @@ def test_fuse_and_target_decide() -> None:
 def test_the_reason_names_winograd_where_it_decides() -> None:
     model = dense_model(channels=64, size=56)
     (chosen,), (direct,) = explain(model), explain(model, winograd="never")
-    assert "apart, layer 1 can be computed by Winograd's algorithm" in chosen["reason"]
+    assert "separate, layer 1 can use Winograd's algorithm" in chosen["reason"]
     assert "Winograd" not in direct["reason"]
 
 

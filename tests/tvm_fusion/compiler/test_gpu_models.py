@@ -222,7 +222,7 @@ def any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("any_gpu")
 def test_the_loader_finds_the_machine_code(compiled: CompiledModel, saved: Path) -> None:
-    """What TVM's CUDA runtime would get is caught at its door."""
+    """Intercept the code that TVM's CUDA runtime would get."""
     caught: list[bytes] = []
 
     def load_from_bytes(content: bytes) -> tvm_ffi.Module:

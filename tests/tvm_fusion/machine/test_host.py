@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many cores there are, from what the system shows of them, and which features."""
+"""Number of cores from the system's description, and CPU features."""
 
 from __future__ import annotations
 

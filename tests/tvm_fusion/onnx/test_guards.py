@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would give wrong numbers or end the process is refused, or made safe."""
+"""Models that would give wrong numbers or crash the process are refused, or made safe."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], int, str]] = [
         [None, np.array([1, 1, 0.5, 0.5], np.float32)],
         {"mode": "linear", "antialias": 1},
         18,
-        "it asks for antialias",
+        "it uses antialias",
     ),
     (
         "Resize",
@@ -189,7 +189,7 @@ def test_indices_from_data_are_clamped(op_type: str, indices: np.ndarray) -> Non
 def test_indices_into_a_symbolic_dimension_are_refused() -> None:
     model = one_node("Gather", (3, 4), int64(1), axis=0)
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
-    with pytest.raises(InvalidModelError, match=r"'op' \(Gather\) needs the size of what it ind"):
+    with pytest.raises(InvalidModelError, match=r"'op' \(Gather\) needs the size of the ind"):
         import_onnx(model, {"n": "n"})
     assert import_onnx(model, {"n": 3}).outputs[0].shape == (1, 4)
 

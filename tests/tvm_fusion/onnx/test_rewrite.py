@@ -43,7 +43,7 @@ OLD = {
 
 @pytest.mark.parametrize("op_type", OLD)
 def test_operators_of_opset_7(op_type: str) -> None:
-    """What later became inputs is an attribute here, and defaults differ."""
+    """Attributes that later became inputs, with other defaults."""
     model = one_node(op_type, (2, 4, 5, 6), opset=7, listed=True, **OLD[op_type])
     if op_type == "Split":
         model.graph.node[0].output.append("z")
@@ -80,7 +80,7 @@ def test_opset_that_cannot_be_upgraded() -> None:
     """Scalar broadcasting along an axis ended with opset 7."""
     model = one_node("Add", (2, 3, 4), normal(3), opset=6, listed=True, broadcast=1, axis=1)
     model.graph.node[0].attribute[0].i = 7
-    with pytest.raises(InvalidModelError, match="model of opset 6 cannot be brought to opset 17"):
+    with pytest.raises(InvalidModelError, match="model of opset 6 cannot be converted to 17"):
         import_onnx(model)
 
 

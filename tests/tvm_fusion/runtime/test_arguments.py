@@ -115,7 +115,7 @@ def test_arrays_scalars_and_dlpack_are_seen_without_copying() -> None:
         (ones(2), r"has the shape \(2,\); expected \(2, 3\)"),
         (ones(2, 3, 1), r"has the shape \(2, 3, 1\); expected \(2, 3\)"),
         (np.float32(1), r"has the shape \(\); expected \(2, 3\)"),
-        (Exporter(ones(2, 3), device=2), r"lies on another device \(DLPack type 2\); move it"),
+        (Exporter(ones(2, 3), device=2), r"is on another device \(DLPack type 2\); move it"),
         (Refusing(ones(2, 3)), r"\(Refusing\) cannot be read through DLPack: call detach\(\)"),
     ],
 )

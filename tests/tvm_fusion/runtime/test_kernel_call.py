@@ -53,7 +53,7 @@ def assert_product(y: np.ndarray, x: np.ndarray) -> None:
 
 
 def fast(model: CompiledModel, *args: Any) -> np.ndarray:
-    """What the kernel computes when it is called by itself."""
+    """Output of the kernel when called by itself."""
     model(*args)
     y = model._fast_call(args)
     assert y is not None

@@ -106,7 +106,7 @@ def test_types_that_numpy_lacks_come_back() -> None:
     ("value", "message"),
     [
         (foreign((2, 0)), "another device .DLPack type 2.; move it to the CPU or to cpu:0"),
-        (foreign((1, 3)), "lies on the device number 3; move it to cpu:0"),
+        (foreign((1, 3)), "is on the device number 3; move it to cpu:0"),
         (tvm.runtime.tensor(np.zeros((2, 3))), "element type float64; expected float32"),
         (tvm.runtime.tensor(np.zeros((3, 2), "float32")), r"shape \(3, 2\); expected \(2, n\)"),
         (tvm_ffi.from_dlpack(np.zeros((2, 3), "complex64")), "a contiguous tensor of float32"),

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def on_another_thread(function):
-    """What the function returns, or raises, on a thread of its own."""
+    """Result of the function, or its exception, on a new thread."""
     outcome: list = []
 
     def run() -> None:

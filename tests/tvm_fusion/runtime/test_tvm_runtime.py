@@ -37,7 +37,7 @@ def compiler_is_loaded():
 
 
 def run(code: str, *arguments: Path) -> Any:
-    """What the code prints last, as JSON, in a fresh process."""
+    """Last output of the code, as JSON, in a fresh process."""
     done = subprocess.run(
         [sys.executable, "-c", HEAD + code, *map(str, arguments)],
         capture_output=True,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways through an ONNX model, and edits of it, that its loader, mends and importer share."""
+"""Traversals and edits of ONNX models, shared by loader, rewrites and importer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def nested_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
 
 
 def node_label(node: onnx.NodeProto) -> str:
-    """Return how messages call a node: its name, or what it computes if it has none."""
+    """Return the name of a node in messages: its own, or its output if it has none."""
     if node.name:
         return f"node {node.name!r}"
     output = next((name for name in node.output if name), "")
@@ -51,7 +51,7 @@ def node_label(node: onnx.NodeProto) -> str:
 
 
 def is_default_domain(node: onnx.NodeProto) -> bool:
-    """Whether the node's operator is one of ONNX itself."""
+    """Return whether the node's operator is one of ONNX itself."""
     return node.domain in DEFAULT_DOMAINS
 
 
@@ -77,7 +77,7 @@ def used_names(model: onnx.ModelProto) -> set[str]:
 def replace_nodes(
     graph: onnx.GraphProto | onnx.FunctionProto, nodes: Iterable[onnx.NodeProto]
 ) -> None:
-    """Give a graph other nodes."""
+    """Replace the nodes of a graph."""
     nodes = list(nodes)
     del graph.node[:]
     graph.node.extend(nodes)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read an ONNX model from a path, from bytes or from a ``ModelProto``, trusting nothing in it.
+"""Reading an ONNX model from a path, from bytes or from a ``ModelProto``, without trusting it.
 
-A model may come from a stranger: it must not read files outside its folder, and whatever is wrong
-with it becomes an ``InvalidModelError`` before any of it reaches TVM.
+A model may be untrusted: it must not read files outside its folder, and any defect becomes
+an ``InvalidModelError`` before TVM sees the model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PACKED_BITS = {
 
 
 def read_model(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> bytes:
-    """Return the serialised model, whatever form it was given in."""
+    """Return the serialised model, given in any form."""
     if isinstance(model, onnx.ModelProto):
         try:
             return model.SerializeToString()
@@ -51,7 +51,7 @@ def read_model(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> bytes
     path = Path(model)
     try:
         if path.exists() and not path.is_file():
-            # A device may never end, a pipe may never begin.
+            # Reading a device may never end, reading a pipe may block.
             raise InvalidModelError(f"cannot read model {str(path)!r}: it is no regular file")
         if path.exists() and path.stat().st_size > MAX_BYTES:
             raise InvalidModelError(
@@ -107,7 +107,7 @@ def check_model(model: onnx.ModelProto) -> None:
     complete = onnx.ModelProto()
     complete.CopyFrom(model)
     for output in complete.graph.output:
-        # The checker wants a shape of every output; inference will find it.
+        # The checker requires a shape of every output; inference computes it.
         output.type.tensor_type.shape.SetInParent()
     try:
         with warnings.catch_warnings():
@@ -120,7 +120,7 @@ def check_model(model: onnx.ModelProto) -> None:
 def check_external_data(model: onnx.ModelProto, folder: Path | None) -> None:
     """Refuse external data that is not in a file below ``folder``, the model's own folder.
 
-    Every tensor gets the ``length`` that its shape asks for: without one, all of the file is read.
+    Every tensor gets the ``length`` of its shape: without one, all of the file is read.
     """
     for tensor in external_tensors(model):
         entries = {entry.key: entry.value for entry in tensor.external_data}
@@ -137,7 +137,7 @@ def check_external_data(model: onnx.ModelProto, folder: Path | None) -> None:
 
 def _external_file(what: str, location: str, folder: Path) -> Path:
     """Return the file at ``location``, refusing all that does not lie below the folder."""
-    # The same rule on every system: a backslash and a drive count wherever the model came from.
+    # The same rule on every system: backslashes and drives count on all of them.
     windows = PureWindowsPath(location)
     absolute = os.path.isabs(location) or windows.drive or windows.root
     if not location or absolute or ".." in windows.parts:
@@ -154,13 +154,13 @@ def _external_file(what: str, location: str, folder: Path) -> Path:
 
 
 def _check_extent(tensor: onnx.TensorProto, entries: dict[str, str], file: Path, what: str) -> int:
-    """Return how many bytes the tensor takes, refusing a file that does not hold them."""
+    """Return the size of the tensor in bytes, refusing a file that is too short."""
     check_size(tensor.name, tensor.dims)
     size = _byte_size(tensor)
     try:
         offset, length = int(entries.get("offset", 0)), int(entries.get("length", size))
     except ValueError as error:
-        raise InvalidModelError(f"{what}, and its place in there is no number: {error}") from error
+        raise InvalidModelError(f"{what}, whose offset or length is no number: {error}") from error
     if length != size:
         raise InvalidModelError(f"{what} of length {length}; its shape and type take {size} bytes")
     if offset < 0 or offset + size > file.stat().st_size:
@@ -171,7 +171,7 @@ def _check_extent(tensor: onnx.TensorProto, entries: dict[str, str], file: Path,
 
 
 def _byte_size(tensor: onnx.TensorProto) -> int:
-    """How many bytes of a file the tensor's shape and element type take."""
+    """Number of bytes in a file for the tensor's shape and element type."""
     try:
         bits = 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
     except KeyError as error:
@@ -204,7 +204,7 @@ def load_all_external_data(model: onnx.ModelProto, folder: Path | None) -> None:
 
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yield every tensor of a model that says its data lie in another file."""
+    """Yield every tensor of a model with external data."""
     for graph in all_graphs(model):
         tensors = list(getattr(graph, "initializer", ()))
         for sparse in getattr(graph, "sparse_initializer", ()):

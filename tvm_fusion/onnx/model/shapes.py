@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give every dimension of a model's inputs a size or a name, and infer all other shapes."""
+"""Binding of all dimensions of a model's inputs to sizes or names, and inference of all shapes."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _is_like_input(node: onnx.NodeProto) -> bool:
 
 
 def _stand_in(graph: onnx.GraphProto) -> dict[int, onnx.NodeProto]:
-    """Put an Identity for each node of ``LIKE_INPUT``; return the nodes by their places."""
+    """Replace each node of ``LIKE_INPUT`` by an Identity; return the nodes by their positions."""
     nodes = {}
     for index, node in enumerate(graph.node):
         if _is_like_input(node):
@@ -124,7 +124,7 @@ def _stand_in(graph: onnx.GraphProto) -> dict[int, onnx.NodeProto]:
 
 
 def infer_shapes_anew(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with the shapes of all its tensors, none taken from what it declares."""
+    """Return the model with all shapes inferred again, ignoring declared ones."""
     del model.graph.value_info[:]
     for value in model.graph.output:
         value.type.tensor_type.ClearField("shape")
@@ -161,7 +161,7 @@ def _check_sizes(model: onnx.ModelProto) -> None:
 
 
 def _bind_input(value: onnx.ValueInfoProto, shape: Sequence[int | str]) -> None:
-    """Give one input a whole shape."""
+    """Bind the whole shape of one input."""
     shape = tuple(shape)
     tensor = value.type.tensor_type
     declared = tensor.shape.dim
@@ -184,7 +184,7 @@ def _bind_input(value: onnx.ValueInfoProto, shape: Sequence[int | str]) -> None:
 
 
 def _open_dimensions(value: onnx.ValueInfoProto, kept: set[str]) -> list[str]:
-    """Return a message that says what to pass if the input has dimensions without a size."""
+    """Return a message with the missing argument if the input has dimensions without a size."""
     tensor = value.type.tensor_type
     if not tensor.HasField("shape"):
         return [
@@ -214,7 +214,7 @@ def _open_dimensions(value: onnx.ValueInfoProto, kept: set[str]) -> list[str]:
 
 def _set_dim(dim: onnx.TensorShapeProto.Dimension, size: int | str, what: str) -> None:
     if isinstance(size, str):
-        # The importer takes "+", "-", "*" and "/" in a name for arithmetic.
+        # The importer parses "+", "-", "*" and "/" in a name as arithmetic.
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", size):
             raise InvalidModelError(
                 f"shapes gives {what} the name {size!r}; expected letters, digits and underscores"
@@ -229,7 +229,7 @@ def _set_dim(dim: onnx.TensorShapeProto.Dimension, size: int | str, what: str) -
 
 
 def _forget_inferred_shapes(model: onnx.ModelProto) -> None:
-    """Drop what was known of the other tensors before the inputs' shapes changed."""
+    """Drop the known shapes of all other tensors after the inputs' shapes changed."""
     del model.graph.value_info[:]
     for value in model.graph.output:
         for dim in value.type.tensor_type.shape.dim:

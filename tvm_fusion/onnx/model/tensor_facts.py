@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the tensors in an ONNX model: types, shapes, constant values."""
+"""Facts about the tensors in an ONNX model: types, shapes, constant values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GraphFacts:
     model : onnx.ModelProto
         With inferred shapes.
     weights : Weights
-        The weights held outside of the model.
+        The weights stored outside the model.
     """
 
     def __init__(self, model: onnx.ModelProto, weights: Weights) -> None:
@@ -42,7 +42,7 @@ class GraphFacts:
         self._names |= self._infos.keys() | self._small.keys() | used_names(model)
 
     def dims(self, name: str) -> tuple[int | None, ...] | None:
-        """Sizes of a tensor, None for each that is symbolic; None if not even the rank is known."""
+        """Sizes of a tensor, None for each symbolic one; None if not even the rank is known."""
         value = self.constant(name)
         if value is not None:
             return value.shape
@@ -81,7 +81,7 @@ class GraphFacts:
         return name
 
     def add_tensor(self, hint: str, dtype: int, shape: Sequence[int]) -> str:
-        """Make known a tensor that a new node computes, and return its name."""
+        """Declare a tensor that a new node computes, and return its name."""
         name = self.fresh(hint)
         self._infos[name] = helper.make_tensor_value_info(name, dtype, shape)
         return name

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold the weights of an ONNX model apart from it while the model is rewritten.
+"""Separate storage of the weights of an ONNX model while it is rewritten.
 
-What onnx does with a model, it does through a message of at most 2 GB, copied each time. Without
-its weights a model always fits, and nothing copies them.
+onnx processes a model as a message of at most 2 GB, copied each time. Without its weights a model
+always fits, and the weights are not copied.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .shapes import check_size
 Weights = dict[str, np.ndarray]
 
 SMALL_ELEMENTS = 256
-"""Initialisers up to this size, among them all axes and shapes, stay in the model."""
+"""Initialisers up to this size, including all axes and shapes, stay in the model."""
 
 
 def detach_weights(model: onnx.ModelProto, folder: Path | None) -> Weights:
-    """Take the large initialisers out of the model; inputs of their shapes stay in their place.
+    """Remove the large initialisers from the model; inputs of their shapes replace them.
 
     Parameters
     ----------
     model : onnx.ModelProto
         Changed in place; afterwards it has no external data either.
     folder : Path, optional
-        Where its external data lie.
+        Folder of its external data.
 
     Returns
     -------
@@ -55,7 +55,7 @@ def detach_weights(model: onnx.ModelProto, folder: Path | None) -> Weights:
 
 
 def add_weight(graph: onnx.GraphProto, weights: Weights, name: str, value: np.ndarray) -> None:
-    """Hold one more tensor outside of the graph."""
+    """Store one more tensor outside the graph."""
     weights[name] = value
     dtype = helper.np_dtype_to_tensor_dtype(value.dtype)
     graph.input.append(helper.make_tensor_value_info(name, dtype, value.shape))
@@ -69,7 +69,7 @@ def keep_tensors(graph: onnx.GraphProto, names: set[str]) -> None:
 
 
 def drop_stand_ins(model: onnx.ModelProto, weights: Weights) -> None:
-    """Remove the inputs that stood in for weights, and the weights that nothing reads any more."""
+    """Remove the inputs that replaced weights, and the weights that nothing reads any more."""
     graph = model.graph
     for index in reversed(range(len(graph.input))):
         if graph.input[index].name in weights:
@@ -82,7 +82,7 @@ def to_array(tensor: onnx.TensorProto) -> np.ndarray:
     """Return the value of a tensor, refusing one whose data do not fit its type and shape."""
     try:
         return numpy_helper.to_array(tensor)
-    except Exception as error:  # numpy_helper lets through what numpy and struct raise
+    except Exception as error:  # numpy_helper passes on errors of numpy and struct
         raise InvalidModelError(
             f"tensor {tensor.name!r} of shape {tuple(tensor.dims)} holds other data: {error}"
         ) from error

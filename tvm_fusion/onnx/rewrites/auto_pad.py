@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the padding that ``auto_pad`` means; the importer rounds SAME_LOWER down, not up."""
+"""Replacement of ``auto_pad`` by explicit padding; the importer rounds SAME_LOWER down, not up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pad_pools(model: onnx.ModelProto, facts: GraphFacts) -> None:
 
 
 def _totals(node: onnx.NodeProto, size: list[int]) -> list[int] | None:
-    """How much padding each dimension needs; None if attributes are of another rank."""
+    """Padding of each dimension; None if attributes are of another rank."""
     ones = [1] * len(size)
     windows = [attribute(node, name, ones) for name in ("kernel_shape", "strides", "dilations")]
     if any(len(window) != len(size) for window in windows):

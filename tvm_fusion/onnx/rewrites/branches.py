@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put the taken branch in the place of an If whose condition is known."""
+"""Replacement of an If with a known condition by the taken branch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _taken_branch(node: onnx.NodeProto, facts: GraphFacts) -> onnx.GraphProto | 
 def _spliced(
     graph: onnx.GraphProto, node: onnx.NodeProto, branch: onnx.GraphProto, facts: GraphFacts
 ) -> list[onnx.NodeProto]:
-    """The branch's nodes under names that clash with nothing, then copies to the If's outputs."""
+    """The branch's nodes under fresh names, then copies to the If's outputs."""
     names: dict[str, str] = {}
     for tensor in branch.initializer:
         names[tensor.name] = facts.fresh(tensor.name)

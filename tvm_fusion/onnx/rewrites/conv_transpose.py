@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the padding that a ConvTranspose's ``output_shape`` implies; the importer ignores it."""
+"""Replacement of a ConvTranspose's ``output_shape`` by padding; the importer ignores it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def pad_transposed_convolutions(model: onnx.ModelProto, facts: GraphFacts) -> bo
     """Replace ``output_shape`` by ``pads`` and ``output_padding`` wherever they can express it.
 
     Return whether there was one. ONNX infers a shape without spatial dimensions for some of them,
-    so that all shapes must be inferred anew.
+    so that all shapes must be inferred again.
     """
     changed = False
     for node in model.graph.node:

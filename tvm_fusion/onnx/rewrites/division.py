@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divide integers only where no processor traps: neither by zero nor the smallest one by -1."""
+"""Integer divisions that trap on no processor: neither by zero nor of the least integer by -1."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def replace_divisions_by_minus_one(model: onnx.ModelProto, facts: GraphFacts) ->
 
 
 def division_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
-    """Say why an integer division could end the process, if so."""
+    """Return the reason why an integer division could crash the process, if any."""
     if facts.dtype(node.output[0]) not in INTEGER_TYPES:
         return None
     divisor = facts.constant(node.input[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute what does not depend on a model's inputs: weights made by nodes, and shape arithmetic."""
+"""Folding of nodes that do not depend on a model's inputs: weights, and shape arithmetic."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ BROADCASTING = frozenset(
 )
 
 SIZES = {"ConstantOfShape": 0, "Tile": 1}
-"""Which input says how large the result is, and must not be negative."""
+"""Input that determines the size of the result, and must not be negative."""
 
 MAX_FOLDED_BYTES = 4 << 30
-"""A model whose nodes make more constants than this is refused: it could exhaust the memory."""
+"""Most bytes of computed constants; larger models are refused, as they could exhaust the memory."""
 
 
 def fold_constants(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
@@ -43,7 +43,7 @@ def fold_constants(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     model : onnx.ModelProto
         With inferred shapes; changed in place.
     weights : dict of str to numpy.ndarray
-        The weights held outside of the model; what is computed joins them.
+        The weights stored outside the model; computed ones are added.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def fold_constants(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
 
 
 class _Folder:
-    """Walks through the nodes of a model's main graph; remembers what is constant."""
+    """Traverses the nodes of a model's main graph and collects constants."""
 
     def __init__(self, model: onnx.ModelProto, weights: Weights) -> None:
         self.weights = weights
@@ -68,7 +68,7 @@ class _Folder:
         self.folded_bytes = 0
 
     def run(self, model: onnx.ModelProto) -> bool:
-        """Fold what can be folded now; return whether anything was."""
+        """Fold all nodes that can be folded now; return whether there were any."""
         graph = model.graph
         infos = (*graph.input, *graph.value_info, *graph.output)
         self.shapes = {info.name: static_shape(info) for info in infos}
@@ -126,7 +126,7 @@ class _Folder:
         self.folded_bytes += 8 * elements
         if self.folded_bytes > MAX_FOLDED_BYTES:
             raise InvalidModelError(
-                f"{what}: the constants that the model computes take more than "
+                f"{what}: the constants computed by the model take more than "
                 f"{MAX_FOLDED_BYTES >> 30} GiB; store them as initialisers"
             )
         return True
@@ -150,7 +150,7 @@ def _shape_value(node: onnx.NodeProto, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _refuse_negative_sizes(node: onnx.NodeProto, values: list[np.ndarray]) -> None:
-    """Two negative sizes would look like a positive number of elements."""
+    """Refuse negative sizes, two of which would give a positive number of elements."""
     index = SIZES.get(node.op_type)
     if index is not None and index < len(values) and (values[index] < 0).any():
         raise InvalidModelError(
@@ -160,7 +160,7 @@ def _refuse_negative_sizes(node: onnx.NodeProto, values: list[np.ndarray]) -> No
 
 
 def _result_elements(node: onnx.NodeProto, values: list[np.ndarray]) -> int | None:
-    """An upper bound of how many elements the results have together; None if it cannot be told."""
+    """Upper bound of the number of elements of all results; None if it is unknown."""
     try:
         if node.op_type == "ConstantOfShape":
             return math.prod(values[0].tolist())
@@ -193,7 +193,7 @@ def _evaluate(
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
             results = ReferenceEvaluator(function).run(None, feeds, attributes={})
-    except Exception:  # whatever the reference stumbles over stays in the graph
+    except Exception:  # nodes that the reference fails on stay in the graph
         return None
     if not all(isinstance(result, np.ndarray | np.generic) for result in results):
         return None

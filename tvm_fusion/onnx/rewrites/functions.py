@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replace calls of functions by their bodies: the model's own, and ONNX's where TVM has no op."""
+"""Inlining of functions: the model's own, and ONNX's for operators without a TVM op."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ EXPANDED = ("Celu", "Swish")
 """Operators that the importer lacks and that ONNX defines by others."""
 
 MAX_NODES = 200_000
-"""A model that grows beyond this is refused: functions can call functions, over and over."""
+"""Most nodes of an inlined model: nested functions can grow it without bound."""
 
 FunctionKey = tuple[str, str]
 
 
 def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model without functions of its own."""
+    """Return the model with its own functions inlined."""
     if not model.functions:
         return model
     _check_growth(model)
@@ -52,7 +52,7 @@ def expand_operators(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _write_defaults(model: onnx.ModelProto) -> None:
-    """Give the nodes that will be expanded all attributes; the inliner forgets defaults."""
+    """Give the nodes to be expanded all attributes; the inliner ignores defaults."""
     opset = default_opset(model) or 1
     for node in model.graph.node:
         if node.op_type in EXPANDED and is_default_domain(node):
@@ -62,7 +62,7 @@ def _write_defaults(model: onnx.ModelProto) -> None:
 
 
 def _check_growth(model: onnx.ModelProto) -> None:
-    """Refuse functions that call themselves or that make the model explode."""
+    """Refuse functions that call themselves or that expand to too many nodes."""
     functions = {(f.domain, f.name): f for f in model.functions}
     sizes: dict[FunctionKey, int] = {}
 

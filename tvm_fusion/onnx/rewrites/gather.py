@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translate Gather as one op that reads no element outside of its tensor.
+"""Translation of Gather to one op without out-of-bounds reads.
 
-TVM's own translation computes the extent when the model runs, and reads wherever an index points.
+TVM's own translation computes the extent at run time, and does not check the indices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def translate_gather(inputs: Sequence[Any], axis: int) -> relax.Expr | None:
     ----------
     inputs : sequence
         Data, and int32 or int64 indices from ``-extent`` to ``extent - 1``; constant ones are not
-        negative. What lies beyond is taken modulo the extent.
+        negative. Other indices are taken modulo the extent.
     axis : int
         The axis.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep indices inside their tensors: TVM's gather and scatter kernels trust them blindly.
+"""Bounds of indices: TVM's gather and scatter kernels do not check them.
 
-ONNX calls an index out of range an error, so no correct model changes its meaning.
+In ONNX an index out of range is an error, so no correct model changes its meaning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BY_COORDINATES = frozenset({"GatherND", "ScatterND"})
 
 
 def clamp_indices(model: onnx.ModelProto, facts: GraphFacts) -> None:
-    """Check constant indices now, and clamp those that are computed when the model runs."""
+    """Check constant indices now, and clamp those that are computed at run time."""
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
         if is_default_domain(node) and node.op_type in ALONG_AXIS | BY_COORDINATES:
@@ -37,7 +37,7 @@ def _clamp(node: onnx.NodeProto, facts: GraphFacts) -> list[onnx.NodeProto]:
     value = facts.constant(indices)
     if extents is None:
         raise InvalidModelError(
-            f"{what} needs the size of what it indexes, {data!r}; give every dimension of the "
+            f"{what} needs the size of the indexed tensor {data!r}; give every dimension of the "
             "model's inputs a number"
         )
     if value is not None:
@@ -50,7 +50,7 @@ def _clamp(node: onnx.NodeProto, facts: GraphFacts) -> list[onnx.NodeProto]:
         node.input[1] = facts.add_constant(f"{indices}/positive", positive)
         return []
     if node.op_type == "Gather":
-        return []  # its translation reads within the tensor
+        return []  # its translation stays within the tensor
     dtype = helper.tensor_dtype_to_np_dtype(facts.dtype(indices))
     low = facts.add_constant(f"{indices}/low", np.asarray(-extents, dtype))
     high = facts.add_constant(f"{indices}/high", np.asarray(extents - 1, dtype))
@@ -63,7 +63,7 @@ def _clamp(node: onnx.NodeProto, facts: GraphFacts) -> list[onnx.NodeProto]:
 
 
 def _extents(node: onnx.NodeProto, facts: GraphFacts) -> np.ndarray | None:
-    """Sizes of what the indices count through: one number, or one a coordinate."""
+    """Sizes of the indexed dimensions: one number, or one a coordinate."""
     dims, index_dims = facts.dims(node.input[0]), facts.dims(node.input[1])
     if dims is None or index_dims is None:
         return None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write LpNormalization, which the importer lacks, as a norm and a division.
+"""Rewriting of LpNormalization, which the importer lacks, as a norm and a division.
 
 ::
 
     norm = ReduceL1 or ReduceL2 (x, axis), kept;    y = x / Where(norm == 0, 1, norm)
 
-so that a row of zeros stays one.
+so that a row of zeros stays zero.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..model.tensor_facts import GraphFacts
 REPLACED = ("LpNormalization",)
 
 AXES_ARE_INPUTS = 18
-"""From this opset on, ReduceL1 and ReduceL2 take their axes as an input."""
+"""First opset in which ReduceL1 and ReduceL2 take their axes as an input."""
 
 
 def replace_lp_norms(model: onnx.ModelProto, facts: GraphFacts) -> None:

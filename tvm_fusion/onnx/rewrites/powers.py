@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write Pow as TVM computes it well: products for small whole exponents, else one type.
+"""Rewriting of Pow for TVM: products for small integer exponents, else operands of one type.
 
 A power function is slow, and with fast arithmetic on a GPU it loses negative bases.
 """
@@ -13,11 +13,11 @@ from ..model.graph_edits import is_default_domain, replace_nodes
 from ..model.tensor_facts import INTEGER_TYPES, GraphFacts
 
 LARGEST_PRODUCT = 8
-"""Exponents from 2 to this become products, at most four of them."""
+"""Largest exponent that becomes products, at most four of them."""
 
 
 def replace_powers(model: onnx.ModelProto, facts: GraphFacts) -> None:
-    """Write powers of floats with a small whole exponent as products; cast other exponents."""
+    """Write powers of floats with a small integer exponent as products; cast other exponents."""
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
         exponent = _small_exponent(node, facts)
@@ -30,7 +30,7 @@ def replace_powers(model: onnx.ModelProto, facts: GraphFacts) -> None:
 
 
 def _is_power_of_floats(node: onnx.NodeProto, facts: GraphFacts) -> bool:
-    """Whether the node is a Pow that may be rewritten; powers of integers are refused later."""
+    """Return whether the node is a Pow of floats; powers of integers are refused later."""
     if not is_default_domain(node) or node.op_type != "Pow":
         return False
     base = facts.dtype(node.input[0])
@@ -71,7 +71,7 @@ def _products(node: onnx.NodeProto, exponent: int, facts: GraphFacts) -> list[on
 
 
 def _cast_exponent(node: onnx.NodeProto, facts: GraphFacts) -> None:
-    """Give Pow two operands of one type, as TVM wants them: the base's, which is the result's."""
+    """Cast the exponent of a Pow to the type of its base, which TVM expects."""
     if not _is_power_of_floats(node, facts):
         return
     base, exponent = facts.dtype(node.input[0]), facts.constant(node.input[1])

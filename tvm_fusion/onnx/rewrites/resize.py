@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write every Resize in the one way that TVM's importer reads: by the sizes of all dimensions."""
+"""Normal form of Resize for TVM's importer: the sizes of all dimensions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def normalize_resizes(model: onnx.ModelProto, facts: GraphFacts) -> None:
 
 
 def _single_corners(node: onnx.NodeProto, facts: GraphFacts) -> list[int]:
-    """Axes of one pixel whose two corners are to be aligned: TVM divides by their distance."""
+    """Axes of one pixel with aligned corners: TVM divides by the corners' distance."""
     if attribute(node, "coordinate_transformation_mode") != "align_corners":
         return []
     sizes = facts.shape(node.output[0]) or ()
@@ -45,7 +45,7 @@ def _single_corners(node: onnx.NodeProto, facts: GraphFacts) -> list[int]:
 
 
 def _first_of_two(node: onnx.NodeProto, axes: list[int], facts: GraphFacts) -> onnx.NodeProto:
-    """Have a Resize make two pixels along some axes; return the node that takes the first."""
+    """Resize some axes to two pixels; return the node that takes the first."""
     result = node.output[0]
     shape = [2 if axis in axes else size for axis, size in enumerate(facts.shape(result) or ())]
     node.output[0] = facts.add_tensor(f"{result}/corners", facts.dtype(result), shape)
@@ -62,10 +62,10 @@ def _first_of_two(node: onnx.NodeProto, axes: list[int], facts: GraphFacts) -> o
 
 
 def resize_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
-    """Say what of a Resize the importer would translate wrongly, if anything."""
+    """Return the reason why the importer would translate a Resize wrongly, if any."""
     before, after = facts.shape(node.input[0]), facts.shape(node.output[0])
     if before is None or after is None:
-        return "its sizes are not known before the model runs"
+        return "its sizes are only known at run time"
     if not 3 <= len(before) <= 5 or before[:2] != after[:2]:
         return f"it resizes {before} to {after}; only the last one to three dimensions can change"
     method, rounding = attribute(node, "mode", "nearest"), attribute(node, "nearest_mode")
@@ -75,13 +75,13 @@ def resize_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     if mode not in MODES:
         return f"its coordinate_transformation_mode is {mode!r}"
     if attribute(node, "antialias", 0):
-        return "it asks for antialias"
+        return "it uses antialias"
     axes = attribute(node, "axes")
     if mode == "tf_crop_and_resize" and axes is not None:
         return "it has axes and crops"
     scales = _scales(node, facts, before, list(axes or range(len(before))))
     if scales is None:
-        return "its scales are not known before the model runs"
+        return "its scales are only known at run time"
     for size, scale, result in zip(before, scales, after, strict=True):
         if not math.isclose(size * scale, result, rel_tol=1e-5):
             return f"scale {scale:g} makes {size} pixels {size * scale:g}; expected a whole number"
@@ -91,7 +91,7 @@ def resize_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
 def _scales(
     node: onnx.NodeProto, facts: GraphFacts, before: tuple[int, ...], axes: list[int]
 ) -> list[float] | None:
-    """By what each dimension is multiplied; the sizes alone do not tell after rounding."""
+    """Scale of each dimension, which sizes alone do not determine after rounding."""
     scales_name = node.input[2] if len(node.input) > 2 else ""
     given = facts.constant(scales_name or (node.input[3] if len(node.input) > 3 else ""))
     if given is None or len(given) != len(axes):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Atomic updates of an output by the partial result of a block.
 
-Where the hardware has an instruction without a return value (``red``) it is used: sums of float32,
+An instruction without a return value (``red``) is used where the hardware has one: sums of float32,
 float64, and integers; extremes of integers, and of floats by the order of their bits. ``and`` and
 ``or`` store the absorbing value, which every block may do at any time. Everything else loops over
 compare-and-swap of the element's bits, narrow ones with their neighbours in a word of 32 bits.
@@ -34,15 +34,15 @@ def atomic_update_vector(
 ) -> None:
     """Combine neighbouring elements of a reduction's output, from ``m`` on, with ``values``.
 
-    Sums go in as vectors where the device adds them at once: pairs of 16-bit floats, and on sm_90
-    two or four float32. Elements that share a word are swapped together.
+    Sums are added as vectors where the device supports it: pairs of 16-bit floats, and on sm_90 two
+    or four float32. Elements that share a word are swapped together.
 
     Parameters
     ----------
     ctx : ReduceContext
         The thread.
     reduction : Reduction
-        Whose output it is.
+        The reduction with the output.
     m : tirx.Expr
         The first element, a multiple of the number of values.
     values : list[tirx.Expr]
@@ -56,7 +56,7 @@ def atomic_update_vector(
 
 
 def _update(gpu: GPUInfo, workload: ReduceWorkload, elements: int) -> tuple[Update, int]:
-    """How neighbouring elements are updated, and how many at once."""
+    """Method of updating neighbouring elements, and their number."""
     dtype = workload.out_dtype
     if dtype == "bool":
         return _absorb, 1
@@ -108,7 +108,7 @@ def _output(ctx: ReduceContext, reduction: Reduction) -> tirx.Buffer:
 def _absorb(
     ctx: ReduceContext, reduction: Reduction, m: tirx.Expr, values: list[tirx.Expr]
 ) -> None:
-    """Store the value that no other changes, if this block has it."""
+    """Store the absorbing value, if this block has it."""
     [value] = values
     absorbing = 1 if reduction.workload.operator in ("or", "max") else 0
     with T.If(tirx.EQ(value, tirx.const(absorbing, value.ty.dtype))):

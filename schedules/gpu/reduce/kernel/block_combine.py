@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combining the states of a block's threads, in an order that never changes."""
+"""Combination of the states of a block's threads, in a fixed order."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def share_lanes(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> No
     lanes = ctx.config.lanes
     width = min(lanes, ctx.gpu.warp_size)
     if width > 1:
-        _exchange(workloads, states, width)  # which leaves all lanes with the same bits
+        _exchange(workloads, states, width)  # after which all lanes have the same bits
         if width < lanes:
             _share_warps(ctx, workloads, states, width)
     elif lanes > 1:
@@ -57,7 +57,7 @@ def share_rows(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> Non
 
 
 def share_leaders(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> None:
-    """Give the states of the leaders to all threads of their rows, or columns in form *y*."""
+    """Broadcast the states of the leaders to their rows, or to their columns in form *y*."""
     config = ctx.config
     member, members = (ctx.lane, config.lanes) if ctx.is_y else (ctx.row, config.rows)
     shared = state_buffers.allocate(workloads, members * ctx.results, "shared")
@@ -82,7 +82,7 @@ def combine_groups(
     members: int,
     vector: int = 1,
 ) -> None:
-    """Combine states of equal members of all groups through shared memory; group 0 gets them.
+    """Combine states of equal members of all groups through shared memory; group 0 gets the result.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def combine_groups(
     states : Buffers
         ``vector`` states of each thread.
     group, groups : tirx.Expr, int
-        The thread's group, and how many there are, a power of two.
+        The thread's group, and the number of groups, a power of two.
     member, members : tirx.Expr, int
         The thread's number in its group, and the size of a group.
     vector : int
@@ -107,7 +107,7 @@ def combine_groups(
     while groups > 1:
         fewer = max(1, groups // TREE_ARITY)
         shared = state_buffers.allocate(workloads, groups * members * vector, "shared")
-        sync()  # TVM gives the memory that was read before to the new buffers
+        sync()  # TVM may give the memory that was just read to the new buffers
         with when(None if groups * members == ctx.config.threads else group < i64(groups)):
             for k in range(vector):
                 state_buffers.store(shared, place(group, k), state_buffers.load(states, k))
@@ -133,7 +133,7 @@ def _exchange(workloads: Workloads, states: Buffers, width: int) -> None:
 def _warps_through_memory(
     ctx: ReduceContext, workloads: Workloads, states: Buffers, width: int
 ) -> None:
-    """Lane 0 of each row combines what the first lanes of the row's warps have."""
+    """Combine in lane 0 of each row the states of the first lanes of the row's warps."""
     warps = ctx.config.lanes // width
     shared = state_buffers.allocate(workloads, ctx.config.threads // width, "shared")
     with when(tirx.EQ(ctx.thread % i64(width), i64(0))):
@@ -146,7 +146,7 @@ def _warps_through_memory(
 
 
 def _share_warps(ctx: ReduceContext, workloads: Workloads, states: Buffers, width: int) -> None:
-    """Every warp combines what all warps of its row have."""
+    """Combine in every warp the states of all warps of its row."""
     warps = ctx.config.lanes // width
     shared = state_buffers.allocate(workloads, ctx.config.threads // width, "shared")
     sync()  # another stage may still read the same memory

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The body of a kernel in which a block has its rows from the first reduction to the last.
+"""Body of a kernel in which a block processes its rows from the first reduction to the last.
 
-So has a cluster of blocks, of which each has a share of a row that is too long for one of them.
+A cluster of blocks does likewise, each block having a share of a row that is too long for one.
 
 ::
 
@@ -15,8 +15,8 @@ So has a cluster of blocks, of which each has a share of a row that is too long 
         for n in the row, vectors of elements:
             elements[m, n] = f(m, n, results)
 
-A thread whose share of the row is small keeps what it has loaded in registers, and its loops are
-unrolled. Otherwise each stage reads the row again, from the cache.
+A thread whose share of the row is small keeps its loads in registers, and its loops are unrolled.
+Otherwise each stage reads the row again, from the cache.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ VisitRow = Callable[[Sequence[Value], Visit], None]
 
 
 def write_chain(ctx: ReduceContext) -> None:
-    """Emit all stages, then what is stored of all elements."""
+    """Emit all stages, then the stores of all elements."""
     m = T.bind(ctx.safe_output())
     results = [Results(ctx, m + i64(k)) for k in range(ctx.results)]
     visit_row = _KeptRow(ctx, m).visit if ctx.config.kept else _read_again(ctx)
@@ -96,7 +96,7 @@ def _reduce_stage(
 
 
 def _accumulators(ctx: ReduceContext, stage: Stage) -> int:
-    """States of each reduction that a thread has, a power of two."""
+    """States of each reduction in a thread, a power of two."""
     if ctx.is_y:
         return ctx.config.vector
     # Elements take most registers; states with positions are large.
@@ -140,7 +140,7 @@ def _store(
 
 
 def _known(ctx: ReduceContext, results: list[Results]) -> Callable[[tirx.Expr, int], tirx.Expr]:
-    """What puts the results so far into the value of a lane."""
+    """Function that substitutes the known results into the value of a lane."""
     return lambda value, k: results[k if ctx.is_y else 0].put_into(value)
 
 
@@ -158,7 +158,7 @@ class _KeptRow:
         self.known: list[list[Register]] = [[] for _ in self.positions]
 
     def visit(self, values: Sequence[Value], visit: Visit) -> None:
-        """Visit the vectors of this thread; what they have in common with others is loaded once."""
+        """Visit the vectors of this thread; reads that they share with others are loaded once."""
         ctx = self.ctx
         loads = VectorLoads(values, ctx.is_y, ctx.config.vector, ctx.group.results, keep=True)
         lanes = [
@@ -170,7 +170,7 @@ class _KeptRow:
                 visit(n, lane, ctx.config.vector)
 
     def _position(self, number: int) -> tuple[tirx.Expr, tirx.Expr | None]:
-        """Where a vector is, or the last one in its place, and whether it exists; None: it does."""
+        """Position of a vector, clamped to the last one, and whether it exists; None if it does."""
         ctx, config = self.ctx, self.ctx.config
         step = config.stride * config.splits
         reduced, width = constant(ctx.group.reduced), 1 if ctx.is_y else config.vector

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combining the states of the blocks of a cluster, in an order that never changes."""
+"""Combination of the states of the blocks of a cluster, in a fixed order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .state_buffers import Buffers, States, Workloads
 
 
 class ClusterExchange:
-    """Shared memory that the blocks of a cluster read of each other.
+    """Shared memory of each block that the other blocks of a cluster read.
 
     Chains open it before any other shared memory.
 
@@ -33,13 +33,13 @@ class ClusterExchange:
         self.ctx = ctx
         config = ctx.config
         self._members = config.lanes if ctx.is_y else config.rows
-        # Of its own for each stage: others may read it until they leave.
+        # One for each stage: other blocks may read it until they leave.
         self._shared = [
             state_buffers.allocate(stage.workloads, self._members * ctx.results, "shared")
             for stage in ctx.group.stages
         ]
         self._unused = list(self._shared)
-        self._keep()  # or TVM gives it the memory of larger buffers, which then need other memory
+        self._keep()  # else TVM shares it with larger buffers, which then need other memory
 
     def combine(
         self, workloads: Workloads, states: Buffers, condition: tirx.Expr | None = None
@@ -55,12 +55,12 @@ class ClusterExchange:
         states : Buffers
             Those of the thread. The leaders get the same bits in all blocks.
         condition : tirx.Expr | None
-            Which blocks get them, if not all.
+            Condition for a block to get them, if not all do.
         """
         ctx, shared = self.ctx, self._unused.pop(0)
         member = ctx.lane if ctx.is_y else ctx.row
         places = [i64(k * self._members) + member for k in range(ctx.results)]
-        sync()  # sisters may have the memory of what was read before
+        sync()  # sisters may share the memory of what was just read
         with when(ctx.is_leader):
             for k, place in enumerate(places):
                 state_buffers.store(shared, place, state_buffers.load(states, k))
@@ -74,7 +74,7 @@ class ClusterExchange:
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Let other blocks read to the end while what is built inside runs; nothing follows it."""
+        """Let other blocks read to the end while the code built inside runs; nothing follows it."""
         cluster_intrinsics.arrive()
         yield
         cluster_intrinsics.wait()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every part of a reduction kernel knows: the group, its configuration, the thread."""
+"""Context of a reduction kernel: the group, its configuration, the thread."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ReduceContext:
     Parameters
     ----------
     group : ReduceGroup
-        What is computed.
+        The group that is computed.
     config : ReduceConfig
-        How.
+        Its configuration.
     gpu : GPUInfo
-        Where.
+        The device.
     tile, split : tirx.Expr
-        Which outputs, and which share of the reduced loop, the block has.
+        The outputs of the block, and its share of the reduced loop.
     thread : tirx.Expr
         Number in the block, ``row * lanes + lane``.
     views : tuple
@@ -61,7 +61,7 @@ class ReduceContext:
 
     @property
     def is_y(self) -> bool:
-        """Whether lanes hold neighbouring outputs."""
+        """Return whether lanes hold neighbouring outputs."""
         return self.config.form == "y"
 
     @property
@@ -76,17 +76,17 @@ class ReduceContext:
 
     @property
     def is_leader(self) -> tirx.Expr:
-        """Whether the thread has results of the block after it has combined its states."""
+        """Return whether the thread holds results of the block after the states are combined."""
         return tirx.EQ(self.row if self.is_y else self.lane, i64(0))
 
     @property
     def results(self) -> int:
-        """How many neighbouring results a leader has."""
+        """Number of neighbouring results of a leader."""
         return self.config.vector if self.is_y else 1
 
     @property
     def first_output(self) -> tirx.Expr:
-        """The first of the outputs that the thread accumulates, maybe past the last one."""
+        """The first of the outputs that the thread accumulates, possibly past the last one."""
         if self.is_y:
             return self.tile_start + self.lane * i64(self.config.vector)
         return self.tile_start + self.row
@@ -97,18 +97,18 @@ class ReduceContext:
         return self.tile * i64(self.config.tile_outputs)
 
     def exists(self, output: tirx.Expr) -> tirx.Expr | None:
-        """Whether an output exists; None where all do."""
+        """Condition for an output to exist; None where all do."""
         outputs = constant(self.group.outputs)
         if outputs is not None and outputs % self.config.tile_outputs == 0:
             return None
         return output < i64(self.group.outputs)
 
     def safe_output(self) -> tirx.Expr:
-        """:attr:`first_output`, with the last one in place of those that do not exist."""
+        """:attr:`first_output`, or the last one for outputs that do not exist."""
         first = self.first_output
         if self.exists(first) is None:
             return first
-        # A multiple of the vector, so that it is seen to be one.
+        # Written as a multiple of the vector, so that TVM can prove it.
         width = self.config.vector if self.is_y else 1
         last = ceildiv(self.group.outputs, width) - i64(1)
         return tirx.min(first // i64(width), last) * i64(width)

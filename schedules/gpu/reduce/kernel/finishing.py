@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to a block's states: written, or combined with those of other blocks.
+"""Finish of a block's states: written, or combined with those of other blocks.
 
-By the first block of a cluster, by atomic updates, or by the block that comes last.
+They are combined by the first block of a cluster, by atomic updates, or by the last block.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def atomic(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
 
 
 def take_place(ctx: ReduceContext, stage: Stage) -> LaunchPlace:
-    """Begin what :func:`last_block` ends: find where the partial results of this launch go."""
+    """Begin :func:`last_block`: find the slot for the partial results of this launch."""
     stored = next(result.output for result in stage.results if result.output is not None)
     output = ctx.flat(stored)
     address = T.address_of(stored[(0,) * len(stored.shape)] if output is None else output[0])
@@ -65,7 +65,7 @@ def take_place(ctx: ReduceContext, stage: Stage) -> LaunchPlace:
 
 
 def last_block(ctx: ReduceContext, stage: Stage, states: Buffers, place: LaunchPlace) -> None:
-    """Leave the states in the scratch; the block that comes last combines those of its tile."""
+    """Leave the states in the workspace; the last block combines those of its tile."""
     count = tiles(ctx.config, stage.reductions[0].loops)
     tickets, kept = _scratch(ctx, stage)
     sync()
@@ -87,7 +87,7 @@ def last_block(ctx: ReduceContext, stage: Stage, states: Buffers, place: LaunchP
     sync()
     ticket = T.bind(drawn[0])
     is_last = tirx.EQ(ticket, tirx.const(ctx.config.splits - 1, "int32"))
-    # Compilers of OpenCL err on barriers under a condition.
+    # OpenCL compilers mishandle barriers under a condition.
     is_opencl = ctx.gpu.kind == "opencl"
     condition = is_last if is_opencl else None
     fence(ctx.gpu)
@@ -108,8 +108,8 @@ def _combine_partials(
 ) -> None:
     """Combine the partial results of a tile in the order of their splits and write the outputs.
 
-    They are rows of the scratch from ``row`` on. All threads come here; memory is read and written
-    under ``condition``, if there is one.
+    They are rows of the scratch from ``row`` on. All threads execute this; memory is accessed under
+    ``condition``, if there is one.
     """
     config, workloads = ctx.config, stage.workloads
     width = min(config.tile_outputs, config.threads)
@@ -137,7 +137,7 @@ def _for_each_result(
     action: Callable[[tirx.Expr, States], None],
     guarded: bool = True,
 ) -> None:
-    """Call ``action`` with each output of the block and its states, on the thread that has it."""
+    """Call ``action`` with each output of the block and its states, on the thread that holds it."""
     first = ctx.first_output
     with when(ctx.is_leader, ctx.exists(first) if guarded else None):
         for k in range(ctx.results):
@@ -145,7 +145,7 @@ def _for_each_result(
 
 
 def _write(ctx: ReduceContext, stage: Stage, m: tirx.Expr, states: States) -> None:
-    """Compute the results and the epilogues of one output, and store those that are asked for."""
+    """Compute the results and the epilogues of one output, and store the outputs among them."""
     results = Results(ctx, m)
     results.add(stage, states)
     results.write(stage)

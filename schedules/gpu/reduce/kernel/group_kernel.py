@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU kernel of a group of coalesced reductions, for ``cuda`` and ``opencl`` alike.
+"""GPU kernel of a group of coalesced reductions, for both ``cuda`` and ``opencl``.
 
 Sisters, with or without epilogues::
 
@@ -35,7 +35,7 @@ from .context import ReduceContext
 from .initialise_output import initialise_output
 from .reduced_loop import accumulate
 
-LARGE_BLOCK = 512  # threads, beyond which the compiler would spill to have two blocks at once
+LARGE_BLOCK = 512  # threads, above which the compiler would spill to fit two blocks at once
 _FINISHES = {
     "one_block": finishing.one_block,
     "cluster": finishing.cluster,
@@ -44,7 +44,7 @@ _FINISHES = {
 
 
 def write_kernel(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> tirx.PrimFunc:
-    """A function with thread bindings that computes ``group`` as ``config`` says.
+    """A function with thread bindings that computes ``group`` by ``config``.
 
     With the finish ``atomic`` it has two kernels, of which the first initialises the outputs.
     """
@@ -89,7 +89,7 @@ def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator
 
 
 def _blocks_at_once(group: ReduceGroup, config: ReduceConfig) -> int:
-    """How many shall share a multiprocessor; 0 leaves it to the compiler."""
+    """Blocks that should share a multiprocessor; 0 leaves it to the compiler."""
     if group.is_chain:
         return 1 if config.cluster > 1 and config.threads > LARGE_BLOCK else 0
     workloads = [reduction.workload for reduction in group.reductions]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel that puts identities into outputs before blocks update it atomically."""
+"""Kernel that stores identities into outputs before blocks update them atomically."""
 
 from __future__ import annotations
 

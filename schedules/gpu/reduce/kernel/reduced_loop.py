@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread's way through the reduced loop: vectors of elements, loaded several at once."""
+"""A thread's share of the reduced loop: vectors of elements, several loaded at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def combine_vector(
     count: int,
     put_into: Callable[[tirx.Expr, int], tirx.Expr] = lambda value, _: value,
 ) -> Visit:
-    """What combines the values of a vector, after ``put_into``, into ``count`` states in turn."""
+    """Function that combines the values of a vector, after ``put_into``, into ``count`` states."""
 
     def visit(n: tirx.Expr, lane: Lane, vector: int) -> None:
         for k in range(vector):
@@ -84,7 +84,7 @@ def _tail(
 
 
 def _share(ctx: ReduceContext) -> tuple[tirx.Expr, tirx.Expr]:
-    """Begin and length of the part of the reduced loop that this block has.
+    """Begin and length of the block's part of the reduced loop.
 
     Shares are whole strides, and differ by one stride at most; the last one ends with the loop.
     """
@@ -93,7 +93,7 @@ def _share(ctx: ReduceContext) -> tuple[tirx.Expr, tirx.Expr]:
         return i64(0), reduced
     strides = ceildiv(ctx.group.reduced, config.stride)
     least = simplified(strides // i64(config.splits))
-    longer = simplified(strides % i64(config.splits))  # so many blocks take one more
+    longer = simplified(strides % i64(config.splits))  # number of blocks that take one more
     if constant(longer) == 0 and constant(simplified(reduced % i64(config.stride))) == 0:
         length = simplified(least * i64(config.stride))
         return ctx.split * length, length
@@ -104,7 +104,7 @@ def _share(ctx: ReduceContext) -> tuple[tirx.Expr, tirx.Expr]:
 
 
 def _position(ctx: ReduceContext, start: tirx.Expr, loads: VectorLoads) -> tirx.Expr:
-    """Where in the reduced loop the thread's vector begins."""
+    """Position of the thread's vector in the reduced loop."""
     return start + (ctx.row if ctx.is_y else ctx.lane * i64(loads.vector))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of results at one place, on the thread that knows them."""
+"""Values of results at one place, on the thread that holds them."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Results:
             self.values[epilogue.result.var] = _hold(self.put_into(epilogue.value(self.m)))
 
     def write(self, stage: Stage, place: tirx.Expr | None = None) -> None:
-        """Store the values of a stage that are outputs of the group, at ``m`` unless told."""
+        """Store the values of a stage that are outputs of the group, at ``m`` by default."""
         for result in stage.results:
             if result.output is not None:
                 place = self.m if place is None else place
                 self.ctx.write(result.output, place, self.values[result.var])
 
     def put_into(self, expression: tirx.Expr) -> tirx.Expr:
-        """An expression with the values in place of what stands for them."""
+        """An expression with the values substituted for their variables."""
         return substitute(expression, self.values)
 
 

@@ -27,7 +27,7 @@ def allocate(workloads: Workloads, size: int, scope: str) -> Buffers:
 
 
 def clear(workloads: Workloads, buffers: Buffers, size: int) -> None:
-    """Put the identities into the first ``size`` places."""
+    """Store the identities into the first ``size`` places."""
     for k in range(size):
         store(buffers, k, [identity(workload) for workload in workloads])
 
@@ -38,7 +38,7 @@ def load(buffers: Buffers, index: Index) -> list[State]:
 
 
 def store(buffers: Buffers, index: Index, states: States) -> None:
-    """Put states at ``index``."""
+    """Store states at ``index``."""
     for fields, state in zip(buffers, states, strict=True):
         for buffer, value in zip(fields, state, strict=True):
             T.buffer_store(buffer, value, [index])

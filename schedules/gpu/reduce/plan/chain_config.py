@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape of a GPU kernel of a chain of reductions: a row, or a tile of columns, has one block.
+"""Configuration of a GPU kernel of a chain of reductions: one block a row, or a tile of columns.
 
-A thread keeps its elements in registers if they are few. So a row gets a warp as long as that is
-enough, then more and more warps up to the largest block, then, where there are clusters, two, four
-or eight blocks. Longer rows are read again for each stage; with clusters an eighth as many of them
-share the cache at a time. The thresholds are estimates; they have not been measured on a GPU.
+A thread keeps its elements in registers if they are few. So a row gets one warp if that is enough,
+then more warps up to the largest block, then, where there are clusters, two, four or eight blocks.
+Longer rows are read again for each stage; with clusters an eighth as many of them share the cache
+at a time. The thresholds are estimates; they have not been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .limits import SEGMENT
 
 WARP = 32
 MAX_THREADS = 1024
-REREAD_THREADS = 512  # where rows are too long to be kept, but enough for two blocks at once
+REREAD_THREADS = 512  # where rows are too long to be kept, but two blocks should run at once
 KEPT_WORDS = 64  # registers that a thread needs at most to keep its elements
-BLOCK_WORDS = 32  # beyond which a row that has several warps anyway gets more of them
-COLUMNS = 4  # neighbouring outputs of a thread, each with states and results of its own
-HALF = ("float16", "bfloat16")  # arithmetic in these types converts, and keeps both
+BLOCK_WORDS = 32  # above which a row with several warps gets more of them
+COLUMNS = 4  # neighbouring outputs of a thread, each with its own states and results
+HALF = ("float16", "bfloat16")  # arithmetic in these types converts, and keeps both values
 
 
 def choose_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
-    """Decide how a chain runs.
+    """Choose the configuration of a chain.
 
     Parameters
     ----------
@@ -67,9 +67,9 @@ def choose_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
 
 
 def _joins_loop_and_tail(group: ReduceGroup, config: ReduceConfig) -> bool:
-    """Whether a row of float16 is one turn of the unrolled loop and a part of another.
+    """Return whether a row of float16 is one turn of the unrolled loop and part of another.
 
-    The compiler then has both in registers at once, which it lacks: it spills.
+    The compiler then keeps both in registers at once, and spills.
     """
     reduced, turn = constant(group.reduced), config.stride * config.unroll
     is_half = any(reduction.workload.dtype == "float16" for reduction in group.reductions)
@@ -79,7 +79,7 @@ def _joins_loop_and_tail(group: ReduceGroup, config: ReduceConfig) -> bool:
 def _spread(
     group: ReduceGroup, config: ReduceConfig, reduced: int, gpu: GPUInfo
 ) -> tuple[ReduceConfig, int]:
-    """The smallest cluster that can keep a row, else the largest, and vectors of a thread."""
+    """The smallest cluster that can keep a row, else the largest, and the vectors of a thread."""
     size, kept = 1, -(-reduced // config.stride)
     while _words(group, config, kept) > KEPT_WORDS and size < gpu.max_cluster:
         if _is_half(group) and config.form == "x":  # 1024 threads have too few registers for both
@@ -143,7 +143,7 @@ def _vector(group: ReduceGroup, gpu: GPUInfo) -> int:
 
 
 def _unroll(group: ReduceGroup) -> int:
-    """Vectors of a row that is read again that a thread loads at once."""
+    """Vectors that a thread loads at once of a row that is read again."""
     if any(reduction.workload.is_arg for reduction in group.reductions):
         return 1
     return max(1, LOADS_IN_FLIGHT // max(1, len(group.row_inputs())))
@@ -154,6 +154,6 @@ def _is_half(group: ReduceGroup) -> bool:
 
 
 def _words(group: ReduceGroup, config: ReduceConfig, kept: int) -> int:
-    """Registers for a thread's elements, and for a value computed of each after each stage."""
+    """Registers for a thread's elements, and for a value computed from each after each stage."""
     computed = (16 if _is_half(group) else 4) * max(1, len(group.stages) - 1)
     return kept * config.vector * (computed + sum(group.row_inputs())) // 4

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape of a GPU kernel of sister reductions: threads, vectors, unrolling, split and finish.
+"""Configuration of a GPU kernel of sister reductions: threads, vectors, unrolling, split, finish.
 
 A block of 256 threads is ``rows x lanes``. In forms *all* and *x* a row of lanes shares one output
-and lanes walk the reduced loop; in form *y* lanes hold neighbouring outputs and rows share the
+and lanes run along the reduced loop; in form *y* lanes hold neighbouring outputs and rows share the
 reduced loop. The reduced loop is split over blocks only where outputs alone leave multiprocessors
 idle: over those of one cluster where the device has clusters and one is enough. The thresholds are
-estimates from what is published (16-byte loads, 32 KiB in flight on each multiprocessor, latencies
+estimates from published figures (16-byte loads, 32 KiB in flight on each multiprocessor, latencies
 of memory and barriers); they have not been measured on a GPU.
 """
 
@@ -31,7 +31,7 @@ THREADS = 256
 MIN_THREADS = 64  # where rows are too few to fill the device with blocks of 256
 VECTOR_BYTES = 16
 LOADS_IN_FLIGHT = 4
-LOADS_OF_A_LANE = 8  # beyond which a row gets more lanes
+LOADS_OF_A_LANE = 8  # above which a row gets more lanes
 BLOCKS_PER_MULTIPROCESSOR = 4
 MIN_VALUES_PER_THREAD = 16
 MAX_SPLITS = 64  # partial results that one block of a y tile reads back
@@ -39,13 +39,13 @@ MAX_ATOMIC_SPLITS = 16  # blocks that contend for one address where outputs are 
 # A round of loads in flight takes about 0.7 us. Tickets and partial results in global memory take
 # 2 to 3 us, a barrier of a cluster and reading its other blocks' memory less than 1 us.
 CLUSTER_ROUNDS = 2
-CLUSTER_BYTES = 1 << 20  # of the input, from which on too few clusters leave bandwidth unused
+CLUSTER_BYTES = 1 << 20  # of the input, above which too few clusters leave bandwidth unused
 CLUSTER_BLOCKS = 2  # on a multiprocessor; for more the compiler spills
 REGISTERS = 96  # of a thread for states and loads in flight, where there are several of them
-# Further registers of a thread, as the compiler takes them: for each input, for 64-bit elements and
-# states, and in any case.
+# Further registers of a thread, as the compiler uses them: for each input, for 64-bit elements and
+# states, and in general.
 INPUT_REGISTERS, WIDE_REGISTERS, OWN_REGISTERS = 6, 24, 20
-LARGE = 1 << 24  # elements that a symbolic extent stands for when work is shared out
+LARGE = 1 << 24  # assumed for a symbolic extent when work is divided
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ReduceConfig:
     splits : int
         Blocks that share one output.
     finish : str
-        ``one_block``, ``atomic``, ``last_block`` or ``cluster``, in which the splits are one.
+        ``one_block``, ``atomic``, ``last_block`` or ``cluster``, whose blocks are the splits.
     kept : int
         Vectors of each input that a thread of a chain keeps in registers; 0 if it reads its row
         again for each stage.
@@ -108,21 +108,21 @@ def choose(
     scratch_bytes: int | None = None,
     itemsize: int | None = None,
 ) -> ReduceConfig:
-    """Decide how a reduction runs.
+    """Choose the configuration of a reduction.
 
     Parameters
     ----------
     workload : ReduceWorkload
-        Operator, types and the finish that was asked for.
+        Operator, types and the requested finish.
     loops : CanonicalLoops
         Extents.
     gpu : GPUInfo
         The device.
     scratch_bytes : int | None
-        Memory for partial results that the kernel has got; None stands for as much as it needs.
+        Memory for partial results of the kernel; None stands for as much as it needs.
     itemsize : int | None
         Bytes of the narrowest element that is read; None stands for those of the workload's type.
-        Only forms *all* and *x* look at it: in form *y* the scratch depends on the vector.
+        Used in forms *all* and *x* only: in form *y* the scratch depends on the vector.
 
     Returns
     -------
@@ -132,7 +132,7 @@ def choose(
     Raises
     ------
     OpError
-        If the finish ``atomic`` was asked for ``argmin`` or ``argmax``.
+        If the finish ``atomic`` is requested for ``argmin`` or ``argmax``.
     """
     operands = None if scratch_bytes is None else (scratch_bytes // 4,)
     return choose_sisters([(workload, loops)], gpu, operands, itemsize)
@@ -146,7 +146,7 @@ def choose_sisters(
     row_inputs: Sequence[int] = (),
     has_epilogues: bool = False,
 ) -> ReduceConfig:
-    """Decide how reductions run that share one pass over their data.
+    """Choose the configuration of reductions that share one pass over their data.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def choose_sisters(
     Raises
     ------
     OpError
-        If the finish ``atomic`` was asked for ``argmin`` or ``argmax``.
+        If the finish ``atomic`` is requested for ``argmin`` or ``argmax``.
     """
     workloads = [workload for workload, _ in members]
     loops = members[0][1]
@@ -192,7 +192,7 @@ def _whole_block(
     itemsize: int | None,
     row_inputs: Sequence[int],
 ) -> ReduceConfig:
-    """The decisions if nothing is split."""
+    """The configuration without a split."""
     workloads = [workload for workload, _ in members]
     loops = members[0][1]
     form = loops.form
@@ -226,7 +226,7 @@ def blocks_at_once(
 ) -> int:
     """Blocks of a reduction that share a multiprocessor, with registers for each.
 
-    No more than grids are made for, and as many as nothing is spilled for.
+    No more than a grid has, and only as many as spill nothing.
     """
     own = OWN_REGISTERS + INPUT_REGISTERS * len(row_inputs)
     if 8 in row_inputs or "float64" in fields_of(workloads):
@@ -267,17 +267,17 @@ def fields_of(workloads: Sequence[ReduceWorkload]) -> list[str]:
 def tiles(config: ReduceConfig, loops: CanonicalLoops) -> int:
     """Blocks along the outputs; they must be known."""
     outputs = constant(loops.outputs)
-    assert outputs is not None, "a symbolic number of outputs is not split"
+    assert outputs is not None, "a reduction with a symbolic number of outputs is not split"
     return -(-outputs // config.tile_outputs)
 
 
 def ticket_words(config: ReduceConfig, loops: CanonicalLoops) -> int:
-    """Words before the partial results: a header, and a ticket for each tile in every place."""
+    """Words before the partial results: a header, and a ticket for each tile in every slot."""
     return HEADER_WORDS + -(-PLACES * tiles(config, loops) // 4) * 4
 
 
 def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
-    """States that all blocks write, in every place."""
+    """States that all blocks write, in every slot."""
     return PLACES * tiles(config, loops) * config.splits * config.tile_outputs
 
 
@@ -288,13 +288,13 @@ def vector_width(
     gpu: GPUInfo,
     threads: int = THREADS,
 ) -> int:
-    """``width`` elements, or less where the innermost loop is short or odd, or states are many."""
+    """``width`` elements, or fewer where the innermost loop is short or odd, or states are many."""
     runs = loops.runs
     inner = constant(runs[-1][1]) if runs else 1
     if inner is None:
         return 1
     if loops.form == "all":
-        return width if inner >= width else 1  # one row: the tail is apart
+        return width if inner >= width else 1  # one row: the tail is separate
     if loops.form == "y":  # each thread puts its vector of states into shared memory
         states = threads * sum(DataType(dtype).bits // 8 for dtype in fields_of(workloads))
         while width > 1 and 2 * width * states > gpu.shared_bytes:
@@ -323,7 +323,7 @@ def _finish(
     operands: Sequence[int] | None,
     has_epilogues: bool,
 ) -> str:
-    """How partial results meet if the reductions are split."""
+    """Finish of the partial results if the reductions are split."""
     wishes = {_wish(workload, loops, gpu) for workload, loops in members}
     if "one_block" in wishes:
         return "one_block"
@@ -334,7 +334,7 @@ def _finish(
 
 
 def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> str:
-    """How the partial results of one reduction would meet if it were alone."""
+    """Preferred finish of one reduction by itself."""
     if workload.finish == "auto":
         return "atomic" if is_exact(workload) else "last_block"
     if workload.finish != "atomic":
@@ -352,7 +352,7 @@ def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> str:
 
 
 def is_exact(workload: ReduceWorkload) -> bool:
-    """Whether atomic updates have an instruction, and their order cannot be seen in the result."""
+    """Return whether updates are one atomic instruction and the result is independent of order."""
     return workload.dtype in ("int32", "int64", "bool") and not workload.is_arg
 
 
@@ -363,10 +363,10 @@ def _cluster(
     workloads: Sequence[ReduceWorkload],
     finish: str,
 ) -> int | None:
-    """Blocks of the cluster that has an output, maybe one; None if none is enough.
+    """Blocks of the cluster of an output, possibly one; None if no cluster is sufficient.
 
-    A cluster has as many blocks as fill the device, or, where the input is small, as load a row in
-    one round.
+    A cluster has as many blocks as fill the device, or, for small inputs, as load a row in one
+    round.
     """
     if gpu.max_cluster == 1 or any(w.finish in ("atomic", "last_block") for w in workloads):
         return None
@@ -420,5 +420,5 @@ def _most_blocks(config: ReduceConfig, loops: CanonicalLoops) -> int:
 
 
 def _values(config: ReduceConfig) -> int:
-    """Elements of one output that a thread sees at one step."""
+    """Elements of one output that a thread combines in one step."""
     return 1 if config.form == "y" else config.vector

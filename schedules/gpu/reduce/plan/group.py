@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group of coalesced reductions that one kernel computes, with what comes before and after them.
+"""Group of coalesced reductions that one kernel computes, with their producers and consumers.
 
 All have the same ``M`` and ``N``. Reductions of one stage are *sisters*: one pass over the data
 serves them all. *Epilogues* are computed from results at the same ``m``. A group is a *chain* if
@@ -26,7 +26,7 @@ class Result:
     var : tirx.Var
         Stands for the value at the same ``m`` in other expressions of the group.
     output : tirx.Buffer | None
-        Where it goes, row-major in ``m``; None if only the group uses it.
+        Its destination, row-major in ``m``; None if only the group uses it.
     """
 
     var: tirx.Var
@@ -42,11 +42,11 @@ class Reduction:
     workload : ReduceWorkload
         Operator, types, finish.
     loops : CanonicalLoops
-        Axes of the data; unknown extents stand for themselves only.
+        Axes of the data; an unknown extent equals only itself.
     value : Callable
         The first field of the state of element ``(m, n)``, both int64.
     results : tuple[Result, ...]
-        What the operator finishes with, mostly one.
+        Results of the operator, mostly one.
     """
 
     workload: ReduceWorkload
@@ -56,7 +56,7 @@ class Reduction:
 
     @property
     def output(self) -> tirx.Buffer | None:
-        """Where the only result goes."""
+        """Destination of the only result."""
         [result] = self.results
         return result.output
 
@@ -70,7 +70,7 @@ class Epilogue:
 
     @property
     def results(self) -> tuple[Result]:
-        """The only one."""
+        """The only result."""
         return (self.result,)
 
 
@@ -85,7 +85,7 @@ class ElementOutput:
     place : Callable
         Its row-major position in the output.
     output : tirx.Buffer
-        Where it goes.
+        Its destination.
     """
 
     value: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
@@ -95,14 +95,14 @@ class ElementOutput:
 
 @dataclass(frozen=True)
 class Stage:
-    """Sisters, and the epilogues that can be computed when they are known, in order."""
+    """Sisters, and the epilogues that can be computed once they are known, in order."""
 
     reductions: tuple[Reduction, ...]
     epilogues: tuple[Epilogue, ...]
 
     @property
     def results(self) -> tuple[Result, ...]:
-        """Those of both."""
+        """Results of the sisters and of the epilogues."""
         parts: tuple[Reduction | Epilogue, ...] = (*self.reductions, *self.epilogues)
         return tuple(result for part in parts for result in part.results)
 
@@ -114,20 +114,20 @@ class Stage:
 
 @dataclass(frozen=True)
 class ReduceGroup:
-    """What one kernel computes.
+    """Computation of one kernel.
 
     Parameters
     ----------
     func : tirx.PrimFunc
         Signature and attributes.
     stages : tuple[Stage, ...]
-        Each has a reduction at least, and uses results of those before it.
+        Each has at least one reduction, and uses results of previous ones.
     elements : tuple[ElementOutput, ...]
         Stored when all results are known.
     outputs, reduced : Extent
         ``M`` and ``N``.
     scratch : tuple[tirx.Buffer, ...]
-        Zeroed 32-bit words for places, tickets and partial results.
+        Zeroed 32-bit words for slots, tickets and partial results.
     """
 
     func: tirx.PrimFunc
@@ -139,22 +139,22 @@ class ReduceGroup:
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:
-        """Those of all stages."""
+        """Reductions of all stages."""
         return tuple(reduction for stage in self.stages for reduction in stage.reductions)
 
     @property
     def is_chain(self) -> bool:
-        """Whether a row must be finished before all of it is used."""
+        """Return whether a row must be finished before all of it is used."""
         return len(self.stages) > 1 or bool(self.elements)
 
     @property
     def has_epilogues(self) -> bool:
-        """Whether anything is computed from results at ``m``."""
+        """Return whether anything is computed from results at ``m``."""
         return any(stage.epilogues for stage in self.stages)
 
     @property
     def results(self) -> tuple[tirx.Var, ...]:
-        """What stands for results in expressions."""
+        """Variables of the results in expressions."""
         return tuple(result.var for stage in self.stages for result in stage.results)
 
     @property
@@ -182,5 +182,5 @@ class ReduceGroup:
 
 
 def element_bytes(load: ir.TensorLoad) -> int:
-    """Size of what a read gives."""
+    """Size of a loaded element."""
     return DataType(str(load.ty.dtype)).bits // 8 or 1

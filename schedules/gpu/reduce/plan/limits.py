@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chains of reductions are one kernel: where a block, or a cluster, can have a whole row."""
+"""Limits of chains that are one kernel, where a block or a cluster processes a whole row."""
 
 from __future__ import annotations
 
 from schedules.gpu.core.machine import GPUInfo
 
-# What a block reads as fast as a kernel is launched, however few rows there are: four bytes in
-# each register of those that 1024 threads keep a row in.
+# Bytes that a block reads as fast as a kernel is launched, however few rows there are: four in
+# each register in which 1024 threads keep a row.
 SHORT_ROW = 1 << 16  # bytes
-# What eight blocks of a cluster read while two kernels more would be launched: four bytes in each
-# of 32 registers of 1024 threads, beside which there is room for a value computed of each element.
+# What eight blocks of a cluster read during the launches of two more kernels: four bytes in each
+# of 32 registers of 1024 threads, which leave room for a value computed from each element.
 CLUSTER_SHARE = 1 << 17  # bytes of a block
-SEGMENT = 64  # neighbouring bytes that a block reads of each row where it has columns
+SEGMENT = 64  # neighbouring bytes that a block reads of each row in form *y*
 
 
 def chain_fits(
     outputs: int | None, reduced: int | None, itemsize: int, gpu: GPUInfo, form: str = "x"
 ) -> bool:
-    """Whether a chain of reductions, each using the one before, should be one kernel.
+    """Return whether a chain of reductions, each using the previous one, should be one kernel.
 
-    One block then has a row of ``reduced`` elements to the end, in its registers or, where they are
-    too many, in the cache that it read them into; on devices with clusters several blocks have it.
-    A short row takes less time than the launches that are saved; with long rows there must be
-    enough of them to keep the device busy. The limits are estimates, not measured on a GPU.
+    One block then keeps a row of ``reduced`` elements to the end, in its registers or, if there are
+    too many, in the cache; on devices with clusters several blocks share it. A short row takes less
+    time than the saved launches; long rows must be enough to keep the device busy. The limits are
+    estimates, not measured on a GPU.
 
     Parameters
     ----------
     outputs, reduced : int or None
-        ``M`` and ``N``; None where symbolic, which stands for many rows, and for long ones.
+        ``M`` and ``N``; None where symbolic, taken as many rows, and long ones.
     itemsize : int
         Bytes of an element of the input; of the sum of all inputs of ``M x N`` elements, if there
         are several.
@@ -39,7 +39,7 @@ def chain_fits(
     Returns
     -------
     bool
-        What pays; the rule writes a kernel for a chain of any size.
+        Whether it pays off; the rule writes a kernel for a chain of any size.
     """
     columns = max(1, SEGMENT // itemsize) if form == "y" else 1
     short = SHORT_ROW

@@ -2,15 +2,15 @@
 """Sums of exponentials together with the maximum of the same row, in one pass over the data.
 
 ``sum(exp(x - max(x)))`` needs the maximum first, so the two are stages of a chain, for which one
-block must have a whole row. Where it cannot, they become one reduction with the state
+block must process a whole row. Where it cannot, they become one reduction with the state
 :data:`schedules.workload.reduce.MAX_SUM_EXP`, which any number of blocks can share: the largest
-value ``m`` and the sum ``s`` of ``exp(x - m)``. For any ``h`` that a row has one of, but -inf below
-a finite ``m``, ::
+value ``m`` and the sum ``s`` of ``exp(x - m)``. For any shift ``h``, one for each row, except -inf
+below a finite ``m``::
 
     sum(exp(x - h)) = s * exp(m - h)                   # exactly s where h is m
                     = exp(m - h)   where m is infinite or NaN
 
-so that a row of -inf, or with inf or NaN, gives what the stages would give one after the other.
+so that a row of -inf, or with inf or NaN, gives the result of the two stages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def avoid_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceGroup:
 
 
 def in_one_stage(group: ReduceGroup) -> ReduceGroup | None:
-    """A chain as a group that is none.
+    """Turn a chain into a group of one stage.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def in_one_stage(group: ReduceGroup) -> ReduceGroup | None:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A maximum, and the sum of the exponentials of what it is of less ``shift``, at ``m``."""
+    """A maximum, and the sum of the exponentials of its data minus ``shift``, at ``m``."""
 
     maximum: Reduction
     total: Reduction
@@ -79,7 +79,7 @@ class _Pair:
 
 
 def _pair(first: Stage, total: Reduction) -> _Pair | None:
-    """Find the maximum of the rows whose exponentials ``total`` is the sum of."""
+    """Find the maximum of the rows that belongs to ``total``, a sum of exponentials."""
     m, n = tirx.Var("m", "int64"), tirx.Var("n", "int64")
     exponent = _exponent(total.value(m, n))
     if total.workload.operator != "sum" or not isinstance(exponent, tirx.Sub):
@@ -94,7 +94,7 @@ def _pair(first: Stage, total: Reduction) -> _Pair | None:
 
 
 def _merge(maximum: Reduction, pairs: list[_Pair]) -> tuple[Reduction, list[Epilogue]]:
-    """One reduction for a maximum and all sums that use it, and these as epilogues of it."""
+    """One reduction for a maximum and all sums that use it, with the sums as epilogues."""
     workloads = (maximum.workload, *(pair.total.workload for pair in pairs))
     dtype = max((of.acc_dtype for of in workloads), key=lambda name: DataType(name).bits)
     [largest] = maximum.results
@@ -109,7 +109,7 @@ def _merge(maximum: Reduction, pairs: list[_Pair]) -> tuple[Reduction, list[Epil
 
 
 def _total(pair: _Pair, largest: tirx.Var, raw: tirx.Var) -> Epilogue:
-    """A sum, from the maximum and the sum of exponentials relative to that."""
+    """A sum, from the maximum and the sum of exponentials relative to it."""
     dtype = str(raw.ty.dtype)
 
     def value(at: tirx.Expr) -> tirx.Expr:
@@ -117,7 +117,7 @@ def _total(pair: _Pair, largest: tirx.Var, raw: tirx.Var) -> Epilogue:
         infinity = tirx.infinity(dtype)
         is_finite = tirx.abs(high) < infinity
         if _without_widening(pair.shift).same_as(largest):
-            # NaN; for a difference of equal expressions TVM would take 0.
+            # NaN; TVM would simplify a difference of equal expressions to 0.
             terms = tirx.Select(is_finite, raw, infinity - tirx.abs(high))
         else:
             factor = tirx.exp(high - substitute(pair.shift, {pair.m: at}).astype(dtype))
@@ -138,7 +138,7 @@ def _exponent(value: tirx.Expr) -> tirx.Expr | None:
 
 
 def _is_same(a: tirx.Expr, b: tirx.Expr) -> bool:
-    """Whether two expressions are equal, of whatever float type."""
+    """Return whether two expressions are equal, of whatever float type."""
     return bool(tvm_ffi.structural_equal(_without_widening(a), _without_widening(b)))
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a group of coalesced reductions out of the function that FuseTIR left of it.
+"""Reading a group of coalesced reductions from the function made by FuseTIR.
 
-A reduction is three blocks that follow each other: the one with the annotation, the one that
-combines, and the one that gives the result. All others are element-wise. What they compute is
-inlined into their readers, but for epilogues: they are computed once for each ``m``.
+A reduction is three consecutive blocks: the one with the annotation, the one that combines, and the
+one that gives the result. All others are element-wise. They are inlined into their readers, except
+epilogues, which are computed once for each ``m``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .group import ElementOutput, Epilogue, ReduceGroup, Reduction, Result, Stag
 
 
 def read_group(func: tirx.PrimFunc) -> ReduceGroup | None:
-    """Take a function apart, or return None if it is not a group of reductions of one form."""
+    """Read the group of a function; None if it is no group of reductions of one form."""
     blocks = nodes(func.body, s_tir.SBlock)
     first = next((block for block in blocks if ATTRIBUTE in block.annotations), None)
     if first is None:
@@ -50,7 +50,7 @@ def read_group(func: tirx.PrimFunc) -> ReduceGroup | None:
 
 
 class _NotAGroupError(Exception):
-    """The function has something that no group has."""
+    """The function has something that does not belong to a group."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class _Definition:
     variables: tuple[tirx.Var, ...]
     shape: tuple[Extent, ...]
     value: tirx.Expr
-    stage: int  # whose results it uses; -1 if it uses none
+    stage: int  # the one whose results it uses; -1 if none
 
 
 @dataclass
 class _Reader:
-    """What has been read so far; blocks come in the order of execution."""
+    """Reader state: the blocks read so far, in the order of execution."""
 
     func: tirx.PrimFunc
     first: s_tir.SBlock
@@ -159,9 +159,7 @@ class _Reader:
         store = _store(block)
         variables = tuple(iter_var.var for iter_var in block.iter_vars)
         shape = tuple(extent_of(v.dom.extent) for v in block.iter_vars)
-        subscripts = (
-            store.indices or variables[:1]
-        )  # a block of one element has a loop all the same
+        subscripts = store.indices or variables[:1]  # a block of one element still has a loop
         plain = len(subscripts) == len(variables) and all(map(_is_same, subscripts, variables))
         if not plain or any(int(v.iter_type) != 0 for v in block.iter_vars):
             raise _NotAGroupError
@@ -193,7 +191,7 @@ class _Reader:
         return ElementOutput(self._function(self._inline(at)), self._function(place), buffer)
 
     def _subscripts(self, shape: Sequence[Extent]) -> list[tirx.Expr]:
-        """Where element ``(m, n)`` of the data is in a tensor of as many elements."""
+        """Place of element ``(m, n)`` of the data in a tensor of as many elements."""
         for _, reduction in self.reductions:
             loops = reduction.loops
             if len(shape) == len(loops.shape) and all(map(_agree, shape, loops.shape)):
@@ -212,7 +210,7 @@ class _Reader:
         return [self.analyzer.simplify(index) for index in unravel(flat, shape)]
 
     def _inline(self, expression: tirx.Expr) -> tirx.Expr:
-        """Replace reads of what the group computes; the expression depends on ``m`` and ``n``."""
+        """Replace reads of tensors of the group; the expression depends on ``m`` and ``n``."""
         inlined = self._expand(expression)
         computed = {*self.results, *self.definitions, *self.lifted, *self.combined}
         for load in loads(inlined):
@@ -240,7 +238,7 @@ class _Reader:
         return lambda m, n: substitute(value, {m_var: m, n_var: n})
 
     def _results(self) -> list[tuple[int, Result]]:
-        """Each with its stage."""
+        """Each result with its stage."""
         parts: list[tuple[int, Reduction | Epilogue]] = [*self.reductions, *self.epilogues]
         return [(at, result) for at, part in parts for result in part.results]
 
@@ -263,7 +261,7 @@ class _Reader:
         return outputs, reduced
 
     def _find_scratch(self) -> tuple[tirx.Buffer, ...]:
-        """The operands for partial results: those that can be nothing else."""
+        """The operands for partial results, identified by exclusion."""
         sizes = [int(block.annotations[SCRATCH_ATTRIBUTE]) for block in self.lifted.values()]
         written = [result.output for _, result in self._results()] + self.stored
         read = self._read_buffers()
@@ -311,5 +309,5 @@ def _same(a: Extent, b: Extent) -> bool:
 
 
 def _agree(extent: Extent, of_data: Extent) -> bool:
-    """Whether an extent may be that of the data, which may be unknown."""
+    """Return whether an extent may be that of the data, which may be unknown."""
     return constant(extent) == constant(of_data)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tickets and partial results lie in the scratch operands of a kernel.
+"""Layout of tickets and partial results in the scratch operands of a kernel.
 
-The first operand begins with the header of the places (:mod:`schedules.gpu.core.workspace_slot`),
-then the tickets, one for each tile of outputs in every place. Each field of a state follows in the
+The first operand begins with the header of the slots (:mod:`schedules.gpu.core.workspace_slot`),
+then the tickets, one for each tile of outputs in every slot. Each field of a state follows in the
 first operand that has room for it.
 """
 

@@ -53,7 +53,7 @@ def build(middle, channels: int, last: bool = True) -> tvm.IRModule:
 
 
 def calls(mod: tvm.IRModule) -> Counter[str]:
-    """How often each op is called."""
+    """Number of calls of each op."""
     names: Counter[str] = Counter()
 
     def look(expr) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs are computed on planes, and with which knobs."""
+"""Choice of pairs that are computed on planes, and their knobs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CPUInfo reads from a target: vector units, registers, cores, caches."""
+"""CPUInfo from a target: vector units, registers, cores, caches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights the tiles of a layer ask for while they compute."""
+"""Weights that the tiles of a layer prefetch while they compute."""
 
 from __future__ import annotations
 

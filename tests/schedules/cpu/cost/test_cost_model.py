@@ -232,7 +232,7 @@ def is_held(knobs: Conv2DKnobs | FusedConv2DKnobs, cpu: CPUInfo) -> bool:
 
 
 def recorded_loss(name: str) -> float:
-    """How much longer today's choice took than the best recorded setting."""
+    """Relative loss of today's choice against the best recorded setting."""
     kernel, cpu, settings, times = settings_of(RECORDED[name])
     if name.startswith(SAMPLED):
         estimates = [estimate(kernel, knobs, cpu).cycles for knobs in settings]

@@ -183,7 +183,7 @@ def test_tiles_with_a_condition_are_cut_off(points, extent, tile, ends):
 
 
 def conditions_on(loop: tirx.For) -> bool:
-    """Whether a condition inside depends on the loop, or on the pixels of a tile."""
+    """Return whether a condition inside depends on the loop, or on the pixels of a tile."""
     inner: list[tirx.For] = []
     tests: list[ir.Expr] = []
     tvm_ffi.structural_walk(loop, (tirx.For, inner.append))

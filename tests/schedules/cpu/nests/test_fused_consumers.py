@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows a tiled block: computed with it, or in a nest of its own, but always right."""
+"""Consumers of a tiled block: computed with it or in a separate nest, always correctly."""
 
 from __future__ import annotations
 
