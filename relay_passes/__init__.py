@@ -19,6 +19,7 @@ from .decompose.decompose_normalization import DecomposeNormalization
 from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
 from .program.annotate_gathers import AnnotateGathers
+from .program.apply_rules import ApplyRules
 from .program.lift_weights import LiftWeights
 from .program.shorten_names import ShortenNames
 from .reduction.coalesce_reduction import CoalesceReduction
@@ -28,6 +29,7 @@ from .simplify.simplify_inference import SimplifyInference
 
 __all__ = [
     "AnnotateGathers",
+    "ApplyRules",
     "ChooseWinograd",
     "CoalesceReduction",
     "Decision",

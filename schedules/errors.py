@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Family of exceptions that every storey raises.
+"""Family of exceptions and warnings that every storey raises.
 
 It lives in the lowest storey so that passes, ops and schedules can raise it too; users import it as
 ``tvm_fusion.errors``.
@@ -42,3 +42,7 @@ class OpError(TVMFusionError):
 
 class EngineError(TVMFusionError):
     """An engine of a comparison that is not installed, or failed on the model."""
+
+
+class SlowPathWarning(UserWarning):
+    """A schedule rule that failed on a kernel, which is compiled without it; a defect of ours."""

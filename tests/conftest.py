@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of all tests: threads, hypothesis, and a check of every pass's result."""
+"""Fixtures of all tests: threads, no slow path, hypothesis, a check of every pass's result."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 # TVM reads this once, at its first parallel kernel; later it cannot be changed.
 os.environ.setdefault("TVM_NUM_THREADS", "2")
+# A schedule rule that fails is an error, in processes that the tests start, too.
+os.environ["TVM_FUSION_STRICT"] = "1"
 
 import pytest
 import tvm

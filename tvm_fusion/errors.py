@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every exception that tvm-fusion raises on purpose, all of them under ``TVMFusionError``."""
+"""Every exception that tvm-fusion raises on purpose, all of them under ``TVMFusionError``.
+
+``SlowPathWarning`` is the category of what it warns of.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from schedules.errors import (
     InvalidInputError,
     InvalidModelError,
     OpError,
+    SlowPathWarning,
     TargetError,
     TVMFusionError,
     UnsupportedOperatorError,
@@ -22,6 +26,7 @@ __all__ = [
     "InvalidInputError",
     "InvalidModelError",
     "OpError",
+    "SlowPathWarning",
     "TVMFusionError",
     "TargetError",
     "UnsupportedOperatorError",

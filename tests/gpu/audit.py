@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the kernels of a scheduled module: which rule made each, how many threads, what is slow."""
+"""Audit of a scheduled module: the rule and the threads of each kernel, and slow ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import tvm
 from tvm import s_tir, tirx
 
-from schedules.gpu.core.kernel_function import RULE, SCATTERED
+from schedules.gpu.core.kernel_function import SCATTERED
+from schedules.schedule_rule import RULE
 from schedules.tir.expression_walk import loads
 from schedules.workload.reduce import constant
 
@@ -19,7 +20,7 @@ FEWEST_THREADS = 1024
 
 @dataclass(frozen=True)
 class KernelAudit:
-    """What one launch of a function does.
+    """Facts about one launch of a function.
 
     Parameters
     ----------
@@ -48,7 +49,7 @@ class KernelAudit:
 
     @property
     def is_slow(self) -> bool:
-        """Whether few threads run a long loop, or the code has no threads."""
+        """Return whether few threads run a long loop, or the code has no threads."""
         if not self.is_scheduled:
             return True
         known = self.blocks is not None and self.threads is not None
@@ -119,7 +120,7 @@ def _launches(stmt: tirx.Stmt) -> Iterator[tirx.Stmt]:
 
 
 def _extent(stmt: tirx.Stmt) -> tuple[str, int | None] | None:
-    """Which part of the grid a statement opens, and its size."""
+    """The dimension of the grid that a statement opens, and its size."""
     if isinstance(stmt, tirx.AttrStmt) and stmt.attr_key == "thread_extent":
         return str(stmt.node.thread_tag), constant(stmt.value)
     if isinstance(stmt, tirx.For) and stmt.thread_binding is not None:
@@ -147,7 +148,7 @@ def _product(grid: dict[str, int | None], part: str) -> int | None:
 
 
 def _serial(stmt: tirx.Stmt, around: int | None) -> int | None:
-    """The most iterations in which a thread reaches global memory; None where not known."""
+    """Most iterations in which a thread accesses global memory; None where not known."""
     if isinstance(stmt, tirx.For) and stmt.kind in (tirx.ForKind.SERIAL, tirx.ForKind.UNROLLED):
         extent = constant(stmt.extent)
         around = None if around is None or extent is None else around * extent

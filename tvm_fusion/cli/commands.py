@@ -297,7 +297,8 @@ def explain_command(
     For a CPU, every pair of convolutions that could be fused: its FLOPs, the bytes moved by
     separate kernels and by a fused one, the FLOPs a byte (arithmetic intensity) of both, the
     decision, and the reason. For a GPU, every function, the rule that scheduled it, and the kernels
-    that it launches.
+    that it launches. For both, the kernels that are left to a general rule or on which a rule
+    failed, and why; --json names the rules of all kernels.
     """
     from .run import names_gpu
 
@@ -312,8 +313,8 @@ def explain_command(
     refuse_given(["resources"], "it is for --target cuda")
     from ..compiler.explain import explain, explain_table
 
-    pairs = explain(model, target, as_mapping(shape, "--shape"), fuse, winograd)
-    show_table(pairs, explain_table(pairs, model.name), as_json)
+    report = explain(model, target, as_mapping(shape, "--shape"), fuse, winograd)
+    show_table(report, explain_table(report, model.name), as_json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

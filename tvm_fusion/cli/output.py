@@ -9,9 +9,8 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import click
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from .json_text import json_text
 
@@ -43,7 +42,7 @@ def show(result: Any, text: str, as_json: bool) -> None:
     click.echo(json_text(_plain(result)) if as_json else text)
 
 
-def show_table(result: Any, table: Table, as_json: bool) -> None:
+def show_table(result: Any, table: RenderableType, as_json: bool) -> None:
     """Write ``result`` as JSON, or ``table``."""
     if as_json:
         show(result, "", True)

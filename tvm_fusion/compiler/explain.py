@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report on every pair of convolutions of a model: the decision, its gain, and its reason."""
+"""Report on a model: decision, gain and reason of every pair of convolutions; slow kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from rich.console import RenderableType
 from rich.table import Table
 
-from relay_passes import FuseConv2D, SimplifyInference
 from relay_passes.conv2d.fusion_report import read_report
 
 from ..onnx.frontend import import_onnx
 from . import pipeline
+from .explain_slow import with_slow_kernels
+from .launches import kernel_uses
 from .target import resolve
 
 
@@ -22,8 +25,8 @@ def explain(
     shapes: Mapping[str, Sequence[int]] | None = None,
     fuse: Any = "auto",
     winograd: str = "auto",
-) -> list[dict[str, Any]]:
-    """Decide which pairs of ``model`` to fuse, without compiling anything.
+) -> dict[str, Any]:
+    """Decide which pairs of ``model`` to fuse, and schedule its kernels; no code is generated.
 
     Parameters
     ----------
@@ -40,11 +43,14 @@ def explain(
 
     Returns
     -------
-    list of dict
-        One entry a candidate pair, in the order of the model: ``first`` and ``second`` (names),
-        ``input_shape``, ``layer1`` and ``layer2`` (texts), ``fused``, ``reason``, ``flops``, and
-        ``bytes_`` and ``intensity_`` (FLOPs a byte) ``unfused`` and ``fused``. Values that are
-        unknown because of symbolic shapes are None.
+    dict
+        ``target``. ``pairs``: one entry a candidate pair, in the order of the model: ``first`` and
+        ``second`` (names), ``input_shape``, ``layer1`` and ``layer2`` (texts), ``fused``,
+        ``reason``, ``flops``, and ``bytes_`` and ``intensity_`` (FLOPs a byte) ``unfused`` and
+        ``fused``. Values that are unknown because of symbolic shapes are None. ``functions``: in
+        the order of the model the ``name`` of each function, the ``rule`` that scheduled it, its
+        ``calls``, the rules that ``failed`` on it, with the reasons, and why it is likely to be
+        ``slow``; the latter is empty where a rule for its kind took it.
 
     Raises
     ------
@@ -52,13 +58,20 @@ def explain(
         As for ``compile``.
     """
     host = resolve(target)
-    choose = FuseConv2D(fuse=fuse, target=host, winograd=winograd)
-    plan = {"explain": [SimplifyInference(), choose]}
-    return read_report(pipeline.run_phases(import_onnx(model, shapes).mod, host, plan))
+    options = pipeline.Options(fuse=fuse, winograd=winograd)
+    mod = pipeline.optimize(import_onnx(model, shapes).mod, host, options)
+    functions = [asdict(use) for use in kernel_uses(mod)]
+    for use in functions:
+        del use["launches"]  # told by explain_kernels, for GPUs
+    return {"target": str(host), "pairs": read_report(mod), "functions": functions}
 
 
-def explain_table(pairs: Sequence[Mapping[str, Any]], title: str = "") -> Table:
-    """Return the result of :func:`explain` as a table with one row a pair."""
+def explain_table(report: Mapping[str, Any], title: str = "") -> RenderableType:
+    """Return the result of :func:`explain` as a table with one row a pair.
+
+    Kernels that are likely to be slow follow in a table of their own.
+    """
+    pairs = report["pairs"]
     table = Table(title=title, caption=_totals(pairs))
     for heading in ("first layer", "second layer", "input"):
         table.add_column(heading)
@@ -76,7 +89,7 @@ def explain_table(pairs: Sequence[Mapping[str, Any]], title: str = "") -> Table:
             "yes" if pair["fused"] else "no",
             pair["reason"],
         )
-    return table
+    return with_slow_kernels(table, report["functions"])
 
 
 def _totals(pairs: Sequence[Mapping[str, Any]]) -> str:

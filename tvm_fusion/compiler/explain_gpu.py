@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import tvm
+from rich.console import RenderableType
 from rich.table import Table
 
 from relay_passes.conv2d.fusion_report import read_report
@@ -18,6 +19,7 @@ from ..codegen.device_code import compile_kernels
 from ..errors import TargetError
 from ..onnx.frontend import import_onnx
 from . import pipeline
+from .explain_slow import with_slow_kernels
 from .gpu_phases import stock_phases
 from .launches import kernel_uses
 from .target import is_gpu, resolve
@@ -53,11 +55,13 @@ def explain_kernels(
         ``target``; ``reductions``: the numbers of ``rewritten`` ones and of those fused with others
         or with producers and consumers (``fused``), and the ``groups`` of
         :func:`relay_passes.reduction.report.read_reduction_report`; ``pairs`` of convolutions, as
-        :func:`tvm_fusion.compiler.explain.explain` lists them; ``launches`` and ``stock_launches``:
-        kernels a call, ours and those of TVM's default pipeline; ``functions``: the ``name`` of
-        each function in the model's order, the ``rule`` that scheduled it, its ``calls`` and their
-        ``launches``. With ``resources`` each has ``kernels``, by name ``registers`` a thread, and
-        in bytes ``stack_frame``, ``spill_stores``, ``spill_loads`` and ``shared``.
+        :func:`tvm_fusion.compiler.explain.explain` lists them; ``launches`` and
+        ``stock_launches``: kernels a call, ours and those of TVM's default pipeline; ``functions``:
+        the ``name`` of each function in the model's order, the ``rule`` that scheduled it, its
+        ``calls`` and their ``launches``, the rules that ``failed`` on it, with the reasons, and
+        why it is likely to be ``slow``, if it is. With ``resources`` each has ``kernels``, by name
+        ``registers`` a thread, and in bytes ``stack_frame``, ``spill_stores``, ``spill_loads`` and
+        ``shared``.
 
     Raises
     ------
@@ -85,8 +89,11 @@ def explain_kernels(
     }
 
 
-def explain_kernels_table(report: Mapping[str, Any], title: str = "") -> Table:
-    """Return the result of :func:`explain_kernels` as a table with one row a function."""
+def explain_kernels_table(report: Mapping[str, Any], title: str = "") -> RenderableType:
+    """Return the result of :func:`explain_kernels` as a table with one row a function.
+
+    Those that are likely to be slow follow in a table of their own.
+    """
     functions = report["functions"]
     table = Table(title=title, caption=_totals(report))
     for heading in ("function", "rule"):
@@ -104,7 +111,7 @@ def explain_kernels_table(report: Mapping[str, Any], title: str = "") -> Table:
             row.append(str(sum(kernel["spill_stores"] for kernel in kernels)))
             row.append(str(max(kernel["shared"] for kernel in kernels)))
         table.add_row(*row)
-    return table
+    return with_slow_kernels(table, functions)
 
 
 def _add_resources(

@@ -14,6 +14,7 @@ from tvm.target import Target
 
 from relay_passes import (
     AnnotateGathers,
+    ApplyRules,
     CoalesceReduction,
     DecomposeNormalization,
     FuseConv2D,
@@ -25,7 +26,6 @@ from relay_passes import (
     SimplifyInference,
 )
 from schedules import gpu
-from schedules.gpu.core.audit import recorded
 
 from ..errors import CompilationError
 from .launches import launches
@@ -76,7 +76,7 @@ def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:
             transform.DeadCodeElimination(),
             ShortenNames(),
         ],
-        "schedule": [schedule_by(*gpu.RULES, *STOCK_RULES), RequireKernels()],
+        "schedule": [ApplyRules(*gpu.RULES, *STOCK_RULES), RequireKernels()],
     }
 
 
@@ -86,11 +86,6 @@ def stock_phases(target: Target) -> dict[str, list[Pass]]:
         "dispatch": gpu_generic.library_dispatch_passes(target),
         "legalize": gpu_generic.legalize_passes(target),
     }
-
-
-def schedule_by(*rules: dlight.ScheduleRule) -> Pass:
-    """Schedule every function by the first rule that takes it, whose name it keeps."""
-    return dlight.ApplyDefaultSchedule(*recorded(rules))
 
 
 @tvm.transform.module_pass(opt_level=0, name="RequireKernels")

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count of the kernels that the functions of a module launch on a GPU, from their IR."""
+"""Rules and GPU kernels of the functions of a module, read from their IR."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
-from schedules.gpu.core.kernel_function import RULE
+from schedules.schedule_rule import RULE, failed_rules
+
+FALLBACK = "Fallback"
+"""Rule of CPUs for whatever the others leave."""
 
 _CALLS = ("relax.call_tir", "relax.call_tir_inplace")
 
@@ -24,17 +28,24 @@ class KernelUse:
     name : str
         The function.
     rule : str
-        The rule that scheduled it; ``"none"`` if it came with a schedule.
+        The rule that scheduled it; ``"none"`` if it came with a schedule, or no rule takes it.
     calls : int
         Calls of the function in a call of the model.
     launches : int
-        Kernels that all these calls launch.
+        Kernels that all these calls launch; none on a CPU.
+    failed : dict
+        From the rules that failed on it to the reasons.
+    slow : str
+        Why it is likely to be slow: rules failed, or none but one for any function takes it; empty
+        for others.
     """
 
     name: str
     rule: str
     calls: int
     launches: int
+    failed: dict[str, str] = field(default_factory=dict)
+    slow: str = ""
 
 
 def kernel_uses(mod: tvm.IRModule) -> list[KernelUse]:
@@ -57,9 +68,23 @@ def kernel_uses(mod: tvm.IRModule) -> list[KernelUse]:
     for name, count in called.items():
         func = mod[name]
         if isinstance(func, tirx.PrimFunc):
-            rule = str((func.attrs or {}).get(RULE, "none"))
-            uses.append(KernelUse(name, rule, count, count * launches(func.body)))
+            rule, failed = str((func.attrs or {}).get(RULE, "none")), failed_rules(func)
+            launched = count * launches(func.body)
+            uses.append(KernelUse(name, rule, count, launched, failed, _slow(func, rule, failed)))
     return uses
+
+
+def _slow(func: tirx.PrimFunc, rule: str, failed: Mapping[str, str]) -> str:
+    """Return why a function is likely to be slow, or nothing."""
+    if failed:
+        return "; ".join(f"{name} failed: {reason}" for name, reason in failed.items())
+    if rule == FALLBACK:
+        return "no other rule takes it"
+    if rule.startswith("dlight."):
+        return "none of our rules takes it"
+    attributes = func.attrs or {}
+    is_done = any(name in attributes for name in (RULE, "tirx.is_scheduled", "tirx.is_host_func"))
+    return "" if is_done or launches(func.body) else "no rule takes it"
 
 
 def launches(body: tirx.Stmt) -> int:

@@ -18,10 +18,10 @@ from tvm import relax
 from tvm.ir.transform import Pass
 from tvm.relax.backend.cpu_generic import pipeline as cpu_generic
 from tvm.relax.backend.gpu_generic import pipeline as gpu_generic
-from tvm.s_tir import dlight
 from tvm.target import Target
 
 from relay_passes import (
+    ApplyRules,
     ChooseWinograd,
     FuseConv2D,
     FuseEpilogue,
@@ -112,7 +112,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
             transform.FuseTIR(),
             transform.DeadCodeElimination(),
         ],
-        "schedule": [dlight.ApplyDefaultSchedule(*cpu.RULES)],
+        "schedule": [ApplyRules(*cpu.RULES)],
     }
 
 

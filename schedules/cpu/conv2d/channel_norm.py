@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import s_tir, tirx
-from tvm.s_tir.dlight import ScheduleRule
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
@@ -15,6 +14,7 @@ from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import accumulators, loop
 from ..core.prefetch import prefetch
+from ..core.rule import CPURule
 from ..core.tiles import Index, Run, chunk, split_evenly
 from .register_tile_nest import for_each_pixel_tile
 
@@ -22,7 +22,7 @@ from .register_tile_nest import for_each_pixel_tile
 SERIAL_ELEMENTS = 16_384
 
 
-class ChannelNorm(ScheduleRule):
+class ChannelNorm(CPURule):
     """Rule for functions that legalization marked as ``channel_norm``.
 
     Vectors run along the lanes of a block, and the moments of a few neighbouring pixels stay in
@@ -42,10 +42,10 @@ class ChannelNorm(ScheduleRule):
     everything else.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func`` for a CPU target."""
         kind = str(func.attrs.get("tvm_fusion.op", "")) if func.attrs else ""
-        if target.kind.name != "llvm" or kind != "channel_norm":
+        if kind != "channel_norm":
             return None
         data = func.params[0]
         if not all(isinstance(extent, tirx.IntImm) for extent in data.shape[1:]):

@@ -17,7 +17,6 @@ import functools
 from dataclasses import replace
 
 from tvm import s_tir, tirx
-from tvm.s_tir.dlight import ScheduleRule
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
@@ -27,6 +26,7 @@ from schedules.workload.conv2d import Conv2DKernel, from_json
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import Index, LayerOperands, Reduction, loop
+from ..core.rule import CPURule
 from ..core.tiles import Run, Span, chunk, split_evenly
 from ..cost.conv2d_knobs import Conv2DKnobs
 from ..cost.cost_model import default_conv2d_knobs
@@ -42,28 +42,26 @@ from .register_tile_nest import (
 )
 
 
-class Conv2D(ScheduleRule):
+class Conv2D(CPURule):
     """Rule for functions that legalization marked as one packed convolution.
 
     Takes static image sizes (the batch may be symbolic) in ``NCHW[x]c``, or NCHW data with a packed
     output; returns None for everything else.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func`` for a CPU target with the default knobs."""
-        kernel = packed_kernel(func, target, layers=1)
+        kernel = packed_kernel(func, layers=1)
         if kernel is None:
             return None
         knobs = default_conv2d_knobs(kernel, CPUInfo.from_target(target))
         return conv2d_template(func, kernel, knobs)
 
 
-def packed_kernel(
-    func: tirx.PrimFunc, target: Target, layers: int, winograd: bool = False
-) -> Conv2DKernel | None:
+def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> Conv2DKernel | None:
     """The workload of a marked function, or None if the packed templates cannot take it."""
     text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
-    if target.kind.name != "llvm" or text is None:
+    if text is None:
         return None
     kernel = from_json(str(text))
     packed = kernel.out_layout != "NCHW" and None not in (kernel.height, kernel.width)

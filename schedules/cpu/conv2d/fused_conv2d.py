@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from tvm import s_tir, tirx
-from tvm.s_tir.dlight import ScheduleRule
 from tvm.target import Target
 
 from ..core.machine import CPUInfo
+from ..core.rule import CPURule
 from ..cost.cost_model import default_fused_knobs
 from ..cost.fused_conv2d_knobs import LOOPS, FusedConv2DKnobs
 from ..cost.fused_conv2d_limits import takes_plain, unsupported
@@ -26,16 +26,16 @@ __all__ = [
 ]
 
 
-class FusedConv2D(ScheduleRule):
+class FusedConv2D(CPURule):
     """Rule for functions that legalization marked as a fused pair of packed convolutions.
 
     Takes what :func:`unsupported` does not refuse; returns None for everything else. Pairs from
     NCHW to NCHW are computed on planes where :func:`.planar_knobs.prefers_planar` says so.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func`` for a CPU target with the default knobs."""
-        kernel = packed_kernel(func, target, layers=2)
+        kernel = packed_kernel(func, layers=2)
         if kernel is None:
             return None
         layer1, layer2 = kernel.layers

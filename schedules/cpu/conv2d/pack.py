@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from tvm import s_tir, tirx
-from tvm.s_tir.dlight import ScheduleRule
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import loop
+from ..core.rule import CPURule
 from ..core.tiles import Index, chunk
 from .register_transpose import Lanes, Planes, move_pixels
 
@@ -18,17 +18,17 @@ from .register_transpose import Lanes, Planes, move_pixels
 SERIAL_ELEMENTS = 16_384
 
 
-class Pack(ScheduleRule):
+class Pack(CPURule):
     """Rule for functions that legalization marked as ``pack`` or ``unpack``.
 
     Takes static images of at least ``x`` pixels with a power of two of lanes (the batch may be
     symbolic); returns None for everything else.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func`` for a CPU target."""
         kind = str(func.attrs.get("tvm_fusion.op", "")) if func.attrs else ""
-        if target.kind.name != "llvm" or kind not in ("pack", "unpack"):
+        if kind not in ("pack", "unpack"):
             return None
         plain, packed = func.params if kind == "pack" else reversed(func.params)
         extents = [*plain.shape[1:], *packed.shape[1:]]

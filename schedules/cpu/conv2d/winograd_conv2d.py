@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from tvm import s_tir, tirx
-from tvm.s_tir.dlight import ScheduleRule
 from tvm.target import Target
 
 from schedules.workload.conv2d import Conv2DKernel
 
 from ..core.machine import CPUInfo
+from ..core.rule import CPURule
 from ..cost.winograd_knobs import WinogradKnobs, WinogradShape, best_plan
 from .conv2d import packed_kernel
 from .winograd_nest import winograd_template
@@ -17,7 +17,7 @@ from .winograd_nest import winograd_template
 __all__ = ["WinogradConv2D", "WinogradKnobs", "default_knobs", "winograd_template"]
 
 
-class WinogradConv2D(ScheduleRule):
+class WinogradConv2D(CPURule):
     """Rule for functions that legalization marked as a convolution by Winograd's algorithm.
 
     Takes static image sizes (the batch may be symbolic); returns None for everything else. Sums are
@@ -25,9 +25,9 @@ class WinogradConv2D(ScheduleRule):
     that read it NaN.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, tunable: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func`` for a CPU target with the default knobs."""
-        kernel = packed_kernel(func, target, layers=1, winograd=True)
+        kernel = packed_kernel(func, layers=1, winograd=True)
         if kernel is None:
             return None
         knobs = default_knobs(kernel, CPUInfo.from_target(target))

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from tvm import s_tir, tirx
 from tvm.s_tir import ScheduleError
-from tvm.s_tir.dlight.cpu.base import CPUScheduleRule
 from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
 from ..core.machine import CPUInfo
+from ..core.rule import CPURule
 from ..nests.blocks import Kernel, block_facts, open_kernel
 from ..nests.elementwise_nest import schedule_spatial
 from ..nests.loop_transforms import attempt, finish, inline_blocks, parallel_outer, static_extent
@@ -20,7 +20,7 @@ from ..reduce.block_reduction import reduce_block, reducible
 from ..reduce.lane_reduction import is_reduced
 
 
-class Fallback(CPUScheduleRule):
+class Fallback(CPURule):
     """Functions that the other rules leave: several unrelated reductions, symbolic or ragged loops.
 
     Blocks are inlined where that is possible; each of the others gets its own nest, injective
@@ -29,10 +29,8 @@ class Fallback(CPUScheduleRule):
     of this fails stays as it is; the rule never fails.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
-        """Schedule ``func``; None for other targets, and for functions without a root block."""
-        if not isinstance(func, tirx.PrimFunc) or target.kind.name != "llvm":
-            return None
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+        """Schedule ``func``, or return None if it has no root block."""
         if not _has_root(func):
             return None  # sorts, scatters and scans write their whole body themselves
         kernel = open_kernel(func, target)

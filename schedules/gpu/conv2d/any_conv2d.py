@@ -6,7 +6,6 @@ from __future__ import annotations
 import tvm
 import tvm_ffi
 from tvm import ir, s_tir, tirx
-from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
@@ -17,13 +16,14 @@ from schedules.workload.conv2d import from_json
 from schedules.workload.reduce import unravel
 
 from ..core.kernel_function import unless_empty, write_kernels
-from ..core.machine import KINDS, GPUInfo
+from ..core.machine import GPUInfo
+from ..core.rule import GPURule
 from ..gemm.matmul_pattern import ACCUMULATOR
 
 THREADS = 128
 
 
-class AnyConv2D(GPUScheduleRule):
+class AnyConv2D(GPURule):
     """Computes each output of a convolution in its own thread.
 
     Takes every function that legalization marked as one direct convolution: other element types
@@ -31,10 +31,8 @@ class AnyConv2D(GPUScheduleRule):
     16-bit floats are summed in float32. Returns None for everything else.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
-            return None
         text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
         if text is None:
             return None

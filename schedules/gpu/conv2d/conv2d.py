@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import s_tir, tirx
-from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
@@ -21,7 +20,8 @@ from schedules.workload.conv2d import Conv2DKernel, ConvLayer, from_json
 from schedules.workload.reduce import extent_of
 
 from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
-from ..core.machine import KINDS, REGISTER_FILE, GPUInfo
+from ..core.machine import REGISTER_FILE, GPUInfo
+from ..core.rule import GPURule
 from ..core.vector_loads import flat_view
 from ..gemm.conv_tiles import ConvTile, Product, choose_tile
 from ..gemm.epilogue import Ending, Epilogue, Partial, finish_tile, lanes_at, sum_parts
@@ -33,7 +33,7 @@ from ..gemm.thread_block_tile import GemmBlock
 ADDING_THREADS = 128
 
 
-class Conv2D(GPUScheduleRule):
+class Conv2D(GPURule):
     """Computes a convolution as a product of matrices, from shared memory.
 
     Takes functions that legalization marked as one convolution of float32 on images of a known
@@ -41,9 +41,9 @@ class Conv2D(GPUScheduleRule):
     depthwise, where a tile fits the device; returns None for everything else.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        kernel = packed_kernel(func, target, layers=1)
+        kernel = packed_kernel(func, layers=1)
         if kernel is None or kernel.layers[0].is_depthwise:
             return None
         shape = ConvShape.of(kernel, batch_of(func))
@@ -52,7 +52,7 @@ class Conv2D(GPUScheduleRule):
         return None if tile is None else conv2d_template(func, kernel, tile, gpu)
 
 
-def packed_kernel(func: tirx.PrimFunc, target: Target, layers: int) -> Conv2DKernel | None:
+def packed_kernel(func: tirx.PrimFunc, layers: int) -> Conv2DKernel | None:
     """The workload of a marked function in ``NCHW4c``, or None if no template can take it.
 
     Raises
@@ -60,8 +60,6 @@ def packed_kernel(func: tirx.PrimFunc, target: Target, layers: int) -> Conv2DKer
     OpError
         If its groups do not consist of whole blocks of channels.
     """
-    if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
-        return None
     text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
     if text is None:
         return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import tvm
 from tvm import s_tir, tirx
-from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
@@ -18,6 +17,7 @@ from schedules.workload.conv2d import Conv2DKernel
 
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
+from ..core.rule import GPURule
 from ..core.vector_loads import flat_view
 from ..gemm.epilogue import Epilogue, lanes_at
 from ..gemm.implicit_gemm import LANES, ConvShape
@@ -29,16 +29,16 @@ MOST_TAPS = 49  # the nest is unrolled
 FULL = 512  # threads of a multiprocessor that hide the latency of memory; an estimate
 
 
-class DepthwiseConv2D(GPUScheduleRule):
+class DepthwiseConv2D(GPURule):
     """Computes a depthwise convolution, with rows of the data reused in registers.
 
     Takes what :class:`schedules.gpu.Conv2D` takes, but depthwise layers, of up to 49 taps; returns
     None for everything else.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        kernel = packed_kernel(func, target, layers=1)
+        kernel = packed_kernel(func, layers=1)
         if kernel is None or not kernel.layers[0].is_depthwise or kernel.data_layout == "NCHW":
             return None
         shape = ConvShape.of(kernel, batch_of(func))

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 import tvm
 from tvm import s_tir, tirx
-from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
@@ -29,6 +28,7 @@ from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 from ..core.intrinsics import sync
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
+from ..core.rule import GPURule
 from ..core.vector_loads import flat_view
 from ..gemm.epilogue import Epilogue, finish_tile
 from ..gemm.implicit_gemm import LANES, ConvShape, Index
@@ -42,7 +42,7 @@ from .fused_tiles import FusedTile, Pair, choose_fused_tile
 MOST_TAPS = 49  # of a depthwise first layer, which is unrolled
 
 
-class FusedConv2D(GPUScheduleRule):
+class FusedConv2D(GPURule):
     """Keeps the intermediate of two convolutions in shared memory.
 
     Takes functions that legalization marked as a fused pair of float32 on images of a known size
@@ -50,9 +50,9 @@ class FusedConv2D(GPUScheduleRule):
     :func:`unsupported` allows and a tile fits the device; returns None for everything else.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        kernel = packed_kernel(func, target, layers=2)
+        kernel = packed_kernel(func, layers=2)
         if kernel is None or unsupported(*kernel.layers) is not None:
             return None
         tile = choose_fused_tile(pair_of(kernel, batch_of(func)), GPUInfo.from_target(target))

@@ -10,14 +10,13 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from schedules.schedule_rule import RULE
 from schedules.tir.index_math import i64
 from schedules.workload.reduce import Extent, constant
 
 from .bfloat16_bits import convert_by_bits
 from .machine import GPUInfo
 
-RULE = "tvm_fusion.rule"
-"""Attribute of a scheduled function: the rule that wrote it."""
 SCATTERED = "tvm_fusion.scattered"
 """Attribute of one whose neighbouring threads cannot all read and write neighbouring elements."""
 

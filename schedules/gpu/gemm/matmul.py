@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import tvm
 from tvm import DataType, s_tir, tirx
-from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
@@ -13,7 +12,8 @@ from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import constant
 
 from ..core.kernel_function import unless_empty, write_function
-from ..core.machine import KINDS, GPUInfo
+from ..core.machine import GPUInfo
+from ..core.rule import GPURule
 from ..pointwise.point_kernel import Views
 from .matmul_pattern import MatmulFunction, read_matmul
 from .matmul_tile_sizes import choose_tiles
@@ -21,7 +21,7 @@ from .skinny_matmul import MOST_ROWS, choose_rows, write_rows
 from .tiled_matmul import write_tiles
 
 
-class Matmul(GPUScheduleRule):
+class Matmul(GPURule):
     """Matrix products on the ordinary cores: dense layers, attention, either layout of a factor.
 
     A block computes a tile of the result from tiles of the factors in shared memory, of which the
@@ -35,10 +35,8 @@ class Matmul(GPUScheduleRule):
     Left alone: convolutions, epilogues that move elements.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
-            return None
         matmul = read_matmul(func)
         if matmul is None:
             return None

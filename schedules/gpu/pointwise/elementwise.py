@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import tvm
 from tvm import s_tir, tirx
-from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
@@ -15,7 +14,8 @@ from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import constant
 
 from ..core.kernel_function import SCATTERED, write_function
-from ..core.machine import KINDS, GPUInfo
+from ..core.machine import GPUInfo
+from ..core.rule import GPURule
 from .axis_order import best_lanes, injective_spaces
 from .coalescing import Lanes, is_scattered
 from .iteration_domain import IterationSpace
@@ -25,7 +25,7 @@ _LARGEST_BLOCK = 256
 _SMALLEST_BLOCK = 64
 
 
-class Elementwise(GPUScheduleRule):
+class Elementwise(GPURule):
     """Injective functions: element-wise, cast, concatenation, split, slice, pad, gather, resize.
 
     All blocks become one kernel without intermediate tensors. A thread computes neighbouring
@@ -37,10 +37,8 @@ class Elementwise(GPUScheduleRule):
     Left alone: functions with a reduction, a scatter, or thread bindings.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
-            return None
         spaces = injective_spaces(func)
         return write_spaces(func, spaces, target, "Elementwise") if spaces else None
 

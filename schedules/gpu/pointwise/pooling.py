@@ -7,21 +7,20 @@ import math
 from collections.abc import Sequence
 
 from tvm import s_tir, tirx
-from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
 from tvm.target import Target
 
 from schedules.tir.block_expressions import Stage, read_stages
 from schedules.tir.expression_walk import loads, uses
 from schedules.workload.reduce import constant
 
-from ..core.machine import KINDS
+from ..core.rule import GPURule
 from .axis_order import spaces_of
 from .elementwise import write_spaces
 
 _LARGEST_WINDOW = 64
 
 
-class Pooling(GPUScheduleRule):
+class Pooling(GPURule):
     """Maxima and averages of windows up to 8 x 8, with padding, strides and dilation.
 
     A thread computes neighbouring elements of the output, with the window unrolled: in NCHW4c four
@@ -31,10 +30,8 @@ class Pooling(GPUScheduleRule):
     Left alone: larger windows and whole rows, which are reductions; products of two tensors.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
-            return None
         stages = read_stages(func)
         if stages is None or not any(stage.reduced for stage in stages):
             return None

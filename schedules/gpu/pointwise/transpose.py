@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import DataType, s_tir, tirx
-from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
@@ -19,7 +18,8 @@ from schedules.workload.reduce import Extent, constant, unravel
 
 from ..core.intrinsics import sync
 from ..core.kernel_function import unless_empty, write_function
-from ..core.machine import KINDS, GPUInfo
+from ..core.machine import GPUInfo
+from ..core.rule import GPURule
 from .axis_order import best_lanes, injective_spaces
 from .coalescing import classify, is_scattered
 from .element_program import Read
@@ -40,8 +40,8 @@ class _Crossing:
     reads: tuple[Read, ...]
 
 
-class Transpose(GPUScheduleRule):
-    """Transposes and changes of layout, with their producers and consumers.
+class Transpose(GPURule):
+    """Transposes and changes of layout, with what comes before and after them.
 
     A block loads a tile of 32 x 32 elements along the axis that is contiguous in the input and
     stores it along the one that is contiguous in the output; between the two it lies in shared
@@ -52,10 +52,8 @@ class Transpose(GPUScheduleRule):
     tensors that their tiles do not fit the shared memory.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        if not isinstance(func, tirx.PrimFunc) or target.kind.name not in KINDS:
-            return None
         spaces = injective_spaces(func)
         if not spaces or len(spaces) > 1:
             return None

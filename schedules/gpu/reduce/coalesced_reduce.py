@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import tvm
 from tvm import s_tir, tirx
-from tvm.s_tir.dlight.gpu.base import GPUScheduleRule
 from tvm.target import Target
 
 from ..core.bfloat16_bits import convert_by_bits
 from ..core.machine import GPUInfo
+from ..core.rule import GPURule
 from .kernel.group_kernel import write_kernel
 from .plan.chain_config import choose_chain
 from .plan.config import ReduceConfig, choose_sisters
@@ -18,7 +18,7 @@ from .plan.online_softmax import avoid_chain
 from .plan.read_group import read_group
 
 
-class CoalescedReduce(GPUScheduleRule):
+class CoalescedReduce(GPURule):
     """Computes a group of coalesced reductions in one kernel.
 
     Takes functions with the blocks of :mod:`schedules.compute.coalesced_reduce`: any number of
@@ -36,10 +36,8 @@ class CoalescedReduce(GPUScheduleRule):
     (:mod:`schedules.gpu.reduce.plan.online_softmax`). Returns None for everything else.
     """
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        if not isinstance(func, tirx.PrimFunc) or target.kind.name not in ("cuda", "opencl"):
-            return None
         group = read_group(func)
         if group is None:
             return None

@@ -11,13 +11,13 @@ from tvm import te, tirx
 from tvm.relax import op
 from tvm.s_tir import dlight
 
+from relay_passes import ApplyRules
 from schedules.gpu import RULES
-from schedules.gpu.core.audit import recorded
 
 
 def _scheduled(mod: tvm.IRModule, *rules: dlight.ScheduleRule) -> tvm.IRModule:
     with CUDA:
-        return dlight.ApplyDefaultSchedule(*recorded(rules))(mod)
+        return ApplyRules(*rules)(mod)
 
 
 def test_rules_are_named() -> None:

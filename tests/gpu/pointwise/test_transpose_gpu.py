@@ -13,7 +13,7 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 from relay_passes.op.pack import pack, unpack
-from schedules.gpu.core.kernel_function import RULE
+from schedules.schedule_rule import RULE
 
 F32 = "float32"
 

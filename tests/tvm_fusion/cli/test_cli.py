@@ -164,18 +164,22 @@ def test_open_dimension_gets_its_size(run: Run, tmp_path: Path) -> None:
     assert code == 0 and json.loads(out)["outputs"][0]["shape"] == [2, 6, 12, 12]
     shape = ("--shape", "image=3,3,12,12")
     code, out, _ = run("explain", path, "--json", *shape)
-    assert code == 0 and json.loads(out)[0]["input_shape"][0] == 3
+    assert code == 0 and json.loads(out)["pairs"][0]["input_shape"][0] == 3
 
 
 def test_explain_prints_every_pair(run: Run, model_path: Path) -> None:
     code, out, _ = run("explain", model_path, "--json", "--fuse", "all")
-    pairs = json.loads(out)
+    report = json.loads(out)
+    pairs = report["pairs"]
     assert code == 0 and len(pairs) == 2
     assert [pair["fused"] for pair in pairs] == [False, True]
     code, out, _ = run("explain", model_path, "--fuse", "all")
     assert code == 0 and "1 of 2 pairs fused" in out
     for pair in pairs:
         assert any(pair["layer1"] in line and pair["layer2"] in line for line in out.splitlines())
+    assert {use["rule"] for use in report["functions"]} >= {"FusedConv2D", "Conv2D"}
+    assert not any(use["slow"] or use["failed"] for use in report["functions"])
+    assert "likely to be slow" not in out
 
 
 @pytest.mark.parametrize("target", ["opencl", "cuda -arch=sm_90"])

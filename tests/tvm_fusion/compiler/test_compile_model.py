@@ -154,9 +154,9 @@ def fail(*_: object, **__: object) -> None:
         (tvm_fusion.compile, "tvm_fusion.compiler.pipeline.PackLayout", "pack"),
         (tvm_fusion.compile, "tvm.compile", "build"),
         (profile, "tvm_fusion.compiler.pipeline.PackLayout", "pack"),
-        (profile, "tvm_fusion.compiler.pipeline.dlight.ApplyDefaultSchedule", "schedule"),
+        (profile, "tvm_fusion.compiler.pipeline.ApplyRules", "schedule"),
         (profile, "tvm.compile", "build"),
-        (explain, "tvm_fusion.compiler.explain.SimplifyInference", "explain"),
+        (explain, "tvm_fusion.compiler.pipeline.PackLayout", "pack"),
     ],
 )
 def test_what_tvm_raises_names_the_stage(monkeypatch, run, broken: str, stage: str) -> None:

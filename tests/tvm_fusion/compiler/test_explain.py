@@ -17,15 +17,15 @@ DEPTHWISE = ConvLayer(8, 8, (3, 3), padding=(1,) * 4, groups=8, activation=Activ
 POINTWISE = ConvLayer(8, 6, (1, 1))
 
 
-def table_text(pairs: list[dict[str, Any]]) -> str:
+def table_text(report: dict[str, Any]) -> str:
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(explain_table(pairs, "title"))
+        console.print(explain_table(report, "title"))
     return capture.get()
 
 
 def test_every_pair_comes_with_its_costs() -> None:
-    first, second = explain(small_model(), fuse="none")
+    first, second = explain(small_model(), fuse="none")["pairs"]
     assert (first["layer1"], first["layer2"]) == ("conv 3x3 3->8 relu", "dw-conv 3x3 8->8 relu6")
     assert (second["layer1"], second["layer2"]) == (str(DEPTHWISE), str(POINTWISE))
     assert not first["fused"] and not second["fused"]
@@ -38,20 +38,21 @@ def test_every_pair_comes_with_its_costs() -> None:
 
 
 def test_fuse_and_target_decide() -> None:
-    assert [pair["fused"] for pair in explain(small_model(), fuse="all")] == [False, True]
-    chosen = explain(small_model(), "x86-64-v3", fuse=lambda workload, target: True)
+    pairs = explain(small_model(), fuse="all")["pairs"]
+    assert [pair["fused"] for pair in pairs] == [False, True]
+    chosen = explain(small_model(), "x86-64-v3", fuse=lambda workload, target: True)["pairs"]
     assert chosen[1]["fused"] and "caller" in chosen[1]["reason"]
 
 
 def test_the_reason_names_winograd_where_it_decides() -> None:
     model = dense_model(channels=64, size=56)
-    (chosen,), (direct,) = explain(model), explain(model, winograd="never")
+    (chosen,), (direct,) = explain(model)["pairs"], explain(model, winograd="never")["pairs"]
     assert "separate, layer 1 can use Winograd's algorithm" in chosen["reason"]
     assert "Winograd" not in direct["reason"]
 
 
 def test_shapes_bind_open_dimensions() -> None:
-    pairs = explain(small_model("N"), shapes={"N": 3})
+    pairs = explain(small_model("N"), shapes={"N": 3})["pairs"]
     assert [pair["input_shape"][0] for pair in pairs] == [3, 3]
 
 
@@ -67,8 +68,8 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def test_table_has_a_row_a_pair_and_the_sum() -> None:
-    pairs = explain(small_model(), fuse="all")
-    text = table_text(pairs)
+    report = explain(small_model(), fuse="all")
+    pairs, text = report["pairs"], table_text(report)
     row = next(line for line in text.splitlines() if "conv 1x1 8->6" in line)
     assert "1x8x12x12" in row and "yes" in row and f"{pairs[1]['flops'] / 1e6:.2f}" in row
     saved = pairs[1]["bytes_unfused"] - pairs[1]["bytes_fused"]
@@ -76,10 +77,11 @@ def test_table_has_a_row_a_pair_and_the_sum() -> None:
 
 
 def test_table_of_nothing_and_of_unknown_costs() -> None:
-    assert "0 of 0 pairs fused" in table_text([])
+    assert "0 of 0 pairs fused" in table_text({"pairs": [], "functions": []})
     names = ("flops", "bytes_unfused", "bytes_fused", "intensity_unfused", "intensity_fused")
-    pair = explain(small_model(), fuse="none")[0] | dict.fromkeys(names)
-    assert table_text([pair]).count(" ? ") == len(names)
+    report = explain(small_model(), fuse="none")
+    unknown = report["pairs"][0] | dict.fromkeys(names)
+    assert table_text(report | {"pairs": [unknown]}).count(" ? ") == len(names)
 
 
 def test_a_model_without_pairs_has_no_rows() -> None:
@@ -87,4 +89,4 @@ def test_a_model_without_pairs_has_no_rows() -> None:
     del model.graph.node[1:]
     model.graph.node[0].output[0] = "scores"
     model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 8
-    assert explain(model) == []
+    assert explain(model)["pairs"] == []

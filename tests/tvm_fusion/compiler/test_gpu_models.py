@@ -27,7 +27,7 @@ from tvm.script import tirx as T
 import tvm_fusion
 from relay_passes.conv2d.fusion_report import read_report
 from schedules import gpu
-from schedules.gpu.core.kernel_function import RULE
+from schedules.schedule_rule import RULE
 from tvm_fusion.codegen import nvrtc
 from tvm_fusion.codegen.device_code import compile_kernels, cuda_texts
 from tvm_fusion.codegen.library_bin import packed

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import tvm
 import tvm_ffi
 from tvm import tirx
@@ -10,7 +11,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from schedules.gpu.core.kernel_function import RULE
+from schedules.schedule_rule import FAILED, RULE
 from tvm_fusion.compiler.launches import KernelUse, kernel_uses, launches
 
 
@@ -103,3 +104,21 @@ def test_uses_are_listed_in_the_order_of_the_model() -> None:
     assert kernel_uses(Calls) == [KernelUse("two", "Twice", 2, 4), KernelUse("one", "none", 1, 1)]
     assert RULE == "tvm_fusion.rule"
     assert kernel_uses(tvm.IRModule({"two": two_kernels})) == []
+
+
+@pytest.mark.parametrize(
+    ("attributes", "why"),
+    [
+        ({RULE: "Fallback", "tirx.is_scheduled": True}, "no other rule takes it"),
+        ({RULE: "dlight.GEMV", "tirx.is_scheduled": True}, "none of our rules takes it"),
+        ({RULE: "Dense", FAILED: '{"A": "b", "C": "d"}'}, "A failed: b; C failed: d"),
+        ({}, "no rule takes it"),
+        ({RULE: "Dense"}, ""),
+        ({"tirx.is_scheduled": True}, ""),
+        ({"tirx.is_host_func": True}, ""),
+    ],
+)
+def test_what_is_likely_to_be_slow_says_why(attributes: dict[str, object], why: str) -> None:
+    mod = tvm.IRModule(dict(Calls.functions_items()))
+    mod["one"] = no_kernel.with_attrs(attributes) if attributes else no_kernel
+    assert kernel_uses(mod)[1].slow == why

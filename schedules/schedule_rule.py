@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base of all schedule rules, and the one place where a function is given to them in turn.
+
+A rule returns None for what is not its own: its guards decide that, and no exception does. What it
+raises is a defect, and never hidden (:func:`schedule_function`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from tvm import s_tir, tirx
+from tvm.s_tir.dlight import ScheduleRule
+from tvm.target import Target
+
+from .errors import CompilationError, SlowPathWarning, TVMFusionError
+
+RULE = "tvm_fusion.rule"
+"""Attribute of a scheduled function: the rule that scheduled it."""
+FAILED = "tvm_fusion.failed_rules"
+"""Attribute of a function on which rules failed: from their names to the reasons, as JSON."""
+STRICT = "TVM_FUSION_STRICT"
+"""Environment variable; unless it is empty or 0, a rule that fails stops the compilation."""
+
+_LONGEST_REASON = 300
+
+
+class Rule(ScheduleRule):
+    """A schedule rule for the targets of some kinds.
+
+    Attributes
+    ----------
+    kinds : tuple of str
+        The kinds; functions for other targets are left alone.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ()
+
+    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+        """Schedule ``func``, or return None if the rule does not know it."""
+        if not isinstance(func, tirx.PrimFunc) or target.kind.name not in self.kinds:
+            return None
+        return self.schedule(func, target)
+
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+        """Schedule a function for a target of these kinds, or return None; ``func`` stays as is."""
+        raise NotImplementedError
+
+
+def schedule_function(
+    name: str, func: tirx.PrimFunc, target: Target, rules: Sequence[ScheduleRule]
+) -> tirx.PrimFunc:
+    """Schedule a function by the first rule that takes it.
+
+    A rule that raises anything but an error of ours is passed over with a
+    :class:`SlowPathWarning`, or, where the environment variable ``TVM_FUSION_STRICT`` is set, stops
+    the compilation.
+
+    Parameters
+    ----------
+    name : str
+        The function's name in its module.
+    func : tirx.PrimFunc
+        The function; it is not changed.
+    target : Target
+        What it is scheduled for.
+    rules : Sequence[ScheduleRule]
+        Ours and TVM's, in the order in which they are asked.
+
+    Returns
+    -------
+    tirx.PrimFunc
+        The scheduled function with the rule's name in ``RULE``, or ``func`` if no rule takes it;
+        with the rules that failed in ``FAILED``, if there are any.
+
+    Raises
+    ------
+    CompilationError
+        If a rule fails and ``TVM_FUSION_STRICT`` is set.
+    """
+    failed: dict[str, str] = {}
+    for rule in rules:
+        try:
+            found = rule.apply(func, target, False)
+        except TVMFusionError:
+            raise  # tells the user what to do
+        except Exception as error:  # a defect may show as anything
+            failed[rule_name(rule)] = _reason(error)
+            _report(name, rule_name(rule), error)
+            continue
+        if found is not None:
+            schedule = found[0] if isinstance(found, list) else found
+            scheduled = schedule.mod["main"].with_attr("tirx.is_scheduled", True)
+            if RULE not in scheduled.attrs:
+                scheduled = scheduled.with_attr(RULE, rule_name(rule))
+            return _with_failed(scheduled, failed)
+    return _with_failed(func, failed)
+
+
+def rule_name(rule: ScheduleRule) -> str:
+    """Return the name of a rule; those of TVM begin with ``dlight.``."""
+    origin = "dlight." if type(rule).__module__.startswith("tvm.") else ""
+    return f"{origin}{type(rule).__name__}"
+
+
+def failed_rules(func: tirx.PrimFunc) -> dict[str, str]:
+    """Return which rules failed on a function, and why."""
+    text = func.attrs.get(FAILED) if func.attrs else None
+    return {} if text is None else json.loads(str(text))
+
+
+def _with_failed(func: tirx.PrimFunc, failed: Mapping[str, str]) -> tirx.PrimFunc:
+    return func.with_attr(FAILED, json.dumps(failed)) if failed else func
+
+
+def _report(name: str, rule: str, error: Exception) -> None:
+    """Warn of a rule that failed, or raise if that is wanted."""
+    told = f"the schedule rule {rule} failed on the kernel {name!r}: {_reason(error)}"
+    if os.environ.get(STRICT, "0") not in ("", "0"):
+        raise CompilationError(told) from error
+    text = f"{told}; it is compiled without this rule, and may be slow: please report the model"
+    warnings.warn(text, SlowPathWarning, stacklevel=3)
+
+
+def _reason(error: Exception) -> str:
+    """Return an exception in one line, without the module that a refused primitive prints."""
+    head, _, rest = str(error).partition("The IR with diagnostic is")
+    words = f"{head} {rest.partition('Error message:')[2]}".split()
+    kind = type(error).__name__
+    text = " ".join(words).removeprefix(f"{kind}: ")
+    return f"{kind}: {text}"[:_LONGEST_REASON] if text else kind
