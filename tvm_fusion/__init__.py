@@ -18,18 +18,20 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from .runtime.compiled_model import CompiledModel, load
 from .version import __version__
 
 if TYPE_CHECKING:
     from . import pipeline as pipeline
     from .compiler.compile_model import compile
+    from .runtime.compiled_model import CompiledModel, load
 
 __all__ = ["CompiledModel", "__version__", "compile", "errors", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use what needs the compiler."""
+    """Import on first use what needs TVM."""
+    if name in ("CompiledModel", "load"):
+        return getattr(importlib.import_module(".runtime.compiled_model", __name__), name)
     if name == "compile":
         return importlib.import_module(".compiler.compile_model", __name__).compile
     if name == "pipeline":

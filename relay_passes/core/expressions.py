@@ -9,6 +9,8 @@ from typing import Any
 from tvm import relax
 from tvm.ir import GenericConst, Op
 
+from schedules.tir.expression_walk import op_name as called_op
+
 Value = Any
 """Function from a variable to the expression bound to it, or None where that is unknown."""
 
@@ -18,9 +20,12 @@ TUPLE_GET_ITEM = "TupleGetItem"
 
 def op_name(expr: Value) -> str | None:
     """Name of the op that ``expr`` calls; None when it is no call of an op."""
-    if isinstance(expr, relax.Call) and isinstance(expr.op, Op):
-        return str(expr.op.name)
-    return TUPLE_GET_ITEM if isinstance(expr, relax.TupleGetItem) else None
+    return TUPLE_GET_ITEM if isinstance(expr, relax.TupleGetItem) else called_op(expr) or None
+
+
+def is_claimed(func: relax.Function) -> bool:
+    """Whether a function belongs to another pass or to a backend."""
+    return any(claim in func.attrs for claim in ("Primitive", "Composite", "Codegen"))
 
 
 def is_removable(value: relax.Expr) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import tvm
 from tvm import IRModule, relax
 
-from ..core.expressions import TUPLE_GET_ITEM
+from ..core.expressions import TUPLE_GET_ITEM, is_claimed
 from ..core.graph import Graph, Rule
 from . import (
     batch_norm,
@@ -22,8 +22,6 @@ from . import (
     softmax,
     variance,
 )
-
-_CLAIMS = ("Primitive", "Composite", "Codegen")
 
 PATTERNS: dict[str, list[Rule]] = {
     "relax.divide": [instance_norm.written_out_norm],
@@ -95,7 +93,7 @@ class DecomposeNormalization:
         for global_var, func in mod.functions_items():
             if not isinstance(func, relax.Function) or not isinstance(func.body, relax.SeqExpr):
                 continue
-            if any(claim in func.attrs for claim in _CLAIMS):
+            if is_claimed(func):
                 continue
             graph = Graph(mod, func)
             if _sweep(graph, PATTERNS) | _sweep(graph, OPS):

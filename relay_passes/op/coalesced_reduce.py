@@ -26,7 +26,7 @@ from tvm.target import Target
 from schedules.compute import coalesced_reduce as compute
 from schedules.errors import OpError
 from schedules.gpu.reduce.plan.config import scratch_words
-from schedules.workload.reduce import CanonicalLoops, ReduceWorkload, constant
+from schedules.workload.reduce import CanonicalLoops, ReduceWorkload, constant, extent_of
 from schedules.workload.reduce_operator import empty_result
 
 from .register import register_op
@@ -119,7 +119,7 @@ def read_workload(call: relax.Call) -> tuple[ReduceWorkload, CanonicalLoops]:
         )
     except OpError as error:
         raise OpError(f"{NAME}: {error}") from None
-    loops = CanonicalLoops(tuple(_extent(extent) for extent in ty.shape), workload.axes)
+    loops = CanonicalLoops(tuple(map(extent_of, ty.shape)), workload.axes)
     _check_symbolic(loops)
     if constant(loops.reduced) == 0 and empty_result(workload) is None:
         raise OpError(
@@ -184,11 +184,6 @@ def _axes(axes: int | Sequence[int]) -> list[int]:
         if isinstance(axis, bool) or not isinstance(axis, int | np.integer | tirx.IntImm):
             raise OpError(f"{NAME}: axis is {axis!r}; expected an integer")
     return [int(axis) for axis in given]
-
-
-def _extent(extent: tirx.Expr) -> int | tirx.Expr:
-    known = constant(extent)
-    return extent if known is None else known
 
 
 def _check_symbolic(loops: CanonicalLoops) -> None:

@@ -21,6 +21,7 @@ from tvm.sym import Analyzer
 
 from schedules.errors import OpError
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
+from schedules.workload.reduce import constant
 
 from .conv_checks import check_layer, check_packable, check_parameters, check_sizes
 
@@ -129,7 +130,7 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
     check_dtypes(call, [op.operand_name(index) for index in range(len(call.args))], op.name)
     layers = tuple(_read_layer(call, op, index, lanes) for index in range(len(op.suffixes)))
     check_channels(data.shape.values, layers, lanes if rank == 5 else 0, op.name)
-    batch, height, width = (known_extent(data.shape.values[axis]) for axis in (0, 2, 3))
+    batch, height, width = (constant(data.shape.values[axis]) for axis in (0, 2, 3))
     if height is not None and width is not None:
         check_sizes(layers, height, width, op.name)
     residual = len(call.args) > op.operands
@@ -218,7 +219,7 @@ def check_channels(
     """Reject data that do not fit the first layer, and a first that does not fit the second."""
     channels = layers[0].in_channels
     expected = [-(-channels // lanes), lanes] if lanes else [channels]
-    found = [known_extent(data[axis]) for axis in ((1, 4) if lanes else (1,))]
+    found = [constant(data[axis]) for axis in ((1, 4) if lanes else (1,))]
     if found != expected:
         raise OpError(
             f"{op}: data has shape {list(data)}; expected {expected[0]} at axis 1"
@@ -231,11 +232,6 @@ def check_channels(
                 f"{op}: layer 1 has {first.out_channels} output channels and layer 2 "
                 f"{second.in_channels} input channels; expected the same number"
             )
-
-
-def known_extent(extent: tirx.Expr) -> int | None:
-    """An extent as a number; None where it is symbolic."""
-    return int(extent) if isinstance(extent, tirx.IntImm) else None
 
 
 def _output_extent(extent: tirx.Expr, layer: ConvLayer, axis: int) -> tirx.Expr:

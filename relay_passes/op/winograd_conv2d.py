@@ -26,6 +26,7 @@ from tvm.ir import Op
 from schedules.compute.winograd_conv2d import winograd_conv2d as compute
 from schedules.errors import OpError
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer
+from schedules.workload.reduce import constant
 from schedules.workload.winograd_matrices import TAPS, TILE_SIZES
 
 from .conv_call import integers, legalize_kernel
@@ -36,7 +37,6 @@ from .conv_types import (
     constant_shape,
     is_typed,
     kernel_output_type,
-    known_extent,
     lanes_of,
     tensor_type,
 )
@@ -120,7 +120,7 @@ def read_winograd(call: relax.Call) -> Conv2DKernel:
     layer = _layer(call)
     check_channels(extents, [layer], lanes, NAME)
     _check_parameters(call, layer, tile, lanes)
-    batch, height, width = (known_extent(extents[axis]) for axis in (0, 2, 3))
+    batch, height, width = (constant(extents[axis]) for axis in (0, 2, 3))
     if height is not None and width is not None:
         check_sizes([layer], height, width, NAME)
     residual, dtype = len(call.args) > 3, str(data.dtype)

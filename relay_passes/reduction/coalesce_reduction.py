@@ -13,11 +13,10 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from schedules.errors import OpError
 from schedules.workload.reduce import constant, normal_axes
 
-from ..core.expressions import Value, op_name
+from ..core.expressions import Value, is_claimed, op_name
 from ..op import coalesced_reduce
 from .report import extend_reduction_report
 
-_CLAIMS = ("Primitive", "Composite", "Codegen")
 _NARROW = ("float16", "bfloat16")
 _OPERATORS = {
     f"relax.{name}": name for name in ("sum", "prod", "min", "max", "mean", "argmax", "argmin")
@@ -83,7 +82,7 @@ class _Rewriter(PyExprMutator):
 
     def visit_function_(self, func: relax.Function) -> relax.Expr:
         """Skip the functions of other passes, local ones too."""
-        if any(claim in func.attrs for claim in _CLAIMS):
+        if is_claimed(func):
             return func
         return super().visit_function_(func)
 

@@ -7,11 +7,10 @@ import tvm
 from tvm import IRModule, relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from ..core.expressions import is_claimed
 from .call_group import CallGroup
 from .primfunc_calls import TIRCalls
 from .producers import absorb_into_single
-
-_CLAIMS = ("Primitive", "Composite", "Codegen")
 
 
 @tvm.transform.module_pass(opt_level=0, name="FuseReductionProducers")
@@ -54,8 +53,7 @@ class FuseReductionProducers:
         """Rewrite every Relax function of ``mod``."""
         rewriter = _Rewriter(mod)
         for name, func in mod.functions_items():
-            claimed = any(claim in func.attrs for claim in _CLAIMS)
-            if isinstance(func, relax.Function) and not claimed:
+            if isinstance(func, relax.Function) and not is_claimed(func):
                 rewriter.builder_.update_func(name, rewriter.visit_expr(func))
         return rewriter.builder_.get()
 

@@ -13,14 +13,13 @@ from tvm.target import Target
 from schedules.gpu.core.machine import KINDS, GPUInfo
 from schedules.workload.reduce import constant
 
+from ..core.expressions import is_claimed
 from .call_group import CallGroup
 from .dependences import BlockOrder, Unit
 from .groups import ReductionGroup, ReductionGroups
 from .online_sums import Links, find_online_sums, with_own_links
 from .primfunc_calls import TIRCalls
 from .report import Entry, extend_reduction_report
-
-_CLAIMS = ("Primitive", "Composite", "Codegen")
 
 
 @tvm.transform.module_pass(opt_level=0, name="FuseReductions")
@@ -91,8 +90,7 @@ class FuseReductions:
             return mod
         rewriter = _Rewriter(mod, GPUInfo.from_target(target))
         for name, func in mod.functions_items():
-            claimed = any(claim in func.attrs for claim in _CLAIMS)
-            if isinstance(func, relax.Function) and not claimed:
+            if isinstance(func, relax.Function) and not is_claimed(func):
                 rewriter.caller = str(name.name_hint)
                 rewriter.builder_.update_func(name, rewriter.visit_expr(func))
         return extend_reduction_report(rewriter.builder_.get(), groups=rewriter.entries)
@@ -110,7 +108,7 @@ class _Rewriter(PyExprMutator):
 
     def visit_function_(self, func: relax.Function) -> relax.Expr:
         """Skip the local functions of other passes."""
-        if any(claim in func.attrs for claim in _CLAIMS):
+        if is_claimed(func):
             return func
         return super().visit_function_(func)
 

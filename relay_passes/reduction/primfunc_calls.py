@@ -13,6 +13,7 @@ from tvm.ir import GlobalVar, IRModule, Var
 from tvm.sym import Analyzer
 
 from schedules.compute.coalesced_reduce import ATTRIBUTE
+from schedules.tir.expression_walk import nodes
 from schedules.workload.reduce import ReduceWorkload, constant
 
 from ..core.element_function import ElementFunction
@@ -119,8 +120,7 @@ def is_reduction(func: tirx.PrimFunc) -> bool:
 
 def reduction_block(func: tirx.PrimFunc) -> s_tir.SBlock | None:
     """The annotated block of a coalesced reduction."""
-    blocks: list[s_tir.SBlock] = []
-    tvm_ffi.structural_walk(func.body, (s_tir.SBlock, blocks.append))
+    blocks = nodes(func.body, s_tir.SBlock)
     return next((block for block in blocks if ATTRIBUTE in block.annotations), None)
 
 

@@ -35,9 +35,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import Call
+
+from schedules.tir.expression_walk import nodes
 
 from ..core.expressions import op_name
 from .primfunc_calls import BROADCAST, TIRCalls, count_bytes, count_elements, item_bytes
@@ -259,6 +260,4 @@ def count_large(tensors: Iterable[relax.Expr], elements: int) -> int:
 
 
 def _calls_expensive(func: tirx.PrimFunc) -> bool:
-    found: list[relax.Call] = []
-    tvm_ffi.structural_walk(func.body, (Call, found.append))
-    return any(op_name(call) in _EXPENSIVE for call in found)
+    return any(op_name(call) in _EXPENSIVE for call in nodes(func.body, Call))

@@ -15,12 +15,14 @@ from tvm import relax, tirx
 from tvm.ir import Range
 from tvm.sym import Analyzer
 
+from schedules.tir.index_math import i64, ravel
 from schedules.workload.reduce import (
     CanonicalLoops,
     Extent,
     ReduceWorkload,
-    constant,
+    extent_of,
     is_one,
+    size_of,
     unravel,
 )
 
@@ -49,14 +51,13 @@ class RowSpace:
     """
 
     def __init__(self, shape: relax.ShapeExpr, workload: ReduceWorkload) -> None:
-        extents = [extent if constant(extent) is None else constant(extent) for extent in shape]
-        loops = CanonicalLoops(tuple(extents), workload.axes)
+        loops = CanonicalLoops(tuple(map(extent_of, shape)), workload.axes)
         self.outputs, self.reduced, self.runs = loops.outputs, loops.reduced, loops.runs
         self.form = loops.form
         self.m, self.n = tirx.Var("m", "int64"), tirx.Var("n", "int64")
         self.analyzer = Analyzer()
         for var, extent in ((self.m, self.outputs), (self.n, self.reduced)):
-            self.analyzer.bind(var, Range.from_min_extent(_index(0), _index(extent)))
+            self.analyzer.bind(var, Range.from_min_extent(i64(0), i64(extent)))
         self.tile = self.analyzer.simplify(self._tile())
 
     def is_same(self, other: RowSpace) -> bool:
@@ -72,10 +73,7 @@ class RowSpace:
 
     def kind(self, tensor: relax.Expr) -> str | None:
         """:data:`ROW`, :data:`TILE`, or None, by the number of elements."""
-        count: Extent = 1
-        for extent in tensor.ty.shape:
-            known = constant(extent)
-            count = count * (extent if known is None else known)
+        count = size_of(tensor.ty.shape)
         if self._is_equal(count, self.outputs):
             return ROW
         return TILE if self._is_equal(count, self.outputs * self.reduced) else None
@@ -112,7 +110,7 @@ class RowSpace:
         axes = self._kinds_of_axes(shape)
         if axes is None:
             return unravel(self.tile, shape)
-        found: list[tirx.Expr] = [_index(0)] * len(shape)
+        found: list[tirx.Expr] = [i64(0)] * len(shape)
         for letter, var in (("P", self.m), ("R", self.n)):
             chosen = [axis for axis, of in enumerate(axes) if of == letter]
             indices = unravel(var, [shape[axis] for axis in chosen])
@@ -129,7 +127,7 @@ class RowSpace:
             return
         axes = self._kinds_of_axes(shape)
         if axes is None:
-            wanted = self.tile if kind == TILE else _index(-1)  # nowhere: the row is not known
+            wanted = self.tile if kind == TILE else i64(-1)  # nowhere: the row is not known
             yield _ravel(indices, shape), wanted
             return
         for letter, var in (("P", self.m), ("R", self.n)):
@@ -146,8 +144,7 @@ class RowSpace:
             size: Extent = 1
             while rest and not self._is_equal(size, extent):
                 axis = rest.pop(0)
-                known = constant(shape[axis])
-                size = size * (shape[axis] if known is None else known)
+                size = size * extent_of(shape[axis])
                 found[axis] = letter
             if not self._is_equal(size, extent):
                 return None
@@ -159,24 +156,16 @@ class RowSpace:
             kind: unravel(var, [extent for other, extent in self.runs if other == kind])
             for kind, var in (("P", self.m), ("R", self.n))
         }
-        place: tirx.Expr = _index(0)
-        for kind, extent in self.runs:
-            place = place * _index(extent) + indices[kind].pop(0)
-        return place
+        places = [indices[kind].pop(0) for kind, _ in self.runs]
+        return ravel(places, [extent for _, extent in self.runs])
 
     def _is_equal(self, a: Extent, b: Extent) -> bool:
         if isinstance(a, int) and isinstance(b, int):
             return a == b
-        return bool(self.analyzer.can_prove_equal(_index(a), _index(b)))
+        return bool(self.analyzer.can_prove_equal(i64(a), i64(b)))
 
 
 def _ravel(indices: Sequence[tirx.Expr], shape: Sequence[tirx.Expr]) -> tirx.Expr:
     """The row-major position of an element; along unit axes an index is 0."""
-    flat: tirx.Expr = _index(0)
-    for index, extent in zip(indices, shape, strict=True):
-        flat = flat * extent + (_index(0) if is_one(extent) else index.astype("int64"))
-    return flat
-
-
-def _index(extent: Extent) -> tirx.Expr:
-    return tirx.const(extent, "int64") if isinstance(extent, int) else extent
+    moving = [0 if is_one(e) else index for index, e in zip(indices, shape, strict=True)]
+    return ravel(moving, shape)

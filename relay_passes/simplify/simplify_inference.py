@@ -6,7 +6,7 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
-from ..core.expressions import TUPLE_GET_ITEM
+from ..core.expressions import TUPLE_GET_ITEM, is_claimed
 from ..core.graph import Graph, Rule
 from .canonicalize_activation import canonicalize_activation
 from .canonicalize_bias import canonicalize_bias
@@ -117,11 +117,10 @@ def _has_constant_kernels(mod: tvm.IRModule) -> bool:
 
 def _functions(mod: tvm.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function]]:
     """The Relax functions that no other pass has claimed."""
-    claims = ("Primitive", "Composite", "Codegen")
     return [
         (global_var, func)
         for global_var, func in mod.functions_items()
         if isinstance(func, relax.Function)
         and isinstance(func.body, relax.SeqExpr)
-        and not any(claim in func.attrs for claim in claims)
+        and not is_claimed(func)
     ]

@@ -14,6 +14,7 @@ import json
 
 from tvm import te, tirx
 
+from ..tir.index_math import i64, ravel
 from ..workload.reduce import CanonicalLoops, ReduceWorkload, constant
 from ..workload.reduce_operator import combine, field_dtypes, finish, identity, lift, state_of_one
 
@@ -46,7 +47,7 @@ def coalesced_reduce(
     loops = CanonicalLoops(tuple(data.shape), workload.axes)
     outputs, reduced = loops.outputs, loops.reduced
     value = te.compute(
-        (_extent(outputs), _extent(reduced)),
+        (i64(outputs), i64(reduced)),
         lambda m, n: lift(workload, data(*loops.subscripts(m, n))),
         name=VALUE,
         attrs={
@@ -55,11 +56,11 @@ def coalesced_reduce(
             SHAPE_ATTRIBUTE: json.dumps([constant(extent) for extent in data.shape]),
         },
     )
-    state = _reduce(value, workload, _extent(outputs), _extent(reduced))
+    state = _reduce(value, workload, i64(outputs), i64(reduced))
     shape = output_shape(loops, workload.keepdims)
 
     def element(*indices: tirx.Var) -> tirx.Expr:
-        m = _ravel(indices, shape)
+        m = ravel(indices, shape)
         [result] = finish(workload, tuple(field[m] for field in state), reduced)
         return result
 
@@ -95,14 +96,3 @@ def _reduce(
 
     result = te.compute((outputs,), element, name=STATE)
     return tuple(result) if fields > 1 else (result,)
-
-
-def _ravel(indices: tuple[tirx.Var, ...], shape: list[int | tirx.Expr]) -> tirx.Expr:
-    flat: tirx.Expr = tirx.const(0, "int64")
-    for index, extent in zip(indices, shape, strict=True):
-        flat = flat * extent + index.astype("int64")
-    return flat
-
-
-def _extent(extent: int | tirx.Expr) -> tirx.Expr:
-    return tirx.const(extent, "int64") if isinstance(extent, int) else extent

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import tvm_ffi
 from tvm import ir, s_tir, tirx
 
-from ..workload.reduce import Extent, constant
+from ..workload.reduce import Extent, constant, extent_of
 from .expression_walk import substitute
+from .index_math import as_type
 
 
 @dataclass(frozen=True)
@@ -68,19 +69,6 @@ def read_stages(func: tirx.PrimFunc) -> list[Stage] | None:
             return None
         stages.append(stage)
     return stages
-
-
-def extent_of(extent: Extent) -> Extent:
-    """An extent as an integer where it is one."""
-    known = constant(extent)
-    return extent if known is None else known
-
-
-def as_type(value: tirx.Expr, dtype: str) -> tirx.Expr:
-    """An integer expression in another type."""
-    if isinstance(value, tirx.IntImm):
-        return tirx.const(int(value), dtype)
-    return value if str(value.ty.dtype) == dtype else value.astype(dtype)
 
 
 def _buffers(func: tirx.PrimFunc, root: s_tir.SBlockRealize) -> list[tirx.Buffer]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tvm_ffi
 from tvm import ir, tirx
 
+from .expression_walk import op_name
 from .math_expressions import bind, f32, horner, magnitude, select
 
 EXP_POLYNOMIAL = (0.49999994, 0.1666652, 0.041668393, 0.008368781, 0.0013814467)
@@ -116,5 +117,4 @@ def _is_exp(expr: ir.Expr) -> bool:
 
 def _is_call(expr: ir.Expr, name: str, dtype: str) -> bool:
     """Return whether ``expr`` calls an intrinsic with a result type that begins with ``dtype``."""
-    named = isinstance(expr, ir.Call) and isinstance(expr.op, ir.Op) and expr.op.name == name
-    return named and str(expr.ty.dtype).startswith(dtype)
+    return op_name(expr) == name and str(expr.ty.dtype).startswith(dtype)

@@ -8,12 +8,14 @@ changes, so a loop that is cut there has plain vector loads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import SBlockRV
 
-_COMPARISONS: dict[type, Callable[[int], bool]] = {
+from .expression_walk import is_if_then_else, nodes
+
+COMPARISONS: dict[type[Any], Callable[[int], bool]] = {
     tirx.LT: lambda difference: difference < 0,
     tirx.LE: lambda difference: difference <= 0,
     tirx.GT: lambda difference: difference > 0,
@@ -57,14 +59,8 @@ def cut_points(sch: s_tir.Schedule, block: SBlockRV, position: int) -> list[int]
 
 def _comparisons(body: tirx.Stmt) -> list[ir.Expr]:
     """Every comparison inside a condition of ``if_then_else``."""
-    found: list[ir.Expr] = []
-
-    def inspect(call: ir.Call) -> None:
-        if isinstance(call.op, ir.Op) and call.op.name == "prim.if_then_else":
-            tvm_ffi.structural_walk(call.args[0], (tuple(_COMPARISONS), found.append))
-
-    tvm_ffi.structural_walk(body, (ir.Call, inspect))
-    return found
+    branches = filter(is_if_then_else, nodes(body, ir.Call))
+    return [node for branch in branches for node in nodes(branch.args[0], *COMPARISONS)]
 
 
 def _changes(comparison: ir.Expr, var: ir.Var, analyzer: sym.Analyzer) -> set[int]:
@@ -77,7 +73,7 @@ def _changes(comparison: ir.Expr, var: ir.Var, analyzer: sym.Analyzer) -> set[in
     rest = analyzer.const_int_bound(found[1])
     if max(abs(rest.min_value), abs(rest.max_value)) > 2**31:
         return set()
-    holds = next(test for kind, test in _COMPARISONS.items() if isinstance(comparison, kind))
+    holds = next(test for kind, test in COMPARISONS.items() if isinstance(comparison, kind))
 
     def state(value: int) -> tuple[bool, bool]:
         return holds(slope * value + rest.min_value), holds(slope * value + rest.max_value)

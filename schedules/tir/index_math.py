@@ -3,27 +3,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tvm import tirx
-from tvm.sym import Analyzer
+from tvm.sym import Analyzer, detect_linear_equation
+from tvm.topi.utils import ravel_index
 
-from ..workload.reduce import Extent, constant, is_one
+from ..workload.reduce import Extent, constant, size_of
 
 _ANALYZER = Analyzer()
 
 
+def as_type(value: Extent, dtype: str) -> tirx.Expr:
+    """An integer expression in another type."""
+    if isinstance(value, int | tirx.IntImm):
+        return tirx.const(int(value), dtype)
+    return value.astype(dtype)
+
+
 def i64(value: Extent) -> tirx.Expr:
     """An int64 expression."""
-    return tirx.const(value, "int64") if isinstance(value, int) else value.astype("int64")
+    return as_type(value, "int64")
 
 
-def ravel(indices: Sequence[tirx.Expr], extents: Sequence[Extent]) -> tirx.Expr:
+def ravel(indices: Sequence[Extent], extents: Sequence[Extent], dtype: str = "int64") -> tirx.Expr:
     """Row-major position of an element."""
-    position: tirx.Expr = i64(0)
-    for index, extent in zip(indices, extents, strict=True):
-        position = position * i64(extent) + i64(index)
-    return position
+    if not indices:
+        return tirx.const(0, dtype)
+    return ravel_index([as_type(i, dtype) for i in indices], [as_type(e, dtype) for e in extents])
+
+
+def volume(extents: Iterable[Extent]) -> tirx.Expr:
+    """Number of elements of a shape, as a simplified int64 expression."""
+    return simplified(i64(size_of(map(i64, extents))))
 
 
 def ceildiv(value: Extent, divisor: int) -> tirx.Expr:
@@ -38,21 +50,23 @@ def simplified(expression: tirx.Expr) -> tirx.Expr:
     return _ANALYZER.simplify(expression)
 
 
-def subscripts(index: tirx.Expr, extents: Sequence[Extent]) -> list[tirx.Expr]:
-    """Recover subscripts from a row-major index, which is not negative.
+def is_multiple(index: tirx.Expr, factor: int, analyzer: Analyzer = _ANALYZER) -> bool:
+    """Whether an index is known to be a multiple of a number."""
+    known = analyzer.modular_set(index)
+    return known.coeff % factor == 0 and known.base % factor == 0
 
-    Division by unknown extents truncates: rounding down would test the signs.
-    """
-    found: list[tirx.Expr] = []
-    live = [k for k, extent in enumerate(extents) if not is_one(extent)]
-    for place in reversed(range(len(extents))):
-        extent = i64(extents[place])
-        known = constant(extents[place]) is not None
-        if place not in live:
-            found.append(i64(0))
-        elif place == live[0]:
-            found.append(index)
-        else:
-            found.append((tirx.floormod if known else tirx.truncmod)(index, extent))
-            index = (tirx.floordiv if known else tirx.truncdiv)(index, extent)
-    return found[::-1]
+
+def factor_of(var: tirx.Var, expression: tirx.Expr) -> int | None:
+    """By what a linear expression multiplies a variable; None where that is no constant."""
+    found = detect_linear_equation(expression, [var])
+    return constant(found[0]) if found else None
+
+
+def floor_power_of_two(value: int) -> int:
+    """The largest power of two that is not above ``value``."""
+    return 1 << (value.bit_length() - 1)
+
+
+def ceil_power_of_two(value: int) -> int:
+    """The least power of two that is not below ``value``."""
+    return 1 << max(0, value - 1).bit_length()

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import tvm_ffi
 from tvm import ir, tirx
 
+from .expression_walk import loads
+
 
 def keep_nan(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Make float minima and maxima of a constant and anything, or of two loads, propagate NaN.
@@ -45,14 +47,7 @@ def _is_float(expr: ir.Expr) -> bool:
 
 
 def _accumulates(store: tirx.BufferStore) -> bool:
-    found: list[ir.Expr] = []
-
-    def note(load: ir.TensorLoad) -> None:
-        if load.source.same_as(store.buffer):
-            found.append(load)
-
-    tvm_ffi.structural_walk(store.value, (ir.TensorLoad, note))
-    return bool(found)
+    return any(load.source.same_as(store.buffer) for load in loads(store.value))
 
 
 def _maximum(expr: tirx.Max) -> ir.Expr:

@@ -8,11 +8,12 @@ the analyzer does not expand; LLVM turns them into registers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import tvm_ffi
 from tvm import ir, s_tir, tirx
+
+from .expression_walk import is_if_then_else, substitute
 
 Rewrite = Callable[[ir.Expr], ir.Expr]
 
@@ -100,13 +101,13 @@ class _Shared:
         steps: list[tirx.Stmt] = []
         for var in lets.ordered:
             buffer, index = self._place(var)
-            definition = _substitute(lets.values[var], loads)
+            definition = substitute(lets.values[var], loads)
             step: tirx.Stmt = tirx.BufferStore(buffer, definition, [index])
             for condition in lets.conditions.get(var, ()):
-                step = tirx.IfThenElse(_substitute(condition, loads), step, None)
+                step = tirx.IfThenElse(substitute(condition, loads), step, None)
             steps.append(step)
             loads[var] = tirx.BufferLoad(buffer, [index])
-        last = _substitute(lets.stripped, loads)
+        last = substitute(lets.stripped, loads)
         return tirx.SeqStmt([*steps, tirx.BufferStore(store.buffer, last, store.indices)])
 
     def _place(self, var: ir.Var) -> tuple[ir.Var, ir.Expr]:
@@ -142,7 +143,7 @@ class _Lets:
             return let.body
 
         def note(call: ir.Call) -> ir.Call:
-            if isinstance(call.op, ir.Op) and call.op.name == "prim.if_then_else":
+            if is_if_then_else(call):
                 condition, yes, no = call.args
                 for branch, taken in ((yes, condition), (no, tirx.Not(condition))):
                     for var in self._used([branch]):
@@ -170,7 +171,7 @@ class _Lets:
 def _with_lane(realize: s_tir.SBlockRealize, loop: tirx.For) -> s_tir.SBlockRealize:
     """Pass the loop's variable to a block that uses it, by a new iteration variable."""
     lane = tirx.Var("lane", loop.loop_var.ty)
-    block = _substitute(realize.block, {loop.loop_var: lane})
+    block = substitute(realize.block, {loop.loop_var: lane})
     if block.same_as(realize.block):
         return realize
     domain = ir.Range.from_min_extent(loop.min, loop.extent)
@@ -186,10 +187,6 @@ def _with_lane(realize: s_tir.SBlockRealize, loop: tirx.For) -> s_tir.SBlockReal
         block.annotations,
     )
     return s_tir.SBlockRealize([*realize.iter_values, loop.loop_var], realize.predicate, named)
-
-
-def _substitute(node: ir.Expr | tirx.Stmt, values: Mapping[ir.Var, ir.Expr]) -> Any:
-    return tvm_ffi.structural_map(node, (ir.Var, lambda var: values.get(var, var)))
 
 
 def _with_body(loop: tirx.For, body: tirx.Stmt) -> tirx.For:

@@ -19,6 +19,7 @@ import tvm_ffi
 from tvm import ir, tirx
 
 from .cancellation import EXP_POLYNOMIAL, keep_digits
+from .expression_walk import nodes, op_name
 from .let_bindings import share_values
 from .math_expressions import (
     bind,
@@ -96,7 +97,7 @@ def vectorize_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def _expand(call: ir.Call) -> ir.Expr:
-    name = call.op.name if isinstance(call.op, ir.Op) else ""
+    name = op_name(call)
     if name not in _EXPANSIONS:
         return call
     dtype = str(call.ty.dtype)
@@ -112,9 +113,9 @@ def _library_call(name: str, x: ir.Expr, dtype: str) -> ir.Expr:
     return tirx.Cast(dtype, tirx.call_pure_extern("float64", symbol, tirx.Cast("float64", x)))
 
 
-def is_expensive(call: ir.Call) -> bool:
+def is_expensive(tree: ir.Expr | tirx.Stmt) -> bool:
     """Return whether a call takes many instructions, whichever way it is computed."""
-    return isinstance(call.op, ir.Op) and call.op.name in _EXPANSIONS
+    return any(op_name(call) in _EXPANSIONS for call in nodes(tree, ir.Call))
 
 
 def _exp(x: ir.Expr) -> ir.Expr:

@@ -10,7 +10,8 @@ reduced loop, *y* by the parallel loop, and *all* has one output.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
@@ -174,12 +175,12 @@ class CanonicalLoops:
     @property
     def outputs(self) -> Extent:
         """``M``, the extent of the coalesced parallel loop."""
-        return _product(self.shape[axis] for axis in self.parallel_axes)
+        return size_of(self.shape[axis] for axis in self.parallel_axes)
 
     @property
     def reduced(self) -> Extent:
         """``N``, the extent of the coalesced reduced loop."""
-        return _product(self.shape[axis] for axis in self.axes)
+        return size_of(self.shape[axis] for axis in self.axes)
 
     @property
     def runs(self) -> tuple[tuple[str, Extent], ...]:
@@ -211,8 +212,14 @@ class CanonicalLoops:
         return [found[axis] for axis in range(len(self.shape))]
 
 
-def unravel(index: tirx.Expr, extents: Sequence[Extent]) -> list[tirx.Expr]:
-    """Recover subscripts from a row-major index by division and modulo."""
+def unravel(
+    index: tirx.Expr, extents: Sequence[Extent], is_natural: bool = False
+) -> list[tirx.Expr]:
+    """Recover subscripts from a row-major index by division and modulo.
+
+    An index that is not negative is divided towards zero by extents that are not known: rounding
+    down would test the signs.
+    """
     subscripts: list[tirx.Expr] = []
     rest = index
     live = [i for i, extent in enumerate(extents) if not is_one(extent)]
@@ -223,8 +230,9 @@ def unravel(index: tirx.Expr, extents: Sequence[Extent]) -> list[tirx.Expr]:
         elif position == live[0]:
             subscripts.append(rest)  # the outermost one needs no modulo
         else:
-            subscripts.append(tirx.floormod(rest, extent))
-            rest = tirx.floordiv(rest, extent)
+            truncates = is_natural and constant(extent) is None
+            subscripts.append((tirx.truncmod if truncates else tirx.floormod)(rest, extent))
+            rest = (tirx.truncdiv if truncates else tirx.floordiv)(rest, extent)
     return subscripts[::-1]
 
 
@@ -240,12 +248,15 @@ def constant(extent: Extent) -> int | None:
     return int(extent) if isinstance(extent, tirx.IntImm) else None
 
 
-def _product(extents) -> Extent:
-    result: Extent = 1
-    for extent in extents:
-        known = constant(extent)
-        result = result * (extent if known is None else known)
-    return result
+def extent_of(extent: Extent) -> Extent:
+    """An extent as an integer where it is one."""
+    known = constant(extent)
+    return extent if known is None else known
+
+
+def size_of(extents: Iterable[Extent]) -> Extent:
+    """Number of elements of a shape."""
+    return math.prod(map(extent_of, extents))
 
 
 def _check_dtype(operator: str, dtype: str) -> None:

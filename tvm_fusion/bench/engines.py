@@ -2,9 +2,9 @@
 """Engines that a benchmark can race, and the main loop of the process of each.
 
 ``worker.py`` runs this file by its path, so that the process of a peer holds only that peer: at its
-top it imports only numpy and the standard library, and each engine imports its own package when it
-is made. A worker reads requests from a pipe whose handle is its one argument and answers each with
-``("ok", value)`` or ``("error", kind, message, traceback)``.
+top it imports what needs numpy and the standard library only, and each engine imports its own
+package when it is made. A worker reads requests from a pipe whose handle is its one argument and
+answers each with ``("ok", value)`` or ``("error", kind, message, traceback)``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tvm_fusion.runtime.host_arrays import random_inputs
+
 INPUT_SETS = 4
 """Number of different inputs that an engine cycles through within one turn."""
-
-ALIGNMENT = 64
-"""Alignment of inputs in bytes."""
 
 SETTLE_SECONDS = 0.01
 """Seconds, at least one run, that an engine runs untimed at the beginning of each turn."""
@@ -42,46 +41,6 @@ class Input(NamedTuple):
     name: str
     shape: tuple[int | str, ...]
     dtype: str
-
-
-def random_inputs(
-    inputs: Iterable[Any], seed: int | Sequence[int], normal: bool = False
-) -> dict[str, np.ndarray]:
-    """Random arrays for ``inputs``, the same ones for the same seed.
-
-    Floats are uniform in [-1, 1), or standard normal if ``normal``; integers are 0 or 1, which are
-    valid indices nearly everywhere.
-
-    Parameters
-    ----------
-    inputs : iterable
-        Records with the fields ``name``, ``shape`` (integers only) and ``dtype``.
-    seed : int or sequence of int
-        Seed of the generator.
-    normal : bool
-        Whether floats are drawn from the standard normal distribution.
-    """
-    generator = np.random.default_rng(seed)
-    arrays = {}
-    for spec in inputs:
-        kind = np.dtype(spec.dtype).kind
-        if kind in "iub":
-            array = generator.integers(0, 2, spec.shape)
-        elif normal:
-            array = generator.standard_normal(spec.shape, dtype=np.float32)
-        else:
-            array = generator.random(spec.shape, dtype=np.float32) * np.float32(2) - np.float32(1)
-        arrays[spec.name] = _aligned(np.asarray(array, dtype=spec.dtype))
-    return arrays
-
-
-def _aligned(array: np.ndarray) -> np.ndarray:
-    """Return a copy at an address from which every engine can read without copying."""
-    memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
 
 
 class Engine:

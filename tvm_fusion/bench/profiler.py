@@ -31,9 +31,9 @@ from ..errors import InvalidModelError, TargetError
 from ..machine.host import check_host
 from ..machine.host_info import host_info
 from ..onnx.frontend import import_onnx
+from ..runtime.host_arrays import random_inputs
 from ..runtime.tensor_spec import refuse_open_shapes
 from ..runtime.thread_pool import Crew, choose_threads
-from .engines import random_inputs
 from .machine_limits import MachineLimits, measure_limits
 from .shortfall import reason
 

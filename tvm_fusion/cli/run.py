@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..bench.engines import random_inputs
 from ..errors import ArtifactError, InvalidInputError
+from ..runtime.host_arrays import random_inputs
 from ..runtime.tensor_spec import TensorSpec, refuse_open_shapes
 
 TOP = 5

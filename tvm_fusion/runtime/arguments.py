@@ -17,11 +17,9 @@ import numpy as np
 import tvm_ffi
 
 from ..errors import InvalidInputError
+from .host_arrays import ALIGNMENT
 from .tensor_spec import TensorSpec
 from .tvm_runtime import get_function
-
-ALIGNMENT = 64
-"""Bytes; the alignment that TVM gives its own memory and that its kernels rely on."""
 
 _CPU = 1
 _CARRIERS = {2: "uint16", 1: "uint8"}

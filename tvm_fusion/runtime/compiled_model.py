@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tvm_ffi
 
-from ..bench.engines import random_inputs  # a program that imports nothing of ours
 from ..errors import ArtifactError, InvalidInputError, TargetError
 from .arguments import bind
 from .artifact import Description, read_artifact, read_artifact_weights, write_artifact
 from .device import DeviceNeeds, device_of
 from .fast_call import FastCall, Program, has_fast_call, is_known, make_fast_call, no_fast_call
+from .host_arrays import random_inputs
 from .memory import DeviceMemory, HostMemory, Memory, own_tensors
 from .tensor_spec import TensorSpec, refuse_open_shapes
 from .thread_pool import Crew, choose_threads
@@ -66,9 +66,9 @@ class CompiledModel:
     the caller's: no later call changes them, and changing them changes nothing else.
 
     Types and shapes must fit: nothing is converted silently. An input that is contiguous, writable
-    and aligned to 64 bytes is used in place (:func:`aligned_empty` makes such arrays); any other
-    one is copied first. Outputs are not copied, unless they are constants of the model or share
-    memory with an input.
+    and aligned to 64 bytes is used in place (``host_arrays.aligned_empty`` makes such arrays); any
+    other one is copied first. Outputs are not copied, unless they are constants of the model or
+    share memory with an input.
 
     **GPUs.** A model for a GPU takes tensors of that GPU too, and uses them in place if they are
     contiguous and aligned; arrays of the CPU are copied there. The weights are copied there in the
@@ -372,12 +372,7 @@ class CompiledModel:
 
     def _random_feed(self) -> dict[str, np.ndarray]:
         refuse_open_shapes(self.inputs, InvalidInputError, "pass inputs=...")
-        feed = {}
-        seed = int.from_bytes(os.urandom(8), "little")
-        for name, array in random_inputs(self.inputs, seed, normal=True).items():
-            feed[name] = aligned_empty(array.shape, array.dtype)
-            feed[name][...] = array
-        return feed
+        return random_inputs(self.inputs, int.from_bytes(os.urandom(8), "little"), normal=True)
 
 
 def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledModel:
@@ -424,15 +419,6 @@ def _memory_of(about: Description) -> Memory:
     if about.device is None:
         return HostMemory(about.inputs)
     return DeviceMemory(about.inputs, device_of(about.device.kind))
-
-
-def aligned_empty(shape: Sequence[int], dtype: Any = "float32") -> np.ndarray:
-    """Make an uninitialised array that a model can use as an input without copying it."""
-    dtype = np.dtype(dtype)
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    memory = np.empty(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _signature(specs: Sequence[TensorSpec]) -> str:

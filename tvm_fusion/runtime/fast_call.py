@@ -18,7 +18,8 @@ import numpy as np
 import tvm_ffi
 
 from ..errors import InvalidInputError
-from .arguments import ALIGNMENT, numpy_dtype
+from .arguments import numpy_dtype
+from .host_arrays import ALIGNMENT
 from .kernel_call import KernelCall, OutputPool
 from .tensor_spec import TensorSpec
 from .thread_pool import Crew

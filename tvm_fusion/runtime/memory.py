@@ -17,7 +17,8 @@ import numpy as np
 import tvm_ffi
 
 from ..errors import InvalidInputError, TargetError
-from .arguments import ALIGNMENT, Stage, as_array, check, empty, numpy_dtype, results
+from .arguments import Stage, as_array, check, empty, numpy_dtype, results
+from .host_arrays import ALIGNMENT
 from .tensor_spec import TensorSpec
 from .tvm_runtime import get_function
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import tvm_ffi
 
-from .arguments import ALIGNMENT
+from .host_arrays import ALIGNMENT, aligned_empty
 from .tensor_spec import TensorSpec
 
 _DTYPES = frozenset(
@@ -56,9 +56,7 @@ def read_weights(file: BinaryIO, specs: Sequence[TensorSpec]) -> list[tvm_ffi.Te
         If the file ends too early.
     """
     total = stored_bytes(specs)
-    memory = np.empty(total + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    memory = memory[start : start + total]
+    memory = aligned_empty((total,), np.uint8)
     if file.readinto(memory.data) != total:  # type: ignore[attr-defined]
         raise OSError(None, "it ends within the weights")
     tensors, begin = [], 0

@@ -18,6 +18,7 @@ from tvm import relax, tirx
 from tvm.ir import GenericConst
 
 from relay_passes.op.pack import pack
+from schedules.workload.reduce import extent_of
 
 from .packing_state import Packed, Rule, Scope, channels_of
 
@@ -163,9 +164,7 @@ def _extents(expr: relax.Expr) -> list[int | tirx.Expr] | None:
     ty = expr.ty
     if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
         return None
-    return [
-        int(extent) if isinstance(extent, tirx.IntImm) else extent for extent in ty.shape.values
-    ]
+    return list(map(extent_of, ty.shape.values))
 
 
 def _magnitudes(expr: relax.Expr) -> tuple[float, float]:

@@ -211,7 +211,7 @@ class _Piece:
             first += size
 
     def _weights(self, block: Index, lane: Index) -> list[tirx.Expr]:
-        """Weights of a channel of layer one, as :class:`.DepthwiseRows` expects them."""
+        """Weights of a channel of layer one, as :class:`.planar_tile.DepthwiseRows` wants them."""
         layer, weight = self.layer1, self.flat[1]
         height, width = layer.kernel
         vectors = []

@@ -17,6 +17,7 @@ from ..core.micro_kernel import (
     Index,
     LayerOperands,
     Reduction,
+    Tile,
     cancelled,
     dense_tile,
     loop,
@@ -121,8 +122,8 @@ def compute_tile(
     if ops.group_lanes:
         own_block_tile(ops, block, row, run, column)
     else:
-        whole = Reduction(0, ops.in_blocks)
-        dense_tile(ops, block, blocks, row, run, column, reduction or whole, turns, lines)
+        summed = reduction or Reduction(0, ops.in_blocks)
+        dense_tile(ops, Tile(block, blocks, row, run, column, summed), turns, lines)
 
 
 def weight_turns(ops: LayerOperands, pixels: int) -> int:

@@ -14,6 +14,7 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules.errors import OpError
 from schedules.tir.vector_math import vectorize_math
+from schedules.workload.reduce import extent_of
 
 from .micro_kernel import FeatureMap, Index
 
@@ -113,7 +114,7 @@ class KernelBuilder:
 
 
 def _text(extent: tirx.Expr) -> str:
-    return str(int(extent) if isinstance(extent, tirx.IntImm) else extent)
+    return str(extent_of(extent))
 
 
 def _elements(buffer: tirx.Buffer, first: int) -> int:

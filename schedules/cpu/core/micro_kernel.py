@@ -179,23 +179,12 @@ def loop(start: Index, stop: Index) -> Iterator[Index]:
             yield start + variable
 
 
-def dense_tile(
-    ops: LayerOperands,
-    block: Index,
-    blocks: int,
-    row: Index,
-    run: Run,
-    column: Index,
-    reduction: Reduction,
-    turns: int = 0,
-    lines: int = 1,
-) -> None:
-    """Compute ``run.size`` pixels x ``blocks`` channel blocks of a dense or grouped layer.
+@dataclass(frozen=True)
+class Tile:
+    """A register tile of ``run.size`` pixels x ``blocks`` channel blocks.
 
     Parameters
     ----------
-    ops : LayerOperands
-        The layer.
     block, blocks : Index, int
         First output block and their number ``V``; all in one group.
     row, column : Index
@@ -204,6 +193,29 @@ def dense_tile(
         Its number of pixels ``P`` and its taps.
     reduction : Reduction
         Input blocks that are summed.
+    """
+
+    block: Index
+    blocks: int
+    row: Index
+    run: Run
+    column: Index
+    reduction: Reduction
+
+    def cells(self) -> Iterator[tuple[int, int]]:
+        """Pixel and vector of each accumulator, in order."""
+        return itertools.product(range(self.run.size), range(self.blocks))
+
+
+def dense_tile(ops: LayerOperands, tile: Tile, turns: int = 0, lines: int = 1) -> None:
+    """Compute a tile of a dense or grouped layer.
+
+    Parameters
+    ----------
+    ops : LayerOperands
+        The layer.
+    tile : Tile
+        Which outputs.
     turns : int
         Tiles of a row, if they prefetch the next weights in turns: those of the next part of the
         reduction, or after the last part those of the next ``V`` blocks; else 0.
@@ -212,62 +224,51 @@ def dense_tile(
     """
     layer, width = ops.layer, ops.layer.out_channels // ops.layer.groups
     met = layer.groups_met(ops.lanes) if layer.groups > 1 else 1
-    arguments = block, blocks, row, run, column, reduction, turns, lines
     if met == 1 or width < ops.lanes:
-        _dense_tile(replace(ops, met=met), *arguments)
+        _tile_of_groups(replace(ops, met=met), tile, turns, lines)
         return
-    with T.If(tirx.floormod(block * ops.lanes, width) > width - ops.lanes):
+    with T.If(tirx.floormod(tile.block * ops.lanes, width) > width - ops.lanes):
         with T.Then():
-            _dense_tile(replace(ops, met=met), *arguments)
+            _tile_of_groups(replace(ops, met=met), tile, turns, lines)
         with T.Else():
-            _dense_tile(ops, *arguments)
+            _tile_of_groups(ops, tile, turns, lines)
 
 
-def _dense_tile(
-    ops: LayerOperands,
-    block: Index,
-    blocks: int,
-    row: Index,
-    run: Run,
-    column: Index,
-    reduction: Reduction,
-    turns: int,
-    lines: int,
-) -> None:
+def _tile_of_groups(ops: LayerOperands, tile: Tile, turns: int, lines: int) -> None:
     """Compute a tile whose output blocks belong to ``ops.met`` groups."""
+    run, reduction = tile.run, tile.reduction
     with _tile_block(ops.source):
-        lanes = ops.lanes
-        sums = accumulators(run.size * blocks, lanes, ops.dtype)
+        sums = accumulators(run.size * tile.blocks, ops.lanes, ops.dtype)
         ahead: list[Index] = []
         if turns:
-            tile = run.first + tirx.floordiv(column - run.start, run.size)
-            turn = (row * turns + tile) * lines
+            number = run.first + tirx.floordiv(tile.column - run.start, run.size)
+            turn = (tile.row * turns + number) * lines
             ahead = [
-                next_weights(ops, block, blocks, reduction, turn + line) for line in range(lines)
+                next_weights(ops, tile.block, tile.blocks, reduction, turn + line)
+                for line in range(lines)
             ]
-        _start(ops, sums, block, blocks, row, run, column, reduction)
+        _start(ops, sums, tile)
         if ops.source.lanes > 1:
             for in_block, channels in _input_blocks(ops, reduction):
-                for tap in _taps(ops, row, run):
-                    where = (row, column), in_block, tap
-                    _multiply(ops, sums, (block, blocks), *where, channels, ahead)
+                for tap in _taps(ops, tile.row, run):
+                    _multiply(ops, sums, tile, in_block, tap, channels, ahead)
         else:
             # Channels innermost: otherwise LLVM keeps the pixels that neighbouring kernel columns
             # share in registers, and spills the accumulators.
-            for tap in _taps(ops, row, run):
+            for tap in _taps(ops, tile.row, run):
                 with loop(reduction.start, reduction.start + reduction.count) as in_block:
-                    _multiply(ops, sums, (block, blocks), (row, column), in_block, tap, 1)
-        _finish(ops, sums, block, blocks, row, run, column, reduction)
+                    _multiply(ops, sums, tile, in_block, tap, 1)
+        _finish(ops, sums, tile)
 
 
 def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, column: Index) -> None:
     """Compute ``run.size`` pixels of one channel block that reads its own input block only."""
-    whole, width = Reduction(0, 1), ops.group_lanes
+    width, tile = ops.group_lanes, Tile(block, 1, row, run, column, Reduction(0, 1))
     with _tile_block(ops.source):
         lanes, layer = ops.lanes, ops.layer
         sums = accumulators(run.size * width, lanes, ops.dtype)
         ends = sums[::width]
-        _start(ops, ends, block, 1, row, run, column, whole)
+        _start(ops, ends, tile)
         for total in (sums[k] for k in range(len(sums)) if k % width):
             _store(total, T.broadcast(tirx.const(0, ops.dtype), lanes), 0, lanes)
         for kh, kw, (low, high) in _taps(ops, row, run, unroll_columns=width == 1):
@@ -282,7 +283,7 @@ def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, colum
                 _store(total, _load(total, 0, lanes) + product, 0, lanes)
         for p in range(run.size):
             _join(sums[p * width : (p + 1) * width], lanes)
-        _finish(ops, ends, block, 1, row, run, column, whole)
+        _finish(ops, ends, tile)
 
 
 @contextmanager
@@ -455,8 +456,7 @@ def next_weights(
 def _multiply(
     ops: LayerOperands,
     sums: Sequence[tirx.Buffer],
-    out: tuple[Index, int],
-    pixel: tuple[Index, Index],
+    tile: Tile,
     in_block: Index,
     tap: Tap,
     channels: int,
@@ -467,13 +467,13 @@ def _multiply(
     They take long enough to prefetch cache lines of weights, one counted from each of ``ahead``.
     """
     layer, lanes, source, square = ops.layer, ops.lanes, ops.source, ops.step * ops.lanes
-    block, blocks = out
+    block, blocks = tile.block, tile.blocks
     kh, kw, span = tap
     taps = layer.kernel[0] * layer.kernel[1]
     per_block = ops.in_blocks * taps * square
     position = (in_block * taps + kh * layer.kernel[1] + kw) * square
     weight = block * per_block + position
-    in_pixel = _source_pixel(layer, *pixel, kh, kw)
+    in_pixel = _source_pixel(layer, tile.row, tile.column, kh, kw)
     origins = [source.at(at, *in_pixel) + lane for at, lane in _group_inputs(ops, block, in_block)]
     pixel_step = layer.strides[1] * source.lanes
     for start in ahead:
@@ -530,59 +530,44 @@ def _channel_steps(count: int, most: int) -> Iterator[Index]:
     yield from range(first, first + rest)
 
 
-def _start(
-    ops: LayerOperands,
-    sums: Sequence[tirx.Buffer],
-    block: Index,
-    blocks: int,
-    row: Index,
-    run: Run,
-    column: Index,
-    reduction: Reduction,
-) -> None:
+def _start(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: Tile) -> None:
     """Fill the accumulators with the bias, or with the partial sums of an earlier part."""
-    lanes = ops.lanes
-    for p in range(run.size):
-        for v in range(blocks):
-            if ops.bias is None:
-                value = T.broadcast(tirx.const(0, ops.dtype), lanes)
-            else:
-                value = _load(ops.bias, (block + v) * lanes, lanes)
-            if reduction.first is not True:
-                partial = _load(ops.output.buffer, ops.output.at(block + v, row, column + p), lanes)
-                value = tirx.if_then_else(reduction.first, value, partial)
-            _store(sums[p * blocks + v], value, 0, lanes)
+    lanes, first = ops.lanes, tile.reduction.first
+    for total, (p, v) in zip(sums, tile.cells(), strict=True):
+        if ops.bias is None:
+            value = T.broadcast(tirx.const(0, ops.dtype), lanes)
+        else:
+            value = _load(ops.bias, (tile.block + v) * lanes, lanes)
+        if first is not True:
+            partial = _load(ops.output.buffer, _place(ops.output, tile, p, v), lanes)
+            value = tirx.if_then_else(first, value, partial)
+        _store(total, value, 0, lanes)
 
 
-def _finish(
-    ops: LayerOperands,
-    sums: Sequence[tirx.Buffer],
-    block: Index,
-    blocks: int,
-    row: Index,
-    run: Run,
-    column: Index,
-    reduction: Reduction,
-) -> None:
+def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: Tile) -> None:
     """Write the accumulators, with residual and activation once the sum is complete."""
-    lanes = ops.lanes
+    lanes, last = ops.lanes, tile.reduction.last
 
     def write(complete: bool) -> None:
-        for p in range(run.size):
-            for v in range(blocks):
-                value = _load(sums[p * blocks + v], 0, lanes)
-                if complete:
-                    if ops.residual is not None:
-                        at = ops.residual.at(block + v, row, column + p)
-                        value = value + _load(ops.residual.buffer, at, lanes)
-                    value = activate(value, ops.layer.activation, ops.dtype)
-                _store(ops.output.buffer, value, ops.output.at(block + v, row, column + p), lanes)
+        for total, (p, v) in zip(sums, tile.cells(), strict=True):
+            value = _load(total, 0, lanes)
+            if complete:
+                if ops.residual is not None:
+                    at = _place(ops.residual, tile, p, v)
+                    value = value + _load(ops.residual.buffer, at, lanes)
+                value = activate(value, ops.layer.activation, ops.dtype)
+            _store(ops.output.buffer, value, _place(ops.output, tile, p, v), lanes)
 
-    if reduction.last is True:
+    if last is True:
         write(True)
         return
-    with T.If(reduction.last):
+    with T.If(last):
         with T.Then():
             write(True)
         with T.Else():
             write(False)
+
+
+def _place(image: FeatureMap, tile: Tile, pixel: int, vector: int) -> Index:
+    """Where a feature map has a vector of a tile."""
+    return image.at(tile.block + vector, tile.row, tile.column + pixel)

@@ -41,11 +41,6 @@ class Run:
     size: int
     taps: tuple[tuple[int, int], ...]
 
-    @property
-    def is_inside(self) -> bool:
-        """Return whether every pixel sees every tap."""
-        return all(span == (0, self.size) for span in self.taps)
-
 
 def split_evenly(extent: int, tile: int) -> list[int]:
     """Sizes of the fewest tiles of at most ``tile`` that cover ``extent``, as equal as possible.

@@ -87,9 +87,14 @@ def dense_tiles(
         for vectors in range(1, min(MAX_VECTORS, blocks) + 1)
         for pixels in range(1, most(vectors) + 1)
     }
-    least = min(cycles.values())
-    order = sorted(cycles, key=lambda tile: (cycles[tile], -tile[0] * tile[1]))
-    return [tile for tile in order if cycles[tile] <= MOST_CYCLES * least]
+    larger_first = sorted(cycles, key=lambda tile: -tile[0] * tile[1])
+    return _worth_a_try({tile: cycles[tile] for tile in larger_first})
+
+
+def _worth_a_try(cycles: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
+    """The tiles of the fewest cycles, the best first; equally good ones keep their order."""
+    most = MOST_CYCLES * min(cycles.values())
+    return [tile for tile in sorted(cycles, key=cycles.__getitem__) if cycles[tile] <= most]
 
 
 def register_tiles(layer: ConvLayer, row: int, lanes: int, cpu: CPUInfo) -> list[tuple[int, int]]:
@@ -103,12 +108,12 @@ def register_tiles(layer: ConvLayer, row: int, lanes: int, cpu: CPUInfo) -> list
     registers, width = cpu.num_vector_registers, layer.group_lanes(lanes)
     if width > 1:
         most = max(1, (registers - 3) // (width + 1))
-        cycles = {
-            tile_counts(row, p)[0][0]: row_cycles(row, width, p, width, cpu)
-            for p in range(1, most + 1)
-        }
-        least = MOST_CYCLES * min(cycles.values())
-        return [(p, 1) for p in sorted(cycles, key=cycles.__getitem__) if cycles[p] <= least]
+        return _worth_a_try(
+            {
+                (tile_counts(row, p)[0][0], 1): row_cycles(row, width, p, width, cpu)
+                for p in range(1, most + 1)
+            }
+        )
     if width:
         most = max(4, registers // 2 - 1)
         if layer.strides[1] > 1:

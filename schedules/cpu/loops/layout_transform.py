@@ -6,12 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import takewhile
 
-import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import LoopRV
 from tvm.target import Target
 
 from schedules.tir.cut_points import cut_points
+from schedules.tir.expression_walk import substitute
+from schedules.tir.index_math import factor_of
 
 from ..core.rule import CPURule
 from ..nests.blocks import Access, BlockFacts, Kernel, block_facts, open_kernel
@@ -127,12 +128,8 @@ def _stride_is_one(facts: BlockFacts, access: Access, k: int, run: int) -> bool:
     analyzer = sym.Analyzer()
     inner = tirx.Var("inner", str(facts.vars[k].ty.dtype))
     analyzer.bind(inner, ir.Range(0, run))
-    axis = facts.vars[k]
-    moved = tvm_ffi.structural_map(
-        access.offset, (ir.Var, lambda var: inner if var.same_as(axis) else var)
-    )
-    found = sym.detect_linear_equation(analyzer.simplify(moved), [inner])
-    return bool(found) and isinstance(found[0], tirx.IntImm) and int(found[0]) == 1
+    moved = substitute(access.offset, {facts.vars[k]: inner})
+    return factor_of(inner, analyzer.simplify(moved)) == 1
 
 
 def _transpose(

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import tvm_ffi
-from tvm import ir, s_tir, sym, tirx
+from tvm import ir, s_tir, tirx
 from tvm.s_tir.schedule import SBlockRV
 
-from ..nests.blocks import Access, BlockFacts, uses
+from schedules.tir.expression_walk import nodes, uses
+from schedules.tir.index_math import factor_of
+
+from ..nests.blocks import Access, BlockFacts
 
 
 @dataclass(frozen=True)
@@ -107,16 +109,15 @@ def _overlaps(facts: BlockFacts, index: ir.Expr) -> bool:
     for k in (*facts.positions("S"), *facts.positions("R")):
         if not uses(index, facts.vars[k]):
             continue
-        found = sym.detect_linear_equation(index, [facts.vars[k]])
-        extent = facts.extents[k]
-        if not found or not isinstance(found[0], tirx.IntImm):
+        factor, extent = factor_of(facts.vars[k], index), facts.extents[k]
+        if factor is None:
             return True
         if facts.kinds[k] == "S":
-            steps.append(abs(int(found[0])))
+            steps.append(abs(factor))
         elif extent is None:
             return True
         else:
-            span += abs(int(found[0])) * (extent - 1)
+            span += abs(factor) * (extent - 1)
     return span > 1 and any(step < span for step in steps)
 
 
@@ -140,8 +141,7 @@ def separate_groups(sch: s_tir.Schedule, block: SBlockRV) -> bool:
         the new variables must divide them.
     """
     stmt = sch.get(block)
-    quotients: list[tirx.FloorDiv] = []
-    tvm_ffi.structural_walk(stmt.body, (tirx.FloorDiv, quotients.append))
+    quotients = nodes(stmt.body, tirx.FloorDiv)
     spatial = [axis for axis in stmt.iter_vars if axis.iter_type == tirx.IterVar.DataPar]
     for position, axis in enumerate(spatial[:-1]):
         sizes = {

@@ -10,8 +10,9 @@ from tvm.s_tir.dlight.analysis import SBlockInfo
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from schedules.tir.cut_points import cut_points
+from schedules.tir.expression_walk import uses
 
-from ..nests.blocks import BlockFacts, Kernel, block_facts, uses
+from ..nests.blocks import BlockFacts, Kernel, block_facts
 from ..nests.elementwise_nest import schedule_spatial
 from ..nests.fused_consumers import Tiled, follow_or_copy
 from ..nests.loop_transforms import finish, parallel_outer, tile_size, unroll, worth_threads
@@ -44,7 +45,7 @@ def sliding_axes(facts: BlockFacts) -> list[int]:
         k
         for k in facts.positions("S")
         if any(
-            uses(index, facts.vars[k]) and any(uses(index, var) for var in reduced)
+            uses(index, facts.vars[k]) and uses(index, *reduced)
             for load in facts.loads
             for index in load.indices
         )

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import tvm_ffi
-from tvm import ir, s_tir, tirx
+from tvm import s_tir, tirx
 from tvm.s_tir.dlight.analysis import SBlockInfo
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
@@ -75,9 +74,7 @@ def _is_shared_and_expensive(kernel: Kernel, info: SBlockInfo) -> bool:
     """Return whether a block has several readers and calls an elementary function."""
     if not info.is_injective() or len(kernel.sch.get_consumers(info.block_rv)) < 2:
         return False
-    calls: list[ir.Call] = []
-    tvm_ffi.structural_walk(kernel.sch.get(info.block_rv).body, (ir.Call, calls.append))
-    return any(is_expensive(call) for call in calls)
+    return is_expensive(kernel.sch.get(info.block_rv).body)
 
 
 class _Chain:

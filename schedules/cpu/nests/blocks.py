@@ -16,6 +16,10 @@ from tvm.s_tir.dlight.analysis import SBlockInfo, normalize_prim_func
 from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
+from schedules.tir.expression_walk import loads, op_name, uses
+from schedules.tir.index_math import factor_of, ravel
+from schedules.workload.reduce import constant
+
 from ..core.machine import CPUInfo
 
 
@@ -178,12 +182,12 @@ def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
     stmt = sch.get(block)
     iters = list(stmt.iter_vars)
     domain = _Domain(iters)
-    stores, loads, conditions = _parts(stmt.body)
+    stores, loaded, conditions = _parts(stmt.body)
     if not stores:
         return None
     store = domain.access(stores[0].buffer, stores[0].indices)
     written = [other.buffer for other in stores]
-    reads = [load for load in loads if not any(load.source.same_as(w) for w in written)]
+    reads = [load for load in loaded if not any(load.source.same_as(w) for w in written)]
     buffers = [store.buffer, *(load.source for load in reads)]
     return BlockFacts(
         block=block,
@@ -195,7 +199,7 @@ def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
         loads=[domain.access(load.source, load.indices) for load in reads],
         guards=frozenset(k for k, i in enumerate(iters) if any(uses(c, i.var) for c in conditions)),
         itemsize=max((_bits(buffer) + 7) // 8 for buffer in buffers),
-        indirect=any(_loads_inside(index) for load in loads for index in load.indices),
+        indirect=any(loads(*load.indices) for load in loaded),
     )
 
 
@@ -204,18 +208,18 @@ def _parts(
 ) -> tuple[list[tirx.BufferStore], list[ir.TensorLoad], list[ir.Expr]]:
     """All stores, loads and conditions of a statement."""
     stores: list[tirx.BufferStore] = []
-    loads: list[ir.TensorLoad] = []
+    loaded: list[ir.TensorLoad] = []
     conditions: list[ir.Expr] = []
     tvm_ffi.structural_walk(
         body,
         [
             (tirx.BufferStore, stores.append),
-            (ir.TensorLoad, loads.append),
+            (ir.TensorLoad, loaded.append),
             (ir.Call, lambda node: conditions.extend(_call_conditions(node))),
             (tirx.IfThenElse, lambda node: conditions.append(node.condition)),
         ],
     )
-    return stores, loads, conditions
+    return stores, loaded, conditions
 
 
 _KINDS = {int(tirx.IterVar.DataPar): "S", int(tirx.IterVar.CommReduce): "R"}
@@ -226,9 +230,7 @@ class _Domain:
 
     def __init__(self, iters: Sequence[tirx.IterVar]) -> None:
         self.vars = [i.var for i in iters]
-        self.extents = tuple(
-            int(i.dom.extent) if isinstance(i.dom.extent, tirx.IntImm) else None for i in iters
-        )
+        self.extents = tuple(constant(i.dom.extent) for i in iters)
         self.analyzer = sym.Analyzer()
         for i in iters:
             self.analyzer.bind(i.var, i.dom)
@@ -240,28 +242,13 @@ class _Domain:
         return Access(buffer, simple, offset, strides)
 
     def _stride(self, offset: ir.Expr, var: ir.Var) -> int | None:
-        if not uses(offset, var):
-            return 0
-        found = sym.detect_linear_equation(offset, [var])
-        if not found or not isinstance(found[0], tirx.IntImm):
-            return None
-        return int(found[0])
+        return factor_of(var, offset) if uses(offset, var) else 0
 
 
 def _flatten(buffer: ir.Var, indices: Sequence[ir.Expr]) -> ir.Expr:
     """Row-major offset of ``indices`` in ``buffer``, in the type of the indices."""
     dtypes = {str(index.ty.dtype) for index in indices}
-    dtype = dtypes.pop() if len(dtypes) == 1 else "int64"
-    offset: ir.Expr = tirx.IntImm(dtype, 0)
-    for extent, index in zip(buffer.shape, indices, strict=True):
-        offset = offset * _as(dtype, extent) + _as(dtype, index)
-    return offset
-
-
-def _as(dtype: str, expr: ir.Expr) -> ir.Expr:
-    if isinstance(expr, tirx.IntImm):
-        return tirx.IntImm(dtype, int(expr))
-    return expr if str(expr.ty.dtype) == dtype else tirx.Cast(dtype, expr)
+    return ravel(indices, buffer.shape, dtypes.pop() if len(dtypes) == 1 else "int64")
 
 
 def _bits(buffer: ir.Var) -> int:
@@ -269,25 +256,9 @@ def _bits(buffer: ir.Var) -> int:
 
 
 def _call_conditions(call: ir.Call) -> list[ir.Expr]:
-    name = call.op.name if isinstance(call.op, ir.Op) else ""
-    return [call.args[0]] if name in ("prim.if_then_else", "prim.likely") else []
+    return [call.args[0]] if op_name(call) in ("prim.if_then_else", "prim.likely") else []
 
 
 def realize_of(sch: s_tir.Schedule, block: SBlockRV) -> s_tir.SBlockRealize:
     """The block with its bindings and guards."""
     return tvm_ffi.get_global_func("s_tir.schedule.GetSBlockRealize")(sch, block)
-
-
-def uses(expr: ir.Expr, var: ir.Var) -> bool:
-    """Return whether ``var`` occurs in ``expr``."""
-    found: list[ir.Var] = []
-    tvm_ffi.structural_walk(
-        expr, (ir.Var, lambda node: found.append(node) if node.same_as(var) else None)
-    )
-    return bool(found)
-
-
-def _loads_inside(expr: ir.Expr) -> bool:
-    found: list[ir.TensorLoad] = []
-    tvm_ffi.structural_walk(expr, (ir.TensorLoad, found.append))
-    return bool(found)

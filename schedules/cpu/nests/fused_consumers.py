@@ -10,7 +10,10 @@ import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from .blocks import Access, BlockFacts, Kernel, block_facts, realize_of, uses
+from schedules.tir.expression_walk import uses
+from schedules.workload.reduce import constant, is_one
+
+from .blocks import Access, BlockFacts, Kernel, block_facts, realize_of
 from .loop_transforms import attempt, fuse_group, static_extent
 from .overlapping_tails import overlap_of
 from .truncated_tails import TAIL
@@ -80,7 +83,7 @@ def follow_or_copy(
 def _dimensions(block: s_tir.SBlock, variables: Sequence[ir.Var]) -> set[int]:
     """Dimensions of the buffer that a block writes whose index uses one of the variables."""
     region = block.writes[0].region
-    return {d for d, part in enumerate(region) if any(uses(part.min, var) for var in variables)}
+    return {d for d, part in enumerate(region) if uses(part.min, *variables)}
 
 
 def _own_variables(facts: BlockFacts, ready: dict[ir.Var, set[int]]) -> list[ir.Var] | None:
@@ -92,7 +95,9 @@ def _own_variables(facts: BlockFacts, ready: dict[ir.Var, set[int]]) -> list[ir.
     loads = [load for load in facts.loads if load.buffer in ready]
     own: list[ir.Var] = []
     for load in loads:
-        if not _same(load, loads[0]) or not _is_reshape(facts, load):
+        if not tvm_ffi.structural_equal(load.indices, loads[0].indices) or not _is_reshape(
+            facts, load
+        ):
             return None
         for d in ready[load.buffer]:
             if _walker(facts, load, d) is None:
@@ -101,19 +106,13 @@ def _own_variables(facts: BlockFacts, ready: dict[ir.Var, set[int]]) -> list[ir.
     return own if loads else None
 
 
-def _same(load: Access, other: Access) -> bool:
-    return len(load.indices) == len(other.indices) and all(
-        tvm_ffi.structural_equal(*pair) for pair in zip(load.indices, other.indices, strict=True)
-    )
-
-
 def _walker(facts: BlockFacts, load: Access, dimension: int) -> int | None:
     """The variable that indexes a dimension, of the same extent and indexing no other."""
     index, extent = load.indices[dimension], load.buffer.shape[dimension]
     for k, var in enumerate(facts.vars):
         if index.same_as(var) and sum(uses(other, var) for other in load.indices) == 1:
             length = facts.extents[k]
-            whole = length is None or (isinstance(extent, tirx.IntImm) and int(extent) == length)
+            whole = length is None or constant(extent) == length
             return k if whole else None
     return None
 
@@ -123,7 +122,7 @@ def _is_reshape(facts: BlockFacts, load: Access) -> bool:
     rest = [
         d
         for d, extent in enumerate(load.buffer.shape)
-        if _walker(facts, load, d) is None and not _is_one(extent)
+        if _walker(facts, load, d) is None and not is_one(extent)
     ]
     if not rest:
         return True
@@ -138,10 +137,6 @@ def _is_reshape(facts: BlockFacts, load: Access) -> bool:
     domain = {facts.vars[k]: ir.Range(0, facts.extents[k]) for k in used}
     indices = [load.indices[d] for d in rest]
     return bool(list(sym.detect_iter_map(indices, domain, check_level="bijective").indices))
-
-
-def _is_one(extent: ir.Expr) -> bool:
-    return isinstance(extent, tirx.IntImm) and int(extent) == 1
 
 
 def vectorize_under(kernel: Kernel, block: SBlockRV, depth: int) -> None:

@@ -13,6 +13,7 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from schedules.tir.keep_nan import keep_nan
 from schedules.tir.vector_math import vectorize_math
+from schedules.workload.reduce import constant
 
 from .blocks import BlockFacts, Kernel, block_facts, realize_of
 from .overlapping_tails import Overlap, overlap_tails
@@ -154,8 +155,7 @@ def _state_init(block: s_tir.SBlock) -> s_tir.SBlock:
 
 def static_extent(sch: s_tir.Schedule, loop: LoopRV) -> int | None:
     """The extent of a loop, or None where it is symbolic."""
-    extent = sch.get(loop).extent
-    return int(extent) if isinstance(extent, tirx.IntImm) else None
+    return constant(sch.get(loop).extent)
 
 
 def worth_threads(facts: BlockFacts) -> bool:

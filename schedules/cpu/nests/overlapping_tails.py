@@ -22,8 +22,11 @@ from dataclasses import dataclass
 import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
+from tvm.topi.utils import ravel_index
 
-from .blocks import realize_of, uses
+from schedules.tir.expression_walk import uses, variables
+
+from .blocks import realize_of
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,8 @@ def overlap_of(sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV, tile: int) ->
 
 def _place(realize: s_tir.SBlockRealize, positions: Sequence[int]) -> ir.Expr:
     """The iteration along the axis into which variables are fused, row-major."""
-    place = realize.iter_values[positions[0]]
-    for k in positions[1:]:
-        place = place * realize.block.iter_vars[k].dom.extent + realize.iter_values[k]
-    return place
+    extents = [realize.block.iter_vars[k].dom.extent for k in positions]
+    return ravel_index([realize.iter_values[k] for k in positions], extents)
 
 
 def overlap_tails(func: tirx.PrimFunc, overlaps: Sequence[Overlap]) -> tirx.PrimFunc:
@@ -151,12 +152,11 @@ def _overlap_axis(
         part = moved if stride == 1 else tirx.floordiv(moved, stride)
         values[k] = part if k == overlap.positions[0] else tirx.floormod(part, extent)
     # Only this axis' guard depends on the place inside the tile.
-    inner: list[ir.Var] = []
-    tvm_ffi.structural_walk(inside, (ir.Var, inner.append))
+    inner = variables(inside)
     kept = [
         guard
         for guard in conjuncts(realize.predicate)
-        if not any(uses(guard, var) for var in inner) and not isinstance(guard, tirx.IntImm)
+        if not uses(guard, *inner) and not isinstance(guard, tirx.IntImm)
     ]
     predicate = tirx.all(*kept) if kept else tirx.IntImm("bool", 1)
     return s_tir.SBlockRealize(values, predicate, realize.block)

@@ -17,7 +17,9 @@ from collections.abc import Sequence
 import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 
-from .blocks import uses
+from schedules.tir.expression_walk import substitute, uses
+from schedules.workload.reduce import constant
+
 from .overlapping_tails import conjuncts
 
 TAIL = "tvm_fusion.tail"
@@ -88,7 +90,7 @@ class _Buffers:
                 buffer.shape, str(buffer.dtype), buffer.name, scope=buffer.scope()
             )
         self._added += own.values()
-        return _substitute(piece, own)
+        return substitute(piece, own)
 
     def allocate(self, func: tirx.PrimFunc) -> tirx.PrimFunc:
         if not self._added:
@@ -142,7 +144,7 @@ def _guard_bound(chain: Sequence[tirx.For]) -> ir.Expr:
 
 def _substitute_nest(chain: Sequence[tirx.For], values: dict[ir.Var, ir.Expr]) -> list[tirx.For]:
     """The nest with another body; its own loop variables stay."""
-    body = _substitute(chain[-1].body, values)
+    body = substitute(chain[-1].body, values)
     result: list[tirx.For] = []
     for loop in reversed(chain):
         result.insert(0, tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body))
@@ -157,9 +159,9 @@ def _truncated(chain: Sequence[tirx.For], count: ir.Expr) -> list[tirx.Stmt]:
     full = analyzer.simplify(tirx.floordiv(count, inner))
     rest = analyzer.simplify(tirx.floormod(count, inner))
     pieces = []
-    if not _is(full, 0):
+    if constant(full) != 0:
         pieces.append(_fresh(_nest(chain, full)))
-    if not _is(rest, 0):
+    if constant(rest) != 0:
         tail = _substitute_nest(chain[1:], {loop.loop_var: full})
         pieces += _truncated(tail, rest)
     return pieces
@@ -170,11 +172,7 @@ def _nest(chain: Sequence[tirx.For], extent: ir.Expr) -> tirx.Stmt:
     variables = [loop.loop_var for loop in chain]
 
     def without_guards(realize: s_tir.SBlockRealize) -> s_tir.SBlockRealize:
-        kept = [
-            guard
-            for guard in conjuncts(realize.predicate)
-            if not any(uses(guard, var) for var in variables)
-        ]
+        kept = [guard for guard in conjuncts(realize.predicate) if not uses(guard, *variables)]
         predicate = tirx.all(*kept) if kept else tirx.IntImm("bool", 1)
         return s_tir.SBlockRealize(realize.iter_values, predicate, realize.block)
 
@@ -182,26 +180,12 @@ def _nest(chain: Sequence[tirx.For], extent: ir.Expr) -> tirx.Stmt:
     for loop in reversed(chain[1:]):
         body = tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body)
     loop = chain[0]
-    if _is(extent, 1):
-        return _substitute(body, {loop.loop_var: _like(loop.loop_var, 0)})
+    if constant(extent) == 1:
+        return substitute(body, {loop.loop_var: _like(loop.loop_var, 0)})
     # A vector has a constant length.
-    constant = isinstance(extent, tirx.IntImm) or loop.kind != tirx.ForKind.VECTORIZED
-    kind = loop.kind if constant else tirx.ForKind.SERIAL
+    known = constant(extent) is not None or loop.kind != tirx.ForKind.VECTORIZED
+    kind = loop.kind if known else tirx.ForKind.SERIAL
     return tirx.For(loop.loop_var, loop.min, extent, kind, body)
-
-
-def _is(expr: ir.Expr, value: int) -> bool:
-    return isinstance(expr, tirx.IntImm) and int(expr) == value
-
-
-def _substitute(stmt: tirx.Stmt, values: dict[ir.Var, ir.Expr]) -> tirx.Stmt:
-    def replace(var: ir.Var) -> ir.Expr:
-        for old, new in values.items():
-            if var.same_as(old):
-                return new
-        return var
-
-    return tvm_ffi.structural_map(stmt, (ir.Var, replace))
 
 
 def _fresh(stmt: tirx.Stmt) -> tirx.Stmt:
@@ -222,4 +206,4 @@ def _fresh(stmt: tirx.Stmt) -> tirx.Stmt:
             ((tirx.Bind, tirx.Let), lambda binding: defined.append(binding.var)),
         ],
     )
-    return _substitute(stmt, {var: tirx.Var(var.name, var.ty) for var in defined})
+    return substitute(stmt, {var: tirx.Var(var.name, var.ty) for var in defined})

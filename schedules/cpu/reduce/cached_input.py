@@ -6,7 +6,9 @@ from __future__ import annotations
 from tvm import s_tir
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from ..nests.blocks import BlockFacts, realize_of, uses
+from schedules.tir.expression_walk import uses
+
+from ..nests.blocks import BlockFacts, realize_of
 from ..nests.loop_transforms import static_extent
 
 

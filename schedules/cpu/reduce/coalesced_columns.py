@@ -25,10 +25,12 @@ from dataclasses import dataclass
 from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.index_math import i64
+
 from ..core.tiles import Index
 from .source import ReduceSource
 from .tasks import Nest, Split, places, width
-from .vector_states import States, count, int64, unrolled, vector
+from .vector_states import States, count, unrolled, vector
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,11 @@ class _ColumnNest(Nest):
         tiles = _ceildiv(self.last.size or self.last.extent, columns.tile)
         chunks = _ceildiv(tiles, columns.tiles)
         with self.tasks(math.prod(axis.extent for axis in outer) * chunks * parts) as task:
-            part = tirx.floormod(task, int64(parts))
-            place = tirx.floordiv(task, int64(parts))
+            part = tirx.floormod(task, i64(parts))
+            place = tirx.floordiv(task, i64(parts))
             if outer:
-                indices = places(outer, tirx.floordiv(place, int64(chunks)))
-                yield indices, tirx.floormod(place, int64(chunks)), part
+                indices = places(outer, tirx.floordiv(place, i64(chunks)))
+                yield indices, tirx.floormod(place, i64(chunks)), part
             else:
                 yield {}, place, part
 
@@ -125,7 +127,7 @@ class _ColumnNest(Nest):
         size = self.last.size
         if size is not None and size % (columns.tile * columns.tiles) == 0:
             return first
-        return tirx.min(first, int64(self.last.extent) - columns.tile)
+        return tirx.min(first, i64(self.last.extent) - columns.tile)
 
     def _each_vector(self, columns: Columns, chunk: Index) -> Iterator[tuple[Index, dict]]:
         """Open the loops over a task's outputs; yields their places in the states and indices."""
@@ -183,7 +185,7 @@ class _ColumnNest(Nest):
             whole = self.states(columns.lanes)
             for at, place in self._each_vector(columns, chunk):
                 whole.store(at, partial.load(self.source.output_index(place)))
-            with T.serial(0, int64(self.split.parts - 1)) as part:
+            with T.serial(0, i64(self.split.parts - 1)) as part:
                 for at, place in self._each_vector(columns, chunk):
                     index = (part + 1) * outputs + self.source.output_index(place)
                     whole.update(at, partial.load(index))
@@ -192,4 +194,4 @@ class _ColumnNest(Nest):
 
 
 def _ceildiv(extent: Index, size: int) -> Index:
-    return -(-extent // size) if isinstance(extent, int) else tirx.ceildiv(extent, int64(size))
+    return -(-extent // size) if isinstance(extent, int) else tirx.ceildiv(extent, i64(size))

@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import tvm_ffi
-from tvm import ir, s_tir, tirx
+from tvm import s_tir, tirx
 from tvm.target import Target
 
+from schedules.tir.index_math import floor_power_of_two
 from schedules.tir.vector_math import is_expensive
 
 from ..core.rule import CPURule
@@ -78,7 +78,7 @@ def _rows(source: ReduceSource, lanes: int) -> Rows:
     most = _FEW_VECTORS if _is_heavy(source) else _VECTORS
     if size is None:
         return Rows(lanes, most)
-    lanes = min(lanes, _power_of_two(size)) if size >= _LEAST_LANES else 1
+    lanes = min(lanes, floor_power_of_two(size)) if size >= _LEAST_LANES else 1
     return Rows(lanes, min(most, size // lanes))
 
 
@@ -116,7 +116,7 @@ def _columns(source: ReduceSource, lanes: int) -> tuple[Columns, Split]:
         rows = _rows_together(source, _FEW_VECTORS)
         threads = cores > 1 and _worth_threads(source)
         return Columns(lanes, _FEW_VECTORS, 1, rows), Split(threads)
-    lanes = min(lanes, _power_of_two(size))
+    lanes = min(lanes, floor_power_of_two(size))
     vectors = min(
         range(1, min(_VECTORS, size // lanes) + 1),
         key=lambda number: (-(-size // (number * lanes)) * max(number, 4), -number),
@@ -148,24 +148,13 @@ def _rows_together(source: ReduceSource, vectors: int) -> int:
 
 def _worth_threads(source: ReduceSource) -> bool:
     work = source.elements or SERIAL_ELEMENTS
-    return work * (8 if _is_expensive(source) else 1) >= SERIAL_ELEMENTS
-
-
-def _is_expensive(source: ReduceSource) -> bool:
-    calls: list[ir.Call] = []
-    tvm_ffi.structural_walk(source.element, (ir.Call, calls.append))
-    return any(is_expensive(call) for call in calls)
+    return work * (8 if is_expensive(source.element) else 1) >= SERIAL_ELEMENTS
 
 
 def _is_heavy(source: ReduceSource) -> bool:
     """Return whether a step is so long that unrolling it less compiles faster and runs as fast."""
-    return source.workload.is_arg or _is_expensive(source)
+    return source.workload.is_arg or is_expensive(source.element)
 
 
 def _estimate(axes: Sequence[Axis]) -> int:
     return math.prod(_SYMBOLIC if axis.size is None else axis.size for axis in axes)
-
-
-def _power_of_two(size: int) -> int:
-    """The largest power of two up to ``size``."""
-    return 1 << (size.bit_length() - 1)

@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.index_math import i64
 from schedules.workload.reduce import FLOATS, Extent
 
 from ..core.tiles import Index, Span
 from .source import ReduceSource
 from .tasks import Nest, Split, places, share, width
-from .vector_states import States, count, int64, unrolled
+from .vector_states import States, count, unrolled
 
 BLOCK = 256
 """Additions on one state before it is added to another, for the sake of rounding."""
@@ -80,7 +81,7 @@ class _RowNest(Nest):
             partial = self.states(outputs * parts) if parts > 1 else None
             with self.tasks(outputs * parts) as task:
                 row = task if parts == 1 else tirx.floordiv(task, parts)
-                part = int64(0) if parts == 1 else tirx.floormod(task, parts)
+                part = i64(0) if parts == 1 else tirx.floormod(task, parts)
                 self.reduce(row, part)
                 if partial is None:
                     self.write(self.current.load(0), places(self.source.parallel, row))
@@ -117,12 +118,12 @@ class _RowNest(Nest):
     def combine_parts(self, partial: States) -> None:
         """Combine the parts of each output in order."""
         parts = self.split.parts
-        with T.serial(0, int64(self.source.outputs)) as row, T.sblock("parts"):
+        with T.serial(0, i64(self.source.outputs)) as row, T.sblock("parts"):
             T.reads()
             T.writes()
             whole = self.states(1)
             whole.store(0, partial.load(row * parts))
-            with T.serial(0, int64(parts - 1)) as part:
+            with T.serial(0, i64(parts - 1)) as part:
                 whole.update(0, partial.load(row * parts + part + 1))
             self.write(whole.load(0), places(self.source.parallel, row))
 
@@ -150,7 +151,7 @@ class _RowNest(Nest):
         if not shared:
             self._rest(steps)
             return
-        with T.If(tirx.EQ(part, int64(self.split.parts - 1))), T.Then():
+        with T.If(tirx.EQ(part, i64(self.split.parts - 1))), T.Then():
             self._rest(steps)
 
     def _steps(self, span: Span) -> None:
@@ -160,8 +161,8 @@ class _RowNest(Nest):
                 self._step(start + k)
             return
         assert self.total is not None, "blocks have totals"
-        with T.serial(0, tirx.ceildiv(int64(number), BLOCK)) as block:
-            with T.serial(0, tirx.min(int64(BLOCK), number - block * BLOCK)) as k:
+        with T.serial(0, tirx.ceildiv(i64(number), BLOCK)) as block:
+            with T.serial(0, tirx.min(i64(BLOCK), number - block * BLOCK)) as k:
                 self._step(start + block * BLOCK + k)
             self.total.merge(self.accumulators, self.rows.step, self.rows.lanes)
 
@@ -171,7 +172,7 @@ class _RowNest(Nest):
 
     def _vector(self, states: States, number: Index, start: Index, since: int = 0) -> None:
         def indices(lane: Index) -> dict[tirx.Var, tirx.Expr]:
-            return {**self.indices, self.last.var: int64(start) + lane}
+            return {**self.indices, self.last.var: i64(start) + lane}
 
         lanes = self.rows.lanes if states is self.accumulators else 1
         self.step(states, number * lanes, lanes, indices, since)
@@ -184,9 +185,9 @@ class _RowNest(Nest):
             return
         full, rest = divmod(self.last.size - start, lanes)
         for u in range(full):
-            self._vector(self.accumulators, int64(u), start + u * lanes)
+            self._vector(self.accumulators, i64(u), start + u * lanes)
         if rest:
-            u = int64(full % self.rows.vectors)
+            u = i64(full % self.rows.vectors)
             self._vector(self.accumulators, u, self.last.size - lanes, lanes - rest)
 
     def _symbolic_rest(self, start: Index) -> None:
@@ -194,10 +195,10 @@ class _RowNest(Nest):
         lanes = self.rows.lanes
         full = tirx.floordiv(self.last.extent - start, lanes)
         with count(full) as k:
-            self._vector(self.accumulators, int64(0), start + k * lanes)
+            self._vector(self.accumulators, i64(0), start + k * lanes)
         start = start + full * lanes
         with count(self.last.extent - start) as k:
-            self._vector(self.single, int64(0), start + k)
+            self._vector(self.single, i64(0), start + k)
 
 
 def _blocks(source: ReduceSource, rows: Rows) -> int:

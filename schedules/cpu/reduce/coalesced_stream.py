@@ -22,10 +22,12 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.index_math import i64
+
 from ..core.tiles import Index, Span
 from .source import Axis, ReduceSource
 from .tasks import Nest, Split, places, share, width
-from .vector_states import States, count, int64, unrolled, vector
+from .vector_states import States, count, unrolled, vector
 
 _MOST_VECTORS = 16
 _ENOUGH_VECTORS = 8
@@ -111,8 +113,8 @@ class _StreamNest(Nest):
     def _tasks(self, parts: int) -> Iterator[Index]:
         outer = self.source.parallel[:-1]
         with self.tasks(math.prod(axis.extent for axis in outer) * parts) as task:
-            self.indices = places(outer, tirx.floordiv(task, int64(parts)))
-            yield tirx.floormod(task, int64(parts))
+            self.indices = places(outer, tirx.floordiv(task, i64(parts)))
+            yield tirx.floormod(task, i64(parts))
 
     def _reduce(self, part: Index) -> States:
         """Reduce one part; the states of the columns are the first ones of the result."""
@@ -150,14 +152,14 @@ class _StreamNest(Nest):
         """Whole steps of the stream that one part takes."""
         elements = self.rows.extent * self.width
         static = self.rows.size is not None
-        steps = elements // self.stream.step if static else elements // int64(self.stream.step)
+        steps = elements // self.stream.step if static else elements // i64(self.stream.step)
         if self.split.parts > 1 and self.split.axis == len(self.source.reduced) - 1:
             return share(steps, part, self.split.parts)
         return 0, steps
 
     def _vector(self, states: States, at: Index, lanes: int, start: Index) -> None:
         def indices(lane: Index) -> dict[tirx.Var, tirx.Expr]:
-            place = {self.rows.var: int64(0), self.columns.var: start + lane}
+            place = {self.rows.var: i64(0), self.columns.var: start + lane}
             return {**self.indices, **place}
 
         self.step(states, at, lanes, indices)
@@ -175,13 +177,13 @@ class _StreamNest(Nest):
                 outer(position + 1)
 
         if self.split.parts > 1 and self.split.axis == len(self.source.reduced) - 1:
-            with T.If(tirx.EQ(part, int64(self.split.parts - 1))), T.Then():
+            with T.If(tirx.EQ(part, i64(self.split.parts - 1))), T.Then():
                 outer(0)
         else:
             outer(0)
 
     def _elements_left(self, states: States) -> None:
-        elements, step = int64(self.rows.extent * self.width), int64(self.stream.step)
+        elements, step = i64(self.rows.extent * self.width), i64(self.stream.step)
         start = tirx.floordiv(elements, step) * step
         with T.serial(0, elements - start) as k:
             self._vector(states, k, 1, start + k)
@@ -195,8 +197,8 @@ class _StreamNest(Nest):
                 at = u * self.stream.lanes + lane
                 states.update(at, states.load(at + size))
         if size > self.width:
-            with T.serial(0, int64(size // self.width - 1)) as group:
-                with T.serial(0, int64(self.width)) as column:
+            with T.serial(0, i64(size // self.width - 1)) as group:
+                with T.serial(0, i64(self.width)) as column:
                     states.update(column, states.load((group + 1) * self.width + column))
         return states
 
@@ -211,7 +213,7 @@ class _StreamNest(Nest):
         whole = self.states(self.width)
         for at, place in self._each_output():
             whole.store(at, partial.load(self.source.output_index(place)))
-        with T.serial(0, int64(self.split.parts - 1)) as part:
+        with T.serial(0, i64(self.split.parts - 1)) as part:
             for at, place in self._each_output():
                 index = (part + 1) * outputs + self.source.output_index(place)
                 whole.update(at, partial.load(index))

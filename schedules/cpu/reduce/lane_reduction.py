@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from tvm import s_tir, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from ..nests.blocks import realize_of, uses
+from schedules.tir.expression_walk import uses
+
+from ..nests.blocks import realize_of
 from ..nests.loop_transforms import static_extent, tile_size, unroll
 from ..nests.truncated_tails import TAIL
 

@@ -19,12 +19,20 @@ from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
 from schedules.compute.coalesced_reduce import ATTRIBUTE
-from schedules.tir.expression_walk import loads, substitute
-from schedules.workload.reduce import Extent, ReduceWorkload, constant, is_one, unravel
+from schedules.tir.expression_walk import loads, nodes, substitute, uses
+from schedules.tir.index_math import ravel
+from schedules.workload.reduce import (
+    Extent,
+    ReduceWorkload,
+    constant,
+    extent_of,
+    is_one,
+    unravel,
+)
 from schedules.workload.reduce_operator import State, field_dtypes
 
 from ..core.machine import CPUInfo
-from ..nests.blocks import Kernel, open_kernel, uses
+from ..nests.blocks import Kernel, open_kernel
 from ..nests.loop_transforms import inline_blocks
 
 Indices = Mapping[tirx.Var, tirx.Expr]
@@ -130,11 +138,11 @@ class ReduceSource:
 
     def output_index(self, indices: Indices) -> tirx.Expr:
         """Position of an output in the flat output."""
-        return substitute(_ravel(self.parallel), indices)
+        return substitute(_place(self.parallel), indices)
 
     def position(self, indices: Indices) -> tirx.Expr:
         """Position of an element among those that are reduced to one output."""
-        return substitute(_ravel(self.reduced), indices).astype(self.position_dtype)
+        return substitute(_place(self.reduced), indices).astype(self.position_dtype)
 
     def element_at(self, indices: Indices, buffers: Sequence[tirx.Buffer]) -> tirx.Expr:
         """First field of the state of one element, read from flat views of the parameters."""
@@ -206,9 +214,7 @@ def read_source(func: tirx.PrimFunc, target: Target) -> ReduceSource | None:
 
 
 def _is_marked(func: tirx.PrimFunc) -> bool:
-    found: list[s_tir.SBlock] = []
-    tvm_ffi.structural_walk(func.body, (s_tir.SBlock, found.append))
-    return any(ATTRIBUTE in block.annotations for block in found)
+    return any(ATTRIBUTE in block.annotations for block in nodes(func.body, s_tir.SBlock))
 
 
 def _attribute(sch: s_tir.Schedule, block: SBlockRV) -> str:
@@ -220,8 +226,7 @@ def _data_shape(value: s_tir.SBlock) -> list[Extent] | None:
     read = loads(value.body)
     if not read or any(not load.source.same_as(read[0].source) for load in read):
         return None
-    known = [(extent, constant(extent)) for extent in read[0].source.shape]
-    return [extent if number is None else number for extent, number in known]
+    return list(map(extent_of, read[0].source.shape))
 
 
 class _Reader:
@@ -268,12 +273,12 @@ class _Reader:
         store = _only_store(value)
         if store is None or len(store.indices) != 2:
             return None
-        flat = zip(store.indices, (_ravel(parallel), _ravel(reduced)), strict=True)
+        flat = zip(store.indices, (_place(parallel), _place(reduced)), strict=True)
         indices = {index: place for index, place in flat if isinstance(index, tirx.Var)}
         plain = tvm_ffi.structural_map(store.value, (tirx.NE, _truth_of_bool))
         element = self._flatten(substitute(plain, indices))
         state = tuple(tirx.Var("state", dtype) for dtype in field_dtypes(self.workload))
-        result = self._result(finish, _ravel(parallel), state)
+        result = self._result(finish, _place(parallel), state)
         if element is None or result is None:
             return None
         return ReduceSource(
@@ -302,7 +307,7 @@ class _Reader:
             return None
 
         def flat(load: ir.TensorLoad) -> tirx.Expr:
-            offset = _offset(load.source.shape, load.indices)
+            offset = ravel(load.indices, load.source.shape)
             return self.flats[load.source][self.analyzer.simplify(offset)]
 
         return tvm_ffi.structural_map(expr, (ir.TensorLoad, flat))
@@ -314,7 +319,7 @@ class _Reader:
         store = _only_store(finish)
         if store is None or not store.buffer.same_as(list(self.flats)[-1]):
             return None
-        places = unravel(output, [_known(extent) for extent in store.buffer.shape])
+        places = unravel(output, store.buffer.shape)
         indices = {}
         for index, place in zip(store.indices, places, strict=True):
             if isinstance(index, tirx.Var):
@@ -378,20 +383,5 @@ def _only_store(block: s_tir.SBlock) -> tirx.BufferStore | None:
     return block.body if isinstance(block.body, tirx.BufferStore) else None
 
 
-def _ravel(axes: Sequence[Axis]) -> tirx.Expr:
-    flat: tirx.Expr = tirx.const(0, "int64")
-    for axis in axes:
-        flat = flat * axis.extent + axis.var
-    return flat
-
-
-def _offset(shape: Sequence[tirx.Expr], indices: Sequence[tirx.Expr]) -> tirx.Expr:
-    offset: tirx.Expr = tirx.const(0, "int64")
-    for extent, index in zip(shape, indices, strict=True):
-        offset = offset * extent + index.astype("int64")
-    return offset
-
-
-def _known(extent: tirx.Expr) -> Extent:
-    number = constant(extent)
-    return extent if number is None else number
+def _place(axes: Sequence[Axis]) -> tirx.Expr:
+    return ravel([axis.var for axis in axes], [axis.extent for axis in axes])

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.index_math import i64
 from schedules.workload.reduce import Extent, constant, unravel
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.tiles import Index, Span
 from .source import Axis, Indices, ReduceSource
-from .vector_states import REPEATABLE, States, int64, vector
+from .vector_states import REPEATABLE, States, vector
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Nest:
     def tasks(self, number: Index) -> Iterator[Index]:
         """A loop over pieces of work, parallel if that pays off."""
         loop = T.parallel if self.split.threads else T.serial
-        with loop(0, int64(number)) as task:
+        with loop(0, i64(number)) as task:
             with T.sblock("task"):
                 T.reads()
                 T.writes()
@@ -74,7 +75,7 @@ class Nest:
 
     def hold(self, lanes: int) -> None:
         """Make room for the elements of one vector, in the open block."""
-        self.held = T.sblock_alloc_buffer((int64(lanes),), self.source.registers.acc_dtype)
+        self.held = T.sblock_alloc_buffer((i64(lanes),), self.source.registers.acc_dtype)
 
     def step(
         self,
@@ -107,7 +108,7 @@ class Nest:
         with vector(lanes) as lane:
             value = self.held[lane]
             if since and self.source.workload.operator not in REPEATABLE:
-                value = tirx.Select(lane >= int64(since), value, states.nothing()[0])
+                value = tirx.Select(lane >= i64(since), value, states.nothing()[0])
             position = [self.source.position(indices(lane))] if len(states.fields) > 1 else []
             states.advance(first + lane, (value, *position))
 
@@ -128,14 +129,14 @@ class Nest:
 def share(extent: Extent, part: Index, parts: int) -> Span:
     """Bounds of one of ``parts`` parts of a loop, as equal as possible."""
     return (
-        tirx.floordiv(int64(extent) * part, parts),
-        tirx.floordiv(int64(extent) * (part + 1), parts),
+        tirx.floordiv(i64(extent) * part, parts),
+        tirx.floordiv(i64(extent) * (part + 1), parts),
     )
 
 
 def places(axes: Sequence[Axis], index: Index) -> dict[tirx.Var, tirx.Expr]:
     """The variables of loops at a position of the one loop that they form."""
-    subscripts = unravel(int64(index), [axis.extent for axis in axes])
+    subscripts = unravel(i64(index), [axis.extent for axis in axes])
     return {axis.var: place for axis, place in zip(axes, subscripts, strict=True)}
 
 

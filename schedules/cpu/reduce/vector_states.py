@@ -16,6 +16,8 @@ import tvm_ffi
 from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.expression_walk import op_name
+from schedules.tir.index_math import i64
 from schedules.workload.reduce import ReduceWorkload
 from schedules.workload.reduce_operator import State, combine, field_dtypes, identity
 
@@ -28,18 +30,13 @@ MOST_UNROLLED = 16
 """Vectors of states that are kept in registers, or nearly so."""
 
 
-def int64(index: Index) -> tirx.Expr:
-    """An index as an expression; offsets may exceed 32 bits."""
-    return tirx.const(index, "int64") if isinstance(index, int) else index
-
-
 @contextmanager
 def vector(lanes: int) -> Iterator[Index]:
     """A vectorised loop over ``lanes`` lanes; none for one lane."""
     if lanes == 1:
-        yield int64(0)
+        yield i64(0)
     else:
-        with T.vectorized(0, int64(lanes)) as lane:
+        with T.vectorized(0, i64(lanes)) as lane:
             yield lane
 
 
@@ -47,9 +44,9 @@ def vector(lanes: int) -> Iterator[Index]:
 def count(extent: Index) -> Iterator[Index]:
     """A serial loop, or none where it runs exactly once."""
     if isinstance(extent, int) and extent == 1:
-        yield int64(0)
+        yield i64(0)
     else:
-        with T.serial(0, int64(extent)) as variable:
+        with T.serial(0, i64(extent)) as variable:
             yield variable
 
 
@@ -57,9 +54,9 @@ def count(extent: Index) -> Iterator[Index]:
 def unrolled(extent: int) -> Iterator[Index]:
     """An unrolled loop, or none where it runs exactly once."""
     if extent == 1:
-        yield int64(0)
+        yield i64(0)
     else:
-        with T.unroll(0, int64(extent)) as variable:
+        with T.unroll(0, i64(extent)) as variable:
             yield variable
 
 
@@ -79,7 +76,7 @@ class States:
     def __init__(self, workload: ReduceWorkload, size: Index, position_dtype: str) -> None:
         self.workload = workload
         self.dtypes = (field_dtypes(workload)[0], position_dtype)[: len(field_dtypes(workload))]
-        self.fields = [T.sblock_alloc_buffer((int64(size),), dtype) for dtype in self.dtypes]
+        self.fields = [T.sblock_alloc_buffer((i64(size),), dtype) for dtype in self.dtypes]
 
     def load(self, at: Index) -> State:
         """One state."""
@@ -165,7 +162,7 @@ def _unless_nan(tested: tirx.Expr, value: tirx.Expr, otherwise: tirx.Expr) -> ti
 
 def _nan_by_bits(call: ir.Call) -> ir.Expr:
     """``isnan(x)`` in integers: TVM 0.27 scalarizes vectors for the call itself."""
-    if not isinstance(call.op, ir.Op) or call.op.name != "tirx.isnan":
+    if op_name(call) != "tirx.isnan":
         return call
     bits = _BITS[str(call.args[0].ty.dtype)]
     integer = tirx.reinterpret(bits.dtype, call.args[0])

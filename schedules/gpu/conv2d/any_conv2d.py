@@ -11,7 +11,7 @@ from tvm.target import Target
 
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute
-from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.tir.index_math import ceildiv, i64, volume
 from schedules.workload.conv2d import from_json
 from schedules.workload.reduce import unravel
 
@@ -54,10 +54,7 @@ def _write_kernel(
 ) -> None:
     """Emit the launch, from the block that sums up and the one that ends the layer."""
     output = func.params[-1]
-    total = i64(1)
-    for extent in output.shape:
-        total = total * i64(extent)
-    total = simplified(total)
+    total = volume(output.shape)
     count = ceildiv(total, threads)
     with unless_empty(count), T.launch_thread("blockIdx.x", count) as block:
         with T.launch_thread("threadIdx.x", i64(threads)) as thread:

@@ -17,13 +17,14 @@ from tvm.target import Target
 from schedules.errors import OpError
 from schedules.tir.branch import when
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer, from_json
+from schedules.workload.reduce import extent_of
 
 from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
 from ..core.machine import REGISTER_FILE, GPUInfo
 from ..core.rule import GPURule
+from ..core.vector_loads import flat_view
 from ..gemm.conv_tiles import ConvTile, Product, choose_tile
 from ..gemm.epilogue import Ending, Epilogue, Partial, finish_tile, lanes_at, sum_parts
-from ..gemm.float4 import flat_view
 from ..gemm.implicit_gemm import LANES, ConvShape, Index, Window, window_of
 from ..gemm.main_loop import multiply
 from ..gemm.shared_memory_pipeline import DataStage, WeightStage
@@ -85,8 +86,7 @@ def _check_groups(layer: ConvLayer) -> None:
 
 def batch_of(func: tirx.PrimFunc) -> tirx.Expr | int:
     """Number of images; an expression where it is symbolic."""
-    batch = func.params[0].shape[0]
-    return int(batch) if isinstance(batch, tirx.IntImm) else batch
+    return extent_of(func.params[0].shape[0])
 
 
 def conv2d_template(

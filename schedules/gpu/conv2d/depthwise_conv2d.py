@@ -18,8 +18,8 @@ from schedules.workload.conv2d import Conv2DKernel
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule
+from ..core.vector_loads import flat_view
 from ..gemm.epilogue import Epilogue, lanes_at
-from ..gemm.float4 import flat_view
 from ..gemm.implicit_gemm import LANES, ConvShape
 from .conv2d import batch_of, packed_kernel
 from .depthwise_column import Column

@@ -29,8 +29,8 @@ from ..core.intrinsics import sync
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule
+from ..core.vector_loads import flat_view
 from ..gemm.epilogue import Epilogue, finish_tile
-from ..gemm.float4 import flat_view
 from ..gemm.implicit_gemm import LANES, ConvShape, Index
 from ..gemm.main_loop import add_step, clear_sums, run_steps
 from ..gemm.shared_memory_pipeline import WeightStage

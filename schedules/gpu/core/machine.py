@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tvm.target import Target
 
 from schedules.errors import TargetError
+from schedules.tir.index_math import floor_power_of_two
 
 KINDS = ("cuda", "opencl")
 REGISTER_FILE = 65536  # registers of a multiprocessor of NVIDIA's
@@ -97,7 +98,7 @@ class GPUInfo:
 
     def block_threads(self, wanted: int) -> int:
         """Threads of a block: a power of two, as many as wanted if the device has them."""
-        return 1 << (min(wanted, self.max_threads).bit_length() - 1)
+        return floor_power_of_two(min(wanted, self.max_threads))
 
 
 def _multiprocessors(target: Target, arch: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import tvm_ffi
 from tvm import DataType, ir, tirx
@@ -12,13 +13,16 @@ from tvm.ir import Range
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from schedules.tir.expression_walk import loads, uses
-from schedules.tir.index_math import i64, ravel
+from schedules.tir.expression_walk import is_if_then_else, loads, nodes, uses
+from schedules.tir.index_math import i64, is_multiple, ravel, volume
+
+from .machine import GPUInfo
 
 WIDEST_LOAD = 16  # bytes of one instruction
 
 Value = Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
 Flat = Callable[[tirx.Buffer], tirx.Buffer | None]
+Views = TypeVar("Views", bound="FlatViews")
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class VectorLoads:
         """
         registers = [] if known is None else known
         chosen: list[Register | None] = []
-        for load, kind in zip(_loads(self._at(m, n)), self.kinds, strict=True):
+        for load, kind in zip(loads(*self._at(m, n)), self.kinds, strict=True):
             register = next((entry for entry in registers if _same(entry.load, load)), None)
             if register is None and kind != "each":
                 register = self._load(load, kind, flat)
@@ -111,7 +115,7 @@ class VectorLoads:
 
         def lane(k: int) -> list[tirx.Expr]:
             expressions = self._at(m, n, tirx.const(k, "int64"))
-            pairs = list(zip(_loads(expressions), chosen, strict=True))
+            pairs = list(zip(loads(*expressions), chosen, strict=True))
 
             def replace(load: ir.TensorLoad) -> tirx.Expr:
                 for original, register in pairs:
@@ -134,11 +138,11 @@ class VectorLoads:
     def _classify(self) -> list[str]:
         """For each read, in order: ``vector``, ``uniform`` or ``each``."""
         run = LaneRun(self.along_m, self.vector)
-        first, moved = _loads(self._at(run.m, run.n)), _loads(self._at(run.m, run.n, run.lane))
+        first, moved = loads(*self._at(run.m, run.n)), loads(*self._at(run.m, run.n, run.lane))
         guarded = _guarded_loads(self._at(run.m, run.n))
         kinds = []
         for a, b in zip(first, moved, strict=True):
-            fixed = not any(loads(index) or uses(index, self.results) for index in a.indices)
+            fixed = not any(loads(index) or uses(index, *self.results) for index in a.indices)
             if not fixed or any(a.same_as(load) for load in guarded):
                 kinds.append("each")
             elif self.vector == 1:
@@ -157,10 +161,7 @@ class VectorLoads:
         if lanes == 1:
             T.buffer_store(register, source[index], [0])
             return Register(load, register, False)
-        for start, width in _parts(lanes, source):
-            with T.vectorized(0, width) as k:
-                element = source[index + (k + start).astype("int64")]
-                T.buffer_store(register, element, [k + start])
+        load_vector(register, source, index)
         return Register(load, register, True)
 
 
@@ -189,21 +190,56 @@ class LaneRun:
         step = self.analyzer.simplify(moved - first)
         if self.analyzer.can_prove_equal(step, i64(0)):
             return "uniform"
-        aligned = self._is_aligned(first)
+        aligned = is_multiple(first, self.vector, self.analyzer)
         return "vector" if aligned and self.analyzer.can_prove_equal(step, self.lane) else "each"
 
-    def _is_aligned(self, index: tirx.Expr) -> bool:
-        """Return whether an index is a multiple of the vector, as its load requires."""
-        known = self.analyzer.modular_set(index)
-        return known.coeff % self.vector == 0 and known.base % self.vector == 0
+
+def flat_view(buffer: tirx.Buffer) -> tirx.Buffer:
+    """A parameter as one row, to be declared inside the launch; bool, without vectors, as bytes."""
+    dtype = "uint8" if str(buffer.dtype) == "bool" else buffer.dtype
+    return T.decl_buffer((volume(buffer.shape),), dtype, data=buffer.data)
 
 
-def store_vector(target: tirx.Buffer, place: tirx.Expr, values: Sequence[tirx.Expr]) -> None:
-    """Store neighbouring elements of a flat view by as few instructions as possible."""
-    register = T.alloc_buffer((len(values),), target.dtype, scope="local")
+@dataclass(frozen=True)
+class FlatViews:
+    """Parameters as one row each, by which vectors are loaded and stored."""
+
+    rows: tuple[tuple[tirx.Buffer, tirx.Buffer], ...]
+
+    @classmethod
+    def declare(cls: type[Views], func: tirx.PrimFunc, gpu: GPUInfo) -> Views:
+        """Declare them, inside the kernel; TVM loses those of a type that the GPU lacks."""
+        kept = [
+            param
+            for param in func.params
+            if isinstance(param, tirx.Buffer)
+            and (gpu.has_bfloat16 or str(param.dtype) != "bfloat16")
+        ]
+        return cls(tuple((param, flat_view(param)) for param in kept))
+
+    def row(self, buffer: tirx.Buffer) -> tirx.Buffer | None:
+        """A parameter as one row; None if it has no view."""
+        return next((view for known, view in self.rows if known.same_as(buffer)), None)
+
+
+def load_vector(register: tirx.Buffer, source: tirx.Buffer, place: tirx.Expr) -> None:
+    """Load neighbouring elements of a flat view by as few instructions as there can be."""
+    for start, width in _parts(int(register.shape[0]), source):
+        with T.vectorized(0, width) as k:
+            T.buffer_store(register, source[place + (k + start).astype("int64")], [k + start])
+
+
+def hold(values: Sequence[tirx.Expr], dtype: str) -> tirx.Buffer:
+    """Put values of some type into registers."""
+    register = T.alloc_buffer((len(values),), dtype, scope="local")
     for k, value in enumerate(values):
-        T.buffer_store(register, value.astype(target.dtype), [k])
-    for start, width in _parts(len(values), target):
+        T.buffer_store(register, value.astype(dtype), [k])
+    return register
+
+
+def store_vector(register: tirx.Buffer, target: tirx.Buffer, place: tirx.Expr) -> None:
+    """Store neighbouring elements of a flat view by as few instructions as there can be."""
+    for start, width in _parts(int(register.shape[0]), target):
         with T.vectorized(0, width) as k:
             T.buffer_store(target, register[k + start], [place + (k + start).astype("int64")])
 
@@ -214,21 +250,10 @@ def _parts(lanes: int, buffer: tirx.Buffer) -> list[tuple[int, int]]:
     return [(start, width) for start in range(0, lanes, width)]
 
 
-def _loads(expressions: Sequence[tirx.Expr]) -> list[ir.TensorLoad]:
-    return [load for expression in expressions for load in loads(expression)]
-
-
 def _guarded_loads(expressions: Sequence[tirx.Expr]) -> list[ir.TensorLoad]:
     """The reads that must not happen for every element."""
-    found: list[ir.TensorLoad] = []
-
-    def note(call: ir.Call) -> None:
-        if isinstance(call.op, ir.Op) and call.op.name.endswith("if_then_else"):
-            found.extend(loads(call))
-
-    for expression in expressions:
-        tvm_ffi.structural_walk(expression, (ir.Call, note))
-    return found
+    calls = (call for expression in expressions for call in nodes(expression, ir.Call))
+    return loads(*filter(is_if_then_else, calls))
 
 
 def _position(load: ir.TensorLoad) -> tirx.Expr:
@@ -236,10 +261,4 @@ def _position(load: ir.TensorLoad) -> tirx.Expr:
 
 
 def _same(a: ir.TensorLoad, b: ir.TensorLoad) -> bool:
-    return a.same_as(b) or (a.source.same_as(b.source) and _equal(a.indices, b.indices))
-
-
-def _equal(a: Sequence[tirx.Expr], b: Sequence[tirx.Expr]) -> bool:
-    return len(a) == len(b) and all(
-        tvm_ffi.structural_equal(x, y) for x, y in zip(a, b, strict=True)
-    )
+    return a.same_as(b) or tvm_ffi.structural_equal(a, b)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -27,14 +26,3 @@ def zero4(target: tirx.Buffer, to: Index) -> None:
 def at_once(conditions: list[tirx.Expr]) -> tirx.Expr | None:
     """Conjunction of conditions without jumps between them, so that a load is predicated."""
     return functools.reduce(tirx.bitwise_and, conditions) if conditions else None
-
-
-def flat_view(buffer: tirx.Buffer) -> tirx.Buffer:
-    """A parameter as one row; to be called inside the launch."""
-    size: Index = 1
-    if all(isinstance(extent, tirx.IntImm) for extent in buffer.shape):
-        size = math.prod(int(extent) for extent in buffer.shape)
-    else:
-        for extent in buffer.shape:
-            size = size * extent
-    return T.decl_buffer((size,), buffer.dtype, data=buffer.data)

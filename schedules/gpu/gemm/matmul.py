@@ -51,7 +51,7 @@ def _write_rows(func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo) -> No
     config = choose_rows(matmul, gpu)
     blocks = simplified(i64(matmul.batches) * ceildiv(matmul.n, config.columns))
     with unless_empty(blocks), T.launch_thread("blockIdx.x", blocks) as block:
-        write_rows(matmul, config, gpu, _views(func, gpu), block)
+        write_rows(matmul, config, gpu, Views.declare(func, gpu), block)
 
 
 def _write_tiles(func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo) -> None:
@@ -60,8 +60,4 @@ def _write_tiles(func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo) -> N
     rows, columns = ceildiv(matmul.m, config.rows), ceildiv(matmul.n, config.columns)
     blocks = simplified(i64(matmul.batches) * rows * columns)
     with unless_empty(blocks), T.launch_thread("blockIdx.x", blocks) as block:
-        write_tiles(matmul, config, _views(func, gpu), block)
-
-
-def _views(func: tirx.PrimFunc, gpu: GPUInfo) -> Views:
-    return Views.declare([p for p in func.params if isinstance(p, tirx.Buffer)], gpu)
+        write_tiles(matmul, config, Views.declare(func, gpu), block)

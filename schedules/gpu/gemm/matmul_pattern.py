@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import tvm_ffi
 from tvm import ir, tirx
 
-from schedules.tir.block_expressions import Stage, as_type, read_stages
-from schedules.tir.expression_walk import substitute
-from schedules.workload.reduce import Extent, constant, unravel
+from schedules.tir.block_expressions import Stage, read_stages
+from schedules.tir.expression_walk import loads, substitute, uses
+from schedules.tir.index_math import as_type, i64, volume
+from schedules.workload.reduce import Extent, constant, extent_of, unravel
 
 from ..pointwise.element_program import ElementProgram
-from ..pointwise.iteration_domain import IterationSpace, Store, as_expr, uses
+from ..pointwise.iteration_domain import IterationSpace, Store
 
 ACCUMULATOR = {"float16": "float32", "bfloat16": "float32"}
 
@@ -192,7 +193,7 @@ def _assemble(
         return None
     shape = product.shape
     batch = tuple(shape[i] for i in axes.batch)
-    m, n = (_product([shape[i] for i in part]) for part in (axes.m, axes.n))
+    m, n = (extent_of(volume(shape[i] for i in part)) for part in (axes.m, axes.n))
     depth = next(axis.dom.extent for axis in product.reduced if axis.var.same_as(k))
     depth_extent: Extent = depth if constant(depth) is None else int(depth)
     dtype = ACCUMULATOR.get(str(product.output.dtype), str(product.output.dtype))
@@ -211,9 +212,7 @@ def _read_in_place(product: Stage, after: Sequence[Stage]) -> bool:
     """Return whether the epilogue has the product's shape and reads it where it writes."""
     follow = {product.output}
     for stage in after:
-        found: list[ir.TensorLoad] = []
-        tvm_ffi.structural_walk(stage.value, (ir.TensorLoad, found.append))
-        read = [load for load in found if load.source in follow]
+        read = [load for load in loads(stage.value) if load.source in follow]
         if not read:
             continue
         if not tvm_ffi.structural_equal(list(stage.output.shape), list(product.output.shape)):
@@ -243,7 +242,7 @@ def _operand(
     row, inner = tirx.Var("row", "int64"), tirx.Var("k", "int64")
     places = dict(zip(batch, outer, strict=True))
     places |= dict(zip(part, unravel(row, [shape[i] for i in part]), strict=True))
-    indices = [places.get(i, as_expr(0)) for i in range(len(shape))]
+    indices = [places.get(i, i64(0)) for i in range(len(shape))]
     moved = product.at(indices, factor)
     others = {axis.var: tirx.const(0, axis.var.ty.dtype) for axis in product.reduced}
     others[k] = as_type(inner, str(k.ty.dtype))
@@ -251,7 +250,7 @@ def _operand(
     program = ElementProgram(before)
     value = program.add(moved)
     value = value if str(value.ty.dtype) == dtype else value.astype(dtype)
-    rows = _product([shape[i] for i in part])
+    rows = extent_of(volume(shape[i] for i in part))
     extents = (*(shape[i] for i in batch), rows, depth)
     space = IterationSpace((*outer, row, inner), extents, tuple(program.steps), ())
     return Operand(space, value, _rows_are_neighbours(space))
@@ -280,7 +279,7 @@ def _epilogue(
     places = dict(zip(axes.batch, outer, strict=True))
     for var, part in ((row, axes.m), (column, axes.n)):
         places |= dict(zip(part, unravel(var, [shape[i] for i in part]), strict=True))
-    indices = tuple(places.get(i, as_expr(0)) for i in range(len(shape)))
+    indices = tuple(places.get(i, i64(0)) for i in range(len(shape)))
     stored = accumulator.astype(str(product.output.dtype))
     program = ElementProgram([*before, *after], {product.output: stored})
     stages = (*before, product, *after)
@@ -289,10 +288,6 @@ def _epilogue(
     if not written or not all(same):
         return None
     stores = [Store(s.output, indices, program.element(s.output, indices)) for s in written]
-    rows, columns = (_product([shape[i] for i in part]) for part in (axes.m, axes.n))
+    rows, columns = (extent_of(volume(shape[i] for i in part)) for part in (axes.m, axes.n))
     extents = (*(shape[i] for i in axes.batch), rows, columns)
     return IterationSpace((*outer, row, column), extents, tuple(program.steps), tuple(stores))
-
-
-def _product(extents: Sequence[Extent]) -> Extent:
-    return IterationSpace((), tuple(extents), (), ()).size

@@ -15,8 +15,8 @@ from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.branch import when
-from schedules.tir.index_math import ceildiv, i64, subscripts
-from schedules.workload.reduce import constant
+from schedules.tir.index_math import ceildiv, i64
+from schedules.workload.reduce import constant, unravel
 
 from ..core.intrinsics import shuffle_xor, sync
 from ..core.machine import GPUInfo
@@ -64,7 +64,7 @@ class RowsConfig:
 
 def choose_rows(matmul: MatmulFunction, gpu: GPUInfo) -> RowsConfig:
     """Blocks of at most 256 threads; fewer columns a block where there are few of them."""
-    threads = 1 << (min(256, gpu.max_threads).bit_length() - 1)
+    threads = gpu.block_threads(256)
     along_depth = not matmul.right.rows_first
     vector = operand_lanes(matmul.right, _WIDTH).vector
     if along_depth:
@@ -92,7 +92,7 @@ def write_rows(
 ) -> None:
     """Emit the body of a block: all rows of the columns with the number ``block``."""
     tiles = ceildiv(matmul.n, config.columns)
-    *batch, tile = (T.bind(s) for s in subscripts(block, [*matmul.batch, tiles]))
+    *batch, tile = (T.bind(s) for s in unravel(block, [*matmul.batch, tiles], is_natural=True))
     with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
         first = T.bind(tile * i64(config.columns))
         body = _AlongDepth if config.along_depth else _AlongColumns

@@ -10,8 +10,8 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.branch import when
-from schedules.tir.index_math import ceildiv, i64, simplified, subscripts
-from schedules.workload.reduce import Extent, constant
+from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.workload.reduce import Extent, constant, unravel
 
 from ..core.intrinsics import sync
 from ..pointwise.coalescing import Lanes, classify
@@ -149,7 +149,9 @@ def write_tiles(
     one barrier, since shared memory holds two tiles of each factor.
     """
     place = [ceildiv(matmul.m, config.rows), ceildiv(matmul.n, config.columns)]
-    *batch, row_tile, column_tile = (T.bind(s) for s in subscripts(block, [*matmul.batch, *place]))
+    *batch, row_tile, column_tile = (
+        T.bind(s) for s in unravel(block, [*matmul.batch, *place], is_natural=True)
+    )
     with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
         _Block(matmul, config, params, batch, row_tile, column_tile, thread).write()
 

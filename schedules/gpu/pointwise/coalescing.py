@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import tvm_ffi
 from tvm import DataType, ir, sym, tirx
 
-from schedules.tir.expression_walk import substitute
-from schedules.tir.index_math import subscripts
-from schedules.workload.reduce import constant
+from schedules.tir.cut_points import COMPARISONS
+from schedules.tir.expression_walk import nodes, substitute, uses, variables
+from schedules.tir.index_math import i64, is_multiple
+from schedules.workload.reduce import constant, unravel
 
 from ..core.vector_loads import WIDEST_LOAD
 from .element_program import Read, Value
-from .iteration_domain import IterationSpace, Store, as_expr, uses, variables
+from .iteration_domain import IterationSpace, Store
 
 SECTOR = 32  # bytes that the memory delivers at least
 WARP = 32
@@ -131,7 +131,7 @@ def _kind(
         rest = linear[1]
     else:
         return "each", False
-    return ("vector" if vector > 1 and _is_multiple(rest, vector) else "each"), follows
+    return ("vector" if vector > 1 and is_multiple(rest, vector) else "each"), follows
 
 
 def _varies(
@@ -148,10 +148,10 @@ def _varies(
         return True
     start, lane = tirx.Var("start", "int64"), tirx.Var("lane", "int64")
     analyzer = sym.Analyzer()
-    analyzer.bind(start, ir.Range.from_min_extent(as_expr(0), as_expr(_FAR)))
-    analyzer.bind(lane, ir.Range.from_min_extent(as_expr(0), as_expr(vector)))
-    point = start * as_expr(vector) + lane
-    places = [point] if aligned else subscripts(point, space.extents)
+    analyzer.bind(start, ir.Range.from_min_extent(i64(0), i64(_FAR)))
+    analyzer.bind(lane, ir.Range.from_min_extent(i64(0), i64(vector)))
+    point = start * i64(vector) + lane
+    places = [point] if aligned else unravel(point, space.extents, is_natural=True)
     moving = space.axes[-1:] if aligned else space.axes
     guard = analyzer.simplify(substitute(guard, dict(zip(moving, places, strict=True))))
     return not all(_is_even(node, lane, vector) for node in _comparisons(guard, lane))
@@ -159,14 +159,7 @@ def _varies(
 
 def _comparisons(guard: tirx.Expr, lane: tirx.Var) -> list[tirx.Expr]:
     """The comparisons in a condition in which a variable occurs."""
-    found: list[tirx.Expr] = []
-
-    def note(node: tirx.Expr) -> None:
-        if uses(node, lane):
-            found.append(node)
-
-    tvm_ffi.structural_walk(guard, tuple((kind, note) for kind in _SIGNS))
-    return found
+    return [node for node in nodes(guard, *COMPARISONS) if uses(node, lane)]
 
 
 def _is_even(comparison: tirx.Expr, lane: tirx.Var, vector: int) -> bool:
@@ -178,21 +171,11 @@ def _is_even(comparison: tirx.Expr, lane: tirx.Var, vector: int) -> bool:
     known = sym.Analyzer().modular_set(found[1])
     if known.coeff % vector:
         return False
-    holds = _SIGNS[type(comparison)]
+    holds = COMPARISONS[type(comparison)]
     return all(
         len({holds(v * vector + known.base + factor * k) for k in range(vector)}) == 1
         for v in range(-2 * vector, 2 * vector + 1)
     )
-
-
-_SIGNS: dict[type, Callable[[int], bool]] = {
-    tirx.LT: lambda difference: difference < 0,
-    tirx.LE: lambda difference: difference <= 0,
-    tirx.GT: lambda difference: difference > 0,
-    tirx.GE: lambda difference: difference >= 0,
-    tirx.EQ: lambda difference: difference == 0,
-    tirx.NE: lambda difference: difference != 0,
-}
 
 
 def _is_row_major(space: IterationSpace, factors: Sequence[tirx.Expr]) -> bool:
@@ -202,11 +185,6 @@ def _is_row_major(space: IterationSpace, factors: Sequence[tirx.Expr]) -> bool:
             return False
         stride = stride * extent
     return True
-
-
-def _is_multiple(expression: tirx.Expr, vector: int) -> bool:
-    known = sym.Analyzer().modular_set(expression)
-    return known.coeff % vector == 0 and known.base % vector == 0
 
 
 def warp_cost(lanes: Lanes) -> float:

@@ -15,7 +15,7 @@ import tvm_ffi
 from tvm import ir, tirx
 
 from schedules.tir.block_expressions import Stage
-from schedules.tir.expression_walk import substitute
+from schedules.tir.expression_walk import is_if_then_else, substitute
 from schedules.tir.index_math import ravel
 
 
@@ -156,7 +156,9 @@ class ElementProgram:
             return self._known[buffer]
         key = (buffer, hash(tuple(tvm_ffi.structural_hash(index) for index in indices)))
         for at, under, var in self._memo.get(key, []):
-            if _same(at, indices) and _same(under, guards[: len(under)]):
+            if tvm_ffi.structural_equal(at, indices) and tvm_ffi.structural_equal(
+                under, guards[: len(under)]
+            ):
                 return var
         if buffer in self._stages:
             stage = self._stages[buffer]
@@ -172,18 +174,3 @@ class ElementProgram:
             self.steps.append(Read(found, buffer, indices, guards))
         self._memo.setdefault(key, []).append((indices, guards, found))
         return found
-
-
-def is_if_then_else(node: tirx.Expr) -> bool:
-    """Return whether an expression evaluates only one of two branches."""
-    return (
-        isinstance(node, ir.Call)
-        and isinstance(node.op, ir.Op)
-        and node.op.name.endswith("if_then_else")
-    )
-
-
-def _same(a: Sequence[tirx.Expr], b: Sequence[tirx.Expr]) -> bool:
-    return len(a) == len(b) and all(
-        x.same_as(y) or tvm_ffi.structural_equal(x, y) for x, y in zip(a, b, strict=True)
-    )

@@ -68,7 +68,7 @@ def write_lanes(func: tirx.PrimFunc, plans: Sequence[Lanes], gpu: GPUInfo) -> No
         begins.append(simplified(begins[-1] + count))
     with T.launch_thread("blockIdx.x", simplified(tirx.max(begins[-1], i64(1)))) as block:
         with T.launch_thread("threadIdx.x", i64(threads)) as thread:
-            views = Views.declare([p for p in func.params if isinstance(p, tirx.Buffer)], gpu)
+            views = Views.declare(func, gpu)
             _write_ranges(plans, begins, block, threads, thread, views)
 
 

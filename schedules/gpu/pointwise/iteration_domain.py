@@ -11,9 +11,9 @@ from functools import cached_property
 import tvm_ffi
 from tvm import ir, sym, tirx
 
-from schedules.tir.expression_walk import substitute
-from schedules.tir.index_math import ravel
-from schedules.workload.reduce import Extent, constant
+from schedules.tir.expression_walk import nodes, substitute, uses, variables
+from schedules.tir.index_math import i64, ravel, volume
+from schedules.workload.reduce import Extent, constant, extent_of
 
 from .element_program import Read, Step, Value
 
@@ -58,10 +58,7 @@ class IterationSpace:
     @property
     def size(self) -> Extent:
         """Number of points."""
-        total: Extent = 1
-        for extent in self.extents:
-            total = total * extent if isinstance(total, int) else total * as_expr(extent)
-        return total if isinstance(total, int) else sym.Analyzer().simplify(total)
+        return extent_of(volume(self.extents))
 
     @property
     def accesses(self) -> list[Read | Store]:
@@ -72,7 +69,7 @@ class IterationSpace:
         """An analyzer that knows the range of each axis."""
         analyzer = sym.Analyzer()
         for axis, extent in zip(self.axes, self.extents, strict=True):
-            analyzer.bind(axis, ir.Range.from_min_extent(as_expr(0), as_expr(extent)))
+            analyzer.bind(axis, ir.Range.from_min_extent(i64(0), i64(extent)))
         return analyzer
 
     def uses_of(self, var: tirx.Var) -> int:
@@ -87,7 +84,7 @@ class IterationSpace:
             expressions += [step.expression] if isinstance(step, Value) else step.indices
         found: Counter[tirx.Var] = Counter()
         for expression in expressions:
-            tvm_ffi.structural_walk(expression, (ir.Var, lambda var: found.update([var])))
+            found.update(nodes(expression, ir.Var))
         return found
 
     def position(self, access: Read | Store) -> tirx.Expr:
@@ -116,13 +113,13 @@ class IterationSpace:
         present = variables(index)
         used = [axis for axis in self.axes if axis in present]
         if not used:
-            return tuple(as_expr(0) for _ in self.axes), index
+            return tuple(i64(0) for _ in self.axes), index
         found = sym.detect_linear_equation(index, used)
         left = set().union(*map(variables, found)) if found else set(used)
         if left & set(used):
             return None
         factors = dict(zip(used, found, strict=False))
-        return tuple(factors.get(axis, as_expr(0)) for axis in self.axes), found[-1]
+        return tuple(factors.get(axis, i64(0)) for axis in self.axes), found[-1]
 
     def with_axes(
         self,
@@ -177,14 +174,14 @@ def split_axes(space: IterationSpace) -> IterationSpace:
         axes = [*space.axes[:number], outer, inner, *space.axes[number + 1 :]]
         parts = (extent // divisor, divisor)
         extents = [*space.extents[:number], *parts, *space.extents[number + 1 :]]
-        space = space.with_axes(axes, extents, {axis: outer * as_expr(divisor) + inner})
+        space = space.with_axes(axes, extents, {axis: outer * i64(divisor) + inner})
     return space
 
 
 def merge_axes(space: IterationSpace) -> IterationSpace:
     """Merge neighbouring loops that every access traverses as if they were one; drop unit loops."""
     live = [k for k, extent in enumerate(space.extents) if constant(extent) != 1]
-    gone = {axis: as_expr(0) for k, axis in enumerate(space.axes) if k not in live}
+    gone = {axis: i64(0) for k, axis in enumerate(space.axes) if k not in live}
     if gone:
         axes, extents = [space.axes[k] for k in live], [space.extents[k] for k in live]
         space = space.with_axes(axes, extents, gone)
@@ -221,18 +218,18 @@ def _are_one(space: IterationSpace, number: int) -> bool:
     analyzer = space.analyzer()
     for step in space.steps:
         others = [*step.guards, *([step.expression] if isinstance(step, Value) else [])]
-        if any(uses(other, axis) for other in others for axis in (outer, inner)):
+        if any(uses(other, outer, inner) for other in others):
             return False
-    if any(uses(store.value, axis) for store in space.stores for axis in (outer, inner)):
+    if any(uses(store.value, outer, inner) for store in space.stores):
         return False
     for access in space.accesses:
-        if not uses(access.index, outer) and not uses(access.index, inner):
+        if not uses(access.index, outer, inner):
             continue
         linear = space.linear(access)
         if linear is None:
             return False
         factors, _ = linear
-        whole = factors[number + 1] * as_expr(space.extents[number + 1])
+        whole = factors[number + 1] * i64(space.extents[number + 1])
         if not analyzer.can_prove_equal(factors[number], whole):
             return False
     return True
@@ -243,34 +240,10 @@ def _merge(space: IterationSpace, number: int) -> IterationSpace:
     extent = space.extents[number + 1]
     both = tirx.Var(f"{outer.name}{inner.name}", "int64")
     axes = [*space.axes[:number], both, *space.axes[number + 2 :]]
-    size = sym.Analyzer().simplify(as_expr(space.extents[number]) * as_expr(extent))
-    known = constant(size)
-    extents = [
-        *space.extents[:number],
-        size if known is None else known,
-        *space.extents[number + 2 :],
-    ]
+    size = extent_of(volume(space.extents[number : number + 2]))
+    extents = [*space.extents[:number], size, *space.extents[number + 2 :]]
     values = {
-        outer: tirx.floordiv(both, as_expr(extent)),
-        inner: tirx.floormod(both, as_expr(extent)),
+        outer: tirx.floordiv(both, i64(extent)),
+        inner: tirx.floormod(both, i64(extent)),
     }
     return space.with_axes(axes, extents, values)
-
-
-def as_expr(value: Extent) -> tirx.Expr:
-    """An int64 expression."""
-    if isinstance(value, int):
-        return tirx.const(value, "int64")
-    return value if str(value.ty.dtype) == "int64" else value.astype("int64")
-
-
-def uses(expression: tirx.Expr, var: tirx.Var) -> bool:
-    """Return whether a variable occurs in an expression."""
-    return var in variables(expression)
-
-
-def variables(expression: tirx.Expr) -> set[tirx.Var]:
-    """The variables in an expression."""
-    found: set[tirx.Var] = set()
-    tvm_ffi.structural_walk(expression, (ir.Var, found.add))
-    return found

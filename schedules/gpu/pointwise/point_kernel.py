@@ -6,44 +6,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tvm import DataType, tirx
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute
-from schedules.tir.index_math import subscripts
-from schedules.workload.reduce import Extent, constant
+from schedules.tir.index_math import i64
+from schedules.workload.reduce import Extent, constant, unravel
 
-from ..core.machine import GPUInfo
-from ..core.vector_loads import WIDEST_LOAD
+from ..core.vector_loads import FlatViews, hold, load_vector, store_vector
 from .coalescing import Lanes, classify
 from .element_program import Read, Value
-from .iteration_domain import IterationSpace, Store, as_expr
+from .iteration_domain import Store
 
 Names = Mapping[tirx.Var, tirx.Expr]
 Fetch = Callable[[Read, Names], "tirx.Expr | None"]
 
 
 @dataclass(frozen=True)
-class Views:
-    """Flat views of tensors, by which vectors are loaded and stored."""
-
-    rows: tuple[tuple[tirx.Buffer, tirx.Buffer], ...]
-
-    @classmethod
-    def declare(cls, buffers: Sequence[tirx.Buffer], gpu: GPUInfo) -> Views:
-        """Declare the views, inside the kernel; TVM loses those of types that the GPU lacks."""
-        return cls(
-            tuple(
-                (buffer, _row(buffer))
-                for buffer in buffers
-                if gpu.has_bfloat16 or str(buffer.dtype) != "bfloat16"
-            )
-        )
-
-    def row(self, buffer: tirx.Buffer) -> tirx.Buffer | None:
-        """Flat view of a tensor, or None."""
-        return next((view for known, view in self.rows if known.same_as(buffer)), None)
+class Views(FlatViews):
+    """Tensors by which the accesses of a space are loaded and stored."""
 
     def load(self, access: Read, position: tirx.Expr, names: Names) -> tirx.Expr:
         """Read one element."""
@@ -97,7 +79,7 @@ class PointWriter:
     @classmethod
     def at(cls, lanes: Lanes, views: Views, start: tirx.Expr) -> PointWriter:
         """The writer of the vector with the number ``start``."""
-        first = start * as_expr(lanes.vector)
+        first = start * i64(lanes.vector)
         return cls(lanes, views, _places(lanes, start), first)
 
     def give(self, var: tirx.Var, values: Sequence[tirx.Expr]) -> None:
@@ -170,20 +152,14 @@ class PointWriter:
         if linear is None or self.first is None:
             return substitute(space.position(access), names)
         # It is the number of the point plus a constant: no division is needed.
-        return self.first + as_expr(lane) + substitute(linear[1], names)
+        return self.first + i64(lane) + substitute(linear[1], names)
 
     def _load_vector(self, step: Read, view: tirx.Buffer) -> list[tirx.Expr]:
         vector = self.lanes.vector
         register = T.alloc_buffer((vector,), view.dtype, scope="local")
         with when(*(substitute(guard, self._names[0]) for guard in step.guards)):
             index = T.bind(self._position(step.var, step, 0))
-            for start, width in _chunks(vector, str(view.dtype)):
-                if width == 1:
-                    T.buffer_store(register, view[index + as_expr(start)], [start])
-                    continue
-                with T.vectorized(0, width) as k:
-                    element = view[index + as_expr(start) + k.astype("int64")]
-                    T.buffer_store(register, element, [k + start])
+            load_vector(register, view, index)
         return [_value(register[k], step) for k in range(vector)]
 
     def _store(self, number: int, store: Store) -> None:
@@ -194,34 +170,27 @@ class PointWriter:
             for lane, (value, names) in enumerate(zip(values, self._names, strict=True)):
                 self.views.store(store, self._position(number, store, lane), names, value)
             return
-        register = T.alloc_buffer((vector,), view.dtype, scope="local")
-        for k, value in enumerate(values):
-            T.buffer_store(register, value.astype(view.dtype), [k])
-        index = T.bind(self._position(number, store, 0))
-        for start, width in _chunks(vector, str(view.dtype)):
-            with T.vectorized(0, width) as k:
-                T.buffer_store(
-                    view, register[k + start], [index + as_expr(start) + k.astype("int64")]
-                )
+        register = hold(values, view.dtype)
+        store_vector(register, view, T.bind(self._position(number, store, 0)))
 
 
 def write_points(lanes: Lanes, views: Views, start: tirx.Expr) -> None:
     """Emit the vector with the number ``start`` where it exists, and the rest at the end."""
     space, vector = lanes.space, lanes.vector
-    size = as_expr(space.size)
+    size = i64(space.size)
     if lanes.is_aligned or vector == 1:
-        with when(start * as_expr(vector) < size):
+        with when(start * i64(vector) < size):
             PointWriter.at(lanes, views, start).write()
         return
-    first = T.bind(start * as_expr(vector))
-    with when(first + as_expr(vector) <= size):
+    first = T.bind(start * i64(vector))
+    with when(first + i64(vector) <= size):
         PointWriter.at(lanes, views, start).write()
     known = constant(size)
     if known is not None and known % vector == 0:
         return
     single = classify(space, 1)
-    with when(first < size, size < first + as_expr(vector)):
-        with T.serial(as_expr(0), as_expr(vector - 1)) as k:
+    with when(first < size, size < first + i64(vector)):
+        with T.serial(i64(0), i64(vector - 1)) as k:
             with when(first + k < size):
                 PointWriter.at(single, views, first + k).write()
 
@@ -243,26 +212,14 @@ def _places(lanes: Lanes, start: tirx.Expr) -> list[list[tirx.Expr]]:
     if not space.axes:
         return [[] for _ in range(vector)]
     if not lanes.is_aligned:
-        points = [start * as_expr(vector) + as_expr(k) for k in range(vector)]
-        return [_bound(subscripts(point, space.extents)) for point in points]
+        points = [start * i64(vector) + i64(k) for k in range(vector)]
+        return [_bound(unravel(point, space.extents, is_natural=True)) for point in points]
     last = constant(space.extents[-1])
     assert last is not None, "vectors are aligned to constant extents"
     extents: list[Extent] = [*space.extents[:-1], last // vector]
-    *outer, inner = _bound(subscripts(start, extents))
-    return [[*outer, inner * as_expr(vector) + as_expr(k)] for k in range(vector)]
+    *outer, inner = _bound(unravel(start, extents, is_natural=True))
+    return [[*outer, inner * i64(vector) + i64(k)] for k in range(vector)]
 
 
 def _bound(places: Sequence[tirx.Expr]) -> list[tirx.Expr]:
     return [place if constant(place) is not None else T.bind(place) for place in places]
-
-
-def _chunks(vector: int, dtype: str) -> list[tuple[int, int]]:
-    """Begin and length of the parts of a vector that one instruction moves."""
-    width = min(vector, WIDEST_LOAD * 8 // DataType(dtype).bits)
-    return [(start, width) for start in range(0, vector, width)]
-
-
-def _row(buffer: tirx.Buffer) -> tirx.Buffer:
-    space = IterationSpace((), tuple(buffer.shape), (), ())
-    dtype = "uint8" if str(buffer.dtype) == "bool" else buffer.dtype
-    return T.decl_buffer((as_expr(space.size),), dtype, data=buffer.data)

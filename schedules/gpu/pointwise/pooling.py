@@ -6,17 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import tvm_ffi
-from tvm import ir, s_tir, tirx
+from tvm import s_tir, tirx
 from tvm.target import Target
 
 from schedules.tir.block_expressions import Stage, read_stages
+from schedules.tir.expression_walk import loads, uses
 from schedules.workload.reduce import constant
 
 from ..core.rule import GPURule
 from .axis_order import spaces_of
 from .elementwise import write_spaces
-from .iteration_domain import uses
 
 _LARGEST_WINDOW = 64
 
@@ -47,9 +46,7 @@ def _is_window(stage: Stage) -> bool:
     known = [extent for extent in extents if extent is not None]
     if len(known) < len(extents) or math.prod(known) > _LARGEST_WINDOW:
         return False
-    found: list[ir.TensorLoad] = []
-    tvm_ffi.structural_walk(stage.value, (ir.TensorLoad, found.append))
-    read = [load for load in found if not load.source.same_as(stage.output)]
+    read = [load for load in loads(stage.value) if not load.source.same_as(stage.output)]
     if len({load.source for load in read}) != 1:
         return False
     return any(_slides(index, stage) for load in read for index in load.indices)
@@ -60,4 +57,4 @@ def _slides(index: tirx.Expr, stage: Stage) -> bool:
 
 
 def _has(index: tirx.Expr, axes: Sequence[tirx.IterVar]) -> bool:
-    return any(uses(index, axis.var) for axis in axes)
+    return uses(index, *(axis.var for axis in axes))

@@ -12,9 +12,9 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules.tir.branch import when
-from schedules.tir.expression_walk import substitute
-from schedules.tir.index_math import ceildiv, i64, simplified, subscripts
-from schedules.workload.reduce import Extent, constant
+from schedules.tir.expression_walk import substitute, variables
+from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.workload.reduce import Extent, constant, unravel
 
 from ..core.intrinsics import sync
 from ..core.kernel_function import unless_empty, write_function
@@ -23,7 +23,7 @@ from ..core.rule import GPURule
 from .axis_order import best_lanes, injective_spaces
 from .coalescing import classify, is_scattered
 from .element_program import Read
-from .iteration_domain import IterationSpace, merge_axes, variables
+from .iteration_domain import IterationSpace, merge_axes
 from .point_kernel import Names, PointWriter, Views
 
 _TILE = 32
@@ -110,8 +110,10 @@ def _write(func: tirx.PrimFunc, crossing: _Crossing, gpu: GPUInfo) -> None:
     total = simplified(total)
     with unless_empty(total), T.launch_thread("blockIdx.x", total) as block:
         with T.launch_thread("threadIdx.x", i64(_TILE * _ROWS)) as thread:
-            views = Views.declare([p for p in func.params if isinstance(p, tirx.Buffer)], gpu)
-            *others, along_input, along_output = (T.bind(s) for s in subscripts(block, counts))
+            views = Views.declare(func, gpu)
+            *others, along_input, along_output = (
+                T.bind(s) for s in unravel(block, counts, is_natural=True)
+            )
             fixed = dict(zip(outer, others, strict=True))
             starts = (along_input * i64(_TILE), along_output * i64(_TILE))
             _Tile(crossing, views, fixed, starts, thread).write()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import tvm
+from audit import audit
 from graph_cases import CUDA, fused
 from tvm import te, tirx
 from tvm.relax import op
@@ -12,7 +13,6 @@ from tvm.s_tir import dlight
 
 from relay_passes import ApplyRules
 from schedules.gpu import RULES
-from schedules.gpu.core.audit import audit
 
 
 def _scheduled(mod: tvm.IRModule, *rules: dlight.ScheduleRule) -> tvm.IRModule:

@@ -21,7 +21,9 @@ from schedules.workload.reduce import (
     CanonicalLoops,
     ReduceWorkload,
     constant,
+    extent_of,
     normal_axes,
+    size_of,
     unravel,
 )
 
@@ -140,3 +142,19 @@ def test_subscripts_visit_every_element_in_order(shape, draw):
 def test_unit_extents_cost_no_division():
     index = tirx.Var("i", "int64")
     assert [str(found) for found in unravel(index, [1, 7, 1])] == ["T.int64(0)", "i", "T.int64(0)"]
+
+
+def test_an_index_that_is_natural_is_divided_towards_zero_by_unknown_extents():
+    index, n = tirx.Var("i", "int64"), tirx.Var("n", "int64")
+    kinds = [type(part) for part in unravel(index, [2, n], is_natural=True)]
+    assert kinds == [tirx.Div, tirx.Mod]
+    kinds = [type(part) for part in unravel(index, [n, 2], is_natural=True)]
+    assert kinds == [type(part) for part in unravel(index, [2, n])]
+    assert kinds == [tirx.FloorDiv, tirx.FloorMod]
+
+
+def test_extents_and_sizes_are_integers_where_they_can_be():
+    n = tirx.Var("n", "int64")
+    assert extent_of(tirx.IntImm("int64", 3)) == 3 and extent_of(n) is n
+    assert size_of([2, tirx.IntImm("int64", 3)]) == 6 and size_of([]) == 1
+    assert size_of([1, n]).same_as(n)

@@ -17,10 +17,11 @@ import onnxruntime
 import pytest
 from small_onnx import small_model
 
-from tvm_fusion.bench.engines import Input, random_inputs
+from tvm_fusion.bench.engines import Input
 from tvm_fusion.bench.race import available_peers
 from tvm_fusion.bench.worker import EngineSpec, Worker
 from tvm_fusion.errors import EngineError, InvalidModelError
+from tvm_fusion.runtime.host_arrays import random_inputs
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tvm_fusion.errors import InvalidInputError
-from tvm_fusion.runtime.arguments import ALIGNMENT, Stage, bind, check, numpy_dtype, results
-from tvm_fusion.runtime.compiled_model import aligned_empty
+from tvm_fusion.runtime.arguments import Stage, bind, check, numpy_dtype, results
+from tvm_fusion.runtime.host_arrays import ALIGNMENT, aligned_empty
 from tvm_fusion.runtime.tensor_spec import TensorSpec
 
 A = TensorSpec("a", (2, 3), "float32")

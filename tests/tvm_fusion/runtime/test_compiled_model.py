@@ -20,7 +20,8 @@ from relax_models import (
 )
 
 from tvm_fusion.errors import InvalidInputError
-from tvm_fusion.runtime.compiled_model import CompiledModel, Latency, aligned_empty
+from tvm_fusion.runtime.compiled_model import CompiledModel, Latency
+from tvm_fusion.runtime.host_arrays import aligned_empty
 from tvm_fusion.runtime.tensor_spec import TensorSpec
 
 

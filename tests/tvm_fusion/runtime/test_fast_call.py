@@ -10,8 +10,9 @@ import pytest
 from relax_models import assert_dense, dense, many, symbolic
 
 from tvm_fusion.errors import InvalidInputError
-from tvm_fusion.runtime.compiled_model import CompiledModel, aligned_empty
+from tvm_fusion.runtime.compiled_model import CompiledModel
 from tvm_fusion.runtime.fast_call import has_fast_call
+from tvm_fusion.runtime.host_arrays import aligned_empty
 from tvm_fusion.runtime.tensor_spec import TensorSpec
 
 X = TensorSpec("x", (4, 8), "float32")

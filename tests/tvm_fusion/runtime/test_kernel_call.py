@@ -16,7 +16,8 @@ from relax_models import dense, lifted
 from tvm import relax
 
 from tvm_fusion.errors import ArtifactError, InvalidInputError
-from tvm_fusion.runtime.compiled_model import CompiledModel, aligned_empty, load
+from tvm_fusion.runtime.compiled_model import CompiledModel, load
+from tvm_fusion.runtime.host_arrays import aligned_empty
 from tvm_fusion.runtime.kernel_call import KernelCall, OutputPool
 from tvm_fusion.runtime.tensor_spec import TensorSpec
 

@@ -27,7 +27,14 @@ from contextlib import nullcontext
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.gpu.core.vector_loads import LaneRun, Register, Value, VectorLoads, store_vector
+from schedules.gpu.core.vector_loads import (
+    LaneRun,
+    Register,
+    Value,
+    VectorLoads,
+    hold,
+    store_vector,
+)
 from schedules.tir.branch import when
 from schedules.tir.index_math import i64
 from schedules.workload.reduce import constant
@@ -126,7 +133,7 @@ def _store(
     run = LaneRun(ctx.is_y, len(values))
     kind = run.kind(place(run.m, run.n, zero), place(run.m, run.n, run.lane))
     if view is not None and len(values) > 1 and kind == "vector":
-        store_vector(view, element.place(m, n), values)
+        store_vector(hold(values, view.dtype), view, element.place(m, n))
         return
     for k, value in enumerate(values):
         ctx.write(element.output, place(m, n, i64(k)), value)

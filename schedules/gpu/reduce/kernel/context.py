@@ -9,7 +9,8 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.gpu.core.machine import GPUInfo
-from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.gpu.core.vector_loads import FlatViews
+from schedules.tir.index_math import ceildiv, i64
 from schedules.workload.reduce import constant, unravel
 
 from ..plan.config import ReduceConfig
@@ -42,7 +43,7 @@ class ReduceContext:
     tile: tirx.Expr
     split: tirx.Expr
     thread: tirx.Expr
-    views: tuple[tuple[tirx.Buffer, tirx.Buffer], ...]
+    views: FlatViews
 
     @classmethod
     def open(
@@ -55,12 +56,7 @@ class ReduceContext:
         thread: tirx.Expr,
     ) -> ReduceContext:
         """Declare one-dimensional views of the parameters, inside the kernel."""
-        views = tuple(
-            (buffer, _flatten(buffer))
-            for buffer in group.func.params
-            if isinstance(buffer, tirx.Buffer)
-            and (gpu.has_bfloat16 or str(buffer.dtype) != "bfloat16")  # TVM loses such views
-        )
+        views = FlatViews.declare(group.func, gpu)
         return cls(group, config, gpu, tile, split, thread, views)
 
     @property
@@ -119,7 +115,7 @@ class ReduceContext:
 
     def flat(self, buffer: tirx.Buffer) -> tirx.Buffer | None:
         """A parameter as one row; bool, which has no vectors, as bytes; None if it has no view."""
-        return next((view for known, view in self.views if known.same_as(buffer)), None)
+        return self.views.row(buffer)
 
     def write(self, output: tirx.Buffer, place: tirx.Expr, value: tirx.Expr) -> None:
         """Store an element of an output, ``place`` being its row-major position."""
@@ -128,11 +124,3 @@ class ReduceContext:
             T.buffer_store(output, value, unravel(place, output.shape))
         else:
             T.buffer_store(view, value.astype(view.dtype), [place])
-
-
-def _flatten(buffer: tirx.Buffer) -> tirx.Buffer:
-    size: tirx.Expr = i64(1)
-    for extent in buffer.shape:
-        size = size * i64(extent)
-    dtype = "uint8" if str(buffer.dtype) == "bool" else buffer.dtype
-    return T.decl_buffer((simplified(size),), dtype, data=buffer.data)

@@ -14,10 +14,10 @@ from tvm.script.ir_builder import tirx as T
 from schedules.gpu.core.intrinsics import draw_ticket, fence, sync
 from schedules.gpu.core.workspace_slot import HEADER_WORDS, LaunchPlace
 from schedules.tir.branch import when
-from schedules.tir.index_math import i64
+from schedules.tir.index_math import ceil_power_of_two, i64
 from schedules.workload.reduce_operator import field_dtypes
 
-from ..plan.config import field_places, partials, power_of_two, tiles
+from ..plan.config import field_places, partials, tiles
 from ..plan.group import Stage
 from ..plan.workspace import word_count
 from . import state_buffers
@@ -113,7 +113,7 @@ def _combine_partials(
     """
     config, workloads = ctx.config, stage.workloads
     width = min(config.tile_outputs, config.threads)
-    groups = min(config.threads // width, power_of_two(config.splits))
+    groups = min(config.threads // width, ceil_power_of_two(config.splits))
     group, column = ctx.thread // i64(width), ctx.thread % i64(width)
     state = state_buffers.allocate(workloads, 1, "local")
     for chunk in range(0, config.tile_outputs, width):

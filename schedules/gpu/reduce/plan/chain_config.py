@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from schedules.gpu.core.machine import GPUInfo
+from schedules.tir.index_math import ceil_power_of_two
 from schedules.workload.reduce import CanonicalLoops, constant
 
 from .config import (
@@ -20,7 +21,6 @@ from .config import (
     THREADS,
     VECTOR_BYTES,
     ReduceConfig,
-    power_of_two,
     vector_width,
 )
 from .group import ReduceGroup
@@ -93,7 +93,9 @@ def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) 
     """Lanes along a row, and several short rows in a block."""
     reduced, outputs = constant(group.reduced), constant(group.outputs)
     most = gpu.block_threads(MAX_THREADS)
-    lanes = min(WARP, most, power_of_two(-(-reduced // vector))) if reduced is not None else WARP
+    lanes = (
+        min(WARP, most, ceil_power_of_two(-(-reduced // vector))) if reduced is not None else WARP
+    )
     config = ReduceConfig(loops.form, lanes, 1, vector, _unroll(group), 1, "one_block")
     while config.lanes < most and (reduced is None or config.stride < reduced):
         kept = most if reduced is None else -(-reduced // config.stride)
@@ -113,7 +115,7 @@ def _columns(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInf
     """Lanes along neighbouring outputs, and rows that share the reduced loop."""
     reduced, outputs = constant(group.reduced), constant(group.outputs)
     vector = min(vector, COLUMNS)
-    lanes = WARP if outputs is None else min(WARP, power_of_two(-(-outputs // vector)))
+    lanes = WARP if outputs is None else min(WARP, ceil_power_of_two(-(-outputs // vector)))
     least = max(1, SEGMENT // (vector * max(group.row_inputs(), default=1)))
     while lanes > least and outputs is not None:
         if outputs >= lanes * vector * gpu.multiprocessors:

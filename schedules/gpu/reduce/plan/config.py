@@ -21,6 +21,7 @@ from schedules.errors import OpError
 from schedules.gpu.core.machine import KINDS, REGISTER_FILE, GPUInfo
 from schedules.gpu.core.subword_atomics import consists_of_words
 from schedules.gpu.core.workspace_slot import HEADER_WORDS, PLACES
+from schedules.tir.index_math import ceil_power_of_two
 from schedules.workload.reduce import CanonicalLoops, ReduceWorkload, constant
 from schedules.workload.reduce_operator import field_dtypes
 
@@ -309,7 +310,7 @@ def _block(form: str, loops: CanonicalLoops, vector: int, threads: int) -> tuple
         return threads, 1
     extent = constant(loops.outputs if form == "y" else loops.reduced)
     steps = LARGE if extent is None else -(-extent // vector)
-    lanes = min(32, power_of_two(steps))
+    lanes = min(32, ceil_power_of_two(steps))
     if form == "x":
         while lanes < threads and steps > lanes * LOADS_OF_A_LANE:
             lanes *= 2
@@ -421,8 +422,3 @@ def _most_blocks(config: ReduceConfig, loops: CanonicalLoops) -> int:
 def _values(config: ReduceConfig) -> int:
     """Elements of one output that a thread combines in one step."""
     return 1 if config.form == "y" else config.vector
-
-
-def power_of_two(value: int) -> int:
-    """The least power of two that is not below ``value``."""
-    return 1 << max(0, value - 1).bit_length()

@@ -176,7 +176,7 @@ class ReduceGroup:
         found: dict[tirx.Buffer, ir.TensorLoad] = {}
         for reduction in self.reductions:
             for load in loads(reduction.value(m, n)):
-                if not along_row or any(uses(index, (n,)) for index in load.indices):
+                if not along_row or any(uses(index, n) for index in load.indices):
                     found.setdefault(load.source, load)
         return list(found.values())
 

@@ -84,7 +84,7 @@ def _pair(first: Stage, total: Reduction) -> _Pair | None:
     exponent = _exponent(total.value(m, n))
     if total.workload.operator != "sum" or not isinstance(exponent, tirx.Sub):
         return None
-    if uses(exponent.b, (n,)):
+    if uses(exponent.b, n):
         return None
     for maximum in first.reductions:
         is_float = maximum.workload.operator == "max" and maximum.workload.dtype in FLOATS

@@ -18,17 +18,24 @@ from tvm.ir import Range
 from tvm.sym import Analyzer
 
 from schedules.compute.coalesced_reduce import ATTRIBUTE, SCRATCH_ATTRIBUTE, SHAPE_ATTRIBUTE
-from schedules.tir.expression_walk import loads, substitute, uses
+from schedules.tir.expression_walk import loads, nodes, substitute, uses
 from schedules.tir.index_math import i64, ravel, simplified
-from schedules.workload.reduce import CanonicalLoops, Extent, ReduceWorkload, constant, unravel
+from schedules.workload.reduce import (
+    CanonicalLoops,
+    Extent,
+    ReduceWorkload,
+    constant,
+    extent_of,
+    size_of,
+    unravel,
+)
 
 from .group import ElementOutput, Epilogue, ReduceGroup, Reduction, Result, Stage
 
 
 def read_group(func: tirx.PrimFunc) -> ReduceGroup | None:
     """Read the group of a function; None if it is no group of reductions of one form."""
-    blocks: list[s_tir.SBlock] = []
-    tvm_ffi.structural_walk(func.body, (s_tir.SBlock, blocks.append))
+    blocks = nodes(func.body, s_tir.SBlock)
     first = next((block for block in blocks if ATTRIBUTE in block.annotations), None)
     if first is None:
         return None
@@ -118,14 +125,11 @@ class _Reader:
         )
 
     def _read_combine(self, block: s_tir.SBlock) -> None:
-        stores: list[tirx.BufferStore] = []
-        read: list[ir.TensorLoad] = []
-        tvm_ffi.structural_walk(
-            block.body, [(tirx.BufferStore, stores.append), (ir.TensorLoad, read.append)]
-        )
-        source = next((load.source for load in read if load.source in self.lifted), None)
+        read = [load.source for load in nodes(block.body, ir.TensorLoad)]
+        source = next((buffer for buffer in read if buffer in self.lifted), None)
         if source is None:
             raise _NotAGroupError  # a reduction of another kind
+        stores = nodes(block.body, tirx.BufferStore)
         self.combined |= {store.buffer: self.lifted[source] for store in stores}
 
     def _read_finish(self, block: s_tir.SBlock) -> None:
@@ -154,7 +158,7 @@ class _Reader:
     def _read_elementwise(self, block: s_tir.SBlock) -> None:
         store = _store(block)
         variables = tuple(iter_var.var for iter_var in block.iter_vars)
-        shape = tuple(_extent(v.dom.extent) for v in block.iter_vars)
+        shape = tuple(extent_of(v.dom.extent) for v in block.iter_vars)
         subscripts = store.indices or variables[:1]  # a block of one element still has a loop
         plain = len(subscripts) == len(variables) and all(map(_is_same, subscripts, variables))
         if not plain or any(int(v.iter_type) != 0 for v in block.iter_vars):
@@ -162,7 +166,7 @@ class _Reader:
         stage = max((self._stage_of(load) for load in loads(store.value)), default=-1)
         is_output = self._output(store.buffer) is not None
         definition = _Definition(variables, shape, store.value, stage)
-        if _same(_product(shape), self.outputs) and (stage >= 0 or is_output):
+        if _same(size_of(shape), self.outputs) and (stage >= 0 or is_output):
             self._add_epilogue(store.buffer, definition)
             return
         self.definitions[store.buffer] = definition
@@ -194,7 +198,7 @@ class _Reader:
                 return CanonicalLoops(tuple(shape), loops.axes).subscripts(self.m, self.n)
         kinds = [kind for kind, _ in self.loops.runs]
         count: Extent = self.outputs * self.reduced
-        if not _same(_product(shape), count):
+        if not _same(size_of(shape), count):
             raise _NotAGroupError
         if kinds == ["P", "R"]:
             flat = self.m * i64(self.reduced) + self.n
@@ -240,7 +244,7 @@ class _Reader:
 
     def _stage(self, value: tirx.Expr) -> int:
         """The last stage whose results an expression uses; -1 if it uses none."""
-        return max((at for at, result in self._results() if uses(value, [result.var])), default=-1)
+        return max((at for at, result in self._results() if uses(value, result.var)), default=-1)
 
     def _stage_of(self, load: ir.TensorLoad) -> int:
         if load.source in self.results:
@@ -253,7 +257,7 @@ class _Reader:
         return buffer if buffer in self.func.params else None
 
     def _extents(self, block: s_tir.SBlock) -> tuple[Extent, Extent]:
-        outputs, reduced = (_extent(iter_var.dom.extent) for iter_var in block.iter_vars)
+        outputs, reduced = (extent_of(iter_var.dom.extent) for iter_var in block.iter_vars)
         return outputs, reduced
 
     def _find_scratch(self) -> tuple[tirx.Buffer, ...]:
@@ -277,9 +281,7 @@ class _Reader:
         return tuple(found)
 
     def _read_buffers(self) -> Collection[tirx.Buffer]:
-        found: list[ir.TensorLoad] = []
-        tvm_ffi.structural_walk(self.func.body, (ir.TensorLoad, found.append))
-        return {load.source for load in found}
+        return {load.source for load in nodes(self.func.body, ir.TensorLoad)}
 
 
 def _store(block: s_tir.SBlock) -> tirx.BufferStore:
@@ -298,18 +300,6 @@ def _loops(block: s_tir.SBlock) -> CanonicalLoops:
 
 def _is_same(a: tirx.Expr, b: tirx.Expr) -> bool:
     return a.same_as(b)
-
-
-def _extent(extent: tirx.Expr) -> Extent:
-    known = constant(extent)
-    return extent if known is None else known
-
-
-def _product(extents: Sequence[Extent]) -> Extent:
-    result: Extent = 1
-    for extent in extents:
-        result = result * extent
-    return result
 
 
 def _same(a: Extent, b: Extent) -> bool:

@@ -37,7 +37,7 @@ from tvm import ir, te, tirx, topi
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.pool_nests import tile_cuts
 from schedules.cpu.loops.pooling import Pooling
-from schedules.cpu.nests.blocks import uses
+from schedules.tir.expression_walk import uses
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def conditions_on(loop: tirx.For) -> bool:
         (ir.Call, lambda c: tests.append(c.args[0]) if c.op.name == "prim.if_then_else" else None),
     )
     pixels = [one for one in inner if int(one.extent) == 8]
-    return any(uses(test, one.loop_var) for test in tests for one in (loop, *pixels))
+    return any(uses(test, *(one.loop_var for one in (loop, *pixels))) for test in tests)
 
 
 def test_only_the_tiles_at_the_border_keep_conditions():

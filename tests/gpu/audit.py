@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 import tvm
 from tvm import s_tir, tirx
 
+from schedules.gpu.core.kernel_function import SCATTERED
 from schedules.schedule_rule import RULE
 from schedules.tir.expression_walk import loads
 from schedules.workload.reduce import constant
-
-from .kernel_function import SCATTERED
 
 LONGEST_LOOP = 64
 FEWEST_THREADS = 1024

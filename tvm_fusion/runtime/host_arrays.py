@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays that kernels can read where they lie, and random ones to try a model on.
+
+Imports numpy alone, so that a process which races a peer can use it and holds nothing of ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+ALIGNMENT = 64
+"""Bytes; the alignment that TVM gives its own memory and that its kernels rely on."""
+
+
+def aligned_empty(shape: Sequence[int], dtype: Any = "float32") -> np.ndarray:
+    """Make an uninitialised array that a model can use as an input without copying it."""
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def random_inputs(
+    inputs: Iterable[Any], seed: int | Sequence[int], normal: bool = False
+) -> dict[str, np.ndarray]:
+    """Random arrays for ``inputs``, the same ones for the same seed.
+
+    Floats are uniform in [-1, 1), or standard normal if ``normal``; integers are 0 or 1, which are
+    valid indices nearly everywhere.
+
+    Parameters
+    ----------
+    inputs : iterable
+        Records with the fields ``name``, ``shape`` (integers only) and ``dtype``.
+    seed : int or sequence of int
+        Seed of the generator.
+    normal : bool
+        Whether floats are drawn from the standard normal distribution.
+    """
+    generator = np.random.default_rng(seed)
+    arrays = {}
+    for spec in inputs:
+        kind = np.dtype(spec.dtype).kind
+        if kind in "iub":
+            array = generator.integers(0, 2, spec.shape)
+        elif normal:
+            array = generator.standard_normal(spec.shape, dtype=np.float32)
+        else:
+            array = generator.random(spec.shape, dtype=np.float32) * np.float32(2) - np.float32(1)
+        arrays[spec.name] = aligned_empty(spec.shape, spec.dtype)
+        arrays[spec.name][...] = array
+    return arrays
