@@ -147,9 +147,7 @@ def test_sorting_of_every_type(dtype: str, largest: int) -> None:
 def test_sorting_of_large_whole_numbers_is_refused() -> None:
     feeds = {"x": np.arange(4, dtype=np.uint64)}
     model = node_model("TopK", feeds, {"k": int64(2)}, {"y": "uint64", "at": "int64"})
-    with pytest.raises(
-        UnsupportedOperatorError, match="'op': TopK .* it sorts uint64; expected"
-    ):
+    with pytest.raises(UnsupportedOperatorError, match="'op': TopK .* it sorts uint64; expected"):
         import_onnx(model)
 
 
