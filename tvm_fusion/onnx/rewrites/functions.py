@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx
 from onnx import inliner
 
@@ -77,7 +79,7 @@ def _name_bodies(model: onnx.ModelProto) -> None:
         schema = _body_schema(node, opset)
         if schema is None or all(node.input):
             continue
-        known = [version for version in schema.context_dependent_function_opset_versions]
+        known = schema.context_dependent_function_opset_versions
         body = onnx.FunctionProto.FromString(
             schema.get_context_dependent_function_with_opset_version(
                 max(version for version in known if version <= opset),
@@ -92,11 +94,11 @@ def _name_bodies(model: onnx.ModelProto) -> None:
         model.opset_import.append(onnx.helper.make_operatorsetid(BODIES, 1))
 
 
-def _body_schema(node: onnx.NodeProto, opset: int) -> onnx.defs.OpSchema | None:
-    """The schema of a node to be expanded whose body depends on its inputs."""
+def _body_schema(node: onnx.NodeProto, opset: int) -> Any:
+    """The schema of a node to be expanded whose body depends on its inputs, or None."""
     if node.op_type not in EXPANDED or not is_default_domain(node):
         return None
-    schema = onnx.defs.get_schema(node.op_type, opset)
+    schema: Any = onnx.defs.get_schema(node.op_type, opset)
     return schema if schema.has_context_dependent_function else None
 
 

@@ -11,6 +11,8 @@ only; onnx infers no shape of it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
@@ -46,7 +48,7 @@ def _parts(node: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
     nodes: list[onnx.NodeProto] = []
     axes = np.array(attribute(node, "axes", [0, 2, 3]), np.int64)
 
-    def emit(op_type: str, *inputs: str, part: str, **attributes: object) -> str:
+    def emit(op_type: str, *inputs: str, part: str, **attributes: Any) -> str:
         result = f"{y}/{part}"
         nodes.append(helper.make_node(op_type, inputs, [result], name=node.name, **attributes))
         return result

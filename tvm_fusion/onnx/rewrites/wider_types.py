@@ -10,7 +10,7 @@ from ..model.graph_edits import set_attributes
 from ..model.tensor_facts import GraphFacts
 from .expansion import Expansion
 
-SORTED_AS = {
+SORTED_AS: dict[int, int] = {
     TensorProto.BFLOAT16: TensorProto.FLOAT,
     TensorProto.INT16: TensorProto.INT32,
     TensorProto.UINT16: TensorProto.INT32,
