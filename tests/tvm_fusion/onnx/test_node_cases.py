@@ -29,6 +29,9 @@ TOLERANCES = {2: 2e-2, 4: 1e-3, 8: 1e-3}
 RANDOM = ("Bernoulli", "RandomNormalLike", "RandomUniformLike")
 """Operators whose outputs nobody can expect."""
 
+LONG = ("test_gridsample_reflection_padding",)
+"""Cases that take a minute to compile."""
+
 Case = tuple[str, onnx.ModelProto, list[np.ndarray], list[np.ndarray]]
 
 
@@ -43,7 +46,7 @@ def cases() -> list[Case]:
         every = collect_testcases(None)
     for case in every:
         nodes = case.model.graph.node
-        if len(nodes) != 1 or nodes[0].domain or "_expanded" in case.name:
+        if len(nodes) != 1 or nodes[0].domain or "_expanded" in case.name or case.name in LONG:
             continue
         inputs, results = case.data_sets[0]
         if nodes[0].op_type not in RANDOM and all(map(is_tensor, (*inputs, *results))):
