@@ -6,9 +6,10 @@
 >>> y = compiled(x)                                 # doctest: +SKIP
 >>> compiled.save("model.so")                       # doctest: +SKIP
 
-Loading and running a saved model needs no compiler, so TVM's compiler is imported when something is
-compiled. Importing ``tvm_fusion.pipeline``, or this package after ``tvm``, registers the ops, and
-the pipeline as ``relax.get_pipeline("tvm_fusion")``.
+Loading and running a saved model needs no compiler, so TVM's compiler is imported on first use of a
+name that needs it, such as :func:`compile` or :func:`explain`. Importing ``tvm_fusion.pipeline``,
+or this package after ``tvm``, registers the ops, and the pipeline as
+``relax.get_pipeline("tvm_fusion")``.
 """
 
 from __future__ import annotations
@@ -22,21 +23,60 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from . import pipeline as pipeline
+    from .bench.profiler import profile
+    from .bench.race import Arena, EngineSpec, Plan, RaceResult, race
     from .compiler.compile_model import compile
-    from .runtime.compiled_model import CompiledModel, load
+    from .compiler.explain import explain
+    from .compiler.explain_gpu import explain_kernels
+    from .compiler.target import resolve as resolve_target
+    from .runtime.compiled_model import CompiledModel, Latency, load
+    from .runtime.host_arrays import aligned_empty
 
-__all__ = ["CompiledModel", "__version__", "compile", "errors", "load"]
+__all__ = [
+    "Arena",
+    "CompiledModel",
+    "EngineSpec",
+    "Latency",
+    "Plan",
+    "RaceResult",
+    "__version__",
+    "aligned_empty",
+    "compile",
+    "errors",
+    "explain",
+    "explain_kernels",
+    "load",
+    "profile",
+    "race",
+    "resolve_target",
+]
+
+_LATER = {
+    **dict.fromkeys(("Arena", "EngineSpec", "Plan", "RaceResult", "race"), "bench.race"),
+    **dict.fromkeys(("CompiledModel", "Latency", "load"), "runtime.compiled_model"),
+    "aligned_empty": "runtime.host_arrays",
+    "compile": "compiler.compile_model",
+    "explain": "compiler.explain",
+    "explain_kernels": "compiler.explain_gpu",
+    "profile": "bench.profiler",
+    "resolve_target": "compiler.target",
+}
+"""Public names, and the modules that are imported when they are asked for."""
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use what needs TVM."""
-    if name in ("CompiledModel", "load"):
-        return getattr(importlib.import_module(".runtime.compiled_model", __name__), name)
-    if name == "compile":
-        return importlib.import_module(".compiler.compile_model", __name__).compile
+    if name in _LATER:
+        module = importlib.import_module(f".{_LATER[name]}", __name__)
+        return getattr(module, "resolve" if name == "resolve_target" else name)
     if name == "pipeline":
         return importlib.import_module(".pipeline", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """All public names, imported or not."""
+    return sorted({*globals(), *__all__, "pipeline"})
 
 
 if "tvm" in sys.modules:

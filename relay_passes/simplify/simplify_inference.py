@@ -20,6 +20,7 @@ from .fold_pad import fold_pad
 from .fold_scale import fold_scale
 from .remove_broadcast import ELEMENTWISE, remove_broadcast
 from .remove_identity import remove_identity
+from .reshape_rms_norm import reshape_rms_norm
 from .unflatten_matmul import unflatten_matmul
 from .unstack_reduction import unstack_reduction
 
@@ -36,6 +37,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (remove_broadcast, ELEMENTWISE),
     (unstack_reduction, ("relax.sum", "relax.max", "relax.min")),
     (fold_batch_norm, (TUPLE_GET_ITEM,)),
+    (reshape_rms_norm, ("relax.nn.rms_norm",)),
     (canonicalize_shuffle, ("relax.reshape",)),
     (unflatten_matmul, ("relax.reshape",)),
     (channels_first, ("relax.permute_dims",)),
@@ -70,8 +72,9 @@ class SimplifyInference:
     ``nn.gelu`` or ``tvm_fusion.hardswish``. Batch normalisations without a convolution become one
     multiply and one add, reshapes and transposes that shuffle channels become
     ``tvm_fusion.channel_shuffle``, matrix products lose the reshapes around them, and those on the
-    channels of an image become convolutions, without the transposes around them. Dropout and other
-    identities, stacks that are summed, and dead bindings are removed, and constants are folded.
+    channels of an image become convolutions, without the transposes around them. RMS norms over
+    all axes get one axis more. Dropout and other identities, stacks that are summed, and dead
+    bindings are removed, and constants are folded.
 
     Left alone: ops that the rules in ``relay_passes.simplify`` do not know, batch normalisations
     with ``training=True`` (the op's default), values in between with other readers, other layouts

@@ -174,6 +174,11 @@ def _check_output(value: onnx.ValueInfoProto, spec: TensorSpec) -> None:
     if tensor.HasField("shape"):
         dims = tensor.shape.dim
         shape = tuple(d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in dims)
+    if 0 in spec.shape:
+        raise UnsupportedOperatorError(
+            f"output {value.name!r} of shape {spec.shape} is empty; empty tensors cannot be "
+            "compiled: remove this output from the model"
+        )
     if dtype != spec.dtype or not _fits(shape, spec.shape):
         raise UnsupportedOperatorError(
             f"output {value.name!r} is imported as {spec.dtype} of shape {spec.shape}; ONNX infers "

@@ -16,6 +16,7 @@ from .model.tensor_facts import INTEGER_TYPES, GraphFacts
 from .operator_checks import refuse_nodes
 from .rewrites.division import division_problem
 from .rewrites.resize import resize_problem
+from .rewrites.wider_types import sort_problem
 
 SHAPE_INPUTS = {
     "ConstantOfShape": (0,),
@@ -102,6 +103,7 @@ _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "Pow": _power,
     "Resize": resize_problem,
     "SpaceToDepth": _space_to_depth,
+    "TopK": sort_problem,
 }
 
 

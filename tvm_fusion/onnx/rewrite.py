@@ -23,16 +23,23 @@ from .model.shapes import infer_shapes, infer_shapes_anew
 from .model.tensor_facts import GraphFacts
 from .model.weights import Weights
 from .node_checks import OUTPUTS, check_nodes
+from .rewrites.activations import expand_elu, expand_selu, expand_thresholded_relu
 from .rewrites.auto_pad import pad_pools
 from .rewrites.branches import splice_branches
 from .rewrites.conv_transpose import pad_transposed_convolutions
 from .rewrites.division import replace_divisions_by_minus_one
+from .rewrites.expansion import Rule, expand_nodes
 from .rewrites.fold import fold_constants
 from .rewrites.functions import expand_operators, inline_functions
 from .rewrites.indices import clamp_indices
+from .rewrites.is_inf import expand_is_inf, expand_is_nan
 from .rewrites.lp_norm import replace_lp_norms
+from .rewrites.mean_variance import split_mean_variance
+from .rewrites.modulo import expand_modulo
+from .rewrites.one_hot import expand_one_hot
 from .rewrites.powers import replace_powers
 from .rewrites.resize import normalize_resizes
+from .rewrites.wider_types import widen_extremes, widen_sort
 
 OLDEST_OPSET = 13
 """First opset in which axes, pads and the like are inputs, as the importer expects."""
@@ -42,6 +49,20 @@ CONVERTED_OPSET = 17
 FIRST_COORDINATE_MODES = 11
 """Before this opset, Upsample and Resize had one coordinate mode, which the converter drops."""
 
+EXPANSIONS: dict[str, Rule] = {
+    "Elu": expand_elu,
+    "IsInf": expand_is_inf,
+    "IsNaN": expand_is_nan,
+    "Mod": expand_modulo,
+    "OneHot": expand_one_hot,
+    "ReduceMax": widen_extremes,
+    "ReduceMin": widen_extremes,
+    "Selu": expand_selu,
+    "ThresholdedRelu": expand_thresholded_relu,
+    "TopK": widen_sort,
+}
+"""Operators whose nodes become several, none of which depends on another of these."""
+
 
 def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     """Apply every rewrite and return the model, all its shapes inferred."""
@@ -50,6 +71,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     check_nodes(model)
     model = upgrade_opset(model)
     split_sums(model)
+    split_mean_variance(model)
     model = fold_constants(infer_shapes(model), weights)
     while splice_branches(model, GraphFacts(model, weights)):
         model = fold_constants(infer_shapes(model), weights)
@@ -58,6 +80,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     while pad_transposed_convolutions(model, facts):
         model = infer_shapes_anew(model)
         facts = GraphFacts(model, weights)
+    expand_nodes(model, facts, EXPANSIONS)
     replace_powers(model, facts)
     replace_lp_norms(model, facts)
     replace_divisions_by_minus_one(model, facts)

@@ -251,3 +251,16 @@ def test_powers_of_integers() -> None:
     model.graph.output[0].type.tensor_type.elem_type = TensorProto.INT32
     with pytest.raises(UnsupportedOperatorError, match="it is a power of integers"):
         import_onnx(model)
+
+
+def test_constant_outputs_without_elements() -> None:
+    constants = {"c": normal(2, 3), "low": int64(1), "high": int64(1)}
+    nodes = [
+        helper.make_node("Slice", ["c", "low", "high"], ["y"]),
+        helper.make_node("Relu", ["x"], ["z"]),
+    ]
+    model = onnx_model(nodes, {"x": (2,)}, ["z", "y"], constants)
+    with pytest.raises(
+        UnsupportedOperatorError, match=r"output 'y' of shape \(0, 3\) is empty; em"
+    ):
+        import_onnx(model)

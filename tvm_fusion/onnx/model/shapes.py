@@ -195,21 +195,31 @@ def _open_dimensions(value: onnx.ValueInfoProto, kept: set[str]) -> list[str]:
     is_open = [dim.dim_value <= 0 and dim.dim_param not in kept for dim in dims]
     if not any(is_open):
         return []
+    example = tuple(dim.dim_value if dim.dim_value > 0 else 1 for dim in dims)
+    hint = f"shapes={{{value.name!r}: {example}}}"
+    zeros = [dim.HasField("dim_value") and dim.dim_value == 0 for dim in dims]
+    empty = [str(index) for index, is_zero in enumerate(zeros) if is_zero]
+    if empty:
+        return [
+            f"input {value.name!r} has size 0 in dimension{_plural(empty)} {', '.join(empty)}; "
+            f"empty tensors cannot be compiled: give it elements, for example by {hint}"
+        ]
     found = [
         f"{index} ({dim.dim_param!r})" if dim.dim_param else str(index)
         for index, dim in enumerate(dims)
         if is_open[index]
     ]
-    example = tuple(dim.dim_value if dim.dim_value > 0 else 1 for dim in dims)
-    hint = f"shapes={{{value.name!r}: {example}}}"
     names = {dim.dim_param: 1 for dim, missing in zip(dims, is_open, strict=True) if missing}
     if "" not in names:
         hint += f" or shapes={names}"
-    plural = "s" if len(found) > 1 else ""
     return [
-        f"input {value.name!r} has no size for dimension{plural} {', '.join(found)}; "
+        f"input {value.name!r} has no size for dimension{_plural(found)} {', '.join(found)}; "
         f"pass for example {hint}"
     ]
+
+
+def _plural(items: Sequence[str]) -> str:
+    return "s" if len(items) > 1 else ""
 
 
 def _set_dim(dim: onnx.TensorShapeProto.Dimension, size: int | str, what: str) -> None:

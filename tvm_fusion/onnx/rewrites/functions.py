@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx
 from onnx import inliner
 
@@ -16,8 +18,11 @@ from ..model.graph_edits import (
     set_attributes,
 )
 
-EXPANDED = ("Celu", "Swish")
+EXPANDED = ("Attention", "Celu", "Swish")
 """Operators that the importer lacks and that ONNX defines by others."""
+
+BODIES = "tvm_fusion.bodies"
+"""Domain of the functions that stand for such operators while they are inlined."""
 
 MAX_NODES = 200_000
 """Most nodes of an inlined model: nested functions can grow it without bound."""
@@ -44,8 +49,10 @@ def expand_operators(model: onnx.ModelProto) -> onnx.ModelProto:
     if not any(node.op_type in EXPANDED for node in model.graph.node):
         return model
     _write_defaults(model)
+    _name_bodies(model)
     wanted = [("", name) for name in EXPANDED]
     try:
+        model = inliner.inline_local_functions(model) if model.functions else model
         return inliner.inline_selected_functions(model, wanted, inline_schema_functions=True)
     except (RuntimeError, ValueError) as error:
         raise InvalidModelError(f"operators of the model cannot be expanded: {error}") from error
@@ -57,8 +64,46 @@ def _write_defaults(model: onnx.ModelProto) -> None:
     for node in model.graph.node:
         if node.op_type in EXPANDED and is_default_domain(node):
             for name, entry in onnx.defs.get_schema(node.op_type, opset).attributes.items():
-                default = onnx.helper.get_attribute_value(entry.default_value)
-                set_attributes(node, **{name: attribute(node, name, default)})
+                if entry.default_value.name:
+                    default = onnx.helper.get_attribute_value(entry.default_value)
+                    set_attributes(node, **{name: attribute(node, name, default)})
+
+
+def _name_bodies(model: onnx.ModelProto) -> None:
+    """Make calls of functions of nodes that lack an input: the inliner asks for its type."""
+    opset = default_opset(model) or 1
+    infos = (*model.graph.input, *model.graph.value_info, *model.graph.output)
+    types = {info.name: info.type.SerializeToString() for info in infos}
+    types |= {t.name: _type_of(t).SerializeToString() for t in model.graph.initializer}
+    for index, node in enumerate(model.graph.node):
+        schema = _body_schema(node, opset)
+        if schema is None or all(node.input):
+            continue
+        known = schema.context_dependent_function_opset_versions
+        body = onnx.FunctionProto.FromString(
+            schema.get_context_dependent_function_with_opset_version(
+                max(version for version in known if version <= opset),
+                node.SerializeToString(),
+                [types.get(name, b"") for name in node.input],
+            )
+        )
+        node.domain = body.domain = BODIES
+        node.op_type = body.name = f"body_{index}"
+        model.functions.append(body)
+    if model.functions:
+        model.opset_import.append(onnx.helper.make_operatorsetid(BODIES, 1))
+
+
+def _body_schema(node: onnx.NodeProto, opset: int) -> Any:
+    """The schema of a node to be expanded whose body depends on its inputs, or None."""
+    if node.op_type not in EXPANDED or not is_default_domain(node):
+        return None
+    schema: Any = onnx.defs.get_schema(node.op_type, opset)
+    return schema if schema.has_context_dependent_function else None
+
+
+def _type_of(tensor: onnx.TensorProto) -> onnx.TypeProto:
+    return onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
 
 
 def _check_growth(model: onnx.ModelProto) -> None:

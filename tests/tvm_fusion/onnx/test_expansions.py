@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators that become several nodes keep their numbers, in every type that ONNX has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+from onnx_cases import assert_same_as_onnx_runtime, int64, normal, onnx_model, run_relax
+
+import tvm_fusion
+from tvm_fusion.errors import InvalidModelError, UnsupportedOperatorError
+from tvm_fusion.onnx.frontend import import_onnx
+
+FLOATS = ("float32", "float16", "float64", "bfloat16")
+ELEMENTS = {str(helper.tensor_dtype_to_np_dtype(n)): n for n in range(1, 17) if n not in (8,)}
+EDGES = [0.0, -0.0, 1.0, -1.0, 5.5, -5.5, np.inf, -np.inf, np.nan]
+
+
+def node_model(
+    op_type: str,
+    feeds: Mapping[str, np.ndarray],
+    constants: Mapping[str, np.ndarray] | None = None,
+    results: Mapping[str, str] | None = None,
+    opset: int = 28,
+    **attributes: Any,
+) -> onnx.ModelProto:
+    """One node that reads ``feeds``, then ``constants``; ``results`` has outputs and types."""
+    first = next(iter(feeds.values()))
+    results = results or {"y": str(first.dtype)}
+    names = [*feeds, *(constants or {})]
+    node = helper.make_node(op_type, names, list(results), name="op", **attributes)
+    model = onnx_model([node], {}, [], constants, opset)
+    for name, value in feeds.items():
+        kind = ELEMENTS[str(value.dtype)]
+        model.graph.input.append(helper.make_tensor_value_info(name, kind, value.shape))
+    for name, dtype in results.items():
+        info = helper.make_tensor_value_info(name, ELEMENTS[dtype], None)
+        model.graph.output.append(info)
+    return model
+
+
+def outputs(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    return run_relax(import_onnx(model), list(feeds.values()))
+
+
+def typed(values: Any, dtype: str) -> np.ndarray:
+    return np.asarray(values).astype(helper.tensor_dtype_to_np_dtype(ELEMENTS[dtype]))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("positive", [0, 1])
+@pytest.mark.parametrize("negative", [0, 1])
+def test_infinities_of_one_sign(dtype: str, positive: int, negative: int) -> None:
+    feeds = {"x": typed(EDGES, dtype)}
+    signs = {"detect_positive": positive, "detect_negative": negative}
+    model = node_model("IsInf", feeds, results={"y": "bool"}, **signs)
+    wanted = [bool(v == np.inf and positive or v == -np.inf and negative) for v in EDGES]
+    np.testing.assert_array_equal(outputs(model, feeds)[0], wanted)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_no_numbers(dtype: str) -> None:
+    feeds = {"x": typed(EDGES, dtype)}
+    model = node_model("IsNaN", feeds, results={"y": "bool"})
+    np.testing.assert_array_equal(outputs(model, feeds)[0], np.isnan(EDGES))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_remainders_of_floats_have_the_sign_of_the_divisor(dtype: str) -> None:
+    pairs = [(x, y) for x in EDGES for y in [*EDGES, 3.0, -3.0]]
+    x, y = (typed(values, dtype) for values in zip(*pairs, strict=True))
+    feeds = {"x": x, "d": y}
+    (found,) = outputs(node_model("Mod", feeds, results={"y": dtype}), feeds)
+    with np.errstate(invalid="ignore"):
+        wanted = np.mod(x, y)
+    np.testing.assert_array_equal(found, wanted)
+    is_number = ~np.isnan(wanted)
+    np.testing.assert_array_equal(np.signbit(found[is_number]), np.signbit(wanted[is_number]))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("kind", ["int64", "uint8", "int8", "float32"])
+def test_one_hot(axis: int, kind: str) -> None:
+    feeds = {"x": typed([[1, 9, 10], [0, 3, 200 if kind == "uint8" else -10]], kind)}
+    constants = {"depth": typed([10.0], "float32"), "values": typed([2, 5], "float16")}
+    model = node_model("OneHot", feeds, constants, {"y": "float16"}, axis=axis)
+    (found,) = outputs(model, feeds)
+    wanted = np.full((2, 3, 10), 2.0, "float16")
+    for place, index in np.ndenumerate(feeds["x"].astype(int)):
+        if -10 <= index < 10:
+            wanted[(*place, index)] = 5
+    np.testing.assert_array_equal(found, np.moveaxis(wanted, -1, axis))
+
+
+def test_one_hot_with_values_from_data() -> None:
+    feeds = {"x": int64(1, 0), "values": normal(2)}
+    nodes = [helper.make_node("OneHot", ["x", "depth", "values"], ["y"], name="op")]
+    model = onnx_model(nodes, {}, ["y"], {"depth": np.array(3, np.int64)})
+    model.graph.input.append(helper.make_tensor_value_info("x", TensorProto.INT64, (2,)))
+    model.graph.input.append(helper.make_tensor_value_info("values", TensorProto.FLOAT, (2,)))
+    assert_same_as_onnx_runtime(model, feeds)
+
+
+def test_one_hot_of_a_depth_from_data_is_refused() -> None:
+    feeds = {"x": int64(1, 0), "depth": np.array(3)}
+    model = node_model("OneHot", feeds, {"values": normal(2)}, {"y": "float32"})
+    with pytest.raises(UnsupportedOperatorError, match="its input 'depth' depends on data"):
+        import_onnx(model)
+
+
+@pytest.mark.parametrize("op_type", ["ReduceMax", "ReduceMin"])
+def test_extremes_of_bools(op_type: str) -> None:
+    feeds = {"x": np.random.default_rng(0).random((3, 4, 2)) < 0.5}
+    model = node_model(op_type, feeds, {"axes": int64(1)}, keepdims=0)
+    (wanted,) = ReferenceEvaluator(model).run(None, feeds)
+    np.testing.assert_array_equal(tvm_fusion.compile(model, threads=1)(feeds), wanted)
+
+
+@pytest.mark.parametrize("largest", [0, 1])
+@pytest.mark.parametrize(
+    "dtype",
+    [*FLOATS, "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"],
+)
+def test_sorting_of_every_type(dtype: str, largest: int) -> None:
+    values = np.random.default_rng(3).permutation(24).reshape(4, 6)
+    data = typed(values if dtype.startswith("u") else values - 11, dtype)
+    if dtype in ("uint16", "uint32"):
+        data[0, :2] = np.iinfo(dtype).max, np.iinfo(dtype).max - 1
+    feeds, constants = {"x": data}, {"k": int64(3)}
+    model = node_model(
+        "TopK", feeds, constants, {"y": dtype, "at": "int64"}, largest=largest, sorted=0
+    )
+    found, places = outputs(model, feeds)
+    ordered = np.sort(data.astype(float), axis=-1)
+    wanted = ordered[:, ::-1][:, :3] if largest else ordered[:, :3]
+    assert found.dtype == data.dtype
+    np.testing.assert_array_equal(found.astype(float), wanted)
+    np.testing.assert_array_equal(np.take_along_axis(data, places, -1), found)
+
+
+def test_sorting_of_large_whole_numbers_is_refused() -> None:
+    feeds = {"x": np.arange(4, dtype=np.uint64)}
+    model = node_model("TopK", feeds, {"k": int64(2)}, {"y": "uint64", "at": "int64"})
+    with pytest.raises(UnsupportedOperatorError, match="'op': TopK .* it sorts uint64; expected"):
+        import_onnx(model)
+
+
+def exponential(x: np.ndarray, alpha: float, gamma: float) -> np.ndarray:
+    return gamma * np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("op_type", "attributes", "formula"),
+    [
+        ("Elu", {"alpha": 0.5}, lambda x: exponential(x, 0.5, 1)),
+        ("Selu", {}, lambda x: exponential(x, 1.6732632, 1.0507010)),
+        ("Celu", {"alpha": 2.0}, lambda x: 2 * exponential(x / 2, 1, 1)),
+        ("ThresholdedRelu", {"alpha": 0.5}, lambda x: np.where(x > 0.5, x, 0)),
+    ],
+)
+def test_activations_in_every_type(
+    dtype: str, op_type: str, attributes: dict[str, float], formula: Any
+) -> None:
+    feeds = {"x": typed([*np.linspace(-5, 5, 31), np.inf, -np.inf], dtype)}
+    (found,) = outputs(node_model(op_type, feeds, **attributes), feeds)
+    assert found.dtype == feeds["x"].dtype
+    limit = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
+    wanted = formula(feeds["x"].astype("float64"))
+    limit = max(limit, 1e-6) if op_type != "Elu" else limit  # attributes are of 32 bits
+    np.testing.assert_allclose(found.astype("float64"), wanted, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("opset", [9, 17, 18, 28])
+@pytest.mark.parametrize("axes", [None, [1], [-1, 0]])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_mean_variance_normalization(opset: int, axes: list[int] | None, dtype: str) -> None:
+    """The mean is a hundred deviations away, where squares would cancel."""
+    feeds = {"x": (normal(2, 3, 4, 5) + 100).astype(dtype)}
+    attributes = {} if axes is None else {"axes": axes}
+    model = node_model("MeanVarianceNormalization", feeds, opset=opset, **attributes)
+    (found,) = outputs(model, feeds)
+    wide, over = feeds["x"].astype("float64"), tuple(axes or (0, 2, 3))
+    centred = wide - wide.mean(over, keepdims=True)
+    wanted = centred / wide.std(over, keepdims=True)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_mean_variance_normalization_of_integers_is_refused() -> None:
+    model = node_model("MeanVarianceNormalization", {"x": np.ones((1, 2, 3, 4), np.int32)})
+    with pytest.raises(InvalidModelError, match="node name: op.*has unsupported type"):
+        import_onnx(model)
+
+
+def attention(feeds: Mapping[str, np.ndarray], gaps: int, **attributes: Any) -> onnx.ModelProto:
+    """A node that reads query, key and value, then no tensor some times, then the other feeds."""
+    names = list(feeds)
+    model = node_model("Attention", feeds, opset=24, results={"y": "float32"}, **attributes)
+    node = model.graph.node[0]
+    del node.input[:]
+    node.input.extend([*names[:3], *[""] * gaps, *names[3:]])
+    return model
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+def test_attention(causal: int) -> None:
+    feeds = {name: normal(2, 3, 5, 8, seed=seed) for seed, name in enumerate("qkv")}
+    model = attention(feeds, 0, is_causal=causal)
+    (wanted,) = ReferenceEvaluator(model).run(None, feeds)
+    np.testing.assert_allclose(outputs(model, feeds)[0], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_with_a_cache_and_no_mask() -> None:
+    feeds = {name: normal(1, 2, 3, 8, seed=seed) for seed, name in enumerate(["q", "k", "v"])}
+    feeds |= {name: normal(1, 2, 4, 8, seed=seed) for seed, name in enumerate(["pk", "pv"], 3)}
+    model = attention(feeds, 1, is_causal=1)
+    model.graph.node[0].output.extend(["key", "value"])
+    for name in ("key", "value"):
+        info = helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+        model.graph.output.append(info)
+    wanted = ReferenceEvaluator(model).run(None, feeds)
+    for found, expected in zip(outputs(model, feeds), wanted, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Public names lie in the package itself, and cost nothing until they are used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tvm_fusion
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", tvm_fusion.__all__)
+def test_every_name_is_there(name: str) -> None:
+    assert getattr(tvm_fusion, name) is not None
+    assert name in dir(tvm_fusion)
+
+
+def test_no_name_is_also_a_module() -> None:
+    """A submodule, once imported, would take the place of a function."""
+    modules = {path.stem for path in Path(tvm_fusion.__file__).parent.iterdir()} - {"errors"}
+    assert not modules & set(tvm_fusion.__all__)
+
+
+def test_unknown_names_are_errors() -> None:
+    with pytest.raises(AttributeError, match="'tvm_fusion' has no attribute 'tune'"):
+        _ = tvm_fusion.tune
+
+
+def test_names_do_not_import_the_compiler() -> None:
+    code = (
+        "import json, sys, tvm_fusion; dir(tvm_fusion); tvm_fusion.load, tvm_fusion.race; "
+        "before = 'tvm' in sys.modules; tvm_fusion.resolve_target('x86-64-v3'); "
+        "print(json.dumps([before, 'tvm' in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert json.loads(done.stdout) == [False, True]

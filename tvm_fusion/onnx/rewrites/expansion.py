@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put several nodes in the place of one, by rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from ..model.graph_edits import is_default_domain, replace_nodes
+from ..model.tensor_facts import GraphFacts
+
+
+class Expansion:
+    """The nodes that take the place of one.
+
+    Parameters
+    ----------
+    node : onnx.NodeProto
+        The node that will be replaced.
+    facts : GraphFacts
+        Where constants are added.
+    """
+
+    def __init__(self, node: onnx.NodeProto, facts: GraphFacts) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.facts = facts
+        self._node = node
+
+    def emit(self, op_type: str, *inputs: str, **attributes: Any) -> str:
+        """Append a node and return the name of its result."""
+        result = self.facts.fresh(f"{self._node.output[0]}/{op_type}")
+        self.nodes.append(
+            helper.make_node(op_type, inputs, [result], name=self._node.name, **attributes)
+        )
+        return result
+
+    def constant(self, hint: str, value: np.ndarray) -> str:
+        """Add a constant and return its name."""
+        return self.facts.add_constant(f"{self._node.output[0]}/{hint}", value)
+
+    def number(self, value: float, dtype: int) -> str:
+        """Add a constant number of an ONNX element type and return its name."""
+        kind = helper.tensor_dtype_to_np_dtype(dtype)
+        return self.constant("number", np.asarray(value).astype(kind))
+
+    def finish(self, result: str) -> None:
+        """Let the result of the last node, which is ``result``, be that of the replaced node."""
+        assert list(self.nodes[-1].output) == [result], "the last node must compute the result"
+        self.nodes[-1].output[0] = self._node.output[0]
+
+
+Rule = Callable[[onnx.NodeProto, Expansion], None]
+"""Emits what replaces a node; a node for which nothing was emitted stays."""
+
+
+def expand_nodes(model: onnx.ModelProto, facts: GraphFacts, rules: Mapping[str, Rule]) -> None:
+    """Ask the rule of each node's operator what replaces it."""
+    nodes: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        expansion = Expansion(node, facts)
+        if node.op_type in rules and is_default_domain(node):
+            rules[node.op_type](node, expansion)
+        nodes += expansion.nodes or [node]
+    replace_nodes(model.graph, nodes)
