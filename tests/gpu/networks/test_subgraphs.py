@@ -139,4 +139,4 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert re.fullmatch(r" +-> \w*reshape\w*coalesced_sum\w*", kernel)
     with pytest.raises(SystemExit):
         subgraphs.main(["-o", str(path)])
-    assert "give its number" in capsys.readouterr().err
+    assert "needs the number of a sub-graph" in capsys.readouterr().err
