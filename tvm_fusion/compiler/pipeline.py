@@ -31,7 +31,6 @@ from relay_passes import (
     SimplifyInference,
 )
 from relay_passes.conv2d.fusion_decision import Decision
-from relay_passes.op.extremes import LEGALIZATIONS
 from relay_passes.program.lift_weights import WEIGHTS
 from relay_passes.program.sole_kernel import sole_kernel
 from schedules import cpu
@@ -106,7 +105,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         "pack": [PackLayout(target=target), ChooseWinograd(winograd, target)],
         "lower": [
             *cpu_generic.library_dispatch_passes(target),
-            transform.LegalizeOps(LEGALIZATIONS),
+            transform.LegalizeOps(),
             FusePack(),
             transform.AnnotateTIROpPattern(),
             transform.FuseOps(),
