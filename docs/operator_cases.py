@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ONNX operators are accepted, found by importing the test cases that ONNX has for each."""
+"""ONNX operators that are accepted, found by importing the test cases that ONNX has for each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Operator:
     Parameters
     ----------
     cases, imported : int
-        How many cases there are, and how many of them can be imported.
+        Number of cases, and of those that can be imported.
     constant : Counter
         Inputs that had to be constants, and in how many of the imported cases.
     after : set of str

@@ -189,7 +189,24 @@ def test_a_module_in_which_nobody_looked_for_pairs_has_no_records() -> None:
 
 
 def test_the_package_shows_its_names() -> None:
-    assert {"CompiledModel", "compile", "errors", "load"} <= set(tvm_fusion.__all__)
+    assert set(tvm_fusion.__all__) == {
+        "Arena",
+        "CompiledModel",
+        "EngineSpec",
+        "Latency",
+        "Plan",
+        "RaceResult",
+        "__version__",
+        "aligned_empty",
+        "compile",
+        "errors",
+        "explain",
+        "explain_kernels",
+        "load",
+        "profile",
+        "race",
+        "resolve_target",
+    }
     assert set(tvm_fusion.__all__) <= set(dir(tvm_fusion))
     assert all(getattr(tvm_fusion, name) is not None for name in tvm_fusion.__all__)
     assert tvm_fusion.errors is errors

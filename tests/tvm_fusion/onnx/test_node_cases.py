@@ -21,7 +21,7 @@ from tvm_fusion.errors import TVMFusionError
 from tvm_fusion.onnx.frontend import import_onnx
 
 PER_OPERATOR = int(os.environ.get("NODE_CASES", "2"))
-"""How many cases of each operator are drawn; all of them take some minutes."""
+"""Cases that are drawn of each operator; all of them take some minutes."""
 
 TOLERANCES = {2: 2e-2, 4: 1e-3, 8: 1e-3}
 """By the size of an element; 16-bit numbers are rounded after other steps than ONNX's."""
