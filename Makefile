@@ -16,7 +16,7 @@ JOBS ?= 2
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types docs bench bench-gpu clean
+.PHONY: help venv demo test lint types docs map bench bench-gpu clean
 
 help: ## list the tasks
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -38,6 +38,9 @@ types: $(VENV)/.stamp-test ## check types
 
 docs: $(VENV)/.stamp-docs ## build the documentation in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+map: $(VENV)/.stamp-test ## draw the map of the families in CONTRIBUTING.md again
+	$(BIN)/python docs/family_map.py
 
 bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime, OpenVINO, numpy and the machine's limits
 	$(BIN)/python examples/benchmarks/networks.py --threads $(or $(THREADS),2) $(BENCH_ARGS)

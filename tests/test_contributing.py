@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CONTRIBUTING.md: its map is that of the code, and every function that it names exists."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+STEP = re.compile(r"`([\w.]+)`\s+in\s+\[[\w.]+\]\(([\w/.]+)\)")
+
+
+def test_map_is_current() -> None:
+    spec = importlib.util.spec_from_file_location("family_map", ROOT / "docs" / "family_map.py")
+    assert spec is not None and spec.loader is not None
+    family_map = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(family_map)
+    assert "schedules_cpu_core --> " in PAGE
+    assert family_map.update(PAGE) == PAGE, "draw the map again by make map"
+
+
+@pytest.mark.parametrize(("name", "path"), STEP.findall(PAGE))
+def test_walk(name: str, path: str) -> None:
+    found: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
+    for part in name.split("."):
+        definitions = (ast.FunctionDef, ast.ClassDef)
+        inner = [node for node in found if isinstance(node, definitions) and node.name == part]
+        assert inner, f"{path} has no {name}"
+        found = inner[0].body
+
+
+def test_walks_are_found() -> None:
+    assert len(STEP.findall(PAGE)) > 25
