@@ -70,9 +70,7 @@ def _without_implied(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
     def reached(name: str) -> set[str]:
         return set().union(*({other} | reached(other) for other in imports[name]))
 
-    return {
-        name: others - set().union(*map(reached, others)) for name, others in imports.items()
-    }
+    return {name: others - set().union(*map(reached, others)) for name, others in imports.items()}
 
 
 def update(page: str) -> str:

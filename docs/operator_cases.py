@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ONNX operators that are accepted, found by importing the test cases that ONNX has for each."""
+"""ONNX's own test cases of each operator, and what importing them shows of the importer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import textwrap
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,66 @@ from tvm_fusion.onnx import frontend
 
 FROM_DATA = "depends on data"
 STRANGE_TYPE = re.compile(r"holds elements of|is (sequence|optional|map) type")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Test case of ONNX for one operator.
+
+    Parameters
+    ----------
+    name : str
+        Name of the case.
+    model : onnx.ModelProto
+        A model of one node.
+    inputs, outputs : list
+        Values, arrays except for types that are no tensors.
+    """
+
+    name: str
+    model: onnx.ModelProto
+    inputs: list[Any]
+    outputs: list[Any]
+
+    @property
+    def operator(self) -> str:
+        """Operator of the node."""
+        return self.model.graph.node[0].op_type
+
+    def variant(self, constant: Sequence[str], kept: int) -> onnx.ModelProto:
+        """The model with some inputs constant, and with its first outputs only."""
+        model = onnx.ModelProto()
+        model.CopyFrom(self.model)
+        graph = model.graph
+        for value, array in zip(self.model.graph.input, self.inputs, strict=True):
+            if value.name in constant:
+                graph.input.remove(value)
+                graph.initializer.append(numpy_helper.from_array(array, value.name))
+        del graph.output[kept:]
+        del graph.node[0].output[kept:]
+        return model
+
+
+def cases() -> Iterator[Case]:
+    """Cases of one node of the default domain."""
+    from onnx.backend.test.case.node import collect_testcases
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = collect_testcases(None)
+    for case in found:
+        assert case.model is not None and case.data_sets, f"{case.name} has no model or no data"
+        nodes = case.model.graph.node
+        if len(nodes) == 1 and nodes[0].domain == "" and "_expanded" not in case.name:
+            inputs, outputs = (list(map(_array, values)) for values in case.data_sets[0])
+            yield Case(case.name, case.model, inputs, outputs)
+
+
+def _array(value: Any) -> Any:
+    """A tensor as an array; other values as they are."""
+    if isinstance(value, onnx.TensorProto):  # some cases have messages
+        return numpy_helper.to_array(value)
+    return np.asarray(value) if isinstance(value, np.generic) else value
 
 
 @dataclass
@@ -48,8 +108,8 @@ class Operator:
 def rows() -> list[list[str]]:
     """One row an operator: name, cases imported, constant inputs, what it becomes, why not."""
     found: dict[str, Operator] = defaultdict(Operator)
-    for name, model, values in _cases():
-        _try(found[name], model, values)
+    for case in cases():
+        _try(found[case.operator], case)
     return [
         [
             name,
@@ -76,37 +136,24 @@ def element_types() -> list[str]:
     return names
 
 
-def _cases() -> Iterator[tuple[str, onnx.ModelProto, list[Any]]]:
-    """ONNX's cases of one node: the operator, the model, the values of its inputs."""
-    from onnx.backend.test.case.node import collect_testcases
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        cases = collect_testcases(None)
-    for case in cases:
-        assert case.model is not None and case.data_sets, f"{case.name} has no model or no data"
-        nodes = case.model.graph.node
-        if len(nodes) == 1 and nodes[0].domain == "" and "_expanded" not in case.name:
-            yield nodes[0].op_type, case.model, list(case.data_sets[0][0])
-
-
-def _try(operator: Operator, model: onnx.ModelProto, values: list[Any]) -> None:
+def _try(operator: Operator, case: Case) -> None:
     """Import a case as it is, then with constants for inputs, then without its other outputs."""
+    model = case.model
     reason = _refusal(model)
     if reason is not None and STRANGE_TYPE.search(reason):
         return
     operator.cases += 1
     names = [value.name for value in model.graph.input]
-    is_tensors = all(isinstance(value, (np.ndarray, np.generic)) for value in values)
+    is_tensors = all(isinstance(value, np.ndarray) for value in case.inputs)
     for kept in (len(model.graph.output), 1):
         for constant in ([], names[1:], names) if is_tensors else ([],):
             if constant and constant == names and FROM_DATA not in str(reason):
                 continue
-            changed = _changed(model, values, constant, kept)
+            changed = case.variant(constant, kept)
             reason = _refusal(changed)
             if reason is None:
                 operator.imported += 1
-                needed = _needed(model, values, constant, kept)
+                needed = _needed(case, constant, kept)
                 operator.constant.update({_formal(model, name) for name in needed})
                 operator.after.update(_after(changed))
                 return
@@ -118,12 +165,12 @@ def _share(name: str, count: int, total: int) -> str:
     return name if count == total else f"{name} ({count})"
 
 
-def _needed(model: onnx.ModelProto, values: list[Any], constant: list[str], kept: int) -> list[str]:
+def _needed(case: Case, constant: list[str], kept: int) -> list[str]:
     """Those of the constant inputs without which the case is refused."""
     needed = list(constant)
     for name in constant:
         fewer = [other for other in needed if other != name]
-        if _refusal(_changed(model, values, fewer, kept)) is None:
+        if _refusal(case.variant(fewer, kept)) is None:
             needed = fewer
     return needed
 
@@ -133,22 +180,6 @@ def _formal(model: onnx.ModelProto, name: str) -> str:
     (node,) = model.graph.node
     inputs = onnx.defs.get_schema(node.op_type, model.opset_import[0].version).inputs
     return inputs[min(list(node.input).index(name), len(inputs) - 1)].name
-
-
-def _changed(
-    model: onnx.ModelProto, values: list[Any], constant: list[str], kept: int
-) -> onnx.ModelProto:
-    """The model with some inputs constant, and with its first outputs only."""
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
-    graph = changed.graph
-    for value, array in zip(model.graph.input, values, strict=True):
-        if value.name in constant:
-            graph.input.remove(value)
-            graph.initializer.append(numpy_helper.from_array(np.asarray(array), value.name))
-    del graph.output[kept:]
-    del graph.node[0].output[kept:]
-    return changed
 
 
 def _refusal(model: onnx.ModelProto) -> str | None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import os
 import random
-import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
 
 import tvm_fusion
+from operator_cases import Case, cases
 from tvm_fusion.errors import TVMFusionError
 from tvm_fusion.onnx.frontend import import_onnx
 
@@ -32,71 +29,35 @@ RANDOM = ("Bernoulli", "RandomNormalLike", "RandomUniformLike")
 LONG = ("test_gridsample_reflection_padding",)
 """Cases that take a minute to compile."""
 
-Case = tuple[str, onnx.ModelProto, list[np.ndarray], list[np.ndarray]]
-
 
 @cache
-def cases() -> list[Case]:
-    """Cases of one operator of ONNX whose inputs and outputs are tensors."""
-    from onnx.backend.test.case.node import collect_testcases
-
-    found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        every = collect_testcases(None)
-    for case in every:
-        nodes = case.model.graph.node
-        if len(nodes) != 1 or nodes[0].domain or "_expanded" in case.name or case.name in LONG:
-            continue
-        inputs, results = case.data_sets[0]
-        if nodes[0].op_type not in RANDOM and all(map(is_tensor, (*inputs, *results))):
-            values, wanted = ([tensor(value) for value in part] for part in (inputs, results))
-            found.append((case.name, case.model, values, wanted))
-    return sorted(found, key=lambda case: case[0])
+def tensor_cases() -> list[Case]:
+    """Cases whose inputs and outputs are tensors, and whose outputs can be expected."""
+    kept = (
+        case
+        for case in cases()
+        if case.operator not in RANDOM
+        and case.name not in LONG
+        and all(isinstance(value, np.ndarray) for value in (*case.inputs, *case.outputs))
+    )
+    return sorted(kept, key=lambda case: case.name)
 
 
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, np.ndarray | np.generic | onnx.TensorProto)
+def importable(case: Case) -> tuple[onnx.ModelProto, dict[str, np.ndarray]] | None:
+    """The first variant that is not refused, with what it is fed.
 
-
-def tensor(value: Any) -> np.ndarray:
-    """A tensor as an array, which some cases have as a message."""
-    is_message = isinstance(value, onnx.TensorProto)
-    return numpy_helper.to_array(value) if is_message else np.asarray(value)
-
-
-def variants(
-    model: onnx.ModelProto, values: list[np.ndarray]
-) -> Iterator[tuple[onnx.ModelProto, dict[str, np.ndarray]]]:
-    """The model with no, all but the first, and all inputs constant; then with one output."""
-    names = [value.name for value in model.graph.input]
-    for kept in dict.fromkeys((len(model.graph.output), 1)):
+    Tried with no input constant, with all but the first, with all; then with one output only.
+    """
+    feeds = dict(zip([value.name for value in case.model.graph.input], case.inputs, strict=True))
+    names = list(feeds)
+    for kept in dict.fromkeys((len(case.model.graph.output), 1)):
         for constant in ([], names[1:], names):
-            changed = onnx.ModelProto()
-            changed.CopyFrom(model)
-            feeds = {}
-            for value, array in zip(model.graph.input, values, strict=True):
-                if value.name in constant:
-                    changed.graph.input.remove(value)
-                    weight = numpy_helper.from_array(array, value.name)
-                    changed.graph.initializer.append(weight)
-                else:
-                    feeds[value.name] = array
-            del changed.graph.output[kept:]
-            del changed.graph.node[0].output[kept:]
-            yield changed, feeds
-
-
-def importable(
-    model: onnx.ModelProto, values: list[np.ndarray]
-) -> tuple[onnx.ModelProto, dict[str, np.ndarray]] | None:
-    """The first variant that is not refused, with what it is fed."""
-    for changed, feeds in variants(model, values):
-        try:
-            import_onnx(changed)
-        except TVMFusionError:
-            continue
-        return changed, feeds
+            changed = case.variant(constant, kept)
+            try:
+                import_onnx(changed)
+            except TVMFusionError:
+                continue
+            return changed, {name: feeds[name] for name in names if name not in constant}
     return None
 
 
@@ -113,8 +74,7 @@ def difference(found: np.ndarray, wanted: np.ndarray) -> str | None:
 
 def defect(case: Case) -> str | None:
     """What an imported case shows of a defect, if anything."""
-    name, model, values, wanted = case
-    chosen = importable(model, values)
+    chosen = importable(case)
     if chosen is None:
         return None
     changed, feeds = chosen
@@ -122,17 +82,19 @@ def defect(case: Case) -> str | None:
         compiled = tvm_fusion.compile(changed, threads=1)
         found = compiled(feeds) if feeds else compiled()
     except Exception as error:  # whatever it is, it must not come after the import
-        return f"{name}: {type(error).__name__}: {error}"
+        return f"{case.name}: {type(error).__name__}: {error}"
     found = found if isinstance(found, tuple) else (found,)
-    texts = [difference(np.asarray(one), other) for one, other in zip(found, wanted, strict=False)]
-    return f"{name}: {'; '.join(filter(None, texts))}" if any(texts) else None
+    texts = [
+        difference(np.asarray(one), other) for one, other in zip(found, case.outputs, strict=False)
+    ]
+    return f"{case.name}: {'; '.join(filter(None, texts))}" if any(texts) else None
 
 
 def sample() -> list[Case]:
     """Some cases of each operator, the same ones each time."""
     by_operator: dict[str, list[Case]] = defaultdict(list)
-    for case in cases():
-        by_operator[case[1].graph.node[0].op_type].append(case)
+    for case in tensor_cases():
+        by_operator[case.operator].append(case)
     generator = random.Random(0)
     return [
         case
