@@ -38,6 +38,14 @@ class Operand:
     value: tirx.Expr
     rows_first: bool
 
+    @property
+    def along_neighbours(self) -> IterationSpace:
+        """The space with the axis of neighbours in memory as the last one."""
+        if not self.rows_first:
+            return self.space
+        count = len(self.space.axes)
+        return self.space.permuted([*range(count - 2), count - 1, count - 2])
+
 
 @dataclass(frozen=True)
 class MatmulFunction:
@@ -225,6 +233,12 @@ def _assemble(
     if epilogue is None:
         return None
     return MatmulFunction(left, right, batch, m, n, depth, dtype, accumulator, epilogue)
+
+
+def divides(part: int, extent: Extent) -> bool:
+    """Return whether an extent is known to be a multiple."""
+    known = constant(extent)
+    return known is not None and known % part == 0
 
 
 def _read_in_place(product: Stage, after: Sequence[Stage]) -> bool:

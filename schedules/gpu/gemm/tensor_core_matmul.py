@@ -25,18 +25,18 @@ from tvm.script.ir_builder import tirx as T
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute
 from schedules.tir.index_math import ceildiv, i64, simplified
-from schedules.workload.reduce import Extent, constant, unravel
+from schedules.workload.reduce import unravel
 
 from ..core.intrinsics import sync
 from ..core.kernel_function import resident_blocks, unless_empty, write_function
 from ..core.machine import REGISTER_FILE, GPUInfo
 from ..core.tensor_core import TensorCore
-from ..pointwise.coalescing import Lanes, classify
+from ..pointwise.coalescing import classify
 from ..pointwise.element_program import Read, Step, Value
 from ..pointwise.point_kernel import PointWriter, Views
 from .float4 import at_once, without_jumps
 from .implicit_gemm import Index
-from .matmul_pattern import MatmulFunction, Operand
+from .matmul_pattern import MatmulFunction, Operand, divides
 from .tensor_core_tile import (
     ELEMENTS,
     STEP,
@@ -45,10 +45,9 @@ from .tensor_core_tile import (
     TensorTile,
     choose_tensor_tile,
     factor_dtype,
-    factor_space,
     is_copied,
 )
-from .tiled_matmul import store_results
+from .tiled_matmul import epilogue_lanes, store_results
 
 _QUAD = 4  # lanes with neighbouring columns of the same row
 
@@ -128,7 +127,7 @@ class _Factor:
             (row < i64(rows), self.shared.rows, rows),
             (inner < i64(reduced), self.shared.depth, reduced),
         )
-        return [inside for inside, part, extent in each if not _divides(part, extent)]
+        return [inside for inside, part, extent in each if not divides(part, extent)]
 
     def fetch(self, core: TensorCore, thread: tirx.Expr, depth: tirx.Expr, stage: Index) -> None:
         """Begin to load the part of a thread, from a place of the reduced axis on."""
@@ -174,7 +173,7 @@ class _Gathered(_Factor):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.value = self.operand.value.value
-        space = factor_space(self.operand)
+        space = self.operand.along_neighbours
         steps = tuple(map(_without_jumps, space.steps))
         self.lanes = classify(replace(space, steps=steps), ELEMENTS)
         dtype = str(self.value.ty.dtype)
@@ -320,9 +319,9 @@ class _Block:
 
     def _finish(self) -> None:
         """Store the results, eight neighbours of a row at a time."""
-        tile, lanes = self.tile, _epilogue_lanes(self.matmul)
+        tile, lanes = self.tile, epilogue_lanes(self.matmul, ELEMENTS)
         across = tile.warp_columns // ELEMENTS
-        rows_exist = _divides(tile.rows, self.matmul.m)
+        rows_exist = divides(tile.rows, self.matmul.m)
         for i in range(tile.warp_rows // STEP):
             for half in range(2):
                 inner = self.row + i * STEP + half * 8 + self.lane // _QUAD
@@ -356,18 +355,3 @@ class _Block:
                     # The upper lane keeps its second value, the lower one its first.
                     T.buffer_store(held, tirx.Select(upper, got[0], held[low]), [low])
         return [held[e] for e in range(2 * _QUAD)]
-
-
-def _epilogue_lanes(matmul: MatmulFunction) -> Lanes:
-    """The widest lanes of the epilogue that no row ends within."""
-    vector = ELEMENTS
-    while True:
-        lanes = classify(matmul.epilogue, vector, [matmul.accumulator])
-        if lanes.is_aligned or vector == 1:
-            return lanes
-        vector //= 2
-
-
-def _divides(part: int, extent: Extent) -> bool:
-    known = constant(extent)
-    return known is not None and known % part == 0

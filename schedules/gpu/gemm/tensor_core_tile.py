@@ -13,7 +13,6 @@ from ..core.machine import GPUInfo
 from ..core.tensor_core import CHUNK
 from ..pointwise.coalescing import classify
 from ..pointwise.element_program import Read
-from ..pointwise.iteration_domain import IterationSpace
 from .implicit_gemm import Index
 from .matmul_pattern import MatmulFunction, Operand
 from .matmul_tile_sizes import assumed_size
@@ -180,14 +179,6 @@ def factor_dtype(operand: Operand) -> str | None:
     return dtype if dtype in _DTYPES else None
 
 
-def factor_space(operand: Operand) -> IterationSpace:
-    """The space of a factor, of which the last axis is that of its chunks."""
-    if not operand.rows_first:
-        return operand.space
-    count = len(operand.space.axes)
-    return operand.space.permuted([*range(count - 2), count - 1, count - 2])
-
-
 def is_copied(operand: Operand) -> bool:
     """Return whether chunks of a factor are copied as they lie in memory.
 
@@ -196,6 +187,6 @@ def is_copied(operand: Operand) -> bool:
     [*steps, read] = operand.space.steps
     if steps or not isinstance(read, Read) or read.guards:
         return False
-    lanes = classify(factor_space(operand), ELEMENTS)
+    lanes = classify(operand.along_neighbours, ELEMENTS)
     whole = read.var.same_as(operand.value.value) and lanes.is_aligned
     return whole and lanes.kinds[read.var] == "vector"

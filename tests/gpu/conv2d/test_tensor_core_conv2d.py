@@ -48,9 +48,7 @@ def scheduled(
     return schedule.mod["main"]
 
 
-def wide_conv2d(
-    data: te.Tensor, weight: te.Tensor, bias: te.Tensor, layer: ConvLayer
-) -> te.Tensor:
+def wide_conv2d(data: te.Tensor, weight: te.Tensor, bias: te.Tensor, layer: ConvLayer) -> te.Tensor:
     """A convolution of float16 with a float32 output: OpenCL on a CPU does not add float16."""
     padded = _pad(data, layer, "1")
     taps = [te.reduce_axis((0, int(extent))) for extent in weight.shape[1:]]
