@@ -36,18 +36,22 @@ class Matmul(GPURule):
     block reading its columns once: lanes share the reduction of a column, or have separate columns,
     depending on the layout of the right factor. 16-bit floats are summed in float32.
 
-    Left alone: convolutions, epilogues that move elements.
+    Convolutions are taken where they run on tensor cores, as products of their weights and the
+    windows of their data. Left alone: other convolutions, epilogues that move elements.
     """
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        matmul = read_matmul(func)
+        gpu = GPUInfo.from_target(target)
+        plain = read_matmul(func)
+        matmul = plain or (read_matmul(func, windows=True) if gpu.has_tensor_cores else None)
         if matmul is None:
             return None
-        gpu = GPUInfo.from_target(target)
         rows = constant(matmul.m)
         is_skinny = rows is not None and rows <= MOST_ROWS
         kernel = None if is_skinny else tensor_core_function(func, matmul, gpu, "Matmul")
+        if kernel is None and plain is None:
+            return None
         if kernel is None:
             write = _write_rows if is_skinny else _write_tiles
             kernel = write_function(func, gpu, "Matmul", lambda: write(func, matmul, gpu))

@@ -6,10 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cuda_text import count, cuda_source, opcodes, ptxas, sass
-from graph_cases import CUDA
+from graph_cases import CUDA, run
 from opencl import compile_opencl
 from tensor_core_emulation import emulate_tensor_cores
-from tvm import te, tirx
+from tvm import relax, te, tirx
+from tvm.relax import op
 from tvm.target import Target
 
 from schedules.compute.conv2d import _pad, activate, conv2d
@@ -104,6 +105,22 @@ def test_numbers(
     compile_opencl(func, OPENCL).run(data, weight, bias, found)
     terms = layer.in_channels * layer.kernel[0] * layer.kernel[1]
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6 * terms + 1e-5)
+
+
+def test_numbers_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution as TVM legalizes it, of several images, with an epilogue."""
+    emulate_tensor_cores(monkeypatch)
+    rng = np.random.default_rng()
+    layer = layer_of(9, 20, 3)
+    shapes = [(2, 9, 5, 8), (20, 9, 3, 3)]
+    data, weight = (rng.standard_normal(shape).astype("float16") for shape in shapes)
+
+    def build(x: relax.Expr, w: relax.Expr) -> relax.Expr:
+        return op.nn.relu(op.nn.conv2d(x, w, padding=1, out_dtype="float32"))
+
+    [found] = run(build, [data, weight], target=OPENCL)
+    exact = np.maximum(convolve(data.astype("float64"), weight.astype("float64"), layer), 0)
+    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-4)
 
 
 RESNET = {
