@@ -49,7 +49,7 @@ def ptxas(source: str, arch: str = "sm_90") -> dict[str, Resources]:
     return resources(compile_cuda(source, arch))
 
 
-def sass(source: str, arch: str = "sm_90") -> dict[str, str]:
+def sass(source: str, arch: str = "sm_90", fast_math: bool = False) -> dict[str, str]:
     """Compile CUDA text; return the machine code of each kernel, as ``nvdisasm`` lists it.
 
     Raises
@@ -61,7 +61,7 @@ def sass(source: str, arch: str = "sm_90") -> dict[str, str]:
     if disassembler is None:
         raise EngineError("nvdisasm is not installed: pip install 'tvm-fusion[test]'")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compile_cuda(source, arch).cubin)
+        file.write(compile_cuda(source, arch, fast_math).cubin)
         file.flush()
         listing = subprocess.run(
             [disassembler, "--print-code", file.name], capture_output=True, text=True, check=True

@@ -47,6 +47,11 @@ def cli() -> None:
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: MODEL.so."
 )
 @many_options(COMPILE_OPTIONS)
+@click.option(
+    "--fast-math",
+    is_flag=True,
+    help="Let CUDA kernels approximate functions of float32: tanh to 2^-11, and others.",
+)
 @threads_option
 @json_option
 def compile_command(
@@ -56,6 +61,7 @@ def compile_command(
     shape: tuple,
     fuse: str,
     winograd: str,
+    fast_math: bool,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -77,6 +83,7 @@ def compile_command(
             fuse=fuse,
             winograd=winograd,
             threads=threads,
+            fast_math=fast_math,
             progress=progress,
         )
         compiled.save(output)

@@ -36,6 +36,7 @@ def compile(
     fuse: str | Callable[..., Any] = "auto",
     winograd: str = "auto",
     threads: int | None = None,
+    fast_math: bool = False,
     progress: Progress | None = None,
 ) -> CompiledModel:
     """Compile an ONNX model for a CPU or a GPU.
@@ -63,6 +64,9 @@ def compile(
     threads : int, optional
         Threads of a call; by default one a physical core. The code is compiled for that number,
         unless the target has ``num-cores``.
+    fast_math : bool
+        For CUDA: whether functions of float32 may be replaced by instructions that approximate
+        them, of which ``tanh`` is accurate to 2^-11 only.
     progress : callable, optional
         Called before each stage with its name, the number of stages done, and the number of all of
         them; at the end with ``"done"``.
@@ -79,7 +83,7 @@ def compile(
         If TVM fails in a later stage; the message names the stage.
     TargetError
         If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
-        algorithm is requested on a GPU.
+        algorithm is requested on a GPU, or approximations of functions elsewhere than on CUDA.
     InvalidInputError
         If ``threads`` is not possible.
 
@@ -90,14 +94,14 @@ def compile(
     """
     count = choose_threads(threads)
     resolved = resolve(target, cores=threads)
-    options = pipeline.Options(fuse=fuse, winograd=winograd)
+    options = pipeline.Options(fuse=fuse, winograd=winograd, fast_math=fast_math)
     tell = _announcer(progress, resolved, options)
     tell("import")
     imported = import_onnx(model, shapes)
     mod = pipeline.optimize(imported.mod, resolved, options, lambda phase, *_: tell(phase))
-    built = _generate(mod, resolved, tell)
+    built = _generate(mod, resolved, tell, fast_math)
     tell("done")
-    about = _describe(imported, mod, resolved, built)
+    about = _describe(imported, mod, resolved, built, fast_math)
     return CompiledModel(built.executable, about, count, built.weights)
 
 
@@ -116,14 +120,14 @@ def _announcer(
 
 
 def _generate(
-    mod: tvm.IRModule, target: tvm.target.Target, tell: Callable[[str], None]
+    mod: tvm.IRModule, target: tvm.target.Target, tell: Callable[[str], None], fast_math: bool
 ) -> pipeline.Built:
     """The code of an optimised module, CUDA kernels as machine code, and its weights."""
     tell("build")
-    built = pipeline.build_apart(mod, target)
+    built = pipeline.build_apart(mod, target, fast_math)
     if _is_cuda(target):
         tell("machine code")
-        compile_kernels(built.executable, str(target.attrs["arch"]))
+        compile_kernels(built.executable, str(target.attrs["arch"]), fast_math)
     return built
 
 
@@ -136,6 +140,7 @@ def _describe(
     mod: tvm.IRModule,
     target: tvm.target.Target,
     built: pipeline.Built,
+    fast_math: bool,
 ) -> Description:
     """Description of a compiled model; ``mod`` is the optimised module."""
     return Description(
@@ -150,6 +155,7 @@ def _describe(
         weights=weight_specs(built.weights),
         device=device_needs(target),
         kernel=built.kernel,
+        fast_math=fast_math,
     )
 
 

@@ -55,7 +55,7 @@ from .tensor_spec import TensorSpec
 from .tvm_runtime import version as tvm_version
 from .weights import read_weights, stored_bytes, write_weights
 
-FORMAT = 4
+FORMAT = 5
 """The format for writing; all up to it can be read."""
 
 _MAGIC = b"TVMFUSION-MODEL\n"
@@ -89,6 +89,8 @@ class Description:
         The GPU that the kernels run on; None if they run on the CPU.
     kernel : KernelCall | None
         Call of the program if it is one kernel.
+    fast_math : bool
+        Whether functions in CUDA kernels may be approximations.
     """
 
     target: str
@@ -102,6 +104,7 @@ class Description:
     weights: tuple[TensorSpec, ...] = ()
     device: DeviceNeeds | None = None
     kernel: KernelCall | None = None
+    fast_math: bool = False
 
     @property
     def cpu(self) -> str:
@@ -129,7 +132,8 @@ class Description:
         """Linker of an executable into a library, with machine code for the GPU if that is CUDA."""
         if self.device is None or self.device.kind != "cuda":
             return SharedLinker(self.triple)
-        return SharedLinker(self.triple, machine_code_of(executable, self.device.arch))
+        rewrite = machine_code_of(executable, self.device.arch, self.fast_math)
+        return SharedLinker(self.triple, rewrite)
 
 
 def current_versions() -> dict[str, str]:
@@ -274,7 +278,12 @@ def _read(path: Path) -> Description:
     try:
         data = json.loads(text)
         absent: dict[str, tuple[int, Any]]
-        absent = {"weights": (2, []), "device": (3, None), "kernel": (4, None)}
+        absent = {
+            "weights": (2, []),
+            "device": (3, None),
+            "kernel": (4, None),
+            "fast_math": (5, False),
+        }
         added = {name: value for name, (since, value) in absent.items() if version < since}
         return _parse(data | added, place)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -337,6 +346,7 @@ def _parse(data: Any, room: int) -> Description:
         weights=weights,
         device=device,
         kernel=_kernel(data["kernel"], len(data["inputs"]) + len(weights)),
+        fast_math=_typed(data["fast_math"], bool),
     )
 
 

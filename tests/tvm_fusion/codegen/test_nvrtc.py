@@ -140,7 +140,7 @@ def test_nvrtc_folders_of_wheels_and_toolkits(
 
 def test_tvm_compiler_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    def compile_cuda(text: str, arch: str) -> nvrtc.MachineCode:
+    def compile_cuda(text: str, arch: str, fast_math: bool) -> nvrtc.MachineCode:
         return nvrtc.MachineCode(f"{arch}:{text}".encode(), "")
 
     monkeypatch.setattr(nvrtc, "compile_cuda", compile_cuda)
@@ -175,7 +175,7 @@ extern "C" __global__ void small(float* x) { x[threadIdx.x] = 0; }
 
 
 def test_threads_compile_for_their_own_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_cuda(text: str, arch: str) -> nvrtc.MachineCode:
+    def compile_cuda(text: str, arch: str, fast_math: bool) -> nvrtc.MachineCode:
         return nvrtc.MachineCode(f"{text} for {arch}".encode(), "")
 
     monkeypatch.setattr(nvrtc, "compile_cuda", compile_cuda)
