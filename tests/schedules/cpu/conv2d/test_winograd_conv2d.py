@@ -27,9 +27,12 @@ from tvm.runtime import Executable
 from tvm.target import Target
 
 from schedules.compute.winograd_conv2d import winograd_conv2d
+from schedules.cpu.conv2d import winograd_nest
 from schedules.cpu.conv2d.conv2d import Conv2D
 from schedules.cpu.conv2d.winograd_conv2d import WinogradConv2D, WinogradKnobs, winograd_template
+from schedules.cpu.core.kernel_builder import KernelBuilder
 from schedules.cpu.core.micro_kernel import UNROLLED_STEPS
+from schedules.tir.index_math import simplified
 from schedules.workload.conv2d import ACTIVATIONS, Activation, Conv2DKernel, ConvLayer, to_json
 from schedules.workload.winograd_matrices import TILE_SIZES, transform_weight
 
@@ -240,6 +243,28 @@ def test_products_are_multiply_adds_in_registers(cpu):
             assert len(spilled) <= 1  # beside 96 multiply-adds and more
     assert found
     assert re.search(r"prefetcht1|prfm\tpldl2keep", text)
+
+
+@pytest.mark.parametrize("first_block", [0, 3])
+def test_tiles_prefetch_the_next_weights_of_their_task(first_block, monkeypatch):
+    case = Case((ConvLayer(16, 48, (3, 3), padding=SAME),), height=8, width=8)
+    knobs = WinogradKnobs(group=4, block_chunks=2, pixels=4, blocks=2)
+    tiles = []
+
+    def note(ops, block, blocks, *place, following, **options):
+        tiles.append((simplified(block), simplified(following)))
+
+    monkeypatch.setattr(winograd_nest, "compute_tile", note)
+    builder = KernelBuilder(function(case, 4))
+    with builder.body():
+        nest = winograd_nest._Nest(builder, workload(case, 4), knobs)
+        data = winograd_nest._Points.allocate(36, 2, 4, nest.kernel)
+        products = winograd_nest._Points.allocate(36, 3, 4, nest.kernel)
+        for point in range(36):
+            nest._multiply(point, first_block, 3, data, products)
+    blocks = [int(block) for block, _ in tiles]
+    assert blocks[:4] == [first_block, first_block + 2, first_block + 6, first_block + 8]
+    assert [int(following) for _, following in tiles[:-1]] == blocks[1:]
 
 
 CASE = Case((ConvLayer(16, 16, (3, 3), padding=SAME),))
