@@ -18,6 +18,7 @@ import numpy as np
 import onnx
 import onnx_ir
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 
 from ..errors import InvalidModelError, UnsupportedOperatorError
@@ -26,6 +27,8 @@ from ..onnx.model.weights import SMALL_ELEMENTS
 
 FX_NODE = "pkg.torch.onnx.fx_node"
 """Key under which PyTorch's exporter stores the FX node that an ONNX node comes from."""
+
+_NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 
 
 class UnsupportedTorchOpError(UnsupportedOperatorError):
@@ -69,7 +72,13 @@ def import_exported_program(
     InvalidModelError
         If it is inconsistent, or does not fit ``shapes``.
     """
-    refuse_mutation(program)
+    program = functional(program)
+    changed = changed_in_place(program)
+    if changed:
+        raise UnsupportedOperatorError(
+            f"the exported program changes {', '.join(map(repr, changed))} in place; return the new "
+            "values as outputs, or use torch.compile(model, backend='tvm_fusion')"
+        )
     model, weights = _to_onnx(program)
     try:
         return import_onnx(model, _open_dimensions(model, shapes or {}), weights)
@@ -80,20 +89,24 @@ def import_exported_program(
         raise UnsupportedTorchOpError(f"{', '.join(sorted(ops))}: {error}", ops) from error
 
 
+def functional(program: ExportedProgram) -> ExportedProgram:
+    """The program with changes in place as additional outputs, which its signature lists."""
+    nodes = program.graph.nodes
+    return program.run_decompositions({}) if any(map(_changes_memory, nodes)) else program
+
+
+def _changes_memory(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    # Normalisation in training mode updates its running statistics; its schema conceals that.
+    is_training = node.target in _NORMS and len(node.args) > 5 and node.args[5] is True
+    return is_training or node.target._schema.is_mutable
+
+
 def changed_in_place(program: ExportedProgram) -> list[str]:
-    """Names of the buffers and inputs that the program changes in place."""
+    """Names of the buffers and inputs that a functional program is to change in place."""
     signature = program.graph_signature
     return [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
-
-
-def refuse_mutation(program: ExportedProgram) -> None:
-    """Refuse a program that changes buffers or inputs in place."""
-    changed = changed_in_place(program)
-    if changed:
-        raise UnsupportedOperatorError(
-            f"the exported program changes {', '.join(map(repr, changed))} in place; return the new "
-            "values as outputs, or use torch.compile(model, backend='tvm_fusion')"
-        )
 
 
 def _to_onnx(program: ExportedProgram) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
