@@ -81,7 +81,7 @@ def import_onnx(
         If it holds operators that cannot be imported; the message lists all of them.
     """
     try:
-        proto, stored = _prepare(model, shapes, weights or {})
+        proto, stored = _prepare(model, shapes, weights)
         mod = _translate(proto, stored)
     except UnicodeDecodeError as error:
         raise InvalidModelError(f"the model holds invalid text: {error}") from error
@@ -91,7 +91,7 @@ def import_onnx(
 def _prepare(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto,
     shapes: Shapes | None,
-    given: Mapping[str, np.ndarray],
+    given: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[onnx.ModelProto, Weights]:
     """Load, check, bind and rewrite; return the graph and the large weights, which it reads."""
     proto = parse_model(read_model(model))
@@ -102,7 +102,7 @@ def _prepare(
     drop_initializers_from_inputs(proto)
     check_interface(proto)
     bind_shapes(proto, shapes)
-    weights = detach_weights(proto, folder) | dict(given)
+    weights = detach_weights(proto, folder) | dict(given or {})
     check_model(proto)
     proto = mend(proto, weights)
     drop_stand_ins(proto, weights)

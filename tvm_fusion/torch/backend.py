@@ -38,8 +38,8 @@ def tvm_fusion(
     example_inputs : sequence
         Its arguments, of which only device and need of gradients count.
     options : mapping, optional
-        ``fuse``, ``target``, ``threads`` and ``winograd`` of :func:`tvm_fusion.compile`. Threads are
-        those of PyTorch by default, ``torch.get_num_threads()``.
+        ``fuse``, ``target``, ``threads`` and ``winograd`` of :func:`tvm_fusion.compile`. There
+        are as many threads as PyTorch has, ``torch.get_num_threads()``, by default.
 
     Raises
     ------

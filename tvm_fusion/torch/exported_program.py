@@ -76,8 +76,8 @@ def import_exported_program(
     changed = changed_in_place(program)
     if changed:
         raise UnsupportedOperatorError(
-            f"the exported program changes {', '.join(map(repr, changed))} in place; return the new "
-            "values as outputs, or use torch.compile(model, backend='tvm_fusion')"
+            f"the exported program changes {', '.join(map(repr, changed))} in place; return the "
+            "new values as outputs, or use torch.compile(model, backend='tvm_fusion')"
         )
     model, weights = _to_onnx(program)
     try:
@@ -174,7 +174,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _targets(text: str) -> list[str]:
-    """Names of the ops in texts of FX nodes: ``call_function[target=torch.ops.aten.add.Tensor]``."""
+    """Names of the ops in FX nodes, such as ``call_function[target=torch.ops.aten.add.Tensor]``."""
     return re.findall(r"target=torch\.ops\.([\w.]+)", text)
 
 

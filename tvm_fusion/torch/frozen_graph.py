@@ -94,7 +94,7 @@ class FrozenGraph:
         return self._outputs.join(arguments, results)
 
     def _key(self, arguments: Sequence[Any], weights: Sequence[torch.Tensor]) -> Any:
-        """Key of a variant: identities of the weights, numbers, and the shapes if these are fixed."""
+        """Key of a variant: identities of the weights, numbers, and shapes if these are fixed."""
         identities = tuple(map(id, weights))
         floats = tuple(float(arguments[place]) for place in self._floats)
         if not self._has_open_shape or self._can_stay_open:
@@ -109,11 +109,13 @@ class FrozenGraph:
         stale = self._variants.pop(self._key(arguments, weights), None)
         self._updates += stale is not None
         if self._updates > MOST_VARIANTS:
-            return self._give_up(f"its weights have changed {self._updates} times")
+            self._give_up(f"its weights have changed {self._updates} times")
+            return None
         try:
             run, inputs = self._compile(arguments)
         except TVMFusionError as error:
-            return self._give_up(str(error).splitlines()[0])
+            self._give_up(str(error).splitlines()[0])
+            return None
         variant = Variant(run, tuple(inputs), tuple(weights), _versions(weights))
         self._variants[self._key(arguments, weights)] = variant
         if len(self._variants) > MOST_VARIANTS:
@@ -251,8 +253,8 @@ def _shape(node: fx.Node) -> Sequence[Any]:
 
 def _open_dimensions(node: fx.Node) -> dict[int, Any]:
     """For each symbolic dimension of an input, that it must stay so."""
-    sizes = enumerate(_shape(node))
-    return {axis: torch.export.Dim.DYNAMIC for axis, size in sizes if isinstance(size, torch.SymInt)}
+    is_open = [isinstance(size, torch.SymInt) for size in _shape(node)]
+    return {axis: torch.export.Dim.DYNAMIC for axis, found in enumerate(is_open) if found}
 
 
 def _compute_size(graph: fx.Graph, node: fx.Node) -> None:

@@ -16,7 +16,7 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 from ..compiler.compile_model import compile
-from ..errors import InvalidInputError, SlowPathWarning, TVMFusionError
+from ..errors import EagerModeWarning, InvalidInputError
 from . import tensors
 from .exported_program import UnsupportedTorchOpError, changed_in_place, functional
 
@@ -63,7 +63,7 @@ class Choices:
 @functools.cache
 def warn_once(text: str) -> None:
     """Give a warning, once in a process."""
-    warnings.warn(text, SlowPathWarning, stacklevel=3)
+    warnings.warn(text, EagerModeWarning, stacklevel=3)
 
 
 def export(
