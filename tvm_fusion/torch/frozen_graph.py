@@ -82,16 +82,18 @@ class FrozenGraph:
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         """Compute all outputs of the graph."""
-        weights = [arguments[place] for place in self._static]
-        weights += self._own
+        weights = self._weights(arguments)
         variant = self._variants.get(self._key(arguments, weights))
         if variant is None or variant.versions != _versions(weights):
             with self._lock:
-                variant = self._make(arguments, weights)
+                variant = self._make(arguments)
         if variant is None:
             return self._graph(*arguments)
         results = variant.run(*[arguments[place] for place in variant.inputs])
         return self._outputs.join(arguments, results)
+
+    def _weights(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
+        return [*(arguments[place] for place in self._static), *self._own]
 
     def _key(self, arguments: Sequence[Any], weights: Sequence[torch.Tensor]) -> Any:
         """Key of a variant: identities of the weights, numbers, and shapes if these are fixed."""
@@ -102,11 +104,11 @@ class FrozenGraph:
         shapes = tuple(tuple(x.shape) for x in arguments if isinstance(x, torch.Tensor))
         return identities, floats, shapes
 
-    def _make(self, arguments: Sequence[Any], weights: Sequence[torch.Tensor]) -> Variant | None:
+    def _make(self, arguments: Sequence[Any]) -> Variant | None:
         """Compile the graph for these weights; None if it stays in eager mode."""
         if self._is_eager:
             return None
-        stale = self._variants.pop(self._key(arguments, weights), None)
+        stale = self._variants.pop(self._key(arguments, self._weights(arguments)), None)
         self._updates += stale is not None
         if self._updates > MOST_VARIANTS:
             self._give_up(f"its weights have changed {self._updates} times")
@@ -116,6 +118,7 @@ class FrozenGraph:
         except TVMFusionError as error:
             self._give_up(str(error).splitlines()[0])
             return None
+        weights = self._weights(arguments)  # those that are left, see _compile
         variant = Variant(run, tuple(inputs), tuple(weights), _versions(weights))
         self._variants[self._key(arguments, weights)] = variant
         if len(self._variants) > MOST_VARIANTS:
@@ -129,32 +132,33 @@ class FrozenGraph:
 
     def _compile(self, arguments: Sequence[Any]) -> tuple[Run, list[int]]:
         """A compiled form, and the positions of its arguments."""
+        if self._outputs.has_numbers:
+            raise TVMFusionError("an output is a number that is computed from sizes")
         if self._can_stay_open:
             try:
                 return self._compile_open(arguments)
             except TVMFusionError as error:
                 self._can_stay_open = False
                 _LOG.info("a model for each shape, at most %d are kept: %s", MOST_VARIANTS, error)
-        static = list(self._static)
         while True:
-            module, inputs = self._frozen(arguments, static)
+            module, inputs = self._frozen(arguments)
             program = export(module, [arguments[place] for place in inputs])
             changed = set(program.graph_signature.buffers_to_mutate.values())
-            thawed = [place for place in static if _buffer(place) in changed]
-            if not thawed:
+            kept = [place for place in self._static if _buffer(place) not in changed]
+            if kept == self._static:
                 return lower(program, self._choices), inputs
-            # a buffer that the graph itself changes is an input, which is changed in place
-            static = [place for place in static if place not in thawed]
+            # A buffer that the graph itself changes is an input from now on, not a weight.
+            self._static = kept
 
     def _compile_open(self, arguments: Sequence[Any]) -> tuple[Run, list[int]]:
-        module, inputs = self._frozen(arguments, self._static, is_open=True)
+        module, inputs = self._frozen(arguments, is_open=True)
         nodes = {node.name: node for node in self._graph.graph.nodes}
         open_dimensions = tuple(_open_dimensions(nodes[self._names[place]]) for place in inputs)
         program = export(module, [arguments[place] for place in inputs], open_dimensions)
         return lower_whole(program, self._choices), inputs
 
     def _frozen(
-        self, arguments: Sequence[Any], static: Sequence[int], is_open: bool = False
+        self, arguments: Sequence[Any], is_open: bool = False
     ) -> tuple[fx.GraphModule, list[int]]:
         """The graph with weights as buffers and sizes as numbers, and the remaining inputs."""
         module = fx.GraphModule(self._graph, copy.deepcopy(self._graph.graph))
@@ -162,7 +166,7 @@ class FrozenGraph:
         self._outputs.drop_arguments(module.graph)
         inputs = []
         for place, name in enumerate(self._names):
-            if place in static:
+            if place in self._static:
                 bind_input(module, nodes[name], _buffer(place), arguments[place])
             elif place in self._floats:
                 for user in list(nodes[name].users):
@@ -188,16 +192,20 @@ class _Outputs:
         For each output ``("argument", place)``, ``("constant", value)`` or ``("computed", index)``.
     computed : tuple of str
         Names of the nodes that are computed.
+    has_numbers : bool
+        Whether one of them is no tensor.
     """
 
     plan: tuple[tuple[str, Any], ...]
     computed: tuple[str, ...]
+    has_numbers: bool
 
     @classmethod
     def of(cls, graph: fx.GraphModule, inputs: Sequence[str]) -> _Outputs:
         """Outputs of a graph whose inputs have these names."""
         plan: list[tuple[str, Any]] = []
         computed: list[str] = []
+        has_numbers = False
         for value in graph.graph.output_node().args[0]:
             if not isinstance(value, fx.Node):
                 plan.append(("constant", value))
@@ -206,8 +214,9 @@ class _Outputs:
             else:
                 if value.name not in computed:
                     computed.append(value.name)
+                    has_numbers |= isinstance(value.meta.get("example_value"), torch.SymInt)
                 plan.append(("computed", computed.index(value.name)))
-        return cls(tuple(plan), tuple(computed))
+        return cls(tuple(plan), tuple(computed), has_numbers)
 
     def drop_arguments(self, graph: fx.Graph) -> None:
         """Let a copy of the graph return the computed outputs only."""

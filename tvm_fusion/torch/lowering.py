@@ -25,8 +25,10 @@ Run = Callable[..., Sequence[Any]]
 
 _KNOWN = ("fuse", "target", "threads", "winograd")
 _COPY = "aten.copy_.default"
-_CHEAP = frozenset("""_unsafe_view alias clone contiguous detach expand permute reshape select
-    slice squeeze t transpose unsqueeze view""".split())
+_CHEAP = frozenset(
+    """_unsafe_view alias clone contiguous detach expand permute reshape select
+    slice squeeze t transpose unsqueeze view""".split()
+)
 """Ops that alone are not worth a compiled model."""
 
 

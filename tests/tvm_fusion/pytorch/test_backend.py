@@ -20,7 +20,7 @@ from tests.tvm_fusion.pytorch.torch_modules import (  # noqa: E402
     convolutions,
     image,
 )
-from tvm_fusion.errors import EagerModeWarning, InvalidInputError  # noqa: E402
+from tvm_fusion.errors import EagerModeWarning  # noqa: E402
 from tvm_fusion.torch import lowering  # noqa: E402
 from tvm_fusion.torch.backend import tvm_fusion  # noqa: E402
 
@@ -46,6 +46,11 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def accelerate(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return torch.compile(model, backend=tvm_fusion, options={"threads": 1}, **options)
+
+
+def own(caught: pytest.WarningsRecorder) -> int:
+    """Number of our warnings; PyTorch has others, about itself."""
+    return sum(warning.category is EagerModeWarning for warning in caught)
 
 
 def check(fast: Callable[..., Any], model: Callable[..., Any], *inputs: torch.Tensor) -> None:
@@ -112,18 +117,20 @@ def test_weights_that_keep_changing_end_in_eager_mode(
             check(fast, model, x)
             with torch.no_grad():
                 model.weight.add_(1)
-    assert len(caught) == 1 and len(models) == 2
+    assert own(caught) == 1 and len(models) == 2
 
 
 def test_buffers_that_the_model_updates(models: list[Any]) -> None:
     model = convolutions().train()
     twin = copy.deepcopy(model)
     fast, x = accelerate(model), image(4)
-    for _ in range(2):
+    counts = []
+    for _ in range(3):
         with torch.no_grad():
             torch.testing.assert_close(fast(x), twin(x), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(model.state_dict(), twin.state_dict())
-    assert models
+        counts.append(len(models))
+    assert counts[0] > 0 and counts == counts[:1] * 3
 
 
 def test_inputs_that_are_changed_and_returned(models: list[Any]) -> None:
@@ -172,7 +179,7 @@ def test_unsupported_op_runs_in_eager_mode_and_is_named_once(models: list[Any]) 
     with pytest.warns(EagerModeWarning, match="aten.linalg_inv_ex.default cannot be") as caught:
         check(fast, model, torch.randn(4, 4))
         check(fast, model, torch.randn(4, 4))
-    assert len(caught) == 1
+    assert own(caught) == 1
     assert [len(m.inputs) for m in models] == [1, 1]  # no weight is an input
 
 
@@ -182,7 +189,7 @@ def test_training_runs_in_eager_mode_with_one_warning(models: list[Any]) -> None
     with pytest.warns(EagerModeWarning, match=r"torch.inference_mode\(\)") as caught:
         for rows in (2, 3):
             fast(torch.randn(rows, 4)).sum().backward()
-    assert len(caught) == 1 and model.weight.grad is not None and not models
+    assert own(caught) == 1 and model.weight.grad is not None and not models
     check(fast, model, torch.randn(2, 4))
     assert len(models) == 1
 
@@ -191,4 +198,4 @@ def test_unknown_options_are_refused() -> None:
     fast = torch.compile(nn.ReLU(), backend=tvm_fusion, options={"thread": 1})
     with pytest.raises(Exception, match="got the option 'thread'; expected one of") as caught:
         fast(torch.zeros(2))
-    assert isinstance(caught.value.__cause__ or caught.value, (InvalidInputError, Exception))
+    assert "InvalidInputError" in str(caught.value)  # Dynamo wraps errors of backends
