@@ -262,8 +262,13 @@ def _shape(node: fx.Node) -> Sequence[Any]:
 
 def _open_dimensions(node: fx.Node) -> dict[int, Any]:
     """For each symbolic dimension of an input, that it must stay so."""
-    is_open = [isinstance(size, torch.SymInt) for size in _shape(node)]
+    is_open = [_is_open(size) for size in _shape(node)]
     return {axis: torch.export.Dim.DYNAMIC for axis, found in enumerate(is_open) if found}
+
+
+def _is_open(size: Any) -> bool:
+    """Return whether a size is symbolic, and was not found to be a number later."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
 def _compute_size(graph: fx.Graph, node: fx.Node) -> None:
@@ -275,7 +280,7 @@ def _compute_size(graph: fx.Graph, node: fx.Node) -> None:
     inputs = [other for other in graph.nodes if other.op == "placeholder"]
     for other in inputs:
         for axis, size in enumerate(_shape(other)):
-            if isinstance(size, torch.SymInt) and size.node.expr == wanted:
+            if _is_open(size) and size.node.expr == wanted:
                 with graph.inserting_after(inputs[-1]):
                     known = graph.call_function(torch.ops.aten.sym_size.int, (other, axis))
                 node.replace_all_uses_with(known)
