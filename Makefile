@@ -67,7 +67,7 @@ $(VENV)/.stamp-%: pyproject.toml requirements.lock | $(BIN)/python
 # Not an extra of the tests: with its libraries for CUDA, PyTorch takes several GB, and pins older
 # ones than the extra cuda. Where pip finds no build for CPUs, the tests of PyTorch are skipped.
 $(VENV)/.stamp-pytorch-cpu: $(VENV)/.stamp-test
-	@$(PIP) install -c requirements.lock 'torch==2.13.0+cpu' '.[torch]' --no-build-isolation || \
+	@$(PIP) install -c requirements.lock 'torch==2.13.0+cpu' --no-build-isolation --editable '.[torch]' || \
 	  echo "pip finds no PyTorch for CPUs; its tests will be skipped"
 	@touch $@
 
