@@ -26,7 +26,7 @@ venv: $(VENV)/.stamp-check ## make .venv with the package and what the demo need
 demo: $(VENV)/.stamp-check ## compile MobileNet-V2, check it and race it
 	$(BIN)/python examples/demo.py $(if $(THREADS),--threads $(THREADS))
 
-test: $(VENV)/.stamp-test ## run all tests; TEST_ARGS="-k clip" for some
+test: $(VENV)/.stamp-test $(VENV)/.stamp-pytorch-cpu ## run all tests; TEST_ARGS="-k clip" for some
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TEST_ARGS)
 
 lint: $(VENV)/.stamp-test ## check style, and that imports go down only
@@ -62,6 +62,13 @@ clean: ## remove .venv and all that was built
 $(VENV)/.stamp-%: pyproject.toml requirements.lock | $(BIN)/python
 	$(PIP) install -c requirements.lock setuptools
 	$(PIP) install -c requirements.lock --no-build-isolation --editable '.[$*]'
+	@touch $@
+
+# Not an extra of the tests: with its libraries for CUDA, PyTorch takes several GB, and pins older
+# ones than the extra cuda. Where pip finds no build for CPUs, the tests of PyTorch are skipped.
+$(VENV)/.stamp-pytorch-cpu: $(VENV)/.stamp-test
+	@$(PIP) install -c requirements.lock 'torch==2.13.0+cpu' --no-build-isolation --editable '.[torch]' || \
+	  echo "pip finds no PyTorch for CPUs; its tests will be skipped"
 	@touch $@
 
 $(BIN)/python:

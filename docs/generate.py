@@ -93,6 +93,11 @@ def pairs() -> str:
     return _races("pairs", ("ONNX Runtime", "OpenVINO", "unfused", "fused"))
 
 
+def pytorch() -> str:
+    """The races of models of torchvision, by CPU side by side."""
+    return _races("torch", ("Inductor, freezing", "eager"))
+
+
 def reductions() -> str:
     """The races of reductions, by CPU side by side."""
     return _races("reductions_cpu", ("numpy", "stock TVM"))
@@ -179,6 +184,7 @@ PARTS: dict[str, Callable[..., str]] = {
         operators,
         element_types,
         networks,
+        pytorch,
         pairs,
         reductions,
     )

@@ -44,5 +44,9 @@ class EngineError(TVMFusionError):
     """An engine of a comparison that is not installed, or failed on the model."""
 
 
+class EagerModeWarning(UserWarning):
+    """An op or a graph of PyTorch that runs in eager mode, because it cannot be compiled."""
+
+
 class SlowPathWarning(UserWarning):
     """A schedule rule that failed on a kernel, which is compiled without it; a defect of ours."""

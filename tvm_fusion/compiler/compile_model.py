@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation of an ONNX model: import, optimisation, code generation."""
+"""Compilation of a model of ONNX or PyTorch: import, optimisation, code generation."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import tvm
@@ -22,6 +23,9 @@ from . import pipeline
 from .aliasing import fresh_outputs
 from .target import arch_of, device_needs, required_features, resolve
 
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
 REPORT = "tvm_fusion.fusion_report"
 """The module attribute with the records of the pairs, as JSON."""
 
@@ -29,7 +33,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def compile(
-    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto | ExportedProgram,
     target: str | Mapping[str, Any] | tvm.target.Target = "native",
     shapes: Mapping[str, Any] | None = None,
     *,
@@ -39,12 +43,13 @@ def compile(
     fast_math: bool = False,
     progress: Progress | None = None,
 ) -> CompiledModel:
-    """Compile an ONNX model for a CPU or a GPU.
+    """Compile an ONNX model, or an exported program of PyTorch, for a CPU or a GPU.
 
     Parameters
     ----------
-    model : path, bytes or onnx.ModelProto
-        The model; external data needs a path.
+    model : path, bytes, onnx.ModelProto or torch.export.ExportedProgram
+        The model; external data needs a path. A program needs the extra ``torch``; its weights are
+        shared where the kernels read them as they are.
     target : str, mapping or tvm.target.Target
         The CPU: ``"native"``, ``"x86-64-v3"``, ``"cortex-a72"``, ``"llvm -mcpu=..."``; or the GPU:
         ``"cuda"`` for this machine's own, ``"cuda -arch=sm_90"``, ``"opencl"``; or a target of TVM.
@@ -52,7 +57,7 @@ def compile(
         kernel becomes machine code here, by NVRTC or nvcc, and no GPU is needed.
     shapes : mapping, optional
         From the name of an input to its shape, or from the name of a dimension to its size, where
-        the model has symbolic ones.
+        the model has symbolic ones. Those of an exported program stay symbolic by default.
     fuse : str or callable
         ``"auto"`` fuses the pairs of convolutions that gain, ``"all"`` those that can be fused,
         ``"none"`` none; a callable decides itself.
@@ -97,12 +102,21 @@ def compile(
     options = pipeline.Options(fuse=fuse, winograd=winograd, fast_math=fast_math)
     tell = _announcer(progress, resolved, options)
     tell("import")
-    imported = import_onnx(model, shapes)
+    imported = _import(model, shapes)
     mod = pipeline.optimize(imported.mod, resolved, options, lambda phase, *_: tell(phase))
     built = _generate(mod, resolved, tell, fast_math)
     tell("done")
     about = _describe(imported, mod, resolved, built, fast_math)
     return CompiledModel(built.executable, about, count, built.weights)
+
+
+def _import(model: Any, shapes: Mapping[str, Any] | None) -> ImportedModel:
+    """Import a model with the front end of its type."""
+    if type(model).__module__.startswith("torch.export"):
+        # By name: that family stands above this one, and needs PyTorch.
+        front_end = importlib.import_module("tvm_fusion.torch.exported_program")
+        return front_end.import_exported_program(model, shapes)
+    return import_onnx(model, shapes)
 
 
 def _announcer(
