@@ -93,7 +93,11 @@ def test_every_form_with_every_finish(form: str, finish: str, rng: np.random.Gen
     check("sum", _run(case, data, wanted), data, wanted)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=settings.default.max_examples // 8,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(
     shape=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     mask=st.integers(0, 15),

@@ -195,7 +195,12 @@ def test_networks(build, convolutions, ops):
     [
         ("squeezenet", 26, CONV | POOL | CLASSIFIER | {"concat"}),
         ("shufflenet", 49, CONV | POOL | CLASSIFIER | {"concat", "tvm_fusion.channel_shuffle"}),
-        ("densenet121", 121, CONV | POOL | CLASSIFIER | {"concat", "multiply"}),
+        pytest.param(
+            "densenet121",
+            121,
+            CONV | POOL | CLASSIFIER | {"concat", "multiply"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_networks_of_the_onnx_package(network, convolutions, ops):

@@ -63,13 +63,13 @@ def schedule(case: Case, target: Target = TARGET) -> tirx.PrimFunc:
 
 
 @given(cases(pair=True), SEED)
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 7)
 def test_numbers_with_default_knobs(case, seed):
     check(case, compile_function(schedule(case)), seed)
 
 
 @given(cases(pair=True), st.data(), SEED)
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 3)
 def test_numbers_with_any_knobs(case, data, seed):
     blocks = up(case.layers[1].in_channels, case.lanes)
     run(case, data.draw(knobs(blocks)), seed)

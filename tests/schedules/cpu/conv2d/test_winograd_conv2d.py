@@ -107,13 +107,13 @@ def cases(draw) -> Case:
 
 
 @given(cases(), st.sampled_from(TILE_SIZES), SEED)
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 3)
 def test_numbers_with_default_knobs(case, size, seed):
     check(case, size, compile_function(schedule(case, size)), seed)
 
 
 @given(cases(), st.sampled_from(TILE_SIZES), st.data(), SEED)
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 3)
 def test_numbers_with_any_knobs(case, size, data, seed):
     out_blocks = up(case.layers[0].out_channels, case.lanes)
     knobs = WinogradKnobs(
