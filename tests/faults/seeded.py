@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of the kind that code review misses, one edit each, and the tests that have to catch them.
 
-Borders, strides, masks, swapped axes, identities, NaN, missing checks, types of accumulation, locks,
-files. ``python tests/faults/run.py`` seeds one at a time.
+Borders, strides, masks, swapped axes, identities, NaN, missing checks, types of accumulation,
+locks, files. ``python tests/faults/run.py`` seeds one at a time.
 """
 
 from __future__ import annotations
