@@ -77,7 +77,7 @@ SIDES = [(True, True), (True, False), (False, True)]
 
 @pytest.mark.parametrize(("data", "out"), SIDES, ids=["both", "data", "out"])
 @given(cases(), st.data(), SEED)
-@settings(max_examples=5)
+@settings(max_examples=settings.default.max_examples // 10)
 def test_numbers_with_any_knobs(data, out, case, drawn, seed):
     kernel = kernel_of(case, data, out)
     assume(takes_plain(kernel, data, out))
