@@ -22,6 +22,7 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.kernel import atomic_update
 from schedules.gpu.reduce.plan.config import ticket_words
 from schedules.workload.reduce import DTYPES, OPERATORS, ReduceWorkload
+from tests.selection import in_turns
 
 # Each form twice, with extents that no vector and no block divides; few and many outputs.
 SHAPES: dict[str, list[tuple[tuple[int, ...], list[int]]]] = {
@@ -268,20 +269,23 @@ def test_an_atomic_finish_that_does_not_exist(operator: str, dtype: str) -> None
         Case(operator, dtype, (3, 4099), [1], "atomic")
 
 
-@pytest.mark.parametrize("shape", WORD_SHAPES, ids=["one", "pair", "word"])
 @pytest.mark.parametrize(
-    ("operator", "dtype"),
-    [
-        (name, dtype)
-        for name in OPERATORS
-        for dtype in NARROW
-        if _is_valid(name, "float32", "atomic") and _is_valid(name, dtype)
-    ],
+    ("kind", "shape"),
+    in_turns(
+        [
+            (name, dtype)
+            for name in OPERATORS
+            for dtype in NARROW
+            if _is_valid(name, "float32", "atomic") and _is_valid(name, dtype)
+        ],
+        WORD_SHAPES,
+        every=3,
+    ),
 )
 def test_updates_of_a_part_of_a_word(
-    operator: str, dtype: str, shape: tuple, rng: np.random.Generator
+    kind: tuple[str, str], shape: tuple, rng: np.random.Generator
 ) -> None:
-    shape, axes = shape
+    (operator, dtype), (shape, axes) = kind, shape
     case = Case(operator, dtype, shape, axes, "atomic")
     assert (case.config.finish, case.config.splits > 1) == ("atomic", True)
     data = random_data(rng, operator, dtype, shape)
