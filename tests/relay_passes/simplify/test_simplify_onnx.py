@@ -179,7 +179,12 @@ CONV = {"nn.conv2d", "add", "nn.relu"}
         (models.mobilenet_v2, 52, {"nn.conv2d", "add", "clip", "mean", "reshape", "matmul"}),
         (models.mnasnet_a1, 65, CONV | {"mean", "reshape", "matmul", "sigmoid", "multiply"}),
         (models.resnet_18, 20, CONV | {"nn.max_pool2d", "mean", "reshape", "matmul"}),
-        (models.resnet_50, 53, CONV | {"nn.max_pool2d", "mean", "reshape", "matmul"}),
+        pytest.param(
+            models.resnet_50,
+            53,
+            CONV | {"nn.max_pool2d", "mean", "reshape", "matmul"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_networks(build, convolutions, ops):

@@ -56,6 +56,7 @@ from schedules.cpu.loops.dense import Dense
 from schedules.cpu.reduce.coalesced_reduce import CoalescedReduce
 from schedules.cpu.reduce.reduction import Reduction
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer
+from tests.selection import in_turns
 
 RELU = Activation("relu")
 Forms = dict[str, Form]
@@ -251,12 +252,15 @@ SWEEPS: dict[str, Callable[[str], Forms]] = {
     "tiles of 3x3": lambda cpu: tiles(cpu, 3, 56),
 }
 # One of each vector length; the others differ in the order of instructions only.
-QUICK = {"x86-64-v3", "znver5", "neoverse-v2"}
+QUICK = ("x86-64-v3", "znver5", "neoverse-v2")
+OTHERS = [(forms, cpu) for forms in FORMS for cpu in CPUS if cpu not in QUICK]
 SLOW = [cpu if cpu in QUICK else pytest.param(cpu, marks=pytest.mark.slow) for cpu in CPUS]
 
 
-@pytest.mark.parametrize("cpu", SLOW)
-@pytest.mark.parametrize("forms", FORMS)
+@pytest.mark.parametrize(
+    ("forms", "cpu"),
+    in_turns(FORMS, QUICK) + [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS],
+)
 def test_sums_stay_in_registers_and_loads_are_few(cpu, forms):
     found = defects(FORMS[forms](cpu), cpu)
     assert not found, "\n".join(found)

@@ -23,6 +23,7 @@ from schedules.cpu.conv2d.fused_conv2d import (
 )
 from schedules.errors import OpError
 from schedules.workload.conv2d import ACTIVATIONS, Activation, ConvLayer, to_json
+from tests.selection import in_turns
 
 SEED = st.integers(0, 2**32 - 1)
 SAME = (1, 1, 1, 1)
@@ -75,7 +76,7 @@ def test_numbers_with_any_knobs(case, data, seed):
     run(case, data.draw(knobs(blocks)), seed)
 
 
-@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+@pytest.mark.parametrize("order", in_turns(ORDERS))
 def test_numbers_of_every_order(order):
     layers = (
         ConvLayer(4, 8, (2, 2), padding=SAME, activation=RELU6),
