@@ -50,7 +50,7 @@ def _is_valid(operator: str, dtype: str, finish: str = "auto") -> bool:
     return True
 
 
-def _pairs() -> list[tuple[str, str, str, str, int]]:
+def _pairs() -> list:
     """Every operator with every type; forms, finishes and shapes take turns, so all meet."""
     found = []
     for i, operator in enumerate(OPERATORS):
@@ -59,7 +59,10 @@ def _pairs() -> list[tuple[str, str, str, str, int]]:
             finish = FINISHES[(i + 2 * j + j // 3) % 3]
             finish = finish if _is_valid(operator, dtype, finish) else "last_block"
             if _is_valid(operator, dtype):
-                found.append((operator, dtype, form, finish, (i + j // 3) % 2))
+                slow = pytest.mark.slow if (i + j) % 2 else ()
+                found.append(
+                    pytest.param(operator, dtype, form, finish, (i + j // 3) % 2, marks=slow)
+                )
     return found
 
 
