@@ -296,7 +296,7 @@ IMPORTER = (
         "tvm_fusion/onnx/rewrites/indices.py",
         "np.asarray(extents - 1, dtype)",
         "np.asarray(extents, dtype)",
-        ("tests/tvm_fusion/onnx/test_rewrite.py", "tests/tvm_fusion/onnx/test_expansions.py"),
+        ("tests/tvm_fusion/onnx/test_guards.py",),
     ),
     Fault(
         "a Mod of floats has the sign of the dividend",
