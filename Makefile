@@ -33,7 +33,7 @@ test: $(VENV)/.stamp-test $(VENV)/.stamp-pytorch-cpu ## run the quick tests; TES
 test-all: $(VENV)/.stamp-test $(VENV)/.stamp-pytorch-cpu ## run all tests, with more examples of each property
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --hypothesis-profile thorough $(TEST_ARGS)
 
-faults: $(VENV)/.stamp-test $(VENV)/.stamp-pytorch-cpu ## seed 40 faults; the quick tests must catch each; FAULT_ARGS="--only 3"
+faults: $(VENV)/.stamp-test $(VENV)/.stamp-pytorch-cpu ## seed faults; the quick tests must catch each; FAULT_ARGS="--only 3"
 	$(BIN)/python tests/faults/run.py $(FAULT_ARGS)
 
 lint: $(VENV)/.stamp-test ## check style, and that imports go down only

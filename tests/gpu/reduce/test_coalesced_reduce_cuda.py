@@ -71,6 +71,13 @@ def test_main_loop_loads_16_bytes(form: str, finish: str) -> None:
     assert count(main, "LDG.E") == count(main, "LDG.E.128")
 
 
+@pytest.mark.parametrize("finish", FINISHES)
+def test_tvm_adds_no_barriers(finish: str) -> None:
+    """It does where it finds one missing."""
+    func = Case("sum", "float32", *FORMS["x"], finish, CUDA).func
+    assert cuda_source(func).count("__syncthreads();") == str(func).count("storage_sync") > 0
+
+
 def _is_finite(data: te.Tensor) -> te.Tensor:
     return te.compute(data.shape, lambda *i: tirx.isfinite(data(*i)), name="finite")
 
