@@ -7,6 +7,7 @@ machine code.
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -19,6 +20,7 @@ from tvm_fusion.errors import EngineError
 from tvm_fusion.machine.cuda_toolkit import find_program
 
 
+@functools.lru_cache(maxsize=8)
 def cuda_source(mod: tvm.IRModule | tirx.PrimFunc, arch: str = "sm_90") -> str:
     """Return the CUDA text that TVM's own lowering makes of GPU functions.
 

@@ -18,6 +18,7 @@ from schedules.gpu import Matmul
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.gemm.matmul_tile_sizes import choose_tiles
 from schedules.gpu.gemm.skinny_matmul import RowsConfig, scratch_place
+from tests.selection import in_turns
 
 F32, F16 = "float32", "float16"
 
@@ -145,9 +146,11 @@ def test_numbers(name: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize(
-    "tile", [(128, 128, 8, 8), (64, 128, 8, 8), (64, 64, 8, 4), (32, 64, 4, 4)]
+    ("tile", "transposed"),
+    in_turns(
+        [(128, 128, 8, 8), (64, 128, 8, 8), (64, 64, 8, 4), (32, 64, 4, 4)], [False, True]
+    ),
 )
-@pytest.mark.parametrize("transposed", [False, True])
 def test_every_tile(
     tile: tuple[int, ...],
     transposed: bool,

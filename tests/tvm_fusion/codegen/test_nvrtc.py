@@ -41,6 +41,12 @@ def test_cuda_text_becomes_machine_code(nvcc: bool, monkeypatch: pytest.MonkeyPa
     nvrtc.compile_cuda.cache_clear()
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_machine_code_is_that_of_the_architecture(arch: str) -> None:
+    """As the note says that ptxas leaves in it."""
+    assert f"-arch {arch} ".encode() in nvrtc.compile_cuda(KERNEL, arch).cubin
+
+
 def fake_nvcc(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
     source, target = Path(command[-1]), Path(command[command.index("-o") + 1])
     if "wrong" in source.read_text():

@@ -231,7 +231,7 @@ def test_activations_are_packed_by_the_vectors_of_the_target(name: str, lanes: i
     assert [width for width in (4, 8, 16) if f"NCHW{width}c" in text] == [lanes]
 
 
-@pytest.mark.parametrize("name", ["x86-64-v4", "aarch64"])
+@pytest.mark.parametrize("name", [pytest.param("x86-64-v4", marks=pytest.mark.slow), "aarch64"])
 def test_mobilenet_is_compiled_for_other_vectors(name: str, tmp_path: Path) -> None:
     compiled = tvm_fusion.compile(MODELS["mobilenet_v2"](), name, fuse="all")
     assert sum(record["fused"] for record in compiled.fused) == 17

@@ -65,7 +65,7 @@ def test_only_the_last_steps_of_a_reduction_are_scalar():
     assert stores_outside_vectors(func) == 0
 
 
-@settings(max_examples=16)
+@settings(max_examples=settings.default.max_examples // 6)
 @given(st.data(), st.booleans())
 def test_numbers_of_float64_along_any_axis(data, log):
     shape = tuple(data.draw(st.lists(st.sampled_from(EXTENTS), min_size=1, max_size=4)))

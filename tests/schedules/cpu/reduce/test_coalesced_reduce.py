@@ -161,7 +161,7 @@ def test_every_operator_and_type(operator, dtype):
     check(shape, dtype, operator, axes)
 
 
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(st.data())
 def test_numbers_over_any_axes(data):
     shape = data.draw(st.lists(st.sampled_from(EXTENTS), min_size=1, max_size=5))

@@ -65,7 +65,7 @@ def test_small_reductions_are_serial():
 OPS = [(topi.sum, np.sum), (topi.max, np.max), (topi.min, np.min), (topi.prod, np.prod)]
 
 
-@settings(max_examples=24)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(st.data())
 def test_numbers_of_float64_over_any_axes(data):
     few = EXTENTS if data.draw(st.booleans()) else EXTENTS[:8]
