@@ -17,7 +17,8 @@ from ..nests.loop_transforms import SERIAL_ELEMENTS, feeds, finish
 from .coalesced_columns import Columns, reduce_columns
 from .coalesced_rows import Rows, reduce_rows
 from .coalesced_stream import Stream, find_stream, reduce_stream
-from .source import Axis, ReduceSource, read_source
+from .read_source import read_source
+from .source import Axis, ReduceSource
 from .tasks import Split
 
 _VECTORS = 8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule for reductions: numbers over any axes, columns, rows, threads, refusals."""
+"""Reductions of TVM's own operators: numbers over any axes, columns, rows, threads, refusals."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from cpu.rule_cases import (
     parallel,
     run,
     schedule,
+    schedule_first,
     tensor,
     vectors,
 )
@@ -30,8 +31,10 @@ from hypothesis import strategies as st
 from tvm import te, tirx, topi
 from tvm.target import Target
 
-from schedules.cpu.reduce.block_reduction import balanced_tile
-from schedules.cpu.reduce.reduction import Reduction
+from schedules.cpu.loops.dense import balanced_tile
+from schedules.cpu.reduce.coalesced_reduce import CoalescedReduce
+
+RULE = CoalescedReduce()
 
 
 def reduced(op, shape: tuple, axes, **more) -> tirx.PrimFunc:
@@ -42,24 +45,24 @@ def reduced(op, shape: tuple, axes, **more) -> tirx.PrimFunc:
 def test_packed_global_average_keeps_several_blocks_in_registers():
     x = tensor("x", 1, 160, 7, 7, 8)
     mean = topi.divide(topi.sum(x, [2, 3], keepdims=True), 49.0)
-    func = schedule(Reduction(), function([x], mean), AVX2)
-    assert parallel(func) == [40] and vectors(func) == {8} and guards(func) == 0
+    func = schedule(RULE, function([x], mean), AVX2)
+    assert parallel(func) == [160] and vectors(func) == {8} and guards(func) == 0
     assert "TVMBackendAllocWorkspace" not in assembly(func, AVX2)
 
 
 def test_contiguous_axes_are_reduced_in_lanes():
-    func = schedule(Reduction(), reduced(topi.sum, (64, 1000), 1), AVX2)
+    func = schedule(RULE, reduced(topi.sum, (64, 1000), 1), AVX2)
     assert 8 in vectors(func) and parallel(func) == [64]
     assert "TVMBackendAllocWorkspace" not in assembly(func, AVX2)
 
 
 def test_few_outputs_are_shared_out_to_the_threads():
-    func = schedule(Reduction(), reduced(topi.sum, (1024, 1000), None), AVX2)
+    func = schedule(RULE, reduced(topi.sum, (1024, 1000), None), AVX2)
     assert len(parallel(func)) == 1 and parallel(func)[0] % 2 == 0
 
 
 def test_small_reductions_are_serial():
-    assert parallel(schedule(Reduction(), reduced(topi.sum, (40, 40), 1))) == []
+    assert parallel(schedule(RULE, reduced(topi.sum, (40, 40), 1))) == []
 
 
 OPS = [(topi.sum, np.sum), (topi.max, np.max), (topi.min, np.min), (topi.prod, np.prod)]
@@ -75,7 +78,7 @@ def test_numbers_of_float64_over_any_axes(data):
     op, reference = data.draw(st.sampled_from(OPS))
     x = tensor("x", *shape)
     after = topi.nn.relu(op(x, axes, keepdims=keep))
-    found = Reduction().apply(function([x], after), HOST, False)
+    found = RULE.apply(function([x], after), HOST, False)
     if found is None:
         assert all(shape[axis] == 1 for axis in axes)
         return
@@ -89,7 +92,7 @@ def test_numbers_of_float64_over_any_axes(data):
 def test_arguments_of_extrema_take_the_first(shape, data):
     axis = data.draw(st.integers(0, len(shape) - 1))
     op, reference = data.draw(st.sampled_from([(topi.argmax, np.argmax), (topi.argmin, np.argmin)]))
-    func = schedule(Reduction(), reduced(op, shape, axis))
+    func = schedule_first(reduced(op, shape, axis))
     array = np.round(draw(shape))
     np.testing.assert_array_equal(run(func, array)[0], reference(array, axis))
 
@@ -97,7 +100,7 @@ def test_arguments_of_extrema_take_the_first(shape, data):
 def test_what_follows_may_be_wider_than_the_result():
     x = tensor("x", 9, 100)
     centred = topi.subtract(x, topi.divide(topi.sum(x, 1, keepdims=True), 100.0))
-    func = schedule(Reduction(), function([x], centred))
+    func = schedule_first(function([x], centred))
     array = draw([9, 100])
     close(run(func, array)[0], array - array.astype("float64").mean(1, keepdims=True))
 
@@ -107,7 +110,7 @@ def test_what_follows_may_be_wider_than_the_result():
 def test_any_number_of_cores(cores, shape):
     target = Target({**HOST.export(), "num-cores": cores})
     axis = 0 if shape[-1] == 9 else len(shape) - 1
-    func = schedule(Reduction(), reduced(topi.sum, shape, axis), target)
+    func = schedule(RULE, reduced(topi.sum, shape, axis), target)
     array = draw(shape)
     close(run(func, array, target=target)[0], array.astype("float64").sum(axis), 300)
 
@@ -116,7 +119,7 @@ def test_any_number_of_cores(cores, shape):
 @pytest.mark.parametrize("axis", [0, 1])
 def test_other_types(dtype, axis):
     x = tensor("x", 33, 45, dtype=dtype)
-    func = schedule(Reduction(), function([x], topi.max(x, axis)))
+    func = schedule(RULE, function([x], topi.max(x, axis)))
     array = draw([33, 45], 0, dtype)
     np.testing.assert_array_equal(run(func, array)[0], array.max(axis))
 
@@ -124,7 +127,7 @@ def test_other_types(dtype, axis):
 def test_symbolic_rows():
     n = tirx.Var("n", "int64")
     x = te.placeholder((n, tirx.IntImm("int64", 77)), name="x")
-    executable = compiled(schedule(Reduction(), function([x], topi.sum(x, 1))))
+    executable = compiled(schedule(RULE, function([x], topi.sum(x, 1))))
     array = draw([13, 77])
     out = tvm.runtime.tensor(np.full(13, np.nan, "float32"))
     executable["main"](tvm.runtime.tensor(array), out)
@@ -134,7 +137,7 @@ def test_symbolic_rows():
 @pytest.mark.parametrize("target", [AVX512, NEON], ids=["avx512", "neon"])
 @pytest.mark.parametrize("axes", [[0], [1]])
 def test_compiles_for_other_vector_units(target, axes):
-    assert assembly(schedule(Reduction(), reduced(topi.sum, (129, 131), axes), target), target)
+    assert assembly(schedule(RULE, reduced(topi.sum, (129, 131), axes), target), target)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ def test_tiles_are_balanced(extent, outer, cores, tile):
 def test_other_functions_and_targets_are_left_alone():
     x = tensor("x", 6, 10)
     for out in (topi.nn.relu(x), topi.nn.softmax(x, 1)):
-        assert Reduction().apply(function([x], out), HOST, False) is None
+        assert RULE.apply(function([x], out), HOST, False) is None
     n = tirx.Var("n", "int64")
-    assert Reduction().apply(reduced(topi.sum, (6, n), 1), HOST, False) is None
-    assert Reduction().apply(reduced(topi.sum, (6, 10), 1), FOREIGN, False) is None
+    assert RULE.apply(reduced(topi.sum, (6, n), 1), HOST, False) is None
+    assert RULE.apply(reduced(topi.sum, (6, 10), 1), FOREIGN, False) is None
