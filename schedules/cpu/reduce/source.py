@@ -110,7 +110,10 @@ class ReduceSource:
         narrow = {"int8": "int8", "uint8": "uint8", "bool": "uint8"}.get(self.workload.dtype)
         if narrow is None or self.workload.operator not in ("min", "max", "and", "or"):
             return self.workload
-        return replace(self.workload, acc_dtype=narrow)
+        operator = self.workload.operator
+        if self.workload.dtype == "bool":  # LLVM makes masks of logic on bytes
+            operator = {"and": "min", "or": "max"}.get(operator, operator)
+        return replace(self.workload, operator=operator, acc_dtype=narrow)
 
     @property
     def position_dtype(self) -> str:

@@ -124,14 +124,34 @@ def test_other_types(dtype, axis):
     np.testing.assert_array_equal(run(func, array)[0], array.max(axis))
 
 
-def test_symbolic_rows():
+@pytest.mark.parametrize("axis", [0, 1])
+def test_symbolic_extents(axis):
     n = tirx.Var("n", "int64")
     x = te.placeholder((n, tirx.IntImm("int64", 77)), name="x")
-    executable = compiled(schedule(RULE, function([x], topi.sum(x, 1))))
-    array = draw([13, 77])
-    out = tvm.runtime.tensor(np.full(13, np.nan, "float32"))
-    executable["main"](tvm.runtime.tensor(array), out)
-    close(out.numpy(), array.astype("float64").sum(1), 20)
+    executable = compiled(schedule(RULE, function([x], topi.sum(x, axis))))
+    for size in (1, 13, 300):
+        array = draw([size, 77])
+        out = tvm.runtime.tensor(np.full((77, size)[axis], np.nan, "float32"))
+        executable["main"](tvm.runtime.tensor(array), out)
+        close(out.numpy(), array.astype("float64").sum(axis), 40)
+
+
+@pytest.mark.parametrize(("op", "reference"), [(topi.max, np.max), (topi.min, np.min)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_extremes_keep_nan_and_infinities(op, reference, axis):
+    array = draw([5, 70])
+    array[0, 66], array[1, 3], array[2], array[3] = np.nan, np.inf, -np.inf, np.inf
+    array = array if axis else np.ascontiguousarray(array.T)
+    func = schedule(RULE, reduced(op, array.shape, axis))
+    np.testing.assert_array_equal(run(func, array)[0], reference(array, axis))
+
+
+def test_a_convolution_of_another_type():
+    x, w = tensor("x", 1, 4, 9, 21, dtype="float64"), tensor("w", 6, 4, 3, 3, dtype="float64")
+    func = schedule(RULE, function([x, w], topi.nn.conv2d_nchw(x, w, 1, 0, 1)))
+    data, weight = draw([1, 4, 9, 21], 0, "float64"), draw([6, 4, 3, 3], 1, "float64")
+    windows = np.lib.stride_tricks.sliding_window_view(data[0], (3, 3), (1, 2))
+    close(run(func, data, weight)[0][0], np.einsum("chwij,ocij->ohw", windows, weight))
 
 
 @pytest.mark.parametrize("target", [AVX512, NEON], ids=["avx512", "neon"])
@@ -150,8 +170,14 @@ def test_tiles_are_balanced(extent, outer, cores, tile):
 
 def test_other_functions_and_targets_are_left_alone():
     x = tensor("x", 6, 10)
-    for out in (topi.nn.relu(x), topi.nn.softmax(x, 1)):
+    padded = topi.nn.pad(x, [0, 1], [0, 1])
+    for out in (topi.nn.relu(x), topi.nn.softmax(x, 1), topi.sum(padded, 1), topi.argmax(x, 1)):
         assert RULE.apply(function([x], out), HOST, False) is None
-    n = tirx.Var("n", "int64")
-    assert RULE.apply(reduced(topi.sum, (6, n), 1), HOST, False) is None
+    rows = topi.sum(x, 1)
+    for other in (
+        te.compute((6,), lambda i: rows[5 - i] + 1.0),
+        te.compute((9,), lambda i: rows[tirx.min(i, 5)] + 1.0),
+        te.compute((4,), lambda i: rows[i] + 1.0),
+    ):
+        assert RULE.apply(function([x], other), HOST, False) is None
     assert RULE.apply(reduced(topi.sum, (6, 10), 1), FOREIGN, False) is None
