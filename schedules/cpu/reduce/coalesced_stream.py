@@ -196,6 +196,9 @@ class _StreamNest(Nest):
     def _fold(self, states: States) -> States:
         """Combine the states of each column."""
         size = self.stream.step
+        if self.width % self.stream.lanes == 0:
+            states.fold(size, self.width)
+            return states
         while size % 2 == 0 and size // 2 % self.width == 0 and size // 2 % self.stream.lanes == 0:
             size //= 2
             with unrolled(size // self.stream.lanes) as u, vector(self.stream.lanes) as lane:
