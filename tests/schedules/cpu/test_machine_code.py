@@ -36,7 +36,7 @@ from cpu.machine_cases import (
     target_of,
 )
 from cpu.reduce.test_coalesced_reduce import reduction
-from cpu.reduce.test_reduction import reduced
+from cpu.reduce.test_plain_reductions import reduced
 from tvm import topi
 
 from examples.benchmarks.mca import ModelError, find_mca, predict
