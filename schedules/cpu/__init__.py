@@ -22,7 +22,6 @@ from .loops.layout_transform import LayoutTransform
 from .loops.pooling import Pooling
 from .loops.softmax import Softmax
 from .reduce.coalesced_reduce import CoalescedReduce
-from .reduce.reduction import Reduction
 
 RULES: tuple[ScheduleRule, ...] = (
     FusedConv2D(),
@@ -34,9 +33,8 @@ RULES: tuple[ScheduleRule, ...] = (
     Elementwise(),
     Pooling(),
     Dense(),
-    Softmax(),
     CoalescedReduce(),
-    Reduction(),
+    Softmax(),
     Fallback(),
 )
 
@@ -52,7 +50,6 @@ __all__ = [
     "LayoutTransform",
     "Pack",
     "Pooling",
-    "Reduction",
     "Softmax",
     "WinogradConv2D",
 ]

@@ -23,6 +23,7 @@ from tvm.target import Target
 from relay_passes import (
     ApplyRules,
     ChooseWinograd,
+    CoalesceReduction,
     FuseConv2D,
     FuseEpilogue,
     FusePack,
@@ -111,6 +112,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
             FuseEpilogue(),
         ],
         "pack": [PackLayout(target=target), ChooseWinograd(winograd, target)],
+        "reduce": [CoalesceReduction()],
         "lower": [
             *cpu_generic.library_dispatch_passes(target),
             transform.LegalizeOps(),

@@ -36,7 +36,7 @@ from cpu.machine_cases import (
     target_of,
 )
 from cpu.reduce.test_coalesced_reduce import reduction
-from cpu.reduce.test_reduction import reduced
+from cpu.reduce.test_plain_reductions import reduced
 from tvm import topi
 
 from examples.benchmarks.mca import ModelError, find_mca, predict
@@ -54,7 +54,6 @@ from schedules.cpu.cost.cost_model import default_conv2d_knobs, default_fused_kn
 from schedules.cpu.cost.register_tile import dense_tiles
 from schedules.cpu.loops.dense import Dense
 from schedules.cpu.reduce.coalesced_reduce import CoalescedReduce
-from schedules.cpu.reduce.reduction import Reduction
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer
 from tests.selection import in_turns
 
@@ -224,7 +223,7 @@ def reductions(cpu: str) -> Forms:
             reduction(shape, "float32", operator, axes), target, False
         )
         op = topi.max if operator == "max" else topi.sum
-        plain = Reduction().apply(reduced(op, shape, axes), target, False)
+        plain = CoalescedReduce().apply(reduced(op, shape, axes), target, False)
         assert coalesced is not None and plain is not None
         found[f"coalesced_{name}"] = Form(coalesced.mod["main"], (check_reduction(),))
         found[f"plain_{name}"] = Form(plain.mod["main"], (check_reduction(),))

@@ -142,6 +142,5 @@ def test_blocks_that_depend_on_other_rows_are_left_alone():
 
 def test_other_functions_and_targets_are_left_alone():
     x = tensor("x", 6, 10)
-    for out in (topi.nn.relu(x), topi.sum(x, 1)):
-        assert Softmax().apply(function([x], out), HOST, False) is None
+    assert Softmax().apply(function([x], topi.nn.relu(x)), HOST, False) is None
     assert Softmax().apply(softmax((6, 10), 1), FOREIGN, False) is None
