@@ -15,6 +15,7 @@ from .model.graph_edits import attribute, is_default_domain
 from .model.tensor_facts import INTEGER_TYPES, GraphFacts
 from .operator_checks import refuse_nodes
 from .rewrites.division import division_problem
+from .rewrites.loops import loop_problem
 from .rewrites.resize import resize_problem
 from .rewrites.wider_types import sort_problem
 
@@ -55,9 +56,6 @@ def _mistranslation(node: onnx.NodeProto, facts: GraphFacts, from_data: set[str]
             return f"its input {node.input[index]!r} depends on data; expected a constant"
     if node.op_type.startswith("Reduce") and len(node.input) > 1 and node.input[1] in from_data:
         return f"its axes {node.input[1]!r} depend on data; expected a constant"
-    for name in node.output:
-        if 0 in (facts.dims(name) or ()):
-            return f"its output {name!r} of shape {facts.dims(name)} is empty"
     check = _CHECKS.get(node.op_type)
     return None if check is None else check(node, facts)
 
@@ -90,7 +88,7 @@ def _transposed(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
 
 
 def _branch(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
-    return "its condition depends on data; expected a constant"
+    return "its condition depends on data, and its branches return other shapes; expected the same"
 
 
 _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
@@ -98,10 +96,12 @@ _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "Div": division_problem,
     "Dropout": _training,
     "If": _branch,
+    "Loop": loop_problem,
     "LpPool": _p_norm,
     "Mod": division_problem,
     "Pow": _power,
     "Resize": resize_problem,
+    "Scan": loop_problem,
     "SpaceToDepth": _space_to_depth,
     "TopK": sort_problem,
 }

@@ -11,8 +11,8 @@ from .model.graph_edits import all_graphs, is_default_domain, node_label, opset_
 from .rewrites.functions import EXPANDED
 from .rewrites.lp_norm import REPLACED
 
-CONTROL_FLOW = frozenset({"If"})
-"""Operators that are spliced when the condition is known."""
+CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
+"""Operators whose bodies become nodes of the graph around them."""
 
 DATA_DEPENDENT = frozenset(
     """AllClassNMS Compress MaxRoiPool MaxUnpool NonMaxSuppression NonZero Optional

@@ -6,8 +6,9 @@ Each rewrite is one function that changes a model, or returns a new one, and kee
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
-from onnx import helper, version_converter
+from onnx import helper, numpy_helper, version_converter
 
 from ..errors import InvalidModelError
 from .guards import check_translations
@@ -19,7 +20,7 @@ from .model.graph_edits import (
     set_attributes,
     used_names,
 )
-from .model.shapes import infer_shapes, infer_shapes_anew
+from .model.shapes import infer_shapes, infer_shapes_anew, static_shape
 from .model.tensor_facts import GraphFacts
 from .model.weights import Weights
 from .node_checks import OUTPUTS, check_nodes
@@ -33,6 +34,7 @@ from .rewrites.fold import fold_constants
 from .rewrites.functions import expand_operators, inline_functions
 from .rewrites.indices import clamp_indices
 from .rewrites.is_inf import expand_is_inf, expand_is_nan
+from .rewrites.loops import unroll_loops
 from .rewrites.lp_norm import replace_lp_norms
 from .rewrites.mean_variance import split_mean_variance
 from .rewrites.modulo import expand_modulo
@@ -70,12 +72,10 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     drop_unused_outputs(model)
     check_nodes(model)
     model = upgrade_opset(model)
+    store_empty_inputs(model)
     split_sums(model)
     split_mean_variance(model)
-    model = fold_constants(infer_shapes(model), weights)
-    while splice_branches(model, GraphFacts(model, weights)):
-        model = fold_constants(infer_shapes(model), weights)
-    model = fold_constants(infer_shapes(expand_operators(model)), weights)
+    model = _simplify(model, weights)
     facts = GraphFacts(model, weights)
     while pad_transposed_convolutions(model, facts):
         model = infer_shapes_anew(model)
@@ -92,6 +92,22 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     return model
 
 
+def _simplify(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
+    """Fold constants, splice branches, unroll loops and expand operators until none is left."""
+    while True:
+        model = fold_constants(infer_shapes(model), weights)
+        facts = GraphFacts(model, weights)
+        changed = splice_branches(model, facts)
+        changed = unroll_loops(model, GraphFacts(model, weights)) or changed
+        if changed:
+            del model.graph.value_info[:]
+            continue
+        expanded = expand_operators(model)
+        if expanded is model:
+            return model
+        model = expanded
+
+
 def drop_initializers_from_inputs(model: onnx.ModelProto) -> None:
     """Keep only real inputs; old models list their weights there, too."""
     weights = {tensor.name for tensor in model.graph.initializer}
@@ -99,6 +115,21 @@ def drop_initializers_from_inputs(model: onnx.ModelProto) -> None:
     del model.graph.input[:]
     model.graph.input.extend(kept)
     model.ir_version = max(model.ir_version, 4)
+
+
+def store_empty_inputs(model: onnx.ModelProto) -> None:
+    """Let constants take the place of inputs without elements, whose values are known."""
+    graph = model.graph
+    for value in graph.input:
+        shape = static_shape(value)
+        if shape is None or 0 not in shape:
+            continue
+        name = f"{value.name}/empty"
+        kind = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        graph.initializer.append(numpy_helper.from_array(np.empty(shape, kind), name))
+        for inner in all_graphs(model):
+            for node in inner.node:
+                _rename_inputs(node, {value.name: name})
 
 
 def drop_unused_outputs(model: onnx.ModelProto) -> None:
