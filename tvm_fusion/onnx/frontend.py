@@ -32,6 +32,7 @@ from .model.weights import Weights, detach_weights, drop_stand_ins
 from .operator_checks import check_operators
 from .rewrite import drop_initializers_from_inputs, mend
 from .rewrites.gather import translate_gather
+from .rewrites.recurrent import RECURRENCE, translate_recurrence
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,9 @@ class _Importer(ONNXGraphImporter):
             # Popped, so that not all weights are in memory twice.
             self._nodes[name] = _constant(self._weights.pop(name))
 
+    def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
+        """Accept all: ``check_operators`` has looked at the model, and rewrites add our own."""
+
     def _convert_operator(
         self, op_name: str, inputs: list[relax.Expr], attrs: dict, opset: int
     ) -> relax.Expr:
@@ -129,6 +133,8 @@ class _Importer(ONNXGraphImporter):
             found = translate_gather(inputs, attrs.get("axis", 0))
             if found is not None:
                 return self.bb.normalize(found)
+        if op_name == RECURRENCE:
+            return self.bb.emit(translate_recurrence(inputs, attrs))
         return super()._convert_operator(op_name, inputs, attrs, opset)
 
 

@@ -16,6 +16,7 @@ from .model.tensor_facts import INTEGER_TYPES, GraphFacts
 from .operator_checks import refuse_nodes
 from .rewrites.division import division_problem
 from .rewrites.loops import loop_problem
+from .rewrites.recurrent import recurrent_problem
 from .rewrites.resize import resize_problem
 from .rewrites.wider_types import sort_problem
 
@@ -95,11 +96,14 @@ _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "ConvTranspose": _transposed,
     "Div": division_problem,
     "Dropout": _training,
+    "GRU": recurrent_problem,
     "If": _branch,
+    "LSTM": recurrent_problem,
     "Loop": loop_problem,
     "LpPool": _p_norm,
     "Mod": division_problem,
     "Pow": _power,
+    "RNN": recurrent_problem,
     "Resize": resize_problem,
     "Scan": loop_problem,
     "SpaceToDepth": _space_to_depth,

@@ -10,6 +10,7 @@ from ..errors import UnsupportedOperatorError
 from .model.graph_edits import all_graphs, is_default_domain, node_label, opset_of
 from .rewrites.functions import EXPANDED
 from .rewrites.lp_norm import REPLACED
+from .rewrites.recurrent import DEFAULTS as RECURRENT
 
 CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
 """Operators whose bodies become nodes of the graph around them."""
@@ -27,7 +28,7 @@ Problem = tuple[onnx.NodeProto, str]
 def check_operators(model: onnx.ModelProto) -> None:
     """Refuse a model with operators that the importer lacks, naming every such node."""
     importable = set(onnx_frontend._get_convert_map()) | CONTROL_FLOW
-    importable = importable.union(EXPANDED, REPLACED) - DATA_DEPENDENT
+    importable = importable.union(EXPANDED, REPLACED, RECURRENT) - DATA_DEPENDENT
     functions = {(function.domain, function.name) for function in model.functions}
     problems = [
         (node, "this operator has no translation")

@@ -40,6 +40,7 @@ from .rewrites.mean_variance import split_mean_variance
 from .rewrites.modulo import expand_modulo
 from .rewrites.one_hot import expand_one_hot
 from .rewrites.powers import replace_powers
+from .rewrites.recurrent import expand_recurrent
 from .rewrites.resize import normalize_resizes
 from .rewrites.wider_types import widen_extremes, widen_sort
 
@@ -53,10 +54,13 @@ FIRST_COORDINATE_MODES = 11
 
 EXPANSIONS: dict[str, Rule] = {
     "Elu": expand_elu,
+    "GRU": expand_recurrent,
     "IsInf": expand_is_inf,
     "IsNaN": expand_is_nan,
+    "LSTM": expand_recurrent,
     "Mod": expand_modulo,
     "OneHot": expand_one_hot,
+    "RNN": expand_recurrent,
     "ReduceMax": widen_extremes,
     "ReduceMin": widen_extremes,
     "Selu": expand_selu,
