@@ -31,6 +31,7 @@ from .model.shapes import Shapes, bind_shapes
 from .model.weights import Weights, detach_weights, drop_stand_ins
 from .operator_checks import check_operators
 from .rewrite import drop_initializers_from_inputs, mend
+from .rewrites.contrib.expand import expand_contrib
 from .rewrites.gather import translate_gather
 from .rewrites.recurrent import RECURRENCE, translate_recurrence
 
@@ -104,6 +105,7 @@ def _prepare(
     check_interface(proto)
     bind_shapes(proto, shapes)
     weights = detach_weights(proto, folder) | dict(given or {})
+    proto = expand_contrib(proto)
     check_model(proto)
     proto = mend(proto, weights)
     drop_stand_ins(proto, weights)

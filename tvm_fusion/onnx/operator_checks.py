@@ -8,6 +8,7 @@ from tvm.relax.frontend.onnx import onnx_frontend
 
 from ..errors import UnsupportedOperatorError
 from .model.graph_edits import all_graphs, is_default_domain, node_label, opset_of
+from .rewrites.contrib.expand import is_contrib
 from .rewrites.functions import EXPANDED
 from .rewrites.lp_norm import REPLACED
 from .rewrites.recurrent import DEFAULTS as RECURRENT
@@ -35,6 +36,7 @@ def check_operators(model: onnx.ModelProto) -> None:
         for graph in all_graphs(model)
         for node in graph.node
         if (node.domain, node.op_type) not in functions
+        and not is_contrib(node)
         and not (is_default_domain(node) and node.op_type in importable)
     ]
     refuse_nodes(model, problems)
