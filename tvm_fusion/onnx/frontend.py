@@ -27,12 +27,14 @@ from ..runtime.tensor_spec import TensorSpec
 from .interface_checks import check_interface
 from .model.graph_edits import default_opset, node_label
 from .model.loader import check_external_data, check_model, check_opset, parse_model, read_model
+from .model.node_order import sort_nodes
 from .model.shapes import Shapes, bind_shapes
 from .model.weights import Weights, detach_weights, drop_stand_ins
 from .operator_checks import check_operators
 from .rewrite import drop_initializers_from_inputs, mend
 from .rewrites.contrib.expand import expand_contrib
 from .rewrites.gather import translate_gather
+from .rewrites.own_ops import OWN_OPS
 from .rewrites.recurrent import RECURRENCE, translate_recurrence
 
 
@@ -105,6 +107,7 @@ def _prepare(
     check_interface(proto)
     bind_shapes(proto, shapes)
     weights = detach_weights(proto, folder) | dict(given or {})
+    sort_nodes(proto.graph)
     proto = expand_contrib(proto)
     check_model(proto)
     proto = mend(proto, weights)
@@ -137,6 +140,8 @@ class _Importer(ONNXGraphImporter):
                 return self.bb.normalize(found)
         if op_name == RECURRENCE:
             return self.bb.emit(translate_recurrence(inputs, attrs))
+        if op_name in OWN_OPS:
+            return self.bb.normalize(OWN_OPS[op_name](self.bb, inputs, attrs))
         return super()._convert_operator(op_name, inputs, attrs, opset)
 
 

@@ -12,16 +12,20 @@ from collections.abc import Callable
 import onnx
 
 from .model.graph_edits import attribute, is_default_domain
-from .model.tensor_facts import INTEGER_TYPES, GraphFacts
+from .model.tensor_facts import GraphFacts
 from .operator_checks import refuse_nodes
 from .rewrites.division import division_problem
+from .rewrites.fourier import fourier_problem
 from .rewrites.loops import loop_problem
+from .rewrites.own_ops import bit_cast_problem
+from .rewrites.quantized import blocks_problem
 from .rewrites.recurrent import recurrent_problem
 from .rewrites.resize import resize_problem
 from .rewrites.wider_types import sort_problem
 
 SHAPE_INPUTS = {
     "ConstantOfShape": (0,),
+    "CumProd": (1,),
     "Expand": (1,),
     "OneHot": (1,),
     "Pad": (1, 3),
@@ -77,12 +81,6 @@ def _p_norm(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     return "its ceil_mode is 1" if attribute(node, "ceil_mode", 0) else None
 
 
-def _power(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
-    if facts.dtype(node.input[0]) in INTEGER_TYPES:
-        return "it is a power of integers"
-    return None
-
-
 def _transposed(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     wanted = attribute(node, "output_shape")
     return None if wanted is None else f"no padding gives its output_shape {list(wanted)}"
@@ -93,7 +91,10 @@ def _branch(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
 
 
 _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
+    "BitCast": bit_cast_problem,
     "ConvTranspose": _transposed,
+    "DFT": fourier_problem,
+    "DequantizeLinear": blocks_problem,
     "Div": division_problem,
     "Dropout": _training,
     "GRU": recurrent_problem,
@@ -102,9 +103,10 @@ _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "Loop": loop_problem,
     "LpPool": _p_norm,
     "Mod": division_problem,
-    "Pow": _power,
+    "QuantizeLinear": blocks_problem,
     "RNN": recurrent_problem,
     "Resize": resize_problem,
+    "STFT": fourier_problem,
     "Scan": loop_problem,
     "SpaceToDepth": _space_to_depth,
     "TopK": sort_problem,

@@ -11,10 +11,14 @@ from .model.graph_edits import all_graphs, is_default_domain, node_label, opset_
 from .rewrites.contrib.expand import is_contrib
 from .rewrites.functions import EXPANDED
 from .rewrites.lp_norm import REPLACED
+from .rewrites.own_ops import OWN_OPS
 from .rewrites.recurrent import DEFAULTS as RECURRENT
 
 CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
 """Operators whose bodies become nodes of the graph around them."""
+
+WRITTEN = frozenset({"ConvInteger", "DFT", "QLinearConv", "QLinearMatMul", "STFT"})
+"""Operators that the importer lacks and that rules write by others."""
 
 DATA_DEPENDENT = frozenset(
     """AllClassNMS Compress MaxRoiPool MaxUnpool NonMaxSuppression NonZero Optional
@@ -29,7 +33,7 @@ Problem = tuple[onnx.NodeProto, str]
 def check_operators(model: onnx.ModelProto) -> None:
     """Refuse a model with operators that the importer lacks, naming every such node."""
     importable = set(onnx_frontend._get_convert_map()) | CONTROL_FLOW
-    importable = importable.union(EXPANDED, REPLACED, RECURRENT) - DATA_DEPENDENT
+    importable = importable.union(EXPANDED, REPLACED, RECURRENT, OWN_OPS, WRITTEN) - DATA_DEPENDENT
     functions = {(function.domain, function.name) for function in model.functions}
     problems = [
         (node, "this operator has no translation")

@@ -20,7 +20,7 @@ from .model.graph_edits import (
     set_attributes,
     used_names,
 )
-from .model.shapes import infer_shapes, infer_shapes_anew, static_shape
+from .model.shapes import infer_first, infer_shapes, infer_shapes_anew, static_shape
 from .model.tensor_facts import GraphFacts
 from .model.weights import Weights
 from .node_checks import OUTPUTS, check_nodes
@@ -28,18 +28,30 @@ from .rewrites.activations import expand_elu, expand_selu, expand_thresholded_re
 from .rewrites.auto_pad import pad_pools
 from .rewrites.branches import splice_branches
 from .rewrites.conv_transpose import pad_transposed_convolutions
-from .rewrites.division import replace_divisions_by_minus_one
+from .rewrites.division import expand_division, replace_divisions_by_minus_one
 from .rewrites.expansion import Rule, expand_nodes
 from .rewrites.fold import fold_constants
+from .rewrites.fourier import expand_dft, expand_stft
 from .rewrites.functions import expand_operators, inline_functions
 from .rewrites.indices import clamp_indices
 from .rewrites.is_inf import expand_is_inf, expand_is_nan
+from .rewrites.layer_norm import LayerNormRule
 from .rewrites.loops import unroll_loops
 from .rewrites.lp_norm import replace_lp_norms
+from .rewrites.masked_rows import compare_masked_rows
 from .rewrites.mean_variance import split_mean_variance
 from .rewrites.modulo import expand_modulo
 from .rewrites.one_hot import expand_one_hot
-from .rewrites.powers import replace_powers
+from .rewrites.own_ops import name_axis
+from .rewrites.powers import expand_power, replace_powers
+from .rewrites.quantized import (
+    expand_conv_integer,
+    expand_dequantize,
+    expand_matmul_integer,
+    expand_qlinear_conv,
+    expand_qlinear_matmul,
+    expand_quantize,
+)
 from .rewrites.recurrent import expand_recurrent
 from .rewrites.resize import normalize_resizes
 from .rewrites.wider_types import widen_extremes, widen_sort
@@ -53,16 +65,27 @@ FIRST_COORDINATE_MODES = 11
 """Before this opset, Upsample and Resize had one coordinate mode, which the converter drops."""
 
 EXPANSIONS: dict[str, Rule] = {
+    "ConvInteger": expand_conv_integer,
+    "CumProd": name_axis,
+    "DFT": expand_dft,
+    "DequantizeLinear": expand_dequantize,
+    "Div": expand_division,
     "Elu": expand_elu,
     "GRU": expand_recurrent,
     "IsInf": expand_is_inf,
     "IsNaN": expand_is_nan,
     "LSTM": expand_recurrent,
+    "MatMulInteger": expand_matmul_integer,
     "Mod": expand_modulo,
     "OneHot": expand_one_hot,
+    "Pow": expand_power,
+    "QLinearConv": expand_qlinear_conv,
+    "QLinearMatMul": expand_qlinear_matmul,
+    "QuantizeLinear": expand_quantize,
     "RNN": expand_recurrent,
     "ReduceMax": widen_extremes,
     "ReduceMin": widen_extremes,
+    "STFT": expand_stft,
     "Selu": expand_selu,
     "ThresholdedRelu": expand_thresholded_relu,
     "TopK": widen_sort,
@@ -79,12 +102,14 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     store_empty_inputs(model)
     split_sums(model)
     split_mean_variance(model)
-    model = _simplify(model, weights)
+    model = _simplify(infer_first(model), weights)
     facts = GraphFacts(model, weights)
     while pad_transposed_convolutions(model, facts):
         model = infer_shapes_anew(model)
         facts = GraphFacts(model, weights)
-    expand_nodes(model, facts, EXPANSIONS)
+    norms = {"LayerNormalization": LayerNormRule(default_opset(model) or 1)}
+    expand_nodes(model, facts, {**EXPANSIONS, **norms})
+    compare_masked_rows(model, facts)
     replace_powers(model, facts)
     replace_lp_norms(model, facts)
     replace_divisions_by_minus_one(model, facts)

@@ -100,6 +100,20 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     return inferred
 
 
+def infer_first(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Infer all shapes, without those that the model declares for its outputs if they are wrong."""
+    try:
+        return infer_shapes(model)
+    except InvalidModelError:
+        declared = onnx.ModelProto()
+        declared.CopyFrom(model)
+        try:
+            return infer_shapes_anew(model)
+        except InvalidModelError:
+            model.CopyFrom(declared)
+            return infer_shapes(model)
+
+
 def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
     try:
         return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
