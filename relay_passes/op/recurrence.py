@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Op ``relax.tvm_fusion.recurrence``: all steps of an LSTM, a GRU or a simple RNN, in one direction.
+"""Op ``relax.tvm_fusion.recurrence``: all steps of an LSTM, a GRU or an RNN in one direction.
 
 Shapes and layouts are those of :func:`schedules.cpu.loops.recurrent_cells.recurrent_cell`. For CPUs
 only: a step depends on the one before, and a GPU cannot wait for all its blocks in a kernel.
@@ -44,7 +44,8 @@ def recurrence(arguments: Sequence[relax.Expr], cell: RecurrentCell) -> relax.Ca
     OpError
         If an argument has another shape or type than the layer needs.
     """
-    attributes: dict[str, object] = {name: int(getattr(cell, name)) for name in (*_NUMBERS, *_FLAGS)}
+    numbers = (*_NUMBERS, *_FLAGS)
+    attributes: dict[str, object] = {name: int(getattr(cell, name)) for name in numbers}
     attributes |= {"kind": cell.kind, "dtype": cell.dtype, "clip": tirx.const(cell.clip, "float64")}
     attributes["activations"] = [name for name, _, _ in cell.activations]
     for position, name in enumerate(("alphas", "betas"), start=1):
@@ -60,12 +61,12 @@ def _cell(call: relax.Call) -> RecurrentCell:
     names = [str(name) for name in attrs["activations"]]
     alphas, betas = ([float(value) for value in attrs[name]] for name in ("alphas", "betas"))
     return RecurrentCell(
-        str(attrs["kind"]),
-        *(int(attrs[name]) for name in _NUMBERS),
-        tuple(zip(names, alphas, betas, strict=True)),
-        float(attrs["clip"]),
-        *(bool(attrs[name]) for name in _FLAGS),
+        kind=str(attrs["kind"]),
+        activations=tuple(zip(names, alphas, betas, strict=True)),
+        clip=float(attrs["clip"]),
         dtype=str(attrs["dtype"]),
+        **{name: int(attrs[name]) for name in _NUMBERS},
+        **{name: bool(attrs[name]) for name in _FLAGS},
     )
 
 
@@ -88,9 +89,7 @@ def _infer_type(call: relax.Call, _: relax.BlockBuilder | None) -> relax.TupleTy
         ty = argument.ty
         is_tensor = isinstance(ty, relax.TensorType) and ty.shape is not None
         if not is_tensor or str(ty.dtype) != dtype or _extents(ty) != shape:
-            raise OpError(
-                f"{OP}: argument {number} is {ty}; expected {dtype} of shape {shape}"
-            )
+            raise OpError(f"{OP}: argument {number} is {ty}; expected {dtype} of shape {shape}")
     last = (cell.batch, cell.padded)
     shapes = ((cell.steps, *last), last, last)
     return relax.TupleType([relax.TensorType(shape, cell.dtype) for shape in shapes])

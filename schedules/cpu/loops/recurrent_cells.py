@@ -10,9 +10,10 @@ The products of the inputs with their weights are computed before, for all steps
                     sums[...] += state[row, k] * weights[block, k, gate, 0:16]
                 state[...], cell[...] = activations of sums
 
-Weights, biases and the inputs' products have the layout ``[block][k][gate][lane]``, so that one step
-reads each block of the weights from first to last. A step reads one copy of the state and writes the
-other one. A GRU that resets before the product needs its reset state whole: it has two loops a step.
+Weights, biases and the inputs' products have the layout ``[block][k][gate][lane]``, so that one
+step reads each block of the weights from first to last. A step reads one copy of the state and
+writes the other one. A GRU that resets before the product needs its reset state whole: it has two
+loops a step.
 
 Source: the formulas of the operators LSTM, GRU and RNN in the ONNX standard.
 """

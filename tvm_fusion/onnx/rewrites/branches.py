@@ -17,7 +17,7 @@ def splice_branches(model: onnx.ModelProto, facts: GraphFacts) -> bool:
     Before::
 
         y = If(true, then_branch={ t = Relu(x); return t }, else_branch={ ... })
-        z = If(computed, then_branch={ t = Relu(x); return t }, else_branch={ e = Neg(x); return e })
+        z = If(computed, then_branch={ t = Relu(x); return t }, else_branch={ e = Neg(x) ... })
 
     After::
 
@@ -67,12 +67,14 @@ def _is_choice(
     branches: list[onnx.GraphProto], facts: GraphFacts, node: onnx.NodeProto
 ) -> bool:
     """Return whether both branches return tensors of the same known shapes."""
-    if facts.shape(node.input[0]) not in ((), (1,)):
+    condition = facts.shape(node.input[0])
+    if condition not in ((), (1,)):
         return False
     for pair in zip(*(branch.output for branch in branches), strict=True):
         shapes = [_shape(result, facts) for result in pair]
-        # A condition of shape (1,) would give a scalar one dimension more.
-        if shapes[0] is None or shapes[0] != shapes[1] or not (shapes[0] or facts.shape(node.input[0]) == ()):
+        if shapes[0] is None or shapes[0] != shapes[1]:
+            return False
+        if shapes[0] == () != condition:  # Where would give a scalar one dimension more
             return False
     return True
 

@@ -13,6 +13,7 @@ becomes, with two steps::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -30,7 +31,7 @@ GROUP = 16
 
 
 def unroll_loops(model: onnx.ModelProto, facts: GraphFacts) -> bool:
-    """Replace each Scan and Loop that :func:`loop_problem` accepts; return whether there was one."""
+    """Replace each Scan and Loop that :func:`loop_problem` accepts; return if there was one."""
     nodes: list[onnx.NodeProto] = []
     changed = False
     for node in model.graph.node:
@@ -158,7 +159,7 @@ class _Unrolled:
         self.nodes += nodes
         return results
 
-    def _emit(self, op_type: str, inputs: Sequence[str], **attributes: int) -> str:
+    def _emit(self, op_type: str, inputs: Sequence[str], **attributes: Any) -> str:
         result = self._facts.fresh(f"{self._node.output[0]}/{op_type}")
         self.nodes.append(
             helper.make_node(op_type, inputs, [result], name=self._node.name, **attributes)

@@ -132,7 +132,8 @@ class _Layer:
         rows = self._ints("rows", self.steps * self.batch, self.features)
         data = self.to.emit("Reshape", data, rows)
         direction = attribute(node, "direction", "forward")
-        backwards = [True] if direction == "reverse" else [False, True][: 2 if direction[0] == "b" else 1]
+        ways = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}
+        backwards = ways[direction]
         activations = _activations(node)
         share = len(activations) // len(backwards)
         results = [

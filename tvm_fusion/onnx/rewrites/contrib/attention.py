@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Attention`` and ``MultiHeadAttention`` of ``com.microsoft``: softmax(scale * Q @ K.T + bias) @ V.
+"""``Attention`` and ``MultiHeadAttention``: softmax(scale * Q @ K.T + bias) @ V.
 
 Heads are the second of four axes in between: [batch, heads, length, size].
 """
@@ -13,8 +13,8 @@ import numpy as np
 from .parts import Parts, sizes
 from .pointwise import Refusal
 
-LOWEST = -3.4028234663852886e38
-"""What a causal mask adds, the lowest float32."""
+LOWEST = -65504.0
+"""What a causal mask adds, the lowest float16: no weight is left of it."""
 
 
 def attention(parts: Parts) -> Refusal:
@@ -30,12 +30,9 @@ def attention(parts: Parts) -> Refusal:
         product = parts.emit("Add", product, parts.input(2))
     ends = np.cumsum([0, *widths])
     axis = parts.constant([-1])
+    places = [parts.constant([int(end)]) for end in ends]
     query, key, value = (
-        _split_heads(
-            parts,
-            parts.emit("Slice", product, *(parts.constant([int(at)]) for at in ends[i : i + 2]), axis),
-            heads,
-        )
+        _split_heads(parts, parts.emit("Slice", product, *places[i : i + 2], axis), heads)
         for i in range(3)
     )
     present = ""
@@ -102,7 +99,7 @@ def _thirds(width: list[int] | None) -> list[int] | None:
 
 
 def _with_bias(parts: Parts, names: list[str], width: int) -> list[str]:
-    """Add to each of three tensors its part of the bias; those of query and key are equally wide."""
+    """Add to each of three tensors its part of the bias; query and key are equally wide."""
     ends = [0, width, 2 * width, 2**31 - 1]
     return [
         parts.emit(
@@ -154,8 +151,7 @@ def _attend(
     if parts.get("unidirectional", 0):
         if causal is None:
             return "!it is causal, and its lengths are only known at run time"
-        lowest = parts.emit("CastLike", parts.constant(causal, np.float32), scores)
-        scores = parts.emit("Add", scores, lowest)
+        scores = parts.emit("Add", scores, parts.number(causal, scores))
     mixed = parts.emit("MatMul", parts.emit("Softmax", scores, axis=-1), value)
     return parts.reshape(parts.emit("Transpose", mixed, perm=[0, 2, 1, 3]), 0, 0, -1)
 

@@ -44,7 +44,7 @@ CONTRIB: dict[str, Callable[[Parts], Refusal]] = {
     "SkipLayerNormalization": skip_layer_norm,
     "SkipSimplifiedLayerNormalization": skip_rms_norm,
 }
-"""What writes each operator by others, or says why it cannot; it then has emitted nothing of use."""
+"""What writes each operator by others, or says why it cannot."""
 
 OF_ONNX_RUNTIME = frozenset({"SimplifiedLayerNormalization"})
 """Operators that ONNX Runtime puts into ONNX's own domain, where ONNX has none of this name."""
@@ -89,7 +89,7 @@ def _replace(model: onnx.ModelProto, names: frozenset[str]) -> bool:
         if not is_contrib(node) or node.op_type not in names or not is_ready:
             nodes.append(node)
             continue
-        parts = Parts(node, opset, facts.fresh, facts.dims)
+        parts = Parts(node, opset, facts)
         reason = CONTRIB[node.op_type](parts)
         if reason is not None:
             raise UnsupportedOperatorError(

@@ -4,19 +4,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from ...model.graph_edits import attribute
+from ...model.tensor_facts import GraphFacts
 
-Dims = tuple[int | None, ...]
+FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16)
 
 AXES_ARE_INPUTS = 18
 """From this opset on, ReduceMean takes its axes as an input."""
+
+HAS_CAST_LIKE = 15
+"""From this opset on there is CastLike."""
 
 HAS_LAYER_NORM = 17
 """From this opset on there is LayerNormalization."""
@@ -31,22 +35,17 @@ class Parts:
         The node that will be replaced.
     opset : int
         Version of ONNX's own operators.
-    fresh : Callable
-        Makes a name that no tensor has.
-    dims : Callable
-        Sizes of a tensor, or None if not even the rank is known.
+    facts : GraphFacts
+        Shapes and types as far as they are known.
     """
 
-    def __init__(
-        self,
-        node: onnx.NodeProto,
-        opset: int,
-        fresh: Callable[[str], str],
-        dims: Callable[[str], Dims | None],
-    ) -> None:
-        self.node, self.opset, self.dims = node, opset, dims
+    def __init__(self, node: onnx.NodeProto, opset: int, facts: GraphFacts) -> None:
+        self.node, self.opset, self.dims = node, opset, facts.dims
         self.nodes: list[onnx.NodeProto] = []
-        self._fresh = fresh
+        self._fresh = facts.fresh
+        kinds = [facts.dtype(name) for name in node.input if name]
+        known = [kind for kind in kinds if kind in FLOATS]
+        self._kind = helper.tensor_dtype_to_np_dtype((known or [TensorProto.FLOAT])[0])
 
     def input(self, position: int) -> str:
         """Name of an input; empty if it is not given."""
@@ -72,8 +71,10 @@ class Parts:
         """Append a constant."""
         return self.emit("Constant", value=numpy_helper.from_array(np.array(value, dtype)))
 
-    def number(self, value: float, like: str) -> str:
-        """Append a number of the type of another tensor."""
+    def number(self, value: Any, like: str) -> str:
+        """Append numbers of the type of another tensor."""
+        if self.opset < HAS_CAST_LIKE:
+            return self.constant(value, self._kind)
         return self.emit("CastLike", self.constant(value, np.float32), like)
 
     def scaled(self, x: str, factor: float) -> str:
