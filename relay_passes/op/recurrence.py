@@ -8,6 +8,7 @@ only: a step depends on the one before, and a GPU cannot wait for all its blocks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tvm
 from tvm import relax, tirx
@@ -60,13 +61,15 @@ def _cell(call: relax.Call) -> RecurrentCell:
     attrs = call.attrs
     names = [str(name) for name in attrs["activations"]]
     alphas, betas = ([float(value) for value in attrs[name]] for name in ("alphas", "betas"))
+    numbers: dict[str, Any] = {name: int(attrs[name]) for name in _NUMBERS}
+    flags: dict[str, Any] = {name: bool(attrs[name]) for name in _FLAGS}
     return RecurrentCell(
         kind=str(attrs["kind"]),
         activations=tuple(zip(names, alphas, betas, strict=True)),
         clip=float(attrs["clip"]),
         dtype=str(attrs["dtype"]),
-        **{name: int(attrs[name]) for name in _NUMBERS},
-        **{name: bool(attrs[name]) for name in _FLAGS},
+        **numbers,
+        **flags,
     )
 
 
