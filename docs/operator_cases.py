@@ -24,14 +24,14 @@ STRANGE_TYPE = re.compile(r"holds elements of|is (sequence|optional|map) type")
 
 @dataclass(frozen=True)
 class Case:
-    """Test case of ONNX for one operator.
+    """Test case of ONNX.
 
     Parameters
     ----------
     name : str
         Name of the case.
     model : onnx.ModelProto
-        A model of one node.
+        A model, most often of one node.
     inputs, outputs : list
         Values, arrays except for types that are no tensors.
     """
@@ -43,8 +43,10 @@ class Case:
 
     @property
     def operator(self) -> str:
-        """Operator of the node."""
-        return self.model.graph.node[0].op_type
+        """Operator of the only node; empty if there are more, or if it is not ONNX's own."""
+        nodes = self.model.graph.node
+        is_one = len(nodes) == 1 and nodes[0].domain == "" and "_expanded" not in self.name
+        return nodes[0].op_type if is_one else ""
 
     def variant(self, constant: Sequence[str], kept: int) -> onnx.ModelProto:
         """The model with some inputs constant, and with its first outputs only."""
@@ -55,24 +57,25 @@ class Case:
             if value.name in constant:
                 graph.input.remove(value)
                 graph.initializer.append(numpy_helper.from_array(array, value.name))
-        del graph.output[kept:]
-        del graph.node[0].output[kept:]
+        if self.operator:
+            del graph.output[kept:]
+            del graph.node[0].output[kept:]
         return model
 
 
-def cases() -> Iterator[Case]:
-    """Cases of one node of the default domain."""
+def cases(every: bool = False) -> Iterator[Case]:
+    """Cases of one node of the default domain, or every case."""
     from onnx.backend.test.case.node import collect_testcases
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = collect_testcases(None)
-    for case in found:
+        collected = collect_testcases(None)
+    for case in collected:
         assert case.model is not None and case.data_sets, f"{case.name} has no model or no data"
-        nodes = case.model.graph.node
-        if len(nodes) == 1 and nodes[0].domain == "" and "_expanded" not in case.name:
-            inputs, outputs = (list(map(_array, values)) for values in case.data_sets[0])
-            yield Case(case.name, case.model, inputs, outputs)
+        inputs, outputs = (list(map(_array, values)) for values in case.data_sets[0])
+        found = Case(case.name, case.model, inputs, outputs)
+        if every or found.operator:
+            yield found
 
 
 def _array(value: Any) -> Any:

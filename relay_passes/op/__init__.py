@@ -19,6 +19,7 @@ from .conv2d import conv2d
 from .fused_conv2d import fused_conv2d
 from .hardswish import hardswish
 from .pack import pack, unpack
+from .recurrence import recurrence
 from .winograd_conv2d import winograd_conv2d
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "fused_conv2d",
     "hardswish",
     "pack",
+    "recurrence",
     "unpack",
     "winograd_conv2d",
 ]

@@ -27,11 +27,15 @@ from ..runtime.tensor_spec import TensorSpec
 from .interface_checks import check_interface
 from .model.graph_edits import default_opset, node_label
 from .model.loader import check_external_data, check_model, check_opset, parse_model, read_model
+from .model.node_order import sort_nodes
 from .model.shapes import Shapes, bind_shapes
 from .model.weights import Weights, detach_weights, drop_stand_ins
 from .operator_checks import check_operators
 from .rewrite import drop_initializers_from_inputs, mend
+from .rewrites.contrib.expand import expand_contrib
 from .rewrites.gather import translate_gather
+from .rewrites.own_ops import OWN_OPS
+from .rewrites.recurrent import RECURRENCE, translate_recurrence
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ def _prepare(
     check_interface(proto)
     bind_shapes(proto, shapes)
     weights = detach_weights(proto, folder) | dict(given or {})
+    sort_nodes(proto.graph)
+    proto = expand_contrib(proto)
     check_model(proto)
     proto = mend(proto, weights)
     drop_stand_ins(proto, weights)
@@ -122,6 +128,9 @@ class _Importer(ONNXGraphImporter):
             # Popped, so that not all weights are in memory twice.
             self._nodes[name] = _constant(self._weights.pop(name))
 
+    def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
+        """Accept all: ``check_operators`` has looked at the model, and rewrites add our own."""
+
     def _convert_operator(
         self, op_name: str, inputs: list[relax.Expr], attrs: dict, opset: int
     ) -> relax.Expr:
@@ -129,6 +138,10 @@ class _Importer(ONNXGraphImporter):
             found = translate_gather(inputs, attrs.get("axis", 0))
             if found is not None:
                 return self.bb.normalize(found)
+        if op_name == RECURRENCE:
+            return self.bb.emit(translate_recurrence(inputs, attrs))
+        if op_name in OWN_OPS:
+            return self.bb.normalize(OWN_OPS[op_name](self.bb, inputs, attrs))
         return super()._convert_operator(op_name, inputs, attrs, opset)
 
 

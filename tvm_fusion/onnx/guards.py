@@ -12,14 +12,20 @@ from collections.abc import Callable
 import onnx
 
 from .model.graph_edits import attribute, is_default_domain
-from .model.tensor_facts import INTEGER_TYPES, GraphFacts
+from .model.tensor_facts import GraphFacts
 from .operator_checks import refuse_nodes
 from .rewrites.division import division_problem
+from .rewrites.fourier import fourier_problem
+from .rewrites.loops import loop_problem
+from .rewrites.own_ops import bit_cast_problem
+from .rewrites.quantized import blocks_problem
+from .rewrites.recurrent import recurrent_problem
 from .rewrites.resize import resize_problem
 from .rewrites.wider_types import sort_problem
 
 SHAPE_INPUTS = {
     "ConstantOfShape": (0,),
+    "CumProd": (1,),
     "Expand": (1,),
     "OneHot": (1,),
     "Pad": (1, 3),
@@ -55,9 +61,6 @@ def _mistranslation(node: onnx.NodeProto, facts: GraphFacts, from_data: set[str]
             return f"its input {node.input[index]!r} depends on data; expected a constant"
     if node.op_type.startswith("Reduce") and len(node.input) > 1 and node.input[1] in from_data:
         return f"its axes {node.input[1]!r} depend on data; expected a constant"
-    for name in node.output:
-        if 0 in (facts.dims(name) or ()):
-            return f"its output {name!r} of shape {facts.dims(name)} is empty"
     check = _CHECKS.get(node.op_type)
     return None if check is None else check(node, facts)
 
@@ -78,30 +81,33 @@ def _p_norm(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     return "its ceil_mode is 1" if attribute(node, "ceil_mode", 0) else None
 
 
-def _power(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
-    if facts.dtype(node.input[0]) in INTEGER_TYPES:
-        return "it is a power of integers"
-    return None
-
-
 def _transposed(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     wanted = attribute(node, "output_shape")
     return None if wanted is None else f"no padding gives its output_shape {list(wanted)}"
 
 
 def _branch(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
-    return "its condition depends on data; expected a constant"
+    return "its condition depends on data, and its branches return other shapes; expected the same"
 
 
 _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
+    "BitCast": bit_cast_problem,
     "ConvTranspose": _transposed,
+    "DFT": fourier_problem,
+    "DequantizeLinear": blocks_problem,
     "Div": division_problem,
     "Dropout": _training,
+    "GRU": recurrent_problem,
     "If": _branch,
+    "LSTM": recurrent_problem,
+    "Loop": loop_problem,
     "LpPool": _p_norm,
     "Mod": division_problem,
-    "Pow": _power,
+    "QuantizeLinear": blocks_problem,
+    "RNN": recurrent_problem,
     "Resize": resize_problem,
+    "STFT": fourier_problem,
+    "Scan": loop_problem,
     "SpaceToDepth": _space_to_depth,
     "TopK": sort_problem,
 }

@@ -8,11 +8,17 @@ from tvm.relax.frontend.onnx import onnx_frontend
 
 from ..errors import UnsupportedOperatorError
 from .model.graph_edits import all_graphs, is_default_domain, node_label, opset_of
+from .rewrites.contrib.expand import is_contrib
 from .rewrites.functions import EXPANDED
 from .rewrites.lp_norm import REPLACED
+from .rewrites.own_ops import OWN_OPS
+from .rewrites.recurrent import DEFAULTS as RECURRENT
 
-CONTROL_FLOW = frozenset({"If"})
-"""Operators that are spliced when the condition is known."""
+CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
+"""Operators whose bodies become nodes of the graph around them."""
+
+WRITTEN = frozenset({"ConvInteger", "DFT", "QLinearConv", "QLinearMatMul", "STFT"})
+"""Operators that the importer lacks and that rules write by others."""
 
 DATA_DEPENDENT = frozenset(
     """AllClassNMS Compress MaxRoiPool MaxUnpool NonMaxSuppression NonZero Optional
@@ -27,13 +33,14 @@ Problem = tuple[onnx.NodeProto, str]
 def check_operators(model: onnx.ModelProto) -> None:
     """Refuse a model with operators that the importer lacks, naming every such node."""
     importable = set(onnx_frontend._get_convert_map()) | CONTROL_FLOW
-    importable = importable.union(EXPANDED, REPLACED) - DATA_DEPENDENT
+    importable = importable.union(EXPANDED, REPLACED, RECURRENT, OWN_OPS, WRITTEN) - DATA_DEPENDENT
     functions = {(function.domain, function.name) for function in model.functions}
     problems = [
         (node, "this operator has no translation")
         for graph in all_graphs(model)
         for node in graph.node
         if (node.domain, node.op_type) not in functions
+        and not is_contrib(node)
         and not (is_default_domain(node) and node.op_type in importable)
     ]
     refuse_nodes(model, problems)

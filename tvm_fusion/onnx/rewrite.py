@@ -6,8 +6,9 @@ Each rewrite is one function that changes a model, or returns a new one, and kee
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
-from onnx import helper, version_converter
+from onnx import helper, numpy_helper, version_converter
 
 from ..errors import InvalidModelError
 from .guards import check_translations
@@ -19,7 +20,7 @@ from .model.graph_edits import (
     set_attributes,
     used_names,
 )
-from .model.shapes import infer_shapes, infer_shapes_anew
+from .model.shapes import infer_first, infer_shapes, infer_shapes_anew, static_shape
 from .model.tensor_facts import GraphFacts
 from .model.weights import Weights
 from .node_checks import OUTPUTS, check_nodes
@@ -27,17 +28,31 @@ from .rewrites.activations import expand_elu, expand_selu, expand_thresholded_re
 from .rewrites.auto_pad import pad_pools
 from .rewrites.branches import splice_branches
 from .rewrites.conv_transpose import pad_transposed_convolutions
-from .rewrites.division import replace_divisions_by_minus_one
+from .rewrites.division import expand_division, replace_divisions_by_minus_one
 from .rewrites.expansion import Rule, expand_nodes
 from .rewrites.fold import fold_constants
+from .rewrites.fourier import expand_dft, expand_stft
 from .rewrites.functions import expand_operators, inline_functions
 from .rewrites.indices import clamp_indices
 from .rewrites.is_inf import expand_is_inf, expand_is_nan
+from .rewrites.layer_norm import LayerNormRule
+from .rewrites.loops import unroll_loops
 from .rewrites.lp_norm import replace_lp_norms
+from .rewrites.masked_rows import compare_masked_rows
 from .rewrites.mean_variance import split_mean_variance
 from .rewrites.modulo import expand_modulo
 from .rewrites.one_hot import expand_one_hot
-from .rewrites.powers import replace_powers
+from .rewrites.own_ops import name_axis
+from .rewrites.powers import expand_power, replace_powers
+from .rewrites.quantized import (
+    expand_conv_integer,
+    expand_dequantize,
+    expand_matmul_integer,
+    expand_qlinear_conv,
+    expand_qlinear_matmul,
+    expand_quantize,
+)
+from .rewrites.recurrent import expand_recurrent
 from .rewrites.resize import normalize_resizes
 from .rewrites.wider_types import widen_extremes, widen_sort
 
@@ -50,13 +65,27 @@ FIRST_COORDINATE_MODES = 11
 """Before this opset, Upsample and Resize had one coordinate mode, which the converter drops."""
 
 EXPANSIONS: dict[str, Rule] = {
+    "ConvInteger": expand_conv_integer,
+    "CumProd": name_axis,
+    "DFT": expand_dft,
+    "DequantizeLinear": expand_dequantize,
+    "Div": expand_division,
     "Elu": expand_elu,
+    "GRU": expand_recurrent,
     "IsInf": expand_is_inf,
     "IsNaN": expand_is_nan,
+    "LSTM": expand_recurrent,
+    "MatMulInteger": expand_matmul_integer,
     "Mod": expand_modulo,
     "OneHot": expand_one_hot,
+    "Pow": expand_power,
+    "QLinearConv": expand_qlinear_conv,
+    "QLinearMatMul": expand_qlinear_matmul,
+    "QuantizeLinear": expand_quantize,
+    "RNN": expand_recurrent,
     "ReduceMax": widen_extremes,
     "ReduceMin": widen_extremes,
+    "STFT": expand_stft,
     "Selu": expand_selu,
     "ThresholdedRelu": expand_thresholded_relu,
     "TopK": widen_sort,
@@ -70,17 +99,17 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     drop_unused_outputs(model)
     check_nodes(model)
     model = upgrade_opset(model)
+    store_empty_inputs(model)
     split_sums(model)
     split_mean_variance(model)
-    model = fold_constants(infer_shapes(model), weights)
-    while splice_branches(model, GraphFacts(model, weights)):
-        model = fold_constants(infer_shapes(model), weights)
-    model = fold_constants(infer_shapes(expand_operators(model)), weights)
+    model = _simplify(infer_first(model), weights)
     facts = GraphFacts(model, weights)
     while pad_transposed_convolutions(model, facts):
         model = infer_shapes_anew(model)
         facts = GraphFacts(model, weights)
-    expand_nodes(model, facts, EXPANSIONS)
+    norms = {"LayerNormalization": LayerNormRule(default_opset(model) or 1)}
+    expand_nodes(model, facts, {**EXPANSIONS, **norms})
+    compare_masked_rows(model, facts)
     replace_powers(model, facts)
     replace_lp_norms(model, facts)
     replace_divisions_by_minus_one(model, facts)
@@ -92,6 +121,22 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     return model
 
 
+def _simplify(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
+    """Fold constants, splice branches, unroll loops and expand operators until none is left."""
+    while True:
+        model = fold_constants(infer_shapes(model), weights)
+        facts = GraphFacts(model, weights)
+        changed = splice_branches(model, facts)
+        changed = unroll_loops(model, GraphFacts(model, weights)) or changed
+        if changed:
+            del model.graph.value_info[:]
+            continue
+        expanded = expand_operators(model)
+        if expanded is model:
+            return model
+        model = expanded
+
+
 def drop_initializers_from_inputs(model: onnx.ModelProto) -> None:
     """Keep only real inputs; old models list their weights there, too."""
     weights = {tensor.name for tensor in model.graph.initializer}
@@ -99,6 +144,21 @@ def drop_initializers_from_inputs(model: onnx.ModelProto) -> None:
     del model.graph.input[:]
     model.graph.input.extend(kept)
     model.ir_version = max(model.ir_version, 4)
+
+
+def store_empty_inputs(model: onnx.ModelProto) -> None:
+    """Let constants take the place of inputs without elements, whose values are known."""
+    graph = model.graph
+    for value in graph.input:
+        shape = static_shape(value)
+        if shape is None or 0 not in shape:
+            continue
+        name = f"{value.name}/empty"
+        kind = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        graph.initializer.append(numpy_helper.from_array(np.empty(shape, kind), name))
+        for inner in all_graphs(model):
+            for node in inner.node:
+                _rename_inputs(node, {value.name: name})
 
 
 def drop_unused_outputs(model: onnx.ModelProto) -> None:

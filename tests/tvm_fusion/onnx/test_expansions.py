@@ -228,3 +228,52 @@ def test_attention_with_a_cache_and_no_mask() -> None:
     wanted = ReferenceEvaluator(model).run(None, feeds)
     for found, expected in zip(outputs(model, feeds), wanted, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("opset", [17, 20])
+def test_mean_and_deviation_of_a_norm(axis: int, opset: int) -> None:
+    shape = (2, 3, 5)[axis:]
+    inputs, outputs = ["x", "s", "b"], ["y", "mean", "inverse"]
+    node = helper.make_node("LayerNormalization", inputs, outputs, "op", axis=axis, epsilon=1e-3)
+    constants = {"s": normal(*shape, seed=2), "b": normal(*shape, seed=3)}
+    model = onnx_model([node], {"x": (2, 3, 5)}, outputs, constants, opset)
+    assert_same_as_onnx_runtime(model, {"x": 3 + normal(2, 3, 5)})
+
+
+@pytest.mark.parametrize(("reverse", "exclusive"), [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_cumulative_products(reverse: int, exclusive: int) -> None:
+    feeds, flags = {"x": normal(3, 6)}, {"reverse": reverse, "exclusive": exclusive}
+    model = node_model("CumProd", feeds, {"axis": np.array(1)}, opset=26, **flags)
+    x = feeds["x"][:, ::-1] if reverse else feeds["x"]
+    wanted = np.cumprod(x, axis=1)
+    if exclusive:
+        wanted = np.concatenate([np.ones((3, 1), "float32"), wanted[:, :-1]], axis=1)
+    wanted = wanted[:, ::-1] if reverse else wanted
+    np.testing.assert_allclose(outputs(model, feeds)[0], wanted, rtol=1e-5)
+
+
+def test_bits_as_another_type() -> None:
+    feeds = {"x": normal(7)}
+    model = node_model("BitCast", feeds, results={"y": "int32"}, opset=26, to=TensorProto.INT32)
+    np.testing.assert_array_equal(outputs(model, feeds)[0], feeds["x"].view("int32"))
+
+
+def test_bits_of_another_size_are_refused() -> None:
+    model = node_model("BitCast", {"x": normal(7)}, results={"y": "int64"}, opset=26, to=7)
+    with pytest.raises((InvalidModelError, UnsupportedOperatorError), match="8 bytes|not fit"):
+        import_onnx(model)
+
+
+def test_rows_of_masks() -> None:
+    """Only rows of nothing but minus infinity count, not those of the lowest number."""
+    low = np.finfo("float32").min
+    feeds = {"x": np.array([[-np.inf, -np.inf], [low, low], [-np.inf, low]], "float32")}
+    nodes = [
+        helper.make_node("ReduceMax", ["x"], ["top"], axes=[1]),
+        helper.make_node("Equal", ["top", "lowest"], ["is_masked"]),
+        helper.make_node("Cast", ["is_masked"], ["y"], to=TensorProto.FLOAT),
+    ]
+    model = onnx_model(nodes, {"x": (3, 2)}, ["y"], {"lowest": np.array(-np.inf, np.float32)})
+    (found,) = run_relax(import_onnx(model), list(feeds.values()))
+    np.testing.assert_array_equal(found, [[1], [0], [0]])

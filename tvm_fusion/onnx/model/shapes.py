@@ -100,6 +100,20 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     return inferred
 
 
+def infer_first(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Infer all shapes, without those that the model declares for its outputs if they are wrong."""
+    try:
+        return infer_shapes(model)
+    except InvalidModelError:
+        declared = onnx.ModelProto()
+        declared.CopyFrom(model)
+        try:
+            return infer_shapes_anew(model)
+        except InvalidModelError:
+            model.CopyFrom(declared)
+            return infer_shapes(model)
+
+
 def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
     try:
         return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
@@ -175,7 +189,7 @@ def _bind_input(value: onnx.ValueInfoProto, shape: Sequence[int | str]) -> None:
         for _ in shape:
             tensor.shape.dim.add()
     for index, (dim, size) in enumerate(zip(tensor.shape.dim, shape, strict=True)):
-        if dim.dim_value > 0 and dim.dim_value != size:
+        if _is_fixed(dim) and dim.dim_value and dim.dim_value != size:
             raise InvalidModelError(
                 f"shapes gives dimension {index} of input {value.name!r} the size {size!r}; the "
                 f"model fixes it at {dim.dim_value}: export it with a symbolic dimension"
@@ -192,18 +206,11 @@ def _open_dimensions(value: onnx.ValueInfoProto, kept: set[str]) -> list[str]:
             "for each dimension"
         ]
     dims = list(tensor.shape.dim)
-    is_open = [dim.dim_value <= 0 and dim.dim_param not in kept for dim in dims]
+    is_open = [not _is_fixed(dim) and dim.dim_param not in kept for dim in dims]
     if not any(is_open):
         return []
-    example = tuple(dim.dim_value if dim.dim_value > 0 else 1 for dim in dims)
+    example = tuple(dim.dim_value if _is_fixed(dim) else 1 for dim in dims)
     hint = f"shapes={{{value.name!r}: {example}}}"
-    zeros = [dim.HasField("dim_value") and dim.dim_value == 0 for dim in dims]
-    empty = [str(index) for index, is_zero in enumerate(zeros) if is_zero]
-    if empty:
-        return [
-            f"input {value.name!r} has size 0 in dimension{_plural(empty)} {', '.join(empty)}; "
-            f"empty tensors cannot be compiled: give it elements, for example by {hint}"
-        ]
     found = [
         f"{index} ({dim.dim_param!r})" if dim.dim_param else str(index)
         for index, dim in enumerate(dims)
@@ -216,6 +223,11 @@ def _open_dimensions(value: onnx.ValueInfoProto, kept: set[str]) -> list[str]:
         f"input {value.name!r} has no size for dimension{_plural(found)} {', '.join(found)}; "
         f"pass for example {hint}"
     ]
+
+
+def _is_fixed(dim: onnx.TensorShapeProto.Dimension) -> bool:
+    """Return whether a dimension has a size, which may be 0."""
+    return dim.HasField("dim_value") and dim.dim_value >= 0
 
 
 def _plural(items: Sequence[str]) -> str:
@@ -243,7 +255,7 @@ def _forget_inferred_shapes(model: onnx.ModelProto) -> None:
     del model.graph.value_info[:]
     for value in model.graph.output:
         for dim in value.type.tensor_type.shape.dim:
-            if dim.HasField("dim_param") or dim.dim_value <= 0:
+            if not _is_fixed(dim):
                 dim.Clear()
 
 

@@ -1,80 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacement of an If with a known condition by the taken branch."""
+"""Replacement of an If by the branch that is taken, or by a choice between both results."""
 
 from __future__ import annotations
 
 import onnx
 from onnx import helper
 
-from ..model.graph_edits import attribute, is_default_domain, nested_graphs, replace_nodes
+from ..model.graph_edits import attribute, is_default_domain, replace_nodes
 from ..model.tensor_facts import GraphFacts
+from .splice import Body
 
 
 def splice_branches(model: onnx.ModelProto, facts: GraphFacts) -> bool:
-    """Replace each If with a constant condition by its branch; return whether there was one.
+    """Replace each If by the nodes of its branches; return whether there was one.
 
     Before::
 
         y = If(true, then_branch={ t = Relu(x); return t }, else_branch={ ... })
+        z = If(computed, then_branch={ t = Relu(x); return t }, else_branch={ e = Neg(x) ... })
 
     After::
 
         t = Relu(x)
         y = Identity(t)
+        t_1 = Relu(x)
+        e_1 = Neg(x)
+        z = Where(computed, t_1, e_1)
+
+    Both branches are computed where the condition is, so their results must have one shape; others
+    stay, and are refused later.
     """
     nodes: list[onnx.NodeProto] = []
     changed = False
     for node in model.graph.node:
-        branch = _taken_branch(node, facts)
-        if branch is None:
-            nodes.append(node)
-            continue
-        changed = True
-        nodes += _spliced(model.graph, node, branch, facts)
+        parts = _replacement(model.graph, node, facts)
+        changed = changed or parts is not None
+        nodes += [node] if parts is None else parts
     if changed:
         replace_nodes(model.graph, nodes)
     return changed
 
 
-def _taken_branch(node: onnx.NodeProto, facts: GraphFacts) -> onnx.GraphProto | None:
+def _replacement(
+    graph: onnx.GraphProto, node: onnx.NodeProto, facts: GraphFacts
+) -> list[onnx.NodeProto] | None:
+    """The nodes that take the place of an If; None if it is none, or has to stay."""
     if node.op_type != "If" or not is_default_domain(node):
         return None
+    branches = [attribute(node, name) for name in ("then_branch", "else_branch")]
     condition = facts.constant(node.input[0])
-    if condition is None or condition.size != 1:
+    if condition is not None and condition.size == 1:
+        nodes, results = Body(graph, branches[not condition.item()], facts).splice({})
+        copies = zip(results, node.output, strict=True)
+        return nodes + [helper.make_node("Identity", [one], [other]) for one, other in copies]
+    if condition is not None or not _is_choice(branches, facts, node):
         return None
-    return attribute(node, "then_branch" if condition.item() else "else_branch")
+    (nodes, taken), (others, left) = (Body(graph, branch, facts).splice({}) for branch in branches)
+    choices = [
+        helper.make_node("Where", [node.input[0], *pair], [output], name=node.name)
+        for *pair, output in zip(taken, left, node.output, strict=True)
+    ]
+    return nodes + others + choices
 
 
-def _spliced(
-    graph: onnx.GraphProto, node: onnx.NodeProto, branch: onnx.GraphProto, facts: GraphFacts
-) -> list[onnx.NodeProto]:
-    """The branch's nodes under fresh names, then copies to the If's outputs."""
-    names: dict[str, str] = {}
-    for tensor in branch.initializer:
-        names[tensor.name] = facts.fresh(tensor.name)
-        graph.initializer.add().CopyFrom(tensor)
-        graph.initializer[-1].name = names[tensor.name]
-    for inner in branch.node:
-        names.update((name, facts.fresh(name)) for name in inner.output if name)
-    nodes = []
-    for inner in branch.node:
-        copy = onnx.NodeProto()
-        copy.CopyFrom(inner)
-        _rename(copy, names)
-        nodes.append(copy)
-    for result, output in zip(branch.output, node.output, strict=True):
-        source = names.get(result.name, result.name)
-        nodes.append(helper.make_node("Identity", [source], [output]))
-    return nodes
+def _is_choice(
+    branches: list[onnx.GraphProto], facts: GraphFacts, node: onnx.NodeProto
+) -> bool:
+    """Return whether both branches return tensors of the same known shapes."""
+    condition = facts.shape(node.input[0])
+    if condition not in ((), (1,)):
+        return False
+    for pair in zip(*(branch.output for branch in branches), strict=True):
+        shapes = [_shape(result, facts) for result in pair]
+        if shapes[0] is None or shapes[0] != shapes[1]:
+            return False
+        if shapes[0] == () != condition:  # Where would give a scalar one dimension more
+            return False
+    return True
 
 
-def _rename(node: onnx.NodeProto, names: dict[str, str]) -> None:
-    """Rename tensors in a node and in the graphs below it."""
-    for tensors in (node.input, node.output):
-        for index, name in enumerate(tensors):
-            tensors[index] = names.get(name, name)
-    for graph in nested_graphs(node):
-        for inner in graph.node:
-            _rename(inner, names)
-        for result in graph.output:
-            result.name = names.get(result.name, result.name)
+def _shape(result: onnx.ValueInfoProto, facts: GraphFacts) -> tuple[int, ...] | None:
+    """Shape of a branch's result, as inferred in the branch or around it."""
+    tensor = result.type.tensor_type
+    if not tensor.HasField("shape") or not all(d.HasField("dim_value") for d in tensor.shape.dim):
+        return facts.shape(result.name)
+    return tuple(dim.dim_value for dim in tensor.shape.dim)

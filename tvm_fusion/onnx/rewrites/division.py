@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integer divisions that trap on no processor: neither by zero nor of the least integer by -1."""
+"""Integer divisions that trap on no processor: neither by zero nor of the least integer by -1.
+
+::
+
+    d = Where(y == 0 or y == -1, 1, y);    x / y = Where(y == -1, -x, x / d)
+
+so that a division by 0 from data gives the dividend, and its remainder is 0.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx
 
-from ..model.graph_edits import is_default_domain, set_attributes
+from ..model.graph_edits import attribute, is_default_domain, set_attributes
 from ..model.tensor_facts import INTEGER_TYPES, SIGNED_TYPES, GraphFacts
+from .expansion import Expansion
 
 
 def replace_divisions_by_minus_one(model: onnx.ModelProto, facts: GraphFacts) -> None:
@@ -25,15 +33,35 @@ def replace_divisions_by_minus_one(model: onnx.ModelProto, facts: GraphFacts) ->
         node.op_type = "Mul"
 
 
+def expand_division(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a Div or a Mod of integers by divisors from data, or by -1 and others."""
+    facts = expansion.facts
+    x, y = node.input
+    dtype = facts.dtype(x)
+    divisor = facts.constant(y)
+    if dtype not in INTEGER_TYPES or division_problem(node, facts) is not None:
+        return
+    if divisor is not None and not ((divisor == -1).any() and (divisor != -1).any()):
+        return
+    zero, one = (expansion.number(value, dtype) for value in (0, 1))
+    unsafe = expansion.emit("Equal", y, zero)
+    is_negated = ""
+    if dtype in SIGNED_TYPES:
+        is_negated = expansion.emit("Equal", y, expansion.number(-1, dtype))
+        unsafe = expansion.emit("Or", unsafe, is_negated)
+    safe = expansion.emit("Where", unsafe, one, y)
+    mode = {"fmod": attribute(node, "fmod", 0)} if node.op_type == "Mod" else {}
+    result = expansion.emit(node.op_type, x, safe, **mode)
+    if is_negated and node.op_type == "Div":
+        result = expansion.emit("Where", is_negated, expansion.emit("Sub", zero, x), result)
+    expansion.finish(result)
+
+
 def division_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     """Return the reason why an integer division could crash the process, if any."""
     if facts.dtype(node.output[0]) not in INTEGER_TYPES:
         return None
     divisor = facts.constant(node.input[1])
-    if divisor is None:
-        return "it divides integers by a number that depends on data; expected a constant"
-    if not divisor.all():
+    if divisor is not None and not divisor.all():
         return "it divides integers by zero"
-    if (divisor == -1).any():
-        return "it divides integers by -1 and by other numbers; expected one or the other"
     return None

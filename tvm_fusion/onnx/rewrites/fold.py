@@ -13,19 +13,29 @@ from onnx.reference import ReferenceEvaluator
 
 from tvm_fusion.errors import InvalidModelError
 
-from ..model.graph_edits import attribute, is_default_domain, node_label, replace_nodes, used_names
+from ..model.graph_edits import (
+    attribute,
+    is_default_domain,
+    node_label,
+    replace_nodes,
+    set_attributes,
+    used_names,
+)
 from ..model.shapes import MAX_ELEMENTS, infer_shapes, static_shape
 from ..model.weights import SMALL_ELEMENTS, Weights, add_weight, keep_tensors, to_array
 
 FOLDABLE = frozenset(
-    """Abs Add And Cast Ceil Concat Constant ConstantOfShape Div Equal Exp Expand Flatten Floor
-    Gather Greater Identity Less Log Max Min Mod Mul Neg Not Or Pow Range Reciprocal ReduceMax
-    ReduceMin ReduceProd ReduceSum Reshape Shape Size Slice Split Sqrt Squeeze Sub Sum Tile
-    Transpose Unsqueeze Where""".split()
+    """Abs Add And ArgMax ArgMin Cast CastLike Ceil Clip Concat Constant ConstantOfShape Cos CumSum
+    DequantizeLinear Div Equal Exp Expand EyeLike Flatten Floor Gather GatherElements GatherND
+    Greater GreaterOrEqual Identity IsInf IsNaN Less LessOrEqual Log Max Min Mod Mul Neg NonZero Not
+    Or Pad Pow Range Reciprocal ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Relu Reshape
+    Round ScatterElements ScatterND Shape Sigmoid Sign Sin Size Slice Split Sqrt Squeeze Sub Sum
+    Tanh Tile Transpose Trilu Unsqueeze Where Xor""".split()
 )
 
 BROADCASTING = frozenset(
-    "Add And Div Equal Greater Less Max Min Mod Mul Or Pow Sub Sum Where".split()
+    """Add And Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mod Mul Or Pow Sub Sum
+    Where Xor""".split()
 )
 
 SIZES = {"ConstantOfShape": 0, "Tile": 1}
@@ -52,6 +62,7 @@ def fold_constants(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     """
     folder = _Folder(model, weights)
     while folder.run(model):
+        del model.graph.value_info[:]  # a folded size is better than the name that it had
         model = infer_shapes(model)
     return model
 
@@ -64,6 +75,7 @@ class _Folder:
         self.opsets = list(model.opset_import)
         self.values: dict[str, np.ndarray] = {}
         self.shapes: dict[str, tuple[int, ...] | None] = {}
+        self.types: dict[str, int] = {}
         self.small: dict[str, onnx.TensorProto] = {}
         self.folded_bytes = 0
 
@@ -73,6 +85,8 @@ class _Folder:
         infos = (*graph.input, *graph.value_info, *graph.output)
         self.shapes = {info.name: static_shape(info) for info in infos}
         self.small = {tensor.name: tensor for tensor in graph.initializer}
+        self.types = {info.name: info.type.tensor_type.elem_type for info in infos}
+        self.types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
         nodes = list(graph.node)
         kept = [node for node in nodes if not self._fold(node)]
         if len(kept) == len(nodes):
@@ -83,8 +97,12 @@ class _Folder:
 
     def _fold(self, node: onnx.NodeProto) -> bool:
         """Compute the node's results if they are constant; return whether they were."""
-        if not is_default_domain(node) or node.op_type not in FOLDABLE:
+        if not is_default_domain(node) or self._is_empty(node):
+            return is_default_domain(node)
+        if node.op_type not in FOLDABLE:
             return False
+        if node.op_type == "CastLike" and self.types.get(node.input[1]):
+            _name_type(node, self.types[node.input[1]])
         shape = self.shapes.get(node.input[0]) if node.input else None
         if node.op_type in ("Shape", "Size") and shape is not None:
             self.values[node.output[0]] = _shape_value(node, shape)
@@ -101,6 +119,17 @@ class _Folder:
         if results is None:
             return False
         self.values.update(results)
+        return True
+
+    def _is_empty(self, node: onnx.NodeProto) -> bool:
+        """Return whether no result has elements; then their values are known."""
+        names = [name for name in node.output if name]
+        shapes = [self.shapes.get(name) for name in names]
+        if not shapes or not all(shape is not None and 0 in shape for shape in shapes):
+            return False
+        for name, shape in zip(names, shapes, strict=True):
+            kind = helper.tensor_dtype_to_np_dtype(self.types[name])
+            self.values[name] = np.empty(shape or (), kind)
         return True
 
     def _value(self, name: str) -> np.ndarray | None:
@@ -140,6 +169,13 @@ class _Folder:
                 add_weight(graph, self.weights, name, value)
             else:
                 graph.initializer.append(numpy_helper.from_array(value, name))
+
+
+def _name_type(node: onnx.NodeProto, dtype: int) -> None:
+    """Turn a CastLike into a Cast to a known type."""
+    node.op_type = "Cast"
+    del node.input[1:]
+    set_attributes(node, to=dtype)
 
 
 def _shape_value(node: onnx.NodeProto, shape: tuple[int, ...]) -> np.ndarray:

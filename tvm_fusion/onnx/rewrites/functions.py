@@ -17,9 +17,15 @@ from ..model.graph_edits import (
     nested_graphs,
     set_attributes,
 )
+from ..model.shapes import infer_shapes
 
-EXPANDED = ("Attention", "Celu", "Swish")
-"""Operators that the importer lacks and that ONNX defines by others."""
+EXPANDED = (
+    *("AffineGrid", "Attention", "BlackmanWindow", "CausalConvWithState", "Celu", "CenterCropPad"),
+    *("HammingWindow", "HannWindow", "LinearAttention"),
+    *("NegativeLogLikelihoodLoss", "RotaryEmbedding", "SoftmaxCrossEntropyLoss", "SwiGLU", "Swish"),
+)
+"""Operators that the importer lacks, or translates for some shapes only, and that ONNX defines by
+others."""
 
 BODIES = "tvm_fusion.bodies"
 """Domain of the functions that stand for such operators while they are inlined."""
@@ -42,7 +48,7 @@ def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def expand_operators(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with the operators of ``EXPANDED`` written out.
+    """Return the model with the operators of ``EXPANDED`` written out, and their shapes inferred.
 
     Their bodies depend on types, which are inferred in the main graph only: splice branches first.
     """
@@ -53,9 +59,10 @@ def expand_operators(model: onnx.ModelProto) -> onnx.ModelProto:
     wanted = [("", name) for name in EXPANDED]
     try:
         model = inliner.inline_local_functions(model) if model.functions else model
-        return inliner.inline_selected_functions(model, wanted, inline_schema_functions=True)
+        model = inliner.inline_selected_functions(model, wanted, inline_schema_functions=True)
     except (RuntimeError, ValueError) as error:
         raise InvalidModelError(f"operators of the model cannot be expanded: {error}") from error
+    return infer_shapes(model)
 
 
 def _write_defaults(model: onnx.ModelProto) -> None:
@@ -70,14 +77,17 @@ def _write_defaults(model: onnx.ModelProto) -> None:
 
 
 def _name_bodies(model: onnx.ModelProto) -> None:
-    """Make calls of functions of nodes that lack an input: the inliner asks for its type."""
+    """Make calls of functions of nodes whose body depends on types.
+
+    The inliner knows neither the type of an initialiser nor that of an input that is missing.
+    """
     opset = default_opset(model) or 1
     infos = (*model.graph.input, *model.graph.value_info, *model.graph.output)
     types = {info.name: info.type.SerializeToString() for info in infos}
     types |= {t.name: _type_of(t).SerializeToString() for t in model.graph.initializer}
     for index, node in enumerate(model.graph.node):
         schema = _body_schema(node, opset)
-        if schema is None or all(node.input):
+        if schema is None:
             continue
         known = schema.context_dependent_function_opset_versions
         body = onnx.FunctionProto.FromString(

@@ -14,12 +14,15 @@ import onnx
 
 from ..model.graph_edits import attribute
 from ..model.tensor_facts import INTEGER_TYPES
+from .division import expand_division
 from .expansion import Expansion
 
 
 def expand_modulo(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Replace a Mod of floats with ``fmod=0``."""
+    """Replace a Mod of floats with ``fmod=0``, or of integers by unsafe divisors."""
     dtype = expansion.facts.dtype(node.input[0])
+    if dtype in INTEGER_TYPES:
+        expand_division(node, expansion)
     if attribute(node, "fmod", 0) or not dtype or dtype in INTEGER_TYPES:
         return
     x, divisor = node.input

@@ -7,10 +7,11 @@ A power function is slow, and with fast arithmetic on a GPU it loses negative ba
 from __future__ import annotations
 
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
 from ..model.graph_edits import is_default_domain, replace_nodes
 from ..model.tensor_facts import INTEGER_TYPES, GraphFacts
+from .expansion import Expansion
 
 LARGEST_PRODUCT = 8
 """Largest exponent that becomes products, at most four of them."""
@@ -29,8 +30,25 @@ def replace_powers(model: onnx.ModelProto, facts: GraphFacts) -> None:
     replace_nodes(model.graph, nodes)
 
 
+def expand_power(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Compute a power of integers in float64, and one with exponents from data in one type.
+
+    ::
+
+        integers:  Cast(Pow(Cast(x, double), Cast(y, double)))
+        floats:    Pow(x, Cast(y))
+    """
+    base, exponent = (expansion.facts.dtype(name) for name in node.input)
+    if base in INTEGER_TYPES:
+        wide = [expansion.emit("Cast", name, to=TensorProto.DOUBLE) for name in node.input]
+        expansion.finish(expansion.emit("Cast", expansion.emit("Pow", *wide), to=base))
+    elif exponent != base and expansion.facts.constant(node.input[1]) is None:
+        cast = expansion.emit("Cast", node.input[1], to=base)
+        expansion.finish(expansion.emit("Pow", node.input[0], cast))
+
+
 def _is_power_of_floats(node: onnx.NodeProto, facts: GraphFacts) -> bool:
-    """Return whether the node is a Pow of floats; powers of integers are refused later."""
+    """Return whether the node is a Pow of floats."""
     if not is_default_domain(node) or node.op_type != "Pow":
         return False
     base = facts.dtype(node.input[0])

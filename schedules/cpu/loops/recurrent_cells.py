@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent layers as one kernel each: all steps of an LSTM, a GRU or a simple RNN.
+
+The products of the inputs with their weights are computed before, for all steps at once. Then::
+
+    for step in range(40):
+        for block in T.parallel(16):                  # of hidden units
+            for row in range(2):                      # tiles of the batch
+                for k in range(256):
+                    sums[...] += state[row, k] * weights[block, k, gate, 0:16]
+                state[...], cell[...] = activations of sums
+
+Weights, biases and the inputs' products have the layout ``[block][k][gate][lane]``, so that one
+step reads each block of the weights from first to last. A step reads one copy of the state and
+writes the other one. A GRU that resets before the product needs its reset state whole: it has two
+loops a step.
+
+Source: the formulas of the operators LSTM, GRU and RNN in the ONNX standard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from schedules.errors import OpError
+from schedules.tir.vector_math import vectorize_math
+
+LANES = 16
+"""Hidden units of a block."""
+
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+"""Gates of each cell, in ONNX's order: i o f c, z r h, and the only one."""
+
+_WORTH_THREADS = 1 << 16
+_ACCUMULATORS = 8
+
+Activation = Callable[[tirx.Expr, float, float], tirx.Expr]
+
+
+@dataclass(frozen=True)
+class RecurrentCell:
+    """A recurrent layer of one direction.
+
+    Parameters
+    ----------
+    kind : str
+        ``LSTM``, ``GRU`` or ``RNN``.
+    steps, batch, hidden : int
+        Length of the sequences, their number, and the units of the state.
+    activations : tuple
+        Name, alpha and beta of each, as in ONNX.
+    clip : float
+        Bound of what the activations of gates get; none if 0.
+    reverse : bool
+        From the last step to the first.
+    has_lengths : bool
+        Whether sequences have lengths of their own; after its end the outputs of one are 0.
+    has_peepholes : bool
+        Whether the gates of an LSTM read its cell.
+    coupled : bool
+        Whether the forget gate of an LSTM is 1 minus its input gate.
+    reset_after : bool
+        Whether a GRU resets after the product (ONNX's ``linear_before_reset``).
+    """
+
+    kind: str
+    steps: int
+    batch: int
+    hidden: int
+    activations: tuple[tuple[str, float, float], ...]
+    clip: float = 0.0
+    reverse: bool = False
+    has_lengths: bool = False
+    has_peepholes: bool = False
+    coupled: bool = False
+    reset_after: bool = False
+    dtype: str = "float32"
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of hidden units."""
+        return -(-self.hidden // LANES)
+
+    @property
+    def padded(self) -> int:
+        """Hidden units with those that fill the last block."""
+        return self.blocks * LANES
+
+    @property
+    def gates(self) -> int:
+        """Number of gates."""
+        return GATES[self.kind]
+
+
+def _hard_sigmoid(x: tirx.Expr, alpha: float, beta: float) -> tirx.Expr:
+    return tirx.max(_like(x, 0), tirx.min(_like(x, 1), x * _like(x, alpha) + _like(x, beta)))
+
+
+def _elu(x: tirx.Expr, alpha: float, beta: float) -> tirx.Expr:
+    below = _like(x, alpha) * (tirx.exp(tirx.min(x, _like(x, 0))) - _like(x, 1))
+    return tirx.Select(x > _like(x, 0), x, below)
+
+
+def _softplus(x: tirx.Expr, alpha: float, beta: float) -> tirx.Expr:
+    size = tirx.max(x, _like(x, 0) - x)
+    return tirx.max(x, _like(x, 0)) + tirx.log(_like(x, 1) + tirx.exp(_like(x, 0) - size))
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "Affine": lambda x, a, b: x * _like(x, a) + _like(x, b),
+    "Elu": _elu,
+    "HardSigmoid": _hard_sigmoid,
+    "LeakyRelu": lambda x, a, b: tirx.Select(x < _like(x, 0), x * _like(x, a), x),
+    "Relu": lambda x, a, b: tirx.max(x, _like(x, 0)),
+    "ScaledTanh": lambda x, a, b: _like(x, a) * tirx.tanh(x * _like(x, b)),
+    "Sigmoid": lambda x, a, b: tirx.sigmoid(x),
+    "Softplus": _softplus,
+    "Softsign": lambda x, a, b: x / (_like(x, 1) + tirx.max(x, _like(x, 0) - x)),
+    "Tanh": lambda x, a, b: tirx.tanh(x),
+    "ThresholdedRelu": lambda x, a, b: tirx.Select(x >= _like(x, a), x, _like(x, 0)),
+}
+"""Functions of a vector and the two parameters that ONNX calls alpha and beta."""
+
+
+def recurrent_cell(cell: RecurrentCell) -> tirx.PrimFunc:
+    """The scheduled function of a recurrent layer.
+
+    Parameters
+    ----------
+    cell : RecurrentCell
+        The layer.
+
+    Returns
+    -------
+    tirx.PrimFunc
+        Of ``products`` [steps, batch, blocks * gates * LANES], ``weights`` [blocks, hidden, gates *
+        LANES], ``state`` [batch, hidden], ``memory`` [batch, padded], ``lengths`` int32 [batch],
+        ``peepholes`` [blocks, 3 * LANES] (i, o, f), ``bias`` of a GRU's last gate [padded], and the
+        results: all states [steps, batch, padded], the last one, and the last memory [batch,
+        padded]. Lanes past the last unit are undefined.
+
+    Raises
+    ------
+    OpError
+        If the kind or an activation is unknown.
+    """
+    unknown = [name for name, _, _ in cell.activations if name not in ACTIVATIONS]
+    if cell.kind not in GATES or unknown:
+        raise OpError(
+            f"recurrent cell {cell.kind!r} with activations {unknown}; expected one of "
+            f"{', '.join(GATES)} with {', '.join(ACTIVATIONS)}"
+        )
+    padded, width = cell.padded, cell.gates * LANES
+    shapes = {
+        "products": (cell.steps, cell.batch, cell.blocks * width),
+        "weights": (cell.blocks, cell.hidden, width),
+        "state": (cell.batch, cell.hidden),
+        "memory": (cell.batch, padded),
+        "lengths": (cell.batch,),
+        "peepholes": (cell.blocks, 3 * LANES),
+        "bias": (padded,),
+        "states": (cell.steps, cell.batch, padded),
+        "last_state": (cell.batch, padded),
+        "last_memory": (cell.batch, padded),
+    }
+    with IRBuilder() as builder:
+        with T.prim_func(s_tir=True):
+            T.func_name("main")
+            views = {}
+            for name, shape in shapes.items():
+                dtype = "int32" if name == "lengths" else cell.dtype
+                buffer = tirx.decl_buffer(shape, dtype, name)
+                T.arg(name, buffer)
+                views[name] = buffer
+            T.func_attr({"tirx.is_scheduled": True, "tvm_fusion.rule": "RecurrentCell"})
+            with T.sblock("root"):
+                T.reads()
+                T.writes()
+                flat = {
+                    name: T.decl_buffer((_size(shapes[name]),), view.dtype, data=view.data)
+                    for name, view in views.items()
+                }
+                _Writer(cell, flat).write()
+    return vectorize_math(builder.get().without_attr("global_symbol"))
+
+
+@dataclass
+class _Writer:
+    """Emits the loops; offsets count elements of flat buffers."""
+
+    cell: RecurrentCell
+    flat: dict[str, tirx.Buffer]
+    own: dict[str, tirx.Buffer] = field(default_factory=dict)
+
+    def write(self) -> None:
+        cell = self.cell
+        size = cell.batch * cell.padded
+        self.own["states"] = T.sblock_alloc_buffer((2 * size,), cell.dtype)
+        if cell.kind == "GRU" and not cell.reset_after:
+            self.own["update"] = T.sblock_alloc_buffer((size,), cell.dtype)
+            self.own["reset"] = T.sblock_alloc_buffer((size,), cell.dtype)
+        self._begin()
+        with T.serial(0, cell.steps) as step:
+            if "update" in self.own:
+                with self._blocks() as block, T.serial(0, self._tiles()) as tile:
+                    self._tile(step, block, tile, [0, 1], self._gru_gates)
+                with self._blocks() as block, T.serial(0, self._tiles()) as tile:
+                    self._tile(step, block, tile, [2], self._gru_reset_before)
+            else:
+                finish = {"LSTM": self._lstm, "GRU": self._gru_reset_after, "RNN": self._rnn}
+                with self._blocks() as block, T.serial(0, self._tiles()) as tile:
+                    self._tile(step, block, tile, list(range(cell.gates)), finish[cell.kind])
+        with T.serial(0, size // LANES) as vector:
+            at = vector * LANES
+            last = self.own["states"][_ramp(cell.steps % 2 * size + at)]
+            self._store(self.flat["last_state"], last, at)
+
+    def _begin(self) -> None:
+        """Copy the initial state and memory, the lanes past the last unit being 0."""
+        cell = self.cell
+        with T.serial(0, cell.batch) as row, T.serial(0, cell.padded) as unit:
+            is_unit = unit < cell.hidden
+            first = tirx.if_then_else(
+                is_unit,
+                self.flat["state"][row * cell.hidden + tirx.min(unit, cell.hidden - 1)],
+                tirx.const(0, cell.dtype),
+            )
+            T.buffer_store(self.own["states"], first, [row * cell.padded + unit])
+            memory = self.flat["memory"][row * cell.padded + unit]
+            T.buffer_store(self.flat["last_memory"], memory, [row * cell.padded + unit])
+
+    def _blocks(self) -> AbstractContextManager[tirx.Var]:
+        """The loop over the blocks, in parallel if a step is worth it."""
+        cell = self.cell
+        work = cell.hidden * cell.padded * cell.gates * cell.batch
+        loop = T.parallel if work >= _WORTH_THREADS and cell.blocks > 1 else T.serial
+        return loop(0, cell.blocks)
+
+    def _rows(self) -> int:
+        """Rows of the batch whose sums fit into registers."""
+        most = max(1, _ACCUMULATORS // self.cell.gates)
+        return max(n for n in range(1, most + 1) if self.cell.batch % n == 0)
+
+    def _tiles(self) -> int:
+        return self.cell.batch // self._rows()
+
+    def _tile(
+        self,
+        step: tirx.Var,
+        block: tirx.Var,
+        tile: tirx.Var,
+        gates: Sequence[int],
+        finish: Callable[[_Tile], None],
+    ) -> None:
+        """Compute some gates of some rows of a block, then what follows from them."""
+        cell, rows = self.cell, self._rows()
+        size = cell.batch * cell.padded
+        with T.sblock("tile"):
+            T.reads()
+            T.writes()
+            sums = {
+                (row, gate): T.sblock_alloc_buffer((LANES,), cell.dtype)
+                for row in range(rows)
+                for gate in gates
+            }
+            for row in range(rows):
+                number = tile * rows + row
+                place = _Place(self, step, block, number)
+                for gate in gates:
+                    is_apart = cell.kind == "GRU" and gate == 2 and cell.reset_after
+                    start = self._bias(block) if is_apart else place.product(gate)
+                    self._store(sums[row, gate], start, 0)
+            source, base = self.own["states"], step % 2 * size
+            if gates == [2] and "reset" in self.own:
+                source, base = self.own["reset"], 0
+            width = cell.gates * LANES
+            with T.serial(0, cell.hidden) as k:
+                for row in range(rows):
+                    value = source[base + (tile * rows + row) * cell.padded + k]
+                    for gate in gates:
+                        at = (block * cell.hidden + k) * width + gate * LANES
+                        weight = self.flat["weights"][_ramp(at)]
+                        total = sums[row, gate]
+                        product = T.broadcast(value, LANES) * weight
+                        self._store(total, total[_ramp(0)] + product, 0)
+            for row in range(rows):
+                place = _Place(self, step, block, tile * rows + row)
+                finish(_Tile(place, {gate: sums[row, gate] for gate in gates}))
+
+    def _bias(self, block: tirx.Var) -> tirx.Expr:
+        return self.flat["bias"][_ramp(block * LANES)]
+
+    def _activate(self, number: int, x: tirx.Expr, clipped: bool = True) -> tirx.Expr:
+        """An activation, by its number in ONNX's order."""
+        name, alpha, beta = self.cell.activations[number]
+        if self.cell.clip and clipped:
+            bound = _like(x, self.cell.clip)
+            x = tirx.max(tirx.min(x, bound), _like(x, 0) - bound)
+        return ACTIVATIONS[name](x, alpha, beta)
+
+    def _lstm(self, tile: _Tile) -> None:
+        place, gates = tile.place, tile.gates
+        memory = self.flat["last_memory"]
+        old = memory[_ramp(place.own)]
+        peepholes = [
+            self.flat["peepholes"][_ramp(place.block * (3 * LANES) + i * LANES)] for i in range(3)
+        ]
+
+        def gate(number: int, state: tirx.Expr, activation: int) -> None:
+            total = gates[number][_ramp(0)]
+            if self.cell.has_peepholes and number < 3:
+                total = total + peepholes[number] * state
+            self._store(gates[number], self._activate(activation, total), 0)
+
+        gate(0, old, 0)
+        if self.cell.coupled:
+            self._store(gates[2], _like(old, 1) - gates[0][_ramp(0)], 0)
+        else:
+            gate(2, old, 0)
+        gate(3, old, 1)
+        new = gates[2][_ramp(0)] * old + gates[0][_ramp(0)] * gates[3][_ramp(0)]
+        self._store(gates[3], new, 0)
+        gate(1, gates[3][_ramp(0)], 0)
+        shown = self._activate(2, gates[3][_ramp(0)], clipped=False)
+        self._store(gates[1], gates[1][_ramp(0)] * shown, 0)
+        self._store(memory, place.unless_over(gates[3][_ramp(0)], old), place.own)
+        place.put(gates[1][_ramp(0)])
+
+    def _rnn(self, tile: _Tile) -> None:
+        total = tile.gates[0]
+        self._store(total, self._activate(0, total[_ramp(0)]), 0)
+        tile.place.put(total[_ramp(0)])
+
+    def _gru_gates(self, tile: _Tile) -> None:
+        """The update gate and the state after the reset."""
+        for number, name in enumerate(("update", "reset")):
+            total = tile.gates[number]
+            self._store(total, self._activate(0, total[_ramp(0)]), 0)
+            value = total[_ramp(0)]
+            value = value * tile.place.state if name == "reset" else value
+            self._store(self.own[name], value, tile.place.own)
+
+    def _gru_reset_before(self, tile: _Tile) -> None:
+        total = tile.gates[2]
+        self._store(total, self._activate(1, total[_ramp(0)]), 0)
+        self._mix(tile, self.own["update"][_ramp(tile.place.own)])
+
+    def _gru_reset_after(self, tile: _Tile) -> None:
+        gates = tile.gates
+        for number in (0, 1):
+            self._store(gates[number], self._activate(0, gates[number][_ramp(0)]), 0)
+        total = tile.place.product(2) + gates[1][_ramp(0)] * gates[2][_ramp(0)]
+        self._store(gates[2], total, 0)
+        self._store(gates[2], self._activate(1, gates[2][_ramp(0)]), 0)
+        self._mix(tile, gates[0][_ramp(0)])
+
+    def _mix(self, tile: _Tile, update: tirx.Expr) -> None:
+        """The new state between the old one and the candidate."""
+        candidate = tile.gates[2][_ramp(0)]
+        value = (_like(update, 1) - update) * candidate + update * tile.place.state
+        self._store(tile.gates[2], value, 0)
+        tile.place.put(tile.gates[2][_ramp(0)])
+
+    @staticmethod
+    def _store(buffer: tirx.Buffer, value: tirx.Expr, at: tirx.Expr | int) -> None:
+        T.buffer_store(buffer, value, [_ramp(at)])
+
+
+@dataclass
+class _Place:
+    """One row of a block of hidden units, in one step."""
+
+    writer: _Writer
+    step: tirx.Var
+    block: tirx.Var
+    row: tirx.Expr
+
+    @property
+    def own(self) -> tirx.Expr:
+        """Offset in one copy of the state."""
+        return self.row * self.writer.cell.padded + self.block * LANES
+
+    @property
+    def is_over(self) -> tirx.Expr:
+        """Whether the sequence has ended."""
+        return self.step >= self.writer.flat["lengths"][self.row]
+
+    @property
+    def time(self) -> tirx.Expr:
+        """Position in the sequence that is read and written."""
+        cell = self.writer.cell
+        if not cell.reverse:
+            return self.step
+        if not cell.has_lengths:
+            return cell.steps - 1 - self.step
+        length = self.writer.flat["lengths"][self.row]
+        return tirx.if_then_else(self.is_over, self.step, length - 1 - self.step)
+
+    @property
+    def state(self) -> tirx.Expr:
+        """The old state."""
+        cell = self.writer.cell
+        base = self.step % 2 * (cell.batch * cell.padded)
+        return self.writer.own["states"][_ramp(base + self.own)]
+
+    def product(self, gate: int) -> tirx.Expr:
+        """The inputs' product for a gate."""
+        cell = self.writer.cell
+        width = cell.gates * LANES
+        row = (self.time * cell.batch + self.row) * (cell.blocks * width)
+        return self.writer.flat["products"][_ramp(row + self.block * width + gate * LANES)]
+
+    def unless_over(self, value: tirx.Expr, other: tirx.Expr) -> tirx.Expr:
+        """The value, or another after the end of the sequence."""
+        if not self.writer.cell.has_lengths:
+            return value
+        return tirx.Select(T.broadcast(self.is_over, LANES), other, value)
+
+    def put(self, value: tirx.Expr) -> None:
+        """Store the new state, and what the layer returns."""
+        cell, writer = self.writer.cell, self.writer
+        size = cell.batch * cell.padded
+        new = self.unless_over(value, self.state)
+        writer._store(writer.own["states"], new, (self.step + 1) % 2 * size + self.own)
+        shown = self.unless_over(value, _like(value, 0))
+        writer._store(writer.flat["states"], shown, self.time * size + self.own)
+
+
+@dataclass
+class _Tile:
+    """A place and the sums of its gates."""
+
+    place: _Place
+    gates: dict[int, tirx.Buffer]
+
+
+def _like(x: tirx.Expr, value: float) -> tirx.Expr:
+    """A number in all lanes of a vector's type."""
+    return T.broadcast(tirx.const(value, str(x.ty.dtype).partition("x")[0]), LANES)
+
+
+def _ramp(at: tirx.Expr | int) -> tirx.Expr:
+    return T.ramp(at, 1, LANES)
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators of ``com.microsoft`` have the numbers of ONNX Runtime, their author."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper
+from onnx_cases import normal
+
+import tvm_fusion
+from tvm_fusion.errors import UnsupportedOperatorError
+from tvm_fusion.onnx.frontend import import_onnx
+
+DOMAIN = "com.microsoft"
+
+
+def contrib(
+    nodes: Sequence[onnx.NodeProto], feeds: Mapping[str, np.ndarray], opset: int = 17
+) -> onnx.ModelProto:
+    """A model of some nodes; its outputs are those that no node reads."""
+    read = {name for node in nodes for name in node.input}
+    names = [name for node in nodes for name in node.output if name and name not in read]
+    types = {name: onnx.TensorProto.FLOAT for name in names} | {
+        "counts": onnx.TensorProto.INT32
+    }
+    graph = helper.make_graph(
+        list(nodes),
+        "contrib",
+        [
+            helper.make_tensor_value_info(
+                name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape
+            )
+            for name, value in feeds.items()
+        ],
+        [helper.make_tensor_value_info(name, types[name], None) for name in names],
+    )
+    opsets = [helper.make_operatorsetid("", opset), helper.make_operatorsetid(DOMAIN, 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+def node(op_type: str, inputs: str, outputs: str, **attributes: Any) -> onnx.NodeProto:
+    """A node from two lists of names; ``-`` stands for a missing one."""
+    names = [
+        ["" if name == "-" else name for name in text.split()] for text in (inputs, outputs)
+    ]
+    domain = attributes.pop("domain", DOMAIN)
+    name = f"{op_type}_{names[1][0]}"
+    return helper.make_node(op_type, *names, name=name, domain=domain, **attributes)
+
+
+def check(nodes: Sequence[onnx.NodeProto], opset: int = 17, **feeds: np.ndarray) -> None:
+    """Compare all outputs with those of ONNX Runtime."""
+    model = contrib(nodes, feeds, opset)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    wanted = session.run(None, feeds)
+    found = tvm_fusion.compile(model, threads=1)(feeds)
+    found = found if isinstance(found, tuple) else (found,)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_activations() -> None:
+    nodes = [
+        node("Gelu", "x", "a"),
+        node("BiasGelu", "x b", "c"),
+        node("FastGelu", "x", "d"),
+        node("FastGelu", "x b", "e"),
+        node("QuickGelu", "x", "f", alpha=1.3),
+    ]
+    check(nodes, x=normal(3, 5, 7), b=normal(7, seed=2))
+
+
+@pytest.mark.parametrize("opset", [13, 17])
+def test_normalisations(opset: int) -> None:
+    nodes = [
+        node("SkipLayerNormalization", "x s g b c", "y - - sum", epsilon=1e-5),
+        node("SkipLayerNormalization", "x s g", "z", epsilon=1e-3),
+        node("SkipSimplifiedLayerNormalization", "x s g c", "r", epsilon=1e-5),
+        node("SimplifiedLayerNormalization", "x g", "q", domain="", epsilon=1e-5, axis=-1),
+    ]
+    vectors = {name: normal(9, seed=seed) for seed, name in enumerate("gbc")}
+    check(nodes, opset, x=normal(2, 3, 9), s=normal(2, 3, 9, seed=5), **vectors)
+
+
+@pytest.mark.parametrize("given", ["segments mask", "-"])
+def test_embeddings(given: str) -> None:
+    is_given = given != "-"
+    inputs = "ids segments words places kinds g b mask" if is_given else "ids - words places - g b"
+    outputs = "y counts" if is_given else "y -"
+    generator = np.random.default_rng(0)
+    feeds = {
+        "ids": generator.integers(0, 20, (2, 5)).astype("int32"),
+        "words": normal(20, 8),
+        "places": normal(9, 8, seed=2),
+        "g": normal(8, seed=4),
+        "b": normal(8, seed=5),
+    }
+    if is_given:
+        feeds["segments"] = generator.integers(0, 2, (2, 5)).astype("int32")
+        feeds["kinds"] = normal(2, 8, seed=3)
+        feeds["mask"] = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], "int32")
+    check([node("EmbedLayerNormalization", inputs, outputs)], **feeds)
+
+
+def test_products() -> None:
+    nodes = [
+        node("FusedMatMul", "a b", "y", alpha=0.5, transA=1),
+        node("FusedMatMul", "y b", "z", transB=1),
+    ]
+    check(nodes, a=normal(2, 5, 3), b=normal(2, 5, 4, seed=2))
+
+
+@pytest.mark.parametrize("activation", ["Relu", "LeakyRelu", "Clip", ""])
+def test_convolutions(activation: str) -> None:
+    values = {"LeakyRelu": [0.2], "Clip": [-0.5, 0.7]}.get(activation)
+    chosen: dict[str, Any] = {"activation": activation} if activation else {}
+    chosen |= {} if values is None else {"activation_params": values}
+    inputs = "x w b z" if activation == "Relu" else "x w b"
+    feeds = {"x": normal(1, 3, 6, 6), "w": normal(4, 3, 3, 3, seed=2), "b": normal(4, seed=3)}
+    if "z" in inputs:
+        feeds["z"] = normal(1, 4, 6, 6, seed=4)
+    check([node("FusedConv", inputs, "y", pads=[1, 1, 1, 1], **chosen)], **feeds)
+
+
+@pytest.mark.parametrize("unidirectional", [0, 1])
+@pytest.mark.parametrize("mask", ["-", "mask"])
+def test_attention(unidirectional: int, mask: str) -> None:
+    inputs = f"x w b {mask}" + (" past" if mask == "-" else "")
+    outputs = "y present" if mask == "-" else "y"
+    feeds = {"x": normal(2, 4, 6), "w": normal(6, 24, seed=2), "b": normal(24, seed=3)}
+    if mask == "-":
+        feeds["past"] = normal(2, 2, 2, 3, 4, seed=6)
+    else:
+        feeds["mask"] = np.array([[1, 1, 0, 0], [1, 1, 1, 1]], "int32")
+    made = node("Attention", inputs, outputs, num_heads=2, unidirectional=unidirectional)
+    check([made], **feeds)
+
+
+def test_attention_of_three_tensors() -> None:
+    inputs = "q k v b mask bias"
+    feeds = {
+        "q": normal(2, 3, 8),
+        "k": normal(2, 5, 8, seed=2),
+        "v": normal(2, 5, 4, seed=3),
+        "b": normal(20, seed=4),
+        "mask": np.array([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]], "int32"),
+        "bias": normal(2, 2, 3, 5, seed=5),
+    }
+    check([node("MultiHeadAttention", inputs, "y", num_heads=2)], **feeds)
+
+
+def test_attention_with_a_past() -> None:
+    inputs = "q k v - - - pk pv"
+    names = ["q", "k", "v"]
+    feeds = {name: normal(2, 3, 8, seed=seed) for seed, name in enumerate(names)}
+    feeds |= {name: normal(2, 2, 4, 4, seed=seed) for seed, name in enumerate(["pk", "pv"])}
+    made = node(
+        "MultiHeadAttention", inputs, "y present_k present_v", num_heads=2, unidirectional=1
+    )
+    check([made], **feeds)
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (node("SkipLayerNormalization", "x x g", "y mean"), "its mean or its deviation is asked"),
+        (node("FusedMatMul", "x x", "y", transBatchA=1), "it transposes batches"),
+        (node("FusedConv", "x x", "y", activation="Swish"), "its activation is 'Swish'"),
+        (node("MultiHeadAttention", "x", "y", num_heads=2), r"have \[3, 0, 0\] dimensions"),
+        (node("LongformerAttention", "x", "y"), "this operator has no translation"),
+    ],
+)
+def test_refusals(made: onnx.NodeProto, reason: str) -> None:
+    model = contrib([made], {"x": normal(2, 3, 4), "g": normal(4)})
+    with pytest.raises(UnsupportedOperatorError, match=f"{made.op_type}.*{reason}"):
+        import_onnx(model)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scan, Loop and If have the numbers of ONNX Runtime, or are refused with a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx_cases import assert_same_as_onnx_runtime, int64, normal, onnx_model
+
+from tvm_fusion.errors import UnsupportedOperatorError
+from tvm_fusion.onnx.frontend import import_onnx
+
+FLOAT = TensorProto.FLOAT
+
+
+def info(name: str, *shape: int, kind: int = FLOAT) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def scan(steps: int, **attributes: Any) -> onnx.ModelProto:
+    """A sum of what was seen, and each product with a constant of the body."""
+    body = helper.make_graph(
+        [
+            helper.make_node("Add", ["s", "v"], ["t"]),
+            helper.make_node("Mul", ["t", "factor"], ["u"]),
+        ],
+        "body",
+        [info("s", 4), info("v", 4)],
+        [info("t", 4), info("u", 4)],
+        [numpy_helper.from_array(normal(4, seed=5), "factor")],
+    )
+    node = helper.make_node(
+        "Scan", ["start", "x"], ["last", "y"], "op", body=body, num_scan_inputs=1, **attributes
+    )
+    shape = (4, steps) if "scan_input_axes" in attributes else (steps, 4)
+    return onnx_model([node], {"start": (4,), "x": shape}, ["last", "y"])
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {},
+        {"scan_input_directions": [1]},
+        {"scan_output_directions": [1]},
+        {"scan_input_axes": [1], "scan_output_axes": [1]},
+    ],
+)
+def test_scans(attributes: dict[str, Any]) -> None:
+    assert_same_as_onnx_runtime(scan(5, **attributes))
+
+
+def test_outputs_of_many_steps() -> None:
+    assert_same_as_onnx_runtime(scan(19))
+
+
+def test_too_many_steps_are_refused() -> None:
+    with pytest.raises(UnsupportedOperatorError, match="'op': Scan .* its 9000 steps become 18000"):
+        import_onnx(scan(9000))
+
+
+def loop(count: np.ndarray | None, condition: str = "go") -> onnx.ModelProto:
+    """A running product, and the number of the step added to it."""
+    end = "is_small" if condition == "computed" else "go_on"
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["go"], ["go_on"]),
+            helper.make_node("Cast", ["i"], ["number"], to=FLOAT),
+            helper.make_node("Mul", ["s", "x"], ["t"]),
+            helper.make_node("Add", ["t", "number"], ["u"]),
+            helper.make_node("ReduceMax", ["u"], ["top"], keepdims=0),
+            helper.make_node("Less", ["top", "top"], ["is_small"]),
+        ],
+        "body",
+        [info("i", kind=TensorProto.INT64), info("go", kind=TensorProto.BOOL), info("s", 3)],
+        [info(end, kind=TensorProto.BOOL), info("t", 3), info("u", 3)],
+    )
+    nodes = [helper.make_node("Loop", ["n", "", "x"], ["last", "y"], "op", body=body)]
+    if count is None:
+        nodes.insert(0, helper.make_node("Cast", ["total"], ["n"], to=TensorProto.INT64))
+        nodes.insert(0, helper.make_node("ReduceSum", ["x"], ["total"], keepdims=0))
+        return onnx_model(nodes, {"x": (3,)}, ["last", "y"])
+    return onnx_model(nodes, {"x": (3,)}, ["last", "y"], {"n": count})
+
+
+def test_loops() -> None:
+    assert_same_as_onnx_runtime(loop(np.array(4)))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (loop(None), "its number of steps depends on data; expected a constant"),
+        (loop(np.array(4), "computed"), "its body computes the condition to go on; expected"),
+        (loop(np.array(0)), "it has no steps, so its outputs may have no size"),
+    ],
+)
+def test_loops_that_are_refused(model: onnx.ModelProto, reason: str) -> None:
+    with pytest.raises(UnsupportedOperatorError, match=f"'op': Loop .* {reason}"):
+        import_onnx(model)
+
+
+def test_branches_of_other_shapes_are_refused() -> None:
+    branches = {
+        f"{name}_branch": helper.make_graph(
+            [helper.make_node("Slice", ["x", "zero", "one" if name == "then" else "two"], [name])],
+            name,
+            [],
+            [helper.make_tensor_value_info(name, FLOAT, [None])],
+        )
+        for name in ("then", "else")
+    }
+    nodes = [
+        helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=0),
+        helper.make_node("Greater", ["sum", "sum"], ["flag"]),
+        helper.make_node("If", ["flag"], ["y"], "op", **branches),
+    ]
+    constants = {"zero": int64(0), "one": int64(1), "two": int64(2)}
+    model = onnx_model(nodes, {"x": (3,)}, ["y"], constants)
+    with pytest.raises(UnsupportedOperatorError, match="its branches return other shapes"):
+        import_onnx(model)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised operators and transforms have the numbers of ONNX Runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+
+import tvm_fusion
+from tvm_fusion.errors import UnsupportedOperatorError
+from tvm_fusion.onnx.frontend import import_onnx
+
+
+def integers(*shape: int, dtype: str = "uint8", seed: int = 1) -> np.ndarray:
+    limits = np.iinfo(dtype)
+    generator = np.random.default_rng(seed)
+    return generator.integers(limits.min, limits.max, shape, dtype, endpoint=True)
+
+
+def model_of(
+    op_type: str, feeds: dict[str, Any], constants: dict[str, Any], result: str, **attributes: Any
+) -> onnx.ModelProto:
+    """One node that reads all arrays in order; a None is a missing input."""
+    given = {**feeds, **constants}
+    names = [name if value is not None else "" for name, value in given.items()]
+    kinds = helper.np_dtype_to_tensor_dtype
+    graph = helper.make_graph(
+        [helper.make_node(op_type, names, ["y"], "op", **attributes)],
+        "quantised",
+        [helper.make_tensor_value_info(n, kinds(v.dtype), v.shape) for n, v in feeds.items()],
+        [helper.make_tensor_value_info("y", kinds(np.dtype(result)), None)],
+        [numpy_helper.from_array(v, n) for n, v in constants.items() if v is not None],
+    )
+    opset = [helper.make_operatorsetid("", 21)]
+    return helper.make_model(graph, opset_imports=opset, ir_version=10)
+
+
+def check(model: onnx.ModelProto, feeds: dict[str, Any], most: float) -> None:
+    """Compare with ONNX Runtime; a number may differ by ``most``."""
+    (wanted,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
+    found = tvm_fusion.compile(model, threads=1)(feeds)
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    assert np.abs(found.astype("float64") - wanted.astype("float64")).max() <= most
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_products(columns: bool) -> None:
+    feeds = {"a": integers(3, 7)}
+    scale = np.linspace(0.01, 0.03, 5, dtype="float32") if columns else np.array(0.02, "float32")
+    zero = np.zeros(5, "int8") if columns else np.array(-3, "int8")
+    constants = {
+        "as": np.array(0.02, "float32"),
+        "az": np.array(117, "uint8"),
+        "b": integers(7, 5, dtype="int8"),
+        "bs": scale,
+        "bz": zero,
+        "ys": np.array(0.1, "float32"),
+        "yz": np.array(100, "uint8"),
+    }
+    check(model_of("QLinearMatMul", feeds, constants, "uint8"), feeds, 0)
+
+
+def test_convolutions() -> None:
+    feeds = {"x": integers(1, 4, 7, 7)}
+    constants = {
+        "xs": np.array(0.02, "float32"),
+        "xz": np.array(110, "uint8"),
+        "w": integers(6, 2, 3, 3, dtype="int8"),
+        "ws": np.linspace(0.01, 0.03, 6, dtype="float32"),
+        "wz": np.zeros(6, "int8"),
+        "ys": np.array(0.5, "float32"),
+        "yz": np.array(128, "uint8"),
+        "b": integers(6, dtype="int16").astype("int32"),
+    }
+    model = model_of("QLinearConv", feeds, constants, "uint8", pads=[1, 1, 1, 1], group=2)
+    check(model, feeds, 1)  # a half may be rounded up or down
+
+
+@pytest.mark.parametrize("depth", [7, 3001])
+def test_exact_products(depth: int) -> None:
+    feeds = {"a": np.full((2, depth), 255, "uint8"), "b": integers(depth, 3)}
+    zeros = {"az": np.array(3, "uint8"), "bz": np.array(7, "uint8")}
+    check(model_of("MatMulInteger", feeds, zeros, "int32"), feeds, 0)
+
+
+def test_exact_convolutions() -> None:
+    feeds = {"x": integers(1, 3, 6, 5), "w": integers(4, 3, 3, 3)}
+    zeros = {"xz": np.array(9, "uint8")}
+    check(model_of("ConvInteger", feeds, zeros, "int32", pads=[1, 0, 1, 2]), feeds, 0)
+
+
+def test_blocks() -> None:
+    x = np.random.default_rng(2).standard_normal((3, 10)).astype("float32")
+    scales = np.random.default_rng(3).uniform(0.01, 0.1, (3, 4)).astype("float32")
+    zeros = integers(3, 4, dtype="int8")
+    constants = {"s": scales, "z": zeros}
+    wide = [np.repeat(each, 3, axis=1)[:, :10].astype("float64") for each in (scales, zeros)]
+    model = model_of("QuantizeLinear", {"x": x}, constants, "int8", axis=1, block_size=3)
+    found = tvm_fusion.compile(model, threads=1)(x)
+    wanted = np.clip(np.round(x / wide[0]) + wide[1], -128, 127)
+    np.testing.assert_array_equal(found, wanted)
+    model = model_of("DequantizeLinear", {"x": found}, constants, "float32", axis=1, block_size=3)
+    again = tvm_fusion.compile(model, threads=1)(found)
+    np.testing.assert_allclose(again, (found - wide[1]) * wide[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("axis", "inverse", "onesided"), [(1, 0, 0), (2, 0, 1), (1, 1, 0)])
+def test_transforms(axis: int, inverse: int, onesided: int) -> None:
+    parts = 1 if onesided else 2
+    x = np.random.default_rng(4).standard_normal((2, 12, 5, parts)).astype("float32")
+    constants = {"length": None, "axis": np.array(axis)}
+    flags = {"inverse": inverse, "onesided": onesided}
+    found = tvm_fusion.compile(model_of("DFT", {"x": x}, constants, "float32", **flags))(x)
+    signal = x[..., 0] + (1j * x[..., 1] if parts == 2 else 0)
+    transform = np.fft.ifft if inverse else np.fft.rfft if onesided else np.fft.fft
+    wanted = transform(signal, axis=axis)
+    np.testing.assert_allclose(found, np.stack([wanted.real, wanted.imag], -1), atol=1e-4)
+
+
+def test_long_transforms_are_refused() -> None:
+    x = np.zeros((1, 5000, 1), "float32")
+    model = model_of("DFT", {"x": x}, {"length": None, "axis": np.array(1)}, "float32")
+    with pytest.raises(UnsupportedOperatorError, match="its length is 5000; at most 4096 is"):
+        import_onnx(model)

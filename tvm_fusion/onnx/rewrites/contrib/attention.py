@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Attention`` and ``MultiHeadAttention``: softmax(scale * Q @ K.T + bias) @ V.
+
+Heads are the second of four axes in between: [batch, heads, length, size].
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .parts import Parts, sizes
+from .pointwise import Refusal
+
+LOWEST = -65504.0
+"""What a causal mask adds, the lowest float16: no weight is left of it."""
+
+
+def attention(parts: Parts) -> Refusal:
+    """The product of the input with all weights, then attention."""
+    heads = parts.get("num_heads")
+    widths = parts.get("qkv_hidden_sizes") or _thirds(sizes(parts, parts.input(1), [-1]))
+    if widths is None:
+        return "the size of its weights is only known at run time"
+    if parts.input(6) or parts.get("do_rotary", 0) or parts.get("past_present_share_buffer", 0):
+        return "it has rotary embeddings or a past of a length that depends on data"
+    product = parts.emit("MatMul", parts.input(0), parts.input(1))
+    if parts.input(2):
+        product = parts.emit("Add", product, parts.input(2))
+    ends = np.cumsum([0, *widths])
+    axis = parts.constant([-1])
+    places = [parts.constant([int(end)]) for end in ends]
+    query, key, value = (
+        _split_heads(parts, parts.emit("Slice", product, *places[i : i + 2], axis), heads)
+        for i in range(3)
+    )
+    present = ""
+    if parts.input(4):
+        pair = [
+            parts.emit("Gather", parts.input(4), parts.constant(number), axis=0)
+            for number in (0, 1)
+        ]
+        key = parts.emit("Concat", pair[0], key, axis=2)
+        value = parts.emit("Concat", pair[1], value, axis=2)
+    if len(parts.node.output) > 1 and parts.node.output[1]:
+        both = [parts.emit("Unsqueeze", one, parts.constant([0])) for one in (key, value)]
+        present = parts.emit("Concat", *both, axis=0)
+    scale = parts.get("scale", 0.0) or 1 / math.sqrt(widths[0] / heads)
+    past = sizes(parts, parts.input(4), [3]) if parts.input(4) else [0]
+    length = sizes(parts, parts.input(0), [1])
+    result = _attend(
+        parts, (query, key, value), scale, parts.input(3), parts.input(5), _causal(length, past)
+    )
+    if result.startswith("!"):
+        return result[1:]
+    parts.finish(result, present)
+    return None
+
+
+def multi_head_attention(parts: Parts) -> Refusal:
+    """Attention of a query, keys and values, in one tensor, in two, or in three."""
+    heads = parts.get("num_heads")
+    names = [parts.input(position) for position in range(3)]
+    ranks = [len(parts.dims(name) or ()) for name in names]
+    if ranks != [3, 3, 3] and ranks != [3, 4, 4]:
+        return f"its query, key and value have {ranks} dimensions; expected 3, or 4 for both others"
+    width = sizes(parts, names[0], [-1])
+    if width is None:
+        return f"the last size of {names[0]!r} is only known at run time"
+    if [name for name in parts.node.input[8:] if name] or parts.missing(3):
+        return "it has inputs after past_value, or outputs after present_value"
+    if parts.input(3):
+        names = _with_bias(parts, names, width[0]) if ranks[1] == 3 else []
+        if not names:
+            return "it has a bias of keys whose heads are split"
+    query, key, value = (
+        _split_heads(parts, name, heads) if rank == 3 else name
+        for name, rank in zip(names, ranks, strict=True)
+    )
+    past = [0]
+    if parts.input(6):
+        past = sizes(parts, parts.input(6), [2]) or []
+        key = parts.emit("Concat", parts.input(6), key, axis=2)
+        value = parts.emit("Concat", parts.input(7), value, axis=2)
+    scale = parts.get("scale", 0.0) or 1 / math.sqrt(width[0] / heads)
+    length = sizes(parts, parts.input(0), [1])
+    result = _attend(
+        parts, (query, key, value), scale, parts.input(4), parts.input(5), _causal(length, past)
+    )
+    if result.startswith("!"):
+        return result[1:]
+    parts.finish(result, key, value)
+    return None
+
+
+def _thirds(width: list[int] | None) -> list[int] | None:
+    return None if width is None else [width[0] // 3] * 3
+
+
+def _with_bias(parts: Parts, names: list[str], width: int) -> list[str]:
+    """Add to each of three tensors its part of the bias; query and key are equally wide."""
+    ends = [0, width, 2 * width, 2**31 - 1]
+    return [
+        parts.emit(
+            "Add",
+            name,
+            parts.emit(
+                "Slice", parts.input(3), *(parts.constant([at]) for at in ends[i : i + 2])
+            ),
+        )
+        for i, name in enumerate(names)
+    ]
+
+
+def _split_heads(parts: Parts, name: str, heads: int) -> str:
+    return parts.emit("Transpose", parts.reshape(name, 0, 0, heads, -1), perm=[0, 2, 1, 3])
+
+
+def _causal(length: list[int] | None, past: list[int] | None) -> np.ndarray | None:
+    """What a causal mask adds to the scores; None if a length is not known."""
+    if not length or not past:
+        return None
+    rows, columns = length[0], length[0] + past[0]
+    allowed = np.tri(rows, columns, past[0], dtype=bool)
+    return np.where(allowed, 0, LOWEST).astype(np.float32)
+
+
+def _attend(
+    parts: Parts,
+    heads: tuple[str, str, str],
+    scale: float,
+    mask: str,
+    bias: str,
+    causal: np.ndarray | None,
+) -> str:
+    """The result in three axes; a refusal begins with an exclamation mark."""
+    query, key, value = heads
+    turned = parts.emit("Transpose", key, perm=[0, 1, 3, 2])
+    scores = parts.emit("MatMul", parts.scaled(query, scale), turned)
+    if mask:
+        rank = len(parts.dims(mask) or ())
+        if rank not in (2, 3):
+            return f"!its mask {mask!r} has {rank} dimensions; expected 2 or 3"
+        added = _added_by_mask(parts, mask, scores)
+        scores = parts.emit(
+            "Add", scores, parts.emit("Unsqueeze", added, parts.constant([1, 2][: 4 - rank]))
+        )
+    if bias:
+        scores = parts.emit("Add", scores, bias)
+    if parts.get("unidirectional", 0):
+        if causal is None:
+            return "!it is causal, and its lengths are only known at run time"
+        scores = parts.emit("Add", scores, parts.number(causal, scores))
+    mixed = parts.emit("MatMul", parts.emit("Softmax", scores, axis=-1), value)
+    return parts.reshape(parts.emit("Transpose", mixed, perm=[0, 2, 1, 3]), 0, 0, -1)
+
+
+def _added_by_mask(parts: Parts, mask: str, scores: str) -> str:
+    """0 where the mask is not 0, else the filter value."""
+    filter_value = parts.number(parts.get("mask_filter_value", -10000.0), scores)
+    is_kept = parts.emit("Cast", mask, to=9)
+    return parts.emit("Where", is_kept, parts.number(0.0, scores), filter_value)

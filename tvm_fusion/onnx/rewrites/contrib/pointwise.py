@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations, normalisations, embeddings, products and convolutions of ``com.microsoft``."""
+
+from __future__ import annotations
+
+from .parts import Parts
+
+Refusal = str | None
+
+
+def gelu(parts: Parts) -> Refusal:
+    """``Gelu(x)``."""
+    parts.finish(parts.gelu(parts.input(0)))
+    return None
+
+
+def bias_gelu(parts: Parts) -> Refusal:
+    """``Gelu(x + bias)``."""
+    parts.finish(parts.gelu(parts.emit("Add", parts.input(0), parts.input(1))))
+    return None
+
+
+def fast_gelu(parts: Parts) -> Refusal:
+    """``Gelu(x + bias)`` by a hyperbolic tangent."""
+    x = parts.input(0)
+    parts.finish(parts.tanh_gelu(parts.emit("Add", x, parts.input(1)) if parts.input(1) else x))
+    return None
+
+
+def quick_gelu(parts: Parts) -> Refusal:
+    """``x * sigmoid(alpha * x)``."""
+    x = parts.input(0)
+    inner = parts.emit("Sigmoid", parts.scaled(x, parts.get("alpha", 1.702)))
+    parts.finish(parts.emit("Mul", x, inner))
+    return None
+
+
+def skip_layer_norm(parts: Parts) -> Refusal:
+    """``LayerNormalization(x + skip + bias)``, and the sum."""
+    if [name for name in parts.node.output[1:3] if name]:
+        return "its mean or its deviation is asked for"
+    total = _sum(parts, parts.input(0), parts.input(1), parts.input(4))
+    epsilon = parts.get("epsilon", 1e-12)
+    result = parts.layer_norm(total, parts.input(2), parts.input(3), epsilon)
+    parts.finish(result, "", "", total)
+    return None
+
+
+def skip_rms_norm(parts: Parts) -> Refusal:
+    """The root-mean-square norm of ``x + skip + bias``, and the sum."""
+    if [name for name in parts.node.output[1:3] if name]:
+        return "its mean or its deviation is asked for"
+    total = _sum(parts, parts.input(0), parts.input(1), parts.input(3))
+    result = parts.rms_norm(total, parts.input(2), "", parts.get("epsilon", 1e-12))
+    parts.finish(result, "", "", total)
+    return None
+
+
+def rms_norm(parts: Parts) -> Refusal:
+    """The root-mean-square norm of the last axis."""
+    if parts.missing(1) or parts.get("axis", -1) != -1:
+        return "it has a second output, or another axis than the last"
+    x, scale = parts.input(0), parts.input(1)
+    parts.finish(parts.rms_norm(x, scale, "", parts.get("epsilon", 1e-5)))
+    return None
+
+
+def embed_layer_norm(parts: Parts) -> Refusal:
+    """The norm of the sum of the embeddings of words, positions and segments."""
+    ids, segments, words, positions, kinds, scale, bias, mask, places = (
+        parts.input(position) for position in range(9)
+    )
+    if parts.get("mask_index_type", 0):
+        return f"its mask_index_type is {parts.get('mask_index_type')}"
+    if not places:
+        axis = parts.constant(1)
+        length = parts.emit("Gather", parts.emit("Shape", ids), axis)
+        places = parts.emit("Range", parts.constant(0), length, axis)
+    total = parts.emit(
+        "Add", parts.emit("Gather", words, ids), parts.emit("Gather", positions, places)
+    )
+    if segments:
+        total = parts.emit("Add", total, parts.emit("Gather", kinds, segments))
+    result = parts.layer_norm(total, scale, bias, parts.get("epsilon", 1e-12))
+    counts = ""
+    if mask and len(parts.node.output) > 1 and parts.node.output[1]:
+        counts = parts.emit("ReduceSum", mask, parts.constant([1]), keepdims=0)
+    elif len(parts.node.output) > 1 and parts.node.output[1]:
+        first = parts.constant([1])
+        shape = parts.emit("Slice", parts.emit("Shape", ids), parts.constant([0]), first)
+        counts = parts.emit("Cast", parts.emit("ConstantOfShape", shape), to=6)
+    parts.finish(result, counts, total)
+    return None
+
+
+def fused_matmul(parts: Parts) -> Refusal:
+    """``alpha * A @ B``, each with its last two axes exchanged if asked for."""
+    if parts.get("transBatchA", 0) or parts.get("transBatchB", 0):
+        return "it transposes batches"
+    names = [_turned(parts, position) for position in (0, 1)]
+    if None in names:
+        return f"the rank of {parts.input(names.index(None))!r} is only known at run time"
+    product = parts.emit("MatMul", *(name for name in names if name))
+    parts.finish(parts.scaled(product, parts.get("alpha", 1.0)))
+    return None
+
+
+def _turned(parts: Parts, position: int) -> str | None:
+    """An input with its last two axes exchanged if asked for; None if its rank is not known."""
+    name = parts.input(position)
+    if not parts.get(("transA", "transB")[position], 0):
+        return name
+    dims = parts.dims(name)
+    if dims is None:
+        return None
+    rank = len(dims)
+    if rank < 2:
+        return name
+    return parts.emit("Transpose", name, perm=[*range(rank - 2), rank - 1, rank - 2])
+
+
+CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+
+PARAMETERS = {"LeakyRelu": ("alpha",), "HardSigmoid": ("alpha", "beta")}
+
+
+def fused_conv(parts: Parts) -> Refusal:
+    """A Conv, what is added to it, and an activation."""
+    attributes = {name: parts.get(name) for name in CONV if parts.get(name) is not None}
+    result = parts.emit("Conv", *filter(None, map(parts.input, range(3))), **attributes)
+    if parts.input(3):
+        result = parts.emit("Add", result, parts.input(3))
+    name, values = parts.get("activation", ""), parts.get("activation_params", [])
+    if name == "Clip":
+        result = parts.emit("Clip", result, *(parts.number(value, result) for value in values))
+    elif name in ("Relu", "Sigmoid", "Tanh", *PARAMETERS):
+        given = dict(zip(PARAMETERS.get(name, ()), values, strict=False))
+        result = parts.emit(name, result, **given)
+    elif name:
+        return f"its activation is {name!r}"
+    parts.finish(result)
+    return None
+
+
+def _sum(parts: Parts, *names: str) -> str:
+    given = [name for name in names if name]
+    total = given[0]
+    for name in given[1:]:
+        total = parts.emit("Add", total, name)
+    return total

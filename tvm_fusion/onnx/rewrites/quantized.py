@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write products and convolutions of quantised tensors by those of floats.
+
+::
+
+    QLinearMatMul:  y = saturate(round((a - za) @ (b - zb) * (sa * sb / sy)) + zy)
+    MatMulInteger:  y = (a - za) @ (b - zb)
+
+Sums of products of 8-bit numbers are exact in float32 below 2**24; longer ones take float64 where
+the result is an integer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from ..model.graph_edits import attribute
+from .expansion import Expansion
+
+LARGEST_PRODUCT = 255 * 255
+
+EXACT_FLOAT32 = 1 << 24
+
+CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+
+
+def expand_qlinear_matmul(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a QLinearMatMul."""
+    a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = node.input
+    kind = TensorProto.FLOAT
+    product = expansion.emit(
+        "MatMul",
+        _centred(expansion, a, _as_rows(expansion, a_zero), kind),
+        _centred(expansion, b, b_zero, kind),
+    )
+    scales = _as_rows(expansion, a_scale), b_scale
+    _requantize(node, expansion, product, scales, y_scale, y_zero)
+
+
+def expand_qlinear_conv(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a QLinearConv."""
+    x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, *bias = node.input
+    kind = TensorProto.FLOAT
+    result = _conv(node, expansion, x, x_zero, w, w_zero, kind)
+    rank = len(expansion.facts.dims(x) or ())
+    if bias and bias[0]:
+        added = expansion.emit("Cast", bias[0], to=kind)
+        result = expansion.emit("Add", result, _along(expansion, added, 1, rank, bias[0]))
+    scales = x_scale, _along(expansion, w_scale, 1, rank, w_scale)
+    _requantize(node, expansion, result, scales, y_scale, y_zero)
+
+
+def expand_matmul_integer(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a MatMulInteger."""
+    a, b, a_zero, b_zero = [*node.input, "", ""][:4]
+    dims = expansion.facts.dims(a) or (None,)
+    kind = _exact(dims[-1])
+    product = expansion.emit(
+        "MatMul",
+        _centred(expansion, a, _as_rows(expansion, a_zero), kind),
+        _centred(expansion, b, b_zero, kind),
+    )
+    expansion.finish(expansion.emit("Cast", product, to=TensorProto.INT32))
+
+
+def expand_conv_integer(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a ConvInteger."""
+    x, w, x_zero, w_zero = [*node.input, "", ""][:4]
+    shape = expansion.facts.shape(w)
+    kind = _exact(None if shape is None else math.prod(shape[1:]))
+    result = _conv(node, expansion, x, x_zero, w, w_zero, kind)
+    expansion.finish(expansion.emit("Cast", result, to=TensorProto.INT32))
+
+
+def expand_quantize(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a QuantizeLinear with a scale for each block of an axis."""
+    x, scale, zero = [*node.input, ""][:3]
+    size = attribute(node, "block_size", 0)
+    if not size:
+        return
+    facts = expansion.facts
+    kind = facts.dtype(zero) if zero else attribute(node, "output_dtype", 0) or TensorProto.UINT8
+    wide = expansion.emit("Cast", x, to=TensorProto.FLOAT)
+    divisor = expansion.emit("Cast", _blocked(node, expansion, scale), to=TensorProto.FLOAT)
+    rounded = expansion.emit("Round", expansion.emit("Div", wide, divisor))
+    if zero:
+        added = expansion.emit("Cast", _blocked(node, expansion, zero), to=TensorProto.FLOAT)
+        rounded = expansion.emit("Add", rounded, added)
+    _saturate(expansion, rounded, kind)
+
+
+def expand_dequantize(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a DequantizeLinear with a scale for each block of an axis."""
+    x, scale, zero = [*node.input, ""][:3]
+    if not attribute(node, "block_size", 0):
+        return
+    kind = attribute(node, "output_dtype", 0) or expansion.facts.dtype(scale)
+    centred = expansion.emit("Cast", x, to=TensorProto.FLOAT)
+    if zero:
+        taken = expansion.emit("Cast", _blocked(node, expansion, zero), to=TensorProto.FLOAT)
+        centred = expansion.emit("Sub", centred, taken)
+    factor = expansion.emit("Cast", _blocked(node, expansion, scale), to=TensorProto.FLOAT)
+    product = expansion.emit("Mul", centred, factor)
+    expansion.finish(expansion.emit("Cast", product, to=kind))
+
+
+def _blocked(node: onnx.NodeProto, expansion: Expansion, name: str) -> str:
+    """A scale or zero point repeated for the elements of each block."""
+    shape = expansion.facts.shape(name)
+    data = expansion.facts.shape(node.input[0])
+    assert shape is not None and data is not None, "blocks of unknown shape were refused"
+    axis = attribute(node, "axis", 1) % len(shape)
+    size = attribute(node, "block_size")
+    places = np.arange(data[axis]) // size
+    return expansion.emit("Gather", name, expansion.constant("blocks", places), axis=axis)
+
+
+def blocks_problem(node: onnx.NodeProto, facts: Any) -> str | None:
+    """Return the reason why a quantisation in blocks cannot be written out, if any."""
+    for name in node.input[:2]:
+        if attribute(node, "block_size", 0) and facts.shape(name) is None:
+            return f"the shape of {name!r} is only known at run time"
+    return None
+
+
+def _exact(count: int | None) -> int:
+    """A type in which a sum of ``count`` products is exact."""
+    is_short = count is not None and count * LARGEST_PRODUCT < EXACT_FLOAT32
+    return TensorProto.FLOAT if is_short else TensorProto.DOUBLE
+
+
+def _centred(expansion: Expansion, name: str, zero: str, kind: int) -> str:
+    """A quantised tensor without its zero point, as floats."""
+    wide = expansion.emit("Cast", name, to=kind)
+    return expansion.emit("Sub", wide, expansion.emit("Cast", zero, to=kind)) if zero else wide
+
+
+def _as_rows(expansion: Expansion, name: str) -> str:
+    """A number for each row, so that it broadcasts along them; a single number stays."""
+    shape = expansion.facts.shape(name) if name else None
+    if shape is None or len(shape) != 1 or shape[0] == 1:
+        return name
+    return expansion.emit("Unsqueeze", name, expansion.constant("axis", np.array([1])))
+
+
+def _along(expansion: Expansion, name: str, axis: int, rank: int, known: str) -> str:
+    """A vector along an axis of a tensor; a single number stays."""
+    shape = expansion.facts.shape(known)
+    if shape is None or len(shape) != 1 or shape[0] == 1:
+        return name
+    sizes = np.ones(rank, np.int64)
+    sizes[axis] = shape[0]
+    return expansion.emit("Reshape", name, expansion.constant("shape", sizes))
+
+
+def _conv(
+    node: onnx.NodeProto,
+    expansion: Expansion,
+    x: str,
+    x_zero: str,
+    w: str,
+    w_zero: str,
+    kind: int,
+) -> str:
+    rank = len(expansion.facts.dims(w) or ())
+    zeros = _along(expansion, w_zero, 0, rank, w_zero) if w_zero else ""
+    attributes = {n: attribute(node, n) for n in CONV if attribute(node, n) is not None}
+    data, weights = _centred(expansion, x, x_zero, kind), _centred(expansion, w, zeros, kind)
+    return expansion.emit("Conv", data, weights, **attributes)
+
+
+def _requantize(
+    node: onnx.NodeProto,
+    expansion: Expansion,
+    value: str,
+    scales: tuple[str, str],
+    y_scale: str,
+    y_zero: str,
+) -> None:
+    """Scale, round, add the zero point and saturate."""
+    kind = TensorProto.FLOAT
+    left, right, below = (expansion.emit("Cast", name, to=kind) for name in (*scales, y_scale))
+    factor = expansion.emit("Div", expansion.emit("Mul", left, right), below)
+    rounded = expansion.emit("Round", expansion.emit("Mul", value, factor))
+    moved = expansion.emit("Add", rounded, expansion.emit("Cast", y_zero, to=kind))
+    _saturate(expansion, moved, expansion.facts.dtype(y_zero))
+
+
+def _saturate(expansion: Expansion, value: str, kind: int) -> None:
+    limits = np.iinfo(helper.tensor_dtype_to_np_dtype(kind))
+    ends = [expansion.number(end, TensorProto.FLOAT) for end in (limits.min, limits.max)]
+    expansion.finish(expansion.emit("Cast", expansion.emit("Clip", value, *ends), to=kind))
