@@ -57,8 +57,11 @@ class LaunchPlace:
 
     @property
     def number(self) -> tirx.Expr:
-        """Number of the slot; a barrier follows :meth:`take`."""
-        return self._place[0].astype("int64")
+        """Number of the slot; a barrier follows :meth:`take`.
+
+        Its bound, which TVM knows of the mask but not of a load, keeps indices narrow.
+        """
+        return tirx.bitwise_and(self._place[0], tirx.const(PLACES - 1, "int32")).astype("int64")
 
     def take(self) -> None:
         """Find or claim the slot, on one thread of the block."""

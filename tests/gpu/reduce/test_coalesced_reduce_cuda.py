@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import tvm
@@ -63,6 +65,22 @@ def test_main_loop_loads_16_bytes(form: str, finish: str) -> None:
     main = main_loop(*sass(cuda_source(case.func)).values())
     assert count(main, "LDG.E.128") >= case.config.unroll
     assert count(main, "LDG.E") == count(main, "LDG.E.128")
+
+
+@pytest.mark.parametrize("form", [*FORMS, "far"])
+def test_indices_are_narrow_beside_a_ticket(form: str) -> None:
+    shape, axes = FORMS.get(form, ((128, 64, 147, 147), [0, 2, 3]))
+    case = Case("sum", "float32", shape, axes, "last_block", CUDA)
+    assert case.config.finish == "last_block"
+    assert not re.search(r"int64_t\)\(*(int\)\(*)?(thread|block)Idx", cuda_source(case.func))
+
+
+def test_subscripts_of_far_axes_are_stepped() -> None:
+    """A quotient and a remainder take as many instructions alone."""
+    case = Case("sum", "float32", (128, 64, 147, 147), [0, 2, 3], "auto", CUDA)
+    assert case.config.vector == 1
+    main = main_loop(*sass(cuda_source(case.func)).values())
+    assert len(main) <= 12 * count(main, "LDG.E")
 
 
 def _is_finite(data: te.Tensor) -> te.Tensor:

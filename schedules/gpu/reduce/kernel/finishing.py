@@ -69,7 +69,7 @@ def last_block(ctx: ReduceContext, stage: Stage, states: Buffers, place: LaunchP
     count = tiles(ctx.config, stage.reductions[0].loops)
     tickets, kept = _scratch(ctx, stage)
     sync()
-    tile = T.bind(place.number * i64(count) + ctx.tile)
+    tile = place.number * i64(count) + ctx.tile
     row = tile * i64(ctx.config.splits)
     base = (row + ctx.split) * i64(ctx.config.tile_outputs)
 
