@@ -13,10 +13,11 @@ from schedules.tir.index_math import i64
 from .machine import GPUInfo
 
 _TICKET = """
-__forceinline__ __device__ int tvm_fusion_draw_ticket(int* counter, int last) {
-  __threadfence();  // what the block has written comes before its ticket
-  int ticket = (int)atomicInc((unsigned int*)counter, (unsigned int)last);
-  __threadfence();  // what the other blocks have written comes after it
+__forceinline__ __device__ int tvm_fusion_draw_ticket(void* counter, int last) {
+  // What the block has written comes before its ticket, what the others have written after it.
+  int ticket;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(ticket) : "l"(counter), "r"(last) : "memory");
   return ticket;
 }
 """
@@ -29,10 +30,12 @@ __forceinline__ __device__ {word} tvm_fusion_swap_{name}(
 }}
 """
 
+# The fence also acquires what was read before: whoever reads the value sees all that this thread has
+# seen and written.
 _PUBLISH = """
 __forceinline__ __device__ void tvm_fusion_publish_{name}(void* p, {word} value) {{
-  __threadfence();  // whoever reads the value sees what this thread has seen and written
-  atomicExch((unsigned {word}*)p, (unsigned {word})value);
+  asm volatile("fence.acq_rel.gpu; st.relaxed.gpu.global.s{bits} [%0], %1;"
+               :: "l"(p), "{register}"(value) : "memory");
 }}
 """
 
@@ -46,7 +49,9 @@ __forceinline__ __device__ long long tvm_fusion_read_now(void* p) {
 """
 
 _FENCE = """
-__forceinline__ __device__ void tvm_fusion_fence() { __threadfence(); }
+__forceinline__ __device__ void tvm_fusion_fence() {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
 """
 
 _ADDRESS = """
@@ -95,7 +100,8 @@ def publish(gpu: GPUInfo, address: tirx.Expr, value: tirx.Expr) -> None:
         name = "atom_xchg" if dtype == "int64" else "atomic_xchg"
         T.evaluate(T.call_extern(dtype, name, address, value))
         return
-    source = _PUBLISH.format(name=dtype, word=_CUDA_WORDS[dtype])
+    bits, register = (64, "l") if dtype == "int64" else (32, "r")
+    source = _PUBLISH.format(name=dtype, word=_CUDA_WORDS[dtype], bits=bits, register=register)
     T.evaluate(T.cuda.func_call(f"tvm_fusion_publish_{dtype}", address, value, source_code=source))
 
 

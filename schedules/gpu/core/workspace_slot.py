@@ -10,8 +10,8 @@ The next use of a slot is ordered after all previous accesses to it: releasing, 
 it each have a fence. Two launches that write the same output at once would share a slot, and
 corrupt the workspace permanently. On OpenCL the device needs ``cl_khr_int64_base_atomics``.
 
-The header of a workspace, in 32-bit words: the names, of two words each, the number of finished
-tiles of each slot, and the lock. All are zero between calls.
+The header of a workspace has three lines of the cache: the names, of two words each; the lock; the
+number of finished tiles of each slot. All are zero between calls.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from .machine import GPUInfo
 # More than the priorities of streams: grids of one priority start one after the other, so that one
 # of those that have a slot has started all its blocks, and ends.
 PLACES = 8
-_FINISHED = 2 * PLACES
-_LOCK = _FINISHED + PLACES
-HEADER_WORDS = -(-(_LOCK + 1) // 4) * 4
+LINE_WORDS = 32
+LOCK = LINE_WORDS
+_FINISHED = 2 * LINE_WORDS
+HEADER_WORDS = 3 * LINE_WORDS
 
 
 class LaunchPlace:
@@ -66,7 +67,7 @@ class LaunchPlace:
     def take(self) -> None:
         """Find or claim the slot, on one thread of the block."""
         zero = tirx.const(0, "int32")
-        lock = T.address_of(self._words[_LOCK])
+        lock = T.address_of(self._words[LOCK])
         found, locked = (T.alloc_buffer((1,), "int32", scope="local") for _ in range(2))
         T.buffer_store(found, tirx.const(-1, "int32"), [0])
         T.buffer_store(locked, zero, [0])

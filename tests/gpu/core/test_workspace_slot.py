@@ -16,9 +16,9 @@ from tvm import relax
 
 from relay_passes.op import coalesced_reduce
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.core.workspace_slot import HEADER_WORDS, PLACES
+from schedules.gpu.core.workspace_slot import HEADER_WORDS, LINE_WORDS, LOCK, PLACES
 from schedules.gpu.reduce.coalesced_reduce import choose_config
-from schedules.gpu.reduce.plan.config import ticket_words, tiles
+from schedules.gpu.reduce.plan.config import ticket_stride, ticket_words, tiles
 from schedules.gpu.reduce.plan.online_softmax import avoid_chain
 from schedules.gpu.reduce.plan.read_group import read_group
 
@@ -184,7 +184,7 @@ def test_nobody_claims_a_place_under_the_lock_of_another(rng: np.random.Generato
     waiting, other = calls.sessions
     calls.run_blocks(rng, [other])
     header = np.zeros(HEADER_WORDS, "int32")
-    header[3 * PLACES] = 1  # behind the names and the counts of finished tiles
+    header[LOCK] = 1
     other.write(1, header)
     waiting.launch_block(*calls.grid[0], 0, wait=False)
     time.sleep(0.2)  # in which one that does not wait ends
@@ -236,7 +236,28 @@ def test_code_of_the_lock() -> None:
         has_lock = finish == "last_block"
         assert (count(names, "ATOMG.E.CAS") > 0) == has_lock
         assert count(names, "LDG.E.64.STRONG.GPU") == (PLACES if has_lock else 0)
-        assert not any("STRONG.SYS" in name for name in names)
+        assert not any("STRONG.SYS" in name or "MEMBAR.SC" in name for name in names)
+
+
+def test_data_is_loaded_before_the_place_is_sought() -> None:
+    """Neither a strong load nor an atomic update stands in the way of the first bytes."""
+    for shape, axes in (((64, 1 << 16), [1]), ((1 << 16, 64), [0]), ((1 << 22,), [0])):
+        case = Case("sum", "float32", shape, axes, "last_block", CUDA)
+        [code] = sass(cuda_source(case.func)).values()
+        names = opcodes(code)
+        shared = [k for k, name in enumerate(names) if "STRONG" in name or "MEMBAR" in name]
+        wide = [k for k, name in enumerate(names) if name.startswith("LDG.E.128")]
+        assert wide and max(wide) < min(shared)
+
+
+def test_polled_words_and_tickets_have_lines_of_their_own() -> None:
+    case = Case("sum", "float32", *SHAPES["x"], "last_block")
+    stride = ticket_stride(tiles(case.config, case.loops))
+    assert 4 * LINE_WORDS == 128
+    assert LOCK >= LINE_WORDS >= 2 * PLACES
+    assert LOCK // LINE_WORDS < HEADER_WORDS // LINE_WORDS
+    assert HEADER_WORDS % LINE_WORDS == stride % LINE_WORDS == 0
+    assert ticket_words(case.config, case.loops) % LINE_WORDS == 0
 
 
 def test_every_place_has_its_tickets_and_partial_results() -> None:

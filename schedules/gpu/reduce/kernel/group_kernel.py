@@ -40,6 +40,7 @@ _FINISHES = {
     "one_block": finishing.one_block,
     "cluster": finishing.cluster,
     "atomic": finishing.atomic,
+    "last_block": finishing.last_block,
 }
 
 
@@ -102,8 +103,6 @@ def _write_body(ctx: ReduceContext) -> None:
         return
     [stage] = ctx.group.stages
     vector = ctx.config.vector
-    is_last_block = ctx.config.finish == "last_block"
-    place = finishing.take_place(ctx, stage) if is_last_block else None
     states = state_buffers.allocate(stage.workloads, vector, "local")
     state_buffers.clear(stage.workloads, states, vector)
     accumulate(ctx, stage, states)
@@ -112,7 +111,4 @@ def _write_body(ctx: ReduceContext) -> None:
     else:
         state_buffers.fold(stage.workloads, states, vector)
         combine_lanes(ctx, stage.workloads, states)
-    if place is None:
-        _FINISHES[ctx.config.finish](ctx, stage, states)
-    else:
-        finishing.last_block(ctx, stage, states, place)
+    _FINISHES[ctx.config.finish](ctx, stage, states)

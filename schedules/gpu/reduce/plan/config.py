@@ -20,7 +20,7 @@ from tvm.target import Target
 from schedules.errors import OpError
 from schedules.gpu.core.machine import KINDS, REGISTER_FILE, GPUInfo
 from schedules.gpu.core.subword_atomics import consists_of_words
-from schedules.gpu.core.workspace_slot import HEADER_WORDS, PLACES
+from schedules.gpu.core.workspace_slot import HEADER_WORDS, LINE_WORDS, PLACES
 from schedules.tir.index_math import ceil_power_of_two
 from schedules.workload.reduce import CanonicalLoops, ReduceWorkload, constant
 from schedules.workload.reduce_operator import field_dtypes
@@ -273,7 +273,12 @@ def tiles(config: ReduceConfig, loops: CanonicalLoops) -> int:
 
 def ticket_words(config: ReduceConfig, loops: CanonicalLoops) -> int:
     """Words before the partial results: a header, and a ticket for each tile in every slot."""
-    return HEADER_WORDS + -(-PLACES * tiles(config, loops) // 4) * 4
+    return HEADER_WORDS + PLACES * ticket_stride(tiles(config, loops))
+
+
+def ticket_stride(count: int) -> int:
+    """Words between the tickets of two slots, which do not share a line of the cache."""
+    return -(-count // LINE_WORDS) * LINE_WORDS
 
 
 def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
