@@ -30,8 +30,8 @@ __forceinline__ __device__ {word} tvm_fusion_swap_{name}(
 }}
 """
 
-# The fence also acquires what was read before: whoever reads the value sees all that this thread has
-# seen and written.
+# The fence also acquires what was read before: whoever reads the value sees all that this thread
+# has seen and written.
 _PUBLISH = """
 __forceinline__ __device__ void tvm_fusion_publish_{name}(void* p, {word} value) {{
   asm volatile("fence.acq_rel.gpu; st.relaxed.gpu.global.s{bits} [%0], %1;"

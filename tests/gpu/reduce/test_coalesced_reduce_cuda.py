@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import tvm
 from cuda_text import count, cuda_source, main_loop, opcodes, ptxas, sass
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reduce_cases import CUDA, Case, numpy_dtype
 from tvm import te, tirx
 from tvm.target import Target
 
 from schedules.errors import OpError, TargetError
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.reduce.plan.config import choose, tiles
+from schedules.gpu.reduce.plan.config import MAX_PARTIALS, blocks_at_once, choose, tiles
 from schedules.workload.reduce import DTYPES, OPERATORS, CanonicalLoops, ReduceWorkload
 
 FORMS: dict[str, tuple[tuple[int, ...], list[int]]] = {
@@ -108,6 +110,54 @@ def test_two_blocks_for_each_multiprocessor(form: str, outputs: int, dtype: str)
         gpu = GPUInfo.from_target(CUDA)
         config = choose(workload, loops, gpu)
         assert tiles(config, loops) * config.splits >= 2 * gpu.multiprocessors, config
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    outputs=st.one_of(st.integers(1, 3000), st.integers(1, 1 << 18)),
+    reduced=st.one_of(st.integers(1, 5000), st.integers(1, 1 << 20)),
+    form=st.sampled_from(["x", "y"]),
+    dtype=st.sampled_from(["float32", "float16", "int32", "int8"]),
+    finish=st.sampled_from(["auto", "last_block", "atomic"]),
+    arch=st.sampled_from(["sm_70", "sm_80", "sm_90"]),
+)
+def test_splits(outputs: int, reduced: int, form: str, dtype: str, finish: str, arch: str) -> None:
+    """Few for an output, and no few blocks left when all others have ended."""
+    gpu = GPUInfo.from_target(Target({"kind": "cuda", "arch": arch}))
+    shape, axes = ((outputs, reduced), [1]) if form == "x" else ((reduced, outputs), [0])
+    workload = ReduceWorkload.create("sum", axes, 2, dtype, finish=finish)
+    loops = CanonicalLoops(shape, workload.axes)
+    config = choose(workload, loops, gpu)
+    if config.splits == 1:
+        return
+    if config.finish == "last_block" and config.tile_outputs > 1:
+        assert config.splits * config.tile_outputs <= MAX_PARTIALS
+    if config.finish == "atomic" and outputs > 32:
+        assert config.splits <= 16
+    blocks = tiles(config, loops) * config.splits
+    at_once = blocks_at_once(config, [workload], []) * gpu.multiprocessors
+    assert blocks <= at_once or blocks >= 4 * at_once
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "dtype"),
+    [
+        ((200_704, 256), [0], "float16"),
+        ((16_000, 256), [0], "int32"),
+        ((64, 128_256), [1], "float32"),
+        ((600, 55_924), [1], "float32"),
+        ((256, 131_072), [0], "float32"),
+        ((9000, 256), [1], "float32"),
+    ],
+)
+def test_waves_are_even(shape: tuple[int, ...], axes: list[int], dtype: str) -> None:
+    workload = ReduceWorkload.create("sum", axes, 2, dtype)
+    loops = CanonicalLoops(shape, workload.axes)
+    gpu = GPUInfo.from_target(CUDA)
+    config = choose(workload, loops, gpu)
+    blocks = tiles(config, loops) * config.splits
+    at_once = blocks_at_once(config, [workload], []) * gpu.multiprocessors
+    assert at_once // 2 <= blocks <= at_once or blocks >= 4 * at_once, config
 
 
 @pytest.mark.parametrize("arch", ["sm_70", "sm_80", "sm_90"])
