@@ -58,6 +58,22 @@ _ADDRESS = """
 __forceinline__ __device__ long long tvm_fusion_address(const void* p) { return (long long)p; }
 """
 
+# Turns of waiting, each of at least a microsecond.
+LAST_TURN = 1 << 24
+
+_WAIT = f"""
+extern "C" __device__ void __assertfail(
+    const char*, const char*, unsigned int, const char*, size_t);
+__forceinline__ __device__ void tvm_fusion_wait(int turn) {{
+  if (turn >= {LAST_TURN}) {{
+    __assertfail("a reduction found no free slot of its workspace: too many streams run it at once,"
+                 " or an interrupted launch has left it in use; load the model again",
+                 "tvm_fusion", 0, "reduction", 1);
+  }}
+  __nanosleep(1000);
+}}
+"""
+
 # TVM prints an external call as name and parentheses; a macro cannot be an argument.
 _OPENCL_FENCE = "mem_fence(CLK_GLOBAL_MEM_FENCE); get_work_dim"
 
@@ -121,6 +137,22 @@ def address_number(gpu: GPUInfo, address: tirx.Expr) -> tirx.Expr:
     return T.cuda.func_call(
         "tvm_fusion_address", address, source_code=_ADDRESS, return_type="int64"
     )
+
+
+def current_stream(gpu: GPUInfo) -> tirx.Expr:
+    """The number of the stream of the next launch, an int64; emitted by the host, outside of it.
+
+    TVM has one queue for all OpenCL launches on a device.
+    """
+    if gpu.kind == "opencl":
+        return i64(0)
+    return T.bind(tirx.call_intrin("int64", "tirx.tvm_call_packed", "runtime.get_cuda_stream"))
+
+
+def wait_a_moment(gpu: GPUInfo, turn: tirx.Expr) -> None:
+    """Emit a pause, and on CUDA an error in the turn :data:`LAST_TURN`, which ends all kernels."""
+    if gpu.kind == "cuda":
+        T.evaluate(T.cuda.func_call("tvm_fusion_wait", turn, source_code=_WAIT))
 
 
 def acquire(gpu: GPUInfo) -> None:

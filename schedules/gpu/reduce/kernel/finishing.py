@@ -58,7 +58,7 @@ def _take_place(ctx: ReduceContext, stage: Stage) -> LaunchPlace:
     stored = next(result.output for result in stage.results if result.output is not None)
     output = ctx.flat(stored)
     address = T.address_of(stored[(0,) * len(stored.shape)] if output is None else output[0])
-    place = LaunchPlace(ctx.gpu, ctx.group.scratch[0], address)
+    place = LaunchPlace(ctx.gpu, ctx.group.scratch[0], address, ctx.stream)
     with when(tirx.EQ(ctx.thread, i64(0))):
         place.take()
     sync()

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.gpu.core.intrinsics import current_stream
 from schedules.gpu.core.kernel_function import resident_blocks, unless_empty, write_kernels
 from schedules.gpu.core.machine import GPUInfo
 from schedules.tir.index_math import ceildiv, i64
@@ -75,6 +76,7 @@ def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator
         ):
             yield ReduceContext.open(group, config, gpu, block // size, block % size, thread)
         return
+    stream = current_stream(gpu) if config.finish == "last_block" else None
     axis = "blockIdx.y" if config.splits > 1 else "blockIdx.x"
     with unless_empty(count), T.launch_thread(axis, count) as tile:
         with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
@@ -86,7 +88,7 @@ def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator
                 T.launch_thread("blockIdx.x", i64(config.splits)) as split,
                 resident_blocks(gpu, at_once),
             ):
-                yield ReduceContext.open(group, config, gpu, tile, split, thread)
+                yield ReduceContext.open(group, config, gpu, tile, split, thread, stream)
 
 
 def _blocks_at_once(group: ReduceGroup, config: ReduceConfig) -> int:
