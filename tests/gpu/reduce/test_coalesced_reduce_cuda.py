@@ -22,7 +22,7 @@ from schedules.workload.reduce import DTYPES, OPERATORS, CanonicalLoops, ReduceW
 
 FORMS: dict[str, tuple[tuple[int, ...], list[int]]] = {
     "all": ((1 << 22,), [0]),
-    "x": ((64, 1 << 16), [1]),
+    "x": ((64, 1 << 20), [1]),
     "y": ((1 << 16, 64), [0]),
 }
 FINISHES = ("one_block", "atomic", "last_block")

@@ -305,7 +305,7 @@ def test_nothing_spills(dtype: str, finish: str) -> None:
 
 @pytest.mark.parametrize("form", ["x", "y"])
 def test_main_loop_loads_16_bytes(form: str) -> None:
-    shape, axes = ((64, 1 << 16), [1]) if form == "x" else ((1 << 16, 64), [0])
+    shape, axes = ((64, 1 << 18), [1]) if form == "x" else ((1 << 16, 64), [0])
 
     def build(a: relax.Expr, b: relax.Expr) -> list[relax.Expr]:
         return [op.sum(a, axes), op.sum(op.multiply(a, b), axes)]

@@ -423,7 +423,7 @@ def _splits(
     vectors = reduced // config.stride  # of a thread, over all splits
     if count >= 2 * gpu.multiprocessors:
         more = -(-FULL_WAVES * at_once // count)
-        is_long = config.rows == 1 and vectors >= more * config.unroll
+        is_long = config.rows == 1 and vectors >= 2 * more * config.unroll
         return more if config.form == "x" and is_long and _is_uneven(count, at_once) else 1
     enough = -(-2 * gpu.multiprocessors // count)
     worth = max(vectors * _values(config) // MIN_VALUES_PER_THREAD, min(enough, vectors))
