@@ -161,6 +161,23 @@ def test_any_axes(shape: list[int], mask: int, operator: str, keepdims: bool, se
     check(operator, got, data, wanted.reshape(kept))
 
 
+@pytest.mark.parametrize("operator", ["argmin", "argmax"])
+@pytest.mark.parametrize("form", ["x", "y"])
+def test_positions_of_equal_elements(form: str, operator: str, rng: np.random.Generator) -> None:
+    """The first one of them, also where all are the identity, and of several NaN."""
+    infinity = np.inf if operator == "argmin" else -np.inf
+    rows = np.full((5, 20_003), infinity, "float32")
+    rows[1, 7_000:] = rng.integers(-2, 3, 13_003)
+    rows[2, 19_999] = -infinity
+    rows[3, [9_001, 12_000]] = np.nan
+    rows[4] = rng.integers(0, 2, 20_003)
+    data, axis = (rows, 1) if form == "x" else (np.ascontiguousarray(rows.T), 0)
+    case = Case(operator, "float32", data.shape, [axis])
+    assert case.config.splits > 1
+    wanted = getattr(np, operator)(data, axis)
+    np.testing.assert_array_equal(_run(case, data, wanted), wanted)
+
+
 def test_last_block_gives_the_same_bits_every_time(rng: np.random.Generator) -> None:
     case = Case("sum", "float32", (3, 30_001), [1], "last_block")
     assert case.config.splits > 1

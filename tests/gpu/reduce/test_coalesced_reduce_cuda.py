@@ -161,11 +161,28 @@ def test_waves_are_even(shape: tuple[int, ...], axes: list[int], dtype: str) -> 
 
 
 @pytest.mark.parametrize("arch", ["sm_70", "sm_80", "sm_90"])
-def test_integer_sums_are_atomic(arch: str) -> None:
+def test_integer_sums_are_atomic_on_request(arch: str) -> None:
+    """By default they are one kernel, without another one that initialises the output."""
     target = Target({"kind": "cuda", "arch": arch}, host="llvm")
-    case = Case("sum", "int32", (1 << 22,), [0], "auto", target)
+    case = Case("sum", "int32", (1 << 22,), [0], "atomic", target)
     assert case.config.finish == "atomic"
     assert "atomicAdd(p, v)" in cuda_source(case.func, arch)
+    for operator, dtype in (("sum", "int32"), ("max", "int64"), ("or", "bool")):
+        case = Case(operator, dtype, (1 << 24,), [0], "auto", target)
+        assert case.config.splits > 1
+        assert cuda_source(case.func, arch).count("__global__ void") == 2  # declared, defined
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
+@pytest.mark.parametrize("form", FORMS)
+def test_positions_of_extremes_need_no_branch(form: str, dtype: str) -> None:
+    """Four vectors are loaded at once; the loop has no branch but the one that closes it."""
+    shape, axes = FORMS[form]
+    shape = (1 << 24,) if form == "all" else shape
+    case = Case("argmax", dtype, shape, axes, "auto", CUDA)
+    main = main_loop(*sass(cuda_source(case.func)).values())
+    assert count(main, "LDG.E.128") % case.config.unroll == 0 and case.config.unroll == 4
+    assert count(main, "BRA") == 1 and count(main, "BSSY") == 0
 
 
 @pytest.mark.parametrize(

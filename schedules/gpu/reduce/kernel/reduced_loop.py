@@ -25,8 +25,10 @@ Visit = Callable[[tirx.Expr, Lane, int], None]  # gets the place of lane 0, and 
 
 def accumulate(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
     """Combine this thread's share of the reduced loop into its states."""
-    values = [reduction.value for reduction in stage.reductions]
-    visit_share(ctx, values, combine_vector(ctx, stage, states, ctx.config.vector))
+    values, count = [reduction.value for reduction in stage.reductions], ctx.config.vector
+    state_buffers.begin_positions(stage.workloads, states, count)
+    visit_share(ctx, values, combine_vector(ctx, stage, states, count))
+    state_buffers.end_positions(stage.workloads, states, count)
 
 
 def combine_vector(
@@ -46,7 +48,7 @@ def combine_vector(
                 state_of_one(workload, value, position)
                 for workload, value in zip(stage.workloads, values, strict=True)
             ]
-            state_buffers.update(stage.workloads, states, k % count, lifted)
+            state_buffers.append(stage.workloads, states, k % count, lifted)
 
     return visit
 

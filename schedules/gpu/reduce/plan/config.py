@@ -205,8 +205,8 @@ def _whole_block(
     own = min(map(_item_bytes, workloads))
     width = VECTOR_BYTES // (own if form == "y" else itemsize or own)
     vector = min(vector_width(width, workloads, of, gpu) for _, of in members)
-    unroll = 1 if any(workload.is_arg for workload in workloads) else LOADS_IN_FLIGHT
-    if len(row_inputs) > 1 or len(workloads) > 1:
+    unroll = LOADS_IN_FLIGHT
+    if len(row_inputs) > 1 or len(workloads) > 1 or workloads[0].is_arg:
         unroll = max(1, unroll // max(1, len(row_inputs)))
         while _registers(workloads, row_inputs, vector, unroll) > REGISTERS and vector > 1:
             unroll, vector = (unroll // 2, vector) if unroll > 1 else (1, vector // 2)
@@ -347,7 +347,7 @@ def _finish(
 def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> str:
     """Preferred finish of one reduction by itself."""
     if workload.finish == "auto":
-        return "atomic" if is_exact(workload) else "last_block"
+        return "last_block"  # one kernel; with atomic updates another one initialises the output
     if workload.finish != "atomic":
         return workload.finish
     if workload.is_arg:
@@ -360,11 +360,6 @@ def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> str:
         workload.out_dtype, loops.outputs, gpu
     )
     return "atomic" if is_safe else "last_block"
-
-
-def is_exact(workload: ReduceWorkload) -> bool:
-    """Return whether updates are one atomic instruction and the result is independent of order."""
-    return workload.dtype in ("int32", "int64", "bool") and not workload.is_arg
 
 
 def _cluster(
