@@ -161,6 +161,26 @@ def test_any_axes(shape: list[int], mask: int, operator: str, keepdims: bool, se
     check(operator, got, data, wanted.reshape(kept))
 
 
+@pytest.mark.parametrize(
+    ("operator", "dtype", "shape"),
+    [
+        ("mean", "float32", (9, 5, 4096)),
+        ("sum", "float64", (7, 3, 4099)),
+        ("max", "int8", (3, 32, 24_576)),
+        ("or", "bool", (5, 2, 16_384)),
+        ("argmin", "int32", (2, 31, 10_002)),
+    ],
+)
+def test_few_elements_of_many_outputs(
+    operator: str, dtype: str, shape: tuple[int, ...], rng: np.random.Generator
+) -> None:
+    case = Case(operator, dtype, shape, [1])
+    assert (case.config.rows, case.config.splits) == (1, 1)
+    data = random_data(rng, operator, dtype, shape)
+    wanted = reference(operator, data, [1])
+    check(operator, _run(case, data, wanted), data, wanted)
+
+
 @pytest.mark.parametrize("operator", ["argmin", "argmax"])
 @pytest.mark.parametrize("form", ["x", "y"])
 def test_positions_of_equal_elements(form: str, operator: str, rng: np.random.Generator) -> None:

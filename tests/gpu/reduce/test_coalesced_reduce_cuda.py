@@ -160,6 +160,21 @@ def test_waves_are_even(shape: tuple[int, ...], axes: list[int], dtype: str) -> 
     assert at_once // 2 <= blocks <= at_once or blocks >= 4 * at_once, config
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((8192, 8, 7168), "float32"), ((4, 7, 4096, 128), "bfloat16"), ((90, 31, 4096), "int8")],
+)
+def test_few_elements_are_left_to_one_thread(shape: tuple[int, ...], dtype: str) -> None:
+    """There is no barrier; 16 bytes are loaded and stored at once."""
+    case = Case("sum", dtype, shape, [1], "auto", CUDA)
+    assert (case.config.rows, case.config.splits) == (1, 1)
+    [code] = sass(cuda_source(case.func)).values()
+    names = opcodes(code)
+    assert count(names, "BAR") == 0
+    for opcode in ("LDG.E", "STG.E"):
+        assert count(names, opcode) == count(names, f"{opcode}.128") > 0
+
+
 @pytest.mark.parametrize("arch", ["sm_70", "sm_80", "sm_90"])
 def test_integer_sums_are_atomic_on_request(arch: str) -> None:
     """By default they are one kernel, without another one that initialises the output."""

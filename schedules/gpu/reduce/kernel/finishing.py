@@ -12,6 +12,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.gpu.core.intrinsics import draw_ticket, fence, sync
+from schedules.gpu.core.vector_loads import hold, store_vector
 from schedules.gpu.core.workspace_slot import HEADER_WORDS, LaunchPlace
 from schedules.tir.branch import when
 from schedules.tir.index_math import ceil_power_of_two, i64
@@ -30,8 +31,27 @@ from .state_buffers import Buffers, States
 
 
 def one_block(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
-    """Write the outputs of the block."""
-    _for_each_result(ctx, states, lambda m, state: _write(ctx, stage, m, state))
+    """Write the outputs of the block, neighbouring ones of a thread together."""
+    first = ctx.first_output
+    with when(ctx.is_leader, ctx.exists(first)):
+        results = [Results(ctx, first + i64(k)) for k in range(ctx.results)]
+        for k, at_m in enumerate(results):
+            at_m.add(stage, state_buffers.load(states, k))
+        for result in stage.results:
+            if result.output is not None:
+                values = [at_m.values[result.var] for at_m in results]
+                _store(ctx, result.output, first, values)
+
+
+def _store(
+    ctx: ReduceContext, output: tirx.Buffer, first: tirx.Expr, values: list[tirx.Expr]
+) -> None:
+    view = ctx.flat(output)
+    if view is not None and len(values) > 1:
+        store_vector(hold(values, view.dtype), view, first)
+        return
+    for k, value in enumerate(values):
+        ctx.write(output, first + i64(k), value)
 
 
 def cluster(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:

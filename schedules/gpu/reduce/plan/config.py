@@ -37,6 +37,7 @@ MIN_VALUES_PER_THREAD = 16
 MAX_PARTIALS = 8192  # that the last block of a tile reads back, 32 by each thread
 MAX_ATOMIC_SPLITS = 16  # blocks that contend for one address where outputs are many
 FEW_OUTPUTS = 32
+SHORT = 32  # elements of an output in form *y* that one thread combines
 # Bytes of each row below which tiles are not narrowed, to fill the device and for even waves.
 SECTOR, LINE = 32, 128
 FULL_WAVES = 4  # above which blocks of the last wave matter little
@@ -210,7 +211,7 @@ def _whole_block(
         unroll = max(1, unroll // max(1, len(row_inputs)))
         while _registers(workloads, row_inputs, vector, unroll) > REGISTERS and vector > 1:
             unroll, vector = (unroll // 2, vector) if unroll > 1 else (1, vector // 2)
-    lanes, rows = _block(form, loops, vector, gpu.block_threads(THREADS))
+    lanes, rows = _block(form, loops, vector, gpu.block_threads(THREADS), gpu)
     whole = ReduceConfig(form, lanes, rows, vector, unroll, 1, "one_block")
     while form == "x" and whole.rows > 1 and whole.threads > MIN_THREADS:
         if _most_blocks(whole, loops) >= 2 * gpu.multiprocessors:
@@ -315,17 +316,30 @@ def vector_width(
     return width
 
 
-def _block(form: str, loops: CanonicalLoops, vector: int, threads: int) -> tuple[int, int]:
+def _block(
+    form: str, loops: CanonicalLoops, vector: int, threads: int, gpu: GPUInfo
+) -> tuple[int, int]:
     """Lanes and rows of a block."""
     if form == "all":
         return threads, 1
-    extent = constant(loops.outputs if form == "y" else loops.reduced)
+    reduced = constant(loops.reduced)
+    if _is_short(loops, vector, gpu):
+        return threads, 1
+    extent = constant(loops.outputs) if form == "y" else reduced
     steps = LARGE if extent is None else -(-extent // vector)
     lanes = min(32, ceil_power_of_two(steps))
     if form == "x":
         while lanes < threads and steps > lanes * LOADS_OF_A_LANE:
             lanes *= 2
     return lanes, threads // lanes
+
+
+def _is_short(loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> bool:
+    """Return whether each output is left to one thread: few elements, and enough outputs."""
+    outputs, reduced = constant(loops.outputs), constant(loops.reduced)
+    if loops.form != "y" or reduced is None or reduced > SHORT:
+        return False
+    return outputs is None or outputs >= 2 * gpu.multiprocessors * MIN_THREADS * vector
 
 
 def _finish(
@@ -444,11 +458,17 @@ def _smaller_tiles(
     outputs, reduced = constant(loops.outputs), constant(loops.reduced)
     if outputs is None:
         return config
-    while config.form == "y" and config.lanes * config.vector * itemsize > SECTOR:
+    is_short = _is_short(loops, config.vector, gpu)
+    while is_short and config.threads > MIN_THREADS:
+        count = tiles(config, loops)
+        if count >= 2 * gpu.multiprocessors and not _is_uneven(count, at_once):
+            break
+        config = replace(config, lanes=config.lanes // 2)
+    while config.form == "y" and not is_short and config.lanes * config.vector * itemsize > SECTOR:
         count, most = tiles(config, loops), _most_splits(config, outputs, finish)
-        is_short = reduced is not None and reduced // config.stride <= most
+        is_small = reduced is not None and reduced // config.stride <= most
         is_wide = config.lanes * config.vector * itemsize > LINE
-        lacks_splits = count * most < 2 * gpu.multiprocessors and not is_short
+        lacks_splits = count * most < 2 * gpu.multiprocessors and not is_small
         if config.lanes == 1 or not (
             (lacks_splits and finish != "one_block") or (is_wide and _is_uneven(count, at_once))
         ):
