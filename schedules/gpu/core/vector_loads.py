@@ -13,7 +13,7 @@ from tvm.ir import Range
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from schedules.tir.expression_walk import is_if_then_else, loads, nodes, uses
+from schedules.tir.expression_walk import is_if_then_else, loads, nodes, substitute, uses
 from schedules.tir.index_math import INT32_END, i64, is_multiple, ravel, volume
 from schedules.workload.reduce import constant
 
@@ -84,6 +84,8 @@ class VectorLoads:
         self.results = results
         self.keep = keep
         self.kinds = self._classify()
+        self._m, self._n = (tirx.Var(name, "int64") for name in ("m", "n"))
+        self._places = self._find_places()
 
     def fetch(
         self,
@@ -113,10 +115,14 @@ class VectorLoads:
         """
         registers = [] if known is None else known
         chosen: list[Register | None] = []
-        for load, kind in zip(loads(*self._at(m, n)), self.kinds, strict=True):
+        reads = zip(loads(*self._at(m, n)), self.kinds, self._places, strict=True)
+        for load, kind, place in reads:
             register = next((entry for entry in registers if _same(entry.load, load)), None)
             if register is None and kind != "each":
-                register = self._load(load, kind, flat, narrow)
+                at = {self._m: m, self._n: n}
+                index = _position(load) if place is None else substitute(place, at)
+                index = index if narrow is None else narrow(index)
+                register = self._load(load, kind, flat, index)
                 if register is not None:
                     registers.append(register)
             chosen.append(register)
@@ -162,13 +168,27 @@ class VectorLoads:
                 kinds.append(run.kind(_position(a), _position(b)))
         return kinds
 
+    def _find_places(self) -> list[tirx.Expr | None]:
+        """Positions at ``m`` and ``n`` for the reads of which they need no division.
+
+        Those of a vector would: its subscripts are divided one by one by extents with a common
+        factor, after which TVM no longer sees that they are consecutive.
+        """
+        analyzer = Analyzer()
+        for var in (self._m, self._n):
+            analyzer.bind(var, Range.from_min_extent(i64(0), i64(1 << 40)))
+        found: list[tirx.Expr | None] = []
+        for load in loads(*self._at(self._m, self._n)):
+            place = analyzer.simplify(_position(load))
+            found.append(None if nodes(place, tirx.FloorDiv, tirx.FloorMod) else place)
+        return found
+
     def _load(
-        self, load: ir.TensorLoad, kind: str, flat: Flat, narrow: Narrow | None
+        self, load: ir.TensorLoad, kind: str, flat: Flat, index: tirx.Expr
     ) -> Register | None:
         source = flat(load.source)
         if source is None:
             return None
-        index = _position(load) if narrow is None else narrow(_position(load))
         lanes = self.vector if kind == "vector" else 1
         register = T.alloc_buffer((lanes,), source.dtype, scope="local")
         if lanes == 1:

@@ -85,6 +85,18 @@ def test_subscripts_of_far_axes_are_stepped() -> None:
     assert len(main) <= 12 * count(main, "LDG.E")
 
 
+def test_all_axes_are_one_row() -> None:
+    """No subscripts are computed by division, also where the vector divides the last extent."""
+    lengths = []
+    for shape in ((32, 52, 52, 3, 64), (32 * 52 * 52 * 3 * 64,)):
+        case = Case("sum", "float32", shape, list(range(len(shape))), "auto", CUDA)
+        source = cuda_source(case.func)
+        [used] = ptxas(source).values()
+        assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+        lengths.append(len(main_loop(*sass(source).values())))
+    assert lengths[0] == lengths[1]
+
+
 def _is_finite(data: te.Tensor) -> te.Tensor:
     return te.compute(data.shape, lambda *i: tirx.isfinite(data(*i)), name="finite")
 
