@@ -11,6 +11,8 @@ from tvm.topi.utils import ravel_index
 
 from ..workload.reduce import Extent, constant, size_of
 
+INT32_END = 1 << 31
+
 _ANALYZER = Analyzer()
 
 
@@ -60,6 +62,28 @@ def factor_of(var: tirx.Var, expression: tirx.Expr) -> int | None:
     """By what a linear expression multiplies a variable; None where that is no constant."""
     found = detect_linear_equation(expression, [var])
     return constant(found[0]) if found else None
+
+
+def narrowed(index: tirx.Expr, analyzer: Analyzer = _ANALYZER) -> tirx.Expr:
+    """An int64 index below 2^31 in int32 arithmetic, whatever is known of its variables.
+
+    Sums and products are exact modulo 2^32; divisions remain in int64 unless both operands are
+    known to be narrow.
+    """
+    if isinstance(index, tirx.IntImm):
+        return tirx.const((int(index) + INT32_END) % (2 * INT32_END) - INT32_END, "int32")
+    if isinstance(index, tirx.Cast) and str(index.value.ty.dtype) == "int32":
+        return index.value
+    is_ring = isinstance(index, tirx.Add | tirx.Sub | tirx.Mul)
+    is_division = isinstance(index, tirx.FloorDiv | tirx.FloorMod)
+    if is_ring or (is_division and all(_is_narrow(e, analyzer) for e in (index.a, index.b))):
+        return type(index)(narrowed(index.a, analyzer), narrowed(index.b, analyzer))
+    return index.astype("int32")
+
+
+def _is_narrow(index: tirx.Expr, analyzer: Analyzer) -> bool:
+    bound = analyzer.const_int_bound(index)
+    return -INT32_END <= bound.min_value and bound.max_value < INT32_END
 
 
 def floor_power_of_two(value: int) -> int:

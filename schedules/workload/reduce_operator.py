@@ -152,6 +152,22 @@ def replaces(workload: ReduceWorkload, left: State, right: State) -> tirx.Expr:
     return tirx.any(better, tirx.all(tie, at_b < at_a))
 
 
+def improves(workload: ReduceWorkload, left: State, right: State) -> tirx.Expr:
+    """Return whether a later element wins over the ones before, of which ``left`` is the best.
+
+    A position below zero stands for none. All comparisons are made, so that a GPU needs no branch.
+    """
+    (a, at_a), (b, _) = left, right
+    wins = _flag(b > a if workload.operator == "argmax" else b < a) | _flag(at_a < 0)
+    if "float" in a.ty.dtype:
+        wins = wins | (_flag(tirx.isnan(b)) & _flag(tirx.Not(tirx.isnan(a))))
+    return wins != 0
+
+
+def _flag(condition: tirx.Expr) -> tirx.Expr:
+    return condition.astype("int32")
+
+
 def _extreme(dtype: str, largest: bool) -> tirx.Expr:
     if "float" in dtype:
         infinity = tirx.infinity(dtype)

@@ -60,6 +60,8 @@ class HostCode:
         The kernels by name.
     arguments : sequence of numpy.ndarray or number
         As the parameters of ``host``; arrays give their shapes only.
+    stream : int
+        Number of the stream of its launches.
 
     Raises
     ------
@@ -72,8 +74,10 @@ class HostCode:
         host: tirx.PrimFunc,
         kernels: Mapping[str, tirx.PrimFunc],
         arguments: Sequence[np.ndarray | float],
+        stream: int = 0,
     ) -> None:
         self._host = host
+        self._stream = stream
         self._kernels = kernels
         self._sizes = Analyzer()
         self._same: dict[tirx.Var, tirx.Var] = {}
@@ -128,7 +132,8 @@ class HostCode:
             for part in stmt.seq:
                 yield from self._visit(part)
         elif isinstance(stmt, tirx.Bind):
-            self._bind(stmt.var, self._evaluate(stmt.value))
+            is_stream = _is_stream(stmt.value)
+            self._bind(stmt.var, self._stream if is_stream else self._evaluate(stmt.value))
         elif isinstance(stmt, tirx.AllocBuffer):
             yield Allocation(stmt.buffer, self._bytes(stmt.buffer))
         elif isinstance(stmt, tirx.DeclBuffer):
@@ -194,6 +199,11 @@ class HostCode:
 def _triple(sizes: list[int]) -> tuple[int, int, int]:
     x, y, z = sizes
     return x, y, z
+
+
+def _is_stream(value: Any) -> bool:
+    is_call = getattr(getattr(value, "op", None), "name", None) == "tirx.tvm_call_packed"
+    return is_call and value.args[0].value == "runtime.get_cuda_stream"
 
 
 def _is_launch(stmt: tirx.Stmt) -> bool:

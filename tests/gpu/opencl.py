@@ -189,12 +189,18 @@ class OpenCLKernels:
         steps = self._host_code(arguments).steps()
         return [step.launch for step in steps if isinstance(step, Step)]
 
-    def _host_code(self, arguments: Sequence[np.ndarray | float]) -> HostCode:
-        return HostCode(self._host, self._kernels, arguments)
+    def _host_code(self, arguments: Sequence[np.ndarray | float], stream: int = 0) -> HostCode:
+        return HostCode(self._host, self._kernels, arguments, stream)
 
 
 class Session:
-    """The arguments of a function on the device, kept between its calls."""
+    """The arguments of a function on the device, kept between its calls.
+
+    Attributes
+    ----------
+    stream : int
+        What the function gets as the number of its CUDA stream, if it asks for that.
+    """
 
     def __init__(
         self,
@@ -203,6 +209,7 @@ class Session:
         other: Session | None = None,
         shared: Sequence[int] = (),
     ) -> None:
+        self.stream = 0
         kernels._host_code(arguments)  # refuses what does not fit
         self._kernels = kernels
         self._arguments = arguments
@@ -260,7 +267,7 @@ class Session:
     def _prepared(self, queue: cl.CommandQueue) -> Iterator[tuple[Launch, cl.Kernel]]:
         """The launches of one call, with the arguments set."""
         buffers = dict(self._buffers)
-        for step in self._kernels._host_code(self._arguments).steps():
+        for step in self._kernels._host_code(self._arguments, self.stream).steps():
             if isinstance(step, Allocation):
                 buffers[step.buffer] = self._allocate(queue, step.nbytes)
                 continue

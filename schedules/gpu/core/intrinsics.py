@@ -13,10 +13,11 @@ from schedules.tir.index_math import i64
 from .machine import GPUInfo
 
 _TICKET = """
-__forceinline__ __device__ int tvm_fusion_draw_ticket(int* counter, int last) {
-  __threadfence();  // what the block has written comes before its ticket
-  int ticket = (int)atomicInc((unsigned int*)counter, (unsigned int)last);
-  __threadfence();  // what the other blocks have written comes after it
+__forceinline__ __device__ int tvm_fusion_draw_ticket(void* counter, int last) {
+  // What the block has written comes before its ticket, what the others have written after it.
+  int ticket;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(ticket) : "l"(counter), "r"(last) : "memory");
   return ticket;
 }
 """
@@ -29,10 +30,12 @@ __forceinline__ __device__ {word} tvm_fusion_swap_{name}(
 }}
 """
 
+# The fence also acquires what was read before: whoever reads the value sees all that this thread
+# has seen and written.
 _PUBLISH = """
 __forceinline__ __device__ void tvm_fusion_publish_{name}(void* p, {word} value) {{
-  __threadfence();  // whoever reads the value sees what this thread has seen and written
-  atomicExch((unsigned {word}*)p, (unsigned {word})value);
+  asm volatile("fence.acq_rel.gpu; st.relaxed.gpu.global.s{bits} [%0], %1;"
+               :: "l"(p), "{register}"(value) : "memory");
 }}
 """
 
@@ -46,11 +49,29 @@ __forceinline__ __device__ long long tvm_fusion_read_now(void* p) {
 """
 
 _FENCE = """
-__forceinline__ __device__ void tvm_fusion_fence() { __threadfence(); }
+__forceinline__ __device__ void tvm_fusion_fence() {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
 """
 
 _ADDRESS = """
 __forceinline__ __device__ long long tvm_fusion_address(const void* p) { return (long long)p; }
+"""
+
+# Turns of waiting, each of at least a microsecond.
+LAST_TURN = 1 << 24
+
+_WAIT = f"""
+extern "C" __device__ void __assertfail(
+    const char*, const char*, unsigned int, const char*, size_t);
+__forceinline__ __device__ void tvm_fusion_wait(int turn) {{
+  if (turn >= {LAST_TURN}) {{
+    __assertfail("a reduction found no free slot of its workspace: too many streams run it at once,"
+                 " or an interrupted launch has left it in use; load the model again",
+                 "tvm_fusion", 0, "reduction", 1);
+  }}
+  __nanosleep(1000);
+}}
 """
 
 # TVM prints an external call as name and parentheses; a macro cannot be an argument.
@@ -95,7 +116,8 @@ def publish(gpu: GPUInfo, address: tirx.Expr, value: tirx.Expr) -> None:
         name = "atom_xchg" if dtype == "int64" else "atomic_xchg"
         T.evaluate(T.call_extern(dtype, name, address, value))
         return
-    source = _PUBLISH.format(name=dtype, word=_CUDA_WORDS[dtype])
+    bits, register = (64, "l") if dtype == "int64" else (32, "r")
+    source = _PUBLISH.format(name=dtype, word=_CUDA_WORDS[dtype], bits=bits, register=register)
     T.evaluate(T.cuda.func_call(f"tvm_fusion_publish_{dtype}", address, value, source_code=source))
 
 
@@ -115,6 +137,22 @@ def address_number(gpu: GPUInfo, address: tirx.Expr) -> tirx.Expr:
     return T.cuda.func_call(
         "tvm_fusion_address", address, source_code=_ADDRESS, return_type="int64"
     )
+
+
+def current_stream(gpu: GPUInfo) -> tirx.Expr:
+    """The number of the stream of the next launch, an int64; emitted by the host, outside of it.
+
+    TVM has one queue for all OpenCL launches on a device.
+    """
+    if gpu.kind == "opencl":
+        return i64(0)
+    return T.bind(tirx.call_intrin("int64", "tirx.tvm_call_packed", "runtime.get_cuda_stream"))
+
+
+def wait_a_moment(gpu: GPUInfo, turn: tirx.Expr) -> None:
+    """Emit a pause, and on CUDA an error in the turn :data:`LAST_TURN`, which ends all kernels."""
+    if gpu.kind == "cuda":
+        T.evaluate(T.cuda.func_call("tvm_fusion_wait", turn, source_code=_WAIT))
 
 
 def acquire(gpu: GPUInfo) -> None:

@@ -13,8 +13,9 @@ from tvm.ir import Range
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from schedules.tir.expression_walk import is_if_then_else, loads, nodes, uses
-from schedules.tir.index_math import i64, is_multiple, ravel, volume
+from schedules.tir.expression_walk import is_if_then_else, loads, nodes, substitute, uses
+from schedules.tir.index_math import INT32_END, i64, is_multiple, ravel, volume
+from schedules.workload.reduce import constant
 
 from .machine import GPUInfo
 
@@ -22,6 +23,7 @@ WIDEST_LOAD = 16  # bytes of one instruction
 
 Value = Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
 Flat = Callable[[tirx.Buffer], tirx.Buffer | None]
+Narrow = Callable[[tirx.Expr], tirx.Expr]
 Views = TypeVar("Views", bound="FlatViews")
 
 
@@ -45,8 +47,7 @@ class Register:
 
     def at(self, lane: int) -> tirx.Expr:
         """The element of a lane."""
-        value = self.buffer[lane if self.is_vector else 0]
-        return value != 0 if str(self.load.ty.dtype) == "bool" else value
+        return _of_type(self.load, self.buffer[lane if self.is_vector else 0])
 
 
 class VectorLoads:
@@ -83,9 +84,16 @@ class VectorLoads:
         self.results = results
         self.keep = keep
         self.kinds = self._classify()
+        self._m, self._n = (tirx.Var(name, "int64") for name in ("m", "n"))
+        self._places = self._find_places()
 
     def fetch(
-        self, m: tirx.Expr, n: tirx.Expr, flat: Flat, known: list[Register] | None = None
+        self,
+        m: tirx.Expr,
+        n: tirx.Expr,
+        flat: Flat,
+        known: list[Register] | None = None,
+        narrow: Narrow | None = None,
     ) -> Callable[[int], list[tirx.Expr]]:
         """Emit the loads of one vector.
 
@@ -97,6 +105,8 @@ class VectorLoads:
             From a parameter to its one-dimensional view, or None if it has none.
         known : list[Register] | None
             Registers loaded at this position before; the new ones are appended.
+        narrow : Callable | None
+            From an int64 index into a view to a cheaper one; None leaves the indices to TVM.
 
         Returns
         -------
@@ -105,10 +115,14 @@ class VectorLoads:
         """
         registers = [] if known is None else known
         chosen: list[Register | None] = []
-        for load, kind in zip(loads(*self._at(m, n)), self.kinds, strict=True):
+        reads = zip(loads(*self._at(m, n)), self.kinds, self._places, strict=True)
+        for load, kind, place in reads:
             register = next((entry for entry in registers if _same(entry.load, load)), None)
             if register is None and kind != "each":
-                register = self._load(load, kind, flat)
+                at = {self._m: m, self._n: n}
+                index = _position(load) if place is None else substitute(place, at)
+                index = index if narrow is None else narrow(index)
+                register = self._load(load, kind, flat, index)
                 if register is not None:
                     registers.append(register)
             chosen.append(register)
@@ -121,7 +135,10 @@ class VectorLoads:
                 for original, register in pairs:
                     if register is not None and _same(original, load):
                         return register.at(k)
-                return load
+                view = flat(load.source) if narrow is not None else None
+                if narrow is None or view is None:
+                    return load
+                return _of_type(load, view[narrow(_position(load))])
 
             return [
                 tvm_ffi.structural_map(expression, (ir.TensorLoad, replace))
@@ -151,11 +168,27 @@ class VectorLoads:
                 kinds.append(run.kind(_position(a), _position(b)))
         return kinds
 
-    def _load(self, load: ir.TensorLoad, kind: str, flat: Flat) -> Register | None:
+    def _find_places(self) -> list[tirx.Expr | None]:
+        """Positions at ``m`` and ``n`` for the reads of which they need no division.
+
+        Those of a vector would: its subscripts are divided one by one by extents with a common
+        factor, after which TVM no longer sees that they are consecutive.
+        """
+        analyzer = Analyzer()
+        for var in (self._m, self._n):
+            analyzer.bind(var, Range.from_min_extent(i64(0), i64(1 << 40)))
+        found: list[tirx.Expr | None] = []
+        for load in loads(*self._at(self._m, self._n)):
+            place = analyzer.simplify(_position(load))
+            found.append(None if nodes(place, tirx.FloorDiv, tirx.FloorMod) else place)
+        return found
+
+    def _load(
+        self, load: ir.TensorLoad, kind: str, flat: Flat, index: tirx.Expr
+    ) -> Register | None:
         source = flat(load.source)
         if source is None:
             return None
-        index = _position(load)
         lanes = self.vector if kind == "vector" else 1
         register = T.alloc_buffer((lanes,), source.dtype, scope="local")
         if lanes == 1:
@@ -195,9 +228,16 @@ class LaneRun:
 
 
 def flat_view(buffer: tirx.Buffer) -> tirx.Buffer:
-    """A parameter as one row, to be declared inside the launch; bool, without vectors, as bytes."""
+    """A parameter as one row, to be declared inside the launch; bool, without vectors, as bytes.
+
+    Its extent is an int32 where that has room for it: TVM gives indices the type of the extent.
+    """
     dtype = "uint8" if str(buffer.dtype) == "bool" else buffer.dtype
-    return T.decl_buffer((volume(buffer.shape),), dtype, data=buffer.data)
+    size = volume(buffer.shape)
+    known = constant(size)
+    if known is not None and known < INT32_END:
+        size = tirx.const(known, "int32")
+    return T.decl_buffer((size,), dtype, data=buffer.data)
 
 
 @dataclass(frozen=True)
@@ -226,7 +266,8 @@ def load_vector(register: tirx.Buffer, source: tirx.Buffer, place: tirx.Expr) ->
     """Load neighbouring elements of a flat view by as few instructions as there can be."""
     for start, width in _parts(int(register.shape[0]), source):
         with T.vectorized(0, width) as k:
-            T.buffer_store(register, source[place + (k + start).astype("int64")], [k + start])
+            element = source[place + (k + start).astype(place.ty.dtype)]
+            T.buffer_store(register, element, [k + start])
 
 
 def hold(values: Sequence[tirx.Expr], dtype: str) -> tirx.Buffer:
@@ -258,6 +299,11 @@ def _guarded_loads(expressions: Sequence[tirx.Expr]) -> list[ir.TensorLoad]:
 
 def _position(load: ir.TensorLoad) -> tirx.Expr:
     return ravel(load.indices, load.source.shape)
+
+
+def _of_type(load: ir.TensorLoad, element: tirx.Expr) -> tirx.Expr:
+    """An element of a view as the read of the parameter gives it."""
+    return element != 0 if str(load.ty.dtype) == "bool" else element
 
 
 def _same(a: ir.TensorLoad, b: ir.TensorLoad) -> bool:

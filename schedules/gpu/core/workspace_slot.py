@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots of a workspace, so that calls of one module may run at the same time on several streams.
 
-Launches that run at once must write different outputs, so the address of its output names a launch.
-The first of its blocks claims a slot under that name, under a lock; the others find it there, and
-the block that finishes the last tile releases it. A launch for which no slot is left waits for one;
-a launch waits for blocks that have not started only if their launch has a slot.
+A launch is named by its stream and the address of its output: launches of one stream follow each
+other, and a pool of memory may give one address to calls on two streams. A captured launch keeps
+the name of the stream that captured it, and the address, which its graph owns.
+
+The first of the blocks of a launch that has a result claims a slot under that name, under a lock;
+the others find it there, and the block that finishes the last tile releases it. A launch for which
+no slot is left waits for one; a launch waits for blocks that have not started only if their launch
+has a slot. On CUDA waiting ends with an error after about half a minute.
 
 The next use of a slot is ordered after all previous accesses to it: releasing, claiming and finding
-it each have a fence. Two launches that write the same output at once would share a slot, and
-corrupt the workspace permanently. On OpenCL the device needs ``cl_khr_int64_base_atomics``.
+it each have a fence. On OpenCL the device needs ``cl_khr_int64_base_atomics``.
 
-The header of a workspace, in 32-bit words: the names, of two words each, the number of finished
-tiles of each slot, and the lock. All are zero between calls.
+The header of a workspace has three lines of the cache: the names, of two words each; the lock; the
+number of finished tiles of each slot. All are zero between calls.
 """
 
 from __future__ import annotations
@@ -23,15 +26,26 @@ from tvm.script.ir_builder import tirx as T
 from schedules.tir.branch import when
 from schedules.tir.index_math import i64
 
-from .intrinsics import acquire, address_number, draw_ticket, publish, read_now, try_lock
+from .intrinsics import (
+    acquire,
+    address_number,
+    draw_ticket,
+    publish,
+    read_now,
+    try_lock,
+    wait_a_moment,
+)
 from .machine import GPUInfo
 
 # More than the priorities of streams: grids of one priority start one after the other, so that one
 # of those that have a slot has started all its blocks, and ends.
 PLACES = 8
-_FINISHED = 2 * PLACES
-_LOCK = _FINISHED + PLACES
-HEADER_WORDS = -(-(_LOCK + 1) // 4) * 4
+LINE_WORDS = 32
+# Odd, and far from any ratio of addresses, so that different pairs have different names.
+_STREAM_FACTOR = 0x61C8864680B583EB
+LOCK = LINE_WORDS
+_FINISHED = 2 * LINE_WORDS
+HEADER_WORDS = 3 * LINE_WORDS
 
 
 class LaunchPlace:
@@ -43,30 +57,38 @@ class LaunchPlace:
         The device.
     scratch : tirx.Buffer
         Begins with the header.
-    name : tirx.Expr
+    output : tirx.Expr
         Address of an output.
+    stream : tirx.Expr
+        Number of the launch's stream.
     """
 
-    def __init__(self, gpu: GPUInfo, scratch: tirx.Buffer, name: tirx.Expr) -> None:
+    def __init__(
+        self, gpu: GPUInfo, scratch: tirx.Buffer, output: tirx.Expr, stream: tirx.Expr
+    ) -> None:
         self._gpu = gpu
         self._words = T.decl_buffer(scratch.shape, "int32", data=scratch.data)
         self._names = T.decl_buffer((PLACES,), "int64", data=scratch.data)
-        self._name = T.bind(address_number(gpu, name))
+        self._name = T.bind(address_number(gpu, output) + stream * i64(_STREAM_FACTOR))
         self._place = T.alloc_buffer((1,), "int32", scope="shared")
         IRBuilder.name("place", self._place)
 
     @property
     def number(self) -> tirx.Expr:
-        """Number of the slot; a barrier follows :meth:`take`."""
-        return self._place[0].astype("int64")
+        """Number of the slot; a barrier follows :meth:`take`.
+
+        Its bound, which TVM knows of the mask but not of a load, keeps indices narrow.
+        """
+        return tirx.bitwise_and(self._place[0], tirx.const(PLACES - 1, "int32")).astype("int64")
 
     def take(self) -> None:
         """Find or claim the slot, on one thread of the block."""
         zero = tirx.const(0, "int32")
-        lock = T.address_of(self._words[_LOCK])
-        found, locked = (T.alloc_buffer((1,), "int32", scope="local") for _ in range(2))
+        lock = T.address_of(self._words[LOCK])
+        found, locked, turn = (T.alloc_buffer((1,), "int32", scope="local") for _ in range(3))
         T.buffer_store(found, tirx.const(-1, "int32"), [0])
         T.buffer_store(locked, zero, [0])
+        T.buffer_store(turn, zero, [0])
         with T.While(found[0] < zero):
             names = self._read_names()
             T.buffer_store(found, _find(names, self._name), [0])
@@ -77,6 +99,9 @@ class LaunchPlace:
                     self._claim(names, found)
                     T.buffer_store(locked, zero, [0])
                     publish(self._gpu, lock, zero)
+            with when(found[0] < zero, tirx.EQ(locked[0], zero)):
+                T.buffer_store(turn, turn[0] + tirx.const(1, "int32"), [0])
+                wait_a_moment(self._gpu, turn[0])
         acquire(self._gpu)  # the slot's old content has been read before it is overwritten
         T.buffer_store(self._place, found[0], [0])
 

@@ -15,10 +15,12 @@ from reduce_cases import CUDA, OPENCL, Case, check, random_data, reference
 from tvm import relax
 
 from relay_passes.op import coalesced_reduce
+from schedules.gpu.core.intrinsics import LAST_TURN, current_stream
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.core.workspace_slot import HEADER_WORDS, PLACES
+from schedules.gpu.core.workspace_slot import HEADER_WORDS, LINE_WORDS, LOCK, PLACES
 from schedules.gpu.reduce.coalesced_reduce import choose_config
-from schedules.gpu.reduce.plan.config import ticket_words, tiles
+from schedules.gpu.reduce.kernel import group_kernel
+from schedules.gpu.reduce.plan.config import ticket_stride, ticket_words, tiles
 from schedules.gpu.reduce.plan.online_softmax import avoid_chain
 from schedules.gpu.reduce.plan.read_group import read_group
 
@@ -52,6 +54,8 @@ class Calls:
         Which arguments are shared. The first begins with ``zeros`` words that are zero at the end.
     compare : Callable
         Compares the outputs with what the input gives.
+    outputs : Sequence[int]
+        Further arguments that are shared.
     """
 
     def __init__(
@@ -61,11 +65,13 @@ class Calls:
         scratches: Sequence[int],
         zeros: int,
         compare: Check,
+        outputs: Sequence[int] = (),
     ) -> None:
         self.sessions: list[Session] = []
+        shared = [*scratches, *outputs]
         for given in arguments:
             first = self.sessions[0] if self.sessions else None
-            self.sessions.append(kernels.session(*given, other=first, shared=scratches))
+            self.sessions.append(kernels.session(*given, other=first, shared=shared))
         grid = kernels.launches(*arguments[0])[0].grid
         self.grid = [(x, y) for x in range(grid[0]) for y in range(grid[1])]
         self.scratches = scratches
@@ -90,20 +96,32 @@ class Calls:
         assert self._zeros > HEADER_WORDS and not scratch[: self._zeros].any()
 
 
-def calls_of_one(form: str, calls: int, rng: np.random.Generator, helpers: str = "") -> Calls:
-    """Calls of a sum."""
+def calls_of_one(
+    form: str,
+    calls: int,
+    rng: np.random.Generator,
+    helpers: str = "",
+    same_output: bool = False,
+) -> Calls:
+    """Calls of a sum; with ``same_output`` each element is that of any of them."""
     shape, axes = SHAPES[form]
     case = Case("sum", "float32", shape, axes, "last_block")
     assert case.config.splits > 1
     inputs = [random_data(rng, "sum", "float32", shape) for _ in range(calls)]
+    sums = np.stack([reference("sum", data, axes) for data in inputs])
     kept = reference("sum", inputs[0], axes).shape
 
     def compare(outputs: Sequence[np.ndarray], data: np.ndarray) -> None:
-        check("sum", outputs[0], data, reference("sum", data, axes))
+        wanted = reference("sum", data, axes)
+        if same_output:
+            nearest = np.abs(sums - outputs[0]).argmin(0)
+            wanted = np.take_along_axis(sums, nearest[None], 0)[0]
+        check("sum", outputs[0], data, wanted)
 
     kernels = compile_opencl(case.func, OPENCL, helpers)
     arguments = [case.arguments(data, kept) for data in inputs]
-    return Calls(kernels, arguments, [1], ticket_words(case.config, case.loops), compare)
+    zeros = ticket_words(case.config, case.loops)
+    return Calls(kernels, arguments, [1], zeros, compare, [2] if same_output else [])
 
 
 def calls_of_group(
@@ -161,6 +179,39 @@ def test_blocks_of_several_calls_in_any_order(
         all_calls.check()
 
 
+@pytest.mark.parametrize("form", SHAPES)
+def test_calls_on_two_streams_with_the_same_output(
+    form: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool may give them one address. No result is mixed from the data of both."""
+    cuda = GPUInfo.from_target(CUDA)
+    monkeypatch.setattr(group_kernel, "current_stream", lambda _: current_stream(cuda))
+    calls = calls_of_one(form, 2, rng, BLOCK_BY_BLOCK, same_output=True)
+    for number, session in enumerate(calls.sessions):
+        session.stream = 0x7F12_3400_0000 + 0x1A0 * number
+    for _ in range(5):
+        calls.run_blocks(rng, calls.sessions)
+        calls.check()
+
+
+def test_the_host_asks_for_the_stream() -> None:
+    """Only where its number is used."""
+    for finish in ("last_block", "atomic", "one_block"):
+        case = Case("sum", "float32", (64, 1 << 16), [1], finish, CUDA)
+        assert ("runtime.get_cuda_stream" in case.func.script()) == (finish == "last_block")
+
+
+def test_waiting_ends_with_an_error() -> None:
+    """Told by the device; the registers are none more, and nothing goes to the stack."""
+    case = Case("sum", "float16", (64, 1 << 16), [1], "last_block", CUDA)
+    source = cuda_source(case.func)
+    assert "no free slot" in source and f">= {LAST_TURN}" in source
+    [used] = ptxas(source).values()
+    assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    [code] = sass(source).values()
+    assert count(opcodes(code), "NANOSLEEP") == 1 and "__assertfail" in code
+
+
 def test_sisters_with_two_scratches(rng: np.random.Generator) -> None:
     calls = calls_of_group(_sisters, (3, 2060), PLACES, rng, _compare_sisters, BLOCK_BY_BLOCK)
     for _ in range(3):
@@ -184,7 +235,7 @@ def test_nobody_claims_a_place_under_the_lock_of_another(rng: np.random.Generato
     waiting, other = calls.sessions
     calls.run_blocks(rng, [other])
     header = np.zeros(HEADER_WORDS, "int32")
-    header[3 * PLACES] = 1  # behind the names and the counts of finished tiles
+    header[LOCK] = 1
     other.write(1, header)
     waiting.launch_block(*calls.grid[0], 0, wait=False)
     time.sleep(0.2)  # in which one that does not wait ends
@@ -236,7 +287,28 @@ def test_code_of_the_lock() -> None:
         has_lock = finish == "last_block"
         assert (count(names, "ATOMG.E.CAS") > 0) == has_lock
         assert count(names, "LDG.E.64.STRONG.GPU") == (PLACES if has_lock else 0)
-        assert not any("STRONG.SYS" in name for name in names)
+        assert not any("STRONG.SYS" in name or "MEMBAR.SC" in name for name in names)
+
+
+def test_data_is_loaded_before_the_place_is_sought() -> None:
+    """Neither a strong load nor an atomic update stands in the way of the first bytes."""
+    for shape, axes in (((64, 1 << 16), [1]), ((1 << 16, 64), [0]), ((1 << 22,), [0])):
+        case = Case("sum", "float32", shape, axes, "last_block", CUDA)
+        [code] = sass(cuda_source(case.func)).values()
+        names = opcodes(code)
+        shared = [k for k, name in enumerate(names) if "STRONG" in name or "MEMBAR" in name]
+        wide = [k for k, name in enumerate(names) if name.startswith("LDG.E.128")]
+        assert wide and max(wide) < min(shared)
+
+
+def test_polled_words_and_tickets_have_lines_of_their_own() -> None:
+    case = Case("sum", "float32", *SHAPES["x"], "last_block")
+    stride = ticket_stride(tiles(case.config, case.loops))
+    assert 4 * LINE_WORDS == 128
+    assert LOCK >= LINE_WORDS >= 2 * PLACES
+    assert LOCK // LINE_WORDS < HEADER_WORDS // LINE_WORDS
+    assert HEADER_WORDS % LINE_WORDS == stride % LINE_WORDS == 0
+    assert ticket_words(case.config, case.loops) % LINE_WORDS == 0
 
 
 def test_every_place_has_its_tickets_and_partial_results() -> None:

@@ -409,7 +409,10 @@ def test_architectures(arch: str, size: int) -> None:
         ((1 << 17,), [0], "auto", ("last_block", 128)),
         ((1 << 22,), [0], "one_block", ("cluster", 8)),
         ((1 << 16,), [0], "last_block", ("last_block", 64)),
-        ((200, 1 << 20), [1], "auto", ("cluster", 4)),  # which fill the device
+        ((66, 1 << 20), [1], "auto", ("last_block", 8)),
+        ((132, 1 << 20), [1], "one_block", ("cluster", 4)),
+        ((200, 1 << 20), [1], "auto", ("last_block", 2)),  # clusters would have three waves
+        ((600, 1 << 16), [1], "auto", ("cluster", 4)),  # many waves
         ((1000, 1 << 14), [1], "auto", ("one_block", 1)),
     ],
 )

@@ -21,6 +21,7 @@ from schedules.gpu.core import subword_atomics
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.kernel import atomic_update
 from schedules.gpu.reduce.plan.config import ticket_words
+from schedules.tir.index_math import i64
 from schedules.workload.reduce import DTYPES, OPERATORS, ReduceWorkload
 from tests.selection import in_turns
 
@@ -31,6 +32,14 @@ SHAPES: dict[str, list[tuple[tuple[int, ...], list[int]]]] = {
     "y": [((4099, 3), [0]), ((2051, 72), [0]), ((3, 7, 130), [1])],
 }
 FINISHES = ("one_block", "atomic", "last_block")
+# Reduced axes with parallel ones between: several digits, also shorter than a block; vectors; rows.
+INTERLEAVED: list[tuple[tuple[int, ...], list[int]]] = [
+    ((23, 3, 21, 21), [0, 2, 3]),
+    ((300, 2, 40), [0, 2]),
+    ((9, 2, 11, 3, 57), [0, 2, 4]),
+    ((5, 2, 7, 3, 130, 2, 4), [0, 2, 4, 6]),
+    ((31, 2, 41, 5), [0, 2]),
+]
 NARROW = ("int8", "uint8", "float16", "bfloat16")
 # Outputs that fill words: one of a word by each thread, two, and all of it.
 WORD_SHAPES: list[tuple[tuple[int, ...], list[int]]] = [
@@ -97,6 +106,47 @@ def test_every_form_with_every_finish(form: str, finish: str, rng: np.random.Gen
     check("sum", _run(case, data, wanted), data, wanted)
 
 
+@pytest.mark.parametrize("finish", ["one_block", "last_block"])
+@pytest.mark.parametrize(("operator", "dtype"), [("sum", "float32"), ("argmax", "int32")])
+@pytest.mark.parametrize(("shape", "axes"), INTERLEAVED)
+def test_reduced_axes_that_are_no_neighbours(
+    shape: tuple[int, ...],
+    axes: list[int],
+    operator: str,
+    dtype: str,
+    finish: str,
+    rng: np.random.Generator,
+) -> None:
+    case = Case(operator, dtype, shape, axes, finish)
+    data = random_data(rng, operator, dtype, shape)
+    wanted = reference(operator, data, axes)
+    check(operator, _run(case, data, wanted), data, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bool"])
+def test_producers_that_know_their_place_on_far_axes(dtype: str, rng: np.random.Generator) -> None:
+    """Read twice, also backwards, under conditions on their places."""
+    shape = (70, 3, 9, 16)
+    zero, one = tirx.const(0, dtype), tirx.const(1, dtype)
+
+    def masked(data: te.Tensor) -> te.Tensor:
+        def value(i: tirx.Var, j: tirx.Var, k: tirx.Var, n: tirx.Var) -> tirx.Expr:
+            kept = tirx.Select(k % i64(4) < i64(3), data[i, j, k, n], zero)
+            return tirx.Select(data[i, j, i64(8) - k, n] != zero, kept, one)
+
+        return te.compute(data.shape, value, name="masked")
+
+    operator = "or" if dtype == "bool" else "max"
+    case = Case(operator, dtype, shape, [0, 2, 3], "last_block", producer=masked)
+    data = random_data(rng, operator, dtype, shape)
+    if dtype == "bool":
+        data[:, 1] = False
+    kept = np.where(np.arange(9)[:, None] % 4 < 3, data, np.zeros((), dtype))
+    values = np.where(data[:, :, ::-1] != 0, kept, np.ones((), dtype))
+    wanted = reference(operator, values, [0, 2, 3])
+    check(operator, _run(case, data, wanted), values, wanted)
+
+
 @settings(
     max_examples=settings.default.max_examples // 8,
     deadline=None,
@@ -117,6 +167,43 @@ def test_any_axes(shape: list[int], mask: int, operator: str, keepdims: bool, se
     kept = [1 if k in axes else size for k, size in enumerate(shape)] if keepdims else wanted.shape
     got = _run(case, data, wanted.reshape(kept))
     check(operator, got, data, wanted.reshape(kept))
+
+
+@pytest.mark.parametrize(
+    ("operator", "dtype", "shape"),
+    [
+        ("mean", "float32", (9, 5, 4096)),
+        ("sum", "float64", (7, 3, 4099)),
+        ("max", "int8", (3, 32, 24_576)),
+        ("or", "bool", (5, 2, 16_384)),
+        ("argmin", "int32", (2, 31, 10_002)),
+    ],
+)
+def test_few_elements_of_many_outputs(
+    operator: str, dtype: str, shape: tuple[int, ...], rng: np.random.Generator
+) -> None:
+    case = Case(operator, dtype, shape, [1])
+    assert (case.config.rows, case.config.splits) == (1, 1)
+    data = random_data(rng, operator, dtype, shape)
+    wanted = reference(operator, data, [1])
+    check(operator, _run(case, data, wanted), data, wanted)
+
+
+@pytest.mark.parametrize("operator", ["argmin", "argmax"])
+@pytest.mark.parametrize("form", ["x", "y"])
+def test_positions_of_equal_elements(form: str, operator: str, rng: np.random.Generator) -> None:
+    """The first one of them, also where all are the identity, and of several NaN."""
+    infinity = np.inf if operator == "argmin" else -np.inf
+    rows = np.full((5, 20_003), infinity, "float32")
+    rows[1, 7_000:] = rng.integers(-2, 3, 13_003)
+    rows[2, 19_999] = -infinity
+    rows[3, [9_001, 12_000]] = np.nan
+    rows[4] = rng.integers(0, 2, 20_003)
+    data, axis = (rows, 1) if form == "x" else (np.ascontiguousarray(rows.T), 0)
+    case = Case(operator, "float32", data.shape, [axis])
+    assert case.config.splits > 1
+    wanted = getattr(np, operator)(data, axis)
+    np.testing.assert_array_equal(_run(case, data, wanted), wanted)
 
 
 def test_last_block_gives_the_same_bits_every_time(rng: np.random.Generator) -> None:

@@ -3,22 +3,26 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import tvm
 from cuda_text import count, cuda_source, main_loop, opcodes, ptxas, sass
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reduce_cases import CUDA, Case, numpy_dtype
 from tvm import te, tirx
 from tvm.target import Target
 
 from schedules.errors import OpError, TargetError
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.reduce.plan.config import choose, tiles
+from schedules.gpu.reduce.plan.config import MAX_PARTIALS, blocks_at_once, choose, tiles
 from schedules.workload.reduce import DTYPES, OPERATORS, CanonicalLoops, ReduceWorkload
 
 FORMS: dict[str, tuple[tuple[int, ...], list[int]]] = {
     "all": ((1 << 22,), [0]),
-    "x": ((64, 1 << 16), [1]),
+    "x": ((64, 1 << 20), [1]),
     "y": ((1 << 16, 64), [0]),
 }
 FINISHES = ("one_block", "atomic", "last_block")
@@ -78,6 +82,34 @@ def test_tvm_adds_no_barriers(finish: str) -> None:
     assert cuda_source(func).count("__syncthreads();") == str(func).count("storage_sync") > 0
 
 
+@pytest.mark.parametrize("form", [*FORMS, "far"])
+def test_indices_are_narrow_beside_a_ticket(form: str) -> None:
+    shape, axes = FORMS.get(form, ((128, 64, 147, 147), [0, 2, 3]))
+    case = Case("sum", "float32", shape, axes, "last_block", CUDA)
+    assert case.config.finish == "last_block"
+    assert not re.search(r"int64_t\)\(*(int\)\(*)?(thread|block)Idx", cuda_source(case.func))
+
+
+def test_subscripts_of_far_axes_are_stepped() -> None:
+    """A quotient and a remainder take as many instructions alone."""
+    case = Case("sum", "float32", (128, 64, 147, 147), [0, 2, 3], "auto", CUDA)
+    assert case.config.vector == 1
+    main = main_loop(*sass(cuda_source(case.func)).values())
+    assert len(main) <= 12 * count(main, "LDG.E")
+
+
+def test_all_axes_are_one_row() -> None:
+    """No subscripts are computed by division, also where the vector divides the last extent."""
+    lengths = []
+    for shape in ((32, 52, 52, 3, 64), (32 * 52 * 52 * 3 * 64,)):
+        case = Case("sum", "float32", shape, list(range(len(shape))), "auto", CUDA)
+        source = cuda_source(case.func)
+        [used] = ptxas(source).values()
+        assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+        lengths.append(len(main_loop(*sass(source).values())))
+    assert lengths[0] == lengths[1]
+
+
 def _is_finite(data: te.Tensor) -> te.Tensor:
     return te.compute(data.shape, lambda *i: tirx.isfinite(data(*i)), name="finite")
 
@@ -105,12 +137,92 @@ def test_two_blocks_for_each_multiprocessor(form: str, outputs: int, dtype: str)
         assert tiles(config, loops) * config.splits >= 2 * gpu.multiprocessors, config
 
 
+@settings(max_examples=400, deadline=None)
+@given(
+    outputs=st.one_of(st.integers(1, 3000), st.integers(1, 1 << 18)),
+    reduced=st.one_of(st.integers(1, 5000), st.integers(1, 1 << 20)),
+    form=st.sampled_from(["x", "y"]),
+    dtype=st.sampled_from(["float32", "float16", "int32", "int8"]),
+    finish=st.sampled_from(["auto", "last_block", "atomic"]),
+    arch=st.sampled_from(["sm_70", "sm_80", "sm_90"]),
+)
+def test_splits(outputs: int, reduced: int, form: str, dtype: str, finish: str, arch: str) -> None:
+    """Few for an output, and no few blocks left when all others have ended."""
+    gpu = GPUInfo.from_target(Target({"kind": "cuda", "arch": arch}))
+    shape, axes = ((outputs, reduced), [1]) if form == "x" else ((reduced, outputs), [0])
+    workload = ReduceWorkload.create("sum", axes, 2, dtype, finish=finish)
+    loops = CanonicalLoops(shape, workload.axes)
+    config = choose(workload, loops, gpu)
+    if config.splits == 1:
+        return
+    if config.finish == "last_block" and config.tile_outputs > 1:
+        assert config.splits * config.tile_outputs <= MAX_PARTIALS
+    if config.finish == "atomic" and outputs > 32:
+        assert config.splits <= 16
+    blocks = tiles(config, loops) * config.splits
+    at_once = blocks_at_once(config, [workload], []) * gpu.multiprocessors
+    assert blocks <= at_once or blocks >= 4 * at_once
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "dtype"),
+    [
+        ((200_704, 256), [0], "float16"),
+        ((16_000, 256), [0], "int32"),
+        ((64, 128_256), [1], "float32"),
+        ((600, 55_924), [1], "float32"),
+        ((256, 131_072), [0], "float32"),
+        ((9000, 256), [1], "float32"),
+    ],
+)
+def test_waves_are_even(shape: tuple[int, ...], axes: list[int], dtype: str) -> None:
+    workload = ReduceWorkload.create("sum", axes, 2, dtype)
+    loops = CanonicalLoops(shape, workload.axes)
+    gpu = GPUInfo.from_target(CUDA)
+    config = choose(workload, loops, gpu)
+    blocks = tiles(config, loops) * config.splits
+    at_once = blocks_at_once(config, [workload], []) * gpu.multiprocessors
+    assert at_once // 2 <= blocks <= at_once or blocks >= 4 * at_once, config
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((8192, 8, 7168), "float32"), ((4, 7, 4096, 128), "bfloat16"), ((90, 31, 4096), "int8")],
+)
+def test_few_elements_are_left_to_one_thread(shape: tuple[int, ...], dtype: str) -> None:
+    """There is no barrier; 16 bytes are loaded and stored at once."""
+    case = Case("sum", dtype, shape, [1], "auto", CUDA)
+    assert (case.config.rows, case.config.splits) == (1, 1)
+    [code] = sass(cuda_source(case.func)).values()
+    names = opcodes(code)
+    assert count(names, "BAR") == 0
+    for opcode in ("LDG.E", "STG.E"):
+        assert count(names, opcode) == count(names, f"{opcode}.128") > 0
+
+
 @pytest.mark.parametrize("arch", ["sm_70", "sm_80", "sm_90"])
-def test_integer_sums_are_atomic(arch: str) -> None:
+def test_integer_sums_are_atomic_on_request(arch: str) -> None:
+    """By default they are one kernel, without another one that initialises the output."""
     target = Target({"kind": "cuda", "arch": arch}, host="llvm")
-    case = Case("sum", "int32", (1 << 22,), [0], "auto", target)
+    case = Case("sum", "int32", (1 << 22,), [0], "atomic", target)
     assert case.config.finish == "atomic"
     assert "atomicAdd(p, v)" in cuda_source(case.func, arch)
+    for operator, dtype in (("sum", "int32"), ("max", "int64"), ("or", "bool")):
+        case = Case(operator, dtype, (1 << 24,), [0], "auto", target)
+        assert case.config.splits > 1
+        assert cuda_source(case.func, arch).count("__global__ void") == 2  # declared, defined
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
+@pytest.mark.parametrize("form", FORMS)
+def test_positions_of_extremes_need_no_branch(form: str, dtype: str) -> None:
+    """Four vectors are loaded at once; the loop has no branch but the one that closes it."""
+    shape, axes = FORMS[form]
+    shape = (1 << 24,) if form == "all" else shape
+    case = Case("argmax", dtype, shape, axes, "auto", CUDA)
+    main = main_loop(*sass(cuda_source(case.func)).values())
+    assert count(main, "LDG.E.128") % case.config.unroll == 0 and case.config.unroll == 4
+    assert count(main, "BRA") == 1 and count(main, "BSSY") == 0
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,9 @@ def _reduce_stage(
     states = state_buffers.allocate(workloads, count, "local")
     state_buffers.clear(workloads, states, count)
     values = [reduction.value for reduction in stage.reductions]
+    state_buffers.begin_positions(workloads, states, count)
     visit_row(values, combine_vector(ctx, stage, states, count, _known(ctx, results)))
+    state_buffers.end_positions(workloads, states, count)
     if ctx.is_y:
         share_rows(ctx, workloads, states)
     else:

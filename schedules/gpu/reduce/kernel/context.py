@@ -35,6 +35,8 @@ class ReduceContext:
         Number in the block, ``row * lanes + lane``.
     views : tuple
         Parameters and their one-dimensional views.
+    stream : tirx.Expr
+        Number of the launch's stream, for the finish ``last_block``.
     """
 
     group: ReduceGroup
@@ -44,6 +46,7 @@ class ReduceContext:
     split: tirx.Expr
     thread: tirx.Expr
     views: FlatViews
+    stream: tirx.Expr
 
     @classmethod
     def open(
@@ -54,10 +57,13 @@ class ReduceContext:
         tile: tirx.Expr,
         split: tirx.Expr,
         thread: tirx.Expr,
+        stream: tirx.Expr | None = None,
     ) -> ReduceContext:
         """Declare one-dimensional views of the parameters, inside the kernel."""
         views = FlatViews.declare(group.func, gpu)
-        return cls(group, config, gpu, tile, split, thread, views)
+        return cls(
+            group, config, gpu, tile, split, thread, views, i64(0) if stream is None else stream
+        )
 
     @property
     def is_y(self) -> bool:

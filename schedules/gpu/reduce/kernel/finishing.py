@@ -12,12 +12,13 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.gpu.core.intrinsics import draw_ticket, fence, sync
+from schedules.gpu.core.vector_loads import hold, store_vector
 from schedules.gpu.core.workspace_slot import HEADER_WORDS, LaunchPlace
 from schedules.tir.branch import when
 from schedules.tir.index_math import ceil_power_of_two, i64
 from schedules.workload.reduce_operator import field_dtypes
 
-from ..plan.config import field_places, partials, tiles
+from ..plan.config import field_places, partials, ticket_stride, tiles
 from ..plan.group import Stage
 from ..plan.workspace import word_count
 from . import state_buffers
@@ -30,8 +31,27 @@ from .state_buffers import Buffers, States
 
 
 def one_block(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
-    """Write the outputs of the block."""
-    _for_each_result(ctx, states, lambda m, state: _write(ctx, stage, m, state))
+    """Write the outputs of the block, neighbouring ones of a thread together."""
+    first = ctx.first_output
+    with when(ctx.is_leader, ctx.exists(first)):
+        results = [Results(ctx, first + i64(k)) for k in range(ctx.results)]
+        for k, at_m in enumerate(results):
+            at_m.add(stage, state_buffers.load(states, k))
+        for result in stage.results:
+            if result.output is not None:
+                values = [at_m.values[result.var] for at_m in results]
+                _store(ctx, result.output, first, values)
+
+
+def _store(
+    ctx: ReduceContext, output: tirx.Buffer, first: tirx.Expr, values: list[tirx.Expr]
+) -> None:
+    view = ctx.flat(output)
+    if view is not None and len(values) > 1:
+        store_vector(hold(values, view.dtype), view, first)
+        return
+    for k, value in enumerate(values):
+        ctx.write(output, first + i64(k), value)
 
 
 def cluster(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
@@ -53,24 +73,28 @@ def atomic(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
             atomic_update_vector(ctx, reduction, first, values)
 
 
-def take_place(ctx: ReduceContext, stage: Stage) -> LaunchPlace:
-    """Begin :func:`last_block`: find the slot for the partial results of this launch."""
+def _take_place(ctx: ReduceContext, stage: Stage) -> LaunchPlace:
+    """Find the slot for the partial results of this launch."""
     stored = next(result.output for result in stage.results if result.output is not None)
     output = ctx.flat(stored)
     address = T.address_of(stored[(0,) * len(stored.shape)] if output is None else output[0])
-    place = LaunchPlace(ctx.gpu, ctx.group.scratch[0], address)
+    place = LaunchPlace(ctx.gpu, ctx.group.scratch[0], address, ctx.stream)
     with when(tirx.EQ(ctx.thread, i64(0))):
         place.take()
+    sync()
     return place
 
 
-def last_block(ctx: ReduceContext, stage: Stage, states: Buffers, place: LaunchPlace) -> None:
-    """Leave the states in the workspace; the last block combines those of its tile."""
+def last_block(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
+    """Leave the states in the workspace; the last block combines those of its tile.
+
+    No block touches the words that all share before its own part of the data is reduced.
+    """
     count = tiles(ctx.config, stage.reductions[0].loops)
+    place = _take_place(ctx, stage)
     tickets, kept = _scratch(ctx, stage)
-    sync()
-    tile = T.bind(place.number * i64(count) + ctx.tile)
-    row = tile * i64(ctx.config.splits)
+    ticket = place.number * i64(ticket_stride(count)) + ctx.tile
+    row = (place.number * i64(count) + ctx.tile) * i64(ctx.config.splits)
     base = (row + ctx.split) * i64(ctx.config.tile_outputs)
 
     def keep(m: tirx.Expr, state: States) -> None:
@@ -82,11 +106,10 @@ def last_block(ctx: ReduceContext, stage: Stage, states: Buffers, place: LaunchP
     drawn = T.alloc_buffer((1,), "int32", scope="shared")
     with T.If(tirx.EQ(ctx.thread, i64(0))):
         with T.Then():
-            counter = T.address_of(tickets[tile])
+            counter = T.address_of(tickets[ticket])
             T.buffer_store(drawn, draw_ticket(ctx.gpu, counter, ctx.config.splits), [0])
     sync()
-    ticket = T.bind(drawn[0])
-    is_last = tirx.EQ(ticket, tirx.const(ctx.config.splits - 1, "int32"))
+    is_last = tirx.EQ(T.bind(drawn[0]), tirx.const(ctx.config.splits - 1, "int32"))
     # OpenCL compilers mishandle barriers under a condition.
     is_opencl = ctx.gpu.kind == "opencl"
     condition = is_last if is_opencl else None

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.gpu.core.intrinsics import current_stream
 from schedules.gpu.core.kernel_function import resident_blocks, unless_empty, write_kernels
 from schedules.gpu.core.machine import GPUInfo
 from schedules.tir.index_math import ceildiv, i64
@@ -40,6 +41,7 @@ _FINISHES = {
     "one_block": finishing.one_block,
     "cluster": finishing.cluster,
     "atomic": finishing.atomic,
+    "last_block": finishing.last_block,
 }
 
 
@@ -74,6 +76,7 @@ def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator
         ):
             yield ReduceContext.open(group, config, gpu, block // size, block % size, thread)
         return
+    stream = current_stream(gpu) if config.finish == "last_block" else None
     axis = "blockIdx.y" if config.splits > 1 else "blockIdx.x"
     with unless_empty(count), T.launch_thread(axis, count) as tile:
         with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
@@ -85,7 +88,7 @@ def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator
                 T.launch_thread("blockIdx.x", i64(config.splits)) as split,
                 resident_blocks(gpu, at_once),
             ):
-                yield ReduceContext.open(group, config, gpu, tile, split, thread)
+                yield ReduceContext.open(group, config, gpu, tile, split, thread, stream)
 
 
 def _blocks_at_once(group: ReduceGroup, config: ReduceConfig) -> int:
@@ -102,8 +105,6 @@ def _write_body(ctx: ReduceContext) -> None:
         return
     [stage] = ctx.group.stages
     vector = ctx.config.vector
-    is_last_block = ctx.config.finish == "last_block"
-    place = finishing.take_place(ctx, stage) if is_last_block else None
     states = state_buffers.allocate(stage.workloads, vector, "local")
     state_buffers.clear(stage.workloads, states, vector)
     accumulate(ctx, stage, states)
@@ -112,7 +113,4 @@ def _write_body(ctx: ReduceContext) -> None:
     else:
         state_buffers.fold(stage.workloads, states, vector)
         combine_lanes(ctx, stage.workloads, states)
-    if place is None:
-        _FINISHES[ctx.config.finish](ctx, stage, states)
-    else:
-        finishing.last_block(ctx, stage, states, place)
+    _FINISHES[ctx.config.finish](ctx, stage, states)

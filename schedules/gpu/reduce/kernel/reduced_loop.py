@@ -17,6 +17,7 @@ from ..plan.group import Stage
 from . import state_buffers
 from .context import ReduceContext
 from .state_buffers import Buffers
+from .stepped_position import SteppedPosition
 
 Lane = Callable[[int], list[tirx.Expr]]  # from a lane to its values
 Visit = Callable[[tirx.Expr, Lane, int], None]  # gets the place of lane 0, and the lanes
@@ -24,8 +25,10 @@ Visit = Callable[[tirx.Expr, Lane, int], None]  # gets the place of lane 0, and 
 
 def accumulate(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
     """Combine this thread's share of the reduced loop into its states."""
-    values = [reduction.value for reduction in stage.reductions]
-    visit_share(ctx, values, combine_vector(ctx, stage, states, ctx.config.vector))
+    values, count = [reduction.value for reduction in stage.reductions], ctx.config.vector
+    state_buffers.begin_positions(stage.workloads, states, count)
+    visit_share(ctx, values, combine_vector(ctx, stage, states, count))
+    state_buffers.end_positions(stage.workloads, states, count)
 
 
 def combine_vector(
@@ -45,7 +48,7 @@ def combine_vector(
                 state_of_one(workload, value, position)
                 for workload, value in zip(stage.workloads, values, strict=True)
             ]
-            state_buffers.update(stage.workloads, states, k % count, lifted)
+            state_buffers.append(stage.workloads, states, k % count, lifted)
 
     return visit
 
@@ -58,10 +61,14 @@ def visit_share(ctx: ReduceContext, values: Sequence[Value], visit: Visit) -> No
     iterations = simplified(count // i64(step))
     loads = VectorLoads(values, ctx.is_y, config.vector, ctx.group.results)
     if constant(iterations) != 0:
+        stepped = SteppedPosition.open(ctx)
+        if stepped is not None:
+            stepped.start(_position(ctx, begin, loads))
         with T.serial(i64(0), iterations) as iteration:
             start = begin + iteration * i64(step)
             starts = [start + i64(u * config.stride) for u in range(config.unroll)]
-            _visit_all(ctx, loads, [T.bind(_position(ctx, s, loads)) for s in starts], visit)
+            positions = [T.bind(_position(ctx, s, loads)) for s in starts]
+            _visit_all(ctx, loads, positions, visit, stepped)
     done = simplified(iterations * i64(step))
     if constant(simplified(count - done)) != 0:
         _tail(ctx, loads, begin + done, begin + count, visit)
@@ -109,10 +116,20 @@ def _position(ctx: ReduceContext, start: tirx.Expr, loads: VectorLoads) -> tirx.
 
 
 def _visit_all(
-    ctx: ReduceContext, loads: VectorLoads, positions: list[tirx.Expr], visit: Visit
+    ctx: ReduceContext,
+    loads: VectorLoads,
+    positions: list[tirx.Expr],
+    visit: Visit,
+    stepped: SteppedPosition | None = None,
 ) -> None:
     """Load a vector at each position, then visit all of them."""
     m = ctx.safe_output()
-    lanes = [loads.fetch(m, n, ctx.flat) for n in positions]
+    lanes = []
+    for n in positions:
+        if stepped is None:
+            lanes.append(loads.fetch(m, n, ctx.flat))
+        else:
+            lanes.append(loads.fetch(m, stepped.bind(), ctx.flat, narrow=stepped.narrow))
+            stepped.advance(ctx.config.stride)
     for n, lane in zip(positions, lanes, strict=True):
         visit(n, lane, loads.vector)

@@ -10,7 +10,14 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.workload.reduce import ReduceWorkload
-from schedules.workload.reduce_operator import State, combine, field_dtypes, identity, replaces
+from schedules.workload.reduce_operator import (
+    State,
+    combine,
+    field_dtypes,
+    identity,
+    improves,
+    replaces,
+)
 
 Workloads = Sequence[ReduceWorkload]
 Buffers = Sequence[Sequence[tirx.Buffer]]  # of each reduction, the buffers of its fields
@@ -42,6 +49,35 @@ def store(buffers: Buffers, index: Index, states: States) -> None:
     for fields, state in zip(buffers, states, strict=True):
         for buffer, value in zip(fields, state, strict=True):
             T.buffer_store(buffer, value, [index])
+
+
+def begin_positions(workloads: Workloads, buffers: Buffers, size: int) -> None:
+    """Mark the first ``size`` states with a position as those of no element, for ``append``."""
+    for workload, fields in zip(workloads, buffers, strict=True):
+        for k in range(size if workload.is_arg else 0):
+            T.buffer_store(fields[1], tirx.const(-1, "int64"), [k])
+
+
+def end_positions(workloads: Workloads, buffers: Buffers, size: int) -> None:
+    """Give those that are still of no element the position of the identity, behind all others."""
+    for workload, fields in zip(workloads, buffers, strict=True):
+        for k in range(size if workload.is_arg else 0):
+            none = identity(workload)[1]
+            at = fields[1][k]
+            T.buffer_store(fields[1], tirx.Select(at < 0, none, at), [k])
+
+
+def append(workloads: Workloads, buffers: Buffers, index: Index, states: States) -> None:
+    """Combine states of later elements into those at ``index``."""
+    for workload, fields, state in zip(workloads, buffers, states, strict=True):
+        if not workload.is_arg:
+            update([workload], [fields], index, [state])
+            continue
+        right = tuple(T.bind(value) for value in state)
+        left = tuple(T.bind(buffer[index]) for buffer in fields)
+        wins = T.bind(improves(workload, left, right))
+        pairs = zip(left, right, strict=True)
+        store([fields], index, [tuple(tirx.Select(wins, b, a) for a, b in pairs)])
 
 
 def update(workloads: Workloads, buffers: Buffers, index: Index, states: States) -> None:

@@ -20,7 +20,7 @@ from tvm.target import Target
 from schedules.errors import OpError
 from schedules.gpu.core.machine import KINDS, REGISTER_FILE, GPUInfo
 from schedules.gpu.core.subword_atomics import consists_of_words
-from schedules.gpu.core.workspace_slot import HEADER_WORDS, PLACES
+from schedules.gpu.core.workspace_slot import HEADER_WORDS, LINE_WORDS, PLACES
 from schedules.tir.index_math import ceil_power_of_two
 from schedules.workload.reduce import CanonicalLoops, ReduceWorkload, constant
 from schedules.workload.reduce_operator import field_dtypes
@@ -32,10 +32,15 @@ MIN_THREADS = 64  # where rows are too few to fill the device with blocks of 256
 VECTOR_BYTES = 16
 LOADS_IN_FLIGHT = 4
 LOADS_OF_A_LANE = 8  # above which a row gets more lanes
-BLOCKS_PER_MULTIPROCESSOR = 4
+BLOCKS_PER_MULTIPROCESSOR = 4  # that run at once; more if their registers are few
 MIN_VALUES_PER_THREAD = 16
-MAX_SPLITS = 64  # partial results that one block of a y tile reads back
+MAX_PARTIALS = 8192  # that the last block of a tile reads back, 32 by each thread
 MAX_ATOMIC_SPLITS = 16  # blocks that contend for one address where outputs are many
+FEW_OUTPUTS = 32
+SHORT = 32  # elements of an output in form *y* that one thread combines
+# Bytes of each row below which tiles are not narrowed, to fill the device and for even waves.
+SECTOR, LINE = 32, 128
+FULL_WAVES = 4  # above which blocks of the last wave matter little
 # A round of loads in flight takes about 0.7 us. Tickets and partial results in global memory take
 # 2 to 3 us, a barrier of a cluster and reading its other blocks' memory less than 1 us.
 CLUSTER_ROUNDS = 2
@@ -175,10 +180,12 @@ def choose_sisters(
     loops = members[0][1]
     whole = _whole_block(members, gpu, itemsize, row_inputs)
     finish = _finish(members, gpu, operands, has_epilogues)
-    cluster = _cluster(whole, loops, gpu, workloads, finish)
+    at_once = gpu.multiprocessors * blocks_at_once(whole, workloads, row_inputs)
+    whole = _smaller_tiles(whole, loops, gpu, finish, at_once, min(map(_item_bytes, workloads)))
+    cluster = _cluster(whole, loops, gpu, workloads, finish, at_once)
     if cluster is not None:
         return replace(whole, splits=cluster, finish="cluster" if cluster > 1 else "one_block")
-    splits = _splits(whole, loops, gpu, finish)
+    splits = _splits(whole, loops, gpu, finish, at_once)
     while finish == "last_block" and operands is not None and splits > 1:
         if field_places(replace(whole, splits=splits), loops, workloads, operands) is not None:
             break
@@ -199,12 +206,12 @@ def _whole_block(
     own = min(map(_item_bytes, workloads))
     width = VECTOR_BYTES // (own if form == "y" else itemsize or own)
     vector = min(vector_width(width, workloads, of, gpu) for _, of in members)
-    unroll = 1 if any(workload.is_arg for workload in workloads) else LOADS_IN_FLIGHT
-    if len(row_inputs) > 1 or len(workloads) > 1:
+    unroll = LOADS_IN_FLIGHT
+    if len(row_inputs) > 1 or len(workloads) > 1 or workloads[0].is_arg:
         unroll = max(1, unroll // max(1, len(row_inputs)))
         while _registers(workloads, row_inputs, vector, unroll) > REGISTERS and vector > 1:
             unroll, vector = (unroll // 2, vector) if unroll > 1 else (1, vector // 2)
-    lanes, rows = _block(form, loops, vector, gpu.block_threads(THREADS))
+    lanes, rows = _block(form, loops, vector, gpu.block_threads(THREADS), gpu)
     whole = ReduceConfig(form, lanes, rows, vector, unroll, 1, "one_block")
     while form == "x" and whole.rows > 1 and whole.threads > MIN_THREADS:
         if _most_blocks(whole, loops) >= 2 * gpu.multiprocessors:
@@ -273,7 +280,12 @@ def tiles(config: ReduceConfig, loops: CanonicalLoops) -> int:
 
 def ticket_words(config: ReduceConfig, loops: CanonicalLoops) -> int:
     """Words before the partial results: a header, and a ticket for each tile in every slot."""
-    return HEADER_WORDS + -(-PLACES * tiles(config, loops) // 4) * 4
+    return HEADER_WORDS + PLACES * ticket_stride(tiles(config, loops))
+
+
+def ticket_stride(count: int) -> int:
+    """Words between the tickets of two slots, which do not share a line of the cache."""
+    return -(-count // LINE_WORDS) * LINE_WORDS
 
 
 def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
@@ -304,17 +316,30 @@ def vector_width(
     return width
 
 
-def _block(form: str, loops: CanonicalLoops, vector: int, threads: int) -> tuple[int, int]:
+def _block(
+    form: str, loops: CanonicalLoops, vector: int, threads: int, gpu: GPUInfo
+) -> tuple[int, int]:
     """Lanes and rows of a block."""
     if form == "all":
         return threads, 1
-    extent = constant(loops.outputs if form == "y" else loops.reduced)
+    reduced = constant(loops.reduced)
+    if _is_short(loops, vector, gpu):
+        return threads, 1
+    extent = constant(loops.outputs) if form == "y" else reduced
     steps = LARGE if extent is None else -(-extent // vector)
     lanes = min(32, ceil_power_of_two(steps))
     if form == "x":
         while lanes < threads and steps > lanes * LOADS_OF_A_LANE:
             lanes *= 2
     return lanes, threads // lanes
+
+
+def _is_short(loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> bool:
+    """Return whether each output is left to one thread: few elements, and enough outputs."""
+    outputs, reduced = constant(loops.outputs), constant(loops.reduced)
+    if loops.form != "y" or reduced is None or reduced > SHORT:
+        return False
+    return outputs is None or outputs >= 2 * gpu.multiprocessors * MIN_THREADS * vector
 
 
 def _finish(
@@ -336,7 +361,7 @@ def _finish(
 def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> str:
     """Preferred finish of one reduction by itself."""
     if workload.finish == "auto":
-        return "atomic" if is_exact(workload) else "last_block"
+        return "last_block"  # one kernel; with atomic updates another one initialises the output
     if workload.finish != "atomic":
         return workload.finish
     if workload.is_arg:
@@ -351,35 +376,38 @@ def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> str:
     return "atomic" if is_safe else "last_block"
 
 
-def is_exact(workload: ReduceWorkload) -> bool:
-    """Return whether updates are one atomic instruction and the result is independent of order."""
-    return workload.dtype in ("int32", "int64", "bool") and not workload.is_arg
-
-
 def _cluster(
     config: ReduceConfig,
     loops: CanonicalLoops,
     gpu: GPUInfo,
     workloads: Sequence[ReduceWorkload],
     finish: str,
+    at_once: int,
 ) -> int | None:
     """Blocks of the cluster of an output, possibly one; None if no cluster is sufficient.
 
     A cluster has as many blocks as fill the device, or, for small inputs, as load a row in one
-    round.
+    round. There is no cluster, unless it is asked for, where some would run nearly alone after all
+    others.
     """
     if gpu.max_cluster == 1 or any(w.finish in ("atomic", "last_block") for w in workloads):
         return None
-    splits = _splits(config, loops, gpu, "last_block")
+    splits = _splits(config, loops, gpu, "last_block", at_once)
     reduced = constant(loops.reduced)
     vectors = -(-(LARGE if reduced is None else reduced) // config.stride)
     size = 1
     while size < min(splits, gpu.max_cluster) and size * config.unroll < vectors:
         size *= 2
-    fills = size >= splits or finish == "one_block"
+    if finish == "one_block":
+        return size
     is_small = _input_bytes(workloads[0], loops) < CLUSTER_BYTES
     fits = vectors <= size * config.unroll * CLUSTER_ROUNDS
-    return size if fills or (is_small and fits) else None
+    if not (size >= splits or (is_small and fits)):
+        return None
+    room = gpu.multiprocessors * min(CLUSTER_BLOCKS, at_once // gpu.multiprocessors)
+    if size == 1 or constant(loops.outputs) is None:
+        return size
+    return None if _is_uneven(size * tiles(config, loops), room) else size
 
 
 def _input_bytes(workload: ReduceWorkload, loops: CanonicalLoops) -> int:
@@ -392,22 +420,70 @@ def _item_bytes(workload: ReduceWorkload) -> int:
     return max(1, DataType(workload.dtype).bits // 8)
 
 
-def _splits(config: ReduceConfig, loops: CanonicalLoops, gpu: GPUInfo, finish: str) -> int:
-    """Blocks that share one output."""
+def _splits(
+    config: ReduceConfig, loops: CanonicalLoops, gpu: GPUInfo, finish: str, at_once: int
+) -> int:
+    """Blocks that share one output: no more than run at once, or so many that waves are even."""
     outputs, reduced = constant(loops.outputs), constant(loops.reduced)
     if finish == "one_block" or outputs is None:
         return 1
     reduced = LARGE if reduced is None else reduced
-    count = -(-outputs // config.tile_outputs)
-    if count >= 2 * gpu.multiprocessors:
-        return 1
-    enough = -(-2 * gpu.multiprocessors // count)
-    wanted = -(-BLOCKS_PER_MULTIPROCESSOR * gpu.multiprocessors // count)
+    count = tiles(config, loops)
     vectors = reduced // config.stride  # of a thread, over all splits
-    worth = min(wanted, vectors * _values(config) // MIN_VALUES_PER_THREAD)
-    if config.tile_outputs > 1:
-        worth = min(worth, MAX_ATOMIC_SPLITS if finish == "atomic" and outputs > 32 else MAX_SPLITS)
-    return max(1, worth, min(enough, vectors))
+    if count >= 2 * gpu.multiprocessors:
+        more = -(-FULL_WAVES * at_once // count)
+        is_long = config.rows == 1 and vectors >= 2 * more * config.unroll
+        return more if config.form == "x" and is_long and _is_uneven(count, at_once) else 1
+    enough = -(-2 * gpu.multiprocessors // count)
+    worth = max(vectors * _values(config) // MIN_VALUES_PER_THREAD, min(enough, vectors))
+    return max(1, min(worth, at_once // count, _most_splits(config, outputs, finish)))
+
+
+def _most_splits(config: ReduceConfig, outputs: int, finish: str) -> int:
+    """Blocks that one output may have, so that combining their results takes little time."""
+    if finish == "atomic" and outputs > FEW_OUTPUTS:
+        return MAX_ATOMIC_SPLITS
+    return max(1, MAX_PARTIALS // config.tile_outputs)
+
+
+def _smaller_tiles(
+    config: ReduceConfig,
+    loops: CanonicalLoops,
+    gpu: GPUInfo,
+    finish: str,
+    at_once: int,
+    itemsize: int,
+) -> ReduceConfig:
+    """Fewer outputs in a tile where it has too few splits to fill the device, or waves are few."""
+    outputs, reduced = constant(loops.outputs), constant(loops.reduced)
+    if outputs is None:
+        return config
+    is_short = _is_short(loops, config.vector, gpu)
+    while is_short and config.threads > MIN_THREADS:
+        count = tiles(config, loops)
+        if count >= 2 * gpu.multiprocessors and not _is_uneven(count, at_once):
+            break
+        config = replace(config, lanes=config.lanes // 2)
+    while config.form == "y" and not is_short and config.lanes * config.vector * itemsize > SECTOR:
+        count, most = tiles(config, loops), _most_splits(config, outputs, finish)
+        is_small = reduced is not None and reduced // config.stride <= most
+        is_wide = config.lanes * config.vector * itemsize > LINE
+        lacks_splits = count * most < 2 * gpu.multiprocessors and not is_small
+        if config.lanes == 1 or not (
+            (lacks_splits and finish != "one_block") or (is_wide and _is_uneven(count, at_once))
+        ):
+            break
+        config = replace(config, lanes=config.lanes // 2, rows=config.rows * 2)
+    while config.form == "x" and config.rows > 1 and config.threads > MIN_THREADS:
+        if not _is_uneven(tiles(config, loops), at_once):
+            break
+        config = replace(config, rows=config.rows // 2)
+    return config
+
+
+def _is_uneven(blocks: int, at_once: int) -> bool:
+    """Return whether the last of few waves may have too few blocks for the device."""
+    return at_once < blocks < FULL_WAVES * at_once
 
 
 def _most_blocks(config: ReduceConfig, loops: CanonicalLoops) -> int:
