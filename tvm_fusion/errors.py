@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every exception that tvm-fusion raises on purpose, all of them under ``TVMFusionError``.
 
-``SlowPathWarning`` is the category of what it warns of.
+``SlowPathWarning`` and ``RecordWarning`` are the categories of what they warn of.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from schedules.errors import (
     InvalidInputError,
     InvalidModelError,
     OpError,
+    RecordWarning,
     SlowPathWarning,
     TargetError,
+    TuningError,
     TVMFusionError,
     UnsupportedOperatorError,
 )
@@ -26,8 +28,10 @@ __all__ = [
     "InvalidInputError",
     "InvalidModelError",
     "OpError",
+    "RecordWarning",
     "SlowPathWarning",
     "TVMFusionError",
     "TargetError",
+    "TuningError",
     "UnsupportedOperatorError",
 ]

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from tvm.s_tir.dlight import ScheduleRule
 
+from schedules.tuning.records import Records
+
 from .conv2d.channel_norm import ChannelNorm
-from .conv2d.conv2d import Conv2D
-from .conv2d.fused_conv2d import FusedConv2D
+from .conv2d.conv2d import CONV2D, Conv2D
+from .conv2d.fused_conv2d import FUSED, PLANAR, FusedConv2D
 from .conv2d.pack import Pack
-from .conv2d.winograd_conv2d import WinogradConv2D
+from .conv2d.winograd_conv2d import WINOGRAD, WinogradConv2D
 from .loops.dense import Dense
 from .loops.elementwise import Elementwise
 from .loops.fallback import Fallback
@@ -24,24 +26,32 @@ from .loops.softmax import Softmax
 from .reduce.coalesced_reduce import CoalescedReduce
 from .reduce.reduction import Reduction
 
-RULES: tuple[ScheduleRule, ...] = (
-    FusedConv2D(),
-    Conv2D(),
-    WinogradConv2D(),
-    Pack(),
-    ChannelNorm(),
-    LayoutTransform(),
-    Elementwise(),
-    Pooling(),
-    Dense(),
-    Softmax(),
-    CoalescedReduce(),
-    Reduction(),
-    Fallback(),
-)
+def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
+    """Return all rules in order; those with knobs choose them by ``records`` where they can."""
+    return (
+        FusedConv2D(records),
+        Conv2D(records),
+        WinogradConv2D(records),
+        Pack(),
+        ChannelNorm(),
+        LayoutTransform(),
+        Elementwise(),
+        Pooling(),
+        Dense(),
+        Softmax(),
+        CoalescedReduce(),
+        Reduction(),
+        Fallback(),
+    )
+
+
+RULES = rules()
+TEMPLATES = {template.name: template for template in (FUSED, PLANAR, CONV2D, WINOGRAD)}
+"""Templates of the rules with knobs, by name."""
 
 __all__ = [
     "RULES",
+    "TEMPLATES",
     "ChannelNorm",
     "CoalescedReduce",
     "Conv2D",
@@ -55,4 +65,5 @@ __all__ = [
     "Reduction",
     "Softmax",
     "WinogradConv2D",
+    "rules",
 ]

@@ -14,6 +14,7 @@ Loop nest (``units`` are rows, or pixel tiles where the layer is flat)::
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from tvm import s_tir, tirx
@@ -21,15 +22,16 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules.errors import OpError
-from schedules.workload.conv2d import Conv2DKernel, from_json
+from schedules.tuning.template import Template
+from schedules.workload.conv2d import Conv2DKernel, from_json, to_json
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import Index, LayerOperands, Reduction, loop
-from ..core.rule import CPURule
+from ..core.rule import CPUTemplate, TunableRule
 from ..core.tiles import Run, Span, chunk, split_evenly
-from ..cost.conv2d_knobs import Conv2DKnobs
-from ..cost.cost_model import default_conv2d_knobs
+from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space
+from ..cost.cost_model import default_conv2d_knobs, estimate
 from .register_tile_nest import (
     block_runs,
     compute_tile,
@@ -42,20 +44,61 @@ from .register_tile_nest import (
 )
 
 
-class Conv2D(CPURule):
+class Conv2DTemplate(Template[Conv2DKernel, Conv2DKnobs, CPUInfo]):
+    """The nest of the module's docstring."""
+
+    name = "cpu.conv2d"
+    version = 1
+    knobs = Conv2DKnobs
+
+    def default(self, workload: Conv2DKernel, machine: CPUInfo) -> Conv2DKnobs:
+        """Return the cheapest setting of the cost model."""
+        return default_conv2d_knobs(workload, machine)
+
+    def settings(self, workload: Conv2DKernel, machine: CPUInfo) -> Iterable[Conv2DKnobs]:
+        """Yield the settings that the cost model compares."""
+        return conv2d_space(workload, machine)
+
+    def write(
+        self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: Conv2DKnobs
+    ) -> s_tir.Schedule:
+        """Write the nest."""
+        return conv2d_template(func, workload, knobs)
+
+    def cycles(self, workload: Conv2DKernel, knobs: Conv2DKnobs, machine: CPUInfo) -> float:
+        """Return the cost model's cycles."""
+        return estimate(workload, knobs, machine).cycles
+
+    def features(
+        self, workload: Conv2DKernel, knobs: Conv2DKnobs, machine: CPUInfo
+    ) -> dict[str, float]:
+        """Return the knobs and the terms of the cost model."""
+        found = estimate(workload, knobs, machine)
+        return super().features(workload, knobs, machine) | found.terms()
+
+
+class PackedRule(TunableRule):
+    """Base of the rules for functions that legalization marked as packed convolutions."""
+
+    def workload_json(self, workload: Conv2DKernel) -> str:
+        """Write the workload's attribute."""
+        return to_json(workload)
+
+
+class Conv2D(PackedRule):
     """Rule for functions that legalization marked as one packed convolution.
 
     Takes static image sizes (the batch may be symbolic) in ``NCHW[x]c``, or NCHW data with a packed
     output; returns None for everything else.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule ``func`` for a CPU target with the default knobs."""
-        kernel = packed_kernel(func, layers=1)
-        if kernel is None:
-            return None
-        knobs = default_conv2d_knobs(kernel, CPUInfo.from_target(target))
-        return conv2d_template(func, kernel, knobs)
+    def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
+        """Return the convolution."""
+        return packed_kernel(func, layers=1)
+
+    def templates(self, workload: Conv2DKernel, cpu: CPUInfo) -> Sequence[CPUTemplate]:
+        """Return the one template."""
+        return (CONV2D,)
 
 
 def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> Conv2DKernel | None:
@@ -67,6 +110,9 @@ def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> C
     packed = kernel.out_layout != "NCHW" and None not in (kernel.height, kernel.width)
     mine = len(kernel.layers) == layers and bool(kernel.winograd) == winograd
     return kernel if packed and mine else None
+
+
+CONV2D = Conv2DTemplate()
 
 
 def operands(
