@@ -84,6 +84,12 @@ class PackedRule(TunableRule):
         """Write the workload's attribute."""
         return to_json(workload)
 
+    def describe(self, workload: Conv2DKernel) -> str:
+        """Return the layers and the size of the image."""
+        layers = " + ".join(map(str, workload.layers))
+        by = f" by Winograd {workload.winograd}x{workload.winograd}" if workload.winograd else ""
+        return f"{layers} on {workload.height}x{workload.width}{by}"
+
 
 class Conv2D(PackedRule):
     """Rule for functions that legalization marked as one packed convolution.
