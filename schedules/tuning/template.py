@@ -35,6 +35,14 @@ class Template(ABC, Generic[Workload, Knobs, Machine]):
     knobs: ClassVar[type]
 
     @abstractmethod
+    def read_workload(self, text: str) -> Workload:
+        """Read the JSON of a workload; it may raise anything for another one."""
+
+    @abstractmethod
+    def describe(self, workload: Workload) -> str:
+        """Return a workload in a few words."""
+
+    @abstractmethod
     def default(self, workload: Workload, machine: Machine) -> Knobs:
         """Return the setting that is used without a record."""
 

@@ -21,6 +21,7 @@ from ..runtime.weights import weight_specs
 from . import pipeline
 from .aliasing import fresh_outputs
 from .target import arch_of, device_needs, required_features, resolve
+from .tuned import choose_records, used_records
 
 REPORT = "tvm_fusion.fusion_report"
 """The module attribute with the records of the pairs, as JSON."""
@@ -36,6 +37,7 @@ def compile(
     fuse: str | Callable[..., Any] = "auto",
     winograd: str = "auto",
     threads: int | None = None,
+    records: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> CompiledModel:
     """Compile an ONNX model for a CPU or a GPU.
@@ -63,6 +65,10 @@ def compile(
     threads : int, optional
         Threads of a call; by default one a physical core. The code is compiled for that number,
         unless the target has ``num-cores``.
+    records : path, optional
+        Winners of tuning jobs (:func:`tvm_fusion.tune`) for the knobs of CPU kernels: a file, the
+        folder of a job, or ``"none"``. They count for the same CPU, vectors and threads only, and
+        before the records that come with the package, which ``"none"`` switches off, too.
     progress : callable, optional
         Called before each stage with its name, the number of stages done, and the number of all of
         them; at the end with ``"done"``.
@@ -82,6 +88,8 @@ def compile(
         algorithm is requested on a GPU.
     InvalidInputError
         If ``threads`` is not possible.
+    TuningError
+        If there are no such records.
 
     Examples
     --------
@@ -90,7 +98,8 @@ def compile(
     """
     count = choose_threads(threads)
     resolved = resolve(target, cores=threads)
-    options = pipeline.Options(fuse=fuse, winograd=winograd)
+    found = choose_records(records, resolved)
+    options = pipeline.Options(fuse=fuse, winograd=winograd, records=found)
     tell = _announcer(progress, resolved, options)
     tell("import")
     imported = import_onnx(model, shapes)
@@ -150,6 +159,7 @@ def _describe(
         weights=weight_specs(built.weights),
         device=device_needs(target),
         kernel=built.kernel,
+        records=tuple(used_records(mod)),
     )
 
 

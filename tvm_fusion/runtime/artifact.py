@@ -18,7 +18,7 @@ magic                   ``TVMFUSION-MODEL`` and a newline
 ======================  ========================================================================
 
 Format 1 had no weights: there they are constants in the library. Formats 1 and 2 are for CPUs, and
-formats up to 3 do not record whether the program is one kernel.
+formats up to 3 do not record whether the program is one kernel, and those up to 4 no tuning records.
 
 A model for an NVIDIA GPU holds machine code for its architecture, so nothing is compiled where it
 runs; one for OpenCL holds text, which the device's driver compiles.
@@ -55,7 +55,7 @@ from .tensor_spec import TensorSpec
 from .tvm_runtime import version as tvm_version
 from .weights import read_weights, stored_bytes, write_weights
 
-FORMAT = 4
+FORMAT = 5
 """The format for writing; all up to it can be read."""
 
 _MAGIC = b"TVMFUSION-MODEL\n"
@@ -89,6 +89,8 @@ class Description:
         The GPU that the kernels run on; None if they run on the CPU.
     kernel : KernelCall | None
         Call of the program if it is one kernel.
+    records : tuple of dict
+        Tuning records that chose knobs, one a function.
     """
 
     target: str
@@ -102,6 +104,7 @@ class Description:
     weights: tuple[TensorSpec, ...] = ()
     device: DeviceNeeds | None = None
     kernel: KernelCall | None = None
+    records: tuple[dict[str, Any], ...] = ()
 
     @property
     def cpu(self) -> str:
@@ -274,7 +277,7 @@ def _read(path: Path) -> Description:
     try:
         data = json.loads(text)
         absent: dict[str, tuple[int, Any]]
-        absent = {"weights": (2, []), "device": (3, None), "kernel": (4, None)}
+        absent = {"weights": (2, []), "device": (3, None), "kernel": (4, None), "records": (5, [])}
         added = {name: value for name, (since, value) in absent.items() if version < since}
         return _parse(data | added, place)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -337,6 +340,7 @@ def _parse(data: Any, room: int) -> Description:
         weights=weights,
         device=device,
         kernel=_kernel(data["kernel"], len(data["inputs"]) + len(weights)),
+        records=tuple(_typed(item, dict) for item in _typed(data["records"], list)),
     )
 
 

@@ -176,15 +176,15 @@ def extract_tasks(
         for rule in rules:
             workload = rule.workload(func, target)
             if workload is not None:
-                key = rule.key(workload, machine)
+                key, templates = rule.key(workload, machine), rule.templates(workload, machine)
                 task = Task(
                     name=name,
-                    about=rule.describe(workload),
+                    about=templates[0].describe(workload),
                     key=key,
                     func=func.with_attr("global_symbol", "main"),
                     weights=weights,
                     workload=workload,
-                    templates=rule.templates(workload, machine),
+                    templates=templates,
                     machine=machine,
                     calls=0,
                 )

@@ -22,7 +22,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules.errors import OpError
-from schedules.tuning.template import Template
+from schedules.tuning.template import Knobs, Template
 from schedules.workload.conv2d import Conv2DKernel, from_json, to_json
 
 from ..core.kernel_builder import KernelBuilder
@@ -44,7 +44,21 @@ from .register_tile_nest import (
 )
 
 
-class Conv2DTemplate(Template[Conv2DKernel, Conv2DKnobs, CPUInfo]):
+class PackedTemplate(Template[Conv2DKernel, Knobs, CPUInfo]):
+    """Base of the templates of packed convolutions."""
+
+    def read_workload(self, text: str) -> Conv2DKernel:
+        """Read the workload's attribute."""
+        return from_json(text)
+
+    def describe(self, workload: Conv2DKernel) -> str:
+        """Return the layers and the size of the image."""
+        layers = " + ".join(map(str, workload.layers))
+        by = f" by Winograd {workload.winograd}x{workload.winograd}" if workload.winograd else ""
+        return f"{layers} on {workload.height}x{workload.width}{by}"
+
+
+class Conv2DTemplate(PackedTemplate[Conv2DKnobs]):
     """The nest of the module's docstring."""
 
     name = "cpu.conv2d"
@@ -72,9 +86,11 @@ class Conv2DTemplate(Template[Conv2DKernel, Conv2DKnobs, CPUInfo]):
     def features(
         self, workload: Conv2DKernel, knobs: Conv2DKnobs, machine: CPUInfo
     ) -> dict[str, float]:
-        """Return the knobs and the terms of the cost model."""
-        found = estimate(workload, knobs, machine)
-        return super().features(workload, knobs, machine) | found.terms()
+        """Return the knobs, the terms of the cost model, and products of knobs."""
+        terms = estimate(workload, knobs, machine).terms()
+        terms["accumulators"] = knobs.pixels * knobs.blocks
+        terms["pieces"] = knobs.unit_chunks * knobs.block_chunks
+        return super().features(workload, knobs, machine) | terms
 
 
 class PackedRule(TunableRule):
@@ -83,12 +99,6 @@ class PackedRule(TunableRule):
     def workload_json(self, workload: Conv2DKernel) -> str:
         """Write the workload's attribute."""
         return to_json(workload)
-
-    def describe(self, workload: Conv2DKernel) -> str:
-        """Return the layers and the size of the image."""
-        layers = " + ".join(map(str, workload.layers))
-        by = f" by Winograd {workload.winograd}x{workload.winograd}" if workload.winograd else ""
-        return f"{layers} on {workload.height}x{workload.width}{by}"
 
 
 class Conv2D(PackedRule):

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from tvm import s_tir, tirx
 from tvm.target import Target
 
-from schedules.tuning.template import Template
 from schedules.workload.conv2d import Conv2DKernel
 
 from ..core.machine import CPUInfo
@@ -21,7 +20,7 @@ from ..cost.fused_conv2d_knobs import (
     in_fused_conv2d_space,
 )
 from ..cost.fused_conv2d_limits import takes_plain, unsupported
-from .conv2d import PackedRule, packed_kernel
+from .conv2d import PackedRule, PackedTemplate, packed_kernel
 from .fused_nest import fused_conv2d_template
 from .planar_knobs import can_be_planar, default_planar_knobs, planar_space, prefers_planar
 from .planar_nest import PlanarKnobs, planar_template
@@ -36,7 +35,7 @@ __all__ = [
 ]
 
 
-class FusedTemplate(Template[Conv2DKernel, FusedConv2DKnobs, CPUInfo]):
+class FusedTemplate(PackedTemplate[FusedConv2DKnobs]):
     """The nest of :mod:`.fused_nest`."""
 
     name = "cpu.fused_conv2d"
@@ -68,12 +67,15 @@ class FusedTemplate(Template[Conv2DKernel, FusedConv2DKnobs, CPUInfo]):
     def features(
         self, workload: Conv2DKernel, knobs: FusedConv2DKnobs, machine: CPUInfo
     ) -> dict[str, float]:
-        """Return the knobs and the terms of the cost model."""
-        found = estimate(workload, knobs, machine)
-        return super().features(workload, knobs, machine) | found.terms()
+        """Return the knobs, the terms of the cost model, and products of knobs."""
+        terms = estimate(workload, knobs, machine).terms()
+        terms["accumulators1"] = knobs.pixels1 * knobs.blocks1
+        terms["accumulators2"] = knobs.pixels2 * knobs.blocks2
+        terms["pieces"] = knobs.h_t * knobs.oc_t
+        return super().features(workload, knobs, machine) | terms
 
 
-class PlanarTemplate(Template[Conv2DKernel, PlanarKnobs, CPUInfo]):
+class PlanarTemplate(PackedTemplate[PlanarKnobs]):
     """The nest of :mod:`.planar_nest`."""
 
     name = "cpu.planar_conv2d"

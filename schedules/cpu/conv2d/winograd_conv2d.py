@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from tvm import s_tir, tirx
 from tvm.target import Target
 
-from schedules.tuning.template import Template
 from schedules.workload.conv2d import Conv2DKernel
 
 from ..core.machine import CPUInfo
@@ -20,13 +19,13 @@ from ..cost.winograd_knobs import (
     winograd_cycles,
     winograd_space,
 )
-from .conv2d import PackedRule, packed_kernel
+from .conv2d import PackedRule, PackedTemplate, packed_kernel
 from .winograd_nest import winograd_template
 
 __all__ = ["WinogradConv2D", "WinogradKnobs", "default_knobs", "winograd_template"]
 
 
-class WinogradTemplate(Template[Conv2DKernel, WinogradKnobs, CPUInfo]):
+class WinogradTemplate(PackedTemplate[WinogradKnobs]):
     """The nest of :mod:`.winograd_nest`; the size of its tiles belongs to the workload."""
 
     name = "cpu.winograd_conv2d"

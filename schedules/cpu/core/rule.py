@@ -44,10 +44,6 @@ class TunableRule(CPURule):
         """Write a workload as JSON with sorted keys."""
         raise NotImplementedError
 
-    def describe(self, workload: Any) -> str:
-        """Return a workload in a few words."""
-        raise NotImplementedError
-
     def templates(self, workload: Any, cpu: CPUInfo) -> Sequence[CPUTemplate]:
         """Return the templates that can compute a workload, the default's first."""
         raise NotImplementedError
