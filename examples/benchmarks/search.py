@@ -32,8 +32,13 @@ from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.tuning.search import Search
 from tvm_fusion.tuning.tasks import table_of_features
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# The checkout itself holds the modules beside this one.
+from examples.benchmarks.knobs import rank_correlation  # noqa: E402
+
 RESULTS = Path(__file__).resolve().parent / "results"
 LEAST_SETTINGS = 40
+LEAST_HELD_OUT = 16  # for a correlation that means something
 TRIALS = 64
 CHECKPOINTS = (16, 32, 64)
 
@@ -135,10 +140,9 @@ def _held_out(found: Recorded, search: Search) -> float:
     """Spearman's correlation of scores and times of the settings that were not tried."""
     scores = search.scores()
     rest = [index for index in range(len(search)) if index not in search.measured]
-    if scores is None or len(rest) < 8:
+    if scores is None or len(rest) < LEAST_HELD_OUT:
         return float("nan")
-    ranks = [np.argsort(np.argsort(values[rest])) for values in (scores, found.log_times)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    return rank_correlation([*scores[rest]], [*found.log_times[rest]])
 
 
 STRATEGIES: dict[str, Callable[[Recorded, int], Replay]] = {

@@ -17,6 +17,7 @@ from .conv2d.conv2d import CONV2D, Conv2D
 from .conv2d.fused_conv2d import FUSED, PLANAR, FusedConv2D
 from .conv2d.pack import Pack
 from .conv2d.winograd_conv2d import WINOGRAD, WinogradConv2D
+from .core.rule import CPUTemplate
 from .loops.dense import Dense
 from .loops.elementwise import Elementwise
 from .loops.fallback import Fallback
@@ -25,6 +26,7 @@ from .loops.pooling import Pooling
 from .loops.softmax import Softmax
 from .reduce.coalesced_reduce import CoalescedReduce
 from .reduce.reduction import Reduction
+
 
 def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
     """Return all rules in order; those with knobs choose them by ``records`` where they can."""
@@ -46,7 +48,9 @@ def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
 
 
 RULES = rules()
-TEMPLATES = {template.name: template for template in (FUSED, PLANAR, CONV2D, WINOGRAD)}
+TEMPLATES: dict[str, CPUTemplate] = {
+    template.name: template for template in (FUSED, PLANAR, CONV2D, WINOGRAD)
+}
 """Templates of the rules with knobs, by name."""
 
 __all__ = [

@@ -102,8 +102,8 @@ def compile_command(
     device = "" if compiled.needs is None else f" for {compiled.needs}"
     tuned = f"{len(compiled.records)} tuned kernels, " if compiled.records else ""
     text = (
-        f"{output}: {size / 1e6:.1f} MB{device}, {fused} of {len(compiled.fused)} pairs fused, {tuned}"
-        f"compiled in {seconds:.1f} s"
+        f"{output}: {size / 1e6:.1f} MB{device}, {fused} of {len(compiled.fused)} pairs fused, "
+        f"{tuned}compiled in {seconds:.1f} s"
     )
     show(result, text, as_json)
 
@@ -240,7 +240,8 @@ def bench_command(
     options |= {} if records is None else {"records": records}
     is_gpu = names_gpu(target)
     if compiled is not None:
-        refuse_given(["target", "fuse", "winograd", "records"], f"{compiled.name} is compiled already")
+        given = ["target", "fuse", "winograd", "records"]
+        refuse_given(given, f"{compiled.name} is compiled already")
         options = {"artifact": str(compiled.resolve())}
         about = read_artifact(compiled)
         target, is_gpu = about.target, about.device is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def record_of(func: tirx.PrimFunc) -> dict[str, Any] | None:
     return None if text is None else json.loads(str(text))
 
 
-def used_records(mod: tvm.IRModule) -> Sequence[Mapping[str, Any]]:
+def used_records(mod: tvm.IRModule) -> list[dict[str, Any]]:
     """Return the records that an optimised module follows, with the name of each ``function``."""
     found = []
     for variable, func in mod.functions.items():

@@ -285,7 +285,9 @@ class Session:
         planes = _planes(shapes[0])
         dtypes = [str(param.dtype) for param in params]
         reference = _once(
-            self.folder / "reference.so", lambda: tvm.IRModule({"main": self.task.func}), self.target
+            self.folder / "reference.so",
+            lambda: tvm.IRModule({"main": self.task.func}),
+            self.target,
         )
         writer = _once(
             self.folder / "writer.so",

@@ -131,7 +131,7 @@ def fit(rows: Matrix, targets: Matrix, all_rows: Matrix, seed: int = 0) -> Matri
 
 
 def _interleaved(log_predicted: Matrix, groups: Sequence[int]) -> list[int]:
-    """Settings but the default by predicted time; the first of each group, the second, and so on."""
+    """Settings but the default by predicted time: the first of each group, the second ..."""
     ranks = {
         index: rank
         for group in set(groups)

@@ -114,7 +114,9 @@ def table_of_features(
     knobs; NaN where a template has no such feature. Knobs of several templates have columns of
     their own.
     """
-    rows, knob_names, term_names = [], {}, {}
+    rows: list[dict[str, float]] = []
+    knob_names: dict[str, None] = {}
+    term_names: dict[str, None] = {}
     for template, knobs in settings:
         row = template.features(workload, knobs, machine)
         names = asdict(knobs)

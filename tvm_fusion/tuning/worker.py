@@ -37,8 +37,6 @@ MOST_COPIES = 200
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2}
 """Largest error of an output, relative to the largest magnitude of the reference."""
 
-Call = Callable[[], None]
-
 
 class Bench:
     """Tensors of one task, and the races between its candidates.
@@ -59,6 +57,7 @@ class Bench:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Carry out one request: ``prepare`` or ``race``."""
+        actions: dict[str, Callable[..., dict[str, Any]]]
         actions = {"prepare": self.prepare, "race": self.race}
         return self._crew.run(lambda: actions[request.pop("action")](**request))
 
