@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
 from tvm import s_tir, tirx
 
 from schedules.errors import OpError
@@ -58,6 +59,9 @@ class Template(ABC, Generic[Workload, Knobs, Machine]):
     def cycles(self, workload: Workload, knobs: Knobs, machine: Machine) -> float:
         """Return the clock cycles that the analytic model predicts."""
 
+    def clear_padding(self, workload: Workload, position: int, array: np.ndarray) -> None:
+        """Zero the elements of a parameter that are padding, if kernels rely on that."""
+
     def features(self, workload: Workload, knobs: Knobs, machine: Machine) -> dict[str, float]:
         """Return what a learnt model sees of a setting: its numbers, and the predicted cycles."""
         found = {"cycles": self.cycles(workload, knobs, machine)}
@@ -73,7 +77,8 @@ class Template(ABC, Generic[Workload, Knobs, Machine]):
 
     def contains(self, workload: Workload, knobs: Knobs, machine: Machine) -> bool:
         """Return whether a setting is legal."""
-        return knobs in self.settings(workload, machine)
+        settings = self.settings(workload, machine)
+        return knobs in settings or knobs == self.default(workload, machine)
 
     def read_knobs(self, values: Mapping[str, Any]) -> Knobs:
         """Build a setting from JSON; that it is legal remains to be checked.

@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tvm
 from tvm import tirx
 from tvm.script import tirx as T
@@ -280,10 +281,8 @@ class Session:
 
     def _start(self) -> Worker:
         """Start a process with the task's tensors and reference."""
-        params = self.task.func.params
-        shapes = [[int(extent) for extent in param.shape] for param in params]
-        planes = _planes(shapes[0])
-        dtypes = [str(param.dtype) for param in params]
+        data = self.task.func.params[0]
+        planes = _planes([int(extent) for extent in data.shape])
         reference = _once(
             self.folder / "reference.so",
             lambda: tvm.IRModule({"main": self.task.func}),
@@ -291,7 +290,7 @@ class Session:
         )
         writer = _once(
             self.folder / "writer.so",
-            lambda: _writer(planes, dtypes[0], self.task.machine.num_cores),
+            lambda: _writer(planes, str(data.dtype), self.task.machine.num_cores),
             self.target,
         )
         worker = Worker(self.task.machine.num_cores, self.folder)
@@ -299,13 +298,11 @@ class Session:
             ready = worker.call(
                 REFERENCE_PATIENCE,
                 action="prepare",
-                shapes=shapes,
-                dtypes=dtypes,
+                arrays=[str(path) for path in self._draw()],
                 weights=self.task.weights,
                 reference=str(reference),
                 writer=str(writer),
                 planes=planes,
-                seed=self.seed,
             )
         except BaseException:
             worker.close()
@@ -314,6 +311,20 @@ class Session:
             worker.close()
             raise TuningError(f"the reference of {self.task.name} is not finite")
         return worker
+
+
+    def _draw(self) -> list[Path]:
+        """Write the task's tensors: random ones, with weights that do not saturate activations."""
+        generator, files = np.random.default_rng(self.seed), []
+        for position, param in enumerate(self.task.func.params):
+            shape = [int(extent) for extent in param.shape]
+            scale = prod(shape[1:-1]) ** -0.5 if position in self.task.weights else 1.0
+            array = (generator.standard_normal(shape) * scale).astype(str(param.dtype))
+            template, _ = self.task.settings[0]
+            template.clear_padding(self.task.workload, position, array)
+            files.append(self.folder / f"{position}.npy")
+            np.save(files[-1], array, allow_pickle=False)
+        return files
 
 
 def _once(path: Path, write: Callable[[], tvm.IRModule], target: Target) -> Path:

@@ -16,7 +16,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import prod
 
+import numpy as np
 from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
@@ -51,11 +53,30 @@ class PackedTemplate(Template[Conv2DKernel, Knobs, CPUInfo]):
         """Read the workload's attribute."""
         return from_json(text)
 
+    def clear_padding(self, workload: Conv2DKernel, position: int, array: np.ndarray) -> None:
+        """Zero the channels that fill up blocks, of data, weights and biases."""
+        number, is_bias = divmod(position - 1, 2)
+        if position == 0:
+            if array.ndim == 5:
+                _keep(array, (1, 4), workload.layers[0].in_channels)
+        elif number < len(workload.layers):
+            layer, first = workload.layers[number], int(workload.winograd > 0)
+            last = array.ndim - 1
+            _keep(array, (0 if is_bias else first, last), layer.out_channels)
+            if not is_bias and layer.groups == 1:
+                _keep(array, (first + 1, last - 1), layer.in_channels)
+
     def describe(self, workload: Conv2DKernel) -> str:
         """Return the layers and the size of the image."""
         layers = " + ".join(map(str, workload.layers))
         by = f" by Winograd {workload.winograd}x{workload.winograd}" if workload.winograd else ""
         return f"{layers} on {workload.height}x{workload.width}{by}"
+
+
+def _keep(array: np.ndarray, axes: tuple[int, int], channels: int) -> None:
+    """Zero what lies beyond so many channels, whose blocks and lanes are two axes."""
+    shape = [extent if axis in axes else 1 for axis, extent in enumerate(array.shape)]
+    array *= (np.arange(prod(shape)) < channels).reshape(shape)
 
 
 class Conv2DTemplate(PackedTemplate[Conv2DKnobs]):
