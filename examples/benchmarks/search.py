@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay of searches on recorded times: nothing is measured, and the result is always the same.
 
-    python examples/benchmarks/search.py [--seeds 3] [--plot search.png]
+    python examples/benchmarks/search.py [--seeds 3]
 
 results/CPU/knobs.json holds the times of all settings of kernels, or of a sample of them. Our
 search, the analytic order, random order and a search by the knobs alone each choose settings from
-them. Prints, for each CPU, which share of the best recorded speed they have reached after 16, 32
-and 64 trials (median and worst kernel), and the rank correlation of the learnt scores of the
-settings that were not tried with their times after 32 trials.
+them. Prints for each CPU which share of the best recorded speed they have reached after 16, 32 and
+64 trials beside the default (median and worst kernel), and the rank correlation of the learnt
+scores of settings that were not tried with their times after 32 trials; writes that to
+results/search.json, and a plot beside it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from rich.table import Table
 from schedules import cpu
 from schedules.cpu.core.machine import CPUInfo
 from schedules.workload.conv2d import from_json
+from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.tuning.search import Search
 from tvm_fusion.tuning.tasks import table_of_features
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
+from examples.benchmarks.campaign import write_aside  # noqa: E402
 from examples.benchmarks.knobs import rank_correlation  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -45,12 +48,16 @@ CHECKPOINTS = (16, 32, 64)
 
 @dataclass(frozen=True)
 class Recorded:
-    """The settings of a kernel with their times, the default of the recording first."""
+    """The settings of a kernel with their times, the default of the recording first.
+
+    ``knobs`` is the number of features that are knobs, which come last.
+    """
 
     name: str
     features: np.ndarray
     log_predicted: np.ndarray
     log_times: np.ndarray
+    knobs: int
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,8 @@ def _recorded(name: str, result: dict[str, Any]) -> Recorded:
         [(template, knobs) for knobs in chosen], kernel, machine
     )
     seconds = [setting[-2] for setting in result["settings"]]
-    return Recorded(name, features, log_predicted, np.log(seconds))
+    knobs = sum(isinstance(value, int) for value in vars(chosen[0]).values())
+    return Recorded(name, features, log_predicted, np.log(seconds), knobs)
 
 
 def ours(found: Recorded, seed: int) -> Search:
@@ -98,15 +106,8 @@ def ours(found: Recorded, seed: int) -> Search:
 
 def knobs_alone(found: Recorded, seed: int) -> Search:
     """The same search without an analytic model."""
-    bare = np.zeros_like(found.log_predicted)
-    search = Search(_knob_columns(found), bare, seed=seed)
-    return search
-
-
-def _knob_columns(found: Recorded) -> np.ndarray:
-    """Features that are knobs: those before the terms of the analytic model."""
-    terms = 12  # cycles, and the terms of an Estimate
-    return found.features[:, terms:]
+    knobs = found.features[:, -found.knobs :]
+    return Search(knobs, np.zeros_like(found.log_predicted), seed=seed)
 
 
 def replay(found: Recorded, search: Search) -> Replay:
@@ -182,23 +183,29 @@ def correlation(replays: dict[str, list[Replay]]) -> float:
     return statistics.median(known) if known else float("nan")
 
 
-def table(name: str, results: dict[str, dict[str, list[Replay]]]) -> Table:
-    """One row a strategy."""
-    kernels = len(next(iter(results.values())))
-    found = Table(title=f"{name}, {kernels} kernels: share of the best after so many trials")
-    found.add_column("search")
-    for trials in CHECKPOINTS:
-        found.add_column(f"{trials}, median", justify="right")
-    found.add_column(f"{TRIALS}, worst", justify="right")
-    found.add_column("rank after 32", justify="right")
+def summary(results: dict[str, dict[str, list[Replay]]]) -> dict[str, dict[str, float | None]]:
+    """Figures of each strategy: those of the table."""
+    found: dict[str, dict[str, float | None]] = {}
     for strategy, replays in results.items():
         rank = correlation(replays)
-        found.add_row(
-            strategy,
-            *(f"{statistics.median(shares(replays, trials)):.3f}" for trials in CHECKPOINTS),
-            f"{min(shares(replays, TRIALS)):.3f}",
-            "" if rank != rank else f"{rank:.2f}",
-        )
+        medians = {
+            f"median after {trials}": statistics.median(shares(replays, trials))
+            for trials in CHECKPOINTS
+        }
+        worst = {f"worst after {TRIALS}": min(shares(replays, TRIALS))}
+        found[strategy] = {**medians, **worst, "rank after 32": None if rank != rank else rank}
+    return found
+
+
+def table(name: str, kernels: int, figures: dict[str, dict[str, float | None]]) -> Table:
+    """One row a strategy."""
+    found = Table(title=f"{name}, {kernels} kernels: share of the best recorded speed")
+    found.add_column("search")
+    for heading in figures["ours"]:
+        found.add_column(heading, justify="right")
+    for strategy, values in figures.items():
+        cells = ("" if value is None else f"{value:.3f}" for value in values.values())
+        found.add_row(strategy, *cells)
     return found
 
 
@@ -223,17 +230,21 @@ def main() -> int:
     """Replay all, print the tables, and draw."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--plot", type=Path, default=RESULTS / "search.png")
+    options.add_argument("--output", type=Path, default=RESULTS / "search.json", metavar="FILE")
     chosen = options.parse_args()
     console = Console()
     console = console if console.is_terminal else Console(width=FILE_WIDTH)
-    results = {}
+    results: dict[str, dict[str, dict[str, list[Replay]]]] = {}
+    figures: dict[str, Any] = {}
     for path in sorted(RESULTS.glob("*/knobs.json")):
         name = path.parent.name
         results[name] = run(path, chosen.seeds)
-        console.print(table(name, results[name]))
-    plot(chosen.plot, results)
-    console.print(f"Plot: {chosen.plot}")
+        kernels = len(results[name]["ours"])
+        figures[name] = {"kernels": kernels, "searches": summary(results[name])}
+        console.print(table(name, kernels, figures[name]["searches"]))
+    write_aside(chosen.output, lambda aside: aside.write_text(json_text(figures) + "\n"))
+    plot(chosen.output.with_suffix(".png"), results)
+    console.print(f"Written to {chosen.output}, with a plot beside it")
     return 0
 
 

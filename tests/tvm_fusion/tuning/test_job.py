@@ -252,7 +252,8 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(["records", "verify", str(folder)]) == 0
     assert "2 good, 0 bad" in capsys.readouterr().out
     append_line(folder / "records.jsonl", "rubbish")
-    append_line(folder / "records.jsonl", lines_text(folder)[0].replace('"pixels": ', '"pixels": 9'))
+    foreign = lines_text(folder)[0].replace('"pixels": ', '"pixels": 9')
+    append_line(folder / "records.jsonl", foreign)
     assert cli.main(["records", "verify", str(folder), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["good"], [bad["line"] for bad in found["bad"]]) == (2, [3, 4])
