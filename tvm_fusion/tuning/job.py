@@ -263,22 +263,24 @@ class _Job:
         search = self._search(task, known)
         state.settings, state.trials = len(task.settings), search.trials
         record = known.get(task.key)
-        done = search.trials >= min(self.trials, len(task.settings) - 1)
-        if record is not None and (done or record.trials >= self.trials):
-            if task.number_of(record.template, record.version, record.knobs) is not None:
-                state.status, state.trials = KNOWN, record.trials
-                state.default_seconds, state.best_seconds = (
-                    record.default_seconds,
-                    record.best_seconds,
-                )
-                state.template, state.knobs = record.template, dict(record.knobs)
-                return
+        if record is not None and self._is_done(task, search, record):
+            state.status, state.trials = KNOWN, record.trials
+            state.default_seconds, state.best_seconds = record.default_seconds, record.best_seconds
+            state.template, state.knobs = record.template, dict(record.knobs)
+            return
         with Session(task, self.target, self.seed) as session:
             state.status = SEARCHING
             self._explore(session, search, state, until)
             state.status = CONFIRMING
             self.tell()
             self._confirm(session, search, state)
+
+    def _is_done(self, task: Task, search: Search, record: Record) -> bool:
+        """Return whether an earlier job left nothing to do."""
+        if task.number_of(record.template, record.version, record.knobs) is None:
+            return False
+        enough = max(search.trials, record.trials) >= min(self.trials, len(task.settings) - 1)
+        return enough or _promises_little(search)
 
     def _search(self, task: Task, known: Mapping[Key, Record]) -> Search:
         """The search, with what the log has of earlier trials."""
@@ -324,8 +326,7 @@ class _Job:
             state.best_seconds = default * math.exp(search.measured[search.best])
             self._name_best(session.task, state, search.best)
             self.tell()
-            gain = search.expected_gain() if search.trials >= LEAST_TRIALS else math.inf
-            hopeless = hopeless + 1 if gain < LEAST_GAIN else 0
+            hopeless = hopeless + 1 if _promises_little(search) else 0
 
     def _note(
         self, task: Task, search: Search, state: TaskState, number: int, outcome: Outcome
@@ -351,9 +352,7 @@ class _Job:
         session.build([0, *finalists])
         with measuring():
             outcomes, default = session.race(finalists, FINAL_ROUNDS, FINAL_SECONDS)
-        ratios = {
-            number: outcomes[number].ratio or math.inf for number in finalists
-        }
+        ratios = {number: outcomes[number].ratio or math.inf for number in finalists}
         best = min(ratios, key=ratios.__getitem__, default=0)
         wins = best and ratios[best] <= 1 / (1 + LEAST_GAIN)
         best, ratio = (best, ratios[best]) if wins else (0, 1.0)
@@ -365,6 +364,11 @@ class _Job:
     def _name_best(self, task: Task, state: TaskState, number: int) -> None:
         template, knobs = task.settings[number]
         state.template, state.knobs = template.name, asdict(knobs)
+
+
+def _promises_little(search: Search) -> bool:
+    """Return whether the trees, once they have seen enough, expect next to no gain."""
+    return search.trials >= LEAST_TRIALS and search.expected_gain() < LEAST_GAIN
 
 
 def _record(task: Task, best: int, default: float, seconds: float, search: Search) -> Record:
