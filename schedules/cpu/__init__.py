@@ -18,7 +18,7 @@ from .conv2d.fused_conv2d import FUSED, PLANAR, FusedConv2D
 from .conv2d.pack import Pack
 from .conv2d.winograd_conv2d import WINOGRAD, WinogradConv2D
 from .core.rule import CPUTemplate
-from .loops.dense import Dense
+from .loops.dense import DENSE, Dense
 from .loops.elementwise import Elementwise
 from .loops.fallback import Fallback
 from .loops.layout_transform import LayoutTransform
@@ -39,7 +39,7 @@ def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
         LayoutTransform(),
         Elementwise(),
         Pooling(),
-        Dense(),
+        Dense(records),
         Softmax(),
         CoalescedReduce(),
         Reduction(),
@@ -49,7 +49,7 @@ def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
 
 RULES = rules()
 TEMPLATES: dict[str, CPUTemplate] = {
-    template.name: template for template in (FUSED, PLANAR, CONV2D, WINOGRAD)
+    template.name: template for template in (FUSED, PLANAR, CONV2D, WINOGRAD, DENSE)
 }
 """Templates of the rules with knobs, by name."""
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from tvm import s_tir, tirx
+from tvm.target import Target
 
 from schedules.errors import OpError
 
@@ -52,7 +53,9 @@ class Template(ABC, Generic[Workload, Knobs, Machine]):
         """Yield every legal setting, in any order."""
 
     @abstractmethod
-    def write(self, func: tirx.PrimFunc, workload: Workload, knobs: Knobs) -> s_tir.Schedule:
+    def write(
+        self, func: tirx.PrimFunc, workload: Workload, knobs: Knobs, target: Target
+    ) -> s_tir.Schedule:
         """Write the loop nest of a setting; the function keeps its signature and attributes."""
 
     @abstractmethod

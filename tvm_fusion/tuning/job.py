@@ -193,7 +193,9 @@ def tune(
     store = Database(Path(database))
     tasks = extract_tasks(model, resolved, shapes, pipeline.Options(fuse, winograd=winograd))
     if not tasks:
-        raise TuningError("the model has nothing to tune: no packed convolution of known shape")
+        raise TuningError(
+            "the model has nothing to tune: no convolution or product of matrices of known shape"
+        )
     states = [TaskState(task.name, task.about, task.calls, task.share) for task in tasks]
     result = TuneResult(states, str(database), str(resolved), minutes=minutes)
     job = _Job(resolved, store, trials, seed, result, progress or (lambda _: None))

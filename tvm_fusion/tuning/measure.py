@@ -208,7 +208,7 @@ class Session:
     def written(self, setting: Setting) -> tvm.IRModule:
         """Write the module of a setting."""
         template, knobs = setting
-        return template.write(self.task.func, self.task.workload, knobs).mod
+        return template.write(self.task.func, self.task.workload, knobs, self.target).mod
 
     def race(
         self, numbers: Sequence[int], rounds: tuple[int, int], seconds: float

@@ -95,7 +95,7 @@ class Conv2DTemplate(PackedTemplate[Conv2DKnobs]):
         return conv2d_space(workload, machine)
 
     def write(
-        self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: Conv2DKnobs
+        self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: Conv2DKnobs, target: Target
     ) -> s_tir.Schedule:
         """Write the nest."""
         return conv2d_template(func, workload, knobs)

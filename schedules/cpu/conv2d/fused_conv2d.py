@@ -55,7 +55,7 @@ class FusedTemplate(PackedTemplate[FusedConv2DKnobs]):
         return in_fused_conv2d_space(workload, knobs, machine)
 
     def write(
-        self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: FusedConv2DKnobs
+        self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: FusedConv2DKnobs, target: Target
     ) -> s_tir.Schedule:
         """Write the nest."""
         return fused_conv2d_template(func, workload, knobs)
@@ -91,7 +91,7 @@ class PlanarTemplate(PackedTemplate[PlanarKnobs]):
         return planar_space(workload, machine)
 
     def write(
-        self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: PlanarKnobs
+        self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: PlanarKnobs, target: Target
     ) -> s_tir.Schedule:
         """Write the nest."""
         return planar_template(func, workload, knobs)

@@ -41,7 +41,7 @@ class WinogradTemplate(PackedTemplate[WinogradKnobs]):
         return winograd_space(_shape(workload), machine)
 
     def write(
-        self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: WinogradKnobs
+        self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: WinogradKnobs, target: Target
     ) -> s_tir.Schedule:
         """Write the nest."""
         return winograd_template(func, workload, knobs)

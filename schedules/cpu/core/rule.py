@@ -64,6 +64,6 @@ class TunableRule(CPURule):
             found = self.records.find(self.key(workload, cpu), templates, workload, cpu)
             if found is not None:
                 template, knobs, about = found
-                return template.write(func.with_attr(RECORD, about), workload, knobs)
+                return template.write(func.with_attr(RECORD, about), workload, knobs, target)
         template = templates[0]
-        return template.write(func, workload, template.default(workload, cpu))
+        return template.write(func, workload, template.default(workload, cpu), target)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tvm import te, tirx
+from tvm import te, tirx, topi
+from tvm.target import Target
 
 from schedules import cpu
 from schedules.compute.conv2d import conv2d, fused_conv2d
@@ -18,10 +19,12 @@ from schedules.compute.pack import pack, unpack
 from schedules.compute.winograd_conv2d import winograd_conv2d
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.core.rule import CPUTemplate
+from schedules.cpu.loops.dense import DenseWorkload
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
 
 HASHES = Path(__file__).with_name("template_hashes.json")
 # Fixed, so that hashes do not depend on where the tests run.
+TARGET = Target({"kind": "llvm", "mcpu": "znver4", "num-cores": 2})
 MACHINE = CPUInfo(512, 32, True, 2, 32 << 10, 1 << 20, 32 << 20, "znver4")
 SAME = (1, 1, 1, 1)
 RELU = Activation("relu")
@@ -41,11 +44,16 @@ WORKLOADS = {
     "cpu.fused_conv2d": kernel(DEPTHWISE, POINTWISE),
     "cpu.planar_conv2d": kernel(DEPTHWISE, POINTWISE, plain_data=True, plain_out=True),
     "cpu.winograd_conv2d": kernel(DENSE, winograd=4),
+    "cpu.dense": DenseWorkload("columns", 1, 48, 96, 64, 4),
 }
 
 
-def function(workload: Conv2DKernel) -> tirx.PrimFunc:
+def function(workload: Conv2DKernel | DenseWorkload) -> tirx.PrimFunc:
     """The function of a workload as legalization makes it."""
+    if isinstance(workload, DenseWorkload):
+        left = te.placeholder((workload.rows, workload.depth), name="left")
+        right = te.placeholder((workload.depth, workload.columns), name="right")
+        return te.create_prim_func([left, right, topi.matmul(left, right)])
     size, lanes = workload.height, workload.lanes
     channels = workload.layers[0].in_channels
     shape = (1, channels // lanes, size, size, lanes)
@@ -74,13 +82,14 @@ def function(workload: Conv2DKernel) -> tirx.PrimFunc:
     return func.with_attr("tvm_fusion.workload", to_json(workload))
 
 
-def fingerprint(template: CPUTemplate, workload: Conv2DKernel) -> str:
+def fingerprint(template: CPUTemplate, workload: Conv2DKernel | DenseWorkload) -> str:
     """Hash of the space, and of the code of some of its settings."""
     space = sorted(template.settings(workload, MACHINE), key=str)
     func = function(workload)
     step = max(1, len(space) // 4)
     texts = [
-        template.write(func, workload, knobs).mod.script(show_meta=False) for knobs in space[::step]
+        template.write(func, workload, knobs, TARGET).mod.script(show_meta=False)
+        for knobs in space[::step]
     ]
     names = [json.dumps(asdict(knobs), sort_keys=True) for knobs in space]
     return hashlib.sha256("\n".join([*names, *texts]).encode()).hexdigest()[:16]
@@ -123,7 +132,7 @@ def test_settings_drawn_from_the_space_can_be_written(name: str) -> None:
     space = template.space(workload, MACHINE)
     func = function(workload)
     for index in np.random.default_rng().choice(len(space), 12, replace=False):
-        assert template.write(func, workload, space[index]) is not None
+        assert template.write(func, workload, space[index], TARGET) is not None
 
 
 @pytest.mark.parametrize("name", cpu.TEMPLATES)

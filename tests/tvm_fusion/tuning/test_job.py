@@ -119,12 +119,12 @@ def test_more_trials_go_on_where_the_last_job_ended(tmp_path: Path) -> None:
 def test_failed_settings_are_counted_and_shown(tmp_path: Path, monkeypatch) -> None:
     write, broken = Conv2DTemplate.write, []
 
-    def fail_sometimes(self, func, workload, knobs):
+    def fail_sometimes(self, func, workload, knobs, target):
         default = self.default(workload, job_machine())
         if knobs != default and (not broken or knobs in broken):
             broken.append(knobs)
             raise ValueError("no such nest")
-        return write(self, func, workload, knobs)
+        return write(self, func, workload, knobs, target)
 
     monkeypatch.setattr(Conv2DTemplate, "write", fail_sometimes)
     result = tune(tmp_path)
@@ -144,10 +144,10 @@ def job_machine():
 def test_a_batch_that_fails_whole_ends_the_job(tmp_path: Path, monkeypatch) -> None:
     write = Conv2DTemplate.write
 
-    def fail(self, func, workload, knobs):
+    def fail(self, func, workload, knobs, target):
         if knobs != self.default(workload, job_machine()):
             raise ValueError("no such nest")
-        return write(self, func, workload, knobs)
+        return write(self, func, workload, knobs, target)
 
     monkeypatch.setattr(Conv2DTemplate, "write", fail)
     with pytest.raises(TuningError, match=r"all 4 candidates of .* failed; .*no such nest"):

@@ -10,6 +10,7 @@ import pytest
 import tvm
 from tvm import s_tir, tirx
 from tvm.script import tirx as T
+from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
 from schedules.tuning.records import Key
@@ -96,7 +97,9 @@ class Fake(Template[str, Mode, CPUInfo]):
     def cycles(self, workload: str, knobs: Mode, machine: CPUInfo) -> float:
         return 1.0
 
-    def write(self, func: tirx.PrimFunc, workload: str, knobs: Mode) -> s_tir.Schedule:
+    def write(
+        self, func: tirx.PrimFunc, workload: str, knobs: Mode, target: Target
+    ) -> s_tir.Schedule:
         if knobs.mode == REFUSED:
             raise ValueError("this setting cannot be written")
         written = {
