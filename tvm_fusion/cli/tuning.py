@@ -63,7 +63,7 @@ def tune_command(
     threads: int | None,
     as_json: bool,
 ) -> int:
-    """Search faster settings for the convolutions of MODEL on this CPU, and record the winners.
+    """Search faster settings for the kernels of MODEL on this CPU, and record the winners.
 
     Each kernel's settings race its default; a winner is recorded if it gains 1 % in a second race.
     Ctrl-C keeps all trials; the same command then goes on, and repeats none.

@@ -142,7 +142,7 @@ def tune(
     winograd: str = "auto",
     progress: Progress | None = None,
 ) -> TuneResult:
-    """Search faster settings for a model's convolutions on this CPU, and record the winners.
+    """Search faster settings for a model's kernels on this CPU, and record the winners.
 
     Each kernel with knobs is a task; equal ones are tuned once. A batch of settings and the default
     take turns in a process of their own, and only ratios of times within a round count. The best

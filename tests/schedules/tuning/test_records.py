@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import random
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -211,3 +212,21 @@ def test_damaged_files_never_crash_and_never_apply_foreign_knobs(tmp_path_factor
     chosen = found.find(key, [CONV2D], CASE.kernel, MACHINE)
     if chosen is not None:
         assert json.dumps(vars(chosen[1]), sort_keys=True) in SPACE
+
+
+def test_ten_thousand_damaged_lines_hide_no_good_one(tmp_path: Path) -> None:
+    generator, good = random.Random(), LINE.encode()
+
+    def damaged() -> bytes:
+        line = bytearray(good)
+        for _ in range(generator.randint(1, 3)):
+            at = generator.randrange(len(line))
+            line[at : at + generator.randint(0, 9)] = generator.randbytes(generator.randint(0, 3))
+        return bytes(line).replace(b"\n", b"")
+
+    path = write(tmp_path / "r.jsonl", *(damaged() for _ in range(10_000)), good)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecordWarning)
+        found = load(path)
+    chosen = found.find(Conv2D().key(CASE.kernel, MACHINE), [CONV2D], CASE.kernel, MACHINE)
+    assert chosen is not None and chosen[1] == OTHER
