@@ -133,7 +133,7 @@ def append_line(path: Path, text: str) -> None:
     from filelock import FileLock
 
     try:
-        with FileLock(f"{path}.lock"), path.open("ab+") as file:
+        with FileLock(lock_of(path)), path.open("ab+") as file:
             end = file.seek(0, os.SEEK_END)
             if end:  # a writer that was killed may have left half a line
                 file.seek(end - 1)
@@ -143,6 +143,11 @@ def append_line(path: Path, text: str) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise TuningError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+
+
+def lock_of(path: Path) -> Path:
+    """Return the lock of a file, which lies beside it."""
+    return path.with_name(f".{path.name}.lock")
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from schedules.tuning.records import (
 
 from ..compiler.target import resolve
 from ..errors import TuningError, TVMFusionError
-from .database import Database, require_extra
+from .database import Database, lock_of, require_extra
 
 MOST = 1 << 20
 """Largest extent of a workload that is checked."""
@@ -159,7 +159,7 @@ def _rewrite(path: Path, records: Callable[[], list[Record]]) -> None:
 
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with FileLock(f"{path}.lock"):
+        with FileLock(lock_of(path)):
             text = "".join(f"{record.to_line()}\n" for record in records())
             aside.write_text(text)
             aside.replace(path)
