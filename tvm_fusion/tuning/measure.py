@@ -282,15 +282,15 @@ class Session:
     def _start(self) -> Worker:
         """Start a process with the task's tensors and reference."""
         data = self.task.func.params[0]
-        planes = _planes([int(extent) for extent in data.shape])
+        shape = planes([int(extent) for extent in data.shape])
         reference = _once(
             self.folder / "reference.so",
             lambda: tvm.IRModule({"main": self.task.func}),
             self.target,
         )
-        writer = _once(
+        written = _once(
             self.folder / "writer.so",
-            lambda: _writer(planes, str(data.dtype), self.task.machine.num_cores),
+            lambda: writer(shape, str(data.dtype), self.task.machine.num_cores),
             self.target,
         )
         worker = Worker(self.task.machine.num_cores, self.folder)
@@ -301,8 +301,8 @@ class Session:
                 arrays=[str(path) for path in self._draw()],
                 weights=self.task.weights,
                 reference=str(reference),
-                writer=str(writer),
-                planes=planes,
+                writer=str(written),
+                planes=shape,
             )
         except BaseException:
             worker.close()
@@ -338,16 +338,19 @@ def _library(module: tvm.IRModule, target: Target, path: Path) -> Path:
     return path
 
 
-def _planes(shape: Sequence[int]) -> list[int]:
+def planes(shape: Sequence[int]) -> list[int]:
     """A tensor as planes, rows and columns; of images the rows are rows of pixels."""
     if len(shape) < 4:
         return [1, prod(shape[:-1]), shape[-1]]
     return [prod(shape[:2]), shape[2], prod(shape[3:])]
 
 
-def _writer(planes: Sequence[int], dtype: str, threads: int) -> tvm.IRModule:
-    """Make a function that writes a tensor like a layer before: each thread a share of the rows."""
-    count, rows, columns = planes
+def writer(shape: Sequence[int], dtype: str, threads: int) -> tvm.IRModule:
+    """Make a function that writes a tensor like a layer before: each thread a share of the rows.
+
+    ``shape`` is that of :func:`planes`.
+    """
+    count, rows, columns = shape
 
     @T.prim_func
     def write(data: T.Buffer((count, rows, columns), dtype)):  # type: ignore[valid-type]
