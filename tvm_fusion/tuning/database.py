@@ -155,6 +155,11 @@ def measuring() -> Iterator[None]:
     """Wait until no other job of this user measures on this machine, and keep others waiting."""
     from filelock import FileLock
 
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    with FileLock(Path(tempfile.gettempdir(), f"tvm-fusion-measure-{user}.lock")):
+    with FileLock(measuring_lock()):
         yield
+
+
+def measuring_lock() -> Path:
+    """Return the lock that a job of this user holds while it measures."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    return Path(tempfile.gettempdir(), f"tvm-fusion-measure-{user}.lock")

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from filelock import FileLock, Timeout
 from onnx_reference import run_onnx
 from small_onnx import dense_model, small_model
 
@@ -25,7 +26,8 @@ from tvm_fusion.compiler.target import resolve
 from tvm_fusion.errors import InvalidInputError, TargetError, TuningError
 from tvm_fusion.onnx.frontend import import_onnx
 from tvm_fusion.tuning import job
-from tvm_fusion.tuning.database import Database, append_line
+from tvm_fusion.tuning.database import Database, append_line, measuring, measuring_lock
+from tvm_fusion.tuning.measure import Outcome
 from tvm_fusion.tuning.tasks import extract_tasks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -153,6 +155,77 @@ def test_a_batch_that_fails_whole_ends_the_job(tmp_path: Path, monkeypatch) -> N
     with pytest.raises(TuningError, match=r"all 4 candidates of .* failed; .*no such nest"):
         tune(tmp_path)
     assert all("failure" in trial for trial in lines(tmp_path / "trials.jsonl"))
+
+
+class Believed:
+    """A session that measures what it is told: a ratio for each race."""
+
+    search_ratio, final_ratio = 0.8, 0.8
+
+    def __init__(self, task, target, seed) -> None:
+        self.task, self.fresh = task, False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def build(self, numbers) -> None:
+        pass
+
+    def end_worker(self) -> None:
+        self.fresh = True
+
+    def race(self, numbers, rounds, seconds):
+        ratio = self.final_ratio if self.fresh else self.search_ratio
+        return {number: Outcome(1.0 if number == 0 else ratio) for number in numbers}, 1e-3
+
+
+@pytest.mark.parametrize(
+    ("search", "final", "status", "gain"),
+    [
+        (0.8, 0.9, "tuned", 1 / 0.9),
+        (0.8, 0.995, "default stays", 1.0),
+        (0.8, 1.2, "default stays", 1.0),
+        (1.1, 0.5, "default stays", 1.0),  # nothing to race again
+    ],
+)
+def test_only_a_second_race_decides(
+    tmp_path: Path, monkeypatch, search: float, final: float, status: str, gain: float
+) -> None:
+    monkeypatch.setattr(job, "Session", Believed)
+    monkeypatch.setattr(Believed, "search_ratio", search)
+    monkeypatch.setattr(Believed, "final_ratio", final)
+    result = tune(tmp_path)
+    assert {task.status for task in result.tasks} == {status}
+    for record in lines(tmp_path / "records.jsonl"):
+        assert record["default_seconds"] / record["best_seconds"] == pytest.approx(gain)
+
+
+def test_a_search_that_promises_nothing_ends_early(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(job, "Session", Believed)
+    monkeypatch.setattr(Believed, "search_ratio", 1.0)
+    monkeypatch.setattr(job, "_promises_little", lambda search: search.trials >= 16)
+    result = tune(tmp_path, trials=999)
+    assert [task.trials for task in result.tasks] == [24, 24]  # twice in a row
+    again = tune(tmp_path, trials=999)
+    assert [task.status for task in again.tasks] == ["known", "known"]
+
+
+def test_the_time_limit_leaves_each_task_its_share(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(job, "Session", Believed)
+    result = tune(tmp_path, trials=999, minutes=1e-9)
+    assert result.interrupted
+    assert [task.status for task in result.tasks] == ["waiting", "waiting"]
+
+
+def test_one_job_measures_at_a_time() -> None:
+    with measuring():
+        with pytest.raises(Timeout):
+            FileLock(measuring_lock()).acquire(timeout=0.05)
+    with FileLock(measuring_lock()).acquire(timeout=5):
+        pass
 
 
 def test_tasks_are_deduplicated_and_sorted_by_their_share() -> None:
