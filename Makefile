@@ -14,9 +14,10 @@ MODEL_ARGS ?=
 # Processes that share the tests.
 JOBS ?= 2
 TEST_ARGS ?=
+FAULT_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types docs map bench bench-gpu clean
+.PHONY: help venv demo test test-all faults lint types docs map bench bench-gpu clean
 
 help: ## list the tasks
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -26,8 +27,14 @@ venv: $(VENV)/.stamp-check ## make .venv with the package and what the demo need
 demo: $(VENV)/.stamp-check ## compile MobileNet-V2, check it and race it
 	$(BIN)/python examples/demo.py $(if $(THREADS),--threads $(THREADS))
 
-test: $(VENV)/.stamp-test ## run all tests; TEST_ARGS="-k clip" for some
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TEST_ARGS)
+test: $(VENV)/.stamp-test $(VENV)/.stamp-pytorch-cpu ## run the quick tests; TEST_ARGS="-k clip" for some
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(TEST_ARGS)
+
+test-all: $(VENV)/.stamp-test $(VENV)/.stamp-pytorch-cpu ## run all tests, with more examples of each property
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --hypothesis-profile thorough $(TEST_ARGS)
+
+faults: $(VENV)/.stamp-test $(VENV)/.stamp-pytorch-cpu ## seed faults; the quick tests must catch each; FAULT_ARGS="--only 3"
+	$(BIN)/python tests/faults/run.py $(FAULT_ARGS)
 
 lint: $(VENV)/.stamp-test ## check style, and that imports go down only
 	$(BIN)/ruff check .
@@ -62,6 +69,13 @@ clean: ## remove .venv and all that was built
 $(VENV)/.stamp-%: pyproject.toml requirements.lock | $(BIN)/python
 	$(PIP) install -c requirements.lock setuptools
 	$(PIP) install -c requirements.lock --no-build-isolation --editable '.[$*]'
+	@touch $@
+
+# Not an extra of the tests: with its libraries for CUDA, PyTorch takes several GB, and pins older
+# ones than the extra cuda. Where pip finds no build for CPUs, the tests of PyTorch are skipped.
+$(VENV)/.stamp-pytorch-cpu: $(VENV)/.stamp-test
+	@$(PIP) install -c requirements.lock 'torch==2.13.0+cpu' --no-build-isolation --editable '.[torch]' || \
+	  echo "pip finds no PyTorch for CPUs; its tests will be skipped"
 	@touch $@
 
 $(BIN)/python:

@@ -116,6 +116,11 @@ def searches() -> str:
     return "\n\n".join(parts)
 
 
+def pytorch() -> str:
+    """The races of models of torchvision, by CPU side by side."""
+    return _races("torch", ("Inductor, freezing", "eager"))
+
+
 def reductions() -> str:
     """The races of reductions, by CPU side by side."""
     return _races("reductions_cpu", ("numpy", "stock TVM"))
@@ -202,6 +207,7 @@ PARTS: dict[str, Callable[..., str]] = {
         operators,
         element_types,
         networks,
+        pytorch,
         pairs,
         reductions,
         searches,

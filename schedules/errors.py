@@ -48,6 +48,10 @@ class TuningError(TVMFusionError):
     """A tuning job that cannot run or has nothing to tune, or records that cannot be read."""
 
 
+class EagerModeWarning(UserWarning):
+    """An op or a graph of PyTorch that runs in eager mode, because it cannot be compiled."""
+
+
 class SlowPathWarning(UserWarning):
     """A schedule rule that failed on a kernel, which is compiled without it; a defect of ours."""
 

@@ -20,14 +20,22 @@ from tvm.target import Target
 
 from tvm_fusion.compiler import pipeline
 
-settings.register_profile(
-    "tvm_fusion",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    print_blob=True,
-    derandomize="CI" in os.environ,  # a change is judged by examples that do not change
-)
-settings.load_profile("tvm_fusion")
+# Examples of a property; where each is compiled, a share of them. --hypothesis-profile chooses.
+for profile, examples in (("quick", 20), ("thorough", 100)):
+    settings.register_profile(
+        profile,
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=True,
+        derandomize="CI" in os.environ,  # a change is judged by examples that do not change
+    )
+settings.load_profile("quick")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the slow tests, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)

@@ -94,8 +94,11 @@ def test_model_as_it_is(name: str, optimised: list[tvm.IRModule]) -> None:
     assert all(func.attrs.get("tirx.is_scheduled") for func in kernels)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize(
+    "name",
+    ["squeezenet"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in PATHS if name != "squeezenet"],
+)
 def test_model_with_random_weights(name: str) -> None:
     model = without_softmax(with_random_weights(onnx.load(PATHS[name]), 1))
     feeds = [bright_feed(model, seed) for seed in range(2)]

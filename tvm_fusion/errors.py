@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every exception that tvm-fusion raises on purpose, all of them under ``TVMFusionError``.
 
-``SlowPathWarning`` and ``RecordWarning`` are the categories of what they warn of.
+``EagerModeWarning``, ``RecordWarning`` and ``SlowPathWarning`` are categories of warnings.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from schedules.errors import (
     ArtifactError,
     CompilationError,
+    EagerModeWarning,
     EngineError,
     InvalidInputError,
     InvalidModelError,
@@ -24,6 +25,7 @@ from schedules.errors import (
 __all__ = [
     "ArtifactError",
     "CompilationError",
+    "EagerModeWarning",
     "EngineError",
     "InvalidInputError",
     "InvalidModelError",

@@ -25,7 +25,6 @@ from .loops.layout_transform import LayoutTransform
 from .loops.pooling import Pooling
 from .loops.softmax import Softmax
 from .reduce.coalesced_reduce import CoalescedReduce
-from .reduce.reduction import Reduction
 
 
 def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
@@ -40,9 +39,8 @@ def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
         Elementwise(),
         Pooling(),
         Dense(records),
-        Softmax(),
         CoalescedReduce(),
-        Reduction(),
+        Softmax(),
         Fallback(),
     )
 
@@ -66,7 +64,6 @@ __all__ = [
     "LayoutTransform",
     "Pack",
     "Pooling",
-    "Reduction",
     "Softmax",
     "WinogradConv2D",
     "rules",

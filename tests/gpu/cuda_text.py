@@ -7,6 +7,7 @@ machine code.
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -19,6 +20,7 @@ from tvm_fusion.errors import EngineError
 from tvm_fusion.machine.cuda_toolkit import find_program
 
 
+@functools.lru_cache(maxsize=8)
 def cuda_source(mod: tvm.IRModule | tirx.PrimFunc, arch: str = "sm_90") -> str:
     """Return the CUDA text that TVM's own lowering makes of GPU functions.
 
@@ -49,7 +51,7 @@ def ptxas(source: str, arch: str = "sm_90") -> dict[str, Resources]:
     return resources(compile_cuda(source, arch))
 
 
-def sass(source: str, arch: str = "sm_90") -> dict[str, str]:
+def sass(source: str, arch: str = "sm_90", fast_math: bool = False) -> dict[str, str]:
     """Compile CUDA text; return the machine code of each kernel, as ``nvdisasm`` lists it.
 
     Raises
@@ -61,7 +63,7 @@ def sass(source: str, arch: str = "sm_90") -> dict[str, str]:
     if disassembler is None:
         raise EngineError("nvdisasm is not installed: pip install 'tvm-fusion[test]'")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compile_cuda(source, arch).cubin)
+        file.write(compile_cuda(source, arch, fast_math).cubin)
         file.flush()
         listing = subprocess.run(
             [disassembler, "--print-code", file.name], capture_output=True, text=True, check=True

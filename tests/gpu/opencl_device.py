@@ -12,6 +12,10 @@ import numpy as np
 # pyopencl keeps binaries by the device's name, which virtual machines on other CPUs share.
 os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
 
+# Intel's compiler joins work-items to vectors, which takes half of its time; threads of a GPU are
+# not joined either.
+os.environ.setdefault("CL_CONFIG_CPU_VECTORIZER_MODE", "1")
+
 import pyopencl as cl
 
 from schedules.errors import EngineError

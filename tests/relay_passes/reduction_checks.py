@@ -17,6 +17,9 @@ from schedules.workload.reduce import FLOATS
 
 Array = NDArray[Any]
 
+# Numbers do not depend on the level of optimisation, the time to compile does.
+PLAIN = tvm.target.Target({"kind": "llvm", "opt-level": 0})
+
 
 def numpy_dtype(dtype: str) -> np.dtype:
     """``dtype`` for numpy, bfloat16 included."""
@@ -104,7 +107,7 @@ def module_of(expression: relax.Expr, *params: relax.Var) -> tvm.IRModule:
 
 def run(mod: tvm.IRModule, *inputs: Array) -> Any:
     """Result of ``main`` on the CPU; ``mod`` may be in any state of lowering."""
-    executable = tvm.compile(relax.transform.LegalizeOps()(mod), "llvm")
+    executable = tvm.compile(relax.transform.LegalizeOps()(mod), PLAIN)
     result = relax.VirtualMachine(executable, tvm.cpu())["main"](
         *[tvm.runtime.tensor(array) for array in inputs]
     )

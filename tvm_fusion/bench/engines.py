@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -222,14 +222,16 @@ class OpenVINOEngine(Engine):
 class EngineKind:
     """Facts about an engine before it is imported; an optional one needs ``package``.
 
-    One that ``compiles_apart`` loads only what its method ``compile`` wrote in another process, as
-    a user's program does with a compiled model.
+    Its process runs ``program``, this file by default; another one adds the engine to
+    :data:`ENGINES` and calls :func:`main`. One that ``compiles_apart`` loads only what its method
+    ``compile`` wrote in another process, as a user's program does with a compiled model.
     """
 
-    make: type[Engine]
+    make: Callable[[], Engine]
     title: str
     package: str = ""
     compiles_apart: bool = False
+    program: str = __file__
 
 
 ENGINES = {

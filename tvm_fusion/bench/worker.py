@@ -76,7 +76,7 @@ class Worker:
         self.spec = spec
         self._log = tempfile.TemporaryFile()
         self._pipe, theirs = Pipe()
-        program = Path(__file__).resolve().with_name("engines.py")
+        program = Path(ENGINES[spec.engine].program).resolve()
         command = [sys.executable, "-c", _BOOT, str(program.parents[2]), str(program)]
         with theirs:
             self._process = subprocess.Popen(

@@ -50,6 +50,11 @@ def cli() -> None:
 )
 @many_options(COMPILE_OPTIONS)
 @records_option
+@click.option(
+    "--fast-math",
+    is_flag=True,
+    help="Let CUDA kernels approximate functions of float32: tanh to 2^-11, and others.",
+)
 @threads_option
 @json_option
 def compile_command(
@@ -60,6 +65,7 @@ def compile_command(
     fuse: str,
     winograd: str,
     records: str | None,
+    fast_math: bool,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -82,6 +88,7 @@ def compile_command(
             winograd=winograd,
             threads=threads,
             records=records,
+            fast_math=fast_math,
             progress=progress,
         )
         compiled.save(output)

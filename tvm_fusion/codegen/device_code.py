@@ -26,8 +26,10 @@ def cuda_texts(executable: Any) -> list[str]:
     return [str(text) for text in found if text]
 
 
-def compile_kernels(executable: Any, arch: str) -> dict[str, Resources]:
+def compile_kernels(executable: Any, arch: str, fast_math: bool = False) -> dict[str, Resources]:
     """Compile every CUDA kernel of an executable for ``arch``; no GPU is needed.
+
+    ``fast_math`` is that of :func:`tvm_fusion.codegen.nvrtc.compile_cuda`.
 
     Returns
     -------
@@ -43,11 +45,11 @@ def compile_kernels(executable: Any, arch: str) -> dict[str, Resources]:
     """
     used: dict[str, Resources] = {}
     for text in cuda_texts(executable):
-        used |= resources(compile_cuda(text, arch))
+        used |= resources(compile_cuda(text, arch, fast_math))
     return used
 
 
-def machine_code_of(executable: Any, arch: str) -> Rewrite:
+def machine_code_of(executable: Any, arch: str, fast_math: bool = False) -> Rewrite:
     """Function that replaces the CUDA texts of an executable by machine code for ``arch``.
 
     It is for :func:`tvm_fusion.codegen.library_bin.rewrite_modules`.
@@ -61,7 +63,7 @@ def machine_code_of(executable: Any, arch: str) -> Rewrite:
             code = packed(text.encode())
             if content.startswith(_TEXT) and content.endswith(code):
                 between = content[len(_TEXT) : -len(code)]
-                return _MACHINE_CODE + between + packed(compile_cuda(text, arch).cubin)
+                return _MACHINE_CODE + between + packed(compile_cuda(text, arch, fast_math).cubin)
         raise ArtifactError("the CUDA kernels that TVM embedded are of an unknown form")
 
     return rewrite

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation of CUDA text by NVRTC, or by nvcc, with the options of TVM's own calls.
+"""Compilation of CUDA text by NVRTC, or by nvcc, with accurate functions of float32.
 
 TVM's own way needs the package ``cuda-bindings`` and a toolkit folder with a fixed layout. Here any
 NVRTC works: that of the wheels ``nvidia-cuda-nvrtc``, ``-runtime``, ``-crt`` and ``-cccl``, which
@@ -28,14 +28,17 @@ from ..machine import cuda_toolkit
 
 CALLBACK = "tvm_callback_cuda_compile"
 HEADERS = ("cuda_fp16.h", "cuda/std/type_traits")
-# Those of TVM's own calls, so that kernels are the same as its users'.
-OPTIONS = (
-    "-std=c++17",
-    "--use_fast_math",
+REPORT_OPTIONS = (
     "--ptxas-options=-v",
     "--ptxas-options=--register-usage-level=10",
     "--ptxas-options=--warn-on-local-memory-usage",
 )
+# Of what --use_fast_math allows, only what CUDA's tables bound closely for every argument: division
+# within 2 ulp, square roots within 1 ulp, subnormal numbers as zero (an error below 2^-126).
+# Functions stay those of the library: tanhf within 2 ulp, where MUFU.TANH has 2^-11; expf and logf
+# within 1; sinf and cosf within 2; powf within 4, where __powf gives NaN for negative bases.
+MATH_OPTIONS = ("--ftz=true", "--prec-div=false", "--prec-sqrt=false")
+FAST_MATH_OPTIONS = ("--use_fast_math",)
 # TVM calls a function by this name to round numbers of 16 bits; in CUDA it has the other name.
 _NAMES = ("-Dhnearbyint=hrint",)
 # Part of every text of TVM: reading this header takes 1.1 s, a kernel of a network 0.1 to 0.3 s.
@@ -101,16 +104,21 @@ class Resources:
 
 
 @contextlib.contextmanager
-def tvm_compiler(arch: str) -> Iterator[None]:
+def tvm_compiler(arch: str, fast_math: bool = False) -> Iterator[None]:
     """Let TVM compile its CUDA text by this module while the block runs.
 
     Where TVM's CUDA runtime is loaded it does so as soon as it has generated a text. TVM has one
     compiler for the whole process, so other threads wait until the block ends.
+
+    Parameters
+    ----------
+    arch, fast_math
+        As of :func:`compile_cuda`.
     """
     with _compiling:
         before = tvm_ffi.get_global_func(CALLBACK, allow_missing=True)
         tvm_ffi.register_global_func(
-            CALLBACK, lambda text: compile_cuda(str(text), arch).cubin, override=True
+            CALLBACK, lambda text: compile_cuda(str(text), arch, fast_math).cubin, override=True
         )
         try:
             yield
@@ -122,8 +130,17 @@ def tvm_compiler(arch: str) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=16)
-def compile_cuda(text: str, arch: str) -> MachineCode:
-    """Compile CUDA text for ``arch``, such as ``sm_90``; the same text only once.
+def compile_cuda(text: str, arch: str, fast_math: bool = False) -> MachineCode:
+    """Compile CUDA text; the same text only once.
+
+    Parameters
+    ----------
+    text : str
+        The text.
+    arch : str
+        The architecture, such as ``sm_90``.
+    fast_math : bool
+        Whether functions of float32 may be replaced by approximations, as by ``--use_fast_math``.
 
     Raises
     ------
@@ -134,11 +151,11 @@ def compile_cuda(text: str, arch: str) -> MachineCode:
     """
     release = _best_release(arch)
     if release is not None:
-        return _by_nvrtc(release, text, arch)
+        return _by_nvrtc(release, text, arch, _options(fast_math))
     nvcc = find_nvcc()
     if nvcc is None:
         raise TargetError(f"neither NVRTC (libnvrtc.so) nor nvcc was found: {_ADVICE}")
-    return _by_nvcc(nvcc, text, arch)
+    return _by_nvcc(nvcc, text, arch, _options(fast_math))
 
 
 def resources(code: MachineCode) -> dict[str, Resources]:
@@ -200,7 +217,12 @@ def include_folders(library: Path) -> list[Path]:
     return found
 
 
-def _by_nvrtc(release: _Release, text: str, arch: str) -> MachineCode:
+def _options(fast_math: bool) -> tuple[str, ...]:
+    math = FAST_MATH_OPTIONS if fast_math else MATH_OPTIONS
+    return ("-std=c++17", *math, *REPORT_OPTIONS, *_NAMES)
+
+
+def _by_nvrtc(release: _Release, text: str, arch: str, common: tuple[str, ...]) -> MachineCode:
     if not release.knows(arch):
         known = ", ".join(f"sm_{number}" for number in release.architectures)
         raise TargetError(
@@ -208,7 +230,7 @@ def _by_nvrtc(release: _Release, text: str, arch: str) -> MachineCode:
             "of nvidia-cuda-nvrtc"
         )
     lib = release.library
-    options = [f"--gpu-architecture={arch}", *_NVRTC_OPTIONS, *OPTIONS, *_NAMES]
+    options = [f"--gpu-architecture={arch}", *_NVRTC_OPTIONS, *common]
     options += [f"-I{folder}" for folder in include_folders(release.path.absolute())]
     program = ctypes.c_void_p()
     # NVRTC compiles for the device alone and has no driver's header.
@@ -227,11 +249,11 @@ def _by_nvrtc(release: _Release, text: str, arch: str) -> MachineCode:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _by_nvcc(nvcc: Path, text: str, arch: str) -> MachineCode:
+def _by_nvcc(nvcc: Path, text: str, arch: str, common: tuple[str, ...]) -> MachineCode:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
         source.write_text(text)
-        options = ("--cubin", "-arch", arch, *OPTIONS, *_NAMES)
+        options = ("--cubin", "-arch", arch, *common)
         command = [str(nvcc), *options, "-o", str(target), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation of an ONNX model: import, optimisation, code generation."""
+"""Compilation of a model of ONNX or PyTorch: import, optimisation, code generation."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import tvm
@@ -23,6 +24,9 @@ from .aliasing import fresh_outputs
 from .target import arch_of, device_needs, required_features, resolve
 from .tuned import choose_records, used_records
 
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
 REPORT = "tvm_fusion.fusion_report"
 """The module attribute with the records of the pairs, as JSON."""
 
@@ -30,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def compile(
-    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto | ExportedProgram,
     target: str | Mapping[str, Any] | tvm.target.Target = "native",
     shapes: Mapping[str, Any] | None = None,
     *,
@@ -38,14 +42,16 @@ def compile(
     winograd: str = "auto",
     threads: int | None = None,
     records: str | os.PathLike[str] | None = None,
+    fast_math: bool = False,
     progress: Progress | None = None,
 ) -> CompiledModel:
-    """Compile an ONNX model for a CPU or a GPU.
+    """Compile an ONNX model, or an exported program of PyTorch, for a CPU or a GPU.
 
     Parameters
     ----------
-    model : path, bytes or onnx.ModelProto
-        The model; external data needs a path.
+    model : path, bytes, onnx.ModelProto or torch.export.ExportedProgram
+        The model; external data needs a path. A program needs the extra ``torch``; its weights are
+        shared where the kernels read them as they are.
     target : str, mapping or tvm.target.Target
         The CPU: ``"native"``, ``"x86-64-v3"``, ``"cortex-a72"``, ``"llvm -mcpu=..."``; or the GPU:
         ``"cuda"`` for this machine's own, ``"cuda -arch=sm_90"``, ``"opencl"``; or a target of TVM.
@@ -53,7 +59,7 @@ def compile(
         kernel becomes machine code here, by NVRTC or nvcc, and no GPU is needed.
     shapes : mapping, optional
         From the name of an input to its shape, or from the name of a dimension to its size, where
-        the model has symbolic ones.
+        the model has symbolic ones. Those of an exported program stay symbolic by default.
     fuse : str or callable
         ``"auto"`` fuses the pairs of convolutions that gain, ``"all"`` those that can be fused,
         ``"none"`` none; a callable decides itself.
@@ -69,6 +75,9 @@ def compile(
         Winners of tuning jobs (:func:`tvm_fusion.tune`) for the knobs of CPU kernels: a file, the
         folder of a job, or ``"none"``. They count for the same CPU, vectors and threads only, and
         before the records that come with the package, which ``"none"`` switches off, too.
+    fast_math : bool
+        For CUDA: whether functions of float32 may be replaced by instructions that approximate
+        them, of which ``tanh`` is accurate to 2^-11 only.
     progress : callable, optional
         Called before each stage with its name, the number of stages done, and the number of all of
         them; at the end with ``"done"``.
@@ -85,7 +94,7 @@ def compile(
         If TVM fails in a later stage; the message names the stage.
     TargetError
         If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
-        algorithm is requested on a GPU.
+        algorithm is requested on a GPU, or approximations of functions elsewhere than on CUDA.
     InvalidInputError
         If ``threads`` is not possible.
     TuningError
@@ -99,15 +108,24 @@ def compile(
     count = choose_threads(threads)
     resolved = resolve(target, cores=threads)
     found = choose_records(records, resolved)
-    options = pipeline.Options(fuse=fuse, winograd=winograd, records=found)
+    options = pipeline.Options(fuse=fuse, winograd=winograd, records=found, fast_math=fast_math)
     tell = _announcer(progress, resolved, options)
     tell("import")
-    imported = import_onnx(model, shapes)
+    imported = _import(model, shapes)
     mod = pipeline.optimize(imported.mod, resolved, options, lambda phase, *_: tell(phase))
-    built = _generate(mod, resolved, tell)
+    built = _generate(mod, resolved, tell, fast_math)
     tell("done")
-    about = _describe(imported, mod, resolved, built)
+    about = _describe(imported, mod, resolved, built, fast_math)
     return CompiledModel(built.executable, about, count, built.weights)
+
+
+def _import(model: Any, shapes: Mapping[str, Any] | None) -> ImportedModel:
+    """Import a model with the front end of its type."""
+    if type(model).__module__.startswith("torch.export"):
+        # By name: that family stands above this one, and needs PyTorch.
+        front_end = importlib.import_module("tvm_fusion.torch.exported_program")
+        return front_end.import_exported_program(model, shapes)
+    return import_onnx(model, shapes)
 
 
 def _announcer(
@@ -125,14 +143,14 @@ def _announcer(
 
 
 def _generate(
-    mod: tvm.IRModule, target: tvm.target.Target, tell: Callable[[str], None]
+    mod: tvm.IRModule, target: tvm.target.Target, tell: Callable[[str], None], fast_math: bool
 ) -> pipeline.Built:
     """The code of an optimised module, CUDA kernels as machine code, and its weights."""
     tell("build")
-    built = pipeline.build_apart(mod, target)
+    built = pipeline.build_apart(mod, target, fast_math)
     if _is_cuda(target):
         tell("machine code")
-        compile_kernels(built.executable, str(target.attrs["arch"]))
+        compile_kernels(built.executable, str(target.attrs["arch"]), fast_math)
     return built
 
 
@@ -145,6 +163,7 @@ def _describe(
     mod: tvm.IRModule,
     target: tvm.target.Target,
     built: pipeline.Built,
+    fast_math: bool,
 ) -> Description:
     """Description of a compiled model; ``mod`` is the optimised module."""
     return Description(
@@ -160,6 +179,7 @@ def _describe(
         device=device_needs(target),
         kernel=built.kernel,
         records=tuple(used_records(mod)),
+        fast_math=fast_math,
     )
 
 

@@ -53,10 +53,10 @@ def explain(
         ``second`` (names), ``input_shape``, ``layer1`` and ``layer2`` (texts), ``fused``,
         ``reason``, ``flops``, and ``bytes_`` and ``intensity_`` (FLOPs a byte) ``unfused`` and
         ``fused``. Values that are unknown because of symbolic shapes are None. ``functions``: in
-        the order of the model the ``name`` of each function, the ``rule`` that scheduled it, its
-        ``calls``, the rules that ``failed`` on it, with the reasons, why it is likely to be
-        ``slow``, empty where a rule for its kind took it, and the tuning ``record`` that chose its
-        knobs, or None.
+        the order of the model the ``name`` of each function, the ``rule`` that scheduled it (on a
+        CPU with the nest of a reduction: rows, columns or stream), its ``calls``, the rules that
+        ``failed`` on it, with the reasons, why it is likely to be ``slow``, empty where a rule for
+        its kind took it, and the tuning ``record`` that chose its knobs, or None.
 
     Raises
     ------

@@ -23,6 +23,7 @@ from tvm.target import Target
 from relay_passes import (
     ApplyRules,
     ChooseWinograd,
+    CoalesceReduction,
     FuseConv2D,
     FuseEpilogue,
     FusePack,
@@ -63,12 +64,15 @@ class Options:
         Choice of 3x3 convolutions for :class:`relay_passes.ChooseWinograd`.
     records : Records
         Winners of tuning jobs, for the knobs of CPU kernels.
+    fast_math : bool
+        Whether functions of float32 may be approximations on CUDA.
     """
 
     fuse: Fuse = "auto"
     dump: Path | None = None
     winograd: str = "auto"
     records: Records = field(default_factory=Records)
+    fast_math: bool = False
 
 
 def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
@@ -91,6 +95,11 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     TargetError
         If the target has another kind, or a choice is for CPUs only and this is a GPU.
     """
+    if options.fast_math and target.kind.name != "cuda":
+        raise TargetError(
+            f"fast_math=True has no effect on {target.kind.name!r}; it chooses the functions of "
+            "CUDA kernels: leave it out, or compile for 'cuda'"
+        )
     if is_gpu(target):
         _check_gpu(target, options)
         return gpu_phases(target, options.fuse)
@@ -107,6 +116,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
             FuseEpilogue(),
         ],
         "pack": [PackLayout(target=target), ChooseWinograd(winograd, target)],
+        "reduce": [CoalesceReduction()],
         "lower": [
             *cpu_generic.library_dispatch_passes(target),
             transform.LegalizeOps(),
@@ -242,17 +252,17 @@ class Built(NamedTuple):
     kernel: KernelCall | None
 
 
-def build_apart(mod: tvm.IRModule, target: Target) -> Built:
+def build_apart(mod: tvm.IRModule, target: Target, fast_math: bool = False) -> Built:
     """Generate code as :func:`build` does, with separate weights.
 
-    So code and weights can be saved and loaded separately.
+    So code and weights can be saved and loaded separately. ``fast_math`` is that of the options.
 
     Raises
     ------
     CompilationError
         If TVM fails.
     """
-    with target, _own_errors("build"), _cuda_compiler(target):
+    with target, _own_errors("build"), _cuda_compiler(target, fast_math):
         mod = tvm.transform.Sequential([lower_to_vm(target), LiftWeights()])(mod)
         weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
         lowered = tvm.transform.Sequential([])
@@ -271,9 +281,11 @@ def _kernel_call(main: relax.Function) -> KernelCall | None:
     return KernelCall(call.op.name_hint, arguments) if is_once else None
 
 
-def _cuda_compiler(target: Target) -> AbstractContextManager[None]:
+def _cuda_compiler(target: Target, fast_math: bool = False) -> AbstractContextManager[None]:
     """Compiler context: where TVM's CUDA runtime is loaded, TVM compiles CUDA text at once."""
-    return tvm_compiler(str(target.attrs["arch"])) if target.kind.name == "cuda" else nullcontext()
+    if target.kind.name != "cuda":
+        return nullcontext()
+    return tvm_compiler(str(target.attrs["arch"]), fast_math)
 
 
 @relax.register_pipeline(NAME)

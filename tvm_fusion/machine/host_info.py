@@ -12,7 +12,7 @@ from typing import Any
 
 from .host import physical_cores
 
-PACKAGES = ("apache-tvm", "onnx", "numpy", "onnxruntime", "openvino")
+PACKAGES = ("apache-tvm", "onnx", "numpy", "onnxruntime", "openvino", "torch", "torchvision")
 
 
 def host_info() -> dict[str, Any]:

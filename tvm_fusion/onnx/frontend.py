@@ -11,15 +11,18 @@ import contextlib
 import io
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx
 import tvm
 from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
 from ..errors import InvalidModelError, UnsupportedOperatorError
+from ..runtime.host_arrays import ALIGNMENT
 from ..runtime.tensor_spec import TensorSpec
 from .interface_checks import check_interface
 from .model.graph_edits import default_opset, node_label
@@ -49,7 +52,9 @@ class ImportedModel:
 
 
 def import_onnx(
-    model: str | os.PathLike[str] | bytes | onnx.ModelProto, shapes: Shapes | None = None
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    shapes: Shapes | None = None,
+    weights: Mapping[str, np.ndarray] | None = None,
 ) -> ImportedModel:
     """Import an ONNX model.
 
@@ -60,6 +65,9 @@ def import_onnx(
     shapes : mapping, optional
         Sizes of symbolic dimensions: from the name of an input to its whole shape, or from the
         name of a dimension to its size. A string as a size keeps the dimension symbolic.
+    weights : mapping, optional
+        Values of inputs that are not inputs of the result, but weights. They are used in place, not
+        copied, where they are contiguous, writable and aligned.
 
     Returns
     -------
@@ -73,15 +81,17 @@ def import_onnx(
         If it holds operators that cannot be imported; the message lists all of them.
     """
     try:
-        proto, weights = _prepare(model, shapes)
-        mod = _translate(proto, weights)
+        proto, stored = _prepare(model, shapes, weights)
+        mod = _translate(proto, stored)
     except UnicodeDecodeError as error:
         raise InvalidModelError(f"the model holds invalid text: {error}") from error
     return ImportedModel(mod, _input_specs(proto, mod), _output_specs(proto, mod))
 
 
 def _prepare(
-    model: str | os.PathLike[str] | bytes | onnx.ModelProto, shapes: Shapes | None
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    shapes: Shapes | None,
+    given: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[onnx.ModelProto, Weights]:
     """Load, check, bind and rewrite; return the graph and the large weights, which it reads."""
     proto = parse_model(read_model(model))
@@ -92,7 +102,7 @@ def _prepare(
     drop_initializers_from_inputs(proto)
     check_interface(proto)
     bind_shapes(proto, shapes)
-    weights = detach_weights(proto, folder)
+    weights = detach_weights(proto, folder) | dict(given or {})
     check_model(proto)
     proto = mend(proto, weights)
     drop_stand_ins(proto, weights)
@@ -110,7 +120,7 @@ class _Importer(ONNXGraphImporter):
         super()._parse_graph_initializers(graph)
         for name in list(self._weights):
             # Popped, so that not all weights are in memory twice.
-            self._nodes[name] = relax.const(self._weights.pop(name))
+            self._nodes[name] = _constant(self._weights.pop(name))
 
     def _convert_operator(
         self, op_name: str, inputs: list[relax.Expr], attrs: dict, opset: int
@@ -120,6 +130,14 @@ class _Importer(ONNXGraphImporter):
             if found is not None:
                 return self.bb.normalize(found)
         return super()._convert_operator(op_name, inputs, attrs, opset)
+
+
+def _constant(array: np.ndarray) -> relax.Expr:
+    """A constant in the memory of ``array``, which it keeps alive, if kernels can read it there."""
+    is_usable = array.flags.carray and array.ctypes.data % ALIGNMENT == 0
+    if is_usable and array.size and array.dtype.isbuiltin == 1:
+        return relax.const(tvm.runtime.from_dlpack(array))
+    return relax.const(array)
 
 
 def _translate(model: onnx.ModelProto, weights: Weights) -> tvm.IRModule:

@@ -160,6 +160,7 @@ def as_array(spec: TensorSpec, value: Any, place: str = "the CPU") -> np.ndarray
             f"input {spec.name!r} is a {type(value).__name__}; expected a numpy array or an "
             "object with DLPack (__dlpack__)"
         )
+    _refuse_lazy_view(spec, value)
     device = value.__dlpack_device__()
     if int(device[0]) != _CPU:
         raise InvalidInputError(
@@ -174,6 +175,21 @@ def as_array(spec: TensorSpec, value: Any, place: str = "the CPU") -> np.ndarray
         raise InvalidInputError(
             f"input {spec.name!r} ({type(value).__name__}) cannot be read through DLPack: {error}"
         ) from error
+
+
+def _refuse_lazy_view(spec: TensorSpec, value: Any) -> None:
+    """Refuse tensors of PyTorch whose memory holds other numbers, or none; DLPack does not tell."""
+    if getattr(value, "is_meta", False):
+        raise InvalidInputError(
+            f"input {spec.name!r} is a meta tensor, which has no data; expected a tensor on the CPU"
+        )
+    for view in ("conj", "neg"):
+        is_view = getattr(value, f"is_{view}", None)
+        if is_view is not None and is_view():
+            raise InvalidInputError(
+                f"input {spec.name!r} is a {view} view, whose memory holds other numbers; pass "
+                f"{spec.name}.resolve_{view}()"
+            )
 
 
 class Stage:

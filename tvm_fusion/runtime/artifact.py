@@ -56,7 +56,7 @@ from .tensor_spec import TensorSpec
 from .tvm_runtime import version as tvm_version
 from .weights import read_weights, stored_bytes, write_weights
 
-FORMAT = 5
+FORMAT = 6
 """The format for writing; all up to it can be read."""
 
 _MAGIC = b"TVMFUSION-MODEL\n"
@@ -90,6 +90,8 @@ class Description:
         The GPU that the kernels run on; None if they run on the CPU.
     kernel : KernelCall | None
         Call of the program if it is one kernel.
+    fast_math : bool
+        Whether functions in CUDA kernels may be approximations.
     records : tuple of dict
         Tuning records that chose knobs, one a function.
     """
@@ -105,6 +107,7 @@ class Description:
     weights: tuple[TensorSpec, ...] = ()
     device: DeviceNeeds | None = None
     kernel: KernelCall | None = None
+    fast_math: bool = False
     records: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -133,7 +136,8 @@ class Description:
         """Linker of an executable into a library, with machine code for the GPU if that is CUDA."""
         if self.device is None or self.device.kind != "cuda":
             return SharedLinker(self.triple)
-        return SharedLinker(self.triple, machine_code_of(executable, self.device.arch))
+        rewrite = machine_code_of(executable, self.device.arch, self.fast_math)
+        return SharedLinker(self.triple, rewrite)
 
 
 def current_versions() -> dict[str, str]:
@@ -278,7 +282,13 @@ def _read(path: Path) -> Description:
     try:
         data = json.loads(text)
         absent: dict[str, tuple[int, Any]]
-        absent = {"weights": (2, []), "device": (3, None), "kernel": (4, None), "records": (5, [])}
+        absent = {
+            "weights": (2, []),
+            "device": (3, None),
+            "kernel": (4, None),
+            "fast_math": (5, False),
+            "records": (6, []),
+        }
         added = {name: value for name, (since, value) in absent.items() if version < since}
         return _parse(data | added, place)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -341,6 +351,7 @@ def _parse(data: Any, room: int) -> Description:
         weights=weights,
         device=device,
         kernel=_kernel(data["kernel"], len(data["inputs"]) + len(weights)),
+        fast_math=_typed(data["fast_math"], bool),
         records=tuple(_typed(item, dict) for item in _typed(data["records"], list)),
     )
 

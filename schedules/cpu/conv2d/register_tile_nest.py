@@ -117,13 +117,15 @@ def compute_tile(
     reduction: Reduction | None = None,
     turns: int = 0,
     lines: int = 1,
+    following: Index | None = None,
 ) -> None:
     """Call the micro-kernel of the layer's kind."""
     if ops.group_lanes:
         own_block_tile(ops, block, row, run, column)
     else:
         summed = reduction or Reduction(0, ops.in_blocks)
-        dense_tile(ops, Tile(block, blocks, row, run, column, summed), turns, lines)
+        tile = Tile(block, blocks, row, run, column, summed, following)
+        dense_tile(ops, tile, turns, lines)
 
 
 def weight_turns(ops: LayerOperands, pixels: int) -> int:

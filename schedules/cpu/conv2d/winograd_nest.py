@@ -29,7 +29,7 @@ from schedules.workload.winograd_matrices import TAPS
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.micro_kernel import FeatureMap, Index, LayerOperands, Reduction, loop
-from ..core.prefetch import line_elements
+from ..core.prefetch import MOST_LINES, line_elements, prefetch
 from ..cost.winograd_knobs import WinogradKnobs
 from .register_tile_nest import (
     block_runs,
@@ -120,7 +120,7 @@ class _Nest:
                 data = _Points.allocate(points, self.in_blocks, self.knobs.group, self.kernel)
                 products = _Points.allocate(points, blocks, self.knobs.group, self.kernel)
                 half = T.sblock_alloc_buffer((points * self.kernel.lanes,), self.kernel.dtype)
-                self._transform_data(first_tile, data, half)
+                self._transform_data(first_tile, (first_block, blocks), data, half)
                 with loop(0, points) as point:
                     self._multiply(point, first_block, blocks, data, products)
                 self._transform_inverse(first_tile, (first_block, blocks), products, half)
@@ -139,14 +139,18 @@ class _Nest:
     def _store(self, buffer: tirx.Buffer, offset: Index, value: tirx.Expr) -> None:
         T.buffer_store(buffer, value, [T.ramp(offset, 1, self.kernel.lanes)])
 
-    def _transform_data(self, first_tile: Index, data: _Points, half: tirx.Buffer) -> None:
+    def _transform_data(
+        self, first_tile: Index, span: tuple[Index, int], data: _Points, half: tirx.Buffer
+    ) -> None:
         """Rows first, into ``half``; then the columns of that.
 
+        Meanwhile the first weights of the output blocks ``span``, (first, number), are prefetched.
         Tiles at the left and right borders have separate code, in which pixels outside are zero; a
         row above or below the image is a branch.
         """
         lanes, count, classes = self.kernel.lanes, self.count, self._column_classes()
         with loop(0, self.in_blocks) as block, loop(0, self.knobs.group) as tile:
+            self._prefetch_weights(block * self.knobs.group + tile, *span)
             place = self._place(tirx.min(first_tile + tile, self.tiles - 1))
             plane = (place.image * self.in_blocks + block) * self.source.block_stride
             for first, stop, inside in classes:
@@ -157,6 +161,20 @@ class _Nest:
                 column = [self._load(half, (r * count + c) * lanes) for r in range(count)]
                 for r, value in enumerate(transform_data(self.size, column)):
                     self._store(data.buffer, data.at(r * count + c, block, tile), value)
+
+    def _prefetch_weights(self, step: Index, first_block: Index, blocks: int) -> None:
+        """Prefetch some squares of the weights, in the order in which the products read them."""
+        lanes, line = self.kernel.lanes, line_elements(self.kernel.dtype)
+        square, a_point = lanes * lanes, blocks * self.in_blocks
+        most = self.count**2 * blocks // self.knobs.group
+        count = min(MOST_LINES * line // square, most)
+        for k in range(count):
+            number = step * count + k
+            point = tirx.floordiv(number, a_point)
+            start = (point * self.out_blocks + first_block) * self.in_blocks
+            start = (start + tirx.floormod(number, a_point)) * square
+            for offset in range(0, square, line):
+                prefetch(self.weight, start + offset, level=2)
 
     def _transform_rows(
         self, plane: Index, place: _Place, inside: Sequence[bool], half: tirx.Buffer
@@ -216,6 +234,10 @@ class _Nest:
         )
         turns = weight_turns(ops, self.knobs.pixels)
         for block, size in for_each_block_tile(block_runs(ops, self.knobs.blocks), None):
+            # A task's weights of the next point do not follow those of this one.
+            skipped = tirx.Select(
+                tirx.convert(block + size) == blocks, self.out_blocks - blocks, 0
+            )
             tile = functools.partial(
                 compute_tile,
                 ops,
@@ -224,6 +246,7 @@ class _Nest:
                 reduction=Reduction(0, self.in_blocks),
                 turns=turns,
                 lines=weight_lines(ops, self.knobs.blocks, turns),
+                following=start + block + size + skipped,
             )
             pixel_nest(ops, (0, 1), self.knobs.pixels, tile)
 

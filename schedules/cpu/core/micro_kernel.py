@@ -193,6 +193,8 @@ class Tile:
         Its number of pixels ``P`` and its taps.
     reduction : Reduction
         Input blocks that are summed.
+    following : Index | None
+        First output block of the next tile, if it is not the block after this one.
     """
 
     block: Index
@@ -201,6 +203,7 @@ class Tile:
     run: Run
     column: Index
     reduction: Reduction
+    following: Index | None = None
 
     def cells(self) -> Iterator[tuple[int, int]]:
         """Pixel and vector of each accumulator, in order."""
@@ -243,10 +246,7 @@ def _tile_of_groups(ops: LayerOperands, tile: Tile, turns: int, lines: int) -> N
         if turns:
             number = run.first + tirx.floordiv(tile.column - run.start, run.size)
             turn = (tile.row * turns + number) * lines
-            ahead = [
-                next_weights(ops, tile.block, tile.blocks, reduction, turn + line)
-                for line in range(lines)
-            ]
+            ahead = [next_weights(ops, tile, turn + line) for line in range(lines)]
         _start(ops, sums, tile)
         if ops.source.lanes > 1:
             for in_block, channels in _input_blocks(ops, reduction):
@@ -414,9 +414,7 @@ def _visible_rows(ops: LayerOperands, row: Index) -> tuple[Index, Index]:
     return low, high
 
 
-def next_weights(
-    ops: LayerOperands, block: Index, blocks: int, reduction: Reduction, turn: Index
-) -> Index:
+def next_weights(ops: LayerOperands, tile: Tile, turn: Index) -> Index:
     """First weights that a tile prefetches: tiles take turns until all lines are prefetched.
 
     The weights of a part are ``V`` pieces of ``steps`` squares of lanes; a turn prefetches as many
@@ -426,10 +424,8 @@ def next_weights(
     ----------
     ops : LayerOperands
         The layer.
-    block, blocks : Index, int
-        First output block of the tile and their number ``V``.
-    reduction : Reduction
-        The part of the input blocks that the tile sums.
+    tile : Tile
+        The tile.
     turn : Index
         Number of the tile among those of the same blocks and part.
 
@@ -438,19 +434,22 @@ def next_weights(
     Index
         Element of the packed weights from which the tile's step 0 (input block 0, tap 0) counts.
     """
+    reduction = tile.reduction
     layer, lanes = ops.layer, ops.lanes
     taps, square = layer.kernel[0] * layer.kernel[1], ops.step * lanes
     line = line_elements(ops.dtype)
     turns = max(1, square // line)
-    piece = block + tirx.floormod(tirx.floordiv(turn, turns), blocks)
+    piece = tirx.floormod(tirx.floordiv(turn, turns), tile.blocks)
+    following = tile.block + tile.blocks if tile.following is None else tile.following
+    first: Index = tile.block
     start: Index = reduction.start + reduction.count
     if reduction.last is True:
-        piece, start = piece + blocks, 0
+        first, start = following, 0
     elif reduction.last is not False:
-        piece = tirx.Select(reduction.last, piece + blocks, piece)
+        first = tirx.Select(reduction.last, following, first)
         start = tirx.Select(reduction.last, 0, start)
     lines = tirx.floormod(turn, turns) * reduction.count - reduction.start
-    return (piece * ops.in_blocks + start) * (taps * square) + lines * (taps * line)
+    return ((first + piece) * ops.in_blocks + start) * (taps * square) + lines * (taps * line)
 
 
 def _multiply(

@@ -19,10 +19,16 @@ from ..core.rule import CPUTemplate, TunableRule
 from ..nests.blocks import BlockFacts, Kernel, block_facts, open_kernel
 from ..nests.elementwise_nest import schedule_spatial
 from ..nests.loop_transforms import feeds, finish, inline_blocks, merge_groups
-from ..reduce.block_reduction import balanced_tile, reduce_whole, reducible, split_over_threads
-from ..reduce.reduction_nests import Columns, Result, Rows, reduce_in_columns, reduce_in_rows
+from ..nests.reduction_nests import (
+    Columns,
+    Result,
+    Rows,
+    reduce_in_columns,
+    reduce_in_rows,
+    reducible,
+)
 from .matmul_pattern import Product, find_product, separate_groups
-from .matvec import stream_rows
+from .matvec import split_over_threads, stream_rows
 
 _STACK_BYTES = 1024
 _PACKED_ROWS = 24
@@ -30,6 +36,7 @@ _STREAMED_ROWS = 4
 _LEAST_ROWS_TO_PACK = 8
 _MOST_COLUMNS = 4
 COLUMNS, DOTS = "columns", "dots"
+_MOST_VECTORS = 8  # of one row
 
 
 @dataclass(frozen=True)
@@ -289,14 +296,15 @@ def _stream(
     outer = facts.volume(facts.positions("S")[:-1]) // height
     group = merge_groups(facts, facts.positions("R"))[0]
     parts = even_parts(facts.volume(group), cores)
+    vectors = -(-facts.volume([product.n]) // lanes)
     if feeds(outer, cores) or (parts and len(facts.positions("R")) == len(group)):
         if feeds(outer, cores):
             return stream_rows(kernel, block, consumers, sums, product.row_axis)
         partial = split_over_threads(kernel.sch, facts, parts)
         overlaps, _ = stream_rows(kernel, partial, (), sums, product.row_axis)
-        more, rest = reduce_whole(kernel, block, consumers)
+        tile = balanced_tile(vectors, _MOST_VECTORS, outer * height, cores)
+        more, rest = reduce_in_columns(kernel, block, consumers, Columns(tile))
         return overlaps + more, rest
-    vectors = -(-facts.volume([product.n]) // lanes)
     share = -(-vectors // max(1, cores // outer))
     return stream_rows(kernel, block, consumers, min(share, sums), product.row_axis)
 
@@ -343,7 +351,7 @@ def _plan_columns(
     spatial = facts.positions("S")
     height, outer = _height(facts, product), facts.volume(spatial[:-1])
     if product.row_axis is None:
-        return Columns(balanced_tile(-(-width // lanes), 8, outer, cpu.num_cores))
+        return Columns(balanced_tile(-(-width // lanes), _MOST_VECTORS, outer, cpu.num_cores))
     rows, vectors = matrix_tile(height, count, _accumulators(cpu))
     rows = _divisor(height, rows) if grouped else rows
     packed = None
@@ -413,3 +421,30 @@ def _tile_cycles(height: int, width: int, rows: int, columns: int) -> float:
     """
     tiles = -(-height // rows) * -(-width // columns)
     return tiles * max(rows * columns, rows + columns, 8, 3 * columns) / 2
+
+
+def balanced_tile(extent: int, most: int, outer: int, cores: int) -> int:
+    """The tile that finishes first: few rounds of the cores, little waste, enough accumulators.
+
+    Parameters
+    ----------
+    extent : int
+        Vectors along the axis.
+    most : int
+        Upper bound of the tile.
+    outer : int
+        Tiles along the other axes.
+    cores : int
+        Cores that share the tiles.
+
+    Returns
+    -------
+    int
+        Vectors of a tile.
+    """
+
+    def cost(size: int) -> tuple[float, int]:
+        rounds = -(-(-(-extent // size) * outer) // cores)
+        return rounds * max(size, 4), -size
+
+    return min(range(1, min(extent, most) + 1), key=cost)

@@ -14,19 +14,28 @@ from ..core.machine import CPUInfo
 from ..core.rule import CPURule
 from ..nests.blocks import Kernel, block_facts, open_kernel
 from ..nests.elementwise_nest import schedule_spatial
+from ..nests.lane_reduction import is_reduced
 from ..nests.loop_transforms import attempt, finish, inline_blocks, parallel_outer, static_extent
 from ..nests.overlapping_tails import Overlap
-from ..reduce.block_reduction import reduce_block, reducible
-from ..reduce.lane_reduction import is_reduced
+from ..nests.reduction_nests import (
+    Columns,
+    Rows,
+    reduce_in_columns,
+    reduce_in_rows,
+    reducible,
+    runs_in_columns,
+)
+
+_ACCUMULATORS = 4
 
 
 class Fallback(CPURule):
     """Functions that the other rules leave: several unrelated reductions, symbolic or ragged loops.
 
     Blocks are inlined where that is possible; each of the others gets its own nest, injective
-    ones as in ``Elementwise``, reductions as in ``Reduction``, and where that does not work with
-    its outermost spatial loops in parallel and its innermost one in vectors. A block for which all
-    of this fails stays as it is; the rule never fails.
+    ones as in ``Elementwise``, reductions with several vectors of accumulators, and where that
+    does not work with its outermost spatial loops in parallel and its innermost one in vectors. A
+    block for which all of this fails stays as it is; the rule never fails.
     """
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
@@ -54,7 +63,7 @@ def _schedule_block(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
     if facts is not None and set(facts.kinds) <= {"S"}:
         ways = [schedule_spatial]
     elif facts is not None and reducible(facts):
-        ways = [lambda trial, rv: reduce_block(trial, rv, ())[0]]
+        ways = [_reduce]
     for way in [*ways, _schedule_plainly]:
         trial = Kernel(kernel.sch.copy(), kernel.blocks, kernel.cpu)
         try:
@@ -64,6 +73,15 @@ def _schedule_block(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
         kernel.sch = trial.sch
         return overlaps
     return []
+
+
+def _reduce(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
+    """Vectors along the outputs if these are adjacent, else along the reduced elements."""
+    facts = block_facts(kernel.sch, block)
+    assert facts is not None, "a reducible block has facts"
+    if runs_in_columns(kernel, facts):
+        return reduce_in_columns(kernel, block, (), Columns(_ACCUMULATORS))[0]
+    return reduce_in_rows(kernel, block, (), Rows(_ACCUMULATORS))[0]
 
 
 def _schedule_plainly(kernel: Kernel, block: SBlockRV) -> list[Overlap]:

@@ -5,11 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tvm import s_tir
 from tvm.s_tir.schedule import SBlockRV
 
-from ..nests.blocks import Kernel
+from ..nests.blocks import BlockFacts, Kernel
 from ..nests.fused_consumers import follow_or_copy, vectorize_under
-from ..nests.loop_transforms import open_reduction, parallel_outer, static_extent, unroll
+from ..nests.loop_transforms import (
+    align_iters,
+    fuse_group,
+    merge_groups,
+    open_reduction,
+    parallel_outer,
+    static_extent,
+    unroll,
+)
 from ..nests.overlapping_tails import Overlap, Tails
 
 _MOST_STEPS = 8
@@ -77,3 +86,34 @@ def stream_rows(
     parallel_outer(sch, outer, kernel.cpu.num_cores)
     tails.decompose(block, [*reduced[:-1], k][0])
     return tails.collect(), rest
+
+
+def split_over_threads(sch: s_tir.Schedule, facts: BlockFacts, parts: int) -> SBlockRV:
+    """Reduce parts of the first reduced axis on their own.
+
+    Parameters
+    ----------
+    sch : Schedule
+        The schedule.
+    facts : BlockFacts
+        Of the reduction; its block will only add up the parts.
+    parts : int
+        Their number; a divisor of the axis, after merging.
+
+    Returns
+    -------
+    SBlockRV
+        The block that reduces each part; the first of its axes is the part. Both blocks are in
+        normal form.
+    """
+    loops = sch.get_loops(facts.block)
+    spatial = facts.kinds.count("S")
+    unit = 0 if facts.positions("S") else spatial
+    group = merge_groups(facts, facts.positions("R"))[0]
+    part, _ = sch.split(fuse_group(sch, [loops[k] for k in group]), [parts, None])
+    partial = sch.rfactor(part, 0)
+    loops = sch.get_loops(partial)
+    sch.reorder(*loops[:unit], loops[spatial], *loops[unit:spatial])
+    align_iters(sch, partial)
+    align_iters(sch, facts.block)
+    return partial

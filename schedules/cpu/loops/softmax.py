@@ -14,6 +14,7 @@ from ..core.rule import CPURule
 from ..nests.blocks import BlockFacts, Kernel, open_kernel
 from ..nests.elementwise_nest import schedule_spatial
 from ..nests.fused_consumers import vectorize_under
+from ..nests.lane_reduction import arrange_lanes, split_into_lanes
 from ..nests.loop_transforms import (
     SERIAL_ELEMENTS,
     attempt,
@@ -24,16 +25,15 @@ from ..nests.loop_transforms import (
     parallel_outer,
 )
 from ..nests.overlapping_tails import Overlap, Tails
+from ..nests.reduction_nests import reducible, runs_in_columns
 from ..nests.truncated_tails import TAIL
-from ..reduce.block_reduction import reducible, runs_in_columns
-from ..reduce.lane_reduction import arrange_lanes, split_into_lanes
 from .row_chain import Stage, find_stages
 
 _TEMPORARY_BYTES = 16 * 1024
 
 
 class Softmax(CPURule):
-    """Several reductions in a row, each over the same axes, with element-wise blocks between them.
+    """Reductions in a row, each over the same axes, and element-wise blocks between and after them.
 
     All of them are computed row by row inside one parallel loop, in vectors: along the row where
     it is contiguous, else along neighbouring rows::
@@ -49,14 +49,14 @@ class Softmax(CPURule):
                     out[row, k * 8 + lane] = e[k * 8 + lane] / sum
 
     An element-wise block is recomputed for each use unless it calls an elementary function. Left
-    alone: functions with fewer than two reductions, chains in which a block depends on more than
+    alone: functions without a reduction, chains in which a block depends on more than
     its row, symbolic extents of the rows' elements.
     """
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func``, or return None if it is no such chain."""
         kernel = open_kernel(func, target)
-        if kernel is None or sum(not info.is_injective() for info in kernel.blocks) < 2:
+        if kernel is None or sum(not info.is_injective() for info in kernel.blocks) < 1:
             return None
         keep = [info for info in kernel.blocks if _is_shared_and_expensive(kernel, info)]
         blocks = inline_blocks(kernel, keep)

@@ -107,12 +107,15 @@ class _ColumnNest(Nest):
         if partial is not None:
             self._combine_parts(partial)
 
-    def _tasks(self, columns: Columns, parts: int) -> Iterator[tuple[dict, Index, Index]]:
+    def _tasks(
+        self, columns: Columns, parts: int, elements: int | None = None
+    ) -> Iterator[tuple[dict, Index, Index]]:
         """Open the loop over tasks; yields the outer loops' indices, the chunk and the part."""
         outer = self.source.parallel[:-1]
         tiles = _ceildiv(self.last.size or self.last.extent, columns.tile)
         chunks = _ceildiv(tiles, columns.tiles)
-        with self.tasks(math.prod(axis.extent for axis in outer) * chunks * parts) as task:
+        number = math.prod(axis.extent for axis in outer) * chunks * parts
+        with self.tasks(number, elements) as task:
             part = tirx.floormod(task, i64(parts))
             place = tirx.floordiv(task, i64(parts))
             if outer:
@@ -180,7 +183,7 @@ class _ColumnNest(Nest):
         """Combine the parts of each output in order."""
         columns = Columns(self.columns.lanes, 1, 1, 1)
         outputs = self.source.outputs
-        for indices, chunk, _ in self._tasks(columns, 1):
+        for indices, chunk, _ in self._tasks(columns, 1, self.partial_states):
             self.indices = indices
             whole = self.states(columns.lanes)
             for at, place in self._each_vector(columns, chunk):

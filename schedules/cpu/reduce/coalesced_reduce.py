@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.target import Target
 
+from schedules.schedule_rule import RULE
 from schedules.tir.index_math import floor_power_of_two
 from schedules.tir.vector_math import is_expensive
 
@@ -17,7 +20,8 @@ from ..nests.loop_transforms import SERIAL_ELEMENTS, feeds, finish
 from .coalesced_columns import Columns, reduce_columns
 from .coalesced_rows import Rows, reduce_rows
 from .coalesced_stream import Stream, find_stream, reduce_stream
-from .source import Axis, ReduceSource, read_source
+from .read_source import read_source
+from .source import Axis, ReduceSource
 from .tasks import Split
 
 _VECTORS = 8
@@ -35,12 +39,14 @@ _SYMBOLIC = 1024  # assumed for a symbolic extent
 
 
 class CoalescedReduce(CPURule):
-    """One reduction over any axes that the op ``coalesced_reduce`` was legalized to.
+    """One reduction over any axes: a legalized ``coalesced_reduce``, or one of TVM's operators.
 
     Producers and epilogue are computed with it. Rows (:mod:`.coalesced_rows`) where the reduced
     loop scans consecutive addresses, else columns (:mod:`.coalesced_columns`), or a stream
-    (:mod:`.coalesced_stream`) where there are few of them. Left alone: functions without such a
-    reduction or with several, and consumers of another shape than the result.
+    (:mod:`.coalesced_stream`) where there are few of them; the attribute ``RULE`` of the function
+    names the choice. NaN wins every minimum and maximum, whose identity is an infinity. Left alone:
+    functions with no or several reductions, consumers of another shape than the result, and
+    reductions of TVM's operators under a condition (padding) or to positions.
     """
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
@@ -48,20 +54,25 @@ class CoalescedReduce(CPURule):
         source = read_source(func, target)
         if source is None:
             return None
-        return finish(_write(source))
+        form, written = _write(source)
+        func = finish(written).mod["main"]
+        return s_tir.Schedule(func.with_attr(RULE, f"{type(self).__name__} ({form})"))
 
 
-def _write(source: ReduceSource) -> s_tir.Schedule:
+def _write(source: ReduceSource) -> tuple[str, s_tir.Schedule]:
+    """The name of the nest that suits the reduction, and the nest."""
     lanes = source.cpu.lanes(source.registers.acc_dtype)
     last = source.axes[-1]
     if last.reduced and not _has_short_rows(source, lanes):
         rows = _rows(source, lanes)
-        return reduce_rows(source, rows, _split_rows(source, rows))
+        split = _split_rows(source, rows)
+        rows = replace(rows, outputs=_together(source, rows, split))
+        return "rows", reduce_rows(source, rows, split)
     stream = find_stream(source, lanes)
     if stream is not None:
-        return reduce_stream(source, stream, _split_stream(source, stream))
+        return "stream", reduce_stream(source, stream, _split_stream(source, stream))
     columns, split = _columns(source, lanes)
-    return reduce_columns(source, columns, split)
+    return "columns", reduce_columns(source, columns, split)
 
 
 def _has_short_rows(source: ReduceSource, lanes: int) -> bool:
@@ -80,6 +91,26 @@ def _rows(source: ReduceSource, lanes: int) -> Rows:
         return Rows(lanes, most)
     lanes = min(lanes, floor_power_of_two(size)) if size >= _LEAST_LANES else 1
     return Rows(lanes, min(most, size // lanes))
+
+
+def _together(source: ReduceSource, rows: Rows, split: Split) -> int:
+    """Number of neighbouring outputs of a task, so that it reads long pieces of memory."""
+    *outer, last = source.reduced
+    neighbours = source.parallel[-1].size if source.parallel else None
+    if not outer or source.elements is None or neighbours is None or split.parts > 1:
+        return 1
+    element_bytes = tvm_ffi.dtype(source.workload.dtype).itemsize
+    if source.elements * element_bytes <= source.cpu.l2_bytes:
+        return 1
+    state_bytes = rows.step * tvm_ffi.dtype(source.registers.acc_dtype).itemsize
+    row_bytes = int(last.extent) * element_bytes
+    most = min(_STATE_BYTES // state_bytes, _LEAST_CHUNK_BYTES // row_bytes)
+    return max(
+        number
+        for number in range(1, max(1, most) + 1)
+        if neighbours % number == 0
+        and (number == 1 or feeds(_estimate(source.parallel) // number, source.cpu.num_cores))
+    )
 
 
 def _split_rows(source: ReduceSource, rows: Rows) -> Split:
@@ -130,7 +161,9 @@ def _columns(source: ReduceSource, lanes: int) -> tuple[Columns, Split]:
     chunks = -(-tiles // most)
     split = Split(threads=cores > 1 and _worth_threads(source))
     if split.threads and not feeds(_estimate(source.parallel[:-1]) * chunks, cores):
-        if size // lanes * vector_bytes >= cores * _LEAST_CHUNK_BYTES:
+        row_bytes = size // lanes * vector_bytes
+        in_cache = (source.elements or source.cpu.l2_bytes) * vector_bytes // lanes
+        if row_bytes >= cores * _LEAST_CHUNK_BYTES or in_cache < source.cpu.l2_bytes:
             chunks = min(tiles, -(-chunks // cores) * cores)
         else:
             split = _parts(source, rows)

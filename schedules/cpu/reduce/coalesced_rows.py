@@ -19,6 +19,7 @@ masked off; where the length is symbolic it is a loop over elements.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tvm import s_tir, tirx
@@ -30,7 +31,7 @@ from schedules.workload.reduce import FLOATS, Extent
 from ..core.tiles import Index, Span
 from .source import ReduceSource
 from .tasks import Nest, Split, places, share, width
-from .vector_states import States, count, unrolled
+from .vector_states import States, count, unrolled, vector
 
 BLOCK = 256
 """Additions on one state before it is added to another, for the sake of rounding."""
@@ -48,10 +49,15 @@ class Rows:
         States of a vector, a power of two, not more than the innermost loop has iterations.
     vectors : int
         Independent vectors; at most as many as the innermost loop has.
+    outputs : int
+        Neighbouring outputs of a task, with states each; a divisor of the innermost parallel loop.
+        Several of them where the innermost reduced loop is so short that scanning one output alone
+        would jump through memory. For known extents, and no parts.
     """
 
     lanes: int
     vectors: int
+    outputs: int = 1
 
     @property
     def step(self) -> int:
@@ -69,7 +75,8 @@ class _RowNest(Nest):
         super().__init__(source, split)
         self.rows = rows
         self.last = source.reduced[-1]
-        self.blocks = _blocks(source, rows)
+        self.blocks = _blocks(source, rows) if rows.outputs == 1 else 0
+        self.first: Index = 0  # state of the current output
         self.accumulators: States
         self.total: States | None = None
         self.single: States | None = None
@@ -77,6 +84,10 @@ class _RowNest(Nest):
     def schedule(self) -> s_tir.Schedule:
         """The finished function."""
         outputs, parts = self.source.outputs, self.split.parts
+        if self.rows.outputs > 1:
+            with self.builder.body(), self.tasks(outputs // self.rows.outputs) as task:
+                self.reduce_together(task)
+            return self.builder.schedule()
         with self.builder.body():
             partial = self.states(outputs * parts) if parts > 1 else None
             with self.tasks(outputs * parts) as task:
@@ -115,6 +126,34 @@ class _RowNest(Nest):
         if self.single is not None:
             self.current.update(0, self.single.load(0))
 
+    def reduce_together(self, task: Index) -> None:
+        """Reduce the neighbouring outputs of a task, and write them."""
+        outputs, lanes, step = self.rows.outputs, self.rows.lanes, self.rows.step
+        self.accumulators, row = self.states(outputs * step), self.states(step)
+        self.hold(lanes)
+        self.accumulators.clear(outputs * step, lanes)
+        self.indices = places(self.source.parallel, task * outputs)
+        self._loops(0, i64(0))
+        for _ in self._each_output():
+            with unrolled(self.rows.vectors) as u, vector(lanes) as lane:
+                at = u * lanes + lane
+                row.store(at, self.accumulators.load(self.first + at))
+            row.fold(step, lanes)
+            row.fold_lanes(lanes)
+            self.write(row.load(0), self.indices)
+
+    def _each_output(self) -> Iterator[None]:
+        """Open the loop over the outputs of a task."""
+        if self.rows.outputs == 1:
+            yield
+            return
+        neighbour, outer = self.source.parallel[-1].var, self.indices
+        with T.serial(0, i64(self.rows.outputs)) as output:
+            self.first = output * self.rows.step
+            self.indices = {**outer, neighbour: outer[neighbour] + output}
+            yield
+        self.indices = outer
+
     def combine_parts(self, partial: States) -> None:
         """Combine the parts of each output in order."""
         parts = self.split.parts
@@ -130,7 +169,8 @@ class _RowNest(Nest):
     def _loops(self, position: int, part: Index) -> None:
         """The reduced loops from ``position`` on."""
         if position == len(self.source.reduced) - 1:
-            self._innermost(part)
+            for _ in self._each_output():
+                self._innermost(part)
         else:
             span = self.span(position, part)
             with count(width(span)) as index:
@@ -175,7 +215,7 @@ class _RowNest(Nest):
             return {**self.indices, self.last.var: i64(start) + lane}
 
         lanes = self.rows.lanes if states is self.accumulators else 1
-        self.step(states, number * lanes, lanes, indices, since)
+        self.step(states, self.first + number * lanes, lanes, indices, since)
 
     def _rest(self, steps: Extent) -> None:
         """Rest of the innermost loop after whole steps."""

@@ -66,7 +66,12 @@ def find_stream(source: ReduceSource, lanes: int) -> Stream | None:
         return None
     if source.bare & {rows.var, columns.var} or not _is_stream(source, rows, columns):
         return None
-    return Stream(lanes, vectors * max(1, _ENOUGH_VECTORS // vectors))
+    repeats = max(1, _ENOUGH_VECTORS // vectors)
+    if rows.size is not None:  # rather fewer vectors than a rest
+        steps, rest = divmod(rows.size * columns.size, vectors * lanes)
+        even = [n for n in range(repeats // 2 + 1, repeats + 1) if rest == 0 == steps % n]
+        repeats = max(even, default=repeats)
+    return Stream(lanes, vectors * repeats)
 
 
 def _is_stream(source: ReduceSource, rows: Axis, columns: Axis) -> bool:
@@ -106,13 +111,13 @@ class _StreamNest(Nest):
                         index = part * outputs + self.source.output_index(place)
                         partial.store(index, states.load(at))
             if partial is not None:
-                for _ in self._tasks(1):
+                for _ in self._tasks(1, self.partial_states):
                     self._combine_parts(partial)
         return self.builder.schedule()
 
-    def _tasks(self, parts: int) -> Iterator[Index]:
+    def _tasks(self, parts: int, elements: int | None = None) -> Iterator[Index]:
         outer = self.source.parallel[:-1]
-        with self.tasks(math.prod(axis.extent for axis in outer) * parts) as task:
+        with self.tasks(math.prod(axis.extent for axis in outer) * parts, elements) as task:
             self.indices = places(outer, tirx.floordiv(task, i64(parts)))
             yield tirx.floormod(task, i64(parts))
 
@@ -191,6 +196,9 @@ class _StreamNest(Nest):
     def _fold(self, states: States) -> States:
         """Combine the states of each column."""
         size = self.stream.step
+        if self.width % self.stream.lanes == 0:
+            states.fold(size, self.width)
+            return states
         while size % 2 == 0 and size // 2 % self.width == 0 and size // 2 % self.stream.lanes == 0:
             size //= 2
             with unrolled(size // self.stream.lanes) as u, vector(self.stream.lanes) as lane:

@@ -20,6 +20,7 @@ from schedules.workload.reduce import Extent, constant, unravel
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.tiles import Index, Span
+from ..nests.loop_transforms import SERIAL_ELEMENTS
 from .source import Axis, Indices, ReduceSource
 from .vector_states import REPEATABLE, States, vector
 
@@ -60,9 +61,10 @@ class Nest:
         self.held: tirx.Buffer | None = None
 
     @contextmanager
-    def tasks(self, number: Index) -> Iterator[Index]:
-        """A loop over pieces of work, parallel if that pays off."""
-        loop = T.parallel if self.split.threads else T.serial
+    def tasks(self, number: Index, elements: int | None = None) -> Iterator[Index]:
+        """A loop over pieces of work, parallel if that pays off, for ``elements`` in all."""
+        is_little = elements is not None and elements < SERIAL_ELEMENTS
+        loop = T.parallel if self.split.threads and not is_little else T.serial
         with loop(0, i64(number)) as task:
             with T.sblock("task"):
                 T.reads()
@@ -117,6 +119,11 @@ class Nest:
         state = self.source.complete(tuple(state))
         value = self.source.result_at(state, indices, self.builder.flat)
         T.buffer_store(self.builder.flat[-1], value, [self.source.output_index(indices)])
+
+    @property
+    def partial_states(self) -> int | None:
+        """Number of states of all parts; None where it is symbolic."""
+        return constant(self.source.outputs * self.split.parts)
 
     def span(self, position: int, part: Index) -> Span:
         """Bounds of a reduced loop in one part."""

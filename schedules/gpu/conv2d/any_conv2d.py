@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU rule for convolutions that no other rule takes: one thread for each output."""
+"""GPU rule for convolutions that no other rule takes.
+
+Dense ones of float16 and bfloat16 are products on tensor cores, of the weights and the windows of
+the data; the others have one thread for each output.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,14 @@ from schedules.workload.reduce import unravel
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule
-from ..gemm.matmul_pattern import ACCUMULATOR
+from ..gemm.matmul_pattern import ACCUMULATOR, read_matmul
+from ..gemm.tensor_core_matmul import tensor_core_function
 
 THREADS = 128
 
 
 class AnyConv2D(GPURule):
-    """Computes each output of a convolution in its own thread.
+    """Computes a convolution on tensor cores, or each output in its own thread.
 
     Takes every function that legalization marked as one direct convolution: other element types
     than float32, other layouts than ``NCHW4c``, groups that cross block boundaries, symbolic sizes.
@@ -39,12 +44,18 @@ class AnyConv2D(GPURule):
         kernel = from_json(str(text))
         if kernel.winograd or len(kernel.layers) != 1:
             return None
+        gpu = GPUInfo.from_target(target)
+        if kernel.layers[0].groups == 1:
+            matmul = read_matmul(func, windows=True)
+            written = matmul and tensor_core_function(func, matmul, gpu, type(self).__name__)
+            if written:
+                return s_tir.Schedule(tvm.IRModule({"main": written}))
         sch = s_tir.Schedule(tvm.IRModule({"main": func}))
         found = sch.get_child_blocks(sch.get_sblock("root"))
         if "pad1" in [sch.get(block).name_hint for block in found]:
             sch.compute_inline(sch.get_sblock("pad1"))
         stages = sch.get(sch.get_sblock("conv1")), sch.get(sch.get_sblock("layer1"))
-        threads = GPUInfo.from_target(target).block_threads(THREADS)
+        threads = gpu.block_threads(THREADS)
         written = write_kernels(func, lambda: _write_kernel(func, *stages, threads))
         return s_tir.Schedule(tvm.IRModule({"main": written}))
 

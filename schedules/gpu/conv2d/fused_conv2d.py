@@ -32,8 +32,8 @@ from ..core.rule import GPURule
 from ..core.vector_loads import flat_view
 from ..gemm.epilogue import Epilogue, finish_tile
 from ..gemm.implicit_gemm import LANES, ConvShape, Index
-from ..gemm.main_loop import add_step, clear_sums, run_steps
-from ..gemm.shared_memory_pipeline import WeightStage
+from ..gemm.main_loop import add_step, clear_sums
+from ..gemm.shared_memory_pipeline import WeightStage, run_steps
 from ..gemm.thread_block_tile import GemmBlock
 from .conv2d import batch_of, packed_kernel
 from .fused_first_layer import FirstLayer

@@ -31,6 +31,7 @@ _MULTIPROCESSORS = {
     120: 170,
 }
 _BFLOAT16_FROM = 80  # architecture
+_TENSOR_CORES_FROM = 80  # with cp.async, and products of 16x8x16
 _CLUSTERS_FROM = 90
 _PORTABLE_CLUSTER = 8  # blocks; more of them are for some devices of some architectures only
 _OPENCL_MULTIPROCESSORS = 32  # an estimate; OpenCL devices differ by a factor of a hundred
@@ -95,6 +96,11 @@ class GPUInfo:
     def has_bfloat16(self) -> bool:
         """Return whether TVM supports the type; else it stores 16 bits and computes in float32."""
         return self.kind == "cuda" and self.arch >= _BFLOAT16_FROM
+
+    @property
+    def has_tensor_cores(self) -> bool:
+        """Return whether the device multiplies matrices as :mod:`.tensor_core` has it."""
+        return self.kind == "cuda" and self.arch >= _TENSOR_CORES_FROM
 
     def block_threads(self, wanted: int) -> int:
         """Threads of a block: a power of two, as many as wanted if the device has them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 
+import tvm_ffi
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -21,6 +22,13 @@ def zero4(target: tirx.Buffer, to: Index) -> None:
     """Emit a store of four zeros."""
     with T.vectorized(0, LANES) as lane:
         T.buffer_store(target, tirx.const(0, "float32"), [to * LANES + lane])
+
+
+def without_jumps(condition: tirx.Expr) -> tirx.Expr:
+    """A condition of which all parts are computed, so that a load under it is predicated."""
+    return tvm_ffi.structural_map(
+        condition, (tirx.And, lambda both: tirx.bitwise_and(both.a, both.b)), order="post"
+    )
 
 
 def at_once(conditions: list[tirx.Expr]) -> tirx.Expr | None:

@@ -13,16 +13,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..core.intrinsics import sync
 from .conv_tiles import ConvTile
 from .float4 import copy4, zero4
 from .implicit_gemm import LANES, Index
-from .shared_memory_pipeline import DataStage, WeightStage
+from .shared_memory_pipeline import DataStage, WeightStage, run_steps
 from .thread_block_tile import GemmBlock
 
 
@@ -54,51 +53,6 @@ def multiply(gemm: GemmBlock, weights: WeightStage, data: DataStage) -> tirx.Buf
 
     run_steps([weights, data], gemm.split * gemm.steps, gemm.steps, add)
     return sums
-
-
-def run_steps(
-    stages: Sequence[WeightStage | DataStage],
-    first: Index,
-    steps: int,
-    add: Callable[[Index, int], None],
-    fetched: bool = False,
-) -> None:
-    """Emit the loop over steps: each is loaded while the previous one is added.
-
-    Parameters
-    ----------
-    stages : Sequence
-        Operands of each step.
-    first : Index
-        Number of the first step.
-    steps : int
-        Number of steps.
-    add : Callable
-        Adds a step, counted from the first, that lies in a half of the shared memory.
-    fetched : bool
-        Whether the first step is in the stages' registers.
-    """
-
-    def advance(step: Index, half: int) -> None:
-        for stage in stages:
-            stage.fetch(first + step + 1)
-        add(step, half)
-        for stage in stages:
-            stage.keep(1 - half)
-        sync()
-
-    for stage in stages:
-        if not fetched:
-            stage.fetch(first)
-        stage.keep(0)
-    sync()
-    if steps > 2:
-        with T.serial(0, (steps - 1) // 2) as pair:
-            advance(pair * 2, 0)
-            advance(pair * 2 + 1, 1)
-    if steps % 2 == 0:
-        advance(steps - 2, 0)
-    add(steps - 1, (steps - 1) % 2)
 
 
 def add_step(

@@ -18,11 +18,15 @@ from ..pointwise.point_kernel import Views
 from .matmul_pattern import MatmulFunction, read_matmul
 from .matmul_tile_sizes import choose_tiles
 from .skinny_matmul import MOST_ROWS, choose_rows, write_rows
+from .tensor_core_matmul import tensor_core_function
 from .tiled_matmul import write_tiles
 
 
 class Matmul(GPURule):
-    """Matrix products on the ordinary cores: dense layers, attention, either layout of a factor.
+    """Matrix products: dense layers, attention, either layout of a factor.
+
+    Those of float16 and bfloat16 with more than eight rows run on tensor cores where the device
+    has those of sm_80; all others on the ordinary cores, as follows.
 
     A block computes a tile of the result from tiles of the factors in shared memory, of which the
     next ones are loaded while the current ones are multiplied; a thread holds up to 8 x 8 sums, to
@@ -32,18 +36,25 @@ class Matmul(GPURule):
     block reading its columns once: lanes share the reduction of a column, or have separate columns,
     depending on the layout of the right factor. 16-bit floats are summed in float32.
 
-    Left alone: convolutions, epilogues that move elements.
+    Convolutions are taken where they run on tensor cores, as products of their weights and the
+    windows of their data. Left alone: other convolutions, epilogues that move elements.
     """
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        matmul = read_matmul(func)
+        gpu = GPUInfo.from_target(target)
+        plain = read_matmul(func)
+        matmul = plain or (read_matmul(func, windows=True) if gpu.has_tensor_cores else None)
         if matmul is None:
             return None
-        gpu = GPUInfo.from_target(target)
         rows = constant(matmul.m)
-        write = _write_rows if rows is not None and rows <= MOST_ROWS else _write_tiles
-        kernel = write_function(func, gpu, "Matmul", lambda: write(func, matmul, gpu))
+        is_skinny = rows is not None and rows <= MOST_ROWS
+        kernel = None if is_skinny else tensor_core_function(func, matmul, gpu, "Matmul")
+        if kernel is None and plain is None:
+            return None
+        if kernel is None:
+            write = _write_rows if is_skinny else _write_tiles
+            kernel = write_function(func, gpu, "Matmul", lambda: write(func, matmul, gpu))
         return s_tir.Schedule(tvm.IRModule({"main": kernel}))
 
 

@@ -38,6 +38,14 @@ class Operand:
     value: tirx.Expr
     rows_first: bool
 
+    @property
+    def along_neighbours(self) -> IterationSpace:
+        """The space with the axis of neighbours in memory as the last one."""
+        if not self.rows_first:
+            return self.space
+        count = len(self.space.axes)
+        return self.space.permuted([*range(count - 2), count - 1, count - 2])
+
 
 @dataclass(frozen=True)
 class MatmulFunction:
@@ -84,12 +92,23 @@ class _Axes:
     n: tuple[int, ...]
 
 
-def read_matmul(func: tirx.PrimFunc) -> MatmulFunction | None:
+def read_matmul(func: tirx.PrimFunc, windows: bool = False) -> MatmulFunction | None:
     """Read the product of a function; None if it is no product of two factors.
 
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+        The function.
+    windows : bool
+        Whether to take a convolution, too, as the product of its weights and the windows of its
+        data: for each image a row for each output channel and a column for each pixel, summed over
+        channels and taps.
+
+    Notes
+    -----
     Factors may be computed by injective blocks. The epilogue reads the product at its own place
-    and may have several outputs. Left alone: windows (the factors' axes must be disjoint up to the
-    batch), several reduced axes of more than one element.
+    and may have several outputs. Without windows, several reduced axes of more than one element
+    are left alone.
     """
     stages = read_stages(func)
     products = [stage for stage in stages or [] if stage.reduced]
@@ -102,18 +121,18 @@ def read_matmul(func: tirx.PrimFunc) -> MatmulFunction | None:
     if factors is None:
         return None
     reduced = [axis for axis in product.reduced if constant(axis.dom.extent) != 1]
-    if len(reduced) > 1:
+    if len(reduced) > 1 and not windows:
         return None
-    k = reduced[0].var if reduced else product.reduced[0].var
+    reduced = reduced or [product.reduced[0]]
     extents = product.shape
     left, right = factors
-    axes = _roles(product, before, left, right, k)
+    axes = _roles(product, before, left, right, reduced, windows)
     if axes is None or not axes.n or _last(extents) not in axes.n:
         left, right = right, left
-        axes = _roles(product, before, left, right, k)
+        axes = _roles(product, before, left, right, reduced, windows)
     if axes is None or (_last(extents) is not None and _last(extents) not in axes.n):
         return None
-    return _assemble(func, product, before, after, (left, right), axes, k)
+    return _assemble(func, product, before, after, (left, right), axes, reduced)
 
 
 def _factors(product: Stage) -> tuple[tirx.Expr, tirx.Expr] | None:
@@ -147,11 +166,17 @@ def _last(extents: Sequence[Extent]) -> int | None:
 
 
 def _roles(
-    product: Stage, before: Sequence[Stage], left: tirx.Expr, right: tirx.Expr, k: tirx.Var
+    product: Stage,
+    before: Sequence[Stage],
+    left: tirx.Expr,
+    right: tirx.Expr,
+    reduced: Sequence[tirx.IterVar],
+    windows: bool,
 ) -> _Axes | None:
     """Roles of the axes; None if they are not in the order batch, m, n."""
     depends = [_dependences(product, before, factor) for factor in (left, right)]
-    if not all(k in found for found in depends) and constant(product.reduced[0].dom.extent) != 1:
+    summed = [axis.var for axis in reduced if constant(axis.dom.extent) != 1]
+    if not all(var in found for var in summed for found in depends):
         return None
     batch, m, n = [], [], []
     for number, axis in enumerate(product.axes):
@@ -166,6 +191,9 @@ def _roles(
             n.append(number)
         else:
             return None
+    if windows and m:  # images, of which the weights are independent
+        batch += [number for number in n if number < m[0]]
+        n = [number for number in n if number > m[0]]
     order = [*batch, *m, *n]
     return _Axes(tuple(batch), tuple(m), tuple(n)) if order == sorted(order) else None
 
@@ -187,25 +215,30 @@ def _assemble(
     after: Sequence[Stage],
     factors: tuple[tirx.Expr, tirx.Expr],
     axes: _Axes,
-    k: tirx.Var,
+    reduced: Sequence[tirx.IterVar],
 ) -> MatmulFunction | None:
     if not _read_in_place(product, after):
         return None
     shape = product.shape
     batch = tuple(shape[i] for i in axes.batch)
     m, n = (extent_of(volume(shape[i] for i in part)) for part in (axes.m, axes.n))
-    depth = next(axis.dom.extent for axis in product.reduced if axis.var.same_as(k))
-    depth_extent: Extent = depth if constant(depth) is None else int(depth)
+    depth = extent_of(volume(axis.dom.extent for axis in reduced))
     dtype = ACCUMULATOR.get(str(product.output.dtype), str(product.output.dtype))
     left, right = (
-        _operand(product, before, factor, part, axes.batch, k, depth_extent, dtype)
+        _operand(product, before, factor, part, axes.batch, reduced, depth, dtype)
         for factor, part in zip(factors, (axes.m, axes.n), strict=True)
     )
     accumulator = tirx.Var("sum", dtype)
     epilogue = _epilogue(func, product, before, after, axes, accumulator)
     if epilogue is None:
         return None
-    return MatmulFunction(left, right, batch, m, n, depth_extent, dtype, accumulator, epilogue)
+    return MatmulFunction(left, right, batch, m, n, depth, dtype, accumulator, epilogue)
+
+
+def divides(part: int, extent: Extent) -> bool:
+    """Return whether an extent is known to be a multiple."""
+    known = constant(extent)
+    return known is not None and known % part == 0
 
 
 def _read_in_place(product: Stage, after: Sequence[Stage]) -> bool:
@@ -232,11 +265,11 @@ def _operand(
     factor: tirx.Expr,
     part: Sequence[int],
     batch: Sequence[int],
-    k: tirx.Var,
+    reduced: Sequence[tirx.IterVar],
     depth: Extent,
     dtype: str,
 ) -> Operand:
-    """The factor over the axes (batch, rows, k), the rows flattened."""
+    """The factor over the axes (batch, rows, k), the rows and reduced axes flattened."""
     shape = product.shape
     outer = [tirx.Var(f"b{i}", "int64") for i in batch]
     row, inner = tirx.Var("row", "int64"), tirx.Var("k", "int64")
@@ -245,7 +278,8 @@ def _operand(
     indices = [places.get(i, i64(0)) for i in range(len(shape))]
     moved = product.at(indices, factor)
     others = {axis.var: tirx.const(0, axis.var.ty.dtype) for axis in product.reduced}
-    others[k] = as_type(inner, str(k.ty.dtype))
+    for axis, at in zip(reduced, unravel(inner, [a.dom.extent for a in reduced]), strict=True):
+        others[axis.var] = as_type(at, str(axis.var.ty.dtype))
     moved = substitute(moved, others)
     program = ElementProgram(before)
     value = program.add(moved)
@@ -253,7 +287,9 @@ def _operand(
     rows = extent_of(volume(shape[i] for i in part))
     extents = (*(shape[i] for i in batch), rows, depth)
     space = IterationSpace((*outer, row, inner), extents, tuple(program.steps), ())
-    return Operand(space, value, _rows_are_neighbours(space))
+    # Windows of neighbouring pixels begin beside each other.
+    is_window = len(reduced) > 1 and any(space.linear(access) is None for access in space.accesses)
+    return Operand(space, value, is_window or _rows_are_neighbours(space))
 
 
 def _rows_are_neighbours(space: IterationSpace) -> bool:

@@ -64,7 +64,7 @@ def choose_tiles(
     gpu : GPUInfo
         The GPU.
     """
-    batches, m, n, k = (_size(extent) for extent in (batches, m, n, k))
+    batches, m, n, k = (assumed_size(extent) for extent in (batches, m, n, k))
     fitting = [tile for tile in _TILES if _fits(tile, itemsize, gpu)] or [_SMALLEST]
     chosen = fitting[-1]
     for tile in fitting:
@@ -85,7 +85,8 @@ def choose_tiles(
     return TileConfig(*chosen, groups=groups)
 
 
-def _size(extent: Extent) -> int:
+def assumed_size(extent: Extent) -> int:
+    """An extent, or a guess where it is symbolic."""
     known = constant(extent)
     return _SYMBOLIC if known is None else known
 

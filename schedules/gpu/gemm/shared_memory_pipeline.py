@@ -10,17 +10,83 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.branch import when
+from schedules.tir.index_math import i64, simplified
+from schedules.workload.reduce import Extent, constant
 
+from ..core.intrinsics import sync
 from .float4 import at_once, copy4, zero4
 from .implicit_gemm import LANES, ConvShape, Index, Window, inside
 from .thread_block_tile import GemmBlock
+
+
+class Stage(Protocol):
+    """Transfer of an operand, or of several, to shared memory."""
+
+    def fetch(self, step: Index) -> None:
+        """Load a step to registers."""
+
+    def keep(self, half: int) -> None:
+        """Store the loaded step to a half of the shared memory."""
+
+
+def run_steps(
+    stages: Sequence[Stage],
+    first: Index,
+    steps: Extent,
+    add: Callable[[Index, int], None],
+    fetched: bool = False,
+) -> None:
+    """Emit the loop over steps: each is loaded while the previous one is added.
+
+    Two steps are an iteration, so that halves of the shared memory are compile-time constants. Of
+    an unknown number of steps one too many may be added, of zeros.
+
+    Parameters
+    ----------
+    stages : Sequence
+        Operands of each step.
+    first : Index
+        Number of the first step.
+    steps : Extent
+        Number of steps.
+    add : Callable
+        Adds a step, counted from the first, that lies in a half of the shared memory.
+    fetched : bool
+        Whether the first step is in the stages' registers.
+    """
+    known = constant(steps)
+
+    def advance(step: Index, half: int) -> None:
+        for stage in stages:
+            stage.fetch(first + step + 1)
+        add(step, half)
+        for stage in stages:
+            stage.keep(1 - half)
+        sync()
+
+    for stage in stages:
+        if not fetched:
+            stage.fetch(first)
+        stage.keep(0)
+    sync()
+    if known is None or known > 2:
+        pairs = simplified(steps // 2) if known is None else (known - 1) // 2
+        with T.serial(0 if known is not None else i64(0), pairs) as pair:
+            advance(pair * 2, 0)
+            advance(pair * 2 + 1, 1)
+    if known is not None and known % 2 == 0:
+        advance(known - 2, 0)
+        add(known - 1, 1)
+    else:
+        add(steps - 1, 0)
 
 
 class WeightStage:

@@ -8,6 +8,7 @@ separate columns, and the rows of threads share the reduced axis.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from ..core.intrinsics import shuffle_xor, sync
 from ..core.machine import GPUInfo
 from ..pointwise.coalescing import Lanes, classify
 from ..pointwise.point_kernel import PointWriter, Views
+from .implicit_gemm import Index
 from .matmul_pattern import MatmulFunction, Operand
 from .tiled_matmul import epilogue_lanes, operand_lanes, store_results
 
@@ -85,6 +87,15 @@ def choose_rows(matmul: MatmulFunction, gpu: GPUInfo) -> RowsConfig:
     while threads > lanes and threads * state > gpu.shared_bytes:
         threads //= 2
     return RowsConfig(False, vector, lanes, threads // lanes)
+
+
+def scratch_place(config: RowsConfig, size: int, thread: Index, e: int) -> Index:
+    """Place of one of the ``size`` sums of a thread in the shared memory where parts meet.
+
+    Neighbouring threads have neighbouring vectors of up to four sums, which lie in different banks.
+    """
+    vector = math.gcd(size, _WIDTH)
+    return thread * vector + (e // vector * vector * config.threads + e % vector)
 
 
 def write_rows(
@@ -237,17 +248,17 @@ class _AlongColumns(_Rows):
         self.over(self.part, config.parts)
         size = self.rows * config.vector
         scratch = T.alloc_buffer((config.threads * size,), matmul.dtype, scope="shared")
-        pitch = i64(config.lanes * size)
-        mine = T.bind(self.lane * i64(size))
         half = config.parts // 2
         while half:
             sync()
+            own_thread = self.part * i64(config.lanes) + self.lane
+            other = T.bind((self.part ^ i64(half)) * i64(config.lanes) + self.lane)
             for e in range(size):
-                T.buffer_store(scratch, self.sums[e], [self.part * pitch + mine + i64(e)])
+                T.buffer_store(scratch, self.sums[e], [scratch_place(config, size, own_thread, e)])
             sync()
-            other = T.bind((self.part ^ i64(half)) * pitch + mine)
             for e in range(size):
-                T.buffer_store(self.sums, self.sums[e] + scratch[other + i64(e)], [e])
+                more = scratch[scratch_place(config, size, other, e)]
+                T.buffer_store(self.sums, self.sums[e] + more, [e])
             half //= 2
         lanes = epilogue_lanes(matmul)
         if lanes.vector > config.vector:

@@ -10,14 +10,16 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.branch import when
-from schedules.tir.index_math import ceildiv, i64, simplified
-from schedules.workload.reduce import Extent, constant, unravel
+from schedules.tir.index_math import ceildiv, i64
+from schedules.workload.reduce import unravel
 
 from ..core.intrinsics import sync
 from ..pointwise.coalescing import Lanes, classify
 from ..pointwise.point_kernel import PointWriter, Views
-from .matmul_pattern import MatmulFunction, Operand
+from .implicit_gemm import Index
+from .matmul_pattern import MatmulFunction, Operand, divides
 from .matmul_tile_sizes import TileConfig
+from .shared_memory_pipeline import run_steps
 
 _WIDTH = 4  # elements of an access to shared memory
 _SKEW = 4  # elements by which a row in shared memory is longer than the tile
@@ -97,8 +99,8 @@ class _Tile:
             row, inner = T.bind(first_row + row), T.bind(first_depth + inner)
             whole = self.config.depth * self.config.groups
             inside = [
-                None if _divides(self.rows, rows) else row < i64(rows),
-                None if _divides(whole, depth) else inner < i64(depth),
+                None if divides(self.rows, rows) else row < i64(rows),
+                None if divides(whole, depth) else inner < i64(depth),
             ]
             if any(condition is not None for condition in inside):
                 for k in range(vector):
@@ -187,45 +189,23 @@ class _Block:
         zero = tirx.const(0, self.matmul.dtype)
         with T.unroll(0, int(self.sums.shape[0])) as e:
             T.buffer_store(self.sums, zero, [e])
-        self._accumulate()
+        tiles = ceildiv(self.matmul.k, self.config.depth * self.config.groups)
+        run_steps([self], i64(0), tiles, lambda _, half: self._multiply(half))
         if self.config.groups > 1:
             self._sum_groups()
         with when(self.group < i64(1) if self.config.groups > 1 else None):
             self._finish()
 
-    def _accumulate(self) -> None:
-        """Multiply all tiles, two in each iteration, so that stages are compile-time constants."""
-        tiles = ceildiv(self.matmul.k, self.config.depth * self.config.groups)
-        known = constant(tiles)
-        pairs = simplified((tiles - i64(1)) // i64(2) if known is not None else tiles // i64(2))
-        self._load(i64(0))
-        self._keep(0)
-        sync()
-        if constant(pairs) != 0:
-            with T.serial(i64(0), pairs) as pair:
-                self._advance(0, pair * i64(2) + i64(1))
-                self._advance(1, pair * i64(2) + i64(2))
-        if known is not None and known % 2 == 0:
-            self._advance(0, tiles - i64(1))
-            self._multiply(1)
-        else:  # the number is unknown: one extra tile, of zeros
-            self._multiply(0)
-
-    def _advance(self, stage: int, following: tirx.Expr) -> None:
-        """Multiply the tiles of a stage while the next ones are loaded to the other one."""
-        self._load(following)
-        self._multiply(stage)
-        self._keep(1 - stage)
-        sync()
-
-    def _load(self, tile: tirx.Expr) -> None:
+    def fetch(self, tile: Index) -> None:
+        """Load both factors' tiles with a number to registers."""
         depth = T.bind((tile * i64(self.config.groups) + self.group) * i64(self.config.depth))
         self.left.load(self.views, self.batch, self.row, depth, self.thread)
         self.right.load(self.views, self.batch, self.column, depth, self.thread)
 
-    def _keep(self, stage: int) -> None:
-        self.left.keep(stage, self.group, self.thread)
-        self.right.keep(stage, self.group, self.thread)
+    def keep(self, half: int) -> None:
+        """Store them to a half of the shared memory."""
+        self.left.keep(half, self.group, self.thread)
+        self.right.keep(half, self.group, self.thread)
 
     def _multiply(self, stage: int) -> None:
         config, left, right = self.config, self.left, self.right
@@ -283,7 +263,7 @@ class _Block:
                     row,
                     column,
                     sums,
-                    _divides(config.rows, self.matmul.m),
+                    divides(config.rows, self.matmul.m),
                 )
 
 
@@ -308,26 +288,16 @@ def store_results(
             writer.write()
 
 
-def epilogue_lanes(matmul: MatmulFunction) -> Lanes:
-    """Lanes of the epilogue: four neighbours of a row, where no row ends within them."""
-    lanes = classify(matmul.epilogue, _WIDTH, [matmul.accumulator])
-    if lanes.is_aligned:
-        return lanes
-    return classify(matmul.epilogue, 1, [matmul.accumulator])
+def epilogue_lanes(matmul: MatmulFunction, width: int = _WIDTH) -> Lanes:
+    """The widest lanes of the epilogue, neighbours of a row, that no row ends within."""
+    lanes = classify(matmul.epilogue, width, [matmul.accumulator])
+    return lanes if lanes.is_aligned or width == 1 else epilogue_lanes(matmul, width // 2)
 
 
 def operand_lanes(operand: Operand, width: int) -> Lanes:
     """Lanes of an operand: neighbours in memory, where all reads allow it, else one element."""
-    space = operand.space
-    if operand.rows_first:
-        count = len(space.axes)
-        space = space.permuted([*range(count - 2), count - 1, count - 2])
+    space = operand.along_neighbours
     lanes = classify(space, width)
     if lanes.is_aligned and "each" not in lanes.kinds.values():
         return lanes
     return classify(space, 1)
-
-
-def _divides(part: int, extent: Extent) -> bool:
-    known = constant(extent)
-    return known is not None and known % part == 0

@@ -38,6 +38,7 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.gemm.conv_tiles import ConvTile, Product, choose_tile
 from schedules.gpu.gemm.implicit_gemm import ConvShape
 from schedules.workload.conv2d import ACTIVATIONS, Activation, Conv2DKernel, ConvLayer, to_json
+from tests.selection import in_turns
 
 GPU = GPUInfo.from_target(OPENCL)
 ODD = ConvLayer(13, 22, (3, 2), (2, 1), (1, 2, 0, 1), (1, 2))
@@ -55,8 +56,7 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("tile", "residual"), in_turns(TILES, [False, True]))
 def test_dense_in_any_tile(tile: ConvTile, residual: bool, rng: np.random.Generator) -> None:
     case = case_of(ODD, batch=2, height=9, width=11, residual=residual)
     check(case, conv2d_template(build(case), case.kernel, tile, GPU).mod["main"], rng)
@@ -99,16 +99,17 @@ def test_activations(kind: str, rng: np.random.Generator) -> None:
     check(case, scheduled(case, Conv2D()), rng)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize(
-    "case",
-    [
-        case_of(depthwise(13), batch=2, height=9, width=7, residual=True),
-        case_of(depthwise(8, 5, strides=(2, 2), padding=(2, 0, 1, 1)), height=11, width=13),
-        case_of(depthwise(6, 7, dilation=(1, 2), activation="hardswish"), height=10, width=19),
-        case_of(depthwise(5, 1, "none", strides=(2, 3)), height=5),
-    ],
-    ids=str,
+    ("case", "rows"),
+    in_turns(
+        [
+            case_of(depthwise(13), batch=2, height=9, width=7, residual=True),
+            case_of(depthwise(8, 5, strides=(2, 2), padding=(2, 0, 1, 1)), height=11, width=13),
+            case_of(depthwise(6, 7, dilation=(1, 2), activation="hardswish"), height=10, width=19),
+            case_of(depthwise(5, 1, "none", strides=(2, 3)), height=5),
+        ],
+        [1, 2, 4],
+    ),
 )
 def test_depthwise(case: Case, rows: int, rng: np.random.Generator) -> None:
     check(case, depthwise_template(build(case), case.kernel, rows, GPU).mod["main"], rng)
@@ -168,16 +169,17 @@ def test_symbolic_batch(rule: ScheduleRule, rng: np.random.Generator) -> None:
 SMALL_BLOCKS = Target({"kind": "opencl", "max_num_threads": 32}, host="llvm")
 
 
-@pytest.mark.parametrize("threads", [32, 48, 100])
 @pytest.mark.parametrize(
-    "case",
-    [
-        case_of(dense(6, 10, 3, "relu"), batch=2, residual=True),
-        case_of(depthwise(6), batch=2),
-        case_of(dense(512, 16), height=2, width=2),  # splits
-        case_of(dense(5, 6, 3), depthwise(6), height=6, width=5),
-    ],
-    ids=str,
+    ("case", "threads"),
+    in_turns(
+        [
+            case_of(dense(6, 10, 3, "relu"), batch=2, residual=True),
+            case_of(depthwise(6), batch=2),
+            case_of(dense(512, 16), height=2, width=2),  # splits
+            case_of(dense(5, 6, 3), depthwise(6), height=6, width=5),
+        ],
+        [32, 48, 100],
+    ),
 )
 def test_devices_with_small_blocks(case: Case, threads: int, rng: np.random.Generator) -> None:
     target = Target({"kind": "opencl", "max_num_threads": threads}, host="llvm")

@@ -19,6 +19,7 @@ from tvm.s_tir.dlight import ScheduleRule
 
 from schedules.gpu import AnyConv2D, Conv2D, DepthwiseConv2D, FusedConv2D
 from schedules.workload.conv2d import to_json
+from tests.selection import in_turns
 
 op = relax.op
 n = tirx.Var("n", "int64")
@@ -57,26 +58,30 @@ def test_graphs(name: str) -> None:
             assert size or not output.any()
 
 
-@pytest.mark.parametrize("finish", ["auto", "atomic"])
-@pytest.mark.parametrize("operator", ["sum", "prod", "max", "mean"])
 @pytest.mark.parametrize(
-    ("shape", "axes"), [((n, 70), [1]), ((n, 70), [0]), ((37, n), [1]), ((37, n), [0]), ((n,), [0])]
+    ("data", "operator", "finish"),
+    in_turns(
+        [((n, 70), [1]), ((n, 70), [0]), ((37, n), [1]), ((37, n), [0]), ((n,), [0])],
+        ["sum", "prod", "max", "mean"],
+        ["auto", "atomic"],
+    ),
 )
 def test_reductions(
-    operator: str, shape: Sequence, axes: list[int], finish: str, rng: np.random.Generator
+    data: tuple[Sequence, list[int]], operator: str, finish: str, rng: np.random.Generator
 ) -> None:
     """Nothing is written without outputs; without elements outputs are the identity."""
+    shape, axes = data
     case = Case(operator, "float32", shape, axes, finish)
     kernels = compile_opencl(case.func, OPENCL)
     for size in (0, 3):
         actual = _actual(shape, size)
-        data = random_data(rng, operator, "float32", actual)
+        elements = random_data(rng, operator, "float32", actual)
         kept = [extent for axis, extent in enumerate(actual) if axis not in axes]
-        given = case.arguments(data, kept)
+        given = case.arguments(elements, kept)
         kernels.run(*given)
         assert bool(kernels.launches(*given)) == (0 not in kept)
         if size:
-            check(operator, given[-1], data, reference(operator, data, axes))
+            check(operator, given[-1], elements, reference(operator, elements, axes))
         elif given[-1].size:
             identity = {"sum": 0, "prod": 1, "max": -np.inf, "mean": np.nan}[operator]
             np.testing.assert_array_equal(given[-1], identity)

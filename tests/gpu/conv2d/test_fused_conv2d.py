@@ -17,6 +17,7 @@ from schedules.gpu.conv2d.fused_conv2d import fused_template, pair_of, unsupport
 from schedules.gpu.conv2d.fused_tiles import FusedTile, choose_fused_tile
 from schedules.gpu.core.machine import GPUInfo
 from schedules.workload.conv2d import ConvLayer, to_json
+from tests.selection import in_turns
 
 STRIDED = {"strides": (2, 1), "padding": (1, 2, 1, 0)}
 
@@ -43,8 +44,7 @@ def test_pair(case: Case, rng: np.random.Generator) -> None:
     check(case, scheduled(case, FusedConv2D()), rng)
 
 
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("case", [CASES[2], CASES[5]], ids=["depthwise", "dense"])
+@pytest.mark.parametrize(("case", "tile"), in_turns([CASES[2], CASES[5]], TILES))
 def test_any_tile(case: Case, tile: FusedTile, rng: np.random.Generator) -> None:
     check(case, fused_template(build(case), case.kernel, tile).mod["main"], rng)
 

@@ -16,6 +16,7 @@ from tvm import relax, tirx
 from tvm.target import Target
 
 from schedules.gpu.core.machine import GPUInfo
+from tests.selection import in_turns
 
 op = relax.op
 BF16 = "bfloat16"
@@ -33,16 +34,19 @@ def test_which_have_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operator", "finish"),
-    [
-        (operator, finish)
-        for operator in ("sum", "prod", "max", "mean", "argmin")
-        for finish in ("one_block", "atomic", "last_block")
-        if (operator, finish) != ("argmin", "atomic")
-    ],
+    ("kind", "data"),
+    in_turns(
+        [
+            (operator, finish)
+            for operator in ("sum", "prod", "max", "mean", "argmin")
+            for finish in ("one_block", "atomic", "last_block")
+            if (operator, finish) != ("argmin", "atomic")
+        ],
+        [((4, 100_000), [1]), ((100_001, 64), [0])],
+    ),
 )
-@pytest.mark.parametrize(("shape", "axes"), [((4, 100_000), [1]), ((100_001, 64), [0])])
-def test_reductions(operator: str, finish: str, shape: tuple[int, ...], axes: list[int]) -> None:
+def test_reductions(kind: tuple[str, str], data: tuple[tuple[int, ...], list[int]]) -> None:
+    (operator, finish), (shape, axes) = kind, data
     _check(Case(operator, BF16, shape, axes, finish, OLD).func)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -16,6 +17,8 @@ from tvm.target import Target
 from schedules.gpu import Matmul
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.gemm.matmul_tile_sizes import choose_tiles
+from schedules.gpu.gemm.skinny_matmul import RowsConfig, scratch_place
+from tests.selection import in_turns
 
 F32, F16 = "float32", "float16"
 
@@ -143,9 +146,11 @@ def test_numbers(name: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize(
-    "tile", [(128, 128, 8, 8), (64, 128, 8, 8), (64, 64, 8, 4), (32, 64, 4, 4)]
+    ("tile", "transposed"),
+    in_turns(
+        [(128, 128, 8, 8), (64, 128, 8, 8), (64, 64, 8, 4), (32, 64, 4, 4)], [False, True]
+    ),
 )
-@pytest.mark.parametrize("transposed", [False, True])
 def test_every_tile(
     tile: tuple[int, ...],
     transposed: bool,
@@ -220,6 +225,25 @@ def test_machine_code_of_rows(name: str) -> None:
     [used], [code] = ptxas(source).values(), sass(source).values()
     assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
     assert count(opcodes(code), "LDG.E.128") > 0
+
+
+@pytest.mark.parametrize("lanes", [8, 16, 32])
+@pytest.mark.parametrize("size", [*range(1, 9), 16, 20, 32])
+def test_parts_of_rows_meet_without_bank_conflicts(lanes: int, size: int) -> None:
+    """Each phase of a warp's access, of 128 bytes in vectors, touches each bank once."""
+    config = RowsConfig(along_depth=False, vector=4, lanes=lanes, parts=256 // lanes)
+    vector = math.gcd(size, 4)
+    places = [[scratch_place(config, size, t, e) for t in range(256)] for e in range(size)]
+    assert sorted(place for each in places for place in each) == list(range(256 * size))
+    for first in range(0, size, vector):
+        for phase in range(0, 256, 32 // vector):
+            words = [
+                places[first + k][thread]
+                for thread in range(phase, phase + 32 // vector)
+                for k in range(vector)
+            ]
+            assert len({word % 32 for word in words}) == 32
+            assert all(place % vector == 0 for place in places[first])
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(128, 768, 768), (128, 768, 3072), (64, 512, 512)])

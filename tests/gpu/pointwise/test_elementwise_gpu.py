@@ -282,7 +282,11 @@ def _chains(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Op]]:
     return first, chain
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=settings.default.max_examples // 4,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(case=_chains(), seed=st.integers(0, 2**32 - 1))
 def test_random_graphs(case: tuple[tuple[int, ...], list[Op]], seed: int) -> None:
     shape, chain = case

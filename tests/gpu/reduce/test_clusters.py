@@ -28,6 +28,7 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.plan.config import choose
 from schedules.gpu.reduce.plan.limits import chain_fits
 from schedules.workload.reduce import CanonicalLoops, ReduceWorkload
+from tests.selection import in_turns
 from tvm_fusion.codegen.device_code import cuda_texts
 
 op = relax.op
@@ -77,7 +78,12 @@ def _chain(name: str, dtype: str, shape: Sequence, axis: int) -> tuple[Group, in
 @pytest.mark.parametrize(
     ("operator", "dtype", "form", "number"),
     [
-        (*pair, form, (i + j) % len(SHAPES[form]))
+        pytest.param(
+            *pair,
+            form,
+            (i + j) % len(SHAPES[form]),
+            marks=pytest.mark.slow if (i + j) % 2 else (),
+        )
         for i, pair in enumerate(SINGLE)
         for j, form in enumerate(SHAPES)
     ],
@@ -187,7 +193,11 @@ ROWS = [(3, 8200), (2, 20_004), (1, 60_000), (1, 12_345), (2, 90_004)]
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        (name, shape)
+        pytest.param(
+            name,
+            shape,
+            marks=() if name == "softmax" or place == number % len(ROWS) else pytest.mark.slow,
+        )
         for number, name in enumerate(CHAINS)
         for place, shape in enumerate(ROWS)
         if name == "softmax" or (place - number) % len(ROWS) in (0, 3)
@@ -199,11 +209,18 @@ def test_rows_of_chains(name: str, shape: tuple[int, int], rng: np.random.Genera
     check_chain(name, 1, inputs, group.run(*inputs))
 
 
-@pytest.mark.parametrize("name", ["softmax", "residual_layer_norm", "three_stages"])
-@pytest.mark.parametrize(("shape", "axis"), [((2, 701, 12), 1), ((3001, 70), 0), ((9001, 3), 0)])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    in_turns(
+        ["softmax", "residual_layer_norm", "three_stages"],
+        [((2, 701, 12), 1), ((3001, 70), 0), ((9001, 3), 0)],
+        every=3,
+    ),
+)
 def test_columns_of_chains(
-    name: str, shape: tuple[int, ...], axis: int, rng: np.random.Generator
+    name: str, case: tuple[tuple[int, ...], int], rng: np.random.Generator
 ) -> None:
+    shape, axis = case
     group, _ = _chain(name, "float32", shape, axis)
     inputs = inputs_of(name, "float32", shape, axis, rng)
     check_chain(name, axis, inputs, group.run(*inputs))

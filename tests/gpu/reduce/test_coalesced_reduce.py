@@ -22,6 +22,7 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.kernel import atomic_update
 from schedules.gpu.reduce.plan.config import ticket_words
 from schedules.workload.reduce import DTYPES, OPERATORS, ReduceWorkload
+from tests.selection import in_turns
 
 # Each form twice, with extents that no vector and no block divides; few and many outputs.
 SHAPES: dict[str, list[tuple[tuple[int, ...], list[int]]]] = {
@@ -49,7 +50,7 @@ def _is_valid(operator: str, dtype: str, finish: str = "auto") -> bool:
     return True
 
 
-def _pairs() -> list[tuple[str, str, str, str, int]]:
+def _pairs() -> list:
     """Every operator with every type; forms, finishes and shapes take turns, so all meet."""
     found = []
     for i, operator in enumerate(OPERATORS):
@@ -58,7 +59,10 @@ def _pairs() -> list[tuple[str, str, str, str, int]]:
             finish = FINISHES[(i + 2 * j + j // 3) % 3]
             finish = finish if _is_valid(operator, dtype, finish) else "last_block"
             if _is_valid(operator, dtype):
-                found.append((operator, dtype, form, finish, (i + j // 3) % 2))
+                slow = pytest.mark.slow if (i + j) % 2 else ()
+                found.append(
+                    pytest.param(operator, dtype, form, finish, (i + j // 3) % 2, marks=slow)
+                )
     return found
 
 
@@ -93,7 +97,11 @@ def test_every_form_with_every_finish(form: str, finish: str, rng: np.random.Gen
     check("sum", _run(case, data, wanted), data, wanted)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=settings.default.max_examples // 8,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(
     shape=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     mask=st.integers(0, 15),
@@ -264,20 +272,23 @@ def test_an_atomic_finish_that_does_not_exist(operator: str, dtype: str) -> None
         Case(operator, dtype, (3, 4099), [1], "atomic")
 
 
-@pytest.mark.parametrize("shape", WORD_SHAPES, ids=["one", "pair", "word"])
 @pytest.mark.parametrize(
-    ("operator", "dtype"),
-    [
-        (name, dtype)
-        for name in OPERATORS
-        for dtype in NARROW
-        if _is_valid(name, "float32", "atomic") and _is_valid(name, dtype)
-    ],
+    ("kind", "shape"),
+    in_turns(
+        [
+            (name, dtype)
+            for name in OPERATORS
+            for dtype in NARROW
+            if _is_valid(name, "float32", "atomic") and _is_valid(name, dtype)
+        ],
+        WORD_SHAPES,
+        every=3,
+    ),
 )
 def test_updates_of_a_part_of_a_word(
-    operator: str, dtype: str, shape: tuple, rng: np.random.Generator
+    kind: tuple[str, str], shape: tuple, rng: np.random.Generator
 ) -> None:
-    shape, axes = shape
+    (operator, dtype), (shape, axes) = kind, shape
     case = Case(operator, dtype, shape, axes, "atomic")
     assert (case.config.finish, case.config.splits > 1) == ("atomic", True)
     data = random_data(rng, operator, dtype, shape)

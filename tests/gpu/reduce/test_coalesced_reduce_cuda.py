@@ -24,7 +24,13 @@ FORMS: dict[str, tuple[tuple[int, ...], list[int]]] = {
 FINISHES = ("one_block", "atomic", "last_block")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+QUICK = ("float32", "float16")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [d if d in QUICK else pytest.param(d, marks=pytest.mark.slow) for d in DTYPES],
+)
 def test_nothing_spills(dtype: str) -> None:
     """One text with a kernel of every operator; forms and finishes take turns."""
     functions = {}
@@ -63,6 +69,13 @@ def test_main_loop_loads_16_bytes(form: str, finish: str) -> None:
     main = main_loop(*sass(cuda_source(case.func)).values())
     assert count(main, "LDG.E.128") >= case.config.unroll
     assert count(main, "LDG.E") == count(main, "LDG.E.128")
+
+
+@pytest.mark.parametrize("finish", FINISHES)
+def test_tvm_adds_no_barriers(finish: str) -> None:
+    """It does where it finds one missing."""
+    func = Case("sum", "float32", *FORMS["x"], finish, CUDA).func
+    assert cuda_source(func).count("__syncthreads();") == str(func).count("storage_sync") > 0
 
 
 def _is_finite(data: te.Tensor) -> te.Tensor:
@@ -111,9 +124,23 @@ def test_atomic_sums_of_columns_are_vectors(dtype: str, instruction: str) -> Non
     assert all(name.startswith("REDG") and instruction in name for name in updates)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8"])
-@pytest.mark.parametrize("operator", ["sum", "prod", "max"])
-@pytest.mark.parametrize("form", ["x", "y"])
+@pytest.mark.parametrize(
+    ("form", "operator", "dtype"),
+    [("x", "max", "int8"), ("x", "prod", "uint8"), ("y", "sum", "uint8"), ("y", "max", "int8")]
+    + [
+        pytest.param(form, operator, dtype, marks=pytest.mark.slow)
+        for form, operator, dtype in (
+            ("x", "sum", "int8"),
+            ("x", "sum", "uint8"),
+            ("x", "prod", "int8"),
+            ("x", "max", "uint8"),
+            ("y", "sum", "int8"),
+            ("y", "prod", "int8"),
+            ("y", "prod", "uint8"),
+            ("y", "max", "uint8"),
+        )
+    ],
+)
 def test_bytes_are_swapped_with_their_neighbours(form: str, operator: str, dtype: str) -> None:
     """Columns of a word by one instruction: 64 columns in threads with 16 bytes each."""
     shape, axes = FORMS[form]

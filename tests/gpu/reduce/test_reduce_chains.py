@@ -21,6 +21,7 @@ from schedules.gpu.reduce.coalesced_reduce import choose_config
 from schedules.gpu.reduce.plan.config import ReduceConfig
 from schedules.gpu.reduce.plan.limits import chain_fits
 from schedules.gpu.reduce.plan.read_group import read_group
+from tests.selection import in_turns
 
 op = relax.op
 _RTOL = {"float32": 2e-5, "float64": 1e-9, "float16": 4e-3, "bfloat16": 4e-2}
@@ -94,10 +95,17 @@ COLUMNS = [
 ]
 
 
+SLOW = pytest.mark.slow
+
+
 def _in_turns(shapes: list, every: tuple[str, ...]) -> list:
-    """Some chains with every shape, the others with two each."""
+    """Some chains with every shape, the others with two each; a shape of each is quick."""
     return [
-        (name, shape)
+        pytest.param(
+            name,
+            shape,
+            marks=() if name == "softmax" or (place - number) % len(shapes) == 0 else SLOW,
+        )
         for number, name in enumerate(CHAINS)
         for place, shape in enumerate(shapes)
         if name in every or (place - number) % len(shapes) in (0, 3)
@@ -145,8 +153,10 @@ def test_thresholds_on_this_device() -> None:
     assert kept[0] > 0 == kept[1]
 
 
-@pytest.mark.parametrize("name", ["softmax", "residual_layer_norm", "variance"])
-@pytest.mark.parametrize(("symbolic", "axis"), [(0, 1), (1, 1), (0, 0), (1, 0)])
+@pytest.mark.parametrize(
+    ("name", "symbolic", "axis"),
+    in_turns(["softmax", "residual_layer_norm", "variance"], [0, 1], [1, 0]),
+)
 def test_symbolic_extents(name: str, symbolic: int, axis: int, rng: np.random.Generator) -> None:
     shape: list[int | tirx.Var] = [37, 70]
     shape[symbolic] = tirx.Var("n", "int64")
@@ -270,8 +280,7 @@ CUDA_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(("name", "dtype"), in_turns(CHAINS, ["float32", "float16"], every=4))
 def test_nothing_spills(name: str, dtype: str) -> None:
     functions = {
         f"kernel{number}": make(name, dtype, shape, axis, CUDA).func.with_attr(
@@ -286,7 +295,13 @@ def test_nothing_spills(name: str, dtype: str) -> None:
         assert spilled == (0, 0, 0), kernel
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("softmax", "rms_norm") else SLOW)
+        for name in CHAINS
+    ],
+)
 def test_rows_of_one_turn_and_a_part_do_not_spill(name: str) -> None:
     """Many rows: of 512 threads, a turn takes 16384 elements."""
     functions = {
@@ -300,9 +315,12 @@ def test_rows_of_one_turn_and_a_part_do_not_spill(name: str) -> None:
         assert spilled == (0, 0, 0), kernel
 
 
-@pytest.mark.parametrize(("shape", "axis"), CUDA_SHAPES)
-@pytest.mark.parametrize("name", ["softmax", "layer_norm", "residual_layer_norm"])
-def test_loads_and_stores_of_16_bytes(name: str, shape: tuple[int, ...], axis: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "case"),
+    in_turns(["softmax", "layer_norm", "residual_layer_norm"], CUDA_SHAPES, every=3),
+)
+def test_loads_and_stores_of_16_bytes(name: str, case: tuple[tuple[int, ...], int]) -> None:
+    shape, axis = case
     group = make(name, "float32", shape, axis, CUDA)
     [code] = sass(cuda_source(group.func)).values()
     names = opcodes(code)

@@ -20,6 +20,7 @@ from schedules.gpu.reduce.plan.config import ReduceConfig, ticket_words
 from schedules.gpu.reduce.plan.read_group import read_group
 from schedules.gpu.reduce.plan.workspace import place_fields
 from schedules.workload.reduce import CanonicalLoops
+from tests.selection import in_turns
 
 op = relax.op
 FINISHES = ("one_block", "atomic", "last_block")
@@ -47,8 +48,7 @@ def sisters(operators: list[str], axes: list[int], finish: str = "auto"):
     return build
 
 
-@pytest.mark.parametrize("finish", ["one_block", "last_block"])
-@pytest.mark.parametrize("form", SHAPES)
+@pytest.mark.parametrize(("form", "finish"), in_turns(SHAPES, ["one_block", "last_block"]))
 def test_any_mixture_of_operators(form: str, finish: str, rng: np.random.Generator) -> None:
     shape, axes = SHAPES[form]
     operators = ["sum", "argmax", "max", "sum_squares", "mean", "argmin", "prod"]
@@ -84,8 +84,10 @@ def test_atomic_only_where_every_sister_can_be() -> None:
     assert config_of(Group(lambda x: [op.sum(x, [1]), op.max(x, [1])], types[1])).finish == "atomic"
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "bool"])
-@pytest.mark.parametrize("form", ["x", "y"])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    in_turns(["x", "y"], ["float16", "bfloat16", "float32", "float64", "int8", "bool"]),
+)
 def test_types(form: str, dtype: str, rng: np.random.Generator) -> None:
     shape, axes = SHAPES[form]
     operators = ["max", "argmin", "or"] if dtype == "bool" else ["sum", "max", "argmin", "and"]
@@ -117,8 +119,7 @@ def test_different_inputs_of_different_types(form: str, rng: np.random.Generator
     np.testing.assert_array_equal(third, data.max(tuple(axes)))
 
 
-@pytest.mark.parametrize("finish", ["one_block", "last_block"])
-@pytest.mark.parametrize("form", SHAPES)
+@pytest.mark.parametrize(("form", "finish"), in_turns(SHAPES, ["one_block", "last_block"]))
 def test_epilogues(form: str, finish: str, rng: np.random.Generator) -> None:
     """A norm and a scaled mean; one result is stored too, one only used."""
     shape, axes = SHAPES[form]
@@ -288,8 +289,10 @@ def test_a_shared_input_is_read_once(form: str) -> None:
     assert config == config_of(alone)
 
 
-@pytest.mark.parametrize("finish", ["one_block", "last_block"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "finish"),
+    in_turns(["float32", "float16", "int8"], ["one_block", "last_block"]),
+)
 def test_nothing_spills(dtype: str, finish: str) -> None:
     functions = {}
     for form, shape, axes in (("x", (64, 1 << 16), [1]), ("y", (1 << 16, 64), [0])):

@@ -71,7 +71,7 @@ def test_other_types_and_targets_are_not_taken():
     assert decide_winograd(same(64), 1, 56, 56, "float32", Target("cuda")) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2, deadline=None)
 @given(
     st.integers(8, 300),
     st.integers(1, 300),

@@ -175,7 +175,7 @@ dtypes = st.sampled_from(["float64", "float32", "float16", "bfloat16"])
 seeds = st.integers(0, 99)
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(shapes, dtypes, st.booleans(), seeds, st.data())
 def test_softmax(shape: list[int], dtype: str, log: bool, seed: int, draw: st.DataObject) -> None:
     axis = draw.draw(st.integers(-len(shape), len(shape) - 1))
@@ -188,7 +188,7 @@ def test_softmax(shape: list[int], dtype: str, log: bool, seed: int, draw: st.Da
     check(lambda x: op(x, axis), reference, [x], dtype)
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(shapes, dtypes, st.booleans(), st.sampled_from([0.0, 1000.0]), seeds, st.data())
 def test_layer_norm(
     shape: list[int], dtype: str, rms: bool, offset: float, seed: int, draw: st.DataObject
@@ -260,7 +260,7 @@ def test_scale_and_shift_are_left_out_where_attributes_say_so() -> None:
     assert ops(mod) == ["mean", "subtract", "multiply", "mean", "add", "rsqrt", "multiply"]
 
 
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 7)
 @given(shapes, dtypes, st.booleans(), st.booleans(), seeds, st.data())
 def test_variance(
     shape: list[int], dtype: str, root: bool, keepdims: bool, seed: int, draw: st.DataObject

@@ -179,7 +179,7 @@ def test_twice_is_once(data, block):
     tvm.ir.assert_structural_equal(PackLayout(block=block)(once), once)
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(st.data(), st.sampled_from([4, 8, 16]))
 def test_numbers(data, block):
     mod = draw_network(data, most=6)

@@ -12,6 +12,7 @@ import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reduction_checks import (
+    PLAIN,
     assert_close,
     module_of,
     numpy_dtype,
@@ -58,7 +59,7 @@ def run_kernel(operator, data, dtype, axes, keepdims=False):
     kind = numpy_dtype(out_dtype(operator, dtype))
     rubbish = np.full([int(extent) for extent in out.ty.shape], 77).astype(kind)
     poisoned = tvm.runtime.tensor(rubbish)
-    tvm.compile(func.with_attr("global_symbol", "main"), "llvm")(tvm.runtime.tensor(data), poisoned)
+    tvm.compile(func.with_attr("global_symbol", "main"), PLAIN)(tvm.runtime.tensor(data), poisoned)
     return poisoned.numpy()
 
 
@@ -268,7 +269,7 @@ def test_symbolic_extents(operator, axes, extents):
     if axes == [1]:
         data = tensor(4, n)
     mod = module_of(coalesced_reduce(data, operator, axes), data)
-    executable = tvm.compile(relax.transform.LegalizeOps()(mod), "llvm")
+    executable = tvm.compile(relax.transform.LegalizeOps()(mod), PLAIN)
     machine = relax.VirtualMachine(executable, tvm.cpu())
     for extent in extents:
         shape = (4, extent) if axes == [1] else (extent, 4)

@@ -45,7 +45,7 @@ def plain_operands(layer, batch=1, height=8, width=9, dtype="float32"):
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2, deadline=None)
 @given(layers(), st.integers(0, 2), st.integers(1, 9), st.integers(1, 9))
 def test_type_is_that_of_relax_conv2d(layer, batch, height, width):
     assume(min(layer.output_size(height, width)) >= 1)
@@ -58,7 +58,7 @@ def test_type_is_that_of_relax_conv2d(layer, batch, height, width):
     assert read_kernel(call, CONV2D) == Conv2DKernel((layer,), batch, height, width)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2, deadline=None)
 @given(layers(), st.sampled_from([4, 8, 16]), st.integers(3, 9), st.booleans())
 def test_packed_type(layer, lanes, size, plain_data):
     assume(min(layer.output_size(size, size)) >= 1)
@@ -320,7 +320,7 @@ def test_packed_numbers(reference, run_module, layer, form):
     check_packed(reference, run_module, layer, form, lanes=4, seed=1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5, deadline=None)
 @given(layers(), st.sampled_from([2, 4, 8, 16]), st.integers(0, 2**32 - 1))
 def test_packed_numbers_of_any_layer(reference, run_module, layer, lanes, seed):
     assume(min(layer.output_size(6, 5)) >= 1)

@@ -49,7 +49,7 @@ def attrs_of(first, second):
     return first.to_attrs("1") | second.to_attrs("2")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2, deadline=None)
 @given(pairs(), st.integers(0, 2))
 def test_type_is_that_of_two_convolutions(pair, batch):
     first, second, height, width = pair

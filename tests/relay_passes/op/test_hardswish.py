@@ -66,7 +66,7 @@ def compiled():
     return relax.VirtualMachine(tvm.compile(Module, "llvm"), tvm.cpu())
 
 
-@settings(max_examples=50)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(rows=st.lists(st.tuples(*[st.floats(-1e4, 1e4, width=32)] * 3), min_size=1, max_size=9))
 def test_numbers(compiled, rows):
     data = np.array(rows, "float32")

@@ -52,7 +52,7 @@ def run_kernel(direction: str, data: np.ndarray, channels: int, block: int) -> n
     return out.numpy()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2, deadline=None)
 @given(CHANNELS, BLOCKS, EXTENTS, EXTENTS, EXTENTS)
 def test_round_trip(channels, block, batch, height, width):
     rng = np.random.default_rng(channels)

@@ -148,7 +148,7 @@ def test_generated_function():
     assert from_json(attrs["tvm_fusion.workload"]) == expected
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=settings.default.max_examples // 8, deadline=None)
 @given(
     st.sampled_from([1, 5, 8]),
     st.sampled_from([1, 4, 9]),

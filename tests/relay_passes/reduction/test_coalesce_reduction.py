@@ -316,7 +316,7 @@ def test_transposed_data_is_reduced_in_place():
     check(Transposed, Untransposed)
 
 
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 7)
 @given(st.sampled_from(PLAIN), st.permutations(range(3)), st.booleans(), st.data())
 def test_numbers_of_transposed_data(name, order, keepdims, draw):
     x = data(2, 3, 4)
@@ -329,7 +329,7 @@ def test_numbers_of_transposed_data(name, order, keepdims, draw):
     np.testing.assert_allclose(run(after, values), run(before, values), rtol=1e-5)
 
 
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 7)
 @given(
     st.sampled_from(["variance", "std"]),
     st.sampled_from(["float64", "float32", "float16", "bfloat16"]),

@@ -364,7 +364,7 @@ def grow(draw, emit, nodes, results):
         nodes.append((emit(step(tensor)), by_numpy(array)))
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(st.data())
 def test_numbers_of_random_graphs(draw):
     params = [data(4, 6), data(4, 6, name="y")]

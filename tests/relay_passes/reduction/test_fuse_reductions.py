@@ -816,7 +816,7 @@ def test_the_report_counts_what_was_rewritten_too():
 # Random graphs
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.data(), st.booleans())
 def test_numbers_of_random_graphs(draw, fits):
     graph, inputs, check = random_graph(draw.draw, 2, 14)

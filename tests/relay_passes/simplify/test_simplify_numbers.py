@@ -140,7 +140,7 @@ def chains(draw):
     return onnx_model(chain.nodes, chain.weights, {"x": shape}), rng.normal(size=shape)
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(chains())
 def test_random_chains(run_module, drawn):
     model, values = drawn

@@ -179,7 +179,12 @@ CONV = {"nn.conv2d", "add", "nn.relu"}
         (models.mobilenet_v2, 52, {"nn.conv2d", "add", "clip", "mean", "reshape", "matmul"}),
         (models.mnasnet_a1, 65, CONV | {"mean", "reshape", "matmul", "sigmoid", "multiply"}),
         (models.resnet_18, 20, CONV | {"nn.max_pool2d", "mean", "reshape", "matmul"}),
-        (models.resnet_50, 53, CONV | {"nn.max_pool2d", "mean", "reshape", "matmul"}),
+        pytest.param(
+            models.resnet_50,
+            53,
+            CONV | {"nn.max_pool2d", "mean", "reshape", "matmul"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_networks(build, convolutions, ops):
@@ -195,7 +200,12 @@ def test_networks(build, convolutions, ops):
     [
         ("squeezenet", 26, CONV | POOL | CLASSIFIER | {"concat"}),
         ("shufflenet", 49, CONV | POOL | CLASSIFIER | {"concat", "tvm_fusion.channel_shuffle"}),
-        ("densenet121", 121, CONV | POOL | CLASSIFIER | {"concat", "multiply"}),
+        pytest.param(
+            "densenet121",
+            121,
+            CONV | POOL | CLASSIFIER | {"concat", "multiply"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_networks_of_the_onnx_package(network, convolutions, ops):

@@ -15,6 +15,8 @@ from tvm.s_tir.dlight import ScheduleRule
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_system_cpu
 
+from schedules.cpu import RULES
+
 Array = NDArray[np.generic]
 
 HOST = Target({"kind": "llvm", "mcpu": str(llvm_get_system_cpu()), "num-cores": 2})
@@ -45,6 +47,11 @@ def schedule(rule: ScheduleRule, func: tirx.PrimFunc, target: Target = HOST) -> 
     scheduled = found.mod["main"]
     assert s_tir.analysis.verify_well_formed(scheduled)
     return scheduled
+
+
+def schedule_first(func: tirx.PrimFunc, target: Target = HOST) -> tirx.PrimFunc:
+    """Result of the first rule that takes the function."""
+    return schedule(next(rule for rule in RULES if rule.apply(func, target, False)), func, target)
 
 
 def compiled(func: tirx.PrimFunc, target: Target = HOST) -> tvm.runtime.Executable:

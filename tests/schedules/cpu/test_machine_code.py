@@ -36,7 +36,7 @@ from cpu.machine_cases import (
     target_of,
 )
 from cpu.reduce.test_coalesced_reduce import reduction
-from cpu.reduce.test_reduction import reduced
+from cpu.reduce.test_plain_reductions import reduced
 from tvm import topi
 
 from examples.benchmarks.mca import ModelError, find_mca, predict
@@ -54,8 +54,8 @@ from schedules.cpu.cost.cost_model import default_conv2d_knobs, default_fused_kn
 from schedules.cpu.cost.register_tile import dense_tiles
 from schedules.cpu.loops.dense import Dense
 from schedules.cpu.reduce.coalesced_reduce import CoalescedReduce
-from schedules.cpu.reduce.reduction import Reduction
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer
+from tests.selection import in_turns
 
 RELU = Activation("relu")
 Forms = dict[str, Form]
@@ -223,7 +223,7 @@ def reductions(cpu: str) -> Forms:
             reduction(shape, "float32", operator, axes), target, False
         )
         op = topi.max if operator == "max" else topi.sum
-        plain = Reduction().apply(reduced(op, shape, axes), target, False)
+        plain = CoalescedReduce().apply(reduced(op, shape, axes), target, False)
         assert coalesced is not None and plain is not None
         found[f"coalesced_{name}"] = Form(coalesced.mod["main"], (check_reduction(),))
         found[f"plain_{name}"] = Form(plain.mod["main"], (check_reduction(),))
@@ -251,18 +251,22 @@ SWEEPS: dict[str, Callable[[str], Forms]] = {
     "tiles of 3x3": lambda cpu: tiles(cpu, 3, 56),
 }
 # One of each vector length; the others differ in the order of instructions only.
-QUICK = {"x86-64-v3", "znver5", "neoverse-v2"}
+QUICK = ("x86-64-v3", "znver5", "neoverse-v2")
+OTHERS = [(forms, cpu) for forms in FORMS for cpu in CPUS if cpu not in QUICK]
 SLOW = [cpu if cpu in QUICK else pytest.param(cpu, marks=pytest.mark.slow) for cpu in CPUS]
 
 
-@pytest.mark.parametrize("cpu", CPUS)
-@pytest.mark.parametrize("forms", FORMS)
+@pytest.mark.parametrize(
+    ("forms", "cpu"),
+    in_turns(FORMS, QUICK) + [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS],
+)
 def test_sums_stay_in_registers_and_loads_are_few(cpu, forms):
     found = defects(FORMS[forms](cpu), cpu)
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("cpu", SLOW)
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", CPUS)
 @pytest.mark.parametrize("forms", NETWORKS)
 def test_default_tiles_of_the_networks_stay_in_registers(cpu, forms):
     found = defects(NETWORKS[forms](cpu), cpu)
@@ -277,27 +281,21 @@ def test_every_tile_worth_a_try_stays_in_registers(cpu, forms):
     assert not found, "\n".join(found)
 
 
-def test_the_units_of_multiply_adds_are_the_bound():
+@pytest.mark.parametrize("cpu", SLOW)
+def test_the_units_of_multiply_adds_are_the_bound(cpu):
     """By LLVM's models of the CPUs, where its tools are installed and know them."""
     try:
         program = find_mca()
     except ModelError as error:
         pytest.skip(str(error))
-    slow, known = [], 0
-    for cpu in CPUS:
-        forms = {"flat": square(cpu, conv(512, 512, 1), 14)}
-        forms["window"] = square(cpu, conv(128, 128, 3), 28)
-        for name, found in loops_of({name: forms[name].func for name in forms}, cpu).items():
-            loop = max((loop for loop in found if loop.innermost), key=lambda loop: loop.fmas)
-            try:
-                prediction = predict(program, loop, cpu, machine_of(cpu))
-            except ModelError as error:
-                if "recognized processor" not in str(error):
-                    raise
-                continue
-            known += 1
-            if prediction.share < 0.95:
-                slow.append(f"{name} of {cpu}: {prediction} of {loop}")
-    if not known:
-        pytest.skip(f"{program} knows none of {', '.join(CPUS)}")
-    assert not slow
+    forms = {"flat": square(cpu, conv(512, 512, 1), 14)}
+    forms["window"] = square(cpu, conv(128, 128, 3), 28)
+    for name, found in loops_of({name: forms[name].func for name in forms}, cpu).items():
+        loop = max((loop for loop in found if loop.innermost), key=lambda loop: loop.fmas)
+        try:
+            prediction = predict(program, loop, cpu, machine_of(cpu))
+        except ModelError as error:
+            if "recognized processor" not in str(error):
+                raise
+            pytest.skip(f"{program} does not know {cpu}")
+        assert prediction.share >= 0.95, f"{name}: {prediction} of {loop}"

@@ -24,7 +24,7 @@ CASES = {
     ),
     "Dense": function([ROWS, WEIGHT], topi.nn.relu(topi.matmul(ROWS, WEIGHT))),
     "Softmax": function([ROWS], topi.nn.softmax(ROWS, 1)),
-    "Reduction": function([X], topi.sum(X, [2, 3])),
+    "CoalescedReduce": function([X], topi.sum(X, [2, 3])),
     "Fallback": function([ROWS], topi.sum(ROWS, 1), topi.max(ROWS, 0)),
 }
 
@@ -47,4 +47,4 @@ def test_the_driver_schedules_every_function_of_a_module():
         assert func.attrs["tirx.is_scheduled"]
     x = draw([2, 16, 14, 14])
     np.testing.assert_array_equal(run(scheduled["Elementwise"], x)[0], np.maximum(x, 0))
-    close(run(scheduled["Reduction"], x)[0], x.astype("float64").sum((2, 3)), 15)
+    close(run(scheduled["CoalescedReduce"], x)[0], x.astype("float64").sum((2, 3)), 15)

@@ -9,7 +9,6 @@ from cpu.rule_cases import AVX2, assembly, function, run, schedule, tensor
 from tvm import topi
 
 from schedules.cpu.loops.elementwise import Elementwise
-from schedules.cpu.reduce.reduction import Reduction
 from schedules.tir.keep_nan import keep_nan
 
 X = np.array([np.nan, -2, -0.0, 0.5, 3, np.inf, -np.inf, np.nan], "float32")
@@ -51,5 +50,3 @@ def test_integers_and_reductions_are_left_alone():
     x, n = tensor("x", 4, 8), tensor("n", 8, dtype="int32")
     for func in (function([x], topi.max(x, 1)), function([n], topi.nn.relu(n))):
         assert keep_nan(func).same_as(func)
-    found = run(schedule(Reduction(), function([x], topi.max(x, 1))), np.ones((4, 8), "float32"))
-    np.testing.assert_array_equal(found[0], np.ones(4, "float32"))

@@ -41,6 +41,12 @@ def test_cuda_text_becomes_machine_code(nvcc: bool, monkeypatch: pytest.MonkeyPa
     nvrtc.compile_cuda.cache_clear()
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_machine_code_is_that_of_the_architecture(arch: str) -> None:
+    """As the note says that ptxas leaves in it."""
+    assert f"-arch {arch} ".encode() in nvrtc.compile_cuda(KERNEL, arch).cubin
+
+
 def fake_nvcc(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
     source, target = Path(command[-1]), Path(command[command.index("-o") + 1])
     if "wrong" in source.read_text():
@@ -140,7 +146,7 @@ def test_nvrtc_folders_of_wheels_and_toolkits(
 
 def test_tvm_compiler_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    def compile_cuda(text: str, arch: str) -> nvrtc.MachineCode:
+    def compile_cuda(text: str, arch: str, fast_math: bool) -> nvrtc.MachineCode:
         return nvrtc.MachineCode(f"{arch}:{text}".encode(), "")
 
     monkeypatch.setattr(nvrtc, "compile_cuda", compile_cuda)
@@ -175,7 +181,7 @@ extern "C" __global__ void small(float* x) { x[threadIdx.x] = 0; }
 
 
 def test_threads_compile_for_their_own_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_cuda(text: str, arch: str) -> nvrtc.MachineCode:
+    def compile_cuda(text: str, arch: str, fast_math: bool) -> nvrtc.MachineCode:
         return nvrtc.MachineCode(f"{text} for {arch}".encode(), "")
 
     monkeypatch.setattr(nvrtc, "compile_cuda", compile_cuda)

@@ -230,7 +230,11 @@ HALVES = {"split and add", "shuffle", *ONLY_FULL_BLOCKS}
 
 @pytest.mark.parametrize(
     ("name", "channels"),
-    [(name, each) for name in NUMBERS for each in ((48, 20, 58) if name in HALVES else (48, 20))],
+    [
+        pytest.param(name, each, marks=pytest.mark.slow if (number + place) % 2 else ())
+        for number, name in enumerate(NUMBERS)
+        for place, each in enumerate((48, 20, 58) if name in HALVES else (48, 20))
+    ],
 )
 def test_numbers(name: str, channels: int) -> None:
     middle = NUMBERS[name]

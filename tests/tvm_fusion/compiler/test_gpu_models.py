@@ -158,6 +158,50 @@ def test_winograd_is_refused() -> None:
         pipeline.optimize(import_onnx(small_model()).mod, resolve(OPENCL), options)
 
 
+def half_model(nodes: list[onnx.NodeProto], shape: list[int], **weights: tuple[int, ...]) -> Any:
+    """A model of float16 from ``x`` to ``y``, of one shape."""
+    rng = np.random.default_rng()
+    tensors = [
+        onnx.numpy_helper.from_array(rng.standard_normal(size).astype("float16"), name)
+        for name, size in weights.items()
+    ]
+    half = onnx.TensorProto.FLOAT16
+    ends = [onnx.helper.make_tensor_value_info(name, half, shape) for name in "xy"]
+    graph = onnx.helper.make_graph(nodes, "half", ends[:1], ends[1:], tensors)
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+def test_layers_of_float16_run_on_tensor_cores() -> None:
+    node = onnx.helper.make_node
+    residual = [
+        node("Conv", ["x", "w1"], ["a"], kernel_shape=[3, 3], pads=[1] * 4),
+        node("Relu", ["a"], ["b"]),
+        node("Conv", ["b", "w2"], ["c"], kernel_shape=[1, 1]),
+        node("Add", ["c", "x"], ["y"]),
+    ]
+    feed_forward = [
+        node("MatMul", ["x", "w1"], ["a"]),
+        node("Erf", ["a"], ["b"]),
+        node("MatMul", ["b", "w2"], ["c"]),
+        node("Add", ["c", "x"], ["y"]),
+    ]
+    models = [
+        half_model(residual, [1, 64, 28, 28], w1=(64, 64, 3, 3), w2=(64, 64, 1, 1)),
+        half_model(feed_forward, [1, 127, 768], w1=(768, 3072), w2=(3072, 768)),
+    ]
+    for model in models:
+        compiled = tvm_fusion.compile(model, "cuda -arch=sm_90")
+        (text,) = cuda_texts(compiled._executable)
+        kernels = [part for part in text.split('extern "C" __global__') if ") {" in part][1:]
+        assert len(kernels) == 2 and all("mma_sync_aligned" in kernel for kernel in kernels)
+
+
+def test_fast_math_is_for_cuda() -> None:
+    with pytest.raises(TargetError, match="fast_math=True has no effect on 'llvm'"):
+        tvm_fusion.compile(small_model(), fast_math=True)
+
+
 def test_a_gpu_without_a_host_is_refused() -> None:
     target = tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
     with pytest.raises(TargetError, match="the target 'cuda' has no host; expected one"):
@@ -200,6 +244,19 @@ def test_the_file_holds_machine_code_and_no_text(compiled: CompiledModel, saved:
     (text,) = cuda_texts(compiled._executable)
     assert b"__global__" not in data and text.encode() not in data
     assert packed(nvrtc.compile_cuda(text, "sm_90").cubin) in data
+
+
+def test_fast_math_is_kept_in_the_file(tmp_path: Path) -> None:
+    node = onnx.helper.make_node("Tanh", ["x"], ["y"])
+    types = [onnx.helper.make_tensor_value_info(name, 1, [64, 64]) for name in "xy"]
+    graph = onnx.helper.make_graph([node], "tanh", types[:1], types[1:])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    fast = tvm_fusion.compile(model, "cuda -arch=sm_90", fast_math=True)
+    fast.save(tmp_path / "fast.so")
+    (text,) = cuda_texts(fast._executable)
+    data = (tmp_path / "fast.so").read_bytes()
+    accurate, quick = (nvrtc.compile_cuda(text, "sm_90", way).cubin for way in (False, True))
+    assert packed(quick) in data and packed(accurate) not in data
 
 
 def test_the_file_tells_what_it_needs(compiled: CompiledModel, saved: Path) -> None:
@@ -312,7 +369,7 @@ def test_without_a_compiler_the_model_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_progress_counts_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_model, "compile_kernels", lambda executable, arch: {})
+    monkeypatch.setattr(compile_model, "compile_kernels", lambda *_: {})
     seen: list[tuple[str, int, int]] = []
     tvm_fusion.compile(small_model(), CUDA, progress=lambda *step: seen.append(step))
     names, done, total = zip(*seen, strict=True)

@@ -196,4 +196,5 @@ def test_nothing_is_told_of_a_model_whose_rules_work() -> None:
 def test_no_rule_fails_on_the_models_of_the_examples(name: str, target: str) -> None:
     functions = explain(ZOO[name](2, **ZOO_SIZES[name]), target)["functions"]
     assert functions and not any(use["failed"] for use in functions)
-    assert {use["rule"] for use in functions} <= {type(rule).__name__ for rule in cpu.RULES}
+    rules = {use["rule"].split()[0] for use in functions}  # before the nest of a reduction
+    assert rules <= {type(rule).__name__ for rule in cpu.RULES}

@@ -146,6 +146,7 @@ def test_networks_prints_its_table_and_writes_json(
     assert "│ geometric mean" in out and str(path) in out.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_pairs_prints_its_table_and_writes_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -240,6 +241,7 @@ def test_reductions_are_one_kernel_of_their_rule(case: reductions_cpu.Case) -> N
     assert "task" in [block.name_hint for block in blocks]
 
 
+@pytest.mark.slow
 def test_reductions_prints_its_table_and_writes_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

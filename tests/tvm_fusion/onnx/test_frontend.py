@@ -172,7 +172,7 @@ def test_other_messages_are_no_models() -> None:
         import_onnx(tensor.SerializeToString())
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=settings.default.max_examples // 2, derandomize=True)
 @given(st.data())
 def test_damaged_models_never_raise_anything_else(data: st.DataObject) -> None:
     content = bytearray(_conv_model().SerializeToString())

@@ -224,7 +224,7 @@ def test_lp_normalization(attributes: dict[str, int], opset: int) -> None:
     assert_same_as_onnx_runtime(model, {"x": data})
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(st.data())
 def test_automatic_padding(data: st.DataObject) -> None:
     op_type = data.draw(st.sampled_from(["AveragePool", "Conv", "LpPool", "MaxPool"]))
@@ -261,7 +261,7 @@ def test_automatic_padding_with_a_symbolic_batch() -> None:
     assert import_onnx(model, {"n": "n"}).outputs[0].shape == ("n", 2, 5, 5)
 
 
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 7)
 @given(st.data())
 def test_output_shape_of_transposed_convolutions(data: st.DataObject) -> None:
     stride = data.draw(st.integers(1, 3))

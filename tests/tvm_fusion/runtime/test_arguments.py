@@ -38,6 +38,26 @@ class Exporter:
         return self._device, 0
 
 
+class LazyView(Exporter):
+    """As PyTorch's views whose memory holds the conjugate or negative numbers."""
+
+    def __init__(self, array: Any, kind: str) -> None:
+        super().__init__(array)
+        self._kind = kind
+
+    def is_conj(self) -> bool:
+        return self._kind == "conj"
+
+    def is_neg(self) -> bool:
+        return self._kind == "neg"
+
+
+class Meta(Exporter):
+    """As PyTorch's tensors without data."""
+
+    is_meta = True
+
+
 class Refusing(Exporter):
     def __dlpack__(self, **options: Any) -> Any:
         raise BufferError("call detach() first")
@@ -116,6 +136,9 @@ def test_arrays_scalars_and_dlpack_are_seen_without_copying() -> None:
         (ones(2, 3, 1), r"has the shape \(2, 3, 1\); expected \(2, 3\)"),
         (np.float32(1), r"has the shape \(\); expected \(2, 3\)"),
         (Exporter(ones(2, 3), device=2), r"is on another device \(DLPack type 2\); move it"),
+        (LazyView(ones(2, 3), "conj"), r"is a conj view.*pass a.resolve_conj\(\)"),
+        (LazyView(ones(2, 3), "neg"), r"is a neg view.*pass a.resolve_neg\(\)"),
+        (Meta(ones(2, 3)), "input 'a' is a meta tensor, which has no data"),
         (Refusing(ones(2, 3)), r"\(Refusing\) cannot be read through DLPack: call detach\(\)"),
     ],
 )

@@ -69,7 +69,7 @@ def check(data: np.ndarray, weight: np.ndarray, form: str, groups: int, block: i
     np.testing.assert_allclose(packed, pack_data(convolve(data, weight, groups), block), atol=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2, deadline=None)
 @given(CHANNELS, CHANNELS, KERNELS, BLOCKS, st.sampled_from(["dense", "first"]))
 def test_dense_and_first_weights(inputs, outputs, kernel, block, form):
     rng = np.random.default_rng(inputs * 41 + outputs)
@@ -77,7 +77,7 @@ def test_dense_and_first_weights(inputs, outputs, kernel, block, form):
     check(data, rng.standard_normal((outputs, inputs, *kernel)), form, 1, block)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5, deadline=None)
 @given(CHANNELS, KERNELS, BLOCKS)
 def test_depthwise_weights(channels, kernel, block):
     rng = np.random.default_rng(channels)

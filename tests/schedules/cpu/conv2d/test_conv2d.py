@@ -54,7 +54,7 @@ def schedule(case: Case, target: Target = TARGET) -> tirx.PrimFunc:
 
 
 @given(cases(pair=False), SEED)
-@settings(max_examples=25)
+@settings(max_examples=settings.default.max_examples // 4)
 def test_numbers_with_default_knobs(case, seed):
     check(case, compile_function(schedule(case)), seed)
 
@@ -68,7 +68,7 @@ def in_blocks(case: Case) -> int:
 
 
 @given(cases(pair=False), KNOBS, st.integers(1, 4), SEED)
-@settings(max_examples=50)
+@settings(max_examples=settings.default.max_examples // 2)
 def test_numbers_with_any_knobs(case, knobs, most_parts, seed):
     if not knobs.blocks_inside:
         parts = (n for n in range(most_parts, 0, -1) if in_blocks(case) % n == 0)

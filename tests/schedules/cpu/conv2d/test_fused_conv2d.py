@@ -23,6 +23,7 @@ from schedules.cpu.conv2d.fused_conv2d import (
 )
 from schedules.errors import OpError
 from schedules.workload.conv2d import ACTIVATIONS, Activation, ConvLayer, to_json
+from tests.selection import in_turns
 
 SEED = st.integers(0, 2**32 - 1)
 SAME = (1, 1, 1, 1)
@@ -63,19 +64,19 @@ def schedule(case: Case, target: Target = TARGET) -> tirx.PrimFunc:
 
 
 @given(cases(pair=True), SEED)
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 7)
 def test_numbers_with_default_knobs(case, seed):
     check(case, compile_function(schedule(case)), seed)
 
 
 @given(cases(pair=True), st.data(), SEED)
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 3)
 def test_numbers_with_any_knobs(case, data, seed):
     blocks = up(case.layers[1].in_channels, case.lanes)
     run(case, data.draw(knobs(blocks)), seed)
 
 
-@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+@pytest.mark.parametrize("order", in_turns(ORDERS))
 def test_numbers_of_every_order(order):
     layers = (
         ConvLayer(4, 8, (2, 2), padding=SAME, activation=RELU6),

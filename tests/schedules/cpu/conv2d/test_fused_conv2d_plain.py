@@ -21,6 +21,7 @@ from schedules.cpu.conv2d.fused_conv2d import (
 )
 from schedules.errors import OpError
 from schedules.workload.conv2d import ACTIVATIONS, Activation, ConvLayer
+from tests.selection import in_turns
 
 SEED = st.integers(0, 2**32 - 1)
 SAME = (1, 1, 1, 1)
@@ -77,7 +78,7 @@ SIDES = [(True, True), (True, False), (False, True)]
 
 @pytest.mark.parametrize(("data", "out"), SIDES, ids=["both", "data", "out"])
 @given(cases(), st.data(), SEED)
-@settings(max_examples=5)
+@settings(max_examples=settings.default.max_examples // 10)
 def test_numbers_with_any_knobs(data, out, case, drawn, seed):
     kernel = kernel_of(case, data, out)
     assume(takes_plain(kernel, data, out))
@@ -95,7 +96,7 @@ BLOCK = Case(
 ORDERS = list(itertools.permutations(LOOPS))
 
 
-@pytest.mark.parametrize("compute_at", range(5))
+@pytest.mark.parametrize("compute_at", in_turns(range(5)))
 def test_numbers_of_every_order(compute_at):
     functions = []
     for number, order in enumerate(ORDERS):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -79,26 +80,41 @@ def test_lines_of_the_output_are_asked_for_in_time():
 SQUARE = Case((depthwise(13, 3, 1), ConvLayer(13, 13, (1, 1))), height=9, width=19, batch=2)
 
 
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("width", [16, 17, 33, 40, 48])
-def test_numbers_of_rows_with_and_without_a_rest(stride, width):
+@pytest.mark.parametrize(
+    ("width", "stride"),
+    [(17, 1), (33, 2), (48, 1)]
+    + [
+        pytest.param(width, stride, marks=pytest.mark.slow)
+        for width, stride in ((16, 1), (16, 2), (17, 2), (33, 1), (40, 1), (40, 2), (48, 2))
+    ],
+)
+def test_numbers_of_rows_with_and_without_a_rest(width, stride):
     case = replace(SQUARE, layers=(depthwise(13, 3, stride), SQUARE.layers[1]), width=width)
     rows = case.out_shape[2]
     knobs = [PlanarKnobs(1, rows, 4), PlanarKnobs(2, 2, 2), PlanarKnobs(1, 3, 2)]
     check(case, True, True, [planar(case, chosen) for chosen in knobs], seed=width)
 
 
-@pytest.mark.parametrize("lanes", [4, 16])
-@pytest.mark.parametrize("width", [39, 64])
-def test_numbers_of_vectors_of_other_lengths(lanes, width):
+@pytest.mark.parametrize(
+    ("width", "lanes"),
+    [(39, 4), (64, 16)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((39, 16), (64, 4))],
+)
+def test_numbers_of_vectors_of_other_lengths(width, lanes):
     layers = depthwise(13, 5, 2), SQUARE.layers[1]
     case = replace(SQUARE, lanes=lanes, layers=layers, width=width)
     check(case, True, True, [planar(case, PlanarKnobs(2, 2))], seed=lanes)
 
 
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize(("width", "block"), [(9, 16), (28, 16), (33, 4), (56, 8)])
-def test_numbers_of_vectors_that_differ_from_the_blocks(stride, width, block):
+@pytest.mark.parametrize(
+    ("width", "block", "stride"),
+    [(9, 16, 1), (33, 4, 2)]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in ((9, 16, 2), (28, 16, 1), (28, 16, 2), (33, 4, 1), (56, 8, 1), (56, 8, 2))
+    ],
+)
+def test_numbers_of_vectors_that_differ_from_the_blocks(width, block, stride):
     layers = depthwise(19, 3, stride), ConvLayer(19, 21, (1, 1))
     case = replace(SQUARE, batch=1, lanes=block, layers=layers, height=8, width=width)
     pixels = 2 * case.out_shape[3]
@@ -111,7 +127,7 @@ def test_numbers_of_vectors_that_differ_from_the_blocks(stride, width, block):
     check(case, True, True, functions, seed=width)
 
 
-@pytest.mark.parametrize("width", [33, 48])
+@pytest.mark.parametrize("width", [33, pytest.param(48, marks=pytest.mark.slow)])
 def test_numbers_of_steps_of_two_with_any_number_of_columns(width):
     layers = [
         replace(depthwise(13, 3, 2), kernel=(3, columns), padding=(1, columns // 2, 1, 1))
@@ -122,15 +138,20 @@ def test_numbers_of_steps_of_two_with_any_number_of_columns(width):
         check(case, True, True, [planar(case, PlanarKnobs(1, 2, 3))], seed=width)
 
 
+@cache
+def seeing_infinity(width):
+    first = replace(depthwise(8, 3, 2), activation=Activation())
+    case = Case((first, ConvLayer(8, 8, (1, 1))), height=9, width=width)
+    return case, compile_function(planar(case, PlanarKnobs(1, 3, 3)))
+
+
 @pytest.mark.parametrize("width", [33, 48])
 @pytest.mark.parametrize("column", [0, 15, 20, 21])
 def test_infinity_reaches_only_the_outputs_that_see_it(width, column):
-    first = replace(depthwise(8, 3, 2), activation=Activation())
-    case = Case((first, ConvLayer(8, 8, (1, 1))), height=9, width=width)
+    case, library = seeing_infinity(width)
     arrays, expected = arrays_of(case, True, seed=column)
     arrays = [arrays[0], *map(np.abs, arrays[1:])]
     arrays[0][0, 3, 4, column] = np.inf
-    library = compile_function(planar(case, PlanarKnobs(1, 3, 3)))
     output = tvm.runtime.tensor(np.full(expected.shape, np.nan, "float32"))
     library["main"](*(tvm.runtime.tensor(array.astype("float32")) for array in arrays), output)
     found = output.numpy()[0]

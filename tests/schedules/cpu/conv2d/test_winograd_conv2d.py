@@ -27,11 +27,15 @@ from tvm.runtime import Executable
 from tvm.target import Target
 
 from schedules.compute.winograd_conv2d import winograd_conv2d
+from schedules.cpu.conv2d import winograd_nest
 from schedules.cpu.conv2d.conv2d import Conv2D
 from schedules.cpu.conv2d.winograd_conv2d import WinogradConv2D, WinogradKnobs, winograd_template
+from schedules.cpu.core.kernel_builder import KernelBuilder
 from schedules.cpu.core.micro_kernel import UNROLLED_STEPS
+from schedules.tir.index_math import simplified
 from schedules.workload.conv2d import ACTIVATIONS, Activation, Conv2DKernel, ConvLayer, to_json
 from schedules.workload.winograd_matrices import TILE_SIZES, transform_weight
+from tests.selection import in_turns
 
 SEED = st.integers(0, 2**32 - 1)
 SAME = (1, 1, 1, 1)
@@ -104,13 +108,13 @@ def cases(draw) -> Case:
 
 
 @given(cases(), st.sampled_from(TILE_SIZES), SEED)
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 3)
 def test_numbers_with_default_knobs(case, size, seed):
     check(case, size, compile_function(schedule(case, size)), seed)
 
 
 @given(cases(), st.sampled_from(TILE_SIZES), st.data(), SEED)
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 3)
 def test_numbers_with_any_knobs(case, size, data, seed):
     out_blocks = up(case.layers[0].out_channels, case.lanes)
     knobs = WinogradKnobs(
@@ -128,16 +132,17 @@ def test_numbers_with_any_knobs(case, size, data, seed):
 IMAGES = [(7, 7), (13, 13), (17, 17), (30, 41), (4, 4), (1, 1), (1, 9), (8, 2)]
 
 
-@pytest.mark.parametrize("size", TILE_SIZES)
-@pytest.mark.parametrize("image", IMAGES, ids=lambda image: "x".join(map(str, image)))
+@pytest.mark.parametrize(("image", "size"), in_turns(IMAGES, TILE_SIZES))
 def test_numbers_of_image_sizes(image, size):
     layer = ConvLayer(24, 40, (3, 3), padding=SAME, activation=Activation("relu"))
     case = Case((layer,), 3, *image, residual=True)
     check(case, size, compile_function(schedule(case, size)), seed=5)
 
 
-@pytest.mark.parametrize("size", TILE_SIZES)
-@pytest.mark.parametrize("padding", [(0, 0, 0, 0), (0, 1, 2, 0), (3, 0, 0, 4), (5, 6, 5, 6)])
+@pytest.mark.parametrize(
+    ("padding", "size"),
+    in_turns([(0, 0, 0, 0), (0, 1, 2, 0), (3, 0, 0, 4), (5, 6, 5, 6)], TILE_SIZES),
+)
 def test_numbers_of_paddings(padding, size):
     case = Case((ConvLayer(13, 7, (3, 3), padding=padding),), 2, 9, 6)
     check(case, size, compile_function(schedule(case, size)), seed=6)
@@ -173,8 +178,7 @@ def test_small_tiles_are_the_more_exact():
     assert 0 < errors[0] < errors[1]
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("kind", ["none", "relu", "clip"])
+@pytest.mark.parametrize(("kind", "value"), in_turns(["none", "relu", "clip"], [np.nan, np.inf]))
 def test_what_is_not_finite_makes_nan_of_the_tiles_that_read_it(value, kind):
     layer = ConvLayer(8, 16, (3, 3), padding=SAME, activation=Activation(kind, -0.4, 0.7))
     case = Case((layer,), height=16, width=16)
@@ -240,6 +244,28 @@ def test_products_are_multiply_adds_in_registers(cpu):
             assert len(spilled) <= 1  # beside 96 multiply-adds and more
     assert found
     assert re.search(r"prefetcht1|prfm\tpldl2keep", text)
+
+
+@pytest.mark.parametrize("first_block", [0, 3])
+def test_tiles_prefetch_the_next_weights_of_their_task(first_block, monkeypatch):
+    case = Case((ConvLayer(16, 48, (3, 3), padding=SAME),), height=8, width=8)
+    knobs = WinogradKnobs(group=4, block_chunks=2, pixels=4, blocks=2)
+    tiles = []
+
+    def note(ops, block, blocks, *place, following, **options):
+        tiles.append((simplified(block), simplified(following)))
+
+    monkeypatch.setattr(winograd_nest, "compute_tile", note)
+    builder = KernelBuilder(function(case, 4))
+    with builder.body():
+        nest = winograd_nest._Nest(builder, workload(case, 4), knobs)
+        data = winograd_nest._Points.allocate(36, 2, 4, nest.kernel)
+        products = winograd_nest._Points.allocate(36, 3, 4, nest.kernel)
+        for point in range(36):
+            nest._multiply(point, first_block, 3, data, products)
+    blocks = [int(block) for block, _ in tiles]
+    assert blocks[:4] == [first_block, first_block + 2, first_block + 6, first_block + 8]
+    assert [int(following) for _, following in tiles[:-1]] == blocks[1:]
 
 
 CASE = Case((ConvLayer(16, 16, (3, 3), padding=SAME),))

@@ -41,6 +41,7 @@ def test_one_pixel() -> None:
 
 
 SAME, POINT = ConvLayer(16, 16, (3, 3), padding=(1, 1, 1, 1)), ConvLayer(16, 16, (1, 1))
+DEEP = ConvLayer(1024, 1024, (1, 1))
 
 
 def offsets(func: tirx.PrimFunc, elements: int) -> set[str]:
@@ -58,11 +59,15 @@ def offsets(func: tirx.PrimFunc, elements: int) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("layers", [(SAME,), (POINT,), (SAME, POINT)])
-def test_tensors_beyond_32_bits_have_offsets_of_64(layers: tuple[ConvLayer, ...]) -> None:
+@pytest.mark.parametrize(
+    ("layers", "size"), [((SAME,), 4096), ((DEEP,), 512), ((SAME, POINT), 4096)]
+)
+def test_tensors_beyond_32_bits_have_offsets_of_64(
+    layers: tuple[ConvLayer, ...], size: int
+) -> None:
     rule = FusedConv2D() if len(layers) > 1 else Conv2D()
     for batch, expected in ((7, "int32"), (8, "int64")):
-        case = Case(layers, batch=batch, height=4096, width=4096)
+        case = Case(layers, batch=batch, height=size, width=size)
         func = rule.apply(build(case), AVX2, False).mod["main"]
         assert offsets(func, 7 * 2**28) == {expected}
 

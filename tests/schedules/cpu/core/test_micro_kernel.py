@@ -8,19 +8,23 @@ from typing import Any
 
 import pytest
 
-from schedules.cpu.core.micro_kernel import Reduction, next_weights
+from schedules.cpu.core.micro_kernel import Reduction, Tile, next_weights
 from schedules.cpu.core.prefetch import CACHE_LINE_BYTES
+from schedules.cpu.core.tiles import Run
 from schedules.workload.conv2d import ConvLayer
 
 LINE = CACHE_LINE_BYTES // 4
 
 
-def asked_for(ops: Any, blocks: int, reduction: Reduction, tiles: int) -> set[int]:
+def asked_for(
+    ops: Any, blocks: int, reduction: Reduction, tiles: int, following: int | None = None
+) -> set[int]:
     """Cache lines of the weights that so many tiles ask for, one at each of their steps."""
     taps = ops.layer.kernel[0] * ops.layer.kernel[1]
     first = int(reduction.start) * taps
     steps = range(first, first + reduction.count * taps)
-    starts = [int(next_weights(ops, 2, blocks, reduction, turn)) for turn in range(tiles)]
+    tile = Tile(2, blocks, 0, Run(0, 1, 0, tiles, ()), 0, reduction, following)
+    starts = [int(next_weights(ops, tile, turn)) for turn in range(tiles)]
     assert all(start % LINE == 0 for start in starts)
     return {start // LINE + step for start in starts for step in steps}
 
@@ -53,3 +57,5 @@ def test_enough_tiles_ask_for_all_weights_that_come_next(lanes, kernel, blocks):
     assert inner == lines_of(ops, 2, blocks, 2, 2)
     last = asked_for(ops, blocks, Reduction(2, 2, False, True), tiles)
     assert last == lines_of(ops, 2 + blocks, blocks, 0, 2)
+    elsewhere = asked_for(ops, blocks, Reduction(0, 4), tiles, following=7)
+    assert elsewhere == lines_of(ops, 7, blocks, 0, 4)

@@ -54,7 +54,7 @@ def separable(channels: int, outputs: int, size: int, kernel: int = 1) -> Case:
 
 
 @given(cases(pair=False), CPUS)
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples // 2)
 def test_the_default_is_the_cheapest_legal_setting(case, cpu):
     default = default_conv2d_knobs(case.kernel, cpu)
     space = list(conv2d_space(case.kernel, cpu))
@@ -66,7 +66,7 @@ def test_the_default_is_the_cheapest_legal_setting(case, cpu):
 
 
 @given(cases(pair=True), CPUS)
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 3)
 def test_the_default_of_a_pair_is_the_cheapest_legal_setting(case, cpu):
     if unsupported(case.layers[1]) is not None:
         return
@@ -80,7 +80,7 @@ def test_the_default_of_a_pair_is_the_cheapest_legal_setting(case, cpu):
 
 
 @given(st.data(), cases(pair=False), CPUS)
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 3)
 def test_every_setting_of_the_space_is_legal(data, case, cpu):
     knobs = data.draw(st.sampled_from(list(conv2d_space(case.kernel, cpu))))
     conv2d_template(build(case), case.kernel, knobs)

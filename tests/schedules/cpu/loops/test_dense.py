@@ -60,7 +60,7 @@ def expected(x: Array, w: Array, b: Array, transposed: bool) -> Array:
     return np.maximum(product + b, 0)
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(
     st.sampled_from(ROWS),
     st.sampled_from(COLUMNS),

@@ -63,7 +63,7 @@ def test_a_gate_of_packed_channels_is_computed_once_a_block():
     assert parallel(func) == [12]
 
 
-@settings(max_examples=12)
+@settings(max_examples=settings.default.max_examples // 8)
 @given(SHAPES, st.data())
 def test_broadcast_sums_have_the_numbers_of_float64(shape, data):
     other = [extent if data.draw(st.booleans()) else 1 for extent in shape]
@@ -73,7 +73,7 @@ def test_broadcast_sums_have_the_numbers_of_float64(shape, data):
     close(run(func, a, b)[0], (a + b.astype("float64")) * np.exp(b.astype("float64")), 50)
 
 
-@settings(max_examples=12)
+@settings(max_examples=settings.default.max_examples // 8)
 @given(st.data())
 def test_concatenation_along_any_axis(data):
     shape = data.draw(st.lists(st.sampled_from([1, 2, 5, 9]), min_size=1, max_size=3))

@@ -54,7 +54,7 @@ def test_tiles_of_both_axes_inside_of_the_parallel_loop():
     assert stores_outside_vectors(func) == 0 and guards(func) == 0
 
 
-@settings(max_examples=14)
+@settings(max_examples=settings.default.max_examples // 7)
 @given(st.data())
 def test_transposes(data):
     shape = data.draw(st.lists(st.sampled_from(EXTENTS[:12]), min_size=2, max_size=4))

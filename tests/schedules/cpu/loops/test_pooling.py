@@ -126,7 +126,7 @@ def pools(draw_one: st.DrawFn, layouts: list[str]) -> Pool:
     )
 
 
-@settings(max_examples=22)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(pools(["NCHW8c", "NHWC", "NCHW"]))
 def test_numbers_of_float64(pool):
     func = pool.build()

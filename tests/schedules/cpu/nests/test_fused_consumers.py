@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cpu.rule_cases import AVX2, Array, close, draw, function, run, schedule, tensor
+from cpu.rule_cases import AVX2, Array, close, draw, function, run, schedule, schedule_first, tensor
 from tvm import s_tir, te, tirx, topi
 
 from schedules.cpu.loops.dense import Dense
 from schedules.cpu.loops.pooling import Pooling
 from schedules.cpu.nests.fused_consumers import follow
-from schedules.cpu.reduce.reduction import Reduction
 
 # Extents, the element of a vector of 20 that is read, and whether that is a tile's own.
 CONSUMERS = {
@@ -59,7 +58,7 @@ def test_numbers_after_a_reduction(name, axis):
     x = tensor("x", *((40, 20) if axis == 0 else (20, 40)))
     total = topi.sum(x, axis)
     z = te.compute(shape, lambda *axes: body(total, *axes), name="z")
-    func = schedule(Reduction(), function([x], z), AVX2)
+    func = schedule_first(function([x], z), AVX2)
     data = draw([int(extent) for extent in x.shape])
     close(run(func, data)[0], gathered(name, data.astype("float64").sum(axis)), 50)
 

@@ -31,7 +31,6 @@ from tvm import te, tirx, topi
 from tvm.target import Target
 
 from schedules.compute.coalesced_reduce import coalesced_reduce
-from schedules.cpu import RULES
 from schedules.cpu.reduce.coalesced_reduce import CoalescedReduce
 from schedules.workload.reduce import DTYPES, FLOATS, OPERATORS, ReduceWorkload
 from tvm_fusion.runtime.thread_pool import Crew
@@ -161,7 +160,7 @@ def test_every_operator_and_type(operator, dtype):
     check(shape, dtype, operator, axes)
 
 
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(st.data())
 def test_numbers_over_any_axes(data):
     shape = data.draw(st.lists(st.sampled_from(EXTENTS), min_size=1, max_size=5))
@@ -381,18 +380,11 @@ def test_states_are_on_the_stack():
         assert "TVMBackendAllocWorkspace" not in assembly(func, AVX2)
 
 
-def test_the_rule_is_asked_before_the_general_one():
-    names = [type(rule).__name__ for rule in RULES]
-    assert names.index("CoalescedReduce") < names.index("Reduction")
-
-
 def test_other_functions_and_targets_are_left_alone():
     x = tensor("x", 60, 100)
-    plain = function([x], topi.sum(x, 1))
     wider = topi.divide(x, reduced(x, "sum", [1], keepdims=True))
     two = [reduced(x, "sum", [1]), reduced(x, "max", [1])]
-    turned = topi.transpose(reduced(tensor("y", 6, 7, 8), "sum", [0]))
-    for func in (plain, function([x], wider), function([x], *two)):
+    for func in (function([x], wider), function([x], *two)):
         assert RULE.apply(func, HOST, False) is None
     y = tensor("y", 6, 7, 8)
     turned = topi.transpose(reduced(y, "sum", [0]))

@@ -8,8 +8,8 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from schedules.tir.expression_walk import uses
 
-from ..nests.blocks import BlockFacts, realize_of
-from ..nests.loop_transforms import static_extent
+from .blocks import BlockFacts, realize_of
+from .loop_transforms import static_extent
 
 
 def copy_of_input(sch: s_tir.Schedule, facts: BlockFacts, index: int) -> SBlockRV:

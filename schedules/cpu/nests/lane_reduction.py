@@ -24,9 +24,9 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from schedules.tir.expression_walk import uses
 
-from ..nests.blocks import realize_of
-from ..nests.loop_transforms import static_extent, tile_size, unroll
-from ..nests.truncated_tails import TAIL
+from .blocks import realize_of
+from .loop_transforms import static_extent, tile_size, unroll
+from .truncated_tails import TAIL
 
 _PARTS = 4
 

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from ..nests.blocks import Kernel
-from ..nests.fused_consumers import follow, follow_or_copy, vectorize_under
-from ..nests.loop_transforms import (
+from .blocks import BlockFacts, Kernel
+from .cached_input import copy_of_input, vectorize_copy
+from .fused_consumers import follow, follow_or_copy, vectorize_under
+from .lane_reduction import arrange_lanes, split_into_lanes
+from .loop_transforms import (
     open_reduction,
     parallel_outer,
     static_extent,
     unroll,
     worth_threads,
 )
-from ..nests.overlapping_tails import Overlap, Tails
-from .cached_input import copy_of_input, vectorize_copy
-from .lane_reduction import arrange_lanes, split_into_lanes
+from .overlapping_tails import Overlap, Tails
 
 Result = tuple[list[Overlap], list[SBlockRV]]
 """Overlapping tiles, and the consumers that could not be computed with the reduction."""
@@ -62,6 +62,33 @@ class Rows:
 
     parts: int
     tile: tuple[tuple[int, int], ...] = ()
+
+
+def reducible(facts: BlockFacts | None) -> bool:
+    """Return whether the nests of this module can take the block."""
+    if facts is None or not facts.loads or facts.guards or set(facts.kinds) - set("SR"):
+        return False
+    spatial, reduced = facts.positions("S"), facts.positions("R")
+    if not reduced or any(facts.extents[k] is None for k in reduced):
+        return False
+    if spatial and max(spatial) > min(reduced):
+        return False
+    return not spatial or facts.extents[spatial[-1]] is not None or not is_side_by_side(facts)
+
+
+def runs_in_columns(kernel: Kernel, facts: BlockFacts) -> bool:
+    """Return whether vectors run along the outputs: these are adjacent, or the rows are short."""
+    spatial, reduced = facts.positions("S"), facts.positions("R")
+    if not spatial or facts.extents[spatial[-1]] is None:
+        return False
+    lanes = kernel.lanes(facts)
+    return is_side_by_side(facts) or facts.volume(reduced) < 2 * lanes
+
+
+def is_side_by_side(facts: BlockFacts) -> bool:
+    """Return whether neighbouring outputs come from neighbouring elements of the largest input."""
+    main = max(facts.loads, key=lambda a: facts.volume([k for k, s in enumerate(a.strides) if s]))
+    return main.strides[facts.positions("S")[-1]] == 1
 
 
 def reduce_in_columns(

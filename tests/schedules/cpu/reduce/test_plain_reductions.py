@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule for reductions: numbers over any axes, columns, rows, threads, refusals."""
+"""Reductions of TVM's own operators: numbers over any axes, columns, rows, threads, refusals."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from cpu.rule_cases import (
     parallel,
     run,
     schedule,
+    schedule_first,
     tensor,
     vectors,
 )
@@ -30,8 +31,10 @@ from hypothesis import strategies as st
 from tvm import te, tirx, topi
 from tvm.target import Target
 
-from schedules.cpu.reduce.block_reduction import balanced_tile
-from schedules.cpu.reduce.reduction import Reduction
+from schedules.cpu.loops.dense import balanced_tile
+from schedules.cpu.reduce.coalesced_reduce import CoalescedReduce
+
+RULE = CoalescedReduce()
 
 
 def reduced(op, shape: tuple, axes, **more) -> tirx.PrimFunc:
@@ -42,30 +45,30 @@ def reduced(op, shape: tuple, axes, **more) -> tirx.PrimFunc:
 def test_packed_global_average_keeps_several_blocks_in_registers():
     x = tensor("x", 1, 160, 7, 7, 8)
     mean = topi.divide(topi.sum(x, [2, 3], keepdims=True), 49.0)
-    func = schedule(Reduction(), function([x], mean), AVX2)
-    assert parallel(func) == [40] and vectors(func) == {8} and guards(func) == 0
+    func = schedule(RULE, function([x], mean), AVX2)
+    assert parallel(func) == [160] and vectors(func) == {8} and guards(func) == 0
     assert "TVMBackendAllocWorkspace" not in assembly(func, AVX2)
 
 
 def test_contiguous_axes_are_reduced_in_lanes():
-    func = schedule(Reduction(), reduced(topi.sum, (64, 1000), 1), AVX2)
+    func = schedule(RULE, reduced(topi.sum, (64, 1000), 1), AVX2)
     assert 8 in vectors(func) and parallel(func) == [64]
     assert "TVMBackendAllocWorkspace" not in assembly(func, AVX2)
 
 
 def test_few_outputs_are_shared_out_to_the_threads():
-    func = schedule(Reduction(), reduced(topi.sum, (1024, 1000), None), AVX2)
+    func = schedule(RULE, reduced(topi.sum, (1024, 1000), None), AVX2)
     assert len(parallel(func)) == 1 and parallel(func)[0] % 2 == 0
 
 
 def test_small_reductions_are_serial():
-    assert parallel(schedule(Reduction(), reduced(topi.sum, (40, 40), 1))) == []
+    assert parallel(schedule(RULE, reduced(topi.sum, (40, 40), 1))) == []
 
 
 OPS = [(topi.sum, np.sum), (topi.max, np.max), (topi.min, np.min), (topi.prod, np.prod)]
 
 
-@settings(max_examples=24)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(st.data())
 def test_numbers_of_float64_over_any_axes(data):
     few = EXTENTS if data.draw(st.booleans()) else EXTENTS[:8]
@@ -75,7 +78,7 @@ def test_numbers_of_float64_over_any_axes(data):
     op, reference = data.draw(st.sampled_from(OPS))
     x = tensor("x", *shape)
     after = topi.nn.relu(op(x, axes, keepdims=keep))
-    found = Reduction().apply(function([x], after), HOST, False)
+    found = RULE.apply(function([x], after), HOST, False)
     if found is None:
         assert all(shape[axis] == 1 for axis in axes)
         return
@@ -89,7 +92,7 @@ def test_numbers_of_float64_over_any_axes(data):
 def test_arguments_of_extrema_take_the_first(shape, data):
     axis = data.draw(st.integers(0, len(shape) - 1))
     op, reference = data.draw(st.sampled_from([(topi.argmax, np.argmax), (topi.argmin, np.argmin)]))
-    func = schedule(Reduction(), reduced(op, shape, axis))
+    func = schedule_first(reduced(op, shape, axis))
     array = np.round(draw(shape))
     np.testing.assert_array_equal(run(func, array)[0], reference(array, axis))
 
@@ -97,7 +100,7 @@ def test_arguments_of_extrema_take_the_first(shape, data):
 def test_what_follows_may_be_wider_than_the_result():
     x = tensor("x", 9, 100)
     centred = topi.subtract(x, topi.divide(topi.sum(x, 1, keepdims=True), 100.0))
-    func = schedule(Reduction(), function([x], centred))
+    func = schedule_first(function([x], centred))
     array = draw([9, 100])
     close(run(func, array)[0], array - array.astype("float64").mean(1, keepdims=True))
 
@@ -107,7 +110,7 @@ def test_what_follows_may_be_wider_than_the_result():
 def test_any_number_of_cores(cores, shape):
     target = Target({**HOST.export(), "num-cores": cores})
     axis = 0 if shape[-1] == 9 else len(shape) - 1
-    func = schedule(Reduction(), reduced(topi.sum, shape, axis), target)
+    func = schedule(RULE, reduced(topi.sum, shape, axis), target)
     array = draw(shape)
     close(run(func, array, target=target)[0], array.astype("float64").sum(axis), 300)
 
@@ -116,25 +119,45 @@ def test_any_number_of_cores(cores, shape):
 @pytest.mark.parametrize("axis", [0, 1])
 def test_other_types(dtype, axis):
     x = tensor("x", 33, 45, dtype=dtype)
-    func = schedule(Reduction(), function([x], topi.max(x, axis)))
+    func = schedule(RULE, function([x], topi.max(x, axis)))
     array = draw([33, 45], 0, dtype)
     np.testing.assert_array_equal(run(func, array)[0], array.max(axis))
 
 
-def test_symbolic_rows():
+@pytest.mark.parametrize("axis", [0, 1])
+def test_symbolic_extents(axis):
     n = tirx.Var("n", "int64")
     x = te.placeholder((n, tirx.IntImm("int64", 77)), name="x")
-    executable = compiled(schedule(Reduction(), function([x], topi.sum(x, 1))))
-    array = draw([13, 77])
-    out = tvm.runtime.tensor(np.full(13, np.nan, "float32"))
-    executable["main"](tvm.runtime.tensor(array), out)
-    close(out.numpy(), array.astype("float64").sum(1), 20)
+    executable = compiled(schedule(RULE, function([x], topi.sum(x, axis))))
+    for size in (1, 13, 300):
+        array = draw([size, 77])
+        out = tvm.runtime.tensor(np.full((77, size)[axis], np.nan, "float32"))
+        executable["main"](tvm.runtime.tensor(array), out)
+        close(out.numpy(), array.astype("float64").sum(axis), 40)
+
+
+@pytest.mark.parametrize(("op", "reference"), [(topi.max, np.max), (topi.min, np.min)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_extremes_keep_nan_and_infinities(op, reference, axis):
+    array = draw([5, 70])
+    array[0, 66], array[1, 3], array[2], array[3] = np.nan, np.inf, -np.inf, np.inf
+    array = array if axis else np.ascontiguousarray(array.T)
+    func = schedule(RULE, reduced(op, array.shape, axis))
+    np.testing.assert_array_equal(run(func, array)[0], reference(array, axis))
+
+
+def test_a_convolution_of_another_type():
+    x, w = tensor("x", 1, 4, 9, 21, dtype="float64"), tensor("w", 6, 4, 3, 3, dtype="float64")
+    func = schedule(RULE, function([x, w], topi.nn.conv2d_nchw(x, w, 1, 0, 1)))
+    data, weight = draw([1, 4, 9, 21], 0, "float64"), draw([6, 4, 3, 3], 1, "float64")
+    windows = np.lib.stride_tricks.sliding_window_view(data[0], (3, 3), (1, 2))
+    close(run(func, data, weight)[0][0], np.einsum("chwij,ocij->ohw", windows, weight))
 
 
 @pytest.mark.parametrize("target", [AVX512, NEON], ids=["avx512", "neon"])
 @pytest.mark.parametrize("axes", [[0], [1]])
 def test_compiles_for_other_vector_units(target, axes):
-    assert assembly(schedule(Reduction(), reduced(topi.sum, (129, 131), axes), target), target)
+    assert assembly(schedule(RULE, reduced(topi.sum, (129, 131), axes), target), target)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +170,14 @@ def test_tiles_are_balanced(extent, outer, cores, tile):
 
 def test_other_functions_and_targets_are_left_alone():
     x = tensor("x", 6, 10)
-    for out in (topi.nn.relu(x), topi.nn.softmax(x, 1)):
-        assert Reduction().apply(function([x], out), HOST, False) is None
-    n = tirx.Var("n", "int64")
-    assert Reduction().apply(reduced(topi.sum, (6, n), 1), HOST, False) is None
-    assert Reduction().apply(reduced(topi.sum, (6, 10), 1), FOREIGN, False) is None
+    padded = topi.nn.pad(x, [0, 1], [0, 1])
+    for out in (topi.nn.relu(x), topi.nn.softmax(x, 1), topi.sum(padded, 1), topi.argmax(x, 1)):
+        assert RULE.apply(function([x], out), HOST, False) is None
+    rows = topi.sum(x, 1)
+    for other in (
+        te.compute((6,), lambda i: rows[5 - i] + 1.0),
+        te.compute((9,), lambda i: rows[tirx.min(i, 5)] + 1.0),
+        te.compute((4,), lambda i: rows[i] + 1.0),
+    ):
+        assert RULE.apply(function([x], other), HOST, False) is None
+    assert RULE.apply(reduced(topi.sum, (6, 10), 1), FOREIGN, False) is None

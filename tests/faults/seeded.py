@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of the kind that code review misses, one edit each, and the tests that have to catch them.
+
+Borders, strides, masks, swapped axes, identities, NaN, missing checks, types of accumulation,
+locks, files. ``python tests/faults/run.py`` seeds one at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One edit of product code.
+
+    Parameters
+    ----------
+    name : str
+        What is wrong.
+    file : str
+        Path from the root of the repository.
+    old, new : str
+        Text that is in the file exactly once, and its replacement.
+    tests : tuple[str, ...]
+        Files or folders of tests.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+KERNELS = (
+    Fault(
+        "padding on the right reads one column of the next row",
+        "schedules/compute/conv2d.py",
+        "w >= left, w < width + left)",
+        "w >= left, w <= width + left)",
+        ("tests/relay_passes/op/test_conv2d_op.py",),
+    ),
+    Fault(
+        "relu of NaN is 0",
+        "schedules/compute/conv2d.py",
+        "return tirx.Select(element < const(low), const(low), element)",
+        "return tirx.max(element, const(low))",
+        ("tests/schedules/cpu/conv2d/test_conv2d.py",),
+    ),
+    Fault(
+        "columns are dilated as rows are",
+        "schedules/compute/conv2d.py",
+        "w * layer.strides[1] + kw * layer.dilation[1],",
+        "w * layer.strides[1] + kw * layer.dilation[0],",
+        ("tests/relay_passes/op/test_conv2d_op.py",),
+    ),
+    Fault(
+        "lanes past the last channel are copied, not zeroed",
+        "schedules/compute/pack.py",
+        "    if true_channels % block == 0:",
+        "    if true_channels % block >= 0:",
+        ("tests/relay_passes/op/test_pack.py", "tests/schedules/cpu/conv2d/test_pack.py"),
+    ),
+    Fault(
+        "the mean over channels counts the lanes past the last one",
+        "schedules/compute/channel_norm.py",
+        "share = tirx.const(1 / channels, dtype)",
+        "share = tirx.const(1 / (int(blocks) * int(lanes)), dtype)",
+        (
+            "tests/relay_passes/op/test_channel_norm_op.py",
+            "tests/schedules/cpu/conv2d/test_channel_norm.py",
+        ),
+    ),
+    Fault(
+        "extremes begin with the largest finite number",
+        "schedules/workload/reduce_operator.py",
+        "infinity = tirx.infinity(dtype)",
+        "infinity = tirx.max_value(dtype)",
+        (
+            "tests/relay_passes/op/test_coalesced_reduce_op.py",
+            "tests/schedules/cpu/reduce/test_coalesced_reduce.py",
+            "tests/gpu/reduce/test_coalesced_reduce.py",
+        ),
+    ),
+    Fault(
+        "extremes lose NaN",
+        "schedules/workload/reduce_operator.py",
+        "beats = tirx.any(beats, tirx.isnan(challenger))",
+        "beats = tirx.any(beats, tirx.const(False, 'bool'))",
+        ("tests/relay_passes/op/test_coalesced_reduce_op.py",),
+    ),
+    Fault(
+        "sums begin with 0.0, so a sum of -0.0 is 0.0",
+        "schedules/workload/reduce_operator.py",
+        'tirx.const(-0.0 if "float" in dtype else 0, dtype)',
+        "tirx.const(0, dtype)",
+        (
+            "tests/gpu/reduce/test_coalesced_reduce.py",
+            "tests/relay_passes/op/test_coalesced_reduce_op.py",
+        ),
+    ),
+    Fault(
+        "the last of equal extremes wins",
+        "schedules/workload/reduce_operator.py",
+        "tirx.all(tie, at_b < at_a)",
+        "tirx.all(tie, at_b > at_a)",
+        (
+            "tests/relay_passes/op/test_coalesced_reduce_op.py",
+            "tests/gpu/reduce/test_coalesced_reduce.py",
+        ),
+    ),
+    Fault(
+        "a tile at the right border sees one pixel too many",
+        "schedules/cpu/core/tiles.py",
+        "behind = (in_width - 1 - column) // stride + 1",
+        "behind = (in_width - column) // stride + 1",
+        ("tests/schedules/cpu/core/test_tiles.py", "tests/schedules/cpu/conv2d/test_conv2d.py"),
+    ),
+    Fault(
+        "the last kernel row is left out at the bottom border",
+        "schedules/cpu/core/micro_kernel.py",
+        "tirx.floordiv(height - 1 - origin, dilation) + 1",
+        "tirx.floordiv(height - 2 - origin, dilation) + 1",
+        ("tests/schedules/cpu/conv2d/test_conv2d.py",),
+    ),
+    Fault(
+        "partial sums of a layer in parts get the bias again",
+        "schedules/cpu/core/micro_kernel.py",
+        "value = tirx.if_then_else(first, value, partial)",
+        "value = tirx.if_then_else(first, value, value + partial)",
+        (
+            "tests/schedules/cpu/conv2d/test_conv2d.py",
+            "tests/schedules/cpu/conv2d/test_fused_conv2d.py",
+        ),
+    ),
+    Fault(
+        "the overlapping tile begins one element late",
+        "schedules/cpu/nests/overlapping_tails.py",
+        "total - overlap.tile)) + inside",
+        "total - overlap.tile + 1)) + inside",
+        ("tests/schedules/cpu/nests/test_overlapping_tails.py",),
+    ),
+    Fault(
+        "a masked lane of a sum is added twice",
+        "schedules/cpu/reduce/tasks.py",
+        "value = tirx.Select(lane >= i64(since), value, states.nothing()[0])",
+        "value = tirx.Select(lane + 1 >= i64(since), value, states.nothing()[0])",
+        ("tests/schedules/cpu/reduce/test_coalesced_reduce.py",),
+    ),
+    Fault(
+        "warps are combined before all have stored their states",
+        "schedules/gpu/reduce/kernel/block_combine.py",
+        "    sync()\n    with when(tirx.EQ(ctx.lane, i64(0))):",
+        "    with when(tirx.EQ(ctx.lane, i64(0))):",
+        ("tests/gpu/reduce/test_coalesced_reduce_cuda.py",),
+    ),
+    Fault(
+        "neighbouring lanes of a warp are not combined",
+        "schedules/gpu/reduce/kernel/block_combine.py",
+        "    while width > 1:\n        width //= 2",
+        "    while width > 2:\n        width //= 2",
+        ("tests/gpu/reduce/test_reduce_chains.py",),
+    ),
+    Fault(
+        "the last block but one finishes the reduction",
+        "schedules/gpu/reduce/kernel/finishing.py",
+        "tirx.const(ctx.config.splits - 1, ",
+        "tirx.const(ctx.config.splits - 2, ",
+        ("tests/gpu/reduce/test_coalesced_reduce.py",),
+    ),
+    Fault(
+        "the last block of a cluster is left out",
+        "schedules/gpu/reduce/kernel/cluster_combine.py",
+        "for rank in range(1, ctx.config.cluster):",
+        "for rank in range(1, ctx.config.cluster - 1):",
+        ("tests/gpu/reduce/test_clusters.py",),
+    ),
+    Fault(
+        "a vector behind the end of a kept row is visited",
+        "schedules/gpu/reduce/kernel/chain_body.py",
+        "place < i64(reduced)",
+        "place <= i64(reduced)",
+        ("tests/gpu/reduce/test_reduce_chains.py",),
+    ),
+    Fault(
+        "sums of 16-bit floats are kept in 16 bits",
+        "schedules/gpu/conv2d/any_conv2d.py",
+        "dtype = ACCUMULATOR.get(stored, stored)",
+        "dtype = stored",
+        ("tests/gpu/conv2d/test_conv2d_cuda.py",),
+    ),
+    Fault(
+        "a depthwise column steps over the data by the stride of columns",
+        "schedules/gpu/conv2d/depthwise_column.py",
+        "row = self.row * layer.strides[0] + (offset - layer.padding[0])",
+        "row = self.row * layer.strides[1] + (offset - layer.padding[0])",
+        ("tests/gpu/conv2d/test_conv2d.py",),
+    ),
+    Fault(
+        "a transposed tile that is not full is stored whole",
+        "schedules/gpu/pointwise/transpose.py",
+        "inside = extent is not None and extent % _TILE == 0",
+        "inside = extent is not None and extent >= _TILE",
+        ("tests/gpu/pointwise/test_transpose_gpu.py",),
+    ),
+)
+
+PASSES = (
+    Fault(
+        "the running variance stands for the running mean",
+        "relay_passes/simplify/fold_batch_norm.py",
+        "return norm.args[2 + item.index]",
+        "return norm.args[5 - item.index]",
+        ("tests/relay_passes/simplify/test_fold_batch_norm.py",),
+    ),
+    Fault(
+        "a batch normalisation without centring gets its beta",
+        "relay_passes/simplify/fold_batch_norm.py",
+        "shift = (beta if norm.attrs.center else 0.0) - mean * scale",
+        "shift = beta - mean * scale",
+        ("tests/relay_passes/simplify/test_fold_batch_norm.py",),
+    ),
+    Fault(
+        "padding before and after an axis are swapped",
+        "relay_passes/simplify/fold_pad.py",
+        "added = (*before[2:], *after[2:])",
+        "added = (*after[2:], *before[2:])",
+        ("tests/relay_passes/simplify/test_fold_pad.py",),
+    ),
+    Fault(
+        "a scaled tensor with other readers is folded",
+        "relay_passes/simplify/fold_scale.py",
+        "match is None or not graph.has_one_use(match[0]):\n        return None\n    data, factor",
+        "match is None:\n        return None\n    data, factor",
+        ("tests/relay_passes/simplify/test_fold_scale.py",),
+    ),
+    Fault(
+        "an offset is folded in front of a padded convolution",
+        "relay_passes/simplify/fold_input_affine.py",
+        "if match is None or (scale is None and any(padding_of(call))):",
+        "if match is None:",
+        ("tests/relay_passes/simplify/test_fold_input_affine.py",),
+    ),
+    Fault(
+        "input factors of groups take turns",
+        "relay_passes/simplify/fold_input_affine.py",
+        "np.repeat(channels.reshape(groups, per_group), weight.shape[0] // groups, axis=0)",
+        "np.tile(channels.reshape(groups, per_group), (weight.shape[0] // groups, 1))",
+        ("tests/relay_passes/simplify/test_fold_input_affine.py",),
+    ),
+    Fault(
+        "disjoint clips become one with its bounds the wrong way round",
+        "relay_passes/simplify/canonicalize_clip.py",
+        "low, high = (min(max(bound, outer.low), outer.high) for bound in (self.low, self.high))",
+        "low, high = max(self.low, outer.low), min(self.high, outer.high)",
+        ("tests/relay_passes/simplify/test_canonicalize_clip.py",),
+    ),
+    Fault(
+        "lanes past the last channel may grow without limit",
+        "relay_passes/layout/packed/packing_state.py",
+        "return channels % self.block == 0 or bound <= _LARGEST_BOUND",
+        "return channels % self.block == 0 or bound > 0",
+        ("tests/relay_passes/layout/packed/test_packed_rules.py",),
+    ),
+    Fault(
+        "a softmax is not relative to its maximum",
+        "relay_passes/decompose/softmax.py",
+        "relax.op.subtract(wide, largest)",
+        "relax.op.subtract(wide, relax.op.multiply(largest, relax.op.zeros_like(largest)))",
+        ("tests/relay_passes/decompose/test_decompose_normalization.py",),
+    ),
+    Fault(
+        "ignored targets count in the mean of a loss",
+        "relay_passes/decompose/nll_loss.py",
+        "graph.emit_once(relax.op.where(ignored, number(0, like), weight))",
+        "graph.emit_once(relax.op.where(ignored, weight, weight))",
+        ("tests/relay_passes/decompose/test_decompose_normalization.py",),
+    ),
+)
+
+IMPORTER = (
+    Fault(
+        "SAME_UPPER pads like SAME_LOWER",
+        "tvm_fusion/onnx/rewrites/auto_pad.py",
+        'pads = small + large if mode == "SAME_UPPER" else large + small',
+        'pads = small + large if mode == "SAME_LOWER" else large + small',
+        ("tests/tvm_fusion/onnx/test_rewrite.py",),
+    ),
+    Fault(
+        "a negative index below the first is accepted",
+        "tvm_fusion/onnx/rewrites/indices.py",
+        "bad = (value >= extents) | (value < -extents)",
+        "bad = value >= extents",
+        ("tests/tvm_fusion/onnx/test_guards.py", "tests/tvm_fusion/onnx/test_rewrite.py"),
+    ),
+    Fault(
+        "indices are clamped to one past the last",
+        "tvm_fusion/onnx/rewrites/indices.py",
+        "np.asarray(extents - 1, dtype)",
+        "np.asarray(extents, dtype)",
+        ("tests/tvm_fusion/onnx/test_guards.py",),
+    ),
+    Fault(
+        "a Mod of floats has the sign of the dividend",
+        "tvm_fusion/onnx/rewrites/modulo.py",
+        '"Where", apart, moved, remainder',
+        '"Where", apart, remainder, remainder',
+        ("tests/tvm_fusion/onnx/test_expansions.py",),
+    ),
+)
+
+RUNTIME = (
+    Fault(
+        "arrays that are not aligned are used in place",
+        "tvm_fusion/runtime/arguments.py",
+        "return None if tensor.data_ptr() % ALIGNMENT else tensor",
+        "return tensor",
+        ("tests/tvm_fusion/runtime/test_arguments.py",),
+    ),
+    Fault(
+        "a result in the memory of an input is not copied",
+        "tvm_fusion/runtime/arguments.py",
+        "if not new or _overlaps(array, taken):",
+        "if not new:",
+        (
+            "tests/tvm_fusion/runtime/test_arguments.py",
+            "tests/tvm_fusion/runtime/test_compiled_model.py",
+        ),
+    ),
+    Fault(
+        "a model is written in place, so half of it stays when that fails",
+        "tvm_fusion/runtime/artifact.py",
+        'aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")',
+        "aside = path",
+        ("tests/tvm_fusion/runtime/test_artifact.py",),
+    ),
+    Fault(
+        "two threads run a model at once",
+        "tvm_fusion/runtime/thread_pool.py",
+        "    with turn:\n        _set_threads(threads)\n        return function(*args)",
+        "    _set_threads(threads)\n    return function(*args)",
+        (
+            "tests/tvm_fusion/runtime/test_thread_pool.py",
+            "tests/tvm_fusion/runtime/test_compiled_model.py",
+        ),
+    ),
+    Fault(
+        "the code of one architecture is that of another",
+        "tvm_fusion/codegen/nvrtc.py",
+        'options = [f"--gpu-architecture={arch}", ',
+        'options = ["--gpu-architecture=sm_90", ',
+        ("tests/tvm_fusion/codegen/test_nvrtc.py",),
+    ),
+)
+
+FAULTS = (*KERNELS, *PASSES, *IMPORTER, *RUNTIME)

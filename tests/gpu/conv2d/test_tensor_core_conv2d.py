@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions of 16-bit floats on tensor cores: numbers by emulation, and machine code."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cuda_text import count, cuda_source, opcodes, ptxas, sass
+from graph_cases import CUDA, run
+from opencl import compile_opencl
+from tensor_core_emulation import emulate_tensor_cores
+from tvm import relax, te, tirx
+from tvm.relax import op
+from tvm.target import Target
+
+from schedules.compute.conv2d import _pad, activate, conv2d
+from schedules.gpu import AnyConv2D
+from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
+
+OPENCL = Target({"kind": "opencl", "max_shared_memory_per_block": 49152}, host="llvm")
+
+
+def layer_of(inputs: int, outputs: int, kernel: int = 1, stride: int = 1, **more) -> ConvLayer:
+    square, padding = (kernel, kernel), (kernel // 2,) * 4
+    return ConvLayer(inputs, outputs, square, strides=(stride, stride), padding=padding, **more)
+
+
+def scheduled(
+    layer: ConvLayer, size: tuple[int, int, int], dtype: str, target: Target, wide: bool = False
+) -> tirx.PrimFunc:
+    """The rule's result; with ``wide``, of :func:`wide_conv2d`."""
+    batch, height, width = size
+    shapes = [
+        (batch, layer.in_channels, height, width),
+        (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel),
+        (layer.out_channels,),
+    ]
+    types = [dtype, dtype, "float32" if wide else dtype]
+    tensors = [
+        te.placeholder(shape, kind, name=name)
+        for shape, kind, name in zip(shapes, types, ("data", "weight", "bias"), strict=True)
+    ]
+    output = wide_conv2d(*tensors, layer) if wide else conv2d(*tensors, None, layer)
+    func = te.create_prim_func([*tensors, output], "int64")
+    kernel = Conv2DKernel((layer,), batch, height, width, dtype=dtype)
+    schedule = AnyConv2D().apply(
+        func.with_attr("tvm_fusion.workload", to_json(kernel)), target, False
+    )
+    return schedule.mod["main"]
+
+
+def wide_conv2d(data: te.Tensor, weight: te.Tensor, bias: te.Tensor, layer: ConvLayer) -> te.Tensor:
+    """A convolution of float16 with a float32 output: OpenCL on a CPU does not add float16."""
+    padded = _pad(data, layer, "1")
+    taps = [te.reduce_axis((0, int(extent))) for extent in weight.shape[1:]]
+
+    def value(n: tirx.Var, o: tirx.Var, h: tirx.Var, w: tirx.Var) -> tirx.Expr:
+        c, kh, kw = taps
+        window = padded(n, c, h * layer.strides[0] + kh, w * layer.strides[1] + kw)
+        product = window.astype("float32") * weight(o, c, kh, kw).astype("float32")
+        return te.sum(product, axis=taps)
+
+    size = layer.output_size(*(int(extent) for extent in data.shape[2:]))
+    conv = te.compute((data.shape[0], layer.out_channels, *size), value, name="conv1")
+    return te.compute(
+        conv.shape,
+        lambda *at: activate(conv(*at) + bias(at[1]), layer.activation, "float32"),
+        name="layer1",
+    )
+
+
+def convolve(data: np.ndarray, weight: np.ndarray, layer: ConvLayer) -> np.ndarray:
+    top, left, bottom, right = layer.padding
+    padded = np.pad(data, ((0, 0), (0, 0), (top, bottom), (left, right)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, layer.kernel, (2, 3))
+    windows = windows[:, :, :: layer.strides[0], :: layer.strides[1]]
+    return np.einsum("nchwkl,ockl->nohw", windows, weight)
+
+
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [
+        (layer_of(40, 24), (2, 6, 8)),
+        (layer_of(16, 33, 3), (2, 7, 9)),
+        (layer_of(3, 16, 3, 2, activation=Activation("relu")), (1, 15, 13)),
+    ],
+    ids=["1x1", "3x3", "image"],
+)
+def test_numbers(
+    layer: ConvLayer, size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate_tensor_cores(monkeypatch)
+    func = scheduled(layer, size, "float16", OPENCL, wide=True)
+    rng = np.random.default_rng()
+    batch, height, width = size
+    data = rng.standard_normal((batch, layer.in_channels, height, width)).astype("float16")
+    weight = rng.standard_normal((layer.out_channels, layer.in_channels, *layer.kernel))
+    weight, bias = weight.astype("float16"), rng.standard_normal(layer.out_channels)
+    bias = bias.astype("float32")
+    exact = convolve(data.astype("float64"), weight.astype("float64"), layer)
+    exact += bias[:, None, None]
+    if layer.activation.kind == "relu":
+        exact = np.maximum(exact, 0)
+    found = np.full(exact.shape, np.nan, "float32")
+    compile_opencl(func, OPENCL).run(data, weight, bias, found)
+    terms = layer.in_channels * layer.kernel[0] * layer.kernel[1]
+    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6 * terms + 1e-5)
+
+
+def test_numbers_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution as TVM legalizes it, of several images, with an epilogue."""
+    emulate_tensor_cores(monkeypatch)
+    rng = np.random.default_rng()
+    layer = layer_of(9, 20, 3)
+    shapes = [(2, 9, 5, 8), (20, 9, 3, 3)]
+    data, weight = (rng.standard_normal(shape).astype("float16") for shape in shapes)
+
+    def build(x: relax.Expr, w: relax.Expr) -> relax.Expr:
+        return op.nn.relu(op.nn.conv2d(x, w, padding=1, out_dtype="float32"))
+
+    [found] = run(build, [data, weight], target=OPENCL)
+    exact = np.maximum(convolve(data.astype("float64"), weight.astype("float64"), layer), 0)
+    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-4)
+
+
+RESNET = {
+    "stem": (layer_of(3, 64, 7, 2), (8, 224, 224)),
+    "2_1x1": (layer_of(64, 256), (8, 56, 56)),
+    "2_3x3": (layer_of(64, 64, 3), (8, 56, 56)),
+    "3_3x3_stride": (layer_of(128, 128, 3, 2), (8, 56, 56)),
+    "5_1x1": (layer_of(512, 2048), (8, 7, 7)),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", RESNET)
+def test_machine_code(name: str, arch: str) -> None:
+    layer, size = RESNET[name]
+    dtype = "bfloat16" if name == "2_3x3" else "float16"
+    target = Target({"kind": "cuda", "arch": arch}, host="llvm")
+    source = cuda_source(scheduled(layer, size, dtype, target), arch)
+    [used], [code] = ptxas(source, arch).values(), sass(source, arch).values()
+    assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    assert used.registers <= 128
+    names = opcodes(code)
+    assert count(names, "HMMA") and count(names, "LDSM")
+    # The stem's weights have rows of 147 elements: no chunks of 16 bytes.
+    assert bool(count(names, "LDGSTS.E.BYPASS.128")) is (name != "stem")
+    assert count(names, "STS") == count(names, "STS.128")
+
+
+def test_groups_stay_on_the_ordinary_cores() -> None:
+    func = scheduled(layer_of(32, 32, 3, groups=4), (1, 14, 14), "float16", CUDA)
+    assert "mma.sync" not in cuda_source(func)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend of ``torch.compile``: numbers of eager mode, recompilation, what stays eager."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+pytest.importorskip("onnxscript", reason="PyTorch's exporter to ONNX is not installed")
+
+from torch import nn  # noqa: E402
+
+from tests.tvm_fusion.pytorch.torch_modules import (  # noqa: E402
+    TransformerBlock,
+    convolutions,
+    image,
+)
+from tvm_fusion.errors import EagerModeWarning  # noqa: E402
+from tvm_fusion.torch import lowering  # noqa: E402
+from tvm_fusion.torch.backend import tvm_fusion  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The models that are compiled; Dynamo forgets all before and after a test."""
+    made: list[Any] = []
+    compile_model = lowering.compile
+
+    def keep(*arguments: Any, **options: Any) -> Any:
+        made.append(compile_model(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(lowering, "compile", keep)
+    torch._dynamo.reset()
+    lowering.warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EagerModeWarning)
+        yield made
+    torch._dynamo.reset()
+
+
+def accelerate(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return torch.compile(model, backend=tvm_fusion, options={"threads": 1}, **options)
+
+
+def own(caught: pytest.WarningsRecorder) -> int:
+    """Number of our warnings; PyTorch has others, about itself."""
+    return sum(warning.category is EagerModeWarning for warning in caught)
+
+
+def check(fast: Callable[..., Any], model: Callable[..., Any], *inputs: torch.Tensor) -> None:
+    with torch.inference_mode():
+        torch.testing.assert_close(fast(*inputs), model(*inputs), atol=1e-5, rtol=1e-5)
+
+
+def test_entry_point_gives_the_backend(models: list[Any]) -> None:
+    assert "tvm_fusion" in torch._dynamo.list_backends()
+    model = convolutions()
+    check(torch.compile(model, backend="tvm_fusion"), model, image())
+    assert [m.threads for m in models] == [torch.get_num_threads()]
+
+
+def test_views_and_layouts_are_resolved(models: list[Any]) -> None:
+    model = convolutions()
+    check(accelerate(model), model, image().contiguous(memory_format=torch.channels_last))
+    numbers = torch.randn(6, 8, dtype=torch.complex64)
+    check(accelerate(torch.relu), torch.relu, numbers.conj().imag)
+    check(accelerate(torch.relu), torch.relu, torch.randn(8, 6)[::2, 1::2])
+    check(accelerate(torch.relu), torch.relu, torch.randn(8, 6).bfloat16())
+
+
+def test_marked_batch_is_compiled_once(models: list[Any]) -> None:
+    model = convolutions()
+    fast = accelerate(model)
+    for batch in (2, 5, 9):
+        x = image(batch)
+        torch._dynamo.mark_dynamic(x, 0)
+        check(fast, model, x)
+    assert len(models) == 1
+    assert isinstance(models[0].inputs[0].shape[0], str)
+
+
+def test_transformer_block_of_any_length(models: list[Any]) -> None:
+    model = TransformerBlock().eval()
+    fast = accelerate(model, dynamic=True)
+    for batch, length in ((2, 9), (3, 11), (2, 9)):
+        check(fast, model, torch.randn(batch, length, 32))
+    assert len(models) in (1, 2)  # one with open sizes, or one for each size
+
+
+def test_changed_weights_are_seen(models: list[Any]) -> None:
+    model = convolutions()
+    fast, x = accelerate(model), image()
+    check(fast, model, x)
+    with torch.no_grad():
+        model.features[0].weight.mul_(2)
+    check(fast, model, x)
+    model.load_state_dict(convolutions().state_dict())
+    check(fast, model, x)
+    check(fast, model, x)
+    assert len(models) == 3
+
+
+def test_weights_that_keep_changing_end_in_eager_mode(
+    models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tvm_fusion.torch.frozen_graph.MOST_VARIANTS", 1)
+    model = nn.Linear(4, 4)
+    fast, x = accelerate(model), torch.randn(2, 4)
+    with pytest.warns(EagerModeWarning, match="its weights have changed 2 times") as caught:
+        for _ in range(4):
+            check(fast, model, x)
+            with torch.no_grad():
+                model.weight.add_(1)
+    assert own(caught) == 1 and len(models) == 2
+
+
+def test_buffers_that_the_model_updates(models: list[Any]) -> None:
+    model = convolutions().train()
+    twin = copy.deepcopy(model)
+    fast, x = accelerate(model), image(4)
+    counts = []
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), twin(x), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(model.state_dict(), twin.state_dict())
+        counts.append(len(models))
+    assert counts[0] > 0 and counts == counts[:1] * 3
+
+
+def test_inputs_that_are_changed_and_returned(models: list[Any]) -> None:
+    def shift(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * 2
+        x.add_(1)
+        return y, y, x
+
+    x = torch.randn(3, 4)
+    expected = x + 1
+    with torch.no_grad():
+        y, same, changed = accelerate(shift)(x)
+    assert changed is x and same is y and models
+    torch.testing.assert_close(x, expected)
+    torch.testing.assert_close(y, 2 * (expected - 1))
+
+
+def test_both_sides_of_a_graph_break(models: list[Any]) -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.relu(self.layers[0](x))
+            torch._dynamo.graph_break()
+            return self.layers[1](x) + x.shape[0]
+
+    model = Broken()
+    check(accelerate(model), model, torch.randn(3, 4))
+    assert len(models) == 2
+
+
+def test_unsupported_op_runs_in_eager_mode_and_is_named_once(models: list[Any]) -> None:
+    class Inverse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.relu(self.layers[0](x)) + 4 * torch.eye(4)
+            return self.layers[1](torch.linalg.inv(x))
+
+    model = Inverse()
+    fast = accelerate(model)
+    with pytest.warns(EagerModeWarning, match="aten.linalg_inv_ex.default cannot be") as caught:
+        check(fast, model, torch.randn(4, 4))
+        check(fast, model, torch.randn(4, 4))
+    assert own(caught) == 1
+    assert [len(m.inputs) for m in models] == [1, 1]  # no weight is an input
+
+
+def test_training_runs_in_eager_mode_with_one_warning(models: list[Any]) -> None:
+    model = nn.Linear(4, 4)
+    fast = accelerate(model)
+    with pytest.warns(EagerModeWarning, match=r"torch.inference_mode\(\)") as caught:
+        for rows in (2, 3):
+            fast(torch.randn(rows, 4)).sum().backward()
+    assert own(caught) == 1 and model.weight.grad is not None and not models
+    check(fast, model, torch.randn(2, 4))
+    assert len(models) == 1
+
+
+def test_unknown_options_are_refused() -> None:
+    fast = torch.compile(nn.ReLU(), backend=tvm_fusion, options={"thread": 1})
+    with pytest.raises(Exception, match="got the option 'thread'; expected one of") as caught:
+        fast(torch.zeros(2))
+    assert "InvalidInputError" in str(caught.value)  # Dynamo wraps errors of backends

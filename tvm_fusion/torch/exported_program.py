@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Import of a ``torch.export.ExportedProgram``: PyTorch's own ONNX exporter, then our importer.
+
+The weights do not pass through the ONNX model: they stay in PyTorch's memory, and constants of the
+Relax module use them there.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from ..errors import InvalidModelError, UnsupportedOperatorError
+from ..onnx.frontend import ImportedModel, import_onnx
+from ..onnx.model.weights import SMALL_ELEMENTS
+
+FX_NODE = "pkg.torch.onnx.fx_node"
+"""Key under which PyTorch's exporter stores the FX node that an ONNX node comes from."""
+
+_NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
+
+
+class UnsupportedTorchOpError(UnsupportedOperatorError):
+    """An exported program with ops that cannot be imported.
+
+    Parameters
+    ----------
+    message : str
+        The text.
+    ops : frozenset of str
+        Names of the ops, such as ``"aten.nonzero.default"``; empty where they are not known.
+    """
+
+    def __init__(self, message: str, ops: frozenset[str]) -> None:
+        super().__init__(message)
+        self.ops = ops
+
+
+def import_exported_program(
+    program: ExportedProgram, shapes: Mapping[str, Any] | None = None
+) -> ImportedModel:
+    """Import an exported program.
+
+    Parameters
+    ----------
+    program : torch.export.ExportedProgram
+        Its inputs and outputs keep the names of their FX nodes.
+    shapes : mapping, optional
+        As for :func:`tvm_fusion.compile`; dimensions that are not named in it stay symbolic.
+
+    Returns
+    -------
+    ImportedModel
+
+    Raises
+    ------
+    UnsupportedTorchOpError
+        If it holds ops that cannot be imported.
+    UnsupportedOperatorError
+        If it changes buffers or inputs in place.
+    InvalidModelError
+        If it is inconsistent, or does not fit ``shapes``.
+    """
+    program = functional(program)
+    changed = changed_in_place(program)
+    if changed:
+        raise UnsupportedOperatorError(
+            f"the exported program changes {', '.join(map(repr, changed))} in place; return the "
+            "new values as outputs, or use torch.compile(model, backend='tvm_fusion')"
+        )
+    model, weights = _to_onnx(program)
+    try:
+        return import_onnx(model, _open_dimensions(model, shapes or {}), weights)
+    except (InvalidModelError, UnsupportedOperatorError) as error:
+        ops = frozenset(_ops_in_message(model, str(error)))
+        if not ops:
+            raise
+        raise UnsupportedTorchOpError(f"{', '.join(sorted(ops))}: {error}", ops) from error
+
+
+def functional(program: ExportedProgram) -> ExportedProgram:
+    """The program with changes in place as additional outputs, which its signature lists."""
+    nodes = program.graph.nodes
+    return program.run_decompositions({}) if any(map(_changes_memory, nodes)) else program
+
+
+def _changes_memory(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    # Normalisation in training mode updates its running statistics; its schema conceals that.
+    is_training = node.target in _NORMS and len(node.args) > 5 and node.args[5] is True
+    return is_training or node.target._schema.is_mutable
+
+
+def changed_in_place(program: ExportedProgram) -> list[str]:
+    """Names of the buffers and inputs that a functional program is to change in place."""
+    signature = program.graph_signature
+    return [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+
+
+def _to_onnx(program: ExportedProgram) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """The program as ONNX, and its large weights, for which it has inputs of their names."""
+    try:
+        with _quiet():
+            exported = torch.onnx.export(program, dynamo=True, verbose=False)
+    except torch.onnx.errors.OnnxExporterError as error:
+        texts = [str(part) for part in _chain(error)]
+        ops = frozenset(op for text in texts for op in _targets(text))
+        reason = " ".join(texts[-1].split())[:300]
+        named = f" at {', '.join(sorted(ops))}" if ops else ""
+        raise UnsupportedTorchOpError(
+            f"PyTorch cannot export the program to ONNX{named}: {reason}", ops
+        ) from error
+    assert exported is not None, "an exporter without a file returns its result"
+    weights = _detach_weights(exported.model)
+    return onnx_ir.to_proto(exported.model), weights
+
+
+def _detach_weights(model: onnx_ir.Model) -> dict[str, np.ndarray]:
+    """Replace the large weights by inputs; the arrays are in the memory of PyTorch's tensors."""
+    graph = model.graph
+    weights = {}
+    for name, value in list(graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is not None and tensor.size > SMALL_ELEMENTS:
+            weights[name] = np.asarray(tensor.numpy(), order="C")
+            del graph.initializers[name]
+            graph.inputs.append(value)
+    return weights
+
+
+def _open_dimensions(model: onnx.ModelProto, shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """``shapes``, and every symbolic dimension that it does not bind under its own name."""
+    names = {
+        dim.dim_param
+        for value in model.graph.input
+        if value.name not in shapes
+        for dim in value.type.tensor_type.shape.dim
+        if dim.dim_param
+    }
+    return {name: name for name in sorted(names)} | dict(shapes)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context without the exporter's warnings, which are about its own inner workings."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and its causes."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _targets(text: str) -> list[str]:
+    """Names of the ops in FX nodes, such as ``call_function[target=torch.ops.aten.add.Tensor]``."""
+    return re.findall(r"target=torch\.ops\.([\w.]+)", text)
+
+
+def _ops_in_message(model: onnx.ModelProto, message: str) -> Iterator[str]:
+    """Names of the ops whose ONNX nodes an error message names."""
+    named = set(re.findall(r"'([^']+)'", message))
+    for node in model.graph.node:
+        if node.name in named:
+            for prop in node.metadata_props:
+                if prop.key == FX_NODE:
+                    yield from _targets(prop.value)

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graph of ``torch.compile`` whose weights become part of compiled models.
+
+Dynamo passes parameters and buffers as arguments. A compiled model has them packed for its kernels,
+so it is for these tensors and their present values: other tensors get a model of their own, and
+changed values a new one.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import TVMFusionError
+from .lowering import Choices, Run, bind_input, export, lower, lower_whole, warn_once
+
+MOST_VARIANTS = 8
+"""Compiled models of a graph that are kept, and times that changed weights are compiled anew."""
+
+_STATIC = "_dynamo_static_input_type"
+"""Key by which Dynamo marks parameters, buffers and other tensors of modules."""
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Compiled form of a graph for certain weights.
+
+    Parameters
+    ----------
+    run : callable
+        Function from the other arguments to the computed outputs.
+    inputs : tuple of int
+        Positions of those arguments.
+    weights : tuple of torch.Tensor
+        The weights; kept, so that no other tensor gets their identity.
+    versions : list of int
+        Their version counters.
+    """
+
+    run: Run
+    inputs: tuple[int, ...]
+    weights: tuple[torch.Tensor, ...]
+    versions: list[int]
+
+
+class FrozenGraph:
+    """Callable that compiles a graph of Dynamo in its first call.
+
+    Parameters
+    ----------
+    graph : torch.fx.GraphModule
+        The graph.
+    choices : Choices
+        The user's options.
+    """
+
+    def __init__(self, graph: fx.GraphModule, choices: Choices) -> None:
+        self._graph = graph
+        self._choices = choices
+        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self._names = [node.name for node in nodes]
+        self._static = [i for i, node in enumerate(nodes) if _STATIC in _tensor_dict(node)]
+        self._floats = [i for i, node in enumerate(nodes) if _is_float(node)]
+        self._own = [*graph.parameters(), *graph.buffers()]
+        self._has_open_shape = any(_is_symbolic(node) for node in nodes)
+        self._can_stay_open = self._has_open_shape
+        self._variants: OrderedDict[Any, Variant] = OrderedDict()
+        self._updates = 0
+        self._is_eager = False
+        self._lock = threading.RLock()
+        self._outputs = _Outputs.of(graph, self._names)
+
+    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        """Compute all outputs of the graph."""
+        weights = self._weights(arguments)
+        variant = self._variants.get(self._key(arguments, weights))
+        if variant is None or variant.versions != _versions(weights):
+            with self._lock:
+                variant = self._make(arguments)
+        if variant is None:
+            return self._graph(*arguments)
+        results = variant.run(*[arguments[place] for place in variant.inputs])
+        return self._outputs.join(arguments, results)
+
+    def _weights(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
+        return [*(arguments[place] for place in self._static), *self._own]
+
+    def _key(self, arguments: Sequence[Any], weights: Sequence[torch.Tensor]) -> Any:
+        """Key of a variant: identities of the weights, numbers, and shapes if these are fixed."""
+        identities = tuple(map(id, weights))
+        floats = tuple(float(arguments[place]) for place in self._floats)
+        if not self._has_open_shape or self._can_stay_open:
+            return identities, floats
+        shapes = tuple(tuple(x.shape) for x in arguments if isinstance(x, torch.Tensor))
+        return identities, floats, shapes
+
+    def _make(self, arguments: Sequence[Any]) -> Variant | None:
+        """Compile the graph for these weights; None if it stays in eager mode."""
+        if self._is_eager:
+            return None
+        stale = self._variants.pop(self._key(arguments, self._weights(arguments)), None)
+        self._updates += stale is not None
+        if self._updates > MOST_VARIANTS:
+            self._give_up(f"its weights have changed {self._updates} times")
+            return None
+        try:
+            run, inputs = self._compile(arguments)
+        except TVMFusionError as error:
+            self._give_up(str(error).splitlines()[0])
+            return None
+        weights = self._weights(arguments)  # those that are left, see _compile
+        variant = Variant(run, tuple(inputs), tuple(weights), _versions(weights))
+        self._variants[self._key(arguments, weights)] = variant
+        if len(self._variants) > MOST_VARIANTS:
+            self._variants.popitem(last=False)
+        return variant
+
+    def _give_up(self, reason: str) -> None:
+        self._is_eager = True
+        self._variants.clear()
+        warn_once(f"torch.compile runs a graph in eager mode: {reason}")
+
+    def _compile(self, arguments: Sequence[Any]) -> tuple[Run, list[int]]:
+        """A compiled form, and the positions of its arguments."""
+        if self._outputs.has_numbers:
+            raise TVMFusionError("an output is a number that is computed from sizes")
+        if self._can_stay_open:
+            try:
+                return self._compile_open(arguments)
+            except TVMFusionError as error:
+                self._can_stay_open = False
+                _LOG.info("a model for each shape, at most %d are kept: %s", MOST_VARIANTS, error)
+        while True:
+            module, inputs = self._frozen(arguments)
+            program = export(module, [arguments[place] for place in inputs])
+            changed = set(program.graph_signature.buffers_to_mutate.values())
+            kept = [place for place in self._static if _buffer(place) not in changed]
+            if kept == self._static:
+                return lower(program, self._choices), inputs
+            # A buffer that the graph itself changes is an input from now on, not a weight.
+            self._static = kept
+
+    def _compile_open(self, arguments: Sequence[Any]) -> tuple[Run, list[int]]:
+        module, inputs = self._frozen(arguments, is_open=True)
+        nodes = {node.name: node for node in self._graph.graph.nodes}
+        open_dimensions = tuple(_open_dimensions(nodes[self._names[place]]) for place in inputs)
+        program = export(module, [arguments[place] for place in inputs], open_dimensions)
+        return lower_whole(program, self._choices), inputs
+
+    def _frozen(
+        self, arguments: Sequence[Any], is_open: bool = False
+    ) -> tuple[fx.GraphModule, list[int]]:
+        """The graph with weights as buffers and sizes as numbers, and the remaining inputs."""
+        module = fx.GraphModule(self._graph, copy.deepcopy(self._graph.graph))
+        nodes = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
+        self._outputs.drop_arguments(module.graph)
+        inputs = []
+        for place, name in enumerate(self._names):
+            if place in self._static:
+                bind_input(module, nodes[name], _buffer(place), arguments[place])
+            elif place in self._floats:
+                for user in list(nodes[name].users):
+                    _replace_by_number(module.graph, user, float(arguments[place]))
+                module.graph.erase_node(nodes[name])
+            elif isinstance(arguments[place], torch.Tensor):
+                inputs.append(place)
+            elif is_open and _is_symbolic(nodes[name]):
+                _compute_size(module.graph, nodes[name])
+            else:
+                _replace_by_number(module.graph, nodes[name], arguments[place])
+        module.recompile()
+        return module, inputs
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """Outputs of a graph: arguments, constants, and computed values, each of which once.
+
+    Parameters
+    ----------
+    plan : tuple of (str, Any)
+        For each output ``("argument", place)``, ``("constant", value)`` or ``("computed", index)``.
+    computed : tuple of str
+        Names of the nodes that are computed.
+    has_numbers : bool
+        Whether one of them is no tensor.
+    """
+
+    plan: tuple[tuple[str, Any], ...]
+    computed: tuple[str, ...]
+    has_numbers: bool
+
+    @classmethod
+    def of(cls, graph: fx.GraphModule, inputs: Sequence[str]) -> _Outputs:
+        """Outputs of a graph whose inputs have these names."""
+        plan: list[tuple[str, Any]] = []
+        computed: list[str] = []
+        has_numbers = False
+        for value in graph.graph.output_node().args[0]:
+            if not isinstance(value, fx.Node):
+                plan.append(("constant", value))
+            elif value.op == "placeholder":
+                plan.append(("argument", inputs.index(value.name)))
+            else:
+                if value.name not in computed:
+                    computed.append(value.name)
+                    has_numbers |= isinstance(value.meta.get("example_value"), torch.SymInt)
+                plan.append(("computed", computed.index(value.name)))
+        return cls(tuple(plan), tuple(computed), has_numbers)
+
+    def drop_arguments(self, graph: fx.Graph) -> None:
+        """Let a copy of the graph return the computed outputs only."""
+        nodes = {node.name: node for node in graph.nodes}
+        graph.output_node().args = (tuple(nodes[name] for name in self.computed),)
+
+    def join(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        """All outputs, in order."""
+        sources = {"argument": arguments, "computed": results}
+        return tuple(
+            value if kind == "constant" else sources[kind][value] for kind, value in self.plan
+        )
+
+
+def _versions(weights: Sequence[torch.Tensor]) -> list[int]:
+    """Version counters, which each change in place raises; inference tensors have none."""
+    return [-1 if weight.is_inference() else weight._version for weight in weights]
+
+
+def _buffer(place: int) -> str:
+    return f"static_{place}"
+
+
+def _tensor_dict(node: fx.Node) -> dict[str, Any]:
+    return node.meta.get("tensor_dict") or {}
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.SymInt)
+
+
+def _is_float(node: fx.Node) -> bool:
+    """Return whether an input is a Python float, which Dynamo passes as a tensor."""
+    argument = node.meta.get("grapharg")
+    is_passed = argument is not None and argument.pass_arg_as_tensor
+    return is_passed and all(user.target == "item" for user in node.users)
+
+
+def _shape(node: fx.Node) -> Sequence[Any]:
+    value = node.meta.get("example_value")
+    return value.shape if isinstance(value, torch.Tensor) else ()
+
+
+def _open_dimensions(node: fx.Node) -> dict[int, Any]:
+    """For each symbolic dimension of an input, that it must stay so."""
+    is_open = [_is_open(size) for size in _shape(node)]
+    return {axis: torch.export.Dim.DYNAMIC for axis, found in enumerate(is_open) if found}
+
+
+def _is_open(size: Any) -> bool:
+    """Return whether a size is symbolic, and was not found to be a number later."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+def _compute_size(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace an input that is a size by the size of a tensor."""
+    if not node.users:
+        graph.erase_node(node)
+        return
+    wanted = node.meta["example_value"].node.expr
+    inputs = [other for other in graph.nodes if other.op == "placeholder"]
+    for other in inputs:
+        for axis, size in enumerate(_shape(other)):
+            if _is_open(size) and size.node.expr == wanted:
+                with graph.inserting_after(inputs[-1]):
+                    known = graph.call_function(torch.ops.aten.sym_size.int, (other, axis))
+                node.replace_all_uses_with(known)
+                graph.erase_node(node)
+                return
+    raise TVMFusionError(f"the size {wanted} is not that of an input")
+
+
+def _replace_by_number(graph: fx.Graph, node: fx.Node, value: Any) -> None:
+    replace: Callable[[fx.Node], Any] = lambda other: value if other is node else other  # noqa: E731
+    for user in list(node.users):
+        user.args = fx.map_arg(user.args, replace)
+        user.kwargs = fx.map_arg(user.kwargs, replace)
+    graph.erase_node(node)

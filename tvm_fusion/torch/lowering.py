@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compilation of an FX graph: whole, or in parts around the ops that only PyTorch can run."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.operator_support import OperatorSupportBase
+
+from ..compiler.compile_model import compile
+from ..errors import EagerModeWarning, InvalidInputError
+from . import tensors
+from .exported_program import UnsupportedTorchOpError, changed_in_place, functional
+
+Run = Callable[..., Sequence[Any]]
+"""Function from the tensors of a call to all outputs of a graph."""
+
+_KNOWN = ("fuse", "target", "threads", "winograd")
+_COPY = "aten.copy_.default"
+_CHEAP = frozenset(
+    """_unsafe_view alias clone contiguous detach expand permute reshape select
+    slice squeeze t transpose unsqueeze view""".split()
+)
+"""Ops that alone are not worth a compiled model."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Options of ``torch.compile(..., options=...)``.
+
+    Parameters
+    ----------
+    arguments : Mapping[str, Any]
+        Keyword arguments of :func:`tvm_fusion.compile`; ``threads`` is PyTorch's own number by
+        default.
+    """
+
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> Choices:
+        """Check the options of a user.
+
+        Raises
+        ------
+        InvalidInputError
+            If one is unknown.
+        """
+        for name in options or {}:
+            if name not in _KNOWN:
+                raise InvalidInputError(
+                    f"torch.compile got the option {name!r}; expected one of {', '.join(_KNOWN)}"
+                )
+        return cls({"threads": torch.get_num_threads()} | dict(options or {}))
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Give a warning, once in a process."""
+    warnings.warn(text, EagerModeWarning, stacklevel=3)
+
+
+def export(
+    module: torch.nn.Module, arguments: Sequence[torch.Tensor], open_dimensions: Any = None
+) -> ExportedProgram:
+    """Export a module, as a functional program, on tensors like ``arguments``.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        A graph module.
+    arguments : sequence of torch.Tensor
+        Only shapes and types count.
+    open_dimensions : tuple of dict, optional
+        The ``dynamic_shapes`` of ``torch.export.export``.
+
+    Raises
+    ------
+    UnsupportedTorchOpError
+        If PyTorch cannot export it.
+    """
+    examples = tuple(torch.empty(value.shape, dtype=value.dtype) for value in arguments)
+    try:
+        with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(
+                module, examples, dynamic_shapes=open_dimensions, strict=False
+            )
+            return functional(program)
+    except Exception as error:  # there is no common class of its errors
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UnsupportedTorchOpError(
+            f"PyTorch cannot export the graph: {reason}", frozenset()
+        ) from error
+
+
+def lower(program: ExportedProgram, choices: Choices) -> Run:
+    """Compile a program whole, or else what lies between the ops that cannot be compiled.
+
+    Those run in eager mode; a warning names them.
+
+    Parameters
+    ----------
+    program : torch.export.ExportedProgram
+        Of a module whose inputs and outputs are tensors; it may change its inputs in place.
+    choices : Choices
+        The user's options.
+
+    Raises
+    ------
+    TVMFusionError
+        If nothing can be compiled.
+    """
+    if changed_in_place(program):
+        return _lower_in_parts(program, choices, frozenset([_COPY]))
+    try:
+        return lower_whole(program, choices)
+    except UnsupportedTorchOpError as error:
+        if not error.ops:
+            raise
+        return _lower_in_parts(program, choices, error.ops)
+
+
+def lower_whole(program: ExportedProgram, choices: Choices) -> Run:
+    """Compile a program whose inputs and outputs are tensors as one model.
+
+    Raises
+    ------
+    TVMFusionError
+        If that is not possible.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        model = compile(program, **choices.arguments)
+    names = list(program.graph_signature.user_inputs)
+    places = [names.index(spec.name) for spec in model.inputs]
+
+    def run(*arguments: torch.Tensor) -> list[torch.Tensor]:
+        return tensors.run(model, [arguments[place] for place in places])
+
+    return run
+
+
+def _lower_in_parts(program: ExportedProgram, choices: Choices, refused: frozenset[str]) -> Run:
+    """Compile what lies between the refused ops, and between those found on the way."""
+    if not refused <= _ops(program) | {_COPY}:
+        program = program.run_decompositions()
+    while True:
+        module = program.module(check_guards=False)
+        assert isinstance(module, fx.GraphModule)
+        partitioner = CapabilityBasedPartitioner(
+            module, _Compilable(refused), allows_single_node_partition=True
+        )
+        parts = [part for part in partitioner.propose_partitions() if _is_worthwhile(part.nodes)]
+        try:
+            _compile_parts(partitioner.fuse_partitions(parts), choices)
+        except UnsupportedTorchOpError as error:
+            if not error.ops or not error.ops <= _ops(program) - refused:
+                raise
+            refused |= error.ops
+            continue
+        for op in sorted(refused - {_COPY}):
+            warn_once(f"{op} cannot be compiled and runs in eager mode; other ops are compiled")
+        return module
+
+
+def _ops(program: ExportedProgram) -> frozenset[str]:
+    nodes = program.graph.nodes
+    return frozenset(str(node.target) for node in nodes if node.op == "call_function")
+
+
+class _Compilable(OperatorSupportBase):
+    """All ops on tensors but the refused ones."""
+
+    def __init__(self, refused: frozenset[str]) -> None:
+        self._refused = refused
+
+    def is_node_supported(self, submodules: Mapping[str, Any], node: fx.Node) -> bool:
+        """Return whether the node can be part of a compiled model."""
+        is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+        return node.op == "call_function" and is_tensor and str(node.target) not in self._refused
+
+
+def _is_worthwhile(nodes: Mapping[fx.Node, Any]) -> bool:
+    """Return whether one of the nodes computes something."""
+    names = (str(node.target).split(".") for node in nodes)
+    return any(len(name) < 2 or name[1] not in _CHEAP for name in names)
+
+
+def _compile_parts(module: fx.GraphModule, choices: Choices) -> None:
+    """Replace the submodules of a partitioned graph by compiled models."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_module":
+            continue
+        part = module.get_submodule(node.target)
+        assert isinstance(part, fx.GraphModule)
+        _move_weights(module, node, part)
+        values = [argument.meta["val"] for argument in node.args]
+        is_single = isinstance(part.graph.output_node().args[0], fx.Node)
+        run = lower_whole(export(part, values), choices)
+        module.delete_submodule(node.target)
+        module.add_submodule(node.target, _Part(run, is_single))
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _move_weights(module: fx.GraphModule, node: fx.Node, part: fx.GraphModule) -> None:
+    """Let a submodule have the weights that it takes as arguments."""
+    given = []
+    inputs = [inner for inner in part.graph.nodes if inner.op == "placeholder"]
+    for argument, inner in zip(node.args, inputs, strict=True):
+        if argument.op != "get_attr":
+            given.append(argument)
+            continue
+        weight = functools.reduce(getattr, str(argument.target).split("."), module)
+        bind_input(part, inner, f"weight_{inner.name}", weight)
+    node.args = tuple(given)
+    part.recompile()
+
+
+def bind_input(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tensor) -> None:
+    """Replace an input of a graph by a buffer in the memory of ``value``."""
+    module.register_buffer(name, value.detach(), persistent=False)
+    with module.graph.inserting_before(node):
+        node.replace_all_uses_with(module.graph.get_attr(name))
+    module.graph.erase_node(node)
+
+
+class _Part(torch.nn.Module):
+    """Compiled part of a graph."""
+
+    def __init__(self, run: Run, is_single: bool) -> None:
+        super().__init__()
+        self._run = run
+        self._is_single = is_single
+
+    def forward(self, *arguments: torch.Tensor) -> Any:
+        """Compute the outputs of the part."""
+        outputs = self._run(*arguments)
+        return outputs[0] if self._is_single else tuple(outputs)
