@@ -35,7 +35,7 @@ def commands() -> str:
     from tvm_fusion.cli.commands import cli
 
     parts = []
-    for name, command in cli.commands.items():
+    for name, command in _all_commands(cli):
         context = click.Context(command, info_name=f"tvm-fusion {name}")
         records = [param.get_help_record(context) for param in command.get_params(context)]
         rows = [(f"`{names}`", _escape(text)) for names, text in filter(None, records) if text]
@@ -43,6 +43,16 @@ def commands() -> str:
         parts += [f"## tvm-fusion {name}", f"```\n{context.info_name} {usage}\n```"]
         parts += [inspect.cleandoc(str(command.help)), _table(("option", "meaning"), rows)]
     return "\n\n".join(parts)
+
+
+def _all_commands(group: Any) -> Iterable[tuple[str, Any]]:
+    """Commands of a group, and those of its groups, by their full names."""
+    import click
+
+    for name, command in group.commands.items():
+        yield name, command
+        if isinstance(command, click.Group):
+            yield from ((f"{name} {inner}", one) for inner, one in _all_commands(command))
 
 
 def reference(module: str) -> str:
@@ -91,6 +101,19 @@ def networks() -> str:
 def pairs() -> str:
     """The races of pairs of convolutions, by CPU side by side."""
     return _races("pairs", ("ONNX Runtime", "OpenVINO", "unfused", "fused"))
+
+
+def searches() -> str:
+    """Share of the best recorded speed that each search reaches, by CPU."""
+    parts = []
+    for family, found in json.loads((RESULTS / "search.json").read_text()).items():
+        headings = ["search", *found["searches"]["ours"]]
+        rows = (
+            [name, *("" if value is None else f"{value:.3f}" for value in figures.values())]
+            for name, figures in found["searches"].items()
+        )
+        parts += [f"{_cpu(family)}, {found['kernels']} kernels:", _table(headings, rows)]
+    return "\n\n".join(parts)
 
 
 def pytorch() -> str:
@@ -187,5 +210,6 @@ PARTS: dict[str, Callable[..., str]] = {
         pytorch,
         pairs,
         reductions,
+        searches,
     )
 }

@@ -44,9 +44,17 @@ class EngineError(TVMFusionError):
     """An engine of a comparison that is not installed, or failed on the model."""
 
 
+class TuningError(TVMFusionError):
+    """A tuning job that cannot run or has nothing to tune, or records that cannot be read."""
+
+
 class EagerModeWarning(UserWarning):
     """An op or a graph of PyTorch that runs in eager mode, because it cannot be compiled."""
 
 
 class SlowPathWarning(UserWarning):
     """A schedule rule that failed on a kernel, which is compiled without it; a defect of ours."""
+
+
+class RecordWarning(UserWarning):
+    """Tuning records that are skipped: damaged, or of another version of a template."""

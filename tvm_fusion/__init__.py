@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .compiler.target import resolve as resolve_target
     from .runtime.compiled_model import CompiledModel, Latency, load
     from .runtime.host_arrays import aligned_empty
+    from .tuning.job import TaskState, TuneResult, tune
 
 __all__ = [
     "Arena",
@@ -39,6 +40,8 @@ __all__ = [
     "Latency",
     "Plan",
     "RaceResult",
+    "TaskState",
+    "TuneResult",
     "__version__",
     "aligned_empty",
     "compile",
@@ -49,10 +52,12 @@ __all__ = [
     "profile",
     "race",
     "resolve_target",
+    "tune",
 ]
 
 _LATER = {
     **dict.fromkeys(("Arena", "EngineSpec", "Plan", "RaceResult", "race"), "bench.race"),
+    **dict.fromkeys(("TaskState", "TuneResult", "tune"), "tuning.job"),
     **dict.fromkeys(("CompiledModel", "Latency", "load"), "runtime.compiled_model"),
     "aligned_empty": "runtime.host_arrays",
     "compile": "compiler.compile_model",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every exception that tvm-fusion raises on purpose, all of them under ``TVMFusionError``.
 
-``EagerModeWarning`` and ``SlowPathWarning`` are the categories of what it warns of.
+``EagerModeWarning``, ``RecordWarning`` and ``SlowPathWarning`` are categories of warnings.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from schedules.errors import (
     InvalidInputError,
     InvalidModelError,
     OpError,
+    RecordWarning,
     SlowPathWarning,
     TargetError,
+    TuningError,
     TVMFusionError,
     UnsupportedOperatorError,
 )
@@ -28,8 +30,10 @@ __all__ = [
     "InvalidInputError",
     "InvalidModelError",
     "OpError",
+    "RecordWarning",
     "SlowPathWarning",
     "TVMFusionError",
     "TargetError",
+    "TuningError",
     "UnsupportedOperatorError",
 ]

@@ -27,7 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import datetime, timezone
 from itertools import cycle
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +35,22 @@ import tvm
 from rich.console import Console
 from rich.table import Table
 from tvm import te, tirx
-from tvm.script import tirx as T
 from tvm.target import Target
 
 from schedules.compute.conv2d import conv2d, fused_conv2d
-from schedules.cpu.conv2d.conv2d import Conv2DKnobs, conv2d_template
-from schedules.cpu.conv2d.fused_conv2d import FusedConv2DKnobs, fused_conv2d_template
+from schedules.cpu import TEMPLATES
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.cost.conv2d_knobs import conv2d_space
-from schedules.cpu.cost.cost_model import default_conv2d_knobs, default_fused_knobs, estimate
-from schedules.cpu.cost.fused_conv2d_knobs import fused_conv2d_space
+from schedules.cpu.core.rule import CPUTemplate
+from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
+from schedules.cpu.cost.cost_model import estimate
+from schedules.cpu.cost.fused_conv2d_knobs import FusedConv2DKnobs
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
 from tvm_fusion.compiler.target import resolve
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.runtime.thread_pool import Crew
+from tvm_fusion.tuning.measure import planes, writer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
@@ -155,18 +154,14 @@ def packed_function(kernel: Conv2DKernel) -> tirx.PrimFunc:
     return func.with_attr("tvm_fusion.workload", to_json(kernel))
 
 
-def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Knobs:
-    """Knobs that the cost model chooses."""
-    choose = default_conv2d_knobs if len(kernel.layers) == 1 else default_fused_knobs
-    return choose(kernel, cpu)
+def template_of(kernel: Conv2DKernel) -> CPUTemplate:
+    """Template of a kernel."""
+    return TEMPLATES["cpu.conv2d" if len(kernel.layers) == 1 else "cpu.fused_conv2d"]
 
 
 def settings(kernel: Conv2DKernel, cpu: CPUInfo, sample: int, seed: int) -> list[Knobs]:
     """All settings, the default first; a ``sample`` of the others if that is not 0."""
-    single = len(kernel.layers) == 1
-    space: list[Knobs] = [*(conv2d_space if single else fused_conv2d_space)(kernel, cpu)]
-    default = default_knobs(kernel, cpu)
-    others = [knobs for knobs in space if knobs != default]
+    default, *others = template_of(kernel).space(kernel, cpu)
     if 0 < sample < len(others):
         others = random.Random(seed).sample(others, sample)
     return [default, *others]
@@ -176,34 +171,13 @@ def build(
     kernel: Conv2DKernel, chosen: Sequence[Knobs], target: Target
 ) -> list[Callable[..., None]]:
     """One function for each setting; two compilers work at a time."""
-    func = packed_function(kernel)
+    func, template = packed_function(kernel), template_of(kernel)
 
     def compiled(knobs: Knobs) -> Callable[..., None]:
-        if isinstance(knobs, Conv2DKnobs):
-            module = conv2d_template(func, kernel, knobs).mod
-        else:
-            module = fused_conv2d_template(func, kernel, knobs).mod
-        return tvm.compile(module, target)["main"]
+        return tvm.compile(template.write(func, kernel, knobs, target).mod, target)["main"]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(compiled, chosen))
-
-
-def writer(shape: Sequence[int], threads: int, target: Target) -> Callable[..., None]:
-    """A function that writes a tensor like the previous layer: each thread a share of the rows."""
-    planes, rows, columns = prod(shape[:2]), shape[2], prod(shape[3:])
-
-    @T.prim_func
-    def write(data: T.Buffer((planes, rows, columns), "float32")):  # type: ignore[valid-type]
-        for share in T.parallel(threads):
-            for plane in range(planes):
-                for row in range((share + 1) * rows // threads - share * rows // threads):
-                    for column in T.vectorized(columns):
-                        data[plane, share * rows // threads + row, column] = data[
-                            plane, share * rows // threads + row, column
-                        ] * T.float32(1)
-
-    return tvm.compile(tvm.IRModule({"main": write}), target)["main"]
 
 
 def measure(
@@ -219,8 +193,7 @@ def measure(
     shapes = [[int(extent) for extent in param.shape] for param in func.params]
     arrays = [generator.standard_normal(shape, dtype="float32") for shape in shapes]
     arguments = [tvm.runtime.tensor(array) for array in arrays]
-    plane_shape = (prod(shapes[0][:2]), shapes[0][2], prod(shapes[0][3:]))
-    data = arguments[0]._create_view(plane_shape)
+    data = arguments[0]._create_view(tuple(planes(shapes[0])))
     weights = range(1, len(arrays) - 1, 2)
     copies = min(200, max(2, WEIGHT_BYTES // sum(arrays[at].nbytes for at in weights)))
     rotation = cycle([[tvm.runtime.tensor(arrays[at]) for at in weights] for _ in range(copies)])
@@ -254,8 +227,8 @@ def race(name: str, threads: int, options: argparse.Namespace) -> dict[str, Any]
     kernel = kernels(cpu.lanes("float32"))[name]
     chosen = settings(kernel, cpu, options.sample, options.seed)
     functions = build(kernel, chosen, target)
-    shape = packed_function(kernel).params[0].shape
-    write = writer([int(extent) for extent in shape], threads, target)
+    shape = [int(extent) for extent in packed_function(kernel).params[0].shape]
+    write = tvm.compile(writer(planes(shape), "float32", threads), target)["main"]
     found = Crew(threads).run(measure, kernel, functions, write, options.seconds, options.seed)
     return {
         "kernel": json.loads(to_json(kernel)),

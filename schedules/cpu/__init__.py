@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from tvm.s_tir.dlight import ScheduleRule
 
+from schedules.tuning.records import Records
+
 from .conv2d.channel_norm import ChannelNorm
-from .conv2d.conv2d import Conv2D
-from .conv2d.fused_conv2d import FusedConv2D
+from .conv2d.conv2d import CONV2D, Conv2D
+from .conv2d.fused_conv2d import FUSED, PLANAR, FusedConv2D
 from .conv2d.pack import Pack
-from .conv2d.winograd_conv2d import WinogradConv2D
-from .loops.dense import Dense
+from .conv2d.winograd_conv2d import WINOGRAD, WinogradConv2D
+from .core.rule import CPUTemplate
+from .loops.dense import DENSE, Dense
 from .loops.elementwise import Elementwise
 from .loops.fallback import Fallback
 from .loops.layout_transform import LayoutTransform
@@ -23,23 +26,34 @@ from .loops.pooling import Pooling
 from .loops.softmax import Softmax
 from .reduce.coalesced_reduce import CoalescedReduce
 
-RULES: tuple[ScheduleRule, ...] = (
-    FusedConv2D(),
-    Conv2D(),
-    WinogradConv2D(),
-    Pack(),
-    ChannelNorm(),
-    LayoutTransform(),
-    Elementwise(),
-    Pooling(),
-    Dense(),
-    CoalescedReduce(),
-    Softmax(),
-    Fallback(),
-)
+
+def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
+    """Return all rules in order; those with knobs choose them by ``records`` where they can."""
+    return (
+        FusedConv2D(records),
+        Conv2D(records),
+        WinogradConv2D(records),
+        Pack(),
+        ChannelNorm(),
+        LayoutTransform(),
+        Elementwise(),
+        Pooling(),
+        Dense(records),
+        CoalescedReduce(),
+        Softmax(),
+        Fallback(),
+    )
+
+
+RULES = rules()
+TEMPLATES: dict[str, CPUTemplate] = {
+    template.name: template for template in (FUSED, PLANAR, CONV2D, WINOGRAD, DENSE)
+}
+"""Templates of the rules with knobs, by name."""
 
 __all__ = [
     "RULES",
+    "TEMPLATES",
     "ChannelNorm",
     "CoalescedReduce",
     "Conv2D",
@@ -52,4 +66,5 @@ __all__ = [
     "Pooling",
     "Softmax",
     "WinogradConv2D",
+    "rules",
 ]

@@ -27,6 +27,7 @@ from schedules.workload.conv2d import Conv2DKernel, from_json
 
 from ..compiler import pipeline
 from ..compiler.target import arch_of, is_gpu, required_features, resolve
+from ..compiler.tuned import choose_records
 from ..errors import InvalidModelError, TargetError
 from ..machine.host import check_host
 from ..machine.host_info import host_info
@@ -152,6 +153,7 @@ def profile(
     fuse: Any = "auto",
     winograd: str = "auto",
     threads: int | None = None,
+    records: Any = None,
     runs: int = 30,
     limits: MachineLimits | None = None,
     progress: Progress | None = None,
@@ -160,7 +162,7 @@ def profile(
 
     Parameters
     ----------
-    model, target, shapes, fuse, winograd, threads
+    model, target, shapes, fuse, winograd, threads, records
         As for ``compile``.
     runs : int
         Timed runs.
@@ -192,7 +194,9 @@ def profile(
     imported = import_onnx(model, shapes)
     remedy = "a profile needs sizes: give them in shapes (--shape)"
     refuse_open_shapes(imported.inputs, InvalidModelError, remedy)
-    plan = pipeline.phases(resolved, pipeline.Options(fuse=fuse, winograd=winograd))
+    found = choose_records(records, resolved)
+    options = pipeline.Options(fuse=fuse, winograd=winograd, records=found)
+    plan = pipeline.phases(resolved, options)
     schedule = {"schedule": plan.pop("schedule")}
     mod = pipeline.run_phases(imported.mod, resolved, plan)
     costs = _costs(mod)  # now: the work of scheduled functions cannot be counted

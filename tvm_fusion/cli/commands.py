@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``tvm-fusion``: compile, run, bench and explain.
+"""The command ``tvm-fusion``: compile, run, bench, explain, tune and records.
 
 Results go to standard output, progress and errors to standard error. Exit codes: 0, 1 for an
 error that the message explains, 2 for wrong usage, 130 after Ctrl-C.
@@ -26,10 +26,12 @@ from .options import (
     json_option,
     many_options,
     model_argument,
+    records_option,
     refuse_given,
     threads_option,
 )
 from .output import progress_bar, show, show_table
+from .tuning import records_group, tune_command
 
 DEBUG = "TVM_FUSION_DEBUG"
 """Environment variable that makes errors show their traceback."""
@@ -47,6 +49,7 @@ def cli() -> None:
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: MODEL.so."
 )
 @many_options(COMPILE_OPTIONS)
+@records_option
 @click.option(
     "--fast-math",
     is_flag=True,
@@ -61,6 +64,7 @@ def compile_command(
     shape: tuple,
     fuse: str,
     winograd: str,
+    records: str | None,
     fast_math: bool,
     threads: int | None,
     as_json: bool,
@@ -83,6 +87,7 @@ def compile_command(
             fuse=fuse,
             winograd=winograd,
             threads=threads,
+            records=records,
             fast_math=fast_math,
             progress=progress,
         )
@@ -99,11 +104,13 @@ def compile_command(
         "fused": fused,
         "inputs": compiled.inputs,
         "outputs": compiled.outputs,
+        "records": compiled.records,
     }
     device = "" if compiled.needs is None else f" for {compiled.needs}"
+    tuned = f"{len(compiled.records)} tuned kernels, " if compiled.records else ""
     text = (
         f"{output}: {size / 1e6:.1f} MB{device}, {fused} of {len(compiled.fused)} pairs fused, "
-        f"compiled in {seconds:.1f} s"
+        f"{tuned}compiled in {seconds:.1f} s"
     )
     show(result, text, as_json)
 
@@ -125,6 +132,7 @@ def compile_command(
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--repeat", type=click.IntRange(min=1), default=20, show_default=True)
 @many_options(COMPILE_OPTIONS)
+@records_option
 @threads_option
 @json_option
 def run_command(
@@ -137,6 +145,7 @@ def run_command(
     shape: tuple,
     fuse: str,
     winograd: str,
+    records: str | None,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -152,7 +161,7 @@ def run_command(
         refuse_model_file(output, model)
     shapes = as_mapping(shape, "--shape")
     if is_compiled(model):
-        refuse_given(["target", "fuse", "winograd"], f"{model.name} is compiled already")
+        refuse_given(["target", "fuse", "winograd", "records"], f"{model.name} is compiled already")
         compiled = load(model, threads=threads)
     else:
         from .. import compile as compile_model
@@ -166,6 +175,7 @@ def run_command(
                 fuse=fuse,
                 winograd=winograd,
                 threads=threads,
+                records=records,
                 progress=progress,
             )
     result, outputs = run_model(compiled, as_mapping(inputs, "--input"), shapes, seed, repeat)
@@ -195,6 +205,7 @@ def run_command(
 @click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--runs", type=click.IntRange(min=1), default=10, show_default=True)
 @many_options(COMPILE_OPTIONS)
+@records_option
 @threads_option
 @json_option
 def bench_command(
@@ -208,6 +219,7 @@ def bench_command(
     shape: tuple,
     fuse: str,
     winograd: str,
+    records: str | None,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -224,7 +236,7 @@ def bench_command(
         if names_gpu(target):
             raise click.UsageError("--profile is for CPUs; use explain --resources for GPU kernels")
         shapes = as_mapping(shape, "--shape")
-        _show_profile(model, target, shapes, fuse, winograd, threads, runs, as_json)
+        _show_profile(model, target, shapes, fuse, winograd, records, threads, runs, as_json)
         return
     refuse_absent_gpu(target)
     from ..bench.race import EngineSpec, Plan, available_peers, gpu_peers, race
@@ -232,9 +244,11 @@ def bench_command(
     from ..runtime.artifact import read_artifact
 
     options: dict[str, Any] = {"target": target, "fuse": fuse, "winograd": winograd}
+    options |= {} if records is None else {"records": records}
     is_gpu = names_gpu(target)
     if compiled is not None:
-        refuse_given(["target", "fuse", "winograd"], f"{compiled.name} is compiled already")
+        given = ["target", "fuse", "winograd", "records"]
+        refuse_given(given, f"{compiled.name} is compiled already")
         options = {"artifact": str(compiled.resolve())}
         about = read_artifact(compiled)
         target, is_gpu = about.target, about.device is not None
@@ -261,6 +275,7 @@ def _show_profile(
     shapes: dict[str, Any],
     fuse: str,
     winograd: str,
+    records: str | None,
     threads: int | None,
     runs: int,
     as_json: bool,
@@ -275,6 +290,7 @@ def _show_profile(
             fuse=fuse,
             winograd=winograd,
             threads=threads,
+            records=records,
             runs=runs,
             progress=progress,
         )
@@ -289,6 +305,7 @@ def _show_profile(
     help="Compile the CUDA kernels, and show their registers, spills and shared memory.",
 )
 @many_options(COMPILE_OPTIONS)
+@records_option
 @json_option
 def explain_command(
     model: Path,
@@ -297,6 +314,7 @@ def explain_command(
     shape: tuple,
     fuse: str,
     winograd: str,
+    records: str | None,
     as_json: bool,
 ) -> None:
     """Show what MODEL is compiled to, and why; nothing is run.
@@ -312,7 +330,7 @@ def explain_command(
     if names_gpu(target):
         from ..compiler.explain_gpu import explain_kernels, explain_kernels_table
 
-        refuse_given(["winograd"], "it applies to CPUs only")
+        refuse_given(["winograd", "records"], "it applies to CPUs only")
         shapes = as_mapping(shape, "--shape")
         report = explain_kernels(model, target, shapes, fuse, resources)
         show_table(report, explain_kernels_table(report, model.name), as_json)
@@ -320,8 +338,12 @@ def explain_command(
     refuse_given(["resources"], "it is for --target cuda")
     from ..compiler.explain import explain, explain_table
 
-    report = explain(model, target, as_mapping(shape, "--shape"), fuse, winograd)
+    report = explain(model, target, as_mapping(shape, "--shape"), fuse, winograd, records)
     show_table(report, explain_table(report, model.name), as_json)
+
+
+cli.add_command(tune_command)
+cli.add_command(records_group)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -130,6 +130,13 @@ COMPILE_OPTIONS = (
     ),
 )
 
+records_option = click.option(
+    "--records",
+    metavar="PATH",
+    help="Tuning records for CPU kernels: a file, the folder of `tune --database`, or none to use "
+    "not even those of the package.",
+)
+
 threads_option = click.option(
     "--threads", type=click.IntRange(min=1), help="Default: one a physical core."
 )

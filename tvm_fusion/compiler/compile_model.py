@@ -22,6 +22,7 @@ from ..runtime.weights import weight_specs
 from . import pipeline
 from .aliasing import fresh_outputs
 from .target import arch_of, device_needs, required_features, resolve
+from .tuned import choose_records, used_records
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -40,6 +41,7 @@ def compile(
     fuse: str | Callable[..., Any] = "auto",
     winograd: str = "auto",
     threads: int | None = None,
+    records: str | os.PathLike[str] | None = None,
     fast_math: bool = False,
     progress: Progress | None = None,
 ) -> CompiledModel:
@@ -69,6 +71,10 @@ def compile(
     threads : int, optional
         Threads of a call; by default one a physical core. The code is compiled for that number,
         unless the target has ``num-cores``.
+    records : path, optional
+        Winners of tuning jobs (:func:`tvm_fusion.tune`) for the knobs of CPU kernels: a file, the
+        folder of a job, or ``"none"``. They count for the same CPU, vectors and threads only, and
+        before the records that come with the package, which ``"none"`` switches off, too.
     fast_math : bool
         For CUDA: whether functions of float32 may be replaced by instructions that approximate
         them, of which ``tanh`` is accurate to 2^-11 only.
@@ -91,6 +97,8 @@ def compile(
         algorithm is requested on a GPU, or approximations of functions elsewhere than on CUDA.
     InvalidInputError
         If ``threads`` is not possible.
+    TuningError
+        If there are no such records.
 
     Examples
     --------
@@ -99,7 +107,8 @@ def compile(
     """
     count = choose_threads(threads)
     resolved = resolve(target, cores=threads)
-    options = pipeline.Options(fuse=fuse, winograd=winograd, fast_math=fast_math)
+    found = choose_records(records, resolved)
+    options = pipeline.Options(fuse=fuse, winograd=winograd, records=found, fast_math=fast_math)
     tell = _announcer(progress, resolved, options)
     tell("import")
     imported = _import(model, shapes)
@@ -169,6 +178,7 @@ def _describe(
         weights=weight_specs(built.weights),
         device=device_needs(target),
         kernel=built.kernel,
+        records=tuple(used_records(mod)),
         fast_math=fast_math,
     )
 

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from relay_passes.conv2d.fusion_report import read_report
@@ -17,6 +18,7 @@ from . import pipeline
 from .explain_slow import with_slow_kernels
 from .launches import kernel_uses
 from .target import resolve
+from .tuned import choose_records
 
 
 def explain(
@@ -25,6 +27,7 @@ def explain(
     shapes: Mapping[str, Sequence[int]] | None = None,
     fuse: Any = "auto",
     winograd: str = "auto",
+    records: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Decide which pairs of ``model`` to fuse, and schedule its kernels; no code is generated.
 
@@ -40,6 +43,8 @@ def explain(
         ``auto``, ``all``, ``none``, or a function, as for ``compile``.
     winograd : str
         ``auto``, ``always`` or ``never``, as for ``compile``.
+    records : path, optional
+        Tuning records, as for ``compile``.
 
     Returns
     -------
@@ -50,8 +55,8 @@ def explain(
         ``fused``. Values that are unknown because of symbolic shapes are None. ``functions``: in
         the order of the model the ``name`` of each function, the ``rule`` that scheduled it (on a
         CPU with the nest of a reduction: rows, columns or stream), its ``calls``, the rules that
-        ``failed`` on it, with the reasons, and why it is likely to be ``slow``; the latter is empty
-        where a rule for its kind took it.
+        ``failed`` on it, with the reasons, why it is likely to be ``slow``, empty where a rule for
+        its kind took it, and the tuning ``record`` that chose its knobs, or None.
 
     Raises
     ------
@@ -59,7 +64,8 @@ def explain(
         As for ``compile``.
     """
     host = resolve(target)
-    options = pipeline.Options(fuse=fuse, winograd=winograd)
+    found = choose_records(records, host)
+    options = pipeline.Options(fuse=fuse, winograd=winograd, records=found)
     mod = pipeline.optimize(import_onnx(model, shapes).mod, host, options)
     functions = [asdict(use) for use in kernel_uses(mod)]
     for use in functions:
@@ -90,7 +96,27 @@ def explain_table(report: Mapping[str, Any], title: str = "") -> RenderableType:
             "yes" if pair["fused"] else "no",
             pair["reason"],
         )
-    return with_slow_kernels(table, report["functions"])
+    return with_tuned_kernels(table, report["functions"])
+
+
+def with_tuned_kernels(
+    table: Table, functions: Sequence[Mapping[str, Any]]
+) -> RenderableType:
+    """Return ``table``, and below it the kernels with records, and those likely to be slow."""
+    shown = with_slow_kernels(table, functions)
+    tuned = [use for use in functions if use["record"]]
+    if not tuned:
+        return shown
+    below = Table(title="kernels with tuning records")
+    for heading in ("function", "template", "knobs", "gain", "record"):
+        below.add_column(heading)
+    for use in tuned:
+        record = use["record"]
+        knobs = ", ".join(f"{name} {value}" for name, value in record["knobs"].items())
+        gain = f"{record['gain'] - 1:+.1%}"
+        source = f"{record['source']}, {record['date'][:10]}"
+        below.add_row(use["name"], record["template"], knobs, gain, source)
+    return Group(shown, below)
 
 
 def _totals(pairs: Sequence[Mapping[str, Any]]) -> str:

@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
 from schedules.schedule_rule import RULE, failed_rules
+
+from .tuned import record_of
 
 FALLBACK = "Fallback"
 """Rule of CPUs for whatever the others leave."""
@@ -38,6 +41,8 @@ class KernelUse:
     slow : str
         Why it is likely to be slow: rules failed, or none but one for any function takes it; empty
         for others.
+    record : dict | None
+        The tuning record that chose its knobs.
     """
 
     name: str
@@ -46,6 +51,7 @@ class KernelUse:
     launches: int
     failed: dict[str, str] = field(default_factory=dict)
     slow: str = ""
+    record: dict[str, Any] | None = None
 
 
 def kernel_uses(mod: tvm.IRModule) -> list[KernelUse]:
@@ -70,7 +76,8 @@ def kernel_uses(mod: tvm.IRModule) -> list[KernelUse]:
         if isinstance(func, tirx.PrimFunc):
             rule, failed = str((func.attrs or {}).get(RULE, "none")), failed_rules(func)
             launched = count * launches(func.body)
-            uses.append(KernelUse(name, rule, count, launched, failed, _slow(func, rule, failed)))
+            slow = _slow(func, rule, failed)
+            uses.append(KernelUse(name, rule, count, launched, failed, slow, record_of(func)))
     return uses
 
 

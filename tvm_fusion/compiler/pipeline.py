@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ from relay_passes.conv2d.fusion_decision import Decision
 from relay_passes.program.lift_weights import WEIGHTS
 from relay_passes.program.sole_kernel import sole_kernel
 from schedules import cpu
+from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
 
 from ..codegen.nvrtc import tvm_compiler
@@ -61,6 +62,8 @@ class Options:
         A folder for the module after each phase, as ``0-simplify.py`` and so on.
     winograd : str
         Choice of 3x3 convolutions for :class:`relay_passes.ChooseWinograd`.
+    records : Records
+        Winners of tuning jobs, for the knobs of CPU kernels.
     fast_math : bool
         Whether functions of float32 may be approximations on CUDA.
     """
@@ -68,6 +71,7 @@ class Options:
     fuse: Fuse = "auto"
     dump: Path | None = None
     winograd: str = "auto"
+    records: Records = field(default_factory=Records)
     fast_math: bool = False
 
 
@@ -122,7 +126,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
             transform.FuseTIR(),
             transform.DeadCodeElimination(),
         ],
-        "schedule": [ApplyRules(*cpu.RULES)],
+        "schedule": [ApplyRules(*cpu.rules(options.records))],
     }
 
 

@@ -18,7 +18,8 @@ magic                   ``TVMFUSION-MODEL`` and a newline
 ======================  ========================================================================
 
 Format 1 had no weights: there they are constants in the library. Formats 1 and 2 are for CPUs, and
-formats up to 3 do not record whether the program is one kernel.
+formats up to 3 do not record whether the program is one kernel, and formats up to 4 have no tuning
+records.
 
 A model for an NVIDIA GPU holds machine code for its architecture, so nothing is compiled where it
 runs; one for OpenCL holds text, which the device's driver compiles.
@@ -55,7 +56,7 @@ from .tensor_spec import TensorSpec
 from .tvm_runtime import version as tvm_version
 from .weights import read_weights, stored_bytes, write_weights
 
-FORMAT = 5
+FORMAT = 6
 """The format for writing; all up to it can be read."""
 
 _MAGIC = b"TVMFUSION-MODEL\n"
@@ -91,6 +92,8 @@ class Description:
         Call of the program if it is one kernel.
     fast_math : bool
         Whether functions in CUDA kernels may be approximations.
+    records : tuple of dict
+        Tuning records that chose knobs, one a function.
     """
 
     target: str
@@ -105,6 +108,7 @@ class Description:
     device: DeviceNeeds | None = None
     kernel: KernelCall | None = None
     fast_math: bool = False
+    records: tuple[dict[str, Any], ...] = ()
 
     @property
     def cpu(self) -> str:
@@ -283,6 +287,7 @@ def _read(path: Path) -> Description:
             "device": (3, None),
             "kernel": (4, None),
             "fast_math": (5, False),
+            "records": (6, []),
         }
         added = {name: value for name, (since, value) in absent.items() if version < since}
         return _parse(data | added, place)
@@ -347,6 +352,7 @@ def _parse(data: Any, room: int) -> Description:
         device=device,
         kernel=_kernel(data["kernel"], len(data["inputs"]) + len(weights)),
         fast_math=_typed(data["fast_math"], bool),
+        records=tuple(_typed(item, dict) for item in _typed(data["records"], list)),
     )
 
 

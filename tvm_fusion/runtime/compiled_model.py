@@ -155,6 +155,15 @@ class CompiledModel:
         """
         return [dict(record) for record in self._about.fused]
 
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Tuning records that the kernels follow.
+
+        ``function``, ``template``, ``knobs``, ``gain`` (time of the default over that of the
+        knobs), ``source`` (name of the file) and ``date``.
+        """
+        return [dict(record) for record in self._about.records]
+
     def __repr__(self) -> str:
         """Inputs, outputs, CPU or GPU, and threads."""
         signature = f"{_signature(self.inputs)} -> {_signature(self.outputs)}"

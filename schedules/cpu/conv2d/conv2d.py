@@ -14,22 +14,26 @@ Loop nest (``units`` are rows, or pixel tiles where the layer is flat)::
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import prod
 
+import numpy as np
 from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules.errors import OpError
-from schedules.workload.conv2d import Conv2DKernel, from_json
+from schedules.tuning.template import Knobs, Template
+from schedules.workload.conv2d import Conv2DKernel, from_json, to_json
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import Index, LayerOperands, Reduction, loop
-from ..core.rule import CPURule
+from ..core.rule import CPUTemplate, TunableRule
 from ..core.tiles import Run, Span, chunk, split_evenly
-from ..cost.conv2d_knobs import Conv2DKnobs
-from ..cost.cost_model import default_conv2d_knobs
+from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space
+from ..cost.cost_model import default_conv2d_knobs, estimate
 from .register_tile_nest import (
     block_runs,
     compute_tile,
@@ -42,20 +46,96 @@ from .register_tile_nest import (
 )
 
 
-class Conv2D(CPURule):
+class PackedTemplate(Template[Conv2DKernel, Knobs, CPUInfo]):
+    """Base of the templates of packed convolutions."""
+
+    def read_workload(self, text: str) -> Conv2DKernel:
+        """Read the workload's attribute."""
+        return from_json(text)
+
+    def clear_padding(self, workload: Conv2DKernel, position: int, array: np.ndarray) -> None:
+        """Zero the channels that fill up blocks, of data, weights and biases."""
+        number, is_bias = divmod(position - 1, 2)
+        if position == 0:
+            if array.ndim == 5:
+                _keep(array, (1, 4), workload.layers[0].in_channels)
+        elif number < len(workload.layers):
+            layer, first = workload.layers[number], int(workload.winograd > 0)
+            last = array.ndim - 1
+            _keep(array, (0 if is_bias else first, last), layer.out_channels)
+            if not is_bias and layer.groups == 1:
+                _keep(array, (first + 1, last - 1), layer.in_channels)
+
+    def describe(self, workload: Conv2DKernel) -> str:
+        """Return the layers and the size of the image."""
+        layers = " + ".join(map(str, workload.layers))
+        by = f" by Winograd {workload.winograd}x{workload.winograd}" if workload.winograd else ""
+        return f"{layers} on {workload.height}x{workload.width}{by}"
+
+
+def _keep(array: np.ndarray, axes: tuple[int, int], channels: int) -> None:
+    """Zero what lies beyond so many channels, whose blocks and lanes are two axes."""
+    shape = [extent if axis in axes else 1 for axis, extent in enumerate(array.shape)]
+    array *= (np.arange(prod(shape)) < channels).reshape(shape)
+
+
+class Conv2DTemplate(PackedTemplate[Conv2DKnobs]):
+    """The nest of the module's docstring."""
+
+    name = "cpu.conv2d"
+    version = 1
+    knobs = Conv2DKnobs
+
+    def default(self, workload: Conv2DKernel, machine: CPUInfo) -> Conv2DKnobs:
+        """Return the cheapest setting of the cost model."""
+        return default_conv2d_knobs(workload, machine)
+
+    def settings(self, workload: Conv2DKernel, machine: CPUInfo) -> Iterable[Conv2DKnobs]:
+        """Yield the settings that the cost model compares."""
+        return conv2d_space(workload, machine)
+
+    def write(
+        self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: Conv2DKnobs, target: Target
+    ) -> s_tir.Schedule:
+        """Write the nest."""
+        return conv2d_template(func, workload, knobs)
+
+    def cycles(self, workload: Conv2DKernel, knobs: Conv2DKnobs, machine: CPUInfo) -> float:
+        """Return the cost model's cycles."""
+        return estimate(workload, knobs, machine).cycles
+
+    def features(
+        self, workload: Conv2DKernel, knobs: Conv2DKnobs, machine: CPUInfo
+    ) -> dict[str, float]:
+        """Return the knobs, the terms of the cost model, and products of knobs."""
+        terms = estimate(workload, knobs, machine).terms()
+        terms["accumulators"] = knobs.pixels * knobs.blocks
+        terms["pieces"] = knobs.unit_chunks * knobs.block_chunks
+        return super().features(workload, knobs, machine) | terms
+
+
+class PackedRule(TunableRule):
+    """Base of the rules for functions that legalization marked as packed convolutions."""
+
+    def workload_json(self, workload: Conv2DKernel) -> str:
+        """Write the workload's attribute."""
+        return to_json(workload)
+
+
+class Conv2D(PackedRule):
     """Rule for functions that legalization marked as one packed convolution.
 
     Takes static image sizes (the batch may be symbolic) in ``NCHW[x]c``, or NCHW data with a packed
     output; returns None for everything else.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule ``func`` for a CPU target with the default knobs."""
-        kernel = packed_kernel(func, layers=1)
-        if kernel is None:
-            return None
-        knobs = default_conv2d_knobs(kernel, CPUInfo.from_target(target))
-        return conv2d_template(func, kernel, knobs)
+    def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
+        """Return the convolution."""
+        return packed_kernel(func, layers=1)
+
+    def templates(self, workload: Conv2DKernel, cpu: CPUInfo) -> Sequence[CPUTemplate]:
+        """Return the one template."""
+        return (CONV2D,)
 
 
 def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> Conv2DKernel | None:
@@ -67,6 +147,9 @@ def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> C
     packed = kernel.out_layout != "NCHW" and None not in (kernel.height, kernel.width)
     mine = len(kernel.layers) == layers and bool(kernel.winograd) == winograd
     return kernel if packed and mine else None
+
+
+CONV2D = Conv2DTemplate()
 
 
 def operands(

@@ -22,7 +22,9 @@ Other vector units have other numbers of registers and other shuffles, and were 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 from math import gcd
 
 from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel
@@ -65,7 +67,42 @@ _UNITS = {
     256: _Unit(56, {1: 7, 2: 4}, 0, {1: 4, 2: 3}, 4, 3, False),
     512: _Unit(28, {1: 7, 2: 4}, 14, {1: 7, 2: 7}, 6, 4, True),
 }
+_MOST_ROWS = 28  # of a step
+_TILE_ROWS = (1, 2, 3, 4, 5, 7)
 _SHORTEST = 8  # lanes of a vector of layer one
+
+
+def can_be_planar(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
+    """Return whether there are settings for a kernel: its vectors are those of a known unit."""
+    known = cpu.vector_bits in _UNITS and cpu.has_fma and kernel.lanes == cpu.lanes(kernel.dtype)
+    return known and takes_planar(kernel, _row_lanes(kernel))
+
+
+def planar_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[PlanarKnobs]:
+    """All settings of a kernel that :func:`can_be_planar`: rows of a step, register tiles.
+
+    Tiles of layer two need a register for each sum and each vector, and one for a weight.
+    """
+    default = default_planar_knobs(kernel, cpu)
+    height, width = _out_size(kernel)
+    share = -(-height // default.h_t)
+    steps = {-(-share // count) for count in range(1, share + 1)}
+    tiles = [
+        (outputs, vectors)
+        for outputs, vectors in product((2, 4, 6, 8, 12), (1, 2, 3, 4, 6))
+        if cpu.num_vector_registers // 3 <= outputs * vectors
+        and (outputs + 1) * vectors < cpu.num_vector_registers
+    ]
+    for h in sorted(steps):
+        lanes2 = kernel.lanes
+        while lanes2 > h * width:
+            lanes2 //= 2
+        if h > min(height // default.h_t, _MOST_ROWS):
+            continue
+        for rows, (outputs, vectors), ahead in product(_TILE_ROWS, tiles, (False, True)):
+            if rows <= h:
+                tile = {"rows": rows, "outputs": outputs, "vectors": vectors}
+                yield replace(default, h=h, lanes2=lanes2, ahead=ahead, **tile)
 
 
 def prefers_planar(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
@@ -74,10 +111,10 @@ def prefers_planar(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
     The weights of layer two are read again for each tile of pixels, so they must fit half the L2.
     Each core's piece must fill a register tile.
     """
-    unit = _UNITS.get(cpu.vector_bits)
-    if unit is None or not cpu.has_fma or kernel.lanes != cpu.lanes(kernel.dtype):
+    if not can_be_planar(kernel, cpu):
         return False
-    if int(kernel.width or 0) < unit.wide_row or not takes_planar(kernel, _row_lanes(kernel)):
+    unit = _UNITS[cpu.vector_bits]
+    if int(kernel.width or 0) < unit.wide_row:
         return False
     height, width = _out_size(kernel)
     if height // _pieces(kernel, cpu) * width < unit.vectors * kernel.lanes:

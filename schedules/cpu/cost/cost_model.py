@@ -72,6 +72,11 @@ class Estimate:
         """The predicted time."""
         return self.cycles / CLOCK_HZ
 
+    def terms(self) -> dict[str, float]:
+        """All cycles by cause."""
+        outside = {"edges": self.edges, "layouts": self.layouts, "fork": self.fork}
+        return self.nests._asdict() | outside
+
 
 def estimate(kernel: Conv2DKernel, knobs: Conv2DKnobs | FusedConv2DKnobs, cpu: CPUInfo) -> Estimate:
     """Predict the time of a packed kernel.

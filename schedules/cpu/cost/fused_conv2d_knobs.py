@@ -125,6 +125,15 @@ def fused_conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[FusedConv
                 yield grid.knobs((pixels1, blocks1), (pixels2, blocks2))
 
 
+def in_fused_conv2d_space(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> bool:
+    """Return whether :func:`fused_conv2d_space` yields a setting, without all the others."""
+    tile1, tile2 = (knobs.pixels1, knobs.blocks1), (knobs.pixels2, knobs.blocks2)
+    return tile1 in tiles_one(kernel, cpu) and any(
+        knobs == grid.knobs(tile1, tile2) and tile2 in tiles_two(kernel, grid, cpu)
+        for grid in grids(kernel, cpu)
+    )
+
+
 @dataclass(frozen=True)
 class Grid:
     """All knobs but the register tiles: shares of the cores, and rows of a step."""

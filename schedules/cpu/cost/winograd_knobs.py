@@ -114,18 +114,36 @@ class WinogradShape:
 
 def best_plan(shape: WinogradShape, cpu: CPUInfo) -> WinogradPlan:
     """The plan with the fewest predicted cycles; of equals, the one with larger groups."""
-    plans = [WinogradPlan(knobs, _cycles(shape, knobs, cpu)) for knobs in _candidates(shape, cpu)]
+    plans = [
+        WinogradPlan(knobs, winograd_cycles(shape, knobs, cpu)) for knobs in _candidates(shape, cpu)
+    ]
     return min(plans, key=lambda plan: (plan.cycles, -plan.knobs.group))
 
 
+def winograd_space(shape: WinogradShape, cpu: CPUInfo) -> Iterator[WinogradKnobs]:
+    """The groups and chunks that plans are chosen from, with every register tile of some size."""
+    for group, chunks in _tasks(shape, cpu):
+        blocks = shape.out_blocks // chunks
+        for vectors in range(1, min(MAX_VECTORS, blocks) + 1):
+            most = min(group, most_pixels(cpu, vectors))
+            for pixels in range(max(1, most // 2), most + 1):
+                yield WinogradKnobs(group, chunks, pixels, vectors)
+
+
 def _candidates(shape: WinogradShape, cpu: CPUInfo) -> Iterator[WinogradKnobs]:
+    for group, chunks in _tasks(shape, cpu):
+        tile = _register_tile(group, shape.out_blocks // chunks, cpu)
+        yield WinogradKnobs(group, chunks, *tile)
+
+
+def _tasks(shape: WinogradShape, cpu: CPUInfo) -> Iterator[tuple[int, int]]:
+    """Groups of tiles, and chunks of the channel blocks."""
     least = -(-shape.tiles // MAX_GROUP)
     counts = range(least, min(shape.tiles, least + cpu.num_cores) + 1)
     for group in sorted({-(-shape.tiles // count) for count in counts}):
         for chunks in range(1, min(shape.out_blocks, cpu.num_cores) + 1):
             if shape.out_blocks % chunks == 0:
-                tile = _register_tile(group, shape.out_blocks // chunks, cpu)
-                yield WinogradKnobs(group, chunks, *tile)
+                yield group, chunks
 
 
 def _register_tile(group: int, blocks: int, cpu: CPUInfo) -> tuple[int, int]:
@@ -147,7 +165,7 @@ def _register_tile(group: int, blocks: int, cpu: CPUInfo) -> tuple[int, int]:
     )
 
 
-def _cycles(shape: WinogradShape, knobs: WinogradKnobs, cpu: CPUInfo) -> float:
+def winograd_cycles(shape: WinogradShape, knobs: WinogradKnobs, cpu: CPUInfo) -> float:
     """Predicted cycles of the busiest core."""
     costs, blocks = cpu.costs, shape.out_blocks // knobs.block_chunks
     tasks = -(-shape.tiles // knobs.group) * knobs.block_chunks

@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
 from tvm import s_tir, tirx
 from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
+from schedules.tuning.records import RECORD
+from schedules.tuning.template import Template
+
 from ..core.machine import CPUInfo
-from ..core.rule import CPURule
+from ..core.rule import CPUTemplate, TunableRule
 from ..nests.blocks import BlockFacts, Kernel, block_facts, open_kernel
 from ..nests.elementwise_nest import schedule_spatial
 from ..nests.loop_transforms import feeds, finish, inline_blocks, merge_groups
@@ -26,10 +33,120 @@ from .matvec import split_over_threads, stream_rows
 _STACK_BYTES = 1024
 _PACKED_ROWS = 24
 _STREAMED_ROWS = 4
+_LEAST_ROWS_TO_PACK = 8
+_MOST_COLUMNS = 4
+COLUMNS, DOTS = "columns", "dots"
 _MOST_VECTORS = 8  # of one row
 
 
-class Dense(CPURule):
+@dataclass(frozen=True)
+class DenseWorkload:
+    """Products of matrices with more than one row each.
+
+    Parameters
+    ----------
+    form : str
+        ``columns``, with vectors along the columns, or ``dots``, with vectors along the sum.
+    outer : int
+        Products beside each other.
+    rows, columns, depth : int
+        Of a product: ``rows x depth`` by ``depth x columns``.
+    item_bytes : int
+        Of the widest element.
+    grouped : bool
+        Whether tiles must divide the rows.
+    """
+
+    form: str
+    outer: int
+    rows: int
+    columns: int
+    depth: int
+    item_bytes: int
+    grouped: bool = False
+
+    def width(self, cpu: CPUInfo) -> int:
+        """Vectors of columns, or columns where each is a sum by itself."""
+        lanes = max(1, cpu.vector_bits // 8 // self.item_bytes)
+        return self.columns // min(self.columns, lanes) if self.form == COLUMNS else self.columns
+
+
+@dataclass(frozen=True)
+class DenseKnobs:
+    """Knobs of a product of matrices.
+
+    Parameters
+    ----------
+    rows, columns : int
+        The register tile: rows x vectors of columns, or rows x columns of sums in lanes.
+    packed : bool
+        Whether a tile of columns is first copied to a contiguous panel that all rows read.
+    """
+
+    rows: int
+    columns: int
+    packed: bool = False
+
+
+class DenseTemplate(Template[DenseWorkload, DenseKnobs, CPUInfo]):
+    """Register tiles and panels of :class:`Dense`."""
+
+    name = "cpu.dense"
+    version = 1
+    knobs = DenseKnobs
+
+    def read_workload(self, text: str) -> DenseWorkload:
+        """Read the JSON of a workload."""
+        return DenseWorkload(**json.loads(text))
+
+    def describe(self, workload: DenseWorkload) -> str:
+        """Return the shape of the product."""
+        shape = f"{workload.rows}x{workload.depth} by {workload.depth}x{workload.columns}"
+        kind = "matmul, weights [N, K]," if workload.form == DOTS else "matmul"
+        return f"{kind} {shape}" + (f", {workload.outer} times" if workload.outer > 1 else "")
+
+    def default(self, workload: DenseWorkload, machine: CPUInfo) -> DenseKnobs:
+        """Return the register tile of the least time."""
+        height, width = workload.rows, workload.width(machine)
+        most = _most_sums(workload.form, machine)
+        rows, columns = matrix_tile(height, width, most)
+        rows = _divisor(height, rows) if workload.grouped else rows
+        cores, tiles = machine.num_cores, -(-width // columns) * workload.outer
+        packed = height >= _PACKED_ROWS and (cores == 1 or feeds(tiles, cores))
+        return DenseKnobs(rows, columns, packed and workload.form == COLUMNS)
+
+    def settings(self, workload: DenseWorkload, machine: CPUInfo) -> Iterator[DenseKnobs]:
+        """Yield tiles that use at least half of the sums that a tile may hold, or all columns."""
+        height, width = workload.rows, workload.width(machine)
+        most = _most_sums(workload.form, machine)
+        panels = workload.form == COLUMNS and height >= _LEAST_ROWS_TO_PACK
+        for columns in range(1, min(width, most, _MOST_COLUMNS) + 1):
+            largest = min(height, most // columns)
+            for rows in range(max(1, largest // 2), largest + 1):
+                if not workload.grouped or height % rows == 0:
+                    for packed in (False, True) if panels else (False,):
+                        yield DenseKnobs(rows, columns, packed)
+
+    def write(
+        self, func: tirx.PrimFunc, workload: DenseWorkload, knobs: DenseKnobs, target: Target
+    ) -> s_tir.Schedule:
+        """Write the nest."""
+        opened = _open(func, target)
+        assert opened is not None, "the workload was read from another function"
+        return _write(opened, knobs)
+
+    def cycles(self, workload: DenseWorkload, knobs: DenseKnobs, machine: CPUInfo) -> float:
+        """Return the cycles of the register tiles."""
+        width, lanes = workload.width(machine), max(1, machine.vector_bits // 8 // 4)
+        depth = workload.depth if workload.form == COLUMNS else -(-workload.depth // lanes)
+        tiles = _tile_cycles(workload.rows, width, knobs.rows, knobs.columns)
+        return workload.outer * depth * tiles / machine.num_cores
+
+
+DENSE = DenseTemplate()
+
+
+class Dense(TunableRule):
     """Matrix times matrix and vector times matrix, batched or not, either weight layout.
 
     Weights ``[K, N]``: a tile of rows times vectors of columns stays in registers, such as 6 x 2
@@ -53,30 +170,98 @@ class Dense(CPURule):
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func``, or return None if it is no matrix product."""
-        kernel = open_kernel(func, target)
-        if kernel is None or sum(not info.is_injective() for info in kernel.blocks) != 1:
+        opened = _open(func, target)
+        if opened is None:
             return None
-        remaining = inline_blocks(kernel)
-        block = remaining[0].block_rv
-        grouped = separate_groups(kernel.sch, block)
-        facts = block_facts(kernel.sch, block)
-        if facts is None or not reducible(facts):
-            return None
-        product = find_product(kernel.sch, block, facts)
-        if product is None:
-            return None
-        consumers = [info.block_rv for info in remaining[1:]]
-        if _in_dots(facts, product):
-            plan = _plan_dots(kernel.cpu, facts, product, grouped)
-            overlaps, rest = reduce_in_rows(kernel, block, consumers, plan)
-        elif _streams(kernel, facts, product):
-            overlaps, rest = _stream(kernel, block, facts, product, consumers)
-        else:
-            tile = _plan_columns(kernel, block, facts, product, grouped)
-            overlaps, rest = reduce_in_columns(kernel, block, consumers, tile)
-        for consumer in rest:
-            overlaps += schedule_spatial(kernel, consumer)
-        return finish(kernel.sch, overlaps)
+        workload = _workload(opened) if self.records else None
+        if workload is not None:
+            cpu = opened.kernel.cpu
+            found = self.records.find(self.key(workload, cpu), (DENSE,), workload, cpu)
+            if found is not None:
+                _, knobs, about = found
+                return DENSE.write(func.with_attr(RECORD, about), workload, knobs, target)
+        return _write(opened, None)
+
+    def workload(self, func: tirx.PrimFunc, target: Target) -> DenseWorkload | None:
+        """Return the product of matrices, if it is one with knobs."""
+        opened = _open(func, target)
+        return None if opened is None else _workload(opened)
+
+    def workload_json(self, workload: DenseWorkload) -> str:
+        """Write the workload."""
+        return json.dumps(asdict(workload), sort_keys=True)
+
+    def templates(self, workload: DenseWorkload, cpu: CPUInfo) -> Sequence[CPUTemplate]:
+        """Return the one template."""
+        return (DENSE,)
+
+
+@dataclass
+class _Opened:
+    """A matrix product that was recognised in a fresh schedule."""
+
+    kernel: Kernel
+    block: SBlockRV
+    facts: BlockFacts
+    product: Product
+    grouped: bool
+    consumers: list[SBlockRV]
+
+
+def _open(func: tirx.PrimFunc, target: Target) -> _Opened | None:
+    """Open a function for scheduling; None if it is no matrix product."""
+    kernel = open_kernel(func, target)
+    if kernel is None or sum(not info.is_injective() for info in kernel.blocks) != 1:
+        return None
+    remaining = inline_blocks(kernel)
+    block = remaining[0].block_rv
+    grouped = separate_groups(kernel.sch, block)
+    facts = block_facts(kernel.sch, block)
+    if facts is None or not reducible(facts):
+        return None
+    product = find_product(kernel.sch, block, facts)
+    if product is None:
+        return None
+    consumers = [info.block_rv for info in remaining[1:]]
+    return _Opened(kernel, block, facts, product, grouped, consumers)
+
+
+def _workload(opened: _Opened) -> DenseWorkload | None:
+    """The workload of a product; None without knobs: one row, a stream, symbolic extents."""
+    facts, product = opened.facts, opened.product
+    extents = [facts.extents[k] for k in (*facts.positions("S"), *facts.positions("R"))]
+    dots = _in_dots(facts, product)
+    if product.row_axis is None or None in extents:
+        return None
+    if not dots and _streams(opened.kernel, facts, product):
+        return None
+    rows = _height(facts, product)
+    return DenseWorkload(
+        form=DOTS if dots else COLUMNS,
+        outer=facts.volume(facts.positions("S")[:-1]) // rows,
+        rows=rows,
+        columns=facts.extents[product.n] or 1,
+        depth=facts.volume(facts.positions("R")),
+        item_bytes=facts.itemsize,
+        grouped=opened.grouped,
+    )
+
+
+def _write(opened: _Opened, knobs: DenseKnobs | None) -> s_tir.Schedule:
+    """Write the nest, with the default's tile where no knobs are given."""
+    kernel, block, facts = opened.kernel, opened.block, opened.facts
+    product, grouped, consumers = opened.product, opened.grouped, opened.consumers
+    if _in_dots(facts, product):
+        plan = _plan_dots(kernel.cpu, facts, product, grouped, knobs)
+        overlaps, rest = reduce_in_rows(kernel, block, consumers, plan)
+    elif _streams(kernel, facts, product):
+        overlaps, rest = _stream(kernel, block, facts, product, consumers)
+    else:
+        tile = _plan_columns(kernel, block, facts, product, grouped, knobs)
+        overlaps, rest = reduce_in_columns(kernel, block, consumers, tile)
+    for consumer in rest:
+        overlaps += schedule_spatial(kernel, consumer)
+    return finish(kernel.sch, overlaps)
 
 
 def _in_dots(facts: BlockFacts, product: Product) -> bool:
@@ -146,8 +331,18 @@ def _accumulators(cpu: CPUInfo) -> int:
     return min(registers, (_STACK_BYTES - 1) // (cpu.vector_bits // 8))
 
 
+def _most_sums(form: str, cpu: CPUInfo) -> int:
+    """Sums that a register tile may hold: vectors of columns, or lanes of single sums."""
+    return _accumulators(cpu) if form == COLUMNS else min(12, _accumulators(cpu))
+
+
 def _plan_columns(
-    kernel: Kernel, block: SBlockRV, facts: BlockFacts, product: Product, grouped: bool
+    kernel: Kernel,
+    block: SBlockRV,
+    facts: BlockFacts,
+    product: Product,
+    grouped: bool,
+    knobs: DenseKnobs | None,
 ) -> Columns:
     cpu = kernel.cpu
     width = facts.extents[product.n] or 1
@@ -161,7 +356,10 @@ def _plan_columns(
     rows = _divisor(height, rows) if grouped else rows
     packed = None
     tiles = -(-count // vectors) * outer // height
-    if height >= _PACKED_ROWS and (feeds(tiles, cpu.num_cores) or cpu.num_cores == 1):
+    pays = height >= _PACKED_ROWS and (feeds(tiles, cpu.num_cores) or cpu.num_cores == 1)
+    if knobs is not None:
+        rows, vectors, pays = knobs.rows, knobs.columns, knobs.packed
+    if pays:
         reads = [region.source for region in kernel.sch.get(block).reads]
         packed = next(
             index for index, read in enumerate(reads) if read.same_as(product.right.buffer)
@@ -169,13 +367,17 @@ def _plan_columns(
     return Columns(vectors, rows, product.row_axis, packed)
 
 
-def _plan_dots(cpu: CPUInfo, facts: BlockFacts, product: Product, grouped: bool) -> Rows:
+def _plan_dots(
+    cpu: CPUInfo, facts: BlockFacts, product: Product, grouped: bool, knobs: DenseKnobs | None
+) -> Rows:
     width = facts.extents[product.n] or 1
     if product.row_axis is None:
         return Rows(4)
     height = _height(facts, product)
-    rows, columns = matrix_tile(height, width, min(12, _accumulators(cpu)))
+    rows, columns = matrix_tile(height, width, _most_sums(DOTS, cpu))
     rows = _divisor(height, rows) if grouped else rows
+    if knobs is not None:
+        rows, columns = knobs.rows, knobs.columns
     return Rows(1, ((product.row_axis, rows), (-1, columns)))
 
 
@@ -201,21 +403,24 @@ def matrix_tile(height: int, width: int, accumulators: int) -> tuple[int, int]:
 
     def cost(tile: tuple[int, int]) -> tuple[float, int, int]:
         rows, columns = tile
-        tiles = -(-height // rows) * -(-width // columns)
-        # Two loads or two multiply-adds a cycle, eight of the latter in flight; columns come
-        # from the second-level cache at two thirds of a vector a cycle.
-        return (
-            tiles * max(rows * columns, rows + columns, 8, 3 * columns) / 2,
-            -rows * columns,
-            columns,
-        )
+        return _tile_cycles(height, width, rows, columns), -rows * columns, columns
 
     tiles = [
         (rows, columns)
         for rows in range(1, min(height, accumulators) + 1)
-        for columns in range(1, min(width, accumulators // rows, 4) + 1)
+        for columns in range(1, min(width, accumulators // rows, _MOST_COLUMNS) + 1)
     ]
     return min(tiles, key=cost)
+
+
+def _tile_cycles(height: int, width: int, rows: int, columns: int) -> float:
+    """Cycles of one step of the sum for all tiles of a matrix.
+
+    Two loads or two multiply-adds a cycle, eight of the latter in flight; columns come from the
+    second-level cache at two thirds of a vector a cycle.
+    """
+    tiles = -(-height // rows) * -(-width // columns)
+    return tiles * max(rows * columns, rows + columns, 8, 3 * columns) / 2
 
 
 def balanced_tile(extent: int, most: int, outer: int, cores: int) -> int:

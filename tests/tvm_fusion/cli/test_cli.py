@@ -62,7 +62,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 def test_help_names_every_command(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("compile", "run", "bench", "explain"):
+    for command in ("compile", "run", "bench", "explain", "tune"):
         assert f"\n  {command} " in out
         code, text, _ = run(command, "-h")
         assert code == 0 and "--json" in text and text.startswith(f"Usage: tvm-fusion {command}")

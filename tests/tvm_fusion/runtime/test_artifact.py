@@ -99,10 +99,11 @@ def test_what_is_saved_is_loaded(model: CompiledModel, saved: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "lacks"),
     [
-        (1, ("weights", "device", "kernel", "fast_math")),
-        (2, ("device", "kernel", "fast_math")),
-        (3, ("kernel", "fast_math")),
-        (4, ("fast_math",)),
+        (1, ("weights", "device", "kernel", "fast_math", "records")),
+        (2, ("device", "kernel", "fast_math", "records")),
+        (3, ("kernel", "fast_math", "records")),
+        (4, ("fast_math", "records")),
+        (5, ("records",)),
     ],
 )
 def test_earlier_formats_are_still_read(altered, version: int, lacks: tuple[str, ...]) -> None:

@@ -32,7 +32,8 @@ from hypothesis import strategies as st
 from tvm import te, tirx, topi
 from tvm.target import Target
 
-from schedules.cpu.loops.dense import Dense, even_parts, matrix_tile
+from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.loops.dense import DENSE, Dense, even_parts, matrix_tile
 
 ROWS = [1, 2, 3, 5, 8, 13, 24, 37]
 COLUMNS = [1, 2, 7, 8, 9, 16, 31, 40, 65]
@@ -231,3 +232,41 @@ def test_convolutions_other_reductions_and_targets_are_left_alone():
     for func in refused:
         assert Dense().apply(func, HOST, False) is None
     assert Dense().apply(dense(3, 8, 8, False), FOREIGN, False) is None
+
+
+SHAPES = [(2, 31, 16), (13, 40, 33), (24, 256, 64), (64, 7, 100)]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("target", [AVX2, AVX512, NEON], ids=["AVX2", "AVX512", "NEON"])
+@pytest.mark.parametrize(("rows", "columns", "depth"), SHAPES)
+def test_the_template_with_its_default_is_the_rule(rows, columns, depth, target, transposed):
+    func, cpu = dense(rows, columns, depth, transposed), CPUInfo.from_target(target)
+    workload = Dense().workload(func, target)
+    assert workload is not None
+    assert (workload.rows, workload.columns, workload.depth) == (rows, columns, depth)
+    knobs = DENSE.default(workload, cpu)
+    assert DENSE.contains(workload, knobs, cpu)
+    written = DENSE.write(func, workload, knobs, target).mod
+    tvm.ir.assert_structural_equal(written, Dense().apply(func, target, False).mod)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_numbers_of_drawn_settings(transposed):
+    cpu = CPUInfo.from_target(HOST)
+    generator = np.random.default_rng()
+    for rows, columns, depth in SHAPES:
+        func = dense(rows, columns, depth, transposed)
+        workload = Dense().workload(func, HOST)
+        space = DENSE.space(workload, cpu)
+        x, w, b = arrays(rows, columns, depth, transposed)
+        for index in generator.choice(len(space), min(3, len(space)), replace=False):
+            written = DENSE.write(func, workload, space[index], HOST).mod["main"]
+            found = run(written, x, w, b)[0]
+            close(found, expected(x, w, b, transposed), depth**0.5)
+
+
+def test_one_row_streams_and_symbolic_rows_have_no_knobs():
+    assert Dense().workload(dense(1, 64, 64, False), HOST) is None
+    assert Dense().workload(dense(2, 4096, 4096, False), HOST) is None
+    assert Dense().workload(dense(tirx.Var("n", "int64"), 64, 64, False), HOST) is None

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Template of a tunable kernel: its workloads, its knobs and the loop nest that they describe."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+from tvm import s_tir, tirx
+from tvm.target import Target
+
+from schedules.errors import OpError
+
+Workload = TypeVar("Workload")
+Knobs = TypeVar("Knobs")
+Machine = TypeVar("Machine")
+
+
+class Template(ABC, Generic[Workload, Knobs, Machine]):
+    """One family of kernels with knobs.
+
+    Attributes
+    ----------
+    name : str
+        Its name in records.
+    version : int
+        Raised whenever its space or its code changes: records of another version do not count.
+    knobs : type
+        A frozen dataclass of integers, booleans and tuples of strings.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int]
+    knobs: ClassVar[type]
+
+    @abstractmethod
+    def read_workload(self, text: str) -> Workload:
+        """Read the JSON of a workload; it may raise anything for another one."""
+
+    @abstractmethod
+    def describe(self, workload: Workload) -> str:
+        """Return a workload in a few words."""
+
+    @abstractmethod
+    def default(self, workload: Workload, machine: Machine) -> Knobs:
+        """Return the setting that is used without a record."""
+
+    @abstractmethod
+    def settings(self, workload: Workload, machine: Machine) -> Iterable[Knobs]:
+        """Yield every legal setting, in any order."""
+
+    @abstractmethod
+    def write(
+        self, func: tirx.PrimFunc, workload: Workload, knobs: Knobs, target: Target
+    ) -> s_tir.Schedule:
+        """Write the loop nest of a setting; the function keeps its signature and attributes."""
+
+    @abstractmethod
+    def cycles(self, workload: Workload, knobs: Knobs, machine: Machine) -> float:
+        """Return the clock cycles that the analytic model predicts."""
+
+    def clear_padding(self, workload: Workload, position: int, array: np.ndarray) -> None:
+        """Zero the elements of a parameter that are padding, if kernels rely on that."""
+
+    def features(self, workload: Workload, knobs: Knobs, machine: Machine) -> dict[str, float]:
+        """Return what a learnt model sees of a setting: its numbers, and the predicted cycles."""
+        found = {"cycles": self.cycles(workload, knobs, machine)}
+        values = asdict(knobs)  # type: ignore[call-overload]
+        return found | {
+            name: float(value) for name, value in values.items() if isinstance(value, int)
+        }
+
+    def space(self, workload: Workload, machine: Machine) -> list[Knobs]:
+        """Return every legal setting once, the default first."""
+        default = self.default(workload, machine)
+        return list(dict.fromkeys([default, *self.settings(workload, machine)]))
+
+    def contains(self, workload: Workload, knobs: Knobs, machine: Machine) -> bool:
+        """Return whether a setting is legal."""
+        settings = self.settings(workload, machine)
+        return knobs in settings or knobs == self.default(workload, machine)
+
+    def read_knobs(self, values: Mapping[str, Any]) -> Knobs:
+        """Build a setting from JSON; that it is legal remains to be checked.
+
+        Raises
+        ------
+        ValueError
+            If a knob is unknown, missing, or of another type.
+        """
+        kinds = {field.name: str(field.type) for field in fields(self.knobs)}
+        if set(values) != set(kinds):
+            raise ValueError(f"the knobs are {sorted(values)}; expected {sorted(kinds)}")
+        read = {name: _read(name, values[name], kind) for name, kind in kinds.items()}
+        try:
+            return self.knobs(**read)
+        except OpError as error:
+            raise ValueError(str(error)) from error
+
+
+def _read(name: str, value: Any, kind: str) -> Any:
+    """Check the type of a knob by its annotation; lists become tuples."""
+    if kind.startswith("tuple") and isinstance(value, list):
+        if all(isinstance(item, str) for item in value):
+            return tuple(value)
+    elif type(value) is (bool if kind == "bool" else int) or (value is None and "None" in kind):
+        return value
+    raise ValueError(f"the knob {name} is {value!r:.50}; expected {kind}")

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search: its order, its determinism, and how fast it finds the best of recorded times."""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+import pytest
+
+from examples.benchmarks import search as replays
+from tvm_fusion.tuning.search import BATCH, Search
+
+
+def landscape(count: int = 200, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Features, predictions, and times that differ from those by something that can be learnt."""
+    features = np.random.default_rng(seed).uniform(0, 1, (count, 3))
+    log_predicted = features[:, 0].copy()
+    log_times = log_predicted + 0.8 * (features[:, 1] > 0.5)
+    return features, log_predicted, log_times - log_times[0]
+
+
+def play(search: Search, log_times: np.ndarray, trials: int) -> list[int]:
+    search.add(0, 0.0)
+    order: list[int] = []
+    while search.trials < trials and (batch := search.propose()):
+        for index in batch:
+            search.add(index, float(log_times[index]))
+        order += batch
+    return order
+
+
+def test_the_same_seed_and_measurements_give_the_same_trials() -> None:
+    features, predicted, times = landscape()
+    first, second = (play(Search(features, predicted, seed=3), times, 40) for _ in range(2))
+    other = play(Search(features, predicted, seed=4), times, 40)
+    assert first == second != other
+    assert len(set(first)) == len(first)
+
+
+def test_the_first_batch_follows_the_analytic_model_but_for_one_in_eight() -> None:
+    features, predicted, _ = landscape()
+    search = Search(features, predicted)
+    search.add(0, 0.0)
+    batch = search.propose()
+    order = [index for index in np.argsort(predicted) if index]
+    assert len(batch) == BATCH
+    assert len(set(batch) & set(order[:BATCH])) >= BATCH - 1
+
+
+def test_templates_take_turns_in_the_first_batch() -> None:
+    features, predicted, _ = landscape()
+    groups = [0] * 100 + [1] * 100
+    predicted[100:] += 5  # another scale
+    batch = Search(features, predicted, groups).propose()
+    assert {groups[index] for index in batch[:2]} == {0, 1}
+    assert sum(groups[index] for index in batch[:6]) == 3
+
+
+def test_neighbours_winners_come_first() -> None:
+    features, predicted, _ = landscape()
+    worst = int(np.argmax(predicted))
+    assert Search(features, predicted, first=[worst, 0, 999]).propose()[0] == worst
+
+
+def test_it_learns_where_the_model_is_wrong() -> None:
+    features, predicted, times = landscape()
+    search = Search(features, predicted)
+    play(search, times, 32)
+    scores = search.scores()
+    assert scores is not None
+    rest = [index for index in range(len(search)) if index not in search.measured]
+    learnt = replays.rank_correlation([*scores[rest]], [*times[rest]])
+    assert learnt > 0.8 > replays.rank_correlation([*predicted[rest]], [*times[rest]])
+
+
+def test_failures_are_neither_repeated_nor_learnt_from() -> None:
+    features, predicted, times = landscape(24)
+    search = Search(features, predicted)
+    search.add(0, 0.0)
+    seen: list[int] = []
+    while batch := search.propose():
+        seen += batch
+        for index in batch:
+            search.fail(index) if index % 2 else search.add(index, float(times[index]))
+    assert sorted(seen) == list(range(1, 24))
+    assert search.trials == 23
+    assert search.best % 2 == 0
+
+
+def test_a_flat_landscape_promises_no_gain() -> None:
+    features, predicted, _ = landscape()
+    flat = np.zeros_like(predicted)
+    search = Search(features, flat)
+    assert search.expected_gain() == 0.0 or search.expected_gain() == float("inf")
+    play(search, flat, 16)
+    assert search.expected_gain() < 0.01
+
+
+@pytest.fixture(scope="module")
+def replayed() -> dict[str, dict[str, list[replays.Replay]]]:
+    """Our search on all recorded kernels, by CPU."""
+    return {
+        path.parent.name: {
+            found.name: [replays.replay(found, replays.ours(found, 0))]
+            for found in replays.recordings(path)
+        }
+        for path in sorted(replays.RESULTS.glob("*/knobs.json"))
+    }
+
+
+def test_recorded_searches_find_the_best(replayed) -> None:
+    assert {"znver3", "znver4", "znver5"} <= replayed.keys()
+    for name, kernels in replayed.items():
+        assert len(kernels) >= 10, name
+        assert statistics.median(replays.shares(kernels, 32)) >= 0.98, name
+        assert statistics.median(replays.shares(kernels, 64)) >= 0.995, name
+        assert min(replays.shares(kernels, 64)) >= 0.97, name
+
+
+def test_scores_rank_untried_settings_of_recorded_searches(replayed) -> None:
+    for name in ("znver3", "znver5"):
+        assert replays.correlation(replayed[name]) >= 0.85, name

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of tuning jobs that a compilation uses: the user's own, and those of the package."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.target import Target
+
+from schedules import cpu
+from schedules.tuning.records import RECORD, Records, record_files
+
+from ..errors import TargetError
+from .target import is_gpu
+
+SHIPPED = Path(__file__).resolve().parents[1] / "database"
+"""Folder of the package's own records: one file a CPU, named after it."""
+
+NONE = "none"
+
+
+def choose_records(records: str | os.PathLike[str] | None, target: Target) -> Records:
+    """Load the records for a target.
+
+    Parameters
+    ----------
+    records : str, path or None
+        A file of records, the folder of a tuning job, ``"none"`` for no records at all, or None for
+        those of the package only.
+    target : Target
+        A resolved target; only a CPU has records.
+
+    Returns
+    -------
+    Records
+        The user's own win over the package's.
+
+    Raises
+    ------
+    TuningError
+        If there is no such file or folder.
+    TargetError
+        If records are given for a GPU.
+    """
+    if is_gpu(target):
+        if records not in (None, NONE):
+            raise TargetError(
+                f"records are for CPUs; got {os.fspath(records)!r} for a target of the kind "
+                f"{target.kind.name!r}"
+            )
+        return Records()
+    if records == NONE:
+        return Records()
+    files = [] if records is None else record_files(Path(records))
+    shipped = SHIPPED / f"{target.attrs['mcpu']}.jsonl"
+    files += [shipped] if shipped.exists() else []
+    versions = {name: template.version for name, template in cpu.TEMPLATES.items()}
+    return Records.load(files, versions)
+
+
+def record_of(func: tirx.PrimFunc) -> dict[str, Any] | None:
+    """Return the record that chose the knobs of a scheduled function, if one did.
+
+    It has ``template``, ``knobs``, ``gain``, ``source`` (the name of its file) and ``date``.
+    """
+    text = func.attrs.get(RECORD) if func.attrs else None
+    return None if text is None else json.loads(str(text))
+
+
+def used_records(mod: tvm.IRModule) -> list[dict[str, Any]]:
+    """Return the records that an optimised module follows, with the name of each ``function``."""
+    found = []
+    for variable, func in mod.functions.items():
+        record = record_of(func) if isinstance(func, tirx.PrimFunc) else None
+        if record is not None:
+            found.append({"function": str(variable.name_hint)} | record)
+    return sorted(found, key=lambda record: record["function"])

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuning job: searches faster settings for the kernels of a model, and records the winners."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm.target import Target
+
+from schedules.tuning.records import Key, Record
+
+from ..compiler import pipeline
+from ..compiler.target import arch_of, is_gpu, required_features, resolve
+from ..errors import InvalidInputError, TargetError, TuningError
+from ..machine.host import check_host, host_cpu
+from ..machine.host_info import cpu_name
+from ..runtime.thread_pool import choose_threads
+from .database import Database, measuring, require_extra
+from .measure import Outcome, Session
+from .search import BATCH, Search
+from .tasks import Task, extract_tasks, text_of
+
+LEAST_GAIN = 0.01
+"""Gain in the second race below which the default stays, and expected gain that ends a search."""
+LEAST_TRIALS = 2 * BATCH
+BATCH_ROUNDS, BATCH_SECONDS = (7, 60), 0.4
+FINAL_ROUNDS, FINAL_SECONDS = (15, 400), 2.0
+FINALISTS = 3
+SEEDS = 2
+"""Neighbours' winners that are tried first."""
+
+WAITING, SEARCHING, CONFIRMING = "waiting", "searching", "confirming"
+TUNED, DEFAULT_STAYS, KNOWN, STOPPED = "tuned", "default stays", "known", "stopped"
+
+
+@dataclass
+class TaskState:
+    """Progress and result of one task.
+
+    Parameters
+    ----------
+    name, about : str
+        Function of the model, and what it computes.
+    calls : int
+        Calls in a call of the model.
+    share : float
+        Of the predicted time of all tasks.
+    settings : int
+        Size of the space; 0 before it is known.
+    status : str
+        ``waiting``, ``searching``, ``confirming``; at the end ``tuned``, ``default stays``,
+        ``known`` (by an earlier job), or ``stopped`` before it was confirmed.
+    trials : int
+        Settings tried, those of earlier jobs included.
+    default_seconds, best_seconds : float | None
+        Times of the default and of the best setting, from the last race.
+    template, knobs
+        The best setting.
+    failures : list of dict
+        Settings that failed in this job: ``template``, ``knobs``, ``failure`` and ``reason``.
+    """
+
+    name: str
+    about: str
+    calls: int
+    share: float
+    settings: int = 0
+    status: str = WAITING
+    trials: int = 0
+    default_seconds: float | None = None
+    best_seconds: float | None = None
+    template: str = ""
+    knobs: dict[str, Any] = field(default_factory=dict)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def gain(self) -> float:
+        """Time of the default over that of the best; 1 where nothing is known."""
+        if not self.default_seconds or not self.best_seconds:
+            return 1.0
+        return self.default_seconds / self.best_seconds
+
+
+@dataclass
+class TuneResult:
+    """A tuning job.
+
+    Parameters
+    ----------
+    tasks : list of TaskState
+        The largest share of the predicted time first.
+    database : str
+        Its folder.
+    target : str
+        The TVM target as JSON.
+    seconds : float
+        Since it began.
+    minutes : float | None
+        Its limit.
+    interrupted : bool
+        Whether it was stopped before the end.
+    """
+
+    tasks: list[TaskState]
+    database: str
+    target: str
+    seconds: float = 0.0
+    minutes: float | None = None
+    interrupted: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain dictionaries and lists."""
+        found = asdict(self)
+        for entry, state in zip(found["tasks"], self.tasks, strict=True):
+            entry["gain"] = state.gain
+        return found
+
+
+Progress = Callable[[TuneResult], None]
+
+
+def tune(
+    model: Any,
+    target: str | Mapping[str, Any] | Target = "native",
+    shapes: Mapping[str, Any] | None = None,
+    *,
+    database: str | os.PathLike[str],
+    trials: int = 64,
+    minutes: float | None = None,
+    threads: int | None = None,
+    seed: int = 0,
+    fuse: Any = "auto",
+    winograd: str = "auto",
+    progress: Progress | None = None,
+) -> TuneResult:
+    """Search faster settings for a model's kernels on this CPU, and record the winners.
+
+    Each kernel with knobs is a task; equal ones are tuned once. A batch of settings and the default
+    take turns in a process of their own, and only ratios of times within a round count. The best
+    ones meet the default again in a fresh process: a winner is recorded if it gains 1 % there, else
+    the record says that the default stays. Ctrl-C keeps all trials, and the next job with the same
+    database repeats none of them.
+
+    Parameters
+    ----------
+    model : path, bytes, onnx.ModelProto or tvm.IRModule
+        The model, or a Relax module.
+    target : str, mapping or tvm.target.Target
+        This machine's CPU, as for ``compile``.
+    shapes : mapping, optional
+        Sizes of symbolic dimensions, as for ``compile``.
+    database : path
+        Folder of the records, for ``compile(records=...)``.
+    trials : int
+        Settings to try for each task, those of earlier jobs included.
+    minutes : float, optional
+        Time limit; tasks get theirs by their share of the model's predicted time.
+    threads : int, optional
+        Threads of a call, as for ``compile``; records count for that number only.
+    seed : int
+        Of random choices; the same seed and measurements give the same trials.
+    fuse, winograd
+        As for ``compile``.
+    progress : callable, optional
+        Called with the state of the job when it changes.
+
+    Raises
+    ------
+    TuningError
+        If the extra ``tune`` is not installed, the database cannot be written, the model has no
+        task, or all candidates of a batch fail.
+    TargetError
+        If the target is not this machine's CPU.
+    InvalidInputError
+        If ``trials`` or ``minutes`` is not positive.
+    """
+    require_extra()
+    if trials < 1:
+        raise InvalidInputError(f"trials is {trials}; expected at least 1")
+    if minutes is not None and not minutes > 0:
+        raise InvalidInputError(f"minutes is {minutes}; expected a positive number")
+    resolved = resolve(target, cores=choose_threads(threads))
+    _check_target(resolved)
+    store = Database(Path(database))
+    tasks = extract_tasks(model, resolved, shapes, pipeline.Options(fuse, winograd=winograd))
+    if not tasks:
+        raise TuningError(
+            "the model has nothing to tune: no convolution or product of matrices of known shape"
+        )
+    states = [TaskState(task.name, task.about, task.calls, task.share) for task in tasks]
+    result = TuneResult(states, str(database), str(resolved), minutes=minutes)
+    job = _Job(resolved, store, trials, seed, result, progress or (lambda _: None))
+    try:
+        job.run(tasks)
+    except KeyboardInterrupt:
+        result.interrupted = True
+    job.tell()
+    return result
+
+
+def _check_target(target: Target) -> None:
+    if is_gpu(target):
+        raise TargetError(
+            f"tuning jobs are for CPUs; got a target of the kind {target.kind.name!r}"
+        )
+    check_host(required_features(target), arch_of(target))
+    named = str(target.attrs["mcpu"])
+    if named != host_cpu():
+        raise TargetError(
+            f"the target is a {named} and this machine a {host_cpu()}; records count for the CPU "
+            "on which they are made: run the job there, with target='native'"
+        )
+
+
+class _Job:
+    """The loop over tasks and batches."""
+
+    def __init__(
+        self,
+        target: Target,
+        database: Database,
+        trials: int,
+        seed: int,
+        result: TuneResult,
+        progress: Progress,
+    ) -> None:
+        self.target, self.database, self.result = target, database, result
+        self.trials, self.seed, self.progress = trials, seed, progress
+        self.begin = time.monotonic()
+        self.end = self.begin + 60 * (result.minutes or math.inf)
+
+    def tell(self) -> None:
+        """Report the state."""
+        self.result.seconds = time.monotonic() - self.begin
+        self.progress(self.result)
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Tune one task after the other, each in its share of the time that is left."""
+        self.tell()
+        for number, (task, state) in enumerate(zip(tasks, self.result.tasks, strict=True)):
+            left = sum(other.share for other in tasks[number:])
+            now = time.monotonic()
+            if now >= self.end:
+                self.result.interrupted = True
+                break
+            until = now + (self.end - now) * task.share / left
+            try:
+                self._tune(task, state, until)
+            finally:
+                if state.status in (SEARCHING, CONFIRMING):
+                    state.status = STOPPED
+            self.tell()
+
+    def _tune(self, task: Task, state: TaskState, until: float) -> None:
+        known = self.database.records()
+        search = self._search(task, known)
+        state.settings, state.trials = len(task.settings), search.trials
+        record = known.get(task.key)
+        if record is not None and self._is_done(task, search, record):
+            state.status, state.trials = KNOWN, record.trials
+            state.default_seconds, state.best_seconds = record.default_seconds, record.best_seconds
+            state.template, state.knobs = record.template, dict(record.knobs)
+            return
+        with Session(task, self.target, self.seed) as session:
+            state.status = SEARCHING
+            self._explore(session, search, state, until)
+            state.status = CONFIRMING
+            self.tell()
+            self._confirm(session, search, state)
+
+    def _is_done(self, task: Task, search: Search, record: Record) -> bool:
+        """Return whether an earlier job left nothing to do."""
+        if task.number_of(record.template, record.version, record.knobs) is None:
+            return False
+        enough = max(search.trials, record.trials) >= min(self.trials, len(task.settings) - 1)
+        return enough or _promises_little(search)
+
+    def _search(self, task: Task, known: Mapping[Key, Record]) -> Search:
+        """The search, with what the log has of earlier trials."""
+        features, log_predicted = task.table
+        first = [
+            number
+            for record in known.values()
+            if record.gain > 1 + LEAST_GAIN and record.key != task.key
+            if (number := task.number_of(record.template, record.version, record.knobs))
+        ]
+        search = Search(features, log_predicted, task.groups, self.seed, first[-SEEDS:])
+        search.add(0, 0.0)
+        for trial in self.database.trials(task.key):
+            number = task.number_of(trial["template"], trial["version"], trial["knobs"])
+            if number:
+                ratio = trial.get("ratio")
+                search.fail(number) if ratio is None else search.add(number, math.log(ratio))
+        return search
+
+    def _explore(
+        self, session: Session, search: Search, state: TaskState, until: float
+    ) -> None:
+        """Try batches until the trials, the time, or what is left to gain run out."""
+        hopeless = 0
+        while search.trials < self.trials and hopeless < 2:
+            batch = search.propose(min(BATCH, self.trials - search.trials))
+            if not batch or (search.trials and time.monotonic() >= until):
+                return
+            session.build([0, *batch])
+            with measuring():
+                racers = list(dict.fromkeys([search.best, *batch]))
+                outcomes, default = session.race(racers, BATCH_ROUNDS, BATCH_SECONDS)
+            for number in batch:
+                self._note(session.task, search, state, number, outcomes[number])
+            if all(outcomes[number].failure for number in batch):
+                failed = outcomes[batch[0]]
+                raise TuningError(
+                    f"all {len(batch)} candidates of {state.name} failed; the first one with "
+                    f"{text_of(*session.task.settings[batch[0]])} ({failed.failure}): "
+                    f"{failed.reason}"
+                )
+            state.trials, state.default_seconds = search.trials, default
+            state.best_seconds = default * math.exp(search.measured[search.best])
+            self._name_best(session.task, state, search.best)
+            self.tell()
+            hopeless = hopeless + 1 if _promises_little(search) else 0
+
+    def _note(
+        self, task: Task, search: Search, state: TaskState, number: int, outcome: Outcome
+    ) -> None:
+        """Take in a trial and log it."""
+        template, knobs = task.settings[number]
+        about = {"template": template.name, "version": template.version, "knobs": asdict(knobs)}
+        if outcome.ratio is None:
+            search.fail(number)
+            failure = {"failure": outcome.failure, "reason": outcome.reason}
+            state.failures.append({"template": template.name, "knobs": asdict(knobs)} | failure)
+            self.database.add_trial(task.key, about | failure)
+        else:
+            search.add(number, math.log(outcome.ratio))
+            self.database.add_trial(task.key, about | {"ratio": outcome.ratio})
+
+    def _confirm(self, session: Session, search: Search, state: TaskState) -> None:
+        """Race the best settings again in a fresh process, and record the winner or the default."""
+        session.end_worker()
+        ranked = sorted(search.measured, key=search.measured.__getitem__)
+        finalists = [number for number in ranked if number and search.measured[number] < 0]
+        finalists = finalists[:FINALISTS]
+        session.build([0, *finalists])
+        with measuring():
+            outcomes, default = session.race(finalists, FINAL_ROUNDS, FINAL_SECONDS)
+        ratios = {number: outcomes[number].ratio or math.inf for number in finalists}
+        best = min(ratios, key=ratios.__getitem__, default=0)
+        wins = best and ratios[best] <= 1 / (1 + LEAST_GAIN)
+        best, ratio = (best, ratios[best]) if wins else (0, 1.0)
+        state.status = TUNED if wins else DEFAULT_STAYS
+        state.default_seconds, state.best_seconds = default, default * ratio
+        self._name_best(session.task, state, best)
+        self.database.add_record(_record(session.task, best, default, default * ratio, search))
+
+    def _name_best(self, task: Task, state: TaskState, number: int) -> None:
+        template, knobs = task.settings[number]
+        state.template, state.knobs = template.name, asdict(knobs)
+
+
+def _promises_little(search: Search) -> bool:
+    """Return whether the trees, once they have seen enough, expect next to no gain."""
+    return search.trials >= LEAST_TRIALS and search.expected_gain() < LEAST_GAIN
+
+
+def _record(task: Task, best: int, default: float, seconds: float, search: Search) -> Record:
+    template, knobs = task.settings[best]
+    return Record(
+        template=template.name,
+        version=template.version,
+        workload=json.loads(task.key.workload),
+        knobs=json.loads(json.dumps(asdict(knobs))),
+        cpu=task.key.cpu,
+        vector_bits=task.key.vector_bits,
+        threads=task.key.threads,
+        default_seconds=default,
+        best_seconds=seconds,
+        trials=search.trials,
+        machine=cpu_name(),
+        tvm=str(tvm.__version__),
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    )

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurement of settings: they are built here, and race in a process of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import select
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import tirx
+from tvm.script import tirx as T
+from tvm.target import Target
+
+from ..codegen.linker import SharedLinker
+from ..errors import TuningError
+from .tasks import Setting, Task
+from .worker import BEACON, REFERENCE
+
+PATIENCE = 10.0
+"""Seconds without a new call after which a candidate counts as hanging."""
+REFERENCE_PATIENCE = 300.0
+
+ROOT = Path(__file__).resolve().parents[2]
+_BOOT = "import runpy, sys; sys.path[:1] = [sys.argv.pop(1)]; runpy.run_module({!r}, run_name={!r})"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a setting.
+
+    Parameters
+    ----------
+    ratio : float | None
+        Its time over that of the default, median over the rounds; None for a failure.
+    failure : str
+        ``compile``, ``hang``, ``crash`` or ``wrong``; empty otherwise.
+    reason : str
+        Of the failure.
+    """
+
+    ratio: float | None
+    failure: str = ""
+    reason: str = ""
+
+
+class LostWorker(Exception):
+    """A measuring process that hangs or died while a candidate ran."""
+
+    def __init__(self, candidate: int, failure: str, reason: str) -> None:
+        super().__init__(reason)
+        self.candidate, self.failure, self.reason = candidate, failure, reason
+
+
+class Worker:
+    """A measuring process.
+
+    Parameters
+    ----------
+    threads : int
+        Threads of a kernel.
+    folder : Path
+        For its files.
+    """
+
+    def __init__(self, threads: int, folder: Path) -> None:
+        self._log = tempfile.TemporaryFile()
+        self._beacon_file = tempfile.NamedTemporaryFile(dir=folder)
+        self._beacon_file.truncate(BEACON.size)
+        self._beacon = mmap.mmap(self._beacon_file.fileno(), BEACON.size)
+        self._answers, theirs = os.pipe()
+        boot = _BOOT.format(f"{__package__}.worker", "__main__")
+        command = [sys.executable, "-c", boot, str(ROOT), str(theirs)]
+        self._process = subprocess.Popen(
+            [*command, self._beacon_file.name, str(threads)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": str(threads)},
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=[theirs],
+            start_new_session=True,  # Ctrl-C is for the parent
+        )
+        os.close(theirs)
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    def call(self, patience: float, **request: Any) -> dict[str, Any]:
+        """Send a request and wait for the answer.
+
+        Raises
+        ------
+        LostWorker
+            If the process dies, or begins no new call for ``patience`` seconds.
+        """
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        text, seen = b"", self._position()
+        while not text.endswith(b"\n"):
+            if select.select([self._answers], [], [], patience)[0]:
+                piece = os.read(self._answers, 1 << 16)
+                if not piece:
+                    raise LostWorker(self._position()[0], "crash", self._obituary())
+                text += piece
+                continue
+            if self._position() == seen:
+                raise LostWorker(seen[0], "hang", f"no answer for {patience:g} s")
+            seen = self._position()
+        return json.loads(text)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        os.close(self._answers)
+        self._beacon.close()
+        self._beacon_file.close()
+        self._log.close()
+
+    def _position(self) -> tuple[int, int]:
+        return BEACON.unpack(self._beacon[: BEACON.size])
+
+    def _obituary(self) -> str:
+        code = self._process.wait()
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").strip().splitlines()
+        return f"{how}: {said[-1]}" if said else how
+
+
+class Session:
+    """Measurements of one task's settings, each against the default.
+
+    Parameters
+    ----------
+    task : Task
+        The kernel.
+    target : Target
+        This machine.
+    seed : int
+        Of the tensors and of the order of turns.
+    patience : float
+        Seconds after which a candidate counts as hanging.
+    """
+
+    def __init__(self, task: Task, target: Target, seed: int, patience: float = PATIENCE) -> None:
+        self.task, self.target, self.seed, self.patience = task, target, seed, patience
+        self._folder = tempfile.TemporaryDirectory(prefix="tvm-fusion-tune-")
+        self.folder = Path(self._folder.name)
+        self._worker: Worker | None = None
+        self._built: dict[int, Path | Outcome] = {}
+        self._races = 0
+
+    def __enter__(self) -> Session:
+        """Return the session; its process starts with the first race."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End the process, and remove all files."""
+        self.end_worker()
+        self._folder.cleanup()
+
+    def end_worker(self) -> None:
+        """End the process; the next race begins in a fresh one."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def build(self, numbers: Sequence[int]) -> None:
+        """Build settings into libraries, two or more at a time; failures are outcomes."""
+        todo = [number for number in dict.fromkeys(numbers) if number not in self._built]
+        pool = ThreadPoolExecutor(os.cpu_count())
+        try:
+            paths = pool.map(self._build_one, todo)
+            self._built |= dict(zip(todo, paths, strict=True))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _build_one(self, number: int) -> Path | Outcome:
+        try:
+            written = self.written(self.task.settings[number])
+            return _library(written, self.target, self.folder / f"{number}.so")
+        except Exception as error:  # TVM and LLVM raise anything
+            text = " ".join(str(error).split())[-200:]
+            return Outcome(None, "compile", f"{type(error).__name__}: {text}")
+
+    def written(self, setting: Setting) -> tvm.IRModule:
+        """Write the module of a setting."""
+        template, knobs = setting
+        return template.write(self.task.func, self.task.workload, knobs, self.target).mod
+
+    def race(
+        self, numbers: Sequence[int], rounds: tuple[int, int], seconds: float
+    ) -> tuple[dict[int, Outcome], float]:
+        """Build and race settings against the default, which is number 0.
+
+        Returns
+        -------
+        tuple[dict[int, Outcome], float]
+            Outcome of each of ``numbers``, and the default's median seconds.
+
+        Raises
+        ------
+        TuningError
+            If the default itself, or the reference, fails.
+        """
+        self.build([0, *numbers])
+        outcomes: dict[int, Outcome] = {}
+        while True:
+            racers = [0, *(number for number in numbers if number not in outcomes and number)]
+            for number in racers:
+                built = self._built[number]
+                if isinstance(built, Outcome):
+                    outcomes[number] = built
+            racers = [number for number in racers if number not in outcomes]
+            self._check_default(outcomes)
+            try:
+                found = self._race_once(racers, rounds, seconds)
+            except LostWorker as lost:
+                self.end_worker()
+                if lost.candidate == REFERENCE:
+                    raise TuningError(
+                        f"the reference of {self.task.name} failed: {lost.reason}"
+                    ) from lost
+                outcomes[racers[lost.candidate]] = Outcome(None, lost.failure, lost.reason)
+                self._check_default(outcomes)
+                continue
+            break
+        for position, error in found["wrong"].items():
+            outcomes[racers[int(position)]] = Outcome(None, "wrong", error)
+        self._check_default(outcomes)
+        times = found["times"]
+        for position, number in enumerate(racers):
+            if number not in outcomes:
+                ratio = statistics.median(turn[position] / turn[0] for turn in times)
+                outcomes[number] = Outcome(ratio)
+        return outcomes, statistics.median(turn[0] for turn in times)
+
+    def _check_default(self, outcomes: dict[int, Outcome]) -> None:
+        if 0 in outcomes and outcomes[0].failure:
+            found = outcomes[0]
+            raise TuningError(
+                f"the default of {self.task.name} failed ({found.failure}): {found.reason}"
+            )
+
+    def _race_once(
+        self, racers: Sequence[int], rounds: tuple[int, int], seconds: float
+    ) -> dict[str, Any]:
+        if self._worker is None:
+            self._worker = self._start()
+        self._races += 1
+        return self._worker.call(
+            self.patience,
+            action="race",
+            libraries=[str(self._built[number]) for number in racers],
+            rounds=rounds,
+            seconds=seconds,
+            seed=self.seed + self._races,
+        )
+
+    def _start(self) -> Worker:
+        """Start a process with the task's tensors and reference."""
+        data = self.task.func.params[0]
+        shape = planes([int(extent) for extent in data.shape])
+        reference = _once(
+            self.folder / "reference.so",
+            lambda: tvm.IRModule({"main": self.task.func}),
+            self.target,
+        )
+        written = _once(
+            self.folder / "writer.so",
+            lambda: writer(shape, str(data.dtype), self.task.machine.num_cores),
+            self.target,
+        )
+        worker = Worker(self.task.machine.num_cores, self.folder)
+        try:
+            ready = worker.call(
+                REFERENCE_PATIENCE,
+                action="prepare",
+                arrays=[str(path) for path in self._draw()],
+                weights=self.task.weights,
+                reference=str(reference),
+                writer=str(written),
+                planes=shape,
+            )
+        except BaseException:
+            worker.close()
+            raise
+        if not ready["finite"]:
+            worker.close()
+            raise TuningError(f"the reference of {self.task.name} is not finite")
+        return worker
+
+
+    def _draw(self) -> list[Path]:
+        """Write the task's tensors: random ones, with weights that do not saturate activations."""
+        generator, files = np.random.default_rng(self.seed), []
+        for position, param in enumerate(self.task.func.params):
+            shape = [int(extent) for extent in param.shape]
+            scale = prod(shape[1:-1]) ** -0.5 if position in self.task.weights else 1.0
+            array = (generator.standard_normal(shape) * scale).astype(str(param.dtype))
+            template, _ = self.task.settings[0]
+            template.clear_padding(self.task.workload, position, array)
+            files.append(self.folder / f"{position}.npy")
+            np.save(files[-1], array, allow_pickle=False)
+        return files
+
+
+def _once(path: Path, write: Callable[[], tvm.IRModule], target: Target) -> Path:
+    return path if path.exists() else _library(write(), target, path)
+
+
+def _library(module: tvm.IRModule, target: Target, path: Path) -> Path:
+    """Compile a module with a function ``main`` into a shared library."""
+    linker = SharedLinker(str(target.attrs["mtriple"]))
+    tvm.compile(module, target).export_library(str(path), fcompile=linker)
+    return path
+
+
+def planes(shape: Sequence[int]) -> list[int]:
+    """A tensor as planes, rows and columns; of images the rows are rows of pixels."""
+    if len(shape) < 4:
+        return [1, prod(shape[:-1]), shape[-1]]
+    return [prod(shape[:2]), shape[2], prod(shape[3:])]
+
+
+def writer(shape: Sequence[int], dtype: str, threads: int) -> tvm.IRModule:
+    """Make a function that writes a tensor like a layer before: each thread a share of the rows.
+
+    ``shape`` is that of :func:`planes`.
+    """
+    count, rows, columns = shape
+
+    @T.prim_func
+    def write(data: T.Buffer((count, rows, columns), dtype)):  # type: ignore[valid-type]
+        for share in T.parallel(threads):
+            for plane in range(count):
+                for row in range((share + 1) * rows // threads - share * rows // threads):
+                    for column in T.vectorized(columns):
+                        data[plane, share * rows // threads + row, column] = data[
+                            plane, share * rows // threads + row, column
+                        ] * tirx.const(1, dtype)
+
+    return tvm.IRModule({"main": write})

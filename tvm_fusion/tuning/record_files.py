@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of records: checked, merged, pruned and passed on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from schedules import cpu
+from schedules.cpu.core.machine import CPUInfo
+from schedules.tuning.records import (
+    Key,
+    Record,
+    canonical,
+    read_lines,
+    read_records,
+    record_files,
+)
+
+from ..compiler.target import resolve
+from ..errors import TuningError, TVMFusionError
+from .database import Database, lock_of, require_extra
+
+MOST = 1 << 20
+"""Largest extent of a workload that is checked."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line that no compilation will use.
+
+    Parameters
+    ----------
+    file : str
+        Its file.
+    line : int
+        Its number.
+    reason : str
+        Why.
+    """
+
+    file: str
+    line: int
+    reason: str
+
+
+def all_records(path: Path) -> list[Record]:
+    """Read the records of a file or a folder; bad lines are skipped with a warning."""
+    return [record for file in record_files(path) for record in read_records(file)]
+
+
+def verify(path: Path) -> tuple[int, list[Finding]]:
+    """Check every line of a file or a folder; return how many are good, and the others."""
+    good, bad = 0, []
+    for file in record_files(path):
+        for number, record, reason in read_lines(file):
+            why = reason if record is None else fault(record)
+            if why:
+                bad.append(Finding(str(file), number, why))
+            else:
+                good += 1
+    return good, bad
+
+
+def fault(record: Record) -> str:
+    """Return why a record does not count on its own CPU, or nothing."""
+    template = cpu.TEMPLATES.get(record.template)
+    if template is None:
+        return f"there is no template {record.template!r}"
+    if template.version != record.version:
+        return f"it is for version {record.version} of its template, which has {template.version}"
+    if not all(abs(number) <= MOST for number in _integers(record.workload)):
+        return f"an extent of its workload is more than {MOST}"
+    try:
+        machine = CPUInfo.from_target(resolve(record.cpu, cores=min(record.threads, MOST)))
+        if machine.vector_bits != record.vector_bits:
+            return f"{record.cpu} has vectors of {machine.vector_bits} bits"
+        workload = template.read_workload(canonical(record.workload))
+        knobs = template.read_knobs(record.knobs)
+        legal = template.contains(workload, knobs, machine)
+    except (TVMFusionError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        return f"its workload or CPU cannot be used: {error}"
+    except ValueError as error:
+        return str(error)
+    return "" if legal else "its knobs are not in the space of its workload on this CPU"
+
+
+def _integers(value: object) -> Iterator[int | float]:
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _integers(item)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def merge(inputs: Iterable[Path], output: Path) -> int:
+    """Write the records of several files to one, the last one of each key; return how many."""
+    found: dict[Key, Record] = {}
+    for path in inputs:
+        found |= {record.key: record for record in all_records(path)}
+    _rewrite(output, lambda: list(found.values()))
+    return len(found)
+
+
+def prune(path: Path) -> tuple[int, int]:
+    """Leave the last usable record of each key in a file or folder; return those kept and gone."""
+    kept = gone = 0
+    for file in record_files(path):
+        lines = kept_here = 0
+
+        def last(file: Path = file) -> list[Record]:
+            nonlocal lines, kept_here
+            read = list(read_lines(file))
+            found = {
+                line.record.key: line.record
+                for line in read
+                if line.record is not None and not fault(line.record)
+            }
+            lines, kept_here = len(read), len(found)
+            return list(found.values())
+
+        _rewrite(file, last)
+        kept, gone = kept + kept_here, gone + lines - kept_here
+    return kept, gone
+
+
+def export(database: Path, output: Path, family: str | None = None) -> int:
+    """Write the usable records of a database, of one CPU if it is named; return how many."""
+    found = {
+        record.key: record
+        for record in all_records(database)
+        if family in (None, record.cpu) and not fault(record)
+    }
+    _rewrite(output, lambda: list(found.values()))
+    return len(found)
+
+
+def import_records(database: Path, inputs: Iterable[Path]) -> tuple[int, int]:
+    """Append usable records of files to a database; return how many, and how many were refused."""
+    require_extra()
+    folder = Database(database)
+    taken = refused = 0
+    for path in inputs:
+        for record in all_records(path):
+            if fault(record):
+                refused += 1
+            else:
+                folder.add_record(record)
+                taken += 1
+    return taken, refused
+
+
+def _rewrite(path: Path, records: Callable[[], list[Record]]) -> None:
+    """Replace a file under its lock, so that no line that a job appends is lost."""
+    require_extra()
+    from filelock import FileLock
+
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with FileLock(lock_of(path)):
+            text = "".join(f"{record.to_line()}\n" for record in records())
+            aside.write_text(text)
+            aside.replace(path)
+    except OSError as error:
+        raise TuningError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+    finally:
+        aside.unlink(missing_ok=True)

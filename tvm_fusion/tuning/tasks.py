@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks of a model: its kernels with knobs, each once, with their share of the predicted time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, tirx
+from tvm.target import Target
+
+from schedules import cpu
+from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.core.rule import CPUTemplate, TunableRule
+from schedules.tuning.records import Key, canonical
+
+from ..compiler import pipeline
+from ..errors import InvalidModelError
+from ..onnx.frontend import import_onnx
+from ..runtime.tensor_spec import refuse_open_shapes
+
+DTYPES = ("float32", "float16", "float64")
+
+Setting = tuple[CPUTemplate, Any]
+
+
+@dataclass
+class Task:
+    """One kernel to tune.
+
+    Parameters
+    ----------
+    name : str
+        Of the function in the model.
+    about : str
+        What it computes.
+    key : Key
+        What its record must have.
+    func : tirx.PrimFunc
+        The function without a schedule, of static shapes.
+    weights : tuple of int
+        Parameters that are constants of the model.
+    workload : object
+        What the templates compute.
+    templates : sequence of Template
+        The default's first.
+    machine : CPUInfo
+        The CPU.
+    calls : int
+        Calls in a call of the model.
+    share : float
+        Of the predicted time of all tasks.
+    """
+
+    name: str
+    about: str
+    key: Key
+    func: tirx.PrimFunc
+    weights: tuple[int, ...]
+    workload: Any
+    templates: Sequence[CPUTemplate]
+    machine: CPUInfo
+    calls: int = 1
+    share: float = 1.0
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def settings(self) -> list[Setting]:
+        """Every legal setting of all templates, the default first."""
+        found = [
+            (template, knobs)
+            for template in self.templates
+            for knobs in template.space(self.workload, self.machine)
+        ]
+        self.numbers = {text_of(*setting): number for number, setting in enumerate(found)}
+        return found
+
+    @cached_property
+    def table(self) -> tuple[np.ndarray, np.ndarray]:
+        """Features of all settings, and the logarithms of their predicted cycles."""
+        return table_of_features(self.settings, self.workload, self.machine)
+
+    @property
+    def groups(self) -> list[int]:
+        """Position of each setting's template."""
+        order = {template.name: number for number, template in enumerate(self.templates)}
+        return [order[template.name] for template, _ in self.settings]
+
+    def number_of(self, template: str, version: int, knobs: Mapping[str, Any]) -> int | None:
+        """Position of a setting that was written as JSON; None if it is not in the space."""
+        known = {one.name: one.version for one in self.templates}
+        if known.get(template) != version or not self.settings:
+            return None
+        return self.numbers.get(canonical({"template": template, "knobs": knobs}))
+
+
+def text_of(template: CPUTemplate, knobs: Any) -> str:
+    """A setting as JSON."""
+    return canonical({"template": template.name, "knobs": asdict(knobs)})
+
+
+def table_of_features(
+    settings: Sequence[Setting], workload: Any, machine: CPUInfo
+) -> tuple[np.ndarray, np.ndarray]:
+    """Features of settings, one row each, and the logarithms of their predicted cycles.
+
+    The first column has the cycles, the next ones what the analytic model says, the last ones the
+    knobs; NaN where a template has no such feature. Knobs of several templates have columns of
+    their own.
+    """
+    rows: list[dict[str, float]] = []
+    knob_names: dict[str, None] = {}
+    term_names: dict[str, None] = {}
+    for template, knobs in settings:
+        row = template.features(workload, knobs, machine)
+        names = asdict(knobs)
+        renamed = {f"{template.name}.{key}" if key in names else key: row[key] for key in row}
+        for key in renamed:
+            (knob_names if "." in key else term_names)[key] = None
+        rows.append(renamed)
+    columns = [*term_names, *knob_names]
+    table = np.array([[row.get(column, math.nan) for column in columns] for row in rows])
+    return table, np.log(table[:, columns.index("cycles")])
+
+
+def extract_tasks(
+    model: Any,
+    target: Target,
+    shapes: Mapping[str, Any] | None = None,
+    options: pipeline.Options | None = None,
+) -> list[Task]:
+    """Find the kernels of a model that have knobs.
+
+    Parameters
+    ----------
+    model : path, bytes, onnx.ModelProto or tvm.IRModule
+        A model as for ``compile``, or a Relax module as for ``pipeline.optimize``.
+    target : Target
+        A resolved CPU.
+    shapes : mapping, optional
+        Sizes of symbolic dimensions.
+    options : pipeline.Options, optional
+        The user's choices of forms.
+
+    Returns
+    -------
+    list of Task
+        The one with the largest share of the predicted time first.
+
+    Raises
+    ------
+    InvalidModelError
+        If a shape remains symbolic.
+    """
+    if isinstance(model, tvm.IRModule):
+        mod = model
+    else:
+        imported = import_onnx(model, shapes)
+        remedy = "tuning needs sizes: give them in shapes (--shape)"
+        refuse_open_shapes(imported.inputs, InvalidModelError, remedy)
+        mod = imported.mod
+    plan = pipeline.phases(target, options or pipeline.Options())
+    plan.pop("schedule")
+    mod = pipeline.run_phases(mod, target, plan)
+    machine = CPUInfo.from_target(target)
+    rules = [rule for rule in cpu.RULES if isinstance(rule, TunableRule)]
+    tasks: dict[Key, Task] = {}
+    for name, (count, weights) in _calls(mod).items():
+        func = mod[name]
+        if not isinstance(func, tirx.PrimFunc) or not _is_measurable(func):
+            continue
+        for rule in rules:
+            workload = rule.workload(func, target)
+            if workload is not None:
+                key, templates = rule.key(workload, machine), rule.templates(workload, machine)
+                task = Task(
+                    name=name,
+                    about=templates[0].describe(workload),
+                    key=key,
+                    func=func.with_attr("global_symbol", "main"),
+                    weights=weights,
+                    workload=workload,
+                    templates=templates,
+                    machine=machine,
+                    calls=0,
+                )
+                tasks.setdefault(key, task).calls += count
+                break
+    return _with_shares(list(tasks.values()))
+
+
+def _with_shares(tasks: list[Task]) -> list[Task]:
+    """Set the shares of the predicted time, and sort by them."""
+    for task in tasks:
+        template = task.templates[0]
+        default = template.default(task.workload, task.machine)
+        task.share = task.calls * template.cycles(task.workload, default, task.machine)
+    total = sum(task.share for task in tasks)
+    for task in tasks:
+        task.share /= total
+    return sorted(tasks, key=lambda task: -task.share)
+
+
+def _calls(mod: tvm.IRModule) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Calls of each function, and which of its arguments are constants."""
+    counts: Counter[str] = Counter()
+    weights: dict[str, tuple[int, ...]] = {}
+
+    def visit(node: Any) -> None:
+        if not isinstance(node, relax.Call) or not isinstance(node.op, tvm.ir.Op):
+            return
+        if node.op.name == "relax.call_tir":
+            name = node.args[0].name_hint
+            counts[name] += 1
+            weights[name] = tuple(
+                number
+                for number, argument in enumerate(node.args[1].fields)
+                if isinstance(argument, tvm.ir.GenericConst)
+            )
+
+    for func in mod.functions.values():
+        if isinstance(func, relax.Function):
+            relax.analysis.post_order_visit(func, visit)
+    return {name: (count, weights[name]) for name, count in counts.items()}
+
+
+def _is_measurable(func: tirx.PrimFunc) -> bool:
+    """Return whether all parameters are tensors of static shapes and types that NumPy knows."""
+    return all(
+        hasattr(param, "shape")
+        and all(isinstance(extent, tirx.IntImm) for extent in param.shape)
+        and str(param.dtype) in DTYPES
+        for param in func.params
+    )

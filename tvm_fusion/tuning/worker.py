@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measuring process of a tuning job: takes requests, and answers them, as lines of JSON.
+
+It holds TVM's runtime alone. A task's tensors and reference output stay while its candidates come
+as shared libraries. Before each call of a candidate its number and a count are written to shared
+memory, so that the parent knows whom to blame if the process hangs or dies.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+
+from tvm_fusion.runtime.host_arrays import aligned_empty
+from tvm_fusion.runtime.thread_pool import Crew
+from tvm_fusion.runtime.tvm_runtime import get_function
+
+BEACON = struct.Struct("<qq")
+"""Number of the candidate that runs, and of all calls so far."""
+REFERENCE = -1
+
+WEIGHT_BYTES = 48 << 20
+"""Bytes of all copies of a kernel's weights: more than most last-level caches hold."""
+MOST_COPIES = 200
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2}
+"""Largest error of an output, relative to the largest magnitude of the reference."""
+
+
+class Bench:
+    """Tensors of one task, and the races between its candidates.
+
+    Parameters
+    ----------
+    threads : int
+        Threads of a kernel.
+    beacon : memory map
+        Of the size of :data:`BEACON`.
+    """
+
+    def __init__(self, threads: int, beacon: mmap.mmap) -> None:
+        get_function("runtime.config_threadpool")  # loads the runtime
+        self._crew = Crew(threads)
+        self._beacon = beacon
+        self._calls = 0
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one request: ``prepare`` or ``race``."""
+        actions: dict[str, Callable[..., dict[str, Any]]]
+        actions = {"prepare": self.prepare, "race": self.race}
+        return self._crew.run(lambda: actions[request.pop("action")](**request))
+
+    def prepare(
+        self,
+        arrays: Sequence[str],
+        weights: Sequence[int],
+        reference: str,
+        writer: str,
+        planes: Sequence[int],
+    ) -> dict[str, Any]:
+        """Read the tensors and compute the reference; the last tensor is the output.
+
+        ``planes`` is the shape by which the library ``writer`` sees the first tensor.
+        """
+        self._arrays = [_copy(np.load(path, allow_pickle=False)) for path in arrays]
+        self._output = self._arrays[-1]
+        self._tolerance = TOLERANCES[self._output.dtype.name]
+        self._arguments = [tvm_ffi.from_dlpack(array) for array in self._arrays]
+        self._rotation = self._copies(weights)
+        self._write = tvm_ffi.load_module(writer)["main"]
+        self._planes = tvm_ffi.from_dlpack(self._arrays[0].reshape(planes))
+        self._output[...] = np.nan
+        self._begin(REFERENCE)
+        tvm_ffi.load_module(reference)["main"](*self._arguments)
+        self._wanted = self._output.copy()
+        self._scale = float(np.abs(self._wanted).max()) or 1.0
+        return {"finite": bool(np.isfinite(self._wanted).all())}
+
+    def _copies(self, weights: Sequence[int]) -> Iterator[dict[int, Any]]:
+        """Weights in turn, so that those of a run are not in the caches; in a network they are not.
+
+        The copies are equal.
+        """
+        size = sum(self._arrays[number].nbytes for number in weights)
+        count = min(MOST_COPIES, max(2, WEIGHT_BYTES // size)) if size else 1
+        return cycle(
+            [
+                {number: tvm_ffi.from_dlpack(_copy(self._arrays[number])) for number in weights}
+                for _ in range(count)
+            ]
+        )
+
+    def race(
+        self, libraries: Sequence[str], rounds: Sequence[int], seconds: float, seed: int
+    ) -> dict[str, Any]:
+        """Check candidates and let them take turns; ``rounds`` are the fewest and the most.
+
+        Returns
+        -------
+        dict
+            ``times``: for each round the seconds of each candidate, None for those that are
+            ``wrong``: from their number to their error, as texts.
+        """
+        loaded = []
+        for number, path in enumerate(libraries):
+            self._begin(number)
+            loaded.append(tvm_ffi.load_module(path)["main"])
+        wrong: dict[str, str] = {}
+        self._check(loaded, range(len(loaded)), wrong)
+        racers = [number for number in range(len(loaded)) if str(number) not in wrong]
+        times = self._turns(loaded, racers, rounds, seconds, random.Random(seed))
+        self._check(loaded, racers, wrong)
+        return {"times": times, "wrong": wrong}
+
+    def _check(self, loaded: Sequence[Any], numbers: Sequence[int], wrong: dict[str, str]) -> None:
+        for number in numbers:
+            self._output[...] = np.nan
+            self._begin(number)
+            loaded[number](*self._arguments)
+            error = float(np.abs(self._output - self._wanted).max()) / self._scale
+            if not error <= self._tolerance:  # NaN is wrong, too
+                wrong[str(number)] = f"relative error {error:.2g}"
+
+    def _turns(
+        self,
+        loaded: Sequence[Any],
+        racers: list[int],
+        rounds: Sequence[int],
+        seconds: float,
+        order: random.Random,
+    ) -> list[list[float | None]]:
+        found: list[list[float | None]] = []
+        arguments = list(self._arguments)
+        end = time.perf_counter() + seconds
+        while racers and len(found) < rounds[1]:
+            if len(found) >= rounds[0] and time.perf_counter() >= end:
+                break
+            taken: list[float | None] = [None] * len(loaded)
+            order.shuffle(racers)
+            for number in racers:
+                for position, weight in next(self._rotation).items():
+                    arguments[position] = weight
+                self._write(self._planes)
+                self._begin(number)
+                begin = time.perf_counter()
+                loaded[number](*arguments)
+                taken[number] = time.perf_counter() - begin
+            found.append(taken)
+        return found
+
+    def _begin(self, number: int) -> None:
+        self._calls += 1
+        self._beacon[: BEACON.size] = BEACON.pack(number, self._calls)
+
+
+def _copy(array: np.ndarray) -> np.ndarray:
+    other = aligned_empty(array.shape, array.dtype)
+    other[...] = array
+    return other
+
+
+def main() -> None:
+    """Serve until standard input ends: ``worker.py CHANNEL BEACON THREADS``."""
+    channel, beacon, threads = sys.argv[1:]
+    with open(beacon, "r+b") as file, os.fdopen(int(channel), "wb") as answers:
+        bench = Bench(int(threads), mmap.mmap(file.fileno(), BEACON.size))
+        for line in sys.stdin.buffer:
+            answers.write(json.dumps(bench.answer(json.loads(line))).encode() + b"\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main()
