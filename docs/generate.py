@@ -98,9 +98,9 @@ def networks() -> str:
     return _races("networks", ("ONNX Runtime", "OpenVINO"))
 
 
-def pairs() -> str:
+def pairs(section: str = "results") -> str:
     """The races of pairs of convolutions, by CPU side by side."""
-    return _races("pairs", ("ONNX Runtime", "OpenVINO", "unfused", "fused"))
+    return _races("pairs", ("ONNX Runtime", "OpenVINO", "unfused", "fused"), section)
 
 
 def searches() -> str:
@@ -126,10 +126,11 @@ def reductions() -> str:
     return _races("reductions_cpu", ("numpy", "stock TVM"))
 
 
-def _races(name: str, peers: Sequence[str]) -> str:
+def _races(name: str, peers: Sequence[str], section: str = "results") -> str:
     """One row a case: our latency, and how many times as long each peer takes."""
     files = sorted(RESULTS.glob(f"*/{name}.json"))
-    stored = {_cpu(file.parent.name): json.loads(file.read_text()) for file in files}
+    read = {_cpu(file.parent.name): json.loads(file.read_text()) for file in files}
+    stored = {cpu: {**one, "results": one[section]} for cpu, one in read.items() if section in one}
     cases = list(dict.fromkeys(case for one in stored.values() for case in one["results"]))
     head = ["case"]
     for cpu in stored:

@@ -4,6 +4,9 @@
 ``PAIRS`` holds the 39 pairs of the five networks that the dissertation measures (27 begin with a
 depthwise convolution); ``MNASNET_B1_PAIRS`` holds the six of MNasNet-B1 in the same table. The
 table writes the inputs as (N, H, W, C); the models are in NCHW.
+
+``GROUPED_PAIRS`` are not in the table: layers in groups, and kernels that are large or one row or
+column. Gates and norms between their layers are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ class LayerPair:
     name : str
         Name of the pair in the table.
     network : str
-        The network that the pair is taken from.
+        The network that the pair is taken from; empty for none.
     workload : FusedConv2DWorkload
         Both layers, for batch 1.
     """
@@ -36,8 +39,8 @@ class LayerPair:
 
 
 # name: input (height, width, channels), layer 1, layer 2; a layer is (kernel size, output channels
-# or multiplier of a depthwise layer, stride, "dw-conv" or "conv", activation).
-_Layer = tuple[int, int, int, str, str]
+# or multiplier of a depthwise layer, stride, "dw-conv", "conv" or a number of groups, activation).
+_Layer = tuple[int | tuple[int, int], int, int, str | int, str]
 _Row = tuple[tuple[int, int, int], _Layer, _Layer]
 
 _MOBILENET_V1: dict[str, _Row] = {
@@ -98,18 +101,48 @@ _RESNET_50: dict[str, _Row] = {
     "res_4x_b2": ((14, 14, 256), (3, 256, 1, "conv", "relu"), (1, 1024, 1, "conv", "relu")),
     "res_5x_b2": ((7, 7, 512), (3, 512, 1, "conv", "relu"), (1, 2048, 1, "conv", "relu")),
 }
+_EIGHT_GROUPS: dict[str, _Row] = {
+    "groups_8": ((28, 28, 64), (3, 64, 1, 8, "relu"), (1, 128, 1, "conv", "relu")),
+}
+_RESNEXT_50: dict[str, _Row] = {
+    "rnx_2": ((56, 56, 128), (3, 128, 1, 32, "relu"), (1, 256, 1, "conv", "bias")),
+    "rnx_3_s2": ((56, 56, 256), (3, 256, 2, 32, "relu"), (1, 512, 1, "conv", "bias")),
+    "rnx_3": ((28, 28, 256), (3, 256, 1, 32, "relu"), (1, 512, 1, "conv", "bias")),
+    "rnx_4": ((14, 14, 512), (3, 512, 1, 32, "relu"), (1, 1024, 1, "conv", "bias")),
+    "rnx_5": ((7, 7, 1024), (3, 1024, 1, 32, "relu"), (1, 2048, 1, "conv", "bias")),
+}
+_REGNET_Y: dict[str, _Row] = {
+    "rgy_1_s2": ((112, 112, 48), (3, 48, 2, 6, "relu"), (1, 48, 1, "conv", "bias")),
+    "rgy_2": ((28, 28, 104), (3, 104, 1, 13, "relu"), (1, 104, 1, "conv", "bias")),
+    "rgy_3": ((14, 14, 208), (3, 208, 1, 26, "relu"), (1, 208, 1, "conv", "bias")),
+    "rgy_4": ((7, 7, 440), (3, 440, 1, 55, "relu"), (1, 440, 1, "conv", "bias")),
+}
+_SHUFFLENET: dict[str, _Row] = {
+    "shf_2": ((28, 28, 60), (3, 1, 1, "dw-conv", "bias"), (1, 240, 1, 3, "bias")),
+    "shf_3": ((14, 14, 120), (3, 1, 1, "dw-conv", "bias"), (1, 480, 1, 3, "bias")),
+}
+_CONVNEXT: dict[str, _Row] = {
+    "cnx_1": ((56, 56, 96), (7, 1, 1, "dw-conv", "bias"), (1, 384, 1, "conv", "bias")),
+    "cnx_3": ((14, 14, 384), (7, 1, 1, "dw-conv", "bias"), (1, 1536, 1, "conv", "bias")),
+}
+_INCEPTION: dict[str, _Row] = {
+    "inc_128": ((17, 17, 128), ((1, 7), 128, 1, "conv", "relu"), ((7, 1), 192, 1, "conv", "relu")),
+    "inc_192": ((17, 17, 192), ((1, 7), 192, 1, "conv", "relu"), ((7, 1), 192, 1, "conv", "relu")),
+}
 
 
 def _layer(in_channels: int, layer: _Layer) -> ConvLayer:
-    kernel, channels, stride, kind, post_op = layer
+    size, channels, stride, kind, post_op = layer
+    kernel = size if isinstance(size, tuple) else (size, size)
     depthwise = kind == "dw-conv"
+    groups = kind if isinstance(kind, int) else 1
     return ConvLayer(
         in_channels=in_channels,
         out_channels=in_channels * channels if depthwise else channels,
-        kernel=(kernel, kernel),
+        kernel=kernel,
         strides=(stride, stride),
-        padding=((kernel - 1) // 2,) * 4,
-        groups=in_channels if depthwise else 1,
+        padding=((kernel[0] - 1) // 2, (kernel[1] - 1) // 2) * 2,
+        groups=in_channels if depthwise else groups,
         activation=Activation("none" if post_op == "bias" else post_op),
     )
 
@@ -133,12 +166,20 @@ PAIRS: dict[str, LayerPair] = {
 }
 DEPTHWISE_PAIRS = {n: pair for n, pair in PAIRS.items() if pair.workload.layer1.is_depthwise}
 MNASNET_B1_PAIRS = _pairs("MNasNet-B1", _MNASNET_B1)
+GROUPED_PAIRS: dict[str, LayerPair] = {
+    **_pairs("", _EIGHT_GROUPS),
+    **_pairs("ResNeXt-50 32x4d", _RESNEXT_50),
+    **_pairs("RegNet-Y-400MF", _REGNET_Y),
+    **_pairs("ShuffleNet", _SHUFFLENET),
+    **_pairs("ConvNeXt-T", _CONVNEXT),
+    **_pairs("Inception-V3", _INCEPTION),
+}
+_ALL = PAIRS | MNASNET_B1_PAIRS | GROUPED_PAIRS
 
 
 def workload(name: str, batch: int = 1) -> FusedConv2DWorkload:
     """Return the shapes of the pair ``name`` for a batch of images."""
-    pair = PAIRS[name] if name in PAIRS else MNASNET_B1_PAIRS[name]
-    return replace(pair.workload, batch=batch)
+    return replace(_ALL[name].workload, batch=batch)
 
 
 def build_pair(name: str, batch: int = 1, seed: int = 0) -> onnx.ModelProto:
@@ -149,9 +190,14 @@ def build_pair(name: str, batch: int = 1, seed: int = 0) -> onnx.ModelProto:
     x = net.input
     for layer in (pair.layer1, pair.layer2):
         gain = 1.0 if layer.activation.kind == "none" else 2.0
-        kernel, stride = layer.kernel[0], layer.strides[0]
         x = net.conv(
-            x, layer.out_channels, kernel, stride, groups=layer.groups, gain=gain, bias=True
+            x,
+            layer.out_channels,
+            layer.kernel,
+            layer.strides[0],
+            groups=layer.groups,
+            gain=gain,
+            bias=True,
         )
         x = net.activation(x, layer.activation.kind)
     return net.finish(x, [batch, pair.layer2.out_channels, *pair.out_size])

@@ -9,15 +9,24 @@ import pytest
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from examples.layers import DEPTHWISE_PAIRS, MNASNET_B1_PAIRS, PAIRS, build_pair, workload
-from examples.models import MODELS
+from examples.layers import (
+    DEPTHWISE_PAIRS,
+    GROUPED_PAIRS,
+    MNASNET_B1_PAIRS,
+    PAIRS,
+    build_pair,
+    workload,
+)
+from examples.zoo import ZOO
 
-ALL_PAIRS = PAIRS | MNASNET_B1_PAIRS
+ALL_PAIRS = PAIRS | MNASNET_B1_PAIRS | GROUPED_PAIRS
 NETWORKS = {
     "MobileNet-V1": "mobilenet_v1",
     "MobileNet-V2": "mobilenet_v2",
     "MNasNet-A1": "mnasnet_a1",
     "ResNet-50": "resnet_50",
+    "ResNeXt-50 32x4d": "resnext_50",
+    "Inception-V3": "inception_v3",
 }
 
 
@@ -25,6 +34,8 @@ def test_counts() -> None:
     assert len(PAIRS) == 39
     assert len(DEPTHWISE_PAIRS) == 27
     assert len(MNASNET_B1_PAIRS) == 6
+    assert len(GROUPED_PAIRS) == 16
+    assert len(ALL_PAIRS) == 39 + 6 + 16
     assert all(pair.name == name for name, pair in ALL_PAIRS.items())
 
 
@@ -45,10 +56,9 @@ def _conv_pairs(model: onnx.ModelProto) -> set[tuple]:
     """Each convolution with the one before it: (weight shapes, stride of the first, size)."""
     graph = model.graph
     weights = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
-    size = {"input": graph.input[0].type.tensor_type.shape.dim[2].dim_value}
-    for node in graph.node:  # every kernel is odd and padded by half of it
-        strides = [a.ints[0] for a in node.attribute if a.name == "strides"]
-        size[node.output[0]] = -(-size.get(node.input[0], 1) // (strides or [1])[0])
+    inferred = onnx.shape_inference.infer_shapes(model).graph.value_info
+    dims = {value.name: value.type.tensor_type.shape.dim for value in (*graph.input, *inferred)}
+    size = {name: shape[2].dim_value for name, shape in dims.items() if len(shape) == 4}
     maker = {node.output[0]: node for node in graph.node}
     pairs = set()
     for node in graph.node:
@@ -66,8 +76,8 @@ def _conv_pairs(model: onnx.ModelProto) -> set[tuple]:
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_pairs_occur_in_their_network(network: str) -> None:
-    found = _conv_pairs(MODELS[NETWORKS[network]]())
-    for pair in PAIRS.values():
+    found = _conv_pairs(ZOO[NETWORKS[network]]())
+    for pair in ALL_PAIRS.values():
         if pair.network != network:
             continue
         first, second = pair.workload.layer1, pair.workload.layer2
@@ -78,7 +88,9 @@ def test_pairs_occur_in_their_network(network: str) -> None:
         assert (shapes, first.strides[0], pair.workload.height) in found, pair.name
 
 
-@pytest.mark.parametrize("name", ["mv2_6_2", "mnb1_6_2", "res_5x_s2"])
+@pytest.mark.parametrize(
+    "name", ["mv2_6_2", "mnb1_6_2", "res_5x_s2", "groups_8", "rgy_4", "shf_3", "inc_128"]
+)
 def test_model_computes_the_pair(name: str) -> None:
     shapes = workload(name, batch=2)
     model = build_pair(name, batch=2, seed=5)
@@ -108,10 +120,12 @@ def _convolve(data: np.ndarray, weight: np.ndarray, bias: np.ndarray, layer: obj
     total = np.zeros((data.shape[0], weight.shape[0], out_h, out_w))
     for y, x in np.ndindex(weight.shape[2:]):
         window = padded[:, :, y::stride_h, x::stride_w][:, :, :out_h, :out_w]
-        if layer.is_depthwise:  # type: ignore[attr-defined]
-            total += window * weight[:, 0, y, x][:, None, None]
-        else:
-            total += np.einsum("nihw,oi->nohw", window, weight[:, :, y, x])
+        parts = zip(
+            np.split(window, layer.groups, axis=1),  # type: ignore[attr-defined]
+            np.split(weight[:, :, y, x], layer.groups),  # type: ignore[attr-defined]
+            strict=True,
+        )
+        total += np.concatenate([np.einsum("nihw,oi->nohw", *part) for part in parts], axis=1)
     total += bias[:, None, None]
     low, high = {"none": (-np.inf, np.inf), "relu": (0, np.inf), "relu6": (0, 6)}[
         layer.activation.kind  # type: ignore[attr-defined]

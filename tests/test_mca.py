@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+from small_onnx import small_model
 
-from examples.benchmarks import machine_code, mca
+from examples.benchmarks import machine_code, mca, predicted
 from examples.benchmarks.assembly import Instruction, Loop
 from examples.benchmarks.mca import ModelError, find_mca, predict
 
@@ -87,3 +89,25 @@ def test_the_newest_program_is_taken(program, monkeypatch):
     program.rename(newer)
     monkeypatch.setenv("PATH", str(newer.parent))
     assert find_mca() == str(newer) and 22 in mca.VERSIONS
+
+
+def test_every_kernel_of_a_network_is_predicted(program, monkeypatch, capsys):
+    monkeypatch.setattr(predicted, "MODELS", {"tiny": lambda: small_model(size=32, channels=32)})
+    command = ["predicted.py", "--only", "tiny", "--llvm-mca"]
+    monkeypatch.setattr(sys, "argv", [*command, "/nowhere/llvm-mca", "--json"])
+    assert predicted.main() == 0
+    shown = capsys.readouterr()
+    assert "/nowhere/llvm-mca was not found" in shown.err
+    alone = json.loads(shown.out)["cycles"]["tiny"]
+    assert all(kernel["model"] == kernel["mca"] > 0 for kernel in alone)
+    assert any("conv 1x1" in kernel["operator"] for kernel in alone)
+    monkeypatch.setattr(sys, "argv", [*command, str(program), "--json"])
+    assert predicted.main() == 0
+    both = json.loads(capsys.readouterr().out)["cycles"]["tiny"]
+    assert [one["operator"] for one in both] == [one["operator"] for one in alone]
+    assert [one["model"] for one in both] == [one["model"] for one in alone]
+    shares = [kernel["share"] for kernel in both if kernel["share"] is not None]
+    assert shares and all(0 < share <= 1 for share in shares)
+    monkeypatch.setattr(sys, "argv", [*command, str(program), "--kernels"])
+    assert predicted.main() == 0
+    assert "tiny: predicted microseconds" in capsys.readouterr().out

@@ -25,6 +25,8 @@ _X86_MEMORY = re.compile(r"\((?:%(\w+))?[^)]*\)")
 _ARM_MEMORY = re.compile(r"\[(\w+)[^\]]*\]")
 _X86_FMA = re.compile(r"vfn?m(?:add|sub)\d{3}p")
 _X86_SUM = re.compile(r"v(?:add|sub|mul|max|min)p")
+_X86_SHUFFLE = re.compile(r"v(?:unpck|shuf|perm|insert|extract|blend|align)")
+_ARM_SHUFFLE = re.compile(r"(?:zip|uzp|trn)\d|ext|tbl|ins\b")
 _ARM_FMA = re.compile(r"fml[as]\b")
 _ARM_SUM = re.compile(r"f(?:add|sub|mul|max(?:nm)?|min(?:nm)?|cm\w\w)\b")
 
@@ -77,6 +79,12 @@ class Instruction:
     def is_sum(self) -> bool:
         """Return whether it adds, multiplies or compares vectors, without being a multiply-add."""
         return bool(_X86_SUM.match(self.name)) or self._computes(_ARM_SUM)
+
+    @property
+    def is_shuffle(self) -> bool:
+        """Return whether it moves elements among vector registers, none of them from memory."""
+        names = _X86_SHUFFLE if "%" in self.text else _ARM_SHUFFLE
+        return bool(names.match(self.name)) and bool(self.vectors) and not self.base
 
     def _computes(self, names: re.Pattern[str]) -> bool:
         return bool(names.match(self.name)) and self.vectors[:1] == ["v"]
@@ -147,6 +155,11 @@ class Loop:
     def sums(self) -> int:
         """Additions, multiplications and comparisons of vectors."""
         return sum(instruction.is_sum for instruction in self.instructions)
+
+    @cached_property
+    def shuffles(self) -> int:
+        """Instructions that move elements among vector registers."""
+        return sum(instruction.is_shuffle for instruction in self.instructions)
 
     @cached_property
     def loads(self) -> int:

@@ -46,12 +46,13 @@ def run_races(
     plan: Plan,
     options: argparse.Namespace,
     fresh: bool = False,
+    section: str = "results",
 ) -> Results:
-    """Race ``engines`` on the models of ``options``, and write the file after each.
+    """Race ``engines`` on those of ``models`` that ``options`` name, and write the file after each.
 
     With ``fresh``, each model has its own processes, whose peak memory then is its own.
-    Results that the file already has are kept with ``--resume``, as long as they were taken with
-    the same settings: machine, versions, threads, plan and engines.
+    The results are a ``section`` of the file. Those that it already has are kept with ``--resume``,
+    as long as they were taken with the same settings: machine, versions, threads, plan and engines.
     """
     machine = host_info()
     threads = options.threads or machine["physical_cores"]
@@ -61,8 +62,9 @@ def run_races(
     settings = {"machine": machine, "threads": threads, "plan": asdict(plan)}
     settings["engines"] = [asdict(engine) for engine in engines]
     settings["options"] = {key: getattr(options, key, None) for key in ("image_size", "batch")}
-    results = _load(options.output, settings) if options.resume else {}
-    missing = [name for name in options.only if name not in results]
+    stored = _load(options.output, settings)
+    results: Results = stored.get(section, {}) if options.resume else {}
+    missing = [name for name in options.only if name in models and name not in results]
     groups = [[name] for name in missing] if fresh else [missing]
     number = 0
     with progress_bar() as progress:
@@ -73,7 +75,7 @@ def run_races(
                     report = _prefixed(progress, f"{name} ({number} of {len(missing)})")
                     result = arena.race(models[name](), name, plan=plan, progress=report)
                     results[name] = json.loads(json_text(result.to_json()))
-                    _save(options.output, settings, results)
+                    _save(options.output, settings, {**stored, section: results})
     return {name: results[name] for name in models if name in results}
 
 
@@ -107,18 +109,18 @@ def _prefixed(progress: Progress, prefix: str) -> Progress:
     return lambda text, done, total: progress(f"{prefix}: {text}", done, total)
 
 
-def _load(path: Path, settings: dict[str, Any]) -> Results:
-    """Return the results in a file, if there is one and it has the same settings."""
+def _load(path: Path, settings: dict[str, Any]) -> dict[str, Results]:
+    """Return the sections of a file, if there is one and it has the same settings."""
     if not path.exists():
         return {}
     stored = json.loads(path.read_text())
-    same = stored["settings"] == json.loads(json_text(settings))
-    return stored["results"] if same else {}
+    same = stored.pop("settings") == json.loads(json_text(settings))
+    return stored if same else {}
 
 
-def _save(path: Path, settings: dict[str, Any], results: Results) -> None:
+def _save(path: Path, settings: dict[str, Any], sections: dict[str, Results]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json_text({"settings": settings, "results": results}) + "\n"
+    text = json_text({"settings": settings, **sections}) + "\n"
     write_aside(path, lambda aside: aside.write_text(text))
 
 

@@ -3,15 +3,17 @@
 
     python examples/benchmarks/pairs.py [--quick] [--only mv2_2_1 mv2_2_2] [--resume]
 
-The pairs are those of Table 3.2 of the dissertation on layer fusion (examples/layers.py), NCHW
-tensors in and out. "tvm-fusion" fuses the pairs that its decision function chooses; further engines
-fuse always and never. Prints a table and writes results/CPU/pairs.json.
+The pairs are those of Table 3.2 of the dissertation on layer fusion, and below them others whose
+layers have groups or large kernels (examples/layers.py), NCHW tensors in and out. "tvm-fusion"
+fuses the pairs that its decision function chooses; further engines fuse always and never. Prints a
+table and writes results/CPU/pairs.json, which has the others in a section "groups".
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from examples.benchmarks.campaign import (  # noqa: E402
     parser,
     run_races,
 )
-from examples.layers import DEPTHWISE_PAIRS, PAIRS, build_pair  # noqa: E402
+from examples.layers import DEPTHWISE_PAIRS, GROUPED_PAIRS, PAIRS, build_pair, workload  # noqa: E402
 
 PLAN = Plan(rounds=15, runs=30, turn_seconds=0.06)
 ENGINES = (
@@ -51,8 +53,8 @@ def gain(engines: list[dict[str, Any]]) -> float:
     return unfused["ratio"] / fused["ratio"]
 
 
-def pairs_table(results: Results) -> Table:
-    """One row a pair, and the geometric means of the ratios."""
+def pairs_table(results: Results, grouped: Results) -> Table:
+    """One row a pair, and the geometric means of the ratios: of the dissertation's, of others."""
     table = Table(title="Pairs of convolutions, batch 1, NCHW: medians in ms")
     for heading in ("pair", "first layer", "second layer"):
         table.add_column(heading)
@@ -63,44 +65,62 @@ def pairs_table(results: Results) -> Table:
     for heading in ("faster peer", "gain by fusion"):
         table.add_column(heading, justify="right")
     table.add_column("relative error", justify="right")
-    ratios = {}
+    _add_rows(table, results)
+    depthwise = [one for name, one in results.items() if name in DEPTHWISE_PAIRS]
+    every = list(results.values())
+    chosen = [one for one in every if one["engines"][0]["details"]["fused"]]
+    for title, group in (("depthwise", depthwise), ("all", every), ("fused by decision", chosen)):
+        _add_means(table, title, group)
+    table.add_section()
+    _add_rows(table, grouped)
+    _add_means(table, "with groups", list(grouped.values()))
+    return table
+
+
+def _ratios(engines: list[dict[str, Any]]) -> list[float]:
+    """The columns of ratios."""
+    return [*(engine["ratio"] for engine in engines[1:]), faster_peer(engines), gain(engines)]
+
+
+def _add_rows(table: Table, results: Results) -> None:
     for name, result in results.items():
-        engines = result["engines"]
-        ratios[name] = [engine["ratio"] for engine in engines[1:]]
-        ratios[name] += [faster_peer(engines), gain(engines)]
-        workload = PAIRS[name].workload
+        engines, shapes = result["engines"], workload(name)
         fused = engines[0]["details"]["fused"]
         table.add_row(
             f"{name} (fused)" if fused else name,
-            str(workload.layer1),
-            str(workload.layer2),
+            str(shapes.layer1),
+            str(shapes.layer2),
             *(f"{engine['median_ms']:.3f}" for engine in engines),
-            *(f"{ratio:.2f}x" for ratio in ratios[name]),
+            *(f"{ratio:.2f}x" for ratio in _ratios(engines)),
             f"{float(engines[0]['relative_error']):.1e}",
         )
     table.add_section()
-    groups = {
-        "depthwise": [ratios[name] for name in ratios if name in DEPTHWISE_PAIRS],
-        "all": list(ratios.values()),
-        "fused by decision": [
-            ratios[name] for name in ratios if results[name]["engines"][0]["details"]["fused"]
-        ],
-    }
-    for title, rows in groups.items():
+
+
+def _add_means(table: Table, title: str, results: Sequence[dict[str, Any]]) -> None:
+    """A row of geometric means, unless there is no pair."""
+    if results:
+        rows = [_ratios(result["engines"]) for result in results]
         means = [geometric_mean(column) for column in zip(*rows, strict=True)]
-        if rows:
-            label = f"geomean {title} ({len(rows)})"
-            table.add_row(label, "", "", *[""] * len(ENGINES), *means)
-    return table
+        table.add_row(f"geomean {title} ({len(rows)})", "", "", *[""] * len(ENGINES), *means)
 
 
 def main() -> int:
     """Run the benchmark; the exit code is 1 if any output is wrong."""
     description = "Race fused convolution pairs with ONNX Runtime and OpenVINO."
-    arguments = parser(description, list(PAIRS), "pairs.json").parse_args()
-    models = {name: functools.partial(build_pair, name) for name in PAIRS}
-    results = run_races(models, ENGINES, PLAN, arguments)
-    return finish(pairs_table(results), results, arguments)
+    names = [*PAIRS, *GROUPED_PAIRS]
+    arguments = parser(description, names, "pairs.json").parse_args()
+    results, grouped = (
+        run_races(
+            {name: functools.partial(build_pair, name) for name in pairs},
+            ENGINES,
+            PLAN,
+            arguments,
+            section=section,
+        )
+        for section, pairs in (("results", PAIRS), ("groups", GROUPED_PAIRS))
+    )
+    return finish(pairs_table(results, grouped), results | grouped, arguments)
 
 
 if __name__ == "__main__":

@@ -62,8 +62,18 @@ class KernelCost:
 
 
 @dataclass(frozen=True)
-class _Described:
-    """A kernel before it is timed; ``kernel`` is None where it is no convolution."""
+class Described:
+    """A kernel before it is timed.
+
+    Parameters
+    ----------
+    operator : str
+        Its operation; for convolutions with channels and image size.
+    cost : KernelCost
+        Its least work.
+    kernel : Conv2DKernel | None
+        The workload; None where it is no convolution.
+    """
 
     operator: str
     cost: KernelCost
@@ -199,7 +209,7 @@ def profile(
     plan = pipeline.phases(resolved, options)
     schedule = {"schedule": plan.pop("schedule")}
     mod = pipeline.run_phases(imported.mod, resolved, plan)
-    costs = _costs(mod)  # now: the work of scheduled functions cannot be counted
+    costs = kernel_costs(mod)  # now: the work of scheduled functions cannot be counted
     mod = pipeline.run_phases(mod, resolved, schedule)
     machine = relax.VirtualMachine(pipeline.build(mod, resolved), tvm.cpu())
     arrays = random_inputs(imported.inputs, 0, normal=True)
@@ -248,9 +258,9 @@ def _time(
     return float(np.median(totals)), list(zip(names, np.median(times, axis=0), strict=True))
 
 
-def _costs(mod: tvm.IRModule) -> dict[str, _Described]:
+def kernel_costs(mod: tvm.IRModule) -> dict[str, Described]:
     """Least work of each kernel of known shapes that ``main`` calls, by its name."""
-    costs: dict[str, _Described] = {}
+    costs: dict[str, Described] = {}
     for block in mod["main"].body.blocks:
         for binding in block.bindings:
             call = binding.value
@@ -269,7 +279,7 @@ def _is_static(func: tirx.PrimFunc) -> bool:
     )
 
 
-def _cost(call: relax.Call, func: tirx.PrimFunc) -> _Described:
+def _cost(call: relax.Call, func: tirx.PrimFunc) -> Described:
     sizes = [
         math.prod(int(extent) for extent in buffer.shape) * tvm.DataType(str(buffer.dtype)).bits
         for buffer in func.params
@@ -287,7 +297,7 @@ def _cost(call: relax.Call, func: tirx.PrimFunc) -> _Described:
         operator += f" by Winograd {kernel.winograd}x{kernel.winograd}" if kernel.winograd else ""
         flops = float(kernel.flops())
     cost = KernelCost(flops, sum(sizes) // 8 - weights, weights)
-    return _Described(operator, cost, kernel)
+    return Described(operator, cost, kernel)
 
 
 def _flops(func: tirx.PrimFunc) -> float:
@@ -301,7 +311,7 @@ def _flops(func: tirx.PrimFunc) -> float:
 def _against_limits(
     position: int,
     name: str,
-    described: _Described,
+    described: Described,
     seconds: float,
     model_weights: int,
     limits: MachineLimits,

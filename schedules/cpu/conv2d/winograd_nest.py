@@ -16,7 +16,7 @@ store only what exists; the last group repeats its last tile.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tvm import s_tir, tirx
@@ -24,12 +24,13 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules.compute.conv2d import activate
 from schedules.tir.branch import when
-from schedules.workload.conv2d import Conv2DKernel, ConvLayer
+from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel, ConvLayer
 from schedules.workload.winograd_matrices import TAPS
 
-from ..core.kernel_builder import KernelBuilder
+from ..core.kernel_builder import STACK_BYTES, KernelBuilder
 from ..core.micro_kernel import FeatureMap, Index, LayerOperands, Reduction, loop
 from ..core.prefetch import MOST_LINES, line_elements, prefetch
+from ..core.tiles import split_evenly
 from ..cost.winograd_knobs import WinogradKnobs
 from .register_tile_nest import (
     block_runs,
@@ -83,6 +84,48 @@ class _Points:
 
 
 @dataclass(frozen=True)
+class _Half:
+    """Vectors of one tile between both transforms, on the stack: whole columns in each buffer.
+
+    Parameters
+    ----------
+    pieces : tuple[tuple[tirx.Buffer, int, int], ...]
+        Each buffer with its first column and its number of columns.
+    lanes : int
+        Channels of a vector.
+    """
+
+    pieces: tuple[tuple[tirx.Buffer, int, int], ...]
+    lanes: int
+
+    @classmethod
+    def allocate(cls, rows: int, columns: int, kernel: Conv2DKernel) -> _Half:
+        """As few buffers of at most ``STACK_BYTES`` as hold all columns."""
+        column_bytes = rows * kernel.lanes * ITEM_BYTES[kernel.dtype]
+        pieces, first = [], 0
+        for width in split_evenly(columns, max(1, STACK_BYTES // column_bytes)):
+            buffer = T.sblock_alloc_buffer((width * rows * kernel.lanes,), kernel.dtype)
+            pieces.append((buffer, first, width))
+            first += width
+        return cls(tuple(pieces), kernel.lanes)
+
+    def row(self, row: Index) -> Iterator[tuple[tirx.Buffer, Index]]:
+        """Buffer and offset of each vector of a row."""
+        for buffer, _, width in self.pieces:
+            for column in range(width):
+                yield buffer, (row * width + column) * self.lanes
+
+    def columns(self, rows: int) -> Iterator[tuple[Index, list[tuple[tirx.Buffer, Index]]]]:
+        """Open the loops over columns; yield each with buffer and offset of its vectors."""
+        for buffer, first, width in self.pieces:
+            with loop(0, width) as column:
+                yield (
+                    first + column,
+                    [(buffer, (row * width + column) * self.lanes) for row in range(rows)],
+                )
+
+
+@dataclass(frozen=True)
 class _Place:
     """Place of an output tile: its image, and its row and column among the image's tiles."""
 
@@ -119,11 +162,10 @@ class _Nest:
                 first_block = tirx.floordiv(index, groups) * blocks
                 data = _Points.allocate(points, self.in_blocks, self.knobs.group, self.kernel)
                 products = _Points.allocate(points, blocks, self.knobs.group, self.kernel)
-                half = T.sblock_alloc_buffer((points * self.kernel.lanes,), self.kernel.dtype)
-                self._transform_data(first_tile, (first_block, blocks), data, half)
+                self._transform_data(first_tile, (first_block, blocks), data)
                 with loop(0, points) as point:
                     self._multiply(point, first_block, blocks, data, products)
-                self._transform_inverse(first_tile, (first_block, blocks), products, half)
+                self._transform_inverse(first_tile, (first_block, blocks), products)
 
     def _place(self, tile: Index) -> _Place:
         per_image = self.rows * self.columns
@@ -139,16 +181,15 @@ class _Nest:
     def _store(self, buffer: tirx.Buffer, offset: Index, value: tirx.Expr) -> None:
         T.buffer_store(buffer, value, [T.ramp(offset, 1, self.kernel.lanes)])
 
-    def _transform_data(
-        self, first_tile: Index, span: tuple[Index, int], data: _Points, half: tirx.Buffer
-    ) -> None:
-        """Rows first, into ``half``; then the columns of that.
+    def _transform_data(self, first_tile: Index, span: tuple[Index, int], data: _Points) -> None:
+        """Rows first, then the columns of that.
 
         Meanwhile the first weights of the output blocks ``span``, (first, number), are prefetched.
         Tiles at the left and right borders have separate code, in which pixels outside are zero; a
         row above or below the image is a branch.
         """
-        lanes, count, classes = self.kernel.lanes, self.count, self._column_classes()
+        count, classes = self.count, self._column_classes()
+        half = _Half.allocate(count, count, self.kernel)
         with loop(0, self.in_blocks) as block, loop(0, self.knobs.group) as tile:
             self._prefetch_weights(block * self.knobs.group + tile, *span)
             place = self._place(tirx.min(first_tile + tile, self.tiles - 1))
@@ -157,9 +198,9 @@ class _Nest:
                 here = tirx.all(place.column >= first, place.column < stop)
                 with when(True if len(classes) == 1 else here):
                     self._transform_rows(plane, place, inside, half)
-            with loop(0, count) as c:
-                column = [self._load(half, (r * count + c) * lanes) for r in range(count)]
-                for r, value in enumerate(transform_data(self.size, column)):
+            for c, column in half.columns(count):
+                values = [self._load(*at) for at in column]
+                for r, value in enumerate(transform_data(self.size, values)):
                     self._store(data.buffer, data.at(r * count + c, block, tile), value)
 
     def _prefetch_weights(self, step: Index, first_block: Index, blocks: int) -> None:
@@ -177,7 +218,7 @@ class _Nest:
                 prefetch(self.weight, start + offset, level=2)
 
     def _transform_rows(
-        self, plane: Index, place: _Place, inside: Sequence[bool], half: tirx.Buffer
+        self, plane: Index, place: _Place, inside: Sequence[bool], half: _Half
     ) -> None:
         """Transform the rows of one tile, of whose columns those ``inside`` exist."""
         lanes, count, padding = self.kernel.lanes, self.count, self.layer.padding
@@ -196,11 +237,11 @@ class _Nest:
                         for c, exists in enumerate(inside)
                     ]
                     values = transform_data(self.size, pixels)
-                    for c, value in enumerate(values):
-                        self._store(half, (r * count + c) * lanes, value)
+                    for at, value in zip(half.row(r), values, strict=True):
+                        self._store(*at, value)
                 with T.Else():
-                    for c in range(count):
-                        self._store(half, (r * count + c) * lanes, zero)
+                    for at in half.row(r):
+                        self._store(*at, zero)
 
     def _column_classes(self) -> list[tuple[int, int, Sequence[bool]]]:
         """Ranges ``[first, stop)`` of columns of tiles with the same existing columns of pixels."""
@@ -235,9 +276,7 @@ class _Nest:
         turns = weight_turns(ops, self.knobs.pixels)
         for block, size in for_each_block_tile(block_runs(ops, self.knobs.blocks), None):
             # A task's weights of the next point do not follow those of this one.
-            skipped = tirx.Select(
-                tirx.convert(block + size) == blocks, self.out_blocks - blocks, 0
-            )
+            skipped = tirx.Select(tirx.convert(block + size) == blocks, self.out_blocks - blocks, 0)
             tile = functools.partial(
                 compute_tile,
                 ops,
@@ -251,10 +290,11 @@ class _Nest:
             pixel_nest(ops, (0, 1), self.knobs.pixels, tile)
 
     def _transform_inverse(
-        self, first_tile: Index, span: tuple[Index, int], products: _Points, half: tirx.Buffer
+        self, first_tile: Index, span: tuple[Index, int], products: _Points
     ) -> None:
-        """Rows first, into ``half``; then the columns of that, with the layer's epilogue."""
+        """Rows first, then the columns of that, with the layer's epilogue."""
         lanes, count = self.kernel.lanes, self.count
+        half = _Half.allocate(count, self.size, self.kernel)
         with loop(0, span[1]) as b, loop(0, self.knobs.group) as t:
             block, tile = span[0] + b, first_tile + t
             whole = isinstance(self.tiles, int) and self.tiles % self.knobs.group == 0
@@ -266,11 +306,13 @@ class _Nest:
                         self._load(products.buffer, products.at(r * count + c, b, t))
                         for c in range(count)
                     ]
-                    for c, value in enumerate(transform_inverse(self.size, row)):
-                        self._store(half, (r * self.size + c) * lanes, value)
+                    for at, value in zip(
+                        half.row(r), transform_inverse(self.size, row), strict=True
+                    ):
+                        self._store(*at, value)
                 plane = (place.image * self.out_blocks + block) * self.output.block_stride
-                with loop(0, self.size) as c:
-                    values = [self._load(half, (r * self.size + c) * lanes) for r in range(count)]
+                for c, vectors in half.columns(count):
+                    values = [self._load(*at) for at in vectors]
                     column = place.column * self.size + c
                     with when(self.output.width % self.size == 0 or column < self.output.width):
                         self._finish(plane + column * lanes, place.row * self.size, values, bias)

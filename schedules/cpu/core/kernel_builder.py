@@ -20,6 +20,8 @@ from .micro_kernel import FeatureMap, Index
 
 MAX_ELEMENTS = 2**31 - 1
 """Largest number of elements that a 32-bit integer counts."""
+STACK_BYTES = 1023
+"""Most bytes of a buffer that TVM 0.27 puts on the stack; it takes larger ones from the heap."""
 
 
 class KernelBuilder:

@@ -17,8 +17,8 @@ inputs in pieces that lie in one block, and where an output block belongs to sev
 lane selects the element of its own group.
 
 Each accumulator is a separate buffer of one vector and of scope ``global``: TVM 0.27 puts that
-on the stack, where LLVM turns it into a register. Buffers of scope ``local``, and those of more
-than 1,024 bytes, are taken from the heap, and stay in memory.
+on the stack, where LLVM turns it into a register. Buffers of scope ``local``, and those of 1,024
+bytes and more, are taken from the heap, and stay in memory.
 
 The functions here may only be called between the ``with`` statements of an open ``IRBuilder``.
 """

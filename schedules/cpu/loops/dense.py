@@ -14,6 +14,7 @@ from tvm.target import Target
 from schedules.tuning.records import RECORD
 from schedules.tuning.template import Template
 
+from ..core.kernel_builder import STACK_BYTES
 from ..core.machine import CPUInfo
 from ..core.rule import CPUTemplate, TunableRule
 from ..nests.blocks import BlockFacts, Kernel, block_facts, open_kernel
@@ -30,7 +31,6 @@ from ..nests.reduction_nests import (
 from .matmul_pattern import Product, find_product, separate_groups
 from .matvec import split_over_threads, stream_rows
 
-_STACK_BYTES = 1024
 _PACKED_ROWS = 24
 _STREAMED_ROWS = 4
 _LEAST_ROWS_TO_PACK = 8
@@ -328,7 +328,7 @@ def _height(facts: BlockFacts, product: Product) -> int:
 def _accumulators(cpu: CPUInfo) -> int:
     """Vectors of sums that fit the registers, and a buffer that stays on the stack."""
     registers = 12 if cpu.num_vector_registers < 32 else 24
-    return min(registers, (_STACK_BYTES - 1) // (cpu.vector_bits // 8))
+    return min(registers, STACK_BYTES // (cpu.vector_bits // 8))
 
 
 def _most_sums(form: str, cpu: CPUInfo) -> int:

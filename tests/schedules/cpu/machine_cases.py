@@ -220,6 +220,25 @@ def check_transforms() -> Check:
     return check
 
 
+def check_transposes(lanes: int) -> Check:
+    """Loops that move whole blocks of ``lanes`` pixels shuffle registers no more than needed.
+
+    That is log2(lanes) times for each vector, by instructions of two operands.
+    """
+    rounds = lanes.bit_length() - 1
+
+    def check(found: Sequence[Loop]) -> list[str]:
+        moving = [loop for loop in found if loop.innermost and loop.stores >= lanes]
+        wrong = [
+            f"{loop.shuffles} shuffles in {loop}"
+            for loop in moving
+            if loop.shuffles > rounds * loop.stores or loop.stack_stores
+        ]
+        return wrong or ([] if moving else ["no loop stores whole blocks"])
+
+    return check
+
+
 def check_matrix(streams: bool) -> Check:
     """The loop of most multiply-adds keeps its sums in registers; of a stream, for eight steps."""
 

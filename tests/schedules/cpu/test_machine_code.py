@@ -14,7 +14,8 @@ from math import prod
 
 import pytest
 from cpu import plain_cases
-from cpu.conv2d import test_winograd_conv2d
+from cpu.conv2d import test_pack, test_winograd_conv2d
+from cpu.conv2d.test_pack import Image
 from cpu.conv_cases import Case, build
 from cpu.loops.test_dense import dense
 from cpu.machine_cases import (
@@ -26,6 +27,7 @@ from cpu.machine_cases import (
     check_rows,
     check_tiles,
     check_transforms,
+    check_transposes,
     defects,
     dense_tiles_of,
     info_of,
@@ -45,6 +47,7 @@ from examples.layers import PAIRS
 from examples.models import MODELS
 from schedules.cpu.conv2d.conv2d import conv2d_template
 from schedules.cpu.conv2d.fused_conv2d import fused_conv2d_template
+from schedules.cpu.conv2d.pack import Pack
 from schedules.cpu.conv2d.planar_knobs import default_planar_knobs
 from schedules.cpu.conv2d.planar_nest import planar_template
 from schedules.cpu.conv2d.planar_tile import column_groups
@@ -190,6 +193,17 @@ def winograd(cpu: str) -> Forms:
     return found
 
 
+def transposes(cpu: str) -> Forms:
+    """Changes of the layout between NCHW and blocks."""
+    lanes, found = lanes_of(cpu), {}
+    for kind in ("pack", "unpack"):
+        image = Image(1, 4 * lanes, 28, 28, lanes)
+        schedule = Pack().apply(test_pack.build(kind, image), target_of(cpu), False)
+        assert schedule is not None
+        found[kind] = Form(schedule.mod["main"], (check_transposes(lanes),))
+    return found
+
+
 def matrices(cpu: str) -> Forms:
     """Products by tiles of a panel, of rows, of columns of a vector; dot products; streams."""
     sizes = {
@@ -239,6 +253,7 @@ FORMS: dict[str, Callable[[str], Forms]] = {
     "planar": planar,
     "pairs": pairs,
     "winograd": winograd,
+    "transposes": transposes,
     "matrices": matrices,
     "reductions": reductions,
 }

@@ -152,15 +152,21 @@ def test_pairs_prints_its_table_and_writes_json(
 ) -> None:
     monkeypatch.setattr(pairs, "ENGINES", pairs.ENGINES[:4])
     path = tmp_path / "pairs.json"
-    arguments = "--only mv2_6_2 --rounds 2 --threads 1 --output"
+    arguments = "--only mv2_6_2 rgy_4 --rounds 2 --threads 1 --output"
     monkeypatch.setattr(sys, "argv", ["pairs.py", *arguments.split(), str(path)])
     assert pairs.main() == 0
-    result = json.loads(path.read_text())["results"]["mv2_6_2"]
+    stored = json.loads(path.read_text())
+    assert {key: list(stored[key]) for key in ("results", "groups")} == {
+        "results": ["mv2_6_2"],
+        "groups": ["rgy_4"],
+    }
+    result = stored["results"]["mv2_6_2"]
     titles = [engine["title"] for engine in result["engines"]]
     assert titles == ["tvm-fusion", "fused", "unfused", "ONNX Runtime"]
     assert [engine["details"]["fused"] for engine in result["engines"][1:3]] == [1, 0]
     out = capsys.readouterr().out
     assert "│ mv2_6_2 " in out and "depthwise (1)" in out and "all (1)" in out
+    assert "│ rgy_4 " in out and "groups (1)" in out
 
 
 def test_faster_peer_is_the_smallest_ratio_of_peers() -> None:
