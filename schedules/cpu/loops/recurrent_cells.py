@@ -60,7 +60,8 @@ class RecurrentCell:
     reverse : bool
         From the last step to the first.
     has_lengths : bool
-        Whether sequences have lengths of their own; after its end the outputs of one are 0.
+        Whether sequences have lengths of their own, at most ``steps``; after its end the outputs of
+        one are 0.
     has_peepholes : bool
         Whether the gates of an LSTM read its cell.
     coupled : bool
@@ -399,7 +400,7 @@ class _Place:
             return self.step
         if not cell.has_lengths:
             return cell.steps - 1 - self.step
-        length = self.writer.flat["lengths"][self.row]
+        length = tirx.min(self.writer.flat["lengths"][self.row], cell.steps)
         return tirx.if_then_else(self.is_over, self.step, length - 1 - self.step)
 
     @property

@@ -96,6 +96,17 @@ def test_directions_with_everything_given(op_type: str, direction: str) -> None:
 
 
 @pytest.mark.parametrize("op_type", GATES)
+def test_lengths_beyond_the_sequence_read_no_other_memory(op_type: str) -> None:
+    model, feeds = layer(op_type, 3, 4, 2, 5, ("sequence_lens",), direction="bidirectional")
+    compiled = tvm_fusion.compile(model, threads=1)
+    lengths = np.array([3, 0, 3, 0], "int32")
+    wanted = compiled(feeds | {"sequence_lens": lengths})
+    found = compiled(feeds | {"sequence_lens": np.array([1 << 30, -9, 4, -(1 << 30)], "int32")})
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("op_type", GATES)
 def test_weights_from_data(op_type: str) -> None:
     check(*layer(op_type, 3, 2, 4, 16, ("B", "initial_h"), constant=False))
 
