@@ -28,7 +28,7 @@ import numpy as np
 from ..errors import EngineError, InvalidModelError
 from ..machine.host_info import host_info
 from ..runtime.tensor_spec import TensorSpec, refuse_open_shapes
-from .engines import ENGINES
+from .engines import ENGINES, EngineKind
 from .race_result import EngineResult, Plan, RaceResult, relative_error
 from .worker import EngineSpec, Worker
 
@@ -59,9 +59,9 @@ class _Racer:
 
 
 def available_peers() -> list[str]:
-    """Return the engines other than tvm-fusion whose packages are installed."""
-    peers = [name for name in ENGINES if name != "tvm-fusion"]
-    return [name for name in peers if _is_installed(name)]
+    """Return the engines of this package other than tvm-fusion that are installed."""
+    own = [name for name, kind in ENGINES.items() if kind.program == EngineKind.program]
+    return [name for name in own if name != "tvm-fusion" and _is_installed(name)]
 
 
 def gpu_peers(names: Sequence[str], target: str) -> list[EngineSpec]:

@@ -117,9 +117,8 @@ def _is_finite(data: te.Tensor) -> te.Tensor:
 def test_wide_data_of_narrow_values_is_loaded_in_parts() -> None:
     case = Case("and", "float32", (1 << 22,), [0], target=CUDA, producer=_is_finite)
     assert case.config.vector * 4 > 16
-    code = sass(cuda_source(case.func))
-    names = [name for text in code.values() for name in opcodes(text)]
-    assert count(names, "LDG.E") == count(names, "LDG.E.128") > 0
+    main = main_loop(*sass(cuda_source(case.func)).values())
+    assert count(main, "LDG.E") == count(main, "LDG.E.128") > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])

@@ -97,7 +97,8 @@ def test_a_process_that_loads_what_another_one_compiled_holds_no_compiler(
         loaded = other.call("load", options={"artifact": artifact}, **request)
         (got,) = other.call("outputs", seed=[0, 7])
         assert loaded["details"] == {"pairs": 2, "fused": 0}
-        assert other.call("peak_bytes") < one.call("peak_bytes") / 2
+        # TVM's foreign function interface imports PyTorch where it is installed.
+        assert other.call("peak_bytes") < one.call("peak_bytes") * 2 / 3
         maps = Path(f"/proc/{other.pid}/maps")
         listed = maps.read_text() if maps.exists() else "libtvm_runtime"
     assert "libtvm_runtime" in listed and "libtvm_compiler" not in listed

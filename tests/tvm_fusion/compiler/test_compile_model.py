@@ -196,6 +196,8 @@ def test_the_package_shows_its_names() -> None:
         "Latency",
         "Plan",
         "RaceResult",
+        "TaskState",
+        "TuneResult",
         "__version__",
         "aligned_empty",
         "compile",
@@ -206,6 +208,7 @@ def test_the_package_shows_its_names() -> None:
         "profile",
         "race",
         "resolve_target",
+        "tune",
     }
     assert set(tvm_fusion.__all__) <= set(dir(tvm_fusion))
     assert all(getattr(tvm_fusion, name) is not None for name in tvm_fusion.__all__)

@@ -58,7 +58,7 @@ def expand_operators(model: onnx.ModelProto) -> onnx.ModelProto:
     _name_bodies(model)
     wanted = [("", name) for name in EXPANDED]
     try:
-        model = inliner.inline_local_functions(model) if model.functions else model
+        model = inliner.inline_local_functions(model, True) if model.functions else model
         model = inliner.inline_selected_functions(model, wanted, inline_schema_functions=True)
     except (RuntimeError, ValueError) as error:
         raise InvalidModelError(f"operators of the model cannot be expanded: {error}") from error
@@ -84,10 +84,11 @@ def _name_bodies(model: onnx.ModelProto) -> None:
     opset = default_opset(model) or 1
     infos = (*model.graph.input, *model.graph.value_info, *model.graph.output)
     types = {info.name: info.type.SerializeToString() for info in infos}
-    types |= {t.name: _type_of(t).SerializeToString() for t in model.graph.initializer}
+    constants = {t.name: _type_of(t).SerializeToString() for t in model.graph.initializer}
+    types |= constants
     for index, node in enumerate(model.graph.node):
         schema = _body_schema(node, opset)
-        if schema is None:
+        if schema is None or all(name and name not in constants for name in node.input):
             continue
         known = schema.context_dependent_function_opset_versions
         body = onnx.FunctionProto.FromString(
