@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import tvm
 from tvm import relax, tirx
 from tvm.target import Target
 
 from schedules.cpu.loops.recurrent_cells import GATES, LANES, RecurrentCell, recurrent_cell
 from schedules.errors import OpError
 
+from .conv_types import is_typed
 from .register import register_op
 
 OP = "relax.tvm_fusion.recurrence"
@@ -52,7 +52,7 @@ def recurrence(arguments: Sequence[relax.Expr], cell: RecurrentCell) -> relax.Ca
     for position, name in enumerate(("alphas", "betas"), start=1):
         attributes[name] = [tirx.const(one[position], "float64") for one in cell.activations]
     call = relax.Call(_RECURRENCE, list(arguments), attributes)
-    if not any(each.ty.same_as(tvm.ir.Type.missing()) for each in arguments):
+    if is_typed(*arguments):
         _infer_type(call, None)
     return call
 

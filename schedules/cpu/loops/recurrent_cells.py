@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from math import prod
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -184,7 +185,7 @@ def recurrent_cell(cell: RecurrentCell) -> tirx.PrimFunc:
                 T.reads()
                 T.writes()
                 flat = {
-                    name: T.decl_buffer((_size(shapes[name]),), view.dtype, data=view.data)
+                    name: T.decl_buffer((prod(shapes[name]),), view.dtype, data=view.data)
                     for name, view in views.items()
                 }
                 _Writer(cell, flat).write()
@@ -448,10 +449,3 @@ def _like(x: tirx.Expr, value: float) -> tirx.Expr:
 
 def _ramp(at: tirx.Expr | int) -> tirx.Expr:
     return T.ramp(at, 1, LANES)
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size

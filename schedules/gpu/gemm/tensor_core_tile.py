@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 
@@ -166,9 +166,7 @@ def choose_tensor_tile(matmul: MatmulFunction, gpu: GPUInfo) -> TensorTile | Non
             chosen = tile
             break
     stages = min(_MOST_STAGES, gpu.shared_bytes // chosen.stage_bytes)
-    return TensorTile(
-        chosen.rows, chosen.columns, chosen.warp_rows, chosen.warp_columns, stages=stages
-    )
+    return replace(chosen, stages=stages)
 
 
 def factor_dtype(operand: Operand) -> str | None:

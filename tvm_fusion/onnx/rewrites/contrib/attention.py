@@ -14,7 +14,7 @@ from .parts import Parts, sizes
 from .pointwise import Refusal
 
 LOWEST = -65504.0
-"""What a causal mask adds, the lowest float16: no weight is left of it."""
+"""Number that a causal mask adds, the lowest float16: no weight is left of it."""
 
 
 def attention(parts: Parts) -> Refusal:

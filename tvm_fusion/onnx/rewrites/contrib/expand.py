@@ -44,7 +44,7 @@ CONTRIB: dict[str, Callable[[Parts], Refusal]] = {
     "SkipLayerNormalization": skip_layer_norm,
     "SkipSimplifiedLayerNormalization": skip_rms_norm,
 }
-"""What writes each operator by others, or says why it cannot."""
+"""Function of each operator that writes it by others, or says why it cannot."""
 
 OF_ONNX_RUNTIME = frozenset({"SimplifiedLayerNormalization"})
 """Operators that ONNX Runtime puts into ONNX's own domain, where ONNX has none of this name."""
