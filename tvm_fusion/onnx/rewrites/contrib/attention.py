@@ -49,11 +49,11 @@ def attention(parts: Parts) -> Refusal:
     scale = parts.get("scale", 0.0) or 1 / math.sqrt(widths[0] / heads)
     past = sizes(parts, parts.input(4), [3]) if parts.input(4) else [0]
     length = sizes(parts, parts.input(0), [1])
-    result = _attend(
-        parts, (query, key, value), scale, parts.input(3), parts.input(5), _causal(length, past)
-    )
-    if result.startswith("!"):
-        return result[1:]
+    mask, causal = parts.input(3), _causal(length, past)
+    problem = _problem(parts, mask, causal)
+    if problem is not None:
+        return problem
+    result = _attend(parts, (query, key, value), scale, mask, parts.input(5), causal)
     parts.finish(result, present)
     return None
 
@@ -85,11 +85,11 @@ def multi_head_attention(parts: Parts) -> Refusal:
         value = parts.emit("Concat", parts.input(7), value, axis=2)
     scale = parts.get("scale", 0.0) or 1 / math.sqrt(width[0] / heads)
     length = sizes(parts, parts.input(0), [1])
-    result = _attend(
-        parts, (query, key, value), scale, parts.input(4), parts.input(5), _causal(length, past)
-    )
-    if result.startswith("!"):
-        return result[1:]
+    mask, causal = parts.input(4), _causal(length, past)
+    problem = _problem(parts, mask, causal)
+    if problem is not None:
+        return problem
+    result = _attend(parts, (query, key, value), scale, mask, parts.input(5), causal)
     parts.finish(result, key, value)
     return None
 
@@ -126,6 +126,16 @@ def _causal(length: list[int] | None, past: list[int] | None) -> np.ndarray | No
     return np.where(allowed, 0, LOWEST).astype(np.float32)
 
 
+def _problem(parts: Parts, mask: str, causal: np.ndarray | None) -> Refusal:
+    """The reason why scores cannot be masked, if any."""
+    rank = len(parts.dims(mask) or ()) if mask else 2
+    if rank not in (2, 3):
+        return f"its mask {mask!r} has {rank} dimensions; expected 2 or 3"
+    if parts.get("unidirectional", 0) and causal is None:
+        return "it is causal, and its lengths are only known at run time"
+    return None
+
+
 def _attend(
     parts: Parts,
     heads: tuple[str, str, str],
@@ -134,14 +144,12 @@ def _attend(
     bias: str,
     causal: np.ndarray | None,
 ) -> str:
-    """The result in three axes; a refusal begins with an exclamation mark."""
+    """The result in three axes."""
     query, key, value = heads
     turned = parts.emit("Transpose", key, perm=[0, 1, 3, 2])
     scores = parts.emit("MatMul", parts.scaled(query, scale), turned)
     if mask:
         rank = len(parts.dims(mask) or ())
-        if rank not in (2, 3):
-            return f"!its mask {mask!r} has {rank} dimensions; expected 2 or 3"
         added = _added_by_mask(parts, mask, scores)
         scores = parts.emit(
             "Add", scores, parts.emit("Unsqueeze", added, parts.constant([1, 2][: 4 - rank]))
@@ -149,8 +157,7 @@ def _attend(
     if bias:
         scores = parts.emit("Add", scores, bias)
     if parts.get("unidirectional", 0):
-        if causal is None:
-            return "!it is causal, and its lengths are only known at run time"
+        assert causal is not None, "lengths that are not known were refused"
         scores = parts.emit("Add", scores, parts.number(causal, scores))
     mixed = parts.emit("MatMul", parts.emit("Softmax", scores, axis=-1), value)
     return parts.reshape(parts.emit("Transpose", mixed, perm=[0, 2, 1, 3]), 0, 0, -1)
