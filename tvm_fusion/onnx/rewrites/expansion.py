@@ -10,8 +10,19 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from ..model.graph_edits import is_default_domain, replace_nodes
+from ..model.graph_edits import attribute, is_default_domain, replace_nodes
 from ..model.tensor_facts import GraphFacts
+
+AXES_ARE_INPUTS = 18
+"""From this opset on, ReduceMean takes its axes as an input."""
+
+_CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+
+
+def conv_attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    """The attributes of a Conv that a node of another operator has."""
+    found = {name: attribute(node, name) for name in _CONV}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class Expansion:

@@ -13,10 +13,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from ..model.graph_edits import attribute
-from .expansion import Expansion
-
-AXES_ARE_INPUTS = 18
-"""From this opset on, ReduceMean takes its axes as an input."""
+from .expansion import AXES_ARE_INPUTS, Expansion
 
 
 class LayerNormRule:

@@ -20,13 +20,11 @@ import onnx
 from onnx import TensorProto, helper
 
 from ..model.graph_edits import attribute
-from .expansion import Expansion
+from .expansion import Expansion, conv_attributes
 
 LARGEST_PRODUCT = 255 * 255
 
 EXACT_FLOAT32 = 1 << 24
-
-CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 
 
 def expand_qlinear_matmul(node: onnx.NodeProto, expansion: Expansion) -> None:
@@ -169,9 +167,8 @@ def _conv(
 ) -> str:
     rank = len(expansion.facts.dims(w) or ())
     zeros = _along(expansion, w_zero, 0, rank, w_zero) if w_zero else ""
-    attributes = {n: attribute(node, n) for n in CONV if attribute(node, n) is not None}
     data, weights = _centred(expansion, x, x_zero, kind), _centred(expansion, w, zeros, kind)
-    return expansion.emit("Conv", data, weights, **attributes)
+    return expansion.emit("Conv", data, weights, **conv_attributes(node))
 
 
 def _requantize(

@@ -13,11 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ...model.graph_edits import attribute
 from ...model.tensor_facts import GraphFacts
+from ..expansion import AXES_ARE_INPUTS
 
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16)
-
-AXES_ARE_INPUTS = 18
-"""From this opset on, ReduceMean takes its axes as an input."""
 
 HAS_CAST_LIKE = 15
 """From this opset on there is CastLike."""

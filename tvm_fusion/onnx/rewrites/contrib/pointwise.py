@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from ..expansion import conv_attributes
 from .parts import Parts
 
 Refusal = str | None
@@ -119,15 +120,13 @@ def _turned(parts: Parts, position: int) -> str | None:
     return parts.emit("Transpose", name, perm=[*range(rank - 2), rank - 1, rank - 2])
 
 
-CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
-
 PARAMETERS = {"LeakyRelu": ("alpha",), "HardSigmoid": ("alpha", "beta")}
 
 
 def fused_conv(parts: Parts) -> Refusal:
     """A Conv, what is added to it, and an activation."""
-    attributes = {name: parts.get(name) for name in CONV if parts.get(name) is not None}
-    result = parts.emit("Conv", *filter(None, map(parts.input, range(3))), **attributes)
+    operands = filter(None, map(parts.input, range(3)))
+    result = parts.emit("Conv", *operands, **conv_attributes(parts.node))
     if parts.input(3):
         result = parts.emit("Add", result, parts.input(3))
     name, values = parts.get("activation", ""), parts.get("activation_params", [])
