@@ -48,6 +48,10 @@ class TuningError(TVMFusionError):
     """A tuning job that cannot run or has nothing to tune, or records that cannot be read."""
 
 
+class PredictionError(TVMFusionError):
+    """A machine file, a trace or a call whose time cannot be predicted; the message says why."""
+
+
 class EagerModeWarning(UserWarning):
     """An op or a graph of PyTorch that runs in eager mode, because it cannot be compiled."""
 
