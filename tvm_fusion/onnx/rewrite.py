@@ -38,7 +38,6 @@ from .rewrites.is_inf import expand_is_inf, expand_is_nan
 from .rewrites.layer_norm import LayerNormRule
 from .rewrites.loops import unroll_loops
 from .rewrites.lp_norm import replace_lp_norms
-from .rewrites.masked_rows import compare_masked_rows
 from .rewrites.mean_variance import split_mean_variance
 from .rewrites.modulo import expand_modulo
 from .rewrites.one_hot import expand_one_hot
@@ -109,7 +108,6 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
         facts = GraphFacts(model, weights)
     norms = {"LayerNormalization": LayerNormRule(default_opset(model) or 1)}
     expand_nodes(model, facts, {**EXPANSIONS, **norms})
-    compare_masked_rows(model, facts)
     replace_powers(model, facts)
     replace_lp_norms(model, facts)
     replace_divisions_by_minus_one(model, facts)

@@ -13,14 +13,13 @@ becomes, with two steps::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper
 
 from ..model.graph_edits import attribute, is_default_domain, replace_nodes
 from ..model.tensor_facts import GraphFacts
+from .expansion import Expansion
 from .splice import Body
 
 MAX_UNROLLED = 4000
@@ -104,19 +103,18 @@ def _goes_on(body: onnx.GraphProto) -> bool:
     return tensor is not None and bool(onnx.numpy_helper.to_array(tensor).all())
 
 
-class _Unrolled:
+class _Unrolled(Expansion):
     """The nodes that take the place of a loop."""
 
     def __init__(self, graph: onnx.GraphProto, node: onnx.NodeProto, facts: GraphFacts) -> None:
-        self.nodes: list[onnx.NodeProto] = []
-        self._node, self._facts = node, facts
+        super().__init__(node, facts)
         self._graph: onnx.GraphProto = attribute(node, "body")
         self._body = Body(graph, self._graph, facts)
         self._inputs = [value.name for value in self._graph.input]
 
     def scan(self) -> None:
         """Unroll a Scan."""
-        node, facts = self._node, self._facts
+        node, facts = self.node, self.facts
         count = attribute(node, "num_scan_inputs", 1)
         states, sequences = list(node.input[:-count]), list(node.input[-count:])
         axes = attribute(node, "scan_input_axes", [0] * count)
@@ -141,13 +139,13 @@ class _Unrolled:
 
     def loop(self) -> None:
         """Unroll a Loop."""
-        node, facts = self._node, self._facts
+        node, facts = self.node, self.facts
         steps = int(facts.constant(node.input[0]).item())  # type: ignore[union-attr]
-        true = facts.add_constant(f"{node.output[0]}/condition", np.array(True))
+        true = self.constant("condition", np.array(True))
         states = list(node.input[2:])
         outputs: list[list[str]] = []
         for step in range(steps):
-            number = facts.add_constant(f"{node.output[0]}/step", np.array(step, np.int64))
+            number = self.constant("step", np.array(step, np.int64))
             results = self._step([number, true, *states])[1:]
             states = results[: len(states)]
             outputs.append(results[len(states) :])
@@ -159,33 +157,22 @@ class _Unrolled:
         self.nodes += nodes
         return results
 
-    def _emit(self, op_type: str, inputs: Sequence[str], **attributes: Any) -> str:
-        result = self._facts.fresh(f"{self._node.output[0]}/{op_type}")
-        self.nodes.append(
-            helper.make_node(op_type, inputs, [result], name=self._node.name, **attributes)
-        )
-        return result
-
     def _take(self, name: str, index: int, axis: int) -> str:
-        place = self._facts.add_constant(f"{name}/step", np.array(index, np.int64))
-        return self._emit("Gather", [name, place], axis=axis)
+        place = self.constant("step", np.array(index, np.int64))
+        return self.emit("Gather", name, place, axis=axis)
 
     def _finish(self, states: list[str], parts: list[list[str]], axes: Sequence[int]) -> None:
         """Name the last states and the stacked outputs as the loop named its own."""
         stacked = [
             self._stack(part, axis) if output else ""
-            for part, axis, output in zip(
-                parts, axes, self._node.output[len(states) :], strict=True
-            )
+            for part, axis, output in zip(parts, axes, self.node.output[len(states) :], strict=True)
         ]
-        for found, output in zip([*states, *stacked], self._node.output, strict=True):
-            if output:
-                self.nodes.append(helper.make_node("Identity", [found], [output]))
+        self.finish(*states, *stacked)
 
     def _stack(self, parts: list[str], axis: int) -> str:
-        place = self._facts.add_constant(f"{self._node.output[0]}/axis", np.array([axis], np.int64))
-        parts = [self._emit("Unsqueeze", [part, place]) for part in parts]
+        place = self.constant("axis", np.array([axis], np.int64))
+        parts = [self.emit("Unsqueeze", part, place) for part in parts]
         while len(parts) > 1:
             groups = [parts[start : start + GROUP] for start in range(0, len(parts), GROUP)]
-            parts = [self._emit("Concat", group, axis=axis) for group in groups]
+            parts = [self.emit("Concat", *group, axis=axis) for group in groups]
         return parts[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes that take the place of one, while types are not known yet."""
+"""The nodes that take the place of one of ``com.microsoft``, while types are not known yet."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from ...model.graph_edits import attribute
 from ...model.tensor_facts import GraphFacts
-from ..expansion import AXES_ARE_INPUTS
+from ..expansion import AXES_ARE_INPUTS, Expansion
 
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16)
 
@@ -24,7 +24,7 @@ HAS_LAYER_NORM = 17
 """From this opset on there is LayerNormalization."""
 
 
-class Parts:
+class ContribExpansion(Expansion):
     """Nodes that compute the outputs of ``node``.
 
     Parameters
@@ -38,9 +38,8 @@ class Parts:
     """
 
     def __init__(self, node: onnx.NodeProto, opset: int, facts: GraphFacts) -> None:
-        self.node, self.opset, self.dims = node, opset, facts.dims
-        self.nodes: list[onnx.NodeProto] = []
-        self._fresh = facts.fresh
+        super().__init__(node, facts)
+        self.opset, self.dims = opset, facts.dims
         kinds = [facts.dtype(name) for name in node.input if name]
         known = [kind for kind in kinds if kind in FLOATS]
         self._kind = helper.tensor_dtype_to_np_dtype((known or [TensorProto.FLOAT])[0])
@@ -53,41 +52,29 @@ class Parts:
         """An attribute of the node."""
         return attribute(self.node, name, default)
 
-    def emit(self, op_type: str, *inputs: str, **attributes: Any) -> str:
-        """Append a node and return the name of its result."""
-        return self.emit_many(op_type, 1, *inputs, **attributes)[0]
+    def integers(self, value: Any) -> str:
+        """Add a constant of int64."""
+        return self.constant("integers", np.array(value, np.int64))
 
-    def emit_many(self, op_type: str, count: int, *inputs: str, **attributes: Any) -> list[str]:
-        """Append a node of several results and return their names."""
-        first = next(name for name in self.node.output if name)
-        results = [self._fresh(f"{first}/{op_type}") for _ in range(count)]
-        name = self.node.name
-        self.nodes.append(helper.make_node(op_type, inputs, results, name=name, **attributes))
-        return results
-
-    def constant(self, value: Any, dtype: Any = np.int64) -> str:
-        """Append a constant."""
-        return self.emit("Constant", value=numpy_helper.from_array(np.array(value, dtype)))
-
-    def number(self, value: Any, like: str) -> str:
+    def number_like(self, value: Any, like: str) -> str:
         """Append numbers of the type of another tensor."""
         if self.opset < HAS_CAST_LIKE:
-            return self.constant(value, self._kind)
-        return self.emit("CastLike", self.constant(value, np.float32), like)
+            return self.constant("number", np.array(value, self._kind))
+        return self.emit("CastLike", self.constant("number", np.array(value, np.float32)), like)
 
     def scaled(self, x: str, factor: float) -> str:
         """Multiply by a number."""
-        return x if factor == 1 else self.emit("Mul", x, self.number(factor, x))
+        return x if factor == 1 else self.emit("Mul", x, self.number_like(factor, x))
 
     def reshape(self, x: str, *shape: int) -> str:
         """Reshape; 0 keeps a size."""
-        return self.emit("Reshape", x, self.constant(shape))
+        return self.emit("Reshape", x, self.integers(shape))
 
     def mean(self, x: str) -> str:
         """Mean over the last axis, which is kept."""
         if self.opset < AXES_ARE_INPUTS:
             return self.emit("ReduceMean", x, axes=[-1])
-        return self.emit("ReduceMean", x, self.constant([-1]))
+        return self.emit("ReduceMean", x, self.integers([-1]))
 
     def layer_norm(self, x: str, scale: str, bias: str, epsilon: float) -> str:
         """Normalise the last axis."""
@@ -99,34 +86,30 @@ class Parts:
 
     def rms_norm(self, x: str, scale: str, bias: str, epsilon: float) -> str:
         """Divide the last axis by the root of its mean square."""
-        square = self.emit("Add", self.mean(self.emit("Mul", x, x)), self.number(epsilon, x))
+        square = self.emit("Add", self.mean(self.emit("Mul", x, x)), self.number_like(epsilon, x))
         result = self.emit("Mul", self.emit("Div", x, self.emit("Sqrt", square)), scale)
         return self.emit("Add", result, bias) if bias else result
 
     def gelu(self, x: str) -> str:
         """Gaussian error linear unit."""
         inner = self.emit("Erf", self.scaled(x, 1 / math.sqrt(2)))
-        return self.emit("Mul", self.scaled(x, 0.5), self.emit("Add", inner, self.number(1, x)))
+        return self.emit(
+            "Mul", self.scaled(x, 0.5), self.emit("Add", inner, self.number_like(1, x))
+        )
 
     def tanh_gelu(self, x: str) -> str:
         """Gelu by a hyperbolic tangent."""
         cube = self.emit("Mul", x, self.emit("Mul", x, x))
         inner = self.emit("Add", x, self.scaled(cube, 0.044715))
         tanh = self.emit("Tanh", self.scaled(inner, math.sqrt(2 / math.pi)))
-        return self.emit("Mul", self.scaled(x, 0.5), self.emit("Add", tanh, self.number(1, x)))
-
-    def finish(self, *results: str) -> None:
-        """Let the results be the node's outputs; an empty name is an output that nobody reads."""
-        for result, output in zip(results, self.node.output, strict=False):
-            if output and result:
-                self.nodes.append(helper.make_node("Identity", [result], [output]))
+        return self.emit("Mul", self.scaled(x, 0.5), self.emit("Add", tanh, self.number_like(1, x)))
 
     def missing(self, count: int) -> list[str]:
         """Outputs that are asked for beyond the first ``count``."""
         return [name for name in self.node.output[count:] if name]
 
 
-def sizes(parts: Parts, name: str, axes: Sequence[int]) -> list[int] | None:
+def sizes(parts: ContribExpansion, name: str, axes: Sequence[int]) -> list[int] | None:
     """Sizes of some axes; None if one is not known."""
     dims = parts.dims(name)
     if dims is None or any(not -len(dims) <= axis < len(dims) for axis in axes):
