@@ -17,19 +17,11 @@ from hypothesis import strategies as st
 from schedules import cpu
 from schedules.cpu.conv2d.conv2d import CONV2D, Conv2D
 from schedules.cpu.core.machine import CPUInfo
-from schedules.errors import RecordWarning, TuningError
 from schedules.schedule_rule import schedule_function
-from schedules.tuning.records import (
-    LONGEST_LINE,
-    RECORD,
-    Record,
-    Records,
-    parse_record,
-    read_lines,
-    read_records,
-    record_files,
-)
+from schedules.tuning.records import LONGEST_LINE, RECORD, Record, Records, parse_record
 from schedules.workload.conv2d import ConvLayer, to_json
+from tvm_fusion.compiler.record_reader import load_records, read_lines, read_records, record_files
+from tvm_fusion.errors import RecordWarning, TuningError
 
 MACHINE = CPUInfo.from_target(TARGET)
 CASE = Case((ConvLayer(32, 32, (3, 3), padding=(1, 1, 1, 1)),), height=14, width=14)
@@ -75,7 +67,7 @@ def write(path: Path, *lines: str | bytes) -> Path:
 
 
 def load(path: Path) -> Records:
-    return Records.load([path], VERSIONS)
+    return load_records([path], VERSIONS)
 
 
 def test_a_record_survives_its_line() -> None:
@@ -127,7 +119,7 @@ def test_the_user_wins_over_the_package_and_the_last_line_over_the_others(tmp_pa
         tmp_path / "user.jsonl", record(knobs=first).to_line(), record(knobs=last).to_line()
     )
     package = write(tmp_path / "package.jsonl", LINE)
-    found = json.loads(applied(Records.load([user, package], VERSIONS)) or "")
+    found = json.loads(applied(load_records([user, package], VERSIONS)) or "")
     assert (found["knobs"], found["source"]) == (last, "user.jsonl")
 
 
