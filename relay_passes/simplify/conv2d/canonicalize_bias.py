@@ -21,7 +21,7 @@ from tvm.ir import GenericConst
 from ...core.constants import broadcasts_cheaply, channel_constant, constant, per_channel, shifted
 from ...core.expressions import Value, op_name
 from ...core.graph import Graph
-from .conv2d import is_chain, is_plain_conv2d, out_channels
+from .conv2d_operands import is_chain, is_plain_conv2d, out_channels
 
 
 def canonicalize_bias(graph: Graph, call: relax.Expr) -> Value:

@@ -18,7 +18,7 @@ from tvm import relax
 from ...core.constants import channel_constant, constant, per_channel, scaled, shifted
 from ...core.expressions import Value
 from ...core.graph import Graph
-from .conv2d import padding_of, weight_of, with_weight
+from .conv2d_operands import padding_of, weight_of, with_weight
 
 
 def fold_input_affine(graph: Graph, call: relax.Expr) -> Value:

@@ -17,7 +17,7 @@ from tvm import relax
 from ...core.expressions import Value, op_name
 from ...core.graph import Graph
 from .. import tir_patterns
-from .conv2d import is_plain_conv2d, padding_of, with_padding
+from .conv2d_operands import is_plain_conv2d, padding_of, with_padding
 
 
 def fold_pad(graph: Graph, call: relax.Expr) -> Value:

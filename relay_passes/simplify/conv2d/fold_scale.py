@@ -21,7 +21,7 @@ from tvm import relax
 from ...core.constants import broadcasts_cheaply, constant, per_channel, scaled, shifted
 from ...core.expressions import Value
 from ...core.graph import Graph
-from .conv2d import weight_of, with_weight
+from .conv2d_operands import weight_of, with_weight
 
 
 def fold_scale(graph: Graph, call: relax.Expr) -> Value:
