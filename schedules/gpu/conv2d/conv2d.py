@@ -18,7 +18,8 @@ from schedules.workload.conv2d import Conv2DKernel, ConvLayer, from_json
 from schedules.workload.reduce import extent_of
 
 from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
-from ..core.machine import REGISTER_FILE, GPUInfo
+from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
 from ..core.rule import GPURule
 from ..core.vector_loads import flat_view
 from ..gemm.conv_tiles import ConvTile, Product, choose_tile
@@ -132,7 +133,7 @@ def _write_product(
         T.launch_thread("blockIdx.y", shape.const(shape.groups * down)) as row,
         T.launch_thread("blockIdx.x", across) as column,
         T.launch_thread("threadIdx.x", shape.const(tile.threads)) as thread,
-        resident_blocks(gpu, REGISTER_FILE // (tile.registers * tile.threads)),
+        resident_blocks(gpu, COSTS.register_file // (tile.registers * tile.threads)),
     ):
         data, weight = [flat_view(param) for param in func.params[:2]]
         group = 0 if shape.groups == 1 else row // down

@@ -15,6 +15,7 @@ from schedules.workload.conv2d import Conv2DKernel
 
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
 from ..core.rule import GPURule
 from ..core.vector_loads import flat_view
 from ..gemm.epilogue import Epilogue, lanes_at
@@ -24,7 +25,6 @@ from .depthwise_column import Column
 
 THREADS = 128
 MOST_TAPS = 49  # the nest is unrolled
-FULL = 512  # threads of a multiprocessor that hide the latency of memory; an estimate
 
 
 class DepthwiseConv2D(GPURule):
@@ -54,7 +54,7 @@ def choose_rows(shape: ConvShape, gpu: GPUInfo) -> int:
     for rows in (4, 2):
         threads = shape.images * shape.out_planes * -(-height // rows) * width
         waste = -(-height // rows) * rows / height
-        if threads >= FULL * gpu.multiprocessors and waste < 1.2:
+        if threads >= COSTS.hiding_threads * gpu.multiprocessors and waste < 1.2:
             return rows
     return 1
 
