@@ -11,16 +11,16 @@ import math
 from ..core.machine import GPUInfo
 from ..core.machine_costs import COSTS
 from ..gemm.conv_tiles import (
-    Product,
+    ProductExtents,
     choose_tile,
     estimate,
 )
 from ..gemm.implicit_gemm import LANES, ConvShape
 from .depthwise_conv2d import choose_rows
-from .fused_tiles import Pair, choose_fused_tile, estimate_fused
+from .fused_tiles import ConvPair, choose_fused_tile, estimate_fused
 
 
-def separate_cycles(pair: Pair, gpu: GPUInfo) -> float:
+def separate_cycles(pair: ConvPair, gpu: GPUInfo) -> float:
     """Predicted cycles of two kernels, which write and read the intermediate."""
     elements = pair.first.images * pair.first.out_planes * pair.first.out_pixels * LANES
     moved = 2 * 4 * elements
@@ -29,7 +29,7 @@ def separate_cycles(pair: Pair, gpu: GPUInfo) -> float:
     return layers + COSTS.launch + moved / (rate * gpu.multiprocessors)
 
 
-def fused_cycles(pair: Pair, gpu: GPUInfo) -> float | None:
+def fused_cycles(pair: ConvPair, gpu: GPUInfo) -> float | None:
     """Predicted cycles of one kernel; None if no tile fits the device."""
     tile = choose_fused_tile(pair, gpu)
     return None if tile is None else estimate_fused(pair, tile, gpu)
@@ -38,7 +38,7 @@ def fused_cycles(pair: Pair, gpu: GPUInfo) -> float | None:
 def layer_cycles(shape: ConvShape, gpu: GPUInfo) -> float:
     """Predicted cycles of one layer's kernel; infinite if no tile fits the device."""
     if not shape.layer.is_depthwise:
-        product = Product.of(shape)
+        product = ProductExtents.of(shape)
         tile = choose_tile(product, gpu)
         return math.inf if tile is None else estimate(product, tile, gpu)
     rows = choose_rows(shape, gpu)

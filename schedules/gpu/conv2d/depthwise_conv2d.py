@@ -18,7 +18,7 @@ from ..core.machine import GPUInfo
 from ..core.machine_costs import COSTS
 from ..core.rule import GPURule
 from ..core.vector_loads import flat_view
-from ..gemm.epilogue import Epilogue, lanes_at
+from ..gemm.epilogue import LayerEpilogue, lanes_at
 from ..gemm.implicit_gemm import LANES, ConvShape
 from .conv2d import batch_of, packed_kernel
 from .depthwise_column import Column
@@ -97,7 +97,7 @@ def depthwise_template(
                 channel = plane % shape.out_planes
                 column = Column(shape, rows, plane, channel, row, x, data, weight)
                 sums = column.add_all()
-                epilogue = Epilogue(shape, bias, output, residual[0] if residual else None)
+                epilogue = LayerEpilogue(shape, bias, output, residual[0] if residual else None)
                 loaded = epilogue.load_bias(channel)
                 for number in range(rows):
                     y = row + number

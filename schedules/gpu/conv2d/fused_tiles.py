@@ -85,7 +85,7 @@ class FusedTile:
 
 
 @dataclass(frozen=True)
-class Pair:
+class ConvPair:
     """Two layers of which the second reads the first."""
 
     first: ConvShape
@@ -148,13 +148,13 @@ class Pair:
 
 
 @functools.lru_cache(maxsize=256)
-def choose_fused_tile(pair: Pair, gpu: GPUInfo) -> FusedTile | None:
+def choose_fused_tile(pair: ConvPair, gpu: GPUInfo) -> FusedTile | None:
     """The tile with the least :func:`estimate_fused`; None if none fits."""
     fitting = [tile for tile in _all_tiles(pair.first.layer.is_depthwise) if pair.fits(tile, gpu)]
     return min(fitting, key=lambda tile: estimate_fused(pair, tile, gpu), default=None)
 
 
-def estimate_fused(pair: Pair, tile: FusedTile, gpu: GPUInfo) -> float:
+def estimate_fused(pair: ConvPair, tile: FusedTile, gpu: GPUInfo) -> float:
     """Predicted cycles of the kernel with a tile."""
     height, width = pair.second.out_size
     tiles = pair.second.images * -(-height // tile.height) * -(-width // tile.width)
@@ -179,7 +179,7 @@ def estimate_fused(pair: Pair, tile: FusedTile, gpu: GPUInfo) -> float:
     return max(share * chunks * busy, rounds * (chunks * alone + COSTS.block_latency))
 
 
-def _first_cost(pair: Pair, tile: FusedTile) -> tuple[float, float, float, float]:
+def _first_cost(pair: ConvPair, tile: FusedTile) -> tuple[float, float, float, float]:
     """Instructions and reads of a thread, bytes and latency of one chunk of the first layer."""
     height, width = pair.mid_size(tile)
     layer, shape = pair.first.layer, pair.first

@@ -106,7 +106,7 @@ class ConvTile:
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductExtents:
     """Extents of a product of matrices.
 
     Parameters
@@ -126,19 +126,19 @@ class Product:
     may_split: bool = True
 
     @classmethod
-    def of(cls, shape: ConvShape) -> Product:
+    def of(cls, shape: ConvShape) -> ProductExtents:
         """The product that a convolution is; a symbolic batch counts as one image."""
         pixels, known = shape.images * shape.out_pixels, isinstance(shape.batch, int)
         return cls(shape.groups, shape.out_blocks, pixels, shape.quads, known)
 
 
 @functools.lru_cache(maxsize=256)
-def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile | None:
+def choose_tile(product: ProductExtents, gpu: GPUInfo) -> ConvTile | None:
     """The tile with the least :func:`estimate`; None if none fits the device.
 
     Parameters
     ----------
-    product : Product
+    product : ProductExtents
         Extents of the convolution.
     gpu : GPUInfo
         The device.
@@ -157,7 +157,7 @@ def fits(tile: ConvTile, gpu: GPUInfo) -> bool:
     return tile.threads <= gpu.max_threads and tile.shared_bytes <= gpu.shared_bytes
 
 
-def estimate(product: Product, tile: ConvTile, gpu: GPUInfo) -> float:
+def estimate(product: ProductExtents, tile: ConvTile, gpu: GPUInfo) -> float:
     """Predicted cycles of the kernel with a tile; see the module's docstring."""
     down, across = -(-product.blocks // tile.blocks), -(-product.pixels // tile.pixels)
     share = -(-product.groups * down * across * tile.splits // gpu.multiprocessors)
@@ -174,7 +174,7 @@ def estimate(product: Product, tile: ConvTile, gpu: GPUInfo) -> float:
     return cycles + _adding_cycles(product, tile, gpu)
 
 
-def _adding_cycles(product: Product, tile: ConvTile, gpu: GPUInfo) -> float:
+def _adding_cycles(product: ProductExtents, tile: ConvTile, gpu: GPUInfo) -> float:
     """Predicted cycles of the kernel that adds up the splits, and of writing them."""
     if tile.splits == 1:
         return 0.0

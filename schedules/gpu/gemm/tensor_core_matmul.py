@@ -91,7 +91,7 @@ def write_tensor_tiles(
     )
     with T.launch_thread("threadIdx.x", tile.threads) as thread:
         first = T.bind(row_tile * i64(tile.rows)), T.bind(column_tile * i64(tile.columns))
-        _Block(matmul, tile, views, batch, first, thread).write()
+        _ThreadPart(matmul, tile, views, batch, first, thread).write()
 
 
 class _Factor:
@@ -222,7 +222,7 @@ def _without_jumps(step: Step) -> Step:
     )
 
 
-class _Block:
+class _ThreadPart:
     """One thread's part of a tile."""
 
     def __init__(
