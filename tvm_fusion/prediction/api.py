@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import PredictionError
@@ -111,7 +111,7 @@ def predict_traces(
     PredictionError
         If its ranks do not meet in their collectives.
     """
-    timeline = simulate(run.graphs, overheads or run.overheads)
+    timeline = simulate(run.graphs, overheads or replace(run.overheads, prior=0.0))
     ops = (op.name for graph in run.graphs for op in graph.ops)
     unknown = tuple(overheads.unknown(ops)) if overheads is not None else ()
     return TracePrediction(run, timeline, report(run.name, timeline, run.measured), unknown)

@@ -64,26 +64,20 @@ class _Builder:
         self._trace = trace
         self._rank = rank
         self._on_host = not trace.device_events
-        self._threads: dict[int, float] = {}
-        self._latest = float("-inf")
         self._sequence: Counter[str] = Counter()
         self._next = -1
 
     def op(self, traced: TracedOp) -> Op:
         """Operator of a trace; a gap that is work of the host stays as it is."""
-        event = traced.event
-        before = self._threads.get(event.thread, self._latest)
-        gap = event.start - (max(before, self._latest) if traced.follows else before)
-        first = self._latest == float("-inf")
-        self._threads[event.thread] = event.end
-        self._latest = max(self._latest, event.end)
+        event, gap = traced.event, traced.gap
         steps: tuple[Launch | Wait, ...] = tuple(self._step(call, traced) for call in traced.calls)
         if self._on_host:
             kernel = Kernel(self._next, event.name, (event.end - event.start) * MICRO, HOST)
             self._next -= 1
             steps = (Launch(kernel, event.name),)
-        known = 0.0 if first else gap * MICRO if gap >= HOST_WORK else None
-        return Op(event.name, steps, event.thread, traced.follows, known)
+        known = 0.0 if gap is None else gap * MICRO if gap >= HOST_WORK else None
+        counts = () if self._on_host else traced.events
+        return Op(event.name, steps, event.thread, traced.follows, known, traced.before, counts)
 
     def _step(self, call: TracedCall, op: TracedOp) -> Launch | Wait:
         device = call.device

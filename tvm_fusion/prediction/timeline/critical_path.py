@@ -182,10 +182,10 @@ class RankSimulation:
         for index, op in enumerate(timeline.graph.ops):
             front = fronts.get(op.thread, timeline.graph.start)
             now = max(front, timeline.host_end) if op.follows else front
-            now += costs.t1(previous, op.name) if op.gap is None else op.gap
+            now += costs.t1(previous, op) if op.gap is None else op.gap
             begin = now
             if not op.steps:
-                now += costs.whole(op.name)
+                now += costs.whole(op)
             elif op.graph:
                 now = self._launch_graph(op, index, now)
             else:
@@ -198,10 +198,10 @@ class RankSimulation:
     def _run_steps(self, op: Op, index: int, now: float) -> Generator[list[int], None, float]:
         costs = self._costs
         on_device = any(isinstance(step, Wait) or step.kernel.stream != HOST for step in op.steps)
-        now += costs.t2(op.name) if on_device else 0.0
+        now += costs.t2(op) if on_device else 0.0
         for number, step in enumerate(op.steps):
             if number and on_device:
-                now += costs.t5(op.name)
+                now += costs.t5(op, number)
             if isinstance(step, Launch) and step.kernel.stream == HOST:
                 run = self._run_of(step.kernel, index, now)
                 run.start = run.ready = now
@@ -223,16 +223,16 @@ class RankSimulation:
                 yield awaited
                 now = self._wait(awaited, index, now)
             now += costs.t4(step.call)
-        return now + (costs.t3(op.name) if on_device else 0.0)
+        return now + (costs.t3(op) if on_device else 0.0)
 
     def _launch_graph(self, op: Op, index: int, now: float) -> float:
         """One call for all kernels; each costs a gap of the device."""
         costs = self._costs
-        now += costs.t2(op.name)
+        now += costs.t2(op)
         for step in op.steps:
             if isinstance(step, Launch):
                 self._issue(step.kernel, index, now + costs.delay(step.call))
-        return now + costs.t4(op.steps[0].call) + costs.t3(op.name)
+        return now + costs.t4(op.steps[0].call) + costs.t3(op)
 
     def _wait(self, awaited: list[int], index: int, now: float) -> float:
         end, last = max((self._runs[id_].end or 0.0, id_) for id_ in awaited)
