@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -152,5 +151,3 @@ def _run(
         tuple(warning for trace in traces.values() for warning in trace.warnings()),
     )
 
-
-__all__: Sequence[str] = ["TracePrediction", "TracedRun", "load_traces", "predict_traces"]

@@ -19,10 +19,10 @@ from typing import Any
 from ..errors import PredictionError
 from .kineto import KinetoTrace
 from .timeline.execution_graph import Op
-from .traced_ops import SLACK, TracedCall, TracedOp
+from .traced_ops import TracedCall, TracedOp
 
 HOST_WORK = 1000.0
-"""Microseconds between two operators from which on it is work of the host, no overhead."""
+"""Microseconds that are work of the host, no overhead: reading data, loading or tuning kernels."""
 
 MICRO = 1e-6
 _FORMAT = "tvm-fusion overheads 1"
@@ -138,7 +138,7 @@ class Overheads:
 
     def t3(self, op: Op) -> float:
         """Time of an operator after its last runtime call."""
-        return self._estimate("t3", op.name, _events(op, len(op.steps))) * MICRO
+        return self._estimate("t3", op.name, op.events[-1] if op.events else 0) * MICRO
 
     def t4(self, call: str) -> float:
         """Time of a runtime call, without what it waits for."""
@@ -292,8 +292,7 @@ def measure_overheads(
         if op.calls:
             _measure_calls(result, op, cost)
         else:
-            length = op.event.end - op.event.start - cost.host * op.events[0]
-            result.add("whole", name, length, op.events[0])
+            _add(result, "whole", name, op.event.end - op.event.start, op.events[0], cost)
     _measure_delays(result, ops, cost)
     return result
 
@@ -302,12 +301,20 @@ def _measure_calls(result: Overheads, op: TracedOp, cost: ProfilerCost) -> None:
     """T2 to T5 of one operator."""
     name, begin = op.event.name, op.event.start
     for number, (call, events) in enumerate(zip(op.calls, op.events, strict=False)):
-        micros = call.event.start - begin - cost.host * events
-        result.add("t5" if number else "t2", name, micros, events)
-        result.add("t4", call_name(call), own_time(call) - (cost.device if call.device else 0.0))
+        _add(result, "t5" if number else "t2", name, call.event.start - begin, events, cost)
+        if own_time(call) < HOST_WORK:
+            recorded = cost.device if call.device else 0.0
+            result.add("t4", call_name(call), own_time(call) - recorded)
         begin = call.event.end
-    last = op.events[-1]
-    result.add("t3", name, op.event.end - begin - cost.host * last, last)
+    _add(result, "t3", name, op.event.end - begin, op.events[-1], cost)
+
+
+def _add(
+    result: Overheads, table: str, name: str, micros: float, events: int, cost: ProfilerCost
+) -> None:
+    """Add a time without its events' cost, unless it is work of the host."""
+    if micros < HOST_WORK:
+        result.add(table, name, micros - cost.host * events, events)
 
 
 def _measure_delays(result: Overheads, ops: list[TracedOp], cost: ProfilerCost) -> None:
@@ -334,5 +341,3 @@ def own_time(call: TracedCall) -> float:
     event = call.event
     return event.end - (max(event.start, min(call.free, event.end)) if call.waits else event.start)
 
-
-__all__ = ["SLACK", "Overheads", "ProfilerCost", "load_overheads", "measure_overheads"]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .kineto import DeviceEvent, HostEvent, KinetoTrace
-from .overheads import HOST_WORK, MICRO, call_name
+from .overheads import HOST_WORK, MICRO, call_name, own_time
 from .timeline.execution_graph import HOST, Collective, ExecutionGraph, Kernel, Launch, Op, Wait
 from .traced_ops import TracedCall, TracedOp
 
@@ -65,19 +65,29 @@ class _Builder:
         self._rank = rank
         self._on_host = not trace.device_events
         self._sequence: Counter[str] = Counter()
-        self._next = -1
+        self._next = 0
 
     def op(self, traced: TracedOp) -> Op:
         """Operator of a trace; a gap that is work of the host stays as it is."""
         event, gap = traced.event, traced.gap
-        steps: tuple[Launch | Wait, ...] = tuple(self._step(call, traced) for call in traced.calls)
-        if self._on_host:
-            kernel = Kernel(self._next, event.name, (event.end - event.start) * MICRO, HOST)
-            self._next -= 1
-            steps = (Launch(kernel, event.name),)
+        steps: list[Launch | Wait] = []
+        begin = event.start
+        for call in traced.calls:
+            steps += self._host_work(event.name, call.event.start - begin)
+            steps += self._host_work(call.event.name, own_time(call))
+            steps.append(self._step(call, traced))
+            begin = call.event.end
+        steps += self._host_work(event.name, event.end - begin)
         known = 0.0 if gap is None else gap * MICRO if gap >= HOST_WORK else None
-        counts = () if self._on_host else traced.events
-        return Op(event.name, steps, event.thread, traced.follows, known, traced.before, counts)
+        counts, before = traced.events, traced.before
+        return Op(event.name, tuple(steps), event.thread, traced.follows, known, before, counts)
+
+    def _host_work(self, name: str, micros: float) -> list[Launch | Wait]:
+        """Work of the host inside an operator: long, or any on a CPU alone."""
+        if micros < HOST_WORK and not self._on_host:
+            return []
+        self._next -= 1
+        return [Launch(Kernel(self._next, name, micros * MICRO, HOST), name)]
 
     def _step(self, call: TracedCall, op: TracedOp) -> Launch | Wait:
         device = call.device
