@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
-from .execution_graph import HOST, ExecutionGraph, HostCosts, Kernel, Launch, Op, Wait
+from .execution_graph import HOST, ExecutionGraph, HostCosts, Kernel, Launch, Op
 
 KERNEL_GAP = 1e-6
 """Least time between two kernels of a stream, and of a node of a launched graph."""
