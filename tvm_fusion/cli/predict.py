@@ -10,47 +10,42 @@ from typing import Any
 import click
 from rich.console import Group
 
-from .options import json_option, many_options
+from .options import json_option
 from .output import show_table
 
-TRACE_OPTIONS = (
-    click.option(
-        "--traces",
-        type=click.Path(exists=True, path_type=Path),
-        metavar="PATH",
-        help="Kineto trace of PyTorch's profiler, or a folder with one a rank.",
-    ),
-    click.option(
-        "--overheads",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        metavar="FILE",
-        help="Host overheads of --save-overheads. Default: those of the traces themselves.",
-    ),
-    click.option(
-        "--save-overheads",
-        type=click.Path(dir_okay=False, path_type=Path),
-        metavar="FILE",
-        help="Write the host overheads that the traces show.",
-    ),
-    click.option(
-        "--profiler-cost",
-        type=float,
-        nargs=2,
-        default=(0.0, 0.0),
-        metavar="HOST DEVICE",
-        help="Microseconds that the profiler added to each event of host and device.",
-    ),
-    click.option(
-        "--timeline",
-        type=click.Path(dir_okay=False, path_type=Path),
-        metavar="FILE",
-        help="Write the timeline: a Chrome trace (.json, .json.gz) or a picture (.png, .svg).",
-    ),
-)
-
-
 @click.command("predict")
-@many_options(TRACE_OPTIONS)
+@click.option(
+    "--traces",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="PATH",
+    help="Kineto trace of PyTorch's profiler, or a folder with one a rank.",
+)
+@click.option(
+    "--overheads",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Host overheads of --save-overheads. Default: those of the traces themselves.",
+)
+@click.option(
+    "--save-overheads",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the host overheads that the traces show.",
+)
+@click.option(
+    "--profiler-cost",
+    type=float,
+    nargs=2,
+    default=(0.0, 0.0),
+    metavar="HOST DEVICE",
+    help="Microseconds that the profiler added to each event of host and device.",
+)
+@click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the timeline: a Chrome trace (.json, .json.gz) or a picture (.png, .svg).",
+)
 @json_option
 def predict_command(traces: Path | None, as_json: bool, **options: Any) -> None:
     """Predict how long a traced run takes, and name what holds it up."""
