@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -42,6 +42,53 @@ def difference(a: Region, b: Region) -> list[Region]:
                 parts.append((*rest[:axis], part, *rest[axis + 1 :]))
         rest[axis] = (low, high)
     return parts
+
+
+def hull(regions: Sequence[Region]) -> Region:
+    """The least region that contains all of some regions, of which there is at least one."""
+    return tuple(
+        (min(begin for begin, _ in axis), max(end for _, end in axis))
+        for axis in zip(*regions, strict=True)
+    )
+
+
+def union(regions: Sequence[Region]) -> list[Region]:
+    """Disjoint regions of all elements of some regions, neighbours merged where that is a box."""
+    merged: list[Region] = []
+    for region in regions:
+        _add(merged, region)
+    disjoint: list[Region] = []
+    for region in merged:
+        rest = [region]
+        for other in disjoint:
+            rest = [part for piece in rest for part in difference(piece, other)]
+        disjoint += rest
+    return disjoint
+
+
+def _add(merged: list[Region], region: Region) -> None:
+    """Add a region to a list, merged with all those with which it makes a box."""
+    if region_size(region) == 0:
+        return
+    for index, other in enumerate(merged):
+        joint = _joint(other, region)
+        if joint is not None:
+            del merged[index]
+            _add(merged, joint)
+            return
+    merged.append(region)
+
+
+def _joint(a: Region, b: Region) -> Region | None:
+    """The union of two regions if it is a region."""
+    differing = [k for k, (p, q) in enumerate(zip(a, b, strict=True)) if p != q]
+    both = hull([a, b])
+    if both in (a, b):
+        return both
+    if len(differing) > 1:
+        return None
+    (low, high), (begin, end) = a[differing[0]], b[differing[0]]
+    return both if begin <= high and low <= end else None
 
 
 @dataclass(frozen=True)
@@ -85,10 +132,13 @@ class Exchange:
     messages : tuple[Message, ...]
         Ordered by source, destination and buffer; the same on every rank. What one rank sends to
         another may be sent as one message, in this order.
+    synchronous : bool
+        Whether a send is complete only when its receive has begun (``MPI_Issend``).
     """
 
     id: int
     messages: tuple[Message, ...]
+    synchronous: bool = False
 
     def sent_by(self, rank: int) -> tuple[Message, ...]:
         """The messages that a rank sends."""
@@ -100,7 +150,8 @@ class Exchange:
 
     def of_rank(self, rank: int) -> Exchange:
         """The same exchange with only the messages that a rank sends or receives."""
-        return Exchange(self.id, tuple(m for m in self.messages if rank in (m.source, m.dest)))
+        mine = tuple(m for m in self.messages if rank in (m.source, m.dest))
+        return replace(self, messages=mine)
 
     def bytes(self, itemsizes: Mapping[str, int]) -> int:
         """Bytes of all messages, given those of an element of each buffer."""
