@@ -48,6 +48,10 @@ class TuningError(TVMFusionError):
     """A tuning job that cannot run or has nothing to tune, or records that cannot be read."""
 
 
+class DistributedError(TVMFusionError):
+    """Ranks of a job that disagree, fail, or do not answer in time; or MPI that is not there."""
+
+
 class EagerModeWarning(UserWarning):
     """An op or a graph of PyTorch that runs in eager mode, because it cannot be compiled."""
 

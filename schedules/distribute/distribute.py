@@ -9,7 +9,7 @@ that no distributed loop moves is not cut: every rank holds all of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import tvm_ffi
@@ -102,6 +102,14 @@ class Distribution:
     def bytes(self) -> int:
         """Bytes that all ranks together send."""
         return sum(exchange.bytes(self.itemsizes) for exchange in self.exchanges)
+
+    def with_windows(self, buffer: str, like: str) -> Distribution:
+        """The same, with the windows of one parameter as wide as those of another."""
+        parts = tuple(
+            replace(part, windows={**part.windows, buffer: part.windows[like]})
+            for part in self.parts
+        )
+        return replace(self, parts=parts)
 
     def interior(self, rank: int) -> Region:
         """The largest range of a rank's loops, found axis by axis, that reads only what it owns.
