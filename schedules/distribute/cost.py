@@ -15,7 +15,8 @@ from tvm import ir, tirx
 from ..tir.expression_walk import nodes
 from ..workload.reduce import constant
 from .exchange import Exchange, Region, region_size
-from .regions import LoopNest, regions_computed
+from .loop_nest import LoopNest
+from .regions import regions_computed
 
 _OPERATIONS = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Min, tirx.Max, ir.Call)
 CALL_SECONDS = 2e-6

@@ -17,15 +17,10 @@ from tvm import s_tir, tirx
 
 from ..errors import OpError
 from .exchange import Exchange, Message, Region, difference, hull, messages_of, region_size
+from .loop_nest import LoopNest, read_loop_nest, shape_of
 from .ownership import Owners
 from .partition import Partition, balanced, bounds_of, grids
-from .regions import (
-    LoopNest,
-    read_loop_nest,
-    regions_computed,
-    regions_needed,
-    shape_of,
-)
+from .regions import regions_computed, regions_needed
 from .transfer import Transfer, check_waits, deliver
 
 
@@ -232,20 +227,20 @@ def _given(
     nest: LoopNest, sizes: Sequence[int] | Sequence[Sequence[int]], ranks: int | None
 ) -> Partition:
     """The partition of given sizes."""
-    lists = [sizes] if len(nest.loops) == 1 and not _is_nested(sizes) else list(sizes)
+    lists: list[Sequence[int]] = [
+        list(one) if isinstance(one, Sequence) else [one] for one in sizes
+    ]
+    if all(isinstance(one, int) for one in sizes):
+        lists = [[size for one in lists for size in one]]
     if len(lists) != len(nest.loops):
         raise OpError(f"sizes are given for {len(lists)} loops; expected {len(nest.loops)}")
     parts = zip(nest.loop_names, nest.extents, lists, strict=True)
     partition = Partition(
-        tuple(bounds_of(extent, list(one), f"loop {name!r}") for name, extent, one in parts)
+        tuple(bounds_of(extent, one, f"loop {name!r}") for name, extent, one in parts)
     )
     if ranks not in (None, partition.ranks):
         raise OpError(f"sizes are given for {partition.ranks} ranks; expected {ranks}")
     return partition
-
-
-def _is_nested(sizes: Sequence[int] | Sequence[Sequence[int]]) -> bool:
-    return bool(sizes) and not isinstance(sizes[0], int)
 
 
 def _plan(

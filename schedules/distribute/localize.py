@@ -29,7 +29,9 @@ from ..tir.block_expressions import Stage
 from ..tir.expression_walk import substitute
 from ..tir.index_math import as_type, simplified
 from .exchange import Region, intersection, region_size
-from .regions import Domain, LoopNest, Read, domain_of, regions_computed, shape_of
+from .index_values import Domain
+from .loop_nest import LoopNest, Read, shape_of
+from .regions import domain_of, regions_computed
 
 _INT32_END = 1 << 31
 
@@ -314,15 +316,16 @@ class _Rewriter:
 
     def indices(self, buffer: tirx.Buffer, indices: Sequence[tirx.Expr]) -> list[tirx.Expr]:
         """Indices into the local buffer in place of those into the whole one."""
-        origin: Sequence[tirx.Expr | None] = self.frame.firsts.get(buffer) or self.frame.bases.get(
-            buffer, [None] * len(indices)
-        )
-        return [
-            simplified(at if first is None else at - as_type(first, str(at.ty.dtype)))
-            for at, first in zip(
-                (substitute(index, self.values) for index in indices), origin, strict=True
+        origin: Sequence[tirx.Expr | None] | None = self.frame.firsts.get(buffer)
+        if not origin:
+            origin = self.frame.bases.get(buffer, (None,) * len(indices))
+        local = []
+        for index, first in zip(indices, origin, strict=True):
+            at = substitute(index, self.values)
+            local.append(
+                simplified(at if first is None else at - as_type(first, str(at.ty.dtype)))
             )
-        ]
+        return local
 
     def _load(self, load: ir.TensorLoad) -> ir.TensorLoad:
         return self.buffers[load.source][tuple(self.indices(load.source, load.indices))]

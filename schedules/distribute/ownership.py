@@ -15,8 +15,9 @@ from tvm import tirx
 
 from ..errors import OpError
 from .exchange import Region, hull
+from .loop_nest import LoopNest, shape_of
 from .partition import Partition, bounds_of
-from .regions import LoopNest, regions_needed, shape_of
+from .regions import regions_needed
 
 Cuts: TypeAlias = dict[int, tuple[int, tuple[tuple[int, int], ...]]]
 """For loops, the dimension of an input that a loop moves, and the dimension's parts."""
@@ -82,11 +83,12 @@ class Owners:
             return self._given(buffer, number, dim, extent, given)
         pairs = zip(bounds, bounds[1:], strict=False)
         reads = [self._read(buffer, number, dim, ends) for ends in pairs]
-        order = sorted((k for k, ends in enumerate(reads) if ends), key=lambda k: reads[k])
+        filled = sorted((ends, k) for k, ends in enumerate(reads) if ends is not None)
         cuts = [0]
-        for before, after in zip(order, order[1:], strict=False):
-            middle = (reads[before][1] + reads[after][0] + 1) // 2
+        for (before, _), (after, _) in zip(filled, filled[1:], strict=False):
+            middle = (before[1] + after[0] + 1) // 2
             cuts.append(min(max(middle, cuts[-1]), extent))
+        order = [k for _, k in filled]
         parts = dict(zip(order, zip(cuts, [*cuts[1:], extent], strict=True), strict=False))
         empty = 0
         found = []

@@ -11,7 +11,7 @@ from tvm import s_tir, tirx
 from ..errors import OpError
 from .exchange import Region
 from .localize import LocalFunction, localize, scalar_arguments
-from .regions import read_loop_nest, shape_of
+from .loop_nest import read_loop_nest, shape_of
 
 
 @dataclass(frozen=True)

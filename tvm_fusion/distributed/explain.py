@@ -4,24 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from schedules.distribute.cost import Network, Processor, work_of
 from schedules.distribute.distribute import Distribution
 from schedules.distribute.exchange import Message, Region, region_size
 
-
-class Call(Protocol):
-    """A kernel call of a rank."""
-
-    rows: Region
-    kernel: str
-    is_interior: bool
+from .local_program import Piece
 
 
 def describe(
     plan: Distribution,
-    pieces: Sequence[Sequence[Call]],
+    pieces: Sequence[Sequence[Piece]],
     network: Network,
     processor: Processor,
 ) -> str:
@@ -51,7 +44,7 @@ def describe(
 def _line(
     plan: Distribution,
     rank: int,
-    pieces: Sequence[Call],
+    pieces: Sequence[Piece],
     network: Network,
     processor: Processor,
 ) -> str:

@@ -57,8 +57,26 @@ class LocalArray:
         return self.window.view(self.region)
 
 
-Call = tuple[bool, Callable[..., Any], tuple[int, ...]]
-"""Whether a kernel reads only what the rank owns, the kernel, and its scalars."""
+@dataclass(frozen=True)
+class Piece:
+    """Range of a rank's loops that one kernel call computes.
+
+    Parameters
+    ----------
+    rows : Region
+        The range.
+    kernel : str
+        Name of the kernel.
+    scalars : tuple[int, ...]
+        Its arguments after the windows.
+    is_interior : bool
+        Whether it reads only what the rank owns, and runs while messages travel.
+    """
+
+    rows: Region
+    kernel: str
+    scalars: tuple[int, ...]
+    is_interior: bool
 
 
 class LocalProgram:
@@ -70,19 +88,27 @@ class LocalProgram:
         Parts and messages of all ranks.
     world : Ranks
         All ranks.
-    calls : Sequence[Call]
+    pieces : Sequence[Piece]
         This rank's kernel calls.
+    kernels : Mapping[str, Callable]
+        Their kernels.
     repeat : str | None
         The input that takes the output in the next step.
     """
 
     def __init__(
-        self, plan: Distribution, world: Ranks, calls: Sequence[Call], repeat: str | None
+        self,
+        plan: Distribution,
+        world: Ranks,
+        pieces: Sequence[Piece],
+        kernels: Mapping[str, Callable[..., Any]],
+        repeat: str | None,
     ) -> None:
         self.plan = plan
         self.world = world
         self.repeat = repeat
-        self._calls = calls
+        self._pieces = pieces
+        self._kernels = kernels
         self._crew = Crew(world.threads)
         self._part = plan.parts[world.rank]
         self._buffers = {
@@ -160,13 +186,14 @@ class LocalProgram:
 
     def _run(self, interior: bool) -> None:
         windows = list(self._tensors.values())
-        for is_interior, kernel, scalars in self._calls:
-            if is_interior == interior:
-                self._crew.run(kernel, *windows, *scalars)
+        for piece in self._pieces:
+            if piece.is_interior == interior:
+                self._crew.run(self._kernels[piece.kernel], *windows, *piece.scalars)
 
     def _swap(self) -> None:
         """Let the output of a step be the input of the next."""
         output, name = self.plan.nest.output.name, self.repeat
         assert name is not None, "several steps need repeat="
-        for held in (self._buffers, self._tensors):
-            held[output], held[name] = held[name], held[output]  # type: ignore[index]
+        buffers, tensors = self._buffers, self._tensors
+        buffers[output], buffers[name] = buffers[name], buffers[output]
+        tensors[output], tensors[name] = tensors[name], tensors[output]

@@ -7,6 +7,7 @@ interpreter, so nothing here is fast.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ class LocalWorld:
         for message in exchange.received_by(self.rank):
             key = exchange.id, message
             self._wait(
-                lambda key=key: key in self._shared.mail,
+                functools.partial(self._shared.mail.__contains__, key),
                 f"exchange {exchange.id}: rank {self.rank} waits for rank {message.source}",
             )
             data = self._shared.mail.pop(key)

@@ -28,34 +28,12 @@ from schedules.schedule_rule import schedule_function
 from ..compiler.target import is_gpu, resolve
 from ..errors import InvalidInputError, OpError, TargetError
 from .explain import describe
-from .local_program import LocalProgram, Ranks
+from .local_program import LocalProgram, Piece, Ranks
 
 Schedule = Callable[[s_tir.Schedule], None]
 Overlap = Literal["auto", "always", "never"]
 
 _CLOCK = 3.5e9  # Hz, where no measured figures are given
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Range of a rank's loops that one kernel call computes.
-
-    Parameters
-    ----------
-    rows : Region
-        The range.
-    kernel : str
-        Name of the kernel.
-    scalars : tuple[int, ...]
-        Its arguments after the windows.
-    is_interior : bool
-        Whether it reads only what the rank owns, and runs while messages travel.
-    """
-
-    rows: Region
-    kernel: str
-    scalars: tuple[int, ...]
-    is_interior: bool
 
 
 @dataclass(frozen=True)
@@ -122,11 +100,9 @@ class Program:
                 f"start it by mpiexec -n {self.ranks}, or compile it for {world.size}"
             )
         world.agree(self._identity(), "programs")
-        calls = tuple(
-            (piece.is_interior, self.library[piece.kernel], piece.scalars)
-            for piece in self.pieces[world.rank]
-        )
-        return LocalProgram(self.distribution, world, calls, self.repeat)
+        pieces = self.pieces[world.rank]
+        kernels = {piece.kernel: self.library[piece.kernel] for piece in pieces}
+        return LocalProgram(self.distribution, world, pieces, kernels, self.repeat)
 
     def _identity(self) -> str:
         """What must be the same on all ranks."""
