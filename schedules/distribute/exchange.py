@@ -186,6 +186,8 @@ class LocalBuffer:
         OpError
             If the region is not inside the window.
         """
+        if region_size(region) == 0:
+            return np.empty([max(0, e - b) for b, e in region], self.array.dtype)
         if any(
             begin < low or end > high
             for (begin, end), (low, high) in zip(region, self.region, strict=True)

@@ -2,10 +2,11 @@
 """Programs over MPI ranks: the session, exchanges, reductions, failures.
 
 Imports ``compiler`` and ``runtime``; only ``cli`` may import it. Without mpi4py all but a session
-works. Start with ``communicator.py``.
+works. Start with ``program.py``, then with ``communicator.py``.
 """
 
 from .communicator import World
+from .program import Program, compile
 from .session import session
 
-__all__ = ["World", "session"]
+__all__ = ["Program", "World", "compile", "session"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from .parcel import PreparedExchange, as_bytes, name_ranks
 from .watch import NodeRecord, slot_text
 
 _INSTALL = "{}; install both by: pip install 'tvm-fusion[mpi]', or mpi4py for the cluster's own MPI"
+_KEPT = 4
 _SPINS = 200  # tests before the clock is read
 _YIELD_SECONDS = 1e-3  # then a rank sleeps between tests: others may need its core
 _SLEEP_SECONDS = 5e-5
@@ -68,7 +70,7 @@ class World:
         self._mpi, self._comm = mpi, comm
         self._record, self._neighbours = record, neighbours
         self._byte = mpi.BYTE
-        self._prepared: dict[int, PreparedExchange] = {}
+        self._prepared: dict[int, list[PreparedExchange]] = {}
         self._running: dict[int, PreparedExchange] = {}
         self._status = mpi.Status()
         self.doing = "before its first exchange"
@@ -199,7 +201,7 @@ class World:
 
     def free(self) -> None:
         """Release what MPI holds for this object, which is of no use any more."""
-        for prepared in self._prepared.values():
+        for prepared in itertools.chain.from_iterable(self._prepared.values()):
             prepared.free()
         self._prepared.clear()
         self._comm.Free()
@@ -210,16 +212,18 @@ class World:
         self._comm.Abort(code or 1)
         os.kill(os.getpid(), 9)
 
-    def _prepare(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> PreparedExchange:
-        """Parcels of an exchange, kept as long as the buffers are the same arrays."""
-        found = self._prepared.get(exchange.id)
-        if found is not None and found.fits(exchange, buffers):
-            return found
-        new = PreparedExchange(self._mpi, self._comm, exchange, buffers)
-        if found is not None:
-            found.free()
-        self._prepared[exchange.id] = new
-        return new
+    def _prepare(
+        self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]
+    ) -> PreparedExchange:
+        """Parcels of an exchange; a few are kept, since steps may swap two arrays."""
+        kept = self._prepared.setdefault(exchange.id, [])
+        for prepared in kept:
+            if prepared.fits(exchange, buffers):
+                return prepared
+        kept.append(PreparedExchange(self._mpi, self._comm, exchange, buffers))
+        if len(kept) > _KEPT:
+            kept.pop(0).free()
+        return kept[-1]
 
     def _collective(self, name: str, request: Any) -> None:
         before = self.doing

@@ -142,7 +142,7 @@ class PreparedExchange:
 
     def fits(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> bool:
         """Return whether these are the parcels of an exchange between given buffers."""
-        if exchange is not self.exchange:
+        if exchange is not self.exchange and exchange != self.exchange:
             return False
         for name, array, first in self._windows:
             given = buffers.get(name)
