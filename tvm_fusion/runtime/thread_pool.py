@@ -23,6 +23,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 from ..errors import InvalidInputError
@@ -54,14 +55,14 @@ def choose_threads(threads: int | None) -> int:
     if threads is None:
         wish = os.environ.get("TVM_NUM_THREADS", "")
         return min(int(wish), usable) if wish.isdecimal() and int(wish) else physical_cores()
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+    if isinstance(threads, bool) or not isinstance(threads, Integral) or threads < 1:
         raise InvalidInputError(f"threads is {threads!r}; expected a positive integer or None")
     if threads > usable:
         raise InvalidInputError(
             f"threads is {threads}, and this process may use {usable} processors; "
             f"ask for at most {usable}, or widen the process's affinity (taskset, cpuset)"
         )
-    return threads
+    return int(threads)
 
 
 class Crew:
