@@ -26,6 +26,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from schedules.errors import PredictionError
+
 
 @dataclass(frozen=True)
 class KernelCall:
@@ -60,6 +62,22 @@ class KernelCall:
 
     def __hash__(self) -> int:
         return hash((self.op, frozenset(self.sizes.items()), self.dtype))
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """Size by its name.
+
+        Raises
+        ------
+        PredictionError
+            If the call has no such size and there is no default, or it is not positive.
+        """
+        size = self.sizes.get(name, default)
+        if size is None or not 0 < size < 1 << 53:
+            raise PredictionError(
+                f"{self.op} {self.name!r}: size {name!r} is {size}; expected a positive number, "
+                f"got sizes {dict(self.sizes)}"
+            )
+        return size
 
     @property
     def moved_bytes(self) -> float:
