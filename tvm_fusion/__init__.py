@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .compiler.compile_model import compile
     from .compiler.explain import explain
     from .compiler.explain_gpu import explain_kernels
+    from .compiler.specialized_model import SpecializedModel, specialize
     from .compiler.target import resolve as resolve_target
     from .runtime.compiled_model import CompiledModel, Latency, load
     from .runtime.host_arrays import aligned_empty
@@ -40,6 +41,7 @@ __all__ = [
     "Latency",
     "Plan",
     "RaceResult",
+    "SpecializedModel",
     "TaskState",
     "TuneResult",
     "__version__",
@@ -52,6 +54,7 @@ __all__ = [
     "profile",
     "race",
     "resolve_target",
+    "specialize",
     "tune",
 ]
 
@@ -62,6 +65,7 @@ _LATER = {
     "aligned_empty": "runtime.host_arrays",
     "compile": "compiler.compile_model",
     "explain": "compiler.explain",
+    **dict.fromkeys(("SpecializedModel", "specialize"), "compiler.specialized_model"),
     "explain_kernels": "compiler.explain_gpu",
     "profile": "bench.profiler",
     "resolve_target": "compiler.target",
