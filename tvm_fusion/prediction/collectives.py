@@ -275,8 +275,8 @@ class Collectives:
         nearest = min(measured, key=lambda number: abs(math.log(number / ranks)))
         factor = bus_factor(kind, ranks) / bus_factor(kind, nearest)
         time = self.curves[kind, nearest].predict(message)
-        scaled = (factor * value for value in (time.seconds, time.low, time.high))
-        return CollectiveTime(*scaled, f"{time.model}, from {nearest} ranks", False)
+        low, seconds, high = (factor * value for value in (time.low, time.seconds, time.high))
+        return CollectiveTime(seconds, low, high, f"{time.model}, from {nearest} ranks", False)
 
     def save(self, path: Path) -> None:
         """Write a JSON file; one that exists is replaced."""
