@@ -13,6 +13,7 @@ from rich.console import Group
 from .options import json_option
 from .output import show_table
 
+
 @click.command("predict")
 @click.option(
     "--traces",
@@ -46,6 +47,14 @@ from .output import show_table
     metavar="FILE",
     help="Write the timeline: a Chrome trace (.json, .json.gz) or a picture (.png, .svg).",
 )
+@click.option(
+    "--what-if",
+    multiple=True,
+    metavar="CHANGE",
+    help="Change to predict, such as machine=a100-40, batch=2, link=FILE, ranks=4:FILE, "
+    "bucket=25:FILE, graph, fuse=REGEX, remove=REGEX, resize=REGEX:0.5, parallelize=REGEX, or "
+    "several joined by ' and '. May be repeated.",
+)
 @json_option
 def predict_command(traces: Path | None, as_json: bool, **options: Any) -> None:
     """Predict how long a traced run takes, and name what holds it up."""
@@ -61,11 +70,12 @@ def predict_traced(
     save_overheads: Path | None,
     profiler_cost: tuple[float, float],
     timeline: Path | None,
+    what_if: tuple[str, ...],
 ) -> None:
     """Predict and show the runs of a file or folder of traces."""
     from ..prediction.api import load_traces, predict_traces
     from ..prediction.overheads import Overheads, ProfilerCost, load_overheads
-    from ..prediction.report import tables, write_timeline
+    from ..prediction.report import answer_table, tables, write_timeline
 
     known = load_overheads(overheads) if overheads else None
     runs = load_traces(traces, ProfilerCost(*profiler_cost))
@@ -73,7 +83,7 @@ def predict_traced(
         raise click.UsageError(f"--timeline is of one run; {traces} holds {len(runs)}")
     for warning in (warning for run in runs for warning in run.warnings):
         click.echo(f"Warning: {warning}", err=True)
-    predictions = [predict_traces(run, known) for run in runs]
+    predictions = [predict_traces(run, known, what_if) for run in runs]
     if save_overheads:
         Overheads().merge(run.overheads for run in runs).save(save_overheads)
     if timeline:
@@ -84,9 +94,11 @@ def predict_traced(
             "device": prediction.run.device,
             "overheads": str(overheads) if overheads else "of the traces",
             "unknown_ops": prediction.unknown,
+            "what_if": [asdict(answer) for answer in prediction.answers],
             "warnings": prediction.run.warnings,
         }
         for prediction in predictions
     ]
-    shown = Group(*(tables(prediction.report) for prediction in predictions))
-    show_table(result, shown, as_json)
+    shown = [tables(prediction.report) for prediction in predictions]
+    shown += [answer_table(one.report, one.answers) for one in predictions if one.answers]
+    show_table(result, Group(*shown), as_json)
