@@ -172,9 +172,7 @@ def compile(
     resolved = resolve(target, threads)
     if is_gpu(resolved):
         raise TargetError("ranks compute on CPUs in this version; name a CPU as the target")
-    plan = distribute(
-        source, loop, ranks, sizes=sizes, grid=grid, owned=owned, transfers=transfers
-    )
+    plan = distribute(source, loop, ranks, sizes=sizes, grid=grid, owned=owned, transfers=transfers)
     if repeat is not None:
         plan = _with_output_window(plan, repeat)
     figures = _Figures(network or Network(), processor or _estimate(resolved))
