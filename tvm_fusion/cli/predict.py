@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,53 +11,134 @@ from typing import Any
 import click
 from rich.console import Group
 
-from .options import json_option, many_options
-from .output import show_table
-
-TRACE_OPTIONS = (
-    click.option(
-        "--traces",
-        type=click.Path(exists=True, path_type=Path),
-        metavar="PATH",
-        help="Kineto trace of PyTorch's profiler, or a folder with one a rank.",
-    ),
-    click.option(
-        "--overheads",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        metavar="FILE",
-        help="Host overheads of --save-overheads. Default: those of the traces themselves.",
-    ),
-    click.option(
-        "--save-overheads",
-        type=click.Path(dir_okay=False, path_type=Path),
-        metavar="FILE",
-        help="Write the host overheads that the traces show.",
-    ),
-    click.option(
-        "--profiler-cost",
-        type=float,
-        nargs=2,
-        default=(0.0, 0.0),
-        metavar="HOST DEVICE",
-        help="Microseconds that the profiler added to each event of host and device.",
-    ),
-    click.option(
-        "--timeline",
-        type=click.Path(dir_okay=False, path_type=Path),
-        metavar="FILE",
-        help="Write the timeline: a Chrome trace (.json, .json.gz) or a picture (.png, .svg).",
-    ),
-)
+from .checks import refuse_given
+from .options import json_option, model_options, records_option, threads_option
+from .output import progress_bar, show_table
 
 
 @click.command("predict")
-@many_options(TRACE_OPTIONS)
+@click.argument(
+    "model",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="[MODEL]",
+    required=False,
+)
+@click.option(
+    "--machine",
+    "machines",
+    multiple=True,
+    metavar="NAME|FILE",
+    help="Machine to predict for: native, a known one such as v100, or a file of `calibrate`. "
+    "May be repeated. Default: native.",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["tvm_fusion", "pytorch"]),
+    default="tvm_fusion",
+    show_default=True,
+    help="Our kernels, or those of PyTorch's libraries, operator by operator.",
+)
+@click.option("--batch", type=click.IntRange(min=1), help="Size of the dimension `batch`.")
+@click.option("--check", is_flag=True, help="Also compile and run MODEL here, and compare.")
+@model_options
+@records_option
+@threads_option
+@click.option(
+    "--traces",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="PATH",
+    help="Kineto trace of PyTorch's profiler, or a folder with one a rank.",
+)
+@click.option(
+    "--overheads",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Host overheads of --save-overheads. Default: those of the traces themselves.",
+)
+@click.option(
+    "--save-overheads",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the host overheads that the traces show.",
+)
+@click.option(
+    "--profiler-cost",
+    type=float,
+    nargs=2,
+    default=(0.0, 0.0),
+    metavar="HOST DEVICE",
+    help="Microseconds that the profiler added to each event of host and device.",
+)
+@click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the timeline: a Chrome trace (.json, .json.gz) or a picture (.png, .svg).",
+)
 @json_option
-def predict_command(traces: Path | None, as_json: bool, **options: Any) -> None:
-    """Predict how long a traced run takes, and name what holds it up."""
-    if traces is None:
-        raise click.UsageError("nothing to predict; give --traces")
-    predict_traced(traces, as_json, **options)
+def predict_command(
+    model: Path | None, traces: Path | None, overheads: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Predict how long MODEL, an ONNX file, or a traced run of PyTorch takes.
+
+    MODEL is optimised, but nothing is compiled to code or run, except with --check. A row a kernel
+    tells its time, the interval, what bounds it, the share of the roofline, and which model said
+    so. With --traces, the timeline of a recorded run is predicted, and what holds it up.
+    """
+    of_traces = {name: options.pop(name) for name in _OF_TRACES}
+    if (model is None) == (traces is None):
+        raise click.UsageError("expected MODEL or --traces, and not both")
+    if traces is not None:
+        refuse_given(_OF_MODELS, "it is for MODEL")
+        predict_traced(traces, as_json, overheads, **of_traces)
+        return
+    refuse_given(_OF_TRACES, "it is for --traces")
+    assert model is not None
+    predict_model(model, as_json, overheads, **options)
+
+
+_OF_TRACES = ("save_overheads", "profiler_cost", "timeline")
+_OF_MODELS = (
+    *("machines", "engine", "batch", "check", "shapes", "fuse", "winograd", "records", "threads"),
+)
+
+
+def predict_model(
+    model: Path,
+    as_json: bool,
+    overheads: Path | None,
+    machines: Sequence[str],
+    batch: int | None,
+    check: bool,
+    shapes: dict[str, Any],
+    **options: Any,
+) -> None:
+    """Predict and show a model on machines."""
+    from ..prediction.model_report import predictions_table
+    from ..prediction.overheads import load_overheads
+    from ..prediction.predict_model import import_static, predict_on
+
+    if batch is not None:
+        shapes = {"batch": batch, **shapes}
+    known = load_overheads(overheads) if overheads else None
+    if check:
+        if options["engine"] != "tvm_fusion" or [*machines] not in ([], ["native"]):
+            raise click.UsageError("--check compares our kernels with this machine: --machine native")
+        with progress_bar() as progress:
+            kept = {name: options[name] for name in ("fuse", "winograd", "records", "threads")}
+            checked = check_model(model, shapes, progress=progress, **kept)
+        show_table(checked.to_json(), check_table(checked, model.name), as_json)
+        return
+    imported = import_static(model, shapes)
+    found = [
+        predict_on(imported, machine, overheads=known, **options)
+        for machine in machines or ["native"]
+    ]
+    show_table(
+        [prediction.to_json() for prediction in found],
+        predictions_table(found, model.name),
+        as_json,
+    )
 
 
 def predict_traced(
