@@ -59,6 +59,11 @@ def predict_cpu_kernel(call: KernelCall, machine: Machine) -> Prediction | None:
 SLOW = ("cpu.fallback", "cpu.none")
 
 
+def bare_seconds(call: KernelCall, machine: Machine) -> float:
+    """Seconds without the factor ``f``."""
+    return _bare(call, machine)[0]
+
+
 def _bare(call: KernelCall, machine: Machine) -> tuple[float, str]:
     """Seconds without the factor, and the bound."""
     clock, cycles = machine["clock"], call.sizes.get("cycles", 0)

@@ -7,12 +7,13 @@ knobs that it would be compiled with, recorded ones included. The other kernels 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
 import tvm
 from tvm import relax, s_tir, tirx
+from tvm.ir.transform import Pass
 from tvm.target import Target
 
 from schedules import cpu
@@ -54,13 +55,29 @@ def lower_to_cpu_kernels(
     plan = pipeline.phases(target, options)
     schedule = plan.pop("schedule")
     mod = pipeline.run_phases(mod, target, plan)
+    return describe_cpu_kernels(mod, schedule, target, machine, options.records)
+
+
+def describe_cpu_kernels(
+    mod: tvm.IRModule,
+    schedule: Sequence[Pass],
+    target: Target,
+    machine: Machine,
+    records: Records,
+    kept_bytes: int | None = None,
+) -> list[LoweredOp]:
+    """Describe the kernels of a module that all phases but ``schedule`` have optimised.
+
+    ``kept_bytes`` are the weights and largest activations of the model, if others than this one's.
+    """
     costs, functions = kernel_costs(mod), dict(mod.functions_items())
     mod = pipeline.run_phases(_without_tunable(mod), target, {"schedule": schedule})
     mod = relax.transform.RewriteDataflowReshape()(mod)  # views are no kernels
     called = [name for name in called_functions(mod) if name in costs]
-    kept = sum(costs[name].cost.weight_bytes for name in called)
-    kept += max((costs[name].cost.activation_bytes for name in called), default=0)
-    info = predicted_cpu(machine, target, kept)
+    if kept_bytes is None:
+        kept_bytes = sum(costs[name].cost.weight_bytes for name in called)
+        kept_bytes += max((costs[name].cost.activation_bytes for name in called), default=0)
+    info = predicted_cpu(machine, target, kept_bytes)
     found: dict[str, KernelCall] = {}
     for variable, func in functions.items():
         name = variable.name_hint
@@ -68,8 +85,8 @@ def lower_to_cpu_kernels(
             continue
         rule = _rule(mod[name])
         call = _by_work(name, f"cpu.{_NAMES.get(rule, rule)}", costs[name].cost, func)
-        more = {"kept_bytes": kept, "parallel": _is_parallel(mod[name])}
-        op, cycles = _template(func, target, info, options.records) or (call.op, 0)
+        more = {"kept_bytes": kept_bytes, "parallel": int(_is_parallel(mod[name]))}
+        op, cycles = _template(func, target, info, records) or (call.op, 0)
         if cycles:
             more["cycles"] = cycles
         found[name] = replace(call, op=op, sizes={**call.sizes, **more})
