@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model says of one launch: its time, interval, bound, and which model said so."""
+"""Answer of a kernel model: time, interval, bound, and which model said so."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+_SHARE = 0.4  # of the roofline, of kernels too short to be seen behind the harness: a typical one
 
 
 @dataclass(frozen=True)
@@ -13,7 +15,7 @@ class Prediction:
     Parameters
     ----------
     seconds : float
-        Most likely time.
+        Most likely time, as the model's data were timed.
     low, high : float
         Interval that holds four of five measured times, in seconds.
     bound : str
@@ -24,6 +26,9 @@ class Prediction:
         Model that said so: ``roofline``, or the name of a kernel model and its origin.
     in_range : bool
         Whether the sizes lie in the range that the model was fitted to.
+    harness, latency : float
+        Where launches were timed one by one, no time is below the host's ``harness``, and longer
+        ones hold ``latency`` seconds that are not the kernel's. Zero for times of kernels alone.
     """
 
     seconds: float
@@ -33,8 +38,23 @@ class Prediction:
     roofline_seconds: float
     model: str
     in_range: bool
+    harness: float = 0.0
+    latency: float = 0.0
 
     @property
     def roofline_share(self) -> float:
         """Share of the roofline that is reached."""
         return self.roofline_seconds / self.seconds
+
+    @property
+    def device_seconds(self) -> float:
+        """Seconds of the kernel alone, as a profiler shows them in a run of many launches.
+
+        A kernel that was hidden behind the harness is taken for a typical share of its roofline.
+        """
+        if not self.harness:
+            return self.seconds
+        kernel = max(self.seconds - self.latency, self.roofline_seconds)
+        hidden = min(kernel, self.roofline_seconds / _SHARE)
+        seen = min(max(4 * (self.seconds / self.harness - 1), 0.0), 1.0)
+        return seen * kernel + (1 - seen) * hidden

@@ -36,10 +36,10 @@ def estimate(call: KernelCall, like: KernelCall, machine: Machine) -> Prediction
     """
     library = registry.predict(like, machine)
     least, bound = roofline(call, machine)
-    share = min(1.0, library.roofline_share) or 1.0
-    floor = machine.get("launch_floor", 0.0)
+    taken = library.device_seconds
     # What the library's kernel takes beyond its roofline is, for a small kernel, a constant.
-    beyond = max(0.0, library.seconds - library.roofline_seconds)
-    seconds = max(floor, min(least / share, least + beyond) if least else beyond)
+    beyond = max(0.0, taken - library.roofline_seconds)
+    scaled = least * taken / library.roofline_seconds if library.roofline_seconds else beyond
+    seconds = max(machine.get("launch_floor", 0.0), least, min(scaled, least + beyond))
     model = f"estimate, as {like.op} by {library.model}"
     return Prediction(seconds, LOW * seconds, HIGH * seconds, bound, least, model, False)

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from schedules.cost import registry
-from schedules.cost.kernel_call import KernelCall
 from schedules.cost.machine import Machine
 from schedules.cost.prediction import Prediction
 
@@ -242,18 +241,19 @@ def _predict(kernel: LoweredKernel, machine: Machine) -> Prediction:
 
 
 def _row(position: int, kernel: LoweredKernel, found: Prediction) -> KernelRow:
-    call: KernelCall = kernel.call
+    call, seconds = kernel.call, found.device_seconds
+    share = seconds / found.seconds
     return KernelRow(
         position,
         call.name,
         kernel.label,
         call.op,
-        found.seconds,
-        found.low,
-        found.high,
+        seconds,
+        found.low * share,
+        found.high * share,
         found.bound,
         found.roofline_seconds,
-        found.roofline_share,
+        found.roofline_seconds / seconds,
         found.model,
         found.in_range,
     )
