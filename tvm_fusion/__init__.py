@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .compiler.explain import explain
     from .compiler.explain_gpu import explain_kernels
     from .compiler.target import resolve as resolve_target
+    from .prediction.predict_model import ModelPrediction, predict
     from .runtime.compiled_model import CompiledModel, Latency, load
     from .runtime.host_arrays import aligned_empty
     from .tuning.job import TaskState, TuneResult, tune
@@ -38,6 +39,7 @@ __all__ = [
     "CompiledModel",
     "EngineSpec",
     "Latency",
+    "ModelPrediction",
     "Plan",
     "RaceResult",
     "TaskState",
@@ -49,6 +51,7 @@ __all__ = [
     "explain",
     "explain_kernels",
     "load",
+    "predict",
     "profile",
     "race",
     "resolve_target",
@@ -63,6 +66,7 @@ _LATER = {
     "compile": "compiler.compile_model",
     "explain": "compiler.explain",
     "explain_kernels": "compiler.explain_gpu",
+    **dict.fromkeys(("ModelPrediction", "predict"), "prediction.predict_model"),
     "profile": "bench.profiler",
     "resolve_target": "compiler.target",
 }

@@ -29,7 +29,7 @@ CONVOLUTIONS = ("cpu.conv2d", "cpu.fused_conv2d", "cpu.planar_conv2d", "cpu.wino
 
 P = 2.0  # arithmetic and traffic of short loops overlap in part
 PLAIN = 0.4  # share of the peak without multiply-adds, and with loads
-FUNCTION_FLOPS = 80.0  # of exp, tanh, erf
+FUNCTION_FLOPS = 50.0  # of exp, tanh, erf
 DENSE = 0.87  # share of the peak that register tiles of a matrix product reach
 FORK = 1.2e-6  # seconds of waking the threads
 WARM = 0.5  # share of the last-level cache whose contents last from run to run

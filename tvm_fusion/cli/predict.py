@@ -108,6 +108,7 @@ def predict_model(
     as_json: bool,
     overheads: Path | None,
     machines: Sequence[str],
+    engine: str,
     batch: int | None,
     check: bool,
     shapes: dict[str, Any],
@@ -120,25 +121,28 @@ def predict_model(
 
     if batch is not None:
         shapes = {"batch": batch, **shapes}
-    known = load_overheads(overheads) if overheads else None
     if check:
-        if options["engine"] != "tvm_fusion" or [*machines] not in ([], ["native"]):
-            raise click.UsageError("--check compares our kernels with this machine: --machine native")
-        with progress_bar() as progress:
-            kept = {name: options[name] for name in ("fuse", "winograd", "records", "threads")}
-            checked = check_model(model, shapes, progress=progress, **kept)
-        show_table(checked.to_json(), check_table(checked, model.name), as_json)
+        if set(machines) - {"native"}:
+            raise click.UsageError("--check runs here: expected no --machine, or native")
+        refuse_given(["engine", "overheads"], "--check is of our kernels on this CPU")
+        _check(model, as_json, shapes=shapes, **options)
         return
+    known = load_overheads(overheads) if overheads else None
     imported = import_static(model, shapes)
     found = [
-        predict_on(imported, machine, overheads=known, **options)
+        predict_on(imported, machine, engine, overheads=known, **options)
         for machine in machines or ["native"]
     ]
-    show_table(
-        [prediction.to_json() for prediction in found],
-        predictions_table(found, model.name),
-        as_json,
-    )
+    result = [prediction.to_json() for prediction in found]
+    show_table(result, predictions_table(found, model.name), as_json)
+
+
+def _check(model: Path, as_json: bool, **options: Any) -> None:
+    from ..prediction.check import check_model, check_table
+
+    with progress_bar() as progress:
+        checked = check_model(model, progress=progress, **options)
+    show_table(checked.to_json(), check_table(checked, model.name), as_json)
 
 
 def predict_traced(

@@ -204,7 +204,7 @@ def _assemble(
     kernels = [kernel for op in ops for kernel in op.kernels]
     predictions = [_predict(kernel, machine) for kernel in kernels]
     rows = tuple(
-        _row(position, kernel, found)
+        _row(position, kernel, found, machine.get("launch_floor", 0.0))
         for position, (kernel, found) in enumerate(zip(kernels, predictions, strict=True))
     )
     costs, notes = host_costs(machine, engine)
@@ -240,8 +240,8 @@ def _predict(kernel: LoweredKernel, machine: Machine) -> Prediction:
     return registry.predict(kernel.call, machine)
 
 
-def _row(position: int, kernel: LoweredKernel, found: Prediction) -> KernelRow:
-    call, seconds = kernel.call, found.device_seconds
+def _row(position: int, kernel: LoweredKernel, found: Prediction, floor: float) -> KernelRow:
+    call, seconds = kernel.call, max(floor, found.device_seconds)
     share = seconds / found.seconds
     return KernelRow(
         position,

@@ -20,6 +20,7 @@ import numpy as np
 from schedules.cost.cpu_kernels import COPY, LEVELS, bare_seconds, level_of
 from schedules.cost.kernel_call import KernelCall
 from schedules.cost.machine import Figure, Machine, machine_from_json
+from schedules.cpu.core.machine import CPUInfo
 
 from ...bench.machine_limits import MachineLimits, measure_limits
 from ...errors import PredictionError
@@ -33,6 +34,12 @@ from .timing import KernelTimer, Timed
 Progress = Callable[[str, int, int], None]
 NARROWEST = 1.05
 """Least ratio of an interval's end to the prediction."""
+SHORTEST = 1e-6
+"""Seconds below which a kernel counts for no figure: its call takes as long."""
+ROUNDS = 3
+"""Measurements of the limits, of which the best count, and attempts at a kernel."""
+UNDISTURBED = 0.93
+"""Share of the peak that the machine must reach before and after a kernel is measured."""
 
 
 class Timer(Protocol):
@@ -43,6 +50,9 @@ class Timer(Protocol):
 
     def overheads(self) -> dict[str, float]:
         """Seconds of ``fork``, ``call`` and ``run``."""
+
+    def peak(self) -> float:
+        """Floating-point operations a second at this moment."""
 
 
 def calibrate(
@@ -99,10 +109,22 @@ def calibrate(
         if clock() >= end:
             break
         tell(case.name, number, len(todo))
-        samples += [_sample(case, call, seconds) for call, seconds in used.measure(case)]
-        _write(output, bare, samples)
+        timed = _undisturbed(used, case, bare["peak_flops.float32"])
+        if timed is not None:
+            samples += [_sample(case, call, seconds) for call, seconds in timed]
+            _write(output, bare, samples)
     tell("done", len(todo), len(todo))
     return fitted(bare, samples)
+
+
+def _undisturbed(timer: Timer, case: Case, peak: float) -> list[Timed] | None:
+    """Times of a case while nothing else slowed the machine; None if something always did."""
+    for _ in range(ROUNDS):
+        before = timer.peak()
+        timed = timer.measure(case)
+        if min(before, timer.peak()) >= UNDISTURBED * peak:
+            return timed
+    return None
 
 
 def missing(output: Path) -> int:
@@ -115,16 +137,13 @@ def measured_limits(threads: int) -> Machine:
     """This CPU with its measured peak, bandwidths and clock."""
     bare = Machine(host_cpu(), "cpu", cpu_name(), {"multiprocessors": Figure(threads, "given")})
     target = cpu_target(bare)
-    return _of_limits(bare, measure_limits(target, threads), _cpu_of(target))
+    limits = measure_limits(target, threads)
+    for _ in range(ROUNDS - 1):
+        limits = limits.best(measure_limits(target, threads))
+    return _of_limits(bare, limits, CPUInfo.from_target(target))
 
 
-def _cpu_of(target: Any) -> Any:
-    from schedules.cpu.core.machine import CPUInfo
-
-    return CPUInfo.from_target(target)
-
-
-def _of_limits(bare: Machine, limits: MachineLimits, cpu: Any) -> Machine:
+def _of_limits(bare: Machine, limits: MachineLimits, cpu: CPUInfo) -> Machine:
     per_cycle = 2 * limits.threads * cpu.lanes("float32") * cpu.fma_per_cycle
     figures = {
         "clock": limits.peak_flops / per_cycle,
@@ -155,6 +174,8 @@ def fitted(bare: Machine, samples: Sequence[Mapping[str, Any]]) -> Machine:
     machine = _with(bare, _copies(bare, calls), origin)
     ratios: dict[str, list[float]] = {}
     for call, seconds in calls:
+        if seconds < SHORTEST:
+            continue
         ratios.setdefault(call.op, []).append(seconds / bare_seconds(call, machine))
     figures: dict[str, float] = {}
     for op, found in ratios.items():
@@ -170,7 +191,9 @@ def _copies(machine: Machine, calls: Iterable[tuple[KernelCall, float]]) -> dict
     """Bandwidth of copies in each level, of additions of two tensors."""
     rates: dict[str, list[float]] = {}
     for call, seconds in calls:
-        if call.op == "cpu.elementwise" and call.flops and not call.sizes["functions"]:
+        if call.op != "cpu.elementwise" or seconds < SHORTEST:
+            continue
+        if call.flops and not call.sizes["functions"]:
             fork = machine.get("overhead.fork", 0.0) if call.sizes["parallel"] else 0.0
             moving = max(seconds - fork, seconds / 2)
             level = level_of(call.moved_bytes, machine)

@@ -141,8 +141,8 @@ def _pairs() -> list[Case]:
         (_depthwise(3, 576), 96, 14),
         (_depthwise(3, 96, 2), 24, 112),
     )
-    return [
-        _network(first, _Layer(1, first.outputs, outputs), size=size)
+    return [  # a layer before them packs their data, as in a network
+        _network(_Layer(1, 16, first.inputs), first, _Layer(1, first.outputs, outputs), size=size)
         for first, outputs, size in pairs
     ]
 

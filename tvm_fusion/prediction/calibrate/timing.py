@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from math import prod
 from typing import Any
@@ -23,8 +23,10 @@ from tvm.target import Target
 
 from schedules.cost.kernel_call import KernelCall
 from schedules.cost.machine import Machine
+from schedules.cpu.core.machine import CPUInfo
 from schedules.tuning.records import Records
 
+from ...bench.machine_limits import PeakProbe
 from ...compiler import pipeline
 from ...runtime.host_arrays import aligned_empty
 from ...runtime.thread_pool import Crew
@@ -58,6 +60,12 @@ class KernelTimer:
         self._target, self._machine = target, machine
         self._crew = Crew(int(machine["multiprocessors"]))
         self._empty: float | None = None
+        threads = self._crew.threads
+        self._probe = PeakProbe(CPUInfo.from_target(target), target, threads)
+
+    def peak(self) -> float:
+        """Floating-point operations a second at this moment."""
+        return self._crew.run(self._probe.flops, 0.0, 4)
 
     def measure(self, case: Case) -> list[Timed]:
         """Time all kernels of a case: each call as its model sees it, and the median seconds."""
@@ -73,47 +81,49 @@ class KernelTimer:
         constants = _constants(mod)
         if self._empty is None:
             self._empty = self._crew.run(self._time_empty)
+        calls = list({op.name: op.kernels[0].call for op in described}.values())
+        library = self._compile({call.name: scheduled[call.name] for call in calls}, constants)
         found = []
-        for op in described:
-            call = op.kernels[0].call
+        for call in calls:
             func, fixed = scheduled[call.name], constants[call.name]
-            seconds = self._crew.run(self._time, func, fixed, cold)
+            seconds = self._crew.run(self._time, library, call.name, func, fixed, cold)
             found.append((call, max(seconds - self._empty, 1e-8)))
         return found
 
-    def _time(self, func: tirx.PrimFunc, fixed: Sequence[bool], cold: int) -> float:
-        library, writers = self._compile(func, fixed)
+    def _compile(
+        self, functions: Mapping[str, tirx.PrimFunc], constants: Mapping[str, Sequence[bool]]
+    ) -> Any:
+        """A library of kernels, and of functions that write their data."""
+        found = {}
+        for name, func in functions.items():
+            found[name] = func.with_attr("global_symbol", name)
+            for position in _written(func, constants[name]):
+                param = func.params[position]
+                shape = planes([int(extent) for extent in param.shape])
+                (write,) = writer(shape, str(param.dtype), self._crew.threads).functions.values()
+                written = f"{name}_write{position}"
+                found[written] = write.with_attr("global_symbol", written)
+        with self._target:
+            return tvm.compile(tvm.IRModule(found), self._target)
+
+    def _time(
+        self, library: Any, name: str, func: tirx.PrimFunc, fixed: Sequence[bool], cold: int
+    ) -> float:
         arrays = [_array(param) for param in func.params]
-        weights = sum(
-            array.nbytes for array, is_fixed in zip(arrays, fixed, strict=True) if is_fixed
-        )
+        pairs = list(zip(arrays, fixed, strict=True))
+        weights = sum(array.nbytes for array, is_fixed in pairs if is_fixed)
         copies = max(1, min(MOST_COPIES, cold // weights)) if weights else 1
         first = [tvm.runtime.from_dlpack(array) for array in arrays]
         turns = [first]
         for _ in range(copies - 1):
-            pairs = zip(arrays, first, fixed, strict=True)
-            turns.append([tvm.runtime.tensor(a) if is_fixed else b for a, b, is_fixed in pairs])
-        before = [
-            (write, tvm.runtime.from_dlpack(arrays[position].reshape(planes(first[position].shape))))
-            for position, write in writers.items()
-        ]
-        return _median(library, turns, before)
-
-    def _compile(
-        self, func: tirx.PrimFunc, fixed: Sequence[bool]
-    ) -> tuple[Any, dict[int, Any]]:
-        """The kernel, and by position of an input the function that writes it."""
-        functions = {"kernel": func.with_attr("global_symbol", "kernel")}
-        threads, positions = self._crew.threads, []
-        for position, param in enumerate(func.params[:-1]):
-            if not fixed[position] and str(param.dtype) == "float32" and len(param.shape) > 1:
-                shape = planes([int(extent) for extent in param.shape])
-                (write,) = writer(shape, str(param.dtype), threads).functions.values()
-                functions[f"write{position}"] = write.with_attr("global_symbol", f"write{position}")
-                positions.append(position)
-        with self._target:
-            library = tvm.compile(tvm.IRModule(functions), self._target)
-        return library["kernel"], {position: library[f"write{position}"] for position in positions}
+            copied = (tvm.runtime.tensor(array) if is_fixed else None for array, is_fixed in pairs)
+            turns.append([one or same for one, same in zip(copied, first, strict=True)])
+        before = []
+        for position in _written(func, fixed):
+            shaped = arrays[position].reshape(planes(arrays[position].shape))
+            write = library[f"{name}_write{position}"]
+            before.append((write, tvm.runtime.from_dlpack(shaped)))
+        return _median(library[name], turns, before)
 
     def _time_empty(self) -> float:
         """Seconds of calling a kernel that does nothing."""
@@ -186,6 +196,15 @@ def _touch(threads: int) -> tirx.PrimFunc:
             data[share] = T.float32(1)
 
     return touch
+
+
+def _written(func: tirx.PrimFunc, fixed: Sequence[bool]) -> list[int]:
+    """Positions of the inputs that the layer before writes."""
+    return [
+        position
+        for position, param in enumerate(func.params[:-1])
+        if not fixed[position] and str(param.dtype) == "float32" and len(param.shape) > 1
+    ]
 
 
 def _constants(mod: tvm.IRModule) -> dict[str, list[bool]]:
