@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +38,11 @@ NARROWEST = 1.05
 SHORTEST = 1e-6
 """Seconds below which a kernel counts for no figure: its call takes as long."""
 ROUNDS = 3
-"""Measurements of the limits, of which the best count, and attempts at a kernel."""
+"""Attempts at a kernel."""
+LIMIT_ROUNDS = 8
+"""Most measurements of the limits; the best of each figure counts, of memory the median."""
+SETTLED = 2
+"""Measurements of the limits that improve no figure, after which they are known."""
 UNDISTURBED = 0.93
 """Share of the peak that the machine must reach before and after a kernel is measured."""
 
@@ -137,10 +142,23 @@ def measured_limits(threads: int) -> Machine:
     """This CPU with its measured peak, bandwidths and clock."""
     bare = Machine(host_cpu(), "cpu", cpu_name(), {"multiprocessors": Figure(threads, "given")})
     target = cpu_target(bare)
-    limits = measure_limits(target, threads)
-    for _ in range(ROUNDS - 1):
-        limits = limits.best(measure_limits(target, threads))
-    return _of_limits(bare, limits, CPUInfo.from_target(target))
+    rounds = [measure_limits(target, threads)]
+    best, settled = rounds[0], 0
+    while len(rounds) < LIMIT_ROUNDS and settled < SETTLED:
+        rounds.append(measure_limits(target, threads))
+        better = best.best(rounds[-1])
+        settled = settled + 1 if _gain(best, better) < NARROWEST else 0
+        best = better
+    memory = statistics.median(one.levels[-1].bandwidth for one in rounds)  # others use it, too
+    levels = (*best.levels[:-1], replace(best.levels[-1], bandwidth=memory))
+    return _of_limits(bare, replace(best, levels=levels), CPUInfo.from_target(target))
+
+
+def _gain(old: MachineLimits, new: MachineLimits) -> float:
+    """Largest ratio of a figure to an older one, memory apart."""
+    levels = zip(old.levels[:-1], new.levels[:-1], strict=True)
+    ratios = [after.bandwidth / before.bandwidth for before, after in levels]
+    return max(new.peak_flops / old.peak_flops, *ratios)
 
 
 def _of_limits(bare: Machine, limits: MachineLimits, cpu: CPUInfo) -> Machine:

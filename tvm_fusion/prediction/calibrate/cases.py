@@ -142,7 +142,7 @@ def _pairs() -> list[Case]:
         (_depthwise(3, 96, 2), 24, 112),
     )
     return [  # a layer before them packs their data, as in a network
-        _network(_Layer(1, 16, first.inputs), first, _Layer(1, first.outputs, outputs), size=size)
+        _network(_Layer(1, 64, first.inputs), first, _Layer(1, first.outputs, outputs), size=size)
         for first, outputs, size in pairs
     ]
 
@@ -198,9 +198,9 @@ def _rows() -> list[Case]:
         """An operator on the packed output of a convolution."""
 
         def compute(emit: Callable[..., relax.Var], x: relax.Expr) -> relax.Expr:
-            return op(_Layer(1, 16, channels).apply(emit, x))
+            return op(_Layer(1, 64, channels).apply(emit, x))
 
-        build = functools.partial(_module, [((1, 16, size, size), "float32")], compute)
+        build = functools.partial(_module, [((1, 64, size, size), "float32")], compute)
         return Case(f"{name} of {channels} @{size}", build)
 
     mean = functools.partial(relax.op.mean, axis=[2, 3], keepdims=True)

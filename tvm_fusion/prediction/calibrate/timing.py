@@ -68,7 +68,7 @@ class KernelTimer:
         return self._crew.run(self._probe.flops, 0.0, 4)
 
     def measure(self, case: Case) -> list[Timed]:
-        """Time all kernels of a case: each call as its model sees it, and the median seconds."""
+        """Time all kernels of a case: each call as its model sees it, and its typical seconds."""
         options = pipeline.Options(records=Records())
         plan = pipeline.phases(self._target, options)
         schedule = plan.pop("schedule")
@@ -123,19 +123,19 @@ class KernelTimer:
             shaped = arrays[position].reshape(planes(arrays[position].shape))
             write = library[f"{name}_write{position}"]
             before.append((write, tvm.runtime.from_dlpack(shaped)))
-        return _median(library[name], turns, before)
+        return _typical(library[name], turns, before)
 
     def _time_empty(self) -> float:
         """Seconds of calling a kernel that does nothing."""
         kernel = tvm.compile(_touch(1), self._target)["main"]
-        return _median(kernel, [[tvm.runtime.tensor(np.zeros(1, "float32"))]], [])
+        return _typical(kernel, [[tvm.runtime.tensor(np.zeros(1, "float32"))]], [])
 
     def overheads(self) -> dict[str, float]:
         """Seconds of waking the threads, of a kernel's call in a model, and of a model's call."""
         threads = self._crew.threads
         kernel = tvm.compile(_touch(threads), self._target)["main"]
         data = [[tvm.runtime.tensor(np.zeros(threads, "float32"))]]
-        woken = self._crew.run(_median, kernel, data, [])
+        woken = self._crew.run(_typical, kernel, data, [])
         self._empty = self._crew.run(self._time_empty)
         one, many = (self._crew.run(self._time_chain, length) for length in (1, _CHAIN))
         call = max((many - one) / (_CHAIN - 1), 1e-8)
@@ -158,13 +158,13 @@ class KernelTimer:
             builder.emit_func_output(out)
         mod = pipeline.optimize(builder.get(), self._target)
         main = relax.VirtualMachine(pipeline.build(mod, self._target), tvm.cpu())["main"]
-        return _median(main, [[tvm.runtime.tensor(np.zeros((1, 4), "float32"))]], [], runs=300)
+        return _typical(main, [[tvm.runtime.tensor(np.zeros((1, 4), "float32"))]], [], runs=300)
 
 
-def _median(
+def _typical(
     kernel: Any, turns: Sequence[Sequence[Any]], before: Sequence[tuple[Any, Any]], runs: int = RUNS
 ) -> float:
-    """Median seconds of calls with arguments in turns, after warm-up calls."""
+    """Lower quartile of the seconds of calls: other work of the machine only lengthens them."""
     clock, times = time.perf_counter, []
     until = clock() + SECONDS
     for number, arguments in enumerate(cycle(turns)):
@@ -176,7 +176,7 @@ def _median(
         if number >= 3:
             times.append(end - begin)
         if len(times) >= runs or (len(times) >= 3 and end > until):
-            return statistics.median(times)
+            return statistics.quantiles(times, n=4)[0]
     raise AssertionError("there is at least one turn")
 
 
