@@ -41,7 +41,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         )
 
 
-def compile_model(model: Path, **options: Any) -> CompiledModel:
+def compile_model(model: Path | bytes, **options: Any) -> CompiledModel:
     """Compile a model behind a progress bar; ``options`` are those of ``tvm_fusion.compile``."""
     from .. import compile as compile_
 

@@ -75,6 +75,14 @@ from .output import progress_bar, show_table
     metavar="FILE",
     help="Write the timeline: a Chrome trace (.json, .json.gz) or a picture (.png, .svg).",
 )
+@click.option(
+    "--what-if",
+    multiple=True,
+    metavar="CHANGE",
+    help="Change to predict, such as machine=a100-40, batch=2, link=FILE, ranks=4:FILE, "
+    "bucket=25:FILE, graph, fuse=REGEX, remove=REGEX, resize=REGEX:0.5, parallelize=REGEX, or "
+    "several joined by ' and '. May be repeated.",
+)
 @json_option
 def predict_command(
     model: Path | None, traces: Path | None, overheads: Path | None, as_json: bool, **options: Any
@@ -97,7 +105,7 @@ def predict_command(
     predict_model(model, as_json, overheads, **options)
 
 
-_OF_TRACES = ("save_overheads", "profiler_cost", "timeline")
+_OF_TRACES = ("save_overheads", "profiler_cost", "timeline", "what_if")
 _OF_MODELS = (
     *("machines", "engine", "batch", "check", "shapes", "fuse", "winograd", "records", "threads"),
 )
@@ -152,11 +160,12 @@ def predict_traced(
     save_overheads: Path | None,
     profiler_cost: tuple[float, float],
     timeline: Path | None,
+    what_if: tuple[str, ...],
 ) -> None:
     """Predict and show the runs of a file or folder of traces."""
     from ..prediction.api import load_traces, predict_traces
     from ..prediction.overheads import Overheads, ProfilerCost, load_overheads
-    from ..prediction.report import tables, write_timeline
+    from ..prediction.report import answer_table, tables, write_timeline
 
     known = load_overheads(overheads) if overheads else None
     runs = load_traces(traces, ProfilerCost(*profiler_cost))
@@ -164,7 +173,7 @@ def predict_traced(
         raise click.UsageError(f"--timeline is of one run; {traces} holds {len(runs)}")
     for warning in (warning for run in runs for warning in run.warnings):
         click.echo(f"Warning: {warning}", err=True)
-    predictions = [predict_traces(run, known) for run in runs]
+    predictions = [predict_traces(run, known, what_if) for run in runs]
     if save_overheads:
         Overheads().merge(run.overheads for run in runs).save(save_overheads)
     if timeline:
@@ -175,9 +184,11 @@ def predict_traced(
             "device": prediction.run.device,
             "overheads": str(overheads) if overheads else "of the traces",
             "unknown_ops": prediction.unknown,
+            "what_if": [asdict(answer) for answer in prediction.answers],
             "warnings": prediction.run.warnings,
         }
         for prediction in predictions
     ]
-    shown = Group(*(tables(prediction.report) for prediction in predictions))
-    show_table(result, shown, as_json)
+    shown = [tables(prediction.report) for prediction in predictions]
+    shown += [answer_table(one.report, one.answers) for one in predictions if one.answers]
+    show_table(result, Group(*shown), as_json)

@@ -13,9 +13,11 @@ from typing import Any
 import click
 import numpy as np
 
+from ..bench.throughput import throughput
 from ..errors import ArtifactError, InvalidInputError
 from ..runtime.host_arrays import random_inputs
 from ..runtime.tensor_spec import TensorSpec, refuse_open_shapes
+from ..runtime.thread_pool import choose_threads
 from .checks import is_compiled, refuse_absent_gpu, refuse_given, refuse_model_file
 from .options import (
     NamedFile,
@@ -52,6 +54,12 @@ WARM_UP = 3
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--repeat", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option(
+    "--streams",
+    type=click.IntRange(min=1),
+    help="Also count the calls a second of so many copies of the model that run at the same time; "
+    "each has --threads threads, by default an equal share of the physical cores.",
+)
 @compile_options
 @records_option
 @threads_option
@@ -62,6 +70,7 @@ def run_command(
     output: Path | None,
     seed: int,
     repeat: int,
+    streams: int | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -72,6 +81,8 @@ def run_command(
     """
     from .. import load
 
+    if streams is not None and options["threads"] is None:
+        options["threads"] = max(1, choose_threads(None) // streams)
     if output is not None:
         refuse_model_file(output, model)
     if is_compiled(model):
@@ -80,7 +91,7 @@ def run_command(
     else:
         refuse_absent_gpu(options["target"])
         compiled = compile_model(model, **options)
-    result, outputs = run_model(compiled, inputs, options["shapes"], seed, repeat)
+    result, outputs = run_model(compiled, inputs, options["shapes"], seed, repeat, streams)
     if output is not None:
         save_outputs(output, outputs)
     show({"model": str(model), **result}, _run_text(result), as_json)
@@ -92,8 +103,12 @@ def run_model(
     shapes: Mapping[str, Sequence[int]],
     seed: int,
     repeat: int,
+    streams: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Run a compiled model ``repeat`` times, and return what to show and the outputs by name."""
+    """Run a compiled model ``repeat`` times, and return what to show and the outputs by name.
+
+    With ``streams``, then also so many copies of it at the same time.
+    """
     arrays = input_arrays(model.inputs, files, shapes, seed)
     outputs = named_outputs(model, model(arrays))
     latency = model.benchmark(repeat, warmup=WARM_UP, inputs=arrays)
@@ -109,6 +124,8 @@ def run_model(
         ],
         "latency": asdict(latency),
     }
+    if streams is not None:
+        result["throughput"] = asdict(throughput(model, streams, arrays))
     return result, outputs
 
 
@@ -192,6 +209,13 @@ def _run_text(result: dict[str, Any]) -> str:
     latency = result["latency"]
     lines.append(
         f"latency: median {latency['median_ms']:.3f} ms, min {latency['min_ms']:.3f} ms, "
-        f"p90 {latency['p90_ms']:.3f} ms, {latency['repeat']} runs, {latency['threads']} threads"
+        f"p90 {latency['p90_ms']:.3f} ms, p99 {latency['p99_ms']:.3f} ms, "
+        f"{latency['repeat']} runs, {latency['threads']} threads"
     )
+    if "throughput" in result:
+        found = result["throughput"]
+        lines.append(
+            f"throughput: {found['calls_per_second']:.1f} calls/s, {found['streams']} streams of "
+            f"{found['threads']} threads"
+        )
     return "\n".join(lines)

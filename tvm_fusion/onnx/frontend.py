@@ -32,7 +32,7 @@ from .model.weights import Weights, detach_weights, drop_stand_ins
 from .operator_checks import check_operators
 from .rewrite import drop_initializers_from_inputs, mend
 from .rewrites.contrib.expand import expand_contrib
-from .rewrites.gather import translate_gather
+from .rewrites.indexing.gather import translate_gather
 from .rewrites.own_ops import OWN_OPS
 from .rewrites.recurrent import RECURRENCE, translate_recurrence
 

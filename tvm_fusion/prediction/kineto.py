@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,6 +65,8 @@ class HostEvent:
         Dimensions and element types of the operands.
     collective : dict, optional
         Arguments of a collective.
+    reads, writes : tuple of int
+        Storages of the tensors that go in and come out, from an execution trace.
     """
 
     name: str
@@ -77,6 +80,8 @@ class HostEvent:
     shapes: tuple = ()
     types: tuple = ()
     collective: Mapping[str, Any] | None = None
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -128,6 +133,8 @@ class KinetoTrace:
         By correlation.
     queued : dict of int to DeviceEvent
         Those that were launched before the trace began, by correlation.
+    python : dict of int to array
+        Starts of the calls of Python functions, by thread, where the profiler recorded them.
     problems : dict of str to list
         Number of events that could not be used, and the first of them, by reason.
     """
@@ -140,6 +147,7 @@ class KinetoTrace:
     host: list[HostEvent] = field(default_factory=list)
     device_events: dict[int, DeviceEvent] = field(default_factory=dict)
     queued: dict[int, DeviceEvent] = field(default_factory=dict)
+    python: dict[int, array[float]] = field(default_factory=dict)
     problems: dict[str, list] = field(default_factory=dict)
 
     def count_problem(self, reason: str, event: str) -> None:
@@ -199,7 +207,8 @@ class _EventReader:
             return
         kind = str(event.get("cat"))
         self.kinds[kind] += 1
-        if event.get("ph") != "X" or not (kind in _HOST_KINDS or kind in _DEVICE_KINDS):
+        known = kind in _HOST_KINDS or kind in _DEVICE_KINDS or kind == "python_function"
+        if event.get("ph") != "X" or not known:
             return
         name, start, length = event.get("name"), event.get("ts"), event.get("dur")
         args = event.get("args")
@@ -211,6 +220,8 @@ class _EventReader:
             self._trace.count_problem("events of negative duration", f"{where}: {length} us")
         elif kind in _DEVICE_KINDS:
             self._add_device(kind, sys.intern(name), float(start), float(length), args)
+        elif kind == "python_function":
+            self._trace.python.setdefault(_thread(event), array("d")).append(start)
         else:
             self._add_host(kind, sys.intern(name), float(start), float(length), event, args)
 
@@ -235,13 +246,12 @@ class _EventReader:
     def _add_host(
         self, kind: str, name: str, start: float, length: float, event: dict, args: dict
     ) -> None:
-        thread = event.get("tid")
         operands = _HOST_KINDS[kind] != "runtime"
         self._trace.host.append(
             HostEvent(
                 name,
                 _HOST_KINDS[kind],
-                thread if isinstance(thread, int) else hash(thread),
+                _thread(event),
                 start,
                 start + length,
                 _integer(args.get("correlation"), 0),
@@ -264,6 +274,8 @@ class _EventReader:
         for one in everything:
             one.start -= trace.base
             one.end -= trace.base
+        for thread, starts in trace.python.items():
+            trace.python[thread] = array("d", sorted(start - trace.base for start in starts))
 
     def _set_aside_queued(self) -> None:
         """Part the kernels whose launch is not in the trace."""
@@ -291,6 +303,11 @@ def _collective_args(args: dict) -> Mapping[str, Any] | None:
     if "Collective name" not in args:
         return None
     return {name: args[name] for name in _COLLECTIVE_ARGS if name in args}
+
+
+def _thread(event: Mapping[str, Any]) -> int:
+    thread = event.get("tid")
+    return thread if isinstance(thread, int) else hash(thread)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .kineto import DeviceEvent, HostEvent, KinetoTrace
@@ -52,13 +53,22 @@ class TracedOp:
     nested : list of HostEvent
         All events inside it.
     follows : bool
-        Whether it began after the end of the operator before it, whichever thread that ran on.
+        Whether it began after the end of all operators before it, whichever threads they ran on.
+    gap : float, optional
+        Microseconds between it and the operator before it; None for the first.
+    before : int
+        Calls of Python functions in that gap.
+    events : tuple of int
+        Events inside it, before each of its calls and after the last.
     """
 
     event: HostEvent
     calls: list[TracedCall] = field(default_factory=list)
     nested: list[HostEvent] = field(default_factory=list)
     follows: bool = True
+    gap: float | None = None
+    before: int = 0
+    events: tuple[int, ...] = ()
 
 
 def traced_ops(trace: KinetoTrace) -> list[TracedOp]:
@@ -67,12 +77,37 @@ def traced_ops(trace: KinetoTrace) -> list[TracedOp]:
     Launches without a kernel are counted among the trace's problems.
     """
     ops = list(_outermost(trace))
-    end = float("-inf")
-    for op in ops:
-        op.follows = op.event.start >= end
-        end = max(end, op.event.end)
     _link_calls(trace, ops)
-    return [op for op in ops if op.event.kind != "runtime" or op.calls]
+    ops = [op for op in ops if op.event.kind != "runtime" or op.calls]
+    _count_events(trace, ops)
+    return ops
+
+
+def _count_events(trace: KinetoTrace, ops: list[TracedOp]) -> None:
+    """Find what lies between operators, and count the events between their calls."""
+    latest: float | None = None
+    threads: dict[int, float] = {}
+    for op in ops:
+        event = op.event
+        python = trace.python.get(event.thread, ())
+        starts = sorted(nested.start for nested in op.nested)
+        if latest is not None:
+            op.follows = event.start >= latest
+            begin = latest if op.follows else threads.get(event.thread, event.start)
+            op.gap = event.start - begin
+            op.before = _between(python, begin, event.start)
+        begin, counts = event.start, []
+        ends = [*((call.event.start, call.event.end) for call in op.calls), (event.end, event.end)]
+        for stop, resume in ends:
+            counts.append(_between(python, begin, stop) + _between(starts, begin, stop))
+            begin = resume
+        op.events = tuple(counts)
+        threads[event.thread] = event.end
+        latest = event.end if latest is None else max(latest, event.end)
+
+
+def _between(starts: Sequence[float], begin: float, end: float) -> int:
+    return max(bisect.bisect_left(starts, end) - bisect.bisect_left(starts, begin), 0)
 
 
 def _outermost(trace: KinetoTrace) -> Iterator[TracedOp]:

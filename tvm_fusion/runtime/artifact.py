@@ -242,22 +242,33 @@ def read_artifact(path: str | os.PathLike[str]) -> Description:
     TargetError
         If this machine cannot run its code.
     """
-    path = Path(path)
-    try:
-        about = _read(path)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        reason = getattr(error, "strerror", None) or error
-        raise ArtifactError(f"cannot read {str(path)!r}: {reason}") from error
+    about = describe_artifact(path)
     about.check_machine()
     here = current_versions()
     for package in ("tvm", "tvm_ffi"):
         saved = about.versions[package]
         if saved.split(".")[:2] != here[package].split(".")[:2]:
             raise ArtifactError(
-                f"{str(path)!r} was compiled with {package} {saved}, and {here[package]} is "
+                f"{os.fspath(path)!r} was compiled with {package} {saved}, and {here[package]} is "
                 "installed; compile the model again, or install that version"
             )
     return about
+
+
+def describe_artifact(path: str | os.PathLike[str]) -> Description:
+    """Read and check the description of a file, whatever machine and versions it is for.
+
+    Raises
+    ------
+    ArtifactError
+        If the file cannot be read, was not written by tvm_fusion, is damaged, or is of a newer
+        format.
+    """
+    try:
+        return _read(Path(path))
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ArtifactError(f"cannot read {os.fspath(path)!r}: {reason}") from error
 
 
 def read_artifact_weights(path: Path, about: Description) -> list[tvm_ffi.Tensor]:

@@ -45,7 +45,7 @@ class Latency:
 
     Parameters
     ----------
-    median_ms, min_ms, p90_ms, mean_ms : float
+    median_ms, min_ms, p90_ms, p99_ms, mean_ms : float
         Over the timed calls.
     repeat : int
         Number of timed calls.
@@ -56,6 +56,7 @@ class Latency:
     median_ms: float
     min_ms: float
     p90_ms: float
+    p99_ms: float
     mean_ms: float
     repeat: int
     threads: int
@@ -387,6 +388,7 @@ class CompiledModel:
             median_ms=float(np.median(times)),
             min_ms=min(times),
             p90_ms=float(np.percentile(times, 90)),
+            p99_ms=float(np.percentile(times, 99)),
             mean_ms=float(np.mean(times)),
             repeat=repeat,
             threads=self.threads,

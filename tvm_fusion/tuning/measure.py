@@ -8,7 +8,6 @@ import json
 import mmap
 import os
 import select
-import signal
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from tvm.target import Target
 
 from ..codegen.linker import SharedLinker
 from ..errors import TuningError
+from ..machine.ended_process import how_it_ended
 from .tasks import Setting, Task
 from .worker import BEACON, REFERENCE
 
@@ -118,7 +118,8 @@ class Worker:
             if select.select([self._answers], [], [], patience)[0]:
                 piece = os.read(self._answers, 1 << 16)
                 if not piece:
-                    raise LostWorker(self._position()[0], "crash", self._obituary())
+                    reason = ": ".join(filter(None, how_it_ended(self._process, self._log)))
+                    raise LostWorker(self._position()[0], "crash", reason)
                 text += piece
                 continue
             if self._position() == seen:
@@ -140,13 +141,6 @@ class Worker:
 
     def _position(self) -> tuple[int, int]:
         return BEACON.unpack(self._beacon[: BEACON.size])
-
-    def _obituary(self) -> str:
-        code = self._process.wait()
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        self._log.seek(0)
-        said = self._log.read().decode(errors="replace").strip().splitlines()
-        return f"{how}: {said[-1]}" if said else how
 
 
 class Session:

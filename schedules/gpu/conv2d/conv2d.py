@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
-from tvm.target import Target
 
 from schedules.errors import OpError
 from schedules.tir.branch import when
@@ -41,13 +39,12 @@ class Conv2D(GPURule):
     depthwise, where a tile fits the device; returns None for everything else.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         kernel = packed_kernel(func, layers=1)
         if kernel is None or kernel.layers[0].is_depthwise:
             return None
         shape = ConvShape.of(kernel, batch_of(func))
-        gpu = GPUInfo.from_target(target)
         tile = choose_tile(Product.of(shape), gpu)
         return None if tile is None else conv2d_template(func, kernel, tile, gpu)
 
@@ -91,7 +88,7 @@ def batch_of(func: tirx.PrimFunc) -> tirx.Expr | int:
 
 def conv2d_template(
     func: tirx.PrimFunc, kernel: Conv2DKernel, tile: ConvTile, gpu: GPUInfo
-) -> s_tir.Schedule:
+) -> tirx.PrimFunc:
     """Write the kernel with a tile.
 
     Parameters
@@ -116,7 +113,7 @@ def conv2d_template(
         _write_product(func, shape, tile, gpu, partial)
         _write_addition(func, shape, tile.splits, partial, gpu.block_threads(ADDING_THREADS))
 
-    return s_tir.Schedule(tvm.IRModule({"main": write_kernels(func, body)}))
+    return write_kernels(func, body)
 
 
 def _write_product(

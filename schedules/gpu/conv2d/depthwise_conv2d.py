@@ -7,10 +7,8 @@ neighbouring threads have neighbouring columns.
 
 from __future__ import annotations
 
-import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
-from tvm.target import Target
 
 from schedules.tir.branch import when
 from schedules.workload.conv2d import Conv2DKernel
@@ -36,7 +34,7 @@ class DepthwiseConv2D(GPURule):
     None for everything else.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         kernel = packed_kernel(func, layers=1)
         if kernel is None or not kernel.layers[0].is_depthwise or kernel.data_layout == "NCHW":
@@ -44,7 +42,6 @@ class DepthwiseConv2D(GPURule):
         shape = ConvShape.of(kernel, batch_of(func))
         if shape.taps > MOST_TAPS:
             return None
-        gpu = GPUInfo.from_target(target)
         return depthwise_template(func, kernel, choose_rows(shape, gpu), gpu)
 
 
@@ -64,7 +61,7 @@ def choose_rows(shape: ConvShape, gpu: GPUInfo) -> int:
 
 def depthwise_template(
     func: tirx.PrimFunc, kernel: Conv2DKernel, rows: int, gpu: GPUInfo
-) -> s_tir.Schedule:
+) -> tirx.PrimFunc:
     """Write the kernel.
 
     Parameters
@@ -108,4 +105,4 @@ def depthwise_template(
                         place = (plane * height + y) * width + x
                         epilogue.finish(place, loaded, lanes_at(sums, number * LANES))
 
-    return s_tir.Schedule(tvm.IRModule({"main": write_kernels(func, body)}))
+    return write_kernels(func, body)

@@ -18,10 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
-from tvm.target import Target
 
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 
@@ -50,12 +48,12 @@ class FusedConv2D(GPURule):
     :func:`unsupported` allows and a tile fits the device; returns None for everything else.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         kernel = packed_kernel(func, layers=2)
         if kernel is None or unsupported(*kernel.layers) is not None:
             return None
-        tile = choose_fused_tile(pair_of(kernel, batch_of(func)), GPUInfo.from_target(target))
+        tile = choose_fused_tile(pair_of(kernel, batch_of(func)), gpu)
         return None if tile is None else fused_template(func, kernel, tile)
 
 
@@ -76,7 +74,7 @@ def pair_of(kernel: Conv2DKernel, batch: tirx.Expr | int) -> Pair:
     return Pair(first, ConvShape(kernel.layers[1], batch, first.out_size))
 
 
-def fused_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: FusedTile) -> s_tir.Schedule:
+def fused_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: FusedTile) -> tirx.PrimFunc:
     """Write the kernel of the module's docstring.
 
     Parameters
@@ -108,7 +106,7 @@ def fused_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: FusedTile) -
             block = _Block(pair, tile, thread, image, row, column, y * tile.blocks, views)
             block.write(residual=kernel.residual)
 
-    return s_tir.Schedule(tvm.IRModule({"main": write_kernels(func, body)}))
+    return write_kernels(func, body)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import unravel
 
 from ..core.intrinsics import sync
-from ..core.kernel_function import resident_blocks, unless_empty, write_function
+from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
 from ..core.machine import REGISTER_FILE, GPUInfo
 from ..core.tensor_core import TensorCore
 from ..pointwise.coalescing import classify
@@ -53,7 +53,7 @@ _QUAD = 4  # lanes with neighbouring columns of the same row
 
 
 def tensor_core_function(
-    func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo, rule: str
+    func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo
 ) -> tirx.PrimFunc | None:
     """The scheduled function of a product; None if it is not one of tensor cores.
 
@@ -63,8 +63,6 @@ def tensor_core_function(
         The function, and the product that it computes.
     gpu : GPUInfo
         The device.
-    rule : str
-        Name of the rule.
     """
     tile = choose_tensor_tile(matmul, gpu)
     if tile is None:
@@ -80,7 +78,7 @@ def tensor_core_function(
         ):
             write_tensor_tiles(matmul, tile, Views.declare(func, gpu), block)
 
-    return write_function(func, gpu, rule, body)
+    return write_kernels(func, body)
 
 
 def write_tensor_tiles(

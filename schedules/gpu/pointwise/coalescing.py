@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from tvm import DataType, ir, sym, tirx
+from tvm import DataType, tirx
 
-from schedules.tir.cut_points import COMPARISONS
-from schedules.tir.expression_walk import nodes, substitute, uses, variables
-from schedules.tir.index_math import i64, is_multiple
+from schedules.tir.expression_walk import substitute, variables
+from schedules.tir.index_math import is_multiple
 from schedules.workload.reduce import constant, unravel
 
+from ..core.lane_run import LaneRun
 from ..core.vector_loads import WIDEST_LOAD
 from .element_program import Read, Value
 from .iteration_domain import IterationSpace, Store
@@ -122,16 +122,12 @@ def _kind(
     guards = access.guards if isinstance(access, Read) else ()
     if any(_varies(space, aligned, varying, guard, vector) for guard in guards):
         return "each", follows
-    if aligned:
-        found = sym.detect_linear_equation(index, [space.axes[-1]])
-        if not found or constant(found[0]) != 1:
-            return "each", follows
-        rest = found[1]
-    elif follows and linear is not None:
-        rest = linear[1]
-    else:
-        return "each", False
-    return ("vector" if vector > 1 and is_multiple(rest, vector) else "each"), follows
+    if not aligned:
+        whole = follows and linear is not None and is_multiple(linear[1], vector)
+        return ("vector" if vector > 1 and whole else "each"), follows
+    run, axis = LaneRun(vector), space.axes[-1]
+    places = [substitute(index, {axis: place}) for place in (run.start, run.start + run.lane)]
+    return ("each" if vector == 1 else run.kind(*places)), follows
 
 
 def _varies(
@@ -146,36 +142,11 @@ def _varies(
         return False
     if variables(guard) & varying:
         return True
-    start, lane = tirx.Var("start", "int64"), tirx.Var("lane", "int64")
-    analyzer = sym.Analyzer()
-    analyzer.bind(start, ir.Range.from_min_extent(i64(0), i64(_FAR)))
-    analyzer.bind(lane, ir.Range.from_min_extent(i64(0), i64(vector)))
-    point = start * i64(vector) + lane
+    run = LaneRun(vector)
+    point = run.start + run.lane
     places = [point] if aligned else unravel(point, space.extents, is_natural=True)
     moving = space.axes[-1:] if aligned else space.axes
-    guard = analyzer.simplify(substitute(guard, dict(zip(moving, places, strict=True))))
-    return not all(_is_even(node, lane, vector) for node in _comparisons(guard, lane))
-
-
-def _comparisons(guard: tirx.Expr, lane: tirx.Var) -> list[tirx.Expr]:
-    """The comparisons in a condition in which a variable occurs."""
-    return [node for node in nodes(guard, *COMPARISONS) if uses(node, lane)]
-
-
-def _is_even(comparison: tirx.Expr, lane: tirx.Var, vector: int) -> bool:
-    """Return whether a comparison that is linear in the lane is the same for each whole vector."""
-    found = sym.detect_linear_equation(comparison.a - comparison.b, [lane])
-    factor = constant(found[0]) if found else None
-    if factor is None:
-        return False
-    known = sym.Analyzer().modular_set(found[1])
-    if known.coeff % vector:
-        return False
-    holds = COMPARISONS[type(comparison)]
-    return all(
-        len({holds(v * vector + known.base + factor * k) for k in range(vector)}) == 1
-        for v in range(-2 * vector, 2 * vector + 1)
-    )
+    return not run.is_even(substitute(guard, dict(zip(moving, places, strict=True))))
 
 
 def _is_row_major(space: IterationSpace, factors: Sequence[tirx.Expr]) -> bool:

@@ -129,7 +129,7 @@ def test_fused_pair(case: Case, arch: str) -> None:
 def test_tvm_adds_no_barriers_to_a_product(tile: ConvTile) -> None:
     """It does where it takes the halves of the shared memory for one."""
     case = case_of(dense(64, 64, 3), height=8, width=8)
-    func = conv2d_template(build(case), case.kernel, tile, GPU).mod["main"]
+    func = conv2d_template(build(case), case.kernel, tile, GPU)
     assert cuda_source(func).count("__syncthreads();") == str(func).count("storage_sync") > 0
 
 
@@ -137,7 +137,7 @@ def test_tvm_adds_no_barriers_to_a_product(tile: ConvTile) -> None:
 def test_tvm_adds_no_barriers_to_a_pair(first: ConvLayer) -> None:
     case = case_of(first, dense(64, 64, 3), height=16)
     tile = FusedTile(4, 8, 16, 1, 4, 4, 8)
-    func = fused_template(build(case), case.kernel, tile).mod["main"]
+    func = fused_template(build(case), case.kernel, tile)
     assert cuda_source(func).count("__syncthreads();") == str(func).count("storage_sync") > 0
 
 
@@ -167,7 +167,7 @@ def test_a_symbolic_batch_is_not_split() -> None:
 def test_shared_memory_is_as_predicted(tile: ConvTile) -> None:
     """The sums of several parts may reuse the memory of the operands."""
     case = case_of(dense(64, 64, 3), height=8, width=8)
-    func = conv2d_template(build(case), case.kernel, tile, GPU).mod["main"]
+    func = conv2d_template(build(case), case.kernel, tile, GPU)
     [used] = ptxas(cuda_source(func)).values()
     sums = 16 * tile.parts * tile.blocks * tile.pixels if tile.parts > 1 else 0
     assert tile.shared_bytes - sums - 64 <= used.shared <= tile.shared_bytes

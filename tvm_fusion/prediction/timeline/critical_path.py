@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
-from .execution_graph import HOST, ExecutionGraph, HostCosts, Kernel, Launch, Op, Wait
+from .execution_graph import HOST, ExecutionGraph, HostCosts, Kernel, Launch, Op
 
 KERNEL_GAP = 1e-6
 """Least time between two kernels of a stream, and of a node of a launched graph."""
@@ -182,10 +182,10 @@ class RankSimulation:
         for index, op in enumerate(timeline.graph.ops):
             front = fronts.get(op.thread, timeline.graph.start)
             now = max(front, timeline.host_end) if op.follows else front
-            now += costs.t1(previous, op.name) if op.gap is None else op.gap
+            now += costs.t1(previous, op) if op.gap is None else op.gap
             begin = now
             if not op.steps:
-                now += costs.whole(op.name)
+                now += costs.whole(op)
             elif op.graph:
                 now = self._launch_graph(op, index, now)
             else:
@@ -196,23 +196,17 @@ class RankSimulation:
             previous = op.name
 
     def _run_steps(self, op: Op, index: int, now: float) -> Generator[list[int], None, float]:
+        """Runtime calls with overheads between; a kernel of the host stands in place of one."""
         costs = self._costs
-        on_device = any(isinstance(step, Wait) or step.kernel.stream != HOST for step in op.steps)
-        now += costs.t2(op.name) if on_device else 0.0
-        for number, step in enumerate(op.steps):
-            if number and on_device:
-                now += costs.t5(op.name)
+        calls, idle = 0, True
+        for step in op.steps:
             if isinstance(step, Launch) and step.kernel.stream == HOST:
-                run = self._run_of(step.kernel, index, now)
-                run.start = run.ready = now
-                if step.kernel.id in self._shared:
-                    self.arrived[step.kernel.id] = run
-                    yield [step.kernel.id]
-                else:
-                    run.end = now + step.kernel.seconds
-                assert run.end is not None, "the caller resumes when it has ended"
-                now = run.end
+                now = yield from self._run_on_host(step.kernel, index, now)
+                idle = False
                 continue
+            if idle:
+                now += costs.t5(op, calls) if calls else costs.t2(op)
+            calls, idle = calls + 1, True
             if isinstance(step, Launch):
                 self._issue(step.kernel, index, now + costs.delay(step.call))
                 awaited = [step.kernel.id] if step.blocking else []
@@ -223,16 +217,30 @@ class RankSimulation:
                 yield awaited
                 now = self._wait(awaited, index, now)
             now += costs.t4(step.call)
-        return now + (costs.t3(op.name) if on_device else 0.0)
+        return now + (costs.t3(op) if idle else 0.0)
+
+    def _run_on_host(
+        self, kernel: Kernel, index: int, now: float
+    ) -> Generator[list[int], None, float]:
+        """Kernel that the host waits for, such as a collective on CPUs."""
+        run = self._run_of(kernel, index, now)
+        run.start = run.ready = now
+        if kernel.id in self._shared:
+            self.arrived[kernel.id] = run
+            yield [kernel.id]
+        else:
+            run.end = now + kernel.seconds
+        assert run.end is not None, "the caller resumes when it has ended"
+        return run.end
 
     def _launch_graph(self, op: Op, index: int, now: float) -> float:
         """One call for all kernels; each costs a gap of the device."""
         costs = self._costs
-        now += costs.t2(op.name)
+        now += costs.t2(op)
         for step in op.steps:
             if isinstance(step, Launch):
                 self._issue(step.kernel, index, now + costs.delay(step.call))
-        return now + costs.t4(op.steps[0].call) + costs.t3(op.name)
+        return now + costs.t4(op.steps[0].call) + costs.t3(op)
 
     def _wait(self, awaited: list[int], index: int, now: float) -> float:
         end, last = max((self._runs[id_].end or 0.0, id_) for id_ in awaited)

@@ -132,6 +132,10 @@ class Op:
         only after the one before it on its own thread.
     gap : float, optional
         Host time before it, in place of T1: work of the host that no operator does.
+    before : int
+        Calls of Python functions between it and the operator before it, where they are known.
+    events : tuple of int
+        Operators and other events inside it, before each of its steps and after the last.
     graph : bool
         Whether one call launches all of its kernels.
     """
@@ -141,6 +145,8 @@ class Op:
     thread: int = 0
     follows: bool = True
     gap: float | None = None
+    before: int = 0
+    events: tuple[int, ...] = ()
     graph: bool = False
 
     @property
@@ -213,22 +219,22 @@ class ExecutionGraph:
 class HostCosts(Protocol):
     """Overheads of the host, in seconds."""
 
-    def t1(self, previous: str, op: str) -> float:
+    def t1(self, previous: str, op: Op) -> float:
         """Time between two operators."""
 
-    def t2(self, op: str) -> float:
+    def t2(self, op: Op) -> float:
         """Time of an operator before its first runtime call."""
 
-    def t3(self, op: str) -> float:
+    def t3(self, op: Op) -> float:
         """Time of an operator after its last runtime call."""
 
     def t4(self, call: str) -> float:
         """Time of a runtime call; of one that waits, what remains after the wait."""
 
-    def t5(self, op: str) -> float:
-        """Time between two runtime calls of an operator."""
+    def t5(self, op: Op, step: int) -> float:
+        """Time between two runtime calls of an operator, the second of them number ``step``."""
 
-    def whole(self, op: str) -> float:
+    def whole(self, op: Op) -> float:
         """Time of an operator that makes no runtime call; T5 of the source, too."""
 
     def delay(self, call: str) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .critical_path import HostWait, KernelRun, RankTimeline
+from .execution_graph import HOST
 from .ranks import Timeline
 
 CAUSES = ("host", "other rank", "other stream", "end")
@@ -92,8 +93,13 @@ def _host_segments(rank: RankTimeline, end: float, waits: int) -> Iterator[Segme
 
 
 def active_seconds(rank: RankTimeline) -> float:
-    """Time in which at least one kernel of a rank runs, without waits for other ranks."""
-    return sum(end - start for start, end in _union(_busy(rank.kernels.values())))
+    """Time in which at least one kernel of a device runs, without waits for other ranks.
+
+    Without a device that of the kernels of the host.
+    """
+    runs = list(rank.kernels.values())
+    on_device = [run for run in runs if run.kernel.stream != HOST]
+    return sum(end - start for start, end in _union(_busy(on_device or runs)))
 
 
 def streams(rank: RankTimeline) -> list[int]:

@@ -27,8 +27,8 @@ from contextlib import nullcontext
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.gpu.core.lane_run import LaneRun
 from schedules.gpu.core.vector_loads import (
-    LaneRun,
     Register,
     Value,
     VectorLoads,
@@ -132,8 +132,8 @@ def _store(
         return element.place(at_m + k, at_n) if ctx.is_y else element.place(at_m, at_n + k)
 
     view, zero = ctx.flat(element.output), i64(0)
-    run = LaneRun(ctx.is_y, len(values))
-    kind = run.kind(place(run.m, run.n, zero), place(run.m, run.n, run.lane))
+    run = LaneRun(len(values))
+    kind = run.kind(*(place(*run.place(ctx.is_y), k) for k in (zero, run.lane)))
     if view is not None and len(values) > 1 and kind == "vector":
         store_vector(hold(values, view.dtype), view, element.place(m, n))
         return
