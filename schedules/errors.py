@@ -48,6 +48,10 @@ class TuningError(TVMFusionError):
     """A tuning job that cannot run or has nothing to tune, or records that cannot be read."""
 
 
+class DistributedError(TVMFusionError):
+    """Ranks of a job that disagree, fail, or do not answer in time; or MPI that is not there."""
+
+
 class PredictionError(TVMFusionError):
     """A machine file, a trace or a call whose time cannot be predicted; the message says why."""
 

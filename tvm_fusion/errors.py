@@ -9,6 +9,7 @@ from __future__ import annotations
 from schedules.errors import (
     ArtifactError,
     CompilationError,
+    DistributedError,
     EagerModeWarning,
     EngineError,
     InvalidInputError,
@@ -26,6 +27,7 @@ from schedules.errors import (
 __all__ = [
     "ArtifactError",
     "CompilationError",
+    "DistributedError",
     "EagerModeWarning",
     "EngineError",
     "InvalidInputError",

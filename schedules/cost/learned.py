@@ -94,7 +94,15 @@ class LearnedModel:
 
     def base(self, roofline: np.ndarray, group: np.ndarray) -> np.ndarray:
         """Seconds that the trees correct."""
-        return np.maximum(self.harness[group], self.latency[group] + roofline)
+        return np.maximum(self.harness_of(group), self.latency_of(group) + roofline)
+
+    def harness_of(self, group: np.ndarray) -> np.ndarray:
+        """Harness of a group, the last one's where that was not measured."""
+        return self.harness[np.minimum(group, len(self.harness) - 1)]
+
+    def latency_of(self, group: np.ndarray) -> np.ndarray:
+        """Latency of a group, the last one's where that was not measured."""
+        return self.latency[np.minimum(group, len(self.latency) - 1)]
 
 
 def model_from_arrays(arrays: Mapping[str, np.ndarray]) -> LearnedModel:
@@ -203,9 +211,9 @@ def predict_learned(kernel: Kernel, call: KernelCall, machine: Machine) -> Predi
     in_range = bool(((model.low <= values) & (values <= model.high)).all())
     bin_ = int(np.searchsorted(model.edges, base))
     spread = 1.0 if in_range else _FARTHER
-    group = int(kernel.group(sizes)[0])
+    group = kernel.group(sizes)[0]
     flops, _ = kernel.work(sizes, width)
-    harness = float(model.harness[group])
+    harness = float(model.harness_of(group))
     compute = flops[0] / bounds.peak
     bound = "compute" if compute >= roofline else "memory"
     if time < 1.1 * harness or harness == 0 and roofline < machine.get("launch_floor", 0.0):
@@ -219,5 +227,5 @@ def predict_learned(kernel: Kernel, call: KernelCall, machine: Machine) -> Predi
         name,
         in_range,
         harness,
-        float(model.latency[group]),
+        float(model.latency_of(group)),
     )

@@ -28,6 +28,10 @@ class Stage:
         The stored value; in a reduction it reads the output at ``axes``.
     init : tirx.Expr | None
         First value of a reduction.
+    name : str
+        Name of the block.
+    loops : tuple[str, ...]
+        Names of the loops over ``axes`` and ``reduced``; empty for an axis without a loop.
     """
 
     output: tirx.Buffer
@@ -35,6 +39,8 @@ class Stage:
     reduced: tuple[tirx.IterVar, ...]
     value: tirx.Expr
     init: tirx.Expr | None
+    name: str = ""
+    loops: tuple[str, ...] = ()
 
     def at(self, indices: Sequence[tirx.Expr], expression: tirx.Expr | None = None) -> tirx.Expr:
         """The value, or another expression of the stage's variables, at a given place."""
@@ -109,7 +115,13 @@ def _read_nest(stmt: tirx.Stmt) -> Stage | None:
     units = {v.var: tirx.const(0, v.var.ty.dtype) for v in spatial if v.var not in used}
     value = substitute(store.value, units)
     first = None if init is None else substitute(init.value, units)
-    return Stage(store.buffer, axes, tuple(reduced), value, first)
+    bound = dict(zip((v.var for v in block.iter_vars), stmt.iter_values, strict=True))
+    names = tuple(_loop_name(bound.get(axis.var)) for axis in (*axes, *reduced))
+    return Stage(store.buffer, axes, tuple(reduced), value, first, block.name_hint, names)
+
+
+def _loop_name(value: tirx.Expr | None) -> str:
+    return value.name if isinstance(value, ir.Var) else ""
 
 
 def _is_canonical(realize: s_tir.SBlockRealize, loops: Sequence[tirx.For]) -> bool:

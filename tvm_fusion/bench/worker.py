@@ -59,7 +59,7 @@ class EngineSpec:
             object.__setattr__(self, "title", ENGINES[self.engine].title)
 
 
-class Worker:
+class EngineWorker:
     """Runs one engine in a separate process.
 
     Between two calls the process is stopped, so that the threads of its pool, which keep spinning
@@ -94,7 +94,7 @@ class Worker:
         """The process's id."""
         return self._process.pid
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> EngineWorker:
         """Return the worker, which is already running."""
         return self
 

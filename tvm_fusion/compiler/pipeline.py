@@ -24,6 +24,7 @@ from relay_passes import (
     ApplyRules,
     ChooseWinograd,
     CoalesceReduction,
+    DropPragmaScopes,
     FuseConv2D,
     FuseEpilogue,
     FusePack,
@@ -121,6 +122,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         "lower": [
             *cpu_generic.library_dispatch_passes(target),
             transform.LegalizeOps(),
+            DropPragmaScopes(),
             FusePack(),
             transform.AnnotateTIROpPattern(),
             transform.FuseOps(),

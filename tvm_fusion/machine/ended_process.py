@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a worker process of tuning jobs and races ended."""
+"""End of a worker process of tuning jobs and races."""
 
 from __future__ import annotations
 

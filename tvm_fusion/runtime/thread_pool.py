@@ -81,7 +81,7 @@ class Crew:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._turn = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job | None] | None = None
+        self._jobs: queue.SimpleQueue[_Call | None] | None = None
         _crews.add(self)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -91,7 +91,7 @@ class Crew:
                 return function(*args)
         if threading.get_ident() == _main_thread and not _pool_is_dead():
             return _work(self._turn, self.threads, function, args)
-        job = _Job(function, args)
+        job = _Call(function, args)
         with _starting:
             if self._jobs is None:
                 self._jobs = self._start_thread()
@@ -106,8 +106,8 @@ class Crew:
         self._turn = threading.Lock()
         self._jobs = None
 
-    def _start_thread(self) -> queue.SimpleQueue[_Job | None]:
-        jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+    def _start_thread(self) -> queue.SimpleQueue[_Call | None]:
+        jobs: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         # The thread must not reference the crew: its deletion ends the thread.
         threading.Thread(
             target=_serve, args=(jobs, self._turn, self.threads), name="tvm_fusion", daemon=True
@@ -116,7 +116,7 @@ class Crew:
         return jobs
 
 
-class _Job:
+class _Call:
     """A call made by another thread; it keeps its result until that is fetched."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -137,7 +137,7 @@ class _Job:
             self.done.release()
 
 
-def _serve(jobs: queue.SimpleQueue[_Job | None], turn: threading.Lock, threads: int) -> None:
+def _serve(jobs: queue.SimpleQueue[_Call | None], turn: threading.Lock, threads: int) -> None:
     for job in iter(jobs.get, None):
         job.run(turn, threads)
         del job  # its result may be large, and the next job may come late

@@ -66,7 +66,7 @@ class LostWorker(Exception):
         self.candidate, self.failure, self.reason = candidate, failure, reason
 
 
-class Worker:
+class MeasuringWorker:
     """A measuring process.
 
     Parameters
@@ -162,7 +162,7 @@ class Session:
         self.task, self.target, self.seed, self.patience = task, target, seed, patience
         self._folder = tempfile.TemporaryDirectory(prefix="tvm-fusion-tune-")
         self.folder = Path(self._folder.name)
-        self._worker: Worker | None = None
+        self._worker: MeasuringWorker | None = None
         self._built: dict[int, Path | Outcome] = {}
         self._races = 0
 
@@ -273,7 +273,7 @@ class Session:
             seed=self.seed + self._races,
         )
 
-    def _start(self) -> Worker:
+    def _start(self) -> MeasuringWorker:
         """Start a process with the task's tensors and reference."""
         data = self.task.func.params[0]
         shape = planes([int(extent) for extent in data.shape])
@@ -287,7 +287,7 @@ class Session:
             lambda: writer(shape, str(data.dtype), self.task.machine.num_cores),
             self.target,
         )
-        worker = Worker(self.task.machine.num_cores, self.folder)
+        worker = MeasuringWorker(self.task.machine.num_cores, self.folder)
         try:
             ready = worker.call(
                 REFERENCE_PATIENCE,
@@ -305,7 +305,6 @@ class Session:
             worker.close()
             raise TuningError(f"the reference of {self.task.name} is not finite")
         return worker
-
 
     def _draw(self) -> list[Path]:
         """Write the task's tensors: random ones, with weights that do not saturate activations."""

@@ -15,16 +15,16 @@ from schedules.workload.conv2d import Conv2DKernel
 
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
 from ..core.rule import GPURule
 from ..core.vector_loads import flat_view
-from ..gemm.epilogue import Epilogue, lanes_at
+from ..gemm.epilogue import LayerEpilogue, lanes_at
 from ..gemm.implicit_gemm import LANES, ConvShape
 from .conv2d import batch_of, packed_kernel
 from .depthwise_column import Column
 
 THREADS = 128
 MOST_TAPS = 49  # the nest is unrolled
-FULL = 512  # threads of a multiprocessor that hide the latency of memory; an estimate
 
 
 class DepthwiseConv2D(GPURule):
@@ -54,7 +54,7 @@ def choose_rows(shape: ConvShape, gpu: GPUInfo) -> int:
     for rows in (4, 2):
         threads = shape.images * shape.out_planes * -(-height // rows) * width
         waste = -(-height // rows) * rows / height
-        if threads >= FULL * gpu.multiprocessors and waste < 1.2:
+        if threads >= COSTS.hiding_threads * gpu.multiprocessors and waste < 1.2:
             return rows
     return 1
 
@@ -97,7 +97,7 @@ def depthwise_template(
                 channel = plane % shape.out_planes
                 column = Column(shape, rows, plane, channel, row, x, data, weight)
                 sums = column.add_all()
-                epilogue = Epilogue(shape, bias, output, residual[0] if residual else None)
+                epilogue = LayerEpilogue(shape, bias, output, residual[0] if residual else None)
                 loaded = epilogue.load_bias(channel)
                 for number in range(rows):
                     y = row + number

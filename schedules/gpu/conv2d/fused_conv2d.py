@@ -28,14 +28,14 @@ from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule
 from ..core.vector_loads import flat_view
-from ..gemm.epilogue import Epilogue, finish_tile
+from ..gemm.epilogue import LayerEpilogue, finish_tile
 from ..gemm.implicit_gemm import LANES, ConvShape, Index
 from ..gemm.main_loop import add_step, clear_sums
 from ..gemm.shared_memory_pipeline import WeightStage, run_steps
 from ..gemm.thread_block_tile import GemmBlock
 from .conv2d import batch_of, packed_kernel
 from .fused_first_layer import FirstLayer
-from .fused_tiles import FusedTile, Pair, choose_fused_tile
+from .fused_tiles import ConvPair, FusedTile, choose_fused_tile
 
 MOST_TAPS = 49  # of a depthwise first layer, which is unrolled
 
@@ -68,10 +68,10 @@ def unsupported(layer1: ConvLayer, layer2: ConvLayer) -> str | None:
     return None
 
 
-def pair_of(kernel: Conv2DKernel, batch: tirx.Expr | int) -> Pair:
+def pair_of(kernel: Conv2DKernel, batch: tirx.Expr | int) -> ConvPair:
     """The shapes of both layers of a kernel."""
     first = ConvShape.of(kernel, batch)
-    return Pair(first, ConvShape(kernel.layers[1], batch, first.out_size))
+    return ConvPair(first, ConvShape(kernel.layers[1], batch, first.out_size))
 
 
 def fused_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: FusedTile) -> tirx.PrimFunc:
@@ -115,7 +115,7 @@ class _Block:
 
     Parameters
     ----------
-    pair, tile : Pair, FusedTile
+    pair, tile : ConvPair, FusedTile
         The layers, and extents of the block's part.
     thread : tirx.Expr
         Number of the thread.
@@ -127,7 +127,7 @@ class _Block:
         The parameters, flat.
     """
 
-    pair: Pair
+    pair: ConvPair
     tile: FusedTile
     thread: tirx.Expr
     image: Index
@@ -156,7 +156,7 @@ class _Block:
             sync()  # TVM may give both layers' weights the same memory
             run_steps([weights], chunk * steps, steps, add, fetched=True)
             sync()
-        epilogue = Epilogue(second, self.views[4], self.views[-1], None)
+        epilogue = LayerEpilogue(second, self.views[4], self.views[-1], None)
         if residual:
             epilogue = replace(epilogue, residual=self.views[5])
         finish_tile(gemm, sums, epilogue, self._locate)

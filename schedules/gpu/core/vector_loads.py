@@ -19,8 +19,7 @@ from schedules.workload.reduce import constant
 
 from .lane_run import LaneRun
 from .machine import GPUInfo
-
-WIDEST_LOAD = 16  # bytes of one instruction
+from .machine_costs import COSTS
 
 Value = Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
 Flat = Callable[[tirx.Buffer], tirx.Buffer | None]
@@ -260,7 +259,7 @@ def store_vector(register: tirx.Buffer, target: tirx.Buffer, place: tirx.Expr) -
 
 def _parts(lanes: int, buffer: tirx.Buffer) -> list[tuple[int, int]]:
     """Begin and width of the instructions for ``lanes`` elements."""
-    width = min(lanes, WIDEST_LOAD * 8 // DataType(str(buffer.dtype)).bits)
+    width = min(lanes, COSTS.widest_load * 8 // DataType(str(buffer.dtype)).bits)
     return [(start, width) for start in range(0, lanes, width)]
 
 

@@ -14,12 +14,10 @@ from schedules.tir.index_math import is_multiple
 from schedules.workload.reduce import constant, unravel
 
 from ..core.lane_run import LaneRun
-from ..core.vector_loads import WIDEST_LOAD
+from ..core.machine_costs import COSTS
 from .element_program import Read, Value
 from .iteration_domain import IterationSpace, Store
 
-SECTOR = 32  # bytes that the memory delivers at least
-WARP = 32
 _FAR = 1 << 24  # stands for an unknown extent or factor
 
 
@@ -160,20 +158,22 @@ def _is_row_major(space: IterationSpace, factors: Sequence[tirx.Expr]) -> bool:
 
 def warp_cost(lanes: Lanes) -> float:
     """Cost of a warp's accesses for each point: sectors moved, sectors touched, instructions."""
-    points = WARP * lanes.vector
+    points = COSTS.warp * lanes.vector
     total = 0.0
     for number, access in _named(lanes.space):
         item = DataType(str(access.buffer.dtype)).bits // 8 or 1
         address = _addresses(lanes.space, access, points) * item
-        by_thread = address.reshape(WARP, lanes.vector)
+        by_thread = address.reshape(COSTS.warp, lanes.vector)
         kind = lanes.kinds[number]
-        width = {"vector": max(1, WIDEST_LOAD // item), "uniform": lanes.vector, "each": 1}[kind]
-        moved = len(np.unique(address // SECTOR))
+        width = {"vector": max(1, COSTS.widest_load // item), "uniform": lanes.vector, "each": 1}[
+            kind
+        ]
+        moved = len(np.unique(address // COSTS.sector))
         touched, instructions = 0, 0
         for start in range(0, lanes.vector, width):
             part = by_thread[:, start : start + width]
             part = part[:, :1] if kind == "uniform" else part
-            touched += len(np.unique(part // SECTOR))
+            touched += len(np.unique(part // COSTS.sector))
             instructions += 1
         total += moved + 0.5 * touched + instructions
     return total / points
@@ -184,7 +184,7 @@ def is_scattered(lanes: Lanes) -> bool:
 
     Reads at places that are themselves read from memory do not count.
     """
-    points = WARP * lanes.vector
+    points = COSTS.warp * lanes.vector
     steps = {step.var for step in lanes.space.steps}
     touched: dict[tirx.Buffer, list[np.ndarray]] = {}
     for _, access in _named(lanes.space):
@@ -197,7 +197,9 @@ def is_scattered(lanes: Lanes) -> bool:
     for buffer, parts in touched.items():
         item = DataType(str(buffer.dtype)).bits // 8 or 1
         address = np.unique(np.concatenate(parts) * item)
-        if len(np.unique(address // SECTOR)) > 2 * max(2, -(-len(address) * item // SECTOR)):
+        if len(np.unique(address // COSTS.sector)) > 2 * max(
+            2, -(-len(address) * item // COSTS.sector)
+        ):
             return True
     return False
 
@@ -212,7 +214,7 @@ def _addresses(space: IterationSpace, access: Read | Store, points: int) -> np.n
     linear = space.linear(access)
     point = np.arange(points, dtype=np.int64)
     if linear is None:
-        return point * SECTOR
+        return point * COSTS.sector
     address = np.zeros(points, np.int64)
     for number in reversed(range(len(space.axes))):
         extent = constant(space.extents[number]) or _FAR

@@ -35,7 +35,7 @@ from schedules.gpu.conv2d.conv2d import conv2d_template
 from schedules.gpu.conv2d.costs import layer_cycles
 from schedules.gpu.conv2d.depthwise_conv2d import depthwise_template
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.gemm.conv_tiles import ConvTile, Product, choose_tile
+from schedules.gpu.gemm.conv_tiles import ConvTile, ProductExtents, choose_tile
 from schedules.gpu.gemm.implicit_gemm import ConvShape
 from schedules.workload.conv2d import ACTIVATIONS, Activation, Conv2DKernel, ConvLayer, to_json
 from tests.selection import in_turns
@@ -199,7 +199,7 @@ def test_devices_with_small_blocks(case: Case, threads: int, rng: np.random.Gene
 def test_no_tile_has_the_threads() -> None:
     shape = ConvShape.of(case_of(dense(8, 8)).kernel, 1)
     gpu = GPUInfo.from_target(SMALL_BLOCKS)
-    assert choose_tile(Product.of(shape), gpu) is None
+    assert choose_tile(ProductExtents.of(shape), gpu) is None
     assert layer_cycles(shape, gpu) == math.inf
     assert Conv2D().apply(build(case_of(dense(8, 8))), SMALL_BLOCKS, False) is None
 

@@ -24,7 +24,7 @@ from schedules.gpu.conv2d.depthwise_conv2d import choose_rows
 from schedules.gpu.conv2d.fused_conv2d import fused_template
 from schedules.gpu.conv2d.fused_tiles import FusedTile
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.gemm.conv_tiles import ConvTile, Product, all_tiles, choose_tile, fits
+from schedules.gpu.gemm.conv_tiles import ConvTile, ProductExtents, all_tiles, choose_tile, fits
 from schedules.gpu.gemm.implicit_gemm import ConvShape
 from schedules.gpu.gemm.thread_block_tile import ThreadPlace
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer, to_json
@@ -144,7 +144,7 @@ def test_tvm_adds_no_barriers_to_a_pair(first: ConvLayer) -> None:
 def test_small_images_have_blocks_for_the_device() -> None:
     for channels, size in ((512, 7), (256, 14), (64, 56)):
         case = case_of(dense(channels, channels, 3), height=size, width=size)
-        product = Product.of(ConvShape.of(case.kernel, 1))
+        product = ProductExtents.of(ConvShape.of(case.kernel, 1))
         tile = choose_tile(product, GPU)
         down, across = -(-product.blocks // tile.blocks), -(-product.pixels // tile.pixels)
         assert fits(tile, GPU)
@@ -153,14 +153,14 @@ def test_small_images_have_blocks_for_the_device() -> None:
 
 def test_large_images_have_large_tiles() -> None:
     for case in (LARGE, POINTWISE):
-        tile = choose_tile(Product.of(ConvShape.of(case.kernel, case.batch)), GPU)
+        tile = choose_tile(ProductExtents.of(ConvShape.of(case.kernel, case.batch)), GPU)
         assert (tile.thread_blocks, tile.thread_pixels) == (2, 8)
         assert (tile.parts, tile.splits) == (1, 1)
 
 
 def test_a_symbolic_batch_is_not_split() -> None:
     shape = ConvShape(SMALL.layers[0], tirx.Var("n", "int64"), (7, 7))
-    assert choose_tile(Product.of(shape), GPU).splits == 1
+    assert choose_tile(ProductExtents.of(shape), GPU).splits == 1
 
 
 @pytest.mark.parametrize("tile", [ConvTile(4, 32, 1, 4, 8, 4), ConvTile(16, 64, 2, 8, 2)])

@@ -39,7 +39,7 @@ from schedules.tir.branch import when
 from schedules.tir.index_math import i64
 from schedules.workload.reduce import constant
 
-from ..plan.group import ElementOutput, Stage
+from ..plan.group import ElementOutput, ReductionStage
 from . import state_buffers
 from .block_combine import share_lanes, share_leaders, share_rows
 from .cluster_combine import ClusterExchange
@@ -66,7 +66,7 @@ def write_chain(ctx: ReduceContext) -> None:
 
 def _reduce_stage(
     ctx: ReduceContext,
-    stage: Stage,
+    stage: ReductionStage,
     results: list[Results],
     visit_row: VisitRow,
     exchange: ClusterExchange | None,
@@ -97,7 +97,7 @@ def _reduce_stage(
                 at_m.write(stage, first + i64(k))
 
 
-def _accumulators(ctx: ReduceContext, stage: Stage) -> int:
+def _accumulators(ctx: ReduceContext, stage: ReductionStage) -> int:
     """States of each reduction in a thread, a power of two."""
     if ctx.is_y:
         return ctx.config.vector

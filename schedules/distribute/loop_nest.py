@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that can be distributed: their stages, what these read, and the distributed loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tvm import ir, s_tir, tirx
+
+from ..errors import OpError
+from ..tir.block_expressions import Stage, read_stages
+from ..tir.expression_walk import is_if_then_else, loads, variables
+from ..tir.index_math import simplified
+from ..workload.reduce import constant
+from .exchange import Region
+
+
+@dataclass(frozen=True)
+class Read:
+    """One load of a block, with the conditions under which it happens.
+
+    Parameters
+    ----------
+    buffer : tirx.Buffer
+        What is read.
+    indices : tuple[tirx.Expr, ...]
+        The index in each dimension, in terms of the block's variables.
+    conditions : tuple[tirx.Expr, ...]
+        Conditions that hold where it is evaluated; others may be missing.
+    """
+
+    buffer: tirx.Buffer
+    indices: tuple[tirx.Expr, ...]
+    conditions: tuple[tirx.Expr, ...]
+
+
+@dataclass(frozen=True)
+class LoopNest:
+    """A function that computes one output by stages, some of whose loops are distributed.
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+        The function, not yet scheduled.
+    stages : tuple[Stage, ...]
+        Its blocks; a block comes after those that it reads, the last computes the output.
+    loops : tuple[int, ...]
+        The distributed loops, as axes of the output.
+    """
+
+    func: tirx.PrimFunc
+    stages: tuple[Stage, ...]
+    loops: tuple[int, ...]
+
+    @property
+    def output(self) -> tirx.Buffer:
+        """The parameter that the function writes."""
+        return self.stages[-1].output
+
+    @property
+    def inputs(self) -> list[tirx.Buffer]:
+        """The other parameters, in order."""
+        return [buffer for buffer in self.func.params if not buffer.same_as(self.output)]
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """Extents of the distributed loops."""
+        shape = shape_of(self.output)
+        return tuple(shape[axis] for axis in self.loops)
+
+    @property
+    def loop_names(self) -> tuple[str, ...]:
+        """Names of the distributed loops."""
+        return tuple(self.stages[-1].loops[axis] for axis in self.loops)
+
+    @cached_property
+    def reads(self) -> tuple[tuple[Read, ...], ...]:
+        """The loads of each stage, without those of its own output."""
+        return tuple(_reads(stage) for stage in self.stages)
+
+    @cached_property
+    def varying(self) -> dict[tirx.Buffer, tuple[frozenset[int], ...]]:
+        """The loops, numbered as in ``loops``, that move what is used of a buffer's dimension.
+
+        Given for each dimension; empty where every part uses the same.
+        """
+        found = {stage.output: [set[int]() for _ in stage.axes] for stage in self.stages}
+        for number, axis in enumerate(self.loops):
+            found[self.output][axis].add(number)
+        for stage, reads in zip(reversed(self.stages), reversed(self.reads), strict=True):
+            moved = dict(zip((a.var for a in stage.axes), found[stage.output], strict=True))
+            for read in reads:
+                dims = found.setdefault(read.buffer, [set() for _ in read.indices])
+                for dim, index in zip(dims, read.indices, strict=True):
+                    dim.update(*(moved[v] for v in variables(index) if v in moved))
+        return {buffer: tuple(map(frozenset, dims)) for buffer, dims in found.items()}
+
+    def output_region(self, rows: Region) -> Region:
+        """The output's elements of a range of each distributed loop."""
+        region = [(0, extent) for extent in shape_of(self.output)]
+        for axis, ends in zip(self.loops, rows, strict=True):
+            region[axis] = ends
+        return tuple(region)
+
+
+def shape_of(buffer: tirx.Buffer) -> tuple[int, ...]:
+    """The constant extents of a buffer."""
+    return tuple(int(extent) for extent in buffer.shape)
+
+
+def read_loop_nest(
+    source: tirx.PrimFunc | s_tir.Schedule, loops: Sequence[str | int | s_tir.schedule.LoopRV]
+) -> LoopNest:
+    """Read a function that is to be distributed.
+
+    Parameters
+    ----------
+    source : tirx.PrimFunc or s_tir.Schedule
+        The function, or a schedule of which it is the ``main``; loops are whole.
+    loops : Sequence[str or int or LoopRV]
+        Spatial loops of the block that computes the output: names, axes of the output, or loops of
+        the schedule.
+
+    Raises
+    ------
+    OpError
+        If the function has another form, if a loop is none of its output's or a reduction, if an
+        extent is symbolic, or if a block reads what it writes, or at an index that is loaded.
+    """
+    func = source.mod["main"] if isinstance(source, s_tir.Schedule) else source
+    stages = read_stages(func)
+    if stages is None:
+        raise OpError(
+            "a function is distributed before its loops are split: each block must compute every "
+            "element of one buffer, by one store, in a loop for each of its variables"
+        )
+    _check_output(func, stages)
+    nest = LoopNest(func, tuple(stages), ())
+    _check_extents(nest)
+    for stage in nest.stages:
+        _check_dependence(stage)
+    axes = tuple(_axis(source, stages[-1], loop) for loop in loops)
+    if len(set(axes)) < len(axes):
+        raise OpError(f"loops {list(loops)} name one loop twice")
+    nest = LoopNest(func, tuple(stages), axes)
+    _check_gathers(nest)
+    return nest
+
+
+def _check_output(func: tirx.PrimFunc, stages: list[Stage]) -> None:
+    """Check that the last stage alone computes a parameter."""
+    outputs = [s for s in stages if any(s.output.same_as(param) for param in func.params)]
+    if len(outputs) != 1 or outputs[0] is not stages[-1]:
+        names = ", ".join(stage.output.name for stage in outputs) or "none"
+        raise OpError(
+            f"the blocks write the parameters {names}; expected one output, of the last block: "
+            "distribute a function for each output"
+        )
+
+
+def _check_extents(nest: LoopNest) -> None:
+    buffers = [stage.output for stage in nest.stages] + nest.inputs
+    for buffer in buffers:
+        if any(constant(extent) is None for extent in buffer.shape):
+            raise OpError(
+                f"buffer {buffer.name!r} has the symbolic shape {list(buffer.shape)}; "
+                "bind its extents before the function is distributed"
+            )
+    names = [buffer.name for buffer in nest.func.params]
+    if len(set(names)) < len(names):
+        raise OpError(f"parameters {names} have one name twice; name each buffer")
+
+
+def _check_dependence(stage: Stage) -> None:
+    """Refuse blocks that read what they write, other than the sum of a reduction."""
+    for load in loads(stage.value):
+        if not load.source.same_as(stage.output):
+            continue
+        pairs = zip(load.indices, stage.axes, strict=True)
+        if stage.init is None or any(not _is_axis(index, axis) for index, axis in pairs):
+            raise OpError(
+                f"block {stage.name!r} reads {stage.output.name!r}, which it writes: an iteration "
+                "depends on another one, so that its loops cannot be distributed"
+            )
+
+
+def _is_axis(index: tirx.Expr, axis: tirx.IterVar) -> bool:
+    return axis.var.same_as(index) or (constant(axis.dom.extent) == 1 and constant(index) == 0)
+
+
+def _check_gathers(nest: LoopNest) -> None:
+    """Refuse a loaded index in a dimension of which parts use different elements."""
+    for stage, reads in zip(nest.stages, nest.reads, strict=True):
+        for read in reads:
+            dims = zip(read.indices, nest.varying[read.buffer], strict=True)
+            for index, loops in dims:
+                if loops and loads(index):
+                    raise OpError(
+                        f"block {stage.name!r} reads buffer {read.buffer.name!r} at the index "
+                        f"{index}, which is loaded from memory: what a part needs of it cannot be "
+                        "known before it runs; distribute a loop that the index does not depend on"
+                    )
+
+
+def _axis(
+    source: tirx.PrimFunc | s_tir.Schedule, stage: Stage, loop: str | int | s_tir.schedule.LoopRV
+) -> int:
+    """The axis of the output that a loop counts."""
+    spatial = stage.loops[: len(stage.axes)]
+    if isinstance(loop, int):
+        if not 0 <= loop < len(spatial):
+            raise OpError(f"loop {loop} is no axis of {stage.output.name!r}; it has {len(spatial)}")
+        return loop
+    name = loop if isinstance(loop, str) else str(source.get(loop).loop_var.name)
+    if name in stage.loops[len(stage.axes) :]:
+        raise OpError(
+            f"loop {name!r} of block {stage.name!r} is a reduction; parts of it would have to be "
+            f"combined over ranks: distribute one of {', '.join(filter(None, spatial))}"
+        )
+    if name not in spatial:
+        raise OpError(
+            f"block {stage.name!r}, which computes the output, has no loop {name!r}; "
+            f"it has {', '.join(filter(None, spatial))}"
+        )
+    return spatial.index(name)
+
+
+def _reads(stage: Stage) -> tuple[Read, ...]:
+    found: list[Read] = []
+    for expression in (stage.value, stage.init):
+        if expression is not None:
+            _collect(expression, (), found)
+    return tuple(read for read in found if not read.buffer.same_as(stage.output))
+
+
+def _collect(
+    expression: tirx.Expr, conditions: tuple[tirx.Expr, ...], found: list[Read]
+) -> None:
+    """Add the loads of an expression; those of a branch have its condition."""
+    if is_if_then_else(expression):
+        condition, first, second = expression.args
+        _collect(condition, conditions, found)
+        _collect(first, (*conditions, condition), found)
+        _collect(second, (*conditions, simplified(tirx.Not(condition))), found)
+        return
+    if isinstance(expression, ir.TensorLoad):
+        found.append(Read(expression.source, tuple(expression.indices), conditions))
+    for child in operands(expression):
+        _collect(child, conditions, found)
+
+
+def operands(expression: tirx.Expr) -> list[tirx.Expr]:
+    """The expressions that an expression is made of."""
+    if isinstance(expression, ir.TensorLoad):
+        return list(expression.indices)
+    if isinstance(expression, ir.Call):
+        return [arg for arg in expression.args if isinstance(arg, ir.Expr)]
+    fields = ("a", "b", "value", "condition", "true_value", "false_value", "body")
+    children = [getattr(expression, name, None) for name in fields]
+    return [child for child in children if isinstance(child, ir.Expr)]

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of the inputs that ranks own.
+
+The first dimension of an input that a distributed loop moves is cut where two neighbours read the
+same: in the middle. So a stencil's input is cut like its output, and neighbours send each other the
+same number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from tvm import tirx
+
+from ..errors import OpError
+from .exchange import Region, hull
+from .loop_nest import LoopNest, shape_of
+from .partition import Partition, bounds_of
+from .regions import regions_needed
+
+Cuts: TypeAlias = dict[int, tuple[int, tuple[tuple[int, int], ...]]]
+"""For loops, the dimension of an input that a loop moves, and the dimension's parts."""
+
+
+class Owners:
+    """The parts of the inputs that ranks own."""
+
+    def __init__(
+        self, nest: LoopNest, partition: Partition, given: dict[str, Sequence[int]]
+    ) -> None:
+        self.nest = nest
+        self.partition = partition
+        self.cuts: dict[str, Cuts] = {}
+        unknown = set(given) - {buffer.name for buffer in nest.inputs}
+        if unknown:
+            names = ", ".join(buffer.name for buffer in nest.inputs)
+            raise OpError(f"owners are given of {sorted(unknown)[0]!r}; the inputs are {names}")
+        for buffer in nest.inputs:
+            self.cuts[buffer.name] = self._cuts(buffer, given.get(buffer.name))
+
+    def of_rank(self, rank: int) -> dict[str, Region]:
+        """What a rank owns of each input."""
+        place = self.partition.place(rank)
+        found: dict[str, Region] = {}
+        for buffer in self.nest.inputs:
+            region = [(0, extent) for extent in shape_of(buffer)]
+            for number, (dim, ends) in self.cuts[buffer.name].items():
+                region[dim] = ends[place[number]]
+            found[buffer.name] = tuple(region)
+        return found
+
+    def _cuts(
+        self, buffer: tirx.Buffer, given: Sequence[int] | None
+    ) -> Cuts:
+        """For each loop that moves a dimension of an input: this dimension and its parts."""
+        moved = self.nest.varying.get(buffer, ())
+        found: Cuts = {}
+        taken: set[int] = set()
+        for number in range(len(self.nest.loops)):
+            free = [d for d, loops in enumerate(moved) if number in loops and d not in taken]
+            if free:
+                taken.add(free[0])
+                extent = shape_of(buffer)[free[0]]
+                found[number] = (free[0], self._parts(buffer, number, free[0], extent, given))
+        if given is not None and not found:
+            raise OpError(
+                f"owners are given of {buffer.name!r}, of which every part reads all: it is not cut"
+            )
+        return found
+
+    def _parts(
+        self,
+        buffer: tirx.Buffer,
+        number: int,
+        dim: int,
+        extent: int,
+        given: Sequence[int] | None,
+    ) -> tuple[tuple[int, int], ...]:
+        """Parts of a dimension, cut in the middle of what both neighbours read."""
+        bounds = self.partition.bounds[number]
+        if given is not None:
+            return self._given(buffer, number, dim, extent, given)
+        pairs = zip(bounds, bounds[1:], strict=False)
+        reads = [self._read(buffer, number, dim, ends) for ends in pairs]
+        filled = sorted((ends, k) for k, ends in enumerate(reads) if ends is not None)
+        cuts = [0]
+        for (before, _), (after, _) in zip(filled, filled[1:], strict=False):
+            middle = (before[1] + after[0] + 1) // 2
+            cuts.append(min(max(middle, cuts[-1]), extent))
+        order = [k for _, k in filled]
+        parts = dict(zip(order, zip(cuts, [*cuts[1:], extent], strict=True), strict=False))
+        empty = 0
+        found = []
+        for k in range(len(reads)):
+            found.append(parts.get(k, (empty, empty)))
+            empty = found[-1][1]
+        return tuple(found)
+
+    def _given(
+        self, buffer: tirx.Buffer, number: int, dim: int, extent: int, sizes: Sequence[int]
+    ) -> tuple[tuple[int, int], ...]:
+        parts = self.partition.grid[number]
+        if len(self.nest.loops) > 1 or len(sizes) != parts:
+            raise OpError(
+                f"owners of {buffer.name!r} are given as {list(sizes)}; "
+                f"expected a size for each of the {parts} parts of one distributed loop"
+            )
+        if sum(sizes) > extent:
+            raise OpError(
+                f"owners of {buffer.name!r} are given as {list(sizes)}, which sum up to "
+                f"{sum(sizes)}; its dimension {dim} has {extent}"
+            )
+        bounds = bounds_of(sum(sizes), sizes, f"dimension {dim} of {buffer.name!r}")
+        return tuple(zip(bounds, bounds[1:], strict=False))
+
+    def _read(
+        self, buffer: tirx.Buffer, number: int, dim: int, ends: tuple[int, int]
+    ) -> tuple[int, int] | None:
+        """What a part of a loop reads of a dimension, whatever the other loops."""
+        rows = [(0, extent) for extent in self.nest.extents]
+        rows[number] = ends
+        needed = regions_needed(self.nest, self.nest.output_region(tuple(rows)))
+        regions = needed.get(buffer)
+        return hull(regions)[dim] if regions else None

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explicit transfers: what a user sends besides, or instead of, what is inferred."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import OpError
+from .exchange import Exchange, Message, Region, difference, intersection, region_size
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Manner of a transfer.
+
+    Parameters
+    ----------
+    synchronous : bool
+        Whether a send is complete only when its receive has begun (MPI's Ssend), else when the data
+        may be overwritten (Send).
+    blocking : bool
+        Whether both sides wait for it before they go on, else before the first block that reads it.
+    """
+
+    synchronous: bool = False
+    blocking: bool = True
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Rows of an input that one rank sends to another.
+
+    Parameters
+    ----------
+    buffer : str
+        Name of the input.
+    rows : Region
+        Begin and end of its leading dimensions, in indices of the whole buffer; the others are
+        sent whole.
+    source, dest : int
+        Ranks.
+    mode : Mode
+        How.
+    id : int
+        Number of its exchange, its place among all transfers.
+    """
+
+    buffer: str
+    rows: Region
+    source: int
+    dest: int
+    mode: Mode = Mode()
+    id: int = 0
+
+    @property
+    def exchange(self) -> Exchange:
+        """The transfer as an exchange of one message."""
+        message = Message(self.source, self.dest, self.buffer, self.rows)
+        return Exchange(self.id, (message,), self.mode.synchronous)
+
+
+def send_recv(
+    buffer: str,
+    rows: tuple[int, int] | Region,
+    source: int,
+    dest: int,
+    mode: Mode = Mode(),  # noqa: B008
+) -> Transfer:
+    """Describe a transfer from one rank to another, for :func:`distribute`.
+
+    Parameters
+    ----------
+    buffer : str
+        Name of an input.
+    rows : tuple[int, int] or Region
+        Begin and end of its first dimension, or of several leading ones.
+    source, dest : int
+        Ranks; the source must own the rows, or have received them by an earlier transfer.
+    mode : Mode
+        Synchronous or not, blocking or not.
+    """
+    leading = (rows,) if isinstance(rows[0], int) else rows
+    return Transfer(buffer, tuple((int(b), int(e)) for b, e in leading), source, dest, mode)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Transfers with their numbers, their regions complete.
+
+    Parameters
+    ----------
+    transfers : tuple[Transfer, ...]
+        In order.
+    """
+
+    transfers: tuple[Transfer, ...]
+
+    def received(self, rank: int, buffer: str) -> list[Region]:
+        """What a rank receives of a buffer."""
+        return [t.rows for t in self.transfers if (t.dest, t.buffer) == (rank, buffer)]
+
+
+def deliver(
+    transfers: Sequence[Transfer],
+    shapes: Mapping[str, tuple[int, ...]],
+    owned: Sequence[Mapping[str, Region]],
+) -> Delivery:
+    """Check transfers and number them.
+
+    Parameters
+    ----------
+    transfers : Sequence[Transfer]
+        In the order in which they happen.
+    shapes : Mapping[str, tuple[int, ...]]
+        Shapes of the inputs.
+    owned : Sequence[Mapping[str, Region]]
+        What each rank owns of each input.
+
+    Raises
+    ------
+    OpError
+        If a rank, a buffer or a region does not exist, or if the source does not hold the region.
+    """
+    done = Delivery(())
+    for number, transfer in enumerate(transfers):
+        whole = _complete(transfer, shapes, len(owned))
+        held = [owned[whole.source][whole.buffer], *done.received(whole.source, whole.buffer)]
+        rest = [whole.rows]
+        for region in held:
+            rest = [part for piece in rest for part in difference(piece, region)]
+        if rest:
+            raise OpError(
+                f"{_name(whole)}: rank {whole.source} does not hold region {rest[0]}; send it from "
+                "the rank that owns it, or to this rank first"
+            )
+        done = Delivery((*done.transfers, replace(whole, id=number)))
+    return done
+
+
+def check_waits(delivery: Delivery, read: Sequence[Mapping[str, Sequence[Region]]]) -> None:
+    """Refuse transfers that neither side waits for.
+
+    Parameters
+    ----------
+    delivery : Delivery
+        All transfers.
+    read : Sequence[Mapping[str, Sequence[Region]]]
+        What the blocks of each rank read of each input.
+
+    Raises
+    ------
+    OpError
+        If one does not block, and no block of the receiver, before which it could wait, reads it.
+    """
+    for transfer in delivery.transfers:
+        wanted = read[transfer.dest].get(transfer.buffer, ())
+        if not transfer.mode.blocking and not any(
+            region_size(intersection(region, transfer.rows)) for region in wanted
+        ):
+            raise OpError(
+                f"{_name(transfer)}: no block of rank {transfer.dest} reads it, so that none waits "
+                "for it; make it blocking"
+            )
+
+
+def _complete(transfer: Transfer, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> Transfer:
+    """Check a transfer's ends, and add the dimensions that are sent whole."""
+    if transfer.buffer not in shapes:
+        raise OpError(f"{_name(transfer)}: no such input; there are {', '.join(shapes)}")
+    for rank in (transfer.source, transfer.dest):
+        if not 0 <= rank < ranks:
+            raise OpError(f"{_name(transfer)}: rank {rank} is none of 0 to {ranks - 1}")
+    if transfer.source == transfer.dest:
+        raise OpError(f"{_name(transfer)}: a rank needs no transfer to itself")
+    shape = shapes[transfer.buffer]
+    rows = (*transfer.rows, *((0, extent) for extent in shape[len(transfer.rows) :]))
+    whole = tuple((0, extent) for extent in shape)
+    if len(rows) != len(shape) or intersection(rows, whole) != rows or not region_size(rows):
+        raise OpError(f"{_name(transfer)}: it has no such rows; its shape is {shape}")
+    return replace(transfer, rows=rows)
+
+
+def _name(transfer: Transfer) -> str:
+    ends = ", ".join(f"{begin}:{end}" for begin, end in transfer.rows)
+    return (
+        f"transfer of {transfer.buffer!r}[{ends}] from rank {transfer.source} to {transfer.dest}"
+    )

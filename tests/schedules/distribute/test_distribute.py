@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distribution of loops: what each rank owns, reads and sends, against brute force."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_nests import CASES, Interpreter, blur, elements, heat2d, matmul
+from tvm import s_tir
+
+from schedules.distribute.distribute import Distribution, distribute
+from schedules.distribute.exchange import intersection, region_size
+from schedules.distribute.transfer import send_recv
+from schedules.errors import OpError
+
+
+def check_messages(plan: Distribution, interpreter: Interpreter) -> None:
+    """Every element that a rank reads and does not own is sent to it once, by an owner."""
+    for part in plan.parts:
+        output = part.owned[interpreter.output]
+        reads = {e for index in elements(output) for e in interpreter.reads(index)}
+        owned = {
+            (buffer.name, index)
+            for buffer in plan.nest.inputs
+            for index in elements(part.owned[buffer.name])
+        }
+        received = [
+            (message.buffer, index)
+            for exchange in plan.exchanges
+            for message in exchange.received_by(part.rank)
+            for index in elements(message.region)
+        ]
+        assert sorted(received) == sorted(reads - owned)
+        for message in plan.exchange.received_by(part.rank):
+            source = plan.parts[message.source].owned[message.buffer]
+            assert intersection(source, message.region) == message.region
+            window = part.windows[message.buffer]
+            assert intersection(window, message.region) == message.region
+
+
+@functools.cache
+def interpreter_of(name: str) -> Interpreter:
+    return Interpreter(CASES[name]())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 64])
+@pytest.mark.parametrize("name", CASES)
+def test_rows(name: str, ranks: int) -> None:
+    plan = distribute(CASES[name](), 0, ranks)
+    check_messages(plan, interpreter_of(name))
+    if ranks == 1:
+        assert plan.bytes == 0
+    rows = [part.rows[0] for part in plan.parts]
+    assert [begin for begin, _ in rows[1:]] == [end for _, end in rows[:-1]]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6, 12])
+@pytest.mark.parametrize("name", CASES)
+def test_grids(name: str, ranks: int) -> None:
+    plan = distribute(CASES[name](), [0, 1], ranks)
+    check_messages(plan, interpreter_of(name))
+
+
+def test_corners() -> None:
+    plan = distribute(blur(12, 12), ["i", "j"], 9, grid=(3, 3))
+    corners = [m for m in plan.exchange.received_by(4) if m.size == 1]
+    assert [m.source for m in corners] == [0, 2, 6, 8]
+    assert len(distribute(heat2d(12, 12), ["i", "j"], 9, grid=(3, 3)).exchange.received_by(4)) == 4
+
+
+def test_fewest_bytes_choose_the_grid() -> None:
+    assert distribute(blur(30, 8), ["i", "j"], 4).partition.grid == (4, 1)
+    assert distribute(blur(8, 30), ["i", "j"], 4).partition.grid == (1, 4)
+    assert distribute(blur(20, 20), ["i", "j"], 4).partition.grid == (2, 2)
+
+
+def test_stencils_are_cut_like_their_output() -> None:
+    for part in distribute(heat2d(11), 0, 4).parts:
+        assert part.owned["A"] == part.owned["next"]
+
+
+def test_columns() -> None:
+    plan = distribute(CASES["gaussian"](), "j", 3)
+    check_messages(plan, interpreter_of("gaussian"))
+    assert plan.parts[1].owned["gy"] == ((0, 12), (2, 4))
+
+
+def test_inputs_that_no_loop_moves_are_everywhere() -> None:
+    plan = distribute(matmul(), "i", 3)
+    assert plan.bytes == 0
+    assert all(part.owned["B"] == ((0, 4), (0, 5)) for part in plan.parts)
+    both = distribute(matmul(), ["i", "j"], 6, grid=(3, 2))
+    assert both.bytes == 0
+    assert both.parts[3].owned["B"] == ((0, 4), (2, 5))
+
+
+def test_loop_of_a_schedule() -> None:
+    schedule = s_tir.Schedule(blur())
+    loop = schedule.get_loops(schedule.get_sblock("by"))[0]
+    assert distribute(schedule, loop, 3) == distribute(schedule.mod["main"], "i", 3)
+    schedule.compute_inline(schedule.get_sblock("bx"))
+    assert distribute(schedule, loop, 3).bytes == distribute(blur(), "i", 3).bytes
+
+
+def test_given_sizes() -> None:
+    plan = distribute(blur(13), "i", sizes=[1, 9, 0, 3])
+    assert [part.rows for part in plan.parts] == [((0, 1),), ((1, 10),), ((10, 10),), ((10, 13),)]
+    check_messages(plan, interpreter_of("blur"))
+    grid = distribute(blur(13), ["i", "j"], sizes=[[6, 7], [2, 3]])
+    assert grid.partition.grid == (2, 2)
+    check_messages(grid, interpreter_of("blur"))
+
+
+def test_all_rows_on_one_rank_are_scattered() -> None:
+    plan = distribute(blur(13), "i", 3, owned={"A": [15, 0, 0]})
+    check_messages(plan, interpreter_of("blur"))
+    assert {message.source for message in plan.exchange.messages} == {0}
+
+
+@given(
+    name=st.sampled_from(sorted(CASES)),
+    sizes=st.lists(st.integers(0, 6), min_size=1, max_size=8),
+    data=st.data(),
+)
+@settings(max_examples=settings.default.max_examples)
+def test_any_sizes(name: str, sizes: list[int], data: st.DataObject) -> None:
+    func = CASES[name]()
+    extent = int(func.params[-1].shape[0])
+    cuts = sorted(data.draw(st.integers(0, extent)) for _ in sizes[1:])
+    parts = [e - b for b, e in zip([0, *cuts], [*cuts, extent], strict=True)]
+    check_messages(distribute(func, 0, sizes=parts), interpreter_of(name))
+
+
+@pytest.mark.parametrize("name", ["blur", "heat2d", "strided", "chain", "dilated"])
+def test_interior_reads_what_the_rank_owns(name: str) -> None:
+    interpreter = interpreter_of(name)
+    plan = distribute(CASES[name](), 0, 2)
+    for part in plan.parts:
+        interior = plan.interior(part.rank)
+        if not plan.exchange.received_by(part.rank):
+            assert not region_size(interior)
+            continue
+        owned = set(elements(part.owned["A"]))
+        local = [
+            row
+            for row in range(*part.rows[0])
+            if all(
+                index in owned
+                for place in elements(plan.nest.output_region(((row, row + 1),)))
+                for _, index in interpreter.reads(place)
+            )
+        ]
+        assert region_size(interior)
+        assert local == list(range(*interior[0]))
+
+
+def test_interior_of_a_grid() -> None:
+    plan = distribute(heat2d(12, 12), ["i", "j"], 4, grid=(2, 2))
+    assert plan.interior(0) == ((0, 5), (0, 5))
+    assert plan.interior(3) == ((7, 12), (7, 12))
+
+
+def test_no_interior_where_nothing_is_received() -> None:
+    plan = distribute(CASES["pipeline"](), 0, 2)
+    assert region_size(plan.interior(0)) == 0
+
+
+def test_explicit_transfers_are_not_sent_again() -> None:
+    plan = distribute(blur(12), "i", 2, transfers=[send_recv("A", (0, 7), 0, 1)])
+    assert plan.exchanges[0].messages[0].region == ((0, 7), (0, 7))
+    assert [m.dest for m in plan.exchange.messages] == [0]
+    assert plan.exchange.id == 1
+    assert plan.parts[1].windows["A"] == ((0, 14), (0, 7))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"ranks": 0}, "over 0 ranks; expected at least 1"),
+        ({}, "neither the number of ranks nor the sizes"),
+        ({"sizes": [6, 6]}, r"\[6, 6\] of loop 'i' sum up to 12; expected its extent 13"),
+        ({"sizes": [14, -1]}, "have a negative one"),
+        ({"sizes": [6, 7], "ranks": 3}, "given for 2 ranks; expected 3"),
+        ({"sizes": [[6, 7], [5]]}, "given for 2 loops; expected 1"),
+        ({"ranks": 4, "grid": (2, 2)}, r"grid \[2, 2\] does not spread 1 loops over 4 ranks"),
+        ({"ranks": 2, "owned": {"B": [1, 2]}}, "owners are given of 'B'; the inputs are A"),
+        ({"ranks": 2, "owned": {"A": [8, 8]}}, "sum up to 16; its dimension 0 has 15"),
+        ({"ranks": 2, "owned": {"A": [15]}}, "expected a size for each of the 2 parts"),
+        ({"ranks": 2, "owned": {"A": [8, 6]}}, "which no rank owns"),
+    ],
+)
+def test_refused(arguments: dict, reason: str) -> None:
+    with pytest.raises(OpError, match=reason):
+        distribute(blur(), "i", **arguments)
+
+
+def test_refused_owners_of_what_is_not_cut() -> None:
+    with pytest.raises(OpError, match="of which every part reads all"):
+        distribute(matmul(), "i", 2, owned={"B": [2, 2]})
+
+
+def test_refused_without_loops() -> None:
+    with pytest.raises(OpError, match="no loop to distribute"):
+        distribute(blur(), [], 2)
+
+
+def test_interpreter_sees_what_is_read() -> None:
+    interpreter = interpreter_of("blur")
+    expected = {("A", index) for index in itertools.product(range(2, 5), range(1, 4))}
+    assert interpreter.reads((2, 1)) == expected
+    assert interpreter_of("heat2d").reads((0, 3)) == {("A", (0, 3))}

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs over MPI ranks: the session, exchanges, reductions, failures.
+
+Imports ``compiler`` and ``runtime``; only ``cli`` may import it. Without mpi4py all but a session
+works. Start with ``program.py``, then with ``communicator.py``.
+"""
+
+from .communicator import World
+from .program import Program, compile
+from .session import session
+
+__all__ = ["Program", "World", "compile", "session"]

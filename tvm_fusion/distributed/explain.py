@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Description of a distributed program as text: what each rank computes, receives and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from schedules.distribute.cost import Network, Processor, work_of
+from schedules.distribute.distribute import Distribution
+from schedules.distribute.exchange import Message, Region, region_size
+
+from .local_program import Piece
+
+
+def describe(
+    plan: Distribution,
+    pieces: Sequence[Sequence[Piece]],
+    network: Network,
+    processor: Processor,
+) -> str:
+    """Return a table with a line for each rank, and a line for each message of its exchanges.
+
+    Times are predicted from the figures of ``network`` and ``processor``.
+    """
+    loops = ", ".join(plan.nest.loop_names)
+    grid = " x ".join(map(str, plan.partition.grid))
+    lines = [
+        f"loops {loops} over {grid} ranks; {plan.bytes} bytes in "
+        f"{sum(len(exchange.messages) for exchange in plan.exchanges)} messages",
+        f"{'rank':>4}  {'iterations':<24}{'sends':>12}{'receives':>12}"
+        f"{'compute':>11}{'exchange':>11}  kernels",
+    ]
+    for part in plan.parts:
+        lines.append(_line(plan, part.rank, pieces[part.rank], network, processor))
+        for exchange in plan.exchanges:
+            lines += [
+                f"      from {message.source}: {message.buffer}[{_text(message.region)}], "
+                f"{_bytes(plan, [message])} bytes"
+                for message in exchange.received_by(part.rank)
+            ]
+    return "\n".join(lines)
+
+
+def _line(
+    plan: Distribution,
+    rank: int,
+    pieces: Sequence[Piece],
+    network: Network,
+    processor: Processor,
+) -> str:
+    part = plan.parts[rank]
+    sent = [m for exchange in plan.exchanges for m in exchange.sent_by(rank)]
+    received = [m for exchange in plan.exchanges for m in exchange.received_by(rank)]
+    compute = sum(
+        processor.seconds(work_of(plan.nest, piece.rows, plan.itemsizes)) for piece in pieces
+    )
+    exchange = sum(network.seconds(e, rank, plan.itemsizes) for e in plan.exchanges)
+    kernels = ", ".join(
+        f"{piece.kernel}[{_text(piece.rows)}]" + (" meanwhile" if piece.is_interior else "")
+        for piece in pieces
+    )
+    rows = _text(part.rows) if region_size(part.rows) else "none"
+    return (
+        f"{rank:>4}  {rows:<24}{_bytes(plan, sent):>12}{_bytes(plan, received):>12}"
+        f"{_time(compute):>11}{_time(exchange):>11}  {kernels}"
+    )
+
+
+def _bytes(plan: Distribution, messages: Sequence[Message]) -> int:
+    return sum(message.size * plan.itemsizes[message.buffer] for message in messages)
+
+
+def _text(region: Region) -> str:
+    return ", ".join(f"{begin}:{end}" for begin, end in region)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

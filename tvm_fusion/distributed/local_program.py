@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's share of a distributed program: its windows, and its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import tvm_ffi
+
+from schedules.distribute.distribute import Distribution
+from schedules.distribute.exchange import Exchange, LocalBuffer, Region
+
+from ..errors import InvalidInputError
+from ..runtime.arguments import numpy_dtype
+from ..runtime.host_arrays import aligned_empty
+from ..runtime.thread_pool import Crew
+
+
+class Ranks(Protocol):
+    """All ranks, seen from one: what a program needs of a communicator."""
+
+    rank: int
+    size: int
+    threads: int
+
+    def start(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> None:
+        """Begin to send and receive the messages of an exchange."""
+
+    def finish(self, exchange: Exchange) -> None:
+        """Wait for them."""
+
+    def agree(self, text: str, of: str = "programs") -> None:
+        """Compare a text on all ranks, and raise if it differs."""
+
+
+@dataclass(frozen=True)
+class LocalArray:
+    """What a rank holds of an input or of the output.
+
+    Parameters
+    ----------
+    window : LocalBuffer
+        Its memory, with room for what other ranks own.
+    region : Region
+        What it owns, in indices of the whole buffer.
+    """
+
+    window: LocalBuffer
+    region: Region
+
+    @property
+    def owned(self) -> np.ndarray:
+        """The elements that the rank owns, as a view."""
+        return self.window.view(self.region)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Range of a rank's loops that one kernel call computes.
+
+    Parameters
+    ----------
+    rows : Region
+        The range.
+    kernel : str
+        Name of the kernel.
+    scalars : tuple[int, ...]
+        Its arguments after the windows.
+    is_interior : bool
+        Whether it reads only what the rank owns, and runs while messages travel.
+    """
+
+    rows: Region
+    kernel: str
+    scalars: tuple[int, ...]
+    is_interior: bool
+
+
+class LocalProgram:
+    """One rank's share of a program; :meth:`.Program.on` makes it.
+
+    Parameters
+    ----------
+    plan : Distribution
+        Parts and messages of all ranks.
+    world : Ranks
+        All ranks.
+    pieces : Sequence[Piece]
+        This rank's kernel calls.
+    kernels : Mapping[str, Callable]
+        Their kernels.
+    repeat : str | None
+        The input that takes the output in the next step.
+    """
+
+    def __init__(
+        self,
+        plan: Distribution,
+        world: Ranks,
+        pieces: Sequence[Piece],
+        kernels: Mapping[str, Callable[..., Any]],
+        repeat: str | None,
+    ) -> None:
+        self.plan = plan
+        self.world = world
+        self.repeat = repeat
+        self._pieces = pieces
+        self._kernels = kernels
+        self._crew = Crew(world.threads)
+        self._part = plan.parts[world.rank]
+        self._buffers = {
+            buffer.name: self._allocate(buffer.name, str(buffer.dtype))
+            for buffer in plan.nest.func.params
+        }
+        self._tensors = {
+            name: tvm_ffi.from_dlpack(buffer.array) for name, buffer in self._buffers.items()
+        }
+
+    def _allocate(self, name: str, dtype: str) -> LocalBuffer:
+        window = self._part.windows[name]
+        array = aligned_empty([end - begin for begin, end in window], numpy_dtype(dtype))
+        return LocalBuffer(array, tuple(begin for begin, _ in window))
+
+    def input(self, name: str) -> LocalArray:
+        """What this rank holds of an input.
+
+        Raises
+        ------
+        InvalidInputError
+            If there is no input of that name.
+        """
+        names = [buffer.name for buffer in self.plan.nest.inputs]
+        if name not in names:
+            raise InvalidInputError(f"no input is called {name!r}; the inputs are {names}")
+        return LocalArray(self._buffers[name], self._part.owned[name])
+
+    @property
+    def output(self) -> LocalArray:
+        """What this rank holds of the output."""
+        name = self.plan.nest.output.name
+        return LocalArray(self._buffers[name], self._part.owned[name])
+
+    def __call__(self, steps: int = 1) -> np.ndarray:
+        """Run the program; called by all ranks together.
+
+        Parameters
+        ----------
+        steps : int
+            How many times; the output of a step is the input ``repeat`` of the next.
+
+        Returns
+        -------
+        np.ndarray
+            This rank's part of the output, valid until the next call.
+
+        Raises
+        ------
+        InvalidInputError
+            If there are several steps and no input takes the output.
+        """
+        if steps < 1 or (steps > 1 and self.repeat is None):
+            raise InvalidInputError(
+                f"steps is {steps}; expected 1, or more for a program compiled with repeat="
+            )
+        for step in range(steps):
+            if step:
+                self._swap()
+            self._step()
+        return self.output.owned
+
+    def _step(self) -> None:
+        for transfer in self.plan.transfers:
+            self.world.start(transfer.exchange, self._buffers)
+            if transfer.mode.blocking:
+                self.world.finish(transfer.exchange)
+        self.world.start(self.plan.exchange, self._buffers)
+        self._run(interior=True)
+        for transfer in self.plan.transfers:
+            if not transfer.mode.blocking:
+                self.world.finish(transfer.exchange)
+        self.world.finish(self.plan.exchange)
+        self._run(interior=False)
+
+    def _run(self, interior: bool) -> None:
+        windows = list(self._tensors.values())
+        for piece in self._pieces:
+            if piece.is_interior == interior:
+                self._crew.run(self._kernels[piece.kernel], *windows, *piece.scalars)
+
+    def _swap(self) -> None:
+        """Let the output of a step be the input of the next."""
+        output, name = self.plan.nest.output.name, self.repeat
+        assert name is not None, "several steps need repeat="
+        buffers, tensors = self._buffers, self._tensors
+        buffers[output], buffers[name] = buffers[name], buffers[output]
+        tensors[output], tensors[name] = tensors[name], tensors[output]

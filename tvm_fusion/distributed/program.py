@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compilation of a function whose loops are distributed over ranks.
+
+No MPI is needed: each rank runs one of few kernels, since ranks with parts of the same extents
+share them (:mod:`schedules.distribute.localize`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.s_tir.schedule import LoopRV
+from tvm.target import Target
+
+from schedules.cpu import RULES
+from schedules.cpu.core.machine import CPUInfo
+from schedules.distribute.cost import Network, Processor, overlap_gains, work_of
+from schedules.distribute.distribute import Distribution, distribute
+from schedules.distribute.exchange import Region, difference, region_size
+from schedules.distribute.localize import LocalShape, localize, scalar_arguments
+from schedules.distribute.transfer import Transfer
+from schedules.schedule_rule import schedule_function
+
+from ..compiler.target import is_gpu, resolve
+from ..errors import InvalidInputError, OpError, TargetError
+from .explain import describe
+from .local_program import LocalProgram, Piece, Ranks
+
+Schedule = Callable[[s_tir.Schedule], None]
+Overlap = Literal["auto", "always", "never"]
+
+_CLOCK = 3.5e9  # Hz, where no measured figures are given
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled function whose loops are distributed over ranks.
+
+    Parameters
+    ----------
+    distribution : Distribution
+        Parts and messages of all ranks.
+    pieces : tuple[tuple[Piece, ...], ...]
+        The kernel calls of each rank, in order.
+    kernels : Mapping[str, tirx.PrimFunc]
+        The scheduled kernels.
+    library : tvm.runtime.Executable
+        Their code.
+    target : tvm.target.Target
+        What they are compiled for.
+    network, processor : Network, Processor
+        Figures of the predictions.
+    repeat : str | None
+        The input that takes the output in the next step.
+    """
+
+    distribution: Distribution
+    pieces: tuple[tuple[Piece, ...], ...]
+    kernels: Mapping[str, tirx.PrimFunc]
+    library: Any
+    target: Target
+    network: Network
+    processor: Processor
+    repeat: str | None
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.distribution.ranks
+
+    def explain(self) -> str:
+        """Return a table of rows, halos, messages, kernels and predicted times of each rank."""
+        return describe(self.distribution, self.pieces, self.network, self.processor)
+
+    def on(self, world: Ranks) -> LocalProgram:
+        """Share of the program of one rank, with memory for its windows.
+
+        Called by all ranks together.
+
+        Parameters
+        ----------
+        world : World
+            The ranks: of MPI (``distributed.session()``), or of one process
+            (:mod:`.local_world`).
+
+        Raises
+        ------
+        InvalidInputError
+            If there are more or fewer ranks than the program was compiled for.
+        DistributedError
+            If ranks have different programs.
+        """
+        if world.size != self.ranks:
+            raise InvalidInputError(
+                f"the program is compiled for {self.ranks} ranks and there are {world.size}; "
+                f"start it by mpiexec -n {self.ranks}, or compile it for {world.size}"
+            )
+        world.agree(self._identity(), "programs")
+        pieces = self.pieces[world.rank]
+        kernels = {piece.kernel: self.library[piece.kernel] for piece in pieces}
+        return LocalProgram(self.distribution, world, pieces, kernels, self.repeat)
+
+    def _identity(self) -> str:
+        """What must be the same on all ranks."""
+        plan = self.distribution
+        func = plan.nest.func.script()
+        return f"{plan.partition} {plan.exchanges} {self.pieces} {self.repeat} {self.target} {func}"
+
+
+def compile(
+    source: tirx.PrimFunc | s_tir.Schedule,
+    ranks: int | None = None,
+    target: str | Mapping[str, Any] | Target = "native",
+    *,
+    loop: str | int | LoopRV | Sequence[str | int | LoopRV] = 0,
+    sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    grid: Sequence[int] | None = None,
+    owned: Mapping[str, Sequence[int]] | None = None,
+    transfers: Sequence[Transfer] = (),
+    schedule: Schedule | Mapping[int, Schedule] | None = None,
+    overlap: Overlap = "auto",
+    repeat: str | None = None,
+    threads: int = 1,
+    network: Network | None = None,
+    processor: Processor | None = None,
+) -> Program:
+    """Compile a function for a number of ranks, each of which computes a part of the output.
+
+    Parameters
+    ----------
+    source : tirx.PrimFunc or s_tir.Schedule
+        The function, or a schedule of which it is the ``main``, before its loops are split.
+    ranks : int, optional
+        Number of ranks; not needed with ``sizes``.
+    target : str, mapping or tvm.target.Target
+        The CPU of every rank, as in :func:`tvm_fusion.compile`.
+    loop, sizes, grid, owned, transfers
+        The distributed loops, by default the outermost, and their parts: see
+        :func:`schedules.distribute.distribute.distribute`.
+    schedule : callable, or mapping from ranks to callables, optional
+        Schedules the function of a part, in place; ranks without one, and by default all, have the
+        rules of this package.
+    overlap : str
+        Whether the interior is computed while messages travel: ``"always"``, ``"never"``, or
+        ``"auto"``, where ``network`` says that it gains.
+    repeat : str, optional
+        The input that takes the output in the next step, for :meth:`.LocalProgram.__call__` with
+        several steps; it has the output's shape and type, and ranks own the same of both.
+    threads : int
+        Threads of each rank's kernels.
+    network, processor : Network, Processor, optional
+        Figures for predictions, by default estimates.
+
+    Returns
+    -------
+    Program
+        The program.
+
+    Raises
+    ------
+    OpError
+        If the function cannot be distributed so; nothing has been compiled then.
+    TargetError
+        If the target is unknown, or no CPU.
+    """
+    if overlap not in ("auto", "always", "never"):
+        raise OpError(f"overlap is {overlap!r}; expected 'auto', 'always' or 'never'")
+    resolved = resolve(target, threads)
+    if is_gpu(resolved):
+        raise TargetError("ranks compute on CPUs in this version; name a CPU as the target")
+    plan = distribute(
+        source, loop, ranks, sizes=sizes, grid=grid, owned=owned, transfers=transfers
+    )
+    if repeat is not None:
+        plan = _with_output_window(plan, repeat)
+    figures = _Figures(network or Network(), processor or _estimate(resolved))
+    kernels = _Kernels(plan, resolved, schedule)
+    pieces = tuple(
+        kernels.pieces(rank, figures.overlaps(plan, rank, overlap)) for rank in range(plan.ranks)
+    )
+    with resolved:
+        module = tvm.IRModule(kernels.functions)
+        library = tvm.compile(module, resolved) if kernels.functions else {}
+    return Program(
+        plan,
+        pieces,
+        kernels.functions,
+        library,
+        resolved,
+        figures.network,
+        figures.processor,
+        repeat,
+    )
+
+
+def _with_output_window(plan: Distribution, repeat: str) -> Distribution:
+    """Give the output the windows of the input that takes it in the next step."""
+    nest = plan.nest
+    found = [buffer for buffer in nest.inputs if buffer.name == repeat]
+    if not found:
+        names = ", ".join(buffer.name for buffer in nest.inputs)
+        raise OpError(f"repeat names {repeat!r}; the inputs are {names}")
+    here, out = found[0], nest.output
+    if here.dtype != out.dtype or [int(e) for e in here.shape] != [int(e) for e in out.shape]:
+        raise OpError(
+            f"input {repeat!r} of shape {list(here.shape)} and type {here.dtype} cannot take the "
+            f"output, of shape {list(out.shape)} and type {out.dtype}, in the next step"
+        )
+    for part in plan.parts:
+        mine, made = part.owned[repeat], part.owned[out.name]
+        if mine != made and (region_size(mine) or region_size(made)):
+            raise OpError(
+                f"rank {part.rank} owns {mine} of {repeat!r} and computes {made} of the output, "
+                "which cannot be the same in the next step; give owned= or sizes="
+            )
+    return plan.with_windows(out.name, repeat)
+
+
+def _estimate(target: Target) -> Processor:
+    cpu = CPUInfo.from_target(target)
+    lanes = cpu.lanes("float32")
+    return Processor(
+        2 * lanes * cpu.fma_per_cycle * cpu.num_cores * _CLOCK,
+        cpu.costs.bytes_per_cycle[-1] * cpu.num_cores * _CLOCK,
+    )
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """What the predictions are made of."""
+
+    network: Network
+    processor: Processor
+
+    def overlaps(self, plan: Distribution, rank: int, wish: Overlap) -> bool:
+        """Whether a rank computes its interior while messages travel."""
+        if wish == "never" or plan.parts[rank].is_empty:
+            return False
+        interior = plan.interior(rank)
+        if wish == "always" or not region_size(interior):
+            return bool(region_size(interior))
+        exchange = self.network.seconds(plan.exchange, rank, plan.itemsizes)
+        inside = self.processor.seconds(work_of(plan.nest, interior, plan.itemsizes))
+        return overlap_gains(self.network, exchange, inside)
+
+
+class _Kernels:
+    """The kernels of a distribution; parts of one shape and schedule share one."""
+
+    def __init__(
+        self, plan: Distribution, target: Target, schedule: Schedule | Mapping[int, Schedule] | None
+    ) -> None:
+        self.plan = plan
+        self.target = target
+        self.functions: dict[str, tirx.PrimFunc] = {}
+        self._names: dict[tuple[LocalShape, Schedule | None], str] = {}
+        self._schedules = schedule if isinstance(schedule, Mapping) else {}
+        self._schedule = None if isinstance(schedule, Mapping) else schedule
+        strange = sorted(set(self._schedules) - set(range(plan.ranks)))
+        if strange:
+            raise OpError(
+                f"a schedule is given for rank {strange[0]}; ranks are 0 to {plan.ranks - 1}"
+            )
+
+    def pieces(self, rank: int, overlap: bool) -> tuple[Piece, ...]:
+        """The kernel calls of a rank: its interior first if that is overlapped."""
+        part = self.plan.parts[rank]
+        if part.is_empty:
+            return ()
+        if not overlap:
+            return (self._piece(rank, part.rows, False),)
+        interior = self.plan.interior(rank)
+        borders = difference(part.rows, interior)
+        return (
+            self._piece(rank, interior, True),
+            *(self._piece(rank, rows, False) for rows in borders),
+        )
+
+    def _piece(self, rank: int, rows: Region, is_interior: bool) -> Piece:
+        nest, windows = self.plan.nest, self.plan.parts[rank].windows
+        local = localize(nest, rows, windows)
+        schedule = self._schedules.get(rank, self._schedule)
+        key = local.shape, schedule
+        if key not in self._names:
+            name = self._names[key] = f"part_{len(self._names)}"
+            func = self._scheduled(name, local.func, schedule)
+            self.functions[name] = func.with_attr("global_symbol", name)
+        return Piece(rows, self._names[key], scalar_arguments(nest, rows, windows), is_interior)
+
+    def _scheduled(
+        self, name: str, func: tirx.PrimFunc, schedule: Schedule | None
+    ) -> tirx.PrimFunc:
+        if schedule is None:
+            return schedule_function(name, func, self.target, RULES)
+        own = s_tir.Schedule(func)
+        schedule(own)
+        return own.mod["main"].with_attr("tirx.is_scheduled", True)
