@@ -12,9 +12,10 @@ functions, bytes ``a`` of activations and ``w`` of weights,
 
 Activations are in the nearest level that holds all that the kernel reads and writes of them,
 weights in the one half of which holds those of the whole model and the largest activations: all are
-read before the same ones are read again. ``f``, the bandwidths, the clock and ``fork`` are figures of the machine that ``tvm-fusion
-calibrate`` measures: ``cpu.conv2d.factor`` is the median ratio of measured to predicted times,
-``cpu.conv2d.low`` and ``.high`` its 10th and 90th percentiles, both over the median.
+read before the same ones are read again. ``f``, the bandwidths, the clock and ``fork`` are figures
+of the machine that ``tvm-fusion calibrate`` measures: ``cpu.conv2d.factor`` is the median ratio of
+measured to predicted times, ``cpu.conv2d.low`` and ``.high`` its 10th and 90th percentiles, both
+over the median.
 """
 
 from __future__ import annotations

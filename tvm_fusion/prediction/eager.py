@@ -33,7 +33,7 @@ ELEMENTWISE = {
     **{f"relax.{name}": name for name in ("sin", "cos", "clip", "maximum", "minimum", "where")},
     **{f"relax.{name}": name for name in ("equal", "less", "greater", "less_equal", "not_equal")},
     **{f"relax.{name}": name for name in ("greater_equal", "logical_and", "logical_or", "isnan")},
-    **{f"relax.nn.{name}": name for name in ("relu", "relu6", "gelu", "silu", "leakyrelu", "prelu")},
+    **{f"relax.nn.{name}": name for name in ("relu", "relu6", "gelu", "silu", "leakyrelu")},
     **{"relax.add": "add", "relax.subtract": "sub", "relax.multiply": "mul"},
     **{"relax.divide": "div", "relax.power": "pow", "relax.logical_not": "logical_not"},
     **{"relax.astype": "to", "relax.tvm_fusion.hardswish": "hardswish"},
@@ -124,7 +124,8 @@ class _Eager:
         out = _fresh(var.ty)
         first = out[0] if isinstance(out, tuple) else out
         if name in ELEMENTWISE:
-            self._add(ELEMENTWISE[name], elementwise(_kernel(ELEMENTWISE[name]), _of(args), first.tensor))
+            known = ELEMENTWISE[name]
+            self._add(known, elementwise(_kernel(known), _of(args), first.tensor))
         elif short in REDUCTIONS:
             work = args[0].tensor.elements / max(1, first.tensor.elements)
             self._add(short, elementwise("reduce", _of(args), first.tensor, work))

@@ -19,15 +19,15 @@ from tvm.ir import GenericConst
 from relay_passes.core.constants import numbers, scaled, shifted, uniform
 from relay_passes.core.expressions import Value, op_name
 from relay_passes.core.graph import Graph, Rule
-from relay_passes.simplify.canonicalize_activation import canonicalize_activation
-from relay_passes.simplify.canonicalize_clip import canonicalize_clip
+from relay_passes.simplify.elementwise.canonicalize_activation import canonicalize_activation
+from relay_passes.simplify.elementwise.canonicalize_clip import canonicalize_clip
 from relay_passes.simplify.simplify_inference import CLIPS
 
 
 def layer_norm(graph: Graph, call: relax.Expr) -> Value:
     """Recognise a layer norm whose last node is the addition ``call``."""
-    for scaled, beta in _both_ways(call):
-        product = graph.definition(scaled, "relax.multiply")
+    for unshifted, beta in _both_ways(call):
+        product = graph.definition(unshifted, "relax.multiply")
         if product is None or not _is_constant(beta):
             continue
         for normal, gamma in _both_ways(product):

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from schedules.cost.machine import Machine
 
+from .timeline.execution_graph import Op
+
 CALL_SECONDS = 0.2e-6
 """Our runtime's call of one kernel, where the machine has no figure ``overhead.call``."""
 RUN_SECONDS = 2e-6
@@ -64,15 +66,15 @@ class FixedCosts:
     first: float = 0.0
     table: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
 
-    def t1(self, previous: str, op: str) -> float:
+    def t1(self, previous: str, op: Op) -> float:
         """Time between two operators."""
         return self._of(op)[0] + (0.0 if previous else self.first)
 
-    def t2(self, op: str) -> float:
+    def t2(self, op: Op) -> float:
         """Time of an operator before its first runtime call."""
         return self._of(op)[1]
 
-    def t3(self, op: str) -> float:
+    def t3(self, op: Op) -> float:
         """Time of an operator after its last runtime call."""
         return self._of(op)[2]
 
@@ -80,11 +82,11 @@ class FixedCosts:
         """Time of a runtime call."""
         return self.launch
 
-    def t5(self, op: str) -> float:
+    def t5(self, op: Op, step: int) -> float:
         """Time between two runtime calls of an operator."""
         return self.between
 
-    def whole(self, op: str) -> float:
+    def whole(self, op: Op) -> float:
         """Time of an operator that makes no runtime call."""
         return self.view
 
@@ -92,8 +94,8 @@ class FixedCosts:
         """Half of T4, as the source has it."""
         return self.launch / 2
 
-    def _of(self, op: str) -> tuple[float, float, float]:
-        return self.table.get(op, self.other)
+    def _of(self, op: Op) -> tuple[float, float, float]:
+        return self.table.get(op.name, self.other)
 
 
 def host_costs(machine: Machine, engine: str) -> tuple[FixedCosts, tuple[str, ...]]:

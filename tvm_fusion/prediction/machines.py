@@ -60,10 +60,11 @@ def find_machine(name: str | os.PathLike[str], threads: int | None = None) -> Ma
 
 def _native(threads: int | None) -> Machine:
     count = choose_threads(threads)
-    files = sorted(calibrations().glob(f"{host_cpu()}-*.json"), key=lambda path: path.stat().st_mtime)
-    exact = calibration_path(count)
-    if exact in files or files:
-        return _with_threads(load_machine(exact if exact in files else files[-1]), count)
+    files = list(calibrations().glob(f"{host_cpu()}-*.json"))
+    if files:
+        exact = calibration_path(count)
+        newest = max(files, key=lambda path: path.stat().st_mtime)
+        return _with_threads(load_machine(exact if exact in files else newest), count)
     try:
         return _with_threads(load_machine(host_cpu()), count)
     except PredictionError:

@@ -50,7 +50,9 @@ def _totals(found: ModelPrediction) -> str:
         f"{found.high * 1e3:.3f}): kernels {found.kernel_seconds * 1e3:.3f} ms, and "
         f"{found.host_seconds * 1e3:.3f} ms of the host that they do not hide."
     )
-    return f"{text}\n* {outside} kernels outside of what their model was fitted to" if outside else text
+    if outside:
+        text += f"\n* {outside} kernels outside of what their model was fitted to"
+    return text
 
 
 def _comparison(predictions: Sequence[ModelPrediction]) -> Table:

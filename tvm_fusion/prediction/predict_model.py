@@ -207,7 +207,8 @@ def _assemble(
         _row(position, kernel, found, machine.get("launch_floor", 0.0))
         for position, (kernel, found) in enumerate(zip(kernels, predictions, strict=True))
     )
-    costs, notes = host_costs(machine, engine)
+    known, notes = host_costs(machine, engine)
+    costs: HostCosts = known
     if overheads is not None:
         costs, notes = overheads, ("host overheads as given",)
     seconds, low, high = (

@@ -273,7 +273,8 @@ def _read(output: Path, threads: int) -> tuple[Machine | None, list[dict[str, An
 def _check(sample: Any) -> None:
     """Refuse samples that are no finite positive times of kernels."""
     call, seconds = _call(sample), float(sample["seconds"])
-    numbers = [seconds, call.flops + 1, call.moved_bytes + 1, *(size + 1 for size in call.sizes.values())]
+    counts = (call.flops, call.moved_bytes, *call.sizes.values())
+    numbers = [seconds, *(count + 1 for count in counts)]
     if not str(sample["case"]) or not all(0 < number < float("inf") for number in numbers):
         raise ValueError(f"sample {sample.get('case')!r} has no finite positive numbers")
 

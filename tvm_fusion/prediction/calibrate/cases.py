@@ -37,7 +37,9 @@ def cases() -> list[Case]:
     return [case for group in zip_longest(*kinds) for case in group if case is not None]
 
 
-def _module(inputs: Sequence[tuple[Shape, str]], compute: Callable[..., relax.Expr]) -> tvm.IRModule:
+def _module(
+    inputs: Sequence[tuple[Shape, str]], compute: Callable[..., relax.Expr]
+) -> tvm.IRModule:
     """A module whose ``main`` computes one output."""
     builder = relax.BlockBuilder()
     params = [
@@ -231,7 +233,8 @@ def _streams() -> list[Case]:
 
     def unary(name: str, elements: int, op: Callable[..., relax.Expr]) -> Case:
         inputs = [((elements // 64, 64), "float32")]
-        return Case(f"{name} of {elements}", functools.partial(_module, inputs, lambda emit, x: op(x)))
+        build = functools.partial(_module, inputs, lambda emit, x: op(x))
+        return Case(f"{name} of {elements}", build)
 
     def transpose(shape: Shape, axes: Sequence[int]) -> Case:
         build = functools.partial(
