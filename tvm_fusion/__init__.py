@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .compiler.explain_gpu import explain_kernels
     from .compiler.specialized_model import SpecializedModel, specialize
     from .compiler.target import resolve as resolve_target
+    from .prediction.predict_model import ModelPrediction, predict
     from .runtime.compiled_model import CompiledModel, Latency, load
     from .runtime.host_arrays import aligned_empty
     from .tuning.job import TaskState, TuneResult, tune
@@ -39,6 +40,7 @@ __all__ = [
     "CompiledModel",
     "EngineSpec",
     "Latency",
+    "ModelPrediction",
     "Plan",
     "RaceResult",
     "SpecializedModel",
@@ -51,6 +53,7 @@ __all__ = [
     "explain",
     "explain_kernels",
     "load",
+    "predict",
     "profile",
     "race",
     "resolve_target",
@@ -67,6 +70,7 @@ _LATER = {
     "explain": "compiler.explain",
     **dict.fromkeys(("SpecializedModel", "specialize"), "compiler.specialized_model"),
     "explain_kernels": "compiler.explain_gpu",
+    **dict.fromkeys(("ModelPrediction", "predict"), "prediction.predict_model"),
     "profile": "bench.profiler",
     "resolve_target": "compiler.target",
 }
