@@ -5,6 +5,8 @@ Imports ``compiler`` and ``runtime``; only ``cli`` may import it. Without mpi4py
 works. Start with ``program.py``, then with ``communicator.py``.
 """
 
+from .communicator import World
 from .program import Program, compile
+from .session import session
 
-__all__ = ["Program", "compile"]
+__all__ = ["Program", "World", "compile", "session"]

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start of Python programs on several ranks, as a user does: by ``mpiexec``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_BESIDE = Path(sys.executable).with_name("mpiexec")
+MPIEXEC = str(_BESIDE) if _BESIDE.exists() else shutil.which("mpiexec")
+
+needs_mpi = pytest.mark.skipif(
+    importlib.util.find_spec("mpi4py") is None or MPIEXEC is None,
+    reason="MPI is not installed: pip install -e '.[mpi]'",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: exit code, seconds, what it printed."""
+
+    code: int
+    seconds: float
+    stdout: str
+    stderr: str
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of ours on standard error."""
+        found = self.stderr.splitlines()
+        return [line for line in found if line.startswith("tvm-fusion:")]
+
+
+def run_ranks(ranks: int, program: Path, *arguments: str) -> Outcome:
+    """Run a program on some ranks, with the modules beside it and those of the checkout."""
+    assert MPIEXEC is not None
+    paths = [str(ROOT), str(program.parent), str(Path(__file__).parent)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TVM_NUM_THREADS": "1"}
+    begin = time.monotonic()
+    done = subprocess.run(
+        [MPIEXEC, "-n", str(ranks), sys.executable, str(program), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    return Outcome(done.returncode, time.monotonic() - begin, done.stdout, done.stderr)
