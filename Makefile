@@ -17,7 +17,7 @@ TEST_ARGS ?=
 FAULT_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all faults lint types docs map bench bench-gpu clean
+.PHONY: help venv demo test test-all faults fuzz lint types docs map bench bench-gpu clean
 
 help: ## list the tasks
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -35,6 +35,9 @@ test-all: $(VENV)/.stamp-test $(VENV)/.stamp-pytorch-cpu ## run all tests, with 
 
 faults: $(VENV)/.stamp-test $(VENV)/.stamp-pytorch-cpu ## seed faults; the quick tests must catch each; FAULT_ARGS="--only 3"
 	$(BIN)/python tests/faults/run.py $(FAULT_ARGS)
+
+fuzz: $(VENV)/.stamp-test ## compile and call 10,000 damaged models; FUZZ_ARGS="--cases 500 --seed 1"
+	$(BIN)/python tests/fuzz/run.py $(FUZZ_ARGS)
 
 lint: $(VENV)/.stamp-test ## check style, and that imports go down only
 	$(BIN)/ruff check .

@@ -49,7 +49,9 @@ def _all_commands(group: Any) -> Iterable[tuple[str, Any]]:
     """Commands of a group, and those of its groups, by their full names."""
     import click
 
-    for name, command in group.commands.items():
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
         yield name, command
         if isinstance(command, click.Group):
             yield from ((f"{name} {inner}", one) for inner, one in _all_commands(command))

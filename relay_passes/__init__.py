@@ -20,6 +20,7 @@ from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
 from .program.annotate_gathers import AnnotateGathers
 from .program.apply_rules import ApplyRules
+from .program.drop_pragma_scopes import DropPragmaScopes
 from .program.lift_weights import LiftWeights
 from .program.shorten_names import ShortenNames
 from .reduction.coalesce_reduction import CoalesceReduction
@@ -34,6 +35,7 @@ __all__ = [
     "CoalesceReduction",
     "Decision",
     "DecomposeNormalization",
+    "DropPragmaScopes",
     "FuseConv2D",
     "FuseEpilogue",
     "FusePack",

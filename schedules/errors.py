@@ -52,6 +52,10 @@ class DistributedError(TVMFusionError):
     """Ranks of a job that disagree, fail, or do not answer in time; or MPI that is not there."""
 
 
+class PredictionError(TVMFusionError):
+    """A machine file, a trace or a call whose time cannot be predicted; the message says why."""
+
+
 class EagerModeWarning(UserWarning):
     """An op or a graph of PyTorch that runs in eager mode, because it cannot be compiled."""
 

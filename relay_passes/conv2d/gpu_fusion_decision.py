@@ -13,7 +13,7 @@ from tvm.target import Target
 
 from schedules.gpu.conv2d.costs import fused_cycles, separate_cycles
 from schedules.gpu.conv2d.fused_conv2d import unsupported
-from schedules.gpu.conv2d.fused_tiles import Pair, choose_fused_tile
+from schedules.gpu.conv2d.fused_tiles import ConvPair, choose_fused_tile
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.gemm.implicit_gemm import ConvShape
 from schedules.workload.conv2d import FusedConv2DWorkload
@@ -65,7 +65,7 @@ def gpu_obstacle(workload: FusedConv2DWorkload, target: Target) -> str | None:
     return None
 
 
-def _pair(workload: FusedConv2DWorkload) -> Pair:
+def _pair(workload: FusedConv2DWorkload) -> ConvPair:
     size = workload.height, workload.width
     first = ConvShape(workload.layer1, workload.batch, size)
-    return Pair(first, ConvShape(workload.layer2, workload.batch, workload.mid_size))
+    return ConvPair(first, ConvShape(workload.layer2, workload.batch, workload.mid_size))

@@ -31,7 +31,8 @@ def numbers(expr: relax.Expr) -> np.ndarray | None:
         return None
     if str(expr.ty.dtype) not in FLOATS:
         return None
-    return array_of(expr).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        return array_of(expr).astype(np.float64)
 
 
 def constant(values: np.ndarray, dtype: object) -> Value:

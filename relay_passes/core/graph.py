@@ -28,7 +28,7 @@ _NOBODY: Counter[Value] = Counter()
 
 
 @dataclass
-class _Block:
+class _BindingBlock:
     is_dataflow: bool
     order: list[relax.Var] = field(default_factory=list)
 
@@ -55,10 +55,10 @@ class Graph:
         self._builder = relax.BlockBuilder()
         self._values: dict[relax.Var, relax.Expr] = {}
         self._casts: dict[relax.Var, relax.MatchCast] = {}
-        self._home: dict[relax.Var, _Block] = {}
+        self._home: dict[relax.Var, _BindingBlock] = {}
         self._users: dict[relax.Var, Counter[relax.Var | None]] = {}
-        self._blocks: list[_Block] = []
-        self._here = _Block(True)
+        self._blocks: list[_BindingBlock] = []
+        self._here = _BindingBlock(True)
         self._emitted: list[relax.Var] = []
         self.current = relax.Var("none", relax.AnyType())
         self._memory: dict[tuple[Any, Any], Any] = {}
@@ -147,7 +147,7 @@ class Graph:
     # Reading
 
     def _read_block(self, block: relax.BindingBlock) -> None:
-        home = _Block(isinstance(block, relax.DataflowBlock))
+        home = _BindingBlock(isinstance(block, relax.DataflowBlock))
         self._blocks.append(home)
         for binding in block.bindings:
             if isinstance(binding, relax.MatchCast):
@@ -158,7 +158,7 @@ class Graph:
             else:
                 self._define(home, binding.var, binding.value)
 
-    def _define(self, block: _Block, var: relax.Var, value: relax.Expr) -> None:
+    def _define(self, block: _BindingBlock, var: relax.Var, value: relax.Expr) -> None:
         self._values[var] = value
         self._home[var] = block
         block.order.append(var)

@@ -13,7 +13,6 @@ excluded, and have to be zero in gamma and beta. Batch, height and width may be 
 
 from __future__ import annotations
 
-import tvm
 from tvm import relax, tirx
 
 from schedules.compute import channel_norm as compute
@@ -21,7 +20,7 @@ from schedules.compute.pack import channel_blocks
 from schedules.errors import OpError
 
 from .conv_call import OPAQUE_PATTERN
-from .register import register_op
+from .register import is_typed, register_op
 
 
 def channel_norm(
@@ -53,7 +52,7 @@ def channel_norm(
     attrs = {"channels": int(channels), "epsilon": float(epsilon)}
     call = relax.Call(_NORM, [data, gamma, beta], attrs)
     # A nested call is checked when it is emitted.
-    if not any(argument.ty.same_as(tvm.ir.Type.missing()) for argument in call.args):
+    if is_typed(*call.args):
         _infer_type(call, None)
     return call
 

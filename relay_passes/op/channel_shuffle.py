@@ -11,13 +11,12 @@ then lanes past the last channel become zero. Source: Zhang et al., ShuffleNet, 
 
 from __future__ import annotations
 
-import tvm
 from tvm import relax, te, tirx
 
 from schedules.compute.pack import channel_blocks, packed_channels
 from schedules.errors import OpError
 
-from .register import register_op
+from .register import is_typed, register_op
 
 
 def channel_shuffle(data: relax.Expr, channels: int, groups: int) -> relax.Call:
@@ -43,7 +42,7 @@ def channel_shuffle(data: relax.Expr, channels: int, groups: int) -> relax.Call:
         If ``groups`` does not divide ``channels``, or ``data`` has other channels.
     """
     call = relax.Call(_SHUFFLE, [data], {"channels": int(channels), "groups": int(groups)})
-    if not data.ty.same_as(tvm.ir.Type.missing()):  # a nested call is checked when it is emitted
+    if is_typed(data):
         _infer_type(call, None)
     return call
 

@@ -12,13 +12,12 @@
 
 from __future__ import annotations
 
-import tvm
 from tvm import relax, te, tirx
 
 from schedules.compute.pack import channel_blocks, packed_channels
 from schedules.errors import OpError
 
-from .register import register_op
+from .register import is_typed, register_op
 
 
 def channel_slice(data: relax.Expr, begin: int, channels: int) -> relax.Call:
@@ -44,7 +43,7 @@ def channel_slice(data: relax.Expr, begin: int, channels: int) -> relax.Call:
         If ``data`` is no such tensor, or has too few channels.
     """
     call = relax.Call(_SLICE, [data], {"begin": int(begin), "channels": int(channels)})
-    if not data.ty.same_as(tvm.ir.Type.missing()):  # a nested call is checked when it is emitted
+    if is_typed(data):
         _infer_type(call, None)
     return call
 

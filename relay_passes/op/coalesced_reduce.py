@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
-import tvm
 from tvm import relax, te, tirx
 from tvm.target import Target
 
@@ -29,7 +28,7 @@ from schedules.gpu.reduce.plan.config import scratch_words
 from schedules.workload.reduce import CanonicalLoops, ReduceWorkload, constant, extent_of
 from schedules.workload.reduce_operator import empty_result
 
-from .register import register_op
+from .register import is_typed, register_op
 
 NAME = "relax.tvm_fusion.coalesced_reduce"
 REDUCE_PATTERN = 3  # tvm::relax::OpPatternKind::kCommReduce: FuseOps fuses producers into it
@@ -86,7 +85,7 @@ def coalesced_reduce(
         "finish": str(finish),
     }
     call = relax.Call(_COALESCED_REDUCE, [data], attrs)
-    if not data.ty.same_as(tvm.ir.Type.missing()):  # a nested call is checked when it is emitted
+    if is_typed(data):
         _infer_type(call, None)
     return call
 

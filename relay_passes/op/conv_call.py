@@ -12,7 +12,8 @@ from tvm import relax, te
 from schedules.errors import OpError
 from schedules.workload.conv2d import Activation, Conv2DKernel, to_json
 
-from .conv_types import ConvOp, constant_shape, is_typed, output_type, packed_lanes, read_kernel
+from .conv_types import ConvOp, constant_shape, output_type, packed_lanes, read_kernel
+from .register import is_typed
 
 OPAQUE_PATTERN = 8  # tvm::relax::OpPatternKind::kOpaque: FuseOps fuses nothing into the kernel
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tvm
 from tvm import relax, tirx
 from tvm.ir import Op
 from tvm.sym import Analyzer
@@ -84,12 +83,6 @@ def packed_lanes(data_layout: str, out_layout: str, op: str) -> int:
             "layouts, or 'NCHW' data with a packed output: pack the data or unpack the output"
         )
     return out_lanes
-
-
-def is_typed(*arguments: relax.Expr) -> bool:
-    """Return whether all types are known: a nested call gets its type when it is emitted."""
-    missing = tvm.ir.Type.missing()
-    return not any(argument.ty.same_as(missing) for argument in arguments)
 
 
 def tensor_type(argument: relax.Expr, name: str, op: str) -> relax.TensorType:

@@ -8,14 +8,13 @@
 
 from __future__ import annotations
 
-import tvm
 from tvm import relax, te
 
 from schedules.compute.conv2d import activate
 from schedules.errors import OpError
 from schedules.workload.conv2d import Activation
 
-from .register import register_op
+from .register import is_typed, register_op
 
 
 def hardswish(data: relax.Expr) -> relax.Call:
@@ -32,7 +31,7 @@ def hardswish(data: relax.Expr) -> relax.Call:
         A tensor of the same type and shape.
     """
     call = relax.Call(_HARDSWISH, [data])
-    if not data.ty.same_as(tvm.ir.Type.missing()):  # a nested call is checked when it is emitted
+    if is_typed(data):
         _infer_type(call, None)
     return call
 

@@ -14,13 +14,12 @@ Batch, height and width may be symbolic; channels and lanes are constants.
 
 from __future__ import annotations
 
-import tvm
 from tvm import relax, tirx
 
 from schedules.compute import pack as compute
 from schedules.errors import OpError
 
-from .register import register_op
+from .register import is_typed, register_op
 
 
 def pack(data: relax.Expr, block: int) -> relax.Call:
@@ -39,7 +38,7 @@ def pack(data: relax.Expr, block: int) -> relax.Call:
         The NCHW[block]c tensor, lanes past the last channel being zero.
     """
     call = relax.Call(_PACK, [data], {"block": _positive("pack", "block", block)})
-    if _is_typed(data):
+    if is_typed(data):
         _infer_pack(call, None)
     return call
 
@@ -60,14 +59,9 @@ def unpack(data: relax.Expr, channels: int) -> relax.Call:
         The NCHW tensor.
     """
     call = relax.Call(_UNPACK, [data], {"channels": _positive("unpack", "channels", channels)})
-    if _is_typed(data):
+    if is_typed(data):
         _infer_unpack(call, None)
     return call
-
-
-def _is_typed(data: relax.Expr) -> bool:
-    """Return whether the type is known: a nested call gets its type when it is emitted."""
-    return not data.ty.same_as(tvm.ir.Type.missing())
 
 
 def _positive(op: str, name: str, value: int) -> int:

@@ -16,8 +16,7 @@ from tvm.target import Target
 from schedules.cpu.loops.recurrent_cells import GATES, LANES, RecurrentCell, recurrent_cell
 from schedules.errors import OpError
 
-from .conv_types import is_typed
-from .register import register_op
+from .register import is_typed, register_op
 
 OP = "relax.tvm_fusion.recurrence"
 

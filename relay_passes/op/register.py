@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registration of the ops of this package in TVM's registry."""
+"""Registration of the ops of this package in TVM's registry, and whether a call can be checked."""
 
 from __future__ import annotations
 
@@ -40,3 +40,9 @@ def register_op(
         tvm.ir.register_op_attr(name, "FLegalize", legalize)
         tvm.ir.register_op_attr(name, "FPurity", True)
     return Op.get(name)
+
+
+def is_typed(*arguments: relax.Expr) -> bool:
+    """Return whether all types are known: a nested call gets its type when it is emitted."""
+    missing = tvm.ir.Type.missing()
+    return not any(argument.ty.same_as(missing) for argument in arguments)

@@ -35,12 +35,11 @@ from .conv_types import (
     check_channels,
     check_dtypes,
     constant_shape,
-    is_typed,
     kernel_output_type,
     lanes_of,
     tensor_type,
 )
-from .register import register_op
+from .register import is_typed, register_op
 
 NAME = "relax.tvm_fusion.winograd_conv2d"
 _OPERANDS = ("data", "weight", "bias", "residual")

@@ -14,7 +14,7 @@ from tvm import relax
 from ..core.constants import scaled, shifted, uniform
 from ..core.expressions import TUPLE_GET_ITEM, Value, op_name
 from ..core.graph import Graph
-from .fold_pad import zero_padding
+from .conv2d.fold_pad import zero_padding
 
 SAME_TYPE_IS_SAME_VALUE = ("relax.reshape", "relax.broadcast_to", "relax.astype")
 

@@ -8,21 +8,21 @@ from tvm import relax
 
 from ..core.expressions import TUPLE_GET_ITEM, is_claimed
 from ..core.graph import Graph, Rule
-from .canonicalize_activation import canonicalize_activation
-from .canonicalize_bias import canonicalize_bias
-from .canonicalize_clip import canonicalize_clip
-from .canonicalize_shuffle import canonicalize_shuffle
-from .channels_first import channels_first
-from .fold_batch_norm import fold_batch_norm
+from .conv2d.canonicalize_bias import canonicalize_bias
+from .conv2d.fold_batch_norm import fold_batch_norm
+from .conv2d.fold_input_affine import fold_input_affine
+from .conv2d.fold_pad import fold_pad
+from .conv2d.fold_scale import fold_scale
+from .elementwise.canonicalize_activation import canonicalize_activation
+from .elementwise.canonicalize_clip import canonicalize_clip
 from .fold_constant import FOLDED, fold_constant, needs_kernel
-from .fold_input_affine import fold_input_affine
-from .fold_pad import fold_pad
-from .fold_scale import fold_scale
 from .remove_broadcast import ELEMENTWISE, remove_broadcast
 from .remove_identity import remove_identity
-from .reshape_rms_norm import reshape_rms_norm
-from .unflatten_matmul import unflatten_matmul
-from .unstack_reduction import unstack_reduction
+from .shapes.canonicalize_shuffle import canonicalize_shuffle
+from .shapes.channels_first import channels_first
+from .shapes.reshape_rms_norm import reshape_rms_norm
+from .shapes.unflatten_matmul import unflatten_matmul
+from .shapes.unstack_reduction import unstack_reduction
 
 CLIPS = ("relax.nn.relu", "relax.clip", "relax.maximum", "relax.minimum", "relax.call_tir")
 IDENTITIES = (

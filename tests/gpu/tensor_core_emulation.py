@@ -99,7 +99,7 @@ def _next(buffers: list[tirx.Buffer]) -> tirx.Buffer:
     return buffers[0]
 
 
-class _Block(tensor_core_matmul._Block):
+class _Block(tensor_core_matmul._ThreadPart):
     def __init__(self, *arguments: object):
         EmulatedTensorCore.thread = arguments[-1]
         EmulatedTensorCore.threads = arguments[1].threads

@@ -30,7 +30,7 @@ from ..machine.host_info import host_info
 from ..runtime.tensor_spec import TensorSpec, refuse_open_shapes
 from .engines import ENGINES, EngineKind
 from .race_result import EngineResult, Plan, RaceResult, relative_error
-from .worker import EngineSpec, Worker
+from .worker import EngineSpec, EngineWorker
 
 REFERENCE = "onnxruntime"
 """The reference engine for outputs where it takes part; elsewhere the last engine is."""
@@ -48,7 +48,7 @@ Progress = Callable[[str, int, int], None]
 class _Racer:
     """An engine in one race: the latencies of its turns, by round."""
 
-    worker: Worker
+    worker: EngineWorker
     loaded: dict[str, Any]
     turns: list[list[float]] = field(default_factory=list)
     error: float = 0.0
@@ -115,12 +115,12 @@ class Arena:
         self.threads = threads or self._info["physical_cores"]
         self._stack = contextlib.ExitStack()
         self._engines = list(engines)
-        self._compiler: Worker | None = None
+        self._compiler: EngineWorker | None = None
 
     def __enter__(self) -> Arena:
         """Start the processes."""
         with contextlib.ExitStack() as stack:
-            workers = [Worker(spec, self.threads) for spec in self._engines]
+            workers = [EngineWorker(spec, self.threads) for spec in self._engines]
             self._workers = [stack.enter_context(worker) for worker in workers]
             self._stack = stack.pop_all()
         return self
@@ -187,14 +187,14 @@ class Arena:
             racers.append(_Racer(worker, loaded))
         return racers
 
-    def _load_one(self, worker: Worker, path: Path, shapes: dict[str, Any]) -> dict[str, Any]:
+    def _load_one(self, worker: EngineWorker, path: Path, shapes: dict[str, Any]) -> dict[str, Any]:
         options = dict(worker.spec.options)
         request = {"path": str(path), "shapes": shapes, "threads": self.threads}
         if not ENGINES[worker.spec.engine].compiles_apart or "artifact" in options:
             return worker.call("load", options=options, **request)
         if self._compiler is None:
             spec = EngineSpec(worker.spec.engine)
-            self._compiler = self._stack.enter_context(Worker(spec, self.threads))
+            self._compiler = self._stack.enter_context(EngineWorker(spec, self.threads))
         with tempfile.TemporaryDirectory(prefix="tvm-fusion-") as folder:
             artifact = str(Path(folder, "model.so"))
             seconds = self._compiler.call("compile", options=options, output=artifact, **request)

@@ -17,6 +17,7 @@ from typing import Any
 
 from .. import errors
 from ..errors import EngineError
+from ..machine.ended_process import how_it_ended
 from .engines import ENGINES
 
 _BOOT = """
@@ -58,7 +59,7 @@ class EngineSpec:
             object.__setattr__(self, "title", ENGINES[self.engine].title)
 
 
-class Worker:
+class EngineWorker:
     """Runs one engine in a separate process.
 
     Between two calls the process is stopped, so that the threads of its pool, which keep spinning
@@ -93,7 +94,7 @@ class Worker:
         """The process's id."""
         return self._process.pid
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> EngineWorker:
         """Return the worker, which is already running."""
         return self
 
@@ -115,7 +116,11 @@ class Worker:
             self._pipe.send((method, arguments))
             status, *answer = self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise EngineError(self._obituary(method)) from error
+            how, last = how_it_ended(self._process, self._log)
+            last = f"; its last output: {last}" if last else ""
+            raise EngineError(
+                f"{self.spec.title} ended with {how} during {method!r}{last}"
+            ) from error
         self._signal("SIGSTOP")
         if status == "ok":
             return answer[0]
@@ -133,14 +138,6 @@ class Worker:
         if hasattr(signal, name):
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(getattr(signal, name))
-
-    def _obituary(self, method: str) -> str:
-        code = self._process.wait()
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        self._log.seek(0)
-        said = self._log.read().decode(errors="replace").strip().splitlines()
-        last = f"; its last output: {said[-1]}" if said else ""
-        return f"{self.spec.title} ended with {how} during {method!r}{last}"
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,41 +64,23 @@ class EngineList(click.ParamType):
         return list(dict.fromkeys(names))
 
 
-def as_mapping(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any]:
+def as_mapping(
+    context: click.Context, option: click.Parameter, pairs: Sequence[tuple[str, Any]]
+) -> dict[str, Any]:
     """Return the values of a repeated ``NAME=VALUE`` option by name; no name may come twice."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise click.UsageError(f"{option} names {', '.join(twice)} more than once")
+        raise click.UsageError(f"{option.opts[0]} names {', '.join(twice)} more than once")
     return mapping
-
-
-def many_options(options: Iterable[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """Combine several options into one decorator; the help shows them in this order."""
-
-    def decorate(command: Any) -> Any:
-        for option in reversed(list(options)):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-def refuse_given(names: Sequence[str], why: str) -> None:
-    """Reject options that the user gave and that have no effect here."""
-    context = click.get_current_context()
-    default = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
-    for name in names:
-        if context.get_parameter_source(name) not in default:
-            raise click.UsageError(f"--{name} has no effect: {why}")
 
 
 model_argument = click.argument(
     "model", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="MODEL"
 )
 
-COMPILE_OPTIONS = (
+_COMPILE_OPTIONS = (
     click.option(
         "--target",
         default="native",
@@ -108,7 +90,9 @@ COMPILE_OPTIONS = (
     ),
     click.option(
         "--shape",
+        "shapes",
         multiple=True,
+        callback=as_mapping,
         type=Shape(),
         help="Shape of an input, x=1,3,224,224, or size of a dimension that the model leaves "
         "open, batch=1. May be repeated.",
@@ -129,6 +113,17 @@ COMPILE_OPTIONS = (
         "multiplications: those that gain, all that can be, or none.",
     ),
 )
+
+
+def compile_options(command: Any) -> Any:
+    """Give a command the options ``target``, ``shapes``, ``fuse`` and ``winograd``.
+
+    They are named as the parameters of :func:`tvm_fusion.compile`.
+    """
+    for option in reversed(_COMPILE_OPTIONS):
+        command = option(command)
+    return command
+
 
 records_option = click.option(
     "--records",

@@ -6,13 +6,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, is_dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .json_text import json_text
+
+if TYPE_CHECKING:
+    from ..runtime.compiled_model import CompiledModel
 
 FILE_WIDTH = 200
 """Columns of a table that is not written to a terminal, so that no cell is wrapped."""
@@ -37,6 +41,14 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         )
 
 
+def compile_model(model: Path | bytes, **options: Any) -> CompiledModel:
+    """Compile a model behind a progress bar; ``options`` are those of ``tvm_fusion.compile``."""
+    from .. import compile as compile_
+
+    with progress_bar() as progress:
+        return compile_(model, progress=progress, **options)
+
+
 def show(result: Any, text: str, as_json: bool) -> None:
     """Write ``result`` as JSON, or ``text``."""
     click.echo(json_text(_plain(result)) if as_json else text)
@@ -51,6 +63,11 @@ def show_table(result: Any, table: RenderableType, as_json: bool) -> None:
     if not console.is_terminal:
         console = Console(width=FILE_WIDTH)
     console.print(table)
+
+
+def micros(seconds: float | None) -> str:
+    """A time in microseconds; an unknown one is empty."""
+    return "" if seconds is None else f"{seconds * 1e6:.1f} us"
 
 
 def _plain(value: Any) -> Any:

@@ -10,11 +10,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 
+from ..bench.throughput import throughput
 from ..errors import ArtifactError, InvalidInputError
 from ..runtime.host_arrays import random_inputs
 from ..runtime.tensor_spec import TensorSpec, refuse_open_shapes
+from ..runtime.thread_pool import choose_threads
+from .checks import is_compiled, refuse_absent_gpu, refuse_given, refuse_model_file
+from .options import (
+    NamedFile,
+    as_mapping,
+    compile_options,
+    json_option,
+    model_argument,
+    records_option,
+    threads_option,
+)
+from .output import compile_model, show
 
 TOP = 5
 """Number of an output's largest values that are shown."""
@@ -22,60 +36,65 @@ TOP = 5
 WARM_UP = 3
 """Untimed runs before the timed ones."""
 
-_LIBRARY_SUFFIXES = (".so", ".dylib", ".dll")
-_LIBRARY_MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"MZ")
 
+@click.command("run")
+@model_argument
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    type=NamedFile(),
+    callback=as_mapping,
+    help="Array of an input, from a .npy file; other inputs get random values.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the outputs, by name, to this .npz file.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--repeat", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option(
+    "--streams",
+    type=click.IntRange(min=1),
+    help="Also count the calls a second of so many copies of the model that run at the same time; "
+    "each has --threads threads, by default an equal share of the physical cores.",
+)
+@compile_options
+@records_option
+@threads_option
+@json_option
+def run_command(
+    model: Path,
+    inputs: dict[str, Path],
+    output: Path | None,
+    seed: int,
+    repeat: int,
+    streams: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Run MODEL, a compiled model or an ONNX file, and show its outputs and its latency.
 
-def is_compiled(path: Path) -> bool:
-    """Return whether the file should be a shared library, by its suffix or its first bytes."""
-    if path.suffix.lower() in _LIBRARY_SUFFIXES:
-        return True
-    with path.open("rb") as file:
-        return file.read(4).startswith(_LIBRARY_MAGIC)
-
-
-def names_gpu(target: str) -> bool:
-    """Return whether a target is a GPU; needs no GPU, and imports nothing for a CPU."""
-    if target == "native":
-        return False
-    from ..compiler.target import names_gpu
-
-    return names_gpu(target)
-
-
-def refuse_absent_gpu(target: str) -> None:
-    """Refuse a target whose code this machine's GPU cannot run, before anything is compiled.
-
-    Raises
-    ------
-    TargetError
-        If something is missing; the message names it.
+    --target, --fuse and --winograd apply to ONNX files only; --seed is that of the random inputs,
+    --repeat the number of timed runs.
     """
-    if names_gpu(target):
-        from ..compiler.target import device_needs, resolve
-        from ..runtime.device import check_device
+    from .. import load
 
-        needs = device_needs(resolve(target))
-        if needs is not None:
-            check_device(needs)
-
-
-def refuse_model_file(output: Path, model: Path) -> None:
-    """Refuse to overwrite the files that the model is read from.
-
-    Raises
-    ------
-    ArtifactError
-        If the output is the model, or one of the files of an ONNX model's weights.
-    """
-    from ..onnx.model.loader import model_files
-
-    if not output.exists():
-        return
-    for file in [model] if is_compiled(model) else model_files(model):
-        if file.exists() and output.samefile(file):
-            whose = "the model itself" if file == model else "a file of the model's weights"
-            raise ArtifactError(f"{str(output)!r} is {whose}; give --output another name")
+    if streams is not None and options["threads"] is None:
+        options["threads"] = max(1, choose_threads(None) // streams)
+    if output is not None:
+        refuse_model_file(output, model)
+    if is_compiled(model):
+        refuse_given(["target", "fuse", "winograd", "records"], f"{model.name} is compiled already")
+        compiled = load(model, threads=options["threads"])
+    else:
+        refuse_absent_gpu(options["target"])
+        compiled = compile_model(model, **options)
+    result, outputs = run_model(compiled, inputs, options["shapes"], seed, repeat, streams)
+    if output is not None:
+        save_outputs(output, outputs)
+    show({"model": str(model), **result}, _run_text(result), as_json)
 
 
 def run_model(
@@ -84,8 +103,12 @@ def run_model(
     shapes: Mapping[str, Sequence[int]],
     seed: int,
     repeat: int,
+    streams: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Run a compiled model ``repeat`` times, and return what to show and the outputs by name."""
+    """Run a compiled model ``repeat`` times, and return what to show and the outputs by name.
+
+    With ``streams``, then also so many copies of it at the same time.
+    """
     arrays = input_arrays(model.inputs, files, shapes, seed)
     outputs = named_outputs(model, model(arrays))
     latency = model.benchmark(repeat, warmup=WARM_UP, inputs=arrays)
@@ -101,6 +124,8 @@ def run_model(
         ],
         "latency": asdict(latency),
     }
+    if streams is not None:
+        result["throughput"] = asdict(throughput(model, streams, arrays))
     return result, outputs
 
 
@@ -173,3 +198,24 @@ def _with_sizes(spec: TensorSpec, shapes: Mapping[str, Any]) -> TensorSpec:
     remedy = "give it an array with --input or sizes with --shape"
     refuse_open_shapes([filled], InvalidInputError, remedy)
     return filled
+
+
+def _run_text(result: dict[str, Any]) -> str:
+    lines = []
+    for output in result["outputs"]:
+        shape = "x".join(map(str, output["shape"])) or "scalar"
+        lines.append(f"{output['name']}: {output['dtype']} {shape}")
+        lines += [f"  {entry['index']:>8}  {entry['value']:.6g}" for entry in output["top"]]
+    latency = result["latency"]
+    lines.append(
+        f"latency: median {latency['median_ms']:.3f} ms, min {latency['min_ms']:.3f} ms, "
+        f"p90 {latency['p90_ms']:.3f} ms, p99 {latency['p99_ms']:.3f} ms, "
+        f"{latency['repeat']} runs, {latency['threads']} threads"
+    )
+    if "throughput" in result:
+        found = result["throughput"]
+        lines.append(
+            f"throughput: {found['calls_per_second']:.1f} calls/s, {found['streams']} streams of "
+            f"{found['threads']} threads"
+        )
+    return "\n".join(lines)

@@ -53,7 +53,7 @@ def packed(text: bytes) -> bytes:
 
 
 def _rewritten(data: bytes, rewrite: Rewrite) -> bytes:
-    reader = _Reader(data)
+    reader = _BinaryReader(data)
     end = reader.number() + _LENGTH.size
     tree = reader.position
     modules = reader.vector()
@@ -69,7 +69,7 @@ def _rewritten(data: bytes, rewrite: Rewrite) -> bytes:
     return _LENGTH.pack(len(result)) + result
 
 
-class _Reader:
+class _BinaryReader:
     """Reads numbers and strings in sequence."""
 
     def __init__(self, data: bytes) -> None:

@@ -21,6 +21,7 @@ from ..runtime.thread_pool import choose_threads
 from ..runtime.weights import weight_specs
 from . import pipeline
 from .aliasing import fresh_outputs
+from .interrupts import interrupts_kept
 from .target import arch_of, device_needs, required_features, resolve
 from .tuned import choose_records, used_records
 
@@ -111,7 +112,8 @@ def compile(
     options = pipeline.Options(fuse=fuse, winograd=winograd, records=found, fast_math=fast_math)
     tell = _announcer(progress, resolved, options)
     tell("import")
-    imported = _import(model, shapes)
+    with interrupts_kept():
+        imported = _import(model, shapes)
     mod = pipeline.optimize(imported.mod, resolved, options, lambda phase, *_: tell(phase))
     built = _generate(mod, resolved, tell, fast_math)
     tell("done")
@@ -150,7 +152,8 @@ def _generate(
     built = pipeline.build_apart(mod, target, fast_math)
     if _is_cuda(target):
         tell("machine code")
-        compile_kernels(built.executable, str(target.attrs["arch"]), fast_math)
+        with interrupts_kept():
+            compile_kernels(built.executable, str(target.attrs["arch"]), fast_math)
     return built
 
 

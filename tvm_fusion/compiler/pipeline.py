@@ -24,6 +24,7 @@ from relay_passes import (
     ApplyRules,
     ChooseWinograd,
     CoalesceReduction,
+    DropPragmaScopes,
     FuseConv2D,
     FuseEpilogue,
     FusePack,
@@ -42,6 +43,7 @@ from ..codegen.nvrtc import tvm_compiler
 from ..errors import CompilationError, TargetError, TVMFusionError
 from ..runtime.kernel_call import KernelCall
 from .gpu_phases import gpu_phases
+from .interrupts import interrupts_kept
 from .target import is_gpu
 
 Fuse = str | Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
@@ -120,6 +122,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         "lower": [
             *cpu_generic.library_dispatch_passes(target),
             transform.LegalizeOps(),
+            DropPragmaScopes(),
             FusePack(),
             transform.AnnotateTIROpPattern(),
             transform.FuseOps(),
@@ -203,7 +206,8 @@ def run_phases(
 def _own_errors(stage: str) -> Iterator[None]:
     """Turn exceptions of TVM into our errors; our errors and interrupts pass unchanged."""
     try:
-        yield
+        with interrupts_kept():
+            yield
     except TVMFusionError:
         raise
     except Exception as error:  # TVM raises anything from ValueError to tvm.error

@@ -13,9 +13,10 @@ from tvm import tirx
 from tvm.target import Target
 
 from schedules import cpu
-from schedules.tuning.records import RECORD, Records, record_files
+from schedules.tuning.records import RECORD, Records
 
 from ..errors import TargetError
+from .record_reader import load_records, record_files
 from .target import is_gpu
 
 SHIPPED = Path(__file__).resolve().parents[1] / "database"
@@ -60,7 +61,7 @@ def choose_records(records: str | os.PathLike[str] | None, target: Target) -> Re
     shipped = SHIPPED / f"{target.attrs['mcpu']}.jsonl"
     files += [shipped] if shipped.exists() else []
     versions = {name: template.version for name, template in cpu.TEMPLATES.items()}
-    return Records.load(files, versions)
+    return load_records(files, versions)
 
 
 def record_of(func: tirx.PrimFunc) -> dict[str, Any] | None:

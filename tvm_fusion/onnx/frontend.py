@@ -8,9 +8,7 @@ after it (the pass ``SimplifyInference``).
 from __future__ import annotations
 
 import contextlib
-import io
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 from ..errors import InvalidModelError, UnsupportedOperatorError
 from ..runtime.host_arrays import ALIGNMENT
 from ..runtime.tensor_spec import TensorSpec
+from ..warning_filters import warnings_ignored
 from .interface_checks import check_interface
 from .model.graph_edits import default_opset, node_label
 from .model.loader import check_external_data, check_model, check_opset, parse_model, read_model
@@ -33,7 +32,7 @@ from .model.weights import Weights, detach_weights, drop_stand_ins
 from .operator_checks import check_operators
 from .rewrite import drop_initializers_from_inputs, mend
 from .rewrites.contrib.expand import expand_contrib
-from .rewrites.gather import translate_gather
+from .rewrites.indexing.gather import translate_gather
 from .rewrites.own_ops import OWN_OPS
 from .rewrites.recurrent import RECURRENCE, translate_recurrence
 
@@ -134,15 +133,32 @@ class _Importer(ONNXGraphImporter):
     def _convert_operator(
         self, op_name: str, inputs: list[relax.Expr], attrs: dict, opset: int
     ) -> relax.Expr:
-        if op_name == "Gather":
-            found = translate_gather(inputs, attrs.get("axis", 0))
-            if found is not None:
-                return self.bb.normalize(found)
-        if op_name == RECURRENCE:
-            return self.bb.emit(translate_recurrence(inputs, attrs))
-        if op_name in OWN_OPS:
-            return self.bb.normalize(OWN_OPS[op_name](self.bb, inputs, attrs))
-        return super()._convert_operator(op_name, inputs, attrs, opset)
+        try:
+            if op_name == "Gather":
+                found = translate_gather(inputs, attrs.get("axis", 0))
+                if found is not None:
+                    return self.bb.normalize(found)
+            if op_name == RECURRENCE:
+                return self.bb.emit(translate_recurrence(inputs, attrs))
+            if op_name in OWN_OPS:
+                return self.bb.normalize(OWN_OPS[op_name](self.bb, inputs, attrs))
+            return super()._convert_operator(op_name, inputs, attrs, opset)
+        except Exception as error:
+            raise _ConversionError(error) from error
+
+    def end_blocks(self) -> None:
+        """End the blocks that an error left open; TVM warns of them on standard error."""
+        with contextlib.suppress(tvm.error.InternalError):  # of none being open
+            while True:
+                self.bb._end_block()
+
+
+class _ConversionError(BaseException):
+    """Carrier of an exception past TVM's ``except Exception``, which prints all inputs."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 def _constant(array: np.ndarray) -> relax.Expr:
@@ -155,12 +171,15 @@ def _constant(array: np.ndarray) -> relax.Expr:
 
 def _translate(model: onnx.ModelProto, weights: Weights) -> tvm.IRModule:
     """Run TVM's importer; errors name the node that it was translating."""
+    importer = _Importer(weights)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            return _Importer(weights).from_onnx(model.graph, default_opset(model))
-    except Exception as error:  # the importer raises anything from AssertionError to tvm.error
-        node = _node_in_traceback(error)
+        with warnings_ignored():
+            return importer.from_onnx(model.graph, default_opset(model))
+    except (Exception, _ConversionError) as raised:
+        # The importer raises anything from AssertionError to tvm.error.
+        importer.end_blocks()
+        error = raised.error if isinstance(raised, _ConversionError) else raised
+        node = _node_in_traceback(raised)
         where = "the model" if node is None else f"{node_label(node)} ({node.op_type})"
         reason = " ".join(str(error).split())[:500] or type(error).__name__
         if isinstance(error, NotImplementedError | tvm.error.OpNotImplemented):

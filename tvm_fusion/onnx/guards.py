@@ -14,14 +14,14 @@ import onnx
 from .model.graph_edits import attribute, is_default_domain
 from .model.tensor_facts import GraphFacts
 from .operator_checks import refuse_nodes
-from .rewrites.division import division_problem
+from .rewrites.arithmetic.division import division_problem
+from .rewrites.arithmetic.wider_types import sort_problem
+from .rewrites.control_flow.loops import loop_problem
 from .rewrites.fourier import fourier_problem
-from .rewrites.loops import loop_problem
 from .rewrites.own_ops import bit_cast_problem
 from .rewrites.quantized import blocks_problem
 from .rewrites.recurrent import recurrent_problem
-from .rewrites.resize import resize_problem
-from .rewrites.wider_types import sort_problem
+from .rewrites.windows.resize import resize_problem
 
 SHAPE_INPUTS = {
     "ConstantOfShape": (0,),

@@ -9,8 +9,8 @@ from tvm.relax.frontend.onnx import onnx_frontend
 from ..errors import UnsupportedOperatorError
 from .model.graph_edits import all_graphs, is_default_domain, node_label, opset_of
 from .rewrites.contrib.expand import is_contrib
-from .rewrites.functions import EXPANDED
-from .rewrites.lp_norm import REPLACED
+from .rewrites.control_flow.functions import EXPANDED
+from .rewrites.norms.lp_norm import REPLACED
 from .rewrites.own_ops import OWN_OPS
 from .rewrites.recurrent import DEFAULTS as RECURRENT
 

@@ -24,26 +24,24 @@ from .model.shapes import infer_first, infer_shapes, infer_shapes_anew, static_s
 from .model.tensor_facts import GraphFacts
 from .model.weights import Weights
 from .node_checks import OUTPUTS, check_nodes
-from .rewrites.activations import expand_elu, expand_selu, expand_thresholded_relu
-from .rewrites.auto_pad import pad_pools
-from .rewrites.branches import splice_branches
-from .rewrites.conv_transpose import pad_transposed_convolutions
-from .rewrites.division import expand_division, replace_divisions_by_minus_one
+from .rewrites.arithmetic.activations import expand_elu, expand_selu, expand_thresholded_relu
+from .rewrites.arithmetic.division import expand_division, replace_divisions_by_minus_one
+from .rewrites.arithmetic.is_inf import expand_is_inf, expand_is_nan
+from .rewrites.arithmetic.modulo import expand_modulo
+from .rewrites.arithmetic.powers import expand_power, replace_powers
+from .rewrites.arithmetic.wider_types import widen_extremes, widen_sort
+from .rewrites.control_flow.branches import splice_branches
+from .rewrites.control_flow.functions import expand_operators, inline_functions
+from .rewrites.control_flow.loops import unroll_loops
 from .rewrites.expansion import Rule, expand_nodes
 from .rewrites.fold import fold_constants
 from .rewrites.fourier import expand_dft, expand_stft
-from .rewrites.functions import expand_operators, inline_functions
-from .rewrites.indices import clamp_indices
-from .rewrites.is_inf import expand_is_inf, expand_is_nan
-from .rewrites.layer_norm import LayerNormRule
-from .rewrites.loops import unroll_loops
-from .rewrites.lp_norm import replace_lp_norms
-from .rewrites.masked_rows import compare_masked_rows
-from .rewrites.mean_variance import split_mean_variance
-from .rewrites.modulo import expand_modulo
-from .rewrites.one_hot import expand_one_hot
+from .rewrites.indexing.indices import clamp_indices
+from .rewrites.indexing.one_hot import expand_one_hot
+from .rewrites.norms.layer_norm import LayerNormRule
+from .rewrites.norms.lp_norm import replace_lp_norms
+from .rewrites.norms.mean_variance import split_mean_variance
 from .rewrites.own_ops import name_axis
-from .rewrites.powers import expand_power, replace_powers
 from .rewrites.quantized import (
     expand_conv_integer,
     expand_dequantize,
@@ -53,8 +51,9 @@ from .rewrites.quantized import (
     expand_quantize,
 )
 from .rewrites.recurrent import expand_recurrent
-from .rewrites.resize import normalize_resizes
-from .rewrites.wider_types import widen_extremes, widen_sort
+from .rewrites.windows.auto_pad import pad_pools
+from .rewrites.windows.conv_transpose import pad_transposed_convolutions
+from .rewrites.windows.resize import normalize_resizes
 
 OLDEST_OPSET = 13
 """First opset in which axes, pads and the like are inputs, as the importer expects."""
@@ -109,7 +108,6 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
         facts = GraphFacts(model, weights)
     norms = {"LayerNormalization": LayerNormRule(default_opset(model) or 1)}
     expand_nodes(model, facts, {**EXPANSIONS, **norms})
-    compare_masked_rows(model, facts)
     replace_powers(model, facts)
     replace_lp_norms(model, facts)
     replace_divisions_by_minus_one(model, facts)

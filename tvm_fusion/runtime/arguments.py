@@ -192,7 +192,7 @@ def _refuse_lazy_view(spec: TensorSpec, value: Any) -> None:
             )
 
 
-class Stage:
+class InputBuffers:
     """Our own memory for the inputs that cannot be used in place.
 
     Parameters

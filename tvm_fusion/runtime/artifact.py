@@ -35,9 +35,10 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -170,13 +171,8 @@ def write_artifact(
     ArtifactError
         If the file cannot be written, or the model cannot be linked.
     """
-    path = Path(os.path.realpath(path))
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     text = json.dumps(asdict(about)).encode()
-    try:
-        if path.exists() and not path.is_file():
-            raise OSError(None, "it exists and is not a file")
-        aside.touch()
+    with _written_aside(path) as aside:
         executable.export_library(str(aside), fcompile=about.linker(executable))
         with aside.open("ab") as file:
             write_weights(file, weights)
@@ -185,16 +181,44 @@ def write_artifact(
         digest = _digest(aside, place + len(text))
         with aside.open("ab") as file:
             file.write(_FOOTER.pack(place, len(text), digest, FORMAT, _MAGIC))
-            file.flush()
+
+
+def copy_artifact(source: Path, path: str | os.PathLike[str]) -> None:
+    """Copy a saved model atomically.
+
+    Raises
+    ------
+    ArtifactError
+        If the copy cannot be written, or the file is gone or damaged.
+    """
+    read_artifact(source)
+    with _written_aside(path) as aside:
+        shutil.copyfile(source, aside)
+
+
+@contextlib.contextmanager
+def _written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A new file that replaces ``path`` when it is written and on the disk; else it is removed."""
+    aside = None
+    try:
+        path = Path(os.path.realpath(path))
+        aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+        if path.exists() and not path.is_file():
+            raise OSError(None, "it exists and is not a file")
+        aside.touch()
+        yield aside
+        with aside.open("ab") as file:
             os.fsync(file.fileno())
         aside.replace(path)
         _write_through(path.parent)
-    except (OSError, RuntimeError) as error:  # TVM's own failures to write are RuntimeErrors
+    except (OSError, RuntimeError, ValueError) as error:
+        # TVM's own failures to write are RuntimeErrors; ValueError: a zero byte in the path.
         reason = getattr(error, "strerror", None) or error
         raise ArtifactError(f"cannot write {str(path)!r}: {reason}") from error
     finally:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
+        if aside is not None:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
 
 
 def _write_through(folder: Path) -> None:
@@ -218,21 +242,33 @@ def read_artifact(path: str | os.PathLike[str]) -> Description:
     TargetError
         If this machine cannot run its code.
     """
-    path = Path(path)
-    try:
-        about = _read(path)
-    except OSError as error:
-        raise ArtifactError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    about = describe_artifact(path)
     about.check_machine()
     here = current_versions()
     for package in ("tvm", "tvm_ffi"):
         saved = about.versions[package]
         if saved.split(".")[:2] != here[package].split(".")[:2]:
             raise ArtifactError(
-                f"{str(path)!r} was compiled with {package} {saved}, and {here[package]} is "
+                f"{os.fspath(path)!r} was compiled with {package} {saved}, and {here[package]} is "
                 "installed; compile the model again, or install that version"
             )
     return about
+
+
+def describe_artifact(path: str | os.PathLike[str]) -> Description:
+    """Read and check the description of a file, whatever machine and versions it is for.
+
+    Raises
+    ------
+    ArtifactError
+        If the file cannot be read, was not written by tvm_fusion, is damaged, or is of a newer
+        format.
+    """
+    try:
+        return _read(Path(path))
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ArtifactError(f"cannot read {os.fspath(path)!r}: {reason}") from error
 
 
 def read_artifact_weights(path: Path, about: Description) -> list[tvm_ffi.Tensor]:

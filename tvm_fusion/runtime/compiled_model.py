@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,13 @@ import tvm_ffi
 
 from ..errors import ArtifactError, InvalidInputError, TargetError
 from .arguments import bind
-from .artifact import Description, read_artifact, read_artifact_weights, write_artifact
+from .artifact import (
+    Description,
+    copy_artifact,
+    read_artifact,
+    read_artifact_weights,
+    write_artifact,
+)
 from .device import DeviceNeeds, device_of
 from .fast_call import FastCall, Program, has_fast_call, is_known, make_fast_call, no_fast_call
 from .host_arrays import random_inputs
@@ -29,6 +36,8 @@ from .weights import stored_bytes
 if TYPE_CHECKING:
     from tvm.target import Target
 
+_FILE_NAME = "model.so"
+
 
 @dataclass(frozen=True)
 class Latency:
@@ -36,7 +45,7 @@ class Latency:
 
     Parameters
     ----------
-    median_ms, min_ms, p90_ms, mean_ms : float
+    median_ms, min_ms, p90_ms, p99_ms, mean_ms : float
         Over the timed calls.
     repeat : int
         Number of timed calls.
@@ -47,6 +56,7 @@ class Latency:
     median_ms: float
     min_ms: float
     p90_ms: float
+    p99_ms: float
     mean_ms: float
     repeat: int
     threads: int
@@ -98,6 +108,7 @@ class CompiledModel:
         self._weights = list(weights)
         self._placed: list[Any] | None = None
         self._origin = origin
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._crew = Crew(threads)
         self._memory = _memory_of(about)
         self._main: Any = None
@@ -316,13 +327,20 @@ class CompiledModel:
         Raises
         ------
         ArtifactError
-            If it cannot be written, or if this model was itself loaded from a file.
+            If it cannot be written; or if this model was loaded from a file, which is copied then,
+            and that file is gone or damaged.
         """
         if self._origin is not None:
-            raise ArtifactError(
-                f"this model was loaded from {str(self._origin)!r}; copy that file instead"
-            )
-        write_artifact(path, self._executable, self._about, self._weights)
+            copy_artifact(self._origin, path)
+        else:
+            write_artifact(path, self._executable, self._about, self._weights)
+
+    def __reduce__(self) -> tuple[Callable[..., CompiledModel], tuple[bytes, int]]:
+        """Pickle, copy and send to other processes the form that :meth:`save` writes."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / _FILE_NAME
+            self.save(path)
+            return _unpickled, (path.read_bytes(), self.threads)
 
     def benchmark(
         self, repeat: int = 50, warmup: int = 10, inputs: Mapping[str, Any] | None = None
@@ -370,6 +388,7 @@ class CompiledModel:
             median_ms=float(np.median(times)),
             min_ms=min(times),
             p90_ms=float(np.percentile(times, 90)),
+            p99_ms=float(np.percentile(times, 99)),
             mean_ms=float(np.mean(times)),
             repeat=repeat,
             threads=self.threads,
@@ -421,6 +440,16 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledMo
         raise ArtifactError(f"cannot load {str(path)!r}: {reason}") from error
     model = CompiledModel(module, about, count, weights, origin)
     model._on_device()
+    return model
+
+
+def _unpickled(data: bytes, threads: int) -> CompiledModel:
+    """Load the bytes of a saved model from a file of its own, which lives as long as the model."""
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    path = Path(folder.name) / _FILE_NAME
+    path.write_bytes(data)
+    model = load(path, threads)
+    model._folder = folder
     return model
 
 

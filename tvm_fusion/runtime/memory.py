@@ -17,7 +17,7 @@ import numpy as np
 import tvm_ffi
 
 from ..errors import InvalidInputError, TargetError
-from .arguments import Stage, as_array, check, empty, numpy_dtype, results
+from .arguments import InputBuffers, as_array, check, empty, numpy_dtype, results
 from .host_arrays import ALIGNMENT
 from .tensor_spec import TensorSpec
 from .tvm_runtime import get_function
@@ -64,7 +64,7 @@ class HostMemory:
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.device = tvm_ffi.device("cpu", 0)
         self._specs = specs
-        self._stage = Stage(specs)
+        self._stage = InputBuffers(specs)
 
     def check(self, values: Sequence[Any]) -> list[np.ndarray]:
         """As :meth:`Memory.check`; nothing is copied."""

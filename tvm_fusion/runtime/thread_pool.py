@@ -23,6 +23,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 from ..errors import InvalidInputError
@@ -54,14 +55,14 @@ def choose_threads(threads: int | None) -> int:
     if threads is None:
         wish = os.environ.get("TVM_NUM_THREADS", "")
         return min(int(wish), usable) if wish.isdecimal() and int(wish) else physical_cores()
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+    if isinstance(threads, bool) or not isinstance(threads, Integral) or threads < 1:
         raise InvalidInputError(f"threads is {threads!r}; expected a positive integer or None")
     if threads > usable:
         raise InvalidInputError(
             f"threads is {threads}, and this process may use {usable} processors; "
             f"ask for at most {usable}, or widen the process's affinity (taskset, cpuset)"
         )
-    return threads
+    return int(threads)
 
 
 class Crew:
@@ -80,7 +81,7 @@ class Crew:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._turn = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job | None] | None = None
+        self._jobs: queue.SimpleQueue[_Call | None] | None = None
         _crews.add(self)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -90,7 +91,7 @@ class Crew:
                 return function(*args)
         if threading.get_ident() == _main_thread and not _pool_is_dead():
             return _work(self._turn, self.threads, function, args)
-        job = _Job(function, args)
+        job = _Call(function, args)
         with _starting:
             if self._jobs is None:
                 self._jobs = self._start_thread()
@@ -105,8 +106,8 @@ class Crew:
         self._turn = threading.Lock()
         self._jobs = None
 
-    def _start_thread(self) -> queue.SimpleQueue[_Job | None]:
-        jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+    def _start_thread(self) -> queue.SimpleQueue[_Call | None]:
+        jobs: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         # The thread must not reference the crew: its deletion ends the thread.
         threading.Thread(
             target=_serve, args=(jobs, self._turn, self.threads), name="tvm_fusion", daemon=True
@@ -115,7 +116,7 @@ class Crew:
         return jobs
 
 
-class _Job:
+class _Call:
     """A call made by another thread; it keeps its result until that is fetched."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -136,7 +137,7 @@ class _Job:
             self.done.release()
 
 
-def _serve(jobs: queue.SimpleQueue[_Job | None], turn: threading.Lock, threads: int) -> None:
+def _serve(jobs: queue.SimpleQueue[_Call | None], turn: threading.Lock, threads: int) -> None:
     for job in iter(jobs.get, None):
         job.run(turn, threads)
         del job  # its result may be large, and the next job may come late

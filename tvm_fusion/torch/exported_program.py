@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from torch.export import ExportedProgram
 from ..errors import InvalidModelError, UnsupportedOperatorError
 from ..onnx.frontend import ImportedModel, import_onnx
 from ..onnx.model.weights import SMALL_ELEMENTS
+from ..warning_filters import warnings_ignored
 
 FX_NODE = "pkg.torch.onnx.fx_node"
 """Key under which PyTorch's exporter stores the FX node that an ONNX node comes from."""
@@ -159,8 +159,7 @@ def _quiet() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings_ignored():
             yield
     finally:
         logger.setLevel(level)

@@ -17,6 +17,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 
 from ..compiler.compile_model import compile
 from ..errors import EagerModeWarning, InvalidInputError
+from ..warning_filters import warnings_ignored
 from . import tensors
 from .exported_program import UnsupportedTorchOpError, changed_in_place, functional
 
@@ -89,8 +90,7 @@ def export(
     """
     examples = tuple(torch.empty(value.shape, dtype=value.dtype) for value in arguments)
     try:
-        with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.inference_mode(False), torch.no_grad(), warnings_ignored():
             program = torch.export.export(
                 module, examples, dynamic_shapes=open_dimensions, strict=False
             )

@@ -16,16 +16,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from schedules.tuning.records import (
-    TRIALS,
-    Key,
-    Record,
-    bounded_lines,
-    canonical,
-    parse_line,
-    read_lines,
-)
+from schedules.tuning.records import Key, Record, canonical, parse_line
 
+from ..compiler.record_reader import TRIALS, bounded_lines, read_lines
 from ..errors import TuningError
 
 RECORDS = "records.jsonl"

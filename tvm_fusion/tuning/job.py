@@ -302,9 +302,7 @@ class _Job:
                 search.fail(number) if ratio is None else search.add(number, math.log(ratio))
         return search
 
-    def _explore(
-        self, session: Session, search: Search, state: TaskState, until: float
-    ) -> None:
+    def _explore(self, session: Session, search: Search, state: TaskState, until: float) -> None:
         """Try batches until the trials, the time, or what is left to gain run out."""
         hopeless = 0
         while search.trials < self.trials and hopeless < 2:

@@ -8,7 +8,6 @@ import json
 import mmap
 import os
 import select
-import signal
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from tvm.target import Target
 
 from ..codegen.linker import SharedLinker
 from ..errors import TuningError
+from ..machine.ended_process import how_it_ended
 from .tasks import Setting, Task
 from .worker import BEACON, REFERENCE
 
@@ -66,7 +66,7 @@ class LostWorker(Exception):
         self.candidate, self.failure, self.reason = candidate, failure, reason
 
 
-class Worker:
+class MeasuringWorker:
     """A measuring process.
 
     Parameters
@@ -118,7 +118,8 @@ class Worker:
             if select.select([self._answers], [], [], patience)[0]:
                 piece = os.read(self._answers, 1 << 16)
                 if not piece:
-                    raise LostWorker(self._position()[0], "crash", self._obituary())
+                    reason = ": ".join(filter(None, how_it_ended(self._process, self._log)))
+                    raise LostWorker(self._position()[0], "crash", reason)
                 text += piece
                 continue
             if self._position() == seen:
@@ -141,13 +142,6 @@ class Worker:
     def _position(self) -> tuple[int, int]:
         return BEACON.unpack(self._beacon[: BEACON.size])
 
-    def _obituary(self) -> str:
-        code = self._process.wait()
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        self._log.seek(0)
-        said = self._log.read().decode(errors="replace").strip().splitlines()
-        return f"{how}: {said[-1]}" if said else how
-
 
 class Session:
     """Measurements of one task's settings, each against the default.
@@ -168,7 +162,7 @@ class Session:
         self.task, self.target, self.seed, self.patience = task, target, seed, patience
         self._folder = tempfile.TemporaryDirectory(prefix="tvm-fusion-tune-")
         self.folder = Path(self._folder.name)
-        self._worker: Worker | None = None
+        self._worker: MeasuringWorker | None = None
         self._built: dict[int, Path | Outcome] = {}
         self._races = 0
 
@@ -279,7 +273,7 @@ class Session:
             seed=self.seed + self._races,
         )
 
-    def _start(self) -> Worker:
+    def _start(self) -> MeasuringWorker:
         """Start a process with the task's tensors and reference."""
         data = self.task.func.params[0]
         shape = planes([int(extent) for extent in data.shape])
@@ -293,7 +287,7 @@ class Session:
             lambda: writer(shape, str(data.dtype), self.task.machine.num_cores),
             self.target,
         )
-        worker = Worker(self.task.machine.num_cores, self.folder)
+        worker = MeasuringWorker(self.task.machine.num_cores, self.folder)
         try:
             ready = worker.call(
                 REFERENCE_PATIENCE,
@@ -311,7 +305,6 @@ class Session:
             worker.close()
             raise TuningError(f"the reference of {self.task.name} is not finite")
         return worker
-
 
     def _draw(self) -> list[Path]:
         """Write the task's tensors: random ones, with weights that do not saturate activations."""

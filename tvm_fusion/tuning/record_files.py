@@ -10,15 +10,9 @@ from pathlib import Path
 
 from schedules import cpu
 from schedules.cpu.core.machine import CPUInfo
-from schedules.tuning.records import (
-    Key,
-    Record,
-    canonical,
-    read_lines,
-    read_records,
-    record_files,
-)
+from schedules.tuning.records import Key, Record, canonical
 
+from ..compiler.record_reader import read_lines, read_records, record_files
 from ..compiler.target import resolve
 from ..errors import TuningError, TVMFusionError
 from .database import Database, lock_of, require_extra

@@ -24,7 +24,7 @@ from .packing_state import Packed, Rule, Scope, channels_of
 
 
 @dataclass(frozen=True)
-class Operand:
+class PackedOperand:
     """One side of a binary op on packed tensors.
 
     Parameters
@@ -88,7 +88,7 @@ _UNARY: dict[str, Callable[[relax.Call, float], float]] = {
     "relax.tvm_fusion.hardswish": _same,
 }
 
-_BINARY: dict[str, Callable[[Operand, Operand], float]] = {
+_BINARY: dict[str, Callable[[PackedOperand, PackedOperand], float]] = {
     "relax.add": lambda a, b: a.high + b.high,
     "relax.divide": lambda a, b: a.high / b.low if b.low else math.inf,
     "relax.maximum": lambda a, b: max(a.high, b.high),
@@ -133,29 +133,29 @@ def pack_binary(scope: Scope, binding: relax.VarBinding) -> Packed | None:
     return scope.result(packed, channels, bound)
 
 
-def _operand(scope: Scope, expr: relax.Expr, channels: int, wanted: bool) -> Operand | None:
+def _operand(scope: Scope, expr: relax.Expr, channels: int, wanted: bool) -> PackedOperand | None:
     """``expr`` as an operand, or None where its layout would cost too much."""
     if isinstance(expr, tirx.FloatImm | tirx.IntImm):
-        return Operand(lambda: expr, abs(float(expr.value)), abs(float(expr.value)))
+        return PackedOperand(lambda: expr, abs(float(expr.value)), abs(float(expr.value)))
     found = scope.lookup(expr)
     if found is not None and found.channels == channels:
-        return Operand(lambda: found.expr, 0.0, found.bound)
+        return PackedOperand(lambda: found.expr, 0.0, found.bound)
     shape = _extents(expr)
     if shape is None or len(shape) > 4:
         return None
     low, high = _magnitudes(expr)
     if all(extent == 1 for extent in shape):
-        return Operand(lambda: scope.visit(expr), low, high)
+        return PackedOperand(lambda: scope.visit(expr), low, high)
     rank4 = [1] * (4 - len(shape)) + shape
     if rank4[1] == 1 and channels > 1:
-        return Operand(lambda: _append_axis(scope, expr, rank4), low, high)
+        return PackedOperand(lambda: _append_axis(scope, expr, rank4), low, high)
     if rank4[1] != channels:
         return None
     if isinstance(expr, GenericConst):
         constant = relax.const(expr.value.numpy().reshape(rank4), str(expr.ty.dtype))
-        return Operand(lambda: scope.pack(constant).expr, 0.0, 0.0)
+        return PackedOperand(lambda: scope.pack(constant).expr, 0.0, 0.0)
     if wanted or rank4[2:] == [1, 1]:
-        return Operand(lambda: _pack_rank4(scope, expr, rank4), 0.0, 0.0)
+        return PackedOperand(lambda: _pack_rank4(scope, expr, rank4), 0.0, 0.0)
     return None
 
 

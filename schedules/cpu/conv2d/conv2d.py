@@ -29,7 +29,7 @@ from schedules.workload.conv2d import Conv2DKernel, from_json, to_json
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
-from ..core.micro_kernel import Index, LayerOperands, Reduction, loop
+from ..core.micro_kernel import Index, LayerOperands, ReducedBlocks, loop
 from ..core.rule import CPUTemplate, TunableRule
 from ..core.tiles import Run, Span, chunk, split_evenly
 from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space
@@ -243,7 +243,7 @@ def _nest(
     passes = knobs.unit_group if flat else knobs.unit_group * turns
     for block, size in for_each_block_tile(runs, blocks):
         with loop(0, knobs.ic_o) as part:
-            reduction = Reduction(part * count, count, part == 0, part == knobs.ic_o - 1)
+            reduction = ReducedBlocks(part * count, count, part == 0, part == knobs.ic_o - 1)
             tile = functools.partial(
                 compute_tile,
                 ops,

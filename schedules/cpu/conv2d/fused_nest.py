@@ -33,7 +33,7 @@ from schedules.tir.branch import when
 from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel, ConvLayer
 
 from ..core.kernel_builder import KernelBuilder
-from ..core.micro_kernel import FeatureMap, Index, LayerOperands, Reduction, loop
+from ..core.micro_kernel import FeatureMap, Index, LayerOperands, ReducedBlocks, loop
 from ..core.tiles import Run, Span, chunk, split_evenly, tile_of, tile_start
 from ..cost.fused_conv2d_knobs import LOOPS, FusedConv2DKnobs, check_knobs, chunk_sizes, mid_extents
 from .register_tile_nest import (
@@ -46,7 +46,7 @@ from .register_tile_nest import (
     weight_lines,
     weight_turns,
 )
-from .register_transpose import Lanes, Planes, move_pixels
+from .register_transpose import BlockedPixels, Planes, move_pixels
 
 # Elements between the planes of the intermediate, so that planes of 4 KiB do not share cache sets.
 MID_SKEW = 16
@@ -55,7 +55,7 @@ SHORT_STREAM = 1024
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _OpenRanges:
     """Ranges of layer two that are open at a point of the nest.
 
     Parameters
@@ -68,19 +68,19 @@ class _Tile:
         Pixel tiles of a row; None for whole rows.
     block, blocks : Index, int
         The tile of output blocks, once ``oc2`` is open.
-    reduction : Reduction
+    reduction : ReducedBlocks
         Input blocks of layer two.
     """
 
     rows: Span
     row_counts: tuple[int, ...]
     tiles: Span | None
-    reduction: Reduction
+    reduction: ReducedBlocks
     block: Index = 0
     blocks: int = 0
 
 
-class _Nest:
+class _TileNest:
     """The loops of one parallel tile."""
 
     def __init__(
@@ -96,14 +96,14 @@ class _Nest:
         self.block_span = block_span
         self.plain_data, self.plain_out = plain_data, plain_out
 
-    def build(self, tile: _Tile, level: int = 0) -> None:
+    def build(self, tile: _OpenRanges, level: int = 0) -> None:
         """Open the loops from ``level`` on, and compute layer one where it belongs."""
         if level == self.knobs.compute_at:
             self._layer_one(tile)
         if level == len(LOOPS):
             self._layer_two(tile)
             return
-        loops: dict[str, Callable[[_Tile], Iterator[_Tile]]] = {
+        loops: dict[str, Callable[[_OpenRanges], Iterator[_OpenRanges]]] = {
             "oc2": self._loop_oc2,
             "ic_o": self._loop_ic,
             "h_o": self._loop_h,
@@ -112,12 +112,12 @@ class _Nest:
         for inner in loops[self.knobs.order[level]](tile):
             self.build(inner, level + 1)
 
-    def _loop_oc2(self, tile: _Tile) -> Iterator[_Tile]:
+    def _loop_oc2(self, tile: _OpenRanges) -> Iterator[_OpenRanges]:
         runs = block_runs(self.ops2, self.knobs.blocks2)
         for block, blocks in for_each_block_tile(runs, self.block_span):
             yield replace(tile, block=block, blocks=blocks)
 
-    def _loop_ic(self, tile: _Tile) -> Iterator[_Tile]:
+    def _loop_ic(self, tile: _OpenRanges) -> Iterator[_OpenRanges]:
         parts = self.knobs.ic_o
         if parts == 1:
             yield tile
@@ -125,10 +125,10 @@ class _Nest:
         count = self.ops2.in_blocks // parts
         with loop(0, parts) as part:
             yield replace(
-                tile, reduction=Reduction(part * count, count, part == 0, part == parts - 1)
+                tile, reduction=ReducedBlocks(part * count, count, part == 0, part == parts - 1)
             )
 
-    def _loop_h(self, tile: _Tile) -> Iterator[_Tile]:
+    def _loop_h(self, tile: _OpenRanges) -> Iterator[_OpenRanges]:
         step, (start, stop) = self.knobs.h, tile.rows
         if step >= max(tile.row_counts):
             yield tile
@@ -142,7 +142,7 @@ class _Nest:
             rows = (first, tirx.min(stop, first + step))
             yield replace(tile, rows=rows, row_counts=tuple(sorted(counts)))
 
-    def _loop_w(self, tile: _Tile) -> Iterator[_Tile]:
+    def _loop_w(self, tile: _OpenRanges) -> Iterator[_OpenRanges]:
         pieces = self.knobs.w_o
         if pieces == 1:
             yield tile
@@ -155,7 +155,7 @@ class _Nest:
     def _row_tiles(self) -> int:
         return len(split_evenly(self.ops2.output.width, self.knobs.pixels2))
 
-    def _layer_one(self, tile: _Tile) -> None:
+    def _layer_one(self, tile: _OpenRanges) -> None:
         """Compute the sub-tensor of layer one that the open ranges of layer two read."""
         ops, layer2, knobs = self.ops1, self.ops2.layer, self.knobs
         rows = _source_span(tile.rows, layer2, ops.output.height, axis=0)
@@ -199,7 +199,7 @@ class _Nest:
         pixel_nest(ops, rows, self.knobs.pixels1, body, tiles)
 
     def _plain_layer_one(
-        self, ops: LayerOperands, rows: Span, part: Reduction, tiles: Span | None
+        self, ops: LayerOperands, rows: Span, part: ReducedBlocks, tiles: Span | None
     ) -> None:
         """Depthwise layer one of NCHW data: pack the rows of a block, then convolve them."""
         plain, packed = self.plain_data, ops.source
@@ -212,7 +212,7 @@ class _Nest:
         def one_block(block: Index, channels: int) -> None:
             start = plain.at(block * lanes, first, 0)
             planes = Planes(plain.buffer, start, plain.block_stride)
-            block_lanes = Lanes(packed.buffer, packed.offset)
+            block_lanes = BlockedPixels(packed.buffer, packed.offset)
             move_pixels(planes, block_lanes, (last - first) * width, lanes, channels, ahead)
             source = replace(packed, first_row=first, first_block=block)
             self._pixels_one(replace(ops, source=source), rows, tiles, block, 1)
@@ -232,7 +232,7 @@ class _Nest:
         ungrouped = replace(self.ops1, out_blocks=count, layer=replace(layer, groups=1))
         return block_runs(ungrouped, tile)
 
-    def _layer_two(self, tile: _Tile) -> None:
+    def _layer_two(self, tile: _OpenRanges) -> None:
         """Call the micro-kernels of layer two; whole rows of a pointwise layer are flat."""
         if not is_flat(self.ops2) or tile.tiles is not None:
             self._pixels(self.ops2, tile.rows, tile, tile.tiles)
@@ -247,7 +247,7 @@ class _Nest:
                 else:
                     self._plain_layer_two(tile, count)
 
-    def _plain_layer_two(self, tile: _Tile, rows: int) -> None:
+    def _plain_layer_two(self, tile: _OpenRanges, rows: int) -> None:
         """Layer two into a buffer of the tile, then from there to NCHW."""
         plain, packed = self.plain_out, self.ops2.output
         assert plain is not None
@@ -260,7 +260,7 @@ class _Nest:
             block = tile.block + v
             start = plain.at(block * lanes, tile.rows[0], 0)
             planes = Planes(plain.buffer, start, plain.block_stride)
-            block_lanes = Lanes(packed.buffer, v * packed.block_stride)
+            block_lanes = BlockedPixels(packed.buffer, v * packed.block_stride)
             pixels = rows * plain.width
             is_last = tirx.convert(block) == ops.out_blocks - 1
             if rest:
@@ -271,7 +271,9 @@ class _Nest:
             else:
                 move_pixels(block_lanes, planes, pixels, lanes, lanes)
 
-    def _pixels(self, ops: LayerOperands, rows: Span, tile: _Tile, tiles: Span | None) -> None:
+    def _pixels(
+        self, ops: LayerOperands, rows: Span, tile: _OpenRanges, tiles: Span | None
+    ) -> None:
         turns = weight_turns(ops, self.knobs.pixels2) if self.knobs.prefetch else 0
         passes = turns if is_flat(ops) else turns * min(tile.row_counts)
         lines = weight_lines(ops, tile.blocks, passes)
@@ -312,7 +314,7 @@ def fused_conv2d_template(
                 height = ops2.output.height
                 tiles2 = len(split_evenly(ops2.output.width, knobs.pixels2))
                 blocks2 = sum(count for _, count, _ in block_runs(ops2, knobs.blocks2))
-                nest = _Nest(
+                nest = _TileNest(
                     ops1,
                     ops2,
                     knobs,
@@ -321,9 +323,9 @@ def fused_conv2d_template(
                     builder.feature_map(-1, image) if kernel.plain_out else None,
                 )
                 piece = tirx.floordiv(piece, knobs.oc_t)
-                whole = Reduction(0, ops2.in_blocks)
+                whole = ReducedBlocks(0, ops2.in_blocks)
                 nest.build(
-                    _Tile(
+                    _OpenRanges(
                         rows=chunk(height, tirx.floordiv(piece, knobs.w_t), knobs.h_t),
                         row_counts=chunk_sizes(height, knobs.h_t),
                         tiles=_share(tiles2, tirx.floormod(piece, knobs.w_t), knobs.w_t),

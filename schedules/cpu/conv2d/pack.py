@@ -12,7 +12,7 @@ from ..core.machine import CPUInfo
 from ..core.micro_kernel import loop
 from ..core.rule import CPURule
 from ..core.tiles import Index, chunk
-from .register_transpose import Lanes, Planes, move_pixels
+from .register_transpose import BlockedPixels, Planes, move_pixels
 
 # Elements below which one core does all.
 SERIAL_ELEMENTS = 16_384
@@ -65,7 +65,9 @@ def _template(
 
             def move(block: Index, used: int) -> None:
                 planes = Planes(plain, (image * channels + block * lanes) * pixels + start, pixels)
-                block_lanes = Lanes(packed, ((image * blocks + block) * pixels + start) * lanes)
+                block_lanes = BlockedPixels(
+                    packed, ((image * blocks + block) * pixels + start) * lanes
+                )
                 source, target = (planes, block_lanes) if packing else (block_lanes, planes)
                 move_pixels(source, target, stop - start, lanes, used)
 

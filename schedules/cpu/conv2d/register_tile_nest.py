@@ -16,8 +16,8 @@ from ..core.micro_kernel import (
     FeatureMap,
     Index,
     LayerOperands,
-    Reduction,
-    Tile,
+    ReducedBlocks,
+    RegisterTile,
     cancelled,
     dense_tile,
     loop,
@@ -114,7 +114,7 @@ def compute_tile(
     row: Index,
     run: Run,
     column: Index,
-    reduction: Reduction | None = None,
+    reduction: ReducedBlocks | None = None,
     turns: int = 0,
     lines: int = 1,
     following: Index | None = None,
@@ -123,8 +123,8 @@ def compute_tile(
     if ops.group_lanes:
         own_block_tile(ops, block, row, run, column)
     else:
-        summed = reduction or Reduction(0, ops.in_blocks)
-        tile = Tile(block, blocks, row, run, column, summed, following)
+        summed = reduction or ReducedBlocks(0, ops.in_blocks)
+        tile = RegisterTile(block, blocks, row, run, column, summed, following)
         dense_tile(ops, tile, turns, lines)
 
 

@@ -29,7 +29,7 @@ class Planes:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class BlockedPixels:
     """Pixels of one channel block in NCHW[x]c: ``buffer[offset + pixel * lanes + lane]``."""
 
     buffer: tirx.Buffer
@@ -37,8 +37,8 @@ class Lanes:
 
 
 def move_pixels(
-    source: Planes | Lanes,
-    target: Planes | Lanes,
+    source: Planes | BlockedPixels,
+    target: Planes | BlockedPixels,
     pixels: Index,
     lanes: int,
     channels: int,
@@ -48,7 +48,7 @@ def move_pixels(
 
     Parameters
     ----------
-    source, target : Planes | Lanes
+    source, target : Planes | BlockedPixels
         One of each.
     pixels : Index
         Number of neighbouring pixels. A number known to be below ``lanes`` is moved element by
@@ -82,7 +82,7 @@ def move_pixels(
             T.buffer_store(target.buffer, vector, [T.ramp(at, 1, lanes)])
 
 
-def _rows(side: Planes | Lanes, start: Index, lanes: int, channels: int) -> Sequence[Index]:
+def _rows(side: Planes | BlockedPixels, start: Index, lanes: int, channels: int) -> Sequence[Index]:
     """First elements of the vectors of a group: channels of the planes, or pixels of the block."""
     if isinstance(side, Planes):
         return [side.offset + channel * side.plane + start for channel in range(channels)]
@@ -90,10 +90,14 @@ def _rows(side: Planes | Lanes, start: Index, lanes: int, channels: int) -> Sequ
 
 
 def _move_elements(
-    source: Planes | Lanes, target: Planes | Lanes, pixels: int, lanes: int, channels: int
+    source: Planes | BlockedPixels,
+    target: Planes | BlockedPixels,
+    pixels: int,
+    lanes: int,
+    channels: int,
 ) -> None:
     with T.serial(0, pixels) as pixel:
-        for lane in range(lanes if isinstance(target, Lanes) else channels):
+        for lane in range(lanes if isinstance(target, BlockedPixels) else channels):
             value = (
                 source.buffer[_element(source, pixel, lane, lanes)]
                 if lane < channels
@@ -102,7 +106,7 @@ def _move_elements(
             T.buffer_store(target.buffer, value, [_element(target, pixel, lane, lanes)])
 
 
-def _element(side: Planes | Lanes, pixel: Index, lane: int, lanes: int) -> Index:
+def _element(side: Planes | BlockedPixels, pixel: Index, lane: int, lanes: int) -> Index:
     if isinstance(side, Planes):
         return side.offset + lane * side.plane + pixel
     return side.offset + pixel * lanes + lane

@@ -28,7 +28,7 @@ from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel, ConvLayer
 from schedules.workload.winograd_matrices import TAPS
 
 from ..core.kernel_builder import STACK_BYTES, KernelBuilder
-from ..core.micro_kernel import FeatureMap, Index, LayerOperands, Reduction, loop
+from ..core.micro_kernel import FeatureMap, Index, LayerOperands, ReducedBlocks, loop
 from ..core.prefetch import MOST_LINES, line_elements, prefetch
 from ..core.tiles import split_evenly
 from ..cost.winograd_knobs import WinogradKnobs
@@ -126,7 +126,7 @@ class _Half:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TilePlace:
     """Place of an output tile: its image, and its row and column among the image's tiles."""
 
     image: Index
@@ -134,7 +134,7 @@ class _Place:
     column: Index
 
 
-class _Nest:
+class _TaskNest:
     """The steps of one task."""
 
     def __init__(self, builder: KernelBuilder, kernel: Conv2DKernel, knobs: WinogradKnobs):
@@ -167,11 +167,11 @@ class _Nest:
                     self._multiply(point, first_block, blocks, data, products)
                 self._transform_inverse(first_tile, (first_block, blocks), products)
 
-    def _place(self, tile: Index) -> _Place:
+    def _place(self, tile: Index) -> _TilePlace:
         per_image = self.rows * self.columns
         row = tirx.floordiv(tirx.floormod(tile, per_image), self.columns)
         column = tirx.floormod(tile, self.columns)
-        return _Place(
+        return _TilePlace(
             T.bind(tirx.floordiv(tile, per_image)), T.bind(row), T.bind(tirx.convert(column))
         )
 
@@ -218,7 +218,7 @@ class _Nest:
                 prefetch(self.weight, start + offset, level=2)
 
     def _transform_rows(
-        self, plane: Index, place: _Place, inside: Sequence[bool], half: _Half
+        self, plane: Index, place: _TilePlace, inside: Sequence[bool], half: _Half
     ) -> None:
         """Transform the rows of one tile, of whose columns those ``inside`` exist."""
         lanes, count, padding = self.kernel.lanes, self.count, self.layer.padding
@@ -282,7 +282,7 @@ class _Nest:
                 ops,
                 start + block,
                 size,
-                reduction=Reduction(0, self.in_blocks),
+                reduction=ReducedBlocks(0, self.in_blocks),
                 turns=turns,
                 lines=weight_lines(ops, self.knobs.blocks, turns),
                 following=start + block + size + skipped,
@@ -338,5 +338,5 @@ def winograd_template(
     """Write the loop nest of the module's docstring."""
     builder = KernelBuilder(func)
     with builder.body():
-        _Nest(builder, kernel, knobs).build()
+        _TaskNest(builder, kernel, knobs).build()
     return builder.schedule()

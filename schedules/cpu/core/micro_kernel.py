@@ -152,7 +152,7 @@ class LayerOperands:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReducedBlocks:
     """Part of layer two's input blocks that one call sums up.
 
     ``first`` and ``last`` say whether this part starts from the bias and whether it ends with the
@@ -180,7 +180,7 @@ def loop(start: Index, stop: Index) -> Iterator[Index]:
 
 
 @dataclass(frozen=True)
-class Tile:
+class RegisterTile:
     """A register tile of ``run.size`` pixels x ``blocks`` channel blocks.
 
     Parameters
@@ -191,7 +191,7 @@ class Tile:
         Output pixel at which the tile starts.
     run : Run
         Its number of pixels ``P`` and its taps.
-    reduction : Reduction
+    reduction : ReducedBlocks
         Input blocks that are summed.
     following : Index | None
         First output block of the next tile, if it is not the block after this one.
@@ -202,7 +202,7 @@ class Tile:
     row: Index
     run: Run
     column: Index
-    reduction: Reduction
+    reduction: ReducedBlocks
     following: Index | None = None
 
     def cells(self) -> Iterator[tuple[int, int]]:
@@ -210,14 +210,14 @@ class Tile:
         return itertools.product(range(self.run.size), range(self.blocks))
 
 
-def dense_tile(ops: LayerOperands, tile: Tile, turns: int = 0, lines: int = 1) -> None:
+def dense_tile(ops: LayerOperands, tile: RegisterTile, turns: int = 0, lines: int = 1) -> None:
     """Compute a tile of a dense or grouped layer.
 
     Parameters
     ----------
     ops : LayerOperands
         The layer.
-    tile : Tile
+    tile : RegisterTile
         Which outputs.
     turns : int
         Tiles of a row, if they prefetch the next weights in turns: those of the next part of the
@@ -237,7 +237,7 @@ def dense_tile(ops: LayerOperands, tile: Tile, turns: int = 0, lines: int = 1) -
             _tile_of_groups(ops, tile, turns, lines)
 
 
-def _tile_of_groups(ops: LayerOperands, tile: Tile, turns: int, lines: int) -> None:
+def _tile_of_groups(ops: LayerOperands, tile: RegisterTile, turns: int, lines: int) -> None:
     """Compute a tile whose output blocks belong to ``ops.met`` groups."""
     run, reduction = tile.run, tile.reduction
     with _tile_block(ops.source):
@@ -263,7 +263,7 @@ def _tile_of_groups(ops: LayerOperands, tile: Tile, turns: int, lines: int) -> N
 
 def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, column: Index) -> None:
     """Compute ``run.size`` pixels of one channel block that reads its own input block only."""
-    width, tile = ops.group_lanes, Tile(block, 1, row, run, column, Reduction(0, 1))
+    width, tile = ops.group_lanes, RegisterTile(block, 1, row, run, column, ReducedBlocks(0, 1))
     with _tile_block(ops.source):
         lanes, layer = ops.lanes, ops.layer
         sums = accumulators(run.size * width, lanes, ops.dtype)
@@ -319,7 +319,7 @@ def accumulators(count: int, lanes: int, dtype: str) -> list[tirx.Buffer]:
     return [T.sblock_alloc_buffer((lanes,), dtype) for _ in range(count)]
 
 
-def _input_blocks(ops: LayerOperands, reduction: Reduction) -> Iterator[tuple[Index, int]]:
+def _input_blocks(ops: LayerOperands, reduction: ReducedBlocks) -> Iterator[tuple[Index, int]]:
     """Open the loops over the input blocks; yield each with its number of channels.
 
     The last block of a whole sum may have few; in a part of a sum, whose last block is known only
@@ -414,7 +414,7 @@ def _visible_rows(ops: LayerOperands, row: Index) -> tuple[Index, Index]:
     return low, high
 
 
-def next_weights(ops: LayerOperands, tile: Tile, turn: Index) -> Index:
+def next_weights(ops: LayerOperands, tile: RegisterTile, turn: Index) -> Index:
     """First weights that a tile prefetches: tiles take turns until all lines are prefetched.
 
     The weights of a part are ``V`` pieces of ``steps`` squares of lanes; a turn prefetches as many
@@ -424,7 +424,7 @@ def next_weights(ops: LayerOperands, tile: Tile, turn: Index) -> Index:
     ----------
     ops : LayerOperands
         The layer.
-    tile : Tile
+    tile : RegisterTile
         The tile.
     turn : Index
         Number of the tile among those of the same blocks and part.
@@ -455,7 +455,7 @@ def next_weights(ops: LayerOperands, tile: Tile, turn: Index) -> Index:
 def _multiply(
     ops: LayerOperands,
     sums: Sequence[tirx.Buffer],
-    tile: Tile,
+    tile: RegisterTile,
     in_block: Index,
     tap: Tap,
     channels: int,
@@ -529,7 +529,7 @@ def _channel_steps(count: int, most: int) -> Iterator[Index]:
     yield from range(first, first + rest)
 
 
-def _start(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: Tile) -> None:
+def _start(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile) -> None:
     """Fill the accumulators with the bias, or with the partial sums of an earlier part."""
     lanes, first = ops.lanes, tile.reduction.first
     for total, (p, v) in zip(sums, tile.cells(), strict=True):
@@ -543,7 +543,7 @@ def _start(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: Tile) -> None:
         _store(total, value, 0, lanes)
 
 
-def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: Tile) -> None:
+def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile) -> None:
     """Write the accumulators, with residual and activation once the sum is complete."""
     lanes, last = ops.lanes, tile.reduction.last
 
@@ -567,6 +567,6 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: Tile) -> None
             write(False)
 
 
-def _place(image: FeatureMap, tile: Tile, pixel: int, vector: int) -> Index:
+def _place(image: FeatureMap, tile: RegisterTile, pixel: int, vector: int) -> Index:
     """Where a feature map has a vector of a tile."""
     return image.at(tile.block + vector, tile.row, tile.column + pixel)

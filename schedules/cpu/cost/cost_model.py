@@ -41,7 +41,7 @@ from ..core.prefetch import CACHE_LINE_BYTES
 from ..core.tiles import block_tiles, tile_counts
 from .conv2d_knobs import Conv2DKnobs, conv2d_space
 from .fused_conv2d_knobs import FusedConv2DKnobs, Grid, grids, tiles_one, tiles_two
-from .nest_cost import L2, L3, MEMORY, Nest, Terms, bandwidth, fits, nest_terms, split
+from .nest_cost import L2, L3, MEMORY, LoopNest, Terms, bandwidth, fits, nest_terms, split
 
 CLOCK_HZ = 3.0e9  # scales the estimates; no choice depends on it
 PAGE_BYTES = 4096
@@ -158,7 +158,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
     row_bytes = data_bytes / height
     if layer.groups > 1:  # each channel is read by one core
         row_bytes *= len(vectors) / len(block_tiles)
-    nest = Nest(
+    nest = LoopNest(
         layer=layer,
         lanes=lanes,
         source_lanes=layer.input_step(1 if plain else lanes),
@@ -228,7 +228,7 @@ def _layer_one(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> S
     if "oc2" in enclosing:
         repeats *= -(-len(_block_tiles(layer2, lanes, knobs.blocks2)) // knobs.oc_t)
     blocks = -(-layer.out_channels // lanes) // parts
-    nest = Nest(
+    nest = LoopNest(
         layer=layer,
         lanes=lanes,
         source_lanes=layer.input_step(lanes),
@@ -267,7 +267,7 @@ def _layer_two(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> S
     out_h, out_w = layer.output_size(*mid)
     block_tiles = _block_tiles(layer, lanes, knobs.blocks2)
     flat = layer.is_pointwise
-    nest = Nest(
+    nest = LoopNest(
         layer=layer,
         lanes=lanes,
         source_lanes=lanes,
@@ -297,7 +297,7 @@ def _layer_two(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> S
     return steps
 
 
-def _with_weights(nest: Nest, count: int, first: bool, kept: float, cpu: CPUInfo) -> Steps:
+def _with_weights(nest: LoopNest, count: int, first: bool, kept: float, cpu: CPUInfo) -> Steps:
     """Cost of ``count`` nests; the ``first`` reads weights from memory, others where they fit.
 
     ``kept`` are the bytes accessed until they are needed again.

@@ -75,7 +75,7 @@ class Terms(NamedTuple):
         return max(compute, traffic) + costs.leak * min(compute, traffic) + self.exposed
 
 
-class Nest(NamedTuple):
+class LoopNest(NamedTuple):
     """One loop nest.
 
     Parameters
@@ -137,7 +137,7 @@ class Nest(NamedTuple):
     out_level: int = L2
 
 
-def nest_terms(nest: Nest, cpu: CPUInfo) -> Terms:
+def nest_terms(nest: LoopNest, cpu: CPUInfo) -> Terms:
     """Return the cost of a nest, by the equations of the module's docstring."""
     layer, costs = nest.layer, cpu.costs
     if nest.flat is not None:
@@ -213,7 +213,7 @@ def _visible_rows(layer: ConvLayer, height: int, out_height: int) -> float:
 
 
 def _dense(
-    nest: Nest, spans: Sizes, tiles: Sizes, visible: float, cpu: CPUInfo
+    nest: LoopNest, spans: Sizes, tiles: Sizes, visible: float, cpu: CPUInfo
 ) -> tuple[float, float, float]:
     """Cycles of multiply-adds, of tiles and of starts."""
     costs, registers = cpu.costs, cpu.num_vector_registers
@@ -244,7 +244,7 @@ def _dense(
     return steps * nest.rows * visible, ends, starts
 
 
-def _lanes_summed(nest: Nest) -> int:
+def _lanes_summed(nest: LoopNest) -> int:
     """Input lanes that one output channel sums up in this nest: of whole blocks if in parts."""
     lanes = nest.in_blocks * nest.source_lanes
     if nest.layer.groups > 1 or nest.parts > 1 or nest.calls > 1:
@@ -253,7 +253,7 @@ def _lanes_summed(nest: Nest) -> int:
 
 
 def _own_blocks(
-    nest: Nest, spans: Sizes, passes: int, visible: float, cpu: CPUInfo
+    nest: LoopNest, spans: Sizes, passes: int, visible: float, cpu: CPUInfo
 ) -> tuple[float, float, float]:
     blocks, width = len(nest.vectors), nest.layer.group_lanes(nest.lanes)
     if width == 1:
@@ -264,7 +264,7 @@ def _own_blocks(
     return steps * nest.rows * visible * blocks, passes * blocks * chain, cpu.costs.start * blocks
 
 
-def _weights(nest: Nest, block_bytes: float, passes: int, cpu: CPUInfo) -> tuple[float, float]:
+def _weights(nest: LoopNest, block_bytes: float, passes: int, cpu: CPUInfo) -> tuple[float, float]:
     """Cycles of the traffic of weights, and the bytes that are read again from beyond the L2."""
     whole = block_bytes * sum(nest.vectors)
     kept = whole
@@ -278,7 +278,7 @@ def _weights(nest: Nest, block_bytes: float, passes: int, cpu: CPUInfo) -> tuple
     return cycles, again if level >= L3 else 0.0
 
 
-def _asked_for(nest: Nest, passes: int) -> float:
+def _asked_for(nest: LoopNest, passes: int) -> float:
     """Share of the weights that ``passes`` tiles prefetch."""
     if not nest.prefetch:
         return 0.0
@@ -287,7 +287,7 @@ def _asked_for(nest: Nest, passes: int) -> float:
     return min(1.0, passes * lines_a_step(needed, passes) / needed)
 
 
-def _data(nest: Nest, block_bytes: float, cpu: CPUInfo) -> tuple[float, float]:
+def _data(nest: LoopNest, block_bytes: float, cpu: CPUInfo) -> tuple[float, float]:
     """Cycles of the traffic of data, and those among them that nothing hides."""
     layer = nest.layer
     first = nest.data_bytes / bandwidth(nest.data_level, cpu)

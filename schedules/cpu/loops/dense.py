@@ -28,7 +28,7 @@ from ..nests.reduction_nests import (
     reduce_in_rows,
     reducible,
 )
-from .matmul_pattern import Product, find_product, separate_groups
+from .matmul_pattern import MatmulAxes, find_product, separate_groups
 from .matvec import split_over_threads, stream_rows
 
 _PACKED_ROWS = 24
@@ -203,7 +203,7 @@ class _Opened:
     kernel: Kernel
     block: SBlockRV
     facts: BlockFacts
-    product: Product
+    product: MatmulAxes
     grouped: bool
     consumers: list[SBlockRV]
 
@@ -264,14 +264,14 @@ def _write(opened: _Opened, knobs: DenseKnobs | None) -> s_tir.Schedule:
     return finish(kernel.sch, overlaps)
 
 
-def _in_dots(facts: BlockFacts, product: Product) -> bool:
+def _in_dots(facts: BlockFacts, product: MatmulAxes) -> bool:
     """Return whether both factors are contiguous along K, and the rows too few for a transpose."""
     if product.right.strides[product.n] == 1 or _height(facts, product) >= _PACKED_ROWS:
         return False
     return product.left.strides[product.k] == 1 and product.right.strides[product.k] == 1
 
 
-def _streams(kernel: Kernel, facts: BlockFacts, product: Product) -> bool:
+def _streams(kernel: Kernel, facts: BlockFacts, product: MatmulAxes) -> bool:
     """Return whether a matrix that exceeds the caches of a core is used for few rows only."""
     touched = [k for k, stride in enumerate(product.right.strides) if stride != 0]
     return (
@@ -286,7 +286,7 @@ def _stream(
     kernel: Kernel,
     block: SBlockRV,
     facts: BlockFacts,
-    product: Product,
+    product: MatmulAxes,
     consumers: list[SBlockRV],
 ) -> Result:
     """Give each thread whole rows of the matrix if they can be divided evenly, else columns."""
@@ -319,7 +319,7 @@ def even_parts(extent: int, cores: int) -> int:
     return min(choices, default=0)
 
 
-def _height(facts: BlockFacts, product: Product) -> int:
+def _height(facts: BlockFacts, product: MatmulAxes) -> int:
     if product.row_axis is None:
         return 1
     return facts.extents[facts.positions("S")[product.row_axis]] or 1
@@ -340,7 +340,7 @@ def _plan_columns(
     kernel: Kernel,
     block: SBlockRV,
     facts: BlockFacts,
-    product: Product,
+    product: MatmulAxes,
     grouped: bool,
     knobs: DenseKnobs | None,
 ) -> Columns:
@@ -368,7 +368,7 @@ def _plan_columns(
 
 
 def _plan_dots(
-    cpu: CPUInfo, facts: BlockFacts, product: Product, grouped: bool, knobs: DenseKnobs | None
+    cpu: CPUInfo, facts: BlockFacts, product: MatmulAxes, grouped: bool, knobs: DenseKnobs | None
 ) -> Rows:
     width = facts.extents[product.n] or 1
     if product.row_axis is None:

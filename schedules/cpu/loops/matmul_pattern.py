@@ -15,7 +15,7 @@ from ..nests.blocks import Access, BlockFacts
 
 
 @dataclass(frozen=True)
-class Product:
+class MatmulAxes:
     """Axes of ``out[b.., m, n] += left[b.., m, k] * right[b.., k, n]``.
 
     Parameters
@@ -35,7 +35,7 @@ class Product:
     k: int
 
 
-def find_product(sch: s_tir.Schedule, block: SBlockRV, facts: BlockFacts) -> Product | None:
+def find_product(sch: s_tir.Schedule, block: SBlockRV, facts: BlockFacts) -> MatmulAxes | None:
     """Find the axes of a sum of products; None if the block is something else.
 
     Parameters
@@ -49,7 +49,7 @@ def find_product(sch: s_tir.Schedule, block: SBlockRV, facts: BlockFacts) -> Pro
 
     Returns
     -------
-    Product | None
+    MatmulAxes | None
         The factors and axes. Windows that slide (convolutions) are no products.
     """
     spatial, reduced = facts.positions("S"), facts.positions("R")
@@ -69,7 +69,7 @@ def find_product(sch: s_tir.Schedule, block: SBlockRV, facts: BlockFacts) -> Pro
         for index, s in enumerate(spatial[:-1])
         if left.strides[s] != 0 and right.strides[s] == 0 and facts.extents[s] is not None
     ]
-    return Product(left, right, rows[-1] if rows else None, n, k)
+    return MatmulAxes(left, right, rows[-1] if rows else None, n, k)
 
 
 def _adds_product(body: tirx.Stmt) -> bool:

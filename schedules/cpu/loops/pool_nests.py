@@ -23,7 +23,7 @@ _ACCUMULATORS = 8
 
 
 @dataclass(frozen=True)
-class Window:
+class PoolingLoops:
     """Loops of a pooling block.
 
     Parameters
@@ -72,7 +72,7 @@ def _finish(kernel: Kernel, tails: Tails, rest: list[SBlockRV]) -> s_tir.Schedul
 
 
 def pool_in_lanes(
-    kernel: Kernel, pool: SBlockInfo, facts: BlockFacts, window: Window
+    kernel: Kernel, pool: SBlockInfo, facts: BlockFacts, window: PoolingLoops
 ) -> s_tir.Schedule:
     """Windows that do not slide along the contiguous axis: a tile of pixels in registers."""
     sch, block = kernel.sch, pool.block_rv
@@ -139,7 +139,7 @@ def tile_cuts(points: list[int], extent: int, tile: int) -> list[int]:
 
 
 def pool_in_rows(
-    kernel: Kernel, pool: SBlockInfo, facts: BlockFacts, window: Window
+    kernel: Kernel, pool: SBlockInfo, facts: BlockFacts, window: PoolingLoops
 ) -> s_tir.Schedule:
     """Windows that slide along the contiguous axis: vectors of neighbouring windows."""
     sch, block = kernel.sch, pool.block_rv
@@ -174,12 +174,12 @@ def pool_in_rows(
     return _finish(kernel, tails, rest)
 
 
-def _stride(facts: BlockFacts, window: Window) -> int | None:
+def _stride(facts: BlockFacts, window: PoolingLoops) -> int | None:
     """Elements between neighbouring windows."""
     return facts.loads[0].strides[window.vector]
 
 
-def few_guarded(kernel: Kernel, facts: BlockFacts, window: Window) -> bool:
+def few_guarded(kernel: Kernel, facts: BlockFacts, window: PoolingLoops) -> bool:
     """Return whether windows are strided (which needs no copy) and few tiles have conditions."""
     width, lanes = facts.extents[window.vector] or 1, kernel.lanes(facts)
     return _stride(facts, window) != 1 and width >= 4 * lanes

@@ -10,7 +10,7 @@ from tvm.target import Target
 from ..core.rule import CPURule
 from ..nests.blocks import BlockFacts, Kernel, block_facts, open_kernel
 from ..nests.loop_transforms import inline_blocks
-from .pool_nests import Window, few_guarded, pool_in_lanes, pool_in_rows, sliding_axes
+from .pool_nests import PoolingLoops, few_guarded, pool_in_lanes, pool_in_rows, sliding_axes
 
 _LONGEST_STEP = 16
 
@@ -55,7 +55,7 @@ class Pooling(CPURule):
 
 def _find_pool(
     kernel: Kernel | None, keep_padding: bool
-) -> tuple[SBlockInfo, BlockFacts, Window] | None:
+) -> tuple[SBlockInfo, BlockFacts, PoolingLoops] | None:
     """Inline around the only reduction; return it if it is a window over one tensor."""
     if kernel is None:
         return None
@@ -73,7 +73,7 @@ def _find_pool(
     return None if facts is None or window is None else (pool, facts, window)
 
 
-def _window_of(facts: BlockFacts | None) -> Window | None:
+def _window_of(facts: BlockFacts | None) -> PoolingLoops | None:
     if facts is None or facts.indirect or facts.kinds.strip("S").strip("R"):
         return None
     if any(facts.extents[k] is None for k in facts.positions("R")):
@@ -90,4 +90,4 @@ def _window_of(facts: BlockFacts | None) -> Window | None:
     if vectors[0] in slides and (step is None or not 0 < step <= _LONGEST_STEP):
         return None
     slide = vectors[0] if vectors[0] in slides else slides[-1]
-    return Window(slide, vectors[0])
+    return PoolingLoops(slide, vectors[0])

@@ -258,7 +258,7 @@ class _Writer:
         block: tirx.Var,
         tile: tirx.Var,
         gates: Sequence[int],
-        finish: Callable[[_Tile], None],
+        finish: Callable[[_GateSums], None],
     ) -> None:
         """Compute some gates of some rows of a block, then what follows from them."""
         cell, rows = self.cell, self._rows()
@@ -273,7 +273,7 @@ class _Writer:
             }
             for row in range(rows):
                 number = tile * rows + row
-                place = _Place(self, step, block, number)
+                place = _HiddenUnits(self, step, block, number)
                 for gate in gates:
                     is_apart = cell.kind == "GRU" and gate == 2 and cell.reset_after
                     start = self._bias(block) if is_apart else place.product(gate)
@@ -292,8 +292,8 @@ class _Writer:
                         product = T.broadcast(value, LANES) * weight
                         self._store(total, total[_ramp(0)] + product, 0)
             for row in range(rows):
-                place = _Place(self, step, block, tile * rows + row)
-                finish(_Tile(place, {gate: sums[row, gate] for gate in gates}))
+                place = _HiddenUnits(self, step, block, tile * rows + row)
+                finish(_GateSums(place, {gate: sums[row, gate] for gate in gates}))
 
     def _bias(self, block: tirx.Var) -> tirx.Expr:
         return self.flat["bias"][_ramp(block * LANES)]
@@ -306,7 +306,7 @@ class _Writer:
             x = tirx.max(tirx.min(x, bound), _like(x, 0) - bound)
         return ACTIVATIONS[name](x, alpha, beta)
 
-    def _lstm(self, tile: _Tile) -> None:
+    def _lstm(self, tile: _GateSums) -> None:
         place, gates = tile.place, tile.gates
         memory = self.flat["last_memory"]
         old = memory[_ramp(place.own)]
@@ -334,12 +334,12 @@ class _Writer:
         self._store(memory, place.unless_over(gates[3][_ramp(0)], old), place.own)
         place.put(gates[1][_ramp(0)])
 
-    def _rnn(self, tile: _Tile) -> None:
+    def _rnn(self, tile: _GateSums) -> None:
         total = tile.gates[0]
         self._store(total, self._activate(0, total[_ramp(0)]), 0)
         tile.place.put(total[_ramp(0)])
 
-    def _gru_gates(self, tile: _Tile) -> None:
+    def _gru_gates(self, tile: _GateSums) -> None:
         """The update gate and the state after the reset."""
         for number, name in enumerate(("update", "reset")):
             total = tile.gates[number]
@@ -348,12 +348,12 @@ class _Writer:
             value = value * tile.place.state if name == "reset" else value
             self._store(self.own[name], value, tile.place.own)
 
-    def _gru_reset_before(self, tile: _Tile) -> None:
+    def _gru_reset_before(self, tile: _GateSums) -> None:
         total = tile.gates[2]
         self._store(total, self._activate(1, total[_ramp(0)]), 0)
         self._mix(tile, self.own["update"][_ramp(tile.place.own)])
 
-    def _gru_reset_after(self, tile: _Tile) -> None:
+    def _gru_reset_after(self, tile: _GateSums) -> None:
         gates = tile.gates
         for number in (0, 1):
             self._store(gates[number], self._activate(0, gates[number][_ramp(0)]), 0)
@@ -362,7 +362,7 @@ class _Writer:
         self._store(gates[2], self._activate(1, gates[2][_ramp(0)]), 0)
         self._mix(tile, gates[0][_ramp(0)])
 
-    def _mix(self, tile: _Tile, update: tirx.Expr) -> None:
+    def _mix(self, tile: _GateSums, update: tirx.Expr) -> None:
         """The new state between the old one and the candidate."""
         candidate = tile.gates[2][_ramp(0)]
         value = (_like(update, 1) - update) * candidate + update * tile.place.state
@@ -375,7 +375,7 @@ class _Writer:
 
 
 @dataclass
-class _Place:
+class _HiddenUnits:
     """One row of a block of hidden units, in one step."""
 
     writer: _Writer
@@ -435,10 +435,10 @@ class _Place:
 
 
 @dataclass
-class _Tile:
+class _GateSums:
     """A place and the sums of its gates."""
 
-    place: _Place
+    place: _HiddenUnits
     gates: dict[int, tirx.Buffer]
 
 

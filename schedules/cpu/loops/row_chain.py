@@ -12,7 +12,7 @@ from ..nests.blocks import Access, BlockFacts, Kernel, block_facts
 
 
 @dataclass
-class Stage:
+class RowStage:
     """One block of the chain with its loops over the rows.
 
     Parameters
@@ -30,13 +30,13 @@ class Stage:
     rows: list[int]
 
 
-def find_stages(kernel: Kernel, blocks: list[SBlockInfo]) -> list[Stage] | None:
+def find_stages(kernel: Kernel, blocks: list[SBlockInfo]) -> list[RowStage] | None:
     """Find the rows in each block; None if a block depends on more than its row.
 
     A reduction's rows are its spatial variables; an element-wise block has the rows of the
     reductions that it reads. Every access to a temporary must lead to the row itself.
     """
-    stages: list[Stage] = []
+    stages: list[RowStage] = []
     written: dict[ir.Var, tuple[int | None, ...]] = {}
     for info in blocks:
         facts = block_facts(kernel.sch, info.block_rv)
@@ -54,11 +54,11 @@ def find_stages(kernel: Kernel, blocks: list[SBlockInfo]) -> list[Stage] | None:
             if load.buffer in written and _row_dims(facts, load, rows) != written[load.buffer]:
                 return None
         written[facts.store.buffer] = _row_dims(facts, facts.store, rows)
-        stages.append(Stage(info, facts, rows))
+        stages.append(RowStage(info, facts, rows))
     return stages
 
 
-def _same_rows(stages: list[Stage], facts: BlockFacts, rows: list[int]) -> bool:
+def _same_rows(stages: list[RowStage], facts: BlockFacts, rows: list[int]) -> bool:
     """Return whether there are as many rows as in the first stage."""
     if not stages:
         return True

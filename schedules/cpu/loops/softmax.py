@@ -27,7 +27,7 @@ from ..nests.loop_transforms import (
 from ..nests.overlapping_tails import Overlap, Tails
 from ..nests.reduction_nests import reducible, runs_in_columns
 from ..nests.truncated_tails import TAIL
-from .row_chain import Stage, find_stages
+from .row_chain import RowStage, find_stages
 
 _TEMPORARY_BYTES = 16 * 1024
 
@@ -82,7 +82,7 @@ def _is_shared_and_expensive(kernel: Kernel, info: SBlockInfo) -> bool:
 class _Chain:
     """Base of both forms of chains."""
 
-    def __init__(self, kernel: Kernel, stages: list[Stage]) -> None:
+    def __init__(self, kernel: Kernel, stages: list[RowStage]) -> None:
         self.kernel, self.sch, self.stages = kernel, kernel.sch, stages
         self.depth = len(stages[0].rows)
         self.tails = Tails(kernel.sch)
@@ -107,7 +107,7 @@ class _Chain:
             self.tails.decompose(block, loop)
         return finish(sch, [*self.tails.collect(), *self.overlaps])
 
-    def rows_first(self, stage: Stage) -> list[LoopRV]:
+    def rows_first(self, stage: RowStage) -> list[LoopRV]:
         """Bring the loops over rows outside; return all loops."""
         loops = self.sch.get_loops(stage.info.block_rv)
         rows = [loops[k] for k in stage.rows]
@@ -115,7 +115,7 @@ class _Chain:
         self.sch.reorder(*rows, *rest)
         return [*rows, *rest]
 
-    def fuse_reduced(self, stage: Stage) -> list[LoopRV]:
+    def fuse_reduced(self, stage: RowStage) -> list[LoopRV]:
         """Merge the reduced loops."""
         loops = self.sch.get_loops(stage.info.block_rv)
         groups = merge_groups(stage.facts, stage.facts.positions("R"))

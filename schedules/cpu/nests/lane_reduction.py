@@ -32,7 +32,7 @@ _PARTS = 4
 
 
 @dataclass(frozen=True)
-class Lanes:
+class LaneReduction:
     """A reduction that was cut into stages.
 
     Parameters
@@ -53,7 +53,7 @@ class Lanes:
 
 def split_into_lanes(
     sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV, lanes: int, most_parts: int = _PARTS
-) -> Lanes:
+) -> LaneReduction:
     """Cut a reduction into stages; the new blocks are at the outermost level.
 
     Parameters
@@ -83,11 +83,11 @@ def split_into_lanes(
     if parts > 1:
         _, lane = sch.split(sch.get_loops(block)[-1], [parts, lanes])
         stages.insert(1, sch.rfactor(lane, -1))
-    return Lanes(stages, parts, lanes, extent)
+    return LaneReduction(stages, parts, lanes, extent)
 
 
 def arrange_lanes(
-    sch: s_tir.Schedule, split: Lanes, depth: int, rows: Sequence[LoopRV] = ()
+    sch: s_tir.Schedule, split: LaneReduction, depth: int, rows: Sequence[LoopRV] = ()
 ) -> LoopRV:
     """Vectorise and unroll the stages.
 
@@ -95,7 +95,7 @@ def arrange_lanes(
     ----------
     sch : Schedule
         The schedule.
-    split : Lanes
+    split : LaneReduction
         The stages, already at their final places.
     depth : int
         Number of outer loops that they share.
@@ -118,7 +118,9 @@ def arrange_lanes(
     return outermost
 
 
-def _arrange_first(sch: s_tir.Schedule, split: Lanes, depth: int, rows: Sequence[LoopRV]) -> LoopRV:
+def _arrange_first(
+    sch: s_tir.Schedule, split: LaneReduction, depth: int, rows: Sequence[LoopRV]
+) -> LoopRV:
     """Vectorise the stage that reads the input; return its outermost reduced loop."""
     first = split.stages[0]
     inner = sch.get_loops(first)[depth:]

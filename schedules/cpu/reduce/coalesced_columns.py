@@ -29,12 +29,12 @@ from schedules.tir.index_math import i64
 
 from ..core.tiles import Index
 from .source import ReduceSource
-from .tasks import Nest, Split, places, width
+from .tasks import ReductionNest, Split, places, width
 from .vector_states import States, count, unrolled, vector
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnVectors:
     """The vectors of neighbouring outputs.
 
     Parameters
@@ -60,10 +60,10 @@ class Columns:
         return self.lanes * self.vectors
 
 
-SCALARS = Columns(lanes=1, vectors=1, tiles=1, rows=1)
+SCALARS = ColumnVectors(lanes=1, vectors=1, tiles=1, rows=1)
 
 
-def reduce_columns(source: ReduceSource, columns: Columns, split: Split) -> s_tir.Schedule:
+def reduce_columns(source: ReduceSource, columns: ColumnVectors, split: Split) -> s_tir.Schedule:
     """Write the nest of this module; a parallel loop is the one along the vectors.
 
     Where its extent is symbolic and less than a tile, outputs are computed one by one.
@@ -71,8 +71,8 @@ def reduce_columns(source: ReduceSource, columns: Columns, split: Split) -> s_ti
     return _ColumnNest(source, columns, split).schedule()
 
 
-class _ColumnNest(Nest):
-    def __init__(self, source: ReduceSource, columns: Columns, split: Split) -> None:
+class _ColumnNest(ReductionNest):
+    def __init__(self, source: ReduceSource, columns: ColumnVectors, split: Split) -> None:
         super().__init__(source, split)
         self.columns = columns
         self.last = source.parallel[-1]
@@ -90,7 +90,7 @@ class _ColumnNest(Nest):
                         self._all(SCALARS)
         return self.builder.schedule()
 
-    def _all(self, columns: Columns) -> None:
+    def _all(self, columns: ColumnVectors) -> None:
         parts, outputs = self.split.parts, self.source.outputs
         partial = self.states(outputs * parts) if parts > 1 else None
         for indices, chunk, part in self._tasks(columns, parts):
@@ -108,7 +108,7 @@ class _ColumnNest(Nest):
             self._combine_parts(partial)
 
     def _tasks(
-        self, columns: Columns, parts: int, elements: int | None = None
+        self, columns: ColumnVectors, parts: int, elements: int | None = None
     ) -> Iterator[tuple[dict, Index, Index]]:
         """Open the loop over tasks; yields the outer loops' indices, the chunk and the part."""
         outer = self.source.parallel[:-1]
@@ -124,7 +124,7 @@ class _ColumnNest(Nest):
             else:
                 yield {}, place, part
 
-    def _column(self, columns: Columns, chunk: Index, tile: Index) -> Index:
+    def _column(self, columns: ColumnVectors, chunk: Index, tile: Index) -> Index:
         """First output of a tile."""
         first = (chunk * columns.tiles + tile) * columns.tile
         size = self.last.size
@@ -132,7 +132,7 @@ class _ColumnNest(Nest):
             return first
         return tirx.min(first, i64(self.last.extent) - columns.tile)
 
-    def _each_vector(self, columns: Columns, chunk: Index) -> Iterator[tuple[Index, dict]]:
+    def _each_vector(self, columns: ColumnVectors, chunk: Index) -> Iterator[tuple[Index, dict]]:
         """Open the loops over a task's outputs; yields their places in the states and indices."""
         with count(columns.tiles) as tile:
             column = self._column(columns, chunk, tile)
@@ -141,7 +141,7 @@ class _ColumnNest(Nest):
                 yield tile * columns.tile + offset, {**self.indices, self.last.var: column + offset}
 
     def _loops(
-        self, position: int, columns: Columns, states: States, chunk: Index, part: Index
+        self, position: int, columns: ColumnVectors, states: States, chunk: Index, part: Index
     ) -> None:
         """The reduced loops from ``position`` on."""
         axis, span = self.source.reduced[position], self.span(position, part)
@@ -164,7 +164,7 @@ class _ColumnNest(Nest):
                 self._pass(columns, states, chunk, start + k, 1)
 
     def _pass(
-        self, columns: Columns, states: States, chunk: Index, start: Index, rows: int
+        self, columns: ColumnVectors, states: States, chunk: Index, start: Index, rows: int
     ) -> None:
         """Add some rows to all tiles."""
         reduced = self.source.reduced[-1].var
@@ -181,7 +181,7 @@ class _ColumnNest(Nest):
 
     def _combine_parts(self, partial: States) -> None:
         """Combine the parts of each output in order."""
-        columns = Columns(self.columns.lanes, 1, 1, 1)
+        columns = ColumnVectors(self.columns.lanes, 1, 1, 1)
         outputs = self.source.outputs
         for indices, chunk, _ in self._tasks(columns, 1, self.partial_states):
             self.indices = indices

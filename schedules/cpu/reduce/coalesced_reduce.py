@@ -17,9 +17,9 @@ from schedules.tir.vector_math import is_expensive
 
 from ..core.rule import CPURule
 from ..nests.loop_transforms import SERIAL_ELEMENTS, feeds, finish
-from .coalesced_columns import Columns, reduce_columns
-from .coalesced_rows import Rows, reduce_rows
-from .coalesced_stream import Stream, find_stream, reduce_stream
+from .coalesced_columns import ColumnVectors, reduce_columns
+from .coalesced_rows import RowVectors, reduce_rows
+from .coalesced_stream import StreamVectors, find_stream, reduce_stream
 from .read_source import read_source
 from .source import Axis, ReduceSource
 from .tasks import Split
@@ -84,16 +84,16 @@ def _has_short_rows(source: ReduceSource, lanes: int) -> bool:
     return outputs is None or outputs >= size
 
 
-def _rows(source: ReduceSource, lanes: int) -> Rows:
+def _rows(source: ReduceSource, lanes: int) -> RowVectors:
     size = source.reduced[-1].size
     most = _FEW_VECTORS if _is_heavy(source) else _VECTORS
     if size is None:
-        return Rows(lanes, most)
+        return RowVectors(lanes, most)
     lanes = min(lanes, floor_power_of_two(size)) if size >= _LEAST_LANES else 1
-    return Rows(lanes, min(most, size // lanes))
+    return RowVectors(lanes, min(most, size // lanes))
 
 
-def _together(source: ReduceSource, rows: Rows, split: Split) -> int:
+def _together(source: ReduceSource, rows: RowVectors, split: Split) -> int:
     """Number of neighbouring outputs of a task, so that it reads long pieces of memory."""
     *outer, last = source.reduced
     neighbours = source.parallel[-1].size if source.parallel else None
@@ -113,12 +113,12 @@ def _together(source: ReduceSource, rows: Rows, split: Split) -> int:
     )
 
 
-def _split_rows(source: ReduceSource, rows: Rows) -> Split:
+def _split_rows(source: ReduceSource, rows: RowVectors) -> Split:
     """Threads share the rows, or parts of each row where there are few."""
     return _split(source, source.parallel, rows.step)
 
 
-def _split_stream(source: ReduceSource, stream: Stream) -> Split:
+def _split_stream(source: ReduceSource, stream: StreamVectors) -> Split:
     return _split(source, source.parallel[:-1], -(-stream.step // int(source.axes[-1].extent)))
 
 
@@ -141,12 +141,12 @@ def _parts(source: ReduceSource, step: int) -> Split:
     return Split(threads=True)
 
 
-def _columns(source: ReduceSource, lanes: int) -> tuple[Columns, Split]:
+def _columns(source: ReduceSource, lanes: int) -> tuple[ColumnVectors, Split]:
     size, cores = source.parallel[-1].size, source.cpu.num_cores
     if size is None:
         rows = _rows_together(source, _FEW_VECTORS)
         threads = cores > 1 and _worth_threads(source)
-        return Columns(lanes, _FEW_VECTORS, 1, rows), Split(threads)
+        return ColumnVectors(lanes, _FEW_VECTORS, 1, rows), Split(threads)
     lanes = min(lanes, floor_power_of_two(size))
     vectors = min(
         range(1, min(_VECTORS, size // lanes) + 1),
@@ -167,7 +167,7 @@ def _columns(source: ReduceSource, lanes: int) -> tuple[Columns, Split]:
             chunks = min(tiles, -(-chunks // cores) * cores)
         else:
             split = _parts(source, rows)
-    return Columns(lanes, vectors, -(-tiles // chunks), rows), split
+    return ColumnVectors(lanes, vectors, -(-tiles // chunks), rows), split
 
 
 def _rows_together(source: ReduceSource, vectors: int) -> int:

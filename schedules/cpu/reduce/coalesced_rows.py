@@ -30,7 +30,7 @@ from schedules.workload.reduce import FLOATS, Extent
 
 from ..core.tiles import Index, Span
 from .source import ReduceSource
-from .tasks import Nest, Split, places, share, width
+from .tasks import ReductionNest, Split, places, share, width
 from .vector_states import States, count, unrolled, vector
 
 BLOCK = 256
@@ -40,7 +40,7 @@ _SHORTEST_BLOCK = 32
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowVectors:
     """The vectors of one output.
 
     Parameters
@@ -65,13 +65,13 @@ class Rows:
         return self.lanes * self.vectors
 
 
-def reduce_rows(source: ReduceSource, rows: Rows, split: Split) -> s_tir.Schedule:
+def reduce_rows(source: ReduceSource, rows: RowVectors, split: Split) -> s_tir.Schedule:
     """Write the nest of this module; the innermost loop of the data is a reduced one."""
     return _RowNest(source, rows, split).schedule()
 
 
-class _RowNest(Nest):
-    def __init__(self, source: ReduceSource, rows: Rows, split: Split) -> None:
+class _RowNest(ReductionNest):
+    def __init__(self, source: ReduceSource, rows: RowVectors, split: Split) -> None:
         super().__init__(source, split)
         self.rows = rows
         self.last = source.reduced[-1]
@@ -241,7 +241,7 @@ class _RowNest(Nest):
             self._vector(self.single, i64(0), start + k)
 
 
-def _blocks(source: ReduceSource, rows: Rows) -> int:
+def _blocks(source: ReduceSource, rows: RowVectors) -> int:
     """Number of reduced loops outside of a block; 0 if all additions are one block."""
     workload = source.workload
     if workload.acc_dtype not in FLOATS or workload.operator not in ("sum", "mean", "sum_squares"):

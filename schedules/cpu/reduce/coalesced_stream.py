@@ -26,7 +26,7 @@ from schedules.tir.index_math import i64
 
 from ..core.tiles import Index, Span
 from .source import Axis, ReduceSource
-from .tasks import Nest, Split, places, share, width
+from .tasks import ReductionNest, Split, places, share, width
 from .vector_states import States, count, unrolled, vector
 
 _MOST_VECTORS = 16
@@ -34,7 +34,7 @@ _ENOUGH_VECTORS = 8
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamVectors:
     """The states of neighbouring elements.
 
     Parameters
@@ -54,7 +54,7 @@ class Stream:
         return self.lanes * self.vectors
 
 
-def find_stream(source: ReduceSource, lanes: int) -> Stream | None:
+def find_stream(source: ReduceSource, lanes: int) -> StreamVectors | None:
     """Find a stream through the two innermost loops; None if they are no narrow stream."""
     if len(source.axes) < 2 or source.workload.is_arg:
         return None
@@ -71,7 +71,7 @@ def find_stream(source: ReduceSource, lanes: int) -> Stream | None:
         steps, rest = divmod(rows.size * columns.size, vectors * lanes)
         even = [n for n in range(repeats // 2 + 1, repeats + 1) if rest == 0 == steps % n]
         repeats = max(even, default=repeats)
-    return Stream(lanes, vectors * repeats)
+    return StreamVectors(lanes, vectors * repeats)
 
 
 def _is_stream(source: ReduceSource, rows: Axis, columns: Axis) -> bool:
@@ -85,13 +85,13 @@ def _is_stream(source: ReduceSource, rows: Axis, columns: Axis) -> bool:
     return True
 
 
-def reduce_stream(source: ReduceSource, stream: Stream, split: Split) -> s_tir.Schedule:
+def reduce_stream(source: ReduceSource, stream: StreamVectors, split: Split) -> s_tir.Schedule:
     """Write the nest of this module."""
     return _StreamNest(source, stream, split).schedule()
 
 
-class _StreamNest(Nest):
-    def __init__(self, source: ReduceSource, stream: Stream, split: Split) -> None:
+class _StreamNest(ReductionNest):
+    def __init__(self, source: ReduceSource, stream: StreamVectors, split: Split) -> None:
         super().__init__(source, split)
         self.stream = stream
         self.rows, self.columns = source.axes[-2:]

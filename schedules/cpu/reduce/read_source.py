@@ -75,7 +75,7 @@ def _attribute(block: s_tir.SBlock) -> str:
     return str(block.annotations.get(ATTRIBUTE, ""))
 
 
-class _Reader:
+class _SourceReader:
     """Rewrites the expressions of a reduction for its loops.
 
     Attributes
@@ -141,8 +141,7 @@ class _Reader:
         """The epilogue; None unless it makes element m of the output from state m."""
         written = [region.source for region in self.stages[0].writes]
         fields = {
-            buffer: field.astype(buffer.dtype)
-            for buffer, field in zip(written, state, strict=True)
+            buffer: field.astype(buffer.dtype) for buffer, field in zip(written, state, strict=True)
         }
         last = list(self.flats)[-1]
         if len(self.stages) == 1:
@@ -187,7 +186,7 @@ class _Reader:
         return {axis.var: stride(axis.var) for axis in axes}
 
 
-class _CoalescedReader(_Reader):
+class _CoalescedReader(_SourceReader):
     """Reads a legalized ``coalesced_reduce``, and unfolds its two loops."""
 
     def __init__(self, kernel: Kernel, func: tirx.PrimFunc, shape: Sequence[Extent]) -> None:
@@ -241,7 +240,7 @@ def _plain_source(kernel: Kernel, func: tirx.PrimFunc) -> ReduceSource | None:
     dtype = str(block.writes[0].source.dtype)
     workload = ReduceWorkload(operator, (), False, dtype, accumulation_dtype(operator, dtype))
     stages = [kernel.sch.get(info.block_rv) for info in kernel.blocks]
-    reader = _Reader(kernel, func, workload, stages)
+    reader = _SourceReader(kernel, func, workload, stages)
     outputs, reduced = (merge_groups(facts, facts.positions(kind)) for kind in "SR")
     groups = [*outputs, *reduced]
     if outputs and is_side_by_side(facts):

@@ -44,7 +44,7 @@ class Split:
     axis: int = 0
 
 
-class Nest:
+class ReductionNest:
     """A function under construction that computes one reduction.
 
     Parameters

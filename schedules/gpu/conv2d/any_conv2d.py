@@ -11,7 +11,6 @@ import tvm
 import tvm_ffi
 from tvm import ir, s_tir, tirx
 from tvm.script.ir_builder import tirx as T
-from tvm.target import Target
 
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute
@@ -36,7 +35,7 @@ class AnyConv2D(GPURule):
     16-bit floats are summed in float32. Returns None for everything else.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
         if text is None:
@@ -44,20 +43,18 @@ class AnyConv2D(GPURule):
         kernel = from_json(str(text))
         if kernel.winograd or len(kernel.layers) != 1:
             return None
-        gpu = GPUInfo.from_target(target)
         if kernel.layers[0].groups == 1:
             matmul = read_matmul(func, windows=True)
-            written = matmul and tensor_core_function(func, matmul, gpu, type(self).__name__)
+            written = matmul and tensor_core_function(func, matmul, gpu)
             if written:
-                return s_tir.Schedule(tvm.IRModule({"main": written}))
+                return written
         sch = s_tir.Schedule(tvm.IRModule({"main": func}))
         found = sch.get_child_blocks(sch.get_sblock("root"))
         if "pad1" in [sch.get(block).name_hint for block in found]:
             sch.compute_inline(sch.get_sblock("pad1"))
         stages = sch.get(sch.get_sblock("conv1")), sch.get(sch.get_sblock("layer1"))
         threads = gpu.block_threads(THREADS)
-        written = write_kernels(func, lambda: _write_kernel(func, *stages, threads))
-        return s_tir.Schedule(tvm.IRModule({"main": written}))
+        return write_kernels(func, lambda: _write_kernel(func, *stages, threads))
 
 
 def _write_kernel(

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
-from tvm.target import Target
 
 from schedules.errors import OpError
 from schedules.tir.branch import when
@@ -20,11 +18,12 @@ from schedules.workload.conv2d import Conv2DKernel, ConvLayer, from_json
 from schedules.workload.reduce import extent_of
 
 from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
-from ..core.machine import REGISTER_FILE, GPUInfo
+from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
 from ..core.rule import GPURule
 from ..core.vector_loads import flat_view
-from ..gemm.conv_tiles import ConvTile, Product, choose_tile
-from ..gemm.epilogue import Ending, Epilogue, Partial, finish_tile, lanes_at, sum_parts
+from ..gemm.conv_tiles import ConvTile, ProductExtents, choose_tile
+from ..gemm.epilogue import Ending, LayerEpilogue, Partial, finish_tile, lanes_at, sum_parts
 from ..gemm.implicit_gemm import LANES, ConvShape, Index, Window, window_of
 from ..gemm.main_loop import multiply
 from ..gemm.shared_memory_pipeline import DataStage, WeightStage
@@ -41,14 +40,13 @@ class Conv2D(GPURule):
     depthwise, where a tile fits the device; returns None for everything else.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         kernel = packed_kernel(func, layers=1)
         if kernel is None or kernel.layers[0].is_depthwise:
             return None
         shape = ConvShape.of(kernel, batch_of(func))
-        gpu = GPUInfo.from_target(target)
-        tile = choose_tile(Product.of(shape), gpu)
+        tile = choose_tile(ProductExtents.of(shape), gpu)
         return None if tile is None else conv2d_template(func, kernel, tile, gpu)
 
 
@@ -91,7 +89,7 @@ def batch_of(func: tirx.PrimFunc) -> tirx.Expr | int:
 
 def conv2d_template(
     func: tirx.PrimFunc, kernel: Conv2DKernel, tile: ConvTile, gpu: GPUInfo
-) -> s_tir.Schedule:
+) -> tirx.PrimFunc:
     """Write the kernel with a tile.
 
     Parameters
@@ -116,7 +114,7 @@ def conv2d_template(
         _write_product(func, shape, tile, gpu, partial)
         _write_addition(func, shape, tile.splits, partial, gpu.block_threads(ADDING_THREADS))
 
-    return s_tir.Schedule(tvm.IRModule({"main": write_kernels(func, body)}))
+    return write_kernels(func, body)
 
 
 def _write_product(
@@ -135,7 +133,7 @@ def _write_product(
         T.launch_thread("blockIdx.y", shape.const(shape.groups * down)) as row,
         T.launch_thread("blockIdx.x", across) as column,
         T.launch_thread("threadIdx.x", shape.const(tile.threads)) as thread,
-        resident_blocks(gpu, REGISTER_FILE // (tile.registers * tile.threads)),
+        resident_blocks(gpu, COSTS.register_file // (tile.registers * tile.threads)),
     ):
         data, weight = [flat_view(param) for param in func.params[:2]]
         group = 0 if shape.groups == 1 else row // down
@@ -168,10 +166,10 @@ def _write_addition(
             epilogue.finish(item, bias, lanes_at(total, 0))
 
 
-def _epilogue(func: tirx.PrimFunc, shape: ConvShape) -> Epilogue:
+def _epilogue(func: tirx.PrimFunc, shape: ConvShape) -> LayerEpilogue:
     """Epilogue of the layer; to be called inside the launch."""
     bias, *residual, output = [flat_view(param) for param in func.params[2:]]
-    return Epilogue(shape, bias, output, residual[0] if residual else None)
+    return LayerEpilogue(shape, bias, output, residual[0] if residual else None)
 
 
 @dataclass(frozen=True)

@@ -9,34 +9,27 @@ from __future__ import annotations
 import math
 
 from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
 from ..gemm.conv_tiles import (
-    BLOCK_LATENCY,
-    ISSUE,
-    L2_BYTES,
-    LAUNCH,
-    WARP,
-    Product,
+    ProductExtents,
     choose_tile,
     estimate,
 )
 from ..gemm.implicit_gemm import LANES, ConvShape
 from .depthwise_conv2d import choose_rows
-from .fused_tiles import Pair, choose_fused_tile, estimate_fused
-
-L2_CAPACITY = 24 << 20  # bytes that stay in the second-level cache from one kernel to the next
-MEMORY_BYTES = 14.0  # per cycle and multiprocessor, of device memory
+from .fused_tiles import ConvPair, choose_fused_tile, estimate_fused
 
 
-def separate_cycles(pair: Pair, gpu: GPUInfo) -> float:
+def separate_cycles(pair: ConvPair, gpu: GPUInfo) -> float:
     """Predicted cycles of two kernels, which write and read the intermediate."""
     elements = pair.first.images * pair.first.out_planes * pair.first.out_pixels * LANES
     moved = 2 * 4 * elements
-    rate = L2_BYTES if moved <= L2_CAPACITY else MEMORY_BYTES
+    rate = COSTS.l2_bytes if moved <= COSTS.l2_capacity else COSTS.memory_bytes
     layers = sum(layer_cycles(shape, gpu) for shape in (pair.first, pair.second))
-    return layers + LAUNCH + moved / (rate * gpu.multiprocessors)
+    return layers + COSTS.launch + moved / (rate * gpu.multiprocessors)
 
 
-def fused_cycles(pair: Pair, gpu: GPUInfo) -> float | None:
+def fused_cycles(pair: ConvPair, gpu: GPUInfo) -> float | None:
     """Predicted cycles of one kernel; None if no tile fits the device."""
     tile = choose_fused_tile(pair, gpu)
     return None if tile is None else estimate_fused(pair, tile, gpu)
@@ -45,7 +38,7 @@ def fused_cycles(pair: Pair, gpu: GPUInfo) -> float | None:
 def layer_cycles(shape: ConvShape, gpu: GPUInfo) -> float:
     """Predicted cycles of one layer's kernel; infinite if no tile fits the device."""
     if not shape.layer.is_depthwise:
-        product = Product.of(shape)
+        product = ProductExtents.of(shape)
         tile = choose_tile(product, gpu)
         return math.inf if tile is None else estimate(product, tile, gpu)
     rows = choose_rows(shape, gpu)
@@ -53,4 +46,4 @@ def layer_cycles(shape: ConvShape, gpu: GPUInfo) -> float:
     seen = (rows - 1) * layer.strides[0] + (layer.kernel[0] - 1) * layer.dilation[0] + 1
     each = 8.0 * seen * layer.kernel[1] + 2 * shape.taps + 4 * rows * shape.taps + 60
     threads = shape.images * shape.out_planes * -(-height // rows) * width
-    return each * threads / (WARP * ISSUE * gpu.multiprocessors) + BLOCK_LATENCY
+    return each * threads / (COSTS.warp * COSTS.issue * gpu.multiprocessors) + COSTS.block_latency

@@ -7,26 +7,24 @@ neighbouring threads have neighbouring columns.
 
 from __future__ import annotations
 
-import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
-from tvm.target import Target
 
 from schedules.tir.branch import when
 from schedules.workload.conv2d import Conv2DKernel
 
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
 from ..core.rule import GPURule
 from ..core.vector_loads import flat_view
-from ..gemm.epilogue import Epilogue, lanes_at
+from ..gemm.epilogue import LayerEpilogue, lanes_at
 from ..gemm.implicit_gemm import LANES, ConvShape
 from .conv2d import batch_of, packed_kernel
 from .depthwise_column import Column
 
 THREADS = 128
 MOST_TAPS = 49  # the nest is unrolled
-FULL = 512  # threads of a multiprocessor that hide the latency of memory; an estimate
 
 
 class DepthwiseConv2D(GPURule):
@@ -36,7 +34,7 @@ class DepthwiseConv2D(GPURule):
     None for everything else.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         kernel = packed_kernel(func, layers=1)
         if kernel is None or not kernel.layers[0].is_depthwise or kernel.data_layout == "NCHW":
@@ -44,7 +42,6 @@ class DepthwiseConv2D(GPURule):
         shape = ConvShape.of(kernel, batch_of(func))
         if shape.taps > MOST_TAPS:
             return None
-        gpu = GPUInfo.from_target(target)
         return depthwise_template(func, kernel, choose_rows(shape, gpu), gpu)
 
 
@@ -57,14 +54,14 @@ def choose_rows(shape: ConvShape, gpu: GPUInfo) -> int:
     for rows in (4, 2):
         threads = shape.images * shape.out_planes * -(-height // rows) * width
         waste = -(-height // rows) * rows / height
-        if threads >= FULL * gpu.multiprocessors and waste < 1.2:
+        if threads >= COSTS.hiding_threads * gpu.multiprocessors and waste < 1.2:
             return rows
     return 1
 
 
 def depthwise_template(
     func: tirx.PrimFunc, kernel: Conv2DKernel, rows: int, gpu: GPUInfo
-) -> s_tir.Schedule:
+) -> tirx.PrimFunc:
     """Write the kernel.
 
     Parameters
@@ -100,7 +97,7 @@ def depthwise_template(
                 channel = plane % shape.out_planes
                 column = Column(shape, rows, plane, channel, row, x, data, weight)
                 sums = column.add_all()
-                epilogue = Epilogue(shape, bias, output, residual[0] if residual else None)
+                epilogue = LayerEpilogue(shape, bias, output, residual[0] if residual else None)
                 loaded = epilogue.load_bias(channel)
                 for number in range(rows):
                     y = row + number
@@ -108,4 +105,4 @@ def depthwise_template(
                         place = (plane * height + y) * width + x
                         epilogue.finish(place, loaded, lanes_at(sums, number * LANES))
 
-    return s_tir.Schedule(tvm.IRModule({"main": write_kernels(func, body)}))
+    return write_kernels(func, body)

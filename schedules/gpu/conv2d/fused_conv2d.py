@@ -18,10 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
-from tvm.target import Target
 
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 
@@ -30,14 +28,14 @@ from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule
 from ..core.vector_loads import flat_view
-from ..gemm.epilogue import Epilogue, finish_tile
+from ..gemm.epilogue import LayerEpilogue, finish_tile
 from ..gemm.implicit_gemm import LANES, ConvShape, Index
 from ..gemm.main_loop import add_step, clear_sums
 from ..gemm.shared_memory_pipeline import WeightStage, run_steps
 from ..gemm.thread_block_tile import GemmBlock
 from .conv2d import batch_of, packed_kernel
 from .fused_first_layer import FirstLayer
-from .fused_tiles import FusedTile, Pair, choose_fused_tile
+from .fused_tiles import ConvPair, FusedTile, choose_fused_tile
 
 MOST_TAPS = 49  # of a depthwise first layer, which is unrolled
 
@@ -50,12 +48,12 @@ class FusedConv2D(GPURule):
     :func:`unsupported` allows and a tile fits the device; returns None for everything else.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         kernel = packed_kernel(func, layers=2)
         if kernel is None or unsupported(*kernel.layers) is not None:
             return None
-        tile = choose_fused_tile(pair_of(kernel, batch_of(func)), GPUInfo.from_target(target))
+        tile = choose_fused_tile(pair_of(kernel, batch_of(func)), gpu)
         return None if tile is None else fused_template(func, kernel, tile)
 
 
@@ -70,13 +68,13 @@ def unsupported(layer1: ConvLayer, layer2: ConvLayer) -> str | None:
     return None
 
 
-def pair_of(kernel: Conv2DKernel, batch: tirx.Expr | int) -> Pair:
+def pair_of(kernel: Conv2DKernel, batch: tirx.Expr | int) -> ConvPair:
     """The shapes of both layers of a kernel."""
     first = ConvShape.of(kernel, batch)
-    return Pair(first, ConvShape(kernel.layers[1], batch, first.out_size))
+    return ConvPair(first, ConvShape(kernel.layers[1], batch, first.out_size))
 
 
-def fused_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: FusedTile) -> s_tir.Schedule:
+def fused_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: FusedTile) -> tirx.PrimFunc:
     """Write the kernel of the module's docstring.
 
     Parameters
@@ -108,7 +106,7 @@ def fused_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: FusedTile) -
             block = _Block(pair, tile, thread, image, row, column, y * tile.blocks, views)
             block.write(residual=kernel.residual)
 
-    return s_tir.Schedule(tvm.IRModule({"main": write_kernels(func, body)}))
+    return write_kernels(func, body)
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ class _Block:
 
     Parameters
     ----------
-    pair, tile : Pair, FusedTile
+    pair, tile : ConvPair, FusedTile
         The layers, and extents of the block's part.
     thread : tirx.Expr
         Number of the thread.
@@ -129,7 +127,7 @@ class _Block:
         The parameters, flat.
     """
 
-    pair: Pair
+    pair: ConvPair
     tile: FusedTile
     thread: tirx.Expr
     image: Index
@@ -158,7 +156,7 @@ class _Block:
             sync()  # TVM may give both layers' weights the same memory
             run_steps([weights], chunk * steps, steps, add, fetched=True)
             sync()
-        epilogue = Epilogue(second, self.views[4], self.views[-1], None)
+        epilogue = LayerEpilogue(second, self.views[4], self.views[-1], None)
         if residual:
             epilogue = replace(epilogue, residual=self.views[5])
         finish_tile(gemm, sums, epilogue, self._locate)

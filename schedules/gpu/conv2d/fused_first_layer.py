@@ -19,7 +19,7 @@ from ..gemm.main_loop import multiply
 from ..gemm.shared_memory_pipeline import DataStage, WeightStage
 from ..gemm.thread_block_tile import GemmBlock
 from .depthwise_column import Column
-from .fused_tiles import FusedTile, Pair
+from .fused_tiles import ConvPair, FusedTile
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class FirstLayer:
 
     Parameters
     ----------
-    pair, tile : Pair, FusedTile
+    pair, tile : ConvPair, FusedTile
         The layers, and extents of the block's part.
     thread : tirx.Expr
         Number of the thread.
@@ -42,7 +42,7 @@ class FirstLayer:
         Shared memory for a chunk, ``[block][pixel][4]``.
     """
 
-    pair: Pair
+    pair: ConvPair
     tile: FusedTile
     thread: tirx.Expr
     image: Index

@@ -15,17 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..core.machine import REGISTER_FILE, GPUInfo
+from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
 from ..gemm.conv_tiles import (
-    BLOCK_LATENCY,
-    ISSUE,
-    L2_BYTES,
     MOST_PRODUCTS,
-    READ_CYCLES,
-    SHARED_BYTES,
-    STEP_LATENCY,
-    WARP,
-    WARP_CYCLES,
     ConvTile,
     step_bytes,
     step_instructions,
@@ -34,7 +27,6 @@ from ..gemm.conv_tiles import (
 from ..gemm.implicit_gemm import ConvShape
 from .depthwise_column import HELD_TAPS
 
-MOST_REGISTERS = 210
 MOST_FIRST_PIXELS = 12  # of a thread in the first layer
 
 
@@ -93,7 +85,7 @@ class FusedTile:
 
 
 @dataclass(frozen=True)
-class Pair:
+class ConvPair:
     """Two layers of which the second reads the first."""
 
     first: ConvShape
@@ -143,30 +135,34 @@ class Pair:
         if tile.threads > gpu.max_threads or self.shared_bytes(tile) > gpu.shared_bytes:
             return False
         if self.first.layer.is_depthwise:
-            return self.registers(tile) <= MOST_REGISTERS
+            return self.registers(tile) <= COSTS.fused_registers
         if tile.first_blocks > tile.chunk or tile.threads * tile.first_blocks % tile.chunk:
             return False
         first = tile.first(self.mid_pixels(tile))
         small = first.thread_pixels <= MOST_FIRST_PIXELS and first.products <= MOST_PRODUCTS
-        return small and first.threads == tile.threads and self.registers(tile) <= MOST_REGISTERS
+        return (
+            small
+            and first.threads == tile.threads
+            and self.registers(tile) <= COSTS.fused_registers
+        )
 
 
 @functools.lru_cache(maxsize=256)
-def choose_fused_tile(pair: Pair, gpu: GPUInfo) -> FusedTile | None:
+def choose_fused_tile(pair: ConvPair, gpu: GPUInfo) -> FusedTile | None:
     """The tile with the least :func:`estimate_fused`; None if none fits."""
     fitting = [tile for tile in _all_tiles(pair.first.layer.is_depthwise) if pair.fits(tile, gpu)]
     return min(fitting, key=lambda tile: estimate_fused(pair, tile, gpu), default=None)
 
 
-def estimate_fused(pair: Pair, tile: FusedTile, gpu: GPUInfo) -> float:
+def estimate_fused(pair: ConvPair, tile: FusedTile, gpu: GPUInfo) -> float:
     """Predicted cycles of the kernel with a tile."""
     height, width = pair.second.out_size
     tiles = pair.second.images * -(-height // tile.height) * -(-width // tile.width)
     share = -(-tiles * -(-pair.second.out_blocks // tile.blocks) // gpu.multiprocessors)
     resident = min(
-        REGISTER_FILE // (pair.registers(tile) * tile.threads),
-        SHARED_BYTES // pair.shared_bytes(tile),
-        2048 // tile.threads,
+        COSTS.register_file // (pair.registers(tile) * tile.threads),
+        COSTS.shared_bytes // pair.shared_bytes(tile),
+        COSTS.multiprocessor_threads // tile.threads,
     )
     rounds = -(-share // max(1, resident))
     first, first_reads, first_bytes, first_latency = _first_cost(pair, tile)
@@ -174,16 +170,16 @@ def estimate_fused(pair: Pair, tile: FusedTile, gpu: GPUInfo) -> float:
     steps = tile.chunk * pair.second.taps // tile.quads
     instructions = first + steps * step_instructions(second)
     moved = first_bytes + steps * 64.0 * second.blocks * second.quads
-    latency = first_latency + steps * STEP_LATENCY / 4  # only weights, which are loaded ahead
-    warps = -(-tile.threads // WARP)
-    reads = (first_reads + steps * step_reads(second)) * warps * READ_CYCLES
-    busy = max(instructions * warps / ISSUE, reads, moved / L2_BYTES)
-    alone = max(busy, instructions * WARP_CYCLES, latency)
+    latency = first_latency + steps * COSTS.step_latency / 4  # only weights, which are loaded ahead
+    warps = -(-tile.threads // COSTS.warp)
+    reads = (first_reads + steps * step_reads(second)) * warps * COSTS.read_cycles
+    busy = max(instructions * warps / COSTS.issue, reads, moved / COSTS.l2_bytes)
+    alone = max(busy, instructions * COSTS.warp_cycles, latency)
     chunks = pair.chunks(tile)
-    return max(share * chunks * busy, rounds * (chunks * alone + BLOCK_LATENCY))
+    return max(share * chunks * busy, rounds * (chunks * alone + COSTS.block_latency))
 
 
-def _first_cost(pair: Pair, tile: FusedTile) -> tuple[float, float, float, float]:
+def _first_cost(pair: ConvPair, tile: FusedTile) -> tuple[float, float, float, float]:
     """Instructions and reads of a thread, bytes and latency of one chunk of the first layer."""
     height, width = pair.mid_size(tile)
     layer, shape = pair.first.layer, pair.first
@@ -191,13 +187,13 @@ def _first_cost(pair: Pair, tile: FusedTile) -> tuple[float, float, float, float
         first = tile.first(height * width)
         steps = -(-shape.quads // first.quads)
         counted = steps * step_instructions(first), steps * step_reads(first)
-        return *counted, steps * step_bytes(first), steps * STEP_LATENCY
+        return *counted, steps * step_bytes(first), steps * COSTS.step_latency
     items = -(-tile.chunk * -(-height // tile.rows) * width // tile.threads)
     seen = (tile.rows - 1) * layer.strides[0] + (layer.kernel[0] - 1) * layer.dilation[0] + 1
     loads = seen * layer.kernel[1]
     each = 8.0 * loads + 2 * shape.taps + 4 * tile.rows * shape.taps + 40
     read = height * layer.strides[0] * width * layer.strides[1]
-    return items * each, 0.0, 16.0 * tile.chunk * read, items * STEP_LATENCY
+    return items * each, 0.0, 16.0 * tile.chunk * read, items * COSTS.step_latency
 
 
 @functools.cache
@@ -218,5 +214,5 @@ def _enumerate(depthwise: bool) -> Iterator[FusedTile]:
     for size, blocks, (thread_blocks, thread_pixels), chunk, quads, first in shapes:
         tile = FusedTile(*size, blocks, thread_blocks, thread_pixels, quads, chunk, *first)
         fit = thread_blocks <= blocks and quads <= chunk and tile.second.products <= MOST_PRODUCTS
-        if fit and 2 * WARP <= tile.threads <= 256 and tile.second.weight_turns <= 6:
+        if fit and 2 * COSTS.warp <= tile.threads <= 256 and tile.second.weight_turns <= 6:
             yield tile

@@ -10,35 +10,13 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from schedules.schedule_rule import RULE
 from schedules.tir.index_math import i64
 from schedules.workload.reduce import Extent, constant
 
-from .bfloat16_bits import convert_by_bits
 from .machine import GPUInfo
 
 SCATTERED = "tvm_fusion.scattered"
 """Attribute of one whose neighbouring threads cannot all read and write neighbouring elements."""
-
-
-def write_function(
-    func: tirx.PrimFunc, gpu: GPUInfo, rule: str, body: Callable[[], None]
-) -> tirx.PrimFunc:
-    """A scheduled function with the signature of ``func``; bfloat16 by its bits if need be.
-
-    Parameters
-    ----------
-    func : tirx.PrimFunc
-        Signature and attributes.
-    gpu : GPUInfo
-        The device.
-    rule : str
-        Name of the rule.
-    body : Callable
-        Emits the launches, within an IRBuilder.
-    """
-    written = write_kernels(func, body).with_attr(RULE, rule)
-    return written if gpu.has_bfloat16 else convert_by_bits(written)
 
 
 def write_kernels(func: tirx.PrimFunc, body: Callable[[], None]) -> tirx.PrimFunc:

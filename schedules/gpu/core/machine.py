@@ -16,7 +16,6 @@ from schedules.errors import TargetError
 from schedules.tir.index_math import floor_power_of_two
 
 KINDS = ("cuda", "opencl")
-REGISTER_FILE = 65536  # registers of a multiprocessor of NVIDIA's
 
 # Multiprocessors of V100, T4, A100, RTX 3090 and A40, Jetson Orin, L40, H100 SXM, B200, RTX 5090.
 _MULTIPROCESSORS = {

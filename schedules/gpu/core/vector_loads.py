@@ -14,12 +14,12 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
 from schedules.tir.expression_walk import is_if_then_else, loads, nodes, substitute, uses
-from schedules.tir.index_math import INT32_END, i64, is_multiple, ravel, volume
+from schedules.tir.index_math import INT32_END, i64, ravel, volume
 from schedules.workload.reduce import constant
 
+from .lane_run import LaneRun
 from .machine import GPUInfo
-
-WIDEST_LOAD = 16  # bytes of one instruction
+from .machine_costs import COSTS
 
 Value = Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
 Flat = Callable[[tirx.Buffer], tirx.Buffer | None]
@@ -154,9 +154,10 @@ class VectorLoads:
 
     def _classify(self) -> list[str]:
         """For each read, in order: ``vector``, ``uniform`` or ``each``."""
-        run = LaneRun(self.along_m, self.vector)
-        first, moved = loads(*self._at(run.m, run.n)), loads(*self._at(run.m, run.n, run.lane))
-        guarded = _guarded_loads(self._at(run.m, run.n))
+        run = LaneRun(self.vector)
+        m, n = run.place(self.along_m)
+        first, moved = loads(*self._at(m, n)), loads(*self._at(m, n, run.lane))
+        guarded = _guarded_loads(self._at(m, n))
         kinds = []
         for a, b in zip(first, moved, strict=True):
             fixed = not any(loads(index) or uses(index, *self.results) for index in a.indices)
@@ -196,35 +197,6 @@ class VectorLoads:
             return Register(load, register, False)
         load_vector(register, source, index)
         return Register(load, register, True)
-
-
-class LaneRun:
-    """A vector of neighbouring elements at any place.
-
-    Attributes
-    ----------
-    m, n : tirx.Expr
-        Position of lane 0.
-    lane : tirx.Var
-        Any lane.
-    """
-
-    def __init__(self, along_m: bool, vector: int):
-        self.vector = vector
-        self.analyzer = Analyzer()
-        base, other, self.lane = (tirx.Var(name, "int64") for name in ("base", "other", "lane"))
-        for var, extent in ((base, 1 << 40), (other, 1 << 40), (self.lane, vector)):
-            self.analyzer.bind(var, Range.from_min_extent(i64(0), i64(extent)))
-        start = base * i64(vector)
-        self.m, self.n = (start, other) if along_m else (other, start)
-
-    def kind(self, first: tirx.Expr, moved: tirx.Expr) -> str:
-        """Growth of an index from lane 0, where it is ``first``, to ``lane``."""
-        step = self.analyzer.simplify(moved - first)
-        if self.analyzer.can_prove_equal(step, i64(0)):
-            return "uniform"
-        aligned = is_multiple(first, self.vector, self.analyzer)
-        return "vector" if aligned and self.analyzer.can_prove_equal(step, self.lane) else "each"
 
 
 def flat_view(buffer: tirx.Buffer) -> tirx.Buffer:
@@ -287,7 +259,7 @@ def store_vector(register: tirx.Buffer, target: tirx.Buffer, place: tirx.Expr) -
 
 def _parts(lanes: int, buffer: tirx.Buffer) -> list[tuple[int, int]]:
     """Begin and width of the instructions for ``lanes`` elements."""
-    width = min(lanes, WIDEST_LOAD * 8 // DataType(str(buffer.dtype)).bits)
+    width = min(lanes, COSTS.widest_load * 8 // DataType(str(buffer.dtype)).bits)
     return [(start, width) for start in range(0, lanes, width)]
 
 

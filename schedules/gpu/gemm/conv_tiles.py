@@ -6,10 +6,10 @@ model of one multiprocessor with its share of the blocks, and the fastest is tak
 
 - instructions: four warps issue in each cycle; for a quad, a thread needs ``16 x blocks x pixels``
   multiply-adds and ``pixels + 4 blocks`` reads of 16 bytes from shared memory, each of which keeps
-  it busy for ``READ_CYCLES``, so that large register tiles win where there is enough work for all
+  it busy for ``read_cycles``, so that large register tiles win where there is enough work for all
   multiprocessors;
 - latency: a warp issues in every second cycle at best, and a step takes no less than
-  ``STEP_LATENCY`` cycles, as its barrier waits for data from the second-level cache; blocks that
+  ``step_latency`` cycles, as its barrier waits for data from the second-level cache; blocks that
   share a multiprocessor hide each other's latency;
 - traffic: both operands of every step come from the second-level cache.
 
@@ -26,22 +26,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..core.machine import REGISTER_FILE, GPUInfo
+from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
 from .implicit_gemm import ConvShape
 
-STEP_LATENCY = 400.0  # cycles from a load's issue to the barrier after its store
-LAUNCH = 2000.0  # cycles from the end of a kernel to the start of the next, over a microsecond
-BLOCK_LATENCY = 1500.0  # cycles of a block outside of its main loop
-L2_BYTES = 30.0  # per cycle and multiprocessor
-SHARED_BYTES = 100 * 1024  # of a multiprocessor, on all devices since sm_80
-ISSUE = 4.0  # warps that issue in a cycle
-READ_CYCLES = 2.0  # of shared memory, for 16 bytes a lane and neighbours that read the same
-WARP_CYCLES = 2.0  # between two instructions of a warp
-MOST_REGISTERS = 200  # of a thread, so that the estimate may err by a quarter
 SPLITS = (1, 2, 4, 8, 16)
 MOST_PRODUCTS = 512  # multiply-adds of a thread and step: they are unrolled, in up to four places
 MOST_TURNS = 6  # loads of 16 bytes of a thread and step
-WARP = 32
 
 
 @dataclass(frozen=True)
@@ -115,7 +106,7 @@ class ConvTile:
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductExtents:
     """Extents of a product of matrices.
 
     Parameters
@@ -135,19 +126,19 @@ class Product:
     may_split: bool = True
 
     @classmethod
-    def of(cls, shape: ConvShape) -> Product:
+    def of(cls, shape: ConvShape) -> ProductExtents:
         """The product that a convolution is; a symbolic batch counts as one image."""
         pixels, known = shape.images * shape.out_pixels, isinstance(shape.batch, int)
         return cls(shape.groups, shape.out_blocks, pixels, shape.quads, known)
 
 
 @functools.lru_cache(maxsize=256)
-def choose_tile(product: Product, gpu: GPUInfo) -> ConvTile | None:
+def choose_tile(product: ProductExtents, gpu: GPUInfo) -> ConvTile | None:
     """The tile with the least :func:`estimate`; None if none fits the device.
 
     Parameters
     ----------
-    product : Product
+    product : ProductExtents
         Extents of the convolution.
     gpu : GPUInfo
         The device.
@@ -166,36 +157,38 @@ def fits(tile: ConvTile, gpu: GPUInfo) -> bool:
     return tile.threads <= gpu.max_threads and tile.shared_bytes <= gpu.shared_bytes
 
 
-def estimate(product: Product, tile: ConvTile, gpu: GPUInfo) -> float:
+def estimate(product: ProductExtents, tile: ConvTile, gpu: GPUInfo) -> float:
     """Predicted cycles of the kernel with a tile; see the module's docstring."""
     down, across = -(-product.blocks // tile.blocks), -(-product.pixels // tile.pixels)
     share = -(-product.groups * down * across * tile.splits // gpu.multiprocessors)
     resident = min(
-        REGISTER_FILE // (tile.registers * tile.threads),
-        SHARED_BYTES // tile.shared_bytes,
-        2048 // tile.threads,
+        COSTS.register_file // (tile.registers * tile.threads),
+        COSTS.shared_bytes // tile.shared_bytes,
+        COSTS.multiprocessor_threads // tile.threads,
     )
     rounds = -(-share // max(1, resident))
     steps = -(-product.quads // (tile.quads * tile.splits))
     busy = step_cycles(tile)
-    alone = max(busy, step_instructions(tile) * WARP_CYCLES, STEP_LATENCY)
-    cycles = max(share * steps * busy, rounds * (steps * alone + BLOCK_LATENCY))
+    alone = max(busy, step_instructions(tile) * COSTS.warp_cycles, COSTS.step_latency)
+    cycles = max(share * steps * busy, rounds * (steps * alone + COSTS.block_latency))
     return cycles + _adding_cycles(product, tile, gpu)
 
 
-def _adding_cycles(product: Product, tile: ConvTile, gpu: GPUInfo) -> float:
+def _adding_cycles(product: ProductExtents, tile: ConvTile, gpu: GPUInfo) -> float:
     """Predicted cycles of the kernel that adds up the splits, and of writing them."""
     if tile.splits == 1:
         return 0.0
     moved = 2.0 * 16 * tile.splits * product.groups * product.blocks * product.pixels
-    return LAUNCH + BLOCK_LATENCY + moved / (L2_BYTES * gpu.multiprocessors)
+    return COSTS.launch + COSTS.block_latency + moved / (COSTS.l2_bytes * gpu.multiprocessors)
 
 
 def step_cycles(tile: ConvTile) -> float:
     """Cycles of one step of a block in the busiest unit of the multiprocessor."""
-    warps = -(-tile.threads // WARP)
-    issue = step_instructions(tile) * warps / ISSUE
-    return max(issue, step_reads(tile) * warps * READ_CYCLES, step_bytes(tile) / L2_BYTES)
+    warps = -(-tile.threads // COSTS.warp)
+    issue = step_instructions(tile) * warps / COSTS.issue
+    return max(
+        issue, step_reads(tile) * warps * COSTS.read_cycles, step_bytes(tile) / COSTS.l2_bytes
+    )
 
 
 def step_instructions(tile: ConvTile) -> float:
@@ -233,7 +226,7 @@ def _enumerate() -> Iterator[ConvTile]:
                 if own[0] > blocks or quads % parts:
                     continue
                 tile = ConvTile(blocks, pixels, *own, quads, parts)
-                small = tile.registers <= MOST_REGISTERS and tile.products <= MOST_PRODUCTS
+                small = tile.registers <= COSTS.conv_registers and tile.products <= MOST_PRODUCTS
                 small = small and tile.weight_turns + tile.data_turns <= MOST_TURNS
-                if small and 2 * WARP <= tile.threads <= 256:
+                if small and 2 * COSTS.warp <= tile.threads <= 256:
                     yield tile

@@ -20,7 +20,7 @@ from .thread_block_tile import GemmBlock
 
 
 @dataclass(frozen=True)
-class Epilogue:
+class LayerEpilogue:
     """Epilogue and output of a layer.
 
     Parameters
@@ -94,7 +94,7 @@ class Partial:
         copy4(self.output, self.first + place, result, 0)
 
 
-Ending: TypeAlias = "Epilogue | Partial"
+Ending: TypeAlias = "LayerEpilogue | Partial"
 Locate = Callable[[Index, Index], "tuple[Index, tirx.Expr | None]"]
 """Function from a block of channels, counted over all groups, and a pixel of the tile to the place
 in the output, in fours, and the condition for it to exist; None where it always does."""

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import tvm
-from tvm import DataType, s_tir, tirx
+from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
-from tvm.target import Target
 
 from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import constant
 
-from ..core.kernel_function import unless_empty, write_function
+from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule
 from ..pointwise.point_kernel import Views
@@ -40,22 +38,21 @@ class Matmul(GPURule):
     windows of their data. Left alone: other convolutions, epilogues that move elements.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        gpu = GPUInfo.from_target(target)
         plain = read_matmul(func)
         matmul = plain or (read_matmul(func, windows=True) if gpu.has_tensor_cores else None)
         if matmul is None:
             return None
         rows = constant(matmul.m)
         is_skinny = rows is not None and rows <= MOST_ROWS
-        kernel = None if is_skinny else tensor_core_function(func, matmul, gpu, "Matmul")
+        kernel = None if is_skinny else tensor_core_function(func, matmul, gpu)
         if kernel is None and plain is None:
             return None
         if kernel is None:
             write = _write_rows if is_skinny else _write_tiles
-            kernel = write_function(func, gpu, "Matmul", lambda: write(func, matmul, gpu))
-        return s_tir.Schedule(tvm.IRModule({"main": kernel}))
+            kernel = write_kernels(func, lambda: write(func, matmul, gpu))
+        return kernel
 
 
 def _write_rows(func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo) -> None:

@@ -27,7 +27,7 @@ from .implicit_gemm import LANES, ConvShape, Index, Window, inside
 from .thread_block_tile import GemmBlock
 
 
-class Stage(Protocol):
+class OperandStage(Protocol):
     """Transfer of an operand, or of several, to shared memory."""
 
     def fetch(self, step: Index) -> None:
@@ -38,7 +38,7 @@ class Stage(Protocol):
 
 
 def run_steps(
-    stages: Sequence[Stage],
+    stages: Sequence[OperandStage],
     first: Index,
     steps: Extent,
     add: Callable[[Index, int], None],

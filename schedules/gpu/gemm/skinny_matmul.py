@@ -110,7 +110,7 @@ def write_rows(
         body(matmul, config, gpu, views, batch, first, thread).write()
 
 
-class _Rows:
+class _RowsKernel:
     """Common part of both kernels: the sums, and the step that adds to them."""
 
     def __init__(
@@ -197,7 +197,7 @@ class _Rows:
         return [register[k] for k in range(count)]
 
 
-class _AlongDepth(_Rows):
+class _AlongDepth(_RowsKernel):
     """Lanes share a column."""
 
     def write(self) -> None:
@@ -237,7 +237,7 @@ class _AlongDepth(_Rows):
         return total[0]
 
 
-class _AlongColumns(_Rows):
+class _AlongColumns(_RowsKernel):
     """Each lane has neighbouring columns; the parts of the block share the reduced axis."""
 
     def write(self) -> None:

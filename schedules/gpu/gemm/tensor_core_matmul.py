@@ -28,8 +28,9 @@ from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import unravel
 
 from ..core.intrinsics import sync
-from ..core.kernel_function import resident_blocks, unless_empty, write_function
-from ..core.machine import REGISTER_FILE, GPUInfo
+from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
+from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
 from ..core.tensor_core import TensorCore
 from ..pointwise.coalescing import classify
 from ..pointwise.element_program import Read, Step, Value
@@ -40,7 +41,6 @@ from .matmul_pattern import MatmulFunction, Operand, divides
 from .tensor_core_tile import (
     ELEMENTS,
     STEP,
-    WARP,
     SharedTile,
     TensorTile,
     choose_tensor_tile,
@@ -53,7 +53,7 @@ _QUAD = 4  # lanes with neighbouring columns of the same row
 
 
 def tensor_core_function(
-    func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo, rule: str
+    func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo
 ) -> tirx.PrimFunc | None:
     """The scheduled function of a product; None if it is not one of tensor cores.
 
@@ -63,8 +63,6 @@ def tensor_core_function(
         The function, and the product that it computes.
     gpu : GPUInfo
         The device.
-    rule : str
-        Name of the rule.
     """
     tile = choose_tensor_tile(matmul, gpu)
     if tile is None:
@@ -76,11 +74,11 @@ def tensor_core_function(
         with (
             unless_empty(blocks),
             T.launch_thread("blockIdx.x", blocks) as block,
-            resident_blocks(gpu, REGISTER_FILE // (tile.registers * tile.threads)),
+            resident_blocks(gpu, COSTS.register_file // (tile.registers * tile.threads)),
         ):
             write_tensor_tiles(matmul, tile, Views.declare(func, gpu), block)
 
-    return write_function(func, gpu, rule, body)
+    return write_kernels(func, body)
 
 
 def write_tensor_tiles(
@@ -93,7 +91,7 @@ def write_tensor_tiles(
     )
     with T.launch_thread("threadIdx.x", tile.threads) as thread:
         first = T.bind(row_tile * i64(tile.rows)), T.bind(column_tile * i64(tile.columns))
-        _Block(matmul, tile, views, batch, first, thread).write()
+        _ThreadPart(matmul, tile, views, batch, first, thread).write()
 
 
 class _Factor:
@@ -224,7 +222,7 @@ def _without_jumps(step: Step) -> Step:
     )
 
 
-class _Block:
+class _ThreadPart:
     """One thread's part of a tile."""
 
     def __init__(
@@ -238,8 +236,8 @@ class _Block:
     ):
         self.matmul, self.tile, self.views = matmul, tile, views
         self.batch, self.first = batch, first
-        self.thread, self.lane = thread, thread % WARP
-        warp = thread // WARP
+        self.thread, self.lane = thread, thread % COSTS.warp
+        warp = thread // COSTS.warp
         self.row = warp // tile.warps_across * tile.warp_rows
         self.column = warp % tile.warps_across * tile.warp_columns
         dtype = factor_dtype(matmul.left)

@@ -10,6 +10,7 @@ from tvm import tirx
 from schedules.workload.reduce import constant
 
 from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
 from ..core.tensor_core import CHUNK
 from ..pointwise.coalescing import classify
 from ..pointwise.element_program import Read
@@ -19,7 +20,6 @@ from .matmul_tile_sizes import assumed_size
 
 ELEMENTS = 8  # of 16 bits in a chunk, and rows and columns of a matrix of ldmatrix
 STEP = 16  # of the sums, in one product
-WARP = 32
 _MOST_STAGES = 6
 _DTYPES = ("float16", "bfloat16")
 
@@ -120,7 +120,7 @@ class TensorTile:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return WARP * self.warps_across * (self.rows // self.warp_rows)
+        return COSTS.warp * self.warps_across * (self.rows // self.warp_rows)
 
     @property
     def stage_bytes(self) -> int:
@@ -130,7 +130,7 @@ class TensorTile:
     @property
     def sums(self) -> int:
         """Sums of a thread."""
-        return self.warp_rows * self.warp_columns // WARP
+        return self.warp_rows * self.warp_columns // COSTS.warp
 
     @property
     def registers(self) -> int:

@@ -26,7 +26,7 @@ _SKEW = 4  # elements by which a row in shared memory is longer than the tile
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _FactorTiles:
     """A factor's tiles: one in use, one being loaded, for each group of threads.
 
     Parameters
@@ -53,7 +53,7 @@ class _Tile:
     staged: tirx.Buffer
 
     @classmethod
-    def allocate(cls, operand: Operand, rows: int, config: TileConfig, dtype: str) -> _Tile:
+    def allocate(cls, operand: Operand, rows: int, config: TileConfig, dtype: str) -> _FactorTiles:
         pitch, depth = rows + _SKEW, config.depth
         size = config.groups * depth * pitch
         shared = tuple(T.alloc_buffer((size,), dtype, scope="shared") for _ in range(2))
@@ -155,10 +155,10 @@ def write_tiles(
         T.bind(s) for s in unravel(block, [*matmul.batch, *place], is_natural=True)
     )
     with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
-        _Block(matmul, config, params, batch, row_tile, column_tile, thread).write()
+        _ThreadPart(matmul, config, params, batch, row_tile, column_tile, thread).write()
 
 
-class _Block:
+class _ThreadPart:
     """One thread's part of a tile."""
 
     def __init__(
@@ -178,8 +178,8 @@ class _Block:
         self.thread = T.bind(thread % i64(config.group_threads))
         across = i64(config.columns // config.thread_columns)
         self.unit_row, self.unit_column = self.thread // across, self.thread % across
-        self.left = _Tile.allocate(matmul.left, config.rows, config, matmul.dtype)
-        self.right = _Tile.allocate(matmul.right, config.columns, config, matmul.dtype)
+        self.left = _FactorTiles.allocate(matmul.left, config.rows, config, matmul.dtype)
+        self.right = _FactorTiles.allocate(matmul.right, config.columns, config, matmul.dtype)
         size = config.thread_rows * config.thread_columns
         self.sums = T.alloc_buffer((size,), matmul.dtype, scope="local")
         self.rows = T.alloc_buffer((config.thread_rows,), matmul.dtype, scope="local")

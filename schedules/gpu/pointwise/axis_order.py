@@ -11,7 +11,7 @@ from tvm import DataType, tirx
 from schedules.tir.block_expressions import Stage, read_stages
 from schedules.workload.reduce import constant
 
-from ..core.vector_loads import WIDEST_LOAD
+from ..core.machine_costs import COSTS
 from .coalescing import Lanes, classify, warp_cost
 from .element_program import ElementProgram, Read
 from .iteration_domain import IterationSpace, Store, merge_axes, split_axes
@@ -49,7 +49,7 @@ def _space(outputs: Sequence[Stage], stages: Sequence[Stage]) -> IterationSpace:
     return split_axes(space)
 
 
-def best_lanes(space: IterationSpace, widest: int = WIDEST_LOAD) -> Lanes:
+def best_lanes(space: IterationSpace, widest: int = COSTS.widest_load) -> Lanes:
     """The order of loops and the vector that move the least memory.
 
     The order of the loops is that of the outputs or of one of the inputs.
@@ -78,7 +78,7 @@ def _best_vector(space: IterationSpace, widest: int) -> Lanes:
 def _vectors(space: IterationSpace) -> list[int]:
     """Numbers of lanes that some access moves at once."""
     bits = {DataType(str(access.buffer.dtype)).bits for access in space.accesses}
-    most = WIDEST_LOAD * 8 // min(8 if b < 8 else b for b in bits) if bits else 1
+    most = COSTS.widest_load * 8 // min(8 if b < 8 else b for b in bits) if bits else 1
     size = constant(space.size)
     return [v for v in VECTORS if v <= most and (size is None or v <= size)] or [1]
 

@@ -7,19 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from tvm import DataType, ir, sym, tirx
+from tvm import DataType, tirx
 
-from schedules.tir.cut_points import COMPARISONS
-from schedules.tir.expression_walk import nodes, substitute, uses, variables
-from schedules.tir.index_math import i64, is_multiple
+from schedules.tir.expression_walk import substitute, variables
+from schedules.tir.index_math import is_multiple
 from schedules.workload.reduce import constant, unravel
 
-from ..core.vector_loads import WIDEST_LOAD
+from ..core.lane_run import LaneRun
+from ..core.machine_costs import COSTS
 from .element_program import Read, Value
 from .iteration_domain import IterationSpace, Store
 
-SECTOR = 32  # bytes that the memory delivers at least
-WARP = 32
 _FAR = 1 << 24  # stands for an unknown extent or factor
 
 
@@ -122,16 +120,12 @@ def _kind(
     guards = access.guards if isinstance(access, Read) else ()
     if any(_varies(space, aligned, varying, guard, vector) for guard in guards):
         return "each", follows
-    if aligned:
-        found = sym.detect_linear_equation(index, [space.axes[-1]])
-        if not found or constant(found[0]) != 1:
-            return "each", follows
-        rest = found[1]
-    elif follows and linear is not None:
-        rest = linear[1]
-    else:
-        return "each", False
-    return ("vector" if vector > 1 and is_multiple(rest, vector) else "each"), follows
+    if not aligned:
+        whole = follows and linear is not None and is_multiple(linear[1], vector)
+        return ("vector" if vector > 1 and whole else "each"), follows
+    run, axis = LaneRun(vector), space.axes[-1]
+    places = [substitute(index, {axis: place}) for place in (run.start, run.start + run.lane)]
+    return ("each" if vector == 1 else run.kind(*places)), follows
 
 
 def _varies(
@@ -146,36 +140,11 @@ def _varies(
         return False
     if variables(guard) & varying:
         return True
-    start, lane = tirx.Var("start", "int64"), tirx.Var("lane", "int64")
-    analyzer = sym.Analyzer()
-    analyzer.bind(start, ir.Range.from_min_extent(i64(0), i64(_FAR)))
-    analyzer.bind(lane, ir.Range.from_min_extent(i64(0), i64(vector)))
-    point = start * i64(vector) + lane
+    run = LaneRun(vector)
+    point = run.start + run.lane
     places = [point] if aligned else unravel(point, space.extents, is_natural=True)
     moving = space.axes[-1:] if aligned else space.axes
-    guard = analyzer.simplify(substitute(guard, dict(zip(moving, places, strict=True))))
-    return not all(_is_even(node, lane, vector) for node in _comparisons(guard, lane))
-
-
-def _comparisons(guard: tirx.Expr, lane: tirx.Var) -> list[tirx.Expr]:
-    """The comparisons in a condition in which a variable occurs."""
-    return [node for node in nodes(guard, *COMPARISONS) if uses(node, lane)]
-
-
-def _is_even(comparison: tirx.Expr, lane: tirx.Var, vector: int) -> bool:
-    """Return whether a comparison that is linear in the lane is the same for each whole vector."""
-    found = sym.detect_linear_equation(comparison.a - comparison.b, [lane])
-    factor = constant(found[0]) if found else None
-    if factor is None:
-        return False
-    known = sym.Analyzer().modular_set(found[1])
-    if known.coeff % vector:
-        return False
-    holds = COMPARISONS[type(comparison)]
-    return all(
-        len({holds(v * vector + known.base + factor * k) for k in range(vector)}) == 1
-        for v in range(-2 * vector, 2 * vector + 1)
-    )
+    return not run.is_even(substitute(guard, dict(zip(moving, places, strict=True))))
 
 
 def _is_row_major(space: IterationSpace, factors: Sequence[tirx.Expr]) -> bool:
@@ -189,20 +158,22 @@ def _is_row_major(space: IterationSpace, factors: Sequence[tirx.Expr]) -> bool:
 
 def warp_cost(lanes: Lanes) -> float:
     """Cost of a warp's accesses for each point: sectors moved, sectors touched, instructions."""
-    points = WARP * lanes.vector
+    points = COSTS.warp * lanes.vector
     total = 0.0
     for number, access in _named(lanes.space):
         item = DataType(str(access.buffer.dtype)).bits // 8 or 1
         address = _addresses(lanes.space, access, points) * item
-        by_thread = address.reshape(WARP, lanes.vector)
+        by_thread = address.reshape(COSTS.warp, lanes.vector)
         kind = lanes.kinds[number]
-        width = {"vector": max(1, WIDEST_LOAD // item), "uniform": lanes.vector, "each": 1}[kind]
-        moved = len(np.unique(address // SECTOR))
+        width = {"vector": max(1, COSTS.widest_load // item), "uniform": lanes.vector, "each": 1}[
+            kind
+        ]
+        moved = len(np.unique(address // COSTS.sector))
         touched, instructions = 0, 0
         for start in range(0, lanes.vector, width):
             part = by_thread[:, start : start + width]
             part = part[:, :1] if kind == "uniform" else part
-            touched += len(np.unique(part // SECTOR))
+            touched += len(np.unique(part // COSTS.sector))
             instructions += 1
         total += moved + 0.5 * touched + instructions
     return total / points
@@ -213,7 +184,7 @@ def is_scattered(lanes: Lanes) -> bool:
 
     Reads at places that are themselves read from memory do not count.
     """
-    points = WARP * lanes.vector
+    points = COSTS.warp * lanes.vector
     steps = {step.var for step in lanes.space.steps}
     touched: dict[tirx.Buffer, list[np.ndarray]] = {}
     for _, access in _named(lanes.space):
@@ -226,7 +197,9 @@ def is_scattered(lanes: Lanes) -> bool:
     for buffer, parts in touched.items():
         item = DataType(str(buffer.dtype)).bits // 8 or 1
         address = np.unique(np.concatenate(parts) * item)
-        if len(np.unique(address // SECTOR)) > 2 * max(2, -(-len(address) * item // SECTOR)):
+        if len(np.unique(address // COSTS.sector)) > 2 * max(
+            2, -(-len(address) * item // COSTS.sector)
+        ):
             return True
     return False
 
@@ -241,7 +214,7 @@ def _addresses(space: IterationSpace, access: Read | Store, points: int) -> np.n
     linear = space.linear(access)
     point = np.arange(points, dtype=np.int64)
     if linear is None:
-        return point * SECTOR
+        return point * COSTS.sector
     address = np.zeros(points, np.int64)
     for number in reversed(range(len(space.axes))):
         extent = constant(space.extents[number]) or _FAR

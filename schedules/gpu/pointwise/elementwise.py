@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
-from tvm.target import Target
 
 from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import constant
 
-from ..core.kernel_function import SCATTERED, write_function
+from ..core.kernel_function import SCATTERED, write_kernels
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule
 from .axis_order import best_lanes, injective_spaces
@@ -37,22 +35,21 @@ class Elementwise(GPURule):
     Left alone: functions with a reduction, a scatter, or thread bindings.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         spaces = injective_spaces(func)
-        return write_spaces(func, spaces, target, "Elementwise") if spaces else None
+        return write_spaces(func, spaces, gpu) if spaces else None
 
 
 def write_spaces(
-    func: tirx.PrimFunc, spaces: Sequence[IterationSpace], target: Target, rule: str
-) -> s_tir.Schedule:
+    func: tirx.PrimFunc, spaces: Sequence[IterationSpace], gpu: GPUInfo
+) -> tirx.PrimFunc:
     """Write the kernel of some spaces, each in its best order and with its best vectors."""
-    gpu = GPUInfo.from_target(target)
     plans = [best_lanes(space) for space in spaces if constant(space.size) != 0]
-    kernel = write_function(func, gpu, rule, lambda: write_lanes(func, plans, gpu))
+    kernel = write_kernels(func, lambda: write_lanes(func, plans, gpu))
     if any(is_scattered(plan) for plan in plans):
         kernel = kernel.with_attr(SCATTERED, True)
-    return s_tir.Schedule(tvm.IRModule({"main": kernel}))
+    return kernel
 
 
 def write_lanes(func: tirx.PrimFunc, plans: Sequence[Lanes], gpu: GPUInfo) -> None:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tvm import s_tir, tirx
-from tvm.target import Target
+from tvm import tirx
 
 from schedules.tir.block_expressions import Stage, read_stages
 from schedules.tir.expression_walk import loads, uses
 from schedules.workload.reduce import constant
 
+from ..core.machine import GPUInfo
 from ..core.rule import GPURule
 from .axis_order import spaces_of
 from .elementwise import write_spaces
@@ -30,14 +30,14 @@ class Pooling(GPURule):
     Left alone: larger windows and whole rows, which are reductions; products of two tensors.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         stages = read_stages(func)
         if stages is None or not any(stage.reduced for stage in stages):
             return None
         if not all(_is_window(stage) for stage in stages if stage.reduced):
             return None
-        return write_spaces(func, spaces_of(func, stages), target, "Pooling")
+        return write_spaces(func, spaces_of(func, stages), gpu)
 
 
 def _is_window(stage: Stage) -> bool:

@@ -6,10 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tvm
-from tvm import DataType, s_tir, tirx
+from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
-from tvm.target import Target
 
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute, variables
@@ -17,7 +15,7 @@ from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import Extent, constant, unravel
 
 from ..core.intrinsics import sync
-from ..core.kernel_function import unless_empty, write_function
+from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule
 from .axis_order import best_lanes, injective_spaces
@@ -52,7 +50,7 @@ class Transpose(GPURule):
     tensors that their tiles do not fit the shared memory.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         spaces = injective_spaces(func)
         if not spaces or len(spaces) > 1:
@@ -60,11 +58,9 @@ class Transpose(GPURule):
         crossing = _find_crossing(merge_axes(spaces[0]))
         if crossing is None or not is_scattered(best_lanes(spaces[0])):
             return None
-        gpu = GPUInfo.from_target(target)
         if gpu.max_threads < _TILE * _ROWS or _shared_bytes(crossing) > gpu.shared_bytes:
             return None
-        kernel = write_function(func, gpu, "Transpose", lambda: _write(func, crossing, gpu))
-        return s_tir.Schedule(tvm.IRModule({"main": kernel}))
+        return write_kernels(func, lambda: _write(func, crossing, gpu))
 
 
 def _find_crossing(space: IterationSpace) -> _Crossing | None:

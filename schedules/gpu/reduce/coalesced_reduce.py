@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import tvm
-from tvm import s_tir, tirx
-from tvm.target import Target
+from tvm import tirx
 
-from ..core.bfloat16_bits import convert_by_bits
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule
 from .kernel.group_kernel import write_kernel
@@ -36,17 +33,13 @@ class CoalescedReduce(GPURule):
     (:mod:`schedules.gpu.reduce.plan.online_softmax`). Returns None for everything else.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         group = read_group(func)
         if group is None:
             return None
-        gpu = GPUInfo.from_target(target)
         group = avoid_chain(group, gpu)
-        kernel = write_kernel(group, choose_config(group, gpu), gpu)
-        if not gpu.has_bfloat16:
-            kernel = convert_by_bits(kernel)
-        return s_tir.Schedule(tvm.IRModule({"main": kernel}))
+        return write_kernel(group, choose_config(group, gpu), gpu)
 
 
 def choose_config(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:

@@ -35,7 +35,7 @@ from schedules.gpu.conv2d.conv2d import conv2d_template
 from schedules.gpu.conv2d.costs import layer_cycles
 from schedules.gpu.conv2d.depthwise_conv2d import depthwise_template
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.gemm.conv_tiles import ConvTile, Product, choose_tile
+from schedules.gpu.gemm.conv_tiles import ConvTile, ProductExtents, choose_tile
 from schedules.gpu.gemm.implicit_gemm import ConvShape
 from schedules.workload.conv2d import ACTIVATIONS, Activation, Conv2DKernel, ConvLayer, to_json
 from tests.selection import in_turns
@@ -59,7 +59,7 @@ TILES = [
 @pytest.mark.parametrize(("tile", "residual"), in_turns(TILES, [False, True]))
 def test_dense_in_any_tile(tile: ConvTile, residual: bool, rng: np.random.Generator) -> None:
     case = case_of(ODD, batch=2, height=9, width=11, residual=residual)
-    check(case, conv2d_template(build(case), case.kernel, tile, GPU).mod["main"], rng)
+    check(case, conv2d_template(build(case), case.kernel, tile, GPU), rng)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_no_thread_reads_behind_the_data(tile: ConvTile, nchw: bool) -> None:
     """Some threads have nothing to load; in the last step what they might load does not exist."""
     assert tile.pixels * tile.quads < tile.threads
     case = case_of(dense(64, 64), height=4, width=4, nchw=nchw)
-    func = conv2d_template(build(case), case.kernel, tile, GPU).mod["main"]
+    func = conv2d_template(build(case), case.kernel, tile, GPU)
     shapes = [[int(extent) for extent in param.shape] for param in func.params]
     traffic = Traffic(func, OPENCL, [np.empty(shape, "float32") for shape in shapes])
     assert traffic.reads[0].all() and set(traffic.writes[-1]) == {1}
@@ -112,7 +112,7 @@ def test_activations(kind: str, rng: np.random.Generator) -> None:
     ),
 )
 def test_depthwise(case: Case, rows: int, rng: np.random.Generator) -> None:
-    check(case, depthwise_template(build(case), case.kernel, rows, GPU).mod["main"], rng)
+    check(case, depthwise_template(build(case), case.kernel, rows, GPU), rng)
 
 
 def test_depthwise_by_the_rule(rng: np.random.Generator) -> None:
@@ -151,9 +151,9 @@ def _name(rule: ScheduleRule) -> str:
 def test_any_layer(case: Case, number: int, rng: np.random.Generator) -> None:
     func = build(case)
     if case.layers[0].is_depthwise:
-        check(case, depthwise_template(func, case.kernel, number % 4 + 1, GPU).mod["main"], rng)
+        check(case, depthwise_template(func, case.kernel, number % 4 + 1, GPU), rng)
     else:
-        check(case, conv2d_template(func, case.kernel, TILES[number], GPU).mod["main"], rng)
+        check(case, conv2d_template(func, case.kernel, TILES[number], GPU), rng)
 
 
 @pytest.mark.parametrize("rule", [Conv2D(), DepthwiseConv2D(), AnyConv2D()], ids=_name)
@@ -199,7 +199,7 @@ def test_devices_with_small_blocks(case: Case, threads: int, rng: np.random.Gene
 def test_no_tile_has_the_threads() -> None:
     shape = ConvShape.of(case_of(dense(8, 8)).kernel, 1)
     gpu = GPUInfo.from_target(SMALL_BLOCKS)
-    assert choose_tile(Product.of(shape), gpu) is None
+    assert choose_tile(ProductExtents.of(shape), gpu) is None
     assert layer_cycles(shape, gpu) == math.inf
     assert Conv2D().apply(build(case_of(dense(8, 8))), SMALL_BLOCKS, False) is None
 

@@ -24,7 +24,7 @@ from schedules.gpu.conv2d.depthwise_conv2d import choose_rows
 from schedules.gpu.conv2d.fused_conv2d import fused_template
 from schedules.gpu.conv2d.fused_tiles import FusedTile
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.gemm.conv_tiles import ConvTile, Product, all_tiles, choose_tile, fits
+from schedules.gpu.gemm.conv_tiles import ConvTile, ProductExtents, all_tiles, choose_tile, fits
 from schedules.gpu.gemm.implicit_gemm import ConvShape
 from schedules.gpu.gemm.thread_block_tile import ThreadPlace
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer, to_json
@@ -129,7 +129,7 @@ def test_fused_pair(case: Case, arch: str) -> None:
 def test_tvm_adds_no_barriers_to_a_product(tile: ConvTile) -> None:
     """It does where it takes the halves of the shared memory for one."""
     case = case_of(dense(64, 64, 3), height=8, width=8)
-    func = conv2d_template(build(case), case.kernel, tile, GPU).mod["main"]
+    func = conv2d_template(build(case), case.kernel, tile, GPU)
     assert cuda_source(func).count("__syncthreads();") == str(func).count("storage_sync") > 0
 
 
@@ -137,14 +137,14 @@ def test_tvm_adds_no_barriers_to_a_product(tile: ConvTile) -> None:
 def test_tvm_adds_no_barriers_to_a_pair(first: ConvLayer) -> None:
     case = case_of(first, dense(64, 64, 3), height=16)
     tile = FusedTile(4, 8, 16, 1, 4, 4, 8)
-    func = fused_template(build(case), case.kernel, tile).mod["main"]
+    func = fused_template(build(case), case.kernel, tile)
     assert cuda_source(func).count("__syncthreads();") == str(func).count("storage_sync") > 0
 
 
 def test_small_images_have_blocks_for_the_device() -> None:
     for channels, size in ((512, 7), (256, 14), (64, 56)):
         case = case_of(dense(channels, channels, 3), height=size, width=size)
-        product = Product.of(ConvShape.of(case.kernel, 1))
+        product = ProductExtents.of(ConvShape.of(case.kernel, 1))
         tile = choose_tile(product, GPU)
         down, across = -(-product.blocks // tile.blocks), -(-product.pixels // tile.pixels)
         assert fits(tile, GPU)
@@ -153,21 +153,21 @@ def test_small_images_have_blocks_for_the_device() -> None:
 
 def test_large_images_have_large_tiles() -> None:
     for case in (LARGE, POINTWISE):
-        tile = choose_tile(Product.of(ConvShape.of(case.kernel, case.batch)), GPU)
+        tile = choose_tile(ProductExtents.of(ConvShape.of(case.kernel, case.batch)), GPU)
         assert (tile.thread_blocks, tile.thread_pixels) == (2, 8)
         assert (tile.parts, tile.splits) == (1, 1)
 
 
 def test_a_symbolic_batch_is_not_split() -> None:
     shape = ConvShape(SMALL.layers[0], tirx.Var("n", "int64"), (7, 7))
-    assert choose_tile(Product.of(shape), GPU).splits == 1
+    assert choose_tile(ProductExtents.of(shape), GPU).splits == 1
 
 
 @pytest.mark.parametrize("tile", [ConvTile(4, 32, 1, 4, 8, 4), ConvTile(16, 64, 2, 8, 2)])
 def test_shared_memory_is_as_predicted(tile: ConvTile) -> None:
     """The sums of several parts may reuse the memory of the operands."""
     case = case_of(dense(64, 64, 3), height=8, width=8)
-    func = conv2d_template(build(case), case.kernel, tile, GPU).mod["main"]
+    func = conv2d_template(build(case), case.kernel, tile, GPU)
     [used] = ptxas(cuda_source(func)).values()
     sums = 16 * tile.parts * tile.blocks * tile.pixels if tile.parts > 1 else 0
     assert tile.shared_bytes - sums - 64 <= used.shared <= tile.shared_bytes

@@ -79,7 +79,7 @@ def fresh_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
-    monkeypatch.setattr(benchmark, "Worker", FakeWorker)
+    monkeypatch.setattr(benchmark, "EngineWorker", FakeWorker)
     return FakeWorker
 
 
@@ -120,7 +120,7 @@ def test_shapes_of_the_first_engine_reach_the_others(monkeypatch: pytest.MonkeyP
         made.append(FakeWorker(one, threads))
         return made[-1]
 
-    monkeypatch.setattr(benchmark, "Worker", make)
+    monkeypatch.setattr(benchmark, "EngineWorker", make)
     race(b"m", [spec("a"), spec("b")], threads=3, shapes={"N": 2}, plan=Plan(rounds=1))
     assert [one.asked["shapes"] for one in made] == [{"N": 2}, {"x": (2, 3)}]
     assert [one.asked["threads"] for one in made] == [3, 3]

@@ -19,7 +19,7 @@ from small_onnx import small_model
 
 from tvm_fusion.bench.engines import Input
 from tvm_fusion.bench.race import available_peers
-from tvm_fusion.bench.worker import EngineSpec, Worker
+from tvm_fusion.bench.worker import EngineSpec, EngineWorker
 from tvm_fusion.errors import EngineError, InvalidModelError
 from tvm_fusion.runtime.host_arrays import random_inputs
 
@@ -34,8 +34,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    with Worker(EngineSpec("onnxruntime"), 1) as one:
+def worker() -> Iterator[EngineWorker]:
+    with EngineWorker(EngineSpec("onnxruntime"), 1) as one:
         yield one
 
 
@@ -63,7 +63,7 @@ def test_peer_computes_what_onnx_runtime_computes(engine: str, model_path: str) 
     shapes = {"image": (2, 3, 12, 12)}
     feed = random_inputs([Input("image", shapes["image"], "float32")], [0, 7])
     (want,) = onnxruntime.InferenceSession(model_path).run(None, feed)
-    with Worker(EngineSpec(engine), 1) as one:
+    with EngineWorker(EngineSpec(engine), 1) as one:
         loaded = one.call("load", path=model_path, shapes=shapes, threads=1, options={})
         assert loaded["inputs"] == [("image", (2, 3, 12, 12), "float32")]
         (got,) = one.call("outputs", seed=[0, 7])
@@ -73,12 +73,12 @@ def test_peer_computes_what_onnx_runtime_computes(engine: str, model_path: str) 
     assert len(times) == 3 and min(times) > 0
 
 
-def test_open_dimensions_stay_visible(worker: Worker, model_path: str) -> None:
+def test_open_dimensions_stay_visible(worker: EngineWorker, model_path: str) -> None:
     loaded = worker.call("load", path=model_path, shapes={}, threads=1, options={})
     assert loaded["inputs"] == [("image", ("N", 3, 12, 12), "float32")]
 
 
-def test_process_of_a_peer_holds_no_tvm(worker: Worker, model_path: str) -> None:
+def test_process_of_a_peer_holds_no_tvm(worker: EngineWorker, model_path: str) -> None:
     worker.call("load", path=model_path, shapes={}, threads=1, options={})
     maps = Path(f"/proc/{worker.pid}/maps")
     listed = maps.read_text() if maps.exists() else "onnxruntime"
@@ -92,7 +92,10 @@ def test_a_process_that_loads_what_another_one_compiled_holds_no_compiler(
     artifact = str(tmp_path / "model.so")
     feed = random_inputs([Input("image", (2, 3, 12, 12), "float32")], [0, 7])
     (want,) = onnxruntime.InferenceSession(model_path).run(None, feed)
-    with Worker(EngineSpec("tvm-fusion"), 1) as one, Worker(EngineSpec("tvm-fusion"), 1) as other:
+    with (
+        EngineWorker(EngineSpec("tvm-fusion"), 1) as one,
+        EngineWorker(EngineSpec("tvm-fusion"), 1) as other,
+    ):
         assert one.call("compile", options={"fuse": "none"}, output=artifact, **request) > 0
         loaded = other.call("load", options={"artifact": artifact}, **request)
         (got,) = other.call("outputs", seed=[0, 7])
@@ -105,13 +108,13 @@ def test_a_process_that_loads_what_another_one_compiled_holds_no_compiler(
     assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
 
 
-def test_idle_process_is_stopped_and_wakes_up(worker: Worker) -> None:
+def test_idle_process_is_stopped_and_wakes_up(worker: EngineWorker) -> None:
     worker.call("peak_bytes")
     assert wait_for_state(worker.pid, "T") == "T"
     assert worker.call("peak_bytes") > 0
 
 
-def test_failure_of_a_peer_is_an_engine_error(worker: Worker, tmp_path: Path) -> None:
+def test_failure_of_a_peer_is_an_engine_error(worker: EngineWorker, tmp_path: Path) -> None:
     path = tmp_path / "junk.onnx"
     path.write_bytes(b"junk")
     with pytest.raises(EngineError, match="ONNX Runtime failed: InvalidProtobuf") as caught:
@@ -123,12 +126,15 @@ def test_failure_of_a_peer_is_an_engine_error(worker: Worker, tmp_path: Path) ->
 def test_our_own_errors_keep_their_class(tmp_path: Path) -> None:
     path = tmp_path / "junk.onnx"
     path.write_bytes(b"junk")
-    with Worker(EngineSpec("tvm"), 1) as one, pytest.raises(InvalidModelError, match="not ONNX"):
+    with (
+        EngineWorker(EngineSpec("tvm"), 1) as one,
+        pytest.raises(InvalidModelError, match="not ONNX"),
+    ):
         one.call("load", path=str(path), shapes={}, threads=1, options={})
 
 
 def test_death_of_a_worker_is_an_engine_error() -> None:
-    with Worker(EngineSpec("onnxruntime"), 1) as one:
+    with EngineWorker(EngineSpec("onnxruntime"), 1) as one:
         one.call("peak_bytes")
         os.kill(one.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=r"ONNX Runtime ended with SIGKILL during 'turn'"):
@@ -137,13 +143,13 @@ def test_death_of_a_worker_is_an_engine_error() -> None:
 
 def test_last_words_of_a_worker_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tvm_fusion.bench.worker._BOOT", "raise SystemExit('out of luck')")
-    with Worker(EngineSpec("onnxruntime"), 1) as one:
+    with EngineWorker(EngineSpec("onnxruntime"), 1) as one:
         with pytest.raises(EngineError, match="exit code 1 during 'peak_bytes'.*out of luck"):
             one.call("peak_bytes")
 
 
 def test_closed_worker_is_gone() -> None:
-    one = Worker(EngineSpec("onnxruntime"), 1)
+    one = EngineWorker(EngineSpec("onnxruntime"), 1)
     one.call("peak_bytes")
     one.close()
     assert process_state(one.pid) == ""
@@ -151,7 +157,7 @@ def test_closed_worker_is_gone() -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_thread_pools_get_their_size(threads: int) -> None:
-    with Worker(EngineSpec("onnxruntime"), threads) as one:
+    with EngineWorker(EngineSpec("onnxruntime"), threads) as one:
         one.call("peak_bytes")
         environment = Path(f"/proc/{one.pid}/environ")
         if environment.exists():
@@ -161,8 +167,8 @@ def test_thread_pools_get_their_size(threads: int) -> None:
 def test_stopped_worker_dies_with_its_parent() -> None:
     program = (
         "import sys, time\n"
-        "from tvm_fusion.bench.worker import EngineSpec, Worker\n"
-        "worker = Worker(EngineSpec('onnxruntime'), 1)\n"
+        "from tvm_fusion.bench.worker import EngineSpec, EngineWorker\n"
+        "worker = EngineWorker(EngineSpec('onnxruntime'), 1)\n"
         "worker.call('peak_bytes')\n"
         "print(worker.pid, flush=True)\n"
         "time.sleep(60)\n"

@@ -62,7 +62,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 def test_help_names_every_command(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("compile", "run", "bench", "explain", "tune"):
+    for command in ("compile", "run", "inspect", "bench", "explain", "tune"):
         assert f"\n  {command} " in out
         code, text, _ = run(command, "-h")
         assert code == 0 and "--json" in text and text.startswith(f"Usage: tvm-fusion {command}")
@@ -153,6 +153,38 @@ def test_run_takes_an_onnx_file_and_draws_the_same_inputs(run: Run, model_path: 
     assert first["outputs"] == again["outputs"] != other["outputs"]
     assert first["inputs"][0]["from"] == "random, seed 3"
     assert 0 < first["latency"]["min_ms"] <= first["latency"]["median_ms"]
+
+
+def test_run_counts_the_calls_of_several_streams(run: Run, library: Path) -> None:
+    code, out, _ = run("run", library, "--streams", 2, "--threads", 1, "--json")
+    found = json.loads(out)["throughput"]
+    assert code == 0
+    assert (found["streams"], found["threads"]) == (2, 1)
+    assert found["calls"] >= 2 and found["calls_per_second"] > 0
+
+
+def test_a_model_from_standard_input(model_path: Path, library: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tvm_fusion.cli", "compile", "-", "--threads", "1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with model_path.open("rb") as file:
+        subprocess.run(command, stdin=file, cwd=tmp_path, env=environment, check=True)
+    x = np.random.default_rng(6).standard_normal((1, 3, 12, 12), dtype=np.float32)
+    piped = tvm_fusion.load(tmp_path / "model.so", threads=1)
+    np.testing.assert_array_equal(piped(x), tvm_fusion.load(library, threads=1)(x))
+
+
+def test_inspect_shows_a_model_for_another_machine(
+    run: Run, model_path: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.so"
+    assert run("compile", model_path, "-o", other, "--target", "cortex-a76")[0] == 0
+    code, out, _ = run("inspect", other)
+    assert code == 0
+    assert "image: float32[1, 3, 12, 12]" in out and "cortex-a76, aarch64" in out
+    found = json.loads(run("inspect", other, "--json")[1])
+    assert found["arch"] == "aarch64"
+    assert found["bytes"] == other.stat().st_size
+    assert run("inspect", model_path)[0] == 1
 
 
 def test_open_dimension_gets_its_size(run: Run, tmp_path: Path) -> None:

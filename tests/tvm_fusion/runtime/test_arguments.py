@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tvm_fusion.errors import InvalidInputError
-from tvm_fusion.runtime.arguments import Stage, bind, check, numpy_dtype, results
+from tvm_fusion.runtime.arguments import InputBuffers, bind, check, numpy_dtype, results
 from tvm_fusion.runtime.host_arrays import ALIGNMENT, aligned_empty
 from tvm_fusion.runtime.tensor_spec import TensorSpec
 
@@ -174,7 +174,7 @@ def test_types_that_numpy_lacks_come_from_ml_dtypes() -> None:
 def test_types_that_dlpack_of_numpy_lacks_are_taken_and_returned(dtype: str) -> None:
     spec = TensorSpec("x", (2, 3), dtype)
     array = np.arange(6).reshape(2, 3).astype(numpy_dtype(dtype))
-    (tensor,), _ = Stage([spec]).tensors(check([spec], [array]))
+    (tensor,), _ = InputBuffers([spec]).tensors(check([spec], [array]))
     assert str(tensor.dtype) == dtype
     (seen,) = check([spec], [tensor])
     (given_back,) = results([tensor], [True], [])
@@ -202,7 +202,7 @@ def test_any_layout_arrives_aligned_and_equal(array: np.ndarray, data: st.DataOb
         array = memory[1:].reshape(array.shape)
     elif layout == "frozen":
         array.flags.writeable = False
-    stage = Stage([TensorSpec("x", array.shape, str(array.dtype))])
+    stage = InputBuffers([TensorSpec("x", array.shape, str(array.dtype))])
     for _ in range(2):
         (tensor,), (memory,) = stage.tensors([array])
         np.testing.assert_array_equal(tensor.numpy(), array)
@@ -218,14 +218,14 @@ def test_an_aligned_array_is_used_where_it_lies_and_any_other_one_is_not() -> No
     start = -apart.ctypes.data % ALIGNMENT // 4 + 1
     shifted = apart[start : start + 6].reshape(2, 3)
     for value, shared in [(array, True), (frozen, False), (array.T.copy().T, False)]:
-        _, (memory,) = Stage([A]).tensors([value])
+        _, (memory,) = InputBuffers([A]).tensors([value])
         assert np.shares_memory(memory, value) == shared
-    _, (memory,) = Stage([A]).tensors([shifted])
+    _, (memory,) = InputBuffers([A]).tensors([shifted])
     assert not np.shares_memory(memory, shifted)
 
 
 def test_memory_of_our_own_is_used_again_until_the_shape_changes() -> None:
-    stage = Stage([ROWS])
+    stage = InputBuffers([ROWS])
     places = [stage.tensors([ones(rows, 3)[::-1]])[1][0] for rows in (4, 4, 5)]
     assert np.shares_memory(places[0], places[1])
     assert not np.shares_memory(places[0], places[2])

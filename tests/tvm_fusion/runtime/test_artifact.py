@@ -321,9 +321,24 @@ def test_a_folder_that_cannot_be_written_through_is_no_error(
     assert load(tmp_path / "model.so").inputs == model.inputs
 
 
-def test_a_loaded_model_is_copied_and_not_saved(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"loaded from '.*model\.so'; copy that file instead"):
-        load(saved).save(tmp_path / "again.so")
+def test_saving_a_loaded_model_copies_its_file(saved: Path, tmp_path: Path) -> None:
+    source, copy = tmp_path / "source.so", tmp_path / "copy.so"
+    source.write_bytes(saved.read_bytes())
+    loaded = load(source)
+    for path in (copy, source):
+        loaded.save(path)
+        assert path.read_bytes() == saved.read_bytes()
+    source.unlink()
+    with pytest.raises(ArtifactError, match=r"cannot read '.*source\.so': No such file"):
+        loaded.save(copy)
+    assert list(tmp_path.iterdir()) == [copy]
+
+
+def test_a_zero_byte_in_a_path(model: CompiledModel, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="cannot write .*null byte"):
+        model.save(f"{tmp_path}/a\0b.so")
+    with pytest.raises(ArtifactError, match="cannot read .*null byte"):
+        load(f"{tmp_path}/a\0b.so")
 
 
 @pytest.mark.usefixtures("no_loading")

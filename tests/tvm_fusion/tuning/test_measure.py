@@ -51,9 +51,10 @@ def endless() -> tirx.PrimFunc:
         out: T.Buffer((64, 64), "float32"),
     ):
         for step in range(T.int64(1) << T.int64(50)):
-            out[step % T.int64(64), 0] = out[(step + T.int64(7)) % T.int64(64), 1] * T.float32(
-                0.5
-            ) + data[0, 0] * weight[0, 0]
+            out[step % T.int64(64), 0] = (
+                out[(step + T.int64(7)) % T.int64(64), 1] * T.float32(0.5)
+                + data[0, 0] * weight[0, 0]
+            )
 
     return func
 

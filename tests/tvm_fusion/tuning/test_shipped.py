@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from schedules import cpu
-from schedules.tuning.records import Records, read_lines
+from schedules.tuning.records import Records
+from tvm_fusion.compiler.record_reader import read_lines
 from tvm_fusion.compiler.target import resolve
 from tvm_fusion.compiler.tuned import SHIPPED, choose_records
 from tvm_fusion.errors import TargetError, TuningError

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path, PureWindowsPath
 
@@ -18,6 +17,7 @@ from google.protobuf.message import DecodeError
 from onnx.external_data_helper import load_external_data_for_tensor
 
 from tvm_fusion.errors import InvalidModelError
+from tvm_fusion.warning_filters import warnings_ignored
 
 from .graph_edits import all_graphs, default_opset
 from .shapes import check_size
@@ -59,8 +59,9 @@ def read_model(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> bytes
                 "weights as external data"
             )
         return path.read_bytes()
-    except OSError as error:
-        raise InvalidModelError(f"cannot read model {str(path)!r}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidModelError(f"cannot read model {str(path)!r}: {reason}") from error
 
 
 def parse_model(data: bytes) -> onnx.ModelProto:
@@ -110,8 +111,7 @@ def check_model(model: onnx.ModelProto) -> None:
         # The checker requires a shape of every output; inference computes it.
         output.type.tensor_type.shape.SetInParent()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings_ignored():
             onnx.checker.check_model(complete)
     except (onnx.checker.ValidationError, ValueError, RuntimeError, TypeError) as error:
         raise InvalidModelError(f"onnx.checker refuses the model: {first_lines(error)}") from error

@@ -57,6 +57,11 @@ def _sorted_by_kind(
     """Whole shapes of inputs, and sizes of symbolic dimensions."""
     by_input: dict[str, Sequence[int | str]] = {}
     by_name: dict[str, int | str] = {}
+    if not isinstance(shapes, Mapping):
+        raise InvalidModelError(
+            f"shapes is {shapes!r:.80}; expected a mapping from names of inputs to shapes, or from "
+            "names of dimensions to sizes"
+        )
     for name, size in shapes.items():
         if isinstance(size, str | numbers.Integral):
             by_name[name] = size

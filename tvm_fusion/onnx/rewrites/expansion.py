@@ -37,31 +37,38 @@ class Expansion:
     """
 
     def __init__(self, node: onnx.NodeProto, facts: GraphFacts) -> None:
+        self.node, self.facts = node, facts
         self.nodes: list[onnx.NodeProto] = []
-        self.facts = facts
-        self._node = node
+        self._name = next((name for name in node.output if name), "")
 
     def emit(self, op_type: str, *inputs: str, **attributes: Any) -> str:
         """Append a node and return the name of its result."""
-        result = self.facts.fresh(f"{self._node.output[0]}/{op_type}")
-        self.nodes.append(
-            helper.make_node(op_type, inputs, [result], name=self._node.name, **attributes)
-        )
-        return result
+        return self.emit_many(op_type, 1, *inputs, **attributes)[0]
+
+    def emit_many(self, op_type: str, count: int, *inputs: str, **attributes: Any) -> list[str]:
+        """Append a node of several results and return their names."""
+        results = [self.facts.fresh(f"{self._name}/{op_type}") for _ in range(count)]
+        name = self.node.name
+        self.nodes.append(helper.make_node(op_type, inputs, results, name=name, **attributes))
+        return results
 
     def constant(self, hint: str, value: np.ndarray) -> str:
         """Add a constant and return its name."""
-        return self.facts.add_constant(f"{self._node.output[0]}/{hint}", value)
+        return self.facts.add_constant(f"{self._name}/{hint}", value)
 
     def number(self, value: float, dtype: int) -> str:
         """Add a constant number of an ONNX element type and return its name."""
         kind = helper.tensor_dtype_to_np_dtype(dtype)
         return self.constant("number", np.asarray(value).astype(kind))
 
-    def finish(self, result: str) -> None:
-        """Let the result of the last node, which is ``result``, be that of the replaced node."""
-        assert list(self.nodes[-1].output) == [result], "the last node must compute the result"
-        self.nodes[-1].output[0] = self._node.output[0]
+    def finish(self, *results: str) -> None:
+        """Let the results be the node's outputs; an empty name is an output that nobody reads."""
+        if len(results) == 1 and self.nodes and list(self.nodes[-1].output) == [*results]:
+            self.nodes[-1].output[0] = self.node.output[0]
+            return
+        for result, output in zip(results, self.node.output, strict=False):
+            if output and result:
+                self.nodes.append(helper.make_node("Identity", [result], [output]))
 
 
 Rule = Callable[[onnx.NodeProto, Expansion], None]

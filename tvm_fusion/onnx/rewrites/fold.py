@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import numpy as np
 import onnx
@@ -12,6 +11,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from tvm_fusion.errors import InvalidModelError
+from tvm_fusion.warning_filters import warnings_ignored
 
 from ..model.graph_edits import (
     attribute,
@@ -226,8 +226,7 @@ def _evaluate(
     names = [name for name in node.output if name]
     function = helper.make_function("fold", "fold", list(feeds), names, [node], opsets)
     try:
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore")
+        with warnings_ignored(), np.errstate(all="ignore"):
             results = ReferenceEvaluator(function).run(None, feeds, attributes={})
     except Exception:  # nodes that the reference fails on stay in the graph
         return None

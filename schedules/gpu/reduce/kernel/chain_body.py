@@ -27,8 +27,8 @@ from contextlib import nullcontext
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.gpu.core.lane_run import LaneRun
 from schedules.gpu.core.vector_loads import (
-    LaneRun,
     Register,
     Value,
     VectorLoads,
@@ -39,7 +39,7 @@ from schedules.tir.branch import when
 from schedules.tir.index_math import i64
 from schedules.workload.reduce import constant
 
-from ..plan.group import ElementOutput, Stage
+from ..plan.group import ElementOutput, ReductionStage
 from . import state_buffers
 from .block_combine import share_lanes, share_leaders, share_rows
 from .cluster_combine import ClusterExchange
@@ -66,7 +66,7 @@ def write_chain(ctx: ReduceContext) -> None:
 
 def _reduce_stage(
     ctx: ReduceContext,
-    stage: Stage,
+    stage: ReductionStage,
     results: list[Results],
     visit_row: VisitRow,
     exchange: ClusterExchange | None,
@@ -97,7 +97,7 @@ def _reduce_stage(
                 at_m.write(stage, first + i64(k))
 
 
-def _accumulators(ctx: ReduceContext, stage: Stage) -> int:
+def _accumulators(ctx: ReduceContext, stage: ReductionStage) -> int:
     """States of each reduction in a thread, a power of two."""
     if ctx.is_y:
         return ctx.config.vector
@@ -132,8 +132,8 @@ def _store(
         return element.place(at_m + k, at_n) if ctx.is_y else element.place(at_m, at_n + k)
 
     view, zero = ctx.flat(element.output), i64(0)
-    run = LaneRun(ctx.is_y, len(values))
-    kind = run.kind(place(run.m, run.n, zero), place(run.m, run.n, run.lane))
+    run = LaneRun(len(values))
+    kind = run.kind(*(place(*run.place(ctx.is_y), k) for k in (zero, run.lane)))
     if view is not None and len(values) > 1 and kind == "vector":
         store_vector(hold(values, view.dtype), view, element.place(m, n))
         return

@@ -19,7 +19,7 @@ from schedules.tir.index_math import ceil_power_of_two, i64
 from schedules.workload.reduce_operator import field_dtypes
 
 from ..plan.config import field_places, partials, ticket_stride, tiles
-from ..plan.group import Stage
+from ..plan.group import ReductionStage
 from ..plan.workspace import word_count
 from . import state_buffers
 from .atomic_update import atomic_update_vector
@@ -30,7 +30,7 @@ from .results import Results
 from .state_buffers import Buffers, States
 
 
-def one_block(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
+def one_block(ctx: ReduceContext, stage: ReductionStage, states: Buffers) -> None:
     """Write the outputs of the block, neighbouring ones of a thread together."""
     first = ctx.first_output
     with when(ctx.is_leader, ctx.exists(first)):
@@ -54,7 +54,7 @@ def _store(
         ctx.write(output, first + i64(k), value)
 
 
-def cluster(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
+def cluster(ctx: ReduceContext, stage: ReductionStage, states: Buffers) -> None:
     """Combine the states of the cluster; its first block writes the outputs."""
     exchange = ClusterExchange(ctx)
     is_first = tirx.EQ(ctx.split, i64(0))
@@ -63,7 +63,7 @@ def cluster(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
         one_block(ctx, stage, states)
 
 
-def atomic(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
+def atomic(ctx: ReduceContext, stage: ReductionStage, states: Buffers) -> None:
     """Combine the states of the block with the outputs, which hold the identity."""
     first = ctx.first_output
     with when(ctx.is_leader, ctx.exists(first)):
@@ -73,7 +73,7 @@ def atomic(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
             atomic_update_vector(ctx, reduction, first, values)
 
 
-def _take_place(ctx: ReduceContext, stage: Stage) -> LaunchPlace:
+def _take_place(ctx: ReduceContext, stage: ReductionStage) -> LaunchPlace:
     """Find the slot for the partial results of this launch."""
     stored = next(result.output for result in stage.results if result.output is not None)
     output = ctx.flat(stored)
@@ -85,7 +85,7 @@ def _take_place(ctx: ReduceContext, stage: Stage) -> LaunchPlace:
     return place
 
 
-def last_block(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
+def last_block(ctx: ReduceContext, stage: ReductionStage, states: Buffers) -> None:
     """Leave the states in the workspace; the last block combines those of its tile.
 
     No block touches the words that all share before its own part of the data is reduced.
@@ -124,7 +124,7 @@ def last_block(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
 
 def _combine_partials(
     ctx: ReduceContext,
-    stage: Stage,
+    stage: ReductionStage,
     kept: Buffers,
     row: tirx.Expr,
     condition: tirx.Expr | None = None,
@@ -167,14 +167,14 @@ def _for_each_result(
             action(first + i64(k), state_buffers.load(states, k))
 
 
-def _write(ctx: ReduceContext, stage: Stage, m: tirx.Expr, states: States) -> None:
+def _write(ctx: ReduceContext, stage: ReductionStage, m: tirx.Expr, states: States) -> None:
     """Compute the results and the epilogues of one output, and store the outputs among them."""
     results = Results(ctx, m)
     results.add(stage, states)
     results.write(stage)
 
 
-def _scratch(ctx: ReduceContext, stage: Stage) -> tuple[tirx.Buffer, Buffers]:
+def _scratch(ctx: ReduceContext, stage: ReductionStage) -> tuple[tirx.Buffer, Buffers]:
     """The tickets, and one buffer of partial results for each field, all views of the scratch."""
     config, loops = ctx.config, stage.reductions[0].loops
     operands = ctx.group.scratch

@@ -25,6 +25,7 @@ from tvm.script.ir_builder import tirx as T
 from schedules.gpu.core.intrinsics import current_stream
 from schedules.gpu.core.kernel_function import resident_blocks, unless_empty, write_kernels
 from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.core.machine_costs import COSTS
 from schedules.tir.index_math import ceildiv, i64
 
 from ..plan.config import ReduceConfig, blocks_at_once
@@ -36,7 +37,6 @@ from .context import ReduceContext
 from .initialise_output import initialise_output
 from .reduced_loop import accumulate
 
-LARGE_BLOCK = 512  # threads, above which the compiler would spill to fit two blocks at once
 _FINISHES = {
     "one_block": finishing.one_block,
     "cluster": finishing.cluster,
@@ -94,7 +94,7 @@ def _threads(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> Iterator
 def _blocks_at_once(group: ReduceGroup, config: ReduceConfig) -> int:
     """Blocks that should share a multiprocessor; 0 leaves it to the compiler."""
     if group.is_chain:
-        return 1 if config.cluster > 1 and config.threads > LARGE_BLOCK else 0
+        return 1 if config.cluster > 1 and config.threads > COSTS.large_block else 0
     workloads = [reduction.workload for reduction in group.reductions]
     return blocks_at_once(config, workloads, group.row_inputs())
 

@@ -13,7 +13,7 @@ from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import constant
 from schedules.workload.reduce_operator import state_of_one
 
-from ..plan.group import Stage
+from ..plan.group import ReductionStage
 from . import state_buffers
 from .context import ReduceContext
 from .state_buffers import Buffers
@@ -23,7 +23,7 @@ Lane = Callable[[int], list[tirx.Expr]]  # from a lane to its values
 Visit = Callable[[tirx.Expr, Lane, int], None]  # gets the place of lane 0, and the lanes
 
 
-def accumulate(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
+def accumulate(ctx: ReduceContext, stage: ReductionStage, states: Buffers) -> None:
     """Combine this thread's share of the reduced loop into its states."""
     values, count = [reduction.value for reduction in stage.reductions], ctx.config.vector
     state_buffers.begin_positions(stage.workloads, states, count)
@@ -33,7 +33,7 @@ def accumulate(ctx: ReduceContext, stage: Stage, states: Buffers) -> None:
 
 def combine_vector(
     ctx: ReduceContext,
-    stage: Stage,
+    stage: ReductionStage,
     states: Buffers,
     count: int,
     put_into: Callable[[tirx.Expr, int], tirx.Expr] = lambda value, _: value,

@@ -9,7 +9,7 @@ from tvm.script.ir_builder import tirx as T
 from schedules.tir.expression_walk import substitute
 from schedules.workload.reduce_operator import finish
 
-from ..plan.group import Stage
+from ..plan.group import ReductionStage
 from .context import ReduceContext
 from .state_buffers import States
 
@@ -30,7 +30,7 @@ class Results:
         self.m = m
         self.values: dict[tirx.Var, tirx.Expr] = {}
 
-    def add(self, stage: Stage, states: States) -> None:
+    def add(self, stage: ReductionStage, states: States) -> None:
         """Compute the results of a stage from its states, then its epilogues."""
         group = self.ctx.group
         is_used = group.is_chain or group.has_epilogues
@@ -41,7 +41,7 @@ class Results:
         for epilogue in stage.epilogues:
             self.values[epilogue.result.var] = _hold(self.put_into(epilogue.value(self.m)))
 
-    def write(self, stage: Stage, place: tirx.Expr | None = None) -> None:
+    def write(self, stage: ReductionStage, place: tirx.Expr | None = None) -> None:
         """Store the values of a stage that are outputs of the group, at ``m`` by default."""
         for result in stage.results:
             if result.output is not None:

@@ -12,25 +12,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.core.machine_costs import COSTS
 from schedules.tir.index_math import ceil_power_of_two
 from schedules.workload.reduce import CanonicalLoops, constant
 
 from .config import (
-    LOADS_IN_FLIGHT,
     MIN_THREADS,
     THREADS,
-    VECTOR_BYTES,
     ReduceConfig,
     vector_width,
 )
 from .group import ReduceGroup
-from .limits import SEGMENT
 
-WARP = 32
-MAX_THREADS = 1024
-REREAD_THREADS = 512  # where rows are too long to be kept, but two blocks should run at once
-KEPT_WORDS = 64  # registers that a thread needs at most to keep its elements
-BLOCK_WORDS = 32  # above which a row with several warps gets more of them
 COLUMNS = 4  # neighbouring outputs of a thread, each with its own states and results
 HALF = ("float16", "bfloat16")  # arithmetic in these types converts, and keeps both values
 
@@ -57,12 +50,12 @@ def choose_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
     reduced, outputs = constant(group.reduced), constant(group.outputs)
     if reduced is not None:
         config, kept = _spread(group, config, reduced, gpu)
-        if _words(group, config, kept) <= KEPT_WORDS:
+        if _words(group, config, kept) <= COSTS.kept_words:
             if config.form == "y" or reduced % vector == 0:
                 return replace(config, kept=kept)
     if outputs is not None and outputs * config.splits < 2 * gpu.multiprocessors:
         return config
-    smaller = replace(config, lanes=min(config.lanes, REREAD_THREADS))
+    smaller = replace(config, lanes=min(config.lanes, COSTS.reread_threads))
     return config if _joins_loop_and_tail(group, smaller) else smaller
 
 
@@ -81,9 +74,9 @@ def _spread(
 ) -> tuple[ReduceConfig, int]:
     """The smallest cluster that can keep a row, else the largest, and the vectors of a thread."""
     size, kept = 1, -(-reduced // config.stride)
-    while _words(group, config, kept) > KEPT_WORDS and size < gpu.max_cluster:
+    while _words(group, config, kept) > COSTS.kept_words and size < gpu.max_cluster:
         if _is_half(group) and config.form == "x":  # 1024 threads have too few registers for both
-            config = replace(config, lanes=min(config.lanes, REREAD_THREADS))
+            config = replace(config, lanes=min(config.lanes, COSTS.reread_threads))
         size *= 2
         kept = -(-reduced // (config.stride * size))
     return (replace(config, splits=size, finish="cluster") if size > 1 else config), kept
@@ -92,14 +85,16 @@ def _spread(
 def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> ReduceConfig:
     """Lanes along a row, and several short rows in a block."""
     reduced, outputs = constant(group.reduced), constant(group.outputs)
-    most = gpu.block_threads(MAX_THREADS)
+    most = gpu.block_threads(COSTS.block_threads)
     lanes = (
-        min(WARP, most, ceil_power_of_two(-(-reduced // vector))) if reduced is not None else WARP
+        min(COSTS.warp, most, ceil_power_of_two(-(-reduced // vector)))
+        if reduced is not None
+        else COSTS.warp
     )
     config = ReduceConfig(loops.form, lanes, 1, vector, _unroll(group), 1, "one_block")
     while config.lanes < most and (reduced is None or config.stride < reduced):
         kept = most if reduced is None else -(-reduced // config.stride)
-        limit = KEPT_WORDS if config.lanes <= WARP else BLOCK_WORDS
+        limit = COSTS.kept_words if config.lanes <= COSTS.warp else COSTS.block_words
         if _words(group, config, kept) <= limit:
             break
         config = replace(config, lanes=2 * config.lanes)
@@ -115,8 +110,10 @@ def _columns(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInf
     """Lanes along neighbouring outputs, and rows that share the reduced loop."""
     reduced, outputs = constant(group.reduced), constant(group.outputs)
     vector = min(vector, COLUMNS)
-    lanes = WARP if outputs is None else min(WARP, ceil_power_of_two(-(-outputs // vector)))
-    least = max(1, SEGMENT // (vector * max(group.row_inputs(), default=1)))
+    lanes = (
+        COSTS.warp if outputs is None else min(COSTS.warp, ceil_power_of_two(-(-outputs // vector)))
+    )
+    least = max(1, COSTS.segment // (vector * max(group.row_inputs(), default=1)))
     while lanes > least and outputs is not None:
         if outputs >= lanes * vector * gpu.multiprocessors:
             break
@@ -125,7 +122,7 @@ def _columns(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInf
     most = gpu.block_threads(THREADS)
     while config.threads < most:
         kept = most if reduced is None else -(-reduced // config.rows)
-        if config.threads >= WARP and _words(group, config, kept) <= BLOCK_WORDS:
+        if config.threads >= COSTS.warp and _words(group, config, kept) <= COSTS.block_words:
             break
         config = replace(config, rows=2 * config.rows)
     return config
@@ -133,7 +130,7 @@ def _columns(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInf
 
 def _vector(group: ReduceGroup, gpu: GPUInfo) -> int:
     """Elements of a 16-byte load of the widest tensor."""
-    width = VECTOR_BYTES // max(group.row_inputs(), default=1)
+    width = COSTS.widest_load // max(group.row_inputs(), default=1)
     threads = gpu.block_threads(THREADS)
     return min(
         vector_width(width, stage.workloads, reduction.loops, gpu, threads)
@@ -146,7 +143,7 @@ def _unroll(group: ReduceGroup) -> int:
     """Vectors that a thread loads at once of a row that is read again."""
     if any(reduction.workload.is_arg for reduction in group.reductions):
         return 1
-    return max(1, LOADS_IN_FLIGHT // max(1, len(group.row_inputs())))
+    return max(1, COSTS.loads_in_flight // max(1, len(group.row_inputs())))
 
 
 def _is_half(group: ReduceGroup) -> bool:

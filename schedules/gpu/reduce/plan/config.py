@@ -18,7 +18,8 @@ from tvm import DataType
 from tvm.target import Target
 
 from schedules.errors import OpError
-from schedules.gpu.core.machine import KINDS, REGISTER_FILE, GPUInfo
+from schedules.gpu.core.machine import KINDS, GPUInfo
+from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.core.subword_atomics import consists_of_words
 from schedules.gpu.core.workspace_slot import HEADER_WORDS, LINE_WORDS, PLACES
 from schedules.tir.index_math import ceil_power_of_two
@@ -29,27 +30,6 @@ from .workspace import field_words, place_fields, word_count
 
 THREADS = 256
 MIN_THREADS = 64  # where rows are too few to fill the device with blocks of 256
-VECTOR_BYTES = 16
-LOADS_IN_FLIGHT = 4
-LOADS_OF_A_LANE = 8  # above which a row gets more lanes
-BLOCKS_PER_MULTIPROCESSOR = 4  # that run at once; more if their registers are few
-MIN_VALUES_PER_THREAD = 16
-MAX_PARTIALS = 8192  # that the last block of a tile reads back, 32 by each thread
-MAX_ATOMIC_SPLITS = 16  # blocks that contend for one address where outputs are many
-FEW_OUTPUTS = 32
-SHORT = 32  # elements of an output in form *y* that one thread combines
-# Bytes of each row below which tiles are not narrowed, to fill the device and for even waves.
-SECTOR, LINE = 32, 128
-FULL_WAVES = 4  # above which blocks of the last wave matter little
-# A round of loads in flight takes about 0.7 us. Tickets and partial results in global memory take
-# 2 to 3 us, a barrier of a cluster and reading its other blocks' memory less than 1 us.
-CLUSTER_ROUNDS = 2
-CLUSTER_BYTES = 1 << 20  # of the input, above which too few clusters leave bandwidth unused
-CLUSTER_BLOCKS = 2  # on a multiprocessor; for more the compiler spills
-REGISTERS = 96  # of a thread for states and loads in flight, where there are several of them
-# Further registers of a thread, as the compiler uses them: for each input, for 64-bit elements and
-# states, and in general.
-INPUT_REGISTERS, WIDE_REGISTERS, OWN_REGISTERS = 6, 24, 20
 LARGE = 1 << 24  # assumed for a symbolic extent when work is divided
 
 
@@ -204,12 +184,14 @@ def _whole_block(
     loops = members[0][1]
     form = loops.form
     own = min(map(_item_bytes, workloads))
-    width = VECTOR_BYTES // (own if form == "y" else itemsize or own)
+    width = COSTS.widest_load // (own if form == "y" else itemsize or own)
     vector = min(vector_width(width, workloads, of, gpu) for _, of in members)
-    unroll = LOADS_IN_FLIGHT
+    unroll = COSTS.loads_in_flight
     if len(row_inputs) > 1 or len(workloads) > 1 or workloads[0].is_arg:
         unroll = max(1, unroll // max(1, len(row_inputs)))
-        while _registers(workloads, row_inputs, vector, unroll) > REGISTERS and vector > 1:
+        while (
+            _registers(workloads, row_inputs, vector, unroll) > COSTS.state_registers and vector > 1
+        ):
             unroll, vector = (unroll // 2, vector) if unroll > 1 else (1, vector // 2)
     lanes, rows = _block(form, loops, vector, gpu.block_threads(THREADS), gpu)
     whole = ReduceConfig(form, lanes, rows, vector, unroll, 1, "one_block")
@@ -235,12 +217,12 @@ def blocks_at_once(
 
     No more than a grid has, and only as many as spill nothing.
     """
-    own = OWN_REGISTERS + INPUT_REGISTERS * len(row_inputs)
+    own = COSTS.own_registers + COSTS.input_registers * len(row_inputs)
     if 8 in row_inputs or "float64" in fields_of(workloads):
-        own += WIDE_REGISTERS
+        own += COSTS.wide_registers
     registers = own + _registers(workloads, row_inputs, config.vector, config.unroll)
-    most = CLUSTER_BLOCKS if config.cluster > 1 else BLOCKS_PER_MULTIPROCESSOR
-    return min(most, max(1, REGISTER_FILE // (registers * config.threads)))
+    most = COSTS.cluster_blocks if config.cluster > 1 else COSTS.resident_blocks
+    return min(most, max(1, COSTS.register_file // (registers * config.threads)))
 
 
 def scratch_words(workload: ReduceWorkload, loops: CanonicalLoops, target: Target | None) -> int:
@@ -329,7 +311,7 @@ def _block(
     steps = LARGE if extent is None else -(-extent // vector)
     lanes = min(32, ceil_power_of_two(steps))
     if form == "x":
-        while lanes < threads and steps > lanes * LOADS_OF_A_LANE:
+        while lanes < threads and steps > lanes * COSTS.loads_of_a_lane:
             lanes *= 2
     return lanes, threads // lanes
 
@@ -337,7 +319,7 @@ def _block(
 def _is_short(loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> bool:
     """Return whether each output is left to one thread: few elements, and enough outputs."""
     outputs, reduced = constant(loops.outputs), constant(loops.reduced)
-    if loops.form != "y" or reduced is None or reduced > SHORT:
+    if loops.form != "y" or reduced is None or reduced > COSTS.short_reduction:
         return False
     return outputs is None or outputs >= 2 * gpu.multiprocessors * MIN_THREADS * vector
 
@@ -400,11 +382,11 @@ def _cluster(
         size *= 2
     if finish == "one_block":
         return size
-    is_small = _input_bytes(workloads[0], loops) < CLUSTER_BYTES
-    fits = vectors <= size * config.unroll * CLUSTER_ROUNDS
+    is_small = _input_bytes(workloads[0], loops) < COSTS.cluster_bytes
+    fits = vectors <= size * config.unroll * COSTS.cluster_rounds
     if not (size >= splits or (is_small and fits)):
         return None
-    room = gpu.multiprocessors * min(CLUSTER_BLOCKS, at_once // gpu.multiprocessors)
+    room = gpu.multiprocessors * min(COSTS.cluster_blocks, at_once // gpu.multiprocessors)
     if size == 1 or constant(loops.outputs) is None:
         return size
     return None if _is_uneven(size * tiles(config, loops), room) else size
@@ -431,19 +413,19 @@ def _splits(
     count = tiles(config, loops)
     vectors = reduced // config.stride  # of a thread, over all splits
     if count >= 2 * gpu.multiprocessors:
-        more = -(-FULL_WAVES * at_once // count)
+        more = -(-COSTS.full_waves * at_once // count)
         is_long = config.rows == 1 and vectors >= 2 * more * config.unroll
         return more if config.form == "x" and is_long and _is_uneven(count, at_once) else 1
     enough = -(-2 * gpu.multiprocessors // count)
-    worth = max(vectors * _values(config) // MIN_VALUES_PER_THREAD, min(enough, vectors))
+    worth = max(vectors * _values(config) // COSTS.least_values, min(enough, vectors))
     return max(1, min(worth, at_once // count, _most_splits(config, outputs, finish)))
 
 
 def _most_splits(config: ReduceConfig, outputs: int, finish: str) -> int:
     """Blocks that one output may have, so that combining their results takes little time."""
-    if finish == "atomic" and outputs > FEW_OUTPUTS:
-        return MAX_ATOMIC_SPLITS
-    return max(1, MAX_PARTIALS // config.tile_outputs)
+    if finish == "atomic" and outputs > COSTS.few_outputs:
+        return COSTS.atomic_splits
+    return max(1, COSTS.most_partials // config.tile_outputs)
 
 
 def _smaller_tiles(
@@ -464,10 +446,14 @@ def _smaller_tiles(
         if count >= 2 * gpu.multiprocessors and not _is_uneven(count, at_once):
             break
         config = replace(config, lanes=config.lanes // 2)
-    while config.form == "y" and not is_short and config.lanes * config.vector * itemsize > SECTOR:
+    while (
+        config.form == "y"
+        and not is_short
+        and config.lanes * config.vector * itemsize > COSTS.sector
+    ):
         count, most = tiles(config, loops), _most_splits(config, outputs, finish)
         is_small = reduced is not None and reduced // config.stride <= most
-        is_wide = config.lanes * config.vector * itemsize > LINE
+        is_wide = config.lanes * config.vector * itemsize > COSTS.line
         lacks_splits = count * most < 2 * gpu.multiprocessors and not is_small
         if config.lanes == 1 or not (
             (lacks_splits and finish != "one_block") or (is_wide and _is_uneven(count, at_once))
@@ -483,7 +469,7 @@ def _smaller_tiles(
 
 def _is_uneven(blocks: int, at_once: int) -> bool:
     """Return whether the last of few waves may have too few blocks for the device."""
-    return at_once < blocks < FULL_WAVES * at_once
+    return at_once < blocks < COSTS.full_waves * at_once
 
 
 def _most_blocks(config: ReduceConfig, loops: CanonicalLoops) -> int:

@@ -94,7 +94,7 @@ class ElementOutput:
 
 
 @dataclass(frozen=True)
-class Stage:
+class ReductionStage:
     """Sisters, and the epilogues that can be computed once they are known, in order."""
 
     reductions: tuple[Reduction, ...]
@@ -120,7 +120,7 @@ class ReduceGroup:
     ----------
     func : tirx.PrimFunc
         Signature and attributes.
-    stages : tuple[Stage, ...]
+    stages : tuple[ReductionStage, ...]
         Each has at least one reduction, and uses results of previous ones.
     elements : tuple[ElementOutput, ...]
         Stored when all results are known.
@@ -131,7 +131,7 @@ class ReduceGroup:
     """
 
     func: tirx.PrimFunc
-    stages: tuple[Stage, ...]
+    stages: tuple[ReductionStage, ...]
     elements: tuple[ElementOutput, ...]
     outputs: Extent
     reduced: Extent

@@ -4,14 +4,7 @@
 from __future__ import annotations
 
 from schedules.gpu.core.machine import GPUInfo
-
-# Bytes that a block reads as fast as a kernel is launched, however few rows there are: four in
-# each register in which 1024 threads keep a row.
-SHORT_ROW = 1 << 16  # bytes
-# What eight blocks of a cluster read during the launches of two more kernels: four bytes in each
-# of 32 registers of 1024 threads, which leave room for a value computed from each element.
-CLUSTER_SHARE = 1 << 17  # bytes of a block
-SEGMENT = 64  # neighbouring bytes that a block reads of each row in form *y*
+from schedules.gpu.core.machine_costs import COSTS
 
 
 def chain_fits(
@@ -41,10 +34,10 @@ def chain_fits(
     bool
         Whether it pays off; the rule writes a kernel for a chain of any size.
     """
-    columns = max(1, SEGMENT // itemsize) if form == "y" else 1
-    short = SHORT_ROW
+    columns = max(1, COSTS.segment // itemsize) if form == "y" else 1
+    short = COSTS.short_row
     if gpu.max_cluster > 1:
-        short = gpu.max_cluster * (SHORT_ROW if form == "y" else CLUSTER_SHARE)
+        short = gpu.max_cluster * (COSTS.short_row if form == "y" else COSTS.cluster_share)
     if reduced is not None and reduced * columns * itemsize <= short:
         return True
     return outputs is None or 2 * outputs >= columns * gpu.multiprocessors

@@ -24,7 +24,7 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.tir.expression_walk import substitute, uses
 from schedules.workload.reduce import FLOATS, MAX_SUM_EXP, constant
 
-from .group import Epilogue, ReduceGroup, Reduction, Result, Stage
+from .group import Epilogue, ReduceGroup, Reduction, ReductionStage, Result
 from .limits import chain_fits
 
 
@@ -64,12 +64,12 @@ def in_one_stage(group: ReduceGroup) -> ReduceGroup | None:
         merged, found = _merge(reduction, own) if own else (reduction, [])
         reductions.append(merged)
         totals += found
-    stage = Stage(tuple(reductions), (*first.epilogues, *totals, *second.epilogues))
+    stage = ReductionStage(tuple(reductions), (*first.epilogues, *totals, *second.epilogues))
     return replace(group, stages=(stage,))
 
 
 @dataclass(frozen=True)
-class _Pair:
+class _MaximumAndSum:
     """A maximum, and the sum of the exponentials of its data minus ``shift``, at ``m``."""
 
     maximum: Reduction
@@ -78,7 +78,7 @@ class _Pair:
     m: tirx.Var
 
 
-def _pair(first: Stage, total: Reduction) -> _Pair | None:
+def _pair(first: ReductionStage, total: Reduction) -> _MaximumAndSum | None:
     """Find the maximum of the rows that belongs to ``total``, a sum of exponentials."""
     m, n = tirx.Var("m", "int64"), tirx.Var("n", "int64")
     exponent = _exponent(total.value(m, n))
@@ -89,11 +89,11 @@ def _pair(first: Stage, total: Reduction) -> _Pair | None:
     for maximum in first.reductions:
         is_float = maximum.workload.operator == "max" and maximum.workload.dtype in FLOATS
         if is_float and _is_same(maximum.value(m, n), exponent.a):
-            return _Pair(maximum, total, exponent.b, m)
+            return _MaximumAndSum(maximum, total, exponent.b, m)
     return None
 
 
-def _merge(maximum: Reduction, pairs: list[_Pair]) -> tuple[Reduction, list[Epilogue]]:
+def _merge(maximum: Reduction, pairs: list[_MaximumAndSum]) -> tuple[Reduction, list[Epilogue]]:
     """One reduction for a maximum and all sums that use it, with the sums as epilogues."""
     workloads = (maximum.workload, *(pair.total.workload for pair in pairs))
     dtype = max((of.acc_dtype for of in workloads), key=lambda name: DataType(name).bits)
@@ -108,7 +108,7 @@ def _merge(maximum: Reduction, pairs: list[_Pair]) -> tuple[Reduction, list[Epil
     return reduction, [_total(pair, largest.var, raw) for pair in pairs]
 
 
-def _total(pair: _Pair, largest: tirx.Var, raw: tirx.Var) -> Epilogue:
+def _total(pair: _MaximumAndSum, largest: tirx.Var, raw: tirx.Var) -> Epilogue:
     """A sum, from the maximum and the sum of exponentials relative to it."""
     dtype = str(raw.ty.dtype)
 

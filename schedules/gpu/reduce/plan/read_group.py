@@ -30,7 +30,7 @@ from schedules.workload.reduce import (
     unravel,
 )
 
-from .group import ElementOutput, Epilogue, ReduceGroup, Reduction, Result, Stage
+from .group import ElementOutput, Epilogue, ReduceGroup, Reduction, ReductionStage, Result
 
 
 def read_group(func: tirx.PrimFunc) -> ReduceGroup | None:
@@ -39,7 +39,7 @@ def read_group(func: tirx.PrimFunc) -> ReduceGroup | None:
     first = next((block for block in blocks if ATTRIBUTE in block.annotations), None)
     if first is None:
         return None
-    reader = _Reader(func, first)
+    reader = _GroupReader(func, first)
     try:
         for block in blocks:
             if block.iter_vars:
@@ -64,7 +64,7 @@ class _Definition:
 
 
 @dataclass
-class _Reader:
+class _GroupReader:
     """Reader state: the blocks read so far, in the order of execution."""
 
     func: tirx.PrimFunc
@@ -113,7 +113,7 @@ class _Reader:
         if len(self.reductions) < len(self.lifted):
             raise _NotAGroupError
         stages = tuple(
-            Stage(
+            ReductionStage(
                 tuple(part for at, part in self.reductions if at == number),
                 tuple(part for at, part in self.epilogues if at == number),
             )

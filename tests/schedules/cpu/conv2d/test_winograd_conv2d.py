@@ -270,7 +270,7 @@ def test_tiles_prefetch_the_next_weights_of_their_task(first_block, monkeypatch)
     monkeypatch.setattr(winograd_nest, "compute_tile", note)
     builder = KernelBuilder(function(case, 4))
     with builder.body():
-        nest = winograd_nest._Nest(builder, workload(case, 4), knobs)
+        nest = winograd_nest._TaskNest(builder, workload(case, 4), knobs)
         data = winograd_nest._Points.allocate(36, 2, 4, nest.kernel)
         products = winograd_nest._Points.allocate(36, 3, 4, nest.kernel)
         for point in range(36):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from schedules.cpu.core.micro_kernel import Reduction, Tile, next_weights
+from schedules.cpu.core.micro_kernel import ReducedBlocks, RegisterTile, next_weights
 from schedules.cpu.core.prefetch import CACHE_LINE_BYTES
 from schedules.cpu.core.tiles import Run
 from schedules.workload.conv2d import ConvLayer
@@ -17,13 +17,13 @@ LINE = CACHE_LINE_BYTES // 4
 
 
 def asked_for(
-    ops: Any, blocks: int, reduction: Reduction, tiles: int, following: int | None = None
+    ops: Any, blocks: int, reduction: ReducedBlocks, tiles: int, following: int | None = None
 ) -> set[int]:
     """Cache lines of the weights that so many tiles ask for, one at each of their steps."""
     taps = ops.layer.kernel[0] * ops.layer.kernel[1]
     first = int(reduction.start) * taps
     steps = range(first, first + reduction.count * taps)
-    tile = Tile(2, blocks, 0, Run(0, 1, 0, tiles, ()), 0, reduction, following)
+    tile = RegisterTile(2, blocks, 0, Run(0, 1, 0, tiles, ()), 0, reduction, following)
     starts = [int(next_weights(ops, tile, turn)) for turn in range(tiles)]
     assert all(start % LINE == 0 for start in starts)
     return {start // LINE + step for start in starts for step in steps}
@@ -51,11 +51,11 @@ def test_enough_tiles_ask_for_all_weights_that_come_next(lanes, kernel, blocks):
     )
     tiles = blocks * lanes * lanes // LINE
     following = lines_of(ops, 2 + blocks, blocks, 0, 4)
-    assert asked_for(ops, blocks, Reduction(0, 4), tiles) == following
-    assert asked_for(ops, blocks, Reduction(0, 4), tiles - 1) < following
-    inner = asked_for(ops, blocks, Reduction(0, 2, True, False), tiles)
+    assert asked_for(ops, blocks, ReducedBlocks(0, 4), tiles) == following
+    assert asked_for(ops, blocks, ReducedBlocks(0, 4), tiles - 1) < following
+    inner = asked_for(ops, blocks, ReducedBlocks(0, 2, True, False), tiles)
     assert inner == lines_of(ops, 2, blocks, 2, 2)
-    last = asked_for(ops, blocks, Reduction(2, 2, False, True), tiles)
+    last = asked_for(ops, blocks, ReducedBlocks(2, 2, False, True), tiles)
     assert last == lines_of(ops, 2 + blocks, blocks, 0, 2)
-    elsewhere = asked_for(ops, blocks, Reduction(0, 4), tiles, following=7)
+    elsewhere = asked_for(ops, blocks, ReducedBlocks(0, 4), tiles, following=7)
     assert elsewhere == lines_of(ops, 7, blocks, 0, 4)

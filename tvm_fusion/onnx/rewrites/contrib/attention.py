@@ -10,14 +10,14 @@ import math
 
 import numpy as np
 
-from .parts import Parts, sizes
+from .contrib_expansion import ContribExpansion, sizes
 from .pointwise import Refusal
 
 LOWEST = -65504.0
 """Number that a causal mask adds, the lowest float16: no weight is left of it."""
 
 
-def attention(parts: Parts) -> Refusal:
+def attention(parts: ContribExpansion) -> Refusal:
     """The product of the input with all weights, then attention."""
     heads = parts.get("num_heads")
     widths = parts.get("qkv_hidden_sizes") or _thirds(sizes(parts, parts.input(1), [-1]))
@@ -29,8 +29,8 @@ def attention(parts: Parts) -> Refusal:
     if parts.input(2):
         product = parts.emit("Add", product, parts.input(2))
     ends = np.cumsum([0, *widths])
-    axis = parts.constant([-1])
-    places = [parts.constant([int(end)]) for end in ends]
+    axis = parts.integers([-1])
+    places = [parts.integers([int(end)]) for end in ends]
     query, key, value = (
         _split_heads(parts, parts.emit("Slice", product, *places[i : i + 2], axis), heads)
         for i in range(3)
@@ -38,13 +38,13 @@ def attention(parts: Parts) -> Refusal:
     present = ""
     if parts.input(4):
         pair = [
-            parts.emit("Gather", parts.input(4), parts.constant(number), axis=0)
+            parts.emit("Gather", parts.input(4), parts.integers(number), axis=0)
             for number in (0, 1)
         ]
         key = parts.emit("Concat", pair[0], key, axis=2)
         value = parts.emit("Concat", pair[1], value, axis=2)
     if len(parts.node.output) > 1 and parts.node.output[1]:
-        both = [parts.emit("Unsqueeze", one, parts.constant([0])) for one in (key, value)]
+        both = [parts.emit("Unsqueeze", one, parts.integers([0])) for one in (key, value)]
         present = parts.emit("Concat", *both, axis=0)
     scale = parts.get("scale", 0.0) or 1 / math.sqrt(widths[0] / heads)
     past = sizes(parts, parts.input(4), [3]) if parts.input(4) else [0]
@@ -58,7 +58,7 @@ def attention(parts: Parts) -> Refusal:
     return None
 
 
-def multi_head_attention(parts: Parts) -> Refusal:
+def multi_head_attention(parts: ContribExpansion) -> Refusal:
     """Attention of a query, keys and values, in one tensor, in two, or in three."""
     heads = parts.get("num_heads")
     names = [parts.input(position) for position in range(3)]
@@ -98,22 +98,20 @@ def _thirds(width: list[int] | None) -> list[int] | None:
     return None if width is None else [width[0] // 3] * 3
 
 
-def _with_bias(parts: Parts, names: list[str], width: int) -> list[str]:
+def _with_bias(parts: ContribExpansion, names: list[str], width: int) -> list[str]:
     """Add to each of three tensors its part of the bias; query and key are equally wide."""
     ends = [0, width, 2 * width, 2**31 - 1]
     return [
         parts.emit(
             "Add",
             name,
-            parts.emit(
-                "Slice", parts.input(3), *(parts.constant([at]) for at in ends[i : i + 2])
-            ),
+            parts.emit("Slice", parts.input(3), *(parts.integers([at]) for at in ends[i : i + 2])),
         )
         for i, name in enumerate(names)
     ]
 
 
-def _split_heads(parts: Parts, name: str, heads: int) -> str:
+def _split_heads(parts: ContribExpansion, name: str, heads: int) -> str:
     return parts.emit("Transpose", parts.reshape(name, 0, 0, heads, -1), perm=[0, 2, 1, 3])
 
 
@@ -126,7 +124,7 @@ def _causal(length: list[int] | None, past: list[int] | None) -> np.ndarray | No
     return np.where(allowed, 0, LOWEST).astype(np.float32)
 
 
-def _problem(parts: Parts, mask: str, causal: np.ndarray | None) -> Refusal:
+def _problem(parts: ContribExpansion, mask: str, causal: np.ndarray | None) -> Refusal:
     """The reason why scores cannot be masked, if any."""
     rank = len(parts.dims(mask) or ()) if mask else 2
     if rank not in (2, 3):
@@ -137,7 +135,7 @@ def _problem(parts: Parts, mask: str, causal: np.ndarray | None) -> Refusal:
 
 
 def _attend(
-    parts: Parts,
+    parts: ContribExpansion,
     heads: tuple[str, str, str],
     scale: float,
     mask: str,
@@ -152,19 +150,19 @@ def _attend(
         rank = len(parts.dims(mask) or ())
         added = _added_by_mask(parts, mask, scores)
         scores = parts.emit(
-            "Add", scores, parts.emit("Unsqueeze", added, parts.constant([1, 2][: 4 - rank]))
+            "Add", scores, parts.emit("Unsqueeze", added, parts.integers([1, 2][: 4 - rank]))
         )
     if bias:
         scores = parts.emit("Add", scores, bias)
     if parts.get("unidirectional", 0):
         assert causal is not None, "lengths that are not known were refused"
-        scores = parts.emit("Add", scores, parts.number(causal, scores))
+        scores = parts.emit("Add", scores, parts.number_like(causal, scores))
     mixed = parts.emit("MatMul", parts.emit("Softmax", scores, axis=-1), value)
     return parts.reshape(parts.emit("Transpose", mixed, perm=[0, 2, 1, 3]), 0, 0, -1)
 
 
-def _added_by_mask(parts: Parts, mask: str, scores: str) -> str:
+def _added_by_mask(parts: ContribExpansion, mask: str, scores: str) -> str:
     """0 where the mask is not 0, else the filter value."""
-    filter_value = parts.number(parts.get("mask_filter_value", -10000.0), scores)
+    filter_value = parts.number_like(parts.get("mask_filter_value", -10000.0), scores)
     is_kept = parts.emit("Cast", mask, to=9)
-    return parts.emit("Where", is_kept, parts.number(0.0, scores), filter_value)
+    return parts.emit("Where", is_kept, parts.number_like(0.0, scores), filter_value)

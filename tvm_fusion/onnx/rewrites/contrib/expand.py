@@ -13,7 +13,7 @@ from ...model.graph_edits import default_opset, is_default_domain, node_label, r
 from ...model.shapes import infer_shapes
 from ...model.tensor_facts import GraphFacts
 from .attention import attention, multi_head_attention
-from .parts import Parts
+from .contrib_expansion import ContribExpansion
 from .pointwise import (
     Refusal,
     bias_gelu,
@@ -30,7 +30,7 @@ from .pointwise import (
 
 DOMAIN = "com.microsoft"
 
-CONTRIB: dict[str, Callable[[Parts], Refusal]] = {
+CONTRIB: dict[str, Callable[[ContribExpansion], Refusal]] = {
     "Attention": attention,
     "BiasGelu": bias_gelu,
     "EmbedLayerNormalization": embed_layer_norm,
@@ -89,7 +89,7 @@ def _replace(model: onnx.ModelProto, names: frozenset[str]) -> bool:
         if not is_contrib(node) or node.op_type not in names or not is_ready:
             nodes.append(node)
             continue
-        parts = Parts(node, opset, facts)
+        parts = ContribExpansion(node, opset, facts)
         reason = CONTRIB[node.op_type](parts)
         if reason is not None:
             raise UnsupportedOperatorError(

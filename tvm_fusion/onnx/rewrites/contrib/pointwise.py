@@ -4,31 +4,31 @@
 from __future__ import annotations
 
 from ..expansion import conv_attributes
-from .parts import Parts
+from .contrib_expansion import ContribExpansion
 
 Refusal = str | None
 
 
-def gelu(parts: Parts) -> Refusal:
+def gelu(parts: ContribExpansion) -> Refusal:
     """``Gelu(x)``."""
     parts.finish(parts.gelu(parts.input(0)))
     return None
 
 
-def bias_gelu(parts: Parts) -> Refusal:
+def bias_gelu(parts: ContribExpansion) -> Refusal:
     """``Gelu(x + bias)``."""
     parts.finish(parts.gelu(parts.emit("Add", parts.input(0), parts.input(1))))
     return None
 
 
-def fast_gelu(parts: Parts) -> Refusal:
+def fast_gelu(parts: ContribExpansion) -> Refusal:
     """``Gelu(x + bias)`` by a hyperbolic tangent."""
     x = parts.input(0)
     parts.finish(parts.tanh_gelu(parts.emit("Add", x, parts.input(1)) if parts.input(1) else x))
     return None
 
 
-def quick_gelu(parts: Parts) -> Refusal:
+def quick_gelu(parts: ContribExpansion) -> Refusal:
     """``x * sigmoid(alpha * x)``."""
     x = parts.input(0)
     inner = parts.emit("Sigmoid", parts.scaled(x, parts.get("alpha", 1.702)))
@@ -36,7 +36,7 @@ def quick_gelu(parts: Parts) -> Refusal:
     return None
 
 
-def skip_layer_norm(parts: Parts) -> Refusal:
+def skip_layer_norm(parts: ContribExpansion) -> Refusal:
     """``LayerNormalization(x + skip + bias)``, and the sum."""
     if [name for name in parts.node.output[1:3] if name]:
         return "its mean or its deviation is asked for"
@@ -47,7 +47,7 @@ def skip_layer_norm(parts: Parts) -> Refusal:
     return None
 
 
-def skip_rms_norm(parts: Parts) -> Refusal:
+def skip_rms_norm(parts: ContribExpansion) -> Refusal:
     """The root-mean-square norm of ``x + skip + bias``, and the sum."""
     if [name for name in parts.node.output[1:3] if name]:
         return "its mean or its deviation is asked for"
@@ -57,7 +57,7 @@ def skip_rms_norm(parts: Parts) -> Refusal:
     return None
 
 
-def rms_norm(parts: Parts) -> Refusal:
+def rms_norm(parts: ContribExpansion) -> Refusal:
     """The root-mean-square norm of the last axis."""
     if parts.missing(1) or parts.get("axis", -1) != -1:
         return "it has a second output, or another axis than the last"
@@ -66,7 +66,7 @@ def rms_norm(parts: Parts) -> Refusal:
     return None
 
 
-def embed_layer_norm(parts: Parts) -> Refusal:
+def embed_layer_norm(parts: ContribExpansion) -> Refusal:
     """The norm of the sum of the embeddings of words, positions and segments."""
     ids, segments, words, positions, kinds, scale, bias, mask, places = (
         parts.input(position) for position in range(9)
@@ -74,9 +74,9 @@ def embed_layer_norm(parts: Parts) -> Refusal:
     if parts.get("mask_index_type", 0):
         return f"its mask_index_type is {parts.get('mask_index_type')}"
     if not places:
-        axis = parts.constant(1)
+        axis = parts.integers(1)
         length = parts.emit("Gather", parts.emit("Shape", ids), axis)
-        places = parts.emit("Range", parts.constant(0), length, axis)
+        places = parts.emit("Range", parts.integers(0), length, axis)
     total = parts.emit(
         "Add", parts.emit("Gather", words, ids), parts.emit("Gather", positions, places)
     )
@@ -85,16 +85,16 @@ def embed_layer_norm(parts: Parts) -> Refusal:
     result = parts.layer_norm(total, scale, bias, parts.get("epsilon", 1e-12))
     counts = ""
     if mask and len(parts.node.output) > 1 and parts.node.output[1]:
-        counts = parts.emit("ReduceSum", mask, parts.constant([1]), keepdims=0)
+        counts = parts.emit("ReduceSum", mask, parts.integers([1]), keepdims=0)
     elif len(parts.node.output) > 1 and parts.node.output[1]:
-        first = parts.constant([1])
-        shape = parts.emit("Slice", parts.emit("Shape", ids), parts.constant([0]), first)
+        first = parts.integers([1])
+        shape = parts.emit("Slice", parts.emit("Shape", ids), parts.integers([0]), first)
         counts = parts.emit("Cast", parts.emit("ConstantOfShape", shape), to=6)
     parts.finish(result, counts, total)
     return None
 
 
-def fused_matmul(parts: Parts) -> Refusal:
+def fused_matmul(parts: ContribExpansion) -> Refusal:
     """``alpha * A @ B``, each with its last two axes exchanged if asked for."""
     if parts.get("transBatchA", 0) or parts.get("transBatchB", 0):
         return "it transposes batches"
@@ -106,7 +106,7 @@ def fused_matmul(parts: Parts) -> Refusal:
     return None
 
 
-def _turned(parts: Parts, position: int) -> str | None:
+def _turned(parts: ContribExpansion, position: int) -> str | None:
     """An input with its last two axes exchanged if asked for; None if its rank is not known."""
     name = parts.input(position)
     if not parts.get(("transA", "transB")[position], 0):
@@ -123,7 +123,7 @@ def _turned(parts: Parts, position: int) -> str | None:
 PARAMETERS = {"LeakyRelu": ("alpha",), "HardSigmoid": ("alpha", "beta")}
 
 
-def fused_conv(parts: Parts) -> Refusal:
+def fused_conv(parts: ContribExpansion) -> Refusal:
     """A Conv, what is added to it, and an activation."""
     operands = filter(None, map(parts.input, range(3)))
     result = parts.emit("Conv", *operands, **conv_attributes(parts.node))
@@ -131,7 +131,7 @@ def fused_conv(parts: Parts) -> Refusal:
         result = parts.emit("Add", result, parts.input(3))
     name, values = parts.get("activation", ""), parts.get("activation_params", [])
     if name == "Clip":
-        result = parts.emit("Clip", result, *(parts.number(value, result) for value in values))
+        result = parts.emit("Clip", result, *(parts.number_like(value, result) for value in values))
     elif name in ("Relu", "Sigmoid", "Tanh", *PARAMETERS):
         given = dict(zip(PARAMETERS.get(name, ()), values, strict=False))
         result = parts.emit(name, result, **given)
@@ -141,7 +141,7 @@ def fused_conv(parts: Parts) -> Refusal:
     return None
 
 
-def _sum(parts: Parts, *names: str) -> str:
+def _sum(parts: ContribExpansion, *names: str) -> str:
     given = [name for name in names if name]
     total = given[0]
     for name in given[1:]:

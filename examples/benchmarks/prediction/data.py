@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured times of kernels on GPUs, as the training and the checks of the kernel models read them.
+
+``PREDICT_DATA`` names a folder with ``gpu_kernels`` (from sitar-lab/NeuSight) and ``gemm_fp16``
+(from microsoft/vidur); what is missing there is left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+MACHINES = {
+    "NVIDIA A100-PCIE-40GB": "a100-40",
+    "NVIDIA A100-SXM4-40GB": "a100-40",
+    "NVIDIA A100 80GB PCIe": "a100-80",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA L4": "l4",
+    "Tesla P100-PCIE-16GB": "p100",
+    "Tesla P4": "p4",
+    "Tesla T4": "t4",
+    "Tesla V100-PCIE-32GB": "v100",
+    "a100": "a100-80",
+    "a40": "a40",
+    "h100": "h100",
+}
+"""Machine by the name that the data give the device."""
+
+NEUSIGHT = "sitar-lab/NeuSight, commit 6945927 (MIT)"
+VIDUR = "microsoft/vidur, commit 7d47513 (MIT)"
+
+OPS = {
+    "add": ("add", 3),
+    "mul": ("mul", 3),
+    "div": ("div", 3),
+    "pow": ("pow", 3),
+    "addu": ("add_scalar", 2),
+    "mulu": ("mul_scalar", 2),
+    "divu": ("div_scalar", 2),
+    "powu": ("pow_scalar", 2),
+    "relu": ("relu", 2),
+    "gelu": ("gelu", 2),
+    "tanh": ("tanh", 2),
+}
+"""Our operator, and tensors that it reads and writes, by the name in ``rows.csv.gz``."""
+
+Columns = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Launches of one kernel in one dtype.
+
+    Parameters
+    ----------
+    kernel, dtype : str
+        Which.
+    machine : np.ndarray
+        (launches,) names.
+    sizes : dict[str, np.ndarray]
+        (launches,) each.
+    seconds : np.ndarray
+        (launches,).
+    part : np.ndarray
+        (launches,) names by which errors are told apart: operator, or language model.
+    source : str
+        Repository and licence.
+    """
+
+    kernel: str
+    dtype: str
+    machine: np.ndarray
+    sizes: Columns
+    seconds: np.ndarray
+    part: np.ndarray
+    source: str
+
+    def __getitem__(self, which: np.ndarray) -> Sweep:
+        """Launches that a mask or indices choose."""
+        sizes = {name: values[which] for name, values in self.sizes.items()}
+        chosen = self.machine[which], sizes, self.seconds[which], self.part[which]
+        return Sweep(self.kernel, self.dtype, *chosen, self.source)
+
+    def held_out(self) -> np.ndarray:
+        """Mask of a fifth of the sizes, the same on all machines."""
+        rows = np.stack([values.astype(np.int64) for values in self.sizes.values()], axis=1)
+        return np.array([zlib.crc32(row.tobytes()) % 5 == 0 for row in np.ascontiguousarray(rows)])
+
+
+def data_folder() -> Path | None:
+    """Folder that ``PREDICT_DATA`` names, or None."""
+    folder = os.environ.get("PREDICT_DATA")
+    return Path(folder) if folder else None
+
+
+def read_columns(path: Path) -> Columns:
+    """Columns of a packed CSV file, numbers where all entries are."""
+    with gzip.open(path, "rt", newline="") as file:
+        header, *rows = csv.reader(file)
+    columns = {}
+    for at, name in enumerate(header):
+        entries = [row[at] for row in rows]
+        try:
+            columns[name] = np.array(entries, float)
+        except ValueError:
+            columns[name] = np.array(entries)
+    return columns
+
+
+def _tables(folder: Path, *names: str) -> Columns | None:
+    tables = [read_columns(folder / name) for name in names if (folder / name).is_file()]
+    if not tables:
+        return None
+    return {name: np.concatenate([t[name] for t in tables]) for name in tables[0]}
+
+
+def _machines(column: np.ndarray) -> np.ndarray:
+    return np.array([MACHINES.get(name, name) for name in column.tolist()])
+
+
+def gemm_sweep(folder: Path) -> Sweep | None:
+    """Linear layers and batched products in float32."""
+    table = _tables(folder / "gpu_kernels", "gemm.csv.gz", "gemm_larger.csv.gz")
+    if table is None:
+        return None
+    sizes = {name: table[name] for name in "BMNK"}
+    sizes["batched"] = (table["op"] == "bmm").astype(float)
+    machine = _machines(table["device"])
+    return Sweep("gemm", "float32", machine, sizes, table["ms"] / 1e3, table["op"], NEUSIGHT)
+
+
+def gemm_fp16_sweep(folder: Path) -> Sweep | None:
+    """Linear layers of language models in float16."""
+    table = _tables(folder / "gemm_fp16", "gemm_fp16.csv.gz")
+    if table is None:
+        return None
+    sizes = {"B": np.ones(len(table["M"])), **{name: table[name] for name in "MNK"}}
+    sizes["batched"] = np.zeros(len(table["M"]))
+    machine, seconds = _machines(table["gpu"]), table["us"] / 1e6
+    return Sweep("gemm", "float16", machine, sizes, seconds, table["model"], VIDUR)
+
+
+def conv2d_sweep(folder: Path) -> Sweep | None:
+    """Convolutions 3 x 3 in float32."""
+    table = _tables(folder / "gpu_kernels", "conv2d.csv.gz")
+    if table is None:
+        return None
+    side, kernel = table["size"], table["kernel"]
+    out = np.floor((side + 2 * table["padding"] - kernel) / table["stride"]) + 1
+    sizes = {"B": table["B"], "IC": table["in_channels"], "OC": table["out_channels"]}
+    sizes |= {"H": side, "W": side, "FH": kernel, "FW": kernel, "OH": out, "OW": out}
+    sizes["groups"] = np.ones(len(side))
+    part = np.full(len(side), "conv2d")
+    machine, seconds = _machines(table["device"]), table["ms"] / 1e3
+    return Sweep("conv2d", "float32", machine, sizes, seconds, part, NEUSIGHT)
+
+
+def row_sweeps(folder: Path) -> dict[str, Sweep]:
+    """Operators on B x H float32 elements, by our name of the operator."""
+    table = _tables(folder / "gpu_kernels", "rows.csv.gz", "rows_larger.csv.gz")
+    if table is None:
+        return {}
+    machine, found = _machines(table["device"]), {}
+    ours = {"softmax": "softmax", "ln": "layer_norm", **{op: name for op, (name, _) in OPS.items()}}
+    for op, name in ours.items():
+        is_op = table["op"] == op
+        sizes = {"B": table["B"][is_op], "H": table["H"][is_op]}
+        seconds, part = table["ms"][is_op] / 1e3, np.full(int(is_op.sum()), name)
+        found[name] = Sweep(name, "float32", machine[is_op], sizes, seconds, part, NEUSIGHT)
+    return found
+
+
+def errors(measured: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
+    """GMAE and MAPE in per cent, and the count.
+
+    GMAE is exp(mean ln(|e| + 4e-4)), which counts a perfect prediction as 0.04 %.
+    """
+    relative = np.abs(predicted / measured - 1)
+    gmae = float(np.exp(np.log(relative + 4e-4).mean())) if len(relative) else float("nan")
+    return {
+        "gmae": round(100 * gmae, 2),
+        "mape": round(100 * float(relative.mean()), 2),
+        "count": len(relative),
+    }

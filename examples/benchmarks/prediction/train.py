@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of the kernel models from measured times.
+
+    PREDICT_DATA=DIR python examples/benchmarks/prediction/train.py [--only gemm-float32]
+
+Writes ``schedules/cost/models/*.npz`` with a report beside each, and the fitted figures of
+streaming kernels into ``schedules/cost/machines``. Needs xgboost (the extra ``tune``). A fifth of
+the sizes is never trained on; each model is trained three times, and the median one is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xgboost
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from examples.benchmarks.campaign import write_aside  # noqa: E402
+from examples.benchmarks.prediction.data import (  # noqa: E402
+    Sweep,
+    conv2d_sweep,
+    data_folder,
+    errors,
+    gemm_fp16_sweep,
+    gemm_sweep,
+    row_sweeps,
+)
+from examples.benchmarks.prediction.fit_streaming import fit_streaming  # noqa: E402
+from schedules.cost.conv2d import CONV2D  # noqa: E402
+from schedules.cost.features import Limits, limits  # noqa: E402
+from schedules.cost.gemm import GEMM  # noqa: E402
+from schedules.cost.learned import (  # noqa: E402
+    FOLDER,
+    KINDS,
+    Kernel,
+    model_from_arrays,
+    seconds,
+)
+from schedules.cost.machine import load_machine  # noqa: E402
+from schedules.cost.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
+from schedules.cost.trees import LEAF  # noqa: E402
+
+KERNELS = {kernel.name: kernel for kernel in (GEMM, CONV2D, SOFTMAX, LAYER_NORM)}
+WIDTH = {"float32": 4, "float16": 2}
+SEEDS = (0, 1, 2)
+BINS = 6
+"""Ranges of the interval, by the seconds that the trees correct."""
+
+PARAMETERS: dict[str, dict[str, float]] = {
+    "gemm": {"rounds": 400, "max_depth": 8, "eta": 0.06, "min_child_weight": 8},
+    "conv2d": {"rounds": 600, "max_depth": 7, "eta": 0.05, "colsample_bynode": 0.3},
+    "softmax": {"rounds": 200, "max_depth": 6, "eta": 0.08},
+    "layer_norm": {"rounds": 200, "max_depth": 6, "eta": 0.08},
+}
+"""Of the trees, by kernel; ``UNSEEN`` replaces some where a model is for GPUs never measured."""
+
+UNSEEN = {"rounds": 300, "max_depth": 7}
+
+
+def machine_limits(sweep: Sweep) -> Limits:
+    """Limits of each launch's machine."""
+    names, index = np.unique(sweep.machine, return_inverse=True)
+    found = [limits(load_machine(str(name)), sweep.dtype) for name in names]
+    fields = ("multiprocessors", "peak", "bandwidth", "cache")
+    return Limits(*(np.array([getattr(x, field) for x in found])[index] for field in fields))
+
+
+def harness(kernel: Kernel, sweep: Sweep) -> tuple[np.ndarray, np.ndarray]:
+    """Least seconds by group, median over machines, and the latency within.
+
+    Times of float16 are of kernels alone: no harness, and the latency is the least time.
+    """
+    group = kernel.group(sweep.sizes)
+    found = []
+    for which in range(int(group.max()) + 1):
+        least = [
+            np.percentile(times, 0.5)
+            for machine in np.unique(sweep.machine)
+            if len(times := sweep.seconds[(group == which) & (sweep.machine == machine)]) > 99
+        ]
+        found.append(float(np.median(least)) if least else float(sweep.seconds.min()))
+    least = np.array(found)
+    if sweep.dtype == "float16":
+        return np.zeros(len(least)), least
+    return least, least / 2
+
+
+def arrays_of(booster: xgboost.Booster) -> dict[str, np.ndarray]:
+    """Arrays of a model file from a trained booster, nodes breadth first."""
+    learner = json.loads(booster.save_raw("json"))["learner"]
+    trees = learner["gradient_booster"]["model"]["trees"]
+    count = int(learner["learner_model_param"]["num_feature"])
+    base = float(learner["learner_model_param"]["base_score"].strip("[]"))
+    split: list[int] = []
+    threshold: list[float] = []
+    leaf: list[float] = []
+    sizes = []
+    for tree in trees:
+        left, right = tree["left_children"], tree["right_children"]
+        order = [0]
+        for node in order:
+            if left[node] < 0:
+                split.append(LEAF)
+                leaf.append(tree["split_conditions"][node])
+            else:
+                split.append(tree["split_indices"][node])
+                threshold.append(tree["split_conditions"][node])
+                order += [left[node], right[node]]
+        sizes.append(len(order))
+    asked = np.array([feature for feature in split if feature != LEAF], int)
+    values = np.array(threshold, np.float32)
+    cuts = [np.unique(values[asked == feature]) for feature in range(count)]
+    chosen = np.array([np.searchsorted(cuts[f], v) for f, v in zip(asked, values, strict=True)])
+    return {
+        "sizes": np.array(sizes, np.int32),
+        "split": np.array(split, np.uint8),
+        "bin": chosen.astype(np.uint16 if chosen.max(initial=0) > 255 else np.uint8),
+        "leaf": np.array(leaf, np.float16),
+        "cuts": np.concatenate(cuts),
+        "cut_counts": np.array([len(cut) for cut in cuts], np.int32),
+        "base": np.array([base]),
+    }
+
+
+def train(kernel: Kernel, sweep: Sweep, seed: int, changes: dict[str, float], balanced: bool):
+    """Arrays of a model trained on a sweep, intervals still open."""
+    least, latency = harness(kernel, sweep)
+    bounds, width = machine_limits(sweep), WIDTH[sweep.dtype]
+    roofline = bounds.roofline(*kernel.work(sweep.sizes, width))
+    group = kernel.group(sweep.sizes)
+    base = np.maximum(least[group], latency[group] + roofline)
+    rows = kernel.features(sweep.sizes, bounds, roofline, width).astype(np.float32)
+    target = np.log(sweep.seconds / base)
+    parameters = {"tree_method": "hist", "subsample": 0.8, "colsample_bynode": 0.5}
+    parameters |= {"min_child_weight": 3, "nthread": 1, "seed": seed}
+    parameters |= {**PARAMETERS[kernel.name], **changes, "base_score": float(target.mean())}
+    rounds = int(parameters.pop("rounds"))
+    weight = None
+    if balanced:
+        _, index, count = np.unique(sweep.machine, return_inverse=True, return_counts=True)
+        weight = (1 / np.sqrt(count))[index]
+        weight /= weight.mean()
+    matrix = xgboost.DMatrix(rows, target, weight=weight)
+    arrays = arrays_of(xgboost.train(parameters, matrix, rounds))
+    ranges = [sweep.sizes[name] for name in kernel.sizes]
+    arrays |= {"harness": least, "latency": latency, "edges": np.zeros(0)}
+    arrays["low"] = np.array([values.min() for values in ranges])
+    arrays["high"] = np.array([values.max() for values in ranges])
+    return arrays | {"below": np.ones(1), "above": np.ones(1)}
+
+
+def evaluate(kernel: Kernel, arrays: dict[str, np.ndarray], sweep: Sweep):
+    """Predicted seconds and bases of a sweep, by numpy."""
+    found = seconds(
+        kernel, model_from_arrays(arrays), sweep.sizes, machine_limits(sweep), WIDTH[sweep.dtype]
+    )
+    return found[0], found[1]
+
+
+def intervals(measured: np.ndarray, predicted: np.ndarray, base: np.ndarray) -> dict[str, Any]:
+    """Factors between which four fifths of the errors lie, by range of the base."""
+    bins = max(1, min(BINS, len(base) // 50))
+    edges = np.quantile(base, np.arange(1, bins) / bins)
+    which = np.searchsorted(edges, base)
+    ratio = measured / predicted
+    ends = [np.percentile(ratio[which == at], [9.5, 90.5]) for at in range(bins)]
+    return {
+        "edges": edges,
+        "below": np.array([min(low, 1.0) for low, _ in ends]),
+        "above": np.array([max(high, 1.0) for _, high in ends]),
+    }
+
+
+def train_kind(kernel: Kernel, sweep: Sweep, kind: str) -> None:
+    """Train one GPU's model three times and write the median one."""
+    held = sweep.held_out()
+    trained = []
+    for seed in SEEDS:
+        arrays = train(kernel, sweep[~held], seed, {}, False)
+        predicted, base = evaluate(kernel, arrays, sweep[held])
+        trained.append((errors(sweep.seconds[held], predicted), arrays, predicted, base))
+    trained.sort(key=lambda found: found[0]["gmae"])
+    figures, arrays, predicted, base = trained[len(trained) // 2]
+    arrays |= intervals(sweep.seconds[held], predicted, base)
+    report = {
+        "held_out": figures,
+        "held_out_by_part": by_part(sweep[held], predicted),
+        "three_trainings_gmae": [found[0]["gmae"] for found in trained],
+        "split": "a fifth of the sizes is held out",
+    }
+    write(kernel, sweep, kind, arrays, report)
+
+
+def train_unseen(kernel: Kernel, sweep: Sweep) -> None:
+    """Train the model for GPUs never measured; its errors leave out one GPU each."""
+    kinds = np.array([KINDS.get(name, name) for name in sweep.machine.tolist()])
+    found, by_gpu = [], {}
+    for kind in np.unique(kinds):
+        arrays = train(kernel, sweep[kinds != kind], SEEDS[0], UNSEEN, True)
+        part = sweep[kinds == kind]
+        predicted, base = evaluate(kernel, arrays, part)
+        found.append((part.seconds, predicted, base))
+        by_gpu[str(kind)] = errors(part.seconds, predicted)
+    arrays = train(kernel, sweep, SEEDS[0], UNSEEN, True)
+    measured, predicted, base = (np.concatenate(x) for x in zip(*found, strict=True))
+    arrays |= intervals(measured, predicted, base)
+    report = {"held_out": errors(measured, predicted), "held_out_by_gpu": by_gpu}
+    report["split"] = "each GPU is predicted from the others"
+    write(kernel, sweep, "unseen", arrays, report)
+
+
+def by_part(sweep: Sweep, predicted: np.ndarray) -> dict[str, dict[str, float]]:
+    """Errors by operator or language model, where there are several."""
+    return {
+        str(part): errors(sweep.seconds[sweep.part == part], predicted[sweep.part == part])
+        for part in np.unique(sweep.part)
+    }
+
+
+def write(kernel: Kernel, sweep: Sweep, kind: str, arrays: dict[str, np.ndarray], report) -> None:
+    """Write a model and its report."""
+    path = FOLDER / f"{kernel.name}-{sweep.dtype}-{kind}.npz"
+    write_aside(path, lambda aside: _save(aside, arrays))
+    whole = {
+        "kernel": kernel.name,
+        "dtype": sweep.dtype,
+        "machines": sorted(set(sweep.machine.tolist())),
+        "data": sweep.source,
+        "rows": len(sweep.seconds),
+        "ranges": {
+            name: [int(low), int(high)]
+            for name, low, high in zip(kernel.sizes, arrays["low"], arrays["high"], strict=True)
+        },
+        "command": "PREDICT_DATA=DIR python examples/benchmarks/prediction/train.py",
+        "xgboost": xgboost.__version__,
+        **report,
+    }
+    text = json.dumps(whole, indent=2) + "\n"
+    write_aside(path.with_suffix(".json"), lambda aside: aside.write_text(text))
+    print(path.name, path.stat().st_size, json.dumps(report["held_out"]), flush=True)
+
+
+def _save(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    with path.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+
+
+def sweeps(folder: Path) -> Iterator[Sweep]:
+    """All sweeps that learned models are trained from."""
+    rows = row_sweeps(folder)
+    found = (gemm_sweep(folder), gemm_fp16_sweep(folder), conv2d_sweep(folder))
+    yield from (sweep for sweep in found if sweep is not None)
+    yield from (rows[name] for name in ("softmax", "layer_norm") if name in rows)
+
+
+def main() -> None:
+    """Train what ``--only`` names, or all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="KERNEL-DTYPE[-KIND], or streaming")
+    only = parser.parse_args().only
+    folder = data_folder()
+    if folder is None:
+        parser.error("PREDICT_DATA names no folder")
+    if only in ("", "streaming"):
+        fit_streaming(folder)
+    for sweep in sweeps(folder):
+        kernel = KERNELS[sweep.kernel]
+        kinds = np.array([KINDS.get(name, name) for name in sweep.machine.tolist()])
+        for kind in [*np.unique(kinds), "unseen"]:
+            if not f"{sweep.kernel}-{sweep.dtype}-{kind}".startswith(only):
+                continue
+            if kind == "unseen":
+                train_unseen(kernel, sweep)
+            else:
+                train_kind(kernel, sweep[kinds == kind], str(kind))
+
+
+if __name__ == "__main__":
+    main()

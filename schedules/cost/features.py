@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features of learned models: how a launch of tiled work fills a GPU.
+
+All are known for a machine that was never measured. Arguments are vectors, one entry a launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .machine import Machine
+
+TILES = ((32, 32), (64, 32), (32, 128), (64, 64), (128, 64), (128, 128), (256, 128))
+"""Rows and columns of the output tiles that libraries' matrix products use."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a machine for one dtype, as scalars or vectors.
+
+    Parameters
+    ----------
+    multiprocessors : np.ndarray
+        Count.
+    peak : np.ndarray
+        FLOP/s.
+    bandwidth : np.ndarray
+        Bytes/s of the memory.
+    cache : np.ndarray
+        Bytes of L2.
+    """
+
+    multiprocessors: np.ndarray
+    peak: np.ndarray
+    bandwidth: np.ndarray
+    cache: np.ndarray
+
+    def roofline(self, flops: np.ndarray, moved: np.ndarray) -> np.ndarray:
+        """Least seconds of some floating-point operations and bytes."""
+        return np.maximum(flops / self.peak, moved / self.bandwidth)
+
+    def features(self, count: int) -> list[np.ndarray]:
+        """Logarithms of multiprocessors, and of peak and bandwidth of one."""
+        figures = (
+            self.multiprocessors,
+            self.peak / self.multiprocessors,
+            self.bandwidth / self.multiprocessors,
+        )
+        return [np.broadcast_to(np.log(figure), (count,)) for figure in figures]
+
+
+def limits(machine: Machine, dtype: str) -> Limits:
+    """Limits of a machine.
+
+    Raises
+    ------
+    PredictionError
+        If it has no such figure.
+    """
+    names = ("multiprocessors", f"peak_flops.{dtype}", "bandwidth.memory", "capacity.L2")
+    return Limits(*(np.float64(machine[name]) for name in names))
+
+
+def waves(blocks: np.ndarray, block_flops: np.ndarray, seconds: np.ndarray, machine: Limits):
+    """Waves of thread blocks (log), how full they are, and their time over ``seconds`` (log)."""
+    rounds = blocks / machine.multiprocessors
+    whole = np.ceil(rounds)
+    busy = whole * machine.multiprocessors * block_flops / machine.peak
+    return [np.log(rounds), rounds / whole, np.log(busy / seconds)]
+
+
+def tile_features(b, m, n, k, seconds: np.ndarray, machine: Limits) -> list[np.ndarray]:
+    """Waves and useful share of the padded tiles of B products M x K x N, for each of ``TILES``."""
+    found = []
+    for rows, columns in TILES:
+        down, across = np.ceil(m / rows), np.ceil(n / columns)
+        found += waves(b * down * across, 2.0 * rows * columns * k, seconds, machine)
+        found.append(m * n / (down * rows * across * columns))
+    return found
+
+
+def divisibility(size: np.ndarray) -> np.ndarray:
+    """Count of the powers of two up to 32, without 1, that divide a size."""
+    return sum((size % power == 0).astype(np.float64) for power in (2, 4, 8, 16, 32))

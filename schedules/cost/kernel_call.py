@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch of one kernel as the models of its time see it: an operator, sizes and a dtype.
+
+Operators and the names of their sizes; those in brackets may be left out and are 1 then:
+
+=========================== ==================================================================
+``gemm``                    [B], M, N, K: B products of M x K by K x N; with B = 1 a linear layer
+``bmm``                     B, M, N, K: a batched product, also of a single one
+``conv2d``                  B, IC, OC, H, W (of the input), FH, FW, OH, OW, [groups]
+``softmax``, ``layer_norm`` B rows of H elements that are normalised
+element-wise (see below)    none; the bytes and ``flops`` of the call say all
+``copy``, ``concat``, ...   none; the bytes say all
+``embedding_bag``           B, T, E, L, D: batch, tables, rows, lookups a bag, width; [rows_per_block]
+``embedding_bag_backward``  the same
+``gather``                  E, L, D: L rows of width D read from a table of E
+=========================== ==================================================================
+
+Element-wise operators are ``add``, ``sub``, ``mul``, ``div``, ``pow`` (of two tensors, or of one
+and a number), ``relu``, ``gelu``, ``tanh``, ``sigmoid``, ``exp`` ..., and ``elementwise`` for a
+fused chain of any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from schedules.errors import PredictionError
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """Launch of one kernel.
+
+    Parameters
+    ----------
+    op : str
+        Operator by which the model is chosen: ``gemm``, ``conv2d``, ``softmax``, ``relu`` ...
+    sizes : Mapping[str, int]
+        Sizes by the names that the operator's model gives them, such as B, M, N, K of ``gemm``.
+    dtype : str
+        Element type of the operands.
+    flops : float
+        Floating-point operations, two for each multiply-add.
+    read_bytes, written_bytes : float
+        Bytes of all operands that are read, and of all results, each counted once.
+    name : str
+        What a report calls it: the layer, or the generated function.
+    """
+
+    op: str
+    sizes: Mapping[str, int]
+    dtype: str = "float32"
+    flops: float = 0.0
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
+    name: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", MappingProxyType(dict(self.sizes)))
+
+    def __hash__(self) -> int:
+        return hash((self.op, frozenset(self.sizes.items()), self.dtype))
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """Size by its name.
+
+        Raises
+        ------
+        PredictionError
+            If the call has no such size and there is no default, or it is not positive.
+        """
+        size = self.sizes.get(name, default)
+        if size is None or not 0 < size < 1 << 53:
+            raise PredictionError(
+                f"{self.op} {self.name!r}: size {name!r} is {size}; expected a positive number, "
+                f"got sizes {dict(self.sizes)}"
+            )
+        return size
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes that are read or written."""
+        return self.read_bytes + self.written_bytes

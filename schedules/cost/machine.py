@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of a machine, each with its origin, and the files that hold them.
+
+A machine is one JSON file of numbers and texts::
+
+    {"name": "v100", "kind": "gpu", "title": "Tesla V100-PCIE-32GB",
+     "figures": {"peak_flops.float32": {"value": 1.4e13, "origin": "data sheet"}, ...}}
+
+``machines`` beside this file holds those that come with the package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from schedules.errors import PredictionError
+
+KINDS = ("cpu", "gpu")
+_FOLDER = Path(__file__).with_name("machines")
+_MAX_FILE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number, in SI units, and where it comes from.
+
+    Parameters
+    ----------
+    value : float
+        Positive and finite.
+    origin : str
+        ``data sheet``, ``measured`` with command and date, or ``fitted`` with the data.
+    """
+
+    value: float
+    origin: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine by its figures.
+
+    Parameters
+    ----------
+    name : str
+        Short name, such as ``a100-40``.
+    kind : str
+        ``cpu`` or ``gpu``.
+    title : str
+        Full name of the device.
+    figures : Mapping[str, Figure]
+        By name: ``peak_flops.float32`` and of other dtypes (FLOP/s), ``bandwidth.memory``,
+        ``bandwidth.L2`` (bytes/s), ``capacity.memory``, ``capacity.L2`` (bytes),
+        ``multiprocessors`` (cores of a CPU), ``clock`` (Hz), ``launch_floor`` (seconds of an empty
+        kernel) and what single models fit.
+    """
+
+    name: str
+    kind: str
+    title: str
+    figures: Mapping[str, Figure]
+
+    def __getitem__(self, figure: str) -> float:
+        """Value of a figure.
+
+        Raises
+        ------
+        PredictionError
+            If the machine has no such figure.
+        """
+        found = self.figures.get(figure)
+        if found is None:
+            raise PredictionError(
+                f"machine {self.name!r} has no figure {figure!r}; it has {', '.join(self.figures)}"
+            )
+        return found.value
+
+    def get(self, figure: str, default: float) -> float:
+        """Value of a figure, or ``default``."""
+        found = self.figures.get(figure)
+        return default if found is None else found.value
+
+    def to_json(self) -> dict[str, Any]:
+        """The machine as its file holds it."""
+        figures = {
+            name: {"value": figure.value, "origin": figure.origin}
+            for name, figure in self.figures.items()
+        }
+        return {"name": self.name, "kind": self.kind, "title": self.title, "figures": figures}
+
+
+def known_machines() -> tuple[str, ...]:
+    """Names of the machines that come with the package."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+
+def load_machine(machine: str | os.PathLike[str]) -> Machine:
+    """Read a machine by its name, or from a file.
+
+    Raises
+    ------
+    PredictionError
+        If there is no such machine or file, or the file is not one of a machine: the message names
+        the file and the figure.
+    """
+    path = _FOLDER / f"{machine}.json" if machine in known_machines() else Path(machine)
+    if not path.is_file():
+        raise PredictionError(
+            f"no machine {str(machine)!r}; expected {', '.join(known_machines())} or a file"
+        )
+    if path.stat().st_size > _MAX_FILE_BYTES:
+        raise PredictionError(f"{path}: larger than any machine file")
+    try:
+        return machine_from_json(json.loads(path.read_bytes()))
+    except (ValueError, RecursionError) as error:
+        raise PredictionError(f"{path}: not JSON: {error}") from None
+    except PredictionError as error:
+        raise PredictionError(f"{path}: {error}") from None
+
+
+def machine_from_json(data: Any) -> Machine:
+    """Check and build a machine.
+
+    Raises
+    ------
+    PredictionError
+        If a field is missing, or a figure is no positive finite number with an origin.
+    """
+    fields = {"name": str, "kind": str, "title": str, "figures": dict}
+    for name, kind in fields.items():
+        if not isinstance(data, dict) or not isinstance(data.get(name), kind):
+            raise PredictionError(f"expected a {kind.__name__} {name!r}")
+    if data["kind"] not in KINDS:
+        raise PredictionError(f"kind is {data['kind']!r}; expected one of {', '.join(KINDS)}")
+    figures = {name: _figure(name, entry) for name, entry in data["figures"].items()}
+    return Machine(data["name"], data["kind"], data["title"], figures)
+
+
+def _figure(name: str, entry: Any) -> Figure:
+    value: Any = entry.get("value") if isinstance(entry, dict) else None
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise PredictionError(f"figure {name!r} is {value!r}; expected a positive finite number")
+    origin = entry.get("origin")
+    if not isinstance(origin, str) or not origin:
+        raise PredictionError(f"figure {name!r} has no origin")
+    return Figure(float(value), origin)

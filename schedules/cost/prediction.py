@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answer of a kernel model: time, interval, bound, and which model said so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SHARE = 0.4  # of the roofline, of kernels too short to be seen behind the harness: a typical one
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Time of one launch.
+
+    Parameters
+    ----------
+    seconds : float
+        Most likely time, as the model's data were timed.
+    low, high : float
+        Interval that holds four of five measured times, in seconds.
+    bound : str
+        ``compute``, ``memory`` or ``latency``.
+    roofline_seconds : float
+        Least time by the machine's peak and bandwidth.
+    model : str
+        Model that said so: ``roofline``, or the name of a kernel model and its origin.
+    in_range : bool
+        Whether the sizes lie in the range that the model was fitted to.
+    harness, latency : float
+        Where launches were timed one by one, no time is below the host's ``harness``, and longer
+        ones hold ``latency`` seconds that are not the kernel's. Zero for times of kernels alone.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    bound: str
+    roofline_seconds: float
+    model: str
+    in_range: bool
+    harness: float = 0.0
+    latency: float = 0.0
+
+    @property
+    def roofline_share(self) -> float:
+        """Share of the roofline that is reached."""
+        return self.roofline_seconds / self.seconds
+
+    @property
+    def device_seconds(self) -> float:
+        """Seconds of the kernel alone, as a profiler shows them in a run of many launches.
+
+        A kernel that was hidden behind the harness is taken for a typical share of its roofline.
+        """
+        if not self.harness:
+            return self.seconds
+        kernel = max(self.seconds - self.latency, self.roofline_seconds)
+        hidden = min(kernel, self.roofline_seconds / _SHARE)
+        seen = min(max(4 * (self.seconds / self.harness - 1), 0.0), 1.0)
+        return seen * kernel + (1 - seen) * hidden

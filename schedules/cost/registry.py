@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one function that says how long a kernel takes on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .conv2d import predict_conv2d
+from .elementwise import BY_BYTES, STREAMING, predict_streaming
+from .embedding import predict_embedding_bag, predict_gather
+from .gemm import predict_bmm, predict_gemm
+from .kernel_call import KernelCall
+from .machine import Machine
+from .prediction import Prediction
+from .roofline import roofline
+from .row_kernels import predict_layer_norm, predict_softmax
+
+__all__ = ["MODELS", "KernelModel", "Prediction", "predict"]
+
+KernelModel = Callable[[KernelCall, Machine], Prediction | None]
+"""Model of some operators: a prediction, or None where it has none for the call or the machine."""
+
+MODELS: dict[str, KernelModel] = {
+    **dict.fromkeys(sorted(STREAMING | BY_BYTES), predict_streaming),
+    "gemm": predict_gemm,
+    "bmm": predict_bmm,
+    "conv2d": predict_conv2d,
+    "softmax": predict_softmax,
+    "layer_norm": predict_layer_norm,
+    "embedding_bag": predict_embedding_bag,
+    "embedding_bag_backward": predict_embedding_bag,
+    "gather": predict_gather,
+}
+"""Kernel models by operator."""
+
+
+def predict(call: KernelCall, machine: Machine) -> Prediction:
+    """Predict the time of one launch, by the operator's model, else by the roofline.
+
+    Raises
+    ------
+    PredictionError
+        If the machine lacks a figure that the roofline needs, or the call a size of its model.
+    """
+    model = MODELS.get(call.op)
+    prediction = None if model is None else model(call, machine)
+    return prediction or _by_roofline(call, machine)
+
+
+def _by_roofline(call: KernelCall, machine: Machine) -> Prediction:
+    seconds, bound = roofline(call, machine)
+    floor = machine.get("launch_floor", 0.0)
+    if floor > seconds:
+        bound = "latency"
+    least = max(seconds, floor)
+    return Prediction(least, least, 4 * least, bound, seconds, "roofline", False)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C during compilation, and compilation in several threads."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import FrameType
+
+import numpy as np
+import pytest
+from onnx import parser
+from small_onnx import small_model
+
+import tvm_fusion
+from tvm_fusion.compiler.interrupts import interrupts_kept
+from tvm_fusion.errors import InvalidModelError
+
+
+def interrupt(*_: object) -> bool:
+    signal.raise_signal(signal.SIGINT)
+    return False
+
+
+def test_an_interrupt_within_tvm() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):  # a pass of TVM's calls this function
+        tvm_fusion.compile(small_model(), fuse=interrupt, threads=1)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_that_is_dropped_or_replaced() -> None:
+    with pytest.raises(KeyboardInterrupt), interrupts_kept(), suppress(KeyboardInterrupt):
+        interrupt()
+    with pytest.raises(KeyboardInterrupt), interrupts_kept():
+        try:
+            interrupt()
+        except KeyboardInterrupt as error:
+            raise RuntimeError("of TVM") from error
+    with pytest.raises(RuntimeError, match="another"), interrupts_kept():
+        raise RuntimeError("another")
+
+
+def test_handlers_of_the_program() -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stop
+
+    calls: list[int] = []
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        with pytest.raises(Stop), interrupts_kept(), suppress(Stop):
+            interrupt()
+        signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
+        with interrupts_kept():  # a handler that raises nothing interrupts nothing
+            interrupt()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with interrupts_kept():
+            interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert calls == [signal.SIGINT]
+
+
+def test_threads_that_compile_at_once() -> None:
+    filters, output, error = list(warnings.filters), sys.stdout, sys.stderr
+    start = threading.Barrier(4)
+    x = np.random.default_rng(4).standard_normal((1, 3, 12, 12), dtype=np.float32)
+
+    def compiled(_: int) -> np.ndarray:
+        start.wait()
+        return tvm_fusion.compile(small_model(), threads=1)(x)
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(compiled, range(4)))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+    assert list(warnings.filters) == filters
+    assert (sys.stdout, sys.stderr) == (output, error)
+
+
+def test_nothing_is_printed_of_a_node_that_tvm_cannot_import(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    model = parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[2,3,4] x) => (float[a,b,c] y) { y = LSTM(x, x, x) }"""
+    )
+    with pytest.raises(InvalidModelError, match="cannot be imported"):
+        tvm_fusion.compile(model, threads=1)
+    assert capfd.readouterr() == ("", "")

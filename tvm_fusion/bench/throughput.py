@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls a second of several copies of a model that run at the same time."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidInputError
+from ..runtime.compiled_model import CompiledModel
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Result of :func:`throughput`.
+
+    Parameters
+    ----------
+    calls_per_second : float
+        Of all streams together.
+    calls : int
+        Timed calls.
+    seconds : float
+        From the start of the first to the end of the last.
+    streams : int
+        Copies of the model.
+    threads : int
+        Threads of each copy.
+    """
+
+    calls_per_second: float
+    calls: int
+    seconds: float
+    streams: int
+    threads: int
+
+
+def throughput(
+    model: CompiledModel, streams: int, inputs: Mapping[str, Any], seconds: float = 2.0
+) -> Throughput:
+    """Run a model and copies of it at the same time, each in a thread of its own.
+
+    Parameters
+    ----------
+    model : CompiledModel
+        The model; its number of threads is that of each stream.
+    streams : int
+        Number of calls at the same time. Each but the first needs the memory of another model.
+    inputs : mapping
+        Inputs by name.
+    seconds : float
+        Time after which no call begins.
+
+    Raises
+    ------
+    InvalidInputError
+        If a number is not positive, or the inputs do not fit the model.
+    """
+    if streams < 1 or not seconds > 0:
+        raise InvalidInputError(f"streams is {streams}, seconds {seconds}; expected positive ones")
+    models = [model, *(copy.deepcopy(model) for _ in range(streams - 1))]
+    start = threading.Barrier(streams)
+
+    def stream(own: CompiledModel) -> tuple[float, float, int]:
+        start.wait()
+        begin = end = time.perf_counter()
+        calls = 0
+        while end - begin < seconds:
+            own(inputs)
+            end = time.perf_counter()
+            calls += 1
+        return begin, end, calls
+
+    with ThreadPoolExecutor(streams) as pool:
+        list(pool.map(lambda own: own(inputs), models))  # nothing fails at the barrier after it
+        begins, ends, counts = zip(*pool.map(stream, models), strict=True)
+    whole, calls = max(ends) - min(begins), sum(counts)
+    return Throughput(calls / whole, calls, whole, streams, model.threads)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command ``tvm-fusion compile``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import ArtifactError
+from .checks import refuse_model_file
+from .options import compile_options, json_option, records_option, threads_option
+from .output import compile_model, show
+
+
+@click.command("compile")
+@click.argument(
+    "model", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Default: MODEL.so, or model.so for a model from standard input.",
+)
+@compile_options
+@records_option
+@click.option(
+    "--fast-math",
+    is_flag=True,
+    help="Let CUDA kernels approximate functions of float32: tanh to 2^-11, and others.",
+)
+@threads_option
+@json_option
+def compile_command(model: Path, output: Path | None, as_json: bool, **options: Any) -> None:
+    """Compile MODEL, an ONNX file, into a shared library that `run` and tvm_fusion.load take.
+
+    With - as MODEL it is read from standard input.
+    """
+    is_piped = model == Path("-")
+    output = output or Path("model.so" if is_piped else model.with_suffix(".so").name)
+    if not os.access(output.parent, os.W_OK):
+        raise ArtifactError(f"cannot write {str(output)!r}: no such folder, or not a writable one")
+    if not is_piped:
+        refuse_model_file(output, model)
+    source = sys.stdin.buffer.read() if is_piped else model
+    begin = time.perf_counter()
+    compiled = compile_model(source, **options)
+    compiled.save(output)
+    seconds = time.perf_counter() - begin
+    fused = sum(bool(pair["fused"]) for pair in compiled.fused)
+    size = output.stat().st_size
+    result = {
+        "output": str(output),
+        "bytes": size,
+        "seconds": seconds,
+        "target": str(compiled.target),
+        "pairs": len(compiled.fused),
+        "fused": fused,
+        "inputs": compiled.inputs,
+        "outputs": compiled.outputs,
+        "records": compiled.records,
+    }
+    device = "" if compiled.needs is None else f" for {compiled.needs}"
+    tuned = f"{len(compiled.records)} tuned kernels, " if compiled.records else ""
+    text = (
+        f"{output}: {size / 1e6:.1f} MB{device}, {fused} of {len(compiled.fused)} pairs fused, "
+        f"{tuned}compiled in {seconds:.1f} s"
+    )
+    show(result, text, as_json)

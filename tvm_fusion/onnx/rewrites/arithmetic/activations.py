@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write activations in other types than float32; the importer's constants are of this type.
+
+::
+
+    Elu, Selu:        Where(x > 0, gamma * x, gamma * alpha * (exp(x) - 1))
+    ThresholdedRelu:  Where(x > alpha, x, 0)
+"""
+
+from __future__ import annotations
+
+import onnx
+from onnx import TensorProto
+
+from ...model.graph_edits import attribute
+from ..expansion import Expansion
+
+SELU_ALPHA, SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
+
+
+def expand_elu(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace an Elu of another type than float32."""
+    _expand_exponential(node, expansion, attribute(node, "alpha", 1.0), 1.0)
+
+
+def expand_selu(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a Selu of another type than float32."""
+    alpha = attribute(node, "alpha", SELU_ALPHA)
+    _expand_exponential(node, expansion, alpha, attribute(node, "gamma", SELU_GAMMA))
+
+
+def _expand_exponential(
+    node: onnx.NodeProto, expansion: Expansion, alpha: float, gamma: float
+) -> None:
+    x = node.input[0]
+    dtype = expansion.facts.dtype(x)
+    if dtype == TensorProto.FLOAT:
+        return
+    zero, one, left, right = (
+        expansion.number(value, dtype) for value in (0.0, 1.0, gamma * alpha, gamma)
+    )
+    less_one = expansion.emit("Sub", expansion.emit("Exp", x), one)
+    below = expansion.emit("Mul", left, less_one)
+    above = expansion.emit("Mul", right, x) if gamma != 1 else x
+    is_above = expansion.emit("Greater", x, zero)
+    expansion.finish(expansion.emit("Where", is_above, above, below))
+
+
+def expand_thresholded_relu(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a ThresholdedRelu of any type: the importer makes NaN of 0 times an infinity."""
+    x = node.input[0]
+    dtype = expansion.facts.dtype(x)
+    alpha, zero = (expansion.number(v, dtype) for v in (attribute(node, "alpha", 1.0), 0.0))
+    expansion.finish(expansion.emit("Where", expansion.emit("Greater", x, alpha), x, zero))

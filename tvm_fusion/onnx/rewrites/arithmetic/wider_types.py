@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute in a wider type what TVM cannot compute in the model's, and cast the result back."""
+
+from __future__ import annotations
+
+import onnx
+from onnx import TensorProto
+
+from ...model.graph_edits import set_attributes
+from ...model.tensor_facts import GraphFacts
+from ..expansion import Expansion
+
+SORTED_AS: dict[int, int] = {
+    TensorProto.BFLOAT16: TensorProto.FLOAT,
+    TensorProto.INT16: TensorProto.INT32,
+    TensorProto.UINT16: TensorProto.INT32,
+    TensorProto.UINT32: TensorProto.INT64,
+}
+"""Types that TVM's sort lacks, or takes for others, and types that hold all their numbers."""
+
+
+def widen_extremes(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Reduce bools as integers: TVM knows no largest and no smallest bool."""
+    if expansion.facts.dtype(node.input[0]) == TensorProto.BOOL:
+        _widen(node, expansion, TensorProto.INT32)
+
+
+def widen_sort(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Sort the types of ``SORTED_AS`` as others, and always sort: the importer insists on it."""
+    set_attributes(node, ("sorted",))
+    wide = SORTED_AS.get(expansion.facts.dtype(node.input[0]))
+    if wide is not None:
+        _widen(node, expansion, wide)
+
+
+def sort_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    """Say why TVM cannot sort a tensor, if so."""
+    if facts.dtype(node.input[0]) == TensorProto.UINT64:
+        return "it sorts uint64; expected another type, as int64: cast its input"
+    return None
+
+
+def _widen(node: onnx.NodeProto, expansion: Expansion, wide: int) -> None:
+    """Cast the node's first input, and its first output back."""
+    narrow = expansion.facts.dtype(node.input[0])
+    inner = onnx.NodeProto()
+    inner.CopyFrom(node)
+    inner.input[0] = expansion.emit("Cast", node.input[0], to=wide)
+    inner.output[0] = expansion.facts.fresh(f"{node.output[0]}/wide")
+    expansion.nodes.append(inner)
+    expansion.finish(expansion.emit("Cast", inner.output[0], to=narrow))

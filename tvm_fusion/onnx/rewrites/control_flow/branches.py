@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replacement of an If by the branch that is taken, or by a choice between both results."""
+
+from __future__ import annotations
+
+import onnx
+from onnx import helper
+
+from ...model.graph_edits import attribute, is_default_domain, replace_nodes
+from ...model.tensor_facts import GraphFacts
+from .splice import Body
+
+
+def splice_branches(model: onnx.ModelProto, facts: GraphFacts) -> bool:
+    """Replace each If by the nodes of its branches; return whether there was one.
+
+    Before::
+
+        y = If(true, then_branch={ t = Relu(x); return t }, else_branch={ ... })
+        z = If(computed, then_branch={ t = Relu(x); return t }, else_branch={ e = Neg(x) ... })
+
+    After::
+
+        t = Relu(x)
+        y = Identity(t)
+        t_1 = Relu(x)
+        e_1 = Neg(x)
+        z = Where(computed, t_1, e_1)
+
+    Both branches are computed where the condition is, so their results must have one shape; others
+    stay, and are refused later.
+    """
+    nodes: list[onnx.NodeProto] = []
+    changed = False
+    for node in model.graph.node:
+        parts = _replacement(model.graph, node, facts)
+        changed = changed or parts is not None
+        nodes += [node] if parts is None else parts
+    if changed:
+        replace_nodes(model.graph, nodes)
+    return changed
+
+
+def _replacement(
+    graph: onnx.GraphProto, node: onnx.NodeProto, facts: GraphFacts
+) -> list[onnx.NodeProto] | None:
+    """The nodes that take the place of an If; None if it is none, or has to stay."""
+    if node.op_type != "If" or not is_default_domain(node):
+        return None
+    branches = [attribute(node, name) for name in ("then_branch", "else_branch")]
+    condition = facts.constant(node.input[0])
+    if condition is not None and condition.size == 1:
+        nodes, results = Body(graph, branches[not condition.item()], facts).splice({})
+        copies = zip(results, node.output, strict=True)
+        return nodes + [helper.make_node("Identity", [one], [other]) for one, other in copies]
+    if condition is not None or not _is_choice(branches, facts, node):
+        return None
+    (nodes, taken), (others, left) = (Body(graph, branch, facts).splice({}) for branch in branches)
+    choices = [
+        helper.make_node("Where", [node.input[0], *pair], [output], name=node.name)
+        for *pair, output in zip(taken, left, node.output, strict=True)
+    ]
+    return nodes + others + choices
+
+
+def _is_choice(
+    branches: list[onnx.GraphProto], facts: GraphFacts, node: onnx.NodeProto
+) -> bool:
+    """Return whether both branches return tensors of the same known shapes."""
+    condition = facts.shape(node.input[0])
+    if condition not in ((), (1,)):
+        return False
+    for pair in zip(*(branch.output for branch in branches), strict=True):
+        shapes = [_shape(result, facts) for result in pair]
+        if shapes[0] is None or shapes[0] != shapes[1]:
+            return False
+        if shapes[0] == () != condition:  # Where would give a scalar one dimension more
+            return False
+    return True
+
+
+def _shape(result: onnx.ValueInfoProto, facts: GraphFacts) -> tuple[int, ...] | None:
+    """Shape of a branch's result, as inferred in the branch or around it."""
+    tensor = result.type.tensor_type
+    if not tensor.HasField("shape") or not all(d.HasField("dim_value") for d in tensor.shape.dim):
+        return facts.shape(result.name)
+    return tuple(dim.dim_value for dim in tensor.shape.dim)

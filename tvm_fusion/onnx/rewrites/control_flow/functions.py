@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inlining of functions: the model's own, and ONNX's for operators without a TVM op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx
+from onnx import inliner
+
+from tvm_fusion.errors import InvalidModelError
+
+from ...model.graph_edits import (
+    attribute,
+    default_opset,
+    is_default_domain,
+    nested_graphs,
+    set_attributes,
+)
+from ...model.shapes import infer_shapes
+
+EXPANDED = (
+    *("AffineGrid", "Attention", "BlackmanWindow", "CausalConvWithState", "Celu", "CenterCropPad"),
+    *("HammingWindow", "HannWindow", "LinearAttention"),
+    *("NegativeLogLikelihoodLoss", "RotaryEmbedding", "SoftmaxCrossEntropyLoss", "SwiGLU", "Swish"),
+)
+"""Operators that the importer lacks, or translates for some shapes only, and that ONNX defines by
+others."""
+
+BODIES = "tvm_fusion.bodies"
+"""Domain of the functions that stand for such operators while they are inlined."""
+
+MAX_NODES = 200_000
+"""Most nodes of an inlined model: nested functions can grow it without bound."""
+
+FunctionKey = tuple[str, str]
+
+
+def inline_functions(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with its own functions inlined."""
+    if not model.functions:
+        return model
+    _check_growth(model)
+    try:
+        return inliner.inline_local_functions(model)
+    except (RuntimeError, ValueError) as error:
+        raise InvalidModelError(f"the model's functions cannot be inlined: {error}") from error
+
+
+def expand_operators(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with the operators of ``EXPANDED`` written out, and their shapes inferred.
+
+    Their bodies depend on types, which are inferred in the main graph only: splice branches first.
+    """
+    if not any(node.op_type in EXPANDED for node in model.graph.node):
+        return model
+    _write_defaults(model)
+    _name_bodies(model)
+    wanted = [("", name) for name in EXPANDED]
+    try:
+        model = inliner.inline_local_functions(model, True) if model.functions else model
+        model = inliner.inline_selected_functions(model, wanted, inline_schema_functions=True)
+    except (RuntimeError, ValueError) as error:
+        raise InvalidModelError(f"operators of the model cannot be expanded: {error}") from error
+    return infer_shapes(model)
+
+
+def _write_defaults(model: onnx.ModelProto) -> None:
+    """Give the nodes to be expanded all attributes; the inliner ignores defaults."""
+    opset = default_opset(model) or 1
+    for node in model.graph.node:
+        if node.op_type in EXPANDED and is_default_domain(node):
+            for name, entry in onnx.defs.get_schema(node.op_type, opset).attributes.items():
+                if entry.default_value.name:
+                    default = onnx.helper.get_attribute_value(entry.default_value)
+                    set_attributes(node, **{name: attribute(node, name, default)})
+
+
+def _name_bodies(model: onnx.ModelProto) -> None:
+    """Make calls of functions of nodes whose body depends on types.
+
+    The inliner knows neither the type of an initialiser nor that of an input that is missing.
+    """
+    opset = default_opset(model) or 1
+    infos = (*model.graph.input, *model.graph.value_info, *model.graph.output)
+    types = {info.name: info.type.SerializeToString() for info in infos}
+    constants = {t.name: _type_of(t).SerializeToString() for t in model.graph.initializer}
+    types |= constants
+    for index, node in enumerate(model.graph.node):
+        schema = _body_schema(node, opset)
+        if schema is None or all(name and name not in constants for name in node.input):
+            continue
+        known = schema.context_dependent_function_opset_versions
+        body = onnx.FunctionProto.FromString(
+            schema.get_context_dependent_function_with_opset_version(
+                max(version for version in known if version <= opset),
+                node.SerializeToString(),
+                [types.get(name, b"") for name in node.input],
+            )
+        )
+        node.domain = body.domain = BODIES
+        node.op_type = body.name = f"body_{index}"
+        model.functions.append(body)
+    if model.functions:
+        model.opset_import.append(onnx.helper.make_operatorsetid(BODIES, 1))
+
+
+def _body_schema(node: onnx.NodeProto, opset: int) -> Any:
+    """The schema of a node to be expanded whose body depends on its inputs, or None."""
+    if node.op_type not in EXPANDED or not is_default_domain(node):
+        return None
+    schema: Any = onnx.defs.get_schema(node.op_type, opset)
+    return schema if schema.has_context_dependent_function else None
+
+
+def _type_of(tensor: onnx.TensorProto) -> onnx.TypeProto:
+    return onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
+
+
+def _check_growth(model: onnx.ModelProto) -> None:
+    """Refuse functions that call themselves or that expand to too many nodes."""
+    functions = {(f.domain, f.name): f for f in model.functions}
+    sizes: dict[FunctionKey, int] = {}
+
+    def size_of(nodes: list[onnx.NodeProto], callers: tuple[FunctionKey, ...]) -> int:
+        total = 0
+        for node in nodes:
+            key = (node.domain, node.op_type)
+            if key in callers:
+                raise InvalidModelError(f"the model's function {node.op_type!r} calls itself")
+            if key in functions:
+                if key not in sizes:
+                    sizes[key] = size_of(list(functions[key].node), (*callers, key))
+                total += sizes[key]
+            total += 1 + sum(size_of(list(g.node), callers) for g in nested_graphs(node))
+        if total > MAX_NODES:
+            raise InvalidModelError(
+                f"the model has more than {MAX_NODES} nodes once its functions are inlined"
+            )
+        return total
+
+    try:
+        size_of(list(model.graph.node), ())
+    except RecursionError as error:
+        raise InvalidModelError("the model's functions are nested too deeply") from error

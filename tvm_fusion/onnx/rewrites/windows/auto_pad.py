@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replacement of ``auto_pad`` by explicit padding; the importer rounds SAME_LOWER down, not up."""
+
+from __future__ import annotations
+
+import onnx
+
+from ...model.graph_edits import attribute, is_default_domain, set_attributes
+from ...model.tensor_facts import GraphFacts
+
+POOLS = frozenset({"AveragePool", "LpPool", "MaxPool"})
+
+
+def pad_pools(model: onnx.ModelProto, facts: GraphFacts) -> None:
+    """Replace ``auto_pad`` by ``pads`` in every pooling whose spatial size is known."""
+    for node in model.graph.node:
+        if not is_default_domain(node) or node.op_type not in POOLS:
+            continue
+        mode = attribute(node, "auto_pad", "NOTSET")
+        dims = facts.dims(node.input[0])
+        if mode not in ("SAME_LOWER", "SAME_UPPER") or dims is None or None in dims[2:]:
+            continue
+        totals = _totals(node, [dim for dim in dims[2:] if dim is not None])
+        if totals is None:
+            continue
+        small = [total // 2 for total in totals]
+        large = [total - total // 2 for total in totals]
+        pads = small + large if mode == "SAME_UPPER" else large + small
+        set_attributes(node, ("auto_pad",), pads=pads)
+
+
+def _totals(node: onnx.NodeProto, size: list[int]) -> list[int] | None:
+    """Padding of each dimension; None if attributes are of another rank."""
+    ones = [1] * len(size)
+    windows = [attribute(node, name, ones) for name in ("kernel_shape", "strides", "dilations")]
+    if any(len(window) != len(size) for window in windows):
+        return None
+    totals = []
+    for extent, kernel, stride, dilation in zip(size, *windows, strict=True):
+        last = (extent - 1) // stride * stride
+        totals.append(max(0, last + (kernel - 1) * dilation + 1 - extent))
+    return totals

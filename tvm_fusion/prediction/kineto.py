@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kineto traces of PyTorch's profiler: events of the host and of the device.
+
+Of CPU, NVIDIA and AMD alike. All times are microseconds, as in the file, from its first event.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from ..errors import PredictionError
+from .json_stream import json_items
+
+_HOST_KINDS = {
+    "cpu_op": "op",
+    "Operator": "op",
+    "operator": "op",
+    "user_annotation": "annotation",
+    "cuda_runtime": "runtime",
+    "cuda_driver": "runtime",
+    "hip_runtime": "runtime",
+    "hip_driver": "runtime",
+    "Runtime": "runtime",
+}
+_DEVICE_KINDS = {"kernel", "Kernel", "gpu_memcpy", "gpu_memset", "Memcpy", "Memset"}
+_COLLECTIVE_ARGS = (
+    "Collective name",
+    "In msg nelems",
+    "Out msg nelems",
+    "Group size",
+    "dtype",
+    "In split size",
+    "Out split size",
+    "Process Group Name",
+    "Process Group Ranks",
+)
+
+
+@dataclass(slots=True)
+class HostEvent:
+    """Event of a thread of the host.
+
+    Parameters
+    ----------
+    name : str
+        Operator, runtime function or annotation.
+    kind : str
+        ``op``, ``runtime`` or ``annotation``.
+    thread : int
+        Thread.
+    start, end : float
+        Microseconds.
+    correlation : int
+        Number that a runtime call shares with what it launches; 0 for none.
+    external, record_function : int
+        Numbers by which an execution trace is linked; -1 for none.
+    shapes, types : tuple
+        Dimensions and element types of the operands.
+    collective : dict, optional
+        Arguments of a collective.
+    """
+
+    name: str
+    kind: str
+    thread: int
+    start: float
+    end: float
+    correlation: int = 0
+    external: int = -1
+    record_function: int = -1
+    shapes: tuple = ()
+    types: tuple = ()
+    collective: Mapping[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class DeviceEvent:
+    """Kernel or copy on a device.
+
+    Parameters
+    ----------
+    name : str
+        Device function, or kind of the copy.
+    copies : bool
+        Whether it is a copy or a fill.
+    stream : int
+        Stream.
+    start, end : float
+        Microseconds.
+    bytes : float
+        Bytes of a copy.
+    collective : dict, optional
+        Arguments of a collective.
+    """
+
+    name: str
+    copies: bool
+    stream: int
+    start: float
+    end: float
+    bytes: float = 0.0
+    collective: Mapping[str, Any] | None = None
+
+
+@dataclass
+class KinetoTrace:
+    """What a prediction needs of a trace.
+
+    Parameters
+    ----------
+    path : Path
+        File.
+    base : float
+        Time of the first event by the file's clock, in microseconds.
+    rank, world : int, optional
+        Rank and number of ranks, where the file says so.
+    device : str
+        Name of the device; empty for a run on the CPU.
+    host : list of HostEvent
+        By start; of two that start together the longer first.
+    device_events : dict of int to DeviceEvent
+        By correlation.
+    queued : dict of int to DeviceEvent
+        Those that were launched before the trace began, by correlation.
+    python : dict of int to array
+        Starts of the calls of Python functions, by thread, where the profiler recorded them.
+    problems : dict of str to list
+        Number of events that could not be used, and the first of them, by reason.
+    """
+
+    path: Path
+    base: float = 0.0
+    rank: int | None = None
+    world: int | None = None
+    device: str = ""
+    host: list[HostEvent] = field(default_factory=list)
+    device_events: dict[int, DeviceEvent] = field(default_factory=dict)
+    queued: dict[int, DeviceEvent] = field(default_factory=dict)
+    python: dict[int, array[float]] = field(default_factory=dict)
+    problems: dict[str, list] = field(default_factory=dict)
+
+    def count_problem(self, reason: str, event: str) -> None:
+        """Count an event that cannot be used."""
+        self.problems.setdefault(reason, [0, event])[0] += 1
+
+    def warnings(self) -> list[str]:
+        """A line for each reason: file, count and first event."""
+        return [
+            f"{self.path.name}: {count} {reason}; the first: {first}"
+            for reason, (count, first) in self.problems.items()
+        ]
+
+
+def read_kineto(path: Path) -> KinetoTrace:
+    """Read a Kineto trace, plain or gzip, in memory for the events it keeps.
+
+    Raises
+    ------
+    PredictionError
+        If the file is no Kineto trace, cut off, or without operators.
+    """
+    trace = KinetoTrace(path)
+    reader = _EventReader(trace)
+    found = False
+    for name, value in json_items(path, "traceEvents"):
+        if name == "traceEvents":
+            found = True
+            reader.add(value)
+        elif name == "distributedInfo" and isinstance(value, dict):
+            trace.rank, trace.world = _rank(value.get("rank")), _rank(value.get("world_size"))
+        elif name == "deviceProperties" and isinstance(value, list) and value:
+            trace.device = str(value[0].get("name", "")) if isinstance(value[0], dict) else ""
+    if not found:
+        raise PredictionError(f"{path}: no field 'traceEvents'; expected a Kineto trace")
+    reader.finish()
+    if not any(event.kind == "op" for event in trace.host):
+        raise PredictionError(
+            f"{path}: no operators among {sum(reader.kinds.values())} events; expected some of "
+            "category cpu_op (profile with ProfilerActivity.CPU)"
+        )
+    return trace
+
+
+class _EventReader:
+    """Turns the events of a file into those of a trace."""
+
+    def __init__(self, trace: KinetoTrace) -> None:
+        self._trace = trace
+        self._shared: dict[Any, Any] = {}
+        self.kinds: Counter[str] = Counter()
+
+    def add(self, event: Any) -> None:
+        """Keep an event, if it says what the host or the device does."""
+        if not isinstance(event, dict):
+            self._trace.count_problem("entries that are no events", repr(event)[:80])
+            return
+        kind = str(event.get("cat"))
+        self.kinds[kind] += 1
+        known = kind in _HOST_KINDS or kind in _DEVICE_KINDS or kind == "python_function"
+        if event.get("ph") != "X" or not known:
+            return
+        name, start, length = event.get("name"), event.get("ts"), event.get("dur")
+        args = event.get("args")
+        args = args if isinstance(args, dict) else {}
+        where = f"{name} at {start} us"
+        if not isinstance(name, str) or not _is_number(start) or not _is_number(length):
+            self._trace.count_problem("events without name, start or duration", where)
+        elif length < 0:
+            self._trace.count_problem("events of negative duration", f"{where}: {length} us")
+        elif kind in _DEVICE_KINDS:
+            self._add_device(kind, sys.intern(name), float(start), float(length), args)
+        elif kind == "python_function":
+            self._trace.python.setdefault(_thread(event), array("d")).append(start)
+        else:
+            self._add_host(kind, sys.intern(name), float(start), float(length), event, args)
+
+    def _add_device(self, kind: str, name: str, start: float, length: float, args: dict) -> None:
+        correlation = args.get("correlation")
+        if not isinstance(correlation, int):
+            self._trace.count_problem("kernels without correlation", f"{name} at {start} us")
+            return
+        copies = kind.lower().removeprefix("gpu_") in ("memcpy", "memset")
+        stream = args.get("stream")
+        moved = args.get("bytes", 0)
+        self._trace.device_events[correlation] = DeviceEvent(
+            name,
+            copies,
+            stream if isinstance(stream, int) else 0,
+            start,
+            start + length,
+            float(moved) if _is_number(moved) else 0.0,
+            _collective_args(args),
+        )
+
+    def _add_host(
+        self, kind: str, name: str, start: float, length: float, event: dict, args: dict
+    ) -> None:
+        operands = _HOST_KINDS[kind] != "runtime"
+        self._trace.host.append(
+            HostEvent(
+                name,
+                _HOST_KINDS[kind],
+                _thread(event),
+                start,
+                start + length,
+                _integer(args.get("correlation"), 0),
+                _integer(args.get("External id"), -1),
+                _integer(args.get("Record function id"), -1),
+                self._share(args.get("Input Dims", args.get("Input dims"))) if operands else (),
+                self._share(args.get("Input type")) if operands else (),
+                _collective_args(args) if operands else None,
+            )
+        )
+
+    def finish(self) -> None:
+        """Sort the events, and count kernels that nobody launched."""
+        trace = self._trace
+        trace.host.sort(key=lambda event: (event.start, -event.end))
+        self._set_aside_queued()
+        everything: list[HostEvent | DeviceEvent] = [*trace.host, *trace.device_events.values()]
+        everything += trace.queued.values()
+        trace.base = min((event.start for event in everything), default=0.0)
+        for one in everything:
+            one.start -= trace.base
+            one.end -= trace.base
+        for thread, starts in trace.python.items():
+            trace.python[thread] = array("d", sorted(start - trace.base for start in starts))
+
+    def _set_aside_queued(self) -> None:
+        """Part the kernels whose launch is not in the trace."""
+        trace = self._trace
+        launched = {event.correlation for event in trace.host if event.kind == "runtime"}
+        orphans = [key for key in trace.device_events if key not in launched]
+        for correlation in sorted(orphans, key=lambda key: trace.device_events[key].start):
+            event = trace.queued[correlation] = trace.device_events.pop(correlation)
+            trace.count_problem(
+                "kernels without their launch, taken as launched before the trace began",
+                f"{event.name[:80]} at {event.start} us (correlation {correlation})",
+            )
+
+    def _share(self, value: Any) -> tuple:
+        """The value as tuples, each kept once; traces repeat their shapes."""
+        frozen = _frozen(value)
+        return self._shared.setdefault(frozen, frozen) if isinstance(frozen, tuple) else ()
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _collective_args(args: dict) -> Mapping[str, Any] | None:
+    if "Collective name" not in args:
+        return None
+    return {name: args[name] for name in _COLLECTIVE_ARGS if name in args}
+
+
+def _thread(event: Mapping[str, Any]) -> int:
+    thread = event.get("tid")
+    return thread if isinstance(thread, int) else hash(thread)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _integer(value: Any, default: int) -> int:
+    return value if isinstance(value, int) else default
+
+
+def _rank(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timeline of one rank: Algorithm 3 of the dissertation, with streams, blocking calls and graphs.
+
+The host runs ahead of the device. A kernel starts when it is launched, its stream is free and what
+it waits for has ended; the host stands still only in calls that wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+
+from .execution_graph import HOST, ExecutionGraph, HostCosts, Kernel, Launch, Op
+
+KERNEL_GAP = 1e-6
+"""Least time between two kernels of a stream, and of a node of a launched graph."""
+
+
+@dataclass
+class KernelRun:
+    """Kernel on the timeline.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        The kernel.
+    op : int
+        Index of its operator.
+    launched : float
+        Time at which the device knows of it.
+    start, end : float
+        Time on the device; ``end`` is None until it is known.
+    bound : str
+        What its start waited for: ``host``, ``stream`` (the kernel before it) or ``other stream``.
+    source : int, optional
+        Kernel that it waited for.
+    ready : float
+        Time at which the last rank of its collective has started; else its start.
+    last_rank : int, optional
+        Rank that started a collective last.
+    waits : int
+        Waits of the host before its launch.
+    """
+
+    kernel: Kernel
+    op: int
+    launched: float
+    start: float = 0.0
+    end: float | None = None
+    bound: str = "host"
+    source: int | None = None
+    ready: float = 0.0
+    last_rank: int | None = None
+    waits: int = 0
+
+
+@dataclass(frozen=True)
+class HostRun:
+    """Time of the host on an operator.
+
+    Parameters
+    ----------
+    op : int
+        Index of the operator.
+    start, end : float
+        Begin, after T1, and end.
+    """
+
+    op: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class HostWait:
+    """Wait of the host for a kernel.
+
+    Parameters
+    ----------
+    start, end : float
+        Begin and end.
+    kernel : int
+        Kernel that ended last.
+    op : int
+        Index of the operator.
+    """
+
+    start: float
+    end: float
+    kernel: int
+    op: int
+
+
+@dataclass
+class RankTimeline:
+    """Timeline of one rank.
+
+    Parameters
+    ----------
+    graph : ExecutionGraph
+        What ran.
+    kernels : dict of int to KernelRun
+        Kernels by id, in order of launch.
+    host : list of HostRun
+        Operators in order.
+    waits : list of HostWait
+        Waits of the host that took time.
+    host_end : float
+        End of the host's last operator.
+    """
+
+    graph: ExecutionGraph
+    kernels: dict[int, KernelRun] = field(default_factory=dict)
+    host: list[HostRun] = field(default_factory=list)
+    waits: list[HostWait] = field(default_factory=list)
+    host_end: float = 0.0
+
+    @property
+    def end(self) -> float:
+        """End of the last operator or kernel."""
+        return max([self.host_end, *(run.end or 0.0 for run in self.kernels.values())])
+
+    @property
+    def seconds(self) -> float:
+        """Time from the rank's start to its end."""
+        return self.end - self.graph.start
+
+
+class RankSimulation:
+    """Simulation of one rank that stops where it needs the end of a collective.
+
+    Parameters
+    ----------
+    graph : ExecutionGraph
+        What runs.
+    costs : HostCosts
+        Overheads.
+    shared : set of int
+        Ids of the collectives whose end the caller gives by :meth:`finish`; others take their own
+        time.
+    """
+
+    def __init__(self, graph: ExecutionGraph, costs: HostCosts, shared: set[int]) -> None:
+        self.timeline = RankTimeline(graph)
+        self.arrived: dict[int, KernelRun] = {}
+        """Shared collectives that have started and not ended."""
+        self.done = False
+        self._costs = costs
+        self._shared = shared
+        self._queues: dict[int, deque[KernelRun]] = {}
+        self._fronts: dict[int, KernelRun] = {}
+        self._waiting: list[int] = []
+        self._host = self._run_host()
+
+    def advance(self) -> None:
+        """Run until the host has ended, or waits for a collective that has not."""
+        self._run_streams()
+        while not self.done and all(self._runs[id_].end is not None for id_ in self._waiting):
+            try:
+                self._waiting = next(self._host)
+            except StopIteration:
+                self.done = True
+            self._run_streams()
+
+    def finish(self, id_: int, ready: float, last_rank: int, seconds: float) -> None:
+        """Set the end of a shared collective that all ranks have started."""
+        run = self.arrived.pop(id_)
+        run.ready, run.last_rank, run.end = ready, last_rank, ready + seconds
+
+    @property
+    def _runs(self) -> dict[int, KernelRun]:
+        return self.timeline.kernels
+
+    def _run_host(self) -> Iterator[list[int]]:
+        """Run the operators; yields kernels whose end it needs."""
+        timeline, costs = self.timeline, self._costs
+        fronts: dict[int, float] = {}
+        timeline.host_end, previous = timeline.graph.start, ""
+        for kernel in timeline.graph.queued:
+            self._issue(kernel, 0, timeline.graph.start)
+        for index, op in enumerate(timeline.graph.ops):
+            front = fronts.get(op.thread, timeline.graph.start)
+            now = max(front, timeline.host_end) if op.follows else front
+            now += costs.t1(previous, op) if op.gap is None else op.gap
+            begin = now
+            if not op.steps:
+                now += costs.whole(op)
+            elif op.graph:
+                now = self._launch_graph(op, index, now)
+            else:
+                now = yield from self._run_steps(op, index, now)
+            timeline.host.append(HostRun(index, begin, now))
+            fronts[op.thread] = now
+            timeline.host_end = max(timeline.host_end, now)
+            previous = op.name
+
+    def _run_steps(self, op: Op, index: int, now: float) -> Generator[list[int], None, float]:
+        """Runtime calls with overheads between; a kernel of the host stands in place of one."""
+        costs = self._costs
+        calls, idle = 0, True
+        for step in op.steps:
+            if isinstance(step, Launch) and step.kernel.stream == HOST:
+                now = yield from self._run_on_host(step.kernel, index, now)
+                idle = False
+                continue
+            if idle:
+                now += costs.t5(op, calls) if calls else costs.t2(op)
+            calls, idle = calls + 1, True
+            if isinstance(step, Launch):
+                self._issue(step.kernel, index, now + costs.delay(step.call))
+                awaited = [step.kernel.id] if step.blocking else []
+            else:
+                known = self._runs if step.after is None else step.after
+                awaited = [id_ for id_ in known if id_ in self._runs]
+            if awaited:
+                yield awaited
+                now = self._wait(awaited, index, now)
+            now += costs.t4(step.call)
+        return now + (costs.t3(op) if idle else 0.0)
+
+    def _run_on_host(
+        self, kernel: Kernel, index: int, now: float
+    ) -> Generator[list[int], None, float]:
+        """Kernel that the host waits for, such as a collective on CPUs."""
+        run = self._run_of(kernel, index, now)
+        run.start = run.ready = now
+        if kernel.id in self._shared:
+            self.arrived[kernel.id] = run
+            yield [kernel.id]
+        else:
+            run.end = now + kernel.seconds
+        assert run.end is not None, "the caller resumes when it has ended"
+        return run.end
+
+    def _launch_graph(self, op: Op, index: int, now: float) -> float:
+        """One call for all kernels; each costs a gap of the device."""
+        costs = self._costs
+        now += costs.t2(op)
+        for step in op.steps:
+            if isinstance(step, Launch):
+                self._issue(step.kernel, index, now + costs.delay(step.call))
+        return now + costs.t4(op.steps[0].call) + costs.t3(op)
+
+    def _wait(self, awaited: list[int], index: int, now: float) -> float:
+        end, last = max((self._runs[id_].end or 0.0, id_) for id_ in awaited)
+        if end <= now:
+            return now
+        self.timeline.waits.append(HostWait(now, end, last, index))
+        return end
+
+    def _issue(self, kernel: Kernel, index: int, launched: float) -> None:
+        run = self._run_of(kernel, index, launched)
+        self._queues.setdefault(kernel.stream, deque()).append(run)
+
+    def _run_of(self, kernel: Kernel, index: int, launched: float) -> KernelRun:
+        run = KernelRun(kernel, index, launched, waits=len(self.timeline.waits))
+        self._runs[kernel.id] = run
+        return run
+
+    def _run_streams(self) -> None:
+        """Start and end every kernel that waits for nothing unknown."""
+        moved = True
+        while moved:
+            moved = False
+            for stream, queue in self._queues.items():
+                while queue and self._starts(queue[0], self._fronts.get(stream)):
+                    run = queue.popleft()
+                    self._fronts[stream] = run
+                    moved = True
+                    if run.kernel.id in self._shared:
+                        self.arrived[run.kernel.id] = run
+                        break
+                    run.ready, run.end = run.start, run.start + run.kernel.seconds
+
+    def _starts(self, run: KernelRun, front: KernelRun | None) -> bool:
+        """Set the start of the next kernel of a stream if all that it waits for has ended."""
+        others = [self._runs[id_] for id_ in run.kernel.after if id_ in self._runs]
+        if any(other.end is None for other in ([front] if front else []) + others):
+            return False
+        run.start, run.bound, run.source = run.launched, "host", None
+        if front is not None and (front.end or 0.0) + KERNEL_GAP > run.start:
+            run.start = (front.end or 0.0) + KERNEL_GAP
+            run.bound, run.source = "stream", front.kernel.id
+        for other in others:
+            if (other.end or 0.0) > run.start:
+                run.start, run.bound = other.end or 0.0, "other stream"
+                run.source = other.kernel.id
+        return True

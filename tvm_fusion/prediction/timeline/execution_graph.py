@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Execution graph of one rank: its operators in the order in which the host calls them.
+
+All times are seconds. Operators launch kernels on streams or wait for them; between two operators
+and around each launch the host spends overheads T1 to T5 (dissertation, section 4.3.3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from schedules.cost.kernel_call import KernelCall
+
+from ...errors import PredictionError
+
+HOST = -1
+"""Stream of a kernel that runs on the host, inside its operator."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Part of one rank in a collective.
+
+    Parameters
+    ----------
+    kind : str
+        ``all_reduce``, ``all_to_all``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``send``,
+        ``recv`` or another name.
+    group : str
+        Process group.
+    sequence : int
+        Number within the group; ranks meet by group and number.
+    ranks : tuple of int
+        Ranks of the group; empty for all ranks that are simulated.
+    bytes : float
+        Bytes of the message on this rank: the larger of what it sends and what it receives.
+    """
+
+    kind: str
+    group: str
+    sequence: int
+    ranks: tuple[int, ...] = ()
+    bytes: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kind} number {self.sequence} of group {self.group!r}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Launch of a kernel or a copy.
+
+    Parameters
+    ----------
+    id : int
+        Name within the graph, by which others wait for it.
+    name : str
+        Name of the device function.
+    seconds : float
+        Time on the device; of a collective without the wait for other ranks.
+    stream : int
+        Stream, in order of launch; ``HOST`` for one that runs inside its operator.
+    after : tuple of int
+        Kernels of other streams that must have ended.
+    collective : Collective, optional
+        Collective that ends on all of its ranks together.
+    call : KernelCall, optional
+        Operator, sizes and dtype, where they are known.
+    """
+
+    id: int
+    name: str
+    seconds: float
+    stream: int = 0
+    after: tuple[int, ...] = ()
+    collective: Collective | None = None
+    call: KernelCall | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Runtime call that launches a kernel.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        What it launches.
+    call : str
+        Name of the runtime function.
+    blocking : bool
+        Whether it returns when the kernel has ended, as a copy from pageable memory does.
+    """
+
+    kernel: Kernel
+    call: str = "launch"
+    blocking: bool = False
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Runtime call that returns when kernels have ended.
+
+    Parameters
+    ----------
+    after : tuple of int, optional
+        Kernels that it waits for; None for all that were launched so far.
+    call : str
+        Name of the runtime function.
+    """
+
+    after: tuple[int, ...] | None = None
+    call: str = "synchronize"
+
+
+@dataclass(frozen=True)
+class Op:
+    """Operator that the host calls.
+
+    Parameters
+    ----------
+    name : str
+        Name by which overheads are found.
+    steps : tuple of Launch or Wait
+        Runtime calls in order.
+    thread : int
+        Thread that calls it.
+    follows : bool
+        Whether it starts after the operator before it, whichever thread that ran on; otherwise
+        only after the one before it on its own thread.
+    gap : float, optional
+        Host time before it, in place of T1: work of the host that no operator does.
+    before : int
+        Calls of Python functions between it and the operator before it, where they are known.
+    events : tuple of int
+        Operators and other events inside it, before each of its steps and after the last.
+    graph : bool
+        Whether one call launches all of its kernels.
+    """
+
+    name: str
+    steps: tuple[Launch | Wait, ...] = ()
+    thread: int = 0
+    follows: bool = True
+    gap: float | None = None
+    before: int = 0
+    events: tuple[int, ...] = ()
+    graph: bool = False
+
+    @property
+    def kernels(self) -> Iterator[Kernel]:
+        """Kernels in order of launch."""
+        return (step.kernel for step in self.steps if isinstance(step, Launch))
+
+
+@dataclass(frozen=True)
+class ExecutionGraph:
+    """Operators of one rank in the order of their calls.
+
+    Parameters
+    ----------
+    ops : tuple of Op
+        Operators.
+    rank : int
+        Rank.
+    start : float
+        Time at which the rank starts, by a clock that all ranks share.
+    name : str
+        What a report calls it.
+    queued : tuple of Kernel
+        Kernels that were launched before the start and have not ended.
+
+    Raises
+    ------
+    PredictionError
+        If a time is negative or not finite, an id comes twice, or a kernel waits for a later one.
+    """
+
+    ops: tuple[Op, ...]
+    rank: int = 0
+    start: float = 0.0
+    name: str = field(default="", compare=False)
+    queued: tuple[Kernel, ...] = ()
+
+    def __post_init__(self) -> None:
+        everything = {kernel.id for op in self.ops for kernel in op.kernels}
+        seen = {kernel.id for kernel in self.queued}
+        for op in self.ops:
+            if op.gap is not None:
+                self._check_time(op.gap, f"gap before {op.name}")
+            for step in op.steps:
+                awaited = step.after if isinstance(step, Wait) else step.kernel.after
+                late = [id_ for id_ in awaited or () if id_ in everything and id_ not in seen]
+                if late:
+                    raise PredictionError(
+                        f"rank {self.rank}: {op.name} waits for kernel {late[0]}, which is "
+                        "launched by it or later: a cycle"
+                    )
+                if isinstance(step, Launch):
+                    self._check_time(step.kernel.seconds, f"time of {step.kernel.name}")
+                    if step.kernel.id in seen:
+                        raise PredictionError(f"rank {self.rank}: two kernels {step.kernel.id}")
+                    seen.add(step.kernel.id)
+
+    def _check_time(self, seconds: float, what: str) -> None:
+        if not 0 <= seconds < math.inf:
+            raise PredictionError(
+                f"rank {self.rank}: {what} is {seconds}; expected a finite time of 0 or more"
+            )
+
+    @property
+    def kernels(self) -> Iterator[Kernel]:
+        """Kernels in order of launch."""
+        return (kernel for op in self.ops for kernel in op.kernels)
+
+
+class HostCosts(Protocol):
+    """Overheads of the host, in seconds."""
+
+    def t1(self, previous: str, op: Op) -> float:
+        """Time between two operators."""
+
+    def t2(self, op: Op) -> float:
+        """Time of an operator before its first runtime call."""
+
+    def t3(self, op: Op) -> float:
+        """Time of an operator after its last runtime call."""
+
+    def t4(self, call: str) -> float:
+        """Time of a runtime call; of one that waits, what remains after the wait."""
+
+    def t5(self, op: Op, step: int) -> float:
+        """Time between two runtime calls of an operator, the second of them number ``step``."""
+
+    def whole(self, op: Op) -> float:
+        """Time of an operator that makes no runtime call; T5 of the source, too."""
+
+    def delay(self, call: str) -> float:
+        """Time from the begin of a launching call to the kernel's start on an idle stream."""

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators of a Kineto trace with their runtime calls, and what each call launched or awaited."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .kineto import DeviceEvent, HostEvent, KinetoTrace
+
+SLACK = 2.0
+"""Microseconds by which clocks of host and device may differ."""
+
+_WAITS = ("Synchronize",)
+
+
+@dataclass(slots=True)
+class TracedCall:
+    """Runtime call that launches something, or waits.
+
+    Parameters
+    ----------
+    event : HostEvent
+        The call.
+    device : DeviceEvent, optional
+        What it launches.
+    waits : bool
+        Whether the host stands still in it until the device is done.
+    awaited : tuple of int
+        Correlations of what the host, or what the launched kernel, waits for on other streams.
+    free : float
+        End of what it waited for, in microseconds.
+    """
+
+    event: HostEvent
+    device: DeviceEvent | None = None
+    waits: bool = False
+    awaited: tuple[int, ...] = ()
+    free: float = 0.0
+
+
+@dataclass(slots=True)
+class TracedOp:
+    """Operator that no other operator called.
+
+    Parameters
+    ----------
+    event : HostEvent
+        The operator; a runtime call outside of all operators stands for itself.
+    calls : list of TracedCall
+        Its runtime calls that launch or wait, in order.
+    nested : list of HostEvent
+        All events inside it.
+    follows : bool
+        Whether it began after the end of all operators before it, whichever threads they ran on.
+    gap : float, optional
+        Microseconds between it and the operator before it; None for the first.
+    before : int
+        Calls of Python functions in that gap.
+    events : tuple of int
+        Events inside it, before each of its calls and after the last.
+    """
+
+    event: HostEvent
+    calls: list[TracedCall] = field(default_factory=list)
+    nested: list[HostEvent] = field(default_factory=list)
+    follows: bool = True
+    gap: float | None = None
+    before: int = 0
+    events: tuple[int, ...] = ()
+
+
+def traced_ops(trace: KinetoTrace) -> list[TracedOp]:
+    """Operators in order of their start, on threads that run operators.
+
+    Launches without a kernel are counted among the trace's problems.
+    """
+    ops = list(_outermost(trace))
+    _link_calls(trace, ops)
+    ops = [op for op in ops if op.event.kind != "runtime" or op.calls]
+    _count_events(trace, ops)
+    return ops
+
+
+def _count_events(trace: KinetoTrace, ops: list[TracedOp]) -> None:
+    """Find what lies between operators, and count the events between their calls."""
+    latest: float | None = None
+    threads: dict[int, float] = {}
+    for op in ops:
+        event = op.event
+        python = trace.python.get(event.thread, ())
+        starts = sorted(nested.start for nested in op.nested)
+        if latest is not None:
+            op.follows = event.start >= latest
+            begin = latest if op.follows else threads.get(event.thread, event.start)
+            op.gap = event.start - begin
+            op.before = _between(python, begin, event.start)
+        begin, counts = event.start, []
+        ends = [*((call.event.start, call.event.end) for call in op.calls), (event.end, event.end)]
+        for stop, resume in ends:
+            counts.append(_between(python, begin, stop) + _between(starts, begin, stop))
+            begin = resume
+        op.events = tuple(counts)
+        threads[event.thread] = event.end
+        latest = event.end if latest is None else max(latest, event.end)
+
+
+def _between(starts: Sequence[float], begin: float, end: float) -> int:
+    return max(bisect.bisect_left(starts, end) - bisect.bisect_left(starts, begin), 0)
+
+
+def _outermost(trace: KinetoTrace) -> Iterator[TracedOp]:
+    """Outermost operators, and runtime calls outside of operators."""
+    threads = {event.thread for event in trace.host if event.kind == "op"}
+    current: dict[int, TracedOp] = {}
+    for event in trace.host:
+        if event.thread not in threads:
+            continue
+        outer = current.get(event.thread)
+        if outer is not None and event.start < outer.event.end:
+            outer.nested.append(event)
+        elif event.kind != "annotation":
+            current[event.thread] = op = TracedOp(event)
+            yield op
+
+
+def _link_calls(trace: KinetoTrace, ops: list[TracedOp]) -> None:
+    """Find what each runtime call launches and waits for, in the order of the calls."""
+    calls = [
+        (event, op)
+        for op in ops
+        for event in (op.nested if op.event.kind == "op" else [op.event])
+        if event.kind == "runtime"
+    ]
+    calls.sort(key=lambda pair: pair[0].start)
+    devices = {**trace.queued, **trace.device_events}
+    launched: dict[int, list[int]] = {}
+    for correlation, queued in trace.queued.items():
+        launched.setdefault(queued.stream, []).append(correlation)
+    event_waits: set[int] = set()
+    ends: dict[int, float] = {}
+    for event, op in calls:
+        if event.end <= ends.get(event.thread, -1.0) and not _launches_more(event, op, trace):
+            continue
+        device = trace.device_events.get(event.correlation)
+        if device is not None:
+            call = TracedCall(event, device, _is_blocking(event, device))
+            if event.thread in event_waits:
+                call.awaited = _ended(devices, launched, device.start, {device.stream})
+                event_waits.discard(event.thread)
+            call.free = device.end
+            launched.setdefault(device.stream, []).append(event.correlation)
+            op.calls.append(call)
+            ends[event.thread] = event.end
+        elif "StreamWaitEvent" in event.name:
+            event_waits.add(event.thread)
+        elif any(word in event.name for word in _WAITS):
+            awaited = _ended(devices, launched, event.end, set())
+            free = max((devices[id_].end for id_ in awaited), default=0.0)
+            op.calls.append(TracedCall(event, None, True, awaited, free))
+        elif "LaunchKernel" in event.name and trace.device_events:
+            trace.count_problem(
+                "launches without their kernel",
+                f"{event.name} at {event.start:.0f} us (correlation {event.correlation})",
+            )
+
+
+def _launches_more(event: HostEvent, op: TracedOp, trace: KinetoTrace) -> bool:
+    """Whether a call inside the last launch launches something else."""
+    known = bool(op.calls) and op.calls[-1].event.correlation == event.correlation
+    return not known and event.correlation in trace.device_events
+
+
+def _is_blocking(event: HostEvent, device: DeviceEvent) -> bool:
+    """Whether the host waited for a copy: its memory is pageable, or the call is no async one."""
+    may_block = "Pageable" in device.name or "Async" not in event.name
+    return device.copies and may_block and device.end <= event.end + SLACK
+
+
+def _ended(
+    devices: dict[int, DeviceEvent], launched: dict[int, list[int]], time: float, but: set[int]
+) -> tuple[int, ...]:
+    """Of each stream but some, the last launched kernel that ended before a time."""
+    found = []
+    for stream, correlations in launched.items():
+        if stream in but:
+            continue
+        for correlation in reversed(correlations):
+            if devices[correlation].end <= time + SLACK:
+                found.append(correlation)
+                break
+    return tuple(found)
