@@ -98,12 +98,12 @@ def test_every_kernel_of_a_network_is_predicted(program, monkeypatch, capsys):
     assert predicted.main() == 0
     shown = capsys.readouterr()
     assert "/nowhere/llvm-mca was not found" in shown.err
-    alone = json.loads(shown.out)["cycles"]["tiny"]
+    alone = json.loads(shown.out)["seconds"]["tiny"]
     assert all(kernel["model"] == kernel["mca"] > 0 for kernel in alone)
     assert any("conv 1x1" in kernel["operator"] for kernel in alone)
     monkeypatch.setattr(sys, "argv", [*command, str(program), "--json"])
     assert predicted.main() == 0
-    both = json.loads(capsys.readouterr().out)["cycles"]["tiny"]
+    both = json.loads(capsys.readouterr().out)["seconds"]["tiny"]
     assert [one["operator"] for one in both] == [one["operator"] for one in alone]
     assert [one["model"] for one in both] == [one["model"] for one in alone]
     shares = [kernel["share"] for kernel in both if kernel["share"] is not None]

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from .compiler.compile_model import compile
     from .compiler.explain import explain
     from .compiler.explain_gpu import explain_kernels
+    from .compiler.specialized_model import SpecializedModel, specialize
     from .compiler.target import resolve as resolve_target
+    from .prediction.predict_model import ModelPrediction, predict
     from .runtime.compiled_model import CompiledModel, Latency, load
     from .runtime.host_arrays import aligned_empty
     from .tuning.job import TaskState, TuneResult, tune
@@ -38,8 +40,10 @@ __all__ = [
     "CompiledModel",
     "EngineSpec",
     "Latency",
+    "ModelPrediction",
     "Plan",
     "RaceResult",
+    "SpecializedModel",
     "TaskState",
     "TuneResult",
     "__version__",
@@ -49,9 +53,11 @@ __all__ = [
     "explain",
     "explain_kernels",
     "load",
+    "predict",
     "profile",
     "race",
     "resolve_target",
+    "specialize",
     "tune",
 ]
 
@@ -62,7 +68,9 @@ _LATER = {
     "aligned_empty": "runtime.host_arrays",
     "compile": "compiler.compile_model",
     "explain": "compiler.explain",
+    **dict.fromkeys(("SpecializedModel", "specialize"), "compiler.specialized_model"),
     "explain_kernels": "compiler.explain_gpu",
+    **dict.fromkeys(("ModelPrediction", "predict"), "prediction.predict_model"),
     "profile": "bench.profiler",
     "resolve_target": "compiler.target",
 }

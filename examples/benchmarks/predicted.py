@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted times of five networks on a CPU that need not be at hand.
 
-    python examples/benchmarks/predicted.py [--cpu znver5] [--clock 3.75] [--kernels] [--json]
+    python examples/benchmarks/predicted.py [--cpu znver5] [--kernels] [--json]
 
-Each kernel is predicted twice: by the cost model (``schedules/cpu/cost``), and with the
-multiply-adds of its hottest loop at the rate that llvm-mca gives for them, the other terms being
-the model's. What the model does not know (pooling, additions, the classifier) takes the time of its
-bytes. llvm-mca counts as a share of the CPU's peak, because its model of znver5 is that of znver4,
-whose units are half as wide. Winograd's algorithm and depthwise layers are the model's in both
-columns, as is everything where llvm-mca is not installed or does not know the CPU. Pairs are fused
-as the cross-compiler decides, which assumes smaller caches than the predictions do.
+Each kernel is predicted twice: by ``tvm_fusion.predict``, and with the multiply-adds of its hottest
+loop at the rate that llvm-mca gives for them, the other terms being the cost model's. llvm-mca
+counts as a share of the CPU's peak, because its model of znver5 is that of znver4, whose units are
+half as wide. Only direct convolutions that are not depthwise differ between the columns, and none
+where llvm-mca is not installed or does not know the CPU. Pairs are fused as the cross-compiler
+decides, which assumes smaller caches than the predictions do.
 
 Results of networks.py on the same CPU, if there are any, stand beside the predictions.
 """
@@ -19,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,25 +26,19 @@ import onnx
 import tvm
 from rich.console import Console
 from rich.table import Table
-from tvm import relax
 from tvm.target import Target
 
-from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.cost.cost_model import (
-    Estimate,
-    default_conv2d_knobs,
-    default_fused_knobs,
-    estimate,
-)
-from schedules.cpu.cost.nest_cost import MEMORY, bandwidth, fits
-from schedules.cpu.cost.winograd_knobs import WinogradShape, best_plan
+from schedules.cost.machine import Machine
+from schedules.cpu.cost.cost_model import default_conv2d_knobs, default_fused_knobs, estimate
 from schedules.workload.conv2d import Conv2DKernel
-from tvm_fusion.bench.profiler import Described, kernel_costs
+from tvm_fusion.bench.profiler import kernel_costs
 from tvm_fusion.bench.shortfall import useful_share
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.onnx.frontend import import_onnx
+from tvm_fusion.onnx.frontend import ImportedModel, import_onnx
+from tvm_fusion.prediction.machines import PredictedCPU, cpu_target, find_machine, predicted_cpu
+from tvm_fusion.prediction.predict_model import predict_on
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
@@ -54,13 +47,8 @@ from examples.benchmarks.campaign import FOLDER  # noqa: E402
 from examples.benchmarks.mca import ModelError, find_mca, predict  # noqa: E402
 from examples.models import MODELS  # noqa: E402
 
-Caches = tuple[int, int, int]
-CACHES: dict[str, Caches] = {
-    "znver3": (32 << 10, 512 << 10, 32 << 20),
-    "znver4": (32 << 10, 1 << 20, 32 << 20),
-    "znver5": (48 << 10, 1 << 20, 32 << 20),
-}
-"""Bytes of L1, L2 and L3, by AMD's documents."""
+CPUS = ("znver3", "znver4", "znver5")
+Loops = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +60,7 @@ class Prediction:
     operator : str
         Its operation.
     model, mca : float
-        Predicted cycles of the busiest core, by the cost model and with llvm-mca's loop.
+        Predicted seconds, by the cost model and with llvm-mca's loop.
     share : float | None
         Share of the multiply-add bound in its hottest loop by llvm-mca; None without one.
     """
@@ -84,36 +72,44 @@ class Prediction:
 
 
 def predictions(
-    model: onnx.ModelProto, target: Target, cpu: CPUInfo, program: str | None
+    model: onnx.ModelProto, machine: Machine, program: str | None
 ) -> list[Prediction]:
-    """All kernels of a model in the order of their calls.
+    """All kernels of a model in the order of their calls; ``program`` is llvm-mca, if installed."""
+    imported = import_onnx(model)
+    found = predict_on(imported, machine, "tvm_fusion", records="none")
+    known: Loops = {} if program is None else _loops(imported, machine, program)
+    rows = []
+    for kernel in found.kernels:
+        share, more = known.get(kernel.kernel, (None, 0.0))
+        seconds = kernel.seconds + more / machine["clock"]
+        rows.append(Prediction(kernel.operator, kernel.seconds, seconds, share))
+    return rows
 
-    Parameters
-    ----------
-    model : onnx.ModelProto
-        The network.
-    target, cpu : Target, CPUInfo
-        The CPU, for the code and for the cost model.
-    program : str | None
-        llvm-mca, if installed.
-    """
+
+def _loops(imported: ImportedModel, machine: Machine, program: str) -> Loops:
+    """By function: share of the multiply-add bound in its hottest loop, and cycles that adds."""
+    target = cpu_target(machine)
     plan = pipeline.phases(target, pipeline.Options())
     schedule = {"schedule": plan.pop("schedule")}
-    mod = pipeline.run_phases(import_onnx(model).mod, target, plan)
-    costs, calls = kernel_costs(mod), list(_calls(mod))
-    shares: Mapping[str, float] = {}
-    if program is not None:
-        shares = _shares(pipeline.run_phases(mod, target, schedule), target, program)
-    return [_prediction(costs[name], shares.get(name), cpu) for name in calls if name in costs]
+    mod = pipeline.run_phases(imported.mod, target, plan)
+    costs = kernel_costs(mod)
+    shares = _shares(pipeline.run_phases(mod, target, schedule), target, program)
+    weights = sum(described.cost.weight_bytes for described in costs.values())
+    cpu, found = predicted_cpu(machine, target, weights), {}
+    for name, described in costs.items():
+        kernel = described.kernel
+        if kernel and name in shares and not (kernel.winograd or kernel.layers[-1].is_depthwise):
+            found[name] = shares[name], _more_cycles(kernel, shares[name], cpu)
+    return found
 
 
-def _calls(mod: tvm.IRModule) -> Iterator[str]:
-    for block in mod["main"].body.blocks:
-        for binding in block.bindings:
-            call = binding.value
-            if isinstance(call, relax.Call) and call.args:
-                if isinstance(call.args[0], tvm.ir.GlobalVar):
-                    yield call.args[0].name_hint
+def _more_cycles(kernel: Conv2DKernel, share: float, cpu: PredictedCPU) -> float:
+    """Cycles that an estimate grows by, if its multiply-adds run at a ``share`` of the peak."""
+    choose = default_conv2d_knobs if len(kernel.layers) == 1 else default_fused_knobs
+    nests = estimate(kernel, choose(kernel, cpu), cpu).nests
+    peak = kernel.flops() / 2 / kernel.lanes / cpu.fma_per_cycle / cpu.num_cores
+    slower = nests._replace(multiply_adds=peak / useful_share(kernel, cpu) / share)
+    return slower.cycles(cpu.costs) - nests.cycles(cpu.costs)
 
 
 def _shares(mod: tvm.IRModule, target: Target, program: str) -> dict[str, float]:
@@ -133,42 +129,6 @@ def _shares(mod: tvm.IRModule, target: Target, program: str) -> dict[str, float]
     return found
 
 
-def _prediction(described: Described, share: float | None, cpu: CPUInfo) -> Prediction:
-    kernel = described.kernel
-    if kernel is None:
-        cycles = _moving(described, cpu)
-        return Prediction(described.operator, cycles, cycles, None)
-    if kernel.winograd:
-        layer = kernel.layers[0]
-        size = layer.output_size(int(kernel.height or 1), int(kernel.width or 1))
-        shape = WinogradShape.of(
-            layer, kernel.batch or 1, size, kernel.winograd, kernel.lanes, kernel.dtype
-        )
-        cycles = best_plan(shape, cpu).cycles
-        return Prediction(described.operator, cycles, cycles, None)
-    choose = default_conv2d_knobs if len(kernel.layers) == 1 else default_fused_knobs
-    found = estimate(kernel, choose(kernel, cpu), cpu)
-    if share is None or kernel.layers[-1].is_depthwise:
-        return Prediction(described.operator, found.cycles, found.cycles, None)
-    cycles = _with_loop(kernel, found, share, cpu)
-    return Prediction(described.operator, found.cycles, cycles, share)
-
-
-def _with_loop(kernel: Conv2DKernel, found: Estimate, share: float, cpu: CPUInfo) -> float:
-    """Cycles of an estimate whose multiply-adds run at a ``share`` of the peak."""
-    peak = kernel.flops() / 2 / kernel.lanes / cpu.fma_per_cycle / cpu.num_cores
-    nests = found.nests._replace(multiply_adds=peak / useful_share(kernel, cpu) / share)
-    return found.cycles + nests.cycles(cpu.costs) - found.nests.cycles(cpu.costs)
-
-
-def _moving(described: Described, cpu: CPUInfo) -> float:
-    """Cycles in which all cores move the bytes of a kernel, and are woken."""
-    cost = described.cost
-    near = bandwidth(fits(cost.activation_bytes / cpu.num_cores, cpu), cpu)
-    moving = cost.activation_bytes / near + cost.weight_bytes / bandwidth(MEMORY, cpu)
-    return moving / cpu.num_cores + cpu.costs.fork
-
-
 def measured(cpu: str) -> dict[str, float]:
     """Measured milliseconds of the networks on a CPU, by two threads, if there are results."""
     path = FOLDER / cpu / "networks.json"
@@ -180,30 +140,31 @@ def measured(cpu: str) -> dict[str, float]:
     return {name: one["engines"][0]["median_ms"] for name, one in stored["results"].items()}
 
 
-def networks_table(cpu: str, clock: float, found: Mapping[str, list[Prediction]]) -> Table:
+def networks_table(machine: Machine, found: Mapping[str, list[Prediction]]) -> Table:
     """One row a network."""
-    table = Table(title=f"{cpu} at {clock:g} GHz, two threads, batch 1: predicted ms")
+    clock = f"{machine['clock'] / 1e9:.2f} GHz"
+    table = Table(title=f"{machine.title} at {clock}, two threads, batch 1: predicted ms")
     for heading in ("network", "by the cost model", "with llvm-mca's loops", "measured"):
         table.add_column(heading, justify="left" if heading == "network" else "right")
-    known = measured(cpu)
+    known = measured(machine.name)
     for name, kernels in found.items():
         table.add_row(
             name,
-            f"{sum(kernel.model for kernel in kernels) / clock / 1e6:.2f}",
-            f"{sum(kernel.mca for kernel in kernels) / clock / 1e6:.2f}",
+            f"{sum(kernel.model for kernel in kernels) * 1e3:.2f}",
+            f"{sum(kernel.mca for kernel in kernels) * 1e3:.2f}",
             f"{known[name]:.2f}" if name in known else "",
         )
     return table
 
 
-def kernels_table(name: str, clock: float, kernels: list[Prediction]) -> Table:
+def kernels_table(name: str, kernels: list[Prediction]) -> Table:
     """One row a call of a kernel."""
     table = Table(title=f"{name}: predicted microseconds")
     table.add_column("kernel")
     for heading in ("by the cost model", "with llvm-mca's loop", "of bound"):
         table.add_column(heading, justify="right")
     for kernel in kernels:
-        times = (f"{cycles / clock / 1e3:.1f}" for cycles in (kernel.model, kernel.mca))
+        times = (f"{seconds * 1e6:.1f}" for seconds in (kernel.model, kernel.mca))
         share = "" if kernel.share is None else f"{kernel.share:.0%}"
         table.add_row(kernel.operator, *times, share)
     return table
@@ -212,38 +173,33 @@ def kernels_table(name: str, clock: float, kernels: list[Prediction]) -> Table:
 def main() -> int:
     """Print the predictions."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--cpu", choices=CACHES, default="znver5")
-    options.add_argument("--clock", type=float, default=3.75, metavar="GHZ", help="default: 3.75")
+    options.add_argument("--cpu", choices=CPUS, default="znver5")
     options.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
     options.add_argument("--llvm-mca", metavar="PATH", help="default: the newest installed")
     options.add_argument("--kernels", action="store_true", help="print every kernel")
     options.add_argument("--json", action="store_true", help="print JSON instead of tables")
     chosen = options.parse_args()
-    target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": chosen.cpu,
-                     "num-cores": 2})  # fmt: skip
-    info = CPUInfo.from_target(target)
-    l1d, l2, l3 = CACHES[chosen.cpu]
-    cpu = CPUInfo(info.vector_bits, info.num_vector_registers, True, 2, l1d, l2, l3, chosen.cpu)
+    machine = find_machine(chosen.cpu, threads=2)
     found: dict[str, list[Prediction]] = {}
     with progress_bar() as progress:
         for done, name in enumerate(chosen.only):
             progress(name, done, len(chosen.only))
             model = MODELS[name]()
             try:
-                found[name] = predictions(model, target, cpu, find_mca(chosen.llvm_mca))
+                found[name] = predictions(model, machine, find_mca(chosen.llvm_mca))
             except ModelError as error:
                 print(f"{error}; the cost model alone is used", file=sys.stderr)
-                found[name] = predictions(model, target, cpu, None)
+                found[name] = predictions(model, machine, None)
     if chosen.json:
         kernels = {name: [asdict(kernel) for kernel in group] for name, group in found.items()}
-        print(json_text({"cpu": chosen.cpu, "clock_ghz": chosen.clock, "cycles": kernels}))
+        print(json_text({"cpu": chosen.cpu, "seconds": kernels}))
         return 0
     console = Console()
     console = console if console.is_terminal else Console(width=FILE_WIDTH)
     if chosen.kernels:
         for name, group in found.items():
-            console.print(kernels_table(name, chosen.clock, group))
-    console.print(networks_table(chosen.cpu, chosen.clock, found))
+            console.print(kernels_table(name, group))
+    console.print(networks_table(machine, found))
     return 0
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tvm
 from tvm import relax
 
@@ -90,15 +92,18 @@ class SimplifyInference:
                 relax.transform.DeadCodeElimination(),  # dead bindings must not count as readers
             ]
         )
-        mod = _simplify(tidy(relax.transform.Normalize()(mod)))
+        mod = simplify(tidy(relax.transform.Normalize()(mod)))
         if _has_constant_kernels(mod):
-            mod = _simplify(tidy(relax.transform.FoldConstant()(mod)))
+            mod = simplify(tidy(relax.transform.FoldConstant()(mod)))
         return tidy(mod)
 
 
-def _simplify(mod: tvm.IRModule) -> tvm.IRModule:
+def simplify(
+    mod: tvm.IRModule, rules: Sequence[tuple[Rule, Sequence[str]]] = RULES
+) -> tvm.IRModule:
+    """Apply rules to every Relax function of a normalised module until none changes it."""
     table: dict[str, list[Rule]] = {}
-    for rule, names in RULES:
+    for rule, names in rules:
         for name in names:
             table.setdefault(name, []).append(rule)
     result = tvm.IRModule(mod.functions, attrs=mod.attrs, global_infos=mod.global_infos)

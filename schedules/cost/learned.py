@@ -21,7 +21,7 @@ from schedules.errors import PredictionError
 
 from .features import Limits, limits
 from .kernel_call import KernelCall
-from .machine import Machine
+from .machine import Machine, load_machine
 from .prediction import Prediction
 from .trees import Trees, read_arrays, trees_from_arrays
 
@@ -30,9 +30,14 @@ FOLDER = Path(__file__).with_name("models")
 KINDS = {
     "a100-40": "a100",
     "a100-80": "a100",
+    "a100-sxm-40": "a100",
     "h200": "h100",
 }
 """Machines that share another's model; all others go by their own name."""
+
+STAND_INS = {"a100-sxm-40": "a100-80"}
+"""Machine whose limits the model is asked with: the same chip, whose clock falls less under load
+than that of the trained machine with the same memory."""
 
 Sizes = Mapping[str, np.ndarray]
 
@@ -117,7 +122,8 @@ def model_from_arrays(arrays: Mapping[str, np.ndarray]) -> LearnedModel:
     found = []
     for name in names:
         array = arrays.get(name)
-        if array is None or array.ndim != 1 or not np.isfinite(array).all() or (array < 0).any():
+        is_vector = array is not None and array.ndim == 1 and array.dtype.kind in "iuf"
+        if not is_vector or not np.isfinite(array).all() or (array < 0).any():
             raise PredictionError(f"no vector {name!r} of positive finite numbers")
         found.append(array.astype(np.float64))
     harness, latency, low, high, edges, below, above = found
@@ -146,11 +152,12 @@ def load_model(path: Path) -> LearnedModel | None:
         raise PredictionError(f"{path.name}: {error}") from None
 
 
+@lru_cache(maxsize=64)
 def find_model(kernel: str, dtype: str, machine: str) -> tuple[LearnedModel, str] | None:
     """Model of a kernel on a machine and its name; the one for unseen GPUs where it has none."""
     for kind in (KINDS.get(machine, machine), "unseen"):
         name = f"{kernel}-{dtype}-{kind}"
-        model = load_model(FOLDER / f"{name}.npz") if name.replace("-", "").isalnum() else None
+        model = load_model(FOLDER / f"{name}.npz") if kind.replace("-", "").isalnum() else None
         if model is not None:
             return model, name
     return None
@@ -204,7 +211,8 @@ def predict_learned(kernel: Kernel, call: KernelCall, machine: Machine) -> Predi
     model, name = found
     wanted = {size: 1 if size in kernel.optional else None for size in kernel.sizes}
     sizes = {size: np.array([float(call.size(size, wanted[size]))]) for size in wanted}
-    bounds = limits(machine, call.dtype)
+    stand_in = STAND_INS.get(machine.name)
+    bounds = limits(load_machine(stand_in) if stand_in else machine, call.dtype)
     width = _WIDTHS[call.dtype]
     time, base, roofline = (x[0] for x in seconds(kernel, model, sizes, bounds, width))
     values = np.array([sizes[size][0] for size in kernel.sizes])

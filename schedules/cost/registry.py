@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .conv2d import predict_conv2d
+from .cpu_kernels import predict_cpu_kernel
 from .elementwise import BY_BYTES, STREAMING, predict_streaming
 from .embedding import predict_embedding_bag, predict_gather
 from .gemm import predict_bmm, predict_gemm
@@ -42,7 +43,7 @@ def predict(call: KernelCall, machine: Machine) -> Prediction:
     PredictionError
         If the machine lacks a figure that the roofline needs, or the call a size of its model.
     """
-    model = MODELS.get(call.op)
+    model = predict_cpu_kernel if call.op.startswith("cpu.") else MODELS.get(call.op)
     prediction = None if model is None else model(call, machine)
     return prediction or _by_roofline(call, machine)
 

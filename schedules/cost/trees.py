@@ -33,14 +33,16 @@ class Trees:
 
     Parameters
     ----------
-    feature : np.ndarray
-        (nodes,) uint8: feature that a node asks for, ``LEAF`` in a leaf.
-    value : np.ndarray
-        (nodes,) float32: threshold of a split (less goes left), value of a leaf.
+    column : np.ndarray
+        (nodes,) int: feature that a split asks for, 0 in a leaf.
+    threshold : np.ndarray
+        (nodes,) float32: less goes left; infinite in a leaf.
+    leaf : np.ndarray
+        (nodes,) float32: value of a leaf, 0 in a split.
     left : np.ndarray
-        (nodes,) int32: left child, the right one is the next; a leaf's is itself.
+        (nodes,) int: left child, the right one is the next; a leaf's is itself.
     roots : np.ndarray
-        (trees,) int32.
+        (trees,) int.
     depth : int
         Splits on the longest path.
     features : int
@@ -49,8 +51,9 @@ class Trees:
         Added to each sum.
     """
 
-    feature: np.ndarray
-    value: np.ndarray
+    column: np.ndarray
+    threshold: np.ndarray
+    leaf: np.ndarray
     left: np.ndarray
     roots: np.ndarray
     depth: int
@@ -87,13 +90,9 @@ class Trees:
     def _sums(self, rows: np.ndarray) -> np.ndarray:
         at = np.broadcast_to(self.roots, (len(rows), len(self.roots)))
         row = np.arange(len(rows))[:, None]
-        # A leaf asks for feature 0 and its own value, but has no other child to go to.
-        column = np.where(self.feature == LEAF, 0, self.feature)
-        goes_on = self.feature != LEAF
         for _ in range(self.depth):
-            right = (rows[row, column[at]] >= self.value[at]) & goes_on[at]
-            at = self.left[at] + right
-        return self.base + self.value[at].sum(axis=1, dtype=np.float64)
+            at = self.left[at] + (rows[row, self.column[at]] >= self.threshold[at])
+        return self.base + self.leaf[at].sum(axis=1, dtype=np.float64)
 
 
 def trees_from_arrays(arrays: Mapping[str, np.ndarray]) -> Trees:
@@ -131,11 +130,14 @@ def trees_from_arrays(arrays: Mapping[str, np.ndarray]) -> Trees:
         raise PredictionError("'split' or 'bin' names a feature or threshold that is not there")
     roots = np.cumsum(sizes) - sizes
     left = _left_children(~is_leaf, roots, sizes)
-    value = np.empty(len(split), np.float32)
+    column = np.zeros(len(split), np.intp)
+    column[~is_leaf] = asked
+    threshold = np.full(len(split), np.inf, np.float32)
+    threshold[~is_leaf] = cuts[(np.cumsum(counts) - counts)[asked] + chosen]
+    value = np.zeros(len(split), np.float32)
     value[is_leaf] = leaf
-    value[~is_leaf] = cuts[(np.cumsum(counts) - counts)[asked] + chosen]
     depth = _depth(left, roots)
-    return Trees(split, value, left, roots.astype(np.int32), depth, len(counts), float(base[0]))
+    return Trees(column, threshold, value, left, roots, depth, len(counts), float(base[0]))
 
 
 def _array(arrays: Mapping[str, np.ndarray], name: str, kind: str) -> np.ndarray:
@@ -158,7 +160,7 @@ def _left_children(splits: np.ndarray, roots: np.ndarray, sizes: np.ndarray) -> 
     left = np.where(splits, offset + 2 * (before - first) + 1, np.arange(len(splits)))
     if (left[splits] <= np.flatnonzero(splits)).any():
         raise PredictionError("a tree in 'split' is not breadth first")
-    return left.astype(np.int32)
+    return left
 
 
 def _depth(left: np.ndarray, roots: np.ndarray) -> int:

@@ -110,4 +110,4 @@ def emulate_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every device have tensor cores, and emulate them."""
     monkeypatch.setattr(GPUInfo, "has_tensor_cores", True)
     monkeypatch.setattr(tensor_core_matmul, "TensorCore", EmulatedTensorCore)
-    monkeypatch.setattr(tensor_core_matmul, "_Block", _Block)
+    monkeypatch.setattr(tensor_core_matmul, "_ThreadPart", _Block)

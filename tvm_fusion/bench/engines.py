@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tvm_fusion.runtime.host_arrays import random_inputs
+from ..runtime.host_arrays import random_inputs
+from ..version import __version__
 
 INPUT_SETS = 4
 """Number of different inputs that an engine cycles through within one turn."""
@@ -76,24 +77,25 @@ class FusionEngine(Engine):
     """tvm-fusion: one process compiles a model and saves it, another one loads and runs it."""
 
     def __init__(self) -> None:
-        import tvm_fusion
-        from tvm_fusion.runtime.tvm_runtime import version
+        from ..runtime.tvm_runtime import version
 
-        self._package = tvm_fusion
-        self.version = f"{tvm_fusion.__version__} (TVM {version()})"
+        self.version = f"{__version__} (TVM {version()})"
 
     def compile(
         self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any], output: str
     ) -> float:
         """Compile with ``target``, ``fuse``, ``winograd``; save; return the seconds taken."""
-        compile_model = self._package.compile  # which imports the compiler
+        from ..compiler.compile_model import compile as compile_model  # only where it compiles
+
         begin = time.perf_counter()
         compile_model(path, shapes=shapes, threads=threads, **options).save(output)
         return time.perf_counter() - begin
 
     def load(self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any]) -> None:
         """Load the compiled model ``artifact`` of ``options``."""
-        self._model = self._package.load(options["artifact"], threads=threads)
+        from ..runtime.compiled_model import load
+
+        self._model = load(options["artifact"], threads=threads)
         self.inputs = [Input(s.name, tuple(s.shape), s.dtype) for s in self._model.inputs]
 
     def feed(self, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:

@@ -73,11 +73,20 @@ class MachineLimits:
 
     def mean(self, other: MachineLimits) -> MachineLimits:
         """The mean of two measurements of the same machine."""
+        return self._combine(other, lambda mine, theirs: (mine + theirs) / 2)
+
+    def best(self, other: MachineLimits) -> MachineLimits:
+        """The larger figures of two measurements: other work of the machine only lowers them."""
+        return self._combine(other, max)
+
+    def _combine(
+        self, other: MachineLimits, combine: Callable[[float, float], float]
+    ) -> MachineLimits:
         levels = tuple(
-            replace(mine, bandwidth=(mine.bandwidth + theirs.bandwidth) / 2)
+            replace(mine, bandwidth=combine(mine.bandwidth, theirs.bandwidth))
             for mine, theirs in zip(self.levels, other.levels, strict=True)
         )
-        return replace(self, peak_flops=(self.peak_flops + other.peak_flops) / 2, levels=levels)
+        return replace(self, peak_flops=combine(self.peak_flops, other.peak_flops), levels=levels)
 
 
 def measure_limits(target: Target, threads: int) -> MachineLimits:
@@ -104,11 +113,32 @@ def measure_limits(target: Target, threads: int) -> MachineLimits:
 
 
 def _peak(cpu: CPUInfo, target: Target, threads: int) -> float:
-    lanes, vectors = cpu.lanes("float32"), min(2 * _VECTORS_IN_FLIGHT, cpu.num_vector_registers - 4)
-    data = tvm.runtime.tensor(np.full(lanes, 0.5, "float32"))
-    sums = tvm.runtime.tensor(np.zeros(threads * vectors * lanes, "float32"))
-    kernel = tvm.compile(_multiply_add(lanes, vectors, threads), target)["main"]
-    return threads * vectors * lanes * 2 * _ROUNDS / _fastest(lambda: kernel(data, sums))
+    return PeakProbe(cpu, target, threads).flops(_SECONDS, _REPEATS)
+
+
+class PeakProbe:
+    """Compiled loop of multiply-adds, which tells the present speed of all threads.
+
+    Parameters
+    ----------
+    cpu, target : CPUInfo, Target
+        This CPU.
+    threads : int
+        Threads that share the work.
+    """
+
+    def __init__(self, cpu: CPUInfo, target: Target, threads: int) -> None:
+        lanes = cpu.lanes("float32")
+        vectors = min(2 * _VECTORS_IN_FLIGHT, cpu.num_vector_registers - 4)
+        self._data = tvm.runtime.tensor(np.full(lanes, 0.5, "float32"))
+        self._sums = tvm.runtime.tensor(np.zeros(threads * vectors * lanes, "float32"))
+        self._kernel = tvm.compile(_multiply_add(lanes, vectors, threads), target)["main"]
+        self._operations = threads * vectors * lanes * 2 * _ROUNDS
+
+    def flops(self, warm_up: float, repeats: int) -> float:
+        """Floating-point operations a second of the fastest of some calls."""
+        seconds = _fastest(lambda: self._kernel(self._data, self._sums), warm_up, repeats)
+        return self._operations / seconds
 
 
 def _bandwidth(cpu: CPUInfo, target: Target, threads: int, size: int) -> float:
@@ -123,13 +153,15 @@ def _bandwidth(cpu: CPUInfo, target: Target, threads: int, size: int) -> float:
     return passes * threads * steps * step * 4 / _fastest(lambda: kernel(data, sums))
 
 
-def _fastest(call: Callable[[], object]) -> float:
+def _fastest(
+    call: Callable[[], object], warm_up: float = _SECONDS, repeats: int = _REPEATS
+) -> float:
     """Seconds of the fastest of several calls, after warm-up calls."""
-    until = time.perf_counter() + _SECONDS
+    until = time.perf_counter() + warm_up
     while time.perf_counter() < until:
         call()
     times = []
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)

@@ -35,6 +35,7 @@ from ..onnx.frontend import import_onnx
 from ..runtime.host_arrays import random_inputs
 from ..runtime.tensor_spec import refuse_open_shapes
 from ..runtime.thread_pool import Crew, choose_threads
+from .kernel_work import count_work, parameter_bytes
 from .machine_limits import MachineLimits, measure_limits
 from .shortfall import reason
 
@@ -53,12 +54,16 @@ class KernelCost:
     flops : float
         Floating-point operations, none counted twice.
     activation_bytes, weight_bytes : int
-        Tensors that the model computes, and constants, each read or written once.
+        Tensors that the model computes, and constants, each read or written once; of those whose
+        rows are chosen by indices, the rows.
+    functions : int
+        Elements for which an elementary function such as ``exp`` is computed.
     """
 
     flops: float
     activation_bytes: int
     weight_bytes: int
+    functions: int = 0
 
 
 @dataclass(frozen=True)
@@ -280,13 +285,14 @@ def _is_static(func: tirx.PrimFunc) -> bool:
 
 
 def _cost(call: relax.Call, func: tirx.PrimFunc) -> Described:
+    work = count_work(func)
     sizes = [
-        math.prod(int(extent) for extent in buffer.shape) * tvm.DataType(str(buffer.dtype)).bits
-        for buffer in func.params
+        work.gathered_bytes.get(position, parameter_bytes(buffer))
+        for position, buffer in enumerate(func.params)
     ]
     constant = [isinstance(argument, Constant) for argument in call.args[1].fields]
     constant += [False] * (len(sizes) - len(constant))
-    weights = sum(size for size, fixed in zip(sizes, constant, strict=True) if fixed) // 8
+    weights = sum(size for size, fixed in zip(sizes, constant, strict=True) if fixed)
     text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
     kernel = None if text is None else from_json(str(text))
     if kernel is None:
@@ -296,7 +302,7 @@ def _cost(call: relax.Call, func: tirx.PrimFunc) -> Described:
         operator = " + ".join(map(str, kernel.layers)) + f" on {height}x{width}"
         operator += f" by Winograd {kernel.winograd}x{kernel.winograd}" if kernel.winograd else ""
         flops = float(kernel.flops())
-    cost = KernelCost(flops, sum(sizes) // 8 - weights, weights)
+    cost = KernelCost(flops, sum(sizes) - weights, weights, work.functions)
     return Described(operator, cost, kernel)
 
 

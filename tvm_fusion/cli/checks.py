@@ -18,9 +18,10 @@ def refuse_given(names: Sequence[str], why: str) -> None:
     """Reject options that the user gave and that have no effect here."""
     context = click.get_current_context()
     default = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+    options = {param.name: param.opts[0] for param in context.command.params}
     for name in names:
         if context.get_parameter_source(name) not in default:
-            raise click.UsageError(f"--{name} has no effect: {why}")
+            raise click.UsageError(f"{options[name]} has no effect: {why}")
 
 
 def is_compiled(path: Path) -> bool:

@@ -120,7 +120,12 @@ def compile_options(command: Any) -> Any:
 
     They are named as the parameters of :func:`tvm_fusion.compile`.
     """
-    for option in reversed(_COMPILE_OPTIONS):
+    return _COMPILE_OPTIONS[0](model_options(command))
+
+
+def model_options(command: Any) -> Any:
+    """Give a command the options of :func:`compile_options` but for ``target``."""
+    for option in reversed(_COMPILE_OPTIONS[1:]):
         command = option(command)
     return command
 

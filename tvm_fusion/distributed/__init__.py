@@ -7,6 +7,7 @@ works. Start with ``program.py``, then with ``communicator.py``.
 
 from .communicator import World
 from .program import Program, compile
+from .rank_reduce import reduce
 from .session import session
 
-__all__ = ["Program", "World", "compile", "session"]
+__all__ = ["Program", "World", "compile", "reduce", "session"]

@@ -212,9 +212,7 @@ class World:
         self._comm.Abort(code or 1)
         os.kill(os.getpid(), 9)
 
-    def _prepare(
-        self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]
-    ) -> PreparedExchange:
+    def _prepare(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> PreparedExchange:
         """Parcels of an exchange; a few are kept, since steps may swap two arrays."""
         kept = self._prepared.setdefault(exchange.id, [])
         for prepared in kept:

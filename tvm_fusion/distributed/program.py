@@ -7,6 +7,7 @@ share them (:mod:`schedules.distribute.localize`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -175,22 +176,23 @@ def compile(
     if is_gpu(resolved):
         raise TargetError("ranks compute on CPUs in this version; name a CPU as the target")
     figures = _Figures(network or Network(), processor or _estimate(resolved))
-    deep = repeat is not None and exchange_every == "auto"
-    plans = [
-        distribute(
-            source,
-            loop,
-            ranks,
-            sizes=sizes,
-            grid=grid,
-            owned=owned,
-            transfers=transfers,
-            repeat=repeat,
-            exchange_every=steps,
-        )
-        for steps in (_DEPTHS if deep else (1 if exchange_every == "auto" else exchange_every,))
-    ]
-    plan = min(plans, key=figures.step_seconds)
+    planned = functools.partial(
+        distribute,
+        source,
+        loop,
+        ranks,
+        sizes=sizes,
+        grid=grid,
+        owned=owned,
+        transfers=transfers,
+        repeat=repeat,
+    )
+    if exchange_every == "auto":
+        depths = _DEPTHS if repeat is not None else (1,)
+        plans = [planned(exchange_every=steps) for steps in depths]
+        plan = min(plans, key=figures.step_seconds)
+    else:
+        plan = planned(exchange_every=exchange_every)
     kernels = _Kernels(plan, resolved, schedule)
     pieces = tuple(
         kernels.pieces(rank, figures.overlaps(plan, rank, overlap)) for rank in range(plan.ranks)

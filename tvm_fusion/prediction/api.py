@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import PredictionError
+from .chakra import link, read_execution_trace
+from .json_stream import json_items
 from .kineto import KinetoTrace, read_kineto
 from .overheads import Overheads, ProfilerCost, measure_overheads
-from .report import TimelineReport, report
+from .report import Answer, TimelineReport, report
 from .timeline.execution_graph import ExecutionGraph
 from .timeline.ranks import Timeline, simulate
 from .traced_graph import measured_seconds, traced_graph
 from .traced_ops import traced_ops
+from .what_if import change
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,16 @@ class TracePrediction:
     report : TimelineReport
         Its figures.
     unknown : tuple of str
-        Operators whose overheads are not known, and taken from the mean of others.
+        Operators whose overheads are not known, and taken from the line of all others.
+    answers : tuple of Answer
+        One for each change that was asked for.
     """
 
     run: TracedRun
     timeline: Timeline
     report: TimelineReport
     unknown: tuple[str, ...]
+    answers: tuple[Answer, ...] = ()
 
 
 def load_traces(
@@ -88,44 +95,95 @@ def load_traces(
         If there are none, one cannot be read, or ranks are missing.
     """
     path = Path(path)
-    files = [path] if path.is_file() else sorted(_trace_files(path))
-    if not files:
-        raise PredictionError(f"{path}: no Kineto traces; expected files .json or .json.gz")
-    traces = [(_rank(trace), trace) for trace in map(read_kineto, files)]
-    ranked = {rank: trace for rank, trace in traces if rank is not None}
-    together = len(files) > 1 and len(ranked) == len(files)
+    files = [path] if path.is_file() else _trace_files(path)
+    kinds = {file: _format(file) for file in files}
+    structures = [file for file, kind in kinds.items() if kind == "nodes"]
+    traces = [read_kineto(file) for file, kind in kinds.items() if kind == "traceEvents"]
+    if not traces:
+        raise PredictionError(
+            f"{path}: no Kineto trace; expected files .json or .json.gz with 'traceEvents'"
+        )
+    _link(traces, structures)
+    ranked = {rank: trace for trace in traces if (rank := _rank(trace)) is not None}
+    together = len(traces) > 1 and len(ranked) == len(traces)
     if not together:
-        return tuple(_run(trace.path.name, {0: trace}, profiler_cost) for _, trace in traces)
+        alone = [(trace.path.name, {_rank(trace) or 0: trace}) for trace in traces]
+        return tuple(_run(name, ranks, profiler_cost) for name, ranks in alone)
     _refuse_missing(path, ranked)
     return (_run(path.name, dict(sorted(ranked.items())), profiler_cost),)
 
 
 def predict_traces(
-    run: TracedRun, overheads: Overheads | None = None
+    run: TracedRun, overheads: Overheads | None = None, what_if: Sequence[str] = ()
 ) -> TracePrediction:
-    """Simulate a traced run with its own or with given overheads.
+    """Simulate a traced run with its own or with given overheads, as it is and changed.
+
+    Parameters
+    ----------
+    run : TracedRun
+        What was traced.
+    overheads : Overheads, optional
+        Overheads of another run on the same host.
+    what_if : sequence of str
+        Changes in the form of :func:`tvm_fusion.prediction.what_if.change`.
 
     Raises
     ------
     PredictionError
-        If its ranks do not meet in their collectives.
+        If its ranks do not meet in their collectives, or a change cannot be made.
     """
-    timeline = simulate(run.graphs, overheads or replace(run.overheads, prior=0.0))
+    costs = overheads or replace(run.overheads, prior=0.0)
+    timeline = simulate(run.graphs, costs)
     ops = (op.name for graph in run.graphs for op in graph.ops)
     unknown = tuple(overheads.unknown(ops)) if overheads is not None else ()
-    return TracePrediction(run, timeline, report(run.name, timeline, run.measured), unknown)
+    answers = []
+    for text in what_if:
+        changed = change(run.graphs, text, run.device)
+        after = report(text, simulate(changed.graphs, costs))
+        gain = timeline.seconds - after.seconds
+        answers.append(Answer(text, after.seconds, gain, after.path[0], changed.notes))
+    found = report(run.name, timeline, run.measured)
+    return TracePrediction(run, timeline, found, unknown, tuple(answers))
 
 
 def _trace_files(folder: Path) -> list[Path]:
-    return [
-        file
-        for file in folder.glob("*.json*")
-        if file.name.endswith((".json", ".json.gz")) and ".et." not in file.name
-    ]
+    files = [file for file in folder.glob("*.json*") if file.name.endswith((".json", ".json.gz"))]
+    return sorted(files)
+
+
+def _format(file: Path) -> str:
+    """Field that tells the format: ``traceEvents`` of Kineto, ``nodes`` of an execution trace."""
+    for name, _ in json_items(file, "traceEvents", "nodes"):
+        if name in ("traceEvents", "schemaVersion"):
+            return "traceEvents"
+        if name in ("nodes", "schema"):
+            return "nodes"
+    raise PredictionError(f"{file}: neither a Kineto trace nor an execution trace of PyTorch")
+
+
+def _link(traces: list[KinetoTrace], structures: list[Path]) -> None:
+    """Add what execution traces know to the Kineto traces of the same stem or rank."""
+    for file in structures:
+        execution = read_execution_trace(file)
+        partner = next((trace for trace in traces if _key(trace.path) == _key(file)), None)
+        if partner is None:
+            raise PredictionError(
+                f"{file}: an execution trace has no times; expected the Kineto trace of the same "
+                "step beside it, with the same name up to the first dot"
+            )
+        link(execution, partner)
+
+
+def _key(path: Path) -> str:
+    found = _RANK.search(path.name)
+    return f"rank {int(found[1])}" if found else path.name.split(".")[0]
+
+
+_RANK = re.compile(r"rank[-_.]?(\d+)", re.IGNORECASE)
 
 
 def _rank(trace: KinetoTrace) -> int | None:
-    found = re.search(r"rank[-_.]?(\d+)", trace.path.name, re.IGNORECASE)
+    found = _RANK.search(trace.path.name)
     return trace.rank if trace.rank is not None else int(found[1]) if found else None
 
 

@@ -27,6 +27,9 @@ Model = Callable[[float], float]
 
 _FORMAT = "tvm-fusion collectives 1"
 _MAX_FILE_BYTES = 16 << 20
+_ZOOMS = 3
+"""Grids of a fit, each within a step of the best point of the one before."""
+
 _FEWEST = 6
 """Points below which nothing is interpolated."""
 
@@ -213,15 +216,20 @@ def three_sections(message: np.ndarray, seconds: np.ndarray) -> Model:
 def _sigmoid_fit(x: np.ndarray, y: np.ndarray) -> Callable[[float], float]:
     """Fit Equation 5.4, ``L / (1 + exp(-k (x - x0))) + b``: grid of k and x0, L and b linear."""
     centres, slopes = np.linspace(x[0] - 4, x[-1] + 2, 40), np.geomspace(0.05, 4, 24)
-    centre, slope = (axis.reshape(-1, 1) for axis in np.meshgrid(centres, slopes))
-    shape = 1 / (1 + np.exp(-slope * (x - centre)))
-    mean = shape.mean(axis=1, keepdims=True)
-    spread = ((shape - mean) ** 2).sum(axis=1)
-    height = ((shape - mean) * (y - y.mean())).sum(axis=1) / np.maximum(spread, 1e-12)
-    base = y.mean() - height * mean[:, 0]
-    errors = ((height[:, None] * shape + base[:, None] - y) ** 2).sum(axis=1)
-    best = int(errors.argmin())
-    params = [float(axis.ravel()[best]) for axis in (height, slope, centre, base)]
+    for _ in range(_ZOOMS):
+        centre, slope = (axis.reshape(-1, 1) for axis in np.meshgrid(centres, slopes))
+        shape = 1 / (1 + np.exp(-slope * (x - centre)))
+        mean = shape.mean(axis=1, keepdims=True)
+        spread = ((shape - mean) ** 2).sum(axis=1)
+        height = ((shape - mean) * (y - y.mean())).sum(axis=1) / np.maximum(spread, 1e-12)
+        base = y.mean() - height * mean[:, 0]
+        errors = ((height[:, None] * shape + base[:, None] - y) ** 2).sum(axis=1)
+        best = int(errors.argmin())
+        params = [float(axis.ravel()[best]) for axis in (height, slope, centre, base)]
+        step = centres[1] - centres[0]
+        centres = np.linspace(params[2] - step, params[2] + step, 40)
+        ratio = slopes[1] / slopes[0]
+        slopes = np.geomspace(params[1] / ratio, params[1] * ratio, 24)
 
     def curve(one: float) -> float:
         return params[0] / (1 + math.exp(-params[1] * (one - params[2]))) + params[3]
@@ -275,8 +283,8 @@ class Collectives:
         nearest = min(measured, key=lambda number: abs(math.log(number / ranks)))
         factor = bus_factor(kind, ranks) / bus_factor(kind, nearest)
         time = self.curves[kind, nearest].predict(message)
-        scaled = (factor * value for value in (time.seconds, time.low, time.high))
-        return CollectiveTime(*scaled, f"{time.model}, from {nearest} ranks", False)
+        low, seconds, high = (factor * value for value in (time.low, time.seconds, time.high))
+        return CollectiveTime(seconds, low, high, f"{time.model}, from {nearest} ranks", False)
 
     def save(self, path: Path) -> None:
         """Write a JSON file; one that exists is replaced."""

@@ -19,10 +19,10 @@ _MAX_VALUE = 64 << 20
 _SPACES = " \t\r\n"
 
 
-def json_items(path: Path, array: str) -> Iterator[tuple[str, Any]]:
-    """Read a file, plain or gzip, of one JSON object, with the elements of one array one by one.
+def json_items(path: Path, *arrays: str) -> Iterator[tuple[str, Any]]:
+    """Read a file, plain or gzip, of one JSON object, with the elements of some arrays one by one.
 
-    Yields name and value of each field; of the field ``array`` its name and an element each time.
+    Yields name and value of each field; of the fields ``arrays`` its name and an element each time.
 
     Raises
     ------
@@ -38,10 +38,10 @@ def json_items(path: Path, array: str) -> Iterator[tuple[str, Any]]:
             while reader.peek() != "}":
                 name = reader.value()
                 reader.expect(":")
-                if name == array and reader.peek() == "[":
+                if name in arrays and reader.peek() == "[":
                     reader.expect("[")
                     while reader.peek() != "]":
-                        yield array, reader.value()
+                        yield str(name), reader.value()
                         count += 1
                         reader.separator("]")
                     reader.expect("]")
@@ -51,7 +51,7 @@ def json_items(path: Path, array: str) -> Iterator[tuple[str, Any]]:
     except (ValueError, EOFError, zlib.error, OSError, RecursionError) as error:
         reason = "the file is empty" if path.exists() and not path.stat().st_size else error
         raise PredictionError(
-            f"{path}: cannot be read after {count} elements of {array!r}: {reason}"
+            f"{path}: cannot be read after {count} elements of {' or '.join(arrays)}: {reason}"
         ) from None
 
 

@@ -65,6 +65,8 @@ class HostEvent:
         Dimensions and element types of the operands.
     collective : dict, optional
         Arguments of a collective.
+    reads, writes : tuple of int
+        Storages of the tensors that go in and come out, from an execution trace.
     """
 
     name: str
@@ -78,6 +80,8 @@ class HostEvent:
     shapes: tuple = ()
     types: tuple = ()
     collective: Mapping[str, Any] | None = None
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -106,6 +106,31 @@ class TimelineReport:
     path: tuple[PathRow, ...]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Prediction of a changed run.
+
+    Parameters
+    ----------
+    change : str
+        What was changed.
+    seconds : float
+        Time from the first rank's start to the last rank's end.
+    gain : float
+        Seconds that it saves.
+    critical : PathRow
+        Largest share of the critical path now.
+    notes : tuple of str
+        What the answer rests on: models, and kernels without one.
+    """
+
+    change: str
+    seconds: float
+    gain: float
+    critical: PathRow
+    notes: tuple[str, ...]
+
+
 def report(
     name: str, timeline: Timeline, measured: Sequence[float] | None = None
 ) -> TimelineReport:
@@ -175,6 +200,19 @@ def _path_table(result: TimelineReport) -> Table:
         time = sum(row.seconds for row in rest)
         count = sum(row.count for row in rest)
         table.add_row(f"{len(rest)} others", "", _ms(time), f"{time / total:.1%}", str(count))
+    return table
+
+
+def answer_table(before: TimelineReport, answers: Sequence[Answer]) -> Table:
+    """Table of what changes would bring: time, gain, what is critical now, and origin."""
+    table = Table(title=f"what if, {before.name}")
+    for heading in ("change", "time", "gain", "critical now", "rests on"):
+        table.add_column(heading, justify="right" if heading in ("time", "gain") else "left")
+    for answer in answers:
+        gain = f"{answer.gain / before.seconds:+.1%}"
+        critical = f"{answer.critical.op} ({answer.critical.where}, {_ms(answer.critical.seconds)})"
+        notes = "; ".join(answer.notes)
+        table.add_row(answer.change, _ms(answer.seconds), gain, critical, notes)
     return table
 
 

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from .kernel_calls import bytes_of, kernel_call
 from .kineto import DeviceEvent, HostEvent, KinetoTrace
 from .overheads import HOST_WORK, MICRO, call_name, own_time
 from .timeline.execution_graph import HOST, Collective, ExecutionGraph, Kernel, Launch, Op, Wait
-from .traced_ops import TracedCall, TracedOp
+from .traced_ops import SLACK, TracedCall, TracedOp
 
 _KINDS = {
     "allreduce": "all_reduce",
@@ -28,11 +30,6 @@ _KINDS = {
     "send": "send",
     "recv": "recv",
 }
-_BYTES = {
-    "double": 8, "long": 8, "longint": 8, "int64": 8, "float": 4, "int": 4, "int32": 4,
-    "float32": 4, "half": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2, "float16": 2,
-    "short": 2, "byte": 1, "char": 1, "bool": 1, "int8": 1, "uint8": 1, "unsignedchar": 1,
-}  # fmt: skip
 
 
 def traced_graph(trace: KinetoTrace, ops: list[TracedOp], rank: int) -> ExecutionGraph:
@@ -65,6 +62,7 @@ class _Builder:
         self._rank = rank
         self._on_host = not trace.device_events
         self._sequence: Counter[str] = Counter()
+        self._written: dict[int, int] = {}
         self._next = 0
 
     def op(self, traced: TracedOp) -> Op:
@@ -93,21 +91,36 @@ class _Builder:
         device = call.device
         if device is None:
             return Wait(call.awaited, call_name(call))
+        around = _around(op, call.event)
+        part = self._collective(device, around)
+        awaited = dict.fromkeys((*call.awaited, *self._read(device, op)))
+        if part is not None:
+            storages = (storage for event in around for storage in event.writes)
+            self._written |= dict.fromkeys(storages, call.event.correlation)
         kernel = Kernel(
             call.event.correlation,
             device.name,
             (device.end - device.start) * MICRO,
             device.stream,
-            call.awaited,
-            self._collective(device, op, call.event),
+            tuple(awaited),
+            part,
+            kernel_call(around, device),
         )
         return Launch(kernel, call_name(call), call.waits)
 
-    def _collective(self, device: DeviceEvent, op: TracedOp, call: HostEvent) -> Collective | None:
+    def _read(self, device: DeviceEvent, op: TracedOp) -> list[int]:
+        """Collectives whose output an operator is the first to read, and did not read too early."""
+        storages = {storage for event in (op.event, *op.nested) for storage in event.reads}
+        ready = [
+            storage
+            for storage in storages & self._written.keys()
+            if self._trace.device_events[self._written[storage]].end <= device.start + SLACK
+        ]
+        return [self._written.pop(storage) for storage in ready]
+
+    def _collective(self, device: DeviceEvent, around: list[HostEvent]) -> Collective | None:
         if not re.search("nccl|rccl", device.name, re.IGNORECASE):
             return None
-        outer = (op.event, *op.nested)
-        around = [event for event in outer if event.start <= call.start < event.end]
         args = device.collective or next(
             (event.collective for event in reversed(around) if event.collective), {}
         )
@@ -118,6 +131,16 @@ class _Builder:
         return Collective(
             collective_kind(name), group, sequence, _ranks(args), _message_bytes(args, around)
         )
+
+
+def _around(op: TracedOp, call: HostEvent) -> list[HostEvent]:
+    """Operator and annotations that a runtime call is inside of, the outermost first."""
+    outer = (op.event, *op.nested)
+    return [
+        event
+        for event in outer
+        if event.kind != "runtime" and event.start <= call.start < event.end
+    ]
 
 
 def collective_kind(name: str) -> str:
@@ -140,15 +163,12 @@ def _ranks(args: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _message_bytes(args: Mapping[str, Any], around: list[HostEvent]) -> float:
     """Bytes of the larger message of a rank, from its arguments, or the operands of the call."""
-    each = _BYTES.get(str(args.get("dtype", "")).lower().replace(" ", ""), 0)
+    each = bytes_of(str(args.get("dtype", "")))
     counts = [args.get("In msg nelems"), args.get("Out msg nelems")]
     elements = max((count for count in counts if isinstance(count, int)), default=0)
-    if each and elements:
+    if args.get("dtype") and elements:
         return float(each * elements)
     for event in reversed(around):
         if event.shapes and event.types and all(isinstance(s, int) for s in event.shapes[0]):
-            size = 1
-            for dim in event.shapes[0]:
-                size *= dim
-            return float(size * _BYTES.get(str(event.types[0]).replace(" ", ""), 4))
+            return float(math.prod(event.shapes[0]) * bytes_of(str(event.types[0])))
     return 0.0

@@ -31,7 +31,7 @@ from .memory import DeviceMemory, HostMemory, Memory, own_tensors
 from .tensor_spec import TensorSpec, refuse_open_shapes
 from .thread_pool import Crew, choose_threads
 from .tvm_runtime import get_function, start_machine
-from .weights import stored_bytes
+from .weights import digest, stored_bytes
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -334,6 +334,23 @@ class CompiledModel:
             copy_artifact(self._origin, path)
         else:
             write_artifact(path, self._executable, self._about, self._weights)
+
+    def share_weights(self, known: Mapping[bytes, Any]) -> dict[bytes, Any]:
+        """Use other models' weights in place of those that are equal; before the first call.
+
+        Parameters
+        ----------
+        known : Mapping[bytes, Any]
+            Results of this method for other models.
+
+        Returns
+        -------
+        dict[bytes, Any]
+            Each weight of this model by its digest.
+        """
+        digests = [digest(weight) for weight in self._weights]
+        self._weights = [known.get(d, w) for d, w in zip(digests, self._weights, strict=True)]
+        return dict(zip(digests, self._weights, strict=True))
 
     def __reduce__(self) -> tuple[Callable[..., CompiledModel], tuple[bytes, int]]:
         """Pickle, copy and send to other processes the form that :meth:`save` writes."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
@@ -36,6 +37,14 @@ def stored_bytes(specs: Sequence[TensorSpec]) -> int:
         If a shape is not one of known sizes, or an element type is none of weights.
     """
     return sum(size + gap for _, size, gap in _layout(specs))
+
+
+def digest(weight: Any) -> bytes:
+    """SHA-256 of a tensor's type, shape and bytes."""
+    array = np.from_dlpack(weight)
+    found = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
+    found.update(array.reshape(-1).view(np.uint8).data)
+    return found.digest()
 
 
 def write_weights(file: BinaryIO, weights: Sequence[Any]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 MACHINES = {
     "NVIDIA A100-PCIE-40GB": "a100-40",
-    "NVIDIA A100-SXM4-40GB": "a100-40",
+    "NVIDIA A100-SXM4-40GB": "a100-sxm-40",
     "NVIDIA A100 80GB PCIe": "a100-80",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA L4": "l4",

@@ -17,7 +17,8 @@ from tvm.target import Target
 
 from schedules.errors import OpError, TargetError
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.reduce.plan.config import MAX_PARTIALS, blocks_at_once, choose, tiles
+from schedules.gpu.core.machine_costs import COSTS
+from schedules.gpu.reduce.plan.config import blocks_at_once, choose, tiles
 from schedules.workload.reduce import DTYPES, OPERATORS, CanonicalLoops, ReduceWorkload
 
 FORMS: dict[str, tuple[tuple[int, ...], list[int]]] = {
@@ -155,7 +156,7 @@ def test_splits(outputs: int, reduced: int, form: str, dtype: str, finish: str, 
     if config.splits == 1:
         return
     if config.finish == "last_block" and config.tile_outputs > 1:
-        assert config.splits * config.tile_outputs <= MAX_PARTIALS
+        assert config.splits * config.tile_outputs <= COSTS.most_partials
     if config.finish == "atomic" and outputs > 32:
         assert config.splits <= 16
     blocks = tiles(config, loops) * config.splits

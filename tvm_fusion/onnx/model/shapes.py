@@ -223,7 +223,8 @@ def _open_dimensions(value: onnx.ValueInfoProto, kept: set[str]) -> list[str]:
     ]
     names = {dim.dim_param: 1 for dim, missing in zip(dims, is_open, strict=True) if missing}
     if "" not in names:
-        hint += f" or shapes={names}"
+        options = " ".join(f"--shape {name}=1" for name in names)
+        hint += f" or shapes={names} ({options})"
     return [
         f"input {value.name!r} has no size for dimension{_plural(found)} {', '.join(found)}; "
         f"pass for example {hint}"

@@ -87,7 +87,8 @@ def test_missing_sizes_say_what_to_pass() -> None:
     first, second = str(caught.value).split("; input ")
     assert first == (
         "input 'a' has no size for dimensions 0 ('batch'), 2 ('width'); pass for example "
-        "shapes={'a': (1, 3, 1)} or shapes={'batch': 1, 'width': 1}"
+        "shapes={'a': (1, 3, 1)} or shapes={'batch': 1, 'width': 1} "
+        "(--shape batch=1 --shape width=1)"
     )
     assert second == "'b' has no size for dimension 1; pass for example shapes={'b': (1, 1, 1)}"
 

@@ -38,7 +38,7 @@ def _clamp(node: onnx.NodeProto, facts: GraphFacts) -> list[onnx.NodeProto]:
     if extents is None:
         raise InvalidModelError(
             f"{what} needs the size of the indexed tensor {data!r}; give every dimension of the "
-            "model's inputs a number"
+            "model's inputs a number, or use tvm_fusion.specialize"
         )
     if value is not None:
         bad = (value >= extents) | (value < -extents)

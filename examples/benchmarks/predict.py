@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accuracy of the kernel models on data that they were not trained on.
+
+    PREDICT_DATA=DIR python examples/benchmarks/predict.py [--all-rows]
+
+Predicts the held-out fifth of the sizes of each sweep (``--all-rows``: all of them, of a folder
+that was never trained on), whole language models, and times the predictor itself. Prints a table
+and writes ``results/predict.json`` and ``results/predict.png``. Without ``PREDICT_DATA`` only the
+predictor's own time is measured; what was left out is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from examples.benchmarks.campaign import write_aside  # noqa: E402
+from examples.benchmarks.prediction import whole_models  # noqa: E402
+from examples.benchmarks.prediction.data import (  # noqa: E402
+    OPS,
+    Sweep,
+    conv2d_sweep,
+    data_folder,
+    errors,
+    gemm_fp16_sweep,
+    gemm_sweep,
+    row_sweeps,
+)
+from schedules.cost.conv2d import CONV2D  # noqa: E402
+from schedules.cost.features import limits  # noqa: E402
+from schedules.cost.gemm import GEMM  # noqa: E402
+from schedules.cost.kernel_call import KernelCall  # noqa: E402
+from schedules.cost.learned import find_model, load_model, seconds  # noqa: E402
+from schedules.cost.machine import load_machine  # noqa: E402
+from schedules.cost.registry import predict  # noqa: E402
+from schedules.cost.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
+
+RESULTS = Path(__file__).with_name("results")
+KERNELS = {kernel.name: kernel for kernel in (GEMM, CONV2D, SOFTMAX, LAYER_NORM)}
+
+
+def learned(sweep: Sweep, machine: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
+    """Predicted seconds and intervals of launches on one machine, and the model's name."""
+    kernel = KERNELS[sweep.kernel]
+    found = find_model(sweep.kernel, sweep.dtype, machine)
+    if found is None:
+        raise SystemExit(f"no model of {sweep.kernel} {sweep.dtype} on {machine}")
+    model, name = found
+    bounds = limits(load_machine(machine), sweep.dtype)
+    width = {"float32": 4, "float16": 2}[sweep.dtype]
+    predicted, base, _ = seconds(kernel, model, sweep.sizes, bounds, width)
+    at = np.searchsorted(model.edges, base)
+    return predicted, predicted * model.below[at], predicted * model.above[at], name
+
+
+def streaming(sweep: Sweep, machine: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
+    """The same of a streaming operator."""
+    tensors = dict(OPS.values())[sweep.kernel]
+    found = [
+        predict(KernelCall(sweep.kernel, {}, "float32", 0, 4 * (tensors - 1) * n, 4 * n), target)
+        for target in [load_machine(machine)]
+        for n in (sweep.sizes["B"] * sweep.sizes["H"]).tolist()
+    ]
+    columns = (np.array([getattr(f, end) for f in found]) for end in ("seconds", "low", "high"))
+    return (*columns, found[0].model)
+
+
+def sweeps(folder: Path) -> Iterator[Sweep]:
+    """All sweeps of the folder."""
+    for sweep in (gemm_sweep(folder), gemm_fp16_sweep(folder), conv2d_sweep(folder)):
+        if sweep is not None:
+            yield sweep
+    yield from row_sweeps(folder).values()
+
+
+def kernels(folder: Path, all_rows: bool) -> list[dict[str, Any]]:
+    """Errors of each kernel on each machine."""
+    rows = []
+    for sweep in sweeps(folder):
+        chosen = sweep if all_rows else sweep[sweep.held_out()]
+        for machine in np.unique(chosen.machine).tolist():
+            part = chosen[chosen.machine == machine]
+            model = learned if sweep.kernel in KERNELS else streaming
+            predicted, low, high, name = model(part, machine)
+            inside = (low <= part.seconds) & (part.seconds <= high)
+            row = {"kernel": sweep.kernel, "dtype": sweep.dtype, "machine": machine}
+            row |= errors(part.seconds, predicted) | {"model": name}
+            rows.append(row | {"inside": round(100 * float(inside.mean()), 1)})
+    return rows + list(_together(rows))
+
+
+def _together(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Element-wise operators of one machine together."""
+    ours = {name for name, _ in OPS.values()}
+    for machine in sorted({row["machine"] for row in rows}):
+        mine = [row for row in rows if row["machine"] == machine and row["kernel"] in ours]
+        if mine:
+            count = np.array([row["count"] for row in mine])
+            share = count / count.sum()
+            gmae = float(np.exp(share @ np.log([row["gmae"] for row in mine])))
+            mape, inside = (float(share @ [row[x] for row in mine]) for x in ("mape", "inside"))
+            yield {
+                "kernel": "elementwise",
+                "dtype": "float32",
+                "machine": machine,
+                "gmae": round(gmae, 2),
+                "mape": round(mape, 2),
+                "count": int(count.sum()),
+                "model": "all of the above",
+                "inside": round(inside, 1),
+            }
+
+
+def models(folder: Path) -> list[dict[str, Any]]:
+    """Whole language models: measured and predicted seconds."""
+    runs, graphs = whole_models.read_runs(folder), whole_models.read_graphs(folder)
+    layers = {run.graph.split("-")[0]: run.layers for run in runs if run.layers}
+    rows = []
+    for run in runs:
+        node = "h100" if run.machine == "h100" else "a100"
+        transfer = whole_models.interpolated_transfers(folder, node)
+        known = replace(run, layers=run.layers or layers[run.graph.split("-")[0]])
+        predictor = whole_models.Predictor(run.machine, transfer)
+        found, low, high = predictor.run(known, graphs[run.graph])
+        rows.append(
+            {
+                "machine": run.machine,
+                "graph": run.graph,
+                "measured_ms": round(1e3 * run.seconds, 3),
+                "predicted_ms": round(1e3 * float(found), 3),
+                "error": round(100 * (float(found) / run.seconds - 1), 1),
+                "inside": bool(low <= run.seconds <= high),
+            }
+        )
+    return rows
+
+
+def resnet_50() -> list[KernelCall]:
+    """Convolutions of ResNet-50 at batch 1."""
+    calls = [_conv(3, 64, 224, 7, 112)]
+    channels, side = 64, 56
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        out = {64: 56, 128: 28, 256: 14, 512: 7}[width]
+        for block in range(blocks):
+            calls += [_conv(channels, width, side, 1, side), _conv(width, width, side, 3, out)]
+            calls.append(_conv(width, 4 * width, out, 1, out))
+            if block == 0:
+                calls.append(_conv(channels, 4 * width, side, 1, out))
+            channels, side = 4 * width, out
+    return calls
+
+
+def _conv(ic: int, oc: int, side: int, kernel: int, out: int) -> KernelCall:
+    sizes = {"B": 1, "IC": ic, "OC": oc, "H": side, "W": side, "OH": out, "OW": out}
+    return KernelCall("conv2d", {**sizes, "FH": kernel, "FW": kernel})
+
+
+def bert_base() -> list[KernelCall]:
+    """Kernels of BERT-base at 128 tokens, batch 1."""
+    linear = [(128, 768, 768)] * 4 + [(128, 3072, 768), (128, 768, 3072)]
+    layer = [KernelCall("gemm", {"M": m, "N": n, "K": k}) for m, n, k in linear]
+    layer.append(KernelCall("bmm", {"B": 12, "M": 128, "N": 128, "K": 64}))
+    layer.append(KernelCall("bmm", {"B": 12, "M": 128, "N": 64, "K": 128}))
+    layer.append(KernelCall("softmax", {"B": 12 * 128, "H": 128}))
+    layer += [KernelCall("layer_norm", {"B": 128, "H": 768})] * 2
+    layer.append(KernelCall("gelu", {}, read_bytes=4 * 128 * 3072, written_bytes=4 * 128 * 3072))
+    return 12 * layer
+
+
+def predictor_seconds() -> dict[str, float]:
+    """Seconds that predicting two networks takes, models read anew."""
+    found = {}
+    for name, calls in (("resnet_50", resnet_50()), ("bert_base", bert_base())):
+        load_model.cache_clear()
+        find_model.cache_clear()
+        machine = load_machine("a100-40")
+        start = time.perf_counter()
+        for call in calls:
+            predict(call, machine)
+        found[name] = round(time.perf_counter() - start, 3)
+    return found
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Mean absolute errors of whole models, by machine, and of four GPUs together."""
+    groups: dict[str, list[dict[str, Any]]] = {"all": rows}
+    for row in rows:
+        is_parallel = row["graph"].split("-")[-1] in ("dp4", "tp4", "pp4_1", "pp4_4")
+        groups.setdefault("four GPUs" if is_parallel else row["machine"], []).append(row)
+    return {
+        name: {
+            "mape": round(float(np.mean([abs(row["error"]) for row in group])), 2),
+            "worst": round(max(abs(row["error"]) for row in group), 1),
+            "inside": round(100 * float(np.mean([row["inside"] for row in group])), 1),
+            "count": len(group),
+        }
+        for name, group in groups.items()
+    }
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Errors of kernels by machine, and predicted beside measured times of whole models."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5))
+    names = ["gemm", "conv2d", "softmax", "layer_norm", "elementwise"]
+    rows = [row for row in found["kernels"] if row["dtype"] == "float32"]
+    machines = sorted({row["machine"] for row in rows})
+    for at, machine in enumerate(machines):
+        gmae = {row["kernel"]: row["gmae"] for row in rows if row["machine"] == machine}
+        left.bar(
+            np.arange(len(names)) + at / (len(machines) + 1),
+            [gmae.get(name, 0) for name in names],
+            1 / (len(machines) + 1),
+            label=machine,
+        )
+    left.set_xticks(np.arange(len(names)) + 0.4, names)
+    left.set_ylabel("GMAE of the held-out sizes, %")
+    left.legend()
+    for machine in sorted({row["machine"] for row in found["models"]}):
+        mine = [row for row in found["models"] if row["machine"] == machine]
+        right.loglog(
+            [row["measured_ms"] for row in mine],
+            [row["predicted_ms"] for row in mine],
+            "o",
+            label=machine,
+        )
+    ends = right.get_xlim()
+    right.loglog(ends, ends, "k-", linewidth=0.5)
+    right.set_xlabel("measured, ms")
+    right.set_ylabel("predicted, ms")
+    right.legend()
+    figure.tight_layout()
+    write_aside(path, lambda aside: figure.savefig(aside, format="png", dpi=100))
+    pyplot.close(figure)
+
+
+def report(found: dict[str, Any]) -> None:
+    """Print the errors."""
+    console = Console()
+    table = Table("kernel", "dtype", "machine", "GMAE %", "MAPE %", "inside %", "launches", "model")
+    for row in found["kernels"]:
+        figures = (f"{row[x]:.2f}" for x in ("gmae", "mape", "inside"))
+        texts = (row["kernel"], row["dtype"], row["machine"], *figures)
+        table.add_row(*texts, str(row["count"]), row["model"])
+    console.print(table)
+    whole = Table("whole models on", "MAPE %", "worst %", "inside %", "runs")
+    for name, group in found["summary"].items():
+        whole.add_row(name, *(str(group[x]) for x in ("mape", "worst", "inside", "count")))
+    console.print(whole)
+
+
+def main() -> None:
+    """Measure what the data allow."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all-rows", action="store_true", help="no row was trained on")
+    all_rows = parser.parse_args().all_rows
+    found: dict[str, Any] = {"predictor_seconds": predictor_seconds()}
+    print("predicting takes, in s:", found["predictor_seconds"])
+    folder = data_folder()
+    if folder is None:
+        print("left out: errors of kernels and of whole models (PREDICT_DATA names no folder)")
+        return
+    found["kernels"] = kernels(folder, all_rows)
+    found["models"] = models(folder) if (folder / "gpu_kernels/model_times.csv").is_file() else []
+    found["summary"] = summary(found["models"]) if found["models"] else {}
+    report(found)
+    if not found["models"]:
+        print("left out: whole models (no gpu_kernels/model_times.csv)")
+    text = json.dumps(found, indent=1) + "\n"
+    write_aside(RESULTS / "predict.json", lambda aside: aside.write_text(text))
+    plot(found, RESULTS / "predict.png")
+
+
+if __name__ == "__main__":
+    main()

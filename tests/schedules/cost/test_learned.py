@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learned kernel models: features by hand, the files of the package, and damaged ones."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from schedules.cost import learned
+from schedules.cost.conv2d import CONV2D
+from schedules.cost.features import Limits, divisibility, tile_features, waves
+from schedules.cost.gemm import GEMM, gemm_call
+from schedules.cost.kernel_call import KernelCall
+from schedules.cost.learned import FOLDER, Kernel, find_model, model_from_arrays, seconds
+from schedules.cost.machine import known_machines, load_machine
+from schedules.cost.prediction import Prediction
+from schedules.cost.registry import predict
+from schedules.cost.row_kernels import LAYER_NORM, SOFTMAX
+from schedules.errors import PredictionError
+
+TEN = Limits(*(np.float64(x) for x in (10, 1e12, 1e9, 1e6)))
+MODELS = sorted(path.stem for path in FOLDER.glob("*.npz"))
+KERNELS = {kernel.name: kernel for kernel in (GEMM, CONV2D, SOFTMAX, LAYER_NORM)}
+GPUS = [name for name in known_machines() if load_machine(name).kind == "gpu"]
+
+
+def vector(*values):
+    return np.array(values, float)
+
+
+def test_waves_by_hand():
+    # 25 blocks on 10 multiprocessors: 2.5 waves, three whole ones of 10 blocks at 1e12 FLOP/s.
+    log, full, busy = waves(vector(25), vector(2e9), vector(0.03), TEN)
+    assert log == pytest.approx(math.log(2.5))
+    assert full == pytest.approx(2.5 / 3)
+    assert busy == pytest.approx(math.log(3 * 10 * 2e9 / 1e12 / 0.03))
+
+
+def test_tiles_by_hand():
+    found = tile_features(vector(2), vector(40), vector(30), vector(16), vector(1.0), TEN)
+    # 32 x 32: two rows of tiles, one column, two products.
+    assert found[0] == pytest.approx(math.log(4 / 10))
+    assert found[3] == pytest.approx(40 * 30 / (64 * 32))
+
+
+def test_divisibility():
+    assert divisibility(vector(1, 2, 12, 32, 96)).tolist() == [0, 1, 2, 5, 5]
+
+
+def test_work_of_a_product():
+    flops, moved = GEMM.work({n: vector(s) for n, s in zip("BMNK", (2, 3, 5, 7), strict=True)}, 4)
+    assert flops == 2 * 2 * 3 * 5 * 7
+    assert moved == 4 * 2 * (3 * 7 + 7 * 5 + 3 * 5)
+    call = gemm_call(2, 3, 5, 7, "float16", "layer")
+    assert (call.flops, call.read_bytes, call.written_bytes) == (420, 2 * 2 * 56, 2 * 2 * 15)
+
+
+def test_work_of_a_convolution():
+    sizes = {"B": 2, "IC": 4, "OC": 6, "H": 5, "W": 7, "FH": 3, "FW": 1, "OH": 3, "OW": 7}
+    flops, moved = CONV2D.work({n: vector(s) for n, s in (sizes | {"groups": 2}).items()}, 4)
+    assert flops == 2 * 2 * 6 * 3 * 7 * (2 * 3)
+    assert moved == 4 * (2 * (4 * 5 * 7 + 6 * 3 * 7) + 6 * 2 * 3)
+
+
+def test_linear_layers_and_batched_products():
+    groups = GEMM.group({"B": vector(1, 2, 1), "batched": vector(0, 0, 1)})
+    assert groups.tolist() == [0, 1, 1]
+    linear = predict(KernelCall("gemm", {"M": 64, "N": 64, "K": 64}), load_machine("v100"))
+    batched = predict(KernelCall("bmm", {"B": 1, "M": 64, "N": 64, "K": 64}), load_machine("v100"))
+    assert linear.harness > batched.harness
+
+
+def arrays(**changes):
+    found = {
+        "sizes": np.array([1], np.int32),
+        "split": np.array([255], np.uint8),
+        "bin": np.zeros(0, np.uint8),
+        "leaf": np.zeros(1, np.float16),
+        "cuts": np.zeros(0, np.float32),
+        "cut_counts": np.zeros(1, np.int32),
+        "base": np.array([math.log(2)]),
+        "harness": np.array([30e-6]),
+        "latency": np.array([10e-6]),
+        "low": np.array([10.0]),
+        "high": np.array([20.0]),
+        "edges": np.array([1e-3]),
+        "below": np.array([0.5, 0.9]),
+        "above": np.array([2.0, 1.2]),
+    }
+    return {name: value for name, value in (found | changes).items() if value is not None}
+
+
+TOY = Kernel(
+    "toy",
+    ("N",),
+    lambda sizes, width: (0 * sizes["N"], 9e8 * sizes["N"]),
+    lambda sizes, limits, roofline, width: sizes["N"][:, None],
+    lambda sizes: np.zeros(len(sizes["N"]), int),
+)
+
+
+def test_a_model_by_hand(monkeypatch):
+    model = model_from_arrays(arrays())
+    time, base, roofline = seconds(TOY, model, {"N": vector(0, 1)}, TEN, 4)
+    # The trees say twice the base; the second moves 0.9 GB at 1 GB/s.
+    assert roofline.tolist() == pytest.approx([0, 0.9])
+    assert base.tolist() == pytest.approx([30e-6, 0.9 + 10e-6])
+    assert time.tolist() == pytest.approx([60e-6, 1.8 + 20e-6])
+    monkeypatch.setattr(learned, "find_model", lambda *_: (model, "toy-model"))
+    machine = load_machine("v100")
+    inside = learned.predict_learned(TOY, KernelCall("toy", {"N": 10}), machine)
+    assert inside.seconds == pytest.approx(2 * (10 * 9e8 / 9e11 + 10e-6))
+    assert inside.low == pytest.approx(0.9 * inside.seconds)
+    assert inside.high == pytest.approx(1.2 * inside.seconds)
+    assert (inside.in_range, inside.model, inside.bound) == (True, "toy-model", "memory")
+    outside = learned.predict_learned(TOY, KernelCall("toy", {"N": 21}), machine)
+    assert not outside.in_range
+    assert outside.low == pytest.approx(0.81 * outside.seconds)
+
+
+DAMAGED = {
+    "missing": (arrays(low=None), "no vector 'low'"),
+    "negative": (arrays(low=-np.ones(1)), "no vector 'low' of positive"),
+    "nan": (arrays(latency=np.full(1, np.nan)), "no vector 'latency'"),
+    "matrix": (arrays(below=np.ones((1, 2))), "no vector 'below'"),
+    "text": (arrays(edges=np.array(["1"])), "no vector 'edges'"),
+    "lengths": (arrays(edges=np.zeros(5)), "do not match in length"),
+    "groups": (arrays(latency=np.zeros(3)), "do not match in length"),
+    "order": (arrays(below=np.array([1.5, 1.0])), "do not enclose 1"),
+    "zero": (arrays(below=np.array([0, 1.0])), "do not enclose 1"),
+    "trees": (arrays(sizes=np.array([7])), "'sizes' does not add up"),
+}
+
+
+@pytest.mark.parametrize("damaged, message", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_models(damaged, message):
+    with pytest.raises(PredictionError, match=message):
+        model_from_arrays(damaged)
+
+
+def test_a_damaged_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(learned, "FOLDER", tmp_path)
+    np.savez(tmp_path / "gemm-float32-damaged.npz", **arrays(leaf=np.array([np.inf])))
+    with pytest.raises(PredictionError, match="gemm-float32-damaged.npz: 'leaf' holds what"):
+        find_model("gemm", "float32", "damaged")
+    assert find_model("gemm", "float32", "../x") is None
+
+
+@pytest.mark.parametrize("stem", MODELS)
+def test_models_of_the_package(stem):
+    kernel, dtype, kind = stem.split("-")
+    model, name = find_model(kernel, dtype, kind)
+    assert name == stem
+    report = json.loads((FOLDER / f"{stem}.json").read_text())
+    assert "(MIT)" in report["data"]
+    assert len(model.low) == len(KERNELS[kernel].sizes)
+    assert report["held_out"]["count"] > 100
+    if kind != "unseen":
+        assert len(report["three_trainings_gmae"]) == 3
+
+
+@pytest.mark.parametrize("machine", GPUS)
+@pytest.mark.parametrize(
+    "op, sizes",
+    [
+        ("gemm", {"M": 500, "N": 768, "K": 300}),
+        ("gemm", {"B": 7, "M": 100, "N": 90, "K": 64}),
+        ("bmm", {"B": 1, "M": 100, "N": 90, "K": 64}),
+        ("softmax", {"B": 4000, "H": 1000}),
+        ("layer_norm", {"B": 4000, "H": 1000}),
+        (
+            "conv2d",
+            {"B": 8, "IC": 64, "OC": 64, "H": 28, "W": 28}
+            | {"FH": 3, "FW": 3, "OH": 28, "OW": 28},
+        ),
+    ],
+)
+def test_every_gpu_has_models(machine, op, sizes):
+    found = predict(KernelCall(op, sizes), load_machine(machine))
+    assert 0 < found.low <= found.seconds <= found.high < 0.1
+    assert found.in_range
+    assert found.model.startswith(("gemm" if op == "bmm" else op) + "-float32-")
+    assert found.device_seconds <= found.seconds
+    assert found.roofline_share < 3
+
+
+def test_half_precision():
+    sizes = {"M": 2048, "N": 4096, "K": 4096}
+    machine = load_machine("a100-80")
+    half = predict(KernelCall("gemm", sizes, "float16"), machine)
+    single = predict(KernelCall("gemm", sizes), machine)
+    assert half.seconds < single.seconds / 4
+    assert half.model == "gemm-float16-a100"
+    assert predict(KernelCall("gemm", sizes, "bfloat16"), machine).seconds == half.seconds
+    batched = predict(KernelCall("bmm", {"B": 8, **sizes}, "float16"), machine)
+    assert not batched.in_range
+    assert batched.seconds > half.seconds
+    with pytest.raises(PredictionError, match="no figure 'peak_flops.bfloat16'"):
+        predict(KernelCall("gemm", sizes, "bfloat16", flops=1.0), load_machine("v100"))
+
+
+def test_cpus_have_the_roofline():
+    machine = learned.Machine("toy", "cpu", "Toy", load_machine("v100").figures)
+    call = gemm_call(1, 64, 64, 64)
+    assert predict(call, machine).model == "roofline"
+
+
+def test_seconds_of_a_kernel_alone():
+    shown = Prediction(100e-6, 0, 1, "memory", 50e-6, "x", True)
+    assert shown.device_seconds == 100e-6
+    timed = Prediction(100e-6, 0, 1, "memory", 50e-6, "x", True, 40e-6, 20e-6)
+    assert timed.device_seconds == pytest.approx(80e-6)
+    # 44 us: 4 * (44 / 40 - 1) = 0.4 of the way from hidden, 2 / 0.4 us, to seen, 24 us.
+    near = Prediction(44e-6, 0, 1, "latency", 2e-6, "x", True, 40e-6, 20e-6)
+    assert near.device_seconds == pytest.approx(0.4 * 24e-6 + 0.6 * 5e-6)

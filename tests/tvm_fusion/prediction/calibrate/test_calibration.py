@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration: what is kept, what is measured again, and the figures that samples give."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from schedules.cost.kernel_call import KernelCall
+from schedules.cost.machine import Figure, load_machine
+from tvm_fusion.errors import PredictionError
+from tvm_fusion.machine.host import host_cpu
+from tvm_fusion.prediction.calibrate import calibration
+from tvm_fusion.prediction.calibrate.calibration import calibrate
+from tvm_fusion.prediction.calibrate.cases import Case, cases
+
+LIMITS = replace(load_machine("znver4"), name=host_cpu())
+TODO = [Case(f"case {number}", lambda: None) for number in range(4)]
+
+
+class FakeTimer:
+    """Says that a convolution takes twice its cycles; each case takes a second of its clock."""
+
+    def __init__(self, peak=LIMITS["peak_flops.float32"]):
+        self.now, self.measured, self._peak = 0.0, [], peak
+
+    def measure(self, case):
+        self.now += 1
+        self.measured.append(case.name)
+        call = KernelCall("cpu.conv2d", {"cycles": 1000 * len(self.measured)}, flops=1.0)
+        return [(call, 2 * call.sizes["cycles"] / LIMITS["clock"])]
+
+    def overheads(self):
+        return {"fork": 1e-6, "call": 2e-7, "run": 3e-6}
+
+    def peak(self):
+        return self._peak
+
+
+def run(path, timer, budget, todo=TODO, threads=2):
+    return calibrate(
+        path,
+        threads,
+        budget,
+        limits=lambda: LIMITS,
+        timer=lambda machine: timer,
+        todo=todo,
+        clock=lambda: timer.now,
+    )
+
+
+def test_a_second_call_measures_what_the_budget_left(tmp_path):
+    path, first = tmp_path / "new" / "machine.json", FakeTimer()
+    run(path, first, 2.5)
+    assert first.measured == ["case 0", "case 1", "case 2"]
+    assert [sample["case"] for sample in json.loads(path.read_text())["samples"]] == first.measured
+    second = FakeTimer()
+    machine = run(path, second, 60)
+    assert second.measured == ["case 3"]
+    assert machine["cpu.conv2d.factor"] == pytest.approx(2)
+    assert "4 kernels" in machine.figures["cpu.conv2d.factor"].origin
+    assert load_machine(path) == machine
+    assert machine["overhead.call"] == 2e-7
+
+
+def test_an_interrupt_loses_nothing_that_was_measured(tmp_path):
+    class Interrupted(FakeTimer):
+        def measure(self, case):
+            if len(self.measured) == 2:
+                raise KeyboardInterrupt
+            return super().measure(case)
+
+    path = tmp_path / "machine.json"
+    with pytest.raises(KeyboardInterrupt):
+        run(path, Interrupted(), 60)
+    rest = FakeTimer()
+    run(path, rest, 60)
+    assert rest.measured == ["case 2", "case 3"]
+    assert [found.name for found in tmp_path.iterdir()] == ["machine.json"]
+
+
+def test_a_machine_that_is_slowed_down_is_not_measured(tmp_path):
+    timer = FakeTimer(peak=0.5 * LIMITS["peak_flops.float32"])
+    machine = run(tmp_path / "machine.json", timer, 60)
+    assert "cpu.conv2d.factor" not in machine.figures
+    assert timer.measured == [case.name for case in TODO for _ in range(calibration.ROUNDS)]
+
+
+def test_intervals_are_percentiles_of_the_ratios():
+    samples = [
+        {
+            **{"case": str(n), "op": "cpu.conv2d", "sizes": {"cycles": 36650}, "dtype": "float32"},
+            **{"flops": 1.0, "read_bytes": 0, "written_bytes": 0, "seconds": n * 1e-5},
+        }
+        for n in range(1, 12)
+    ]
+    machine = calibration.fitted(LIMITS, samples)
+    assert machine["cpu.conv2d.factor"] == pytest.approx(6)
+    assert machine["cpu.conv2d.low"] == pytest.approx(2 / 6)
+    assert machine["cpu.conv2d.high"] == pytest.approx(10 / 6)
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("[]", "no file of a calibration"),
+        ("{", "no file of a calibration"),
+        (json.dumps(LIMITS.to_json()), "no file of a calibration .'samples'"),
+        (json.dumps({**LIMITS.to_json(), "samples": [{"case": "x"}]}), "no file of a calibration"),
+    ],
+)
+def test_files_of_others_are_neither_used_nor_overwritten(tmp_path, text, why):
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(PredictionError, match=why):
+        run(path, FakeTimer(), 60)
+    assert path.read_text() == text
+
+
+def test_a_sample_without_a_time_is_refused(tmp_path):
+    path = tmp_path / "machine.json"
+    run(path, FakeTimer(), 0.5)
+    data = json.loads(path.read_text())
+    data["samples"][0]["seconds"] = float("nan")
+    path.write_text(json.dumps(data))
+    with pytest.raises(PredictionError, match="'case 0' has no finite positive numbers"):
+        run(path, FakeTimer(), 60)
+
+
+def test_a_file_of_another_machine_is_refused(tmp_path):
+    path = tmp_path / "machine.json"
+    run(path, FakeTimer(), 0.5)
+    with pytest.raises(PredictionError, match="with 2 threads, and this is .* with 1: name"):
+        run(path, FakeTimer(), 60, threads=1)
+
+
+def test_limits_take_the_best_of_several_measurements():
+    origin = Figure(1.0, "test").origin
+    assert origin == "test"
+    names = [case.name for case in cases()]
+    assert len(names) == len(set(names)) > 60

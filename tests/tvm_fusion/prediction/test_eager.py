@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of eager PyTorch: of small models, counted by hand."""
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from examples.transformers import bert_base
+from tvm_fusion.onnx.frontend import import_onnx
+from tvm_fusion.prediction.eager import lower_to_eager
+
+
+def lowered(nodes, inputs, outputs, constants=()):
+    float_ = onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info(name, float_, shape) for name, shape in inputs.items()],
+        [helper.make_tensor_value_info(name, float_, shape) for name, shape in outputs.items()],
+        [numpy_helper.from_array(value, name) for name, value in dict(constants).items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    return lower_to_eager(import_onnx(model).mod)
+
+
+def kernels(ops):
+    return [(op.name, [kernel.call.op for kernel in op.kernels]) for op in ops]
+
+
+def ones(*shape):
+    return np.ones(shape, np.float32)
+
+
+def test_a_linear_layer_takes_its_bias_along():
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Add", ["h", "b"], ["s"]),
+        helper.make_node("Relu", ["s"], ["y"]),
+    ]
+    ops = lowered(nodes, {"x": [4, 6]}, {"y": [4, 8]}, {"w": ones(6, 8), "b": 2 * ones(8)})
+    assert kernels(ops) == [("aten::linear", ["gemm"]), ("aten::relu", ["relu"])]
+    gemm, relu = (op.kernels[0].call for op in ops)
+    assert dict(gemm.sizes) == {"B": 1, "M": 4, "N": 8, "K": 6}
+    assert gemm.flops == 2 * 4 * 8 * 6
+    assert (gemm.read_bytes, gemm.written_bytes) == (4 * (24 + 48), 4 * 32)
+    assert (relu.flops, relu.read_bytes, relu.written_bytes) == (32, 128, 128)
+
+
+def test_a_convolution_adds_its_bias_in_a_kernel_of_its_own():
+    node = helper.make_node("Conv", ["x", "w", "b"], ["y"], strides=[2, 2], pads=[1] * 4)
+    constants = {"w": ones(8, 3, 3, 3), "b": np.arange(8, dtype=np.float32)}
+    (op,) = lowered([node], {"x": [2, 3, 8, 8]}, {"y": [2, 8, 4, 4]}, constants)
+    assert op.name == "aten::conv2d"
+    convolution, bias = (kernel.call for kernel in op.kernels)
+    want = {"B": 2, "IC": 3, "OC": 8, "H": 8, "W": 8, "FH": 3, "FW": 3, "OH": 4, "OW": 4}
+    assert dict(convolution.sizes) == want | {"groups": 1}
+    assert convolution.flops == 2 * (2 * 8 * 4 * 4) * 27
+    assert convolution.read_bytes == 4 * (2 * 3 * 64 + 8 * 27)
+    assert (bias.op, bias.read_bytes, bias.written_bytes) == ("add", 4 * (256 + 8), 4 * 256)
+
+
+def test_a_gelu_that_is_written_out_is_one_kernel():
+    nodes = [
+        helper.make_node("Div", ["x", "root"], ["a"]),
+        helper.make_node("Erf", ["a"], ["e"]),
+        helper.make_node("Add", ["e", "one"], ["f"]),
+        helper.make_node("Mul", ["x", "f"], ["g"]),
+        helper.make_node("Mul", ["g", "half"], ["y"]),
+    ]
+    numbers = {"root": 2**0.5, "one": 1.0, "half": 0.5}
+    constants = {name: np.array(value, np.float32) for name, value in numbers.items()}
+    assert kernels(lowered(nodes, {"x": [4, 6]}, {"y": [4, 6]}, constants)) == [
+        ("aten::gelu", ["gelu"])
+    ]
+
+
+def test_a_layer_norm_that_is_written_out_is_one_kernel():
+    nodes = [
+        helper.make_node("ReduceMean", ["x"], ["m"], axes=[-1]),
+        helper.make_node("Sub", ["x", "m"], ["c"]),
+        helper.make_node("Pow", ["c", "two"], ["p"]),
+        helper.make_node("ReduceMean", ["p"], ["v"], axes=[-1]),
+        helper.make_node("Add", ["v", "e"], ["s"]),
+        helper.make_node("Sqrt", ["s"], ["r"]),
+        helper.make_node("Div", ["c", "r"], ["n"]),
+        helper.make_node("Mul", ["n", "g"], ["k"]),
+        helper.make_node("Add", ["k", "b"], ["y"]),
+    ]
+    constants = {
+        **{"two": np.array(2, np.float32), "e": np.array(1e-5, np.float32)},
+        **{"g": 2 * ones(6), "b": 3 * ones(6)},
+    }
+    (op,) = lowered(nodes, {"x": [4, 6]}, {"y": [4, 6]}, constants)
+    assert (op.name, dict(op.kernels[0].call.sizes)) == ("aten::layer_norm", {"B": 4, "H": 6})
+
+
+def test_a_transpose_is_a_view_until_its_rows_are_merged():
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["t"], perm=[0, 2, 1]),
+        helper.make_node("Relu", ["t"], ["r"]),
+        helper.make_node("Transpose", ["r"], ["u"], perm=[0, 2, 1]),
+        helper.make_node("Reshape", ["u", "shape"], ["y"]),
+    ]
+    constants = {"shape": np.array([2, 20], np.int64)}
+    ops = lowered(nodes, {"x": [2, 4, 5]}, {"y": [2, 20]}, constants)
+    assert kernels(ops) == [
+        ("aten::permute", []),
+        ("aten::relu", ["relu"]),
+        ("aten::permute", []),
+        ("aten::contiguous", ["copy"]),
+        ("aten::reshape", []),
+    ]
+
+
+def test_rows_of_a_table_are_read_and_not_the_table():
+    node = helper.make_node("Gather", ["table", "rows"], ["y"])
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [helper.make_tensor_value_info("rows", onnx.TensorProto.INT64, [7])],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [7, 16])],
+        [numpy_helper.from_array(ones(1000, 16), "table")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    ((op),) = lower_to_eager(import_onnx(model).mod)
+    call = op.kernels[0].call
+    assert (op.name, call.op, dict(call.sizes)) == (
+        "aten::embedding",
+        "gather",
+        {"E": 1000, "L": 7, "D": 16},
+    )
+    assert (call.read_bytes, call.written_bytes) == (7 * 16 * 4 + 7 * 8, 7 * 16 * 4)
+
+
+def test_a_layer_of_bert():
+    model = bert_base(layers=1, width=32, heads=2, sequence=8, vocabulary=50)
+    ops = lower_to_eager(import_onnx(model).mod)
+    names = [op.name for op in ops]
+    assert {name: names.count(f"aten::{name}") for name in ("linear", "matmul", "softmax")} == {
+        **{"linear": 7, "matmul": 2, "softmax": 1}
+    }
+    assert (names.count("aten::layer_norm"), names.count("aten::gelu")) == (3, 1)
+    assert names.count("aten::embedding") == 2 and "aten::erf" not in names
+    # The context is merged back from its heads; queries and keys of one sequence are views.
+    assert names.count("aten::contiguous") == 1

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions of whole models: engines, machines, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from small_onnx import dense_model, small_model
+
+import tvm_fusion
+from examples.wide_and_deep import wide_and_deep
+from schedules.cost.machine import Figure
+from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.errors import InvalidModelError, PredictionError, TargetError
+from tvm_fusion.prediction.machines import cpu_target, find_machine
+
+
+def predict(machine="znver4", model=None, **options):
+    return tvm_fusion.predict(model or small_model(), machine=machine, **options)
+
+
+def changed(machine, **figures):
+    more = {name.replace("__", "."): Figure(value, "test") for name, value in figures.items()}
+    return replace(machine, figures={**machine.figures, **more})
+
+
+def test_our_kernels_on_a_cpu_with_their_work():
+    found = predict(fuse="none")
+    assert [row.operator for row in found.kernels if "conv" in row.operator] == [
+        "conv 3x3 3->8 relu on 12x12",
+        "dw-conv 3x3 8->8 relu6 on 12x12",
+        "conv 1x1 8->6 on 12x12",
+    ]
+    assert [row.position for row in found.kernels] == list(range(len(found.kernels)))
+    for row in found.kernels:
+        assert 0 < row.low <= row.seconds <= row.high
+        assert 0 < row.roofline_share <= 1 and row.bound in ("compute", "memory", "latency")
+        assert row.model.endswith("not calibrated") and not row.in_range
+    assert found.kernel_seconds == pytest.approx(sum(row.seconds for row in found.kernels))
+    assert found.seconds == pytest.approx(found.kernel_seconds + found.host_seconds)
+    assert found.low < found.seconds < found.high
+
+
+def test_pairs_are_fused_as_they_would_be_compiled():
+    apart, fused = (predict(fuse=choice) for choice in ("none", "all"))
+    assert len(fused.kernels) < len(apart.kernels)
+
+
+def test_engines_have_their_own_kernels():
+    ours, eager = (predict("v100", engine=engine) for engine in ("tvm_fusion", "pytorch"))
+    assert all(row.model.startswith("estimate") for row in ours.kernels)
+    assert any("have not been measured" in note for note in ours.notes)
+    assert [row.op for row in eager.kernels if row.op == "conv2d"] == ["conv2d"] * 3
+    assert len(eager.kernels) > len(ours.kernels)
+    assert eager.host_seconds > ours.host_seconds
+    assert any("PyTorch" in note for note in eager.notes)
+
+
+def test_lookups_count_the_rows_that_they_read():
+    found = predict(model=wide_and_deep(rows=1000, crosses=4))
+    takes = [row for row in found.kernels if row.kernel.startswith("take")]
+    assert len(takes) > 20
+    assert max(row.roofline_seconds for row in takes) < 1e-6
+
+
+def test_more_work_is_never_faster():
+    times = [predict(model=dense_model(batch, 28, 32)).seconds for batch in (1, 2, 4, 8)]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("engine", ["tvm_fusion", "pytorch"])
+def test_a_better_machine_is_never_slower(engine):
+    for name in ("znver4", "v100"):
+        machine = find_machine(name)
+        better = changed(
+            machine,
+            peak_flops__float32=2 * machine["peak_flops.float32"],
+            bandwidth__memory=2 * machine["bandwidth.memory"],
+            clock=2 * machine["clock"],
+        )
+        before, after = (predict(one, engine=engine).seconds for one in (machine, better))
+        assert after <= before * (1 + 1e-9)
+
+
+def test_threads_share_the_work_of_a_cpu():
+    alone, both = (predict("znver4", dense_model(1, 56, 64), threads=n) for n in (1, 2))
+    assert 1.5 < alone.kernel_seconds / both.kernel_seconds < 2.2
+    assert "scaled from 2 to 1 threads" in alone.figures["peak_flops.float32"]["origin"]
+    with pytest.raises(PredictionError, match="'v100' is a GPU; threads are for CPUs"):
+        predict("v100", threads=2)
+
+
+def test_the_json_form_has_every_figure_with_its_origin():
+    data = json.loads(json_text(predict().to_json()))
+    assert {"machine", "title", "engine", "kernels", "seconds", "low", "high"} <= set(data)
+    assert all(figure["origin"] for figure in data["figures"].values())
+    want = {"position", "kernel", "operator", "op", "seconds", "low", "high", "bound"}
+    assert want <= set(data["kernels"][0])
+
+
+def test_open_shapes_are_refused_with_the_option_that_binds_them():
+    with pytest.raises(InvalidModelError, match="dimension 0 .'n'.*--shape n=1"):
+        predict(model=small_model("n"))
+    assert predict(model=small_model("n"), shapes={"n": 2}).seconds > 0
+
+
+def test_unknown_machines_and_engines_are_refused():
+    with pytest.raises(PredictionError, match="no machine 'abacus'; expected a100"):
+        predict("abacus")
+    with pytest.raises(PredictionError, match="engine is 'tensorrt'; expected one of tvm_fusion"):
+        predict(engine="tensorrt")
+    with pytest.raises(TargetError, match="sm_60"):
+        predict("p100")
+
+
+def test_native_is_the_newest_calibration_or_the_family(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("tvm_fusion.prediction.machines.host_cpu", lambda: "znver3")
+    family = find_machine("native", 2)
+    assert family.name == "znver3" and family["multiprocessors"] == 2
+    folder = tmp_path / "tvm-fusion" / "machines"
+    folder.mkdir(parents=True)
+    own = changed(family, clock=1e9).to_json()
+    (folder / "znver3-2.json").write_text(json.dumps(own))
+    assert find_machine("native", 2)["clock"] == 1e9
+    assert find_machine("native", 1)["peak_flops.float32"] == family["peak_flops.float32"] / 2
+    monkeypatch.setattr("tvm_fusion.prediction.machines.host_cpu", lambda: "abacus")
+    with pytest.raises(PredictionError, match="'abacus': run `tvm-fusion calibrate` first"):
+        find_machine("native", 2)
+
+
+def test_the_code_of_a_known_cpu_can_be_planned_anywhere():
+    assert cpu_target(find_machine("znver3")).attrs["num-cores"] == 2

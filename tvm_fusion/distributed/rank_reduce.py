@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reductions of an array one of whose axes lies over the ranks.
+
+Each rank reduces its part by a compiled kernel to states, which are combined in the order of the
+ranks: so floats have the same bits from run to run. Integers and logic are combined by MPI.
+
+Many outputs are shared out: each rank combines its share of all states, and all gather the results
+(Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005,
+section 4.5: reduce-scatter and allgather).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from schedules.workload.reduce import (
+    FLOATS,
+    MAX_SUM_EXP,
+    ReduceWorkload,
+    normal_axes,
+)
+from schedules.workload.reduce_operator import empty_result, identity
+
+from ..errors import OpError
+from .communicator import World
+from .failure import DisagreementError
+from .parcel import name_ranks
+from .part_states import state_kernel
+
+_OF_FLOATS = ("variance", "logsumexp", MAX_SUM_EXP)
+_UFUNCS = {
+    "sum": np.add,
+    "sum_squares": np.add,
+    "mean": np.add,
+    "variance": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+_BY_MPI = {"sum_squares": "sum"} | {n: n for n in ("sum", "prod", "min", "max", "and", "or")}
+_AT_ONCE_BYTES = 16 * 1024  # of one rank's states; more are shared out
+
+
+def reduce(
+    world: World,
+    part: np.ndarray,
+    operator: str = "sum",
+    axes: int | Sequence[int] | None = None,
+    *,
+    axis: int = 0,
+    keepdims: bool = False,
+    target: str = "native",
+) -> Any:
+    """Reduce an array of which each rank has a part; called by all ranks together.
+
+    Parameters
+    ----------
+    world : World
+        The ranks.
+    part : np.ndarray
+        This rank's part: float64, float32, float16, bfloat16, int64, int32, int8, uint8 or bool. It
+        may be empty along ``axis``; the other extents are the same on all ranks.
+    operator : str
+        ``sum``, ``prod``, ``min``, ``max``, ``and``, ``or``, ``argmin``, ``argmax`` (position in
+        the whole reduced axes, flattened, of the first extreme element), ``sum_squares``; of
+        floats ``mean``, ``variance`` (of the population), ``logsumexp``, and ``max_sum_exp``, the
+        pair of a softmax: the largest value m and the sum of exp(x - m).
+    axes : int, Sequence[int] or None
+        Reduced axes; None stands for all.
+    axis : int
+        The axis that lies over the ranks, in their order.
+    keepdims : bool
+        Whether reduced axes stay with extent 1.
+    target : str
+        The CPU that the kernel is compiled for, at the first call for a shape.
+
+    Returns
+    -------
+    np.ndarray or tuple of np.ndarray
+        The reduced array, on all ranks; or, if ``axis`` is not reduced, this rank's part of it. Of
+        the type of ``part``, positions of int64, logic of bool; the sum of ``max_sum_exp`` is of
+        the accumulators' type. NaN, and integers that wrap around, are as in numpy; 16-bit floats
+        are accumulated in float32 and rounded once.
+
+    Raises
+    ------
+    OpError
+        If the operator, an axis or the type does not fit, or for an extreme of no elements.
+    DistributedError
+        If the ranks call it with different arguments.
+    """
+    part = np.asarray(part)
+    names = [axes] if isinstance(axes, int) else axes
+    workload = _workload(operator, names, part)
+    [axis] = normal_axes([axis], part.ndim)
+    extents = _extents(world, part, f"{workload} {operator}", axis)
+    run = _Reduction(world, part, workload, axis, extents, target)
+    if run.elements == 0:
+        fields = run.of_no_elements(operator)
+    elif operator == "variance":
+        means = run.states("mean")[0] / _accumulator(workload).type(run.elements)
+        fields = run.states(operator, means.reshape(run.kept_shape))
+    else:
+        fields = run.states({"logsumexp": MAX_SUM_EXP}.get(operator, operator))
+    outputs = _finish(operator, fields, run.elements, part.dtype)
+    shape = run.kept_shape if keepdims else run.shape
+    found = tuple(output.reshape(shape) for output in outputs)
+    return found if operator == MAX_SUM_EXP else found[0]
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """One reduction of all ranks, and this rank's part; ``extents`` of all parts along ``axis``."""
+
+    world: World
+    part: np.ndarray
+    workload: ReduceWorkload
+    axis: int
+    extents: np.ndarray
+    target: str
+
+    @property
+    def is_over_ranks(self) -> bool:
+        """Whether states of several ranks have to be combined."""
+        return self.axis in self.workload.axes
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of each output."""
+        reduced = [self.part.shape[axis] for axis in self.workload.axes if axis != self.axis]
+        return math.prod(reduced) * (int(self.extents.sum()) if self.is_over_ranks else 1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the outputs, without the reduced axes."""
+        kept = [axis for axis in range(self.part.ndim) if axis not in self.workload.axes]
+        return tuple(self.part.shape[axis] for axis in kept)
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        """Of the outputs, with 1 for the reduced axes."""
+        extents = enumerate(self.part.shape)
+        return tuple(1 if axis in self.workload.axes else size for axis, size in extents)
+
+    def states(self, operator: str, *means: np.ndarray) -> list[np.ndarray]:
+        """Fields of the states of all ranks, flattened."""
+        own = self._own(operator, means)
+        if not self.is_over_ranks or not own[0].size:
+            return own
+        if own[0].dtype.kind in "iub" and len(own) == 1:
+            [field] = own
+            combined = self.world.all_reduce(
+                field.view("uint8") if field.dtype == bool else field, _BY_MPI[operator]
+            )
+            return [combined.view(field.dtype)]
+        return self._in_order(operator, own)
+
+    def of_no_elements(self, operator: str) -> list[np.ndarray]:
+        """Fields of the result of no elements, as in numpy."""
+        value = empty_result(self.workload)
+        if operator == "logsumexp":
+            fields: list[Any] = [-np.inf, 0.0]
+        elif operator in ("variance", "mean"):
+            fields = [np.nan]
+        elif value is None:
+            raise OpError(
+                f"{operator} over axes {list(self.workload.axes)} has no elements and no identity; "
+                "expected at least one element"
+            )
+        else:
+            fields = [value]
+        dtype = _accumulator(self.workload)
+        return [np.full(math.prod(self.shape), field, dtype) for field in fields]
+
+    def _own(self, operator: str, means: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Fields of the states of this rank's part."""
+        workload, part = self.workload, self.part
+        if part.size:
+            about = operator, part.shape, workload.dtype, workload.axes
+            kernel = state_kernel(*about, self.target, self.world.threads)
+            fields = kernel(part, *means)
+            if workload.is_arg and self.is_over_ranks:
+                fields[1] = self._whole_position(fields[1])
+            return fields
+        accumulator = _accumulator(workload)
+        dtypes = {MAX_SUM_EXP: [accumulator] * 2}.get(operator, [accumulator])
+        if workload.is_arg:
+            dtypes = [accumulator, np.dtype("int64")]
+        elif operator in ("and", "or"):
+            dtypes = [np.dtype("bool")]
+        count = math.prod(self.shape)
+        if len(dtypes) == 1 and dtypes[0].kind in "ib":  # MPI takes it for a state like others
+            return [np.full(count, int(identity(workload)[0]), dtypes[0])]
+        return [np.zeros(count, dtype) for dtype in dtypes]
+
+    def _whole_position(self, position: np.ndarray) -> np.ndarray:
+        """Positions in the reduced axes of all parts, from those in this part."""
+        behind = [axis for axis in self.workload.axes if axis > self.axis]
+        inner = math.prod(self.part.shape[axis] for axis in behind)
+        before = int(self.extents[: self.world.rank].sum())
+        outer, rest = np.divmod(position, self.part.shape[self.axis] * inner)
+        return (outer * int(self.extents.sum()) + before) * inner + rest
+
+    def _in_order(self, operator: str, own: list[np.ndarray]) -> list[np.ndarray]:
+        """Combine the states of all ranks in their order; ranks without elements have none."""
+        world, live = self.world, np.flatnonzero(self.extents)
+        if sum(field.nbytes for field in own) <= _AT_ONCE_BYTES:
+            return _combine(operator, [world.all_gather(field)[live] for field in own])
+        count = own[0].size
+        share = -(-count // world.size)
+        padded = [np.pad(field, (0, share * world.size - count)) for field in own]
+        slices = [world.all_to_all(field.reshape(world.size, share))[live] for field in padded]
+        mine = _combine(operator, slices)
+        return [world.all_gather(field).reshape(-1)[:count] for field in mine]
+
+
+def _accumulator(workload: ReduceWorkload) -> np.dtype:
+    """The numpy type of the accumulators."""
+    return np.dtype(workload.acc_dtype)
+
+
+def _workload(operator: str, axes: Sequence[int] | None, part: np.ndarray) -> ReduceWorkload:
+    """Check the operator, the axes and the type."""
+    dtype = part.dtype.name
+    if operator not in _OF_FLOATS:
+        return ReduceWorkload.create(operator, axes, part.ndim, dtype)
+    if dtype not in FLOATS:
+        raise OpError(f"{operator} of {dtype}; expected a floating-point type: cast it first")
+    workload = ReduceWorkload.create("sum", axes, part.ndim, dtype)
+    return replace(workload, operator="mean" if operator == "variance" else MAX_SUM_EXP)
+
+
+def _extents(world: World, part: np.ndarray, about: str, axis: int) -> np.ndarray:
+    """Extents of all parts along an axis, if the ranks agree on all else."""
+    others = [extent for number, extent in enumerate(part.shape) if number != axis]
+    digest = hashlib.sha256(f"{about} {axis} {others}".encode()).digest()[:8]
+    mine = np.array([part.shape[axis], int.from_bytes(digest, "little", signed=True)])
+    rows = world.all_gather(mine)
+    strange = np.flatnonzero(rows[:, 1] != rows[0, 1])
+    if strange.size:
+        raise DisagreementError(
+            f"{name_ranks(strange.tolist())} and rank 0 reduce differently; on this rank it is "
+            f"{about} of shape {list(part.shape)} over axis {axis}: call it with the same "
+            "arguments, and parts that differ along that axis alone"
+        )
+    return rows[:, 0]
+
+
+def _combine(operator: str, fields: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Combine states that are stacked along the first axis, in order."""
+    with np.errstate(all="ignore"):
+        values = fields[0]
+        if operator in ("argmin", "argmax"):
+            best = _UFUNCS[operator.removeprefix("arg")].reduce(values, axis=0)
+            wins = (values == best) | (values != values)
+            last = np.iinfo(np.int64).max
+            return [best, np.where(wins, fields[1], last).min(axis=0)]
+        if operator == MAX_SUM_EXP:
+            largest = np.maximum.reduce(values, axis=0)
+            factor = np.where(values == largest, 1, np.exp(values - largest)).astype(values.dtype)
+            return [largest, np.add.reduce(fields[1] * factor, axis=0)]
+        return [_UFUNCS[operator].reduce(values, axis=0)]
+
+
+def _finish(
+    operator: str, fields: Sequence[np.ndarray], elements: int, dtype: np.dtype
+) -> list[np.ndarray]:
+    """Results of states of all elements."""
+    with np.errstate(all="ignore"):
+        value = fields[0]
+        if operator in ("argmin", "argmax"):
+            return [fields[1]]
+        if operator in ("and", "or"):
+            return [value.astype(bool)]
+        if operator == MAX_SUM_EXP:
+            return [value.astype(dtype), fields[1]]
+        if operator == "logsumexp":
+            value = np.where(np.isinf(value), value, value + np.log(fields[1]))
+        elif operator in ("mean", "variance"):
+            value = value / value.dtype.type(elements)
+        return [value.astype(dtype)]

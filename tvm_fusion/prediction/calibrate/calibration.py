@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration of a CPU: what was measured stays in the machine's file, and is not measured again.
+
+Beside the figures the file holds ``samples``, a list of the kernels that were timed; the figures
+are computed from all of them whenever one is added.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from schedules.cost.cpu_kernels import COPY, LEVELS, bare_seconds, level_of
+from schedules.cost.kernel_call import KernelCall
+from schedules.cost.machine import Figure, Machine, machine_from_json
+from schedules.cpu.core.machine import CPUInfo
+
+from ...bench.machine_limits import MachineLimits, measure_limits
+from ...errors import PredictionError
+from ...machine.host import host_cpu
+from ...machine.host_info import cpu_name
+from ..machines import cpu_target
+from ..overheads import write_aside
+from .cases import Case, cases
+from .timing import KernelTimer, Timed
+
+Progress = Callable[[str, int, int], None]
+NARROWEST = 1.05
+"""Least ratio of an interval's end to the prediction."""
+SHORTEST = 1e-6
+"""Seconds below which a kernel counts for no figure: its call takes as long."""
+ROUNDS = 3
+"""Attempts at a kernel."""
+LIMIT_ROUNDS = 8
+"""Most measurements of the limits; the best of each figure counts, of memory the median."""
+SETTLED = 2
+"""Measurements of the limits that improve no figure, after which they are known."""
+UNDISTURBED = 0.93
+"""Share of the peak that the machine must reach before and after a kernel is measured."""
+
+
+class Timer(Protocol):
+    """What measures: :class:`.KernelTimer`, or a test's."""
+
+    def measure(self, case: Case) -> list[Timed]:
+        """Time all kernels of a case."""
+
+    def overheads(self) -> dict[str, float]:
+        """Seconds of ``fork``, ``call`` and ``run``."""
+
+    def peak(self) -> float:
+        """Floating-point operations a second at this moment."""
+
+
+def calibrate(
+    output: Path,
+    threads: int,
+    budget: float,
+    progress: Progress | None = None,
+    *,
+    limits: Callable[[], Machine] | None = None,
+    timer: Callable[[Machine], Timer] | None = None,
+    todo: Sequence[Case] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Machine:
+    """Measure this CPU until all is known or the budget is spent; the file is written on the way.
+
+    Parameters
+    ----------
+    output : Path
+        The machine's file; one of this CPU and so many threads is completed.
+    threads : int
+        Threads of a kernel.
+    budget : float
+        Seconds after which no other kernel is begun.
+    progress : callable, optional
+        Called as ``progress(text, done, total)``.
+    limits, timer, todo, clock : optional
+        What measures, what is measured, and the clock of the budget.
+
+    Returns
+    -------
+    Machine
+
+    Raises
+    ------
+    PredictionError
+        If the file is of another machine, or cannot be read.
+    """
+    tell = progress or (lambda text, done, total: None)
+    end = clock() + budget
+    bare, samples = _read(output, threads)
+    todo = cases() if todo is None else todo
+    tell("limits of this machine", 0, len(todo))
+    if bare is None:
+        bare = (limits or (lambda: measured_limits(threads)))()
+    used = (timer or _timer)(bare)
+    if "overhead.call" not in bare.figures:
+        bare = _with(bare, {f"overhead.{name}": one for name, one in used.overheads().items()})
+        _write(output, bare, samples)
+        used = (timer or _timer)(bare)
+    known = {sample["case"] for sample in samples}
+    for number, case in enumerate(todo):
+        if case.name in known:
+            continue
+        if clock() >= end:
+            break
+        tell(case.name, number, len(todo))
+        timed = _undisturbed(used, case, bare["peak_flops.float32"])
+        if timed is not None:
+            samples += [_sample(case, call, seconds) for call, seconds in timed]
+            _write(output, bare, samples)
+    tell("done", len(todo), len(todo))
+    return fitted(bare, samples)
+
+
+def _undisturbed(timer: Timer, case: Case, peak: float) -> list[Timed] | None:
+    """Times of a case while nothing else slowed the machine; None if something always did."""
+    for _ in range(ROUNDS):
+        before = timer.peak()
+        timed = timer.measure(case)
+        if min(before, timer.peak()) >= UNDISTURBED * peak:
+            return timed
+    return None
+
+
+def missing(output: Path) -> int:
+    """Cases that a file does not have yet."""
+    known = {sample["case"] for sample in json.loads(output.read_text()).get("samples", ())}
+    return sum(case.name not in known for case in cases())
+
+
+def measured_limits(threads: int) -> Machine:
+    """This CPU with its measured peak, bandwidths and clock."""
+    bare = Machine(host_cpu(), "cpu", cpu_name(), {"multiprocessors": Figure(threads, "given")})
+    target = cpu_target(bare)
+    rounds = [measure_limits(target, threads)]
+    best, settled = rounds[0], 0
+    while len(rounds) < LIMIT_ROUNDS and settled < SETTLED:
+        rounds.append(measure_limits(target, threads))
+        better = best.best(rounds[-1])
+        settled = settled + 1 if _gain(best, better) < NARROWEST else 0
+        best = better
+    memory = statistics.median(one.levels[-1].bandwidth for one in rounds)  # others use it, too
+    levels = (*best.levels[:-1], replace(best.levels[-1], bandwidth=memory))
+    return _of_limits(bare, replace(best, levels=levels), CPUInfo.from_target(target))
+
+
+def _gain(old: MachineLimits, new: MachineLimits) -> float:
+    """Largest ratio of a figure to an older one, memory apart."""
+    levels = zip(old.levels[:-1], new.levels[:-1], strict=True)
+    ratios = [after.bandwidth / before.bandwidth for before, after in levels]
+    return max(new.peak_flops / old.peak_flops, *ratios)
+
+
+def _of_limits(bare: Machine, limits: MachineLimits, cpu: CPUInfo) -> Machine:
+    per_cycle = 2 * limits.threads * cpu.lanes("float32") * cpu.fma_per_cycle
+    figures = {
+        "clock": limits.peak_flops / per_cycle,
+        "peak_flops.float32": limits.peak_flops,
+        "capacity.L1": cpu.l1d_bytes * limits.threads,
+    }
+    for level in limits.levels:
+        figures[f"bandwidth.{level.name}"] = level.bandwidth
+        if level.name != "memory":
+            figures[f"capacity.{level.name}"] = level.capacity
+    return _with(bare, figures)
+
+
+def _timer(machine: Machine) -> KernelTimer:
+    return KernelTimer(cpu_target(machine), machine)
+
+
+def _with(machine: Machine, figures: Mapping[str, float], origin: str = "") -> Machine:
+    origin = origin or f"measured: tvm-fusion calibrate, {datetime.date.today().isoformat()}"
+    more = {name: Figure(float(value), origin) for name, value in figures.items()}
+    return Machine(machine.name, machine.kind, machine.title, {**machine.figures, **more})
+
+
+def fitted(bare: Machine, samples: Sequence[Mapping[str, Any]]) -> Machine:
+    """The machine with the figures that its samples give: copies, and ratios of each operator."""
+    calls = [(_call(sample), float(sample["seconds"])) for sample in samples]
+    origin = f"fitted: tvm-fusion calibrate, {len(samples)} kernels"
+    machine = _with(bare, _copies(bare, calls), origin)
+    ratios: dict[str, list[float]] = {}
+    for call, seconds in calls:
+        if seconds < SHORTEST:
+            continue
+        ratios.setdefault(call.op, []).append(seconds / bare_seconds(call, machine))
+    figures: dict[str, float] = {}
+    for op, found in ratios.items():
+        factor = statistics.median(found)
+        low, high = np.percentile(found, [10, 90]) / factor
+        figures[f"{op}.factor"] = factor
+        figures[f"{op}.low"] = min(float(low), 1 / NARROWEST)
+        figures[f"{op}.high"] = max(float(high), NARROWEST)
+    return _with(machine, figures, origin)
+
+
+def _copies(machine: Machine, calls: Iterable[tuple[KernelCall, float]]) -> dict[str, float]:
+    """Bandwidth of copies in each level, of additions of two tensors."""
+    rates: dict[str, list[float]] = {}
+    for call, seconds in calls:
+        if call.op != "cpu.elementwise" or seconds < SHORTEST:
+            continue
+        if call.flops and not call.sizes["functions"]:
+            fork = machine.get("overhead.fork", 0.0) if call.sizes["parallel"] else 0.0
+            moving = max(seconds - fork, seconds / 2)
+            level = level_of(call.moved_bytes, machine)
+            rates.setdefault(level, []).append(call.moved_bytes / moving)
+    found = {level: statistics.median(rates[level]) for level in LEVELS if level in rates}
+    nearest = next(iter(found.values()), 0.0)
+    for level in LEVELS:  # no farther level is faster
+        if level in found:
+            nearest = found[level] = min(nearest, found[level])
+        elif nearest:
+            nearest = found[level] = min(nearest, COPY * machine[f"bandwidth.{level}"])
+    return {f"bandwidth.copy.{level}": rate for level, rate in found.items()}
+
+
+def _sample(case: Case, call: KernelCall, seconds: float) -> dict[str, Any]:
+    return {
+        "case": case.name,
+        "op": call.op,
+        "sizes": dict(call.sizes),
+        "dtype": call.dtype,
+        "flops": call.flops,
+        "read_bytes": call.read_bytes,
+        "written_bytes": call.written_bytes,
+        "seconds": seconds,
+    }
+
+
+def _call(sample: Mapping[str, Any]) -> KernelCall:
+    names = ("op", "sizes", "dtype", "flops", "read_bytes", "written_bytes")
+    return KernelCall(*(sample[name] for name in names))
+
+
+def _read(output: Path, threads: int) -> tuple[Machine | None, list[dict[str, Any]]]:
+    """What a file already holds: the machine as measured, without what is fitted, and samples."""
+    if not output.exists():
+        return None, []
+    try:
+        data = json.loads(output.read_bytes())
+        machine, samples = machine_from_json(data), list(data["samples"])
+        for sample in samples:
+            _check(sample)
+    except (PredictionError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise PredictionError(
+            f"{output} is no file of a calibration ({error}): name another one"
+        ) from None
+    if (machine.name, int(machine["multiprocessors"])) != (host_cpu(), threads):
+        raise PredictionError(
+            f"{output} is of {machine.name} with {machine['multiprocessors']:g} threads, and this "
+            f"is {host_cpu()} with {threads}: name another file"
+        )
+    figures = {
+        name: figure
+        for name, figure in machine.figures.items()
+        if not figure.origin.startswith("fitted")
+    }
+    return Machine(machine.name, machine.kind, machine.title, figures), samples
+
+
+def _check(sample: Any) -> None:
+    """Refuse samples that are no finite positive times of kernels."""
+    call, seconds = _call(sample), float(sample["seconds"])
+    counts = (call.flops, call.moved_bytes, *call.sizes.values())
+    numbers = [seconds, *(count + 1 for count in counts)]
+    if not str(sample["case"]) or not all(0 < number < float("inf") for number in numbers):
+        raise ValueError(f"sample {sample.get('case')!r} has no finite positive numbers")
+
+
+def _write(output: Path, bare: Machine, samples: Sequence[Mapping[str, Any]]) -> None:
+    data = {**fitted(bare, samples).to_json(), "samples": list(samples)}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_aside(output, json.dumps(data, indent=1))

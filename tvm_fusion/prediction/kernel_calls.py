@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel calls, as the models of kernels know them, of traced kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from schedules.cost.kernel_call import KernelCall
+
+from .kineto import DeviceEvent, HostEvent
+
+_DTYPES = {
+    "float": "float32",
+    "float32": "float32",
+    "double": "float64",
+    "half": "float16",
+    "c10::half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "c10::bfloat16": "bfloat16",
+    "longint": "int64",
+    "long": "int64",
+    "int64": "int64",
+    "int": "int32",
+    "int32": "int32",
+    "short": "int16",
+    "byte": "uint8",
+    "unsignedchar": "uint8",
+    "char": "int8",
+    "signedchar": "int8",
+    "bool": "bool",
+}
+_BYTES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2}
+_BYTES |= {"uint8": 1, "int8": 1, "bool": 1}
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def dtype_of(name: str) -> str:
+    """Dtype of a tensor by the name that a trace gives it, ``Tensor(c10::Half)`` or ``float``."""
+    bare = name.replace(" ", "").removeprefix("Tensor(").removesuffix(")").lower()
+    return _DTYPES.get(bare, "float32")
+
+
+def bytes_of(name: str) -> int:
+    """Bytes of an element by the name of its type; 4 for an unknown one."""
+    return _BYTES.get(dtype_of(name), 4)
+
+
+def kernel_call(around: list[HostEvent], device: DeviceEvent) -> KernelCall | None:
+    """Call of a kernel, by the innermost operator that launched it.
+
+    None where the trace has no shapes, as without ``record_shapes``.
+    """
+    if device.copies:
+        moved = device.bytes
+        return KernelCall("copy", {}, "float32", 0.0, moved, moved, device.name) if moved else None
+    for event in reversed(around):
+        shapes = [shape for shape in event.shapes if _is_shape(shape)]
+        if shapes:
+            return _call(event, shapes)
+    return None
+
+
+def _is_shape(shape: object) -> bool:
+    return isinstance(shape, tuple) and bool(shape) and all(type(size) is int for size in shape)
+
+
+def _call(event: HostEvent, shapes: list[tuple[int, ...]]) -> KernelCall:
+    types = [str(name) for name in event.types]
+    dtype = dtype_of(types[0]) if types else "float32"
+    each = _BYTES.get(dtype, 4)
+    name = event.name.removeprefix("aten::").rstrip("_")
+    if name in _PRODUCTS:
+        found = _PRODUCTS[name](shapes)
+        if found is not None:
+            return _product(found, dtype, each, event.name)
+    read = float(sum(map(math.prod, shapes)) * each)
+    written = float(max(map(math.prod, shapes)) * each)
+    rows = {"_softmax": "softmax", "softmax": "softmax", "native_layer_norm": "layer_norm"}
+    if name in rows:
+        width = shapes[0][-1]
+        sizes = {"B": math.prod(shapes[0]) // max(width, 1), "H": width}
+        return KernelCall(rows[name], sizes, dtype, written / each, read, written, event.name)
+    known = name if name in _POINTWISE else "elementwise"
+    return KernelCall(known, {}, dtype, written / each, read, written, event.name)
+
+
+_POINTWISE = {"add", "sub", "mul", "div", "relu", "gelu", "tanh", "sigmoid", "exp", "copy"}
+
+Product = tuple[int, int, int, int]
+"""Batch, rows, columns and inner dimension of a matrix product."""
+
+
+def _matrices(first: int) -> Callable[[Shapes], Product | None]:
+    """Product of operands ``first`` and the one after it, with or without a batch."""
+
+    def product(shapes: Shapes) -> Product | None:
+        if len(shapes) < first + 2:
+            return None
+        left, right = shapes[first], shapes[first + 1]
+        if len(left) != len(right) or len(left) not in (2, 3) or left[-1] != right[-2]:
+            return None
+        return (left[0] if len(left) == 3 else 1), left[-2], right[-1], left[-1]
+
+    return product
+
+
+_PRODUCTS: dict[str, Callable[[Shapes], Product | None]] = {
+    "mm": _matrices(0),
+    "bmm": _matrices(0),
+    "addmm": lambda shapes: _matrices(len(shapes) - 2)(shapes),
+    "baddbmm": lambda shapes: _matrices(len(shapes) - 2)(shapes),
+}
+
+
+def _product(found: Product, dtype: str, each: int, name: str) -> KernelCall:
+    batch, rows, columns, inner = found
+    sizes = {"B": batch, "M": rows, "N": columns, "K": inner}
+    read = batch * (rows * inner + inner * columns) * each
+    written = batch * rows * columns * each
+    flops = 2.0 * batch * rows * columns * inner
+    return KernelCall("gemm" if batch == 1 else "bmm", sizes, dtype, flops, read, written, name)

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prediction of a whole ONNX model: nothing is compiled to code, and nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from schedules.cost import registry
+from schedules.cost.machine import Machine
+from schedules.cost.prediction import Prediction
+
+from ..compiler import pipeline
+from ..compiler.tuned import choose_records
+from ..errors import InvalidModelError, PredictionError
+from ..onnx.frontend import ImportedModel, import_onnx
+from ..runtime.tensor_spec import refuse_open_shapes
+from .compiled import lower_to_cpu_kernels, lower_to_gpu_kernels
+from .eager import lower_to_eager
+from .estimate import estimate
+from .host import host_costs
+from .lowered import LoweredKernel, LoweredOp
+from .machines import cpu_target, find_machine, gpu_target
+from .timeline.execution_graph import HOST, ExecutionGraph, HostCosts, Kernel, Launch, Op, Wait
+from .timeline.ranks import simulate
+
+ENGINES = ("tvm_fusion", "pytorch")
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """Prediction of one launch in a model; times in seconds.
+
+    Parameters
+    ----------
+    position : int
+        Its position in the run.
+    kernel, operator, op : str
+        Name of the function, what it computes, and the operator of its model.
+    seconds, low, high : float
+        Most likely time, and the interval of four of five measured ones.
+    bound : str
+        ``compute``, ``memory`` or ``latency``.
+    roofline_seconds, roofline_share : float
+        Least time by peak and bandwidth, and the share of it that is reached.
+    model : str
+        What said so.
+    in_range : bool
+        Whether the sizes lie in the range that the model was fitted to.
+    """
+
+    position: int
+    kernel: str
+    operator: str
+    op: str
+    seconds: float
+    low: float
+    high: float
+    bound: str
+    roofline_seconds: float
+    roofline_share: float
+    model: str
+    in_range: bool
+
+
+@dataclass(frozen=True)
+class ModelPrediction:
+    """Prediction of one run of a model on one machine; times in seconds.
+
+    Parameters
+    ----------
+    machine, title, engine : str
+        Name and full name of the machine; ``tvm_fusion`` or ``pytorch``.
+    kernels : tuple of KernelRow
+        In the order of the run.
+    seconds, low, high : float
+        The whole run, and its interval.
+    kernel_seconds, host_seconds : float
+        Sum over the kernels, and what the host adds to it: overheads that no kernel hides.
+    figures : dict of str to dict
+        Figures of the machine that were used, each with ``value`` and ``origin``.
+    notes : tuple of str
+        What to know about the figures.
+    """
+
+    machine: str
+    title: str
+    engine: str
+    kernels: tuple[KernelRow, ...]
+    seconds: float
+    low: float
+    high: float
+    kernel_seconds: float
+    host_seconds: float
+    figures: dict[str, dict[str, Any]]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The prediction as plain dictionaries and lists."""
+        return asdict(self)
+
+
+def predict(
+    model: Any,
+    machine: Any = "native",
+    engine: str = "tvm_fusion",
+    shapes: Mapping[str, Any] | None = None,
+    *,
+    fuse: Any = "auto",
+    winograd: str = "auto",
+    records: Any = None,
+    threads: int | None = None,
+    overheads: HostCosts | None = None,
+) -> ModelPrediction:
+    """Predict how long a run of an ONNX model takes; nothing is compiled to code or run.
+
+    Parameters
+    ----------
+    model : path, bytes or onnx.ModelProto
+        The model.
+    machine : str, path or Machine
+        ``native``, the name of a known machine, a file of ``tvm-fusion calibrate``, or a machine.
+    engine : str
+        ``tvm_fusion``, our kernels, which on a GPU are estimates; or ``pytorch``, the library's
+        kernels, operator by operator.
+    shapes : mapping, optional
+        Sizes of open dimensions, as for ``compile``.
+    fuse, winograd, records
+        As for ``compile``; our kernels only.
+    threads : int, optional
+        Threads of a CPU; by default those that its figures were measured with.
+    overheads : HostCosts, optional
+        Overheads of the host, such as those of :func:`load_overheads`.
+
+    Returns
+    -------
+    ModelPrediction
+
+    Raises
+    ------
+    PredictionError
+        If there is no such machine or engine, or the machine lacks a figure.
+    InvalidModelError, UnsupportedOperatorError
+        As for ``compile``, or if the shape of an input is open.
+    """
+    return predict_on(
+        import_static(model, shapes),
+        machine,
+        engine,
+        fuse=fuse,
+        winograd=winograd,
+        records=records,
+        threads=threads,
+        overheads=overheads,
+    )
+
+
+def import_static(model: Any, shapes: Mapping[str, Any] | None) -> ImportedModel:
+    """Import a model whose shapes are all known.
+
+    Raises
+    ------
+    InvalidModelError
+        If a dimension is open: the message names it, and the option that binds it.
+    """
+    imported = import_onnx(model, shapes)
+    remedy = "a prediction needs sizes: bind each name, as in shapes={'batch': 1} (--shape batch=1)"
+    refuse_open_shapes(imported.inputs, InvalidModelError, remedy)
+    return imported
+
+
+def predict_on(
+    imported: ImportedModel,
+    machine: Any,
+    engine: str,
+    *,
+    fuse: Any = "auto",
+    winograd: str = "auto",
+    records: Any = None,
+    threads: int | None = None,
+    overheads: HostCosts | None = None,
+) -> ModelPrediction:
+    """Predict an imported model, which can serve several machines; see :func:`predict`."""
+    if engine not in ENGINES:
+        raise PredictionError(f"engine is {engine!r}; expected one of {', '.join(ENGINES)}")
+    found = machine if isinstance(machine, Machine) else find_machine(machine, threads)
+    if engine == "pytorch":
+        ops = lower_to_eager(imported.mod)
+    elif found.kind == "gpu":
+        target = gpu_target(found)
+        ops = lower_to_gpu_kernels(imported.mod, target, pipeline.Options(fuse=fuse))
+    else:
+        target = cpu_target(found)
+        known = choose_records(records, target)
+        options = pipeline.Options(fuse=fuse, winograd=winograd, records=known)
+        ops = lower_to_cpu_kernels(imported.mod, target, found, options)
+    return _assemble(ops, found, engine, overheads)
+
+
+def _assemble(
+    ops: Sequence[LoweredOp], machine: Machine, engine: str, overheads: HostCosts | None
+) -> ModelPrediction:
+    kernels = [kernel for op in ops for kernel in op.kernels]
+    predictions = [_predict(kernel, machine) for kernel in kernels]
+    rows = tuple(
+        _row(position, kernel, found, machine.get("launch_floor", 0.0))
+        for position, (kernel, found) in enumerate(zip(kernels, predictions, strict=True))
+    )
+    known, notes = host_costs(machine, engine)
+    costs: HostCosts = known
+    if overheads is not None:
+        costs, notes = overheads, ("host overheads as given",)
+    seconds, low, high = (
+        _whole(ops, [getattr(row, bound) for row in rows], costs, machine)
+        for bound in ("seconds", "low", "high")
+    )
+    total = sum(row.seconds for row in rows)
+    if any("roofline" == row.model for row in rows):
+        notes += ("kernels without a model take at least the time of the roofline",)
+    if any(row.model.startswith("estimate") for row in rows):
+        notes += ("times of our GPU kernels are estimates: they have not been measured",)
+    return ModelPrediction(
+        machine.name,
+        machine.title,
+        engine,
+        rows,
+        seconds,
+        low,
+        high,
+        total,
+        max(0.0, seconds - total),
+        machine.to_json()["figures"],
+        notes,
+    )
+
+
+def _predict(kernel: LoweredKernel, machine: Machine) -> Prediction:
+    if kernel.like is not None:
+        return estimate(kernel.call, kernel.like, machine)
+    return registry.predict(kernel.call, machine)
+
+
+def _row(position: int, kernel: LoweredKernel, found: Prediction, floor: float) -> KernelRow:
+    call, seconds = kernel.call, max(floor, found.device_seconds)
+    share = seconds / found.seconds
+    return KernelRow(
+        position,
+        call.name,
+        kernel.label,
+        call.op,
+        seconds,
+        found.low * share,
+        found.high * share,
+        found.bound,
+        found.roofline_seconds,
+        found.roofline_seconds / seconds,
+        found.model,
+        found.in_range,
+    )
+
+
+def _whole(
+    ops: Sequence[LoweredOp], seconds: Sequence[float], costs: HostCosts, machine: Machine
+) -> float:
+    """Seconds of the run on one stream, or on the host itself, and of waiting for its end."""
+    stream = HOST if machine.kind == "cpu" else 0
+    times, steps, number = iter(seconds), [], 0
+    for op in ops:
+        launches = []
+        for kernel in op.kernels:
+            run = Kernel(number, kernel.call.name, next(times), stream, call=kernel.call)
+            launches.append(Launch(run))
+            number += 1
+        steps.append(Op(op.name, tuple(launches)))
+    if stream != HOST:
+        steps.append(Op("synchronize", (Wait(),), gap=0.0))
+    return simulate([ExecutionGraph(tuple(steps))], costs).seconds

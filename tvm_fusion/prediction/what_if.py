@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of traced runs, by their text: another machine, batch, link, fusion or launch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from schedules.cost.kernel_call import KernelCall
+from schedules.cost.machine import Machine, known_machines, load_machine
+from schedules.cost.registry import predict
+
+from ..errors import PredictionError
+from .collectives import Collectives, load_collectives
+from .timeline.edits import (
+    fuse,
+    launch_graphs,
+    named,
+    parallelize,
+    rebucket,
+    remove,
+    resize,
+    retime,
+)
+from .timeline.execution_graph import Collective, ExecutionGraph, Kernel
+
+_FIXED = ("all_reduce", "broadcast")
+"""Collectives of parameters and gradients, whose message does not depend on the batch."""
+
+
+@dataclass(frozen=True)
+class ChangedRun:
+    """Graphs after a change.
+
+    Parameters
+    ----------
+    graphs : tuple of ExecutionGraph
+        Graph of each rank.
+    notes : tuple of str
+        What the new times rest on.
+    """
+
+    graphs: tuple[ExecutionGraph, ...]
+    notes: tuple[str, ...] = ()
+
+
+def change(graphs: Sequence[ExecutionGraph], text: str, device: str) -> ChangedRun:
+    """Change the graphs of all ranks.
+
+    Parameters
+    ----------
+    graphs : sequence of ExecutionGraph
+        One a rank.
+    text : str
+        One change, or several joined by `` and ``:
+
+        =========================== ========================================================
+        ``machine=NAME|FILE``       kernels on another machine, at the ratio of the predictions
+        ``batch=FACTOR``            so many times the batch
+        ``link=FILE``               collectives as measured in a file of collectives
+        ``ranks=N:FILE``            the same with N ranks
+        ``bucket=MB:FILE``          all-reduces merged up to that size
+        ``graph``                   one launch for each run of kernels, as a captured graph
+        ``fuse=REGEX``              neighbouring operators in one kernel, of the sum of the times
+        ``remove=REGEX``            without these operators
+        ``resize=REGEX:FACTOR``     their kernels take so many times as long
+        ``parallelize=REGEX``       neighbouring operators on streams of their own
+        =========================== ========================================================
+    device : str
+        Device of the traces, by the name that its driver gives it.
+
+    Raises
+    ------
+    PredictionError
+        If a change is unknown, its value is wrong, or it matches no operator.
+    """
+    current = ChangedRun(tuple(graphs))
+    for part in text.split(" and "):
+        name, _, value = part.strip().partition("=")
+        if name not in _CHANGES:
+            raise PredictionError(f"unknown change {part!r}; expected {', '.join(_CHANGES)}")
+        after = _CHANGES[name](current.graphs, value, device)
+        current = ChangedRun(after.graphs, (*current.notes, *after.notes))
+    return current
+
+
+def _machine(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+    old, new = device_machine(device), load_machine(value)
+    models: Counter[str] = Counter()
+
+    def seconds(kernel: Kernel) -> float:
+        if kernel.collective is not None:
+            return kernel.seconds
+        return kernel.seconds * _ratio(kernel.call, new, kernel.call, old, models)
+
+    moved = tuple(retime(graph, seconds) for graph in graphs)
+    return ChangedRun(moved, (f"{new.name} over {old.name}: {_counted(models)}",))
+
+
+def _batch(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+    factor = _number("batch", value)
+    machine = device_machine(device)
+    models: Counter[str] = Counter()
+
+    def seconds(kernel: Kernel) -> float:
+        part = kernel.collective
+        if part is not None:
+            return kernel.seconds * (1 if part.kind in _FIXED else max(factor, 1.0))
+        larger = scaled(kernel.call, factor)
+        return kernel.seconds * _ratio(larger, machine, kernel.call, machine, models, factor)
+
+    grown = tuple(retime(graph, seconds) for graph in graphs)
+    return ChangedRun(grown, (f"{factor:g} times the batch: {_counted(models)}",))
+
+
+def scaled(call: KernelCall | None, factor: float) -> KernelCall | None:
+    """Call with so many times the batch; of a matrix product the rows, of others their bytes."""
+    if call is None:
+        return None
+    name = next((name for name in ("M", "B") if call.op != "bmm" and name in call.sizes), "B")
+    sizes = dict(call.sizes)
+    if name in sizes:
+        sizes[name] = max(round(sizes[name] * factor), 1)
+    return KernelCall(
+        call.op,
+        sizes,
+        call.dtype,
+        call.flops * factor,
+        call.read_bytes * factor,
+        call.written_bytes * factor,
+        call.name,
+    )
+
+
+def _ratio(
+    new: KernelCall | None,
+    new_machine: Machine,
+    old: KernelCall | None,
+    old_machine: Machine,
+    models: Counter[str],
+    factor: float = 1.0,
+) -> float:
+    """Predicted new time over predicted old time; without a model that of the bandwidths."""
+    if new is not None and old is not None:
+        try:
+            after, before = predict(new, new_machine), predict(old, old_machine)
+            ratio = after.seconds / before.seconds
+            models[after.model] += 1
+            return ratio
+        except (PredictionError, ZeroDivisionError):
+            pass  # a machine without the figure, or a kernel without work
+    models["bandwidth"] += 1
+    return factor * old_machine["bandwidth.memory"] / new_machine["bandwidth.memory"]
+
+
+def _counted(models: Counter[str]) -> str:
+    return ", ".join(f"{count} kernels by {name}" for name, count in models.most_common())
+
+
+def device_machine(device: str) -> Machine:
+    """Machine of a device by the name that its driver gives it, ``Tesla V100-SXM2-32GB``.
+
+    Raises
+    ------
+    PredictionError
+        If it is none of the known machines.
+    """
+    words = device.lower().replace("-", " ").split()
+    for name in known_machines():
+        model, _, memory = name.partition("-")
+        sizes = [word for word in words if word.endswith("gb")]
+        if model in words and (not memory or not sizes or f"{memory}gb" in sizes):
+            return load_machine(name)
+    known = ", ".join(known_machines())
+    raise PredictionError(f"the traces' device {device!r} is none of the known machines: {known}")
+
+
+def _link(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+    return _on_link(graphs, load_collectives(Path(value)), len(graphs))
+
+
+def _ranks(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+    number, _, file = value.partition(":")
+    if not number.isdecimal() or not int(number) or not file:
+        raise PredictionError(f"ranks={value}: expected ranks=N:FILE")
+    return _on_link(graphs, load_collectives(Path(file)), int(number), forced=True)
+
+
+def _on_link(
+    graphs: Sequence[ExecutionGraph], curves: Collectives, ranks: int, forced: bool = False
+) -> ChangedRun:
+    models: Counter[str] = Counter()
+
+    def seconds(kernel: Kernel) -> float:
+        part = kernel.collective
+        if part is None or not part.bytes:
+            return kernel.seconds
+        size = ranks if forced else len(part.ranks) or ranks
+        time = curves.predict(part.kind, size, part.bytes)
+        models[time.model if time.in_range else f"{time.model} out of range"] += 1
+        return time.seconds
+
+    return ChangedRun(tuple(retime(g, seconds) for g in graphs), (f"link: {_counted(models)}",))
+
+
+def _bucket(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+    size, _, file = value.partition(":")
+    if not file:
+        raise PredictionError(f"bucket={value}: expected bucket=MB:FILE")
+    curves = load_collectives(Path(file))
+
+    def seconds(kernel: Kernel, message: float) -> float:
+        part = kernel.collective
+        assert isinstance(part, Collective), "only all-reduces are merged"
+        return curves.predict(part.kind, len(part.ranks) or len(graphs), message).seconds
+
+    return ChangedRun(tuple(rebucket(graphs, _number("bucket", size) * 1e6, seconds)))
+
+
+def _graph(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+    return ChangedRun(tuple(map(launch_graphs, graphs)))
+
+
+def _fuse(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+    match = _match(graphs, "fuse", value)
+    note = "fused kernels take the sum of the times of their parts"
+
+    def total(kernels: Sequence[Kernel]) -> float:
+        return sum(kernel.seconds for kernel in kernels)
+
+    return ChangedRun(tuple(fuse(graph, match, total) for graph in graphs), (note,))
+
+
+def _remove(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+    match = _match(graphs, "remove", value)
+    return ChangedRun(tuple(remove(graph, match) for graph in graphs))
+
+
+def _resize(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+    pattern, _, factor = value.rpartition(":")
+    match = _match(graphs, "resize", pattern)
+    return ChangedRun(tuple(resize(g, match, _number("resize", factor)) for g in graphs))
+
+
+def _parallelize(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+    match = _match(graphs, "parallelize", value)
+    return ChangedRun(tuple(parallelize(graph, match) for graph in graphs))
+
+
+def _match(graphs: Sequence[ExecutionGraph], name: str, pattern: str) -> Callable:
+    match = named(pattern)
+    if not pattern or not any(match(op) for graph in graphs for op in graph.ops):
+        raise PredictionError(f"{name}={pattern}: matches no operator")
+    return match
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise PredictionError(f"{name}: {text!r} is no positive, finite number")
+    return number
+
+
+_CHANGES: dict[str, Callable[[Sequence[ExecutionGraph], str, str], ChangedRun]] = {
+    "machine": _machine,
+    "batch": _batch,
+    "link": _link,
+    "ranks": _ranks,
+    "bucket": _bucket,
+    "graph": _graph,
+    "fuse": _fuse,
+    "remove": _remove,
+    "resize": _resize,
+    "parallelize": _parallelize,
+}
