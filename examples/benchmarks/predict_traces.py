@@ -137,11 +137,11 @@ def doublings(sizes: np.ndarray) -> np.ndarray:
 
 
 def main() -> int:
-    """Print and write what the data allow; 2 where none are named."""
+    """Print and write the errors; without data it says that it was left out."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         print(f"predict_traces: left out; {VARIABLE} names no folder of data", file=sys.stderr)
-        return 2
+        return 0
     traces = Path(folder) / "traces"
     result = {
         "dlrm_8xv100": ranks_by_the_others(traces / "dlrm_8xv100"),

@@ -14,6 +14,7 @@ from tvm_fusion.errors import PredictionError
 from tvm_fusion.prediction.api import load_traces, predict_traces
 from tvm_fusion.prediction.collectives import Collectives, Curve
 from tvm_fusion.prediction.report import write_timeline
+from tvm_fusion.prediction.timeline.edits import map_kernels
 from tvm_fusion.prediction.what_if import device_machine
 
 
@@ -155,6 +156,27 @@ def test_what_if_machine_and_batch(run) -> None:
     larger = answer(run, "batch=64")
     assert larger.gain < 0
     assert answer(run, "batch=128").seconds > larger.seconds
+
+
+def test_what_if_unequal_messages(run, tmp_path) -> None:
+    """The largest message of the ranks says how long an all-to-all takes; the batch scales it."""
+    sizes = tuple(float(1 << n) for n in range(8, 24))
+    times = tuple(size / 1e6 for size in sizes)
+    file = tmp_path / "link.txt"
+    Collectives({("all_to_all", 2): Curve("all_to_all", 2, sizes, times)}).save(file)
+
+    def unequal(kernel, op):
+        part = kernel.collective
+        if part is None:
+            return kernel
+        size = 1000.0 if kernel.seconds > 100e-6 else 3000.0
+        return replace(kernel, collective=replace(part, kind="all_to_all", bytes=size))
+
+    changed = replace(run, graphs=tuple(map_kernels(graph, unequal) for graph in run.graphs))
+    once = answer(changed, f"link={file}")
+    twice = answer(changed, f"batch=2 and link={file}")
+    assert once.critical.seconds == pytest.approx(3e-3, rel=0.01)
+    assert twice.critical.seconds == pytest.approx(6e-3, rel=0.01)
 
 
 @pytest.mark.parametrize(
