@@ -75,6 +75,14 @@ def test_missing_rank(tmp_path) -> None:
         load_traces(tmp_path)
 
 
+def test_one_rank_of_two(tmp_path) -> None:
+    training_step(0).write(tmp_path / "r0.json")
+    (run,) = load_traces(tmp_path)
+    expected = "missing ranks: collectives take their measured times, waits included; the first: "
+    assert run.warnings == (f"r0.json: 1 {expected}any but rank 0",)
+    assert predict_traces(run).report.seconds == pytest.approx(run.measured[0], rel=0.12)
+
+
 def test_rank_without_its_collective(tmp_path) -> None:
     training_step(0).write(tmp_path / "r0.json")
     lonely = Kineto(1)

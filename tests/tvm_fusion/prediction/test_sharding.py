@@ -110,7 +110,7 @@ def test_memory() -> None:
     fits = [one.fits for one in found]
     assert fits == sorted(fits, reverse=True) and any(fits)
     tiny = replace(V100, figures=figures | {"capacity.memory": Figure(1e9, "test")})
-    expected = "1566976000 bytes of tables do not fit on 2 ranks of v100, .*largest, 't2', has 128000"
+    expected = "1566976000 bytes of tables do not fit on 2 ranks of v100, .*'t2', has 128000"
     with pytest.raises(PredictionError, match=expected):
         shard(replace(task(), machine=tiny))
 
