@@ -18,8 +18,16 @@ from ..errors import TVMFusionError
 from ..version import __version__
 
 COMMANDS = (
-    *("compile", "run", "inspect", "bench", "explain"),
-    *("predict", "calibrate", "tune", "records"),
+    "compile",
+    "run",
+    "inspect",
+    "bench",
+    "explain",
+    "predict",
+    "shard",
+    "calibrate",
+    "tune",
+    "records",
 )
 """Commands in the order of the help: module ``run.py`` holds ``run_command``."""
 
