@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from tvm import ir, tirx
 
-from ..tir.expression_walk import nodes
 from ..workload.reduce import constant
 from .exchange import Exchange, Region, region_size
-from .loop_nest import LoopNest
+from .loop_nest import LoopNest, operands
 from .regions import regions_computed
 
 _OPERATIONS = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Min, tirx.Max, ir.Call)
@@ -94,13 +93,20 @@ def work_of(nest: LoopNest, rows: Region, itemsizes: Mapping[str, int]) -> Work:
         points = region_size(computed[stage.output]) if stage.output in computed else 0
         for axis in stage.reduced:
             points *= constant(axis.dom.extent) or 1
-        operations += points * len(nodes(stage.value, *_OPERATIONS))
+        operations += points * _operations(stage.value)
     size = sum(
         region_size(computed[buffer]) * itemsizes[buffer.name]
         for buffer in nest.func.params
         if buffer in computed
     )
     return Work(operations, size)
+
+
+def _operations(expression: tirx.Expr) -> int:
+    """Arithmetic operations of an expression, without those of indices."""
+    if isinstance(expression, ir.TensorLoad):
+        return 0
+    return isinstance(expression, _OPERATIONS) + sum(map(_operations, operands(expression)))
 
 
 def overlap_gains(network: Network, exchange: float, interior: float) -> bool:

@@ -9,20 +9,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from tvm import ir, te, tirx
 
+from examples import stencils
+from examples.stencils import TAPS, function, image, total
 from schedules.tir.block_expressions import read_stages
 from schedules.tir.expression_walk import is_if_then_else
 
 Element = tuple[str, tuple[int, ...]]
-
-
-def image(*shape: int, name: str = "A", dtype: str = "float32") -> te.Tensor:
-    """An input whose extents are counted in 64 bits."""
-    return te.placeholder([tirx.IntImm("int64", n) for n in shape], dtype, name)
-
-
-def function(*tensors: te.Tensor) -> tirx.PrimFunc:
-    """The function of inputs and an output."""
-    return te.create_prim_func(list(tensors), index_dtype_override="int64")
+Case = Callable[..., tirx.PrimFunc]
 
 
 def window(low: int, high: int, name: str = "k") -> tirx.IterVar:
@@ -30,16 +23,28 @@ def window(low: int, high: int, name: str = "k") -> tirx.IterVar:
     return te.reduce_axis((low, high), name)
 
 
-def blur(rows: int = 13, cols: int = 5) -> tirx.PrimFunc:
-    """The thesis' box blur, by columns, then by rows."""
-    a = image(rows + 2, cols + 2)
-    bx = te.compute((rows + 2, cols), lambda i, j: (a[i, j] + a[i, j + 1] + a[i, j + 2]) / 3.0, "bx")
-    by = te.compute((rows, cols), lambda i, j: (bx[i, j] + bx[i + 1, j] + bx[i + 2, j]) / 3.0, "by")
-    return function(a, by)
+def small(case: Callable[[int, int], tirx.PrimFunc], rows: int, cols: int) -> Case:
+    """A stencil of the examples, on a small image by default."""
+
+    def sized(rows: int = rows, cols: int = cols) -> tirx.PrimFunc:
+        return case(rows, cols)
+
+    sized.__name__ = case.__name__
+    return sized
 
 
-def convolution(rows: int = 11, cols: int = 6) -> tirx.PrimFunc:
-    """A 3x3 convolution of an image of interleaved channels."""
+blur = small(stencils.blur, 13, 5)
+convolution = small(stencils.convolution, 11, 4)
+cvt_color = small(stencils.cvt_color, 9, 7)
+gaussian = small(stencils.gaussian, 12, 3)
+pipeline = small(stencils.pipeline, 9, 4)
+sobel = small(stencils.sobel, 10, 6)
+heat2d = small(stencils.heat2d, 11, 7)
+heat3d = small(stencils.heat3d, 6, 4)
+
+
+def reduced_convolution(rows: int = 11, cols: int = 6) -> tirx.PrimFunc:
+    """A 3x3 convolution of all channels, as a reduction."""
     a, w = image(rows + 2, cols + 2, 3), image(3, 3, 3, 4, name="W")
     y, x, c = window(0, 3, "y"), window(0, 3, "x"), window(0, 3, "c")
     return function(
@@ -48,19 +53,6 @@ def convolution(rows: int = 11, cols: int = 6) -> tirx.PrimFunc:
         te.compute(
             (rows, cols, 4),
             lambda i, j, o: te.sum(a[i + y, j + x, c] * w[y, x, c, o], axis=[y, x, c]),
-            "C",
-        ),
-    )
-
-
-def cvt_color(rows: int = 9, cols: int = 7) -> tirx.PrimFunc:
-    """RGB to grey; no element is sent."""
-    a = image(rows, cols, 3)
-    return function(
-        a,
-        te.compute(
-            (rows, cols),
-            lambda i, j: a[i, j, 0] * 0.299 + a[i, j, 1] * 0.587 + a[i, j, 2] * 0.114,
             "C",
         ),
     )
@@ -80,66 +72,17 @@ def padded(a: te.Tensor, size: int, name: str = "P") -> te.Tensor:
     )
 
 
-def gaussian(rows: int = 12, cols: int = 6) -> tirx.PrimFunc:
-    """A separable 5-tap filter of an image with zeros around it."""
+def with_zeros(rows: int = 12, cols: int = 6) -> tirx.PrimFunc:
+    """A separable filter of 5x5 pixels of an image with zeros around it."""
     a = image(rows, cols)
     p = padded(a, 2)
-    taps = (1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16)
     gx = te.compute(
-        (rows + 4, cols), lambda i, j: sum(p[i, j + k] * tap for k, tap in enumerate(taps)), "gx"
+        (rows + 4, cols), lambda i, j: total(p[i, j + k] * tap for k, tap in enumerate(TAPS)), "gx"
     )
     gy = te.compute(
-        (rows, cols), lambda i, j: sum(gx[i + k, j] * tap for k, tap in enumerate(taps)), "gy"
+        (rows, cols), lambda i, j: total(gx[i + k, j] * tap for k, tap in enumerate(TAPS)), "gy"
     )
     return function(a, gy)
-
-
-def pipeline(rows: int = 9, cols: int = 4) -> tirx.PrimFunc:
-    """Brightening, then the negative."""
-    a = image(rows, cols)
-    bright = te.compute((rows, cols), lambda i, j: te.min(a[i, j] * 1.5, 255.0), "bright")
-    return function(a, te.compute((rows, cols), lambda i, j: 255.0 - bright[i, j], "negative"))
-
-
-def sobel(rows: int = 10, cols: int = 6) -> tirx.PrimFunc:
-    """Both gradients of an image, and their magnitude."""
-    a = image(rows + 2, cols + 2)
-    gx = te.compute(
-        (rows, cols),
-        lambda i, j: a[i, j + 2] - a[i, j] + 2.0 * (a[i + 1, j + 2] - a[i + 1, j])
-        + a[i + 2, j + 2] - a[i + 2, j],
-        "gx",
-    )  # fmt: skip
-    gy = te.compute(
-        (rows, cols),
-        lambda i, j: a[i + 2, j] - a[i, j] + 2.0 * (a[i + 2, j + 1] - a[i, j + 1])
-        + a[i + 2, j + 2] - a[i, j + 2],
-        "gy",
-    )  # fmt: skip
-    return function(
-        a,
-        te.compute(
-            (rows, cols), lambda i, j: te.sqrt(gx[i, j] * gx[i, j] + gy[i, j] * gy[i, j]), "S"
-        ),
-    )
-
-
-def heat2d(rows: int = 11, cols: int = 7) -> tirx.PrimFunc:
-    """A step of the heat equation; the border keeps its temperature."""
-    a = image(rows, cols)
-    return function(
-        a,
-        te.compute(
-            (rows, cols),
-            lambda i, j: tirx.if_then_else(
-                tirx.all(i >= 1, i < rows - 1, j >= 1, j < cols - 1),
-                a[i, j] + 0.1 * (a[i - 1, j] + a[i + 1, j] + a[i, j - 1] + a[i, j + 1])
-                - 0.4 * a[i, j],
-                a[i, j],
-            ),
-            "next",
-        ),
-    )  # fmt: skip
 
 
 def upsample(rows: int = 3, cols: int = 2) -> tirx.PrimFunc:
@@ -254,7 +197,7 @@ def centred(rows: int = 6, cols: int = 4) -> tirx.PrimFunc:
     return function(a, te.compute((rows, cols), lambda i, j: a[i, j] - total[j], "C"))
 
 
-CASES: dict[str, Callable[..., tirx.PrimFunc]] = {
+CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         blur,
@@ -264,6 +207,9 @@ CASES: dict[str, Callable[..., tirx.PrimFunc]] = {
         pipeline,
         sobel,
         heat2d,
+        heat3d,
+        reduced_convolution,
+        with_zeros,
         upsample,
         downsample,
         dilated,

@@ -43,7 +43,7 @@ class Outcome:
 def run_ranks(ranks: int, program: Path, *arguments: str) -> Outcome:
     """Run a program on some ranks, with the modules beside it and those of the checkout."""
     assert MPIEXEC is not None
-    paths = [str(ROOT), str(program.parent), str(Path(__file__).parent)]
+    paths = map(str, (ROOT, program.parent, Path(__file__).parent, ROOT / "tests" / "schedules"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TVM_NUM_THREADS": "1"}
     begin = time.monotonic()
     done = subprocess.run(

@@ -94,6 +94,11 @@ class LocalProgram:
         Their kernels.
     repeat : str | None
         The input that takes the output in the next step.
+
+    Attributes
+    ----------
+    buffers : dict[str, LocalBuffer]
+        The windows of all parameters, by name.
     """
 
     def __init__(
@@ -111,12 +116,12 @@ class LocalProgram:
         self._kernels = kernels
         self._crew = Crew(world.threads)
         self._part = plan.parts[world.rank]
-        self._buffers = {
+        self.buffers = {
             buffer.name: self._allocate(buffer.name, str(buffer.dtype))
             for buffer in plan.nest.func.params
         }
         self._tensors = {
-            name: tvm_ffi.from_dlpack(buffer.array) for name, buffer in self._buffers.items()
+            name: tvm_ffi.from_dlpack(buffer.array) for name, buffer in self.buffers.items()
         }
 
     def _allocate(self, name: str, dtype: str) -> LocalBuffer:
@@ -135,13 +140,13 @@ class LocalProgram:
         names = [buffer.name for buffer in self.plan.nest.inputs]
         if name not in names:
             raise InvalidInputError(f"no input is called {name!r}; the inputs are {names}")
-        return LocalArray(self._buffers[name], self._part.owned[name])
+        return LocalArray(self.buffers[name], self._part.owned[name])
 
     @property
     def output(self) -> LocalArray:
         """What this rank holds of the output."""
         name = self.plan.nest.output.name
-        return LocalArray(self._buffers[name], self._part.owned[name])
+        return LocalArray(self.buffers[name], self._part.owned[name])
 
     def __call__(self, steps: int = 1) -> np.ndarray:
         """Run the program; called by all ranks together.
@@ -173,10 +178,10 @@ class LocalProgram:
 
     def _step(self) -> None:
         for transfer in self.plan.transfers:
-            self.world.start(transfer.exchange, self._buffers)
+            self.world.start(transfer.exchange, self.buffers)
             if transfer.mode.blocking:
                 self.world.finish(transfer.exchange)
-        self.world.start(self.plan.exchange, self._buffers)
+        self.world.start(self.plan.exchange, self.buffers)
         self._run(interior=True)
         for transfer in self.plan.transfers:
             if not transfer.mode.blocking:
@@ -194,6 +199,6 @@ class LocalProgram:
         """Let the output of a step be the input of the next."""
         output, name = self.plan.nest.output.name, self.repeat
         assert name is not None, "several steps need repeat="
-        buffers, tensors = self._buffers, self._tensors
+        buffers, tensors = self.buffers, self._tensors
         buffers[output], buffers[name] = buffers[name], buffers[output]
         tensors[output], tensors[name] = tensors[name], tensors[output]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ class _Shared:
     size: int
     timeout: float
     arrived: threading.Condition = field(default_factory=threading.Condition)
-    mail: dict[tuple[int, Message], np.ndarray] = field(default_factory=dict)
+    mail: dict[tuple[int, Message], deque[np.ndarray]] = field(default_factory=dict)
     gathered: dict[int, dict[int, Any]] = field(default_factory=dict)
     failed: BaseException | None = None
 
@@ -70,7 +71,7 @@ class LocalWorld:
         with self._shared.arrived:
             for message in exchange.sent_by(self.rank):
                 data = buffers[message.buffer].view(message.region).copy()
-                self._shared.mail[exchange.id, message] = data
+                self._shared.mail.setdefault((exchange.id, message), deque()).append(data)
                 self.sent.append((message, data.nbytes))
             self._shared.arrived.notify_all()
 
@@ -88,10 +89,10 @@ class LocalWorld:
         for message in exchange.received_by(self.rank):
             key = exchange.id, message
             self._wait(
-                functools.partial(self._shared.mail.__contains__, key),
+                functools.partial(self._shared.mail.get, key),
                 f"exchange {exchange.id}: rank {self.rank} waits for rank {message.source}",
             )
-            data = self._shared.mail.pop(key)
+            data = self._shared.mail[key].popleft()
             buffers[message.buffer].view(message.region)[...] = data
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
@@ -124,7 +125,7 @@ class LocalWorld:
         self._wait(lambda: len(values) == self.size, f"{what}: rank {self.rank} waits for others")
         return [values[rank] for rank in range(self.size)]
 
-    def _wait(self, ready: Callable[[], bool], doing: str) -> None:
+    def _wait(self, ready: Callable[[], object], doing: str) -> None:
         shared = self._shared
         with shared.arrived:
             ended = shared.arrived.wait_for(

@@ -66,6 +66,8 @@ class Softmax(CPURule):
         if not all(reducible(stage.facts) for stage in stages if "R" in stage.facts.kinds):
             return None
         side_by_side = runs_in_columns(kernel, stages[0].facts)
+        if side_by_side and len(stages) < 2:
+            return None  # a reduction by itself, whose nest there is nothing to merge with
         chain = _NeighbouringRows if side_by_side else _ContiguousRows
         return chain(kernel, stages).schedule()
 

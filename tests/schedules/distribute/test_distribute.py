@@ -86,7 +86,7 @@ def test_stencils_are_cut_like_their_output() -> None:
 def test_columns() -> None:
     plan = distribute(CASES["gaussian"](), "j", 3)
     check_messages(plan, interpreter_of("gaussian"))
-    assert plan.parts[1].owned["gy"] == ((0, 12), (2, 4))
+    assert plan.parts[1].owned["gy"] == ((0, 12), (1, 2), (0, 3))
 
 
 def test_inputs_that_no_loop_moves_are_everywhere() -> None:

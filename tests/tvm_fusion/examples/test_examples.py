@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import tvm_ffi
+from mpi_ranks import needs_mpi, run_ranks
 from small_onnx import small_model
 from tvm import s_tir, tirx
 
-from examples import coalesced_reduction, demo, relay_pipeline
-from examples.benchmarks import campaign, networks, pairs, reductions_cpu, rooflines
+from examples import coalesced_reduction, demo, distributed_blur, relay_pipeline
+from examples.benchmarks import campaign, distributed, networks, pairs, reductions_cpu, rooflines
 from tvm_fusion.bench.race import EngineSpec, Plan
 from tvm_fusion.compiler import pipeline, target
 
@@ -235,6 +236,34 @@ def test_coalesced_reduction_prints_its_kernel(capsys: pytest.CaptureFixture[str
     names = re.findall(r"__global__ .*?(\w+)_kernel\(", out)  # a declaration, then the kernel
     assert len(names) == 2 and len(set(names)) == 1  # on a GPU both sums are one
     assert names[0].count("coalesced_sum") == 2 and "blockIdx.x" in out
+
+
+def test_distributed_blur(capsys: pytest.CaptureFixture[str]) -> None:
+    assert distributed_blur.main(["--ranks", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("loops r over 3 ranks; 8224 bytes in 4 messages")
+    assert "largest error of 3 ranks: " in out
+    assert "rows (0, 125) on the CPU, (125, 1000) on the GPU" in out
+    assert out.count("__global__") == 4 and "blockIdx.y" in out  # declarations, then kernels
+
+
+@needs_mpi
+def test_distributed_blur_of_processes() -> None:
+    outcome = run_ranks(2, Path(distributed_blur.__file__), "--mpi")
+    assert outcome.code == 0, outcome.stderr
+    assert "largest error of 2 ranks: " in outcome.stdout
+
+
+@needs_mpi
+def test_distributed_stencils(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    path = tmp_path / "distributed.json"
+    monkeypatch.setenv(distributed.SMALL, "1")
+    arguments = ["--rounds", "1", "--output", str(path), "--only", "heat2d"]
+    assert distributed.main(arguments) == 0
+    jobs = json.loads(path.read_text())["results"]["heat2d"]["jobs"]
+    assert jobs["2 ranks"]["bytes"] == 2 * 46 * 4  # without the corners
+    assert jobs["1 rank, 2 threads"]["messages"] == 0
+    assert "2 ranks to 1 rank with 2 threads" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("case", reductions_cpu.CASES, ids=lambda case: case.name)

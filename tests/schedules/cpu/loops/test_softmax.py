@@ -144,3 +144,5 @@ def test_other_functions_and_targets_are_left_alone():
     x = tensor("x", 6, 10)
     assert Softmax().apply(function([x], topi.nn.relu(x)), HOST, False) is None
     assert Softmax().apply(softmax((6, 10), 1), FOREIGN, False) is None
+    columns = tensor("x", 10, 16)
+    assert Softmax().apply(function([columns], topi.sum(columns, 0)), HOST, False) is None

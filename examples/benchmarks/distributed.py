@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stencils on one rank and on two, each rank a process of MPI.
+
+    python examples/benchmarks/distributed.py [--only NAME ...] [--rounds 3]
+
+Three jobs take turns: one rank with one thread, one rank with two threads, two ranks with one
+thread each. All of them compute the same bits. Prints a table and writes
+results/CPU/distributed.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tvm_fusion import distributed
+from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.errors import DistributedError
+from tvm_fusion.machine.host_info import host_info
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# The checkout itself holds the modules beside this one.
+from examples.benchmarks.campaign import CPU_FOLDER, write_aside  # noqa: E402
+from examples.stencils import STENCILS, STORED, tiled  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stencil on an image.
+
+    Parameters
+    ----------
+    stencil : str
+        Its name.
+    rows, cols : int
+        Of its output.
+    steps : int
+        How often it is applied in a run, each time with an exchange.
+    is_tiled : bool
+        Whether it has the schedule of the examples instead of those of our rules.
+    """
+
+    stencil: str
+    rows: int
+    cols: int
+    steps: int = 1
+    is_tiled: bool = False
+
+
+CASES = {
+    "blur": Case("blur", 8192, 8192),
+    "blur_wide": Case("blur", 256, 262144),
+    "convolution": Case("convolution", 4096, 4096),
+    "cvt_color": Case("cvt_color", 4096, 4096),
+    "gaussian": Case("gaussian", 4096, 4096, is_tiled=True),
+    "pipeline": Case("pipeline", 4096, 4096, is_tiled=True),
+    "sobel": Case("sobel", 8192, 8192),
+    "heat2d": Case("heat2d", 4096, 4096, steps=100),
+    "heat3d": Case("heat3d", 256, 256, steps=100),
+}
+JOBS = {"1 rank, 1 thread": (1, 1), "1 rank, 2 threads": (1, 2), "2 ranks": (2, 1)}
+"""Ranks and threads of each."""
+
+SMALL = "TVM_FUSION_SMALL_STENCILS"
+"""Environment variable; where it is set, images have 48 x 48 elements, and runs are short."""
+
+_RUN_SECONDS = 1.0
+_MOST_RUNS = 50
+
+
+def case_of(name: str) -> Case:
+    """The case of a name, at its size or at a small one."""
+    case = CASES[name]
+    if SMALL in os.environ:
+        return replace(case, rows=48, cols=48, steps=min(case.steps, 3))
+    return case
+
+
+def compile_case(case: Case, ranks: int, threads: int) -> distributed.Program:
+    """Compile a stencil for some ranks."""
+    own = functools.partial(tiled, stored=STORED.get(case.stencil, ""))
+    return distributed.compile(
+        STENCILS[case.stencil](case.rows, case.cols),
+        ranks,
+        schedule=own if case.is_tiled else None,
+        repeat="A" if case.steps > 1 else None,
+        threads=threads,
+    )
+
+
+def serve(name: str, ranks: int, threads: int) -> None:
+    """Run a case on this rank; the first rank prints what was measured, as JSON."""
+    case = case_of(name)
+    with distributed.session(ranks, threads=threads) as world:
+        program = compile_case(case, ranks, threads)
+        local = program.on(world)
+        _fill(local, program)
+        rows = local(case.steps)
+        checksum = _checksum(rows, local.output.region[0][0])
+        _fill(local, program)
+        runs = _times(world, lambda: local(case.steps))
+        exchange = _times(world, lambda: _exchange(world, program, local))
+        checksums = world.all_gather(np.array(checksum, np.uint64))
+        if world.rank == 0:
+            found = {
+                "run_ms": statistics.median(runs) * 1e3,
+                "exchange_us": statistics.median(exchange) * 1e6,
+                "runs": len(runs),
+                "bytes": program.distribution.bytes,
+                "messages": len(program.distribution.exchange.messages),
+                "checksum": int(checksums.sum(dtype=np.uint64)),
+            }
+            print(json.dumps(found))
+
+
+def _fill(local: Any, program: distributed.Program) -> None:
+    """Give each row of the inputs values that do not depend on who owns it."""
+    for number, buffer in enumerate(program.distribution.nest.inputs):
+        held = local.input(buffer.name)
+        for row, values in enumerate(held.owned, start=held.region[0][0]):
+            random = np.random.default_rng((number, row))
+            values[...] = random.random(values.shape, np.float32)
+
+
+def _checksum(rows: np.ndarray, first: int) -> int:
+    """Sum of checksums of rows, each with its number, so that it can be added over ranks."""
+    numbers = (zlib.crc32(row.tobytes(), first + k) for k, row in enumerate(rows))
+    return sum(numbers) % (1 << 62)
+
+
+def _times(world: distributed.World, run: Callable[[], object]) -> list[float]:
+    """Seconds of runs that all ranks begin together, each that of the slowest rank."""
+    seconds: list[float] = []
+    longest = 0.0 if SMALL in os.environ else _RUN_SECONDS
+    while not seconds or (sum(seconds) < longest and len(seconds) < _MOST_RUNS):
+        world.barrier()
+        begin = time.perf_counter()
+        run()
+        mine = np.array(time.perf_counter() - begin)
+        seconds.append(float(world.all_gather(mine).max()))
+    return seconds
+
+
+def _exchange(world: distributed.World, program: distributed.Program, local: Any) -> None:
+    """The exchange of a step, without its kernels."""
+    exchange = program.distribution.exchange
+    world.start(exchange, local.buffers)
+    world.finish(exchange)
+
+
+def run_job(name: str, ranks: int, threads: int) -> dict[str, Any]:
+    """Measure a case by a job of MPI.
+
+    Raises
+    ------
+    DistributedError
+        If the job fails.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if launcher is None:
+        raise DistributedError("there is no mpiexec; install it by: pip install 'tvm-fusion[mpi]'")
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    job = ["--job", name, "--ranks", str(ranks), "--threads", str(threads)]
+    done = subprocess.run(
+        [launcher, "-n", str(ranks), sys.executable, __file__, *job],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        raise DistributedError(f"the job {name} of {ranks} ranks failed: {done.stderr[-500:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(name: str, rounds: int) -> dict[str, Any]:
+    """Let the jobs of a case take turns; medians of their rounds.
+
+    Raises
+    ------
+    DistributedError
+        If a job fails, or computes other bits than the first.
+    """
+    found: dict[str, list[dict[str, Any]]] = {title: [] for title in JOBS}
+    for _ in range(rounds):
+        for title, (ranks, threads) in JOBS.items():
+            found[title].append(run_job(name, ranks, threads))
+    checksums = {turn["checksum"] for turns in found.values() for turn in turns}
+    if len(checksums) > 1:
+        raise DistributedError(f"the jobs of {name} compute different bits")
+    jobs = {}
+    for title, turns in found.items():
+        jobs[title] = {
+            "run_ms": statistics.median(turn["run_ms"] for turn in turns),
+            "exchange_us": statistics.median(turn["exchange_us"] for turn in turns),
+            "bytes": turns[0]["bytes"],
+            "messages": turns[0]["messages"],
+            "turns_ms": [turn["run_ms"] for turn in turns],
+        }
+    return {"case": vars(case_of(name)), "jobs": jobs}
+
+
+def table_of(results: dict[str, dict[str, Any]]) -> Table:
+    """One row a case."""
+    table = Table(title="Stencils over ranks, medians in ms")
+    headings = ("case", "size", *JOBS, "to 1 thread", "to 2 threads", "exchange us", "bytes")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number > 1 else "left")
+    for name, result in results.items():
+        one, two, ranks = (result["jobs"][title] for title in JOBS)
+        case = result["case"]
+        steps = f" x {case['steps']} steps" if case["steps"] > 1 else ""
+        table.add_row(
+            name,
+            f"{case['rows']} x {case['cols']}{steps}",
+            *(f"{job['run_ms']:.2f}" for job in (one, two, ranks)),
+            f"{one['run_ms'] / ranks['run_ms']:.2f}x",
+            f"{two['run_ms'] / ranks['run_ms']:.2f}x",
+            f"{ranks['exchange_us']:.0f}",
+            str(ranks["bytes"]),
+        )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all cases, or be a rank of one."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    options.add_argument("--rounds", type=int, default=3, help="turns of each job")
+    options.add_argument("--output", type=Path, default=CPU_FOLDER / "distributed.json")
+    options.add_argument("--job", choices=list(CASES), help=argparse.SUPPRESS)
+    options.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
+    options.add_argument("--threads", type=int, help=argparse.SUPPRESS)
+    given = options.parse_args(arguments)
+    if given.job:
+        serve(given.job, given.ranks, given.threads)
+        return 0
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    kept = json.loads(given.output.read_text()) if given.output.exists() else {}
+    results = kept.get("results", {})
+    for name in given.only:
+        results[name] = measure(name, given.rounds)
+        ordered = {case: results[case] for case in CASES if case in results}
+        text = json_text({"machine": host_info(), "rounds": given.rounds, "results": ordered})
+        write_aside(given.output, lambda path, text=text: path.write_text(text))
+    console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
+    console.print(table_of(ordered))
+    ratios = [
+        result["jobs"]["1 rank, 2 threads"]["run_ms"] / result["jobs"]["2 ranks"]["run_ms"]
+        for result in ordered.values()
+    ]
+    console.print(f"2 ranks to 1 rank with 2 threads: {statistics.geometric_mean(ratios):.2f}x")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

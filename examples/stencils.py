@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loop nests over images, as TensorIR: what the thesis on distributed Tiramisu measures, and heat.
+
+R. Denniston's thesis (distributed, heterogeneous and cooperative code generation in Tiramisu),
+chapter 5: box blur, convolution, conversion to grey, Gaussian blur, pipeline, Sobel operator.
+Images are float32; those of three channels are interleaved (rows, columns, channels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from tvm import s_tir, te, tirx
+
+GREY = (0.299, 0.587, 0.114)
+TAPS = (1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16)
+CHANNELS = 3
+DIFFUSION = 0.1
+
+
+def image(*shape: int, name: str = "A", dtype: str = "float32") -> te.Tensor:
+    """An input whose extents are counted in 64 bits, as those of large images need."""
+    return te.placeholder([tirx.IntImm("int64", n) for n in shape], dtype, name)
+
+
+def function(*tensors: te.Tensor) -> tirx.PrimFunc:
+    """The function of inputs and an output."""
+    return te.create_prim_func(list(tensors), index_dtype_override="int64")
+
+
+def blur(rows: int, cols: int) -> tirx.PrimFunc:
+    """Box blur of 3x3 pixels: along the columns, then along the rows."""
+    a = image(rows + 2, cols + 2)
+    bx = te.compute(
+        (rows + 2, cols), lambda i, j: (a[i, j] + a[i, j + 1] + a[i, j + 2]) / 3.0, "bx"
+    )
+    by = te.compute((rows, cols), lambda i, j: (bx[i, j] + bx[i + 1, j] + bx[i + 2, j]) / 3.0, "by")
+    return function(a, by)
+
+
+def convolution(rows: int, cols: int) -> tirx.PrimFunc:
+    """Filter of 3x3 pixels, whose weights are an input, of each channel."""
+    a, w = image(rows + 2, cols + 2, CHANNELS), image(3, 3, name="W")
+    window = [(y, x) for y in range(3) for x in range(3)]
+    return function(
+        a,
+        w,
+        te.compute(
+            (rows, cols, CHANNELS),
+            lambda i, j, c: total(a[i + y, j + x, c] * w[y, x] for y, x in window),
+            "C",
+        ),
+    )
+
+
+def cvt_color(rows: int, cols: int) -> tirx.PrimFunc:
+    """Conversion of RGB to grey."""
+    a = image(rows, cols, CHANNELS)
+    return function(
+        a,
+        te.compute(
+            (rows, cols),
+            lambda i, j: total(a[i, j, c] * weight for c, weight in enumerate(GREY)),
+            "C",
+        ),
+    )
+
+
+def gaussian(rows: int, cols: int) -> tirx.PrimFunc:
+    """Separable filter of 5x5 pixels of each channel."""
+    a = image(rows + 4, cols + 4, CHANNELS)
+    gx = te.compute(
+        (rows + 4, cols, CHANNELS),
+        lambda i, j, c: total(a[i, j + k, c] * tap for k, tap in enumerate(TAPS)),
+        "gx",
+    )
+    gy = te.compute(
+        (rows, cols, CHANNELS),
+        lambda i, j, c: total(gx[i + k, j, c] * tap for k, tap in enumerate(TAPS)),
+        "gy",
+    )
+    return function(a, gy)
+
+
+def pipeline(rows: int, cols: int) -> tirx.PrimFunc:
+    """Brightening, then the negative, of each channel."""
+    a = image(rows, cols, CHANNELS)
+    bright = te.compute(a.shape, lambda i, j, c: te.min(a[i, j, c] * 1.5, 255.0), "bright")
+    return function(a, te.compute(a.shape, lambda i, j, c: 255.0 - bright[i, j, c], "negative"))
+
+
+def sobel(rows: int, cols: int) -> tirx.PrimFunc:
+    """Both gradients of a grey image, and their magnitude."""
+    a = image(rows + 2, cols + 2)
+    weights = ((0, 1.0), (1, 2.0), (2, 1.0))
+    gx = te.compute(
+        (rows, cols),
+        lambda i, j: total((a[i + k, j + 2] - a[i + k, j]) * weight for k, weight in weights),
+        "gx",
+    )
+    gy = te.compute(
+        (rows, cols),
+        lambda i, j: total((a[i + 2, j + k] - a[i, j + k]) * weight for k, weight in weights),
+        "gy",
+    )
+    return function(
+        a,
+        te.compute(
+            (rows, cols), lambda i, j: te.sqrt(gx[i, j] * gx[i, j] + gy[i, j] * gy[i, j]), "S"
+        ),
+    )
+
+
+def heat2d(rows: int, cols: int) -> tirx.PrimFunc:
+    """A step of the heat equation on a plane; the border keeps its temperature."""
+    a = image(rows, cols)
+    return function(a, te.compute(a.shape, lambda i, j: _heat(a, (i, j)), "next"))
+
+
+def heat3d(rows: int, cols: int) -> tirx.PrimFunc:
+    """A step of the heat equation in a cuboid of ``rows`` planes of ``cols`` x ``cols`` cells."""
+    a = image(rows, cols, cols)
+    return function(a, te.compute(a.shape, lambda i, j, k: _heat(a, (i, j, k)), "next"))
+
+
+def _heat(a: te.Tensor, at: tuple[tirx.Var, ...]) -> tirx.Expr:
+    inside = [0 < index for index in at]
+    inside += [index < int(extent) - 1 for index, extent in zip(at, a.shape, strict=True)]
+    neighbours = [
+        a[(*at[:axis], at[axis] + step, *at[axis + 1 :])]
+        for axis in range(len(at))
+        for step in (-1, 1)
+    ]
+    change = DIFFUSION * (total(neighbours) - float(len(neighbours)) * a[at])
+    return tirx.if_then_else(tirx.all(*inside), a[at] + change, a[at])
+
+
+def total(terms: Iterable[tirx.Expr]) -> tirx.Expr:
+    """Sum of some terms, from left to right."""
+    first, *others = terms
+    for term in others:
+        first = first + term
+    return first
+
+
+def tiled(schedule: s_tir.Schedule, stored: str = "", lanes: int = 16) -> None:
+    """Schedule a stencil in tiles of 32 rows, in vectors, tiles in parallel (Figure 1-7).
+
+    Parameters
+    ----------
+    schedule : s_tir.Schedule
+        A stencil, or a part of it.
+    stored : str
+        A stage that each tile computes first, into its own buffer; all others are inlined.
+    lanes : int
+        Elements of a vector; columns and channels are one loop, whose extent they divide.
+    """
+    *others, output = schedule.get_child_blocks(schedule.get_sblock("root"))
+    for block in others:
+        if schedule.get(block).name_hint != stored:
+            schedule.compute_inline(block)
+    axes = schedule.get_loops(output)
+    columns = schedule.fuse(*axes[1:])
+    rows, row = schedule.split(axes[0], [None, 32])
+    tiles, column = schedule.split(columns, [None, 96 * lanes])
+    schedule.reorder(rows, tiles, row, column)
+    if stored:
+        schedule.compute_at(schedule.get_sblock(stored), tiles)
+        inner = schedule.get_loops(schedule.get_sblock(stored))[2:]
+        _, lane = schedule.split(schedule.fuse(*inner[1:]), [None, lanes])
+        schedule.vectorize(lane)
+    _, lane = schedule.split(column, [None, lanes])
+    schedule.vectorize(lane)
+    schedule.parallel(schedule.fuse(rows, tiles))
+
+
+STORED = {"blur": "bx", "gaussian": "gx"}
+"""The stages that tiles store."""
+
+STENCILS: dict[str, Callable[[int, int], tirx.PrimFunc]] = {
+    case.__name__: case
+    for case in (blur, convolution, cvt_color, gaussian, pipeline, sobel, heat2d, heat3d)
+}
+"""All of them, by name; each takes the rows and columns of its output."""

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explicit transfers: what they need."""
+
+from __future__ import annotations
+
+import pytest
+from loop_nests import blur
+
+from schedules.distribute.distribute import Distribution, distribute
+from schedules.distribute.exchange import Message
+from schedules.distribute.transfer import Mode, Transfer, send_recv
+from schedules.errors import OpError
+
+
+def plan_of(*transfers: Transfer) -> Distribution:
+    return distribute(blur(12), "i", 3, transfers=transfers)
+
+
+def test_relay() -> None:
+    plan = plan_of(
+        send_recv("A", (0, 5), 0, 2),
+        send_recv("A", ((0, 3), (1, 4)), 2, 1, Mode(synchronous=True)),
+    )
+    messages = [exchange.messages[0] for exchange in plan.exchanges[:2]]
+    assert messages == [
+        Message(0, 2, "A", ((0, 5), (0, 7))),
+        Message(2, 1, "A", ((0, 3), (1, 4))),
+    ]
+    assert [exchange.synchronous for exchange in plan.exchanges] == [False, True, False]
+    assert [exchange.id for exchange in plan.exchanges] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("transfer", "reason"),
+    [
+        (send_recv("B", (0, 2), 0, 1), r"transfer of 'B'\[0:2\] from rank 0 to 1: no such input"),
+        (send_recv("A", (0, 2), 0, 3), "rank 3 is none of 0 to 2"),
+        (send_recv("A", (0, 2), -1, 1), "rank -1 is none of 0 to 2"),
+        (send_recv("A", (0, 2), 1, 1), "needs no transfer to itself"),
+        (send_recv("A", (0, 15), 0, 1), r"it has no such rows; its shape is \(14, 7\)"),
+        (send_recv("A", (2, 2), 0, 1), "it has no such rows"),
+        (send_recv("A", ((0, 1), (0, 1), (0, 1)), 0, 1), "it has no such rows"),
+        (send_recv("A", (4, 8), 0, 1), r"rank 0 does not hold region \(\(5, 8\), \(0, 7\)\)"),
+        (
+            send_recv("A", (0, 2), 0, 2, Mode(blocking=False)),
+            "no block of rank 2 reads it, so that none waits for it; make it blocking",
+        ),
+    ],
+)
+def test_refused(transfer: Transfer, reason: str) -> None:
+    with pytest.raises(OpError, match=reason):
+        plan_of(transfer)

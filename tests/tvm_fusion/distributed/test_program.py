@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributed programs on ranks of this process: the bits of one rank, whatever is distributed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_nests import CASES, blur, chain, heat2d, matmul, pipeline, random_arrays
+from tvm import s_tir
+
+from schedules.distribute.cost import Network, Processor
+from schedules.distribute.exchange import Region
+from schedules.distribute.transfer import Mode, send_recv
+from tvm_fusion.distributed import Program, compile
+from tvm_fusion.distributed.local_world import LocalWorld, run_ranks
+from tvm_fusion.errors import DistributedError, InvalidInputError, OpError, TargetError
+
+
+def slices(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(begin, end) for begin, end in region)
+
+
+def run(program: Program, arrays: dict[str, np.ndarray], steps: int = 1) -> np.ndarray:
+    """Run a program on all ranks; what a rank does not own is poisoned."""
+    nest = program.distribution.nest
+    result = np.full_like(arrays[nest.output.name], np.nan)
+
+    def work(world: LocalWorld) -> int:
+        local = program.on(world)
+        for buffer in nest.inputs:
+            held = local.input(buffer.name)
+            held.window.array[...] = np.nan
+            held.owned[...] = arrays[buffer.name][slices(held.region)]
+        local.output.window.array[...] = np.nan
+        result[slices(local.output.region)] = local(steps)
+        return sum(size for _, size in world.sent)
+
+    sent = run_ranks(program.ranks, work)
+    assert sum(sent) == program.distribution.bytes * steps
+    return result
+
+
+@functools.cache
+def one_rank(name: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    func = CASES[name]()
+    arrays = random_arrays(func)
+    result = run(compile(func, 1), arrays)
+    assert not np.isnan(result).any()
+    return arrays, result
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [(name, 3) for name in CASES]
+    + [("blur", 2), ("chain", 5), ("every_fourth", 7), ("blur", 64)],
+)
+def test_same_bits(name: str, ranks: int) -> None:
+    arrays, expected = one_rank(name)
+    np.testing.assert_array_equal(run(compile(CASES[name](), ranks), arrays), expected)
+
+
+@pytest.mark.parametrize("name", ["blur", "reduced_convolution", "matmul"])
+def test_same_bits_on_a_grid(name: str) -> None:
+    arrays, expected = one_rank(name)
+    program = compile(CASES[name](), 6, loop=[0, 1], grid=(3, 2))
+    np.testing.assert_array_equal(run(program, arrays), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "loops"), [("blur", (0,)), ("chain", (0,)), ("heat2d", (0, 1)), ("dilated", (0,))]
+)
+def test_same_bits_overlapped(name: str, loops: tuple[int, ...]) -> None:
+    arrays, expected = one_rank(name)
+    program = compile(CASES[name](), 2 ** len(loops), loop=loops, overlap="always")
+    np.testing.assert_array_equal(run(program, arrays), expected)
+
+
+@given(name=st.sampled_from(sorted(CASES)), data=st.data())
+@settings(max_examples=settings.default.max_examples // 4)
+def test_same_bits_for_any_sizes(name: str, data: st.DataObject) -> None:
+    arrays, expected = one_rank(name)
+    extent = len(expected)
+    cuts = sorted(data.draw(st.lists(st.integers(0, extent), max_size=6)))
+    sizes = [end - begin for begin, end in zip([0, *cuts], [*cuts, extent], strict=True)]
+    overlap: Any = data.draw(st.sampled_from(["always", "never"]))
+    program = compile(CASES[name](), sizes=sizes, overlap=overlap)
+    np.testing.assert_array_equal(run(program, arrays), expected)
+
+
+def test_blur_of_numpy() -> None:
+    arrays, result = one_rank("blur")
+    a = arrays["A"].astype(np.float64)
+    rows = a[:, :-2] + a[:, 1:-1] + a[:, 2:]
+    expected = (rows[:-2] + rows[1:-1] + rows[2:]) / 9
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
+
+
+def test_a_row_too_few_is_seen() -> None:
+    """The poison of a halo that is not sent shows in the result."""
+    arrays, _ = one_rank("blur")
+    program = compile(blur(), 3)
+
+    def work(world: LocalWorld) -> bool:
+        local = program.on(world)
+        held = local.input("A")
+        held.window.array[...] = np.nan
+        held.owned[...] = arrays["A"][slices(held.region)]
+        world.start = lambda *_: None  # type: ignore[method-assign]
+        world.finish = lambda *_: None  # type: ignore[method-assign]
+        return bool(np.isnan(local()).any())
+
+    assert run_ranks(3, work) == [True] * 3
+
+
+@pytest.mark.parametrize(("ranks", "overlap"), [(1, "never"), (2, "always"), (4, "never")])
+def test_steps(ranks: int, overlap: Any) -> None:
+    func = heat2d(9, 6)
+    arrays = random_arrays(func)
+    program = compile(func, ranks, repeat="A", overlap=overlap)
+    expected = arrays["A"]
+    single = compile(func, 1)
+    for _ in range(5):
+        expected = run(single, arrays | {"A": expected})
+    np.testing.assert_array_equal(run(program, arrays, steps=5), expected)
+
+
+def test_transfers() -> None:
+    arrays, expected = one_rank("blur")
+    transfers = [
+        send_recv("A", (0, 4), 0, 2),
+        send_recv("A", (5, 7), 1, 0, Mode(synchronous=True, blocking=False)),
+    ]
+    program = compile(blur(), 3, transfers=transfers)
+    np.testing.assert_array_equal(run(program, arrays), expected)
+
+
+def test_own_schedules() -> None:
+    arrays, expected = one_rank("blur")
+    seen = []
+
+    def tile(schedule: s_tir.Schedule) -> None:
+        block = schedule.get_sblock("by")
+        rows, cols = schedule.get_loops(block)
+        outer, inner = schedule.split(rows, [None, 2])
+        schedule.compute_at(schedule.get_sblock("bx"), outer)
+        schedule.vectorize(cols)
+        seen.append(schedule)
+
+    program = compile(blur(), 3, schedule=tile)
+    assert len(seen) == len(program.kernels) == 2
+    np.testing.assert_array_equal(run(program, arrays), expected)
+    mixed = compile(blur(), 3, schedule={1: tile})
+    assert len(mixed.kernels) == 3
+    np.testing.assert_array_equal(run(mixed, arrays), expected)
+
+
+def test_ranks_share_kernels() -> None:
+    assert len(compile(blur(64, 8), 8).kernels) == 1
+    assert len(compile(heat2d(64, 8), 8).kernels) == 2  # a border's window is a row shorter
+
+
+def test_explain() -> None:
+    program = compile(
+        blur(12, 6),
+        2,
+        network=Network(latency=2e-6, bandwidth=1e9),
+        processor=Processor(rate=1e6, bandwidth=1e9),
+    )
+    assert program.explain() == """\
+loops i over 2 ranks; 64 bytes in 2 messages
+rank  iterations                     sends    receives    compute   exchange  kernels
+   0  0:6                               32          32   252.0 us     2.0 us  part_0[0:6]
+      from 1: A[7:8, 0:8], 32 bytes
+   1  6:12                              32          32   252.0 us     2.0 us  part_0[6:12]
+      from 0: A[6:7, 0:8], 32 bytes"""
+    overlapped = compile(heat2d(8), 10, overlap="always").explain()
+    assert "0:0" not in overlapped and "none" in overlapped
+
+
+def test_overlap_by_the_model() -> None:
+    slow = Network(latency=1e-3, progress=1.0)
+    idle = Processor(rate=1e3, bandwidth=1e9)
+    chosen = compile(blur(), 2, network=slow, processor=idle)
+    assert [piece.is_interior for piece in chosen.pieces[0]] == [True, False]
+    assert len(compile(blur(), 2, network=Network(progress=0.0)).pieces[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "reason"),
+    [
+        ({"overlap": "maybe"}, OpError, "overlap is 'maybe'; expected"),
+        ({"target": "opencl"}, TargetError, "ranks compute on CPUs"),
+        ({"repeat": "B"}, OpError, "repeat names 'B'; the inputs are A"),
+        ({"repeat": "A"}, OpError, "'A' of shape .* cannot take the output"),
+        ({"schedule": {2: print}}, OpError, "given for rank 2; ranks are 0 to 1"),
+    ],
+)
+def test_refused(arguments: dict, error: type[Exception], reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        compile(blur(), 2, **arguments)
+
+
+def test_refused_steps() -> None:
+    with pytest.raises(OpError, match="rank 0 owns .* give owned= or sizes="):
+        compile(heat2d(9), 2, repeat="A", owned={"A": [2, 7]})
+    program = compile(pipeline(), 1)
+    for steps in (0, 2):
+        with pytest.raises(InvalidInputError, match=f"steps is {steps}; expected 1, or more for"):
+            run_ranks(1, lambda world, steps=steps: program.on(world)(steps))
+
+
+def test_refused_ranks() -> None:
+    program = compile(matmul(), 2)
+    with pytest.raises(InvalidInputError, match="compiled for 2 ranks and there are 3; start it"):
+        run_ranks(3, program.on)
+    other = compile(chain(), 2)
+    with pytest.raises(DistributedError, match=r"ranks \[1\] and rank 0 have different programs"):
+        run_ranks(2, lambda world: (other if world.rank else program).on(world))
+
+
+def test_refused_inputs() -> None:
+    program = compile(matmul(), 1)
+    with pytest.raises(InvalidInputError, match="no input is called 'C'; the inputs are"):
+        run_ranks(1, lambda world: program.on(world).input("C"))
