@@ -17,7 +17,10 @@ import click
 from ..errors import TVMFusionError
 from ..version import __version__
 
-COMMANDS = ("compile", "run", "inspect", "bench", "explain", "predict", "tune", "records")
+COMMANDS = (
+    *("compile", "run", "inspect", "bench", "explain", "predict", "tune", "records"),
+    "calibrate",
+)
 """Commands in the order of the help: module ``run.py`` holds ``run_command``."""
 
 DEBUG = "TVM_FUSION_DEBUG"

@@ -13,6 +13,7 @@ from rich.console import Group
 from .options import json_option
 from .output import show_table
 
+
 @click.command("predict")
 @click.option(
     "--traces",
