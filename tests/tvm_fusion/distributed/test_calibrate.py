@@ -23,7 +23,7 @@ def test_fit_finds_latency_and_bandwidth() -> None:
 @needs_mpi
 def test_command(tmp_path: Path) -> None:
     file = tmp_path / "network.json"
-    outcome = run_ranks(2, "tvm_fusion.cli", "calibrate", "--output", str(file))
+    outcome = run_ranks(2, "tvm_fusion.cli", "calibrate", "--network", "--output", str(file))
     assert outcome.code == 0, outcome.stderr
     assert outcome.stdout.count("network.latency") == 1
     machine = load_machine(file)
@@ -37,7 +37,7 @@ def test_command(tmp_path: Path) -> None:
 @needs_mpi
 def test_one_rank(tmp_path: Path) -> None:
     outcome = run_ranks(
-        1, "tvm_fusion.cli", "calibrate", "--output", str(tmp_path / "network.json")
+        1, "tvm_fusion.cli", "calibrate", "--network", "--output", str(tmp_path / "network.json")
     )
     assert outcome.code == 1
     assert "one rank exchanges nothing; start at least 2 by mpiexec -n 2" in outcome.stderr
