@@ -21,6 +21,7 @@ from .layout.pack_layout import PackLayout
 from .program.annotate_gathers import AnnotateGathers
 from .program.apply_rules import ApplyRules
 from .program.drop_pragma_scopes import DropPragmaScopes
+from .program.half_precision import HalfPrecision
 from .program.lift_weights import LiftWeights
 from .program.shorten_names import ShortenNames
 from .reduction.coalesce_reduction import CoalesceReduction
@@ -41,6 +42,7 @@ __all__ = [
     "FusePack",
     "FuseReductionProducers",
     "FuseReductions",
+    "HalfPrecision",
     "LiftWeights",
     "PackLayout",
     "ShortenNames",

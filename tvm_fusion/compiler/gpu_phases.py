@@ -21,6 +21,7 @@ from relay_passes import (
     FuseEpilogue,
     FuseReductionProducers,
     FuseReductions,
+    HalfPrecision,
     PackLayout,
     ShortenNames,
     SimplifyInference,
@@ -61,15 +62,10 @@ def gpu_phases(
         From the name of a phase to its passes.
     """
     transform = relax.transform
-    half = [
-        # Sums are accumulated in float32. Norms and softmax are float32: they decompose later.
-        transform.ToMixedPrecision(out_dtype="float32"),
-        transform.EliminateCommonSubexpr(),
-        SimplifyInference(),  # casts of weights
-    ]
-    mixed = half if precision == "fp16" else []
+    # Before norms and softmax decompose, which stay float32.
+    half = [HalfPrecision(), SimplifyInference()] if precision == "fp16" else []
     return {
-        "simplify": [SimplifyInference(), *mixed, DecomposeNormalization()],
+        "simplify": [SimplifyInference(), *half, DecomposeNormalization()],
         "fuse": [FuseConv2D(fuse=fuse, target=target, winograd="never"), FuseEpilogue()],
         "pack": [PackLayout(target=target)],
         "reduce": [CoalesceReduction()],

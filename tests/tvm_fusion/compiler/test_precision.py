@@ -35,6 +35,11 @@ def bert() -> tvm.IRModule:
     return import_onnx(bert_base(layers=1, vocabulary=100)).mod
 
 
+def clipped() -> onnx.ModelProto:
+    """ReLU6 between convolutions."""
+    return small_model(size=9, channels=8)
+
+
 def calls(mod: tvm.IRModule) -> list[relax.Call]:
     found: list[relax.Call] = []
 
@@ -80,7 +85,7 @@ def test_kernels_of_tensor_cores_and_no_more_launches(bert: tvm.IRModule) -> Non
     assert [str(ty.dtype) for ty in main.ret_ty.fields] == ["float32", "float32"]
 
 
-@pytest.mark.parametrize("make", [attention, convolutions])
+@pytest.mark.parametrize("make", [attention, convolutions, clipped])
 def test_numbers(
     make: Callable[..., onnx.ModelProto], monkeypatch: pytest.MonkeyPatch
 ) -> None:
