@@ -194,8 +194,10 @@ def test_the_package_shows_its_names() -> None:
         "CompiledModel",
         "EngineSpec",
         "Latency",
+        "ModelPrediction",
         "Plan",
         "RaceResult",
+        "SpecializedModel",
         "TaskState",
         "TuneResult",
         "__version__",
@@ -205,9 +207,11 @@ def test_the_package_shows_its_names() -> None:
         "explain",
         "explain_kernels",
         "load",
+        "predict",
         "profile",
         "race",
         "resolve_target",
+        "specialize",
         "tune",
     }
     assert set(tvm_fusion.__all__) <= set(dir(tvm_fusion))
