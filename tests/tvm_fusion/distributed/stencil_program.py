@@ -28,7 +28,7 @@ def part_of(program: distributed.Program, world: Ranks) -> tuple[LocalProgram, n
         held = local.input(buffer.name)
         held.window.array[...] = np.nan
         held.owned[...] = arrays[buffer.name][tuple(slice(*ends) for ends in held.region)]
-    steps = 4 if program.repeat else 1
+    steps = 4 if program.distribution.repeat else 1
     return local, local(steps)
 
 
