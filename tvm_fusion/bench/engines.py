@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..runtime.host_arrays import random_inputs
-from ..version import __version__
+# Absolute: each worker process runs this file as a program.
+from tvm_fusion.runtime.host_arrays import random_inputs
+from tvm_fusion.version import __version__
 
 INPUT_SETS = 4
 """Number of different inputs that an engine cycles through within one turn."""
@@ -77,7 +78,7 @@ class FusionEngine(Engine):
     """tvm-fusion: one process compiles a model and saves it, another one loads and runs it."""
 
     def __init__(self) -> None:
-        from ..runtime.tvm_runtime import version
+        from tvm_fusion.runtime.tvm_runtime import version
 
         self.version = f"{__version__} (TVM {version()})"
 
@@ -85,7 +86,8 @@ class FusionEngine(Engine):
         self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any], output: str
     ) -> float:
         """Compile with ``target``, ``fuse``, ``winograd``; save; return the seconds taken."""
-        from ..compiler.compile_model import compile as compile_model  # only where it compiles
+        # Only where it compiles: what loads a model needs no compiler.
+        from tvm_fusion.compiler.compile_model import compile as compile_model
 
         begin = time.perf_counter()
         compile_model(path, shapes=shapes, threads=threads, **options).save(output)
@@ -93,7 +95,7 @@ class FusionEngine(Engine):
 
     def load(self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any]) -> None:
         """Load the compiled model ``artifact`` of ``options``."""
-        from ..runtime.compiled_model import load
+        from tvm_fusion.runtime.compiled_model import load
 
         self._model = load(options["artifact"], threads=threads)
         self.inputs = [Input(s.name, tuple(s.shape), s.dtype) for s in self._model.inputs]

@@ -57,8 +57,7 @@ def one_rank(name: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [(name, 3) for name in CASES]
-    + [("blur", 2), ("chain", 5), ("every_fourth", 7), ("blur", 64)],
+    [(name, 3) for name in CASES] + [("blur", 2), ("chain", 5), ("every_fourth", 7), ("blur", 64)],
 )
 def test_same_bits(name: str, ranks: int) -> None:
     arrays, expected = one_rank(name)
@@ -204,13 +203,16 @@ def test_explain() -> None:
         network=Network(latency=2e-6, bandwidth=1e9),
         processor=Processor(rate=1e6, bandwidth=1e9),
     )
-    assert program.explain() == """\
+    assert (
+        program.explain()
+        == """\
 loops i over 2 ranks; 64 bytes in 2 messages
 rank  iterations                     sends    receives    compute   exchange  kernels
    0  0:6                               32          32   252.0 us     2.0 us  part_0[0:6]
       from 1: A[7:8, 0:8], 32 bytes
    1  6:12                              32          32   252.0 us     2.0 us  part_0[6:12]
       from 0: A[6:7, 0:8], 32 bytes"""
+    )
     overlapped = compile(heat2d(8), 10, overlap="always").explain()
     assert "0:0" not in overlapped and "none" in overlapped
 

@@ -12,7 +12,8 @@ from tvm_fusion.prediction.check import check_model, check_table, geometric_erro
 
 def test_a_model_runs_the_kernels_that_were_predicted(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    checked = check_model(small_model(), threads=2, runs=3)
+    monkeypatch.setattr("tvm_fusion.bench.profiler.time.sleep", lambda seconds: None)
+    checked = check_model(small_model(), threads=2, runs=3, rounds=2)
     assert len(checked.measured) == len(checked.prediction.kernels) > 0
     data = checked.to_json()
     assert data["error"] == pytest.approx(checked.prediction.seconds / checked.seconds - 1)

@@ -33,8 +33,10 @@ from .cases import Case, cases
 from .timing import KernelTimer, Timed
 
 Progress = Callable[[str, int, int], None]
-NARROWEST = 1.05
-"""Least ratio of an interval's end to the prediction."""
+NARROWEST = 1.15
+"""Least ratio of an interval's end to the prediction: in a network kernels vary more than alone."""
+SETTLED_GAIN = 1.05
+"""Gain of a figure below which a measurement of the limits counts as no better."""
 SHORTEST = 1e-6
 """Seconds below which a kernel counts for no figure: its call takes as long."""
 ROUNDS = 3
@@ -139,7 +141,7 @@ def missing(output: Path) -> int:
 
 
 def measured_limits(threads: int) -> Machine:
-    """This CPU with its measured peak, bandwidths and clock."""
+    """Measure the peak, bandwidths and clock of this CPU."""
     bare = Machine(host_cpu(), "cpu", cpu_name(), {"multiprocessors": Figure(threads, "given")})
     target = cpu_target(bare)
     rounds = [measure_limits(target, threads)]
@@ -147,7 +149,7 @@ def measured_limits(threads: int) -> Machine:
     while len(rounds) < LIMIT_ROUNDS and settled < SETTLED:
         rounds.append(measure_limits(target, threads))
         better = best.best(rounds[-1])
-        settled = settled + 1 if _gain(best, better) < NARROWEST else 0
+        settled = settled + 1 if _gain(best, better) < SETTLED_GAIN else 0
         best = better
     memory = statistics.median(one.levels[-1].bandwidth for one in rounds)  # others use it, too
     levels = (*best.levels[:-1], replace(best.levels[-1], bandwidth=memory))

@@ -2,12 +2,14 @@
 """Calibration: what is kept, what is measured again, and the figures that samples give."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.machine import Figure, load_machine
+from schedules.cost.machine import load_machine
+from tvm_fusion.bench.machine_limits import CacheLevel, MachineLimits
 from tvm_fusion.errors import PredictionError
 from tvm_fusion.machine.host import host_cpu
 from tvm_fusion.prediction.calibrate import calibration
@@ -134,8 +136,24 @@ def test_a_file_of_another_machine_is_refused(tmp_path):
         run(path, FakeTimer(), 60, threads=1)
 
 
-def test_limits_take_the_best_of_several_measurements():
-    origin = Figure(1.0, "test").origin
-    assert origin == "test"
+def limits(peak, *bandwidths):
+    sizes = zip(("L2", "L3", "memory"), (1e6, 1e7, math.inf), bandwidths, strict=True)
+    return MachineLimits(2, peak, tuple(CacheLevel(*one) for one in sizes))
+
+
+def test_limits_are_measured_until_none_gets_better(monkeypatch):
+    found = [limits(1e11, 4e10, 3e10, 1e10), limits(2e11, 5e10, 2e10, 3e10)]
+    found += [limits(1e11, 5e10, 3e10, 2e10), limits(1.5e11, 1e10, 1e10, 2e10)] + 9 * [None]
+    monkeypatch.setattr(calibration, "measure_limits", lambda *_: found.pop(0))
+    machine = calibration.measured_limits(2)
+    assert found == 9 * [None]
+    assert machine["peak_flops.float32"] == 2e11
+    bandwidths = [machine[f"bandwidth.{level}"] for level in ("L2", "L3", "memory")]
+    assert bandwidths == [5e10, 3e10, 2e10]  # of memory the median
+    per_cycle = machine["peak_flops.float32"] / machine["clock"]
+    assert per_cycle in (2 * 2 * lanes * n for lanes in (4, 8, 16) for n in (1, 2))
+
+
+def test_cases_have_names_of_their_own():
     names = [case.name for case in cases()]
     assert len(names) == len(set(names)) > 60
