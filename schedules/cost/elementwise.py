@@ -13,7 +13,6 @@ from __future__ import annotations
 from .kernel_call import KernelCall
 from .machine import Machine
 from .prediction import Prediction
-from .roofline import roofline
 
 STREAMING = frozenset(
     "add sub mul div pow add_scalar mul_scalar div_scalar pow_scalar relu gelu tanh sigmoid exp log"
@@ -42,7 +41,11 @@ def combine(harness: float, kernel: float, sharpness: float = SHARPNESS) -> floa
 
 def predict_streaming(call: KernelCall, machine: Machine) -> Prediction | None:
     """Predict an operator whose bytes say how long it takes."""
-    least, bound = roofline(call, machine)
+    # Fitted bandwidths hold the arithmetic of named operators, which counts of FLOPs overrate.
+    is_named = call.op in STREAMING and call.op != "elementwise"
+    arithmetic = 0.0 if is_named else call.flops / machine["peak_flops.float32"]
+    traffic = call.moved_bytes / machine["bandwidth.memory"]
+    bound = "compute" if arithmetic > traffic else "memory"
     op = next((o for o in (call.op, "elementwise") if f"time.{o}.bandwidth" in machine.figures), "")
     if not op and machine.kind != "gpu":
         return None
@@ -50,7 +53,6 @@ def predict_streaming(call: KernelCall, machine: Machine) -> Prediction | None:
     bandwidth = machine.get(f"time.{op}.bandwidth", share * machine["bandwidth.memory"])
     harness = machine.get(f"time.{op}.harness", 0.0 if op else _UNSEEN["harness"])
     latency = machine.get(f"time.{op}.latency", 0.0 if op else _UNSEEN["latency"])
-    arithmetic = call.flops / machine[f"peak_flops.{call.dtype}"] if call.flops else 0.0
     kernel = latency + max(call.moved_bytes / bandwidth, arithmetic)
     if kernel <= 0:
         return None
@@ -66,7 +68,7 @@ def predict_streaming(call: KernelCall, machine: Machine) -> Prediction | None:
         seconds * min(low, 1.0) ** spread,
         seconds * max(high, 1.0) ** spread,
         bound,
-        least,
+        max(arithmetic, traffic),
         title,
         is_known,
         harness,

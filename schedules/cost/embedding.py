@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from .kernel_call import KernelCall
+from .kernel_call import KernelCall, element_bytes
 from .machine import Machine
 from .prediction import Prediction
 
@@ -32,10 +32,12 @@ def hit_rate(b: int, e: int, lookups: int, cached: float) -> float:
     return 1 - misses / count
 
 
-def bag_traffic(lookups: int, width: int, hits: float, is_backward: bool) -> tuple[float, float]:
-    """Bytes of one bag from memory and from L2."""
-    row = _sectors(4 * width)
-    weights = _sectors(8 * lookups * width) if is_backward else lookups * row
+def bag_traffic(
+    lookups: int, row_bytes: int, hits: float, is_backward: bool
+) -> tuple[float, float]:
+    """Bytes of one bag from memory and from L2, from the bytes of a row of the table."""
+    row = _sectors(row_bytes)
+    weights = _sectors(2 * lookups * row_bytes) if is_backward else lookups * row
     memory = _sectors(4 * lookups) + row + (1 - hits) * weights
     return memory, 32 + 64 + hits * weights
 
@@ -56,7 +58,8 @@ def predict_embedding_bag(call: KernelCall, machine: Machine) -> Prediction | No
         return None
     b, t, e, lookups, d = (call.size(name) for name in ("B", "T", "E", "L", "D"))
     block = call.size("rows_per_block", _ROWS_PER_BLOCK)
-    return _predict(machine, b, t, e, lookups, d, block, call.op.endswith("backward"))
+    row = d * element_bytes(call.dtype)
+    return _predict(machine, b, t, e, lookups, row, block, call.op.endswith("backward"))
 
 
 def predict_gather(call: KernelCall, machine: Machine) -> Prediction | None:
@@ -64,13 +67,14 @@ def predict_gather(call: KernelCall, machine: Machine) -> Prediction | None:
     if machine.kind != "gpu":
         return None
     e, lookups, d = (call.size(name) for name in ("E", "L", "D"))
-    return _predict(machine, lookups, 1, e, 1, d, _ROWS_PER_BLOCK, False)
+    row = d * element_bytes(call.dtype)
+    return _predict(machine, lookups, 1, e, 1, row, _ROWS_PER_BLOCK, False)
 
 
-def _predict(machine: Machine, b, t, e, lookups, d, block, is_backward) -> Prediction:
+def _predict(machine: Machine, b, t, e, lookups, row, block, is_backward) -> Prediction:
     tables = min(max(block * machine["multiprocessors"] / b, 1.0), t)
-    hits = hit_rate(b, e, lookups, machine["capacity.L2"] / (4 * tables * d))
-    memory, cache = bag_traffic(lookups, d, hits, is_backward)
+    hits = hit_rate(b, e, lookups, machine["capacity.L2"] / (tables * row))
+    memory, cache = bag_traffic(lookups, row, hits, is_backward)
     peak = machine["bandwidth.memory"]
     streamed = machine.get("time.elementwise.bandwidth", _ACHIEVED * peak)
     floor = machine.get("launch_floor", 0.0)

@@ -23,11 +23,18 @@ a number ``add_scalar`` ..., ``relu``, ``gelu``, ``tanh``, ``sigmoid``, ``exp`` 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from schedules.errors import PredictionError
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of an element: the bits that the name of a dtype ends with; 1 for ``bool``."""
+    bits = re.search(r"\d+$", dtype)
+    return max(1, int(bits.group()) // 8) if bits else 1
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from .elementwise import predict_streaming
 from .features import Limits, divisibility
-from .kernel_call import KernelCall
+from .kernel_call import KernelCall, element_bytes
 from .learned import Kernel, Sizes, predict_learned
 from .machine import Machine
 from .prediction import Prediction
@@ -42,9 +45,20 @@ LAYER_NORM = _kernel("layer_norm")
 
 def predict_softmax(call: KernelCall, machine: Machine) -> Prediction | None:
     """Predict a softmax over rows."""
-    return predict_learned(SOFTMAX, call, machine)
+    return _predict(SOFTMAX, call, machine)
 
 
 def predict_layer_norm(call: KernelCall, machine: Machine) -> Prediction | None:
     """Predict a layer normalisation of rows."""
-    return predict_learned(LAYER_NORM, call, machine)
+    return _predict(LAYER_NORM, call, machine)
+
+
+def _predict(kernel: Kernel, call: KernelCall, machine: Machine) -> Prediction | None:
+    """By the learned model; of dtypes without one, by the bytes of the rows."""
+    found = predict_learned(kernel, call, machine)
+    if found is not None or machine.kind != "gpu":
+        return found
+    moved = float(call.size("B") * call.size("H") * element_bytes(call.dtype))
+    streamed = KernelCall("elementwise", {}, call.dtype, 0.0, moved, moved, call.name)
+    found = predict_streaming(streamed, machine)
+    return found and replace(found, in_range=False)

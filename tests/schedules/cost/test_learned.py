@@ -11,7 +11,7 @@ from schedules.cost import learned
 from schedules.cost.conv2d import CONV2D
 from schedules.cost.features import Limits, divisibility, tile_features, waves
 from schedules.cost.gemm import GEMM, gemm_call
-from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernel_call import KernelCall, element_bytes
 from schedules.cost.learned import FOLDER, Kernel, find_model, model_from_arrays, seconds
 from schedules.cost.machine import known_machines, load_machine
 from schedules.cost.prediction import Prediction
@@ -198,6 +198,18 @@ def test_half_precision():
     assert batched.seconds > half.seconds
     with pytest.raises(PredictionError, match="no figure 'peak_flops.bfloat16'"):
         predict(KernelCall("gemm", sizes, "bfloat16", flops=1.0), load_machine("v100"))
+
+
+def test_rows_in_half_precision_stream():
+    call = KernelCall("softmax", {"B": 10**6, "H": 1024}, "float16")
+    found = predict(call, load_machine("v100"))
+    assert found.seconds == pytest.approx(2 * 2 * 1.024e9 / 0.82e12, rel=0.05)
+    assert not found.in_range
+
+
+def test_bytes_of_elements():
+    names = ("float64", "float32", "bfloat16", "int8", "bool")
+    assert [element_bytes(name) for name in names] == [8, 4, 2, 1, 1]
 
 
 def test_cpus_have_the_roofline():

@@ -66,9 +66,12 @@ def test_a_short_addition_is_hidden():
 
 
 def test_arithmetic_of_an_elementwise_operator():
-    found = predict(KernelCall("gelu", {}, flops=1e9, read_bytes=4e3), toy(**FITTED))
+    found = predict(KernelCall("elementwise", {}, flops=1e9, read_bytes=4e3), toy(**FITTED))
     assert found.seconds == pytest.approx(1e-3)
     assert found.bound == "compute"
+    # What was fitted to a named operator holds its arithmetic.
+    named = predict(KernelCall("gelu", {}, "int64", flops=1e9, read_bytes=4e3), toy(**FITTED))
+    assert named.seconds == pytest.approx(4e3 / 0.25e9)
 
 
 def test_operators_that_were_not_measured():
@@ -141,9 +144,9 @@ def test_hit_rates_are_shares(b, e, lookups):
 
 def test_traffic_of_a_bag():
     # L = 10 indices: 40 bytes, 2 sectors; D = 5: 20 bytes, 1 sector; 10 rows of 32 bytes.
-    assert bag_traffic(10, 5, 0.25, False) == (64 + 32 + 240, 96 + 80)
+    assert bag_traffic(10, 20, 0.25, False) == (64 + 32 + 240, 96 + 80)
     # Backward: 8 * 10 * 5 = 400 bytes, 13 sectors.
-    assert bag_traffic(10, 5, 0.0, True) == (64 + 32 + 416, 96)
+    assert bag_traffic(10, 20, 0.0, True) == (64 + 32 + 416, 96)
 
 
 def test_a_lookup_by_hand():
