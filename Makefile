@@ -17,7 +17,7 @@ TEST_ARGS ?=
 FAULT_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all faults fuzz lint types docs map bench bench-gpu clean
+.PHONY: help venv demo test test-all faults fuzz lint types docs map bench bench-gpu bench-predict clean
 
 help: ## list the tasks
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -66,6 +66,9 @@ bench-gpu: ## race reductions and whole models on a GPU; ends with 2 where there
 	@$(PYTHON) examples/benchmarks/reductions_gpu.py $(BENCH_ARGS) $(REDUCTION_ARGS); \
 	first=$$?; [ $$first -eq 2 ] && exit 2; \
 	$(PYTHON) examples/benchmarks/models_gpu.py $(BENCH_ARGS) $(MODEL_ARGS) && exit $$first
+
+bench-predict: $(VENV)/.stamp-bench ## check predicted times against the measured ones of PREDICT_DATA=DIR
+	$(BIN)/python examples/benchmarks/predict.py $(BENCH_ARGS)
 
 clean: ## remove .venv and all that was built
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

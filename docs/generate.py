@@ -151,6 +151,32 @@ def _races(name: str, peers: Sequence[str], section: str = "results") -> str:
     return "\n\n".join([_table(head, [*rows, means]), *_settings(stored)])
 
 
+def stencils() -> str:
+    """Stencils on one rank and on two, for each CPU."""
+    tables = []
+    for path in sorted(RESULTS.glob("*/distributed.json")):
+        results = json.loads(path.read_text())["results"]
+        titles = list(next(iter(results.values()))["jobs"])
+        rows = []
+        for name, result in results.items():
+            case, jobs = result["case"], result["jobs"]
+            times = [jobs[title]["run_ms"] for title in titles]
+            steps = f", {case['steps']} steps" if case["steps"] > 1 else ""
+            sent = jobs[titles[-1]]
+            rows.append(
+                [
+                    name,
+                    f"{case['rows']} x {case['cols']}{steps}",
+                    *(f"{ms:.4g}" for ms in times),
+                    *(f"{ms / times[-1]:.2f}x" for ms in times[:-1]),
+                    f"{sent['bytes']} in {sent['exchange_us']:.0f} us",
+                ]
+            )
+        head = ["case", "size", *titles, *(f"to {title}" for title in titles[:-1]), "bytes a step"]
+        tables += [f"{_cpu(path.parent.name)}, milliseconds:", _table(head, rows)]
+    return "\n\n".join(tables)
+
+
 def _cells(result: Any, peers: Sequence[str]) -> list[str]:
     if result is None:
         return ["not measured", *("" for _ in peers)]
@@ -214,5 +240,6 @@ PARTS: dict[str, Callable[..., str]] = {
         pairs,
         reductions,
         searches,
+        stencils,
     )
 }

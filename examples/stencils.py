@@ -126,11 +126,12 @@ def heat3d(rows: int, cols: int) -> tirx.PrimFunc:
 def _heat(a: te.Tensor, at: tuple[tirx.Var, ...]) -> tirx.Expr:
     inside = [0 < index for index in at]
     inside += [index < int(extent) - 1 for index, extent in zip(at, a.shape, strict=True)]
-    neighbours = [
-        a[(*at[:axis], at[axis] + step, *at[axis + 1 :])]
+    places = [
+        (*at[:axis], at[axis] + step, *at[axis + 1 :])
         for axis in range(len(at))
         for step in (-1, 1)
     ]
+    neighbours = [a[place] for place in places]
     change = DIFFUSION * (total(neighbours) - float(len(neighbours)) * a[at])
     return tirx.if_then_else(tirx.all(*inside), a[at] + change, a[at])
 

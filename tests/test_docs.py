@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import onnx
 import pytest
 from small_onnx import small_model
+from small_traces import training_step
 
 from tvm_fusion import cli
 
@@ -51,10 +53,15 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the models that the pages name, where everything runs."""
+    """A folder with the models and traces that the pages name, where everything runs."""
     monkeypatch.chdir(tmp_path)
     onnx.save(small_model(size=32, channels=16), "model.onnx")
     onnx.save(small_model("batch", size=32, channels=16), "open.onnx")
+    (tmp_path / "traces").mkdir()
+    table = {"rows": 1000, "width": 64, "lookups": 20}
+    (tmp_path / "tables.json").write_text(json.dumps({"batch": 512, "tables": [table] * 3}))
+    for rank in range(2):
+        training_step(rank, late=40).write(tmp_path / "traces" / f"rank{rank}.json")
     return tmp_path
 
 

@@ -22,6 +22,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,12 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
             "messages": turns[0]["messages"],
             "turns_ms": [turn["run_ms"] for turn in turns],
         }
-    return {"case": vars(case_of(name)), "jobs": jobs}
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"case": vars(case_of(name)), "date": date, "rounds": rounds, "jobs": jobs}
+
+
+def _write(text: str, path: Path) -> None:
+    path.write_text(text)
 
 
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
@@ -260,8 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in given.only:
         results[name] = measure(name, given.rounds)
         ordered = {case: results[case] for case in CASES if case in results}
-        text = json_text({"machine": host_info(), "rounds": given.rounds, "results": ordered})
-        write_aside(given.output, lambda path, text=text: path.write_text(text))
+        text = json_text({"machine": host_info(), "results": ordered})
+        write_aside(given.output, functools.partial(_write, text))
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     console.print(table_of(ordered))
     ratios = [

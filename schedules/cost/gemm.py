@@ -19,9 +19,9 @@ from .prediction import Prediction
 def gemm_call(b: int, m: int, n: int, k: int, dtype: str = "float32", name: str = "") -> KernelCall:
     """Launch of B products of M x K by K x N, as a kernel call."""
     width = {"float64": 8, "float32": 4, "int8": 1}.get(dtype, 2)
-    read = float(width) * b * (m * k + k * n)
+    read, written = float(width) * b * (m * k + k * n), float(width) * b * m * n
     sizes = {"B": b, "M": m, "N": n, "K": k}
-    return KernelCall("gemm", sizes, dtype, 2.0 * b * m * n * k, read, float(width) * b * m * n, name)
+    return KernelCall("gemm", sizes, dtype, 2.0 * b * m * n * k, read, written, name)
 
 
 def _work(sizes: Sizes, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -41,7 +41,7 @@ def _features(sizes: Sizes, machine: Limits, roofline: np.ndarray, width: int) -
 
 
 def _is_linear(sizes: Sizes) -> np.ndarray:
-    return (sizes["B"] == 1) & (sizes.get("batched", 0) == 0)
+    return (sizes["B"] == 1) & (sizes.get("batched", np.zeros(1)) == 0)
 
 
 def _group(sizes: Sizes) -> np.ndarray:
@@ -60,7 +60,7 @@ BMM = Kernel(
     "gemm",
     ("B", "M", "N", "K"),
     _work,
-    lambda sizes, *rest: _features({**sizes, "batched": 1}, *rest),
+    lambda sizes, *rest: _features({**sizes, "batched": np.ones(1)}, *rest),
     lambda sizes: np.ones(len(sizes["B"]), int),
 )
 

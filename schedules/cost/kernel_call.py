@@ -3,21 +3,22 @@
 
 Operators and the names of their sizes; those in brackets may be left out and are 1 then:
 
-=========================== ==================================================================
-``gemm``                    [B], M, N, K: B products of M x K by K x N; with B = 1 a linear layer
-``bmm``                     B, M, N, K: a batched product, also of a single one
-``conv2d``                  B, IC, OC, H, W (of the input), FH, FW, OH, OW, [groups]
-``softmax``, ``layer_norm`` B rows of H elements that are normalised
-element-wise (see below)    none; the bytes and ``flops`` of the call say all
-``copy``, ``concat``, ...   none; the bytes say all
-``embedding_bag``           B, T, E, L, D: batch, tables, rows, lookups a bag, width; [rows_per_block]
-``embedding_bag_backward``  the same
-``gather``                  E, L, D: L rows of width D read from a table of E
-=========================== ==================================================================
+========================== ===============================================================
+``gemm``                   [B], M, N, K: B products of M x K by K x N; one is a linear layer
+``bmm``                    B, M, N, K: a batched product, also of a single one
+``conv2d``                 B, IC, OC, H, W (of the input), FH, FW, OH, OW, [groups]
+``softmax, layer_norm``    B rows of H elements that are normalised
+element-wise (see below)   none; the bytes and ``flops`` of the call say all
+``copy``, ``concat``, ...  none; the bytes say all
+``embedding_bag``          B, T, E, L, D: batch, tables, rows, lookups a bag, width,
+                           [rows_per_block]
+``embedding_bag_backward`` the same
+``gather``                 E, L, D: L rows of width D read from a table of E
+========================== ===============================================================
 
-Element-wise operators are ``add``, ``sub``, ``mul``, ``div``, ``pow`` (of two tensors, or of one
-and a number), ``relu``, ``gelu``, ``tanh``, ``sigmoid``, ``exp`` ..., and ``elementwise`` for a
-fused chain of any.
+Element-wise operators are ``add``, ``sub``, ``mul``, ``div``, ``pow`` of two tensors, of one and
+a number ``add_scalar`` ..., ``relu``, ``gelu``, ``tanh``, ``sigmoid``, ``exp`` ..., and
+``elementwise`` for a fused chain of any.
 """
 
 from __future__ import annotations

@@ -122,9 +122,10 @@ def model_from_arrays(arrays: Mapping[str, np.ndarray]) -> LearnedModel:
     found = []
     for name in names:
         array = arrays.get(name)
-        is_vector = array is not None and array.ndim == 1 and array.dtype.kind in "iuf"
-        if not is_vector or not np.isfinite(array).all() or (array < 0).any():
-            raise PredictionError(f"no vector {name!r} of positive finite numbers")
+        if array is None or array.ndim != 1 or array.dtype.kind not in "iuf":
+            raise PredictionError(f"no vector {name!r} of numbers")
+        if not np.isfinite(array).all() or (array < 0).any():
+            raise PredictionError(f"{name!r} holds what is no positive finite number")
         found.append(array.astype(np.float64))
     harness, latency, low, high, edges, below, above = found
     lengths = len(below) == len(above) == len(edges) + 1 and len(low) == len(high)
@@ -216,9 +217,9 @@ def predict_learned(kernel: Kernel, call: KernelCall, machine: Machine) -> Predi
     width = _WIDTHS[call.dtype]
     time, base, roofline = (x[0] for x in seconds(kernel, model, sizes, bounds, width))
     values = np.array([sizes[size][0] for size in kernel.sizes])
-    in_range = bool(((model.low <= values) & (values <= model.high)).all())
+    is_inside = bool(((model.low <= values) & (values <= model.high)).all())
     bin_ = int(np.searchsorted(model.edges, base))
-    spread = 1.0 if in_range else _FARTHER
+    spread = 1.0 if is_inside else _FARTHER
     group = kernel.group(sizes)[0]
     flops, _ = kernel.work(sizes, width)
     harness = float(model.harness_of(group))
@@ -233,7 +234,7 @@ def predict_learned(kernel: Kernel, call: KernelCall, machine: Machine) -> Predi
         bound,
         float(roofline),
         name,
-        in_range,
+        is_inside and not name.endswith("unseen"),
         harness,
         float(model.latency_of(group)),
     )

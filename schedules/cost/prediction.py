@@ -25,7 +25,7 @@ class Prediction:
     model : str
         Model that said so: ``roofline``, or the name of a kernel model and its origin.
     in_range : bool
-        Whether the sizes lie in the range that the model was fitted to.
+        Whether the sizes lie in the range that the model was fitted to, on this machine.
     harness, latency : float
         Where launches were timed one by one, no time is below the host's ``harness``, and longer
         ones hold ``latency`` seconds that are not the kernel's. Zero for times of kernels alone.

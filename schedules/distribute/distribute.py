@@ -9,7 +9,7 @@ that no distributed loop moves is not cut: every rank holds all of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import tvm_ffi
@@ -20,7 +20,8 @@ from .exchange import Exchange, Message, Region, difference, hull, messages_of, 
 from .loop_nest import LoopNest, read_loop_nest, shape_of
 from .ownership import Owners
 from .partition import Partition, balanced, bounds_of, grids
-from .regions import regions_computed, regions_needed
+from .regions import regions_needed
+from .repetition import needed_by_steps, repeated_input, rows_of_steps, windows_of_steps
 from .transfer import Transfer, check_waits, deliver
 
 
@@ -38,12 +39,15 @@ class Part:
         For each parameter what the rank is given (inputs) or computes (the output).
     windows : Mapping[str, Region]
         For each parameter what the rank has memory for: what it owns and what it reads.
+    steps : tuple[Region, ...]
+        Iterations of each step between two exchanges; those of the last are ``rows``.
     """
 
     rank: int
     rows: Region
     owned: Mapping[str, Region]
     windows: Mapping[str, Region]
+    steps: tuple[Region, ...]
 
     @property
     def is_empty(self) -> bool:
@@ -67,6 +71,8 @@ class Distribution:
         Transfers that were asked for; they come before the inferred exchange, in this order.
     exchange : Exchange
         The inferred exchange: everything else that a rank reads and does not own.
+    repeat : str | None
+        The input that takes the output in the next step.
     """
 
     nest: LoopNest
@@ -74,6 +80,7 @@ class Distribution:
     parts: tuple[Part, ...]
     transfers: tuple[Transfer, ...]
     exchange: Exchange
+    repeat: str | None = None
 
     @property
     def ranks(self) -> int:
@@ -97,14 +104,6 @@ class Distribution:
     def bytes(self) -> int:
         """Bytes that all ranks together send."""
         return sum(exchange.bytes(self.itemsizes) for exchange in self.exchanges)
-
-    def with_windows(self, buffer: str, like: str) -> Distribution:
-        """The same, with the windows of one parameter as wide as those of another."""
-        parts = tuple(
-            replace(part, windows={**part.windows, buffer: part.windows[like]})
-            for part in self.parts
-        )
-        return replace(self, parts=parts)
 
     def interior(self, rank: int) -> Region:
         """The largest range of a rank's loops, found axis by axis, that reads only what it owns.
@@ -153,6 +152,8 @@ def distribute(
     grid: Sequence[int] | None = None,
     owned: Mapping[str, Sequence[int]] | None = None,
     transfers: Sequence[Transfer] = (),
+    repeat: str | None = None,
+    exchange_every: int = 1,
 ) -> Distribution:
     """Distribute one spatial loop, or a grid of several, over ranks.
 
@@ -174,6 +175,11 @@ def distribute(
         those around what it reads. For one loop only.
     transfers : Sequence[Transfer]
         Explicit transfers (:func:`send_recv`), before the inferred exchange.
+    repeat : str, optional
+        The input that takes the output in the next step; both have the same shape and type, and
+        ranks own the same of both. The output then has the window of this input.
+    exchange_every : int
+        Steps between two exchanges, which bring halos for all of them; 1 without ``repeat``.
 
     Returns
     -------
@@ -190,8 +196,13 @@ def distribute(
     nest = read_loop_nest(source, loops)
     if not loops:
         raise OpError("no loop to distribute is named")
+    if exchange_every < 1 or (exchange_every > 1 and repeat is None):
+        raise OpError(
+            f"exchange_every is {exchange_every}; expected 1, or more for a function with repeat="
+        )
+    choices = _Choices(owned or {}, transfers, repeat, exchange_every)
     if sizes is not None:
-        return _plan(nest, _given(nest, sizes, ranks), owned, transfers)
+        return _plan(nest, _given(nest, sizes, ranks), choices)
     if ranks is None:
         raise OpError("neither the number of ranks nor the sizes of parts are given")
     if grid is None:
@@ -200,7 +211,7 @@ def distribute(
         candidates = [tuple(grid)]
         _check_grid(candidates[0], ranks, loops)
     plans = (
-        _plan(nest, Partition(_bounds(nest, parts, ranks)), owned, transfers)
+        _plan(nest, Partition(_bounds(nest, parts, ranks)), choices)
         for parts in candidates
     )
     return min(plans, key=lambda plan: (plan.bytes, len(plan.exchange.messages)))
@@ -243,30 +254,45 @@ def _given(
     return partition
 
 
-def _plan(
-    nest: LoopNest,
-    partition: Partition,
-    owned: Mapping[str, Sequence[int]] | None,
-    transfers: Sequence[Transfer],
-) -> Distribution:
+@dataclass(frozen=True)
+class _Choices:
+    """What a user decides beside the parts."""
+
+    owned: Mapping[str, Sequence[int]]
+    transfers: Sequence[Transfer]
+    repeat: str | None
+    steps: int
+
+
+def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distribution:
     """Who owns what, who needs what, and the messages that follow."""
-    owners = Owners(nest, partition, dict(owned or {}))
+    again = None if choices.repeat is None else repeated_input(nest, choices.repeat)
+    owners = Owners(nest, partition, dict(choices.owned))
     regions = [owners.of_rank(rank) for rank in range(partition.ranks)]
+    if choices.repeat is not None and choices.repeat not in choices.owned:
+        for rank, mine in enumerate(regions):  # what it computes for the next step
+            mine[choices.repeat] = nest.output_region(partition.rows(rank))
     shapes = {buffer.name: shape_of(buffer) for buffer in nest.inputs}
-    delivery = deliver(transfers, shapes, regions)
+    delivery = deliver(choices.transfers, shapes, regions)
     parts: list[Part] = []
     read: list[dict[str, list[Region]]] = []
     for rank in range(partition.ranks):
         rows = partition.rows(rank)
-        output = nest.output_region(rows)
-        exact, used = regions_needed(nest, output), regions_computed(nest, output)
+        exact = needed_by_steps(nest, again, rows, choices.steps)
         read.append({buffer.name: exact.get(buffer, []) for buffer in nest.inputs})
-        windows = {nest.output.name: _window([output], shape_of(nest.output))}
-        for buffer in nest.inputs:
-            held = [regions[rank][buffer.name], *delivery.received(rank, buffer.name)]
+        steps = (rows,) if again is None else rows_of_steps(nest, again, rows, choices.steps)
+        mine = regions[rank] | {nest.output.name: nest.output_region(rows)}
+        used = windows_of_steps(nest, steps)
+        windows = {}
+        for buffer in nest.func.params:
+            held = [mine[buffer.name], *delivery.received(rank, buffer.name)]
             held += [used[buffer]] if buffer in used else []
-            windows[buffer.name] = _window(held, shapes[buffer.name])
-        parts.append(Part(rank, rows, regions[rank] | {nest.output.name: output}, windows))
+            windows[buffer.name] = _window(held, shape_of(buffer))
+        if again is not None:
+            _check_owners(nest, rank, mine, again.name)
+            both = hull([windows[again.name], windows[nest.output.name]])
+            windows |= {again.name: both, nest.output.name: both}
+        parts.append(Part(rank, rows, mine, windows, steps))
     check_waits(delivery, read)
     messages: list[Message] = []
     for name in shapes:
@@ -276,8 +302,20 @@ def _plan(
         ]
         messages += messages_of(name, lacking, [part.owned[name] for part in parts])
     messages.sort(key=lambda m: (m.source, m.dest, m.buffer, m.region))
-    exchange = Exchange(len(transfers), tuple(messages))
-    return Distribution(nest, partition, tuple(parts), delivery.transfers, exchange)
+    exchange = Exchange(len(choices.transfers), tuple(messages))
+    return Distribution(
+        nest, partition, tuple(parts), delivery.transfers, exchange, choices.repeat
+    )
+
+
+def _check_owners(nest: LoopNest, rank: int, owned: Mapping[str, Region], repeat: str) -> None:
+    """Refuse a rank that does not own of an input what it computes for the next step."""
+    mine, made = owned[repeat], owned[nest.output.name]
+    if mine != made and (region_size(mine) or region_size(made)):
+        raise OpError(
+            f"rank {rank} owns {mine} of {repeat!r} and computes {made} of the output, which "
+            "cannot be the same in the next step; leave out owned="
+        )
 
 
 def _without(regions: Sequence[Region], others: Sequence[Region]) -> list[Region]:

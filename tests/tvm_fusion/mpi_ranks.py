@@ -40,14 +40,15 @@ class Outcome:
         return [line for line in found if line.startswith("tvm-fusion:")]
 
 
-def run_ranks(ranks: int, program: Path, *arguments: str) -> Outcome:
-    """Run a program on some ranks, with the modules beside it and those of the checkout."""
+def run_ranks(ranks: int, program: Path | str, *arguments: str) -> Outcome:
+    """Run a file, with the modules beside it, or a module of the checkout on some ranks."""
     assert MPIEXEC is not None
-    paths = map(str, (ROOT, program.parent, Path(__file__).parent, ROOT / "tests" / "schedules"))
+    start = [str(program)] if isinstance(program, Path) else ["-m", program]
+    paths = map(str, (ROOT, Path(__file__).parent, ROOT / "tests" / "schedules"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TVM_NUM_THREADS": "1"}
     begin = time.monotonic()
     done = subprocess.run(
-        [MPIEXEC, "-n", str(ranks), sys.executable, str(program), *arguments],
+        [MPIEXEC, "-n", str(ranks), sys.executable, *start, *arguments],
         capture_output=True,
         text=True,
         timeout=120,

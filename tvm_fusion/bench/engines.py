@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+# Absolute: each worker process runs this file as a program.
 from tvm_fusion.runtime.host_arrays import random_inputs
 from tvm_fusion.version import __version__
 
@@ -85,6 +86,7 @@ class FusionEngine(Engine):
         self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any], output: str
     ) -> float:
         """Compile with ``target``, ``fuse``, ``winograd``; save; return the seconds taken."""
+        # Only where it compiles: what loads a model needs no compiler.
         from tvm_fusion.compiler.compile_model import compile as compile_model
 
         begin = time.perf_counter()

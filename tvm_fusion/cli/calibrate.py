@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command ``tvm-fusion calibrate``."""
+"""Command ``tvm-fusion calibrate``: this CPU, or what connects the ranks of a job."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import click
+from rich.table import Table
 
+from .checks import refuse_given
 from .options import json_option, threads_option
-from .output import progress_bar, show
+from .output import progress_bar, show, show_table
+
+NETWORK_FILE = Path("network.json")
 
 
 @click.command("calibrate")
@@ -26,16 +30,40 @@ from .output import progress_bar, show
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Default: a file in the user's cache folder, which `predict --machine native` reads.",
+    help="Default: a file in the user's cache folder, which `predict --machine native` reads; "
+    f"{NETWORK_FILE} with --network.",
+)
+@click.option(
+    "--network",
+    is_flag=True,
+    help="Measure instead latency and bandwidth between ranks, and what of it passes while they "
+    "compute; start it by `mpiexec -n 2 tvm-fusion calibrate --network`.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="With --network: seconds for which a rank waits for another.",
 )
 @json_option
 def calibrate_command(
-    budget: float, threads: int | None, output: Path | None, as_json: bool
+    budget: float,
+    threads: int | None,
+    output: Path | None,
+    network: bool,
+    timeout: float,
+    as_json: bool,
 ) -> None:
     """Measure this CPU for `predict`: its limits, overheads, and kernels beside their models.
 
     What FILE already holds is kept and not measured again; Ctrl-C loses nothing that was written.
     """
+    if network:
+        refuse_given(["budget", "threads"], "it is for kernels, and --network measures ranks")
+        _calibrate_network(output or NETWORK_FILE, timeout, as_json)
+        return
+    refuse_given(["timeout"], "it is for --network")
     from ..prediction.calibrate.calibration import calibrate, missing
     from ..prediction.machines import calibration_path
     from ..runtime.thread_pool import choose_threads
@@ -48,3 +76,19 @@ def calibrate_command(
     text = f"{output}: {machine.title}, {count} threads, {len(machine.figures)} figures"
     text += f"; {left} kernels are not measured yet: call it again" if left else ""
     show({"output": str(output), "missing": left, **machine.to_json()}, text, as_json)
+
+
+def _calibrate_network(output: Path, timeout: float, as_json: bool) -> None:
+    """Measure pairs of ranks at the same time; rank 0 writes the file."""
+    from ..distributed import session
+    from ..distributed.calibrate import calibrate, write_machine
+
+    with session(timeout=timeout) as world:
+        machine = calibrate(world)
+        if world.rank > 0:
+            return
+        write_machine(machine, output)
+        table = Table("figure", "value", title=f"{machine.title}: {output}")
+        for name, figure in machine.figures.items():
+            table.add_row(name, f"{figure.value:.4g}")
+        show_table(machine.to_json(), table, as_json)

@@ -17,7 +17,18 @@ import click
 from ..errors import TVMFusionError
 from ..version import __version__
 
-COMMANDS = ("compile", "run", "bench", "explain", "predict", "calibrate", "tune", "records")
+COMMANDS = (
+    "compile",
+    "run",
+    "inspect",
+    "bench",
+    "explain",
+    "predict",
+    "shard",
+    "calibrate",
+    "tune",
+    "records",
+)
 """Commands in the order of the help: module ``run.py`` holds ``run_command``."""
 
 DEBUG = "TVM_FUSION_DEBUG"

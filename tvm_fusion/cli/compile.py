@@ -13,7 +13,7 @@ import click
 
 from ..errors import ArtifactError
 from .checks import refuse_model_file
-from .options import compile_options, json_option, records_option, threads_option
+from .options import compile_options, json_option, precision_option, records_option, threads_option
 from .output import compile_model, show
 
 
@@ -34,6 +34,7 @@ from .output import compile_model, show
     is_flag=True,
     help="Let CUDA kernels approximate functions of float32: tanh to 2^-11, and others.",
 )
+@precision_option
 @threads_option
 @json_option
 def compile_command(model: Path, output: Path | None, as_json: bool, **options: Any) -> None:

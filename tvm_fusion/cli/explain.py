@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from .checks import names_gpu, refuse_given
-from .options import compile_options, json_option, model_argument, records_option
+from .options import compile_options, json_option, model_argument, precision_option, records_option
 from .output import show_table
 
 
@@ -21,6 +21,7 @@ from .output import show_table
     help="Compile the CUDA kernels, and show their registers, spills and shared memory.",
 )
 @compile_options
+@precision_option
 @records_option
 @json_option
 def explain_command(model: Path, resources: bool, as_json: bool, **options: Any) -> None:
@@ -36,11 +37,13 @@ def explain_command(model: Path, resources: bool, as_json: bool, **options: Any)
         from ..compiler.explain_gpu import explain_kernels, explain_kernels_table
 
         refuse_given(["winograd", "records"], "it applies to CPUs only")
-        kept = {name: options[name] for name in ("target", "shapes", "fuse")}
+        kept = {name: options[name] for name in ("target", "shapes", "fuse", "precision")}
         report = explain_kernels(model, resources=resources, **kept)
         show_table(report, explain_kernels_table(report, model.name), as_json)
         return
     refuse_given(["resources"], "it is for --target cuda")
+    refuse_given(["precision"], "it is for GPUs")
+    del options["precision"]
     from ..compiler.explain import explain, explain_table
 
     report = explain(model, **options)

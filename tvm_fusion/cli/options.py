@@ -137,6 +137,15 @@ records_option = click.option(
     "not even those of the package.",
 )
 
+precision_option = click.option(
+    "--precision",
+    type=click.Choice(["fp32", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="For GPUs: fp16 computes products and convolutions of float32 in float16, on tensor cores "
+    "where there are some.",
+)
+
 threads_option = click.option(
     "--threads", type=click.IntRange(min=1), help="Default: one a physical core."
 )

@@ -44,6 +44,7 @@ def compile(
     threads: int | None = None,
     records: str | os.PathLike[str] | None = None,
     fast_math: bool = False,
+    precision: str = "fp32",
     progress: Progress | None = None,
 ) -> CompiledModel:
     """Compile an ONNX model, or an exported program of PyTorch, for a CPU or a GPU.
@@ -79,6 +80,10 @@ def compile(
     fast_math : bool
         For CUDA: whether functions of float32 may be replaced by instructions that approximate
         them, of which ``tanh`` is accurate to 2^-11 only.
+    precision : str
+        For GPUs: ``"fp16"`` computes products and convolutions of float32 in float16, summed in
+        float32, on tensor cores where there are some; what lies between them is float16, too, but
+        for norms and softmax. Inputs and outputs stay as they are. Values beyond 65504 overflow.
     progress : callable, optional
         Called before each stage with its name, the number of stages done, and the number of all of
         them; at the end with ``"done"``.
@@ -95,7 +100,8 @@ def compile(
         If TVM fails in a later stage; the message names the stage.
     TargetError
         If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
-        algorithm is requested on a GPU, or approximations of functions elsewhere than on CUDA.
+        algorithm is requested on a GPU, approximations of functions elsewhere than on CUDA, or
+        float16 on a CPU.
     InvalidInputError
         If ``threads`` is not possible.
     TuningError
@@ -109,7 +115,9 @@ def compile(
     count = choose_threads(threads)
     resolved = resolve(target, cores=threads)
     found = choose_records(records, resolved)
-    options = pipeline.Options(fuse=fuse, winograd=winograd, records=found, fast_math=fast_math)
+    options = pipeline.Options(
+        fuse=fuse, winograd=winograd, records=found, fast_math=fast_math, precision=precision
+    )
     tell = _announcer(progress, resolved, options)
     tell("import")
     with interrupts_kept():

@@ -31,6 +31,7 @@ def explain_kernels(
     shapes: Mapping[str, Sequence[int]] | None = None,
     fuse: Any = "auto",
     resources: bool = False,
+    precision: str = "fp32",
 ) -> dict[str, Any]:
     """Count the kernels that ``model`` launches on a GPU, with our passes and without them.
 
@@ -48,6 +49,8 @@ def explain_kernels(
         ``auto``, ``all``, ``none``, or a function, as for ``compile``.
     resources : bool
         Whether to compile the kernels, for ``cuda`` only, and report their resources.
+    precision : str
+        As for ``compile``.
 
     Returns
     -------
@@ -73,7 +76,8 @@ def explain_kernels(
         what = "resources of kernels are known for 'cuda'" if is_gpu(device) else "expected a GPU"
         raise TargetError(f"{what}; got a target of kind {device.kind.name!r}")
     imported = import_onnx(model, shapes).mod
-    mod = pipeline.optimize(imported, device, pipeline.Options(fuse=fuse))
+    options = pipeline.Options(fuse=fuse, precision=precision)
+    mod = pipeline.optimize(imported, device, options)
     stock = pipeline.run_phases(imported, device, stock_phases(device))
     functions: list[dict[str, Any]] = [asdict(use) for use in kernel_uses(mod)]
     if resources:

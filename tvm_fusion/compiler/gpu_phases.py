@@ -41,7 +41,9 @@ STOCK_RULES: tuple[dlight.ScheduleRule, ...] = (
 missing: it fails on a scatter, and ours takes transpositions."""
 
 
-def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:
+def gpu_phases(
+    target: Target, fuse: Any = "auto", precision: str = "fp32"
+) -> dict[str, list[Pass]]:
     """All phases up to scheduled kernels, in order.
 
     Parameters
@@ -50,6 +52,8 @@ def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:
         A GPU with a host.
     fuse : str or callable
         Choice of pairs of convolutions for :class:`relay_passes.FuseConv2D`.
+    precision : str
+        ``"fp16"`` for products and convolutions of float16.
 
     Returns
     -------
@@ -57,8 +61,15 @@ def gpu_phases(target: Target, fuse: Any = "auto") -> dict[str, list[Pass]]:
         From the name of a phase to its passes.
     """
     transform = relax.transform
+    half = [
+        # Sums are accumulated in float32. Norms and softmax are float32: they decompose later.
+        transform.ToMixedPrecision(out_dtype="float32"),
+        transform.EliminateCommonSubexpr(),
+        SimplifyInference(),  # casts of weights
+    ]
+    mixed = half if precision == "fp16" else []
     return {
-        "simplify": [SimplifyInference(), DecomposeNormalization()],
+        "simplify": [SimplifyInference(), *mixed, DecomposeNormalization()],
         "fuse": [FuseConv2D(fuse=fuse, target=target, winograd="never"), FuseEpilogue()],
         "pack": [PackLayout(target=target)],
         "reduce": [CoalesceReduction()],

@@ -51,6 +51,8 @@ Progress = Callable[[str, int, int], None]
 
 NAME = "tvm_fusion"
 
+PRECISIONS = ("fp32", "fp16")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -68,6 +70,8 @@ class Options:
         Winners of tuning jobs, for the knobs of CPU kernels.
     fast_math : bool
         Whether functions of float32 may be approximations on CUDA.
+    precision : str
+        ``"fp16"``: products and convolutions of float32 are computed in float16 on a GPU.
     """
 
     fuse: Fuse = "auto"
@@ -75,6 +79,7 @@ class Options:
     winograd: str = "auto"
     records: Records = field(default_factory=Records)
     fast_math: bool = False
+    precision: str = "fp32"
 
 
 def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
@@ -102,9 +107,18 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
             f"fast_math=True has no effect on {target.kind.name!r}; it chooses the functions of "
             "CUDA kernels: leave it out, or compile for 'cuda'"
         )
+    if options.precision not in PRECISIONS:
+        raise TargetError(
+            f"precision is {options.precision!r}; expected {' or '.join(map(repr, PRECISIONS))}"
+        )
     if is_gpu(target):
         _check_gpu(target, options)
-        return gpu_phases(target, options.fuse)
+        return gpu_phases(target, options.fuse, options.precision)
+    if options.precision != "fp32":
+        raise TargetError(
+            f"precision={options.precision!r} is for GPUs: CPUs compute float16 slower than "
+            "float32; leave it out, or compile for 'cuda'"
+        )
     if target.kind.name != "llvm":
         raise TargetError(
             f"target kind is {target.kind.name!r}; expected 'llvm', a CPU, or 'cuda' or 'opencl'"

@@ -6,8 +6,8 @@ works. Start with ``program.py``, then with ``communicator.py``.
 """
 
 from .communicator import World
+from .job_session import session
 from .program import Program, compile
 from .rank_reduce import reduce
-from .session import session
 
 __all__ = ["Program", "World", "compile", "reduce", "session"]

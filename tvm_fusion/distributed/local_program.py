@@ -69,6 +69,8 @@ class Piece:
         Name of the kernel.
     scalars : tuple[int, ...]
         Its arguments after the windows.
+    step : int
+        The step since the last exchange, from 0.
     is_interior : bool
         Whether it reads only what the rank owns, and runs while messages travel.
     """
@@ -76,6 +78,7 @@ class Piece:
     rows: Region
     kernel: str
     scalars: tuple[int, ...]
+    step: int
     is_interior: bool
 
 
@@ -92,8 +95,6 @@ class LocalProgram:
         This rank's kernel calls.
     kernels : Mapping[str, Callable]
         Their kernels.
-    repeat : str | None
-        The input that takes the output in the next step.
 
     Attributes
     ----------
@@ -107,11 +108,9 @@ class LocalProgram:
         world: Ranks,
         pieces: Sequence[Piece],
         kernels: Mapping[str, Callable[..., Any]],
-        repeat: str | None,
     ) -> None:
         self.plan = plan
         self.world = world
-        self.repeat = repeat
         self._pieces = pieces
         self._kernels = kernels
         self._crew = Crew(world.threads)
@@ -154,7 +153,8 @@ class LocalProgram:
         Parameters
         ----------
         steps : int
-            How many times; the output of a step is the input ``repeat`` of the next.
+            How many times; the output of a step is the input ``repeat`` of the next, so that
+            several steps overwrite it: get the input and write it before the next call.
 
         Returns
         -------
@@ -166,38 +166,45 @@ class LocalProgram:
         InvalidInputError
             If there are several steps and no input takes the output.
         """
-        if steps < 1 or (steps > 1 and self.repeat is None):
+        if steps < 1 or (steps > 1 and self.plan.repeat is None):
             raise InvalidInputError(
                 f"steps is {steps}; expected 1, or more for a program compiled with repeat="
             )
-        for step in range(steps):
-            if step:
-                self._swap()
-            self._step()
+        deep = len(self._part.steps)
+        done = 0
+        while done < steps:
+            first = max(0, deep - (steps - done))  # the last round may have fewer steps
+            for step in range(first, deep):
+                if done:
+                    self._swap()
+                if step == first:
+                    self._exchange()
+                self._run(step, interior=False)
+                done += 1
         return self.output.owned
 
-    def _step(self) -> None:
+    def _exchange(self) -> None:
+        """Send and receive halos, and compute what does not need them meanwhile."""
         for transfer in self.plan.transfers:
             self.world.start(transfer.exchange, self.buffers)
             if transfer.mode.blocking:
                 self.world.finish(transfer.exchange)
         self.world.start(self.plan.exchange, self.buffers)
-        self._run(interior=True)
+        self._run(0, interior=True)
         for transfer in self.plan.transfers:
             if not transfer.mode.blocking:
                 self.world.finish(transfer.exchange)
         self.world.finish(self.plan.exchange)
-        self._run(interior=False)
 
-    def _run(self, interior: bool) -> None:
+    def _run(self, step: int, interior: bool) -> None:
         windows = list(self._tensors.values())
         for piece in self._pieces:
-            if piece.is_interior == interior:
+            if (piece.step, piece.is_interior) == (step, interior):
                 self._crew.run(self._kernels[piece.kernel], *windows, *piece.scalars)
 
     def _swap(self) -> None:
         """Let the output of a step be the input of the next."""
-        output, name = self.plan.nest.output.name, self.repeat
+        output, name = self.plan.nest.output.name, self.plan.repeat
         assert name is not None, "several steps need repeat="
         buffers, tensors = self.buffers, self._tensors
         buffers[output], buffers[name] = buffers[name], buffers[output]

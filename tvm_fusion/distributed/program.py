@@ -7,6 +7,7 @@ share them (:mod:`schedules.distribute.localize`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from .local_program import LocalProgram, Piece, Ranks
 Schedule = Callable[[s_tir.Schedule], None]
 Overlap = Literal["auto", "always", "never"]
 
+_DEPTHS = (1, 2, 3, 4, 6, 8)  # steps between two exchanges that are compared
 _CLOCK = 3.5e9  # Hz, where no measured figures are given
 
 
@@ -54,8 +56,6 @@ class Program:
         What they are compiled for.
     network, processor : Network, Processor
         Figures of the predictions.
-    repeat : str | None
-        The input that takes the output in the next step.
     """
 
     distribution: Distribution
@@ -65,7 +65,6 @@ class Program:
     target: Target
     network: Network
     processor: Processor
-    repeat: str | None
 
     @property
     def ranks(self) -> int:
@@ -102,13 +101,13 @@ class Program:
         world.agree(self._identity(), "programs")
         pieces = self.pieces[world.rank]
         kernels = {piece.kernel: self.library[piece.kernel] for piece in pieces}
-        return LocalProgram(self.distribution, world, pieces, kernels, self.repeat)
+        return LocalProgram(self.distribution, world, pieces, kernels)
 
     def _identity(self) -> str:
         """What must be the same on all ranks."""
         plan = self.distribution
         func = plan.nest.func.script()
-        return f"{plan.partition} {plan.exchanges} {self.pieces} {self.repeat} {self.target} {func}"
+        return f"{plan.partition} {plan.exchanges} {self.pieces} {plan.repeat} {self.target} {func}"
 
 
 def compile(
@@ -124,6 +123,7 @@ def compile(
     schedule: Schedule | Mapping[int, Schedule] | None = None,
     overlap: Overlap = "auto",
     repeat: str | None = None,
+    exchange_every: int | Literal["auto"] = 1,
     threads: int = 1,
     network: Network | None = None,
     processor: Processor | None = None,
@@ -146,10 +146,13 @@ def compile(
         rules of this package.
     overlap : str
         Whether the interior is computed while messages travel: ``"always"``, ``"never"``, or
-        ``"auto"``, where ``network`` says that it gains.
+        ``"auto"``, where ``network`` says that it gains. Not where several steps share an exchange.
     repeat : str, optional
         The input that takes the output in the next step, for :meth:`.LocalProgram.__call__` with
         several steps; it has the output's shape and type, and ranks own the same of both.
+    exchange_every : int or "auto"
+        Steps between two exchanges, each of which brings halos for that many; ``"auto"`` takes the
+        number for which a step is predicted to be fastest.
     threads : int
         Threads of each rank's kernels.
     network, processor : Network, Processor, optional
@@ -172,10 +175,24 @@ def compile(
     resolved = resolve(target, threads)
     if is_gpu(resolved):
         raise TargetError("ranks compute on CPUs in this version; name a CPU as the target")
-    plan = distribute(source, loop, ranks, sizes=sizes, grid=grid, owned=owned, transfers=transfers)
-    if repeat is not None:
-        plan = _with_output_window(plan, repeat)
     figures = _Figures(network or Network(), processor or _estimate(resolved))
+    planned = functools.partial(
+        distribute,
+        source,
+        loop,
+        ranks,
+        sizes=sizes,
+        grid=grid,
+        owned=owned,
+        transfers=transfers,
+        repeat=repeat,
+    )
+    if exchange_every == "auto":
+        depths = _DEPTHS if repeat is not None else (1,)
+        plans = [planned(exchange_every=steps) for steps in depths]
+        plan = min(plans, key=figures.step_seconds)
+    else:
+        plan = planned(exchange_every=exchange_every)
     kernels = _Kernels(plan, resolved, schedule)
     pieces = tuple(
         kernels.pieces(rank, figures.overlaps(plan, rank, overlap)) for rank in range(plan.ranks)
@@ -191,31 +208,7 @@ def compile(
         resolved,
         figures.network,
         figures.processor,
-        repeat,
     )
-
-
-def _with_output_window(plan: Distribution, repeat: str) -> Distribution:
-    """Give the output the windows of the input that takes it in the next step."""
-    nest = plan.nest
-    found = [buffer for buffer in nest.inputs if buffer.name == repeat]
-    if not found:
-        names = ", ".join(buffer.name for buffer in nest.inputs)
-        raise OpError(f"repeat names {repeat!r}; the inputs are {names}")
-    here, out = found[0], nest.output
-    if here.dtype != out.dtype or [int(e) for e in here.shape] != [int(e) for e in out.shape]:
-        raise OpError(
-            f"input {repeat!r} of shape {list(here.shape)} and type {here.dtype} cannot take the "
-            f"output, of shape {list(out.shape)} and type {out.dtype}, in the next step"
-        )
-    for part in plan.parts:
-        mine, made = part.owned[repeat], part.owned[out.name]
-        if mine != made and (region_size(mine) or region_size(made)):
-            raise OpError(
-                f"rank {part.rank} owns {mine} of {repeat!r} and computes {made} of the output, "
-                "which cannot be the same in the next step; give owned= or sizes="
-            )
-    return plan.with_windows(out.name, repeat)
 
 
 def _estimate(target: Target) -> Processor:
@@ -234,9 +227,21 @@ class _Figures:
     network: Network
     processor: Processor
 
+    def step_seconds(self, plan: Distribution) -> float:
+        """Predicted time of a step on the slowest rank, with its share of an exchange."""
+        seconds = []
+        for part in plan.parts:
+            compute = sum(
+                self.processor.seconds(work_of(plan.nest, rows, plan.itemsizes))
+                for rows in part.steps
+            )
+            exchange = self.network.seconds(plan.exchange, part.rank, plan.itemsizes)
+            seconds.append((compute + exchange) / len(part.steps))
+        return max(seconds)
+
     def overlaps(self, plan: Distribution, rank: int, wish: Overlap) -> bool:
         """Whether a rank computes its interior while messages travel."""
-        if wish == "never" or plan.parts[rank].is_empty:
+        if wish == "never" or plan.parts[rank].is_empty or len(plan.parts[rank].steps) > 1:
             return False
         interior = plan.interior(rank)
         if wish == "always" or not region_size(interior):
@@ -270,15 +275,15 @@ class _Kernels:
         if part.is_empty:
             return ()
         if not overlap:
-            return (self._piece(rank, part.rows, False),)
+            return tuple(self._piece(rank, rows, step) for step, rows in enumerate(part.steps))
         interior = self.plan.interior(rank)
         borders = difference(part.rows, interior)
         return (
-            self._piece(rank, interior, True),
-            *(self._piece(rank, rows, False) for rows in borders),
+            self._piece(rank, interior, 0, is_interior=True),
+            *(self._piece(rank, rows, 0) for rows in borders),
         )
 
-    def _piece(self, rank: int, rows: Region, is_interior: bool) -> Piece:
+    def _piece(self, rank: int, rows: Region, step: int, is_interior: bool = False) -> Piece:
         nest, windows = self.plan.nest, self.plan.parts[rank].windows
         local = localize(nest, rows, windows)
         schedule = self._schedules.get(rank, self._schedule)
@@ -287,7 +292,8 @@ class _Kernels:
             name = self._names[key] = f"part_{len(self._names)}"
             func = self._scheduled(name, local.func, schedule)
             self.functions[name] = func.with_attr("global_symbol", name)
-        return Piece(rows, self._names[key], scalar_arguments(nest, rows, windows), is_interior)
+        scalars = scalar_arguments(nest, rows, windows)
+        return Piece(rows, self._names[key], scalars, step, is_interior)
 
     def _scheduled(
         self, name: str, func: tirx.PrimFunc, schedule: Schedule | None

@@ -107,6 +107,11 @@ def load_traces(
     ranked = {rank: trace for trace in traces if (rank := _rank(trace)) is not None}
     together = len(traces) > 1 and len(ranked) == len(traces)
     if not together:
+        for trace in traces:
+            others = (trace.world or 1) - 1
+            if others:
+                reason = "missing ranks: collectives take their measured times, waits included"
+                trace.problems[reason] = [others, f"any but rank {_rank(trace) or 0}"]
         alone = [(trace.path.name, {_rank(trace) or 0: trace}) for trace in traces]
         return tuple(_run(name, ranks, profiler_cost) for name, ranks in alone)
     _refuse_missing(path, ranked)

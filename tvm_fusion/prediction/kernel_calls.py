@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -57,9 +58,8 @@ def kernel_call(around: list[HostEvent], device: DeviceEvent) -> KernelCall | No
         moved = device.bytes
         return KernelCall("copy", {}, "float32", 0.0, moved, moved, device.name) if moved else None
     for event in reversed(around):
-        shapes = [shape for shape in event.shapes if _is_shape(shape)]
-        if shapes:
-            return _call(event, shapes)
+        if any(map(_is_shape, event.shapes)):
+            return _call(event.name, event.shapes, event.types)
     return None
 
 
@@ -67,24 +67,26 @@ def _is_shape(shape: object) -> bool:
     return isinstance(shape, tuple) and bool(shape) and all(type(size) is int for size in shape)
 
 
-def _call(event: HostEvent, shapes: list[tuple[int, ...]]) -> KernelCall:
-    types = [str(name) for name in event.types]
-    dtype = dtype_of(types[0]) if types else "float32"
+@functools.lru_cache(maxsize=1 << 16)
+def _call(op: str, operands: tuple, types: tuple) -> KernelCall:
+    """Call of an operator; equal ones are one object, since traces repeat them."""
+    shapes = [shape for shape in operands if _is_shape(shape)]
+    dtype = dtype_of(str(types[0])) if types else "float32"
     each = _BYTES.get(dtype, 4)
-    name = event.name.removeprefix("aten::").rstrip("_")
+    name = op.removeprefix("aten::").rstrip("_")
     if name in _PRODUCTS:
         found = _PRODUCTS[name](shapes)
         if found is not None:
-            return _product(found, dtype, each, event.name)
+            return _product(found, dtype, each, op)
     read = float(sum(map(math.prod, shapes)) * each)
     written = float(max(map(math.prod, shapes)) * each)
     rows = {"_softmax": "softmax", "softmax": "softmax", "native_layer_norm": "layer_norm"}
     if name in rows:
         width = shapes[0][-1]
         sizes = {"B": math.prod(shapes[0]) // max(width, 1), "H": width}
-        return KernelCall(rows[name], sizes, dtype, written / each, read, written, event.name)
+        return KernelCall(rows[name], sizes, dtype, written / each, read, written, op)
     known = name if name in _POINTWISE else "elementwise"
-    return KernelCall(known, {}, dtype, written / each, read, written, event.name)
+    return KernelCall(known, {}, dtype, written / each, read, written, op)
 
 
 _POINTWISE = {"add", "sub", "mul", "div", "relu", "gelu", "tanh", "sigmoid", "exp", "copy"}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from schedules.cost.kernel_call import KernelCall
@@ -18,6 +18,7 @@ from .collectives import Collectives, load_collectives
 from .timeline.edits import (
     fuse,
     launch_graphs,
+    map_kernels,
     named,
     parallelize,
     rebucket,
@@ -25,7 +26,7 @@ from .timeline.edits import (
     resize,
     retime,
 )
-from .timeline.execution_graph import Collective, ExecutionGraph, Kernel
+from .timeline.execution_graph import Collective, ExecutionGraph, Kernel, Op
 
 _FIXED = ("all_reduce", "broadcast")
 """Collectives of parameters and gradients, whose message does not depend on the batch."""
@@ -112,8 +113,14 @@ def _batch(graphs: Sequence[ExecutionGraph], value: str, device: str) -> Changed
         larger = scaled(kernel.call, factor)
         return kernel.seconds * _ratio(larger, machine, kernel.call, machine, models, factor)
 
-    grown = tuple(retime(graph, seconds) for graph in graphs)
-    return ChangedRun(grown, (f"{factor:g} times the batch: {_counted(models)}",))
+    def grown(kernel: Kernel, op: Op) -> Kernel:
+        part = kernel.collective
+        if part is None or part.kind in _FIXED:
+            return kernel
+        return replace(kernel, collective=replace(part, bytes=part.bytes * factor))
+
+    found = tuple(map_kernels(retime(graph, seconds), grown) for graph in graphs)
+    return ChangedRun(found, (f"{factor:g} times the batch: {_counted(models)}",))
 
 
 def scaled(call: KernelCall | None, factor: float) -> KernelCall | None:
@@ -193,13 +200,19 @@ def _on_link(
     graphs: Sequence[ExecutionGraph], curves: Collectives, ranks: int, forced: bool = False
 ) -> ChangedRun:
     models: Counter[str] = Counter()
+    messages: dict[tuple[str, int], float] = {}
+    for part in (kernel.collective for graph in graphs for kernel in graph.kernels):
+        if part is not None:
+            key = part.group, part.sequence
+            messages[key] = max(messages.get(key, 0.0), part.bytes)
 
     def seconds(kernel: Kernel) -> float:
         part = kernel.collective
-        if part is None or not part.bytes:
+        message = messages[part.group, part.sequence] if part is not None else 0.0
+        if part is None or not message:
             return kernel.seconds
         size = ranks if forced else len(part.ranks) or ranks
-        time = curves.predict(part.kind, size, part.bytes)
+        time = curves.predict(part.kind, size, message)
         models[time.model if time.in_range else f"{time.model} out of range"] += 1
         return time.seconds
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 from examples.benchmarks.reduction_cases import Case, Reduction
@@ -90,21 +91,18 @@ class Forced(Ours):
 @contextlib.contextmanager
 def forced(variant: Variant) -> Iterator[None]:
     """Make ``reduce_config.choose`` follow the variant while the block runs."""
-    names = {
-        "LOADS_IN_FLIGHT": variant.unroll,
-        "THREADS": variant.threads,
-    }
-    with contextlib.ExitStack() as stack:
-        for name, value in names.items():
-            if value is not None:
-                stack.enter_context(mock.patch.object(reduce_config, name, value))
-        splits = variant.splits
-        if splits is not None:
-            stack.enter_context(mock.patch.object(reduce_config, "_splits", lambda *_: int(splits)))
-        cluster = variant.cluster
-        if cluster is not None:
-            size = int(cluster) if cluster > 1 else None
-            stack.enter_context(mock.patch.object(reduce_config, "_cluster", lambda *_: size))
+    replaced: dict[str, Any] = {}
+    if variant.unroll is not None:
+        replaced["COSTS"] = replace(reduce_config.COSTS, loads_in_flight=variant.unroll)
+    if variant.threads is not None:
+        replaced["THREADS"] = variant.threads
+    splits, cluster = variant.splits, variant.cluster
+    if splits is not None:
+        replaced["_splits"] = lambda *_: int(splits)
+    if cluster is not None:
+        size = int(cluster) if cluster > 1 else None
+        replaced["_cluster"] = lambda *_: size
+    with mock.patch.multiple(reduce_config, **replaced) if replaced else contextlib.nullcontext():
         yield
 
 

@@ -86,7 +86,7 @@ def _elementwise(figures: dict[str, Figure], ratios: np.ndarray) -> dict[str, Fi
         kind: float(np.median([f.value for name, f in figures.items() if name.endswith(kind)]))
         for kind in ("harness", "latency", "bandwidth")
     }
-    low, high = np.percentile(ratios, [9.5, 90.5])
+    low, high = np.percentile(ratios, [8, 92])
     # Other days and other cards of the type differ by two per cent at least.
     medians |= {"low": min(float(low), 0.98), "high": max(float(high), 1.02)}
     origin = ORIGIN.replace("fitted", "fitted: over the operators")

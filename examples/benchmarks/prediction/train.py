@@ -60,7 +60,7 @@ PARAMETERS: dict[str, dict[str, float]] = {
 }
 """Of the trees, by kernel; ``UNSEEN`` replaces some where a model is for GPUs never measured."""
 
-UNSEEN = {"rounds": 300, "max_depth": 7}
+UNSEEN: dict[str, float] = {"rounds": 300, "max_depth": 7}
 
 CONTRADICTORY = {"gemm-float32": "p4"}
 """GPU that teaches nothing about others: P4's linear layers contradict each other."""
@@ -80,14 +80,14 @@ def harness(kernel: Kernel, sweep: Sweep) -> tuple[np.ndarray, np.ndarray]:
     Times of float16 are of kernels alone: no harness, and the latency is the least time.
     """
     group = kernel.group(sweep.sizes)
-    found = []
+    found: list[float] = []
     for which in range(int(group.max()) + 1):
-        least = [
+        shortest = [
             np.percentile(times, 0.5)
             for machine in np.unique(sweep.machine)
             if len(times := sweep.seconds[(group == which) & (sweep.machine == machine)]) > 99
         ]
-        found.append(float(np.median(least)) if least else float(sweep.seconds.min()))
+        found.append(float(np.median(shortest)) if shortest else float(sweep.seconds.min()))
     least = np.array(found)
     if sweep.dtype == "float16":
         return np.zeros(len(least)), least
@@ -140,8 +140,8 @@ def train(kernel: Kernel, sweep: Sweep, seed: int, changes: dict[str, float], ba
     base = np.maximum(least[group], latency[group] + roofline)
     rows = kernel.features(sweep.sizes, bounds, roofline, width).astype(np.float32)
     target = np.log(sweep.seconds / base)
-    parameters = {"tree_method": "hist", "subsample": 0.8, "colsample_bynode": 0.5}
-    parameters |= {"min_child_weight": 3, "nthread": 1, "seed": seed}
+    parameters: dict[str, Any] = {"tree_method": "hist", "subsample": 0.8}
+    parameters |= {"colsample_bynode": 0.5, "min_child_weight": 3, "nthread": 1, "seed": seed}
     parameters |= {**PARAMETERS[kernel.name], **changes, "base_score": float(target.mean())}
     rounds = int(parameters.pop("rounds"))
     weight = None
@@ -167,14 +167,17 @@ def evaluate(kernel: Kernel, arrays: dict[str, np.ndarray], sweep: Sweep):
 
 
 def intervals(measured: np.ndarray, predicted: np.ndarray, base: np.ndarray) -> dict[str, Any]:
-    """Factors between which four fifths of the errors lie, by range of the base."""
+    """Factors between which the errors lie, by range of the base.
+
+    The 8th and 92nd percentile: a little more than four fifths, which other sizes hold, too.
+    """
     bins = max(1, min(BINS, len(base) // 50))
     # Edges are bases of the data themselves, so that no range is empty.
     edges = np.unique(np.quantile(base, np.arange(1, bins) / bins, method="lower"))
     edges = edges[edges < base.max()]
     which = np.searchsorted(edges, base)
     ratio = measured / predicted
-    ends = [np.percentile(ratio[which == at], [9.5, 90.5]) for at in range(len(edges) + 1)]
+    ends = [np.percentile(ratio[which == at], [8, 92]) for at in range(len(edges) + 1)]
     return {
         "edges": edges,
         "below": np.array([min(low, 1.0) for low, _ in ends]),
@@ -267,7 +270,7 @@ def write(kernel: Kernel, sweep: Sweep, kind: str, arrays: dict[str, np.ndarray]
 
 def _save(path: Path, arrays: dict[str, np.ndarray]) -> None:
     with path.open("wb") as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def sweeps(folder: Path) -> Iterator[Sweep]:

@@ -17,11 +17,16 @@ import numpy as np
 
 from examples.benchmarks.prediction.data import MACHINES, OPS, read_columns
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.machine import Machine, load_machine
+from schedules.cost.machine import load_machine
 from schedules.cost.registry import predict
 
 MICRO_BATCHES = {"pp4_1": 1, "pp4_4": 4}
 RANKS = 4
+
+TRAINING = ("forward", "backward", "accumulate")
+
+DAYS = 0.05
+"""Share by which clocks under load differ between sweeps and runs of the same card."""
 
 Transfer = Callable[[str, float], float]
 """Seconds of a collective from its name and the bytes on each rank."""
@@ -96,7 +101,8 @@ def kernel_call(op: str, sizes: list[Any]) -> KernelCall:
 def _times(machine: str, call: KernelCall, moved: float) -> tuple[float, float, float]:
     # The bytes are part of the key: calls are equal without them.
     found = predict(call, load_machine(machine))
-    return found.seconds, found.low, found.high
+    alone = found.device_seconds
+    return alone, alone * found.low / found.seconds, alone * found.high / found.seconds
 
 
 @dataclass(frozen=True)
@@ -139,15 +145,18 @@ class Predictor:
         return np.sum(times, axis=0)
 
     def run(self, run: Run, nodes: list[dict[str, Any]]) -> np.ndarray:
-        """Time and interval of a whole run."""
+        """Time and interval of a whole run, which is widened by what differs from day to day."""
+        found = self._run(run, nodes)
+        return found * (1, 1 - DAYS, 1 + DAYS)
+
+    def _run(self, run: Run, nodes: list[dict[str, Any]]) -> np.ndarray:
         if run.mode == "inf":
             return self.total(nodes, "forward", run.layers)
         if run.option == "dp4":
             return self._data_parallel(nodes, run.layers)
         if run.option in MICRO_BATCHES:
             return self._pipeline(nodes, run.layers, MICRO_BATCHES[run.option])
-        forward = self.total(nodes, "forward", run.layers)
-        return forward + self.total(nodes, "backward", run.layers)
+        return sum((self.total(nodes, d, run.layers) for d in TRAINING), np.zeros(3))
 
     def _data_parallel(self, nodes: list[dict[str, Any]], layers: int) -> np.ndarray:
         """Backward from the last op on, each all-reduce as soon as its gradient is there."""
@@ -159,16 +168,17 @@ class Predictor:
                 network = np.maximum(network, compute) + self.node(node, "backward")
             else:
                 compute = compute + self.node(node, "backward")
-        return forward + np.maximum(compute, network)
+        return forward + np.maximum(compute, network) + self.total(nodes, "accumulate", layers)
 
     def _pipeline(self, nodes: list[dict[str, Any]], layers: int, batches: int) -> np.ndarray:
         """One micro-batch after the other through stages of equal layers (GPipe)."""
         transfers = [node for node in nodes if node["op"] == "sendrecv"]
         work = [node for node in nodes if node["op"] != "sendrecv"]
         whole = np.zeros(3)
-        for direction in ("forward", "backward"):
+        for direction in TRAINING:
             through = self.total(work, direction, layers)
-            stage = self.total([node for node in work if node["in_layer"]], direction, layers) / RANKS
+            layer = [node for node in work if node["in_layer"]]
+            stage = self.total(layer, direction, layers) / RANKS
             link = self.total(transfers, direction, 1)
             whole = whole + through + (RANKS - 1) * link + (batches - 1) * (stage + link)
         return whole

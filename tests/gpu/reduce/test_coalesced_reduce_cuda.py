@@ -20,6 +20,7 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.reduce.plan.config import blocks_at_once, choose, tiles
 from schedules.workload.reduce import DTYPES, OPERATORS, CanonicalLoops, ReduceWorkload
+from tests.selection import in_turns
 
 FORMS: dict[str, tuple[tuple[int, ...], list[int]]] = {
     "all": ((1 << 22,), [0]),
@@ -213,8 +214,7 @@ def test_integer_sums_are_atomic_on_request(arch: str) -> None:
         assert cuda_source(case.func, arch).count("__global__ void") == 2  # declared, defined
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int64"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "dtype"), in_turns(FORMS, ["float32", "float16", "int64"]))
 def test_positions_of_extremes_need_no_branch(form: str, dtype: str) -> None:
     """Four vectors are loaded at once; the loop has no branch but the one that closes it."""
     shape, axes = FORMS[form]

@@ -177,9 +177,29 @@ def test_explicit_transfers_are_not_sent_again() -> None:
     assert plan.parts[1].windows["A"] == ((0, 14), (0, 7))
 
 
+@pytest.mark.parametrize(("ranks", "deep"), [(3, 2), (3, 3), (5, 4), (12, 3)])
+@pytest.mark.parametrize("loops", [[0], [0, 1]])
+def test_halos_of_several_steps(ranks: int, deep: int, loops: list[int]) -> None:
+    """Exactly the elements that all steps together need, corners of a grid included."""
+    interpreter = interpreter_of("heat2d")
+    plan = distribute(heat2d(), loops, ranks, repeat="A", exchange_every=deep)
+    for part in plan.parts:
+        wanted = set(elements(part.owned["next"]))
+        for rows in reversed(part.steps):
+            assert wanted <= set(elements(plan.nest.output_region(rows)))
+            wanted = {index for place in wanted for _, index in interpreter.reads(place)}
+        received = [
+            index for m in plan.exchange.received_by(part.rank) for index in elements(m.region)
+        ]
+        assert sorted(received) == sorted(wanted - set(elements(part.owned["A"])))
+        assert part.windows["A"] == part.windows["next"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        ({"ranks": 2, "exchange_every": 2}, "exchange_every is 2; expected 1, or more for"),
+        ({"ranks": 2, "repeat": "A", "exchange_every": 0}, "exchange_every is 0"),
         ({"ranks": 0}, "over 0 ranks; expected at least 1"),
         ({}, "neither the number of ranks nor the sizes"),
         ({"sizes": [6, 6]}, r"\[6, 6\] of loop 'i' sum up to 12; expected its extent 13"),

@@ -15,6 +15,7 @@ CASES_OF_RANKS: tuple[tuple[str, tuple[int, ...], str | None, Overlap], ...] = (
     ("blur", (0,), None, "always"),
     ("chain", (0,), None, "never"),
     ("heat2d", (0, 1), "A", "always"),
+    ("heat2d", (0,), "A", "never"),
 )
 """Function, distributed loops, input that takes the output in the next step, overlap."""
 
@@ -42,7 +43,12 @@ def check(
     whole = distributed.compile(CASES[name](), 1, repeat=repeat)
     ((_, expected),) = run_ranks(1, lambda one: part_of(whole, one))
     program = distributed.compile(
-        CASES[name](), world.size, loop=loops, repeat=repeat, overlap=overlap
+        CASES[name](),
+        world.size,
+        loop=loops,
+        repeat=repeat,
+        overlap=overlap,
+        exchange_every=3 if repeat and overlap == "never" else 1,
     )
     local, rows = part_of(program, world)
     mine = expected[tuple(slice(*ends) for ends in local.output.region)]

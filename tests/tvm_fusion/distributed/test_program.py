@@ -41,7 +41,8 @@ def run(program: Program, arrays: dict[str, np.ndarray], steps: int = 1) -> np.n
         return sum(size for _, size in world.sent)
 
     sent = run_ranks(program.ranks, work)
-    assert sum(sent) == program.distribution.bytes * steps
+    deep = len(program.distribution.parts[0].steps)
+    assert sum(sent) == program.distribution.bytes * -(-steps // deep)
     return result
 
 
@@ -56,8 +57,7 @@ def one_rank(name: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [(name, 3) for name in CASES]
-    + [("blur", 2), ("chain", 5), ("every_fourth", 7), ("blur", 64)],
+    [(name, 3) for name in CASES] + [("blur", 2), ("chain", 5), ("every_fourth", 7), ("blur", 64)],
 )
 def test_same_bits(name: str, ranks: int) -> None:
     arrays, expected = one_rank(name)
@@ -129,6 +129,38 @@ def test_steps(ranks: int, overlap: Any) -> None:
     np.testing.assert_array_equal(run(program, arrays, steps=5), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "loops", "ranks", "deep", "steps"),
+    [
+        ("heat2d", [0], 3, 3, 7),
+        ("heat2d", [0, 1], 4, 2, 4),
+        ("chain", [0], 3, 2, 3),
+        ("heat2d", [0], 12, 4, 5),  # halos are wider than what a neighbour owns
+    ],
+)
+def test_several_steps_share_an_exchange(
+    name: str, loops: list[int], ranks: int, deep: int, steps: int
+) -> None:
+    func = CASES[name]()
+    arrays, _ = one_rank(name)
+    expected = run(compile(func, 1, repeat="A"), arrays, steps)
+    program = compile(func, ranks, loop=loops, repeat="A", exchange_every=deep)
+    assert len(program.pieces[-1]) == deep
+    np.testing.assert_array_equal(run(program, arrays, steps), expected)
+
+
+def test_steps_between_exchanges_by_the_model() -> None:
+    processor = Processor(rate=1e9, bandwidth=1e10)
+
+    def chosen(latency: float) -> int:
+        network = Network(latency=latency, bandwidth=1e9)
+        figures: Any = {"network": network, "processor": processor}
+        program = compile(heat2d(64, 64), 4, repeat="A", exchange_every="auto", **figures)
+        return len(program.distribution.parts[0].steps)
+
+    assert chosen(0.0) == 1 < chosen(2e-6) < chosen(1e-2) == 8
+
+
 def test_transfers() -> None:
     arrays, expected = one_rank("blur")
     transfers = [
@@ -171,13 +203,16 @@ def test_explain() -> None:
         network=Network(latency=2e-6, bandwidth=1e9),
         processor=Processor(rate=1e6, bandwidth=1e9),
     )
-    assert program.explain() == """\
+    assert (
+        program.explain()
+        == """\
 loops i over 2 ranks; 64 bytes in 2 messages
 rank  iterations                     sends    receives    compute   exchange  kernels
    0  0:6                               32          32   252.0 us     2.0 us  part_0[0:6]
       from 1: A[7:8, 0:8], 32 bytes
    1  6:12                              32          32   252.0 us     2.0 us  part_0[6:12]
       from 0: A[6:7, 0:8], 32 bytes"""
+    )
     overlapped = compile(heat2d(8), 10, overlap="always").explain()
     assert "0:0" not in overlapped and "none" in overlapped
 
@@ -206,7 +241,7 @@ def test_refused(arguments: dict, error: type[Exception], reason: str) -> None:
 
 
 def test_refused_steps() -> None:
-    with pytest.raises(OpError, match="rank 0 owns .* give owned= or sizes="):
+    with pytest.raises(OpError, match="rank 0 owns .* leave out owned="):
         compile(heat2d(9), 2, repeat="A", owned={"A": [2, 7]})
     program = compile(pipeline(), 1)
     for steps in (0, 2):

@@ -14,6 +14,7 @@ from tvm_fusion.errors import PredictionError
 from tvm_fusion.prediction.api import load_traces, predict_traces
 from tvm_fusion.prediction.collectives import Collectives, Curve
 from tvm_fusion.prediction.report import write_timeline
+from tvm_fusion.prediction.timeline.edits import map_kernels
 from tvm_fusion.prediction.what_if import device_machine
 
 
@@ -72,6 +73,14 @@ def test_missing_rank(tmp_path) -> None:
         training_step(rank).write(tmp_path / f"r{rank}.json")
     with pytest.raises(PredictionError, match="no trace of rank 1 of 3"):
         load_traces(tmp_path)
+
+
+def test_one_rank_of_two(tmp_path) -> None:
+    training_step(0).write(tmp_path / "r0.json")
+    (run,) = load_traces(tmp_path)
+    expected = "missing ranks: collectives take their measured times, waits included; the first: "
+    assert run.warnings == (f"r0.json: 1 {expected}any but rank 0",)
+    assert predict_traces(run).report.seconds == pytest.approx(run.measured[0], rel=0.12)
 
 
 def test_rank_without_its_collective(tmp_path) -> None:
@@ -155,6 +164,27 @@ def test_what_if_machine_and_batch(run) -> None:
     larger = answer(run, "batch=64")
     assert larger.gain < 0
     assert answer(run, "batch=128").seconds > larger.seconds
+
+
+def test_what_if_unequal_messages(run, tmp_path) -> None:
+    """The largest message of the ranks says how long an all-to-all takes; the batch scales it."""
+    sizes = tuple(float(1 << n) for n in range(8, 24))
+    times = tuple(size / 1e6 for size in sizes)
+    file = tmp_path / "link.txt"
+    Collectives({("all_to_all", 2): Curve("all_to_all", 2, sizes, times)}).save(file)
+
+    def unequal(kernel, op):
+        part = kernel.collective
+        if part is None:
+            return kernel
+        size = 1000.0 if kernel.seconds > 100e-6 else 3000.0
+        return replace(kernel, collective=replace(part, kind="all_to_all", bytes=size))
+
+    changed = replace(run, graphs=tuple(map_kernels(graph, unequal) for graph in run.graphs))
+    once = answer(changed, f"link={file}")
+    twice = answer(changed, f"batch=2 and link={file}")
+    assert once.critical.seconds == pytest.approx(3e-3, rel=0.01)
+    assert twice.critical.seconds == pytest.approx(6e-3, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ KERNEL_GAP = 1e-6
 """Least time between two kernels of a stream, and of a node of a launched graph."""
 
 
-@dataclass
+@dataclass(slots=True)
 class KernelRun:
     """Kernel on the timeline.
 
@@ -55,7 +55,7 @@ class KernelRun:
     waits: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class HostRun:
     """Time of the host on an operator.
 
@@ -72,7 +72,7 @@ class HostRun:
     end: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class HostWait:
     """Wait of the host for a kernel.
 

@@ -59,7 +59,7 @@ def replace(
 
 def retime(graph: ExecutionGraph, seconds: Callable[[Kernel], float]) -> ExecutionGraph:
     """Give every kernel of a device or a collective a new time: of another machine or batch."""
-    return _with_kernels(
+    return map_kernels(
         graph,
         lambda kernel, _: kernel
         if kernel.stream == HOST and kernel.collective is None
@@ -75,7 +75,7 @@ def resize(graph: ExecutionGraph, match: Match, factor: float) -> ExecutionGraph
     def resized(kernel: Kernel, op: Op) -> Kernel:
         return changed(kernel, seconds=kernel.seconds * factor) if match(op) else kernel
 
-    return _with_kernels(graph, resized)
+    return map_kernels(graph, resized)
 
 
 def fuse(
@@ -223,7 +223,7 @@ def _rebucketed(
         return changed(kernel, collective=part, seconds=seconds(kernel, total))
 
     shorter = _redirected(changed(graph, ops=tuple(map(kept, graph.ops))), gone, late=True)
-    return _with_kernels(shorter, grown)
+    return map_kernels(shorter, grown)
 
 
 def _is_plain(op: Op) -> bool:
@@ -237,7 +237,9 @@ def _is_plain(op: Op) -> bool:
     )
 
 
-def _with_kernels(graph: ExecutionGraph, change: Callable[[Kernel, Op], Kernel]) -> ExecutionGraph:
+def map_kernels(graph: ExecutionGraph, change: Callable[[Kernel, Op], Kernel]) -> ExecutionGraph:
+    """Change every kernel, given with its operator; the id stays."""
+
     def renewed(op: Op, step: Launch | Wait) -> Launch | Wait:
         if isinstance(step, Wait):
             return step

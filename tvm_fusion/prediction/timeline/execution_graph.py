@@ -20,7 +20,7 @@ HOST = -1
 """Stream of a kernel that runs on the host, inside its operator."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Collective:
     """Part of one rank in a collective.
 
@@ -49,7 +49,7 @@ class Collective:
         return f"{self.kind} number {self.sequence} of group {self.group!r}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """Launch of a kernel or a copy.
 
@@ -80,7 +80,7 @@ class Kernel:
     call: KernelCall | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Runtime call that launches a kernel.
 
@@ -99,7 +99,7 @@ class Launch:
     blocking: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Wait:
     """Runtime call that returns when kernels have ended.
 
@@ -115,7 +115,7 @@ class Wait:
     call: str = "synchronize"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Op:
     """Operator that the host calls.
 

@@ -86,41 +86,9 @@ class ReduceConfig:
         return self.rows if self.form == "y" else self.lanes * self.vector
 
 
-def choose(
-    workload: ReduceWorkload,
-    loops: CanonicalLoops,
-    gpu: GPUInfo,
-    scratch_bytes: int | None = None,
-    itemsize: int | None = None,
-) -> ReduceConfig:
-    """Choose the configuration of a reduction.
-
-    Parameters
-    ----------
-    workload : ReduceWorkload
-        Operator, types and the requested finish.
-    loops : CanonicalLoops
-        Extents.
-    gpu : GPUInfo
-        The device.
-    scratch_bytes : int | None
-        Memory for partial results of the kernel; None stands for as much as it needs.
-    itemsize : int | None
-        Bytes of the narrowest element that is read; None stands for those of the workload's type.
-        Used in forms *all* and *x* only: in form *y* the scratch depends on the vector.
-
-    Returns
-    -------
-    ReduceConfig
-        The same for the same arguments.
-
-    Raises
-    ------
-    OpError
-        If the finish ``atomic`` is requested for ``argmin`` or ``argmax``.
-    """
-    operands = None if scratch_bytes is None else (scratch_bytes // 4,)
-    return choose_sisters([(workload, loops)], gpu, operands, itemsize)
+def choose(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> ReduceConfig:
+    """Choose the configuration of one reduction, as :func:`choose_sisters` does."""
+    return choose_sisters([(workload, loops)], gpu)
 
 
 def choose_sisters(
@@ -137,8 +105,11 @@ def choose_sisters(
     ----------
     members : Sequence[tuple[ReduceWorkload, CanonicalLoops]]
         Of one form, with the same ``M`` and ``N``.
-    gpu, itemsize
-        As for :func:`choose`.
+    gpu : GPUInfo
+        The device.
+    itemsize : int | None
+        Bytes of the narrowest element that is read; None stands for those of the workload's type.
+        Used in forms *all* and *x* only: in form *y* the scratch depends on the vector.
     operands : Sequence[int] | None
         Sizes of the scratch operands in 32-bit words; None stands for as much as needed.
     row_inputs : Sequence[int]

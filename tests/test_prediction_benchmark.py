@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of the benchmark of predicted times, against numbers worked by hand."""
+
+import gzip
+import math
+
+import numpy as np
+import pytest
+
+from examples.benchmarks.prediction.data import Sweep, errors, gemm_sweep, row_sweeps
+from examples.benchmarks.prediction.fit_streaming import fit, model
+from examples.benchmarks.prediction.whole_models import (
+    DAYS,
+    Predictor,
+    Run,
+    interpolated_transfers,
+    kernel_call,
+)
+
+
+def write(path, text):
+    path.parent.mkdir(exist_ok=True)
+    with gzip.open(path, "wt") as file:
+        file.write(text)
+
+
+def test_errors_by_hand():
+    found = errors(np.array([1.0, 2.0]), np.array([1.1, 2.0]))
+    assert found == {
+        "gmae": round(100 * math.sqrt(0.1004 * 0.0004), 2),
+        "mape": 5.0,
+        "count": 2,
+    }
+
+
+def test_sweeps_are_read(tmp_path):
+    assert gemm_sweep(tmp_path) is None
+    assert row_sweeps(tmp_path) == {}
+    lines = "Tesla T4,linear,1,2,3,4,0.5\nNVIDIA A100 80GB PCIe,bmm,5,2,3,4,0.25\n"
+    write(tmp_path / "gpu_kernels" / "gemm.csv.gz", "device,op,B,M,N,K,ms\n" + lines)
+    sweep = gemm_sweep(tmp_path)
+    assert sweep.machine.tolist() == ["t4", "a100-80"]
+    assert sweep.seconds.tolist() == [0.5e-3, 0.25e-3]
+    assert sweep.sizes["batched"].tolist() == [0, 1]
+    assert sweep[sweep.machine == "t4"].sizes["K"].tolist() == [4]
+
+
+def test_a_fifth_of_the_sizes_is_held_out_on_all_machines():
+    sizes = {"B": np.tile(np.arange(500.0), 2), "H": np.tile(np.arange(500.0) % 7, 2)}
+    times = np.ones(1000)
+    held = Sweep("x", "float32", times, sizes, times, times, "").held_out()
+    assert 70 < held[:500].sum() < 130
+    assert (held[:500] == held[500:]).all()
+
+
+def test_streams_are_fitted():
+    moved = np.geomspace(1e3, 1e9, 200)
+    truth = np.log([30e-6, 12e-6, 5e11])
+    assert fit(moved, model(truth, moved)) == pytest.approx(truth, rel=1e-2)
+
+
+def test_calls_of_a_graph():
+    copy = kernel_call("MEM", [[2, 3], [4], [5]])
+    assert (copy.read_bytes, copy.written_bytes) == (40, 20)
+    assert dict(kernel_call("Linear", [8, 16, 32]).sizes) == {"B": 1, "M": 8, "N": 32, "K": 16}
+    product = kernel_call("BMM", [2, 8, 16, 32])
+    assert (product.op, product.sizes["K"], product.sizes["N"]) == ("bmm", 16, 32)
+    add = kernel_call("VECadd", [2, 8])
+    assert (add.op, add.read_bytes, add.written_bytes) == ("add", 128, 64)
+    assert kernel_call("VECln", [2, 8]).op == "layer_norm"
+
+
+class Ones(Predictor):
+    """A second for each kernel, and for each element of a transfer."""
+
+    def entry(self, entry):
+        op, sizes = entry
+        return np.full(3, float(sizes[0])) if op.startswith(("ALL", "SEND")) else np.ones(3)
+
+
+def node(op="Linear", in_layer=True, **directions):
+    entries = {name: [["Linear", [1, 1, 1]]] * count for name, count in directions.items()}
+    return {"op": op, "in_layer": in_layer, **entries}
+
+
+def transfer(kind, name, seconds, in_layer=True, direction="backward"):
+    return {"op": name, "in_layer": in_layer, direction: [[kind, [seconds]]]}
+
+
+def run(mode, option, layers, nodes):
+    found = Ones("v100", lambda *_: 0.0).run(Run("v100", "g", mode, option, layers, 1.0), nodes)
+    np.testing.assert_allclose(found[1:] / found[0], [1 - DAYS, 1 + DAYS])
+    return found[0]
+
+
+def test_whole_runs_by_hand():
+    nodes = [node(in_layer=False, forward=1, backward=2), node(forward=3, backward=4, accumulate=1)]
+    assert run("inf", "", 5, nodes) == 1 + 5 * 3
+    assert run("train", "", 5, nodes) == 1 + 2 + 5 * (3 + 4 + 1)
+    assert run("inf", "", 5, [*nodes, node("getitem", forward=7)]) == 16
+
+
+def test_gradients_overlap_the_backward_pass():
+    nodes = [
+        transfer("ALLREDUCE_ASYNC", "allreduce", 5),
+        node(forward=1, backward=2),
+        transfer("ALLREDUCE_ASYNC", "allreduce", 1, in_layer=False),
+        node(in_layer=False, forward=1, backward=2),
+    ]
+    # Backward: 2, its transfer until 3; layer by layer 4 and 6, transfers from 4 to 9 and to 14.
+    assert run("train", "dp4", 2, nodes) == 3 + 14
+
+
+def test_a_pipeline_by_hand():
+    nodes = [
+        node(forward=4, backward=8),
+        transfer("SENDRECV", "sendrecv", 1, in_layer=False, direction="forward"),
+    ]
+    # One micro-batch: all stages and three transfers; each further one adds a stage and a transfer.
+    assert run("train", "pp4_1", 4, nodes) == 16 + 32 + 3
+    assert run("train", "pp4_4", 4, nodes) == 16 + 32 + 3 + 3 * (4 + 8 + 1)
+
+
+def test_transfers_are_interpolated(tmp_path):
+    rows = ["a100_dgx,all_reduce,4,4,100,10", "a100_dgx,all_reduce,4,4,10000,1000"]
+    rows += ["a100_dgx,send_recv,2,2,100,1", "a100_dgx,all_reduce,2,2,100,7"]
+    head = "source,node,collective,ranks,per_node,bytes,us\n"
+    text = head + "\n".join("x," + row for row in rows) + "\n"
+    write(tmp_path / "collectives" / "collectives.csv.gz", text)
+    transfers = interpolated_transfers(tmp_path, "a100")
+    assert transfers("all_reduce", 1000.0) == pytest.approx(100e-6)
+    assert transfers("all_reduce", 20000.0) == pytest.approx(2000e-6)
+    assert transfers("all_reduce", 1.0) == pytest.approx(10e-6)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of float32 in float16 on GPUs: which ops become float16, the kernels, the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import opencl
+import pytest
+import tvm
+from gpu_onnx import attention, convolutions
+from onnx_reference import random_feed, relative_error, run_onnx
+from relax_on_opencl import RelaxOnOpenCL
+from small_onnx import small_model
+from tvm import ir, relax
+
+import tvm_fusion
+from examples.transformers import bert_base
+from schedules.tir.expression_walk import op_name
+from tvm_fusion.compiler import pipeline
+from tvm_fusion.compiler.gpu_phases import gpu_phases
+from tvm_fusion.compiler.launches import kernel_uses
+from tvm_fusion.compiler.pipeline import Options
+from tvm_fusion.compiler.target import resolve
+from tvm_fusion.errors import TargetError
+from tvm_fusion.onnx.frontend import import_onnx
+
+CUDA, OPENCL = "cuda -arch=sm_90", "opencl"
+
+
+@pytest.fixture(scope="module")
+def bert() -> tvm.IRModule:
+    return import_onnx(bert_base(layers=1, vocabulary=100)).mod
+
+
+def calls(mod: tvm.IRModule) -> list[relax.Call]:
+    found: list[relax.Call] = []
+
+    def visit(expr: relax.Expr) -> None:
+        if isinstance(expr, relax.Call):
+            found.append(expr)
+
+    relax.analysis.post_order_visit(mod["main"].body, visit)
+    return found
+
+
+def dtypes(call: relax.Call) -> set[str]:
+    types = [argument.ty for argument in call.args]
+    return {str(ty.dtype) for ty in types if isinstance(ty, relax.TensorType)}
+
+
+def test_products_are_float16_summed_in_float32_and_norms_float32(bert: tvm.IRModule) -> None:
+    target = resolve(CUDA)
+    passes = gpu_phases(target, precision="fp16")["simplify"]
+    found = calls(pipeline.run_phases(bert, target, {"simplify": passes}))
+    products = [call for call in found if op_name(call) == "relax.matmul"]
+    assert len(products) == 9
+    assert all(dtypes(call) == {"float16"} for call in products)
+    assert all(str(call.ty.dtype) == "float32" for call in products)
+    sums = [call for call in found if "softmax" in op_name(call) or "mean" in op_name(call)]
+    assert sums and all("float16" not in dtypes(call) for call in sums)
+    casts = [call for call in found if op_name(call) == "relax.astype"]
+    assert not any(isinstance(call.args[0], ir.Constant) for call in casts)
+
+
+def test_kernels_of_tensor_cores_and_no_more_launches(bert: tvm.IRModule) -> None:
+    target = resolve(CUDA)
+    whole, half = (
+        pipeline.optimize(bert, target, Options(precision=name)) for name in ("fp32", "fp16")
+    )
+    assert sum(use.launches for use in kernel_uses(half)) <= sum(
+        use.launches for use in kernel_uses(whole)
+    )
+    products = [use.name for use in kernel_uses(half) if use.rule == "Matmul"]
+    on_tensor_cores = [name for name in products if "ptx.mma" in half[name].script()]
+    assert len(products) - len(on_tensor_cores) == 1  # the pooler has one row
+    main = half["main"]
+    assert [str(ty.dtype) for ty in main.ret_ty.fields] == ["float32", "float32"]
+
+
+@pytest.mark.parametrize("make", [attention, convolutions])
+def test_numbers(
+    make: Callable[..., onnx.ModelProto], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opencl, "refuse_half_arithmetic", lambda kernel: None)
+    model, target = make(), resolve(OPENCL)
+    mod = pipeline.optimize(import_onnx(model).mod, target, Options(precision="fp16"))
+    halves = [use.name for use in kernel_uses(mod) if "float16" in mod[use.name].script()]
+    assert halves
+    feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
+    [expected] = run_onnx(model, feed)
+    [actual] = RelaxOnOpenCL(mod, target)(*feed.values())
+    assert 1e-6 < relative_error(actual, expected) < 1e-2
+
+
+def test_where_it_has_no_effect() -> None:
+    with pytest.raises(TargetError, match="precision='fp16' is for GPUs"):
+        tvm_fusion.compile(small_model(), precision="fp16")
+    with pytest.raises(TargetError, match="precision is 'int8'; expected 'fp32' or 'fp16'"):
+        tvm_fusion.compile(small_model(), CUDA, precision="int8")

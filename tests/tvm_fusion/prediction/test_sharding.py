@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharders of Table 5.3, their predictions, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedules.cost.machine import Figure, load_machine
+from tvm_fusion.cli import main
+from tvm_fusion.errors import PredictionError
+from tvm_fusion.prediction.collectives import Collectives, Curve
+from tvm_fusion.prediction.sharding import (
+    COSTS,
+    EmbeddingTable,
+    ShardingTask,
+    greedy,
+    load_tables,
+    shard,
+)
+
+V100 = load_machine("v100")
+TABLES = tuple(
+    EmbeddingTable(f"t{n}", rows, width, lookups)
+    for n, (rows, width, lookups) in enumerate(
+        [(10**6, 64, 20), (10**4, 128, 2), (10**7, 32, 1), (10**5, 64, 50), (10**3, 64, 5)]
+    )
+)
+
+
+def task(tables=TABLES, ranks: int = 2, **more) -> ShardingTask:
+    return ShardingTask(tables, 512, V100, ranks, **more)
+
+
+def test_costs_of_table_5_3() -> None:
+    table = TABLES[0]
+    assert COSTS["size_greedy"](table) == 10**6
+    assert COSTS["lookup_greedy"](table) == 20 * 64
+    assert COSTS["norm_lookup_greedy"](table) == 20 / 10**6
+    assert COSTS["size_lookup_greedy"](table) == pytest.approx(20 * 64 * 6)
+
+
+def test_greedy_puts_the_dearest_first() -> None:
+    # Rows 10^7 | 10^6 10^5 10^4 10^3: all small ones on the second rank.
+    assert greedy(TABLES, 2, COSTS["size_greedy"]) == [1, 1, 0, 1, 1]
+
+
+def test_exchange_follows_the_largest_message() -> None:
+    sizes = tuple(float(1 << n) for n in range(10, 28))
+    times = tuple(size / 1e10 for size in sizes)
+    curves = Collectives({("all_to_all", 2): Curve("all_to_all", 2, sizes, times)})
+    found = task(collectives=curves)
+    free = Collectives(
+        {("all_to_all", 2): Curve("all_to_all", 2, sizes, tuple(time / 1e6 for time in times))}
+    )
+    ranks = [0, 0, 0, 0, 1]
+    # Rank 0 sends 288 columns of 512 samples, rank 1 gets them; forward and backward.
+    gap = (
+        found.sharding("x", ranks).seconds - task(collectives=free).sharding("x", ranks).seconds
+    )
+    assert gap == pytest.approx(2 * 512 * 288 * 4 / 1e10, rel=0.01)
+
+
+def test_slowest_rank_decides() -> None:
+    one, two = replace(TABLES[0], lookups=80), TABLES[0]
+    skewed = task((one, two, two)).sharding("x", [0, 1, 1])
+    assert 0.5 < skewed.balance < 1
+    assert skewed.memory == (one.bytes, 2 * two.bytes)
+    even = task((one, one)).sharding("x", [0, 1])
+    assert even.balance == pytest.approx(1)
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    alone = task(ranks=1).sharding("x", [0] * 5)
+    assert alone.seconds < task().sharding("x", [0] * 5).seconds
+    assert {one.balance for one in shard(task(ranks=1))} == {1.0}
+
+
+TABLE = st.builds(
+    EmbeddingTable,
+    st.just("t"),
+    st.integers(1, 10**7),
+    st.sampled_from([16, 64]),
+    st.floats(0.1, 60),
+)
+
+
+@given(st.lists(TABLE, min_size=1, max_size=7), st.integers(1, 3))
+def test_search_is_never_behind(tables, ranks) -> None:
+    found = shard(task(tuple(tables), ranks))
+    assert sorted(one.sharder for one in found) == sorted([*COSTS, "naive", "random", "search"])
+    by_name = {one.sharder: one for one in found}
+    assert by_name["search"].seconds <= min(one.seconds for one in found) * (1 + 1e-9)
+    for one in found:
+        assert sum(one.memory) == sum(table.bytes for table in tables)
+        assert set(one.ranks) <= set(range(ranks))
+        assert 0 < one.balance <= 1 + 1e-9
+        assert math.isfinite(one.seconds)
+
+
+def test_memory() -> None:
+    figures = dict(V100.figures) | {"capacity.memory": Figure(2e9, "test")}
+    small = replace(V100, figures=figures)
+    found = shard(replace(task(ranks=4), machine=small))
+    fits = [one.fits for one in found]
+    assert fits == sorted(fits, reverse=True) and any(fits)
+    tiny = replace(V100, figures=figures | {"capacity.memory": Figure(1e9, "test")})
+    expected = "1566976000 bytes of tables do not fit on 2 ranks of v100, .*'t2', has 128000"
+    with pytest.raises(PredictionError, match=expected):
+        shard(replace(task(), machine=tiny))
+
+
+def test_file_of_tables(tmp_path, capsys) -> None:
+    path = tmp_path / "tables.json"
+    entries = [
+        {"name": one.name, "rows": one.rows, "width": one.width, "lookups": one.lookups}
+        for one in TABLES
+    ]
+    path.write_text(json.dumps({"batch": 512, "tables": entries}))
+    assert load_tables(path) == (TABLES, 512)
+    arguments = ["shard", str(path), "--machine", "v100", "--ranks", "2"]
+    assert main([*arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["tables"] == ["t0", "t1", "t2", "t3", "t4"]
+    assert result["shardings"][0]["seconds"] == shard(task())[0].seconds
+    assert main(arguments) == 0
+    assert "size_lookup_greedy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ([], "expected a list of 'tables'"),
+        ({"batch": 1, "tables": []}, "expected a list of 'tables'"),
+        ({"tables": [{}]}, "the file: batch is None"),
+        ({"batch": 1, "tables": [{"name": "x"}]}, "table 'x': rows is None"),
+        ({"batch": 1, "tables": [{"rows": 1, "width": 0, "lookups": 1}]}, "'0': width is 0"),
+        ({"batch": 1, "tables": [{"rows": 1, "width": 1, "lookups": math.nan}]}, "lookups is nan"),
+        ({"batch": 1, "tables": [3]}, "rows is None; expected a positive integer"),
+    ],
+)
+def test_broken_files(tmp_path, data, reason: str) -> None:
+    path = tmp_path / "tables.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(PredictionError, match=f"tables.json: .*{reason}"):
+        load_tables(path)
+    path.write_text("{")
+    with pytest.raises(PredictionError, match="not JSON"):
+        load_tables(path)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurement of what connects the ranks of a job: the figures of :class:`.Network`."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+from schedules.cost.machine import Figure, Machine
+from schedules.distribute.cost import Network
+from schedules.distribute.exchange import Exchange, LocalBuffer, Message
+
+from ..errors import ArtifactError, InvalidInputError
+from ..machine.host_info import cpu_name
+from .communicator import World
+
+SIZES = tuple(8 << k for k in range(0, 22, 3))
+"""Bytes of the messages that are measured: 8 bytes to 16 MB."""
+
+_SECONDS = 0.1  # of one size, about
+_ROW_SECONDS = 5e-4  # between barriers, which ranks do not leave at the same time
+_OVERLAP_BYTES = 4 << 20
+
+
+def calibrate(world: World) -> Machine:
+    """Measure exchanges between pairs of ranks, all pairs at once; called by all ranks together.
+
+    Parameters
+    ----------
+    world : World
+        At least two ranks; the last of an odd number only waits.
+
+    Returns
+    -------
+    Machine
+        On all ranks the same figures, for :func:`network_of`: ``network.latency`` (seconds) and
+        ``network.bandwidth`` (bytes/s each way), fitted to ``exchange_seconds.<bytes>`` (seconds of
+        sending and receiving so many bytes); and ``network.progress``, the share of an exchange
+        that passes while both ranks compute, left out where that is nothing.
+
+    Raises
+    ------
+    InvalidInputError
+        If there is one rank only.
+    """
+    if world.size < 2:
+        raise InvalidInputError("one rank exchanges nothing; start at least 2 by mpiexec -n 2")
+    seconds = [_slowest(world, _exchange_seconds(world, size)) for size in SIZES]
+    latency, bandwidth = fit(SIZES, seconds)
+    figures = {f"exchange_seconds.{size}": s for size, s in zip(SIZES, seconds, strict=True)}
+    figures |= {"network.latency": latency, "network.bandwidth": bandwidth}
+    progress = -_slowest(world, -_progress(world))
+    if progress > 0:
+        figures["network.progress"] = progress
+    title = f"{world.size} ranks on {cpu_name()}"
+    origin = f"measured by calibrate with {world.size} ranks, {date.today().isoformat()}"
+    named = {name: Figure(float(value), origin) for name, value in figures.items()}
+    return Machine(f"ranks-{world.size}", "cpu", title, named)
+
+
+def network_of(machine: Machine) -> Network:
+    """The network of a machine that was calibrated.
+
+    Raises
+    ------
+    PredictionError
+        If it has no such figures.
+    """
+    progress = machine.get("network.progress", 0.0)
+    return Network(machine["network.latency"], machine["network.bandwidth"], min(progress, 1.0))
+
+
+def write_machine(machine: Machine, path: Path) -> None:
+    """Write a machine's file, aside first.
+
+    Raises
+    ------
+    ArtifactError
+        If it cannot be written.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(json.dumps(machine.to_json(), indent=2) + "\n")
+        aside.replace(path)
+    except OSError as error:
+        raise ArtifactError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Latency and bandwidth of ``seconds = latency + size / bandwidth``, by least squares.
+
+    Relative errors count, so that short messages do as much as long ones.
+
+    Parameters
+    ----------
+    sizes : Sequence[int]
+        Bytes of some messages.
+    seconds : Sequence[float]
+        Their times.
+    """
+    times = np.array(seconds)
+    rows = np.stack([1 / times, np.array(sizes) / times], axis=1)
+    (latency, slope), *_ = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)
+    return max(latency, 1e-9), 1 / max(slope, 1e-15)
+
+
+def _slowest(world: World, value: float) -> float:
+    return float(world.all_gather(np.array([value])).max())
+
+
+class _Pair:
+    """An exchange of this rank with its neighbour; the last of an odd number has none."""
+
+    def __init__(self, world: World, size: int) -> None:
+        self._world = world
+        low = [rank for rank in range(0, world.size - 1, 2)]
+        there = [Message(rank, rank + 1, "A", ((0, size),)) for rank in low]
+        back = [Message(rank + 1, rank, "A", ((size, 2 * size),)) for rank in low]
+        self._exchange = Exchange(size.bit_length(), (*there, *back))
+        self._buffers = {"A": LocalBuffer(np.zeros(2 * size, np.uint8), (0,))}
+
+    def start(self) -> None:
+        self._world.start(self._exchange, self._buffers)
+
+    def finish(self) -> None:
+        self._world.finish(self._exchange)
+
+    def __call__(self) -> None:
+        self.start()
+        self.finish()
+
+
+def _exchange_seconds(world: World, size: int) -> float:
+    return _timed(world, _Pair(world, size))
+
+
+def _progress(world: World) -> float:
+    """Share of an exchange, or of a computation as long, that is hidden by the other."""
+    pair = _Pair(world, _OVERLAP_BYTES)
+    alone = _slowest(world, _timed(world, pair))
+    numbers = np.linspace(0, 1, 1024)  # in the first cache, so that cores alone compute
+
+    def compute(steps: int) -> None:
+        for _ in range(steps):
+            np.sin(numbers, out=numbers)
+
+    step = _slowest(world, _timed(world, lambda: compute(16))) / 16
+    steps = max(1, round(alone / step))
+    computing = _slowest(world, _timed(world, lambda: compute(steps)))
+
+    def both() -> None:
+        pair.start()
+        compute(steps)
+        pair.finish()
+
+    together = _slowest(world, _timed(world, both))
+    return (alone + computing - together) / min(alone, computing)
+
+
+def _timed(world: World, call: Callable[[], None]) -> float:
+    """Median seconds of a call that all ranks make together, several times in a row."""
+    call()
+    begin = time.perf_counter()
+    call()
+    once = _slowest(world, time.perf_counter() - begin)
+    in_a_row = max(1, int(_ROW_SECONDS / once))
+    times = []
+    for _ in range(int(min(max(_SECONDS / (once * in_a_row), 5), 200))):
+        world.barrier()
+        begin = time.perf_counter()
+        for _ in range(in_a_row):
+            call()
+        times.append((time.perf_counter() - begin) / in_a_row)
+    return statistics.median(times)

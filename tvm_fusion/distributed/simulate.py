@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted scaling of a distributed function, from the messages of its plans.
+
+Messages and bytes are those that a program sends; times are predicted: a rank's part by the
+roofline or by a measured run, an exchange by the postal model. Ranks are taken to share nothing but
+the network; on one node they share its memory, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tvm import tirx
+
+from schedules.distribute.cost import Network, Processor, Work, overlap_gains, work_of
+from schedules.distribute.distribute import Distribution, distribute
+from schedules.distribute.exchange import Exchange, Message, Region
+
+from ..errors import EngineError, InvalidInputError
+
+RANKS = tuple(2**k for k in range(13))
+"""1 to 4096."""
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """A number of ranks.
+
+    Parameters
+    ----------
+    ranks : int
+        Their number.
+    messages, bytes : int
+        What all of them send in one run, one message a pair of ranks and exchange.
+    compute, exchange : float
+        Predicted seconds of the rank that computes, and of the one that exchanges, longest.
+    seconds : float
+        Predicted seconds of a run, overlapped where that gains.
+    efficiency : float
+        Of strong scaling: time of the first number of ranks, times that number, over ranks times
+        this time; of weak scaling: time of the first over this time.
+    """
+
+    ranks: int
+    messages: int
+    bytes: int
+    compute: float
+    exchange: float
+    seconds: float
+    efficiency: float
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A simulation.
+
+    Parameters
+    ----------
+    kind : str
+        ``strong``: the same function for all numbers of ranks; ``weak``: one that grows with them.
+    points : tuple[ScalingPoint, ...]
+        One for each number of ranks.
+    """
+
+    kind: Literal["strong", "weak"]
+    points: tuple[ScalingPoint, ...]
+
+    def table(self) -> str:
+        """The points as text; times are predicted."""
+        lines = [
+            f"{self.kind} scaling, predicted",
+            f"{'ranks':>6}{'messages':>10}{'bytes':>14}{'compute':>12}{'exchange':>12}"
+            f"{'run':>12}{'efficiency':>12}",
+        ]
+        for p in self.points:
+            times = "".join(f"{1e6 * t:>9.1f} us" for t in (p.compute, p.exchange, p.seconds))
+            lines.append(
+                f"{p.ranks:>6}{p.messages:>10}{p.bytes:>14}{times}{100 * p.efficiency:>10.1f} %"
+            )
+        return "\n".join(lines)
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the predicted times over the ranks, to a file whose suffix names its format.
+
+        Raises
+        ------
+        EngineError
+            If matplotlib is not installed.
+        """
+        try:
+            import matplotlib
+        except ImportError as error:
+            raise EngineError(
+                "a drawing needs matplotlib; install it by: pip install 'tvm-fusion[bench]'"
+            ) from error
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots()
+        ranks = [point.ranks for point in self.points]
+        first = self.points[0]
+        ideal = [first.seconds * (first.ranks / n if self.kind == "strong" else 1) for n in ranks]
+        axes.loglog(ranks, ideal, "k:", label="ideal")
+        for name, label in (("seconds", "run"), ("compute", "compute"), ("exchange", "exchange")):
+            axes.loglog(ranks, [getattr(p, name) or None for p in self.points], "o-", label=label)
+        axes.set(xlabel="ranks", ylabel="seconds", title=f"{self.kind} scaling, predicted")
+        axes.legend()
+        figure.savefig(path)
+        pyplot.close(figure)
+
+
+def simulate(
+    source: tirx.PrimFunc | Callable[[int], tirx.PrimFunc],
+    processor: Processor,
+    ranks: Sequence[int] = RANKS,
+    *,
+    network: Network | None = None,
+    one_rank: float | None = None,
+    loop: Any = 0,
+    **distribution: Any,
+) -> Scaling:
+    """Predict the time of a function on different numbers of ranks.
+
+    Parameters
+    ----------
+    source : tirx.PrimFunc or callable
+        The function, for strong scaling; or what makes it from the number of ranks, for weak.
+    processor : Processor
+        What each rank computes with.
+    ranks : Sequence[int]
+        Numbers of ranks, ascending.
+    network : Network, optional
+        What connects them: calibrated (:func:`.calibrate.network_of`) or, by default, estimated.
+    one_rank : float, optional
+        Measured seconds of one rank alone, by which predicted times of parts are corrected.
+    loop, **distribution
+        Loops, grid and so on, as for :func:`schedules.distribute.distribute.distribute`.
+
+    Returns
+    -------
+    Scaling
+        Exact messages and bytes, and predicted times.
+
+    Raises
+    ------
+    InvalidInputError
+        If there is no number of ranks.
+    OpError
+        If the function cannot be distributed so.
+    """
+    if not ranks:
+        raise InvalidInputError("no number of ranks is given; expected for example ranks=[1, 2, 4]")
+
+    def plan(number: int) -> Distribution:
+        function = source if isinstance(source, tirx.PrimFunc) else source(number)
+        return distribute(function, loop, number, **distribution)
+
+    correction = 1.0
+    if one_rank is not None:
+        correction = one_rank / max(_compute_seconds(plan(1), processor))
+    is_strong = isinstance(source, tirx.PrimFunc)
+    points: list[ScalingPoint] = []
+    for number in ranks:
+        point = _point(plan(number), network or Network(), processor, correction)
+        first = points[0] if points else point
+        ideal = first.seconds * (first.ranks / number if is_strong else 1)
+        points.append(replace(point, efficiency=ideal / point.seconds))
+    return Scaling("strong" if is_strong else "weak", tuple(points))
+
+
+def _point(
+    plan: Distribution, network: Network, processor: Processor, correction: float
+) -> ScalingPoint:
+    """Exact counts, and the times of the slowest rank."""
+    compute = [correction * seconds for seconds in _compute_seconds(plan, processor)]
+    exchange = [0.0] * plan.ranks
+    messages = 0
+    for each in plan.exchanges:
+        for rank, own in _by_rank(each).items():
+            exchange[rank] += network.seconds(Exchange(each.id, tuple(own)), rank, plan.itemsizes)
+        messages += len({(message.source, message.dest) for message in each.messages})
+    pairs = list(zip(compute, exchange, strict=True))
+    seconds = max(one + other - _hidden(network, one, other) for one, other in pairs)
+    return ScalingPoint(plan.ranks, messages, plan.bytes, max(compute), max(exchange), seconds, 1.0)
+
+
+def _compute_seconds(plan: Distribution, processor: Processor) -> list[float]:
+    """Seconds of each rank's part; parts of one shape have the same."""
+    known: dict[Any, float] = {}
+    found = []
+    for part in plan.parts:
+        key = _extents(part.rows), *(_extents(window) for window in part.windows.values())
+        if key not in known:
+            work = Work(0, 0) if part.is_empty else work_of(plan.nest, part.rows, plan.itemsizes)
+            known[key] = processor.seconds(work)
+        found.append(known[key])
+    return found
+
+
+def _extents(region: Region) -> tuple[int, ...]:
+    return tuple(end - begin for begin, end in region)
+
+
+def _by_rank(exchange: Exchange) -> dict[int, list[Message]]:
+    """The messages that each rank sends or receives."""
+    found: dict[int, list[Message]] = {}
+    for message in exchange.messages:
+        for rank in (message.source, message.dest):
+            found.setdefault(rank, []).append(message)
+    return found
+
+
+def _hidden(network: Network, compute: float, exchange: float) -> float:
+    """Seconds of an exchange that pass while a rank computes, where it is overlapped."""
+    if not overlap_gains(network, exchange, compute):
+        return 0.0
+    return network.progress * min(compute, exchange)

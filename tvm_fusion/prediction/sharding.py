@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embedding tables shared out among ranks, and the predicted time of an iteration of each way.
+
+The six sharders of Table 5.3 of the dissertation, and a local search that starts from the best of
+them. An iteration is the lookups of each rank, the all-to-all of their results, and both backward;
+dense layers, which every rank has, are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from schedules.cost.kernel_call import KernelCall
+from schedules.cost.machine import Machine
+from schedules.cost.registry import predict
+
+from ..errors import PredictionError
+from .collectives import Collectives, all_to_all_bytes
+from .timeline.execution_graph import Collective, ExecutionGraph, Kernel, Launch, Op
+from .timeline.ranks import simulate
+
+MEMORY_SHARE = 0.8
+"""Share of a device's memory that tables may take."""
+
+_BYTES = 4
+_MAX_FILE_BYTES = 64 << 20
+_MAX_STEPS = 200
+
+
+@dataclass(frozen=True)
+class EmbeddingTable:
+    """Embedding table.
+
+    Parameters
+    ----------
+    name : str
+        Name.
+    rows, width : int
+        Rows E and their width D, of float32.
+    lookups : float
+        Mean number L of rows that a sample looks up.
+    """
+
+    name: str
+    rows: int
+    width: int
+    lookups: float
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of memory."""
+        return self.rows * self.width * _BYTES
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Prediction of one way to share tables out.
+
+    Parameters
+    ----------
+    sharder : str
+        Name.
+    ranks : tuple of int
+        Rank of each table.
+    seconds : float
+        Predicted iteration.
+    balance : float
+        Lookup time of the mean rank over that of the slowest; 1 is best.
+    memory : tuple of int
+        Bytes of each rank.
+    fits : bool
+        Whether no rank has more than ``MEMORY_SHARE`` of its memory.
+    """
+
+    sharder: str
+    ranks: tuple[int, ...]
+    seconds: float
+    balance: float
+    memory: tuple[int, ...]
+    fits: bool
+
+
+@dataclass(frozen=True)
+class ShardingTask:
+    """Tables, and what they are to be shared out on.
+
+    Parameters
+    ----------
+    tables : tuple of EmbeddingTable
+        Tables.
+    batch : int
+        Samples of each rank.
+    machine : Machine
+        Device of each rank.
+    ranks : int
+        Number of ranks.
+    collectives : Collectives, optional
+        Measured all-to-alls; without them the bandwidth of PCIe says how long one takes.
+    """
+
+    tables: tuple[EmbeddingTable, ...]
+    batch: int
+    machine: Machine
+    ranks: int
+    collectives: Collectives | None = None
+
+    def sharding(self, name: str, ranks: Sequence[int]) -> Sharding:
+        """Predict the iteration of a table's rank each."""
+        parts = self._parts(ranks)
+        lookups = [[self._lookup(part, op) for part in parts] for op in _LOOKUPS]
+        exchange = self._exchange(parts)
+        graphs = [
+            _iteration(rank, forward, backward, exchange)
+            for rank, (forward, backward) in enumerate(zip(*lookups, strict=True))
+        ]
+        each = [sum(times) for times in zip(*lookups, strict=True)]
+        memory = tuple(sum(table.bytes for table in part) for part in parts)
+        return Sharding(
+            name,
+            tuple(ranks),
+            simulate(graphs, _NoCosts()).seconds,
+            sum(each) / len(each) / max(each) if max(each) else 1.0,
+            memory,
+            max(memory) <= self.capacity,
+        )
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of tables that a rank may hold."""
+        return MEMORY_SHARE * self.machine["capacity.memory"]
+
+    def _parts(self, ranks: Sequence[int]) -> list[list[EmbeddingTable]]:
+        parts: list[list[EmbeddingTable]] = [[] for _ in range(self.ranks)]
+        for table, rank in zip(self.tables, ranks, strict=True):
+            parts[rank].append(table)
+        return parts
+
+    def _lookup(self, tables: Sequence[EmbeddingTable], op: str) -> float:
+        """Seconds of one launch for the tables of a rank: the floor of a launch counts once."""
+        alike = Counter((table.rows, table.width, table.lookups) for table in tables)
+        floor = self.machine.get("launch_floor", 0.0)
+        total = 0.0
+        for (rows, width, lookups), count in alike.items():
+            bags = self.batch * self.ranks
+            read = bags * count * width * _BYTES * lookups
+            sizes = {"B": bags, "T": count, "E": rows, "L": max(round(lookups), 1), "D": width}
+            call = KernelCall(op, sizes, "float32", 0.0, read, bags * count * width * _BYTES)
+            total += max(predict(call, self.machine).seconds - floor, 0.0)
+        return total + floor if tables else 0.0
+
+    def _exchange(self, parts: Sequence[Sequence[EmbeddingTable]]) -> float:
+        """Seconds of the all-to-all of all results."""
+        if self.ranks == 1:
+            return 0.0
+        widths = [sum(table.width for table in part) for part in parts]
+        each = [self.batch * width * _BYTES for width in widths]
+        count = range(self.ranks)
+        message = all_to_all_bytes([[0 if a == b else each[a] for b in count] for a in count])
+        if self.collectives is not None:
+            return self.collectives.predict("all_to_all", self.ranks, message).seconds
+        return message / self.machine["bandwidth.pcie"]
+
+
+_LOOKUPS = ("embedding_bag", "embedding_bag_backward")
+
+
+class _NoCosts:
+    """Host that is never late: what remains is the devices' time."""
+
+    def t1(self, previous: str, op: Op) -> float:
+        return 0.0
+
+    def t2(self, op: Op) -> float:
+        return 0.0
+
+    t3 = whole = t2
+
+    def t4(self, call: str) -> float:
+        return 0.0
+
+    delay = t4
+
+    def t5(self, op: Op, step: int) -> float:
+        return 0.0
+
+
+def _iteration(rank: int, forward: float, backward: float, exchange: float) -> ExecutionGraph:
+    """Lookups, all-to-all forward and backward, and the backward lookups of one rank."""
+
+    def part(number: int) -> Collective:
+        return Collective("all_to_all", "tables", number)
+
+    kernels = (
+        Kernel(0, "lookup", forward),
+        Kernel(1, "all-to-all", exchange, 1, (0,), part(0)),
+        Kernel(2, "all-to-all backward", exchange, 1, (), part(1)),
+        Kernel(3, "lookup backward", backward, 0, (2,)),
+    )
+    return ExecutionGraph(tuple(Op(one.name, (Launch(one),)) for one in kernels), rank)
+
+
+Cost = Callable[[EmbeddingTable], float]
+
+COSTS: dict[str, Cost] = {
+    "size_greedy": lambda table: table.rows,
+    "lookup_greedy": lambda table: table.lookups * table.width,
+    "norm_lookup_greedy": lambda table: table.lookups / table.rows,
+    "size_lookup_greedy": lambda table: (
+        table.lookups * table.width * math.log10(max(table.rows, 2))
+    ),
+}
+"""Cost of a table by the greedy sharder that adds it up (Table 5.3)."""
+
+
+def greedy(tables: Sequence[EmbeddingTable], ranks: int, cost: Cost) -> list[int]:
+    """Put the dearest tables first, each on the rank that costs least so far."""
+    loads = [0.0] * ranks
+    found = [0] * len(tables)
+    for index in sorted(range(len(tables)), key=lambda index: -cost(tables[index])):
+        rank = min(range(ranks), key=lambda one: loads[one])
+        found[index] = rank
+        loads[rank] += cost(tables[index])
+    return found
+
+
+def shard(task: ShardingTask, seed: int = 0) -> tuple[Sharding, ...]:
+    """Predict the six sharders and the search, the fastest that fits first.
+
+    Raises
+    ------
+    PredictionError
+        If the tables fit into the memory of the ranks in none of these ways.
+    """
+    tables, ranks = task.tables, task.ranks
+    random_ = random.Random(seed)
+    ways = {
+        "naive": [index % ranks for index in range(len(tables))],
+        "random": [random_.randrange(ranks) for _ in tables],
+        **{name: greedy(tables, ranks, cost) for name, cost in COSTS.items()},
+    }
+    found = [task.sharding(name, way) for name, way in ways.items()]
+    by_memory = task.sharding("memory", greedy(tables, ranks, lambda table: table.bytes))
+    fitting = [one for one in (*found, by_memory) if one.fits]
+    if not fitting:
+        needed, largest = sum(table.bytes for table in tables), max(tables, key=lambda t: t.bytes)
+        raise PredictionError(
+            f"{needed} bytes of tables do not fit on {ranks} ranks of {task.machine.name}, which "
+            f"hold {task.capacity:.0f} each; the largest, {largest.name!r}, has {largest.bytes}"
+        )
+    found.append(_search(task, min(fitting, key=lambda one: one.seconds)))
+    return tuple(sorted(found, key=lambda one: (not one.fits, one.seconds)))
+
+
+def _search(task: ShardingTask, best: Sharding) -> Sharding:
+    """Move tables, the best move first, as long as the iteration gets shorter."""
+    best = task.sharding("search", best.ranks)
+    for _ in range(_MAX_STEPS):
+        tried = (task.sharding("search", ranks) for ranks in _neighbours(task, best))
+        better = min((one for one in tried if one.fits), key=lambda one: one.seconds, default=best)
+        if better.seconds >= best.seconds * (1 - 1e-9):
+            break
+        best = better
+    return best
+
+
+def _neighbours(task: ShardingTask, now: Sharding) -> list[tuple[int, ...]]:
+    """Ways in which one table changes its rank; tables that are alike count once."""
+    found: dict[tuple, tuple[int, ...]] = {}
+    for index, table in enumerate(task.tables):
+        own = now.ranks[index]
+        for rank in range(task.ranks):
+            if rank != own:
+                kind = table.rows, table.width, table.lookups, own, rank
+                found[kind] = (*now.ranks[:index], rank, *now.ranks[index + 1 :])
+    return list(found.values())
+
+
+def load_tables(path: Path) -> tuple[tuple[EmbeddingTable, ...], int]:
+    """Read tables and the batch of a rank.
+
+    The file is ``{"batch": 4096, "tables": [{"name": "t", "rows": 1000000, "width": 64,
+    "lookups": 20}, ...]}``.
+
+    Raises
+    ------
+    PredictionError
+        If it cannot be read, or a number is not positive and finite: the message names the table.
+    """
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise PredictionError(f"{path}: larger than any file of tables")
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise PredictionError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise PredictionError(f"{path}: not JSON: {error}") from None
+    entries = data.get("tables") if isinstance(data, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise PredictionError(f"{path}: expected a list of 'tables'")
+    batch = _positive(path, "the file", "batch", data.get("batch"), whole=True)
+    return tuple(_table(path, index, entry) for index, entry in enumerate(entries)), int(batch)
+
+
+def _table(path: Path, index: int, entry: Any) -> EmbeddingTable:
+    entry = entry if isinstance(entry, dict) else {}
+    name = str(entry.get("name", index))
+    sizes = [
+        _positive(path, f"table {name!r}", part, entry.get(part), part != "lookups")
+        for part in ("rows", "width", "lookups")
+    ]
+    return EmbeddingTable(name, int(sizes[0]), int(sizes[1]), sizes[2])
+
+
+def _positive(path: Path, where: str, part: str, value: Any, whole: bool) -> float:
+    allowed = (int,) if whole else (int, float)
+    if type(value) not in allowed or not 0 < value < 1 << 53:
+        kind = "integer" if whole else "number"
+        raise PredictionError(f"{path}: {where}: {part} is {value!r}; expected a positive {kind}")
+    return value
