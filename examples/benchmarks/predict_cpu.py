@@ -13,6 +13,7 @@ geometric mean of absolute errors, and MAPE, their mean.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -132,8 +133,7 @@ def main() -> int:
             checked = check_model(model, threads=threads, runs=chosen.runs, rounds=chosen.rounds)
             results[name] = summary(checked)
             data = {"settings": settings, "totals": totals(results), "results": results}
-            text = json_text(data)
-            write_aside(chosen.output, lambda aside, text=text: aside.write_text(text))
+            write_aside(chosen.output, functools.partial(Path.write_text, data=json_text(data)))
     console = Console()
     console = console if console.is_terminal else Console(width=FILE_WIDTH)
     console.print(results_table({name: results[name] for name in NAMES if name in results}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from tvm.target import Target
@@ -133,7 +134,7 @@ class PredictedCPU(CPUInfo):
     memory_bytes_per_cycle: float = 0.0
     fork: float = 0.0
 
-    @property
+    @cached_property
     def costs(self) -> MachineCosts:
         """Constants of the family, but for what the machine says."""
         family = costs_of(self.family, self.vector_bits)

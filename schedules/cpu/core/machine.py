@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from tvm import DataType
@@ -57,12 +57,12 @@ class CPUInfo:
     l3_bytes: int
     family: str = ""
 
-    @property
+    @cached_property
     def costs(self) -> MachineCosts:
         """Constants of this CPU in the cost models."""
         return costs_of(self.family, self.vector_bits)
 
-    @property
+    @cached_property
     def fma_per_cycle(self) -> float:
         """Multiply-adds of whole vectors that a core starts in a cycle."""
         return self.costs.fma_per_cycle(self.vector_bits)
