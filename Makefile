@@ -17,7 +17,7 @@ TEST_ARGS ?=
 FAULT_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all faults fuzz lint types docs map bench bench-gpu bench-predict clean
+.PHONY: help venv demo test test-all faults fuzz lint types docs map bench bench-gpu bench-mpi bench-predict clean
 
 help: ## list the tasks
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
