@@ -16,7 +16,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +128,12 @@ def _together(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def models(folder: Path) -> list[dict[str, Any]]:
     """Whole language models: measured and predicted seconds."""
     runs, graphs = whole_models.read_runs(folder), whole_models.read_graphs(folder)
-    layers = {run.graph.split("-")[0]: run.layers for run in runs if run.layers}
     rows = []
     for run in runs:
         node = "h100" if run.machine == "h100" else "a100"
         transfer = whole_models.interpolated_transfers(folder, node)
-        known = replace(run, layers=run.layers or layers[run.graph.split("-")[0]])
         predictor = whole_models.Predictor(run.machine, transfer)
-        found, low, high = predictor.run(known, graphs[run.graph])
+        found, low, high = predictor.run(run, graphs[run.graph])
         rows.append(
             {
                 "machine": run.machine,

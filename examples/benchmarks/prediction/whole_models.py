@@ -23,6 +23,9 @@ from schedules.cost.registry import predict
 MICRO_BATCHES = {"pp4_1": 1, "pp4_4": 4}
 RANKS = 4
 
+LAYERS = {"bert_large": 24, "gpt2_large": 36, "gpt3_27": 32, "gpt3_xl": 24, "opt_13": 24}
+"""Layers of the models, which the runs on four GPUs do not say."""
+
 TRAINING = ("forward", "backward", "accumulate")
 
 DAYS = 0.05
@@ -64,7 +67,7 @@ def read_runs(folder: Path) -> list[Run]:
                 row["graph"],
                 row["mode"],
                 row["option"],
-                int(row["layers"]),
+                int(row["layers"]) or LAYERS[row["model"]],
                 float(row["ms"]) / 1e3,
             )
             for row in csv.DictReader(file)
@@ -195,6 +198,12 @@ def interpolated_transfers(folder: Path, node: str) -> Transfer:
 
     Straight lines on logarithmic scales; beyond the largest message, at its bandwidth.
     """
+    return lambda collective, size: _transfer(_curves(folder, node)[collective], size)
+
+
+@cache
+def _curves(folder: Path, node: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Logarithms of sizes and times, by collective; read once, where a run needs them."""
     table = read_columns(folder / "collectives" / "collectives.csv.gz")
     curves = {}
     for collective, ranks in (("all_reduce", RANKS), ("send_recv", 2)):
@@ -204,9 +213,10 @@ def interpolated_transfers(folder: Path, node: str) -> Transfer:
         times = [np.median(table["us"][chosen & (table["bytes"] == size)]) for size in sizes]
         curves[collective] = np.log(sizes), np.log(np.array(times) * 1e-6)
 
-    def transfer(collective: str, size: float) -> float:
-        sizes, times = curves[collective]
-        beyond = max(0.0, math.log(size) - sizes[-1])
-        return float(np.exp(np.interp(math.log(size), sizes, times) + beyond))
+    return curves
 
-    return transfer
+
+def _transfer(curve: tuple[np.ndarray, np.ndarray], size: float) -> float:
+    sizes, times = curve
+    beyond = max(0.0, math.log(size) - sizes[-1])
+    return float(np.exp(np.interp(math.log(size), sizes, times) + beyond))
