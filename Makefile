@@ -69,6 +69,7 @@ bench-gpu: ## race reductions and whole models on a GPU; ends with 2 where there
 
 bench-predict: $(VENV)/.stamp-bench ## check predicted times against the measured ones of PREDICT_DATA=DIR
 	$(BIN)/python examples/benchmarks/predict.py $(BENCH_ARGS)
+	$(BIN)/python examples/benchmarks/predict_traces.py
 
 clean: ## remove .venv and all that was built
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
