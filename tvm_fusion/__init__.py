@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .compiler.explain_gpu import explain_kernels
     from .compiler.specialized_model import SpecializedModel, specialize
     from .compiler.target import resolve as resolve_target
-    from .prediction.predict_model import ModelPrediction, predict
+    from .prediction.model.predict_model import ModelPrediction, predict
     from .runtime.compiled_model import CompiledModel, Latency, load
     from .runtime.host_arrays import aligned_empty
     from .tuning.job import TaskState, TuneResult, tune
@@ -70,7 +70,7 @@ _LATER = {
     "explain": "compiler.explain",
     **dict.fromkeys(("SpecializedModel", "specialize"), "compiler.specialized_model"),
     "explain_kernels": "compiler.explain_gpu",
-    **dict.fromkeys(("ModelPrediction", "predict"), "prediction.predict_model"),
+    **dict.fromkeys(("ModelPrediction", "predict"), "prediction.model.predict_model"),
     "profile": "bench.profiler",
     "resolve_target": "compiler.target",
 }

@@ -29,9 +29,9 @@ from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.prediction.api import TracedRun, load_traces, predict_traces
 from tvm_fusion.prediction.collectives import Curve
-from tvm_fusion.prediction.overheads import Overheads
 from tvm_fusion.prediction.timeline.path import active_seconds
 from tvm_fusion.prediction.timeline.ranks import simulate
+from tvm_fusion.prediction.traces.overheads import Overheads
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

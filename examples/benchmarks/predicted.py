@@ -38,7 +38,7 @@ from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.onnx.frontend import ImportedModel, import_onnx
 from tvm_fusion.prediction.machines import PredictedCPU, cpu_target, find_machine, predicted_cpu
-from tvm_fusion.prediction.predict_model import predict_on
+from tvm_fusion.prediction.model.predict_model import predict_on
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

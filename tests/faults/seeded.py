@@ -330,9 +330,9 @@ RUNTIME = (
     ),
     Fault(
         "a model is written in place, so half of it stays when that fails",
-        "tvm_fusion/runtime/artifact.py",
-        'aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")',
-        "aside = path",
+        "tvm_fusion/written_aside.py",
+        'aside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.partial")',
+        "aside = target",
         ("tests/tvm_fusion/runtime/test_artifact.py",),
     ),
     Fault(

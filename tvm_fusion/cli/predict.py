@@ -123,9 +123,9 @@ def predict_model(
     **options: Any,
 ) -> None:
     """Predict and show a model on machines."""
-    from ..prediction.model_report import predictions_table
-    from ..prediction.overheads import load_overheads
-    from ..prediction.predict_model import import_static, predict_on
+    from ..prediction.model.model_report import predictions_table
+    from ..prediction.model.predict_model import import_static, predict_on
+    from ..prediction.traces.overheads import load_overheads
 
     if batch is not None:
         shapes = {"batch": batch, **shapes}
@@ -146,7 +146,7 @@ def predict_model(
 
 
 def _check(model: Path, as_json: bool, **options: Any) -> None:
-    from ..prediction.check import check_model, check_table
+    from ..prediction.model.check import check_model, check_table
 
     with progress_bar() as progress:
         checked = check_model(model, progress=progress, **options)
@@ -164,8 +164,8 @@ def predict_traced(
 ) -> None:
     """Predict and show the runs of a file or folder of traces."""
     from ..prediction.api import load_traces, predict_traces
-    from ..prediction.overheads import Overheads, ProfilerCost, load_overheads
     from ..prediction.report import answer_table, tables, write_timeline
+    from ..prediction.traces.overheads import Overheads, ProfilerCost, load_overheads
 
     known = load_overheads(overheads) if overheads else None
     runs = load_traces(traces, ProfilerCost(*profiler_cost))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,10 +13,11 @@ import click
 import numpy as np
 
 from ..bench.throughput import throughput
-from ..errors import ArtifactError, InvalidInputError
+from ..errors import InvalidInputError
 from ..runtime.host_arrays import random_inputs
 from ..runtime.tensor_spec import TensorSpec, refuse_open_shapes
 from ..runtime.thread_pool import choose_threads
+from ..written_aside import written_aside
 from .checks import is_compiled, refuse_absent_gpu, refuse_given, refuse_model_file
 from .options import (
     NamedFile,
@@ -177,17 +177,10 @@ def top(array: np.ndarray) -> list[dict[str, Any]]:
 
 def save_outputs(path: Path, outputs: Mapping[str, np.ndarray]) -> None:
     """Write arrays as an .npz file under exactly this path; ``numpy.savez`` forbids some names."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with zipfile.ZipFile(aside, "w") as archive:
-            for name, array in outputs.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, array, allow_pickle=False)
-        aside.replace(path)
-    except OSError as error:
-        raise ArtifactError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
-    finally:
-        aside.unlink(missing_ok=True)
+    with written_aside(path) as aside, zipfile.ZipFile(aside, "w") as archive:
+        for name, array in outputs.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 def _with_sizes(spec: TensorSpec, shapes: Mapping[str, Any]) -> TensorSpec:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +16,9 @@ from schedules.cost.machine import Figure, Machine
 from schedules.distribute.cost import Network
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 
-from ..errors import ArtifactError, InvalidInputError
+from ..errors import InvalidInputError
 from ..machine.host_info import cpu_name
+from ..written_aside import written_aside
 from .communicator import World
 
 SIZES = tuple(8 << k for k in range(0, 22, 3))
@@ -85,14 +85,8 @@ def write_machine(machine: Machine, path: Path) -> None:
     ArtifactError
         If it cannot be written.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with written_aside(path) as aside:
         aside.write_text(json.dumps(machine.to_json(), indent=2) + "\n")
-        aside.replace(path)
-    except OSError as error:
-        raise ArtifactError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import PredictionError
-from .chakra import link, read_execution_trace
-from .json_stream import json_items
-from .kineto import KinetoTrace, read_kineto
-from .overheads import Overheads, ProfilerCost, measure_overheads
 from .report import Answer, TimelineReport, report
 from .timeline.execution_graph import ExecutionGraph
 from .timeline.ranks import Timeline, simulate
-from .traced_graph import measured_seconds, traced_graph
-from .traced_ops import traced_ops
+from .traces.chakra import link, read_execution_trace
+from .traces.json_stream import json_items
+from .traces.kineto import KinetoTrace, read_kineto
+from .traces.overheads import Overheads, ProfilerCost, measure_overheads
+from .traces.traced_graph import measured_seconds, traced_graph
+from .traces.traced_ops import traced_ops
 from .what_if import change
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import PredictionError
-from .overheads import write_aside
+from ..written_aside import written_aside
 
 Model = Callable[[float], float]
 """Seconds by bytes."""
@@ -298,7 +298,8 @@ class Collectives:
             }
             for curve in self.curves.values()
         ]
-        write_aside(path, json.dumps({"format": _FORMAT, "curves": curves}, indent=1))
+        with written_aside(path, PredictionError) as aside:
+            aside.write_text(json.dumps({"format": _FORMAT, "curves": curves}, indent=1))
 
 
 def load_collectives(path: Path) -> Collectives:

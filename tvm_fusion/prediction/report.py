@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ..errors import PredictionError
-from .overheads import write_aside
+from ..written_aside import written_aside
 from .timeline.critical_path import RankTimeline
 from .timeline.execution_graph import HOST
 from .timeline.path import (
@@ -230,10 +229,9 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
     """
     if path.name.endswith((".json", ".json.gz")):
         text = json.dumps({"traceEvents": chrome_events(timeline), "displayTimeUnit": "ms"})
-        if path.suffix == ".gz":
-            _write_bytes(path, gzip.compress(text.encode()))
-        else:
-            write_aside(path, text)
+        data = text.encode()
+        with written_aside(path, PredictionError) as aside:
+            aside.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     elif path.suffix in (".png", ".svg", ".pdf"):
         _draw(timeline, path)
     else:
@@ -309,22 +307,5 @@ def _draw(timeline: Timeline, path: Path) -> None:
             axes.broken_barh(bars, (height - 0.4, 0.8), color=colour)
     axes.set_yticks(range(len(rows)), [f"rank {rank}, {row}" for rank, row in rows])
     axes.set_xlabel("ms (blue: kernels, red: wait for other ranks, gray: operators)")
-    aside = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        figure.savefig(aside)
-        aside.replace(path)
-    except OSError as error:
-        raise PredictionError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(data)
-        aside.replace(path)
-    except OSError as error:
-        raise PredictionError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
-    finally:
-        aside.unlink(missing_ok=True)
+    with written_aside(path, PredictionError) as aside:
+        figure.savefig(aside, format=path.suffix[1:])

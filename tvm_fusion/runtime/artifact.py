@@ -31,14 +31,12 @@ rights of the process.** The checksum detects damage, not malice: load only file
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
 import struct
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -51,6 +49,7 @@ from ..errors import ArtifactError
 from ..machine.host import check_host
 from ..machine.triples import arch_of_triple
 from ..version import __version__
+from ..written_aside import written_aside
 from .device import DeviceNeeds, check_device
 from .kernel_call import KernelCall
 from .tensor_spec import TensorSpec
@@ -171,16 +170,23 @@ def write_artifact(
     ArtifactError
         If the file cannot be written, or the model cannot be linked.
     """
+    with written_aside(path) as aside:
+        try:
+            _write(aside, executable, about, weights)
+        except RuntimeError as error:  # TVM's own failures to write
+            raise OSError(None, str(error)) from error
+
+
+def _write(aside: Path, executable: Any, about: Description, weights: Sequence[Any]) -> None:
     text = json.dumps(asdict(about)).encode()
-    with _written_aside(path) as aside:
-        executable.export_library(str(aside), fcompile=about.linker(executable))
-        with aside.open("ab") as file:
-            write_weights(file, weights)
-            place = file.tell()
-            file.write(text)
-        digest = _digest(aside, place + len(text))
-        with aside.open("ab") as file:
-            file.write(_FOOTER.pack(place, len(text), digest, FORMAT, _MAGIC))
+    executable.export_library(str(aside), fcompile=about.linker(executable))
+    with aside.open("ab") as file:
+        write_weights(file, weights)
+        place = file.tell()
+        file.write(text)
+    digest = _digest(aside, place + len(text))
+    with aside.open("ab") as file:
+        file.write(_FOOTER.pack(place, len(text), digest, FORMAT, _MAGIC))
 
 
 def copy_artifact(source: Path, path: str | os.PathLike[str]) -> None:
@@ -192,43 +198,8 @@ def copy_artifact(source: Path, path: str | os.PathLike[str]) -> None:
         If the copy cannot be written, or the file is gone or damaged.
     """
     read_artifact(source)
-    with _written_aside(path) as aside:
+    with written_aside(path) as aside:
         shutil.copyfile(source, aside)
-
-
-@contextlib.contextmanager
-def _written_aside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A new file that replaces ``path`` when it is written and on the disk; else it is removed."""
-    aside = None
-    try:
-        path = Path(os.path.realpath(path))
-        aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
-        if path.exists() and not path.is_file():
-            raise OSError(None, "it exists and is not a file")
-        aside.touch()
-        yield aside
-        with aside.open("ab") as file:
-            os.fsync(file.fileno())
-        aside.replace(path)
-        _write_through(path.parent)
-    except (OSError, RuntimeError, ValueError) as error:
-        # TVM's own failures to write are RuntimeErrors; ValueError: a zero byte in the path.
-        reason = getattr(error, "strerror", None) or error
-        raise ArtifactError(f"cannot write {str(path)!r}: {reason}") from error
-    finally:
-        if aside is not None:
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
-
-
-def _write_through(folder: Path) -> None:
-    """Flush a folder to the disk, on file systems that support it."""
-    with contextlib.suppress(OSError):
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
 
 
 def read_artifact(path: str | os.PathLike[str]) -> Description:

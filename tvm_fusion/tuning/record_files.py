@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from schedules.tuning.records import Key, Record, canonical
 from ..compiler.record_reader import read_lines, read_records, record_files
 from ..compiler.target import resolve
 from ..errors import TuningError, TVMFusionError
+from ..written_aside import written_aside
 from .database import Database, lock_of, require_extra
 
 MOST = 1 << 20
@@ -151,13 +151,5 @@ def _rewrite(path: Path, records: Callable[[], list[Record]]) -> None:
     require_extra()
     from filelock import FileLock
 
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with FileLock(lock_of(path)):
-            text = "".join(f"{record.to_line()}\n" for record in records())
-            aside.write_text(text)
-            aside.replace(path)
-    except OSError as error:
-        raise TuningError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
-    finally:
-        aside.unlink(missing_ok=True)
+    with written_aside(path, TuningError) as aside, FileLock(lock_of(path)):
+        aside.write_text("".join(f"{record.to_line()}\n" for record in records()))

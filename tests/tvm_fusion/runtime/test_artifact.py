@@ -304,7 +304,7 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(
     def fsync(descriptor: int) -> None:
         synced.append((os.fstat(descriptor).st_ino, path.exists()))
 
-    monkeypatch.setattr(artifact.os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync)
     model.save(path)
     assert synced == [(path.stat().st_ino, False), (tmp_path.stat().st_ino, True)]
 
@@ -316,7 +316,7 @@ def test_a_folder_that_cannot_be_written_through_is_no_error(
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(artifact.os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync)
     model.save(tmp_path / "model.so")
     assert load(tmp_path / "model.so").inputs == model.inputs
 

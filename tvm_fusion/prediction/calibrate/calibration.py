@@ -27,8 +27,8 @@ from ...bench.machine_limits import MachineLimits, measure_limits
 from ...errors import PredictionError
 from ...machine.host import host_cpu
 from ...machine.host_info import cpu_name
+from ...written_aside import written_aside
 from ..machines import cpu_target
-from ..overheads import write_aside
 from .cases import Case, cases
 from .timing import KernelTimer, Timed
 
@@ -284,4 +284,5 @@ def _check(sample: Any) -> None:
 def _write(output: Path, bare: Machine, samples: Sequence[Mapping[str, Any]]) -> None:
     data = {**fitted(bare, samples).to_json(), "samples": list(samples)}
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(output, json.dumps(data, indent=1))
+    with written_aside(output, PredictionError) as aside:
+        aside.write_text(json.dumps(data, indent=1))

@@ -31,7 +31,7 @@ from ...compiler import pipeline
 from ...runtime.host_arrays import aligned_empty
 from ...runtime.thread_pool import Crew
 from ...tuning.measure import planes, writer
-from ..compiled import describe_cpu_kernels
+from ..model.compiled import describe_cpu_kernels
 from .cases import Case
 
 RUNS = 25

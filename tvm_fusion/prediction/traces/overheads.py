@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..errors import PredictionError
+from ...errors import PredictionError
+from ...written_aside import written_aside
+from ..timeline.execution_graph import Op
 from .kineto import KinetoTrace
-from .timeline.execution_graph import Op
 from .traced_ops import TracedCall, TracedOp
 
 HOST_WORK = 1000.0
@@ -185,7 +185,8 @@ class Overheads:
             for table, means in self.tables.items()
         }
         data = {"format": _FORMAT, "sums": _SUMS, "origins": self.origins, "tables": tables}
-        write_aside(path, json.dumps(data, indent=1))
+        with written_aside(path, PredictionError) as aside:
+            aside.write_text(json.dumps(data, indent=1))
 
     def _line(self, table: str) -> tuple[float, float]:
         if table not in self._lines:
@@ -204,24 +205,6 @@ class Overheads:
 
 def _events(op: Op, index: int) -> int:
     return op.events[index] if index < len(op.events) else 0
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Write a text beside a file, then rename it.
-
-    Raises
-    ------
-    PredictionError
-        If it cannot be written.
-    """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-    except OSError as error:
-        raise PredictionError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def load_overheads(path: Path) -> Overheads:

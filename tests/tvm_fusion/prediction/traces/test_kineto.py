@@ -7,7 +7,7 @@ import pytest
 from small_traces import AUTOGRAD, Kineto, training_step
 
 from tvm_fusion.errors import PredictionError
-from tvm_fusion.prediction.kineto import read_kineto
+from tvm_fusion.prediction.traces.kineto import read_kineto
 
 
 @pytest.mark.parametrize("device", ["Tesla V100", "AMD Instinct MI300X"])

@@ -7,8 +7,8 @@ import pytest
 from small_traces import AUTOGRAD, HOST, Kineto, execution_trace, node
 
 from tvm_fusion.errors import PredictionError
-from tvm_fusion.prediction.chakra import link, read_execution_trace
-from tvm_fusion.prediction.kineto import read_kineto
+from tvm_fusion.prediction.traces.chakra import link, read_execution_trace
+from tvm_fusion.prediction.traces.kineto import read_kineto
 
 TENSOR = [11, 21, 0, 1024, 4, "cuda:0"]
 SCHEMAS = [

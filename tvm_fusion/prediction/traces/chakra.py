@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import PredictionError
+from ...errors import PredictionError
 from .json_stream import json_items
 from .kineto import HostEvent, KinetoTrace
 

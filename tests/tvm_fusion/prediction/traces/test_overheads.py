@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from small_traces import Kineto, training_step
 
 from tvm_fusion.errors import PredictionError
-from tvm_fusion.prediction.kineto import read_kineto
-from tvm_fusion.prediction.overheads import (
+from tvm_fusion.prediction.timeline.execution_graph import Op
+from tvm_fusion.prediction.traces.kineto import read_kineto
+from tvm_fusion.prediction.traces.overheads import (
     Mean,
     Overheads,
     ProfilerCost,
     load_overheads,
     measure_overheads,
 )
-from tvm_fusion.prediction.timeline.execution_graph import Op
-from tvm_fusion.prediction.traced_ops import traced_ops
+from tvm_fusion.prediction.traces.traced_ops import traced_ops
 
 
 def measure(tmp_path, trace: Kineto, cost: ProfilerCost | None = None) -> Overheads:

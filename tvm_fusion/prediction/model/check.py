@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
-from ..bench.profiler import Profile, Progress, profile
-from ..errors import PredictionError
-from ..runtime.thread_pool import choose_threads
-from .machines import NATIVE
+from ...bench.profiler import Profile, Progress, profile
+from ...errors import PredictionError
+from ...runtime.thread_pool import choose_threads
+from ..machines import NATIVE
 from .predict_model import ModelPrediction, predict
 
 LEAST_ERROR = 4e-4

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ..errors import PredictionError
+from ...errors import PredictionError
 from .json_stream import json_items
 
 _HOST_KINDS = {

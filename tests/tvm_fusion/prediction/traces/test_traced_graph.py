@@ -6,12 +6,16 @@ from __future__ import annotations
 import pytest
 from small_traces import AUTOGRAD, HOST, Kineto, execution_trace, node, training_step
 
-from tvm_fusion.prediction.chakra import link, read_execution_trace
-from tvm_fusion.prediction.kineto import read_kineto
 from tvm_fusion.prediction.timeline import execution_graph
 from tvm_fusion.prediction.timeline.execution_graph import Launch, Wait
-from tvm_fusion.prediction.traced_graph import collective_kind, measured_seconds, traced_graph
-from tvm_fusion.prediction.traced_ops import traced_ops
+from tvm_fusion.prediction.traces.chakra import link, read_execution_trace
+from tvm_fusion.prediction.traces.kineto import read_kineto
+from tvm_fusion.prediction.traces.traced_graph import (
+    collective_kind,
+    measured_seconds,
+    traced_graph,
+)
+from tvm_fusion.prediction.traces.traced_ops import traced_ops
 
 
 def read(tmp_path, trace: Kineto, rank: int = 0):

@@ -11,19 +11,19 @@ from schedules.cost import registry
 from schedules.cost.machine import Machine
 from schedules.cost.prediction import Prediction
 
-from ..compiler import pipeline
-from ..compiler.tuned import choose_records
-from ..errors import InvalidModelError, PredictionError
-from ..onnx.frontend import ImportedModel, import_onnx
-from ..runtime.tensor_spec import refuse_open_shapes
+from ...compiler import pipeline
+from ...compiler.tuned import choose_records
+from ...errors import InvalidModelError, PredictionError
+from ...onnx.frontend import ImportedModel, import_onnx
+from ...runtime.tensor_spec import refuse_open_shapes
+from ..host import host_costs
+from ..machines import cpu_target, find_machine, gpu_target
+from ..timeline.execution_graph import HOST, ExecutionGraph, HostCosts, Kernel, Launch, Op, Wait
+from ..timeline.ranks import simulate
 from .compiled import lower_to_cpu_kernels, lower_to_gpu_kernels
 from .eager import lower_to_eager
 from .estimate import estimate
-from .host import host_costs
 from .lowered import LoweredKernel, LoweredOp
-from .machines import cpu_target, find_machine, gpu_target
-from .timeline.execution_graph import HOST, ExecutionGraph, HostCosts, Kernel, Launch, Op, Wait
-from .timeline.ranks import simulate
 
 ENGINES = ("tvm_fusion", "pytorch")
 

@@ -10,8 +10,8 @@ import tracemalloc
 import pytest
 
 from tvm_fusion.errors import PredictionError
-from tvm_fusion.prediction import json_stream
-from tvm_fusion.prediction.json_stream import json_items
+from tvm_fusion.prediction.traces import json_stream
+from tvm_fusion.prediction.traces.json_stream import json_items
 
 DATA = {
     "a": 12345,

@@ -7,7 +7,7 @@ from onnx import helper, numpy_helper
 
 from examples.transformers import bert_base
 from tvm_fusion.onnx.frontend import import_onnx
-from tvm_fusion.prediction.eager import lower_to_eager
+from tvm_fusion.prediction.model.eager import lower_to_eager
 
 
 def lowered(nodes, inputs, outputs, constants=()):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import PredictionError
+from ...errors import PredictionError
 
 _CHUNK = 1 << 20
 _MAX_VALUE = 64 << 20

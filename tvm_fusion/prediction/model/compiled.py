@@ -26,12 +26,12 @@ from schedules.tir.expression_walk import nodes
 from schedules.tuning.records import Records
 from schedules.workload.conv2d import Conv2DKernel
 
-from ..bench.kernel_work import parameter_bytes
-from ..bench.profiler import KernelCost, kernel_costs
-from ..compiler import pipeline
+from ...bench.kernel_work import parameter_bytes
+from ...bench.profiler import KernelCost, kernel_costs
+from ...compiler import pipeline
+from ..machines import predicted_cpu
 from .library import conv2d_sizes
 from .lowered import LoweredKernel, LoweredOp
-from .machines import predicted_cpu
 
 _NAMES = {"dense": "matvec"}  # products of matrices have knobs, and the name of their template
 

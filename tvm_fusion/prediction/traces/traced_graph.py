@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from ..timeline.execution_graph import HOST, Collective, ExecutionGraph, Kernel, Launch, Op, Wait
 from .kernel_calls import bytes_of, kernel_call
 from .kineto import DeviceEvent, HostEvent, KinetoTrace
 from .overheads import HOST_WORK, MICRO, call_name, own_time
-from .timeline.execution_graph import HOST, Collective, ExecutionGraph, Kernel, Launch, Op, Wait
 from .traced_ops import SLACK, TracedCall, TracedOp
 
 _KINDS = {

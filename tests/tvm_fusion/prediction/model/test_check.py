@@ -7,7 +7,13 @@ import pytest
 from small_onnx import small_model
 
 from tvm_fusion.errors import PredictionError
-from tvm_fusion.prediction.check import check_model, check_table, geometric_error, mean_error, pair
+from tvm_fusion.prediction.model.check import (
+    check_model,
+    check_table,
+    geometric_error,
+    mean_error,
+    pair,
+)
 
 
 def test_a_model_runs_the_kernels_that_were_predicted(tmp_path, monkeypatch):

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are whole or not there: they are written aside, and renamed when they are done."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import ArtifactError, TVMFusionError
+
+
+@contextlib.contextmanager
+def written_aside(
+    path: str | os.PathLike[str], error: type[TVMFusionError] = ArtifactError
+) -> Iterator[Path]:
+    """Yield a new file, which replaces ``path`` when the block has written it; else it goes away.
+
+    It is on the disk before it replaces anything, so that half of it is not there even if the power
+    fails.
+
+    Parameters
+    ----------
+    path : path
+        Destination; an existing file is replaced.
+    error : type
+        Class of the exception.
+
+    Raises
+    ------
+    TVMFusionError
+        Of the class ``error``, if the block or the system cannot write the file.
+    """
+    aside = None
+    try:
+        target = _real(path)
+        aside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.partial")
+        if target.exists() and not target.is_file():
+            raise OSError(None, "it exists and is not a file")
+        aside.touch()
+        yield aside
+        with aside.open("ab") as file:
+            os.fsync(file.fileno())
+        aside.replace(target)
+        _write_through(target.parent)
+    except OSError as failure:
+        reason = failure.strerror or failure
+        raise error(f"cannot write {os.fspath(path)!r}: {reason}") from failure
+    finally:
+        if aside is not None:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+
+
+def _real(path: str | os.PathLike[str]) -> Path:
+    """The file that symbolic links lead to."""
+    try:
+        return Path(os.path.realpath(path))
+    except ValueError as failure:  # a zero byte
+        raise OSError(None, str(failure)) from failure
+
+
+def _write_through(folder: Path) -> None:
+    """Flush a folder to the disk, on file systems that support it."""
+    with contextlib.suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
