@@ -11,7 +11,6 @@ A machine is one JSON file of numbers and texts::
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from schedules.errors import PredictionError
+
+from .json_file import read_json
 
 KINDS = ("cpu", "gpu")
 _FOLDER = Path(__file__).with_name("machines")
@@ -114,12 +115,9 @@ def load_machine(machine: str | os.PathLike[str]) -> Machine:
         raise PredictionError(
             f"no machine {str(machine)!r}; expected {', '.join(known_machines())} or a file"
         )
-    if path.stat().st_size > _MAX_FILE_BYTES:
-        raise PredictionError(f"{path}: larger than any machine file")
+    data = read_json(path, _MAX_FILE_BYTES, "machine file")
     try:
-        return machine_from_json(json.loads(path.read_bytes()))
-    except (ValueError, RecursionError) as error:
-        raise PredictionError(f"{path}: not JSON: {error}") from None
+        return machine_from_json(data)
     except PredictionError as error:
         raise PredictionError(f"{path}: {error}") from None
 

@@ -19,7 +19,7 @@ from .regions import regions_computed
 
 _OPERATIONS = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Min, tirx.Max, ir.Call)
 CALL_SECONDS = 2e-6
-"""What one more kernel call of a part costs."""
+"""Time of one more kernel call of a part."""
 
 
 @dataclass(frozen=True)

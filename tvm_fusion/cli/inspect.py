@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import click
 from rich.table import Table
 
 from ..runtime.artifact import Description, describe_artifact
-from ..runtime.tensor_spec import TensorSpec
 from ..runtime.weights import stored_bytes
 from .options import json_option
 from .output import show_table
@@ -35,8 +33,8 @@ def inspect_command(model: Path, as_json: bool) -> None:
 def _table(model: Path, about: Description, size: int, weights: int) -> Table:
     fused = sum(bool(pair["fused"]) for pair in about.fused)
     rows: dict[str, Any] = {
-        "inputs": _texts(about.inputs),
-        "outputs": _texts(about.outputs),
+        "inputs": "\n".join(map(str, about.inputs)),
+        "outputs": "\n".join(map(str, about.outputs)),
         "CPU": f"{about.cpu}, {about.triple}",
         "CPU features": ", ".join(about.features) or "none beyond the architecture's",
         "GPU": about.device or "none",
@@ -50,7 +48,3 @@ def _table(model: Path, about: Description, size: int, weights: int) -> Table:
     for name, value in rows.items():
         table.add_row(name, str(value))
     return table
-
-
-def _texts(specs: Sequence[TensorSpec]) -> str:
-    return "\n".join(f"{s.name}: {s.dtype}[{', '.join(map(str, s.shape))}]" for s in specs)

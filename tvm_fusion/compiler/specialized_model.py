@@ -31,7 +31,7 @@ class _Variant:
     """A compiled model and its weights by their digests."""
 
     model: CompiledModel
-    weights: Mapping[bytes, Any]
+    weights: dict[bytes, Any]
 
 
 class SpecializedModel:
@@ -84,9 +84,8 @@ class SpecializedModel:
 
     def __repr__(self) -> str:
         """Inputs and number of variants."""
-        texts = (f"{s.name}: {s.dtype}[{', '.join(map(str, s.shape))}]" for s in self.inputs)
-        count = f"{len(self.variants)} of {self._kept} variants"
-        return f"SpecializedModel({', '.join(texts)}; {count})"
+        inputs = ", ".join(map(str, self.inputs))
+        return f"SpecializedModel({inputs}; {len(self.variants)} of {self._kept} variants)"
 
     def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
         """Compute the outputs as :meth:`.CompiledModel.__call__` does.
@@ -185,9 +184,9 @@ class SpecializedModel:
             for spec in self.inputs
         }
         model = compile(self._model, shapes=shapes, **self._options)
-        with self._lock:
-            done = [v.result() for v in self._variants.values() if v.done() and not v.exception()]
-        return _Variant(model, model.share_weights(ChainMap(*(dict(v.weights) for v in done))))
+        with self._lock:  # a variant that failed is not among them
+            done = [v.result().weights for v in self._variants.values() if v.done()]
+        return _Variant(model, model.share_weights(ChainMap(*done)))
 
 
 def specialize(

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from schedules.cost.json_file import read_json
+
 from ..errors import PredictionError
 from ..written_aside import written_aside
 
@@ -310,14 +312,7 @@ def load_collectives(path: Path) -> Collectives:
     PredictionError
         If the file cannot be read or a curve is none: the message names it.
     """
-    try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise PredictionError(f"{path}: larger than any file of collectives")
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise PredictionError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise PredictionError(f"{path}: not JSON: {error}") from None
+    data = read_json(path, _MAX_FILE_BYTES, "file of collectives")
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise PredictionError(f"{path}: expected a file of collectives, of format {_FORMAT!r}")
     try:

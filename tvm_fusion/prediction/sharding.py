@@ -8,7 +8,6 @@ dense layers, which every rank has, are left out.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections import Counter
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from schedules.cost.json_file import read_json
 from schedules.cost.kernel_call import KernelCall
 from schedules.cost.machine import Machine
 from schedules.cost.registry import predict
@@ -293,14 +293,7 @@ def load_tables(path: Path) -> tuple[tuple[EmbeddingTable, ...], int]:
     PredictionError
         If it cannot be read, or a number is not positive and finite: the message names the table.
     """
-    try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise PredictionError(f"{path}: larger than any file of tables")
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise PredictionError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise PredictionError(f"{path}: not JSON: {error}") from None
+    data = read_json(path, _MAX_FILE_BYTES, "file of tables")
     entries = data.get("tables") if isinstance(data, dict) else None
     if not isinstance(entries, list) or not entries:
         raise PredictionError(f"{path}: expected a list of 'tables'")

@@ -477,5 +477,4 @@ def _memory_of(about: Description) -> Memory:
 
 
 def _signature(specs: Sequence[TensorSpec]) -> str:
-    texts = (f"{s.name}: {s.dtype}[{', '.join(map(str, s.shape))}]" for s in specs)
-    return f"({', '.join(texts)})"
+    return f"({', '.join(map(str, specs))})"

@@ -27,6 +27,10 @@ class TensorSpec:
     shape: tuple[int | str, ...]
     dtype: str
 
+    def __str__(self) -> str:
+        """Name, type and shape: ``x: float32[1, 3, batch]``."""
+        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]"
+
 
 def refuse_open_shapes(
     inputs: Iterable[TensorSpec], error: type[TVMFusionError], remedy: str

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from schedules.cost.json_file import read_json
+
 from ...errors import PredictionError
 from ...written_aside import written_aside
 from ..timeline.execution_graph import Op
@@ -215,14 +217,7 @@ def load_overheads(path: Path) -> Overheads:
     PredictionError
         If the file cannot be read, or an entry is no count and mean: the message names it.
     """
-    try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise PredictionError(f"{path}: larger than any file of overheads")
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise PredictionError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise PredictionError(f"{path}: not JSON: {error}") from None
+    data = read_json(path, _MAX_FILE_BYTES, "file of overheads")
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise PredictionError(f"{path}: expected a file of overheads, of format {_FORMAT!r}")
     result = Overheads(origins=[str(origin) for origin in data.get("origins", ())])
