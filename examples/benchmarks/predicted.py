@@ -151,10 +151,16 @@ def networks_table(machine: Machine, found: Mapping[str, list[Prediction]]) -> T
         table.add_row(
             name,
             f"{sum(kernel.model for kernel in kernels) * 1e3:.2f}",
-            f"{sum(kernel.mca for kernel in kernels) * 1e3:.2f}",
+            _with_loops(kernels),
             f"{known[name]:.2f}" if name in known else "",
         )
     return table
+
+
+def _with_loops(kernels: list[Prediction]) -> str:
+    if all(kernel.share is None for kernel in kernels):
+        return ""  # llvm-mca is not there, or does not know the CPU
+    return f"{sum(kernel.mca for kernel in kernels) * 1e3:.2f}"
 
 
 def kernels_table(name: str, kernels: list[Prediction]) -> Table:
@@ -181,6 +187,7 @@ def main() -> int:
     chosen = options.parse_args()
     machine = find_machine(chosen.cpu, threads=2)
     found: dict[str, list[Prediction]] = {}
+    problems: set[str] = set()
     with progress_bar() as progress:
         for done, name in enumerate(chosen.only):
             progress(name, done, len(chosen.only))
@@ -188,8 +195,10 @@ def main() -> int:
             try:
                 found[name] = predictions(model, machine, find_mca(chosen.llvm_mca))
             except ModelError as error:
-                print(f"{error}; the cost model alone is used", file=sys.stderr)
+                problems.add(f"{error}; the cost model alone is used")
                 found[name] = predictions(model, machine, None)
+    for problem in problems:
+        print(problem, file=sys.stderr)
     if chosen.json:
         kernels = {name: [asdict(kernel) for kernel in group] for name, group in found.items()}
         print(json_text({"cpu": chosen.cpu, "seconds": kernels}))
