@@ -27,6 +27,7 @@ COMMANDS = (
     "shard",
     "calibrate",
     "tune",
+    "serve",
     "records",
 )
 """Commands in the order of the help: module ``run.py`` holds ``run_command``."""

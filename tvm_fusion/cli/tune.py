@@ -36,12 +36,20 @@ if TYPE_CHECKING:
     help="Settings to try for each kernel, those of earlier jobs included.",
 )
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Time limit.")
+@click.option(
+    "--runner",
+    default="local",
+    show_default=True,
+    metavar="local|rpc://HOST:PORT/KEY",
+    help="Where settings race: here, or on the machines of tvm-fusion serve that an RPC tracker "
+    "knows under a key.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @compile_options
 @threads_option
 @json_option
 def tune_command(model: Path, minutes: float | None, as_json: bool, **options: Any) -> None:
-    """Search faster settings for the kernels of MODEL on this CPU, and record the winners.
+    """Search faster settings for the kernels of MODEL on a CPU, and record the winners.
 
     Each kernel's settings race its default; a winner is recorded if it gains 1 % in a second race.
     Ctrl-C keeps all trials; the same command then goes on, and repeats none.
@@ -98,4 +106,4 @@ def _caption(result: TuneResult) -> str:
     for task, failure in failures[-3:]:
         knobs = ", ".join(f"{name} {value}" for name, value in failure["knobs"].items())
         text += f"\n{task.name}: {failure['failure']} ({failure['reason']}) with {knobs}"
-    return f"{text}\nrecords: {result.database}"
+    return "\n".join([text, *result.notes, f"records: {result.database}"])

@@ -7,8 +7,12 @@ import datetime
 import json
 import math
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +20,16 @@ from typing import Any
 import tvm
 from tvm.target import Target
 
+from schedules.cpu.core.machine import CPUInfo, described
 from schedules.tuning.records import Key, Record
 
 from ..compiler import pipeline
 from ..compiler.target import arch_of, is_gpu, required_features, resolve
 from ..errors import InvalidInputError, TargetError, TuningError
 from ..machine.host import check_host, host_cpu
-from ..machine.host_info import cpu_name
 from ..runtime.thread_pool import choose_threads
-from .database import Database, measuring, require_extra
-from .measure import Outcome, Session
+from .database import Database, require_extra
+from .measure import Host, LostHost, Outcome, Pool, Session
 from .search import BATCH, Search
 from .tasks import Task, extract_tasks, text_of
 
@@ -108,6 +112,8 @@ class TuneResult:
         Its limit.
     interrupted : bool
         Whether it was stopped before the end.
+    notes : list of str
+        Servers that were refused or lost.
     """
 
     tasks: list[TaskState]
@@ -116,6 +122,7 @@ class TuneResult:
     seconds: float = 0.0
     minutes: float | None = None
     interrupted: bool = False
+    notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain dictionaries and lists."""
@@ -125,6 +132,7 @@ class TuneResult:
         return found
 
 
+LOCAL = "local"
 Progress = Callable[[TuneResult], None]
 
 
@@ -137,12 +145,13 @@ def tune(
     trials: int = 64,
     minutes: float | None = None,
     threads: int | None = None,
+    runner: str = LOCAL,
     seed: int = 0,
     fuse: Any = "auto",
     winograd: str = "auto",
     progress: Progress | None = None,
 ) -> TuneResult:
-    """Search faster settings for a model's kernels on this CPU, and record the winners.
+    """Search faster settings for a model's kernels on a CPU, and record the winners.
 
     Each kernel with knobs is a task; equal ones are tuned once. A batch of settings and the default
     take turns in a process of their own, and only ratios of times within a round count. The best
@@ -155,7 +164,7 @@ def tune(
     model : path, bytes, onnx.ModelProto or tvm.IRModule
         The model, or a Relax module.
     target : str, mapping or tvm.target.Target
-        This machine's CPU, as for ``compile``.
+        This machine's CPU, as for ``compile``; with servers, ``"native"`` is theirs.
     shapes : mapping, optional
         Sizes of symbolic dimensions, as for ``compile``.
     database : path
@@ -165,7 +174,12 @@ def tune(
     minutes : float, optional
         Time limit; tasks get theirs by their share of the model's predicted time.
     threads : int, optional
-        Threads of a call, as for ``compile``; records count for that number only.
+        Threads of a call, as for ``compile``; records count for that number only. With servers,
+        what they were started with.
+    runner : str
+        Where settings race: ``"local"``, or ``"rpc://HOST:PORT/KEY"`` on the machines that
+        ``tvm-fusion serve`` has reported to TVM's RPC tracker there. Each tunes a task at a time;
+        the tasks of one that dies are done by the others.
     seed : int
         Of random choices; the same seed and measurements give the same trials.
     fuse, winograd
@@ -177,34 +191,47 @@ def tune(
     ------
     TuningError
         If the extra ``tune`` is not installed, the database cannot be written, the model has no
-        task, or all candidates of a batch fail.
+        task, all candidates of a batch fail, or there is no tracker or no server that can be used.
     TargetError
-        If the target is not this machine's CPU.
+        If the target is not this machine's CPU, or that of the servers.
     InvalidInputError
-        If ``trials`` or ``minutes`` is not positive.
+        If ``trials`` or ``minutes`` is not positive, or ``runner`` is of another form.
     """
     require_extra()
     if trials < 1:
         raise InvalidInputError(f"trials is {trials}; expected at least 1")
     if minutes is not None and not minutes > 0:
         raise InvalidInputError(f"minutes is {minutes}; expected a positive number")
+    store = Database(Path(database))
+    pool = _open_pool(runner, target, threads)
+    with closing(pool), described(pool.target, pool.cpu):
+        options = pipeline.Options(fuse, winograd=winograd)
+        tasks = extract_tasks(model, pool.target, shapes, options)
+        if not tasks:
+            raise TuningError(
+                "the model has nothing to tune: no convolution or product of matrices of known "
+                "shape"
+            )
+        states = [TaskState(task.name, task.about, task.calls, task.share) for task in tasks]
+        result = TuneResult(states, str(database), str(pool.target), minutes=minutes)
+        job = _Job(pool, store, trials, seed, result, progress or (lambda _: None))
+        try:
+            job.run(tasks)
+        except KeyboardInterrupt:
+            result.interrupted = True
+        job.tell()
+    return result
+
+
+def _open_pool(runner: str, target: Any, threads: int | None) -> Pool:
+    """Return the machines of a job."""
+    if runner != LOCAL:
+        from .remote import RemotePool
+
+        return RemotePool(runner, target, threads)
     resolved = resolve(target, cores=choose_threads(threads))
     _check_target(resolved)
-    store = Database(Path(database))
-    tasks = extract_tasks(model, resolved, shapes, pipeline.Options(fuse, winograd=winograd))
-    if not tasks:
-        raise TuningError(
-            "the model has nothing to tune: no convolution or product of matrices of known shape"
-        )
-    states = [TaskState(task.name, task.about, task.calls, task.share) for task in tasks]
-    result = TuneResult(states, str(database), str(resolved), minutes=minutes)
-    job = _Job(resolved, store, trials, seed, result, progress or (lambda _: None))
-    try:
-        job.run(tasks)
-    except KeyboardInterrupt:
-        result.interrupted = True
-    job.tell()
-    return result
+    return Pool(resolved, CPUInfo.from_target(resolved), [Host()])
 
 
 def _check_target(target: Target) -> None:
@@ -226,41 +253,102 @@ class _Job:
 
     def __init__(
         self,
-        target: Target,
+        pool: Pool,
         database: Database,
         trials: int,
         seed: int,
         result: TuneResult,
         progress: Progress,
     ) -> None:
-        self.target, self.database, self.result = target, database, result
+        self.pool, self.database, self.result = pool, database, result
         self.trials, self.seed, self.progress = trials, seed, progress
         self.begin = time.monotonic()
         self.end = self.begin + 60 * (result.minutes or math.inf)
+        self.waiting: deque[tuple[Task, TaskState]] = deque()
+        self.running = 0
+        self.stopped = False
+        self.changed = threading.Condition()
 
     def tell(self) -> None:
         """Report the state."""
-        self.result.seconds = time.monotonic() - self.begin
-        self.progress(self.result)
+        with self.changed:
+            self.result.seconds = time.monotonic() - self.begin
+            self.result.notes = list(self.pool.notes)
+            self.progress(self.result)
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Tune one task after the other, each in its share of the time that is left."""
+        """Tune the tasks, each in its share of the time that is left; a machine takes one a time.
+
+        Raises
+        ------
+        TuningError
+            If no machine is left.
+        """
         self.tell()
-        for number, (task, state) in enumerate(zip(tasks, self.result.tasks, strict=True)):
-            left = sum(other.share for other in tasks[number:])
+        self.waiting.extend(zip(tasks, self.result.tasks, strict=True))
+        if len(self.pool.hosts) == 1:
+            self._work(self.pool.hosts[0])  # here Ctrl-C ends it at once
+        else:
+            self._work_on_all()
+        if self.waiting and not self.result.interrupted:
+            left = len(self.waiting)
+            raise TuningError(
+                f"no server is left, and {left} of {len(tasks)} tasks are not done; what was "
+                f"measured is kept: {'; '.join(self.pool.notes)}"
+            )
+
+    def _work_on_all(self) -> None:
+        """Work on all machines, a thread each."""
+        with ThreadPoolExecutor(len(self.pool.hosts)) as threads:
+            workers = [threads.submit(self._work, host) for host in self.pool.hosts]
+            try:
+                for worker in as_completed(workers):
+                    worker.result()
+            finally:  # an error of one, or Ctrl-C, ends the others
+                with self.changed:
+                    self.stopped = True
+                    self.changed.notify_all()
+                self.pool.stop()
+
+    def _work(self, first: Host) -> None:
+        """Tune tasks on one machine, and on others that take its place."""
+        host: Host | None = first
+        while host is not None and (found := self._next()) is not None:
+            task, state, until = found
+            lost: LostHost | None = None
+            try:
+                self._tune(task, state, host, until)
+            except LostHost as error:
+                lost = error
+            finally:
+                with self.changed:
+                    self.running -= 1
+                    if lost is not None:
+                        state.status = WAITING
+                        self.waiting.appendleft((task, state))
+                    elif state.status in (SEARCHING, CONFIRMING):
+                        state.status = STOPPED
+                    self.changed.notify_all()
+            host = self.pool.replace(host, lost) if lost is not None else host
+            self.tell()
+
+    def _next(self) -> tuple[Task, TaskState, float] | None:
+        """Take the next task, with the end of its time; None if there is nothing left to do."""
+        with self.changed:
+            while not self.waiting and self.running and not self.stopped:
+                self.changed.wait()  # a task comes back if its machine is lost
+            if self.stopped or not self.waiting:
+                return None
             now = time.monotonic()
             if now >= self.end:
                 self.result.interrupted = True
-                break
-            until = now + (self.end - now) * task.share / left
-            try:
-                self._tune(task, state, until)
-            finally:
-                if state.status in (SEARCHING, CONFIRMING):
-                    state.status = STOPPED
-            self.tell()
+                return None
+            left = sum(task.share for task, _ in self.waiting) / len(self.pool.hosts)
+            task, state = self.waiting.popleft()
+            self.running += 1
+            return task, state, now + (self.end - now) * min(1.0, task.share / left)
 
-    def _tune(self, task: Task, state: TaskState, until: float) -> None:
+    def _tune(self, task: Task, state: TaskState, host: Host, until: float) -> None:
         known = self.database.records()
         search = self._search(task, known)
         state.settings, state.trials = len(task.settings), search.trials
@@ -270,7 +358,7 @@ class _Job:
             state.default_seconds, state.best_seconds = record.default_seconds, record.best_seconds
             state.template, state.knobs = record.template, dict(record.knobs)
             return
-        with Session(task, self.target, self.seed) as session:
+        with Session(task, self.pool.target, self.seed, host) as session:
             state.status = SEARCHING
             self._explore(session, search, state, until)
             state.status = CONFIRMING
@@ -310,9 +398,8 @@ class _Job:
             if not batch or (search.trials and time.monotonic() >= until):
                 return
             session.build([0, *batch])
-            with measuring():
-                racers = list(dict.fromkeys([search.best, *batch]))
-                outcomes, default = session.race(racers, BATCH_ROUNDS, BATCH_SECONDS)
+            racers = list(dict.fromkeys([search.best, *batch]))
+            outcomes, default = session.race(racers, BATCH_ROUNDS, BATCH_SECONDS)
             for number in batch:
                 self._note(session.task, search, state, number, outcomes[number])
             if all(outcomes[number].failure for number in batch):
@@ -350,8 +437,7 @@ class _Job:
         finalists = [number for number in ranked if number and search.measured[number] < 0]
         finalists = finalists[:FINALISTS]
         session.build([0, *finalists])
-        with measuring():
-            outcomes, default = session.race(finalists, FINAL_ROUNDS, FINAL_SECONDS)
+        outcomes, default = session.race(finalists, FINAL_ROUNDS, FINAL_SECONDS)
         ratios = {number: outcomes[number].ratio or math.inf for number in finalists}
         best = min(ratios, key=ratios.__getitem__, default=0)
         wins = best and ratios[best] <= 1 / (1 + LEAST_GAIN)
@@ -359,7 +445,7 @@ class _Job:
         state.status = TUNED if wins else DEFAULT_STAYS
         state.default_seconds, state.best_seconds = default, default * ratio
         self._name_best(session.task, state, best)
-        self.database.add_record(_record(session.task, best, default, default * ratio, search))
+        self.database.add_record(_record(session, best, default, default * ratio, search))
 
     def _name_best(self, task: Task, state: TaskState, number: int) -> None:
         template, knobs = task.settings[number]
@@ -371,7 +457,10 @@ def _promises_little(search: Search) -> bool:
     return search.trials >= LEAST_TRIALS and search.expected_gain() < LEAST_GAIN
 
 
-def _record(task: Task, best: int, default: float, seconds: float, search: Search) -> Record:
+def _record(
+    session: Session, best: int, default: float, seconds: float, search: Search
+) -> Record:
+    task = session.task
     template, knobs = task.settings[best]
     return Record(
         template=template.name,
@@ -384,7 +473,7 @@ def _record(task: Task, best: int, default: float, seconds: float, search: Searc
         default_seconds=default,
         best_seconds=seconds,
         trials=search.trials,
-        machine=cpu_name(),
+        machine=session.host.processor,
         tvm=str(tvm.__version__),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurement of settings: they are built here, and race in a process of their own."""
+"""Measurement of settings: they are built here, and race in a process of their own.
+
+The process runs on this machine (:class:`Host`), or is started there by a server
+(:class:`.remote.RemoteHost`); what it does is the same.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tvm
@@ -25,9 +29,13 @@ from tvm import tirx
 from tvm.script import tirx as T
 from tvm.target import Target
 
+from schedules.cpu.core.machine import CPUInfo
+
 from ..codegen.linker import SharedLinker
 from ..errors import TuningError
 from ..machine.ended_process import how_it_ended
+from ..machine.host_info import cpu_name
+from .database import measuring
 from .tasks import Setting, Task
 from .worker import BEACON, REFERENCE
 
@@ -66,8 +74,70 @@ class LostWorker(Exception):
         self.candidate, self.failure, self.reason = candidate, failure, reason
 
 
+class LostHost(Exception):
+    """A machine that no longer answers; its work can be done by another."""
+
+
+class Worker(Protocol):
+    """A measuring process, here or elsewhere."""
+
+    def call(self, patience: float, **request: Any) -> dict[str, Any]:
+        """Send a request and wait for the answer; the machine measures nothing else."""
+
+    def close(self) -> None:
+        """End the process."""
+
+
+class Host:
+    """A machine on which settings race: this one."""
+
+    @property
+    def processor(self) -> str:
+        """Name of the processor as its maker spells it."""
+        return cpu_name()
+
+    def start(self, threads: int, folder: Path) -> Worker:
+        """Start a measuring process, whose files lie in ``folder``."""
+        return MeasuringWorker(threads, folder)
+
+    def place(self, path: Path) -> str:
+        """Make a file readable there, and return the name by which its process opens it."""
+        return str(path)
+
+    def clear(self) -> None:
+        """Remove the files that were placed."""
+
+
+class Pool:
+    """Machines of a job, which have the same CPU: this one.
+
+    Parameters
+    ----------
+    target : Target
+        What is compiled for them.
+    cpu : CPUInfo
+        Their CPU.
+    hosts : sequence of Host
+        The machines.
+    """
+
+    def __init__(self, target: Target, cpu: CPUInfo, hosts: Sequence[Host]) -> None:
+        self.target, self.cpu, self.hosts = target, cpu, hosts
+        self.notes: list[str] = []
+
+    def replace(self, host: Host, error: LostHost) -> Host | None:
+        """Return another machine for a lost one, if there is one."""
+        return None
+
+    def stop(self) -> None:
+        """End all calls that wait for an answer."""
+
+    def close(self) -> None:
+        """Give the machines back."""
+
+
 class MeasuringWorker:
-    """A measuring process.
+    """A measuring process on this machine.
 
     Parameters
     ----------
@@ -102,13 +172,17 @@ class MeasuringWorker:
         return self._process.pid
 
     def call(self, patience: float, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for the answer.
+        """Send a request and wait for the answer, while no other job measures on this machine.
 
         Raises
         ------
         LostWorker
             If the process dies, or begins no new call for ``patience`` seconds.
         """
+        with measuring():
+            return self._call(patience, request)
+
+    def _call(self, patience: float, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -151,18 +225,28 @@ class Session:
     task : Task
         The kernel.
     target : Target
-        This machine.
+        The machine on which they race.
     seed : int
         Of the tensors and of the order of turns.
+    host : Host, optional
+        Where they race; by default on this machine.
     patience : float
         Seconds after which a candidate counts as hanging.
     """
 
-    def __init__(self, task: Task, target: Target, seed: int, patience: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        task: Task,
+        target: Target,
+        seed: int,
+        host: Host | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
         self.task, self.target, self.seed, self.patience = task, target, seed, patience
+        self.host = host or Host()
         self._folder = tempfile.TemporaryDirectory(prefix="tvm-fusion-tune-")
         self.folder = Path(self._folder.name)
-        self._worker: MeasuringWorker | None = None
+        self._worker: Worker | None = None
         self._built: dict[int, Path | Outcome] = {}
         self._races = 0
 
@@ -172,14 +256,19 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         """End the process, and remove all files."""
-        self.end_worker()
-        self._folder.cleanup()
+        try:
+            self.end_worker()
+            self.host.clear()
+        except LostHost:
+            pass  # nothing is left there
+        finally:
+            self._folder.cleanup()
 
     def end_worker(self) -> None:
         """End the process; the next race begins in a fresh one."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
 
     def build(self, numbers: Sequence[int]) -> None:
         """Build settings into libraries, two or more at a time; failures are outcomes."""
@@ -267,13 +356,18 @@ class Session:
         return self._worker.call(
             self.patience,
             action="race",
-            libraries=[str(self._built[number]) for number in racers],
+            libraries=[self.host.place(self._path(number)) for number in racers],
             rounds=rounds,
             seconds=seconds,
             seed=self.seed + self._races,
         )
 
-    def _start(self) -> MeasuringWorker:
+    def _path(self, number: int) -> Path:
+        built = self._built[number]
+        assert isinstance(built, Path)
+        return built
+
+    def _start(self) -> Worker:
         """Start a process with the task's tensors and reference."""
         data = self.task.func.params[0]
         shape = planes([int(extent) for extent in data.shape])
@@ -287,15 +381,16 @@ class Session:
             lambda: writer(shape, str(data.dtype), self.task.machine.num_cores),
             self.target,
         )
-        worker = MeasuringWorker(self.task.machine.num_cores, self.folder)
+        place = self.host.place
+        worker = self.host.start(self.task.machine.num_cores, self.folder)
         try:
             ready = worker.call(
                 REFERENCE_PATIENCE,
                 action="prepare",
-                arrays=[str(path) for path in self._draw()],
+                arrays=[place(path) for path in self._draw()],
                 weights=self.task.weights,
-                reference=str(reference),
-                writer=str(written),
+                reference=place(reference),
+                writer=place(written),
                 planes=shape,
             )
         except BaseException:

@@ -3,12 +3,14 @@
 
 Everything comes from the target; only the cache sizes are read from the running machine, and only
 when the target names exactly this machine's CPU, so that cross-compiled code does not depend on
-where it was compiled.
+where it was compiled. A tuning job for another machine gives them (:func:`described`).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -91,7 +93,29 @@ class CPUInfo:
                 f"target kind is {target.kind.name!r}; the CPU schedules need 'llvm': "
                 "pass an llvm target, for example {'kind': 'llvm', 'mcpu': 'x86-64-v3'}"
             )
-        return _from_text(str(target))
+        text = str(target)
+        return _described.get(text) or _from_text(text)
+
+
+_described: dict[str, CPUInfo] = {}
+
+
+@contextmanager
+def described(target: Target, cpu: CPUInfo) -> Iterator[None]:
+    """Let :meth:`CPUInfo.from_target` return ``cpu`` for a target, in all threads.
+
+    For the CPU of another machine, whose caches only that machine knows.
+    """
+    text = str(target)
+    before = _described.get(text)
+    _described[text] = cpu
+    try:
+        yield
+    finally:
+        if before is None:
+            del _described[text]
+        else:
+            _described[text] = before
 
 
 @lru_cache(maxsize=64)

@@ -162,8 +162,8 @@ class Believed:
 
     search_ratio, final_ratio = 0.8, 0.8
 
-    def __init__(self, task, target, seed) -> None:
-        self.task, self.fresh = task, False
+    def __init__(self, task, target, seed, host) -> None:
+        self.task, self.host, self.fresh = task, host, False
 
     def __enter__(self):
         return self
@@ -260,15 +260,40 @@ def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
         tune(tmp_path / "file" / "folder")
 
 
-def test_a_model_without_tasks_is_an_error(tmp_path: Path) -> None:
+def plain_model() -> onnx.ModelProto:
+    """A model without anything to tune."""
     x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2, 3])
     y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [2, 3])
     graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [x], [y])
-    plain = onnx.helper.make_model(
+    return onnx.helper.make_model(
         graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8
     )
+
+
+def test_a_model_without_tasks_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TuningError, match="nothing to tune"):
-        tvm_fusion.tune(plain, database=tmp_path, threads=2)
+        tvm_fusion.tune(plain_model(), database=tmp_path, threads=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--database", "db", "--trials", "0"], 2, "0 is not in the range x>=1"),
+        (["--database", "db", "--minutes", "0"], 2, "0.0 is not in the range x>0"),
+        (["--database", "plain.onnx/db"], 1, "cannot write the database"),
+        (["--database", "db"], 1, "the model has nothing to tune"),
+        (["--database", "db", "--target", "cortex-a72"], 1, "this machine"),
+        (["--database", "db", "--runner", "here"], 1, "expected 'local' or 'rpc://"),
+    ],
+)
+def test_the_command_says_in_one_sentence_what_is_wrong(
+    tmp_path: Path, monkeypatch, capsys, options: list[str], code: int, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    onnx.save(plain_model(), "plain.onnx")
+    assert cli.main(["tune", "plain.onnx", "--threads", "2", *options]) == code
+    told = capsys.readouterr().err.splitlines()
+    assert message in told[-1] and told[-1].startswith("Error: ")
 
 
 def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch) -> None:
