@@ -28,7 +28,6 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.benchmarks.campaign import write_aside  # noqa: E402
 from examples.benchmarks.prediction import whole_models  # noqa: E402
 from examples.benchmarks.prediction.data import (  # noqa: E402
     OPS,
@@ -48,6 +47,7 @@ from schedules.cost.learned import find_model, load_model, seconds  # noqa: E402
 from schedules.cost.machine import load_machine  # noqa: E402
 from schedules.cost.registry import predict  # noqa: E402
 from schedules.cost.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
+from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 RESULTS = Path(__file__).with_name("results")
 KERNELS = {kernel.name: kernel for kernel in (GEMM, CONV2D, SOFTMAX, LAYER_NORM)}
@@ -241,7 +241,8 @@ def plot(found: dict[str, Any], path: Path) -> None:
     right.set_ylabel("predicted, ms")
     right.legend()
     figure.tight_layout()
-    write_aside(path, lambda aside: figure.savefig(aside, format="png", dpi=100))
+    with written_aside(path) as aside:
+        figure.savefig(aside, format="png", dpi=100)
     pyplot.close(figure)
 
 
@@ -280,7 +281,8 @@ def main() -> None:
     if not found["models"]:
         print("left out: whole models (no gpu_kernels/model_times.csv)")
     text = json.dumps(found, indent=1) + "\n"
-    write_aside(RESULTS / "predict.json", lambda aside: aside.write_text(text))
+    with written_aside(RESULTS / "predict.json") as aside:
+        aside.write_text(text)
     plot(found, RESULTS / "predict.png")
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from examples.benchmarks.campaign import write_aside
 from examples.benchmarks.prediction.data import NEUSIGHT, OPS, Sweep, row_sweeps
 from schedules.cost import machine as machines
 from schedules.cost.elementwise import SHARPNESS
 from schedules.cost.machine import Figure, Machine, load_machine
+from tvm_fusion.written_aside import written_aside
 
 ORIGIN = f"fitted: {NEUSIGHT}"
 LARGE = 100e6
@@ -102,7 +102,8 @@ def _write(machine: Machine, fitted: dict[str, Figure]) -> None:
     head = {"name": machine.name, "kind": machine.kind, "title": machine.title}
     text = json.dumps(head, indent=2)[:-2] + f',\n  "figures": {{\n{lines}\n  }}\n}}\n'
     path = Path(machines.__file__).with_name("machines") / f"{machine.name}.json"
-    write_aside(path, lambda aside: aside.write_text(text))
+    with written_aside(path) as aside:
+        aside.write_text(text)
 
 
 def _number(name: str, value: float) -> str:
