@@ -6,7 +6,9 @@
 Predicts the held-out fifth of the sizes of each sweep (``--all-rows``: all of them, of a folder
 that was never trained on), whole language models, and times the predictor itself. Prints a table
 and writes ``results/predict.json`` and ``results/predict.png``. Without ``PREDICT_DATA`` only the
-predictor's own time is measured; what was left out is said.
+predictor's own time is measured, and what ``results/CPU`` hold is checked: how many kernels of a
+network lie in the intervals of the others, and how often the faster of two alternatives is named.
+What was left out is said.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.benchmarks.prediction import whole_models  # noqa: E402
+from examples.benchmarks.prediction import choices, intervals, whole_models  # noqa: E402
 from examples.benchmarks.prediction.data import (  # noqa: E402
     OPS,
     Sweep,
@@ -263,6 +265,16 @@ def report(found: dict[str, Any]) -> None:
     console.print(whole)
 
 
+def choices_report(found: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Print how often the faster alternative is named."""
+    table = Table("alternatives that differ by 5 %", "CPU", "named %", "of", "Spearman")
+    for cpu, rows in found.items():
+        for name, row in rows.items():
+            figures = (row[x] for x in ("named_percent", "different", "spearman"))
+            table.add_row(name, cpu, *map(str, figures))
+    Console().print(table)
+
+
 def main() -> None:
     """Measure what the data allow."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -270,6 +282,17 @@ def main() -> None:
     all_rows = parser.parse_args().all_rows
     found: dict[str, Any] = {"predictor_seconds": predictor_seconds()}
     print("predicting takes, in s:", found["predictor_seconds"])
+    found["cpu_intervals"] = {
+        path.parent.name: intervals.held_out(intervals.recorded(path.parent))
+        for path in sorted(RESULTS.glob("*/predict_cpu.json"))
+    }
+    print("inside the intervals of other networks, in %:", found["cpu_intervals"])
+    found["choices"] = {
+        folder.name: choices.choices(folder)
+        for folder in sorted(RESULTS.iterdir())
+        if folder.is_dir()
+    }
+    choices_report(found["choices"])
     folder = data_folder()
     if folder is None:
         print("left out: errors of kernels and of whole models (PREDICT_DATA names no folder)")
