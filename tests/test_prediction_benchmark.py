@@ -2,13 +2,16 @@
 """Parts of the benchmark of predicted times, against numbers worked by hand."""
 
 import gzip
+import json
 import math
 
 import numpy as np
 import pytest
 
+from examples.benchmarks.prediction.choices import choices
 from examples.benchmarks.prediction.data import Sweep, errors, gemm_sweep, row_sweeps
 from examples.benchmarks.prediction.fit_streaming import fit, model
+from examples.benchmarks.prediction.intervals import Timed, held_out, spreads
 from examples.benchmarks.prediction.whole_models import (
     DAYS,
     Predictor,
@@ -131,3 +134,38 @@ def test_transfers_are_interpolated(tmp_path):
     assert transfers("all_reduce", 1000.0) == pytest.approx(100e-6)
     assert transfers("all_reduce", 20000.0) == pytest.approx(2000e-6)
     assert transfers("all_reduce", 1.0) == pytest.approx(10e-6)
+
+
+def kernels(network, ratios, op="cpu.conv2d"):
+    return [Timed(network, op, 1e-5, 1e-5 * ratio) for ratio in ratios]
+
+
+def test_networks_weigh_the_same_in_an_interval():
+    many = kernels("a", [1.2] * 98 + [1.1, 1.3]) + kernels("b", [0.5, 2.0])
+    low, high = spreads(many)["convolutions"]
+    assert low < 0.7 and high > 1.7
+    assert "cpu.conv2d" not in spreads(many)  # two networks
+    assert spreads(many + kernels("c", [1.0]))["cpu.conv2d"][0] < 0.9
+    assert spreads(kernels("a", [1.2, 1.4]))["convolutions"][0] == 1.0  # the prediction is inside
+
+
+def test_a_network_is_held_out_of_its_own_interval():
+    spread = np.linspace(0.8, 1.25, 50)
+    alike = kernels("a", spread) + kernels("b", spread) + kernels("c", spread)
+    assert 75 <= held_out(alike)["all"] <= 85
+    odd = held_out(alike + kernels("d", [5.0] * 50))
+    assert odd["d"] == 0 and odd["a"] > 75
+
+
+def test_the_faster_alternative_is_named_if_it_is_the_predicted_one(tmp_path):
+    folder = tmp_path / "znver3"
+    folder.mkdir()
+    engines = [[{"ratio": 1.0}, {"ratio": fused}, {"ratio": 1.0}] for fused in (0.5, 2.0, 1.01)]
+    pairs = {f"mv1_{n}": {"engines": each} for n, each in enumerate(engines, 1)}
+    stored = {"settings": {"threads": 2}, "results": pairs}
+    (folder / "pairs.json").write_text(json.dumps(stored))
+    found = choices(folder)
+    assert list(found) == ["fused or not"]
+    assert found["fused or not"]["different"] == 2
+    assert found["fused or not"]["named"] == 1  # both are predicted to gain
+    assert found["fused or not"]["wrong"] == ["mv1_2"]

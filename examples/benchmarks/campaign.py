@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -21,6 +20,7 @@ from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
 from tvm_fusion.machine.host import host_cpu
 from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.written_aside import written_aside
 
 FOLDER = Path(__file__).resolve().parent / "results"
 CPU_FOLDER = FOLDER / host_cpu()
@@ -121,14 +121,5 @@ def _load(path: Path, settings: dict[str, Any]) -> dict[str, Results]:
 def _save(path: Path, settings: dict[str, Any], sections: dict[str, Results]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json_text({"settings": settings, **sections}) + "\n"
-    write_aside(path, lambda aside: aside.write_text(text))
-
-
-def write_aside(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` create a file beside ``path``, then rename it."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(aside)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with written_aside(path) as aside:
+        aside.write_text(text)

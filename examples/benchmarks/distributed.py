@@ -35,10 +35,11 @@ from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.errors import DistributedError
 from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.written_aside import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, write_aside  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
 from examples.stencils import STENCILS, STORED, tiled  # noqa: E402
 
 
@@ -221,10 +222,6 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     return {"case": vars(case_of(name)), "date": date, "rounds": rounds, "jobs": jobs}
 
 
-def _write(text: str, path: Path) -> None:
-    path.write_text(text)
-
-
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
     """One row a case."""
     table = Table(title="Stencils over ranks, medians in ms")
@@ -267,7 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results[name] = measure(name, given.rounds)
         ordered = {case: results[case] for case in CASES if case in results}
         text = json_text({"machine": host_info(), "results": ordered})
-        write_aside(given.output, functools.partial(_write, text))
+        with written_aside(given.output) as aside:
+            aside.write_text(text)
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     console.print(table_of(ordered))
     ratios = [

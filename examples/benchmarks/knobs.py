@@ -51,10 +51,11 @@ from tvm_fusion.compiler.target import resolve
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.runtime.thread_pool import Crew
 from tvm_fusion.tuning.measure import planes, writer
+from tvm_fusion.written_aside import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, write_aside  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
 from examples.layers import PAIRS  # noqa: E402
 
 FIRST_ROUNDS = 5
@@ -257,7 +258,8 @@ def text_of(machine: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
 
 
 def _save(path: Path, text: str) -> None:
-    write_aside(path, lambda aside: aside.write_text(text))
+    with written_aside(path) as aside:
+        aside.write_text(text)
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:

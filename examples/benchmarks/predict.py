@@ -6,7 +6,9 @@
 Predicts the held-out fifth of the sizes of each sweep (``--all-rows``: all of them, of a folder
 that was never trained on), whole language models, and times the predictor itself. Prints a table
 and writes ``results/predict.json`` and ``results/predict.png``. Without ``PREDICT_DATA`` only the
-predictor's own time is measured; what was left out is said.
+predictor's own time is measured, and what ``results/CPU`` hold is checked: how many kernels of a
+network lie in the intervals of the others, and how often the faster of two alternatives is named.
+What was left out is said.
 """
 
 from __future__ import annotations
@@ -28,8 +30,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.benchmarks.campaign import write_aside  # noqa: E402
-from examples.benchmarks.prediction import whole_models  # noqa: E402
+from examples.benchmarks.prediction import choices, intervals, whole_models  # noqa: E402
 from examples.benchmarks.prediction.data import (  # noqa: E402
     OPS,
     Sweep,
@@ -48,6 +49,7 @@ from schedules.cost.learned import find_model, load_model, seconds  # noqa: E402
 from schedules.cost.machine import load_machine  # noqa: E402
 from schedules.cost.registry import predict  # noqa: E402
 from schedules.cost.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
+from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 RESULTS = Path(__file__).with_name("results")
 KERNELS = {kernel.name: kernel for kernel in (GEMM, CONV2D, SOFTMAX, LAYER_NORM)}
@@ -241,7 +243,8 @@ def plot(found: dict[str, Any], path: Path) -> None:
     right.set_ylabel("predicted, ms")
     right.legend()
     figure.tight_layout()
-    write_aside(path, lambda aside: figure.savefig(aside, format="png", dpi=100))
+    with written_aside(path) as aside:
+        figure.savefig(aside, format="png", dpi=100)
     pyplot.close(figure)
 
 
@@ -262,6 +265,16 @@ def report(found: dict[str, Any]) -> None:
     console.print(whole)
 
 
+def choices_report(found: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Print how often the faster alternative is named."""
+    table = Table("alternatives that differ by 5 %", "CPU", "named %", "of", "Spearman")
+    for cpu, rows in found.items():
+        for name, row in rows.items():
+            figures = (row[x] for x in ("named_percent", "different", "spearman"))
+            table.add_row(name, cpu, *map(str, figures))
+    Console().print(table)
+
+
 def main() -> None:
     """Measure what the data allow."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -269,6 +282,17 @@ def main() -> None:
     all_rows = parser.parse_args().all_rows
     found: dict[str, Any] = {"predictor_seconds": predictor_seconds()}
     print("predicting takes, in s:", found["predictor_seconds"])
+    found["cpu_intervals"] = {
+        path.parent.name: intervals.held_out(intervals.recorded(path.parent))
+        for path in sorted(RESULTS.glob("*/predict_cpu.json"))
+    }
+    print("inside the intervals of other networks, in %:", found["cpu_intervals"])
+    found["choices"] = {
+        folder.name: choices.choices(folder)
+        for folder in sorted(RESULTS.iterdir())
+        if folder.is_dir()
+    }
+    choices_report(found["choices"])
     folder = data_folder()
     if folder is None:
         print("left out: errors of kernels and of whole models (PREDICT_DATA names no folder)")
@@ -280,7 +304,8 @@ def main() -> None:
     if not found["models"]:
         print("left out: whole models (no gpu_kernels/model_times.csv)")
     text = json.dumps(found, indent=1) + "\n"
-    write_aside(RESULTS / "predict.json", lambda aside: aside.write_text(text))
+    with written_aside(RESULTS / "predict.json") as aside:
+        aside.write_text(text)
     plot(found, RESULTS / "predict.png")
 
 

@@ -32,10 +32,7 @@ from tvm_fusion.prediction.collectives import Curve
 from tvm_fusion.prediction.timeline.path import active_seconds
 from tvm_fusion.prediction.timeline.ranks import simulate
 from tvm_fusion.prediction.traces.overheads import Overheads
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-# The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import write_aside  # noqa: E402
+from tvm_fusion.written_aside import written_aside
 
 RESULTS = Path(__file__).resolve().parent / "results" / "predict_traces.json"
 VARIABLE = "PREDICT_DATA"
@@ -149,7 +146,8 @@ def main() -> int:
         "mi300": models_by_the_others(traces / "mi300"),
         "collectives": collectives(Path(folder) / "collectives" / "collectives.csv.gz"),
     }
-    write_aside(RESULTS, lambda path: path.write_text(json_text(result) + "\n"))
+    with written_aside(RESULTS) as path:
+        path.write_text(json_text(result) + "\n")
     Console(width=FILE_WIDTH).print(_table(result))
     return 0
 

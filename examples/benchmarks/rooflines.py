@@ -30,10 +30,11 @@ from tvm_fusion.bench.profiler import Profile, profile  # noqa: E402
 from tvm_fusion.cli.json_text import json_text  # noqa: E402
 from tvm_fusion.cli.output import FILE_WIDTH, progress_bar  # noqa: E402
 from tvm_fusion.runtime.thread_pool import choose_threads  # noqa: E402
+from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, write_aside  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
 from examples.layers import PAIRS  # noqa: E402
 from examples.models import MODELS  # noqa: E402
 
@@ -114,7 +115,8 @@ def draw(points: Sequence[Point], limits: MachineLimits, title: str, path: Path)
     axes.grid(which="both", alpha=0.2)
     axes.legend(fontsize=8)
     figure.tight_layout()
-    write_aside(path, lambda aside: figure.savefig(aside, format="png"))
+    with written_aside(path) as aside:
+        figure.savefig(aside, format="png")
     pyplot.close(figure)
 
 
@@ -163,10 +165,8 @@ def main() -> int:
     record = {
         name: {key: p.to_json() for key, p in both.items()} for name, both in profiles.items()
     }
-    write_aside(
-        arguments.folder / "rooflines.json",
-        lambda aside: aside.write_text(json_text(record) + "\n"),
-    )
+    with written_aside(arguments.folder / "rooflines.json") as aside:
+        aside.write_text(json_text(record) + "\n")
     points = [
         point
         for title in ("fused", "unfused")

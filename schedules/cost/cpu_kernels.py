@@ -14,8 +14,14 @@ Activations are in the nearest level that holds all that the kernel reads and wr
 weights in the one half of which holds those of the whole model and the largest activations: all are
 read before the same ones are read again. ``f``, the bandwidths, the clock and ``fork`` are figures
 of the machine that ``tvm-fusion calibrate`` measures: ``cpu.conv2d.factor`` is the median ratio of
-measured to predicted times, ``cpu.conv2d.low`` and ``.high`` its 10th and 90th percentiles, both
-over the median.
+measured to predicted times.
+
+The interval is that of kernels in a whole network: the 10th and 90th percentiles of measured over
+predicted times, ``network.cpu.conv2d.low`` and ``.high``, of networks that were predicted before
+they ran; those of operators that few networks have are ``network.convolutions`` and
+``network.loops``. Most of it is error of the model: kernels alone repeat within a few percent, but
+loops whose data another core has written, or that a cache has lost, take several times as long as
+those that are calibrated. It ends no lower than RESOLUTION above the prediction.
 """
 
 from __future__ import annotations
@@ -37,8 +43,9 @@ WARM = 0.5  # share of the last-level cache whose contents last from run to run
 COPY = 0.45  # bandwidth of copies over that of reads: a line is read before it is written
 FALLBACK = 10.0  # loops that no rule has scheduled well
 
-# Ranges of ratios of measured to predicted times where the machine is not calibrated.
+# Ranges of ratios of measured to predicted times where no network was measured.
 LOW, HIGH = 0.8, 1.4
+RESOLUTION = 0.1e-6  # seconds by which calls of a kernel that does nothing differ
 
 
 def predict_cpu_kernel(call: KernelCall, machine: Machine) -> Prediction | None:
@@ -48,13 +55,27 @@ def predict_cpu_kernel(call: KernelCall, machine: Machine) -> Prediction | None:
     bare, bound = _bare(call, machine)
     known = f"{call.op}.factor" in machine.figures
     seconds = bare * machine.get(f"{call.op}.factor", FALLBACK if call.op in SLOW else 1.0)
-    low, high = machine.get(f"{call.op}.low", LOW), machine.get(f"{call.op}.high", HIGH)
+    low, high = _spread(call.op, machine)
     model = "cost model" if call.op in CONVOLUTIONS else "bandwidth and cycles"
     origin = "calibrated" if known else "not calibrated"
     least = min(seconds, roofline(call, machine)[0])
     return Prediction(
-        seconds, low * seconds, high * seconds, bound, least, f"{model}, {origin}", known
+        seconds,
+        low * seconds,
+        high * seconds + RESOLUTION,
+        bound,
+        least,
+        f"{model}, {origin}",
+        known,
     )
+
+
+def _spread(op: str, machine: Machine) -> tuple[float, float]:
+    """Ends of the interval over the prediction, of the operator itself or of those like it."""
+    like = "network.convolutions" if op in CONVOLUTIONS else "network.loops"
+    names = (f"network.{op}", like, op)
+    name = next((name for name in names if f"{name}.low" in machine.figures), "")
+    return machine.get(f"{name}.low", LOW), machine.get(f"{name}.high", HIGH)
 
 
 SLOW = ("cpu.fallback", "cpu.none")

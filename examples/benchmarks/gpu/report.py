@@ -17,9 +17,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from examples.benchmarks.campaign import write_aside  # noqa: E402
 from examples.benchmarks.reduction_cases import Case  # noqa: E402
 from tvm_fusion.cli.json_text import json_text  # noqa: E402
+from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 from .protocol import Summary, Verdict  # noqa: E402
 
@@ -141,7 +141,8 @@ def failures(results: Iterable[Result], engine_prefix: str) -> list[str]:
 def save(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(path, lambda aside: aside.write_text(json_text(dict(record)) + "\n"))
+    with written_aside(path) as aside:
+        aside.write_text(json_text(dict(record)) + "\n")
 
 
 def draw(results: Sequence[Result], limit: float, title: str, path: Path) -> None:
@@ -166,7 +167,8 @@ def draw(results: Sequence[Result], limit: float, title: str, path: Path) -> Non
     figure.suptitle(title)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(path, lambda aside: figure.savefig(aside, format="png"))
+    with written_aside(path) as aside:
+        figure.savefig(aside, format="png")
     pyplot.close(figure)
 
 
@@ -211,7 +213,8 @@ def _draw_panels(
     figure.suptitle(title)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(path, lambda aside: figure.savefig(aside, format="png"))
+    with written_aside(path) as aside:
+        figure.savefig(aside, format="png")
     pyplot.close(figure)
 
 

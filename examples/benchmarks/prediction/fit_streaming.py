@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 from scipy.optimize import least_squares
 
-from examples.benchmarks.campaign import write_aside
 from examples.benchmarks.prediction.data import NEUSIGHT, OPS, Sweep, row_sweeps
-from schedules.cost import machine as machines
+from examples.benchmarks.prediction.machine_files import write_figures
 from schedules.cost.elementwise import SHARPNESS
-from schedules.cost.machine import Figure, Machine, load_machine
+from schedules.cost.machine import Figure, load_machine
 
 ORIGIN = f"fitted: {NEUSIGHT}"
 LARGE = 100e6
@@ -74,7 +72,7 @@ def fit_streaming(folder: Path) -> None:
                 figures[f"time.{op}.{figure}"] = Figure(float(np.exp(value)), ORIGIN)
             ratios.append(part.seconds[held] / model(found, moved[held]))
         figures |= _elementwise(figures, np.concatenate(ratios))
-        _write(load_machine(str(name)), figures)
+        write_figures(load_machine(str(name)), figures, "time.")
 
 
 _NAMES = dict(OPS.values())
@@ -91,21 +89,3 @@ def _elementwise(figures: dict[str, Figure], ratios: np.ndarray) -> dict[str, Fi
     medians |= {"low": min(float(low), 0.98), "high": max(float(high), 1.02)}
     origin = ORIGIN.replace("fitted", "fitted: over the operators")
     return {f"time.elementwise.{kind}": Figure(value, origin) for kind, value in medians.items()}
-
-
-def _write(machine: Machine, fitted: dict[str, Figure]) -> None:
-    kept = {n: f for n, f in machine.figures.items() if not n.startswith("time.")}
-    lines = ",\n".join(
-        f'    "{name}": {{"value": {_number(name, figure.value)}, "origin": "{figure.origin}"}}'
-        for name, figure in {**kept, **fitted}.items()
-    )
-    head = {"name": machine.name, "kind": machine.kind, "title": machine.title}
-    text = json.dumps(head, indent=2)[:-2] + f',\n  "figures": {{\n{lines}\n  }}\n}}\n'
-    path = Path(machines.__file__).with_name("machines") / f"{machine.name}.json"
-    write_aside(path, lambda aside: aside.write_text(text))
-
-
-def _number(name: str, value: float) -> str:
-    if value.is_integer() and value < 1e12:
-        return str(int(value))
-    return f"{value:.4g}" if name.startswith("time.") else repr(value).replace("e+", "e")

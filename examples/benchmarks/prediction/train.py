@@ -21,7 +21,6 @@ import numpy as np
 import xgboost
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from examples.benchmarks.campaign import write_aside  # noqa: E402
 from examples.benchmarks.prediction.data import (  # noqa: E402
     Sweep,
     conv2d_sweep,
@@ -45,6 +44,7 @@ from schedules.cost.learned import (  # noqa: E402
 from schedules.cost.machine import load_machine  # noqa: E402
 from schedules.cost.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
 from schedules.cost.trees import LEAF  # noqa: E402
+from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 KERNELS = {kernel.name: kernel for kernel in (GEMM, CONV2D, SOFTMAX, LAYER_NORM)}
 WIDTH = {"float32": 4, "float16": 2}
@@ -248,7 +248,8 @@ def by_part(sweep: Sweep, predicted: np.ndarray) -> dict[str, dict[str, float]]:
 def write(kernel: Kernel, sweep: Sweep, kind: str, arrays: dict[str, np.ndarray], report) -> None:
     """Write a model and its report."""
     path = FOLDER / f"{kernel.name}-{sweep.dtype}-{kind}.npz"
-    write_aside(path, lambda aside: _save(aside, arrays))
+    with written_aside(path) as aside:
+        _save(aside, arrays)
     whole = {
         "kernel": kernel.name,
         "dtype": sweep.dtype,
@@ -264,7 +265,8 @@ def write(kernel: Kernel, sweep: Sweep, kind: str, arrays: dict[str, np.ndarray]
         **report,
     }
     text = json.dumps(whole, indent=2) + "\n"
-    write_aside(path.with_suffix(".json"), lambda aside: aside.write_text(text))
+    with written_aside(path.with_suffix(".json")) as aside:
+        aside.write_text(text)
     print(path.name, path.stat().st_size, json.dumps(report["held_out"]), flush=True)
 
 

@@ -30,8 +30,11 @@ The default knobs are the cheapest of :func:`.conv2d_knobs.conv2d_space` or
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from schedules.errors import OpError
 from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel, ConvLayer
@@ -40,11 +43,23 @@ from ..core.machine import CPUInfo
 from ..core.prefetch import CACHE_LINE_BYTES
 from ..core.tiles import block_tiles, tile_counts
 from .conv2d_knobs import Conv2DKnobs, conv2d_space
-from .fused_conv2d_knobs import FusedConv2DKnobs, Grid, grids, tiles_one, tiles_two
-from .nest_cost import L2, L3, MEMORY, LoopNest, Terms, bandwidth, fits, nest_terms, split
+from .fused_conv2d_knobs import FusedConv2DKnobs, grids, tiles_one, tiles_two
+from .nest_cost import (
+    L2,
+    L3,
+    MEMORY,
+    LoopNest,
+    Terms,
+    bandwidth,
+    fits,
+    multiply_adds,
+    nest_terms,
+    split,
+)
 
 CLOCK_HZ = 3.0e9  # scales the estimates; no choice depends on it
 PAGE_BYTES = 4096
+ROUNDED = 1 - 1e-9  # of a lower bound, which is summed up in another order than a cost
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,8 @@ class Estimate:
         Sums over the nests, by cause; arithmetic and traffic overlap.
     edges, layouts, fork : float
         Costs outside the nests, in cycles.
+    rounds : int
+        Times that the busiest core runs the nests.
     """
 
     cycles: float
@@ -66,6 +83,7 @@ class Estimate:
     edges: float = 0.0
     layouts: float = 0.0
     fork: float = 0.0
+    rounds: int = 1
 
     @property
     def seconds(self) -> float:
@@ -97,50 +115,211 @@ def estimate(kernel: Conv2DKernel, knobs: Conv2DKnobs | FusedConv2DKnobs, cpu: C
 
 @lru_cache(maxsize=4096)
 def default_conv2d_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKnobs:
-    """Return the cheapest setting of a single convolution; the first of equals."""
-    return min(conv2d_space(kernel, cpu), key=lambda knobs: _single(kernel, knobs, cpu).cycles)
+    """Return the cheapest setting of a single convolution; the first of equals.
+
+    Branch and bound: settings of the same tile and pieces have multiply-adds in common, and those
+    that also cut the reduction alike all arithmetic of the first, whose groups are the largest.
+    """
+    search = _Search(kernel, cpu)
+    shares = search.branches(
+        enumerate(conv2d_space(kernel, cpu)),
+        lambda knobs: (knobs.pixels, knobs.blocks, knobs.unit_chunks, knobs.block_chunks),
+        lambda found: found.nests.multiply_adds,
+    )
+    chains = [
+        chain
+        for least, share in shares
+        if search.may_hold_a_better(least)
+        for chain in search.branches(
+            share,
+            lambda knobs: (knobs.blocks_inside, knobs.ic_o),
+            lambda found: found.nests.multiply_adds + found.nests.tiles + found.nests.starts,
+        )
+    ]
+    for least, chain in sorted(chains, key=lambda branch: branch[0]):
+        if search.may_hold_a_better(least):
+            for number, knobs in chain:
+                search.cost(number, knobs)
+    return search.best
+
+
+Numbered = tuple[int, Conv2DKnobs]
+
+
+class _Search:
+    """Cheapest of the settings whose cost was asked for; of equals the one of the least number."""
+
+    def __init__(self, kernel: Conv2DKernel, cpu: CPUInfo) -> None:
+        self._kernel, self._cpu = kernel, cpu
+        self._found: dict[int, Estimate] = {}
+        self._best: tuple[float, int, Conv2DKnobs] | None = None
+
+    @property
+    def best(self) -> Conv2DKnobs:
+        """The cheapest setting."""
+        assert self._best is not None, "a space has the tile of one pixel and one block"
+        return self._best[2]
+
+    def cost(self, number: int, knobs: Conv2DKnobs) -> Estimate:
+        """Cost of a setting."""
+        if number not in self._found:
+            found = self._found[number] = _single(self._kernel, knobs, self._cpu)
+            if self._best is None or (found.cycles, number) < self._best[:2]:
+                self._best = found.cycles, number, knobs
+        return self._found[number]
+
+    def may_hold_a_better(self, least: float) -> bool:
+        """Return whether a setting that costs ``least`` or more may be cheaper than the best."""
+        return self._best is None or least * ROUNDED <= self._best[0]
+
+    def branches(
+        self,
+        settings: Iterable[Numbered],
+        key: Callable[[Conv2DKnobs], Hashable],
+        bound: Callable[[Estimate], float],
+    ) -> list[tuple[float, list[Numbered]]]:
+        """Settings with the same ``key``, and the least that they can cost, the lowest first.
+
+        ``bound`` are cycles of a nest that all of a branch need, from the estimate of its first.
+        """
+        alike: dict[Hashable, list[Numbered]] = {}
+        for number, knobs in settings:
+            alike.setdefault(key(knobs), []).append((number, knobs))
+        found = []
+        for members in alike.values():
+            first = self.cost(*members[0])
+            found.append((first.rounds * bound(first) + first.fork, members))
+        return sorted(found, key=lambda branch: branch[0])
 
 
 @lru_cache(maxsize=4096)
 def default_fused_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> FusedConv2DKnobs:
     """Return the cheapest setting of a fused pair.
 
-    The cost of a grid is a sum over both layers, so that each layer's tile is chosen alone.
+    The cost of a grid is a sum over both layers, so that each layer's tile is chosen alone. Grids
+    whose multiply-adds alone cost more than a setting found already are left out.
     """
+    bounded = []
+    for number, grid in enumerate(grids(kernel, cpu)):
+        ones, twos = tiles_one(kernel, cpu), tiles_two(kernel, grid, cpu)
+        knobs = grid.knobs(ones[0], twos[0])
+        first = _TiledLayer(_parts_one(kernel, knobs, cpu), ones, 1, cpu)
+        second = _TiledLayer(_parts_two(kernel, knobs, cpu), twos, grid.oc_t, cpu)
+        rounds, fork = _rounds(kernel, grid.h_t * grid.oc_t, cpu)
+        least = rounds * (first.least + second.least) + fork
+        bounded.append((least, number, grid, first, second))
+    best: tuple[float, int, FusedConv2DKnobs] | None = None
+    for least, number, grid, first, second in sorted(bounded, key=lambda found: found[:2]):
+        if best is not None and least * ROUNDED > best[0]:
+            break
+        knobs = grid.knobs(first.cheapest(), second.cheapest())
+        cycles = _fused(kernel, knobs, cpu).cycles
+        if best is None or (cycles, number) < best[:2]:
+            best = cycles, number, knobs
+    assert best is not None, "a pair has the grid of one piece"
+    return best[2]
 
-    def cheapest(grid: Grid) -> tuple[float, FusedConv2DKnobs]:
-        seconds = tiles_two(kernel, grid, cpu)
-        first = min(
-            tiles_one(kernel, cpu),
-            key=lambda tile: _cycles(_layer_one(kernel, grid.knobs(tile, seconds[0]), cpu), cpu),
-        )
-        second = min(
-            seconds,
-            key=lambda tile: _cycles(_layer_two(kernel, grid.knobs(first, tile), cpu), cpu),
-        )
-        knobs = grid.knobs(first, second)
-        return _fused(kernel, knobs, cpu).cycles, knobs
 
-    return min((cheapest(grid) for grid in grids(kernel, cpu)), key=lambda found: found[0])[1]
+class _TiledLayer:
+    """Nests of a layer in one grid, with each register tile, and the least that they cost."""
+
+    def __init__(
+        self, parts: list[_Part], tiles: Iterable[tuple[int, int]], pieces: int, cpu: CPUInfo
+    ) -> None:
+        self._cpu = cpu
+        self._tiled = {tile: [part.tiled(tile, pieces) for part in parts] for tile in tiles}
+        self._least = {tile: _least(parts, cpu) for tile, parts in self._tiled.items()}
+
+    @property
+    def least(self) -> float:
+        """Lower bound of all tiles: their multiply-adds."""
+        return min(self._least.values())
+
+    def cheapest(self) -> tuple[int, int]:
+        """The cheapest tile; the first of equals."""
+        best, cheapest = next(iter(self._tiled)), math.inf
+        for tile, parts in self._tiled.items():
+            if self._least[tile] * ROUNDED <= cheapest:
+                cycles = _cycles(_cost(parts, self._cpu), self._cpu)
+                if cycles < cheapest:
+                    best, cheapest = tile, cycles
+        return best
 
 
 Steps = list[tuple[float, Terms]]
+
+
+class _Part(NamedTuple):
+    """Loop nests alike, one after another.
+
+    Parameters
+    ----------
+    nest : LoopNest
+        One of them.
+    number : int
+        Their number.
+    first : bool
+        Whether the first of them reads its weights from memory, the others where they fit.
+    kept : float
+        Bytes accessed until the weights are needed again.
+    repeats : int
+        Times that all of them run.
+    """
+
+    nest: LoopNest
+    number: int
+    first: bool
+    kept: float
+    repeats: int = 1
+
+    def tiled(self, tile: tuple[int, int], pieces: int) -> _Part:
+        """The same with another register tile, for one of ``pieces`` of the block tiles."""
+        (pixels, blocks), nest = tile, self.nest
+        flat = nest.flat and tile_counts(sum(size * n for size, n in nest.flat), pixels)
+        vectors = _vectors(nest.layer, nest.lanes, blocks, pieces)
+        return self._replace(nest=nest._replace(pixels=pixels, vectors=vectors, flat=flat))
 
 
 def _cycles(steps: Steps, cpu: CPUInfo) -> float:
     return sum(count * terms.cycles(cpu.costs) for count, terms in steps)
 
 
+def _cost(parts: Iterable[_Part], cpu: CPUInfo) -> Steps:
+    """Cost of the nests by where their weights are."""
+    steps: Steps = []
+    for part in parts:
+        counts, levels = [], []
+        if part.first:
+            counts.append(1)
+            levels.append(MEMORY)
+        if part.number > part.first:
+            counts.append(part.number - part.first)
+            levels.append(max(L2, fits(part.kept, cpu)))
+        found = zip(counts, nest_terms(part.nest, levels, cpu), strict=True)
+        steps += [(count * part.repeats, terms) for count, terms in found]
+    return steps
+
+
+def _least(parts: Iterable[_Part], cpu: CPUInfo) -> float:
+    """Cycles of the multiply-adds alone."""
+    return sum(part.number * part.repeats * multiply_adds(part.nest, cpu) for part in parts)
+
+
+def _rounds(kernel: Conv2DKernel, pieces: int, cpu: CPUInfo) -> tuple[int, float]:
+    """Pieces of the busiest core, and the cycles of waking the others."""
+    batch = kernel.batch or 1
+    fork = cpu.costs.fork if batch * pieces > 1 and cpu.num_cores > 1 else 0.0
+    return -(-batch * pieces // cpu.num_cores), fork
+
+
 def _finish(
     kernel: Conv2DKernel, pieces: int, steps: Steps, edges: float, layouts: float, cpu: CPUInfo
 ) -> Estimate:
     """Scale one piece's cost to the images of the busiest core."""
-    batch = kernel.batch or 1
-    rounds = -(-batch * pieces // cpu.num_cores)
-    fork = cpu.costs.fork if batch * pieces > 1 and cpu.num_cores > 1 else 0.0
+    rounds, fork = _rounds(kernel, pieces, cpu)
     columns = zip(*([count * value for value in terms] for count, terms in steps), strict=True)
     cycles = rounds * (_cycles(steps, cpu) + edges + layouts) + fork
-    return Estimate(cycles, Terms(*map(sum, columns)), edges, layouts, fork)
+    return Estimate(cycles, Terms(*map(sum, columns)), edges, layouts, fork, rounds)
 
 
 def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
@@ -148,8 +327,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
     height, width = _size(kernel)
     out_h, out_w = layer.output_size(height, width)
     plain = kernel.data_layout == "NCHW"
-    block_tiles = _block_tiles(layer, lanes, knobs.blocks)
-    vectors = block_tiles[: -(-len(block_tiles) // knobs.block_chunks)]
+    vectors = _vectors(layer, lanes, knobs.blocks, knobs.block_chunks)
     flat = layer.is_pointwise and not plain
     units = -(-out_h * out_w // knobs.pixels) if flat else out_h
     share = -(-units // knobs.unit_chunks)
@@ -157,7 +335,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
     data_bytes = channels * height * width * item
     row_bytes = data_bytes / height
     if layer.groups > 1:  # each channel is read by one core
-        row_bytes *= len(vectors) / len(block_tiles)
+        row_bytes *= len(vectors) / len(_block_tiles(layer, lanes, knobs.blocks))
     nest = LoopNest(
         layer=layer,
         lanes=lanes,
@@ -175,7 +353,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
         out_level=_home(_padded(layer.out_channels, lanes) * out_h * out_w * item, cpu),
         residual=kernel.residual,
     )
-    steps: Steps = []
+    parts: list[_Part] = []
     for group, count in _pieces(share, knobs.unit_group):
         rows = height * group / units if flat else min(height, _rows_used(layer, group))
         nest = nest._replace(
@@ -184,12 +362,13 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
             data_bytes=rows * row_bytes,
         )
         kept = layer.weight_elements() * item + nest.data_bytes
-        steps += _with_weights(nest, count, not steps, kept, cpu)
+        parts.append(_Part(nest, count, not parts, kept))
     edges = 0.0
     if layer.group_lanes(lanes) and knobs.unit_chunks > 1:
         lines = min(share * out_w * lanes * item, PAGE_BYTES) / CACHE_LINE_BYTES
         edges = cpu.costs.edge * lines * len(vectors)
-    return _finish(kernel, knobs.unit_chunks * knobs.block_chunks, steps, edges, 0.0, cpu)
+    pieces = knobs.unit_chunks * knobs.block_chunks
+    return _finish(kernel, pieces, _cost(parts, cpu), edges, 0.0, cpu)
 
 
 def _fused(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> Estimate:
@@ -198,8 +377,8 @@ def _fused(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> Estim
             f"w_t is {knobs.w_t} and w_o is {knobs.w_o}; expected 1, because the cost model knows "
             "whole rows only"
         )
-    steps = _layer_one(kernel, knobs, cpu) + _layer_two(kernel, knobs, cpu)
-    steps += _evictions(kernel, knobs, cpu)
+    parts = _parts_one(kernel, knobs, cpu) + _parts_two(kernel, knobs, cpu)
+    steps = _cost(parts, cpu) + _evictions(kernel, knobs, cpu)
     layer1, layer2 = kernel.layers
     mid = layer1.output_size(*_size(kernel))
     out_h, out_w = layer2.output_size(*mid)
@@ -216,18 +395,18 @@ def _fused(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> Estim
     return _finish(kernel, knobs.h_t * knobs.oc_t, steps, 0.0, layouts, cpu)
 
 
-def _layer_one(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> Steps:
-    """Cost of layer one in all steps of a piece."""
+def _parts_one(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> list[_Part]:
+    """Nests of layer one in all steps of a piece."""
     layer, layer2 = kernel.layers
     lanes, item = kernel.lanes, ITEM_BYTES[kernel.dtype]
     (height, width), mid = _size(kernel), layer.output_size(*_size(kernel))
     row_bytes = _padded(layer.in_channels, lanes) * width * item
     enclosing = knobs.order[: knobs.compute_at]
-    parts = knobs.ic_o if "ic_o" in enclosing else 1
-    repeats = parts
+    pieces = knobs.ic_o if "ic_o" in enclosing else 1
+    repeats = pieces
     if "oc2" in enclosing:
         repeats *= -(-len(_block_tiles(layer2, lanes, knobs.blocks2)) // knobs.oc_t)
-    blocks = -(-layer.out_channels // lanes) // parts
+    blocks = -(-layer.out_channels // lanes) // pieces
     nest = LoopNest(
         layer=layer,
         lanes=lanes,
@@ -241,31 +420,28 @@ def _layer_one(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> S
         prefetch=knobs.prefetch and not layer.group_lanes(lanes),
         data_level=_home(row_bytes * height, cpu, foreign=knobs.oc_t > 1),
     )
-    read_parts = parts if layer.group_lanes(lanes) else 1
-    steps: Steps = []
+    read_pieces = pieces if layer.group_lanes(lanes) else 1
+    parts: list[_Part] = []
     for step, count in _row_steps(kernel, knobs):
         rows = _rows_read(layer2, step, mid[0])
         read = _rows_read(layer, rows, height)
         fresh = min(read, rows * layer.strides[0])
         nest = nest._replace(
             rows=rows,
-            data_bytes=fresh * row_bytes / read_parts,
-            halo_bytes=(read - fresh) * row_bytes / read_parts,
+            data_bytes=fresh * row_bytes / read_pieces,
+            halo_bytes=(read - fresh) * row_bytes / read_pieces,
             out_level=_mid_level(kernel, knobs, step, cpu),
         )
-        kept = _kept(kernel, knobs, step)
-        found = _with_weights(nest, count, not steps, kept, cpu)
-        steps += [(times * repeats, terms) for times, terms in found]
-    return steps
+        parts.append(_Part(nest, count, not parts, _kept(kernel, knobs, step), repeats))
+    return parts
 
 
-def _layer_two(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> Steps:
-    """Cost of layer two in all steps of a piece."""
+def _parts_two(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> list[_Part]:
+    """Nests of layer two in all steps of a piece."""
     layer1, layer = kernel.layers
     lanes, item = kernel.lanes, ITEM_BYTES[kernel.dtype]
     mid = layer1.output_size(*_size(kernel))
     out_h, out_w = layer.output_size(*mid)
-    block_tiles = _block_tiles(layer, lanes, knobs.blocks2)
     flat = layer.is_pointwise
     nest = LoopNest(
         layer=layer,
@@ -275,14 +451,14 @@ def _layer_two(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> S
         size=mid,
         out_size=(out_h, out_w),
         pixels=knobs.pixels2,
-        vectors=block_tiles[: -(-len(block_tiles) // knobs.oc_t)],
+        vectors=_vectors(layer, lanes, knobs.blocks2, knobs.oc_t),
         in_blocks=_in_blocks(layer, lanes) // knobs.ic_o,
         calls=knobs.ic_o,
         prefetch=knobs.prefetch,
         out_level=_home(_padded(layer.out_channels, lanes) * out_h * out_w * item, cpu),
         residual=kernel.residual,
     )
-    steps: Steps = []
+    parts: list[_Part] = []
     for step, count in _row_steps(kernel, knobs):
         mid_bytes = _mid_bytes(kernel, knobs, step)
         nest = nest._replace(
@@ -291,24 +467,8 @@ def _layer_two(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> S
             data_bytes=mid_bytes,
             data_level=_mid_level(kernel, knobs, step, cpu),
         )
-        kept = _kept(kernel, knobs, step)
-        found = _with_weights(nest, count, not steps, kept, cpu)
-        steps += [(times * knobs.ic_o, terms) for times, terms in found]
-    return steps
-
-
-def _with_weights(nest: LoopNest, count: int, first: bool, kept: float, cpu: CPUInfo) -> Steps:
-    """Cost of ``count`` nests; the ``first`` reads weights from memory, others where they fit.
-
-    ``kept`` are the bytes accessed until they are needed again.
-    """
-    steps: Steps = []
-    if first:
-        steps.append((1, nest_terms(nest._replace(weight_level=MEMORY), cpu)))
-    if count > first:
-        later = nest._replace(weight_level=max(L2, fits(kept, cpu)))
-        steps.append((count - first, nest_terms(later, cpu)))
-    return steps
+        parts.append(_Part(nest, count, not parts, _kept(kernel, knobs, step), knobs.ic_o))
+    return parts
 
 
 def _evictions(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> Steps:
@@ -389,6 +549,12 @@ def _in_blocks(layer: ConvLayer, lanes: int) -> int:
 def _block_tiles(layer: ConvLayer, lanes: int, tile: int) -> tuple[int, ...]:
     """Channel blocks of each block tile; none crosses a group."""
     return block_tiles(layer, lanes, -(-layer.out_channels // lanes), tile)
+
+
+def _vectors(layer: ConvLayer, lanes: int, blocks: int, pieces: int) -> tuple[int, ...]:
+    """Channel blocks of each block tile of the largest piece."""
+    found = _block_tiles(layer, lanes, blocks)
+    return found[: -(-len(found) // pieces)]
 
 
 def _rows_read(layer: ConvLayer, rows: int, height: int) -> int:

@@ -37,6 +37,7 @@ that a core gets from a level. Arithmetic and traffic overlap: the larger counts
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -110,8 +111,8 @@ class LoopNest(NamedTuple):
     data_bytes, halo_bytes : float
         Bytes of the input that the nest reads, each once: for the first time, and again after
         another nest.
-    data_level, weight_level, out_level : int
-        Levels in which they are when the nest begins, or to which they go.
+    data_level, out_level : int
+        Levels in which data are when the nest begins, and to which the output goes.
     """
 
     layer: ConvLayer
@@ -133,12 +134,21 @@ class LoopNest(NamedTuple):
     data_bytes: float = 0.0
     halo_bytes: float = 0.0
     data_level: int = L2
-    weight_level: int = MEMORY
     out_level: int = L2
 
 
-def nest_terms(nest: LoopNest, cpu: CPUInfo) -> Terms:
-    """Return the cost of a nest, by the equations of the module's docstring."""
+def nest_terms(nest: LoopNest, weight_levels: Sequence[int], cpu: CPUInfo) -> list[Terms]:
+    """Return the cost of a nest, by the equations of the module's docstring.
+
+    Parameters
+    ----------
+    nest : LoopNest
+        The nest.
+    weight_levels : Sequence[int]
+        Levels in which its weights may be when it begins; the cost for each of them is returned.
+    cpu : CPUInfo
+        The machine.
+    """
     layer, costs = nest.layer, cpu.costs
     if nest.flat is not None:
         spans = tiles = nest.flat
@@ -155,7 +165,6 @@ def nest_terms(nest: LoopNest, cpu: CPUInfo) -> Terms:
     vectors = sum(nest.vectors)
     taps = width or nest.in_blocks * nest.source_lanes
     block_bytes = taps * layer.kernel[0] * layer.kernel[1] * nest.lanes * nest.item_bytes
-    weights, late = _weights(nest, block_bytes, passes, cpu)
     pixels = sum(size * count for size, count in tiles) * nest.rows
     out_bytes = pixels * vectors * nest.lanes * nest.item_bytes
     output = out_bytes * (costs.store + nest.residual) / nest.calls / bandwidth(nest.out_level, cpu)
@@ -164,17 +173,28 @@ def nest_terms(nest: LoopNest, cpu: CPUInfo) -> Terms:
         again = nest.parts - 1 / nest.calls
         output += 2 * again * out_bytes / bandwidth(fits(2 * kept, cpu), cpu)
     data, skipped = _data(nest, block_bytes, cpu)
-    missed = 0.0
-    if not width:
-        missed = costs.miss * (late + vectors * block_bytes * (nest.weight_level >= L3))
-        missed *= 1 - _asked_for(nest, passes)
-    return Terms(
-        *compute,
-        weights=weights,
-        data=data,
-        output=output,
-        exposed=missed + costs.skip * skipped,
-    )
+    again_cycles, late = _weights_again(nest, block_bytes, passes, cpu)
+    waits = 0.0 if width else 1 - _asked_for(nest, passes)
+    whole = block_bytes * vectors
+    found = []
+    for level in weight_levels:
+        missed = 0.0
+        if not width:
+            missed = costs.miss * (late + whole * (level >= L3))
+            missed *= waits
+        weights = whole / bandwidth(level, cpu) + again_cycles
+        exposed = missed + costs.skip * skipped
+        found.append(Terms(*compute, weights, data, output, exposed))
+    return found
+
+
+def multiply_adds(nest: LoopNest, cpu: CPUInfo) -> float:
+    """Return the first of :func:`nest_terms`, a lower bound of all together."""
+    layer = nest.layer
+    if nest.flat is not None:
+        return _multiply_adds(nest, nest.flat, 1.0, cpu)
+    spans, _ = _row_spans(layer, nest.size[1], nest.out_size[1], nest.pixels)
+    return _multiply_adds(nest, spans, _visible_rows(layer, nest.size[0], nest.out_size[0]), cpu)
 
 
 def fits(size: float, cpu: CPUInfo) -> int:
@@ -216,32 +236,68 @@ def _dense(
     nest: LoopNest, spans: Sizes, tiles: Sizes, visible: float, cpu: CPUInfo
 ) -> tuple[float, float, float]:
     """Cycles of multiply-adds, of tiles and of starts."""
-    costs, registers = cpu.costs, cpu.num_vector_registers
-    lanes = _lanes_summed(nest)
-    bodies = nest.in_blocks * ceil(nest.source_lanes / UNROLLED_STEPS)
-    steps = drain = partial = 0.0
+    costs, layer = cpu.costs, nest.layer
+    reduction = None
+    if layer.activation.kind in CLIPPED:
+        taps = nest.in_blocks * nest.source_lanes * layer.kernel[0] * layer.kernel[1]
+        reduction = taps / nest.parts
+    drain, partial = _ends(nest.vectors, tiles, reduction, cpu)
     count = sum(number for _, number in tiles)
-    kernel_height, kernel_width = nest.layer.kernel
-    reduction = nest.in_blocks * nest.source_lanes * kernel_height * kernel_width / nest.parts
-    loads = 1.0 if nest.layer.groups == 1 else nest.layer.mean_groups_met(nest.lanes)
-    for blocks, times in Counter(nest.vectors).items():
+    each = costs.inside * count * len(nest.vectors) if nest.inside else 0.0
+    ends = nest.rows * (drain * nest.parts + partial * (nest.parts - 1 / nest.calls) + each)
+    starts = costs.start * (1 if nest.inside else len(nest.vectors) * nest.parts)
+    return _multiply_adds(nest, spans, visible, cpu), ends, starts
+
+
+def _multiply_adds(nest: LoopNest, spans: Sizes, visible: float, cpu: CPUInfo) -> float:
+    """Cycles of the multiply-adds of all tiles."""
+    layer, width = nest.layer, nest.layer.group_lanes(nest.lanes)
+    if not width:
+        bodies = nest.in_blocks * ceil(nest.source_lanes / UNROLLED_STEPS)
+        loads = 1.0 if layer.groups == 1 else layer.mean_groups_met(nest.lanes)
+        steps = _steps(nest.vectors, spans, _lanes_summed(nest), bodies, loads, cpu)
+        return steps * nest.rows * visible
+    if width == 1:
+        steps = sum(size * number for size, number in spans) / cpu.fma_per_cycle
+    else:
+        steps = sum(step_cycles(size, width, cpu) * number for size, number in spans)
+    return steps * nest.rows * visible * len(nest.vectors)
+
+
+@lru_cache(maxsize=4096)
+def _steps(
+    vectors: tuple[int, ...], spans: Sizes, lanes: int, bodies: int, loads: float, cpu: CPUInfo
+) -> float:
+    """Cycles of the multiply-adds of a row, all taps visible."""
+    costs, registers, steps = cpu.costs, cpu.num_vector_registers, 0.0
+    for blocks, times in Counter(vectors).items():
         for size, number in spans:
             missing = size * blocks + blocks + 1 - registers
             lost = costs.spill * missing if missing > 0 else costs.tight * (missing == 0)
             cycles = lanes * (step_cycles(size, blocks, cpu, loads) + lost) + bodies * costs.body
             steps += times * number * cycles
+    return steps
+
+
+@lru_cache(maxsize=4096)
+def _ends(
+    vectors: tuple[int, ...], tiles: Sizes, reduction: float | None, cpu: CPUInfo
+) -> tuple[float, float]:
+    """Cycles of draining the tiles of a row, and of storing and loading their partial sums.
+
+    ``reduction`` is the length of the sums, if they are clipped.
+    """
+    costs, drain, partial = cpu.costs, 0.0, 0.0
+    for blocks, times in Counter(vectors).items():
         for size, number in tiles:
             waiting = max(0, size * blocks - costs.fma_latency * cpu.fma_per_cycle)
             late = 1.0
-            if nest.layer.activation.kind in CLIPPED:
+            if reduction is not None:
                 instructions = reduction * (size * blocks + size + blocks)
                 late = min(1.0, max(0.0, (instructions - costs.window) / (2 * costs.window)))
             drain += times * number * costs.drain * waiting * late
             partial += times * number * size * blocks * costs.partial
-    each = costs.inside * count * len(nest.vectors) if nest.inside else 0.0
-    ends = nest.rows * (drain * nest.parts + partial * (nest.parts - 1 / nest.calls) + each)
-    starts = costs.start * (1 if nest.inside else len(nest.vectors) * nest.parts)
-    return steps * nest.rows * visible, ends, starts
+    return drain, partial
 
 
 def _lanes_summed(nest: LoopNest) -> int:
@@ -255,17 +311,16 @@ def _lanes_summed(nest: LoopNest) -> int:
 def _own_blocks(
     nest: LoopNest, spans: Sizes, passes: int, visible: float, cpu: CPUInfo
 ) -> tuple[float, float, float]:
-    blocks, width = len(nest.vectors), nest.layer.group_lanes(nest.lanes)
-    if width == 1:
-        steps = sum(size * number for size, number in spans) / cpu.fma_per_cycle
-    else:
-        steps = sum(step_cycles(size, width, cpu) * number for size, number in spans)
-    chain = cpu.costs.depthwise_tap * nest.layer.kernel[0] * nest.layer.kernel[1]
-    return steps * nest.rows * visible * blocks, passes * blocks * chain, cpu.costs.start * blocks
+    blocks, layer = len(nest.vectors), nest.layer
+    chain = cpu.costs.depthwise_tap * layer.kernel[0] * layer.kernel[1]
+    steps = _multiply_adds(nest, spans, visible, cpu)
+    return steps, passes * blocks * chain, cpu.costs.start * blocks
 
 
-def _weights(nest: LoopNest, block_bytes: float, passes: int, cpu: CPUInfo) -> tuple[float, float]:
-    """Cycles of the traffic of weights, and the bytes that are read again from beyond the L2."""
+def _weights_again(
+    nest: LoopNest, block_bytes: float, passes: int, cpu: CPUInfo
+) -> tuple[float, float]:
+    """Cycles of reading weights after the first pass, and their bytes from beyond the L2."""
     whole = block_bytes * sum(nest.vectors)
     kept = whole
     if not nest.inside:
@@ -274,8 +329,7 @@ def _weights(nest: LoopNest, block_bytes: float, passes: int, cpu: CPUInfo) -> t
     if level == L2 and nest.prefetch:
         level = max(level, fits(2 * kept, cpu))  # the next ones arrive while these are used
     again = whole * (passes - 1)
-    cycles = whole / bandwidth(nest.weight_level, cpu) + again / bandwidth(level, cpu)
-    return cycles, again if level >= L3 else 0.0
+    return again / bandwidth(level, cpu), again if level >= L3 else 0.0
 
 
 def _asked_for(nest: LoopNest, passes: int) -> float:

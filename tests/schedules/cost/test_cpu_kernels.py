@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from schedules.cost.cpu_kernels import HIGH, LOW, bare_seconds, level_of, predict_cpu_kernel
+from schedules.cost.cpu_kernels import (
+    HIGH,
+    LOW,
+    RESOLUTION,
+    bare_seconds,
+    level_of,
+    predict_cpu_kernel,
+)
 from schedules.cost.kernel_call import KernelCall
 from schedules.cost.machine import Figure, Machine
 
@@ -32,7 +39,7 @@ def test_a_convolution_takes_its_cycles():
     call = KernelCall("cpu.conv2d", {"cycles": 5000}, flops=4e5)
     found = predict_cpu_kernel(call, MACHINE)
     assert found.seconds == pytest.approx(5e-6) and found.bound == "compute"
-    assert (found.low, found.high) == pytest.approx((5e-6 * LOW, 5e-6 * HIGH))
+    assert (found.low, found.high) == pytest.approx((5e-6 * LOW, 5e-6 * HIGH + RESOLUTION))
     assert found.roofline_seconds == pytest.approx(4e-6) and not found.in_range
 
 
@@ -64,8 +71,20 @@ def test_measured_ratios_scale_the_time_and_its_interval():
     entries = {name: Figure(value, "fitted") for name, value in figures.items()}
     machine = replace(MACHINE, figures={**MACHINE.figures, **entries})
     found = predict_cpu_kernel(KernelCall("cpu.conv2d", {"cycles": 1000}), machine)
-    assert (found.low, found.seconds, found.high) == pytest.approx((1.08e-6, 1.2e-6, 1.32e-6))
+    assert (found.low, found.seconds, found.high) == pytest.approx((1.08e-6, 1.2e-6, 1.42e-6))
     assert found.in_range and found.model == "cost model, calibrated"
+
+
+@pytest.mark.parametrize("op, high", [("conv2d", 2), ("fused_conv2d", 3), ("softmax", 4)])
+def test_intervals_are_those_of_kernels_in_networks(op, high):
+    names = ("network.cpu.conv2d", "network.convolutions", "network.loops")
+    entries = {f"{name}.low": Figure(0.5, "fitted") for name in names}
+    entries |= {f"{name}.high": Figure(n, "fitted") for n, name in enumerate(names, 2)}
+    entries |= {f"cpu.{op}.{end}": Figure(1.0, "fitted") for end in ("factor", "low", "high")}
+    machine = replace(MACHINE, figures={**MACHINE.figures, **entries})
+    found = predict_cpu_kernel(replace(stream(400_000, cycles=10000), op=f"cpu.{op}"), machine)
+    assert found.low == pytest.approx(0.5 * found.seconds)
+    assert found.high == pytest.approx(high * found.seconds + RESOLUTION)
 
 
 def test_other_machines_have_no_such_kernels():

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from schedules.cost.cpu_kernels import COPY, LEVELS, bare_seconds, level_of
+from schedules.cost.json_file import read_json
 from schedules.cost.kernel_call import KernelCall
 from schedules.cost.machine import Figure, Machine, machine_from_json
 from schedules.cpu.core.machine import CPUInfo
@@ -33,6 +34,8 @@ from .cases import Case, cases
 from .timing import KernelTimer, Timed
 
 Progress = Callable[[str, int, int], None]
+_KIND = "file of a calibration"
+_MAX_FILE_BYTES = 4 << 20  # as of a machine, which it is read as, too
 NARROWEST = 1.15
 """Least ratio of an interval's end to the prediction: in a network kernels vary more than alone."""
 SETTLED_GAIN = 1.05
@@ -136,7 +139,8 @@ def _undisturbed(timer: Timer, case: Case, peak: float) -> list[Timed] | None:
 
 def missing(output: Path) -> int:
     """Cases that a file does not have yet."""
-    known = {sample["case"] for sample in json.loads(output.read_text()).get("samples", ())}
+    data = read_json(output, _MAX_FILE_BYTES, _KIND)
+    known = {sample["case"] for sample in data.get("samples", ())}
     return sum(case.name not in known for case in cases())
 
 
@@ -251,11 +255,11 @@ def _read(output: Path, threads: int) -> tuple[Machine | None, list[dict[str, An
     if not output.exists():
         return None, []
     try:
-        data = json.loads(output.read_bytes())
+        data = read_json(output, _MAX_FILE_BYTES, _KIND)
         machine, samples = machine_from_json(data), list(data["samples"])
         for sample in samples:
             _check(sample)
-    except (PredictionError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (PredictionError, ValueError, KeyError, TypeError) as error:
         raise PredictionError(
             f"{output} is no file of a calibration ({error}): name another one"
         ) from None

@@ -67,6 +67,27 @@ def test_the_default_is_the_cheapest_legal_setting(case, cpu):
     assert conv2d_template(build(case), case.kernel, default) is not None
 
 
+WIDE = CPUInfo(512, 32, True, 2, 32 << 10, 1 << 20, 32 << 20, "znver4")
+
+
+@pytest.mark.parametrize("channels, outputs, size, kernel", [(128, 128, 28, 3), (960, 160, 7, 1)])
+@pytest.mark.parametrize("cpu", [CPU, WIDE])
+def test_the_search_of_a_layer_finds_the_first_cheapest(channels, outputs, size, kernel, cpu):
+    layer = dense(channels, outputs, size, kernel).kernel
+    lanes = f"NCHW{cpu.lanes('float32')}c"
+    layer = replace(layer, data_layout=lanes, out_layout=lanes)
+    space = list(conv2d_space(layer, cpu))
+    costs = [estimate(layer, knobs, cpu).cycles for knobs in space]
+    assert default_conv2d_knobs(layer, cpu) == space[costs.index(min(costs))]
+
+
+def test_the_search_of_a_pair_finds_the_cheapest():
+    pair = separable(64, 128, 14).kernel
+    costs = {knobs: estimate(pair, knobs, CPU).cycles for knobs in fused_conv2d_space(pair, CPU)}
+    assert len(costs) > 100
+    assert costs[default_fused_knobs(pair, CPU)] == pytest.approx(min(costs.values()), rel=1e-12)
+
+
 @given(cases(pair=True), CPUS)
 @settings(max_examples=settings.default.max_examples // 3)
 def test_the_default_of_a_pair_is_the_cheapest_legal_setting(case, cpu):

@@ -107,6 +107,7 @@ def test_intervals_are_percentiles_of_the_ratios():
     [
         ("[]", "no file of a calibration"),
         ("{", "no file of a calibration"),
+        (" " * (5 << 20), "no file of a calibration .*larger than any file of a calibration"),
         (json.dumps(LIMITS.to_json()), "no file of a calibration .'samples'"),
         (json.dumps({**LIMITS.to_json(), "samples": [{"case": "x"}]}), "no file of a calibration"),
     ],
