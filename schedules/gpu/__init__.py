@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule rules for GPUs, in the order in which they are tried.
 
-Families, lowest first: ``core``; ``pointwise`` and ``reduce``; ``gemm``; ``attention`` and ``conv2d``.
+Families, lowest first: ``core``; ``pointwise`` and ``reduce``; ``gemm``; ``attention`` and
+``conv2d``.
 Imports ``workload``, ``compute`` and ``tir``; the storeys above may import it.
 Start with ``RULES`` below.
 """

@@ -57,7 +57,7 @@ class AttentionTile:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory: queries, keys, values, weights, and where threads meet without shuffles."""
+        """Shared memory of queries, keys, values, weights, and of threads without shuffles."""
         lines = self.depth * (pitch_of(self.rows) + pitch_of(self.keys))
         lines += self.keys * (pitch_of(self.columns) + pitch_of(self.rows))
         return (lines + self.threads * self.thread_rows) * _FLOAT
@@ -94,6 +94,4 @@ def _rounded(
     threads = rows // thread_rows * across
     columns = -(-columns // (across * WIDTH)) * across * WIDTH
     deep = max(threads * WIDTH // rows, threads * WIDTH // keys, WIDTH)
-    return AttentionTile(
-        rows, keys, thread_rows, thread_keys, -(-depth // deep) * deep, columns
-    )
+    return AttentionTile(rows, keys, thread_rows, thread_keys, -(-depth // deep) * deep, columns)

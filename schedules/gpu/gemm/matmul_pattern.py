@@ -199,6 +199,7 @@ def _roles(
 
 
 def dependences(product: Stage, before: Sequence[Stage], factor: tirx.Expr) -> list[tirx.Var]:
+    """The axes of a product on which a factor depends."""
     program = ElementProgram(before)
     value = program.add(factor)
     parts = [value]
