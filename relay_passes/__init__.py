@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes and ops on the graph; the IR is Relax, TVM's successor of Relay.
 
-Families: ``core`` and ``op``; above them ``simplify``, ``decompose``, ``conv2d``, ``layout``,
-``reduction`` and ``program``, independent of each other. Imports ``schedules`` and TVM;
+Families: ``core`` and ``op``; above them ``simplify``, ``decompose``, ``attention``, ``conv2d``,
+``layout``, ``reduction`` and ``program``, independent of each other. Imports ``schedules`` and TVM;
 ``tvm_fusion`` may import it. Start with ``fuse_conv2d.py`` in ``conv2d``.
 """
 
@@ -11,6 +11,7 @@ import tvm_ffi
 from schedules import errors
 
 from . import op
+from .attention.fuse_attention import FuseAttention
 from .conv2d.choose_winograd import ChooseWinograd
 from .conv2d.fuse_conv2d import FuseConv2D
 from .conv2d.fuse_epilogue import FuseEpilogue
@@ -37,6 +38,7 @@ __all__ = [
     "Decision",
     "DecomposeNormalization",
     "DropPragmaScopes",
+    "FuseAttention",
     "FuseConv2D",
     "FuseEpilogue",
     "FusePack",

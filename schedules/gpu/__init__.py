@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedule rules for GPUs, in the order in which they are tried.
 
-Families, lowest first: ``core``; ``pointwise`` and ``reduce``; ``gemm``; ``conv2d``.
+Families, lowest first: ``core``; ``pointwise`` and ``reduce``; ``gemm``; ``attention`` and
+``conv2d``.
 Imports ``workload``, ``compute`` and ``tir``; the storeys above may import it.
 Start with ``RULES`` below.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from tvm.s_tir.dlight import ScheduleRule
 
+from .attention.attention import Attention
 from .conv2d.any_conv2d import AnyConv2D
 from .conv2d.conv2d import Conv2D
 from .conv2d.depthwise_conv2d import DepthwiseConv2D
@@ -25,6 +27,7 @@ RULES: tuple[ScheduleRule, ...] = (
     DepthwiseConv2D(),
     FusedConv2D(),
     AnyConv2D(),
+    Attention(),
     CoalescedReduce(),
     Transpose(),
     Elementwise(),
@@ -35,6 +38,7 @@ RULES: tuple[ScheduleRule, ...] = (
 __all__ = [
     "RULES",
     "AnyConv2D",
+    "Attention",
     "CoalescedReduce",
     "Conv2D",
     "DepthwiseConv2D",

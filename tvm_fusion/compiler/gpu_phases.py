@@ -17,6 +17,7 @@ from relay_passes import (
     ApplyRules,
     CoalesceReduction,
     DecomposeNormalization,
+    FuseAttention,
     FuseConv2D,
     FuseEpilogue,
     FuseReductionProducers,
@@ -65,7 +66,7 @@ def gpu_phases(
     # Before norms and softmax decompose, which stay float32.
     half = [HalfPrecision(), SimplifyInference()] if precision == "fp16" else []
     return {
-        "simplify": [SimplifyInference(), *half, DecomposeNormalization()],
+        "simplify": [SimplifyInference(), *half, FuseAttention(target), DecomposeNormalization()],
         "fuse": [FuseConv2D(fuse=fuse, target=target, winograd="never"), FuseEpilogue()],
         "pack": [PackLayout(target=target)],
         "reduce": [CoalesceReduction()],

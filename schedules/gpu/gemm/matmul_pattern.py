@@ -117,7 +117,7 @@ def read_matmul(func: tirx.PrimFunc, windows: bool = False) -> MatmulFunction | 
     [product] = products
     place = stages.index(product)
     before, after = stages[:place], stages[place + 1 :]
-    factors = _factors(product)
+    factors = product_factors(product)
     if factors is None:
         return None
     reduced = [axis for axis in product.reduced if constant(axis.dom.extent) != 1]
@@ -135,7 +135,7 @@ def read_matmul(func: tirx.PrimFunc, windows: bool = False) -> MatmulFunction | 
     return _assemble(func, product, before, after, (left, right), axes, reduced)
 
 
-def _factors(product: Stage) -> tuple[tirx.Expr, tirx.Expr] | None:
+def product_factors(product: Stage) -> tuple[tirx.Expr, tirx.Expr] | None:
     """The two factors, if the stage adds their product to zero."""
     value = product.value
     if not isinstance(value, tirx.Add) or product.init is None:
@@ -174,7 +174,7 @@ def _roles(
     windows: bool,
 ) -> _Axes | None:
     """Roles of the axes; None if they are not in the order batch, m, n."""
-    depends = [_dependences(product, before, factor) for factor in (left, right)]
+    depends = [dependences(product, before, factor) for factor in (left, right)]
     summed = [axis.var for axis in reduced if constant(axis.dom.extent) != 1]
     if not all(var in found for var in summed for found in depends):
         return None
@@ -198,7 +198,8 @@ def _roles(
     return _Axes(tuple(batch), tuple(m), tuple(n)) if order == sorted(order) else None
 
 
-def _dependences(product: Stage, before: Sequence[Stage], factor: tirx.Expr) -> list[tirx.Var]:
+def dependences(product: Stage, before: Sequence[Stage], factor: tirx.Expr) -> list[tirx.Var]:
+    """The axes of a product on which a factor depends."""
     program = ElementProgram(before)
     value = program.add(factor)
     parts = [value]
@@ -217,7 +218,7 @@ def _assemble(
     axes: _Axes,
     reduced: Sequence[tirx.IterVar],
 ) -> MatmulFunction | None:
-    if not _read_in_place(product, after):
+    if not read_in_place(product, after):
         return None
     shape = product.shape
     batch = tuple(shape[i] for i in axes.batch)
@@ -225,7 +226,7 @@ def _assemble(
     depth = extent_of(volume(axis.dom.extent for axis in reduced))
     dtype = ACCUMULATOR.get(str(product.output.dtype), str(product.output.dtype))
     left, right = (
-        _operand(product, before, factor, part, axes.batch, reduced, depth, dtype)
+        read_operand(product, before, factor, part, axes.batch, reduced, depth, dtype)
         for factor, part in zip(factors, (axes.m, axes.n), strict=True)
     )
     accumulator = tirx.Var("sum", dtype)
@@ -241,7 +242,7 @@ def divides(part: int, extent: Extent) -> bool:
     return known is not None and known % part == 0
 
 
-def _read_in_place(product: Stage, after: Sequence[Stage]) -> bool:
+def read_in_place(product: Stage, after: Sequence[Stage]) -> bool:
     """Return whether the epilogue has the product's shape and reads it where it writes."""
     follow = {product.output}
     for stage in after:
@@ -259,7 +260,7 @@ def _read_in_place(product: Stage, after: Sequence[Stage]) -> bool:
     return True
 
 
-def _operand(
+def read_operand(
     product: Stage,
     before: Sequence[Stage],
     factor: tirx.Expr,

@@ -23,9 +23,10 @@ from ..core.intrinsics import shuffle_xor, sync
 from ..core.machine import GPUInfo
 from ..pointwise.coalescing import Lanes, classify
 from ..pointwise.point_kernel import PointWriter, Views
+from .factor_tiles import operand_lanes
 from .implicit_gemm import Index
 from .matmul_pattern import MatmulFunction, Operand
-from .tiled_matmul import epilogue_lanes, operand_lanes, store_results
+from .tiled_matmul import epilogue_lanes, store_results
 
 MOST_ROWS = 8
 _UNROLL = 4

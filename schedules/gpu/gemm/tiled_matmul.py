@@ -4,142 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.branch import when
 from schedules.tir.index_math import ceildiv, i64
-from schedules.workload.reduce import unravel
+from schedules.workload.reduce import Extent, unravel
 
 from ..core.intrinsics import sync
 from ..pointwise.coalescing import Lanes, classify
+from ..pointwise.iteration_domain import IterationSpace
 from ..pointwise.point_kernel import PointWriter, Views
+from .factor_tiles import WIDTH, FactorTiles
 from .implicit_gemm import Index
-from .matmul_pattern import MatmulFunction, Operand, divides
+from .matmul_pattern import MatmulFunction, divides
 from .matmul_tile_sizes import TileConfig
 from .shared_memory_pipeline import run_steps
-
-_WIDTH = 4  # elements of an access to shared memory
-_SKEW = 4  # elements by which a row in shared memory is longer than the tile
-
-
-@dataclass(frozen=True)
-class _FactorTiles:
-    """A factor's tiles: one in use, one being loaded, for each group of threads.
-
-    Parameters
-    ----------
-    operand : Operand
-        The factor.
-    lanes : Lanes
-        Width of its loads.
-    rows : int
-        Rows of a tile.
-    config : TileConfig
-        Sizes.
-    shared : tuple[tirx.Buffer, tirx.Buffer]
-        Each ``[groups, depth, rows + skew]``, as one row.
-    staged : tirx.Buffer
-        Registers for the thread's loads of the next tile.
-    """
-
-    operand: Operand
-    lanes: Lanes
-    rows: int
-    config: TileConfig
-    shared: tuple[tirx.Buffer, tirx.Buffer]
-    staged: tirx.Buffer
-
-    @classmethod
-    def allocate(cls, operand: Operand, rows: int, config: TileConfig, dtype: str) -> _FactorTiles:
-        pitch, depth = rows + _SKEW, config.depth
-        size = config.groups * depth * pitch
-        shared = tuple(T.alloc_buffer((size,), dtype, scope="shared") for _ in range(2))
-        staged = T.alloc_buffer((rows * depth // config.group_threads,), dtype, scope="local")
-        lanes = operand_lanes(operand, _WIDTH)
-        return cls(operand, lanes, rows, config, (shared[0], shared[1]), staged)
-
-    @property
-    def pitch(self) -> int:
-        return self.rows + _SKEW
-
-    def start(self, group: tirx.Expr) -> tirx.Expr:
-        """Begin of a group's tile in shared memory."""
-        return group * i64(self.config.depth * self.pitch)
-
-    def place(self, number: int, thread: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
-        """Row and depth in the tile of a thread's vector."""
-        index, vector = thread + i64(number * self.config.group_threads), self.lanes.vector
-        if self.operand.rows_first:
-            per_line = i64(self.rows // vector)
-            return index % per_line * i64(vector), index // per_line
-        per_row = i64(self.config.depth // vector)
-        return index // per_row, index % per_row * i64(vector)
-
-    @property
-    def count(self) -> int:
-        """Vectors that a thread loads."""
-        return self.rows * self.config.depth // self.lanes.vector // self.config.group_threads
-
-    def load(
-        self,
-        views: Views,
-        batch: Sequence[tirx.Expr],
-        first_row: tirx.Expr,
-        first_depth: tirx.Expr,
-        thread: tirx.Expr,
-    ) -> None:
-        """Load a thread's part of a tile to registers; zero past the end."""
-        rows, depth = self.operand.space.extents[-2:]
-        vector = self.lanes.vector
-        for number in range(self.count):
-            row, inner = self.place(number, thread)
-            row, inner = T.bind(first_row + row), T.bind(first_depth + inner)
-            whole = self.config.depth * self.config.groups
-            inside = [
-                None if divides(self.rows, rows) else row < i64(rows),
-                None if divides(whole, depth) else inner < i64(depth),
-            ]
-            if any(condition is not None for condition in inside):
-                for k in range(vector):
-                    zero = tirx.const(0, self.staged.dtype)
-                    T.buffer_store(self.staged, zero, [number * vector + k])
-            with when(*inside):
-                places = []
-                for k in range(vector):
-                    at = (row + i64(k), inner) if self.operand.rows_first else (row, inner + i64(k))
-                    places.append([*batch, *(at[::-1] if self.operand.rows_first else at)])
-                writer = PointWriter(self.lanes, views, places)
-                writer.steps()
-                for k in range(vector):
-                    value = writer.value(self.operand.value, k)
-                    T.buffer_store(self.staged, value, [number * vector + k])
-
-    def keep(self, stage: int, group: tirx.Expr, thread: tirx.Expr) -> None:
-        """Store the loaded elements to shared memory, neighbouring rows beside each other."""
-        vector = self.lanes.vector
-        for number in range(self.count):
-            row, inner = self.place(number, thread)
-            at = T.bind(self.start(group) + inner * i64(self.pitch) + row)
-            if self.operand.rows_first and vector > 1:
-                with T.vectorized(0, vector) as k:
-                    value = self.staged[k + number * vector]
-                    T.buffer_store(self.shared[stage], value, [at + k.astype("int64")])
-                continue
-            for k in range(vector):
-                value = self.staged[number * vector + k]
-                T.buffer_store(self.shared[stage], value, [at + i64(k * self.pitch)])
-
-    def fetch(self, stage: int, registers: tirx.Buffer, start: tirx.Expr, unit: tirx.Expr) -> None:
-        """Load a thread's rows of one line, a chunk of four after the other."""
-        chunks = int(registers.shape[0]) // _WIDTH
-        for chunk in range(chunks):
-            at = start + i64(chunk * (self.rows // chunks)) + unit * i64(_WIDTH)
-            with T.vectorized(0, _WIDTH) as k:
-                value = self.shared[stage][at + k.astype("int64")]
-                T.buffer_store(registers, value, [k + chunk * _WIDTH])
 
 
 def write_tiles(
@@ -178,8 +60,13 @@ class _ThreadPart:
         self.thread = T.bind(thread % i64(config.group_threads))
         across = i64(config.columns // config.thread_columns)
         self.unit_row, self.unit_column = self.thread // across, self.thread % across
-        self.left = _FactorTiles.allocate(matmul.left, config.rows, config, matmul.dtype)
-        self.right = _FactorTiles.allocate(matmul.right, config.columns, config, matmul.dtype)
+        threads, groups = config.group_threads, config.groups
+        self.left, self.right = (
+            FactorTiles.allocate(
+                operand, extent, config.depth, threads, matmul.dtype, groups, stages=2
+            )
+            for operand, extent in ((matmul.left, config.rows), (matmul.right, config.columns))
+        )
         size = config.thread_rows * config.thread_columns
         self.sums = T.alloc_buffer((size,), matmul.dtype, scope="local")
         self.rows = T.alloc_buffer((config.thread_rows,), matmul.dtype, scope="local")
@@ -245,15 +132,15 @@ class _ThreadPart:
         """Store the results, four neighbours at a time."""
         config = self.config
         lanes = epilogue_lanes(self.matmul)
-        row_chunks, column_chunks = config.thread_rows // _WIDTH, config.thread_columns // _WIDTH
+        row_chunks, column_chunks = config.thread_rows // WIDTH, config.thread_columns // WIDTH
         for i in range(config.thread_rows):
-            inner = i64(i // _WIDTH * (config.rows // row_chunks) + i % _WIDTH)
-            row = T.bind(self.row + inner + self.unit_row * i64(_WIDTH))
+            inner = i64(i // WIDTH * (config.rows // row_chunks) + i % WIDTH)
+            row = T.bind(self.row + inner + self.unit_row * i64(WIDTH))
             for chunk in range(column_chunks):
                 first = i64(chunk * (config.columns // column_chunks))
-                column = T.bind(self.column + first + self.unit_column * i64(_WIDTH))
+                column = T.bind(self.column + first + self.unit_column * i64(WIDTH))
                 sums = [
-                    self.sums[i * config.thread_columns + chunk * _WIDTH + k] for k in range(_WIDTH)
+                    self.sums[i * config.thread_columns + chunk * WIDTH + k] for k in range(WIDTH)
                 ]
                 store_results(
                     self.matmul,
@@ -267,8 +154,28 @@ class _ThreadPart:
                 )
 
 
+class Product(Protocol):
+    """What the epilogue of a product needs to know of it."""
+
+    @property
+    def m(self) -> Extent:
+        """Rows."""
+
+    @property
+    def n(self) -> Extent:
+        """Columns."""
+
+    @property
+    def accumulator(self) -> tirx.Var:
+        """Stands for an element."""
+
+    @property
+    def epilogue(self) -> IterationSpace:
+        """Axes: those of the batch, rows, columns; it stores the outputs."""
+
+
 def store_results(
-    matmul: MatmulFunction,
+    matmul: Product,
     lanes: Lanes,
     views: Views,
     batch: Sequence[tirx.Expr],
@@ -288,16 +195,7 @@ def store_results(
             writer.write()
 
 
-def epilogue_lanes(matmul: MatmulFunction, width: int = _WIDTH) -> Lanes:
+def epilogue_lanes(matmul: Product, width: int = WIDTH) -> Lanes:
     """The widest lanes of the epilogue, neighbours of a row, that no row ends within."""
     lanes = classify(matmul.epilogue, width, [matmul.accumulator])
     return lanes if lanes.is_aligned or width == 1 else epilogue_lanes(matmul, width // 2)
-
-
-def operand_lanes(operand: Operand, width: int) -> Lanes:
-    """Lanes of an operand: neighbours in memory, where all reads allow it, else one element."""
-    space = operand.along_neighbours
-    lanes = classify(space, width)
-    if lanes.is_aligned and "each" not in lanes.kinds.values():
-        return lanes
-    return classify(space, 1)

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matching of attention: two products with a softmax between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm import ir, tirx
+
+from schedules.tir.block_expressions import Stage, read_stages
+from schedules.tir.expression_walk import loads, op_name
+from schedules.tir.index_math import i64, ravel, volume
+from schedules.workload.reduce import Extent, constant, extent_of, unravel
+
+from ..gemm.matmul_pattern import (
+    Operand,
+    dependences,
+    product_factors,
+    read_in_place,
+    read_operand,
+)
+from ..pointwise.element_program import ElementProgram, Read, Step
+from ..pointwise.iteration_domain import IterationSpace, Store
+
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Results:
+    """Elements of the output.
+
+    Parameters
+    ----------
+    m, n : Extent
+        Rows, and columns of a row.
+    accumulator : tirx.Var
+        Stands for an element, in float32.
+    epilogue : IterationSpace
+        Axes: those of the batch, ``m``, ``n``; it stores the element.
+    """
+
+    m: Extent
+    n: Extent
+    accumulator: tirx.Var
+    epilogue: IterationSpace
+
+
+@dataclass(frozen=True)
+class AttentionFunction:
+    """``O[b, m, c] = sum_n softmax_n(logit(sum_k Q[b, m, k] * K[b, n, k])) * V[b, n, c]``.
+
+    Parameters
+    ----------
+    query, key : Operand
+        Over the batch, their own rows, ``k``.
+    value : Operand
+        Over the batch, the columns ``c``, the keys ``n``.
+    batch : tuple[Extent, ...]
+        Extents of the batch axes; heads are one of them.
+    m, n, depth, columns : Extent
+        Queries, keys, elements of a key and of a value.
+    score : tirx.Var
+        Stands for a product of a query and a key, in float32.
+    logits : IterationSpace
+        Axes: those of the batch, ``m``, ``n``; no stores.
+    logit : tirx.Expr
+        The argument of softmax, float32: the score after scale, mask and bias.
+    results : Results
+        The output.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    batch: tuple[Extent, ...]
+    m: Extent
+    n: Extent
+    depth: Extent
+    columns: Extent
+    score: tirx.Var
+    logits: IterationSpace
+    logit: tirx.Expr
+    results: Results
+
+    @property
+    def batches(self) -> Extent:
+        """Number of attentions."""
+        return extent_of(volume(self.batch))
+
+
+def read_attention(func: tirx.PrimFunc) -> AttentionFunction | None:
+    """Read the attention of a function; None if it is none.
+
+    The function has two products, and between them a softmax of the first one's last axis as TVM
+    writes it: maximum, exponential, sum, quotient. Its argument is computed from the product in
+    place, queries, keys and values are computed by injective blocks, and the output is moved by
+    transpositions and reshapes only.
+    """
+    stages = read_stages(func)
+    reduced = [stage for stage in stages or [] if stage.reduced]
+    if stages is None or len(reduced) != 4:
+        return None
+    scores, _, _, result = reduced
+    place = stages.index(result)
+    before = [stage for stage in stages[:place] if not stage.reduced]
+    factors = product_factors(result)
+    if factors is None or len(result.reduced) != 1 or len(scores.reduced) != 1:
+        return None
+    for weight, value in (factors, factors[::-1]):
+        argument = _softmax_argument(weight, result, stages[:place], reduced)
+        if argument is not None:
+            found = _Reader(func, scores, result, before, argument).read(value, stages[place + 1 :])
+            return found if found is not None and _reads_inputs(func, found) else None
+    return None
+
+
+def _softmax_argument(
+    weight: tirx.Expr, result: Stage, before: Sequence[Stage], reduced: Sequence[Stage]
+) -> tirx.Buffer | None:
+    """The buffer of which ``weight`` is the softmax over its last axis, at the keys' place."""
+    stages = {stage.output: stage for stage in before}
+    places = [*(axis.var for axis in result.axes[:-1]), result.reduced[0].var]
+    load = _plain(weight)
+    if load is None or not _is_at(load, places):
+        return None
+    value = stages[load.source].value if load.source in stages else load
+    while (inner := _plain(value)) is not None and inner.source in stages:
+        if not _is_in_place(stages[load.source], inner):
+            return None
+        load, value = inner, stages[inner.source].value
+    quotient = stages.get(load.source)
+    if quotient is None or not isinstance(value, tirx.Div):
+        return None
+    _, maximum, total, _ = reduced
+    power, divisor = _plain(value.a), _plain(value.b)
+    if power is None or divisor is None or not divisor.source.same_as(total.output):
+        return None
+    exponential = stages.get(power.source)
+    if exponential is None or op_name(exponential.value) != "tirx.exp":
+        return None
+    difference = exponential.value.args[0]
+    if not isinstance(difference, tirx.Sub):
+        return None
+    data, greatest = _plain(difference.a), _plain(difference.b)
+    if data is None or greatest is None or not greatest.source.same_as(maximum.output):
+        return None
+    in_place = (
+        _is_in_place(quotient, power)
+        and _is_in_place(quotient, divisor, -1)
+        and _is_in_place(exponential, data)
+        and _is_in_place(exponential, greatest, -1)
+        and _reduces(maximum, tirx.Max, data.source)
+        and _reduces(total, tirx.Add, power.source)
+    )
+    return data.source if in_place else None
+
+
+def _plain(value: tirx.Expr) -> ir.TensorLoad | None:
+    """The read that an expression is, but for conversions."""
+    while isinstance(value, tirx.Cast):
+        value = value.value
+    return value if isinstance(value, ir.TensorLoad) else None
+
+
+def _is_at(load: ir.TensorLoad, places: Sequence[tirx.Expr]) -> bool:
+    """Return whether a buffer is read at some places; an axis of one element may say zero."""
+    return len(load.indices) == len(places) and all(
+        place.same_as(index) or (constant(index) == 0 and constant(extent) == 1)
+        for index, place, extent in zip(load.indices, places, load.source.shape, strict=True)
+    )
+
+
+def _is_in_place(stage: Stage, load: ir.TensorLoad, end: int | None = None) -> bool:
+    return _is_at(load, [axis.var for axis in stage.axes[:end]])
+
+
+def _reduces(stage: Stage, kind: type, source: tirx.Buffer) -> bool:
+    """Return whether a stage combines the last axis of a buffer with its own result."""
+    value = stage.value
+    if not isinstance(value, kind) or len(stage.reduced) != 1:
+        return False
+    read = [_plain(side) for side in (value.a, value.b)]
+    own = [load for load in read if load is not None and load.source.same_as(stage.output)]
+    data = [load for load in read if load is not None and load.source.same_as(source)]
+    places = [*(axis.var for axis in stage.axes), stage.reduced[0].var]
+    return len(own) == len(data) == 1 and _is_at(data[0], places)
+
+
+class _Reader:
+    """Reads the parts of an attention whose stages are known."""
+
+    def __init__(
+        self,
+        func: tirx.PrimFunc,
+        scores: Stage,
+        result: Stage,
+        before: Sequence[Stage],
+        argument: tirx.Buffer,
+    ):
+        self.func, self.scores, self.result = func, scores, result
+        self.before, self.argument = before, argument
+        self.batch = tuple(range(len(scores.axes) - 2))
+
+    def read(self, value: tirx.Expr, after: Sequence[Stage]) -> AttentionFunction | None:
+        """The attention, if queries, keys, values and logits are what they must be."""
+        scores, result = self.scores, self.result
+        shape, depth = scores.shape, extent_of(scores.reduced[0].dom.extent)
+        same = tvm_ffi.structural_equal(list(result.shape[:-1]), list(shape[:-1]))
+        if not same or not self._are_floats():
+            return None
+        factors = self._query_and_key()
+        if factors is None or not read_in_place(scores, self._from_scores()):
+            return None
+        query, key = (
+            self._operand(scores, factor, axis, depth)
+            for factor, axis in zip(factors, (-2, -1), strict=True)
+        )
+        row = result.axes[-2].var
+        if row in dependences(result, self.before, value):
+            return None
+        operand = self._operand(result, value, -1, shape[-1])
+        score = tirx.Var("score", "float32")
+        results = self._results(after)
+        if results is None:
+            return None
+        batch = tuple(shape[i] for i in self.batch)
+        logits, logit = self._logits(score)
+        m, n, columns = shape[-2], shape[-1], result.shape[-1]
+        parts = (batch, m, n, depth, columns)
+        return AttentionFunction(query, key, operand, *parts, score, logits, logit, results)
+
+    def _are_floats(self) -> bool:
+        return all(str(stage.output.dtype) in _FLOATS for stage in (self.scores, self.result))
+
+    def _query_and_key(self) -> tuple[tirx.Expr, tirx.Expr] | None:
+        """The factor with the queries, and that with the keys."""
+        factors = product_factors(self.scores)
+        if factors is None:
+            return None
+        row, column = (axis.var for axis in self.scores.axes[-2:])
+        for query, key in (factors, factors[::-1]):
+            of_query, of_key = (dependences(self.scores, self.before, f) for f in (query, key))
+            if column not in of_query and row not in of_key:
+                return query, key
+        return None
+
+    def _from_scores(self) -> list[Stage]:
+        """The stages that depend on the scores, up to the argument of softmax."""
+        follow, found = {self.scores.output}, []
+        if self.argument.same_as(self.scores.output):
+            return []
+        for stage in self.before:
+            if any(load.source in follow for load in loads(stage.value)):
+                follow.add(stage.output)
+                found.append(stage)
+                if stage.output.same_as(self.argument):
+                    break
+        return found
+
+    def _operand(self, product: Stage, factor: tirx.Expr, axis: int, depth: Extent) -> Operand:
+        part = (len(product.axes) + axis,)
+        reduced = product.reduced
+        return read_operand(
+            product, self.before, factor, part, self.batch, reduced, depth, "float32"
+        )
+
+    def _logits(self, score: tirx.Var) -> tuple[IterationSpace, tirx.Expr]:
+        axes = _axes(self.batch, ("m", "n"))
+        stored = score.astype(str(self.scores.output.dtype))
+        program = ElementProgram(self.before, {self.scores.output: stored})
+        value = program.element(self.argument, axes)
+        return IterationSpace(axes, self.scores.shape, tuple(program.steps), ()), _single(value)
+
+    def _results(self, after: Sequence[Stage]) -> Results | None:
+        """The output, which only moves and converts the elements of the second product."""
+        element = tirx.Var("element", "float32")
+        axes, shape = _axes(self.batch, ("m", "c")), self.result.shape
+        space = IterationSpace(axes, shape, (), ())
+        buffer: tirx.Buffer = self.result.output
+        value: tirx.Expr = element.astype(str(buffer.dtype))
+        indices: list[tirx.Expr] = list(axes)
+        for stage in after:
+            read = loads(stage.value)
+            if len(read) != 1 or not read[0].source.same_as(buffer):
+                return None
+            moved = _moved(stage, read[0], indices)
+            if moved is None:
+                return None
+            value = _replaced(stage.value, value)
+            analyzer = space.analyzer()
+            buffer, indices = stage.output, [analyzer.simplify(index) for index in moved]
+        if not any(buffer.same_as(param) for param in self.func.params):
+            return None
+        store = Store(buffer, tuple(indices), value)
+        epilogue = IterationSpace(axes, shape, (), (store,))
+        return Results(shape[-2], shape[-1], element, epilogue)
+
+
+def _axes(batch: Sequence[int], own: Sequence[str]) -> tuple[tirx.Var, ...]:
+    names = [*(f"b{i}" for i in batch), *own]
+    return tuple(tirx.Var(name, "int64") for name in names)
+
+
+def _single(value: tirx.Expr) -> tirx.Expr:
+    return value if str(value.ty.dtype) == "float32" else value.astype("float32")
+
+
+def _replaced(expression: tirx.Expr, value: tirx.Expr) -> tirx.Expr:
+    """An expression with a value in the place of its only read."""
+    return tvm_ffi.structural_map(expression, (ir.TensorLoad, lambda _: value))
+
+
+def _moved(
+    stage: Stage, load: ir.TensorLoad, indices: Sequence[tirx.Expr]
+) -> list[tirx.Expr] | None:
+    """Where a stage that transposes or reshapes a buffer stores the element at some indices."""
+    own = [axis.var for axis in stage.axes]
+    at = {index: place for index, place in zip(load.indices, indices, strict=True)}
+    if all(var in at or constant(size) == 1 for var, size in zip(own, stage.shape, strict=True)):
+        return [at.get(var, i64(0)) for var in own]
+    shape = load.source.shape
+    analyzer = IterationSpace(tuple(own), stage.shape, (), ()).analyzer()
+    same = analyzer.can_prove_equal(ravel(load.indices, shape), ravel(own, stage.shape))
+    return unravel(ravel(indices, shape), stage.shape) if same else None
+
+
+def _reads_inputs(func: tirx.PrimFunc, found: AttentionFunction) -> bool:
+    """Return whether all parts are computed from the function's inputs."""
+    spaces = [found.query.space, found.key.space, found.value.space, found.logits]
+    steps: list[Step] = [step for space in spaces for step in space.steps]
+    params = list(func.params)
+    return all(step.buffer in params for step in steps if isinstance(step, Read))

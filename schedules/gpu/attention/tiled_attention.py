@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel of an attention on the ordinary cores.
+
+Source: T. Dao, *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning*,
+2023, Algorithm 1, after T. Dao et al., *FlashAttention*, 2022. A block has some queries and visits
+all keys, a tile at a time; it never stores a score::
+
+    maximum, total, output = -inf, 0, 0
+    for tile of keys:
+        scores = queries * keys                               # tiles in shared memory
+        logits = scale, bias and mask of the scores; -inf past the last key
+        higher = max(maximum, logits)
+        weights = exp(logits - higher)                        # to shared memory
+        rescaling = exp(maximum - higher)
+        total, output = total * rescaling + weights, output * rescaling + weights * values
+        maximum = higher
+    output / total
+
+Keys of the next tile are loaded to registers while values are multiplied, values while scores are
+computed. Threads of a row add their own weights, and exchange the sums at the end only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.tir.branch import when
+from schedules.tir.index_math import ceildiv, i64
+from schedules.workload.reduce import unravel
+
+from ..core.intrinsics import shuffle_xor, sync
+from ..core.machine import GPUInfo
+from ..gemm.factor_tiles import WIDTH, FactorTiles, fetch_line, pitch_of
+from ..gemm.matmul_pattern import divides
+from ..gemm.tiled_matmul import epilogue_lanes, store_results
+from ..pointwise.coalescing import classify
+from ..pointwise.point_kernel import PointWriter, Views
+from .attention_pattern import AttentionFunction
+from .attention_tile import AttentionTile
+
+_FLOAT = "float32"
+
+
+def write_attention(
+    attention: AttentionFunction, tile: AttentionTile, gpu: GPUInfo, views: Views, block: tirx.Expr
+) -> None:
+    """Emit the body of a block: the queries with the number ``block``, counted over the batch."""
+    rows = ceildiv(attention.m, tile.rows)
+    *batch, number = (T.bind(s) for s in unravel(block, [*attention.batch, rows], is_natural=True))
+    with T.launch_thread("threadIdx.x", i64(tile.threads)) as thread:
+        first = T.bind(number * i64(tile.rows))
+        _ThreadPart(attention, tile, gpu, views, batch, first, thread).write()
+
+
+class _ThreadPart:
+    """One thread's part of a block."""
+
+    def __init__(
+        self,
+        attention: AttentionFunction,
+        tile: AttentionTile,
+        gpu: GPUInfo,
+        views: Views,
+        batch: Sequence[tirx.Expr],
+        first: tirx.Expr,
+        thread: tirx.Expr,
+    ):
+        self.attention, self.tile, self.gpu, self.views = attention, tile, gpu, views
+        self.batch, self.first, self.thread = batch, first, thread
+        self.unit_row = T.bind(thread // i64(tile.key_threads))
+        self.unit = T.bind(thread % i64(tile.key_threads))
+        self.query, self.key, self.value = (
+            FactorTiles.allocate(operand, rows, depth, tile.threads, _FLOAT)
+            for operand, rows, depth in (
+                (attention.query, tile.rows, tile.depth),
+                (attention.key, tile.keys, tile.depth),
+                (attention.value, tile.columns, tile.keys),
+            )
+        )
+        size = tile.keys * pitch_of(tile.rows)
+        self.weights = T.alloc_buffer((size,), _FLOAT, scope="shared")
+        self.scores = _registers(tile.thread_rows * tile.thread_keys)
+        self.output = _registers(tile.thread_rows * tile.thread_columns)
+        self.maximum, self.total = (_registers(tile.thread_rows) for _ in range(2))
+        self.left = _registers(tile.thread_rows)
+        self.keys, self.columns = _registers(tile.thread_keys), _registers(tile.thread_columns)
+        self.scratch = None
+        if gpu.warp_size < tile.key_threads:
+            size = tile.threads * tile.thread_rows
+            self.scratch = T.alloc_buffer((size,), _FLOAT, scope="shared")
+
+    def write(self) -> None:
+        self._begin()
+        tiles = ceildiv(self.attention.n, self.tile.keys)
+        with T.serial(i64(0), tiles) as number:
+            first = T.bind(number * i64(self.tile.keys))
+            follows = number + i64(1) < tiles
+            self._load(self.value, i64(0), first)
+            self._multiply_keys()
+            self._weigh(first)
+            self._keep(self.value)
+            with when(follows):
+                self._load(self.key, first + i64(self.tile.keys), i64(0))
+            sync()
+            self._multiply_values()
+            with when(follows):
+                self._keep(self.key)
+            sync()
+        self._finish()
+
+    def _begin(self) -> None:
+        _fill(self.output, 0.0)
+        _fill(self.total, 0.0)
+        _fill(self.maximum, float("-inf"))
+        self._load(self.query, self.first, i64(0))
+        self._keep(self.query)
+        self._load(self.key, i64(0), i64(0))
+        self._keep(self.key)
+        sync()
+
+    def _load(self, factor: FactorTiles, row: tirx.Expr, depth: tirx.Expr) -> None:
+        factor.load(self.views, self.batch, row, depth, self.thread)
+
+    def _keep(self, factor: FactorTiles) -> None:
+        factor.keep(0, i64(0), self.thread)
+
+    def _multiply_keys(self) -> None:
+        _fill(self.scores, 0.0)
+        with T.serial(0, self.tile.depth) as k:
+            line = k.astype("int64")
+            self.query.fetch(0, self.left, line * i64(self.query.pitch), self.unit_row)
+            self.key.fetch(0, self.keys, line * i64(self.key.pitch), self.unit)
+            _add_products(self.scores, self.left, self.keys)
+
+    def _multiply_values(self) -> None:
+        pitch = i64(pitch_of(self.tile.rows))
+        with T.serial(0, self.tile.keys) as k:
+            line = k.astype("int64")
+            fetch_line(self.weights, self.tile.rows, self.left, line * pitch, self.unit_row)
+            self.value.fetch(0, self.columns, line * i64(self.value.pitch), self.unit)
+            _add_products(self.output, self.left, self.columns)
+
+    def _row(self, i: int) -> tirx.Expr:
+        """Row in the tile of one of the thread's rows, as they are fetched."""
+        width = min(WIDTH, self.tile.thread_rows)
+        apart = self.tile.rows // (self.tile.thread_rows // width)
+        return self.unit_row * i64(width) + i64(i // width * apart + i % width)
+
+    def _weigh(self, first: tirx.Expr) -> None:
+        """Turn scores into weights; rescale what was summed up with an earlier maximum."""
+        rows, across = self.tile.thread_rows, self.tile.thread_keys
+        for i in range(rows):
+            self._logits(i, first)
+        higher = _registers(rows)
+        for i in range(rows):
+            T.buffer_store(higher, self.scores[i * across], [i])
+            for j in range(1, across):
+                T.buffer_store(higher, tirx.max(higher[i], self.scores[i * across + j]), [i])
+        self._over_row(higher, tirx.max)
+        for i in range(rows):
+            self._rescale(i, higher)
+        self._store_weights()
+
+    def _logits(self, i: int, first: tirx.Expr) -> None:
+        """Replace the scores of a row by the arguments of softmax."""
+        attention, count = self.attention, self.tile.thread_keys
+        lanes = classify(attention.logits, count, [attention.score])
+        if not lanes.is_aligned:
+            lanes = classify(attention.logits, 1, [attention.score])
+        row = self.first + self._row(i)
+        if not divides(self.tile.rows, attention.m):
+            row = tirx.min(row, i64(attention.m) - i64(1))
+        row = T.bind(row)
+        for start in range(0, count, lanes.vector):
+            at = range(i * count + start, i * count + start + lanes.vector)
+            column = T.bind(first + self.unit * i64(count) + i64(start))
+            is_whole = divides(self.tile.keys, attention.n)
+            with when(None if is_whole else column < i64(attention.n)):
+                places = [[*self.batch, row, column + i64(k)] for k in range(lanes.vector)]
+                writer = PointWriter(lanes, self.views, places)
+                writer.give(attention.score, [self.scores[e] for e in at])
+                writer.steps()
+                for k, e in enumerate(at):
+                    T.buffer_store(self.scores, writer.value(attention.logit, k), [e])
+            if not is_whole:
+                with when(column >= i64(attention.n)):
+                    for e in at:
+                        T.buffer_store(self.scores, tirx.const(float("-inf"), _FLOAT), [e])
+
+    def _rescale(self, i: int, higher: tirx.Buffer) -> None:
+        """Compute the weights of a row, relative to the maximum so far.
+
+        While all logits are -inf, any other reference avoids the difference of infinities; if they
+        stay so, the quotient of zeros is NaN, as the definition has it.
+        """
+        across, columns = self.tile.thread_keys, self.tile.thread_columns
+        lowest = tirx.const(float("-inf"), _FLOAT)
+        most = _registers(1)
+        T.buffer_store(most, tirx.max(self.maximum[i], higher[i]), [0])
+        reference, rescaling = _registers(1), _registers(1)
+        nothing = tirx.EQ(most[0], lowest)
+        T.buffer_store(reference, tirx.Select(nothing, tirx.const(0, _FLOAT), most[0]), [0])
+        T.buffer_store(rescaling, tirx.exp(self.maximum[i] - reference[0]), [0])
+        T.buffer_store(self.maximum, most[0], [i])
+        T.buffer_store(self.total, self.total[i] * rescaling[0], [i])
+        for j in range(across):
+            e = i * across + j
+            T.buffer_store(self.scores, tirx.exp(self.scores[e] - reference[0]), [e])
+            T.buffer_store(self.total, self.total[i] + self.scores[e], [i])
+        for c in range(columns):
+            e = i * columns + c
+            T.buffer_store(self.output, self.output[e] * rescaling[0], [e])
+
+    def _store_weights(self) -> None:
+        """Store the weights so that rows are neighbours."""
+        rows, across = self.tile.thread_rows, self.tile.thread_keys
+        width = min(WIDTH, rows)
+        for j in range(across):
+            line = self.unit * i64(across) + i64(j)
+            for i in range(0, rows, width):
+                place = T.bind(line * i64(pitch_of(self.tile.rows)) + self._row(i))
+                with T.vectorized(0, width) as k:
+                    value = self.scores[k * across + (i * across + j)]
+                    T.buffer_store(self.weights, value, [place + k.astype("int64")])
+
+    def _over_row(
+        self, values: tirx.Buffer, combine: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
+    ) -> None:
+        """Combine values of each row over the threads that share it; all of them get the result."""
+        rows, width = self.tile.thread_rows, self.tile.key_threads
+        if self.scratch is None:
+            while (width := width // 2) > 0:
+                for i in range(rows):
+                    other = shuffle_xor(values[i], width, self.tile.key_threads)
+                    T.buffer_store(values, combine(values[i], other), [i])
+            return
+        for i in range(rows):
+            T.buffer_store(self.scratch, values[i], [self.thread * i64(rows) + i64(i)])
+        sync()
+        first = T.bind(self.unit_row * i64(width * rows))
+        with T.serial(1, width) as step:
+            other = (self.unit + step.astype("int64")) % i64(width) * i64(rows)
+            for i in range(rows):
+                value = self.scratch[first + other + i64(i)]
+                T.buffer_store(values, combine(values[i], value), [i])
+        sync()
+
+    def _finish(self) -> None:
+        """Divide by the sums of the weights; store."""
+        tile, results = self.tile, self.attention.results
+        self._over_row(self.total, lambda a, b: a + b)
+        width = min(WIDTH, tile.thread_columns)
+        lanes = epilogue_lanes(results, width)
+        apart = tile.columns // (tile.thread_columns // width)
+        for i in range(tile.thread_rows):
+            row = T.bind(self.first + self._row(i))
+            T.buffer_store(self.total, tirx.const(1, _FLOAT) / self.total[i], [i])
+            for chunk in range(tile.thread_columns // width):
+                column = T.bind(self.unit * i64(width) + i64(chunk * apart))
+                e = i * tile.thread_columns + chunk * width
+                values = [self.output[e + k] * self.total[i] for k in range(width)]
+                place = (results, lanes, self.views, self.batch, row, column)
+                store_results(*place, values, divides(tile.rows, results.m))
+
+
+def _registers(count: int) -> tirx.Buffer:
+    return T.alloc_buffer((count,), _FLOAT, scope="local")
+
+
+def _fill(registers: tirx.Buffer, value: float) -> None:
+    for e in range(int(registers.shape[0])):
+        T.buffer_store(registers, tirx.const(value, _FLOAT), [e])
+
+
+def _add_products(sums: tirx.Buffer, left: tirx.Buffer, right: tirx.Buffer) -> None:
+    """Add the products of each left with each right element."""
+    rows, columns = int(left.shape[0]), int(right.shape[0])
+    with T.unroll(0, rows) as i, T.unroll(0, columns) as j:
+        e = i * columns + j
+        T.buffer_store(sums, sums[e] + left[i] * right[j], [e])

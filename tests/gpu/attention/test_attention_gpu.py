@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as one kernel: numbers in OpenCL, structure of CUDA's machine code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnxruntime
+import pytest
+from cuda_text import count, cuda_source, opcodes, ptxas, sass
+from onnx import TensorProto, helper
+from relax_on_opencl import RelaxOnOpenCL
+from tvm import IRModule, relax, tirx, transform
+from tvm.relax import op
+from tvm.target import Target
+
+from relay_passes import ApplyRules, FuseAttention
+from schedules.gpu import RULES
+from schedules.gpu.attention import attention_tile
+
+F32 = "float32"
+OPENCL = Target({"kind": "opencl", "max_shared_memory_per_block": 49152}, host="llvm")
+SMALL = Target({"kind": "opencl"}, host="llvm")
+CUDA = {arch: Target({"kind": "cuda", "arch": arch}, host="llvm") for arch in ("sm_80", "sm_90")}
+
+Build = Callable[..., relax.Expr]
+
+
+def module(build: Build, *inputs: tuple[tuple[int | tirx.Var, ...], str]) -> IRModule:
+    """A graph of variables with some shapes and types."""
+    builder = relax.BlockBuilder()
+    variables = [relax.Var(f"x{k}", relax.TensorType(*each)) for k, each in enumerate(inputs)]
+    with builder.function("main", variables):
+        with builder.dataflow():
+            result = builder.emit_output(builder.emit(build(*variables)))
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+def scheduled(mod: IRModule, target: Target) -> IRModule:
+    """The module after the pass, with kernels."""
+    passes = [FuseAttention(), relax.transform.LegalizeOps(), ApplyRules(*RULES)]
+    with target:
+        return transform.Sequential(passes)(mod)
+
+
+def run(build: Build, *inputs: np.ndarray, target: Target = OPENCL) -> np.ndarray:
+    """The result of a graph that is one attention."""
+    types = [(array.shape, str(array.dtype)) for array in inputs]
+    machine = RelaxOnOpenCL(scheduled(module(build, *types), target), target)
+    [found] = machine(*inputs)
+    assert [launch.kernel for launch in machine.launches] == ["attention_kernel"]
+    return found
+
+
+def attend(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, logits: Callable = lambda s: s
+) -> np.ndarray:
+    """Attention by its definition, in float64; the last two axes are tokens and features."""
+    query, key, value = (array.astype("float64") for array in (query, key, value))
+    scores = logits(query @ np.swapaxes(key, -1, -2))
+    with np.errstate(invalid="ignore"):
+        powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True) @ value
+
+
+def heads(rng: np.random.Generator, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    return [rng.standard_normal(shape).astype(F32) for shape in shapes]
+
+
+def of_logits(logits: Callable[..., relax.Expr]) -> Build:
+    """A graph of queries, keys, values and whatever else ``logits`` takes behind the scores."""
+
+    def build(query: relax.Expr, key: relax.Expr, value: relax.Expr, *rest: relax.Expr):
+        block = relax.BlockBuilder.current()
+        query, key = (e if isinstance(e, relax.Var) else block.emit(e) for e in (query, key))
+        transposed = block.emit(
+            op.permute_dims(key, [*range(key.ty.ndim - 2), key.ty.ndim - 1, key.ty.ndim - 2])
+        )
+        scores = block.emit(op.matmul(query, transposed))
+        return op.matmul(op.nn.softmax(block.emit(logits(scores, *rest))), value)
+
+    return build
+
+
+plain = of_logits(lambda scores: op.multiply(scores, relax.const(0.125)))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "depth", "columns"),
+    [(37, 45, 20, 20), (130, 33, 64, 128), (16, 200, 128, 24), (33, 1, 5, 7)],
+)
+def test_numbers(m: int, n: int, depth: int, columns: int, rng: np.random.Generator) -> None:
+    query, key, value = heads(rng, (2, 3, m, depth), (2, 3, n, depth), (2, 3, n, columns))
+    exact = attend(query, key, value, lambda scores: scores * 0.125)
+    np.testing.assert_allclose(run(plain, query, key, value), exact, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("sizes", attention_tile._TILES, ids=str)
+def test_numbers_of_each_tile(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    monkeypatch.setattr(attention_tile, "_TILES", (sizes,))
+    query, key, value = heads(rng, (1, 70, 40), (1, 69, 40), (1, 69, 36))
+    exact = attend(query, key, value, lambda scores: scores * 0.125)
+    np.testing.assert_allclose(run(plain, query, key, value), exact, 1e-5, 1e-5)
+
+
+def test_numbers_with_little_shared_memory(rng: np.random.Generator) -> None:
+    query, key, value = heads(rng, *[(1, 2, 30, 64)] * 3)
+    exact = attend(query, key, value, lambda scores: scores * 0.125)
+    found = run(plain, query, key, value, target=SMALL)
+    np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
+
+
+def test_numbers_of_large_logits(rng: np.random.Generator) -> None:
+    """The largest logits come first, last, and in the middle; exponentials must not overflow."""
+    query, key, value = heads(rng, (1, 20, 16), (1, 150, 16), (1, 150, 16))
+    key[0, [0, 77, 149]] *= 60
+    exact = attend(query, key, value, lambda scores: scores * 0.125)
+    np.testing.assert_allclose(run(plain, query, key, value), exact, 1e-4, 1e-4)
+
+
+def test_a_mask_and_a_bias_of_each_head(rng: np.random.Generator) -> None:
+    """As T5 has it: a bias of positions, a mask of tokens, no scale."""
+    query, key, value = heads(rng, (2, 3, 21, 16), (2, 3, 27, 16), (2, 3, 27, 16))
+    [bias] = heads(rng, (1, 3, 21, 27))
+    mask = np.where(rng.random((2, 1, 1, 27)) < 0.3, np.finfo(F32).min, 0).astype(F32)
+    build = of_logits(lambda scores, bias, mask: op.add(op.add(scores, bias), mask))
+    exact = attend(query, key, value, lambda scores: scores + bias + mask)
+    found = run(build, query, key, value, bias, mask)
+    np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
+
+
+def test_a_causal_mask_and_capped_scores(rng: np.random.Generator) -> None:
+    query, key, value = heads(rng, *[(2, 50, 16)] * 3)
+    past = np.tril(np.ones((1, 50, 50), bool))
+
+    def logits(scores: relax.Expr, past: relax.Expr) -> relax.Expr:
+        capped = op.multiply(op.tanh(op.divide(scores, relax.const(5.0))), relax.const(5.0))
+        return op.where(past, capped, relax.const(np.finfo(F32).min, F32))
+
+    exact = attend(
+        query, key, value, lambda s: np.where(past, 5 * np.tanh(s / 5), np.finfo(F32).min)
+    )
+    found = run(of_logits(logits), query, key, value, past)
+    np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
+
+
+def test_masked_rows_and_nan_are_as_in_onnx_runtime(rng: np.random.Generator) -> None:
+    """Rows of -inf and of NaN become NaN; other rows may begin or end with -inf."""
+    query, key, value = heads(rng, *[(1, 40, 8)] * 3)
+    mask = np.zeros((1, 40, 40), F32)
+    mask[0, 3], mask[0, 4, :33], mask[0, 5, 7:] = -np.inf, -np.inf, -np.inf
+    mask[0, 6, 9], mask[0, 7, 11], mask[0, 8] = np.nan, np.inf, np.finfo(F32).min
+    nodes = [
+        helper.make_node("Transpose", ["k"], ["kt"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["q", "kt"], ["s"]),
+        helper.make_node("Add", ["s", "mask"], ["masked"]),
+        helper.make_node("Softmax", ["masked"], ["p"], axis=-1),
+        helper.make_node("MatMul", ["p", "v"], ["y"]),
+    ]
+    feed = {"q": query, "k": key, "v": value, "mask": mask}
+    infos = [helper.make_tensor_value_info(n, TensorProto.FLOAT, a.shape) for n, a in feed.items()]
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    model = helper.make_model(
+        helper.make_graph(nodes, "attention", infos, [result]),
+        opset_imports=[helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    [expected] = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feed)
+    found = run(of_logits(op.add), query, key, value, mask)
+    assert np.isnan(expected[0, [3, 6, 7]]).all() and not np.isnan(expected[0, [4, 5, 8]]).any()
+    np.testing.assert_allclose(found, expected, 1e-5, 1e-5)
+
+
+def test_queries_of_several_heads_share_a_key(rng: np.random.Generator) -> None:
+    """Grouped queries: keys and values are repeated for the heads of a group."""
+    query, key, value = heads(rng, (2, 4, 19, 16), (2, 2, 23, 16), (2, 2, 23, 16))
+
+    def repeat(x: relax.Expr) -> relax.Expr:
+        each = op.broadcast_to(op.expand_dims(x, 2), (2, 2, 2, 23, 16))
+        return relax.BlockBuilder.current().emit(op.reshape(each, (2, 4, 23, 16)))
+
+    build = of_logits(lambda scores: scores)
+    exact = attend(query, np.repeat(key, 2, 1), np.repeat(value, 2, 1))
+    found = run(lambda q, k, v: build(q, repeat(k), repeat(v)), query, key, value)
+    np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
+
+
+def test_symbolic_lengths(rng: np.random.Generator) -> None:
+    batch, m, n = (tirx.Var(name, "int64") for name in ("batch", "m", "n"))
+    shapes = [(batch, m, 16), (batch, n, 16), (batch, n, 16)]
+    mod = scheduled(module(plain, *((shape, F32) for shape in shapes)), OPENCL)
+    machine = RelaxOnOpenCL(mod, OPENCL)
+    for size, queries, keys in [(2, 17, 70), (1, 64, 5)]:
+        query, key, value = heads(rng, (size, queries, 16), (size, keys, 16), (size, keys, 16))
+        exact = attend(query, key, value, lambda scores: scores * 0.125)
+        [found] = machine(query, key, value)
+        np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
+    assert len(machine.launches) == 1
+
+
+@pytest.mark.parametrize("arch", CUDA)
+@pytest.mark.parametrize(
+    "shape", [(1, 12, 128, 64), (8, 12, 512, 64), (4, 16, 1024, 128), (2, 8, 77, 40)], ids=str
+)
+def test_machine_code(shape: tuple[int, ...], arch: str) -> None:
+    """No spills, vectors between memory and registers, no division in the loop over keys."""
+    mod = scheduled(module(plain, *[(shape, F32)] * 3), CUDA[arch])
+    [func] = [func for func in mod.functions.values() if isinstance(func, tirx.PrimFunc)]
+    source = cuda_source(func.with_attr("global_symbol", "attention"), arch)
+    [used], [code] = ptxas(source, arch).values(), sass(source, arch).values()
+    assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    names = opcodes(code)
+    assert count(names, "LDG.E") == count(names, "LDG.E.128") > 0
+    assert count(names, "STG.E") == count(names, "STG.E.128") > 0
+    assert count(names, "FFMA") > 64 and not count(names, "I2F")
+    assert count(names, "BAR") == 3
