@@ -24,6 +24,7 @@ from examples.mobilenet_v3 import mobilenet_v3_large  # noqa: E402
 from examples.models import MODELS, resnext_50  # noqa: E402
 from examples.regnet import regnet_y_400mf  # noqa: E402
 from examples.transformers import bert_base, gpt2  # noqa: E402
+from examples.unet import unet  # noqa: E402
 from examples.vgg import vgg_16  # noqa: E402
 from examples.wide_and_deep import wide_and_deep  # noqa: E402
 
@@ -37,6 +38,7 @@ ZOO: dict[str, Callable[..., onnx.ModelProto]] = {
     **MODELS,
     **GROUPED,
     "vgg_16": vgg_16,
+    "unet": unet,
     "mobilenet_v3_large": mobilenet_v3_large,
     "convnext_tiny": convnext_tiny,
     "inception_v3": inception_v3,

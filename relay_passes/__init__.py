@@ -2,8 +2,8 @@
 """Passes and ops on the graph; the IR is Relax, TVM's successor of Relay.
 
 Families: ``core`` and ``op``; above them ``simplify``, ``decompose``, ``attention``, ``conv2d``,
-``layout``, ``reduction`` and ``program``, independent of each other. Imports ``schedules`` and TVM;
-``tvm_fusion`` may import it. Start with ``fuse_conv2d.py`` in ``conv2d``.
+``layout``, ``reduction``, ``distribute`` and ``program``, independent of each other. Imports
+``schedules`` and TVM; ``tvm_fusion`` may import it. Start with ``fuse_conv2d.py`` in ``conv2d``.
 """
 
 import tvm_ffi
@@ -17,6 +17,7 @@ from .conv2d.fuse_conv2d import FuseConv2D
 from .conv2d.fuse_epilogue import FuseEpilogue
 from .conv2d.fusion_decision import Decision, decide
 from .decompose.decompose_normalization import DecomposeNormalization
+from .distribute.distribute_rows import DistributeRows
 from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
 from .program.annotate_gathers import AnnotateGathers
@@ -37,6 +38,7 @@ __all__ = [
     "CoalesceReduction",
     "Decision",
     "DecomposeNormalization",
+    "DistributeRows",
     "DropPragmaScopes",
     "FuseAttention",
     "FuseConv2D",

@@ -33,6 +33,7 @@ PARAMETERS = {
     "resnext_50": 25_028_904,
     "regnet_y_400mf": 4_344_144,
     "vgg_16": 138_357_544,
+    "unet": 34_513_410,
     "mobilenet_v3_large": 5_483_032,
     "convnext_tiny": 28_589_128,
     "inception_v3": 23_834_568,
@@ -45,6 +46,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "resnext_50": {"image_size": 32, "groups": 3},
     "regnet_y_400mf": {"image_size": 32, "layers": 5},
     "vgg_16": {"image_size": 32, "width": 8, "features": 24},
+    "unet": {"image_size": 32, "width": 4},
     "mobilenet_v3_large": {"image_size": 32, "layers": 5},
     "convnext_tiny": {"image_size": 32, "width": 16, "depths": (1, 2, 1)},
     "inception_v3": {"image_size": 75, "unit": 1},
@@ -85,6 +87,7 @@ def test_full_size_is_valid_and_imports(name: str) -> None:
         "resnext_50": {"Conv": 53, "Relu": 49, "Add": 16, "MaxPool": 1},
         "regnet_y_400mf": {"Conv": 85, "Sigmoid": 16, "Add": 16, "Mul": 16},
         "vgg_16": {"Conv": 13, "Relu": 15, "MaxPool": 5, "Gemm": 3},
+        "unet": {"Conv": 23, "Relu": 22, "MaxPool": 4, "Resize": 4, "Concat": 4},
         "mobilenet_v3_large": {"Conv": 62, "HardSwish": 21, "HardSigmoid": 8, "Add": 10},
         "convnext_tiny": {"Conv": 22, "LayerNormalization": 23, "MatMul": 36, "Erf": 18},
         "inception_v3": {"Conv": 94, "Relu": 94, "AveragePool": 9, "MaxPool": 4, "Concat": 15},
@@ -114,7 +117,7 @@ def test_tables_of_wide_and_deep_are_those_of_criteo() -> None:
 
 
 # Their operators are those of the other small models, and of SqueezeNet: pools, concatenation.
-LIKE_OTHERS = ("vgg_16", "regnet_y_400mf", "inception_v3")
+LIKE_OTHERS = ("vgg_16", "unet", "regnet_y_400mf", "inception_v3")
 COMPILED = [
     pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in NEW
 ]
@@ -213,6 +216,7 @@ def test_weights_left_out_are_inputs_of_the_same_graph() -> None:
     ("build", "message"),
     [
         (lambda: ZOO["vgg_16"](image_size=100), "image_size is 100; expected a multiple of 32"),
+        (lambda: ZOO["unet"](image_size=100), "image_size is 100; expected a multiple of 16"),
         (
             lambda: ZOO["convnext_tiny"](image_size=48),
             "image_size is 48; expected a multiple of 32",

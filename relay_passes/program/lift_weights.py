@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tvm
 from tvm import IRModule, relax
 from tvm.ir import GenericConst
@@ -23,7 +25,7 @@ _TYPES = frozenset(
 
 @tvm.transform.module_pass(opt_level=0, name="LiftWeights")
 class LiftWeights:
-    """Turn the large constants of ``main`` into additional parameters after its own.
+    """Turn the large constants of a program into additional parameters after its own.
 
     TVM's virtual machine reads constants from its program by copying them three times. A parameter
     can be read from a file once, into the memory where the kernels use it.
@@ -41,34 +43,55 @@ class LiftWeights:
     It runs last: in each call, the virtual machine checks the parameters that exist when
     ``VMShapeLower`` runs. Left alone: constants of less than 4096 bytes, unless the program is one
     kernel, which may then be called with the weights; those of types that numpy lacks, and other
-    functions than ``main``.
+    functions than those named.
+
+    Parameters
+    ----------
+    functions : Sequence[str]
+        The functions; each takes the weights of all of them, of which equal ones are one.
     """
 
+    def __init__(self, functions: Sequence[str] = ("main",)) -> None:
+        self.functions = tuple(functions)
+
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
-        """Rewrite ``main``."""
-        main = mod["main"]
-        lifter = _Lifter(mod, LEAST_BYTES if sole_kernel(main) is None else 0)
-        seen = lifter.visit_expr(main)
-        if not lifter.weights:
+        """Rewrite the functions."""
+        weights: dict[_Place, GenericConst] = {}
+        seen = {}
+        for name in self.functions:
+            alone = sole_kernel(mod[name]) is not None
+            lifter = _Lifter(mod, 0 if alone else LEAST_BYTES, weights)
+            seen[name] = lifter.visit_expr(mod[name]), lifter.params
+        if not weights:
             return mod
-        params = [*seen.params, *lifter.params]
-        lifted = relax.Function(params, seen.body, seen.ret_ty, seen.is_pure, seen.attrs)
         mod = mod.clone()
-        mod.update_func(mod.get_global_var("main"), lifted)
+        for name, (func, params) in seen.items():
+            lifted = [
+                params[place] if place in params else relax.Var(f"weight{number}", constant.ty)
+                for number, (place, constant) in enumerate(weights.items())
+            ]
+            taken = [*func.params, *lifted]
+            func = relax.Function(taken, func.body, func.ret_ty, func.is_pure, func.attrs)
+            mod.update_func(mod.get_global_var(name), func)
         before = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
-        return mod.with_attr(WEIGHTS, before + lifter.weights)
+        return mod.with_attr(WEIGHTS, before + [constant.value for constant in weights.values()])
+
+
+_Place = tuple[int, str, tuple[int, ...]]
+"""Address, type and shape of a tensor."""
 
 
 @mutator
 class _Lifter(PyExprMutator):
-    """Replaces constants by parameters and collects them."""
+    """Replaces constants by parameters and collects them in ``weights``."""
 
-    def __init__(self, mod: IRModule, least_bytes: int) -> None:
+    def __init__(
+        self, mod: IRModule, least_bytes: int, weights: dict[_Place, GenericConst]
+    ) -> None:
         super().__init__(mod)
         self._least_bytes = least_bytes
-        self.params: list[relax.Var] = []
-        self.weights: list[tvm.runtime.Tensor] = []
-        self._known: dict[tuple[int, str, tuple[int, ...]], relax.Var] = {}
+        self._weights = weights
+        self.params: dict[_Place, relax.Var] = {}
 
     def visit_generic_const_(self, op: GenericConst) -> relax.Expr:
         """Use a parameter instead; one for all uses of a tensor."""
@@ -78,13 +101,11 @@ class _Lifter(PyExprMutator):
         if str(tensor.dtype) not in _TYPES or _bytes(tensor) < self._least_bytes:
             return op
         place = (tensor.data_ptr(), str(tensor.dtype), tuple(int(size) for size in tensor.shape))
-        if place in self._known:
-            return self._known[place]
-        param = relax.Var(f"weight{len(self.params)}", op.ty)
-        self.params.append(param)
-        self.weights.append(tensor)
-        self._known[place] = param
-        return param
+        self._weights.setdefault(place, op)
+        if place not in self.params:
+            number = list(self._weights).index(place)
+            self.params[place] = relax.Var(f"weight{number}", op.ty)
+        return self.params[place]
 
 
 def _bytes(tensor: tvm.runtime.Tensor) -> int:

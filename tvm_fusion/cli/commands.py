@@ -25,6 +25,7 @@ COMMANDS = (
     "explain",
     "predict",
     "shard",
+    "simulate",
     "calibrate",
     "tune",
     "serve",

@@ -27,6 +27,12 @@ from .output import compile_model, show
     type=click.Path(dir_okay=False, path_type=Path),
     help="Default: MODEL.so, or model.so for a model from standard input.",
 )
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    help="Processes of MPI that run the model together, by `mpiexec -n RANKS tvm-fusion run FILE "
+    "--distributed`; no MPI is needed here.",
+)
 @compile_options
 @records_option
 @click.option(
@@ -67,6 +73,8 @@ def compile_command(model: Path, output: Path | None, as_json: bool, **options: 
         "records": compiled.records,
     }
     device = "" if compiled.needs is None else f" for {compiled.needs}"
+    if options["ranks"] is not None:
+        result["ranks"], device = options["ranks"], f" for {options['ranks']} ranks"
     tuned = f"{len(compiled.records)} tuned kernels, " if compiled.records else ""
     text = (
         f"{output}: {size / 1e6:.1f} MB{device}, {fused} of {len(compiled.fused)} pairs fused, "

@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 from .checks import names_gpu, refuse_given
-from .options import compile_options, json_option, model_argument, precision_option, records_option
-from .output import show_table
+from .options import (
+    compile_options,
+    json_option,
+    model_argument,
+    network_option,
+    precision_option,
+    records_option,
+)
+from .output import show, show_table
 
 
 @click.command("explain")
@@ -20,11 +28,25 @@ from .output import show_table
     is_flag=True,
     help="Compile the CUDA kernels, and show their registers, spills and shared memory.",
 )
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    help="Show instead how the rows of a model are distributed over so many ranks: what they "
+    "exchange, recompute or gather between which stages, with bytes and predicted times.",
+)
+@network_option
 @compile_options
 @precision_option
 @records_option
 @json_option
-def explain_command(model: Path, resources: bool, as_json: bool, **options: Any) -> None:
+def explain_command(
+    model: Path,
+    resources: bool,
+    ranks: int | None,
+    network: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Show what MODEL is compiled to, and why; nothing is run.
 
     For a CPU, every pair of convolutions that could be fused: its FLOPs, the bytes moved by
@@ -33,6 +55,19 @@ def explain_command(model: Path, resources: bool, as_json: bool, **options: Any)
     that it launches. For both, the kernels that are left to a general rule or on which a rule
     failed, and why; --json names the rules of all kernels.
     """
+    if ranks is not None:
+        refuse_given(["resources", "precision"], "it is for GPUs")
+        refuse_given(["records"], "it does not change how rows are distributed")
+        from ..distributed.compile_network import explain_network
+        from ..distributed.explain_network import segments_table
+        from ..distributed.network_figures import read_figures
+
+        kept = {name: options[name] for name in ("target", "shapes", "fuse", "winograd")}
+        segments = explain_network(model, ranks, **kept, network=read_figures(network)[0])
+        shown = [asdict(segment) for segment in segments]
+        show({"ranks": ranks, "segments": shown}, segments_table(segments), as_json)
+        return
+    refuse_given(["network"], "it is for --ranks")
     if names_gpu(options["target"]):
         from ..compiler.explain_gpu import explain_kernels, explain_kernels_table
 

@@ -40,6 +40,7 @@ def _table(model: Path, about: Description, size: int, weights: int) -> Table:
         "GPU": about.device or "none",
         "size": f"{size / 1e6:.1f} MB, {weights / 1e6:.1f} MB of it weights",
         "fused": f"{fused} of {len(about.fused)} pairs of convolutions",
+        "ranks": "1" if about.ranks is None else about.ranks.ranks,
         "tuned": f"{len(about.records)} kernels",
         "fast math": "yes" if about.fast_math else "no",
         "compiled by": ", ".join(f"{name} {number}" for name, number in about.versions.items()),

@@ -146,6 +146,13 @@ precision_option = click.option(
     "where there are some.",
 )
 
+network_option = click.option(
+    "--network",
+    metavar="FIGURES|FILE",
+    help="What connects the ranks: alpha=1.5us,beta=12GB/s (latency and bandwidth), or a file of "
+    "`calibrate --network`. Default: an estimate.",
+)
+
 threads_option = click.option(
     "--threads", type=click.IntRange(min=1), help="Default: one a physical core."
 )

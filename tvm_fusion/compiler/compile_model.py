@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import tvm
 
+from schedules.distribute.rank_plan import RankPlan
+
 from ..codegen.device_code import compile_kernels
 from ..onnx.frontend import ImportedModel, import_onnx
 from ..runtime.artifact import Description, current_versions
@@ -46,6 +48,7 @@ def compile(
     fast_math: bool = False,
     precision: str = "fp32",
     progress: Progress | None = None,
+    ranks: int | None = None,
 ) -> CompiledModel:
     """Compile an ONNX model, or an exported program of PyTorch, for a CPU or a GPU.
 
@@ -87,10 +90,15 @@ def compile(
     progress : callable, optional
         Called before each stage with its name, the number of stages done, and the number of all of
         them; at the end with ``"done"``.
+    ranks : int, optional
+        Processes of MPI that compute the model together, each some rows of every image
+        (:func:`tvm_fusion.distributed.compile_network` has more options); on CPUs. ``threads`` are
+        those of each rank, by default its share of this machine's cores.
 
     Returns
     -------
     CompiledModel
+        Or, with ``ranks``, a :class:`tvm_fusion.distributed.DistributedModel`.
 
     Raises
     ------
@@ -112,37 +120,50 @@ def compile(
     >>> compiled = tvm_fusion.compile("model.onnx")            # doctest: +SKIP
     >>> y = compiled(np.zeros((1, 3, 224, 224), "float32"))    # doctest: +SKIP
     """
+    if ranks is not None:
+        # By name: that family stands above this one.
+        family = importlib.import_module("tvm_fusion.distributed.compile_network")
+        family.refuse_gpu_options(fast_math, precision)
+        return family.compile_network(
+            model,
+            ranks,
+            target,
+            shapes,
+            fuse=fuse,
+            winograd=winograd,
+            threads=threads,
+            records=records,
+            progress=progress,
+        )
     count = choose_threads(threads)
     resolved = resolve(target, cores=threads)
     found = choose_records(records, resolved)
     options = pipeline.Options(
         fuse=fuse, winograd=winograd, records=found, fast_math=fast_math, precision=precision
     )
-    tell = _announcer(progress, resolved, options)
+    stages = len(pipeline.phases(resolved, options)) + 2 + _is_cuda(resolved)
+    tell = announcer(progress, stages)
     tell("import")
-    with interrupts_kept():
-        imported = _import(model, shapes)
+    imported = import_model(model, shapes)
     mod = pipeline.optimize(imported.mod, resolved, options, lambda phase, *_: tell(phase))
     built = _generate(mod, resolved, tell, fast_math)
     tell("done")
-    about = _describe(imported, mod, resolved, built, fast_math)
+    about = describe(imported, mod, resolved, built, fast_math)
     return CompiledModel(built.executable, about, count, built.weights)
 
 
-def _import(model: Any, shapes: Mapping[str, Any] | None) -> ImportedModel:
+def import_model(model: Any, shapes: Mapping[str, Any] | None) -> ImportedModel:
     """Import a model with the front end of its type."""
-    if type(model).__module__.startswith("torch.export"):
-        # By name: that family stands above this one, and needs PyTorch.
-        front_end = importlib.import_module("tvm_fusion.torch.exported_program")
-        return front_end.import_exported_program(model, shapes)
-    return import_onnx(model, shapes)
+    with interrupts_kept():
+        if type(model).__module__.startswith("torch.export"):
+            # By name: that family stands above this one, and needs PyTorch.
+            front_end = importlib.import_module("tvm_fusion.torch.exported_program")
+            return front_end.import_exported_program(model, shapes)
+        return import_onnx(model, shapes)
 
 
-def _announcer(
-    progress: Progress | None, target: tvm.target.Target, options: pipeline.Options
-) -> Callable[[str], None]:
+def announcer(progress: Progress | None, stages: int) -> Callable[[str], None]:
     """Function that reports each stage's name, its number and the number of stages."""
-    stages = len(pipeline.phases(target, options)) + 2 + _is_cuda(target)
     numbers = itertools.count()
 
     def tell(stage: str) -> None:
@@ -169,21 +190,23 @@ def _is_cuda(target: tvm.target.Target) -> bool:
     return target.kind.name == "cuda"
 
 
-def _describe(
+def describe(
     imported: ImportedModel,
     mod: tvm.IRModule,
     target: tvm.target.Target,
     built: pipeline.Built,
-    fast_math: bool,
+    fast_math: bool = False,
+    ranks: RankPlan | None = None,
 ) -> Description:
     """Description of a compiled model; ``mod`` is the optimised module."""
+    outputs = tuple(imported.outputs)
     return Description(
         target=str(target),
         arch=arch_of(target),
         features=required_features(target),
         inputs=tuple(imported.inputs),
-        outputs=tuple(imported.outputs),
-        fresh=fresh_outputs(mod),
+        outputs=outputs,
+        fresh=fresh_outputs(mod) if ranks is None else (False,) * len(outputs),
         fused=tuple(_records(mod)),
         versions=current_versions(),
         weights=weight_specs(built.weights),
@@ -191,6 +214,7 @@ def _describe(
         kernel=built.kernel,
         records=tuple(used_records(mod)),
         fast_math=fast_math,
+        ranks=ranks,
     )
 
 

@@ -270,10 +270,16 @@ class Built(NamedTuple):
     kernel: KernelCall | None
 
 
-def build_apart(mod: tvm.IRModule, target: Target, fast_math: bool = False) -> Built:
+def build_apart(
+    mod: tvm.IRModule,
+    target: Target,
+    fast_math: bool = False,
+    functions: Sequence[str] = ("main",),
+) -> Built:
     """Generate code as :func:`build` does, with separate weights.
 
-    So code and weights can be saved and loaded separately. ``fast_math`` is that of the options.
+    So code and weights can be saved and loaded separately. ``fast_math`` is that of the options;
+    ``functions`` are the programs of the module, each of which takes all weights.
 
     Raises
     ------
@@ -281,11 +287,12 @@ def build_apart(mod: tvm.IRModule, target: Target, fast_math: bool = False) -> B
         If TVM fails.
     """
     with target, _own_errors("build"), _cuda_compiler(target, fast_math):
-        mod = tvm.transform.Sequential([lower_to_vm(target), LiftWeights()])(mod)
+        mod = tvm.transform.Sequential([lower_to_vm(target), LiftWeights(functions)])(mod)
         weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
         lowered = tvm.transform.Sequential([])
         executable = tvm.compile(mod.without_attr(WEIGHTS), target, relax_pipeline=lowered)
-        return Built(executable, weights, _kernel_call(mod["main"]))
+        is_main = tuple(functions) == ("main",)
+        return Built(executable, weights, _kernel_call(mod["main"]) if is_main else None)
 
 
 def _kernel_call(main: relax.Function) -> KernelCall | None:

@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs over MPI ranks: the session, exchanges, reductions, failures.
+"""Programs and networks over MPI ranks: the session, exchanges, reductions, failures.
 
 Imports ``compiler`` and ``runtime``; only ``cli`` may import it. Without mpi4py all but a session
-works. Start with ``program.py``, then with ``communicator.py``.
+works. Start with ``program.py`` and ``model.py``, then with ``communicator.py``.
 """
 
 from .communicator import World
+from .compile_network import compile_network
 from .job_session import session
+from .model import DistributedModel, load
 from .program import Program, compile
 from .rank_reduce import reduce
 
-__all__ = ["Program", "World", "compile", "reduce", "session"]
+__all__ = [
+    "DistributedModel",
+    "Program",
+    "World",
+    "compile",
+    "compile_network",
+    "load",
+    "reduce",
+    "session",
+]

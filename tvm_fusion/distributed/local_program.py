@@ -35,6 +35,9 @@ class Ranks(Protocol):
     def agree(self, text: str, of: str = "programs") -> None:
         """Compare a text on all ranks, and raise if it differs."""
 
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+
 
 @dataclass(frozen=True)
 class LocalArray:

@@ -16,11 +16,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from schedules.distribute.exchange import Exchange, LocalBuffer, Message
+from schedules.distribute.exchange import Exchange, LocalBuffer, Message, Region
 
 from ..errors import DistributedError
 
 Result = TypeVar("Result")
+
+
+_Address = tuple[int, int, int, Region]
+"""Exchange, source, destination and region of a message, whatever the ranks call its buffer."""
 
 
 @dataclass
@@ -30,7 +34,7 @@ class _Shared:
     size: int
     timeout: float
     arrived: threading.Condition = field(default_factory=threading.Condition)
-    mail: dict[tuple[int, Message], deque[np.ndarray]] = field(default_factory=dict)
+    mail: dict[_Address, deque[np.ndarray]] = field(default_factory=dict)
     gathered: dict[int, dict[int, Any]] = field(default_factory=dict)
     failed: BaseException | None = None
 
@@ -71,7 +75,7 @@ class LocalWorld:
         with self._shared.arrived:
             for message in exchange.sent_by(self.rank):
                 data = buffers[message.buffer].view(message.region).copy()
-                self._shared.mail.setdefault((exchange.id, message), deque()).append(data)
+                self._shared.mail.setdefault(_address(exchange, message), deque()).append(data)
                 self.sent.append((message, data.nbytes))
             self._shared.arrived.notify_all()
 
@@ -87,7 +91,7 @@ class LocalWorld:
             raise DistributedError(f"exchange {exchange.id} is finished without a start")
         buffers = self._running.pop(exchange.id)
         for message in exchange.received_by(self.rank):
-            key = exchange.id, message
+            key = _address(exchange, message)
             self._wait(
                 functools.partial(self._shared.mail.get, key),
                 f"exchange {exchange.id}: rank {self.rank} waits for rank {message.source}",
@@ -135,6 +139,10 @@ class LocalWorld:
                 raise DistributedError(f"{doing} for more than {shared.timeout:g} s")
             if not ready():
                 raise DistributedError(f"{doing}, and another rank failed") from shared.failed
+
+
+def _address(exchange: Exchange, message: Message) -> _Address:
+    return exchange.id, message.source, message.dest, message.region
 
 
 def run_ranks(

@@ -42,6 +42,8 @@ class ScalingPoint:
     efficiency : float
         Of strong scaling: time of the first number of ranks, times that number, over ranks times
         this time; of weak scaling: time of the first over this time.
+    beyond : bool
+        Whether there are more ranks than those with which the network was measured.
     """
 
     ranks: int
@@ -51,6 +53,7 @@ class ScalingPoint:
     exchange: float
     seconds: float
     efficiency: float
+    beyond: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Scaling:
             times = "".join(f"{1e6 * t:>9.1f} us" for t in (p.compute, p.exchange, p.seconds))
             lines.append(
                 f"{p.ranks:>6}{p.messages:>10}{p.bytes:>14}{times}{100 * p.efficiency:>10.1f} %"
+                + ("" if p.beyond else "  network measured")
             )
         return "\n".join(lines)
 
@@ -106,6 +110,9 @@ class Scaling:
         axes.loglog(ranks, ideal, "k:", label="ideal")
         for name, label in (("seconds", "run"), ("compute", "compute"), ("exchange", "exchange")):
             axes.loglog(ranks, [getattr(p, name) or None for p in self.points], "o-", label=label)
+        measured = [point.ranks for point in self.points if not point.beyond]
+        if measured:
+            axes.axvspan(ranks[0], max(measured), alpha=0.2, label="network measured")
         axes.set(xlabel="ranks", ylabel="seconds", title=f"{self.kind} scaling, predicted")
         axes.legend()
         figure.savefig(path)
@@ -151,8 +158,7 @@ def simulate(
     OpError
         If the function cannot be distributed so.
     """
-    if not ranks:
-        raise InvalidInputError("no number of ranks is given; expected for example ranks=[1, 2, 4]")
+    check_ranks(ranks)
 
     def plan(number: int) -> Distribution:
         function = source if isinstance(source, tirx.PrimFunc) else source(number)
@@ -161,14 +167,33 @@ def simulate(
     correction = 1.0
     if one_rank is not None:
         correction = one_rank / max(_compute_seconds(plan(1), processor))
-    is_strong = isinstance(source, tirx.PrimFunc)
-    points: list[ScalingPoint] = []
-    for number in ranks:
-        point = _point(plan(number), network or Network(), processor, correction)
-        first = points[0] if points else point
-        ideal = first.seconds * (first.ranks / number if is_strong else 1)
-        points.append(replace(point, efficiency=ideal / point.seconds))
-    return Scaling("strong" if is_strong else "weak", tuple(points))
+    kind: Literal["strong", "weak"] = "strong" if isinstance(source, tirx.PrimFunc) else "weak"
+    net = network or Network()
+    return scaling_of(kind, [_point(plan(n), net, processor, correction) for n in ranks])
+
+
+def check_ranks(ranks: Sequence[int]) -> None:
+    """Refuse numbers of ranks that are none.
+
+    Raises
+    ------
+    InvalidInputError
+        If there is none, or they do not ascend from 1 or more.
+    """
+    if not ranks or list(ranks) != sorted({*ranks}) or ranks[0] < 1:
+        raise InvalidInputError(
+            f"numbers of ranks are {list(ranks)}; expected ascending ones, as in 1, 2, 4"
+        )
+
+
+def scaling_of(kind: Literal["strong", "weak"], points: Sequence[ScalingPoint]) -> Scaling:
+    """Scaling of points whose efficiency is still to be computed."""
+    first = points[0]
+    found = []
+    for point in points:
+        ideal = first.seconds * (first.ranks / point.ranks if kind == "strong" else 1)
+        found.append(replace(point, efficiency=ideal / point.seconds))
+    return Scaling(kind, tuple(found))
 
 
 def _point(

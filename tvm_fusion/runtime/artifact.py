@@ -19,7 +19,7 @@ magic                   ``TVMFUSION-MODEL`` and a newline
 
 Format 1 had no weights: there they are constants in the library. Formats 1 and 2 are for CPUs, and
 formats up to 3 do not record whether the program is one kernel. Formats up to 4 do not say whether
-functions are approximations, and those up to 5 have no tuning records.
+functions are approximations, those up to 5 have no tuning records, and those up to 6 no ranks.
 
 A model for an NVIDIA GPU holds machine code for its architecture, so nothing is compiled where it
 runs; one for OpenCL holds text, which the device's driver compiles.
@@ -43,6 +43,8 @@ from typing import Any
 
 import tvm_ffi
 
+from schedules.distribute.rank_plan import RankPlan, plan_from_json
+
 from ..codegen.device_code import machine_code_of
 from ..codegen.linker import SharedLinker
 from ..errors import ArtifactError
@@ -56,7 +58,7 @@ from .tensor_spec import TensorSpec
 from .tvm_runtime import version as tvm_version
 from .weights import read_weights, stored_bytes, write_weights
 
-FORMAT = 6
+FORMAT = 7
 """The format for writing; all up to it can be read."""
 
 _MAGIC = b"TVMFUSION-MODEL\n"
@@ -94,6 +96,9 @@ class Description:
         Whether functions in CUDA kernels may be approximations.
     records : tuple of dict
         Tuning records that chose knobs, one a function.
+    ranks : RankPlan | None
+        Functions, rows and exchanges of each rank, if the model is distributed: it then has no
+        ``main``.
     """
 
     target: str
@@ -109,6 +114,7 @@ class Description:
     kernel: KernelCall | None = None
     fast_math: bool = False
     records: tuple[dict[str, Any], ...] = ()
+    ranks: RankPlan | None = None
 
     @property
     def cpu(self) -> str:
@@ -295,6 +301,7 @@ def _read(path: Path) -> Description:
             "kernel": (4, None),
             "fast_math": (5, False),
             "records": (6, []),
+            "ranks": (7, None),
         }
         added = {name: value for name, (since, value) in absent.items() if version < since}
         return _parse(data | added, place)
@@ -360,6 +367,7 @@ def _parse(data: Any, room: int) -> Description:
         kernel=_kernel(data["kernel"], len(data["inputs"]) + len(weights)),
         fast_math=_typed(data["fast_math"], bool),
         records=tuple(_typed(item, dict) for item in _typed(data["records"], list)),
+        ranks=None if data["ranks"] is None else plan_from_json(data["ranks"]),
     )
 
 

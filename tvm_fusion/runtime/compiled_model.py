@@ -61,6 +61,20 @@ class Latency:
     repeat: int
     threads: int
 
+    @classmethod
+    def of(cls, seconds: Sequence[float], threads: int) -> Latency:
+        """Summary of the times of some calls."""
+        times = [1e3 * value for value in seconds]
+        return cls(
+            median_ms=float(np.median(times)),
+            min_ms=min(times),
+            p90_ms=float(np.percentile(times, 90)),
+            p99_ms=float(np.percentile(times, 99)),
+            mean_ms=float(np.mean(times)),
+            repeat=len(times),
+            threads=threads,
+        )
+
 
 class CompiledModel:
     """A model compiled for a CPU or a GPU; made by ``tvm_fusion.compile`` or ``load``.
@@ -400,16 +414,8 @@ class CompiledModel:
         for _ in range(repeat):
             begin = time.perf_counter()
             call(*values)
-            times.append((time.perf_counter() - begin) * 1e3)
-        return Latency(
-            median_ms=float(np.median(times)),
-            min_ms=min(times),
-            p90_ms=float(np.percentile(times, 90)),
-            p99_ms=float(np.percentile(times, 99)),
-            mean_ms=float(np.mean(times)),
-            repeat=repeat,
-            threads=self.threads,
-        )
+            times.append(time.perf_counter() - begin)
+        return Latency.of(times, self.threads)
 
     def _timed(self, *values: Any) -> None:
         self.tensors(*values)
@@ -448,16 +454,33 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledMo
     """
     count = choose_threads(threads)
     about = read_artifact(path)
+    if about.ranks is not None:
+        raise ArtifactError(
+            f"{str(path)!r} is compiled for {about.ranks.ranks} ranks; run it by mpiexec -n "
+            f"{about.ranks.ranks} tvm-fusion run {path} --distributed, or load it by "
+            "tvm_fusion.distributed.load"
+        )
     weights = read_artifact_weights(Path(path), about)
     origin = Path(path).resolve()
-    try:
-        module = get_function("ffi.Module.load_from_file.so")(str(origin), "so")
-    except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ArtifactError(f"cannot load {str(path)!r}: {reason}") from error
+    module = load_library(origin)
     model = CompiledModel(module, about, count, weights, origin)
     model._on_device()
     return model
+
+
+def load_library(path: Path) -> tvm_ffi.Module:
+    """Load the code of a saved model, which runs with all rights of the process.
+
+    Raises
+    ------
+    ArtifactError
+        If the system cannot load it.
+    """
+    try:
+        return get_function("ffi.Module.load_from_file.so")(str(path), "so")
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ArtifactError(f"cannot load {str(path)!r}: {reason}") from error
 
 
 def _unpickled(data: bytes, threads: int) -> CompiledModel:

@@ -94,5 +94,5 @@ def test_drawing(tmp_path: Path) -> None:
 
 
 def test_no_ranks() -> None:
-    with pytest.raises(InvalidInputError, match="no number of ranks is given"):
+    with pytest.raises(InvalidInputError, match="numbers of ranks are"):
         simulate(blur(), PROCESSOR, [])

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass ``DistributeRows``: one function for each rank, which computes rows of every activation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import tvm
+from tvm import IRModule, relax
+
+from schedules.distribute.cost import Network, Processor
+from schedules.distribute.rank_plan import RankPart, RankPlan, RowExchange
+from schedules.distribute.row_cost import choose_exchanges, row_cost
+from schedules.distribute.row_plan import Placement
+from schedules.distribute.row_segments import segments
+
+from .rank_function import rank_function
+from .row_rules import image_shape
+from .row_stages import BoundStage, read_stages
+
+PLAN = "tvm_fusion.rank_plan"
+"""The module attribute with the :class:`schedules.distribute.rank_plan.RankPlan`, as JSON."""
+
+
+@tvm.transform.module_pass(opt_level=0, name="DistributeRows")
+class DistributeRows:
+    """Replace ``main`` by the programs of several ranks, each on its rows of the images.
+
+    Before::
+
+        def main(x: R.Tensor((1, 3, 8, 8))):
+            lv = R.tvm_fusion.conv2d(x, w1, b1, padding=[1, 1, 1, 1])
+            gv = R.tvm_fusion.conv2d(lv, w2, b2, padding=[1, 1, 1, 1])
+            return gv
+
+    After, on the first of two ranks, if the rows of both results are exchanged::
+
+        def part_0(x: R.Tensor((1, 3, 5, 8))):             # rows 0 to 5
+            lv = R.tvm_fusion.conv2d(x, w1, b1, padding=[1, 1, 0, 1])            # rows 0 to 4
+            lv1 = R.call_dps_packed("tvm_fusion.exchange_rows", (0, lv), ...)    # rows 0 to 5
+            gv = R.tvm_fusion.conv2d(lv1, w2, b2, padding=[1, 1, 0, 1])          # rows 0 to 4
+            gv1 = R.call_dps_packed("tvm_fusion.exchange_rows", (1, gv), ...)    # rows 0 to 8
+            return (gv1,)
+
+    Ranks whose programs are the same share a function. Convolutions, pooling, element-wise ops,
+    concatenations of channels and enlargements are split; any other op runs on the ranks that need
+    its result, after all rows that it reads are there. Results are on the first rank. Run after
+    ``PackLayout`` and ``ChooseWinograd``, whose choices are those for the whole image, so that all
+    sums are in the same order; tiles of Winograd's algorithm are not cut.
+
+    Parameters
+    ----------
+    ranks : int
+        Number of ranks.
+    network, processor : Network, Processor
+        Figures for the choice of exchanges.
+    exchange : str
+        As for :func:`schedules.distribute.row_cost.choose_exchanges`.
+    """
+
+    def __init__(
+        self, ranks: int, network: Network, processor: Processor, exchange: str = "auto"
+    ) -> None:
+        self.ranks, self.exchange = ranks, exchange
+        self.network, self.processor = network, processor
+
+    def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
+        """Replace ``main``; the module's attribute ``tvm_fusion.rank_plan`` describes the ranks."""
+        if "main" not in [name.name_hint for name in mod.get_global_vars()]:
+            return mod
+        bound = read_stages(mod["main"])
+        stages = [one.stage for one in bound]
+        placement = choose_exchanges(
+            stages, self.ranks, self.network, self.processor, self.exchange
+        )
+        sent = [placement.transfers(index) for index in placement.exchanged]
+        functions: dict[str, relax.Function] = {}
+        parts = []
+        for rank in range(self.ranks):
+            func = rank_function(bound, placement, sent, rank, "part")
+            text = "" if func is None else func.script(show_meta=False)
+            if func is not None and text not in functions:
+                functions[text] = func.with_attr("global_symbol", f"part_{len(functions)}")
+            name = str(functions[text].attrs["global_symbol"]) if text else ""
+            parts.append(RankPart(name, _inputs(bound, placement, rank)))
+        cost = row_cost(stages, placement, self.network, self.processor)
+        plan = RankPlan(
+            tuple(parts), _exchanges(bound, placement), segments(stages, placement, cost)
+        )
+        result = IRModule(
+            {name: func for name, func in mod.functions_items() if name.name_hint != "main"},
+            attrs=mod.attrs,
+            global_infos=mod.global_infos,
+        )
+        for func in functions.values():
+            result[str(func.attrs["global_symbol"])] = func
+        return result.with_attr(PLAN, json.dumps(plan.to_json()))
+
+
+def _inputs(
+    bound: Sequence[BoundStage], placement: Placement, rank: int
+) -> tuple[tuple[int, int] | None, ...]:
+    found = []
+    for index, one in enumerate(bound):
+        if one.stage.is_input:
+            begin, end = placement.computed[index][rank].tolist()
+            found.append((begin, end) if begin < end else None)
+    return tuple(found)
+
+
+def _exchanges(bound: Sequence[BoundStage], placement: Placement) -> tuple[RowExchange, ...]:
+    found = []
+    for index in placement.exchanged:
+        var = bound[index].var
+        shape = image_shape(var)
+        assert shape is not None, "only stages with rows are exchanged"
+        own, held = (
+            tuple((int(begin), int(end)) for begin, end in rows)
+            for rows in (placement.computed[index], placement.held[index])
+        )
+        found.append(RowExchange(var.name, tuple(shape), str(var.ty.dtype), own, held))
+    return tuple(found)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bindings of a function as stages, for :mod:`schedules.distribute.row_plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.ir import GenericConst
+
+from schedules.distribute.row_plan import Operand, Stage
+from schedules.errors import OpError
+from schedules.workload.reduce import constant
+
+from ..core.expressions import op_name, operands
+from .row_rules import AXIS, RowOp, image_shape, row_op, tensors
+
+
+@dataclass(frozen=True)
+class BoundStage:
+    """A stage, and the binding of the function that it stands for.
+
+    Parameters
+    ----------
+    stage : Stage
+        The stage.
+    var : relax.Var
+        Its variable: a parameter of the function, or that of a binding.
+    value : relax.Expr | None
+        The value bound to it; None for a parameter.
+    rows : RowOp | None
+        How its rows are split; None if they are not.
+    """
+
+    stage: Stage
+    var: relax.Var
+    value: relax.Expr | None
+    rows: RowOp | None
+
+
+def read_stages(func: relax.Function) -> list[BoundStage]:
+    """Stages of a function: its parameters, then its bindings in order; the last is its result.
+
+    Parameters
+    ----------
+    func : relax.Function
+        In normal form.
+
+    Raises
+    ------
+    OpError
+        If a shape is symbolic, or the function branches; the message names the variable.
+    """
+    places: dict[relax.Var, int] = {}
+    found: list[BoundStage] = []
+
+    def add(bound: BoundStage) -> None:
+        places[bound.var] = len(found)
+        found.append(bound)
+
+    for param in func.params:
+        add(_parameter(param))
+    for block in func.body.blocks:
+        for binding in block.bindings:
+            if isinstance(binding, relax.MatchCast) or _branches(binding.value):
+                raise OpError(
+                    f"the model cannot be distributed: {binding.var.name!r} depends on "
+                    "values or shapes that are only known at run time"
+                )
+            add(_bound(binding, places))
+    result = func.body.body
+    if not isinstance(result, relax.Var) or places.get(result) is None:
+        raise OpError(f"the model cannot be distributed: its result is {result}, no variable")
+    if places[result] != len(found) - 1:  # it is bound before something else
+        found.append(_alias(result, places))
+    return found
+
+
+def _parameter(param: relax.Var) -> BoundStage:
+    rows, row_bytes = _size(param)
+    return BoundStage(Stage(param.name, "input", rows, row_bytes), param, None, None)
+
+
+def _bound(binding: relax.VarBinding, places: Mapping[relax.Var, int]) -> BoundStage:
+    var, value = binding.var, binding.value
+    rows, row_bytes = _size(var)
+    split = row_op(value)
+    name = (op_name(value) or type(value).__name__).removeprefix("relax.")
+    reads = {places[operand]: None for operand in operands(value)}
+    if split is None:
+        read = tuple(Operand(place, None) for place in reads)
+        stage = Stage(var.name, name, rows, row_bytes, read, grain=rows)
+        return BoundStage(stage, var, value, None)
+    read = tuple(
+        Operand(places[operand], maps)
+        for operand, maps in zip(tensors(value), split.reads, strict=True)
+        if isinstance(operand, relax.Var)
+    )
+    stage = Stage(
+        var.name, name, rows, row_bytes, read, split.flops, _constant_bytes(value), split.grain
+    )
+    return BoundStage(stage, var, value, split)
+
+
+def _alias(var: relax.Var, places: Mapping[relax.Var, int]) -> BoundStage:
+    """A stage that only stands for the result."""
+    rows, row_bytes = _size(var)
+    read = (Operand(places[var], None),)
+    stage = Stage(var.name, "result", rows, row_bytes, read, grain=rows)
+    return BoundStage(stage, relax.Var("result", var.ty), var, None)
+
+
+def _branches(value: relax.Expr) -> bool:
+    return isinstance(value, relax.If | relax.Function)
+
+
+def _size(var: relax.Var) -> tuple[int, int]:
+    """Rows of a variable, 1 if it has none, and bytes of a row."""
+    shape = image_shape(var)
+    rows = max(1, shape[AXIS]) if shape else 1
+    return rows, _bytes(var.ty, var.name) // rows
+
+
+def _bytes(ty: relax.Type, name: str) -> int:
+    if isinstance(ty, relax.TupleType):
+        return sum(_bytes(field, name) for field in ty.fields)
+    if not isinstance(ty, relax.TensorType):
+        return 0
+    extents = list(ty.shape.values) if isinstance(ty.shape, relax.ShapeExpr) else [ty.shape]
+    size = tvm.DataType(str(ty.dtype)).bits // 8
+    for extent in extents:
+        number = None if extent is None else constant(extent)
+        if number is None:
+            raise OpError(
+                f"the model cannot be distributed: {name!r} is {ty}, whose size is only known at "
+                "run time; give the shapes of the inputs"
+            )
+        size *= number
+    return size
+
+
+def _constant_bytes(value: relax.Expr) -> int:
+    return sum(_bytes(o.ty, "a weight") for o in tensors(value) if isinstance(o, GenericConst))

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small network with all that is split over ranks, and worlds that poison what is not sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+
+from examples.models import CLASSES, GraphBuilder
+from schedules.distribute.exchange import Exchange, LocalBuffer
+from tvm_fusion.distributed.local_world import LocalWorld
+
+HEIGHT, WIDTH = 42, 13
+
+
+def network(height: int = HEIGHT) -> onnx.ModelProto:
+    """A stem, a residual block, a depthwise pair, a level down and up again, and a classifier."""
+    net = GraphBuilder("network", (1, 3, height, WIDTH), 1)
+    scales = net.constant("scales", np.array([1, 1, 2, 2], np.float32))
+    x = net.conv_bn(net.input, 16, 5, activation="relu")
+    x = net.node("MaxPool", [x], 16, kernel_shape=[3, 3], strides=[2, 2], ceil_mode=1)
+    y = net.conv_bn(net.conv_bn(x, 16, 3, activation="relu"), 16, 3)
+    x = net.activation(net.add(x, y), "relu")
+    x = net.conv_bn(net.conv_bn(x, 16, 3, groups=16, activation="relu6"), 32)
+    y = net.conv_bn(x, 32, 3, stride=2, activation="relu")
+    y = net.node("Resize", [y, "", scales], 32, mode="linear")
+    y = net.conv(y, 32, (2, 1), padding=0)
+    x = net.node("Concat", [x, y], 64, axis=1)
+    x = net.node("AveragePool", [x], 64, kernel_shape=[3, 3], pads=[1] * 4)
+    return net.finish(net.classifier(x), [1, CLASSES])
+
+
+class Poisoned:
+    """A world whose ranks find NaN wherever no message arrives."""
+
+    def __init__(self, world: LocalWorld) -> None:
+        self._world = world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world, name)
+
+    def start(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> None:
+        """Start an exchange into an array of NaN."""
+        if "held" in buffers:
+            buffers["held"].array[...] = np.nan
+        self._world.start(exchange, buffers)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models compiled for several ranks: running, saving and loading, without TVM's compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tvm_ffi
+
+from schedules.distribute.rank_plan import RankPlan
+
+from ..errors import ArtifactError, InvalidInputError
+from ..runtime.artifact import (
+    Description,
+    copy_artifact,
+    read_artifact,
+    read_artifact_weights,
+    write_artifact,
+)
+from ..runtime.compiled_model import load_library
+from ..runtime.device import DeviceNeeds
+from ..runtime.tensor_spec import TensorSpec
+from ..runtime.weights import digest
+from .explain_network import segments_table
+from .local_program import Ranks
+from .rank_model import RankModel
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+
+class DistributedModel:
+    """A model for several ranks; :func:`.compile_network` or :func:`load` makes it.
+
+    ``model.on(world)`` is one rank's share::
+
+        with distributed.session(model.ranks) as world:
+            y = model.on(world)(x)       # None on all ranks but the first
+    """
+
+    def __init__(
+        self,
+        executable: Any,
+        about: Description,
+        weights: Sequence[Any],
+        origin: Path | None = None,
+    ) -> None:
+        assert about.ranks is not None, "only distributed models have ranks"
+        self.plan: RankPlan = about.ranks
+        self._about, self._weights, self._origin = about, list(weights), origin
+        self._executable = executable
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.plan.ranks
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs in the order of the call."""
+        return self._about.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs in the order in which they are returned."""
+        return self._about.outputs
+
+    @property
+    def target(self) -> Target:
+        """The target of every rank; accessing it imports TVM."""
+        from tvm.target import Target
+
+        return Target(self._about.target)
+
+    @property
+    def needs(self) -> DeviceNeeds | None:
+        """Requirements on a GPU; None, since the kernels run on CPUs."""
+        return self._about.device
+
+    @property
+    def fused(self) -> list[dict[str, Any]]:
+        """One record for each pair of neighbouring convolutions, as of a compiled model."""
+        return [dict(record) for record in self._about.fused]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Tuning records that the kernels follow."""
+        return [dict(record) for record in self._about.records]
+
+    def __repr__(self) -> str:
+        """Inputs, outputs, CPU and ranks."""
+        signature = f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+        return f"DistributedModel({signature}, {self._about.cpu}, {self.ranks} ranks)"
+
+    def explain(self) -> str:
+        """Return a table of rows, halos, messages, bytes and predicted times of each segment."""
+        return segments_table(self.plan.segments)
+
+    def on(self, world: Ranks) -> RankModel:
+        """Share of one rank; called by all ranks together.
+
+        Parameters
+        ----------
+        world : World
+            The ranks: of MPI (``distributed.session()``), or of one process
+            (:mod:`.local_world`).
+
+        Raises
+        ------
+        InvalidInputError
+            If there are more or fewer ranks than the model was compiled for.
+        DistributedError
+            If ranks have different models.
+        TargetError
+            If this machine lacks what the code needs.
+        """
+        if world.size != self.ranks:
+            raise InvalidInputError(
+                f"the model is compiled for {self.ranks} ranks and there are {world.size}; "
+                f"start it by mpiexec -n {self.ranks}, or compile it for {world.size}"
+            )
+        self._about.check_machine()
+        weights = [digest(weight).hex() for weight in self._weights]
+        world.agree(json.dumps([asdict(self._about), weights]), "models")
+        return RankModel(self._about, self._library(), self._weights, world)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model, for all ranks, to one file for :func:`load`.
+
+        Parameters
+        ----------
+        path : path
+            Destination; an existing file is replaced.
+
+        Raises
+        ------
+        ArtifactError
+            If it cannot be written.
+        """
+        if self._origin is not None:
+            copy_artifact(self._origin, path)
+        else:
+            write_artifact(path, self._executable, self._about, self._weights)
+
+    def _library(self) -> tvm_ffi.Module:
+        module = self._executable
+        if not isinstance(module, tvm_ffi.Module):
+            module = module.jit(fcompile=self._about.linker(module))
+        return module
+
+
+def load(path: str | os.PathLike[str]) -> DistributedModel:
+    """Load a model that :meth:`DistributedModel.save` wrote; it runs code of the file.
+
+    Parameters
+    ----------
+    path : path
+        The file.
+
+    Raises
+    ------
+    ArtifactError
+        If the file cannot be read, is damaged, of another version, or is not for several ranks.
+    TargetError
+        If this machine cannot run its code.
+    """
+    about = read_artifact(path)
+    if about.ranks is None:
+        raise ArtifactError(
+            f"{os.fspath(path)!r} is not compiled for ranks; compile it with ranks=, or "
+            "tvm-fusion compile --ranks, or run it without --distributed"
+        )
+    weights = read_artifact_weights(Path(path), about)
+    origin = Path(path).resolve()
+    return DistributedModel(load_library(origin), about, weights, origin)

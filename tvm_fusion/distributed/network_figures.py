@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of a network as a user writes them: a calibrated file, or latency and bandwidth."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from schedules.cost.machine import load_machine
+from schedules.distribute.cost import Network
+
+from ..errors import InvalidInputError
+from .calibrate import network_of
+
+_UNITS = {
+    "alpha": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
+    "beta": {"B/s": 1.0, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9},
+    "progress": {"": 1.0},
+}
+_FIELDS = {"alpha": "latency", "beta": "bandwidth", "progress": "progress"}
+
+
+def read_figures(text: str | None) -> tuple[Network, int]:
+    """Figures of a network, and the number of ranks with which they were measured, 0 if none.
+
+    Parameters
+    ----------
+    text : str | None
+        A file that ``tvm-fusion calibrate --network`` wrote, or figures: ``alpha``, the latency,
+        ``beta``, the bandwidth, and ``progress``, as in ``alpha=1.5us,beta=12GB/s``; None for
+        estimates.
+
+    Raises
+    ------
+    InvalidInputError
+        If it is neither.
+    PredictionError
+        If the file is not one of a network.
+    """
+    if text is None:
+        return Network(), 0
+    if Path(text).is_file():
+        machine = load_machine(text)
+        ranks = re.fullmatch(r"ranks-(\d+)", machine.name)
+        return network_of(machine), int(ranks[1]) if ranks else 0
+    found: dict[str, float] = {}
+    for item in text.split(","):
+        name, _, value = item.strip().partition("=")
+        number = re.fullmatch(r"([0-9.]+(?:e[+-]?\d+)?)\s*([A-Za-z/]*)", value)
+        unit = _UNITS.get(name, {}).get(number[2]) if number else None
+        if number is None or unit is None:
+            raise InvalidInputError(
+                f"{item!r} is no figure of a network; expected a file of `calibrate --network`, or "
+                "alpha=1.5us,beta=12GB/s with units s, ms, us, ns and B/s, KB/s, MB/s, GB/s"
+            )
+        found[_FIELDS[name]] = _number(number[1], item) * unit
+    return Network(**found), 0
+
+
+def _number(text: str, item: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise InvalidInputError(f"{item!r} has no positive number")
+    return value

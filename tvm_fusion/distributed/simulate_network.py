@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted scaling of a network over ranks: exact messages and bytes, and predicted times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from schedules.distribute.cost import Network, Processor
+from schedules.distribute.row_cost import choose_exchanges, row_cost
+from schedules.distribute.row_plan import Stage
+from schedules.distribute.row_scaling import heighten
+
+from .simulate import RANKS, Scaling, ScalingPoint, check_ranks, scaling_of
+
+
+def simulate_network(
+    stages: Sequence[Stage],
+    processor: Processor,
+    ranks: Sequence[int] = RANKS,
+    *,
+    network: Network | None = None,
+    kind: Literal["strong", "weak"] = "strong",
+    one_rank: float | None = None,
+    measured: int = 0,
+    exchange: str = "auto",
+) -> Scaling:
+    """Predict the time of a network on different numbers of ranks.
+
+    Parameters
+    ----------
+    stages : Sequence[Stage]
+        The network (:func:`.compile_network.read_network`).
+    processor : Processor
+        What each rank computes with.
+    ranks : Sequence[int]
+        Numbers of ranks, ascending.
+    network : Network, optional
+        What connects them, by default an estimate.
+    kind : str
+        ``strong``: the same image; ``weak``: as many times its height as there are ranks.
+    one_rank : float, optional
+        Measured seconds of one rank alone, by which predicted times of kernels are corrected.
+    measured : int
+        Ranks with which the network was measured.
+    exchange : str
+        As for :func:`.compile_network.compile_network`.
+
+    Returns
+    -------
+    Scaling
+        Messages and bytes are those of a compiled model of so many ranks; times are predicted.
+
+    Raises
+    ------
+    InvalidInputError
+        If the numbers of ranks are none.
+    OpError
+        If the network cannot be distributed, or not for higher images.
+    """
+    check_ranks(ranks)
+    connection = network or Network()
+    if one_rank is not None:
+        alone = _point(stages, 1, connection, processor, exchange, measured).compute
+        share = alone / one_rank
+        processor = Processor(processor.rate * share, processor.bandwidth * share)
+    points = []
+    for number in ranks:
+        own = list(stages) if kind == "strong" else heighten(stages, number)
+        points.append(_point(own, number, connection, processor, exchange, measured))
+    return scaling_of(kind, points)
+
+
+def _point(
+    stages: Sequence[Stage],
+    ranks: int,
+    network: Network,
+    processor: Processor,
+    exchange: str,
+    measured: int,
+) -> ScalingPoint:
+    placement = choose_exchanges(stages, ranks, network, processor, exchange)
+    cost = row_cost(stages, placement, network, processor)
+    messages = size = 0
+    for index in placement.exchanged:
+        sent = placement.transfers(index)
+        messages += len(sent)
+        size += int((sent[:, 3] - sent[:, 2]).sum()) * stages[index].row_bytes
+    compute = float(cost.compute.max(axis=1).sum())
+    waiting = float(cost.exchange.max(axis=1).sum())
+    beyond = ranks > measured
+    return ScalingPoint(ranks, messages, size, compute, waiting, cost.seconds, 1.0, beyond)
