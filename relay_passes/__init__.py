@@ -22,6 +22,7 @@ from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
 from .program.annotate_gathers import AnnotateGathers
 from .program.apply_rules import ApplyRules
+from .program.check_alignment import CheckAlignment
 from .program.drop_pragma_scopes import DropPragmaScopes
 from .program.half_precision import HalfPrecision
 from .program.lift_weights import LiftWeights
@@ -34,6 +35,7 @@ from .simplify.simplify_inference import SimplifyInference
 __all__ = [
     "AnnotateGathers",
     "ApplyRules",
+    "CheckAlignment",
     "ChooseWinograd",
     "CoalesceReduction",
     "Decision",

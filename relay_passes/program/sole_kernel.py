@@ -6,6 +6,8 @@ from __future__ import annotations
 from tvm import relax
 from tvm.ir import GlobalVar
 
+from .check_alignment import CHECK
+
 _PREPARATIONS = frozenset(
     [
         "relax.null_value",
@@ -39,6 +41,8 @@ def sole_kernel(main: relax.Function) -> relax.Call | None:
             call = binding.value if isinstance(binding, relax.VarBinding) else None
             if not isinstance(call, relax.Call):
                 return None
+            if isinstance(call.op, GlobalVar) and call.op.name_hint.startswith(CHECK):
+                continue
             if isinstance(call.op, GlobalVar) and kernel is None:
                 kernel = call
             elif _name(call.op) not in _PREPARATIONS:

@@ -22,6 +22,7 @@ from tvm.target import Target
 
 from relay_passes import (
     ApplyRules,
+    CheckAlignment,
     ChooseWinograd,
     CoalesceReduction,
     DropPragmaScopes,
@@ -234,10 +235,12 @@ def _own_errors(stage: str) -> Iterator[None]:
 def lower_to_vm(target: Target) -> Pass:
     """Passes from scheduled functions to the Relax virtual machine, as in TVM's own pipelines."""
     stock = gpu_generic if is_gpu(target) else cpu_generic
-    return tvm.transform.Sequential(
-        [*stock.dataflow_lower_passes(target), *stock.finalize_passes(target)],
-        name="lower_to_vm",
-    )
+    passes = [
+        *stock.dataflow_lower_passes(target),
+        CheckAlignment(target),
+        *stock.finalize_passes(target),
+    ]
+    return tvm.transform.Sequential(passes, name="lower_to_vm")
 
 
 def build(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
