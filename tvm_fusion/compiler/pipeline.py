@@ -37,6 +37,7 @@ from relay_passes.conv2d.fusion_decision import Decision
 from relay_passes.program.lift_weights import WEIGHTS
 from relay_passes.program.sole_kernel import sole_kernel
 from schedules import cpu
+from schedules.cpu.loops.selections import CPU_ONLY
 from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
 
@@ -194,7 +195,18 @@ def optimize(
         If TVM fails; the message names the phase.
     """
     options = options or Options()
+    if is_gpu(target):
+        _refuse_cpu_kernels(mod, target)
     return run_phases(mod, target, phases(target, options), options.dump, progress)
+
+
+def _refuse_cpu_kernels(mod: tvm.IRModule, target: Target) -> None:
+    for function in mod.functions.values():
+        operator = function.attrs.get(CPU_ONLY) if function.attrs else None
+        if operator is not None:
+            raise TargetError(
+                f"{operator} is compiled for CPUs only; the target is {target.kind.name!r}"
+            )
 
 
 def run_phases(

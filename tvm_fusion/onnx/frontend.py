@@ -135,7 +135,7 @@ class _Importer(ONNXGraphImporter):
     ) -> relax.Expr:
         try:
             if op_name == "Gather":
-                found = translate_gather(inputs, attrs.get("axis", 0))
+                found = translate_gather(self.bb, inputs, attrs.get("axis", 0))
                 if found is not None:
                     return self.bb.normalize(found)
             if op_name == RECURRENCE:
@@ -207,7 +207,8 @@ def _input_specs(model: onnx.ModelProto, mod: tvm.IRModule) -> tuple[TensorSpec,
 
 
 def _output_specs(model: onnx.ModelProto, mod: tvm.IRModule) -> tuple[TensorSpec, ...]:
-    result = mod["main"].ret_ty
+    # That of the function itself knows no sizes that depend on data.
+    result = mod["main"].body.body.ty
     types = [result] if len(model.graph.output) == 1 else list(result.fields)
     specs = []
     for value, ty in zip(model.graph.output, types, strict=True):

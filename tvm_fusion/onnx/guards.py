@@ -18,6 +18,7 @@ from .rewrites.arithmetic.division import division_problem
 from .rewrites.arithmetic.wider_types import sort_problem
 from .rewrites.control_flow.loops import loop_problem
 from .rewrites.fourier import fourier_problem
+from .rewrites.open_sizes import compress_problem, roi_align_problem, suppression_problem
 from .rewrites.own_ops import bit_cast_problem
 from .rewrites.quantized import blocks_problem
 from .rewrites.recurrent import recurrent_problem
@@ -92,6 +93,7 @@ def _branch(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
 
 _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "BitCast": bit_cast_problem,
+    "Compress": compress_problem,
     "ConvTranspose": _transposed,
     "DFT": fourier_problem,
     "DequantizeLinear": blocks_problem,
@@ -103,9 +105,11 @@ _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "Loop": loop_problem,
     "LpPool": _p_norm,
     "Mod": division_problem,
+    "NonMaxSuppression": suppression_problem,
     "QuantizeLinear": blocks_problem,
     "RNN": recurrent_problem,
     "Resize": resize_problem,
+    "RoiAlign": roi_align_problem,
     "STFT": fourier_problem,
     "Scan": loop_problem,
     "SpaceToDepth": _space_to_depth,

@@ -21,9 +21,9 @@ WRITTEN = frozenset({"ConvInteger", "DFT", "QLinearConv", "QLinearMatMul", "STFT
 """Operators that the importer lacks and that rules write by others."""
 
 DATA_DEPENDENT = frozenset(
-    """AllClassNMS Compress MaxRoiPool MaxUnpool NonMaxSuppression NonZero Optional
-    OptionalGetElement OptionalHasElement RoiAlign SequenceAt SequenceConstruct SequenceEmpty
-    SequenceErase SequenceInsert SequenceLength SplitToSequence ConcatFromSequence Unique""".split()
+    """AllClassNMS MaxRoiPool MaxUnpool Optional OptionalGetElement OptionalHasElement SequenceAt
+    SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength SplitToSequence
+    ConcatFromSequence Unique""".split()
 )
 """Operators of the importer whose result sizes or reads depend on data."""
 

@@ -41,6 +41,8 @@ from .rewrites.indexing.one_hot import expand_one_hot
 from .rewrites.norms.layer_norm import LayerNormRule
 from .rewrites.norms.lp_norm import replace_lp_norms
 from .rewrites.norms.mean_variance import split_mean_variance
+from .rewrites.open_sizes import RoiAlignRule, name_limits
+from .rewrites.open_topk import bound_topk
 from .rewrites.own_ops import name_axis
 from .rewrites.quantized import (
     expand_conv_integer,
@@ -76,6 +78,7 @@ EXPANSIONS: dict[str, Rule] = {
     "LSTM": expand_recurrent,
     "MatMulInteger": expand_matmul_integer,
     "Mod": expand_modulo,
+    "NonMaxSuppression": name_limits,
     "OneHot": expand_one_hot,
     "Pow": expand_power,
     "QLinearConv": expand_qlinear_conv,
@@ -106,8 +109,10 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     while pad_transposed_convolutions(model, facts):
         model = infer_shapes_anew(model)
         facts = GraphFacts(model, weights)
-    norms = {"LayerNormalization": LayerNormRule(default_opset(model) or 1)}
-    expand_nodes(model, facts, {**EXPANSIONS, **norms})
+    bound_topk(model, facts)
+    opset = default_opset(model) or 1
+    by_opset = {"LayerNormalization": LayerNormRule(opset), "RoiAlign": RoiAlignRule(opset)}
+    expand_nodes(model, facts, {**EXPANSIONS, **by_opset})
     replace_powers(model, facts)
     replace_lp_norms(model, facts)
     replace_divisions_by_minus_one(model, facts)

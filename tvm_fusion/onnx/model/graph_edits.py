@@ -83,6 +83,21 @@ def replace_nodes(
     graph.node.extend(nodes)
 
 
+def drop_unread_nodes(model: onnx.ModelProto) -> None:
+    """Remove the nodes of the main graph that no output depends on; they are in order."""
+    read = {value.name for value in model.graph.output}
+    for graph in all_graphs(model):
+        if graph is not model.graph:
+            read.update(name for node in graph.node for name in node.input)
+            read.update(value.name for value in getattr(graph, "output", ()) if value.name)
+    kept = []
+    for node in reversed(model.graph.node):
+        if not read.isdisjoint(node.output):
+            read.update(node.input)
+            kept.append(node)
+    replace_nodes(model.graph, reversed(kept))
+
+
 def set_attributes(node: onnx.NodeProto, dropped: Iterable[str] = (), **values: Any) -> None:
     """Drop a node's attributes by name, then set others."""
     gone = {*dropped, *values}

@@ -4,6 +4,8 @@
 ::
 
     BitCast:  reinterpret(x);    CumProd:  relax.cumprod(x, axis), turned round if reversed
+
+Those whose results have sizes that depend on data are in ``open_sizes.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +20,13 @@ from tvm import relax, te, tirx
 from ..model.graph_edits import attribute
 from ..model.tensor_facts import GraphFacts
 from .expansion import Expansion
+from .open_sizes import (
+    translate_compress,
+    translate_nonzero,
+    translate_roi_align,
+    translate_suppression,
+)
+from .open_topk import SORT_FIRST, translate_sort_first
 
 Translation = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any]], relax.Expr]
 
@@ -67,6 +76,11 @@ def bit_cast_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
 
 OWN_OPS: dict[str, Translation] = {
     "BitCast": translate_bit_cast,
+    "Compress": translate_compress,
     "CumProd": translate_cumulative_product,
+    "NonMaxSuppression": translate_suppression,
+    "NonZero": translate_nonzero,
+    "RoiAlign": translate_roi_align,
+    SORT_FIRST: translate_sort_first,
 }
 """Operators, and what translates them."""

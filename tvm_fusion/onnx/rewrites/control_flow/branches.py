@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx
 from onnx import helper
 
@@ -28,12 +30,14 @@ def splice_branches(model: onnx.ModelProto, facts: GraphFacts) -> bool:
         z = Where(computed, t_1, e_1)
 
     Both branches are computed where the condition is, so their results must have one shape; others
-    stay, and are refused later.
+    stay, and are refused later. An If that only returns empty tensors for an empty one becomes its
+    other branch, which detectors have around their suppression of boxes: it must keep that empty.
     """
     nodes: list[onnx.NodeProto] = []
     changed = False
+    made_by = {name: node for node in model.graph.node for name in node.output}
     for node in model.graph.node:
-        parts = _replacement(model.graph, node, facts)
+        parts = _replacement(model.graph, node, facts, made_by)
         changed = changed or parts is not None
         nodes += [node] if parts is None else parts
     if changed:
@@ -42,15 +46,23 @@ def splice_branches(model: onnx.ModelProto, facts: GraphFacts) -> bool:
 
 
 def _replacement(
-    graph: onnx.GraphProto, node: onnx.NodeProto, facts: GraphFacts
+    graph: onnx.GraphProto,
+    node: onnx.NodeProto,
+    facts: GraphFacts,
+    made_by: Mapping[str, onnx.NodeProto],
 ) -> list[onnx.NodeProto] | None:
     """The nodes that take the place of an If; None if it is none, or has to stay."""
     if node.op_type != "If" or not is_default_domain(node):
         return None
     branches = [attribute(node, name) for name in ("then_branch", "else_branch")]
     condition = facts.constant(node.input[0])
+    taken_always = None
     if condition is not None and condition.size == 1:
-        nodes, results = Body(graph, branches[not condition.item()], facts).splice({})
+        taken_always = branches[not condition.item()]
+    elif _asks_if_empty(node.input[0], facts, made_by) and _is_empty(branches[0]):
+        taken_always = branches[1]
+    if taken_always is not None:
+        nodes, results = Body(graph, taken_always, facts).splice({})
         copies = zip(results, node.output, strict=True)
         return nodes + [helper.make_node("Identity", [one], [other]) for one, other in copies]
     if condition is not None or not _is_choice(branches, facts, node):
@@ -61,6 +73,39 @@ def _replacement(
         for *pair, output in zip(taken, left, node.output, strict=True)
     ]
     return nodes + others + choices
+
+
+def _asks_if_empty(
+    name: str, facts: GraphFacts, made_by: Mapping[str, onnx.NodeProto]
+) -> bool:
+    """Return whether a condition is that a tensor has no elements."""
+    node = made_by.get(name)
+    while node is not None and node.op_type in ("Cast", "Identity"):
+        node = made_by.get(node.input[0])
+    if node is None or node.op_type != "Equal":
+        return False
+    values = [facts.constant(each) for each in node.input]
+    counts = [made_by.get(each) for each in node.input]
+    zeros = [value is not None and value.size == 1 and not value.any() for value in values]
+    if zeros not in ([False, True], [True, False]):
+        return False
+    count = counts[zeros.index(False)]
+    if count is not None and count.op_type == "ReduceProd":
+        count = made_by.get(count.input[0])
+        return count is not None and count.op_type == "Shape"
+    return count is not None and count.op_type == "Size"
+
+
+def _is_empty(branch: onnx.GraphProto) -> bool:
+    """Return whether a branch returns nothing but constants without elements."""
+    constants = {
+        node.output[0]: attribute(node, "value")
+        for node in branch.node
+        if node.op_type == "Constant"
+    }
+    constants |= {tensor.name: tensor for tensor in branch.initializer}
+    found = [constants.get(result.name) for result in branch.output]
+    return all(tensor is not None and 0 in tensor.dims for tensor in found)
 
 
 def _is_choice(

@@ -9,18 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 from tvm.ir import GenericConst
 
 
-def translate_gather(inputs: Sequence[Any], axis: int) -> relax.Expr | None:
-    """``take`` of a tensor along an axis of known extent; None for anything else.
+def translate_gather(
+    builder: relax.BlockBuilder, inputs: Sequence[Any], axis: int
+) -> relax.Expr | None:
+    """``take`` of a tensor along an axis, or a kernel if its extent is symbolic; None for shapes.
 
     Parameters
     ----------
+    builder : relax.BlockBuilder
+        Where the kernel is added.
     inputs : sequence
         Data, and int32 or int64 indices from ``-extent`` to ``extent - 1``; constant ones are not
-        negative. Other indices are taken modulo the extent.
+        negative. Other indices are taken modulo the extent; where that is symbolic, one out of
+        range is the nearest.
     axis : int
         The axis.
 
@@ -35,6 +40,23 @@ def translate_gather(inputs: Sequence[Any], axis: int) -> relax.Expr | None:
     if all(are_constant) or not isinstance(data.ty.shape, relax.ShapeExpr):
         return None
     if not isinstance(data.ty.shape.values[axis], tirx.IntImm):
-        return None
+        first = axis % len(data.ty.shape)
+        return builder.emit_te(_take_nearest, data, indices, first, primfunc_name_hint="take")
     mode = "clip" if are_constant[1] else "wrap"
     return relax.op.take(data, indices, axis, mode=mode)
+
+
+def _take_nearest(data: te.Tensor, indices: te.Tensor, axis: int) -> te.Tensor:
+    """Slices of an axis; 0 where it is empty."""
+    count = len(indices.shape)
+
+    def element(*i: tirx.Var) -> tirx.Expr:
+        extent = tirx.Cast(indices.dtype, data.shape[axis])
+        index = indices(*i[axis : axis + count])
+        from_start = tirx.if_then_else(index < 0, index + extent, index)
+        place = tirx.max(tirx.min(from_start, extent - 1), 0)
+        value = data(*i[:axis], place, *i[axis + count :])
+        return tirx.if_then_else(extent > 0, value, tirx.const(0, data.dtype))
+
+    shape = [*data.shape[:axis], *indices.shape, *data.shape[axis + 1 :]]
+    return te.compute(shape, element, name="take")

@@ -35,6 +35,8 @@ def _clamp(node: onnx.NodeProto, facts: GraphFacts) -> list[onnx.NodeProto]:
     data, indices = node.input[0], node.input[1]
     extents = _extents(node, facts)
     value = facts.constant(indices)
+    if value is None and node.op_type == "Gather":
+        return []  # its translation stays within the tensor
     if extents is None:
         raise InvalidModelError(
             f"{what} needs the size of the indexed tensor {data!r}; give every dimension of the "
@@ -49,8 +51,6 @@ def _clamp(node: onnx.NodeProto, facts: GraphFacts) -> list[onnx.NodeProto]:
         positive = np.where(value < 0, value + extents, value).astype(value.dtype)
         node.input[1] = facts.add_constant(f"{indices}/positive", positive)
         return []
-    if node.op_type == "Gather":
-        return []  # its translation stays within the tensor
     dtype = helper.tensor_dtype_to_np_dtype(facts.dtype(indices))
     low = facts.add_constant(f"{indices}/low", np.asarray(-extents, dtype))
     high = facts.add_constant(f"{indices}/high", np.asarray(extents - 1, dtype))

@@ -1,0 +1,584 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real architectures of PyTorch, torchvision and transformers, exported to ONNX and checked.
+
+    python examples/torch_zoo.py                      # all of them against ONNX Runtime
+    python examples/torch_zoo.py swin_t llama -o DIR  # some, and keep the ONNX files
+
+Weights are random, images and configurations small; ``--full`` takes the published sizes. Needs
+the extras ``zoo`` and ``check``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[1]
+# The checkout itself holds these; this folder would hide the package transformers.
+sys.path[:] = [str(ROOT), *(path for path in sys.path if Path(path) != ROOT / "examples")]
+from examples import torch_nets  # noqa: E402
+from examples.torchvision_ops import import_torchvision, import_transformers  # noqa: E402
+
+LIMIT = 1e-4
+"""Largest error, relative to the largest number of an output."""
+
+
+class Sample(NamedTuple):
+    """A module and the inputs that it is exported with.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        In evaluation mode; returns a tensor or a tuple of them.
+    inputs : dict of str to torch.Tensor
+        By the names of its parameters.
+    traced : bool
+        Whether the older exporter is needed, which traces.
+    """
+
+    module: nn.Module
+    inputs: dict[str, Tensor]
+    traced: bool = False
+
+
+Build = Callable[[bool], Sample]
+"""Builds a model, of its published size or a small one."""
+
+
+class _Call(nn.Module):
+    """A module with one way to call it, which returns tensors only."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.call(self.module, *inputs)
+
+
+def _vision(name: str, small: int = 64, size: int = 224, **options: Any) -> Build:
+    """A network of torchvision for images of ``small`` or ``size`` pixels."""
+
+    def build(full: bool) -> Sample:
+        models = import_torchvision().models
+        module = models.get_model(name, weights=None, **options)
+        pixels = size if full else small
+        return Sample(module, {"image": torch.randn(1, 3, pixels, pixels)})
+
+    return build
+
+
+def _segmentation(name: str) -> Build:
+    def build(full: bool) -> Sample:
+        models = import_torchvision().models
+        module = models.get_model(name, weights=None, weights_backbone=None, num_classes=5)
+        pixels = 224 if full else 64
+        image = torch.randn(1, 3, pixels, pixels)
+        return Sample(_Call(module, lambda m, x: m(x)["out"]), {"image": image})
+
+    return build
+
+
+def _detection(name: str, small: int, size: int) -> Build:
+    """A detector: boxes, scores and labels of one image, all candidates suppressed by NMS."""
+
+    def build(full: bool) -> Sample:
+        pixels = size if full else small
+        sizes = {} if small == size else {"min_size": pixels, "max_size": pixels}
+        module = import_torchvision().models.get_model(
+            name, weights=None, weights_backbone=None, num_classes=5, **sizes
+        )
+
+        def call(m: nn.Module, image: Tensor) -> tuple[Tensor, ...]:
+            found = m([image])[0]
+            return found["boxes"], found["scores"], found["labels"]
+
+        return Sample(_Call(module, call), {"image": torch.rand(3, pixels, pixels)}, traced=True)
+
+    return build
+
+
+def _tokens(rows: int, count: int, vocabulary: int = 100) -> dict[str, Tensor]:
+    mask = torch.ones(rows, count, dtype=torch.int64)
+    if rows > 1:
+        mask[0, -2:] = 0
+    return {
+        "input_ids": torch.randint(3, vocabulary, (rows, count)),
+        "attention_mask": mask,
+    }
+
+
+_SMALL = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_FEED = {"intermediate_size": 64}
+
+
+def _text(model: str, config: str, small: dict[str, Any], **always: Any) -> Build:
+    """A transformer of tokens: its first output, for two sequences of which one is masked."""
+
+    def build(full: bool) -> Sample:
+        transformers = import_transformers()
+        options = always if full else {**small, **always}
+        module = getattr(transformers, model)(getattr(transformers, config)(**options))
+
+        def call(m: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            found = m(input_ids=input_ids, attention_mask=attention_mask, return_dict=False)
+            return found[0]
+
+        inputs = _tokens(1, 128) if full else _tokens(2, 7)
+        return Sample(_Call(module, call), inputs)
+
+    return build
+
+
+def _pixels(
+    model: str, config: str, small: dict[str, Any], size: int = 32, key: str = "pixel_values"
+) -> Build:
+    """A transformer of images or frames: its first output."""
+
+    def build(full: bool) -> Sample:
+        transformers = import_transformers()
+        module = getattr(transformers, model)(
+            getattr(transformers, config)(**({} if full else small))
+        )
+        pixels = 224 if full else size
+        image = torch.randn(1, 3, pixels, pixels)
+        return Sample(_Call(module, lambda m, x: m(x, return_dict=False)[0]), {key: image})
+
+    return build
+
+
+def _gpt2_with_past(full: bool) -> Sample:
+    """One step of decoding: keys and values of the tokens before come in and go out."""
+    transformers = import_transformers()
+    small = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = transformers.GPT2Config(**({} if full else small))
+    layers, heads = config.n_layer, config.n_head
+    shape = (1, heads, 9, config.n_embd // heads)
+    past = {f"past.{i}": torch.randn(shape) for i in range(2 * layers)}
+
+    def call(m: nn.Module, input_ids: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        cache = transformers.DynamicCache()
+        for i in range(layers):
+            cache.update(states[2 * i], states[2 * i + 1], i)
+        found = m(input_ids=input_ids, past_key_values=cache, use_cache=True)
+        after = found.past_key_values.layers
+        return (found.logits, *(t for layer in after for t in (layer.keys, layer.values)))
+
+    ids = torch.randint(0, 100, (1, 1))
+    return Sample(_Call(transformers.GPT2LMHeadModel(config), call), {"input_ids": ids, **past})
+
+
+def _encoder_decoder(model: str, config: str, small: dict[str, Any]) -> Build:
+    def build(full: bool) -> Sample:
+        transformers = import_transformers()
+        options = {} if full else small
+        module = getattr(transformers, model)(getattr(transformers, config)(**options))
+
+        def call(m: Any, ids: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+            return m(ids, mask, decoder_input_ids=target, use_cache=False, return_dict=False)[0]
+
+        inputs = _tokens(1, 64) if full else _tokens(2, 7)
+        count = len(inputs["input_ids"])
+        return Sample(
+            _Call(module, call), {**inputs, "decoder_input_ids": torch.randint(3, 100, (count, 5))}
+        )
+
+    return build
+
+
+def _whisper_encoder(full: bool) -> Sample:
+    transformers = import_transformers()
+    small = {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+        "max_source_positions": 50,
+        "decoder_layers": 1,
+        "decoder_attention_heads": 4,
+        "vocab_size": 100,
+        "pad_token_id": 0,
+    }
+    options = {} if full else small
+    module = transformers.WhisperModel(transformers.WhisperConfig(**options)).encoder
+    frames = torch.randn(1, 80, 3000 if full else 100)
+    return Sample(_Call(module, lambda m, x: m(x, return_dict=False)[0]), {"frames": frames})
+
+
+def _clip(full: bool) -> Sample:
+    transformers = import_transformers()
+    text = {**_SMALL, **_FEED, "max_position_embeddings": 16, "projection_dim": 16}
+    image = {**text, "image_size": 32, "patch_size": 8}
+    image.pop("vocab_size")
+    small = {"text_config": text, "vision_config": image, "projection_dim": 16}
+    module = transformers.CLIPModel(transformers.CLIPConfig(**({} if full else small)))
+
+    def call(m: Any, ids: Tensor, mask: Tensor, pixels: Tensor) -> Tensor:
+        return m(ids, pixels, mask, return_dict=False)[0]
+
+    pixels = 224 if full else 32
+    tokens = _tokens(1, 77) if full else _tokens(2, 7)
+    return Sample(_Call(module, call), {**tokens, "pixels": torch.randn(1, 3, pixels, pixels)})
+
+
+def _clip_text(full: bool) -> Sample:
+    transformers = import_transformers()
+    small = {**_SMALL, **_FEED, "max_position_embeddings": 16}
+    module = transformers.CLIPTextModel(transformers.CLIPTextConfig(**({} if full else small)))
+    ids = torch.randint(3, 100, (1, 77 if full else 7))
+    return Sample(_Call(module, lambda m, x: m(x, return_dict=False)[0]), {"input_ids": ids})
+
+
+def _wav2vec2(full: bool) -> Sample:
+    transformers = import_transformers()
+    small = {
+        **_SMALL,
+        **_FEED,
+        "conv_dim": (16, 16, 16),
+        "conv_kernel": (10, 3, 2),
+        "conv_stride": (5, 2, 2),
+        "num_conv_pos_embeddings": 16,
+        "num_conv_pos_embedding_groups": 4,
+    }
+    module = transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**({} if full else small)))
+    sound = torch.randn(1, 16000 if full else 800)
+    return Sample(_Call(module, lambda m, x: m(x, return_dict=False)[0]), {"sound": sound})
+
+
+def _own(make: Callable[[bool], nn.Module], **shapes: Sequence[int]) -> Build:
+    """A network of ``torch_nets``; the first and second of two shapes are small and full."""
+
+    def build(full: bool) -> Sample:
+        return Sample(make(full), {k: torch.randn(*v[int(full)]) for k, v in shapes.items()})
+
+    return build
+
+
+def _diffusion(full: bool) -> Sample:
+    width, pixels = (320, 32) if full else (32, 8)
+    module = torch_nets.DiffusionBlock(width, 8 if full else 4, 768 if full else 48)
+    latent = torch.randn(1, 4, pixels, pixels)
+    context = torch.randn(1, 77 if full else 5, 768 if full else 48)
+    return Sample(module, {"latent": latent, "step": torch.tensor([17]), "context": context})
+
+
+def _ranking(make: Callable[..., nn.Module], crossed: bool) -> Build:
+    def build(full: bool) -> Sample:
+        sizes = {"features": 26, "rows": 10_000, "width": 32} if full else {}
+        module, count = make(**sizes), 26 if full else 8
+        rows = 64 if full else 3
+        inputs = {
+            "numbers": torch.randn(rows, 13),
+            "categories": torch.randint(0, 100, (rows, count)),
+        }
+        if crossed:
+            inputs["crossed"] = torch.randint(0, 100, (rows, 6))
+        return Sample(module, inputs)
+
+    return build
+
+
+_BERT = {**_SMALL, **_FEED, "max_position_embeddings": 40}
+_GROUPED = {**_SMALL, **_FEED, "num_key_value_heads": 2}
+_VIT = {**_SMALL, **_FEED, "image_size": 32, "patch_size": 8}
+
+FAMILIES: dict[str, dict[str, Build]] = {
+    "classification": {
+        "alexnet": _vision("alexnet", 96),
+        "vgg11": _vision("vgg11", 32),
+        "resnet18": _vision("resnet18"),
+        "resnet50": _vision("resnet50"),
+        "resnext50_32x4d": _vision("resnext50_32x4d"),
+        "regnet_y_400mf": _vision("regnet_y_400mf"),
+        "convnext_tiny": _vision("convnext_tiny"),
+        "inception_v3": _vision("inception_v3", 96, 299, init_weights=False),
+        "googlenet": _vision("googlenet", init_weights=False),
+        "densenet121": _vision("densenet121"),
+        "efficientnet_b0": _vision("efficientnet_b0"),
+        "efficientnet_v2_s": _vision("efficientnet_v2_s"),
+        "mobilenet_v2": _vision("mobilenet_v2"),
+        "mobilenet_v3_large": _vision("mobilenet_v3_large"),
+        "mnasnet0_5": _vision("mnasnet0_5"),
+        "shufflenet_v2_x1_0": _vision("shufflenet_v2_x1_0"),
+        "squeezenet1_1": _vision("squeezenet1_1"),
+        "swin_t": _vision("swin_t"),
+        "swin_v2_t": _vision("swin_v2_t"),
+        "vit_b_32": _vision("vit_b_32", 224),
+        "maxvit_t": _vision("maxvit_t", 224),
+        "r3d_18": lambda full: Sample(
+            import_torchvision().models.get_model("r3d_18", weights=None),
+            {"clip": torch.randn(1, 3, 8, 112, 112) if full else torch.randn(1, 3, 4, 32, 32)},
+        ),
+    },
+    "detection": {
+        "ssdlite320_mobilenet_v3": _detection("ssdlite320_mobilenet_v3_large", 320, 320),
+        "fcos_resnet50": _detection("fcos_resnet50_fpn", 96, 320),
+        "retinanet_resnet50": _detection("retinanet_resnet50_fpn", 96, 320),
+        "fasterrcnn_mobilenet_v3": _detection("fasterrcnn_mobilenet_v3_large_fpn", 96, 320),
+    },
+    "segmentation": {
+        "deeplabv3_mobilenet_v3": _segmentation("deeplabv3_mobilenet_v3_large"),
+        "lraspp_mobilenet_v3": _segmentation("lraspp_mobilenet_v3_large"),
+        "fcn_resnet50": _segmentation("fcn_resnet50"),
+        "unet": _own(
+            lambda full: torch_nets.UNet(64 if full else 16),
+            image=((1, 3, 32, 32), (1, 3, 128, 128)),
+        ),
+    },
+    "text": {
+        "bert": _text("BertModel", "BertConfig", _BERT),
+        "bert_eager": _text("BertModel", "BertConfig", _BERT, attn_implementation="eager"),
+        "roberta": _text("RobertaModel", "RobertaConfig", _BERT),
+        "albert": _text("AlbertModel", "AlbertConfig", {**_BERT, "embedding_size": 16}),
+        "electra": _text("ElectraModel", "ElectraConfig", {**_BERT, "embedding_size": 16}),
+        "deberta_v2": _text("DebertaV2Model", "DebertaV2Config", _BERT),
+        "distilbert": _text(
+            "DistilBertModel",
+            "DistilBertConfig",
+            {"vocab_size": 100, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
+        ),
+        "gpt2": _text(
+            "GPT2LMHeadModel",
+            "GPT2Config",
+            {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4},
+            use_cache=False,
+        ),
+        "gpt2_with_past": _gpt2_with_past,
+        "llama": _text("LlamaForCausalLM", "LlamaConfig", _GROUPED, use_cache=False),
+        "mistral": _text("MistralForCausalLM", "MistralConfig", _GROUPED, use_cache=False),
+        "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", _GROUPED, use_cache=False),
+        "gemma": _text(
+            "GemmaForCausalLM", "GemmaConfig", {**_GROUPED, "head_dim": 8}, use_cache=False
+        ),
+        "t5": _encoder_decoder(
+            "T5ForConditionalGeneration",
+            "T5Config",
+            {
+                "vocab_size": 100,
+                "d_model": 32,
+                "d_kv": 8,
+                "d_ff": 64,
+                "num_layers": 2,
+                "num_heads": 4,
+            },
+        ),
+        "bart": _encoder_decoder(
+            "BartModel",
+            "BartConfig",
+            {
+                "vocab_size": 100,
+                "d_model": 32,
+                "encoder_layers": 2,
+                "decoder_layers": 2,
+                "encoder_attention_heads": 4,
+                "decoder_attention_heads": 4,
+                "encoder_ffn_dim": 64,
+                "decoder_ffn_dim": 64,
+            },
+        ),
+        "clip": _clip,
+        "clip_text": _clip_text,
+    },
+    "image transformers": {
+        "vit": _pixels("ViTModel", "ViTConfig", _VIT),
+        "deit": _pixels("DeiTModel", "DeiTConfig", _VIT),
+        "beit": _pixels("BeitModel", "BeitConfig", _VIT),
+        "dinov2": _pixels("Dinov2Model", "Dinov2Config", _VIT),
+        "swin_hf": _pixels(
+            "SwinModel",
+            "SwinConfig",
+            {
+                "image_size": 32,
+                "patch_size": 2,
+                "embed_dim": 16,
+                "depths": [2, 2],
+                "num_heads": [2, 4],
+                "window_size": 4,
+            },
+        ),
+        "convnext_hf": _pixels(
+            "ConvNextModel",
+            "ConvNextConfig",
+            {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1]},
+        ),
+        "segformer": _pixels(
+            "SegformerForSemanticSegmentation",
+            "SegformerConfig",
+            {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "decoder_hidden_size": 16},
+            64,
+        ),
+        "mobilevit": _pixels("MobileViTModel", "MobileViTConfig", {"image_size": 64}, 64),
+    },
+    "speech": {
+        "whisper_encoder": _whisper_encoder,
+        "wav2vec2": _wav2vec2,
+        "conformer": _own(
+            lambda full: torch_nets.Conformer(256 if full else 48),
+            frames=((2, 21, 40), (1, 400, 40)),
+        ),
+        "speech_lstm": _own(
+            lambda full: torch_nets.SpeechLSTM(nn.LSTM, 256 if full else 48),
+            frames=((2, 21, 40), (1, 400, 40)),
+        ),
+        "speech_gru": _own(
+            lambda full: torch_nets.SpeechLSTM(nn.GRU, 256 if full else 48),
+            frames=((2, 21, 40), (1, 400, 40)),
+        ),
+    },
+    "diffusion and ranking": {
+        "diffusion_unet": _diffusion,
+        "wide_and_deep": _ranking(torch_nets.WideAndDeep, True),
+        "dlrm": _ranking(torch_nets.DLRM, False),
+    },
+}
+
+TORCH_ZOO: dict[str, Build] = {
+    name: build for family in FAMILIES.values() for name, build in family.items()
+}
+
+
+def export(name: str, full: bool = False) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """Export a model to ONNX.
+
+    Parameters
+    ----------
+    name : str
+        A key of :data:`TORCH_ZOO`.
+    full : bool
+        Whether it has its published size.
+
+    Returns
+    -------
+    onnx.ModelProto
+    dict of str to numpy.ndarray
+        Inputs, by name.
+    """
+    torch.manual_seed(0)
+    with _quiet(), torch.no_grad():
+        module, inputs, traced = TORCH_ZOO[name](full)
+        module.eval()
+        for parameter in module.parameters():
+            if not parameter.any():  # some heads begin with zeros
+                parameter.normal_(std=0.02)
+        file = io.BytesIO()
+        if traced:
+            torch.onnx.export(
+                module,
+                tuple(inputs.values()),
+                file,
+                dynamo=False,
+                opset_version=17,
+                input_names=list(inputs),
+            )
+        else:
+            program = torch.onnx.export(
+                module,
+                tuple(inputs.values()),
+                dynamo=True,
+                input_names=list(inputs),
+                verbose=False,
+            )
+            assert program is not None
+            program.save(file)
+    model = onnx.load_from_string(file.getvalue())
+    names = {value.name for value in model.graph.input}
+    return model, {key: value.numpy() for key, value in inputs.items() if key in names}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def check(name: str, full: bool = False, folder: Path | None = None) -> tuple[float, float]:
+    """Compile a model and compare its outputs with ONNX Runtime's.
+
+    Parameters
+    ----------
+    name : str
+        A key of :data:`TORCH_ZOO`.
+    full : bool
+        Whether it has its published size.
+    folder : Path, optional
+        Where the ONNX file is kept.
+
+    Returns
+    -------
+    float
+        Largest error, relative to the largest number of its output.
+    float
+        Seconds that compiling took.
+    """
+    import onnxruntime
+
+    import tvm_fusion
+
+    model, feed = export(name, full)
+    if folder is not None:
+        onnx.save(model, folder / f"{name}.onnx")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    wanted = session.run(None, feed)
+    start = time.perf_counter()
+    compiled = tvm_fusion.compile(model)
+    seconds = time.perf_counter() - start
+    found = compiled(feed)
+    found = found if isinstance(found, tuple) else (found,)
+    return max(map(relative_error, found, wanted)), seconds
+
+
+def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Largest difference of two arrays of one shape, relative to the largest number wanted."""
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        raise AssertionError(
+            f"{found.dtype} of shape {found.shape}, expected {wanted.dtype} of {wanted.shape}"
+        )
+    if not wanted.size:
+        return 0.0
+    difference = np.abs(found.astype("float64") - wanted.astype("float64")).max()
+    return float(difference / max(np.abs(wanted).max(), 1e-30))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check some models, and print a line each; the exit code is the number of failures."""
+    parser = argparse.ArgumentParser(description="Check real architectures against ONNX Runtime.")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(TORCH_ZOO))
+    parser.add_argument("--full", action="store_true", help="published sizes")
+    parser.add_argument("-o", "--output", type=Path, help="folder for the ONNX files")
+    options = parser.parse_args(arguments)
+    unknown = set(options.models) - set(TORCH_ZOO)
+    if unknown:
+        parser.error(f"unknown models: {', '.join(sorted(unknown))}")
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+    failures = 0
+    for name in options.models or TORCH_ZOO:
+        try:
+            error, seconds = check(name, options.full, options.output)
+            verdict = "right" if error <= LIMIT else "WRONG"
+            text = f"{verdict}, error {error:.1e}, compiled in {seconds:.1f} s"
+        except Exception as raised:
+            verdict, text = "failed", "".join(traceback.format_exception_only(raised)).strip()
+        failures += verdict != "right"
+        print(f"{name}: {text}", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators whose results have sizes that depend on data have the results of ONNX Runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx_reference import run_onnx
+
+import tvm_fusion
+from tvm_fusion.errors import TargetError, UnsupportedOperatorError
+from tvm_fusion.onnx.frontend import import_onnx
+
+CHOSEN = """float half = {0.5} int64[1] zero = {0} int64 first = {0} int64[1] three = {3}
+    int64[1] flat = {-1} int64[1] hundred = {100} float[1] overlap = {0.3}"""
+CHOOSE = """above = Greater(x, half) both = NonZero(above) places = Squeeze(both, zero)
+    chosen = Gather(x, places)"""
+
+
+def parse(inputs: str, outputs: str, nodes: str, constants: str = CHOSEN) -> onnx.ModelProto:
+    text = f"g ({inputs}) => ({outputs}) <{', '.join(split(constants))}> {{ {nodes} }}"
+    return onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}')
+
+
+def split(constants: str) -> list[str]:
+    """Declarations of constants, which the parser wants separated."""
+    return [f"{part}}}" for part in " ".join(constants.split()).split("}")[:-1]]
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, 7]).random(shape, dtype=np.float32)
+
+
+def assert_same(model: onnx.ModelProto, *feeds: dict[str, np.ndarray]) -> Any:
+    """Check the outputs for each of some inputs, one compiled model for all of them."""
+    compiled = tvm_fusion.compile(model, threads=1)
+    for feed in feeds:
+        found = compiled(feed)
+        found = found if isinstance(found, tuple) else (found,)
+        for one, other in zip(found, run_onnx(model, feed), strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    return compiled
+
+
+def test_places_of_what_is_not_zero_and_of_nothing(tmp_path: Path) -> None:
+    model = parse("float[3, 4] x", "int64[2, n] y", "y = NonZero(x)")
+    x = np.where(random(3, 4) > 0.5, random(3, 4), 0).astype("float32")
+    compiled = assert_same(model, {"x": x}, {"x": 0 * x}, {"x": x + 1})
+    assert compiled.outputs[0].shape == (2, "selected")
+    compiled.save(tmp_path / "model.so")
+    loaded = tvm_fusion.load(tmp_path / "model.so", threads=1)
+    np.testing.assert_array_equal(loaded(x), compiled(x))
+
+
+def test_results_of_two_calls_do_not_share_memory() -> None:
+    compiled = tvm_fusion.compile(
+        parse("float[8] x", "int64[1, n] y", "y = NonZero(x)"), threads=1
+    )
+    first = compiled(np.ones(8, "float32"))
+    compiled(np.array([0] * 7 + [1], "float32"))
+    np.testing.assert_array_equal(first, [np.arange(8)])
+
+
+@pytest.mark.parametrize("axis", [None, 0, -1])
+def test_compress(axis: int | None) -> None:
+    attribute = "" if axis is None else f"<axis = {axis}>"
+    shape = {None: "n", 0: "n, 4", -1: "3, n"}[axis]
+    model = parse(
+        "float[3, 4] x, bool[3] c", f"float[{shape}] y", f"y = Compress {attribute} (x, c)"
+    )
+    x = random(3, 4)
+    chosen = [np.array(bits) for bits in ([True, False, True], [False] * 3)]
+    assert_same(model, *({"x": x, "c": c} for c in chosen))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "nodes"),
+    [
+        ("float[n] y", "y = Mul(chosen, half)"),
+        ("float[n] y", "y = Concat<axis = 0>(chosen, x)"),
+        ("float[n] y", "y = Slice(chosen, zero, three, zero)"),
+        ("float y", "y = ReduceSum<keepdims = 0>(chosen, zero)"),
+        ("int64[n] y", "y = Cast<to = 7>(chosen)"),
+        (
+            "float[n] y, float[n] z",
+            """shape = Shape(chosen) size = Gather(shape, first) sizes = Unsqueeze(size, zero)
+            bounds = Concat<axis = 0>(three, sizes) least = ReduceMin<keepdims = 0>(bounds)
+            k = Reshape(least, flat) y, order = TopK(chosen, k) z = Gather(chosen, order)""",
+        ),
+        (
+            "int64[n, 3] y",
+            """boxes = Gather(corners, places) image = Unsqueeze(boxes, zero)
+            one = Unsqueeze(chosen, zero) scores = Unsqueeze(one, zero)
+            y = NonMaxSuppression(image, scores, hundred, overlap)""",
+        ),
+    ],
+)
+def test_what_is_computed_from_a_selection(outputs: str, nodes: str) -> None:
+    inputs = "float[20] x" + (", float[20, 4] corners" if "corners" in nodes else "")
+    model = parse(inputs, outputs, f"{CHOOSE} {nodes}")
+    feeds = [{"x": random(20, seed=seed)} for seed in range(2)]
+    feeds.append({"x": np.where(np.arange(20) == 3, random(20) + 0.5, 0).astype("float32")})
+    for feed in feeds:
+        feed |= {"corners": random(20, 4)} if "corners" in nodes else {}
+    assert_same(model, *feeds)
+
+
+@pytest.mark.parametrize("attribute", ["", "<center_point_box = 1>"])
+@pytest.mark.parametrize("inputs", ["", ", most", ", most, overlap", ", most, overlap, score"])
+def test_suppressed_boxes(attribute: str, inputs: str) -> None:
+    constants = "int64[1] most = {4} float[1] overlap = {0.3} float[1] score = {0.2}"
+    model = parse(
+        "float[2, 30, 4] boxes, float[2, 3, 30] scores",
+        "int64[n, 3] y",
+        f"y = NonMaxSuppression {attribute} (boxes, scores{inputs})",
+        constants,
+    )
+    feeds = [
+        {"boxes": random(2, 30, 4, seed=seed), "scores": random(2, 3, 30, seed=seed + 1)}
+        for seed in range(2)
+    ]
+    feeds[1]["scores"] = np.round(feeds[1]["scores"], 1)  # equal ones
+    feeds[1]["boxes"][:, ::3] = feeds[1]["boxes"][:, :1]
+    assert_same(model, *feeds)
+
+
+def test_detector_that_returns_early_without_boxes() -> None:
+    model = parse(
+        "float[20] x, float[20, 4] corners",
+        "int64[n] y",
+        f"""{CHOOSE} boxes = Gather(corners, places) shape = Shape(boxes)
+        count = ReduceProd<keepdims = 0>(shape) none = Equal(count, first)
+        y = If (none) <
+            then_branch = empty () => (int64[0] e) {{ e = Constant<value = int64[0] {{}}>() }},
+            else_branch = some () => (int64[n] s) {{
+                image = Unsqueeze(boxes, zero) one = Unsqueeze(chosen, zero)
+                scores = Unsqueeze(one, zero)
+                found = NonMaxSuppression(image, scores, hundred, overlap)
+                last = Constant<value_int = 2>()
+                s = Gather<axis = 1>(found, last)
+            }}>""",
+    )
+    corners = random(20, 4)
+    assert_same(model, *({"x": x, "corners": corners} for x in (random(20), 0 * random(20))))
+
+
+@pytest.mark.parametrize("mode", ["half_pixel", "output_half_pixel"])
+@pytest.mark.parametrize("ratio", [0, 2])
+def test_means_of_regions(mode: str, ratio: int) -> None:
+    attributes = f"""output_height = 4, output_width = 5, spatial_scale = 0.5,
+        sampling_ratio = {ratio}, coordinate_transformation_mode = "{mode}" """
+    model = parse(
+        "float[2, 3, 12, 12] x, float[5, 4] regions, int64[5] images",
+        "float[5, 3, 4, 5] y",
+        f"y = RoiAlign <{attributes}> (x, regions, images)",
+    )
+    regions = 8 * random(5, 4)
+    regions[:, 2:] += regions[:, :2]
+    feed = {"x": random(2, 3, 12, 12), "regions": regions}
+    assert_same(model, feed | {"images": np.array([0, 1, 1, 0, 1])})
+
+
+def test_an_image_out_of_range_is_the_nearest() -> None:
+    model = parse(
+        "float[2, 1, 4, 4] x, float[1, 4] regions, int64[1] images",
+        "float[1, 1, 2, 2] y",
+        "y = RoiAlign<output_height = 2, output_width = 2>(x, regions, images)",
+    )
+    compiled = tvm_fusion.compile(model, threads=1)
+    x, region = random(2, 1, 4, 4), np.array([[0, 0, 3, 3]], "float32")
+    for image, nearest in ((-7, 0), (99, 1)):
+        found = compiled(x, region, np.array([image]))
+        np.testing.assert_array_equal(found, compiled(x, region, np.array([nearest])))
+
+
+def test_refusals() -> None:
+    for nodes, inputs, reason in (
+        (
+            "y = NonMaxSuppression(b, s, most)",
+            "float[1, 9, 4] b, float[1, 1, 9] s, int64[1] most",
+            "its input 'most' depends on data",
+        ),
+        (
+            'y = RoiAlign<mode = "max">(x, r, i)',
+            "float[1, 1, 9, 9] x, float[2, 4] r, int64[2] i",
+            "its mode is 'max'",
+        ),
+    ):
+        output = "int64[n, 3] y" if "Non" in nodes else "float[2, 1, 1, 1] y"
+        with pytest.raises(UnsupportedOperatorError, match=reason):
+            import_onnx(parse(inputs, output, nodes))
+
+
+def test_on_a_gpu_they_are_refused() -> None:
+    model = parse("float[3, 4] x", "int64[2, n] y", "y = NonZero(x)")
+    with pytest.raises(TargetError, match="NonZero is compiled for CPUs only"):
+        tvm_fusion.compile(model, target="opencl")
