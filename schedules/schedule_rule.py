@@ -40,7 +40,9 @@ class Rule(ScheduleRule):
 
     kinds: ClassVar[tuple[str, ...]] = ()
 
-    def apply(self, func: tirx.PrimFunc, target: Target, _: bool) -> s_tir.Schedule | None:
+    def apply(
+        self, func: tirx.PrimFunc, target: Target, tunable: bool
+    ) -> s_tir.Schedule | list[s_tir.Schedule] | None:
         """Schedule ``func``, or return None if the rule does not know it."""
         if not isinstance(func, tirx.PrimFunc) or target.kind.name not in self.kinds:
             return None

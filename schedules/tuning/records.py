@@ -110,15 +110,26 @@ def parse_line(line: bytes) -> dict[str, Any]:
     ValueError
         If the line is anything else, or holds a number that is not finite.
     """
-    if len(line) > LONGEST_LINE:
-        raise ValueError(f"the line is longer than {LONGEST_LINE} bytes")
-    try:
-        found = json.loads(line.decode(), parse_constant=_no_constant)
-    except RecursionError as error:
-        raise ValueError("the line is nested too deeply") from error
+    found = parse_json(line)
     if not isinstance(found, dict):
         raise ValueError(f"the line holds {type(found).__name__}; expected an object")
     return found
+
+
+def parse_json(line: bytes) -> Any:
+    """Read one JSON value.
+
+    Raises
+    ------
+    ValueError
+        If the line is too long or no JSON, or holds a number that is not finite.
+    """
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"the line is longer than {LONGEST_LINE} bytes")
+    try:
+        return json.loads(line.decode(), parse_constant=_no_constant)
+    except RecursionError as error:
+        raise ValueError("the line is nested too deeply") from error
 
 
 def parse_record(line: bytes) -> Record:

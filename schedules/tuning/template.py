@@ -83,6 +83,10 @@ class Template(ABC, Generic[Workload, Knobs, Machine]):
         settings = self.settings(workload, machine)
         return knobs in settings or knobs == self.default(workload, machine)
 
+    def knob_kinds(self) -> dict[str, str]:
+        """Return the knobs' names with their types."""
+        return {field.name: str(field.type) for field in fields(self.knobs)}
+
     def read_knobs(self, values: Mapping[str, Any]) -> Knobs:
         """Build a setting from JSON; that it is legal remains to be checked.
 
@@ -91,7 +95,7 @@ class Template(ABC, Generic[Workload, Knobs, Machine]):
         ValueError
             If a knob is unknown, missing, or of another type.
         """
-        kinds = {field.name: str(field.type) for field in fields(self.knobs)}
+        kinds = self.knob_kinds()
         if set(values) != set(kinds):
             raise ValueError(f"the knobs are {sorted(values)}; expected {sorted(kinds)}")
         read = {name: _read(name, values[name], kind) for name, kind in kinds.items()}

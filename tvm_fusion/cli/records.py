@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from .options import json_option
+from .options import json_option, model_options, threads_option
 from .output import micros, show, show_table
 
 existing = click.Path(exists=True, path_type=Path)
@@ -93,23 +93,72 @@ def prune_command(path: Path) -> None:
     click.echo(f"{path}: {kept} records kept, {gone} lines removed")
 
 
+JSONL, META_SCHEDULE = "jsonl", "meta-schedule"
+format_option = click.option(
+    "--format",
+    "form",
+    type=click.Choice([JSONL, META_SCHEDULE]),
+    default=JSONL,
+    show_default=True,
+    help="Our lines of JSON, or a folder with the JSON database of TVM's MetaSchedule.",
+)
+
+
 @records_command.command("export")
 @click.argument("database", type=existing)
-@click.argument("output", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+@format_option
 @click.option("--cpu", "family", metavar="NAME", help="Only records of this CPU, as LLVM names it.")
-def export_command(database: Path, output: Path, family: str | None) -> None:
-    """Write the usable records of DATABASE to the file OUTPUT."""
-    from ..tuning.record_files import export
+@click.option(
+    "--model",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="For meta-schedule: the model whose kernels are exported; a record alone has no function. "
+    "The options below are those of tune.",
+)
+@model_options
+@threads_option
+def export_command(
+    database: Path,
+    output: Path,
+    form: str,
+    family: str | None,
+    model: Path | None,
+    threads: int | None,
+    shapes: dict[str, Any],
+    **options: Any,
+) -> None:
+    """Write the usable records of DATABASE to OUTPUT, a file or, for meta-schedule, a folder."""
+    if (form == META_SCHEDULE) != (model is not None):
+        raise click.UsageError("--format meta-schedule and --model need each other")
+    if model is None:
+        if output.is_dir():
+            raise click.UsageError(f"{output} is a folder; expected a file")
+        from ..tuning.record_files import export
 
-    click.echo(f"{output}: {export(database, output, family)} records")
+        click.echo(f"{output}: {export(database, output, family)} records")
+        return
+    from ..compiler.pipeline import Options
+    from ..compiler.target import resolve
+    from ..runtime.thread_pool import choose_threads
+    from ..tuning.meta_schedule_records import export_records
+    from ..tuning.tasks import extract_tasks
+
+    target = resolve(family or "native", cores=choose_threads(threads))
+    tasks = extract_tasks(model, target, shapes, Options(**options))
+    count = export_records(database, output, tasks, target)
+    click.echo(f"{output}: {count} records of {len(tasks)} tasks")
 
 
 @records_command.command("import")
 @click.argument("database", type=click.Path(file_okay=False, path_type=Path))
 @click.argument("inputs", type=existing, nargs=-1, required=True)
-def import_command(database: Path, inputs: tuple[Path, ...]) -> None:
+@format_option
+def import_command(database: Path, inputs: tuple[Path, ...], form: str) -> None:
     """Append the usable records of INPUTS to DATABASE."""
-    from ..tuning.record_files import import_records
+    if form == JSONL:
+        from ..tuning.record_files import import_records
+    else:
+        from ..tuning.meta_schedule_records import import_records
 
     taken, refused = import_records(database, inputs)
     click.echo(f"{database}: {taken} records taken, {refused} refused")

@@ -283,7 +283,7 @@ class Session:
     def _build_one(self, number: int) -> Path | Outcome:
         try:
             written = self.written(self.task.settings[number])
-            return _library(written, self.target, self.folder / f"{number}.so")
+            return library(written, self.target, self.folder / f"{number}.so")
         except Exception as error:  # TVM and LLVM raise anything
             text = " ".join(str(error).split())[-200:]
             return Outcome(None, "compile", f"{type(error).__name__}: {text}")
@@ -416,10 +416,10 @@ class Session:
 
 
 def _once(path: Path, write: Callable[[], tvm.IRModule], target: Target) -> Path:
-    return path if path.exists() else _library(write(), target, path)
+    return path if path.exists() else library(write(), target, path)
 
 
-def _library(module: tvm.IRModule, target: Target, path: Path) -> Path:
+def library(module: tvm.IRModule, target: Target, path: Path) -> Path:
     """Compile a module with a function ``main`` into a shared library."""
     linker = SharedLinker(str(target.attrs["mtriple"]))
     tvm.compile(module, target).export_library(str(path), fcompile=linker)

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tvm import te, tirx, topi
+import tvm
+import tvm_ffi
+from tvm import s_tir, te, tirx, topi
+from tvm.s_tir.schedule import Trace
 from tvm.target import Target
 
 from schedules import cpu
@@ -18,8 +21,17 @@ from schedules.compute.conv2d import conv2d, fused_conv2d
 from schedules.compute.pack import pack, unpack
 from schedules.compute.winograd_conv2d import winograd_conv2d
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.core.rule import CPUTemplate
+from schedules.cpu.core.rule import CPUTemplate, TunableRule
 from schedules.cpu.loops.dense import DenseWorkload
+from schedules.errors import OpError
+from schedules.tuning.tunable import (
+    PREFIX,
+    VERSION,
+    decisions_of,
+    read_setting,
+    sample_knobs,
+    without_decisions,
+)
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
 
 HASHES = Path(__file__).with_name("template_hashes.json")
@@ -146,3 +158,66 @@ def test_features_are_numbers_under_the_same_names(name: str) -> None:
     assert all(np.isfinite(list(row.values())).all() and row["cycles"] > 0 for row in rows)
 
 
+
+
+def rule_of(name: str, func: tirx.PrimFunc) -> TunableRule:
+    """The rule that takes the function of a template."""
+    rules = [rule for rule in cpu.RULES if isinstance(rule, TunableRule)]
+    return next(rule for rule in rules if rule.workload(func, TARGET) is not None)
+
+
+@pytest.mark.parametrize("name", cpu.TEMPLATES)
+def test_closed_with_the_defaults_decisions_an_open_function_is_the_default(name: str) -> None:
+    template, func = cpu.TEMPLATES[name], function(WORKLOADS[name])
+    rule, info = rule_of(name, func), CPUInfo.from_target(TARGET)
+    workload = rule.workload(func, TARGET)
+    space, default = template.space(workload, info), template.default(workload, info)
+    opened = s_tir.Schedule(func)
+    sample_knobs(opened, template, rule.workload_json(workload), space, default)
+    assert not tvm_ffi.structural_equal(opened.mod["main"], func)
+    again = s_tir.Schedule(func)
+    Trace.apply_json_to_schedule(opened.trace.as_json(), again)
+    wanted = template.write(func, workload, default, TARGET).mod
+    for one in (opened, again):
+        closed = rule.apply(one.mod["main"], TARGET, False)
+        tvm.ir.assert_structural_equal(closed.mod, wanted)
+
+
+@pytest.mark.parametrize("name", cpu.TEMPLATES)
+def test_decisions_are_drawn_from_the_space(name: str) -> None:
+    func = function(WORKLOADS[name])
+    rule, info = rule_of(name, func), CPUInfo.from_target(TARGET)
+    workload = rule.workload(func, TARGET)
+    templates = rule.templates(workload, info)
+    drawn = set()
+    for _ in range(4):
+        opened = rule.apply(func, TARGET, True)
+        assert len(opened) == len(templates)
+        for sch, template in zip(opened, templates, strict=True):
+            drawn_func = sch.mod["main"]
+            tvm.ir.assert_structural_equal(without_decisions(drawn_func), func)
+            found, values = read_setting(decisions_of(drawn_func), templates)
+            assert found is template
+            assert template.contains(workload, template.read_knobs(values), info)
+            drawn.add(json.dumps(values))
+    assert len(drawn) > 1
+    assert rule.apply(opened[0].mod["main"], TARGET, False) is not None
+
+
+def decide(sch: s_tir.Schedule, key: str, value: int) -> None:
+    """Put another decision in the place of one."""
+    root = sch.get_sblock("root")
+    sch.unannotate(root, key)
+    sch.annotate(root, key, value)
+
+
+def test_decisions_that_are_not_in_the_space_are_refused() -> None:
+    func = function(WORKLOADS["cpu.conv2d"])
+    sch = rule_of("cpu.conv2d", func).apply(func, TARGET, True)[0]
+    decide(sch, f"{PREFIX}pixels", 999)
+    with pytest.raises(OpError, match="pixels=999.* is not in the space of conv 3x3 32->64"):
+        cpu.Conv2D().apply(sch.mod["main"], TARGET, False)
+    decide(sch, VERSION, 999)
+    with pytest.raises(OpError, match="for version 999 of 'cpu.conv2d'; expected cpu.conv2d 1"):
+        cpu.Conv2D().apply(sch.mod["main"], TARGET, False)
+    assert cpu.Pack().apply(func, TARGET, True) is None

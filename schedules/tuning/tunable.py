@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Knobs as decisions of a trace: the form in which MetaSchedule searches a template.
+
+An open function is a function without a schedule whose root block names its template and has an
+annotation for each knob; the trace of its schedule samples their values. Closing it reads the
+annotations, and leaves the nest to the template.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import permutations
+from typing import Any
+
+from tvm import s_tir, tirx
+
+from schedules.errors import OpError
+
+from .template import Template
+
+PREFIX = "tvm_fusion.knob."
+TEMPLATE, VERSION, WORKLOAD = "tvm_fusion.template", "tvm_fusion.version", "tvm_fusion.workload"
+
+AnyTemplate = Template[Any, Any, Any]
+
+
+def sample_knobs(
+    sch: s_tir.Schedule,
+    template: AnyTemplate,
+    workload: str,
+    space: Iterable[Any],
+    chosen: Any | None = None,
+) -> None:
+    """Sample the knobs of a template, and annotate the root block of function ``main``.
+
+    One after the other: each from the values that it has in settings with the earlier ones, by
+    their number, so that all settings are equally likely and each is legal.
+
+    Parameters
+    ----------
+    sch : Schedule
+        Of the function without a schedule.
+    template : Template
+        The template.
+    workload : str
+        The workload as JSON.
+    space : iterable
+        Its settings.
+    chosen : object, optional
+        A setting of the space, whose decisions are then taken.
+    """
+    root = sch.get_sblock("root")
+    for key, text in ((TEMPLATE, template.name), (VERSION, template.version), (WORKLOAD, workload)):
+        sch.annotate(root, key, text)
+    settings = [{name: _number(value) for name, value in asdict(one).items()} for one in space]
+    wanted = None if chosen is None else {n: _number(v) for n, v in asdict(chosen).items()}
+    for name in settings[0]:
+        counts = sorted(Counter(one[name] for one in settings).items())
+        values = [value for value, _ in counts]
+        decision = None if wanted is None else values.index(wanted[name])
+        sampled = sch.sample_categorical(
+            values, [count / len(settings) for _, count in counts], decision
+        )
+        sch.annotate(root, PREFIX + name, sampled)
+        value = int(sch.get(sampled))
+        settings = [one for one in settings if one[name] == value]
+
+
+def decisions_of(func: tirx.PrimFunc) -> dict[str, Any]:
+    """Return the annotations of an open function, numbers and texts; of another one there are none.
+
+    The knobs' keys begin with :data:`PREFIX`.
+    """
+    root = getattr(func.body, "block", None)
+    annotations = dict(root.annotations) if root is not None else {}
+    if TEMPLATE not in annotations:
+        return {}
+    return {
+        str(key): int(value) if isinstance(value, int | tirx.IntImm) else str(value)
+        for key, value in annotations.items()
+        if key in (TEMPLATE, VERSION, WORKLOAD) or key.startswith(PREFIX)
+    }
+
+
+def without_decisions(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Return a function as it was before it was opened."""
+    decisions = decisions_of(func)
+    if not decisions:
+        return func
+    sch = s_tir.Schedule(func)
+    root = sch.get_sblock("root")
+    for key in decisions:
+        sch.unannotate(root, key)
+    return sch.mod["main"]
+
+
+def read_setting(
+    decisions: Mapping[str, Any], templates: Sequence[AnyTemplate]
+) -> tuple[AnyTemplate, dict[str, Any]]:
+    """Return the template and the knobs, as JSON, that decisions name.
+
+    Raises
+    ------
+    OpError
+        If they name another template or another version, or lack a knob.
+    """
+    name = decisions.get(TEMPLATE)
+    template = next((one for one in templates if one.name == name), None)
+    if template is None or decisions.get(VERSION) != template.version:
+        known = ", ".join(f"{one.name} {one.version}" for one in templates)
+        raise OpError(
+            f"the decisions are for version {decisions.get(VERSION)} of {name!r}; expected {known}"
+        )
+    values: dict[str, Any] = {}
+    for knob, kind in template.knob_kinds().items():
+        number = decisions.get(PREFIX + knob)
+        if type(number) is not int:
+            raise OpError(f"the decision on the knob {knob} is {number!r}; expected an integer")
+        values[knob] = _value(number, kind, getattr(template.knobs, knob, None))
+    return template, values
+
+
+def _number(value: Any) -> int:
+    """A knob as an integer: None as 0, a permutation as its rank."""
+    if isinstance(value, tuple):
+        return list(permutations(sorted(value))).index(value)
+    return int(value or 0)
+
+
+def _value(number: int, kind: str, usual: Any) -> Any:
+    """The knob of a number, as JSON; ``usual`` is any permutation of a knob that is one."""
+    if kind.startswith("tuple"):
+        orders = list(permutations(sorted(usual)))
+        if not 0 <= number < len(orders):
+            raise OpError(f"{number} is no permutation of {len(usual)} loops")
+        return list(orders[number])
+    if kind == "bool":
+        return number != 0
+    return None if "None" in kind and number == 0 else number
