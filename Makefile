@@ -58,8 +58,9 @@ bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime, OpenVINO
 	$(BIN)/python examples/benchmarks/rooflines.py --threads $(or $(THREADS),2)
 	$(BIN)/python examples/benchmarks/reductions_cpu.py --threads $(or $(THREADS),2)
 
-bench-mpi: $(VENV)/.stamp-mpi ## run stencils on one rank and on two, each a process of MPI
+bench-mpi: $(VENV)/.stamp-mpi ## run stencils and networks on one rank and on two, each a process of MPI
 	$(BIN)/python examples/benchmarks/distributed.py $(BENCH_ARGS)
+	$(BIN)/python examples/benchmarks/distributed_networks.py $(BENCH_ARGS)
 
 # Offline: no environment is made, PYTHON must have TVM, PyTorch and what else is to be compared.
 bench-gpu: ## race reductions and whole models on a GPU; ends with 2 where there is none

@@ -40,7 +40,7 @@ class DistributeRows:
             lv = R.tvm_fusion.conv2d(x, w1, b1, padding=[1, 1, 0, 1])            # rows 0 to 4
             lv1 = R.call_dps_packed("tvm_fusion.exchange_rows", (0, lv), ...)    # rows 0 to 5
             gv = R.tvm_fusion.conv2d(lv1, w2, b2, padding=[1, 1, 0, 1])          # rows 0 to 4
-            gv1 = R.call_dps_packed("tvm_fusion.exchange_rows", (1, gv), ...)    # rows 0 to 8
+            gv1 = R.call_dps_packed("tvm_fusion.exchange_rows", (1, gv, lv1), ...)  # rows 0 to 8
             return (gv1,)
 
     Ranks whose programs are the same share a function. Convolutions, pooling, element-wise ops,

@@ -73,6 +73,7 @@ class _Writer:
         self._places = {bound.var: index for index, bound in enumerate(stages)}
         self._found: list[dict[Range, relax.Var]] = [{} for _ in stages]
         self._sent: list[relax.Var] = []
+        self._last: list[relax.Var] = []
 
     def parameters(self) -> list[relax.Var]:
         """The inputs of which the rank reads something."""
@@ -109,10 +110,13 @@ class _Writer:
         if not sends and not receives:
             return
         mine = [self._found[index][own]] if own[0] < own[1] else []
-        arguments = relax.Tuple([relax.prim_value(number), *mine])
+        # The last exchange's result keeps them in order, which FuseOps would not: ranks would wait
+        # for each other in different ones.
+        arguments = relax.Tuple([relax.prim_value(number), *mine, *self._last])
         needs = self._type(index, held) if receives else relax.TensorType([1], "uint8")
         call = relax.op.call_dps_packed(EXCHANGE, arguments, needs)
         received = self.builder.emit(call, self._stages[index].var.name)
+        self._last = [received]
         if receives:
             self._found[index][held] = received
         else:

@@ -71,10 +71,8 @@ def read_stages(func: relax.Function) -> list[BoundStage]:
                 )
             add(_bound(binding, places))
     result = func.body.body
-    if not isinstance(result, relax.Var) or places.get(result) is None:
-        raise OpError(f"the model cannot be distributed: its result is {result}, no variable")
-    if places[result] != len(found) - 1:  # it is bound before something else
-        found.append(_alias(result, places))
+    if not found[-1].var.same_as(result):
+        found.append(_result(result, places))
     return found
 
 
@@ -104,12 +102,13 @@ def _bound(binding: relax.VarBinding, places: Mapping[relax.Var, int]) -> BoundS
     return BoundStage(stage, var, value, split)
 
 
-def _alias(var: relax.Var, places: Mapping[relax.Var, int]) -> BoundStage:
-    """A stage that only stands for the result."""
+def _result(value: relax.Expr, places: Mapping[relax.Var, int]) -> BoundStage:
+    """A stage for a result that is not what the last binding computes."""
+    var = relax.Var("result", value.ty)
     rows, row_bytes = _size(var)
-    read = (Operand(places[var], None),)
-    stage = Stage(var.name, "result", rows, row_bytes, read, grain=rows)
-    return BoundStage(stage, relax.Var("result", var.ty), var, None)
+    read = tuple(Operand(place, None) for place in {places[o]: None for o in operands(value)})
+    stage = Stage("result", "result", rows, row_bytes, read, grain=rows)
+    return BoundStage(stage, var, value, None)
 
 
 def _branches(value: relax.Expr) -> bool:

@@ -15,8 +15,8 @@ import numpy as np
 from .row_plan import transfers
 
 EXCHANGE = "tvm_fusion.exchange_rows"
-"""The packed function of an exchange: its number, the rank's own rows if it has some, the rows
-that it needs, or a byte if it needs none."""
+"""The packed function of an exchange: its number, the rank's own rows if it has some, the result of
+the exchange before it, and as its result the rows that it needs, or a byte if it needs none."""
 
 Range = tuple[int, int]
 
@@ -113,11 +113,14 @@ class RankPlan:
         In the order in which all ranks make them.
     segments : tuple[Segment, ...]
         For reports.
+    constants : str
+        Digest of the constants in the functions, so that ranks can compare their models.
     """
 
     parts: tuple[RankPart, ...]
     exchanges: tuple[RowExchange, ...]
     segments: tuple[Segment, ...]
+    constants: str = ""
 
     @property
     def ranks(self) -> int:
@@ -153,7 +156,7 @@ def plan_from_json(data: Any) -> RankPlan:
     segments = tuple(_segment(one) for one in _typed(data["segments"], list))
     if not parts:
         raise ValueError("the plan has no ranks")
-    return RankPlan(parts, exchanges, segments)
+    return RankPlan(parts, exchanges, segments, _typed(data["constants"], str))
 
 
 def _exchange(data: Any, ranks: int) -> RowExchange:

@@ -133,16 +133,17 @@ def _without_silent(stages: Sequence[Stage], ranks: int, exchanged: Sequence[int
 
 
 def _candidates(stages: Sequence[Stage]) -> list[int]:
-    """Split stages that are read by others with a halo, a stride, or as a whole."""
-    found = {
-        operand.stage
-        for stage in stages
-        for operand in stage.operands
-        if operand.maps != () and stages[operand.stage].is_split
-    }
-    if stages[-1].is_split:
-        found.add(len(stages) - 1)
-    return sorted(index for index in found if not stages[index].is_input)
+    """Stages split since the inputs that are read with a halo, a stride, or as a whole."""
+    split: set[int] = set()
+    for index, stage in enumerate(stages):
+        mapped = [operand for operand in stage.operands if operand.maps is not None]
+        followed = [operand.stage in split for operand in mapped]
+        if (stage.is_input and stage.rows > 1) or (stage.is_split and followed and all(followed)):
+            split.add(index)
+    read = {
+        operand.stage for stage in stages for operand in stage.operands if operand.maps != ()
+    } | {len(stages) - 1}
+    return sorted(index for index in split & read if not stages[index].is_input)
 
 
 def _nothing_to_split(stages: Sequence[Stage]) -> str:

@@ -33,6 +33,15 @@ def network(height: int = HEIGHT) -> onnx.ModelProto:
     return net.finish(net.classifier(x), [1, CLASSES])
 
 
+def two_results() -> onnx.ModelProto:
+    """Two results, the first of which is read again."""
+    net = GraphBuilder("two_results", (1, 3, 9, 8), 2)
+    first = net.conv(net.input, 16, 3)
+    second = net.conv(net.activation(first, "relu"), 16, 3)
+    shape = [1, 16, 9, 8]
+    return net.model({"first": (first, shape), "second": (second, shape)})
+
+
 class Poisoned:
     """A world whose ranks find NaN wherever no message arrives."""
 

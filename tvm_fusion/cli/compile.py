@@ -7,14 +7,26 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import ArtifactError
-from .checks import refuse_model_file
-from .options import compile_options, json_option, precision_option, records_option, threads_option
-from .output import compile_model, show
+from .checks import refuse_given, refuse_model_file
+from .options import (
+    compile_options,
+    exchange_option,
+    json_option,
+    network_option,
+    precision_option,
+    records_option,
+    threads_option,
+)
+from .output import compile_model, progress_bar, show
+
+if TYPE_CHECKING:
+    from ..distributed.model import DistributedModel
+    from ..runtime.compiled_model import CompiledModel
 
 
 @click.command("compile")
@@ -33,6 +45,8 @@ from .output import compile_model, show
     help="Processes of MPI that run the model together, by `mpiexec -n RANKS tvm-fusion run FILE "
     "--distributed`; no MPI is needed here.",
 )
+@exchange_option
+@network_option
 @compile_options
 @records_option
 @click.option(
@@ -43,7 +57,15 @@ from .output import compile_model, show
 @precision_option
 @threads_option
 @json_option
-def compile_command(model: Path, output: Path | None, as_json: bool, **options: Any) -> None:
+def compile_command(
+    model: Path,
+    output: Path | None,
+    ranks: int | None,
+    exchange: str,
+    network: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Compile MODEL, an ONNX file, into a shared library that `run` and tvm_fusion.load take.
 
     With - as MODEL it is read from standard input.
@@ -56,7 +78,7 @@ def compile_command(model: Path, output: Path | None, as_json: bool, **options: 
         refuse_model_file(output, model)
     source = sys.stdin.buffer.read() if is_piped else model
     begin = time.perf_counter()
-    compiled = compile_model(source, **options)
+    compiled = _compiled(source, ranks, exchange, network, options)
     compiled.save(output)
     seconds = time.perf_counter() - begin
     fused = sum(bool(pair["fused"]) for pair in compiled.fused)
@@ -73,11 +95,34 @@ def compile_command(model: Path, output: Path | None, as_json: bool, **options: 
         "records": compiled.records,
     }
     device = "" if compiled.needs is None else f" for {compiled.needs}"
-    if options["ranks"] is not None:
-        result["ranks"], device = options["ranks"], f" for {options['ranks']} ranks"
+    if ranks is not None:
+        result["ranks"], device = ranks, f" for {ranks} ranks"
     tuned = f"{len(compiled.records)} tuned kernels, " if compiled.records else ""
     text = (
         f"{output}: {size / 1e6:.1f} MB{device}, {fused} of {len(compiled.fused)} pairs fused, "
         f"{tuned}compiled in {seconds:.1f} s"
     )
     show(result, text, as_json)
+
+
+def _compiled(
+    source: Path | bytes,
+    ranks: int | None,
+    exchange: str,
+    network: str | None,
+    options: dict[str, Any],
+) -> CompiledModel | DistributedModel:
+    """The model for one process, or for some ranks."""
+    if ranks is None:
+        refuse_given(["exchange", "network"], "it is for --ranks")
+        return compile_model(source, **options)
+    refuse_given(["fast_math", "precision"], "it is for GPUs, and ranks compute on CPUs")
+    from ..distributed.compile_network import compile_network
+    from ..distributed.network_figures import read_figures
+
+    del options["fast_math"], options["precision"]
+    figures, _ = read_figures(network)
+    with progress_bar() as progress:
+        return compile_network(
+            source, ranks, exchange=exchange, network=figures, progress=progress, **options
+        )

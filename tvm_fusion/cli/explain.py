@@ -12,6 +12,7 @@ import click
 from .checks import names_gpu, refuse_given
 from .options import (
     compile_options,
+    exchange_option,
     json_option,
     model_argument,
     network_option,
@@ -34,6 +35,7 @@ from .output import show, show_table
     help="Show instead how the rows of a model are distributed over so many ranks: what they "
     "exchange, recompute or gather between which stages, with bytes and predicted times.",
 )
+@exchange_option
 @network_option
 @compile_options
 @precision_option
@@ -43,6 +45,7 @@ def explain_command(
     model: Path,
     resources: bool,
     ranks: int | None,
+    exchange: str,
     network: str | None,
     as_json: bool,
     **options: Any,
@@ -63,11 +66,12 @@ def explain_command(
         from ..distributed.network_figures import read_figures
 
         kept = {name: options[name] for name in ("target", "shapes", "fuse", "winograd")}
-        segments = explain_network(model, ranks, **kept, network=read_figures(network)[0])
+        figures, _ = read_figures(network)
+        segments = explain_network(model, ranks, **kept, exchange=exchange, network=figures)
         shown = [asdict(segment) for segment in segments]
         show({"ranks": ranks, "segments": shown}, segments_table(segments), as_json)
         return
-    refuse_given(["network"], "it is for --ranks")
+    refuse_given(["exchange", "network"], "it is for --ranks")
     if names_gpu(options["target"]):
         from ..compiler.explain_gpu import explain_kernels, explain_kernels_table
 

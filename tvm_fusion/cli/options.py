@@ -153,6 +153,15 @@ network_option = click.option(
     "`calibrate --network`. Default: an estimate.",
 )
 
+exchange_option = click.option(
+    "--exchange",
+    type=click.Choice(["auto", "always", "once"]),
+    default="auto",
+    show_default=True,
+    help="With --ranks: exchange rows where that is predicted to be fastest, wherever those of "
+    "neighbours are read, or only at the end.",
+)
+
 threads_option = click.option(
     "--threads", type=click.IntRange(min=1), help="Default: one a physical core."
 )

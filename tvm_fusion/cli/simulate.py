@@ -11,6 +11,7 @@ import click
 
 from .options import (
     compile_options,
+    exchange_option,
     json_option,
     model_argument,
     network_option,
@@ -63,6 +64,7 @@ def _between(found: list[int], last: int) -> list[int]:
     show_default=True,
     help="Numbers of ranks, ascending.",
 )
+@exchange_option
 @network_option
 @click.option(
     "--weak",
@@ -87,6 +89,7 @@ def _between(found: list[int], last: int) -> list[int]:
 def simulate_command(
     model: Path,
     ranks: list[int],
+    exchange: str,
     network: str | None,
     weak: bool,
     one_rank: float | None,
@@ -102,7 +105,7 @@ def simulate_command(
     """
     from ..distributed.compile_network import read_network, resolve_ranks
     from ..distributed.network_figures import read_figures
-    from ..distributed.program import estimate
+    from ..distributed.program import estimated_processor
     from ..distributed.simulate_network import simulate_network
 
     target = resolve_ranks(1, options.pop("target"), threads or 1)
@@ -110,12 +113,13 @@ def simulate_command(
     stages = read_network(model, target, **options)
     scaling = simulate_network(
         stages,
-        estimate(target),
+        estimated_processor(target),
         ranks,
         network=figures,
         kind="weak" if weak else "strong",
         one_rank=None if one_rank is None else one_rank / 1e3,
         measured=measured,
+        exchange=exchange,
     )
     if draw is not None:
         scaling.draw(draw)

@@ -9,7 +9,7 @@ from .communicator import World
 from .compile_network import compile_network
 from .job_session import session
 from .model import DistributedModel, load
-from .program import Program, compile
+from .program import Program, compile, estimated_processor
 from .rank_reduce import reduce
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "World",
     "compile",
     "compile_network",
+    "estimated_processor",
     "load",
     "reduce",
     "session",

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import GenericConst
 from tvm.ir.transform import Pass
 from tvm.target import Target
 
@@ -26,7 +32,7 @@ from ..compiler.tuned import choose_records
 from ..errors import InvalidInputError, TargetError
 from ..machine.host import physical_cores
 from .model import DistributedModel
-from .program import estimate
+from .program import estimated_processor
 
 _LAYOUTS = "pack"  # the phase that chooses kernels and layouts of the whole model
 
@@ -86,7 +92,8 @@ def compile_network(
     options = pipeline.Options(
         fuse=fuse, winograd=winograd, records=choose_records(records, resolved)
     )
-    split = DistributeRows(ranks, network or Network(), processor or estimate(resolved), exchange)
+    figures = network or Network(), processor or estimated_processor(resolved)
+    split = DistributeRows(ranks, *figures, exchange)
     whole, rest = _phases(resolved, options)
     phases = {**whole, "distribute": [split], **rest}
     tell = announcer(progress, len(phases) + 2)
@@ -94,11 +101,25 @@ def compile_network(
     imported = import_model(model, shapes)
     mod = pipeline.run_phases(imported.mod, resolved, phases, None, lambda phase, *_: tell(phase))
     plan = plan_from_json(json.loads(str(mod.attrs[PLAN])))
+    plan = replace(plan, constants=_digest(mod, plan.functions))
     tell("build")
     built = pipeline.build_apart(mod, resolved, functions=plan.functions)
     tell("done")
     about = describe(imported, mod, resolved, built, ranks=plan)
     return DistributedModel(built.executable, about, built.weights)
+
+
+def _digest(mod: tvm.IRModule, functions: Sequence[str]) -> str:
+    """SHA-256 of the constants in some functions."""
+    found = hashlib.sha256()
+
+    def look(expr: relax.Expr) -> None:
+        if isinstance(expr, GenericConst) and isinstance(expr.value, tvm.runtime.Tensor):
+            found.update(np.ascontiguousarray(expr.value.numpy()).reshape(-1).view(np.uint8).data)
+
+    for name in functions:
+        relax.analysis.post_order_visit(mod[name], look)
+    return found.hexdigest()
 
 
 def resolve_ranks(
@@ -182,7 +203,7 @@ def explain_network(
     """
     resolved = resolve_ranks(ranks, target, threads)
     stages = read_network(model, resolved, shapes, fuse, winograd)
-    figures = network or Network(), processor or estimate(resolved)
+    figures = network or Network(), processor or estimated_processor(resolved)
     placement = choose_exchanges(stages, ranks, *figures, exchange)
     return segments(stages, placement, row_cost(stages, placement, *figures))
 

@@ -25,7 +25,6 @@ from ..runtime.artifact import (
 from ..runtime.compiled_model import load_library
 from ..runtime.device import DeviceNeeds
 from ..runtime.tensor_spec import TensorSpec
-from ..runtime.weights import digest
 from .explain_network import segments_table
 from .local_program import Ranks
 from .rank_model import RankModel
@@ -125,8 +124,7 @@ class DistributedModel:
                 f"start it by mpiexec -n {self.ranks}, or compile it for {world.size}"
             )
         self._about.check_machine()
-        weights = [digest(weight).hex() for weight in self._weights]
-        world.agree(json.dumps([asdict(self._about), weights]), "models")
+        world.agree(json.dumps(asdict(self._about)), "models")
         return RankModel(self._about, self._library(), self._weights, world)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -175,7 +175,7 @@ def compile(
     resolved = resolve(target, threads)
     if is_gpu(resolved):
         raise TargetError("ranks compute on CPUs in this version; name a CPU as the target")
-    figures = _Figures(network or Network(), processor or estimate(resolved))
+    figures = _Figures(network or Network(), processor or estimated_processor(resolved))
     planned = functools.partial(
         distribute,
         source,
@@ -211,7 +211,7 @@ def compile(
     )
 
 
-def estimate(target: Target) -> Processor:
+def estimated_processor(target: Target) -> Processor:
     """Figures of a CPU that has not been measured, from its cost tables."""
     cpu = CPUInfo.from_target(target)
     lanes = cpu.lanes("float32")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from schedules.distribute.cost import Network, Processor
-from schedules.distribute.row_cost import choose_exchanges, row_cost
-from schedules.distribute.row_plan import Stage
+from schedules.distribute.row_cost import RowCost, choose_exchanges, row_cost
+from schedules.distribute.row_plan import Placement, Stage
 from schedules.distribute.row_scaling import heighten
 
 from .simulate import RANKS, Scaling, ScalingPoint, check_ranks, scaling_of
@@ -60,33 +60,33 @@ def simulate_network(
     """
     check_ranks(ranks)
     connection = network or Network()
+    correction = 1.0
     if one_rank is not None:
-        alone = _point(stages, 1, connection, processor, exchange, measured).compute
-        share = alone / one_rank
-        processor = Processor(processor.rate * share, processor.bandwidth * share)
+        alone = choose_exchanges(stages, 1, connection, processor)
+        correction = one_rank / row_cost(stages, alone, connection, processor).seconds
+    corrected = Processor(processor.rate / correction, processor.bandwidth / correction)
     points = []
     for number in ranks:
         own = list(stages) if kind == "strong" else heighten(stages, number)
-        points.append(_point(own, number, connection, processor, exchange, measured))
+        placement = choose_exchanges(own, number, connection, corrected, exchange)
+        cost = row_cost(own, placement, connection, processor)
+        points.append(_point(own, placement, cost, correction, number > measured))
     return scaling_of(kind, points)
 
 
 def _point(
     stages: Sequence[Stage],
-    ranks: int,
-    network: Network,
-    processor: Processor,
-    exchange: str,
-    measured: int,
+    placement: Placement,
+    cost: RowCost,
+    correction: float,
+    beyond: bool,
 ) -> ScalingPoint:
-    placement = choose_exchanges(stages, ranks, network, processor, exchange)
-    cost = row_cost(stages, placement, network, processor)
     messages = size = 0
     for index in placement.exchanged:
         sent = placement.transfers(index)
         messages += len(sent)
         size += int((sent[:, 3] - sent[:, 2]).sum()) * stages[index].row_bytes
-    compute = float(cost.compute.max(axis=1).sum())
+    compute = correction * float(cost.compute.max(axis=1).sum())
     waiting = float(cost.exchange.max(axis=1).sum())
-    beyond = ranks > measured
-    return ScalingPoint(ranks, messages, size, compute, waiting, cost.seconds, 1.0, beyond)
+    ranks = cost.compute.shape[1]
+    return ScalingPoint(ranks, messages, size, compute, waiting, compute + waiting, 1.0, beyond)

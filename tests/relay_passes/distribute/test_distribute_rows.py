@@ -47,10 +47,12 @@ def two_convolutions(builder: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
     return op.conv2d(first, weight(4, 4, 3, 3), padding=[1, 1, 1, 1])
 
 
-def received(builder: relax.BlockBuilder, number: int, own: relax.Var, rows: int) -> relax.Var:
+def received(
+    builder: relax.BlockBuilder, number: int, own: relax.Var, rows: int, *last: relax.Var
+) -> relax.Var:
     shape = [1, 4, rows, 8] if rows else [1]
     needs = relax.TensorType(shape, "float32" if rows else "uint8")
-    arguments = relax.Tuple([relax.prim_value(number), own])
+    arguments = relax.Tuple([relax.prim_value(number), own, *last])
     call = relax.op.call_dps_packed("tvm_fusion.exchange_rows", arguments, needs)
     return builder.emit(call)
 
@@ -63,7 +65,7 @@ def expected_part(rank: int) -> tvm.IRModule:
         first = builder.emit(op.conv2d(x, weight(4, 3, 3, 3), padding=padding))
         halo = received(builder, 0, first, 5)
         second = builder.emit(op.conv2d(halo, weight(4, 4, 3, 3), padding=padding))
-        return relax.Tuple([received(builder, 1, second, 8 if rank == 0 else 0)])
+        return relax.Tuple([received(builder, 1, second, 8 if rank == 0 else 0, halo)])
 
     return function(build, (1, 3, 5, 8), name=f"part_{rank}")
 

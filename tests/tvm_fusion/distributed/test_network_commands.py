@@ -30,7 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     x = np.random.default_rng(0).standard_normal((1, 3, 40, 40), dtype=np.float32)
     np.save(path / "x.npy", x)
     np.save(path / "y.npy", tvm_fusion.compile(model, threads=1)(x))
-    command = ["compile", "m.onnx", "-o", "r2.so", "--ranks", "2", "--threads", "1"]
+    ranks = ["--ranks", "2", "--threads", "1", "--exchange", "always"]
+    command = ["compile", "m.onnx", "-o", "r2.so", *ranks]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
         assert cli.main(command) == 0
@@ -96,6 +97,8 @@ def test_options_without_effect(run: Any) -> None:
     code, _, error = run("run", "r2.so")
     assert code == 1 and "compiled for 2 ranks; run it by mpiexec -n 2 tvm-fusion run" in error
     assert run("explain", "m.onnx", "--network", "alpha=1us")[0] == 2
+    assert run("compile", "m.onnx", "--exchange", "once")[0] == 2
+    assert run("compile", "m.onnx", "--ranks", 2, "--precision", "fp16")[0] == 2
     assert run("explain", "m.onnx", "--ranks", 2, "--precision", "fp16")[0] == 2
 
 

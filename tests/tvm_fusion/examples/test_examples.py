@@ -16,8 +16,22 @@ from mpi_ranks import needs_mpi, run_ranks
 from small_onnx import small_model
 from tvm import s_tir, tirx
 
-from examples import coalesced_reduction, demo, distributed_blur, relay_pipeline
-from examples.benchmarks import campaign, distributed, networks, pairs, reductions_cpu, rooflines
+from examples import (
+    coalesced_reduction,
+    demo,
+    distributed_blur,
+    distributed_network,
+    relay_pipeline,
+)
+from examples.benchmarks import (
+    campaign,
+    distributed,
+    distributed_networks,
+    networks,
+    pairs,
+    reductions_cpu,
+    rooflines,
+)
 from tvm_fusion.bench.race import EngineSpec, Plan
 from tvm_fusion.compiler import pipeline, target
 
@@ -254,6 +268,15 @@ def test_distributed_blur_of_processes() -> None:
     assert "largest error of 2 ranks: " in outcome.stdout
 
 
+def test_distributed_network(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--ranks", "3", "--exchange", "once", "unet", "image_size=32", "width=4"]
+    assert distributed_network.main(sizes) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("rows over 3 ranks; ") and "gather" in out
+    assert "3 ranks and one rank have the same bits" in out
+    assert "strong scaling, predicted" in out
+
+
 @needs_mpi
 def test_distributed_stencils(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     path = tmp_path / "distributed.json"
@@ -264,6 +287,16 @@ def test_distributed_stencils(tmp_path: Path, capsys: Any, monkeypatch: Any) -> 
     assert jobs["2 ranks"]["bytes"] == 2 * 46 * 4  # without the corners
     assert jobs["1 rank, 2 threads"]["messages"] == 0
     assert "2 ranks to 1 rank with 2 threads" in capsys.readouterr().out
+
+
+@needs_mpi
+def test_distributed_networks(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "networks.json"
+    arguments = ["--rounds", "1", "--repeat", "1", "--output", str(path), "--only", "small"]
+    assert distributed_networks.main(arguments) == 0
+    result = json.loads(path.read_text())["results"]["small"]
+    assert list(result["jobs"]) == list(distributed_networks.JOBS) and result["messages"] > 0
+    assert "to 2 threads" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("case", reductions_cpu.CASES, ids=lambda case: case.name)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks on one rank and on two, each rank a process of MPI.
+
+    python examples/benchmarks/distributed_networks.py [--only NAME ...] [--rounds 3] [--files DIR]
+
+Three jobs take turns: one rank with one thread, one rank with two threads, two ranks with one
+thread each. All of them compute the same bits. Prints a table and writes
+results/CPU/distributed_networks.json. With --files, compiled models are kept there and used again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tvm_fusion import distributed
+from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.errors import DistributedError
+from tvm_fusion.machine.host_info import host_info
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+# The checkout itself holds the modules beside this one.
+from examples.benchmarks.campaign import CPU_FOLDER, write_aside  # noqa: E402
+from examples.zoo import ZOO  # noqa: E402
+
+CASES: dict[str, dict[str, Any]] = {
+    "resnet_18": {},
+    "resnet_50": {},
+    "mobilenet_v2": {},
+    "vgg_16": {},
+    "unet": {},
+    "small": {"image_size": 32, "width": 4},
+}
+"""Sizes of each network; ``small`` is a U-Net that is not measured by default."""
+
+JOBS = {"1 rank, 1 thread": (1, 1), "1 rank, 2 threads": (1, 2), "2 ranks": (2, 1)}
+"""Ranks and threads of each."""
+
+
+def compiled(name: str, ranks: int, threads: int, folder: Path) -> Path:
+    """The file of a network for some ranks, compiled unless it is there."""
+    path = folder / f"{name}_{ranks}_{threads}.so"
+    if not path.exists():
+        is_small = name == "small"  # too small to gain by ranks
+        model = ZOO["unet" if is_small else name](**CASES[name])
+        exchange = "always" if is_small else "auto"
+        distributed.compile_network(model, ranks, threads=threads, exchange=exchange).save(path)
+    return path
+
+
+def run_job(path: Path, ranks: int, threads: int, repeat: int) -> tuple[float, np.ndarray]:
+    """Median milliseconds of a network's runs, and its output.
+
+    Raises
+    ------
+    DistributedError
+        If the job fails.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if launcher is None:
+        raise DistributedError("there is no mpiexec; install it by: pip install 'tvm-fusion[mpi]'")
+    output = path.with_suffix(".npz")
+    command = [launcher, "-n", str(ranks), sys.executable, "-m", "tvm_fusion.cli", "run", str(path)]
+    command += ["--distributed", "--threads", str(threads), "--repeat", str(repeat)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--output", str(output), "--json"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        raise DistributedError(f"{path.name} on {ranks} ranks failed: {done.stderr[-500:]}")
+    with np.load(output) as arrays:
+        result = arrays[arrays.files[0]]
+    return json.loads(done.stdout)["latency"]["median_ms"], result
+
+
+def measure(name: str, rounds: int, repeat: int, folder: Path) -> dict[str, Any]:
+    """Let the jobs of a network take turns; medians of their rounds.
+
+    Raises
+    ------
+    DistributedError
+        If a job fails, or computes other bits than the first.
+    """
+    files = {title: compiled(name, *counts, folder) for title, counts in JOBS.items()}
+    turns: dict[str, list[float]] = {title: [] for title in JOBS}
+    first: np.ndarray | None = None
+    for _ in range(rounds):
+        for title, counts in JOBS.items():
+            milliseconds, result = run_job(files[title], *counts, repeat)
+            turns[title].append(milliseconds)
+            first = result if first is None else first
+            if not np.array_equal(first, result):
+                raise DistributedError(f"the jobs of {name} compute different bits")
+    segments = distributed.load(files["2 ranks"]).plan.segments
+    return {
+        "sizes": CASES[name],
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "rounds": rounds,
+        "jobs": {
+            title: {"run_ms": statistics.median(times), "turns_ms": times}
+            for title, times in turns.items()
+        },
+        "bytes": sum(segment.bytes for segment in segments),
+        "messages": sum(segment.messages for segment in segments),
+        "exchanges": sum(segment.messages > 0 for segment in segments),
+    }
+
+
+def table_of(results: dict[str, dict[str, Any]]) -> Table:
+    """One row a network."""
+    table = Table(title="Networks over ranks, medians in ms")
+    headings = ("network", *JOBS, "to 1 thread", "to 2 threads", "exchanges", "bytes")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    for name, result in results.items():
+        one, two, ranks = (result["jobs"][title]["run_ms"] for title in JOBS)
+        table.add_row(
+            name,
+            *(f"{milliseconds:.2f}" for milliseconds in (one, two, ranks)),
+            f"{one / ranks:.2f}x",
+            f"{two / ranks:.2f}x",
+            str(result["exchanges"]),
+            str(result["bytes"]),
+        )
+    return table
+
+
+def _write(text: str, path: Path) -> None:
+    path.write_text(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all networks."""
+    options = argparse.ArgumentParser(description=__doc__)
+    default = [name for name in CASES if name != "small"]
+    options.add_argument("--only", nargs="+", choices=list(CASES), default=default)
+    options.add_argument("--rounds", type=int, default=3, help="turns of each job")
+    options.add_argument("--repeat", type=int, default=20, help="runs of a turn")
+    options.add_argument("--files", type=Path, help="folder of the compiled models")
+    options.add_argument("--output", type=Path, default=CPU_FOLDER / "distributed_networks.json")
+    given = options.parse_args(arguments)
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    kept = json.loads(given.output.read_text()) if given.output.exists() else {}
+    results = kept.get("results", {})
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in given.only:
+            folder = given.files or Path(temporary)
+            results[name] = measure(name, given.rounds, given.repeat, folder)
+            ordered = {case: results[case] for case in CASES if case in results}
+            text = json_text({"machine": host_info(), "results": ordered})
+            write_aside(given.output, functools.partial(_write, text))
+    console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
+    console.print(table_of(ordered))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
