@@ -15,6 +15,7 @@ from ..core.rule import GPURule
 from ..gemm.skinny_matmul import MOST_ROWS
 from ..gemm.tensor_core_tile import factor_dtype
 from ..pointwise.point_kernel import Views
+from .attention_cost import gains
 from .attention_pattern import read_attention
 from .attention_tile import choose_attention_tile
 from .tensor_core_attention import choose_tensor_attention, write_tensor_attention
@@ -24,19 +25,19 @@ from .tiled_attention import write_attention
 def is_taken(func: tirx.PrimFunc, gpu: GPUInfo) -> bool:
     """Return whether the rule takes a function, and is likely to gain by it.
 
-    Few queries of many keys are better left to separate products, whose blocks share the keys; and
-    16-bit factors too long for this kernel on tensor cores to those on them.
+    A few queries are left to products of few rows, which read each key once, and 16-bit factors too
+    long for this kernel on tensor cores to products on them.
     """
     attention = read_attention(func)
     rows = None if attention is None else constant(attention.m)
     if attention is None or (rows is not None and rows <= MOST_ROWS):
         return False
-    if choose_tensor_attention(attention, gpu) is not None:
-        return True
+    tensor = choose_tensor_attention(attention, gpu)
     factors = (attention.query, attention.key, attention.value)
-    if gpu.has_tensor_cores and all(map(factor_dtype, factors)):
+    if tensor is None and gpu.has_tensor_cores and all(map(factor_dtype, factors)):
         return False
-    return choose_attention_tile(attention, gpu) is not None
+    tile = tensor or choose_attention_tile(attention, gpu)
+    return tile is not None and gains(attention, tile, gpu)
 
 
 class Attention(GPURule):
