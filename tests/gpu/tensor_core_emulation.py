@@ -7,6 +7,7 @@ import pytest
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.gpu.attention import tensor_core_attention
 from schedules.gpu.core.intrinsics import sync
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.gemm import tensor_core_matmul
@@ -82,6 +83,13 @@ class EmulatedTensorCore:
                 product = floats[factors[0]] * floats[factors[1]]
                 T.buffer_store(sums, sums[first + r] + product, [first + r])
 
+    def pack(self, low: tirx.Expr, high: tirx.Expr) -> tirx.Expr:
+        bits = [
+            T.reinterpret("uint16", value.astype(self.dtype)).astype("uint32")
+            for value in (low, high)
+        ]
+        return bits[0] | (bits[1] << 16)
+
     def exchange(self, value: tirx.Expr, mask: int) -> tirx.Expr:
         floats = _next(self.floats)
         T.buffer_store(floats, value, [self.thread])
@@ -99,15 +107,21 @@ def _next(buffers: list[tirx.Buffer]) -> tirx.Buffer:
     return buffers[0]
 
 
-class _Block(tensor_core_matmul._ThreadPart):
-    def __init__(self, *arguments: object):
-        EmulatedTensorCore.thread = arguments[-1]
-        EmulatedTensorCore.threads = arguments[1].threads
-        super().__init__(*arguments)
+def _emulated(part: type) -> type:
+    """A thread's part of a kernel that tells the emulation which thread of how many it is."""
+
+    class Part(part):
+        def __init__(self, *arguments: object):
+            EmulatedTensorCore.thread = arguments[-1]
+            EmulatedTensorCore.threads = arguments[1].threads
+            super().__init__(*arguments)
+
+    return Part
 
 
 def emulate_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every device have tensor cores, and emulate them."""
     monkeypatch.setattr(GPUInfo, "has_tensor_cores", True)
-    monkeypatch.setattr(tensor_core_matmul, "TensorCore", EmulatedTensorCore)
-    monkeypatch.setattr(tensor_core_matmul, "_ThreadPart", _Block)
+    for module in (tensor_core_matmul, tensor_core_attention):
+        monkeypatch.setattr(module, "TensorCore", EmulatedTensorCore)
+        monkeypatch.setattr(module, "_ThreadPart", _emulated(module._ThreadPart))

@@ -15,34 +15,39 @@ from ..core.rule import GPURule
 from ..gemm.skinny_matmul import MOST_ROWS
 from ..gemm.tensor_core_tile import factor_dtype
 from ..pointwise.point_kernel import Views
+from .attention_cost import gains
 from .attention_pattern import read_attention
 from .attention_tile import choose_attention_tile
+from .tensor_core_attention import choose_tensor_attention, write_tensor_attention
 from .tiled_attention import write_attention
 
 
 def is_taken(func: tirx.PrimFunc, gpu: GPUInfo) -> bool:
     """Return whether the rule takes a function, and is likely to gain by it.
 
-    Few queries of many keys are better left to separate products, whose blocks share the keys; and
-    16-bit factors to those on tensor cores.
+    A few queries are left to products of few rows, which read each key once, and 16-bit factors too
+    long for this kernel on tensor cores to products on them.
     """
     attention = read_attention(func)
-    if attention is None or choose_attention_tile(attention, gpu) is None:
+    rows = None if attention is None else constant(attention.m)
+    if attention is None or (rows is not None and rows <= MOST_ROWS):
         return False
-    rows = constant(attention.m)
-    if rows is not None and rows <= MOST_ROWS:
-        return False
+    tensor = choose_tensor_attention(attention, gpu)
     factors = (attention.query, attention.key, attention.value)
-    return not (gpu.has_tensor_cores and all(map(factor_dtype, factors)))
+    if tensor is None and gpu.has_tensor_cores and all(map(factor_dtype, factors)):
+        return False
+    tile = tensor or choose_attention_tile(attention, gpu)
+    return tile is not None and gains(attention, tile, gpu)
 
 
 class Attention(GPURule):
     """Softmax of products of queries and keys, times values, in one kernel.
 
     A block has some queries of one head and visits all keys; scores and weights stay in registers
-    and shared memory, sums are float32. Scale, bias, mask and whatever else stands element by
-    element between the product and the softmax are computed on the way, as are transpositions and
-    reshapes before and behind.
+    and shared memory, sums are float32. Queries, keys and values of float16 and bfloat16 are
+    multiplied on tensor cores where the device has those of sm_80. Scale, bias, mask and whatever
+    else stands element by element between the product and the softmax are computed on the way, as
+    are transpositions and reshapes before and behind.
 
     Left alone: heads whose tiles do not fit into shared memory.
     """
@@ -50,13 +55,20 @@ class Attention(GPURule):
     def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         attention = read_attention(func)
-        tile = None if attention is None else choose_attention_tile(attention, gpu)
-        if attention is None or tile is None:
+        if attention is None:
+            return None
+        tensor = choose_tensor_attention(attention, gpu)
+        tile = tensor or choose_attention_tile(attention, gpu)
+        if tile is None:
             return None
         blocks = simplified(i64(attention.batches) * ceildiv(attention.m, tile.rows))
 
         def body() -> None:
             with unless_empty(blocks), T.launch_thread("blockIdx.x", blocks) as block:
-                write_attention(attention, tile, gpu, Views.declare(func, gpu), block)
+                views = Views.declare(func, gpu)
+                if tensor is not None:
+                    write_tensor_attention(attention, tensor, views, block)
+                else:
+                    write_attention(attention, tile, gpu, views, block)
 
         return write_kernels(func, body)

@@ -17,6 +17,13 @@ CHUNK = 16
 """Bytes of a copy, and of a row of an 8x8 matrix."""
 _NAMES = {"float16": "f16", "bfloat16": "bf16"}
 _ADDRESS = "uint32"
+_PACK = """
+__forceinline__ __device__ unsigned int tvm_fusion_pack_{dtype}(float low, float high) {{
+  unsigned int both;
+  asm("cvt.rn.{name}x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}}
+"""
 
 
 class TensorCore:
@@ -72,6 +79,16 @@ class TensorCore:
         multiply = T.ptx[f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"]
         own = [sums[first + k] for k in range(4)]
         T.evaluate(multiply(*own, *left, *right, *own))
+
+    def pack(self, low: tirx.Expr, high: tirx.Expr) -> tirx.Expr:
+        """Two floats in the type of the factors, as one register of a fragment."""
+        return T.cuda.func_call(
+            f"tvm_fusion_pack_{self.dtype}",
+            low,
+            high,
+            source_code=_PACK.format(dtype=self.dtype, name=_NAMES[self.dtype]),
+            return_type="uint32",
+        )
 
     def exchange(self, value: tirx.Expr, mask: int) -> tirx.Expr:
         """The value of the lane whose number differs by ``mask``."""

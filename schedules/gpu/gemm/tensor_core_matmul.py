@@ -47,7 +47,7 @@ from .tensor_core_tile import (
     factor_dtype,
     is_copied,
 )
-from .tiled_matmul import epilogue_lanes, store_results
+from .tiled_matmul import Product, epilogue_lanes, store_results
 
 _QUAD = 4  # lanes with neighbouring columns of the same row
 
@@ -94,22 +94,47 @@ def write_tensor_tiles(
         _ThreadPart(matmul, tile, views, batch, first, thread).write()
 
 
-class _Factor:
-    """One factor: where it comes from, and its part of each stage."""
+class Factor:
+    """One factor: where it comes from, and its part of each stage.
+
+    Parameters
+    ----------
+    operand : Operand
+        The factor.
+    shared : SharedTile
+        Its tile.
+    begin : int
+        First byte of the tile in a stage.
+    threads : int
+        Threads that load it.
+    views : Views
+        The tensors.
+    start : Sequence[tirx.Expr]
+        Place in the batch, and first row.
+    """
 
     def __init__(
         self,
         operand: Operand,
-        rows: int,
-        is_left: bool,
-        tile: TensorTile,
+        shared: SharedTile,
+        begin: int,
+        threads: int,
         views: Views,
         start: Sequence[tirx.Expr],
     ):
-        self.shared = SharedTile(rows, tile.depth, operand.rows_first, is_left)
-        self.begin = 0 if is_left else tile.rows * tile.depth * 2  # in a stage, in bytes
-        self.operand, self.views, self.start, self.threads = operand, views, start, tile.threads
-        self.turns = self.shared.lines * self.shared.chunks // tile.threads
+        self.shared, self.begin, self.threads = shared, begin, threads
+        self.operand, self.views, self.start = operand, views, start
+        self.turns = shared.lines * shared.chunks // threads
+
+    @classmethod
+    def of(cls, operand: Operand, *arguments: Any) -> Factor:
+        """The factor, copied where it lies in chunks, else gathered."""
+        return (_Copied if is_copied(operand) else _Gathered)(operand, *arguments)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether what is fetched is in registers until it is kept."""
+        return isinstance(self, _Gathered)
 
     def chunk(
         self, thread: tirx.Expr, turn: int, depth: tirx.Expr
@@ -149,7 +174,7 @@ class _Factor:
             core.load(fragment, 4 * number, at + place + self.begin, self.shared.rows_first)
 
 
-class _Copied(_Factor):
+class _Copied(Factor):
     """A factor whose chunks are copied to shared memory without registers."""
 
     def fetch(self, core: TensorCore, thread: tirx.Expr, depth: tirx.Expr, stage: Index) -> None:
@@ -165,7 +190,7 @@ class _Copied(_Factor):
             core.copy(stage + place, view, substitute(position, at), exists)
 
 
-class _Gathered(_Factor):
+class _Gathered(Factor):
     """A factor whose elements the threads compute, or read one by one, on their way."""
 
     def __init__(self, *arguments: Any):
@@ -244,8 +269,13 @@ class _ThreadPart:
         assert dtype is not None, "checked by the choice of the tile"
         self.core = TensorCore(dtype, tile.stages * tile.stage_bytes)
         self.left, self.right = (
-            (_Copied if is_copied(operand) else _Gathered)(
-                operand, extent, operand is matmul.left, tile, views, [*batch, start]
+            Factor.of(
+                operand,
+                SharedTile(extent, tile.depth, operand.rows_first, operand is matmul.left),
+                0 if operand is matmul.left else tile.rows * tile.depth * 2,
+                tile.threads,
+                views,
+                [*batch, start],
             )
             for operand, extent, start in zip(
                 (matmul.left, matmul.right), (tile.rows, tile.columns), first, strict=True
@@ -290,7 +320,7 @@ class _ThreadPart:
 
     @property
     def _is_gathered(self) -> bool:
-        return any(isinstance(factor, _Gathered) for factor in (self.left, self.right))
+        return self.left.is_gathered or self.right.is_gathered
 
     def _fetch(self, step: tirx.Expr, stage: tirx.Expr) -> None:
         depth = step * i64(self.tile.depth)
@@ -316,40 +346,69 @@ class _ThreadPart:
                     core.multiply(self.sums, 4 * (i * across + j), rows, columns)
 
     def _finish(self) -> None:
-        """Store the results, eight neighbours of a row at a time."""
-        tile, lanes = self.tile, epilogue_lanes(self.matmul, ELEMENTS)
+        """Store the results."""
+        tile, rows_exist = self.tile, divides(self.tile.rows, self.matmul.m)
         across = tile.warp_columns // ELEMENTS
-        rows_exist = divides(tile.rows, self.matmul.m)
+        column = self.first[1] + i64(self.column)
         for i in range(tile.warp_rows // STEP):
-            for half in range(2):
-                inner = self.row + i * STEP + half * 8 + self.lane // _QUAD
-                row = T.bind(self.first[0] + i64(inner))
-                for group in range(0, across, _QUAD):
-                    found = [
-                        self.sums[4 * (i * across + group + j) + 2 * half + e]
-                        for j in range(_QUAD)
-                        for e in range(2)
-                    ]
-                    values = self._neighbours(found)
-                    inner = self.column + (group + self.lane % _QUAD) * ELEMENTS
-                    column = T.bind(self.first[1] + i64(inner))
-                    place = (self.matmul, lanes, self.views, self.batch, row, column)
-                    store_results(*place, values, rows_exist)
+            row = self.first[0] + i64(self.row + i * STEP)
+            part = [self.sums[4 * i * across + e] for e in range(4 * across)]
+            place = (self.matmul, self.views, self.batch, row, column, part)
+            store_products(self.core, self.lane, *place, rows_exist)
 
-    def _neighbours(self, found: Sequence[tirx.Expr]) -> list[tirx.Expr]:
-        """Transpose pairs among four lanes, so that lane ``t`` has all columns of product ``t``."""
-        held = T.alloc_buffer((2 * _QUAD,), "float32", scope="local")
-        for e, value in enumerate(found):
-            T.buffer_store(held, value, [e])
-        got = T.alloc_buffer((1,), "float32", scope="local")
-        for bit in (1, 2):
-            upper = tirx.NE(self.lane & bit, 0)
-            for j in (j for j in range(_QUAD) if not j & bit):
-                for e in range(2):
-                    low, high = 2 * j + e, 2 * (j | bit) + e
-                    sent = tirx.Select(upper, held[low], held[high])
-                    T.buffer_store(got, self.core.exchange(sent, bit), [0])
-                    T.buffer_store(held, tirx.Select(upper, held[high], got[0]), [high])
-                    # The upper lane keeps its second value, the lower one its first.
-                    T.buffer_store(held, tirx.Select(upper, got[0], held[low]), [low])
-        return [held[e] for e in range(2 * _QUAD)]
+
+def store_products(
+    core: TensorCore,
+    lane: tirx.Expr,
+    product: Product,
+    views: Views,
+    batch: Sequence[tirx.Expr],
+    row: tirx.Expr,
+    column: tirx.Expr,
+    sums: Sequence[tirx.Expr],
+    rows_exist: bool,
+) -> None:
+    """Emit the epilogue of 16 rows, eight neighbours of a row at a time.
+
+    Parameters
+    ----------
+    core, lane : TensorCore, tirx.Expr
+        The instructions, and the lane that runs them.
+    product, views, batch : Product, Views, Sequence[tirx.Expr]
+        What is stored.
+    row, column : tirx.Expr
+        The first of the warp.
+    sums : Sequence[tirx.Expr]
+        Four for each product of 16 x 8, a multiple of four products.
+    rows_exist : bool
+        Whether no row is past the end.
+    """
+    lanes = epilogue_lanes(product, ELEMENTS)
+    for half in range(2):
+        own = T.bind(row + i64(half * 8 + lane // _QUAD))
+        for group in range(0, len(sums) // 4, _QUAD):
+            found = [sums[4 * (group + j) + 2 * half + e] for j in range(_QUAD) for e in range(2)]
+            values = _neighbours(core, lane, found)
+            first = T.bind(column + i64((group + lane % _QUAD) * ELEMENTS))
+            store_results(product, lanes, views, batch, own, first, values, rows_exist)
+
+
+def _neighbours(
+    core: TensorCore, lane: tirx.Expr, found: Sequence[tirx.Expr]
+) -> list[tirx.Expr]:
+    """Transpose pairs among four lanes, so that lane ``t`` has all columns of product ``t``."""
+    held = T.alloc_buffer((2 * _QUAD,), "float32", scope="local")
+    for e, value in enumerate(found):
+        T.buffer_store(held, value, [e])
+    got = T.alloc_buffer((1,), "float32", scope="local")
+    for bit in (1, 2):
+        upper = tirx.NE(lane & bit, 0)
+        for j in (j for j in range(_QUAD) if not j & bit):
+            for e in range(2):
+                low, high = 2 * j + e, 2 * (j | bit) + e
+                sent = tirx.Select(upper, held[low], held[high])
+                T.buffer_store(got, core.exchange(sent, bit), [0])
+                T.buffer_store(held, tirx.Select(upper, held[high], got[0]), [high])
+                # The upper lane keeps its second value, the lower one its first.
+                T.buffer_store(held, tirx.Select(upper, got[0], held[low]), [low])
+    return [held[e] for e in range(2 * _QUAD)]

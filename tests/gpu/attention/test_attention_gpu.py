@@ -11,6 +11,7 @@ import pytest
 from cuda_text import count, cuda_source, opcodes, ptxas, sass
 from onnx import TensorProto, helper
 from relax_on_opencl import RelaxOnOpenCL
+from tensor_core_emulation import emulate_tensor_cores
 from tvm import IRModule, relax, tirx, transform
 from tvm.relax import op
 from tvm.target import Target
@@ -218,3 +219,57 @@ def test_machine_code(shape: tuple[int, ...], arch: str) -> None:
     assert count(names, "STG.E") == count(names, "STG.E.128") > 0
     assert count(names, "FFMA") > 64 and not count(names, "I2F")
     assert count(names, "BAR") == 3
+
+
+def in_half(query: relax.Expr, key: relax.Expr, value: relax.Expr, mask: relax.Expr) -> relax.Expr:
+    """Attention as half precision has it: factors of 16 bits, scores and sums of 32."""
+    block = relax.BlockBuilder.current()
+    transposed = block.emit(op.permute_dims(key, [0, 2, 1]))
+    scores = block.emit(op.matmul(query, transposed, out_dtype=F32))
+    weights = block.emit(op.nn.softmax(block.emit(op.add(scores, mask))))
+    narrow = block.emit(op.astype(weights, query.ty.dtype))
+    return op.matmul(narrow, value, out_dtype=F32)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 33, 69, 16, 40),
+        (1, 16, 128, 64, 64),
+        (1, 17, 40, 80, 24),
+        (1, 20, 37, 21, 19),
+    ],
+    ids=str,
+)
+def test_numbers_on_tensor_cores(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    emulate_tensor_cores(monkeypatch)
+    batch, m, n, depth, columns = shape
+    sizes = [(batch, m, depth), (batch, n, depth), (batch, n, columns)]
+    query, key, value = (array.astype("float16") for array in heads(rng, *sizes))
+    query /= 4
+    mask = np.where(rng.random((batch, 1, n)) < 0.3, -np.inf, 0).astype(F32)
+    mask[..., n // 2] = 0
+    exact = attend(query, key, value, lambda scores: scores + mask)
+    found = run(in_half, query, key, value, mask)
+    np.testing.assert_allclose(found, exact, 0, 2e-3)
+
+
+@pytest.mark.parametrize("arch", CUDA)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((12, 128, 64), "float16"), ((128, 512, 64), "bfloat16"), ((64, 512, 128), "float16")],
+    ids=str,
+)
+def test_machine_code_on_tensor_cores(shape: tuple[int, ...], dtype: str, arch: str) -> None:
+    mask = ((1, 1, shape[1]), F32)
+    mod = scheduled(module(in_half, *[(shape, dtype)] * 3, mask), CUDA[arch])
+    [func] = [func for func in mod.functions.values() if isinstance(func, tirx.PrimFunc)]
+    source = cuda_source(func.with_attr("global_symbol", "attention"), arch)
+    [used], [code] = ptxas(source, arch).values(), sass(source, arch).values()
+    assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    names = opcodes(code)
+    assert count(names, "HMMA") and count(names, "LDSM") and count(names, "LDGSTS.E.BYPASS.128")
+    assert not count(names, "HMMA.1688") and not count(names, "I2F")
+    assert count(names, "BAR") == 1

@@ -131,6 +131,30 @@ def test_equal_layers_share_a_function() -> None:
     assert len(mod.functions) == 2
 
 
+def attention(queries: int, keys: int, heads: int) -> IRModule:
+    """Attention of queries that are no inputs of the keys, with heads of 64."""
+    shapes = [(heads, queries, 64), (heads, keys, 64), (heads, keys, 64)]
+    params = [relax.Var(f"x{k}", relax.TensorType(shape, F32)) for k, shape in enumerate(shapes)]
+    builder = relax.BlockBuilder()
+    with builder.function("main", params):
+        with builder.dataflow():
+            transposed = builder.emit(op.permute_dims(params[1], [0, 2, 1]))
+            weights = builder.emit(op.nn.softmax(op.matmul(params[0], transposed)))
+            result = builder.emit_output(op.matmul(weights, params[2]))
+        builder.emit_func_output(result)
+    return builder.get()
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "is_one"),
+    [(128, 128, 12, True), (1024, 1024, 12, True), (512, 512, 192, True), (32, 16384, 4, False)],
+)
+def test_the_decision_is_by_cost(queries: int, keys: int, heads: int, is_one: bool) -> None:
+    """Few blocks with very many keys would leave most of the device idle."""
+    mod = fused(attention(queries, keys, heads))
+    assert (calls(mod) == ["call_tir"]) is is_one
+
+
 UNTOUCHED: dict[str, Callable[[], tuple[IRModule, Target]]] = {
     "CPU": lambda: (layer(), CPU),
     "another axis": lambda: (layer(axis=2), GPU),

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel of an attention on tensor cores, for factors of float16 and bfloat16.
+
+Source: T. Dao, *FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning*,
+2023, Algorithm 1 and section 3.3: each warp has 16 queries, all keys of a tile and all columns of
+the output, so that warps never exchange anything. The steps are those of
+:mod:`.tiled_attention`; weights stay in registers, since the sums of four lanes in two products of
+16 x 8 are what these lanes hold of the left factor in the next product of 16 x 16.
+
+Tiles of keys and values have two stages in shared memory: one is copied while the other is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.tir.branch import when
+from schedules.tir.index_math import ceildiv, i64
+from schedules.workload.reduce import constant, unravel
+
+from ..core.intrinsics import sync
+from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
+from ..core.tensor_core import TensorCore
+from ..gemm.matmul_pattern import divides
+from ..gemm.matmul_tile_sizes import assumed_size
+from ..gemm.tensor_core_matmul import Factor, store_products
+from ..gemm.tensor_core_tile import ELEMENTS, STEP, SharedTile, factor_dtype
+from ..pointwise.coalescing import classify
+from ..pointwise.point_kernel import PointWriter, Views
+from .attention_pattern import AttentionFunction
+
+_FLOAT = "float32"
+_QUAD = 4  # lanes that share a row of a product, two neighbouring columns each
+_WARPS = (4, 2, 1)
+_BYTES = 2  # of an element of a factor
+
+
+@dataclass(frozen=True)
+class TensorAttentionTile:
+    """Partition of some queries among the warps of a block.
+
+    Parameters
+    ----------
+    warps : int
+        Warps, each with 16 queries.
+    keys : int
+        Keys that the block visits at a time.
+    depth, columns : int
+        Elements of a key and of a value, rounded up to whole swizzled lines.
+    """
+
+    warps: int
+    keys: int
+    depth: int
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        """Queries of the block."""
+        return self.warps * STEP
+
+    @property
+    def threads(self) -> int:
+        """Threads of the block."""
+        return self.warps * COSTS.warp
+
+    @property
+    def query_bytes(self) -> int:
+        """Shared memory of the queries."""
+        return self.rows * self.depth * _BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a tile of keys and values."""
+        return self.keys * (self.depth + self.columns) * _BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        """All shared memory."""
+        return self.query_bytes + 2 * self.stage_bytes
+
+
+def choose_tensor_attention(
+    attention: AttentionFunction, gpu: GPUInfo
+) -> TensorAttentionTile | None:
+    """The most warps that occupy the GPU, else one; None if it is not one of tensor cores.
+
+    They take queries, keys and values of float16, or of bfloat16, that fit into shared memory.
+    """
+    factors = (attention.query, attention.key, attention.value)
+    dtypes = {factor_dtype(factor) for factor in factors}
+    depth, columns = constant(attention.depth), constant(attention.columns)
+    if not gpu.has_tensor_cores or len(dtypes) != 1 or None in dtypes:
+        return None
+    if depth is None or columns is None or min(depth, columns) < 1:
+        return None
+    depth, columns = _whole_lines(depth, 16), _whole_lines(columns, 32)
+    keys = 64 if max(depth, columns) <= 64 else 32
+    fitting = [
+        tile
+        for warps in _WARPS
+        if (tile := TensorAttentionTile(warps, keys, depth, columns)).shared_bytes
+        <= gpu.shared_bytes
+    ]
+    batches, m = assumed_size(attention.batches), assumed_size(attention.m)
+    for tile in fitting:
+        rows = -(-m // tile.rows)
+        if rows * tile.rows <= 1.5 * m and batches * rows >= gpu.multiprocessors:
+            return tile
+    return fitting[-1] if fitting else None
+
+
+def _whole_lines(extent: int, least: int) -> int:
+    """An extent rounded up, so that a swizzled line of it is whole."""
+    while least < min(extent, 64):
+        least *= 2
+    return -(-extent // least) * least
+
+
+def write_tensor_attention(
+    attention: AttentionFunction, tile: TensorAttentionTile, views: Views, block: tirx.Expr
+) -> None:
+    """Emit the body of a block: the queries with the number ``block``, counted over the batch."""
+    rows = ceildiv(attention.m, tile.rows)
+    *batch, number = (T.bind(s) for s in unravel(block, [*attention.batch, rows], is_natural=True))
+    with T.launch_thread("threadIdx.x", tile.threads) as thread:
+        first = T.bind(number * i64(tile.rows))
+        _ThreadPart(attention, tile, views, batch, first, thread).write()
+
+
+class _ThreadPart:
+    """One thread's part of a block."""
+
+    def __init__(
+        self,
+        attention: AttentionFunction,
+        tile: TensorAttentionTile,
+        views: Views,
+        batch: Sequence[tirx.Expr],
+        first: tirx.Expr,
+        thread: tirx.Expr,
+    ):
+        self.attention, self.tile, self.views, self.batch = attention, tile, views, batch
+        self.thread, self.lane = thread, thread % COSTS.warp
+        self.row = thread // COSTS.warp * STEP
+        self.first = T.bind(first + i64(self.row))
+        dtype = factor_dtype(attention.query)
+        assert dtype is not None, "checked by the choice of the tile"
+        self.core = TensorCore(dtype, tile.shared_bytes)
+        query, key, value = attention.query, attention.key, attention.value
+        self.query = Factor.of(
+            query,
+            SharedTile(tile.rows, tile.depth, query.rows_first, True),
+            0,
+            tile.threads,
+            views,
+            [*batch, first],
+        )
+        begin = tile.query_bytes
+        shared = SharedTile(tile.keys, tile.depth, key.rows_first, False)
+        self.key = Factor.of(key, shared, begin, tile.threads, views, [*batch, i64(0)])
+        shared = SharedTile(tile.columns, tile.keys, value.rows_first, False)
+        begin += tile.keys * tile.depth * _BYTES
+        self.value = Factor.of(value, shared, begin, tile.threads, views, [*batch, i64(0)])
+        self.queries = T.alloc_buffer((tile.depth // STEP * 4,), "uint32", scope="local")
+        self.scores = _registers(tile.keys // ELEMENTS * 4)
+        self.output = _registers(tile.columns // ELEMENTS * 4)
+        self.maximum, self.total = _registers(2), _registers(2)
+
+    def write(self) -> None:
+        """Emit the whole part."""
+        tile, core = self.tile, self.core
+        _fill(self.output, 0.0)
+        _fill(self.total, 0.0)
+        _fill(self.maximum, float("-inf"))
+        start = tirx.const(0, "int32")
+        self.query.fetch(core, self.thread, i64(0), start)
+        self._fetch(i64(0), start)
+        self.query.keep(core, self.thread, start)
+        self._keep(start)
+        core.commit()
+        tiles = ceildiv(self.attention.n, tile.keys)
+        with T.serial(i64(0), tiles) as number:
+            used = T.bind((number % i64(2)).astype("int32") * tile.stage_bytes)
+            filled = T.bind(tile.stage_bytes - used)
+            following = number + i64(1)
+            core.wait(0)
+            sync()
+            with when(following < tiles):
+                self._fetch(following * i64(tile.keys), filled)
+            core.commit()
+            with when(tirx.EQ(number, i64(0))):
+                self._load_queries()
+            self._multiply_keys(used)
+            self._weigh(T.bind(number * i64(tile.keys)))
+            self._multiply_values(used)
+            if self.key.is_gathered or self.value.is_gathered:
+                with when(following < tiles):
+                    self._keep(filled)
+        self._finish()
+
+    def _fetch(self, first: tirx.Expr, stage: tirx.Expr) -> None:
+        self.key.start = [*self.batch, first]
+        self.key.fetch(self.core, self.thread, i64(0), stage)
+        self.value.fetch(self.core, self.thread, first, stage)
+
+    def _keep(self, stage: tirx.Expr) -> None:
+        for factor in (self.key, self.value):
+            factor.keep(self.core, self.thread, stage)
+
+    def _load_queries(self) -> None:
+        fragment = T.alloc_buffer((4,), "uint32", scope="local")
+        for k in range(0, self.tile.depth, STEP):
+            self.query.load(self.core, fragment, self.lane, self.row, k, tirx.const(0, "int32"))
+            for r in range(4):
+                T.buffer_store(self.queries, fragment[r], [k // STEP * 4 + r])
+
+    def _multiply_keys(self, stage: tirx.Expr) -> None:
+        tile, core = self.tile, self.core
+        _fill(self.scores, 0.0)
+        right = T.alloc_buffer((tile.keys // 4,), "uint32", scope="local")
+        for k in range(0, tile.depth, STEP):
+            self.key.load(core, right, self.lane, 0, k, stage)
+            rows = [self.queries[k // STEP * 4 + r] for r in range(4)]
+            for j in range(tile.keys // ELEMENTS):
+                core.multiply(self.scores, 4 * j, rows, [right[2 * j], right[2 * j + 1]])
+
+    def _multiply_values(self, stage: tirx.Expr) -> None:
+        tile, core = self.tile, self.core
+        right = T.alloc_buffer((tile.columns // 4,), "uint32", scope="local")
+        left = T.alloc_buffer((4,), "uint32", scope="local")
+        for k in range(0, tile.keys, STEP):
+            for r in range(4):  # rows of the upper, the lower half; then the next eight columns
+                e = k // ELEMENTS * 4 + r // 2 * 4 + r % 2 * 2
+                T.buffer_store(left, core.pack(self.scores[e], self.scores[e + 1]), [r])
+            self.value.load(core, right, self.lane, 0, k, stage)
+            rows = [left[r] for r in range(4)]
+            for j in range(tile.columns // ELEMENTS):
+                core.multiply(self.output, 4 * j, rows, [right[2 * j], right[2 * j + 1]])
+
+    def _weigh(self, first: tirx.Expr) -> None:
+        """Turn scores into weights; rescale what was summed up with an earlier maximum."""
+        parts = range(self.tile.keys // ELEMENTS)
+        for half in range(2):
+            own = [4 * j + 2 * half + e for j in parts for e in range(2)]
+            self._logits(half, first)
+            higher = _registers(1)
+            T.buffer_store(higher, self.maximum[half], [0])
+            for e in own:
+                T.buffer_store(higher, tirx.max(higher[0], self.scores[e]), [0])
+            self._over_quad(higher, 0, tirx.max)
+            # While all logits are -inf, any other reference avoids the difference of infinities.
+            nothing = tirx.EQ(higher[0], tirx.const(float("-inf"), _FLOAT))
+            reference, rescaling = _registers(1), _registers(1)
+            zero = tirx.const(0, _FLOAT)
+            T.buffer_store(reference, tirx.Select(nothing, zero, higher[0]), [0])
+            T.buffer_store(rescaling, tirx.exp(self.maximum[half] - reference[0]), [0])
+            T.buffer_store(self.maximum, higher[0], [half])
+            T.buffer_store(self.total, self.total[half] * rescaling[0], [half])
+            for e in own:
+                T.buffer_store(self.scores, tirx.exp(self.scores[e] - reference[0]), [e])
+                T.buffer_store(self.total, self.total[half] + self.scores[e], [half])
+            for j in range(self.tile.columns // ELEMENTS):
+                for e in (4 * j + 2 * half, 4 * j + 2 * half + 1):
+                    T.buffer_store(self.output, self.output[e] * rescaling[0], [e])
+
+    def _logits(self, half: int, first: tirx.Expr) -> None:
+        """Replace the scores of one of the lane's two rows by the arguments of softmax."""
+        attention = self.attention
+        lanes = classify(attention.logits, 2, [attention.score])
+        if not lanes.is_aligned:
+            lanes = classify(attention.logits, 1, [attention.score])
+        row = self.first + i64(self.lane // _QUAD + 8 * half)
+        if not divides(self.tile.rows, attention.m):
+            row = tirx.min(row, i64(attention.m) - i64(1))
+        row = T.bind(row)
+        is_whole = divides(self.tile.keys, attention.n)
+        for j in range(self.tile.keys // ELEMENTS):
+            for start in range(0, 2, lanes.vector):
+                at = range(4 * j + 2 * half + start, 4 * j + 2 * half + start + lanes.vector)
+                inner = i64(self.lane % _QUAD * 2) + i64(ELEMENTS * j + start)
+                column = T.bind(first + inner)
+                with when(None if is_whole else column < i64(attention.n)):
+                    places = [[*self.batch, row, column + i64(k)] for k in range(lanes.vector)]
+                    writer = PointWriter(lanes, self.views, places)
+                    writer.give(attention.score, [self.scores[e] for e in at])
+                    writer.steps()
+                    for k, e in enumerate(at):
+                        T.buffer_store(self.scores, writer.value(attention.logit, k), [e])
+                if not is_whole:
+                    with when(column >= i64(attention.n)):
+                        for e in at:
+                            T.buffer_store(self.scores, tirx.const(float("-inf"), _FLOAT), [e])
+
+    def _over_quad(
+        self,
+        values: tirx.Buffer,
+        place: int,
+        combine: Callable[[tirx.Expr, tirx.Expr], tirx.Expr],
+    ) -> None:
+        """Combine values of the lanes that share a row; all of them get the result."""
+        other = _registers(1)
+        for mask in (1, 2):
+            T.buffer_store(other, self.core.exchange(values[place], mask), [0])
+            T.buffer_store(values, combine(values[place], other[0]), [place])
+
+    def _finish(self) -> None:
+        """Divide by the sums of the weights; store."""
+        results = self.attention.results
+        for half in range(2):
+            self._over_quad(self.total, half, lambda a, b: a + b)
+            T.buffer_store(self.total, tirx.const(1, _FLOAT) / self.total[half], [half])
+        count = int(self.output.shape[0])
+        sums = [self.output[e] * self.total[e // 2 % 2] for e in range(count)]
+        rows_exist = divides(self.tile.rows, results.m)
+        place = (results, self.views, self.batch, self.first, i64(0), sums)
+        store_products(self.core, self.lane, *place, rows_exist)
+
+
+def _registers(count: int) -> tirx.Buffer:
+    return T.alloc_buffer((count,), _FLOAT, scope="local")
+
+
+def _fill(registers: tirx.Buffer, value: float) -> None:
+    for e in range(int(registers.shape[0])):
+        T.buffer_store(registers, tirx.const(value, _FLOAT), [e])
