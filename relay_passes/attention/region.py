@@ -6,14 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import tvm
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 from tvm.ir import GenericConst
 from tvm.relax.utils import copy_with_new_vars
 
+from ..core.constants import array_of
 from ..core.expressions import TUPLE_GET_ITEM, Value, op_name
 from ..core.graph import Graph
 
+_NAME = "attention"
 MOVES = ("relax.permute_dims", "relax.reshape")
 """Ops behind the second product that its kernel does on the way, beside conversions."""
 _LAYOUT = (
@@ -166,12 +169,12 @@ def prim_func(
     None where it has symbolic extents that do not follow from the shapes of its inputs.
     """
     inputs = _inputs(values)
-    function = _function(values, inputs)
+    builder = _function(values, inputs)
+    name = builder.get().get_global_var(_NAME)
+    function = builder.get()[name]
     if relax.analysis.free_symbolic_vars(function):
         return None
-    builder = relax.BlockBuilder()
-    name = builder.add_func(copy_with_new_vars(function), "attention")
-    params = [relax.Var(f"x{k}", tensor.ty) for k, tensor in enumerate(inputs)]
+    params = list(copy_with_new_vars(function).params)
     with builder.function("main", params):
         with builder.dataflow():
             result = builder.emit_output(relax.Call(name, params))
@@ -186,7 +189,7 @@ def _inputs(values: Mapping[relax.Var, relax.Expr]) -> list[relax.Expr]:
     """Variables and constants from outside; numbers in arithmetic are a part of the function."""
     found: dict[relax.Expr, None] = {}
     for value in values.values():
-        for argument in value.args:
+        for argument in value.args[1:2] if is_causal(value) else value.args:
             is_number = op_name(value) in _ARITHMETIC and _is_number(argument)
             is_tensor = isinstance(argument.ty, relax.TensorType)
             if is_tensor and argument not in values and not is_number:
@@ -198,20 +201,53 @@ def _is_number(expr: relax.Expr) -> bool:
     return isinstance(expr, GenericConst) and expr.ty.ndim == 0
 
 
+def is_causal(value: relax.Expr) -> bool:
+    """Return whether a value replaces the scores of keys behind the query by a number.
+
+    The mask is a constant: a lower triangle, whose last row has all keys.
+    """
+    if op_name(value) != "relax.where" or not _is_number(value.args[2]):
+        return False
+    mask = value.args[0]
+    if not isinstance(mask, GenericConst) or str(mask.ty.dtype) != "bool" or mask.ty.ndim < 2:
+        return False
+    array = array_of(mask)
+    rows, columns = array.shape[-2:]
+    triangle = np.tri(rows, columns, columns - rows, dtype=bool)
+    same_shape = [*map(int, array.shape[-2:])] == [*value.ty.shape.values[-2:]]
+    return same_shape and rows <= columns and bool((array == triangle).all())
+
+
+def _causal(scores: te.Tensor, least: float) -> te.Tensor:
+    """The scores of keys up to the query, a number for the others, without a mask in memory."""
+    ahead = scores.shape[-1] - scores.shape[-2]
+
+    def element(*at: tirx.Expr) -> tirx.Expr:
+        past = at[-1] <= at[-2] + ahead
+        return tirx.Select(past, scores(*at), tirx.const(least, scores.dtype))
+
+    return te.compute(scores.shape, element, name="causal")
+
+
 def _function(
     values: Mapping[relax.Var, relax.Expr], inputs: Iterable[relax.Expr]
-) -> relax.Function:
-    """A function that ``FuseTIR`` makes a PrimFunc of."""
+) -> relax.BlockBuilder:
+    """A module with a function that ``FuseTIR`` makes a PrimFunc of."""
     local = {tensor: relax.Var(f"p{k}", tensor.ty) for k, tensor in enumerate(inputs)}
     params = list(local.values())
     builder = relax.BlockBuilder()
-    with builder.function("attention", params, {"Primitive": True}, private=True):
+    with builder.function(_NAME, params, {"Primitive": True}, private=True):
         with builder.dataflow():
             for var, value in values.items():
-                result = local[var] = builder.emit(_copy(value, local))
+                if is_causal(value):
+                    least = float(array_of(value.args[2]))
+                    result = builder.emit_te(_causal, local[value.args[1]], least)
+                else:
+                    result = builder.emit(_copy(value, local))
+                local[var] = result
             output = builder.emit_output(result)
         builder.emit_func_output(output)
-    return builder.get()["attention"]
+    return builder
 
 
 def _copy(value: relax.Expr, local: Mapping[relax.Expr, relax.Expr]) -> relax.Expr:

@@ -11,7 +11,7 @@ from tvm import ir, tirx
 
 from schedules.tir.block_expressions import Stage, read_stages
 from schedules.tir.expression_walk import loads, op_name
-from schedules.tir.index_math import i64, ravel, volume
+from schedules.tir.index_math import ceildiv, i64, ravel, volume
 from schedules.workload.reduce import Extent, constant, extent_of, unravel
 
 from ..gemm.matmul_pattern import (
@@ -21,9 +21,10 @@ from ..gemm.matmul_pattern import (
     read_in_place,
     read_operand,
 )
-from ..pointwise.element_program import ElementProgram, Read, Step
+from ..pointwise.element_program import ElementProgram, Read, Step, Value
 from ..pointwise.iteration_domain import IterationSpace, Store
 
+_HIDDEN = -1e30  # a logit of at most this has no weight beside any score
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
@@ -69,6 +70,8 @@ class AttentionFunction:
         The argument of softmax, float32: the score after scale, mask and bias.
     results : Results
         The output.
+    ahead : int | None
+        Row ``m`` depends on the keys up to ``m + ahead`` only; None if it may depend on all.
     """
 
     query: Operand
@@ -83,6 +86,14 @@ class AttentionFunction:
     logits: IterationSpace
     logit: tirx.Expr
     results: Results
+    ahead: int | None
+
+    def tiles(self, first: tirx.Expr, rows: int, keys: int) -> tirx.Expr:
+        """Tiles of ``keys`` on which the ``rows`` queries from ``first`` on depend."""
+        if self.ahead is None:
+            return ceildiv(self.n, keys)
+        last = tirx.min(first + i64(rows + self.ahead), i64(self.n))
+        return (last + i64(keys - 1)) // i64(keys)
 
     @property
     def batches(self) -> Extent:
@@ -229,7 +240,8 @@ class _Reader:
         logits, logit = self._logits(score)
         m, n, columns = shape[-2], shape[-1], result.shape[-1]
         parts = (batch, m, n, depth, columns)
-        return AttentionFunction(query, key, operand, *parts, score, logits, logit, results)
+        ahead = _ahead(logits, logit)
+        return AttentionFunction(query, key, operand, *parts, score, logits, logit, results, ahead)
 
     def _are_floats(self) -> bool:
         return all(str(stage.output.dtype) in _FLOATS for stage in (self.scores, self.result))
@@ -296,6 +308,25 @@ class _Reader:
         store = Store(buffer, tuple(indices), value)
         epilogue = IterationSpace(axes, shape, (), (store,))
         return Results(shape[-2], shape[-1], element, epilogue)
+
+
+def _ahead(logits: IterationSpace, logit: tirx.Expr) -> int | None:
+    """By how much the last key that a row depends on is ahead of the row.
+
+    Other keys have weight zero: their logits are next to the least float, and a key before them has
+    a score of its own. With a mask in memory that might be hidden, too.
+    """
+    values = {step.var: step.expression for step in logits.steps if isinstance(step, Value)}
+    if len(values) < len(logits.steps):
+        return None
+    while isinstance(logit, tirx.Cast) or logit in values:
+        logit = logit.value if isinstance(logit, tirx.Cast) else values[logit]
+    if not isinstance(logit, tirx.Select) or not isinstance(logit.condition, tirx.LE):
+        return None
+    least, past = getattr(logit.false_value, "value", 0.0), logit.condition
+    row, column = logits.axes[-2:]
+    ahead = constant(logits.analyzer().simplify(past.b - past.a - row + column))
+    return ahead if ahead is not None and ahead >= 0 and least <= _HIDDEN else None
 
 
 def _axes(batch: Sequence[int], own: Sequence[str]) -> tuple[tirx.Var, ...]:

@@ -149,6 +149,7 @@ class _ThreadPart:
         self.thread, self.lane = thread, thread % COSTS.warp
         self.row = thread // COSTS.warp * STEP
         self.first = T.bind(first + i64(self.row))
+        self.tiles = T.bind(attention.tiles(first, tile.rows, tile.keys))
         dtype = factor_dtype(attention.query)
         assert dtype is not None, "checked by the choice of the tile"
         self.core = TensorCore(dtype, tile.shared_bytes)
@@ -184,7 +185,7 @@ class _ThreadPart:
         self.query.keep(core, self.thread, start)
         self._keep(start)
         core.commit()
-        tiles = ceildiv(self.attention.n, tile.keys)
+        tiles = self.tiles
         with T.serial(i64(0), tiles) as number:
             used = T.bind((number % i64(2)).astype("int32") * tile.stage_bytes)
             filled = T.bind(tile.stage_bytes - used)

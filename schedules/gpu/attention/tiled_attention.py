@@ -94,7 +94,7 @@ class _ThreadPart:
 
     def write(self) -> None:
         self._begin()
-        tiles = ceildiv(self.attention.n, self.tile.keys)
+        tiles = T.bind(self.attention.tiles(self.first, self.tile.rows, self.tile.keys))
         with T.serial(i64(0), tiles) as number:
             first = T.bind(number * i64(self.tile.keys))
             follows = number + i64(1) < tiles

@@ -134,6 +134,32 @@ def test_a_mask_and_a_bias_of_each_head(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
 
 
+def causal(past: np.ndarray, least: float) -> Build:
+    """A graph whose constant mask hides later keys."""
+    return of_logits(lambda s: op.where(relax.const(past), s, relax.const(least, F32)))
+
+
+@pytest.mark.parametrize(("m", "n"), [(70, 70), (33, 70)])
+@pytest.mark.parametrize("least", [-np.inf, np.finfo(F32).min, -3.0])
+def test_a_constant_causal_mask(m: int, n: int, least: float, rng: np.random.Generator) -> None:
+    """Keys are skipped where their weight is zero, not where they are merely weighed less."""
+    query, key, value = heads(rng, (2, m, 16), (2, n, 16), (2, n, 16))
+    past = np.tri(m, n, n - m, dtype=bool)[None]
+    exact = attend(query, key, value, lambda scores: np.where(past, scores, least))
+    found = run(causal(past, least), query, key, value)
+    np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("least", [np.finfo(F32).min, -3.0])
+def test_hidden_keys_are_not_read(least: float) -> None:
+    """NaN behind the last visible tile changes nothing, if the mask hides it for sure."""
+    past = np.tri(128, 128, dtype=bool)[None]
+    query, key, value = heads(np.random.default_rng(), *[(1, 128, 16)] * 3)
+    key[:, 64:], value[:, 64:] = np.nan, np.nan
+    found = run(causal(past, least), query, key, value)
+    assert np.isnan(found[:, :64]).any() == (least > -1e30)
+
+
 def test_a_causal_mask_and_capped_scores(rng: np.random.Generator) -> None:
     query, key, value = heads(rng, *[(2, 50, 16)] * 3)
     past = np.tril(np.ones((1, 50, 50), bool))

@@ -61,7 +61,7 @@ def test_products_are_float16_summed_in_float32_and_norms_float32(bert: tvm.IRMo
     passes = gpu_phases(target, precision="fp16")["simplify"]
     found = calls(pipeline.run_phases(bert, target, {"simplify": passes}))
     products = [call for call in found if op_name(call) == "relax.matmul"]
-    assert len(products) == 9
+    assert len(products) == 5  # attention is one function, its projections are one product
     assert all(dtypes(call) == {"float16"} for call in products)
     assert all(str(call.ty.dtype) == "float32" for call in products)
     sums = [call for call in found if "softmax" in op_name(call) or "mean" in op_name(call)]
