@@ -15,7 +15,14 @@ from .attention_pattern import AttentionFunction
 MOST_DEPTH = 256
 """Elements of a key or a value above which a thread would hold too many sums."""
 # Rows and keys of a tile; rows and keys of a thread. Smaller ones have more blocks.
-_TILES = ((64, 32, 8, 4), (32, 32, 4, 2), (16, 64, 2, 4), (16, 32, 2, 2), (16, 16, 2, 2))
+_TILES = (
+    (64, 32, 8, 4),
+    (32, 32, 4, 2),
+    (32, 16, 4, 2),
+    (16, 64, 2, 4),
+    (16, 32, 2, 2),
+    (16, 16, 2, 2),
+)
 _FLOAT = 4  # bytes
 
 

@@ -18,7 +18,7 @@ from tvm.target import Target
 
 from relay_passes import ApplyRules, FuseAttention
 from schedules.gpu import RULES
-from schedules.gpu.attention import attention_tile
+from schedules.gpu.attention import attention_tile, tensor_core_attention
 
 F32 = "float32"
 OPENCL = Target({"kind": "opencl", "max_shared_memory_per_block": 49152}, host="llvm")
@@ -258,19 +258,15 @@ def in_half(query: relax.Expr, key: relax.Expr, value: relax.Expr, mask: relax.E
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        (2, 33, 69, 16, 40),
-        (1, 16, 128, 64, 64),
-        (1, 17, 40, 80, 24),
-        (1, 20, 37, 21, 19),
-    ],
+    ("shape", "warps"),
+    [((1, 70, 69, 16, 32), 4), ((2, 17, 40, 80, 24), 1), ((1, 20, 37, 21, 19), 2)],
     ids=str,
 )
 def test_numbers_on_tensor_cores(
-    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+    shape: tuple[int, ...], warps: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
     emulate_tensor_cores(monkeypatch)
+    monkeypatch.setattr(tensor_core_attention, "_WARPS", (warps,))
     batch, m, n, depth, columns = shape
     sizes = [(batch, m, depth), (batch, n, depth), (batch, n, columns)]
     query, key, value = (array.astype("float16") for array in heads(rng, *sizes))
