@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -16,7 +18,7 @@ from ..gemm.skinny_matmul import MOST_ROWS
 from ..gemm.tensor_core_tile import factor_dtype
 from ..pointwise.point_kernel import Views
 from .attention_cost import gains
-from .attention_pattern import read_attention
+from .attention_pattern import AttentionFunction, read_attention
 from .attention_tile import choose_attention_tile
 from .tensor_core_attention import choose_tensor_attention, write_tensor_attention
 from .tiled_attention import write_attention
@@ -58,17 +60,37 @@ class Attention(GPURule):
         if attention is None:
             return None
         tensor = choose_tensor_attention(attention, gpu)
-        tile = tensor or choose_attention_tile(attention, gpu)
+        if tensor is not None:
+            return _kernels(
+                func,
+                attention,
+                tensor.rows,
+                lambda block: write_tensor_attention(
+                    attention, tensor, Views.declare(func, gpu), block
+                ),
+            )
+        tile = choose_attention_tile(attention, gpu)
         if tile is None:
             return None
-        blocks = simplified(i64(attention.batches) * ceildiv(attention.m, tile.rows))
+        return _kernels(
+            func,
+            attention,
+            tile.rows,
+            lambda block: write_attention(attention, tile, gpu, Views.declare(func, gpu), block),
+        )
 
-        def body() -> None:
-            with unless_empty(blocks), T.launch_thread("blockIdx.x", blocks) as block:
-                views = Views.declare(func, gpu)
-                if tensor is not None:
-                    write_tensor_attention(attention, tensor, views, block)
-                else:
-                    write_attention(attention, tile, gpu, views, block)
 
-        return write_kernels(func, body)
+def _kernels(
+    func: tirx.PrimFunc,
+    attention: AttentionFunction,
+    rows: int,
+    write: Callable[[tirx.Expr], None],
+) -> tirx.PrimFunc:
+    """The function with one launch, of a block for each ``rows`` queries."""
+    blocks = simplified(i64(attention.batches) * ceildiv(attention.m, rows))
+
+    def body() -> None:
+        with unless_empty(blocks), T.launch_thread("blockIdx.x", blocks) as block:
+            write(block)
+
+    return write_kernels(func, body)

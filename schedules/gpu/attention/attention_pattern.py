@@ -321,9 +321,10 @@ def _ahead(logits: IterationSpace, logit: tirx.Expr) -> int | None:
         return None
     while isinstance(logit, tirx.Cast) or logit in values:
         logit = logit.value if isinstance(logit, tirx.Cast) else values[logit]
-    if not isinstance(logit, tirx.Select) or not isinstance(logit.condition, tirx.LE):
+    past = logit.condition if isinstance(logit, tirx.Select) else None
+    if not isinstance(past, tirx.LE):
         return None
-    least, past = getattr(logit.false_value, "value", 0.0), logit.condition
+    least = getattr(logit.false_value, "value", 0.0)
     row, column = logits.axes[-2:]
     ahead = constant(logits.analyzer().simplify(past.b - past.a - row + column))
     return ahead if ahead is not None and ahead >= 0 and least <= _HIDDEN else None
