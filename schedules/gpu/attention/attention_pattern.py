@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import tvm_ffi
 from tvm import ir, tirx
@@ -187,7 +188,7 @@ def _is_in_place(stage: Stage, load: ir.TensorLoad, end: int | None = None) -> b
     return _is_at(load, [axis.var for axis in stage.axes[:end]])
 
 
-def _reduces(stage: Stage, kind: type, source: tirx.Buffer) -> bool:
+def _reduces(stage: Stage, kind: Any, source: tirx.Buffer) -> bool:
     """Return whether a stage combines the last axis of a buffer with its own result."""
     value = stage.value
     if not isinstance(value, kind) or len(stage.reduced) != 1:
