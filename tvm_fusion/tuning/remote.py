@@ -40,6 +40,8 @@ BUSY_SECONDS = 30.0
 """Time to wait for a server that is busy; one that an earlier job gave back comes in seconds."""
 POLL_SECONDS = 2.0
 """Longest time that a server waits before it answers that a measurement is not done."""
+REPLACEMENT_SECONDS = 5.0
+"""Time to wait for a server in the place of a lost one, or for the lost one itself."""
 
 Result = TypeVar("Result")
 
@@ -297,10 +299,7 @@ class RemotePool(Pool):
 
     def _take_all(self) -> list[RemoteHost]:
         """Take all free servers, at least one; refused ones stay taken until all are seen."""
-        end = time.monotonic() + BUSY_SECONDS
-        while (found := self.tracker.servers())[0] and not found[1] and time.monotonic() < end:
-            time.sleep(0.5)
-        known, free = found
+        known, free = self._wait_for_free(BUSY_SECONDS)
         if not known:
             raise TuningError(
                 f"the RPC tracker at {self.tracker} knows no server with the key "
@@ -312,6 +311,15 @@ class RemotePool(Pool):
             )
         taken = [host for _ in range(free) if (host := self._take()) is not None]
         return [host for host in taken if self._accepts(host)]
+
+    def _wait_for_free(self, seconds: float) -> tuple[int, int]:
+        """Wait for a free server while there are busy ones; return how many there are of both."""
+        end = time.monotonic() + seconds
+        while True:
+            known, free = self.tracker.servers()
+            if free or not known or time.monotonic() >= end:
+                return known, free
+            time.sleep(0.5)
 
     def _take(self) -> RemoteHost | None:
         try:
@@ -336,7 +344,7 @@ class RemotePool(Pool):
         name = host.name if isinstance(host, RemoteHost) else ""
         self.notes.append(f"{name} is lost ({error}); its task goes back")
         try:
-            if self.tracker.servers()[1]:
+            if self._wait_for_free(REPLACEMENT_SECONDS)[1]:
                 other = self._take()
                 return other if other is not None and self._accepts(other) else None
         except TuningError as lost:

@@ -12,6 +12,7 @@ import json
 import logging
 import multiprocessing
 import multiprocessing.util
+import os
 import queue
 import socket
 import threading
@@ -169,13 +170,14 @@ def serve(
     multiprocessing.set_start_method("fork", force=True)  # sessions inherit the function
     logging.getLogger("RPCServer").setLevel(logging.WARNING)
     ready(about)
-    address = (tracker.host, tracker.port)
+    address, folder = (tracker.host, tracker.port), Path.cwd()
     try:
         while True:
             try:
                 tvm_server._listen_loop(listening, port, tracker.key, address, None, None)
             except RuntimeError as error:  # a session that died, or the tracker
                 logging.getLogger("RPCServer").warning("%s", error)
+                os.chdir(folder)  # from the session's own, which is gone
                 tracker.servers()
     finally:
         listening.close()

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from small_onnx import dense_model
 
@@ -154,15 +155,26 @@ def test_work_of_a_server_that_dies_is_done_by_the_other(
     assert len(compiled.records) == 2
 
 
-def test_a_job_without_any_server_left_keeps_its_trials(
-    tracker: Tracker, servers, tmp_path: Path
+def test_a_lost_session_is_opened_again_and_a_lost_server_ends_the_job(
+    tracker: Tracker, servers, tmp_path: Path, monkeypatch
 ) -> None:
-    def kill(result: tvm_fusion.TuneResult) -> None:
-        if result.tasks[0].trials and servers[1].poll() is None:
-            end(servers[1])
+    monkeypatch.setattr(job, "BATCH", 1)
+    sessions: list[int] = []
 
-    wait_for(lambda: tracker.servers()[1] == 1)
-    with pytest.raises(TuningError, match="no server is left, and 2 of 2 tasks are not done"):
+    def kill(result: tvm_fusion.TuneResult) -> None:
+        if servers[1].poll() is not None:
+            return
+        found = [child.pid for child in psutil.Process(servers[1].pid).children()]
+        if result.tasks[0].trials == 1 and not sessions:
+            sessions.extend(found)
+            os.kill(found[0], signal.SIGKILL)
+        elif result.tasks[0].trials == TRIALS:
+            sessions.extend(found)
+            servers[1].send_signal(signal.SIGINT)
+            assert servers[1].wait(20) == 130
+
+    wait_for(lambda: tracker.servers() == (1, 1))
+    with pytest.raises(TuningError, match="no server is left, and 2 of 2 .* is lost .* is lost"):
         tvm_fusion.tune(
             dense_model(size=20, channels=32),
             database=tmp_path,
@@ -172,6 +184,7 @@ def test_a_job_without_any_server_left_keeps_its_trials(
             fuse="none",
             winograd="never",
         )
+    assert len(set(sessions)) == 2
     assert len(lines(tmp_path / "trials.jsonl")) == TRIALS
 
 
