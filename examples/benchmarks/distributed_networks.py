@@ -4,7 +4,7 @@
     python examples/benchmarks/distributed_networks.py [--only NAME ...] [--rounds 3] [--files DIR]
 
 Three jobs take turns: one rank with one thread, one rank with two threads, two ranks with one
-thread each. All of them compute the same bits. Prints a table and writes
+thread each. Those of one thread compute the same bits. Prints a table and writes
 results/CPU/distributed_networks.json. With --files, compiled models are kept there and used again.
 """
 
@@ -101,18 +101,18 @@ def measure(name: str, rounds: int, repeat: int, folder: Path) -> dict[str, Any]
     Raises
     ------
     DistributedError
-        If a job fails, or computes other bits than the first.
+        If a job fails, or two ranks compute other bits than one.
     """
     files = {title: compiled(name, *counts, folder) for title, counts in JOBS.items()}
     turns: dict[str, list[float]] = {title: [] for title in JOBS}
-    first: np.ndarray | None = None
+    results: dict[str, np.ndarray] = {}
     for _ in range(rounds):
         for title, counts in JOBS.items():
-            milliseconds, result = run_job(files[title], *counts, repeat)
+            milliseconds, results[title] = run_job(files[title], *counts, repeat)
             turns[title].append(milliseconds)
-            first = result if first is None else first
-            if not np.array_equal(first, result):
-                raise DistributedError(f"the jobs of {name} compute different bits")
+    one, _, two = results.values()
+    if not np.array_equal(one, two):
+        raise DistributedError(f"one rank and two compute different bits of {name}")
     segments = distributed.load(files["2 ranks"]).plan.segments
     return {
         "sizes": CASES[name],
