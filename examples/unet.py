@@ -28,7 +28,7 @@ def unet(
     Parameters
     ----------
     batch : int or str
-        Images at a time, or the name of a symbolic size.
+        Images at a time, or the name of a symbolic size, for which we cannot import Resize.
     image_size : int
         Height and width in pixels, a multiple of 16.
     seed : int

@@ -149,7 +149,7 @@ def test_small_version_decomposed(name: str) -> None:
     assert_same(results, run_onnx(model, feed), limit=1e-5)
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", [name for name in NEW if name != "unet"])  # Resize has none
 def test_symbolic_batch(name: str) -> None:
     model = small(name, "rows")
     onnx.checker.check_model(model, full_check=True)

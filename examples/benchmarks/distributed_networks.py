@@ -4,14 +4,13 @@
     python examples/benchmarks/distributed_networks.py [--only NAME ...] [--rounds 3] [--files DIR]
 
 Three jobs take turns: one rank with one thread, one rank with two threads, two ranks with one
-thread each. All of them compute the same bits. Prints a table and writes
+thread each. Those of one thread compute the same bits. Prints a table and writes
 results/CPU/distributed_networks.json. With --files, compiled models are kept there and used again.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import shutil
@@ -33,11 +32,12 @@ from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.errors import DistributedError
 from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.written_aside import written_aside
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, write_aside  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
 
 CASES: dict[str, dict[str, Any]] = {
@@ -101,18 +101,18 @@ def measure(name: str, rounds: int, repeat: int, folder: Path) -> dict[str, Any]
     Raises
     ------
     DistributedError
-        If a job fails, or computes other bits than the first.
+        If a job fails, or two ranks compute other bits than one.
     """
     files = {title: compiled(name, *counts, folder) for title, counts in JOBS.items()}
     turns: dict[str, list[float]] = {title: [] for title in JOBS}
-    first: np.ndarray | None = None
+    results: dict[str, np.ndarray] = {}
     for _ in range(rounds):
         for title, counts in JOBS.items():
-            milliseconds, result = run_job(files[title], *counts, repeat)
+            milliseconds, results[title] = run_job(files[title], *counts, repeat)
             turns[title].append(milliseconds)
-            first = result if first is None else first
-            if not np.array_equal(first, result):
-                raise DistributedError(f"the jobs of {name} compute different bits")
+    one, _, two = results.values()
+    if not np.array_equal(one, two):
+        raise DistributedError(f"one rank and two compute different bits of {name}")
     segments = distributed.load(files["2 ranks"]).plan.segments
     return {
         "sizes": CASES[name],
@@ -147,10 +147,6 @@ def table_of(results: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
-def _write(text: str, path: Path) -> None:
-    path.write_text(text)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all networks."""
     options = argparse.ArgumentParser(description=__doc__)
@@ -170,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results[name] = measure(name, given.rounds, given.repeat, folder)
             ordered = {case: results[case] for case in CASES if case in results}
             text = json_text({"machine": host_info(), "results": ordered})
-            write_aside(given.output, functools.partial(_write, text))
+            with written_aside(given.output) as aside:
+                aside.write_text(text)
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     console.print(table_of(ordered))
     return 0

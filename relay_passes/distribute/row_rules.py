@@ -210,6 +210,17 @@ def _varies_with_rows(operand: relax.Expr, ndim: int) -> bool:
     return place >= 0 and constant(extents[place]) != 1
 
 
+def _channels(call: relax.Call) -> RowOp | None:
+    """An op that moves channels only, perhaps to another layout."""
+    if image_shape(call) is None or image_shape(call.args[0]) is None:
+        return None
+
+    def rebuild(operands: Sequence[relax.Expr], begin: int, end: int) -> relax.Expr:
+        return relax.Call(call.op, operands, call.attrs, call.ty_args)
+
+    return RowOp(((), *(None for _ in call.args[1:])), rebuild)
+
+
 def _concatenation(call: relax.Call) -> RowOp | None:
     shape, axis = image_shape(call), int(call.attrs.axis)
     parts = tensors(call)
@@ -269,13 +280,15 @@ _ELEMENT_WISE = (
     *("abs", "add", "astype", "clip", "divide", "erf", "exp", "maximum", "minimum", "multiply"),
     *("negative", "sigmoid", "sqrt", "square", "subtract", "tanh"),
     *("nn.gelu", "nn.gelu_tanh", "nn.leakyrelu", "nn.relu", "nn.relu6", "nn.silu", "nn.softplus"),
-    *("tvm_fusion.channel_slice", "tvm_fusion.hardswish", "tvm_fusion.pack", "tvm_fusion.unpack"),
+    "tvm_fusion.hardswish",
 )
+_CHANNELS = ("channel_norm", "channel_shuffle", "channel_slice", "pack", "unpack")
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys((CONV2D.name, FUSED_CONV2D.name, WINOGRAD), _convolution),
     **dict.fromkeys(_POOLS, _pooling),
     **{f"relax.{name}": _element_wise for name in _ELEMENT_WISE},
+    **{f"relax.tvm_fusion.{name}": _channels for name in _CHANNELS},
     "relax.concat": _concatenation,
     "relax.image.resize2d": _enlargement,
 }

@@ -89,7 +89,8 @@ def _bound(binding: relax.VarBinding, places: Mapping[relax.Var, int]) -> BoundS
     reads = {places[operand]: None for operand in operands(value)}
     if split is None:
         read = tuple(Operand(place, None) for place in reads)
-        stage = Stage(var.name, name, rows, row_bytes, read, grain=rows)
+        fixed = _constant_bytes(value) if isinstance(value, relax.Call) else 0
+        stage = Stage(var.name, name, rows, row_bytes, read, fixed_bytes=fixed, grain=rows)
         return BoundStage(stage, var, value, None)
     read = tuple(
         Operand(places[operand], maps)

@@ -2,8 +2,9 @@
 """Predicted times of a network over ranks, and the choice of the stages that are exchanged.
 
 A stage takes the longer of its arithmetic and its memory traffic on the slowest rank (roofline); an
-exchange ``messages * latency + bytes / bandwidth`` (postal model) and the copy of what the rank has
-itself. Fewer exchanges recompute more rows; after the last one the first rank is alone.
+exchange ``messages * latency + bytes / bandwidth`` (postal model), the copy of what the rank has
+itself, and a constant. Fewer exchanges recompute more rows; after the last one the first rank is
+alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from .cost import CALL_SECONDS, Network, Processor
 from .row_plan import Placement, Rows, Stage, place, rows_needed
 
 CHOICES = ("auto", "always", "once")
+EXCHANGE_SECONDS = 8e-5
+"""Time of an exchange on a rank beside its messages and copies, measured on Zen 4."""
+
 _ROUNDS = 3
 
 
@@ -82,8 +86,9 @@ def choose_exchanges(
     network, processor : Network, Processor
         Figures of the predictions.
     choice : str
-        ``auto`` searches for the least predicted time, from both ends: all exchanges up to some
-        stage, and then each of them by itself. ``always`` exchanges whatever is read with a halo,
+        ``auto`` searches for the least predicted time: all exchanges up to some stage, then each of
+        them by itself, and for each number of rows whether shares are cut between tiles of
+        Winograd's algorithm. ``always`` exchanges whatever is read with a halo,
         ``once`` only the last such stage.
 
     Raises
@@ -103,29 +108,42 @@ def choose_exchanges(
     if choice == "once":
         return _without_silent(stages, ranks, candidates[-1:])
 
-    def seconds(exchanged: frozenset[int]) -> float:
-        if exchanged not in known:
-            placement = place(stages, ranks, exchanged)
-            known[exchanged] = row_cost(stages, placement, network, processor).seconds
-        return known[exchanged]
+    def seconds(choice: _Choice) -> float:
+        if choice not in known:
+            placement = place(stages, ranks, *choice)
+            known[choice] = row_cost(stages, placement, network, processor).seconds
+        return known[choice]
 
-    known: dict[frozenset[int], float] = {}
+    known: dict[_Choice, float] = {}
+    nothing: frozenset[int] = frozenset()
     prefixes = [frozenset(candidates[:count]) for count in range(len(candidates) + 1)]
     lasts = [frozenset([candidate]) for candidate in candidates]
-    best = min([*prefixes, *lasts], key=seconds)
+    best = min([(exchanged, nothing) for exchanged in (*prefixes, *lasts)], key=seconds)
+    levels = {stage.rows for stage in stages if stage.is_split and stage.grain > 1}
     for _ in range(_ROUNDS):
         before = best
+        for rows in sorted(levels):
+            best = min(best, (best[0], best[1] ^ {rows}), key=seconds)
         for candidate in reversed(candidates):
-            best = min(best, best ^ {candidate}, key=seconds)
+            best = min(best, (best[0] ^ {candidate}, best[1]), key=seconds)
         if best == before:
             break
-    return _without_silent(stages, ranks, sorted(best))
+    return _without_silent(stages, ranks, sorted(best[0]), best[1])
 
 
-def _without_silent(stages: Sequence[Stage], ranks: int, exchanged: Sequence[int]) -> Placement:
+_Choice = tuple[frozenset[int], frozenset[int]]
+"""Stages that are exchanged, and numbers of rows whose shares are aligned."""
+
+
+def _without_silent(
+    stages: Sequence[Stage],
+    ranks: int,
+    exchanged: Sequence[int],
+    aligned: frozenset[int] = frozenset(),
+) -> Placement:
     """A placement without those exchanges in which no rank needs anything of another."""
     while True:
-        placement = place(stages, ranks, exchanged)
+        placement = place(stages, ranks, exchanged, aligned)
         heard = [index for index in exchanged if len(placement.transfers(index))]
         if len(heard) == len(exchanged):
             return placement
@@ -182,4 +200,6 @@ def _exchange_seconds(
     )
     kept = np.minimum(held[:, 1], own[:, 1]) - np.maximum(held[:, 0], own[:, 0])
     copied = np.where(size > 0, 2.0 * stage.row_bytes * np.maximum(kept, 0), 0.0)
-    return messages * network.latency + size / network.bandwidth + copied / processor.bandwidth
+    calls = np.where(messages > 0, EXCHANGE_SECONDS, 0.0)
+    sent = messages * network.latency + size / network.bandwidth
+    return calls + sent + copied / processor.bandwidth

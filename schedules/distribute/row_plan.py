@@ -10,7 +10,7 @@ it needs beyond its share, and an exchange before stages that only the first ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -170,7 +170,12 @@ class Placement:
         return transfers(self.computed[stage], self.held[stage])
 
 
-def place(stages: Sequence[Stage], ranks: int, exchanged: Iterable[int]) -> Placement:
+def place(
+    stages: Sequence[Stage],
+    ranks: int,
+    exchanged: Iterable[int],
+    aligned: Collection[int] = (),
+) -> Placement:
     """Give every rank its rows of every stage.
 
     Parameters
@@ -181,14 +186,23 @@ def place(stages: Sequence[Stage], ranks: int, exchanged: Iterable[int]) -> Plac
         Number of ranks.
     exchanged : Iterable[int]
         Stages, split ones, of which each rank computes an equal share.
+    aligned : Collection[int]
+        Numbers of rows; shares of stages of so many rows have the greatest grain of those.
     """
     shared = frozenset(exchanged)
+    grains = {
+        rows: max(stage.grain for stage in stages if stage.rows == rows and stage.is_split)
+        for rows in aligned
+    }
     held = [np.zeros((ranks, 2), np.int64) for _ in stages]
     computed: list[Rows] = [rows for rows in held]
     held[-1][ROOT] = 0, stages[-1].rows
     for index in reversed(range(len(stages))):
         stage = stages[index]
-        rows = _shares(stage, ranks) if index in shared else _whole_grains(stage, held[index])
+        if index in shared:
+            rows = _shares(stage.rows, grains.get(stage.rows, stage.grain), ranks)
+        else:
+            rows = _whole_grains(stage, held[index])
         computed[index] = rows
         for operand in stage.operands:
             needed = rows_needed(stages[operand.stage], operand, rows)
@@ -235,11 +249,10 @@ def transfers(own: Rows, held: Rows) -> np.ndarray:
     return np.stack([source, dest, begin, end], axis=1)[source != dest]
 
 
-def _shares(stage: Stage, ranks: int) -> Rows:
-    """Equal shares of the rows, in whole grains."""
-    grains = -(-stage.rows // stage.grain)
-    bounds = np.arange(ranks + 1) * grains // ranks * stage.grain
-    rows = np.minimum(np.stack([bounds[:-1], bounds[1:]], axis=1), stage.rows)
+def _shares(extent: int, grain: int, ranks: int) -> Rows:
+    """Equal shares of rows, in whole grains."""
+    bounds = np.arange(ranks + 1) * -(-extent // grain) // ranks * grain
+    rows = np.minimum(np.stack([bounds[:-1], bounds[1:]], axis=1), extent)
     return np.where((rows[:, 0] < rows[:, 1])[:, None], rows, 0)
 
 

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tvm_ffi
@@ -24,7 +24,7 @@ from ..runtime.tvm_runtime import start_machine
 from .local_program import Ranks
 
 _AXIS = 2  # rows
-_MOST_WINDOWS = 8  # addresses of an exchange's tensors that are remembered
+_MOST_PLACES = 8  # addresses of an exchange's tensors that are remembered
 
 _running = threading.local()
 
@@ -176,32 +176,45 @@ class _LocalExchange:
         ]
         self.exchange = Exchange(number, tuple(messages))
         self._receives = any(message.dest == rank for message in messages)
-        self._windows: dict[tuple[str, int], LocalBuffer] = {}
+        self._views: dict[tuple[int, int], _Views] = {}
 
     def __call__(self, world: Ranks, tensors: Sequence[Any]) -> None:
-        buffers = {}
-        if _is_some(self._own):
-            buffers["own"] = self._window("own", self._own, tensors[0])
-        if self._receives:
-            buffers["held"] = self._window("held", self._held, tensors[-1])
-        world.start(self.exchange, buffers)
-        shared = intersection(self._own, self._held)
-        if self._receives and _is_some(shared):  # while messages travel
-            buffers["held"].view(shared)[...] = buffers["own"].view(shared)
+        place = int(tensors[0].data_ptr()), int(tensors[-1].data_ptr())
+        if place not in self._views:
+            if len(self._views) >= _MOST_PLACES:
+                self._views.clear()
+            self._views[place] = self._view(*place)
+        views = self._views[place]
+        world.start(self.exchange, views.buffers)
+        if views.kept is not None:
+            np.copyto(*views.kept)  # while messages travel
         world.finish(self.exchange)
 
-    def _window(self, name: str, region: Region, tensor: Any) -> LocalBuffer:
+    def _view(self, first: int, last: int) -> _Views:
+        buffers = {}
+        if _is_some(self._own):
+            buffers["own"] = self._window(first, self._own)
+        if self._receives:
+            buffers["held"] = self._window(last, self._held)
+        shared = intersection(self._own, self._held)
+        if len(buffers) < 2 or not _is_some(shared):
+            return _Views(buffers, None)
+        return _Views(buffers, (buffers["held"].view(shared), buffers["own"].view(shared)))
+
+    def _window(self, address: int, region: Region) -> LocalBuffer:
         """A tensor's memory as an array, which does not keep the tensor: its memory is reused."""
-        place = name, int(tensor.data_ptr())
-        if place not in self._windows:
-            if len(self._windows) >= _MOST_WINDOWS:
-                self._windows.clear()
-            shape = [end - begin for begin, end in region]
-            size = math.prod(shape) * self._dtype.itemsize
-            memory = (ctypes.c_char * size).from_address(place[1])
-            array = np.frombuffer(memoryview(memory), self._dtype).reshape(shape)
-            self._windows[place] = LocalBuffer(array, tuple(begin for begin, _ in region))
-        return self._windows[place]
+        shape = [end - begin for begin, end in region]
+        size = math.prod(shape) * self._dtype.itemsize
+        memory = (ctypes.c_char * size).from_address(address)
+        array = np.frombuffer(memoryview(memory), self._dtype).reshape(shape)
+        return LocalBuffer(array, tuple(begin for begin, _ in region))
+
+
+class _Views(NamedTuple):
+    """Windows of the messages, and the rank's own rows, to be copied from one to the other."""
+
+    buffers: dict[str, LocalBuffer]
+    kept: tuple[np.ndarray, np.ndarray] | None
 
 
 def _region(shape: Sequence[int], rows: Sequence[int]) -> Region:

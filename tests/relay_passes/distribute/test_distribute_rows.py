@@ -16,6 +16,7 @@ from relay_passes import DistributeRows, op
 from relay_passes.distribute.distribute_rows import PLAN
 from relay_passes.distribute.row_rules import row_op
 from relay_passes.distribute.row_stages import read_stages
+from relay_passes.op.pack import pack, unpack
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.rank_plan import plan_from_json
 from schedules.errors import OpError
@@ -180,6 +181,8 @@ def test_calls_that_are_not_split(build: Callable[..., relax.Expr], shapes: Any)
         (lambda x, y: relax.op.multiply(x, y), [(1, 4, 8, 8), (1, 4, 1, 1)]),
         (lambda x, y: relax.op.add(x, y), [(1, 4, 8, 8), (1, 4, 8, 8)]),
         (lambda x, y: relax.op.concat([x, y], 1), [(1, 4, 8, 8), (1, 2, 8, 8)]),
+        (lambda x: pack(x, 4), [(1, 6, 8, 8)]),
+        (lambda x: unpack(x, 6), [(1, 2, 8, 8, 4)]),
         (lambda x: image.resize2d(x, (16, 16)), [(1, 4, 8, 8)]),
         (
             lambda x: image.resize2d(

@@ -83,7 +83,9 @@ def test_every_rank_holds_what_it_reads_and_no_row_more(
     inner = range(1, len(stages))
     split = [index for index in inner if stages[index].is_split]
     exchanged = data.draw(st.sets(st.sampled_from(split)) if split else st.just(set()))
-    placement = place(stages, ranks, exchanged)
+    heights = sorted({stages[index].rows for index in split})
+    aligned = data.draw(st.sets(st.sampled_from(heights)) if heights else st.just(set()))
+    placement = place(stages, ranks, exchanged, aligned)
     for rank in range(ranks):
         needed: list[set[int]] = [set() for _ in stages]
         needed[-1] = set(range(stages[-1].rows)) if rank == 0 else set()
@@ -171,6 +173,18 @@ def test_the_choice_follows_the_network() -> None:
     assert choose_exchanges(stages, 4, FAST, PROCESSOR).exchanged == (1, 2, 3)
     assert choose_exchanges(stages, 4, Network(2e-4, 1e9), PROCESSOR).exchanged == (3,)
     assert choose_exchanges(stages, 4, SLOW, PROCESSOR).exchanged == ()
+
+
+def test_shares_are_cut_between_tiles_where_that_gains() -> None:
+    """14 rows in tiles of 4: 8 and 6 are computed at once, 7 and 7 as 8 and 10."""
+    stages = chain(2, rows=14)
+    tiled = replace(stages[2], grain=4)
+    read = (Operand(2, (Window(14, 1, 1, 0),)),)
+    last = Stage("conv2", "conv2d", 14, 400, read, 1.0, 1000)
+    head = Stage("sum", "sum", 1, 4, (Operand(3, None),), grain=1)
+    placement = choose_exchanges([*stages[:2], tiled, last, head], 2, FAST, PROCESSOR)
+    assert placement.computed[2].tolist() == [[0, 8], [8, 14]]
+    assert place([*stages[:2], tiled, last, head], 2, [3]).computed[2].tolist() == [[0, 8], [4, 14]]
 
 
 def test_one_rank_exchanges_nothing() -> None:

@@ -70,7 +70,6 @@ def test_two_processes(folder: Path) -> None:
     [
         (3, "r2.so", [], "the program is for 2 ranks, and this job has 3; start it by mpiexec"),
         (1, "r2.so", [], "the program is for 2 ranks, and this job has 1; start it by mpiexec -n"),
-        (2, "m.onnx", [], "is no compiled model; expected a file"),
         (2, "r2.so", ["--input", "other=x.npy"], "no input is called 'other'"),
     ],
 )
@@ -111,8 +110,8 @@ def test_explain(run: Any) -> None:
     fast = "alpha=0.1us,beta=100GB/s"
     code, out, _ = run("explain", "m.onnx", "--ranks", 4, "--network", fast, "--json")
     segments = json.loads(out)["segments"]
-    assert code == 0 and [s["end"] for s in segments][-2:] == ["gather", "result"]
-    assert sum(s["bytes"] for s in segments) > 30 * 40 * 6 * 4
+    assert code == 0 and segments[-1]["end"] == "gather"
+    assert sum(s["bytes"] for s in segments) >= 30 * 40 * 6 * 4
     text = run("explain", "m.onnx", "--ranks", 4, "--network", fast)[1]
     assert text.startswith("rows over 4 ranks; ") and "0: 0:10, 1: 10:20, 2: 20:30" in text
     slow = run("explain", "m.onnx", "--ranks", 4, "--network", "alpha=1s", "--json")[1]

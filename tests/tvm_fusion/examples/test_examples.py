@@ -290,6 +290,7 @@ def test_distributed_stencils(tmp_path: Path, capsys: Any, monkeypatch: Any) -> 
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_distributed_networks(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "networks.json"
     arguments = ["--rounds", "1", "--repeat", "1", "--output", str(path), "--only", "small"]
