@@ -22,6 +22,7 @@ from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
 from .program.annotate_gathers import AnnotateGathers
 from .program.apply_rules import ApplyRules
+from .program.capture_graphs import CaptureGraphs
 from .program.check_alignment import CheckAlignment
 from .program.drop_pragma_scopes import DropPragmaScopes
 from .program.half_precision import HalfPrecision
@@ -35,6 +36,7 @@ from .simplify.simplify_inference import SimplifyInference
 __all__ = [
     "AnnotateGathers",
     "ApplyRules",
+    "CaptureGraphs",
     "CheckAlignment",
     "ChooseWinograd",
     "CoalesceReduction",

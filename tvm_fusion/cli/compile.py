@@ -54,6 +54,11 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Let CUDA kernels approximate functions of float32: tanh to 2^-11, and others.",
 )
+@click.option(
+    "--cuda-graph",
+    is_flag=True,
+    help="Capture CUDA kernels into graphs, which are replayed in all calls but the first.",
+)
 @precision_option
 @threads_option
 @json_option

@@ -47,6 +47,7 @@ def compile(
     records: str | os.PathLike[str] | None = None,
     fast_math: bool = False,
     precision: str = "fp32",
+    cuda_graph: bool = False,
     progress: Progress | None = None,
     ranks: int | None = None,
 ) -> CompiledModel:
@@ -87,6 +88,10 @@ def compile(
         For GPUs: ``"fp16"`` computes products and convolutions of float32 in float16, summed in
         float32, on tensor cores where there are some; what lies between them is float16, too, but
         for norms and softmax. Inputs and outputs stay as they are. Values beyond 65504 overflow.
+    cuda_graph : bool
+        For CUDA: whether kernels are captured into CUDA graphs in the first call and replayed in
+        the others, which saves the time of their launches. Those that read inputs or write outputs
+        are not, nor those of unknown sizes.
     progress : callable, optional
         Called before each stage with its name, the number of stages done, and the number of all of
         them; at the end with ``"done"``.
@@ -108,8 +113,8 @@ def compile(
         If TVM fails in a later stage; the message names the stage.
     TargetError
         If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
-        algorithm is requested on a GPU, approximations of functions elsewhere than on CUDA, or
-        float16 on a CPU.
+        algorithm is requested on a GPU, approximations of functions or graphs elsewhere than on
+        CUDA, or float16 on a CPU.
     InvalidInputError
         If ``threads`` is not possible.
     TuningError
@@ -139,14 +144,19 @@ def compile(
     resolved = resolve(target, cores=threads)
     found = choose_records(records, resolved)
     options = pipeline.Options(
-        fuse=fuse, winograd=winograd, records=found, fast_math=fast_math, precision=precision
+        fuse=fuse,
+        winograd=winograd,
+        records=found,
+        fast_math=fast_math,
+        precision=precision,
+        cuda_graph=cuda_graph,
     )
     stages = len(pipeline.phases(resolved, options)) + 2 + _is_cuda(resolved)
     tell = announcer(progress, stages)
     tell("import")
     imported = import_model(model, shapes)
     mod = pipeline.optimize(imported.mod, resolved, options, lambda phase, *_: tell(phase))
-    built = _generate(mod, resolved, tell, fast_math)
+    built = _generate(mod, resolved, tell, options)
     tell("done")
     about = describe(imported, mod, resolved, built, fast_math)
     return CompiledModel(built.executable, about, count, built.weights)
@@ -174,15 +184,20 @@ def announcer(progress: Progress | None, stages: int) -> Callable[[str], None]:
 
 
 def _generate(
-    mod: tvm.IRModule, target: tvm.target.Target, tell: Callable[[str], None], fast_math: bool
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    tell: Callable[[str], None],
+    options: pipeline.Options,
 ) -> pipeline.Built:
     """The code of an optimised module, CUDA kernels as machine code, and its weights."""
     tell("build")
-    built = pipeline.build_apart(mod, target, fast_math)
+    built = pipeline.build_apart(
+        mod, target, options.fast_math, cuda_graph=options.cuda_graph
+    )
     if _is_cuda(target):
         tell("machine code")
         with interrupts_kept():
-            compile_kernels(built.executable, str(target.attrs["arch"]), fast_math)
+            compile_kernels(built.executable, str(target.attrs["arch"]), options.fast_math)
     return built
 
 

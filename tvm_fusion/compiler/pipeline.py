@@ -22,6 +22,7 @@ from tvm.target import Target
 
 from relay_passes import (
     ApplyRules,
+    CaptureGraphs,
     CheckAlignment,
     ChooseWinograd,
     CoalesceReduction,
@@ -74,6 +75,8 @@ class Options:
         Whether functions of float32 may be approximations on CUDA.
     precision : str
         ``"fp16"``: products and convolutions of float32 are computed in float16 on a GPU.
+    cuda_graph : bool
+        Whether kernels are captured into CUDA graphs.
     """
 
     fuse: Fuse = "auto"
@@ -82,6 +85,7 @@ class Options:
     records: Records = field(default_factory=Records)
     fast_math: bool = False
     precision: str = "fp32"
+    cuda_graph: bool = False
 
 
 def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
@@ -104,6 +108,11 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     TargetError
         If the target has another kind, or a choice is for CPUs only and this is a GPU.
     """
+    if options.cuda_graph and target.kind.name != "cuda":
+        raise TargetError(
+            f"cuda_graph=True is for CUDA, not for {target.kind.name!r}: leave it out, or compile "
+            "for 'cuda'"
+        )
     if options.fast_math and target.kind.name != "cuda":
         raise TargetError(
             f"fast_math=True has no effect on {target.kind.name!r}; it chooses the functions of "
@@ -244,13 +253,19 @@ def _own_errors(stage: str) -> Iterator[None]:
         raise CompilationError(f"the stage {stage!r} failed: {reason}") from error
 
 
-def lower_to_vm(target: Target) -> Pass:
-    """Passes from scheduled functions to the Relax virtual machine, as in TVM's own pipelines."""
+def lower_to_vm(target: Target, captured: Sequence[str] = ()) -> Pass:
+    """Passes from scheduled functions to the Relax virtual machine, as in TVM's own pipelines.
+
+    Kernels of the functions ``captured`` are captured into CUDA graphs.
+    """
     stock = gpu_generic if is_gpu(target) else cpu_generic
+    plan_memory, *others = stock.finalize_passes(target)
     passes = [
         *stock.dataflow_lower_passes(target),
         CheckAlignment(target),
-        *stock.finalize_passes(target),
+        plan_memory,
+        *([LiftWeights(captured), CaptureGraphs(captured)] if captured else []),
+        *others,
     ]
     return tvm.transform.Sequential(passes, name="lower_to_vm")
 
@@ -290,11 +305,13 @@ def build_apart(
     target: Target,
     fast_math: bool = False,
     functions: Sequence[str] = ("main",),
+    cuda_graph: bool = False,
 ) -> Built:
     """Generate code as :func:`build` does, with separate weights.
 
-    So code and weights can be saved and loaded separately. ``fast_math`` is that of the options;
-    ``functions`` are the programs of the module, each of which takes all weights.
+    So code and weights can be saved and loaded separately. ``fast_math`` and ``cuda_graph`` are
+    those of the options; ``functions`` are the programs of the module, each of which takes all
+    weights.
 
     Raises
     ------
@@ -302,7 +319,8 @@ def build_apart(
         If TVM fails.
     """
     with target, _own_errors("build"), _cuda_compiler(target, fast_math):
-        mod = tvm.transform.Sequential([lower_to_vm(target), LiftWeights(functions)])(mod)
+        lower = lower_to_vm(target, functions if cuda_graph else ())
+        mod = tvm.transform.Sequential([lower, LiftWeights(functions)])(mod)
         weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
         lowered = tvm.transform.Sequential([])
         executable = tvm.compile(mod.without_attr(WEIGHTS), target, relax_pipeline=lowered)

@@ -58,6 +58,15 @@ _ADDRESS = """
 __forceinline__ __device__ long long tvm_fusion_address(const void* p) { return (long long)p; }
 """
 
+# "Temporal grid launch number for this context" (PTX ISA, special registers).
+_LAUNCH = """
+__forceinline__ __device__ long long tvm_fusion_launch() {
+  long long number;
+  asm("mov.u64 %0, %%gridid;" : "=l"(number));
+  return number;
+}
+"""
+
 # Turns of waiting, each of at least a microsecond.
 LAST_TURN = 1 << 24
 
@@ -67,7 +76,7 @@ extern "C" __device__ void __assertfail(
 __forceinline__ __device__ void tvm_fusion_wait(int turn) {{
   if (turn >= {LAST_TURN}) {{
     __assertfail("a reduction found no free slot of its workspace: too many streams run it at once,"
-                 " or an interrupted launch has left it in use; load the model again",
+                 " or one that failed has left it in use; start the process again",
                  "tvm_fusion", 0, "reduction", 1);
   }}
   __nanosleep(1000);
@@ -147,6 +156,16 @@ def current_stream(gpu: GPUInfo) -> tirx.Expr:
     if gpu.kind == "opencl":
         return i64(0)
     return T.bind(tirx.call_intrin("int64", "tirx.tvm_call_packed", "runtime.get_cuda_stream"))
+
+
+def launch_number(gpu: GPUInfo) -> tirx.Expr:
+    """The number of the launch, an int64, the same in all of its blocks; zero on OpenCL.
+
+    A launch that was captured into a graph has another one each time that it is replayed.
+    """
+    if gpu.kind == "opencl":
+        return i64(0)
+    return T.cuda.func_call("tvm_fusion_launch", source_code=_LAUNCH, return_type="int64")
 
 
 def wait_a_moment(gpu: GPUInfo, turn: tirx.Expr) -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots of a workspace, so that calls of one module may run at the same time on several streams.
 
-A launch is named by its stream and the address of its output: launches of one stream follow each
-other, and a pool of memory may give one address to calls on two streams. A captured launch keeps
-the name of the stream that captured it, and the address, which its graph owns.
+A launch is named by its number, which the device has, its stream, and the address of its output. A
+pool of memory may give one address to calls on two streams; and a launch that was captured into a
+graph keeps address and stream, on whatever stream the graph is replayed, beside launches of today
+that have the same ones. Where numbers are missing, as on OpenCL, launches of one stream follow each
+other.
 
 The first of the blocks of a launch that has a result claims a slot under that name, under a lock;
 the others find it there, and the block that finishes the last tile releases it. A launch for which
@@ -30,6 +32,7 @@ from .intrinsics import (
     acquire,
     address_number,
     draw_ticket,
+    launch_number,
     publish,
     read_now,
     try_lock,
@@ -41,8 +44,9 @@ from .machine import GPUInfo
 # of those that have a slot has started all its blocks, and ends.
 PLACES = 8
 LINE_WORDS = 32
-# Odd, and far from any ratio of addresses, so that different pairs have different names.
+# Odd, and far from any ratio of addresses, so that different launches have different names.
 _STREAM_FACTOR = 0x61C8864680B583EB
+_LAUNCH_FACTOR = 0x2545F4914F6CDD1D
 LOCK = LINE_WORDS
 _FINISHED = 2 * LINE_WORDS
 HEADER_WORDS = 3 * LINE_WORDS
@@ -69,7 +73,8 @@ class LaunchPlace:
         self._gpu = gpu
         self._words = T.decl_buffer(scratch.shape, "int32", data=scratch.data)
         self._names = T.decl_buffer((PLACES,), "int64", data=scratch.data)
-        self._name = T.bind(address_number(gpu, output) + stream * i64(_STREAM_FACTOR))
+        named = address_number(gpu, output) + stream * i64(_STREAM_FACTOR)
+        self._name = T.bind(named + launch_number(gpu) * i64(_LAUNCH_FACTOR))
         self._place = T.alloc_buffer((1,), "int32", scope="shared")
         IRBuilder.name("place", self._place)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -13,8 +14,11 @@ from group_cases import Build, Group
 from opencl import BLOCK_BY_BLOCK, OpenCLKernels, Session, compile_opencl, new_queue
 from reduce_cases import CUDA, OPENCL, Case, check, random_data, reference
 from tvm import relax
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
 
 from relay_passes.op import coalesced_reduce
+from schedules.gpu.core import workspace_slot
 from schedules.gpu.core.intrinsics import LAST_TURN, current_stream
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.workspace_slot import HEADER_WORDS, LINE_WORDS, LOCK, PLACES
@@ -82,11 +86,14 @@ class Calls:
     def run_blocks(
         self, rng: np.random.Generator, sessions: Sequence[Session], skip: int = 0
     ) -> None:
-        """Run blocks of these calls, all but the first few of each, in any order."""
+        """Run blocks of these calls, all but the first few of each, in any order.
+
+        The third index of a block, which the kernels do not use, is the number of its call.
+        """
         blocks = [(session, block) for session in sessions for block in self.grid[skip:]]
         for number in rng.permutation(len(blocks)):
             session, block = blocks[number]
-            session.launch_block(*block, 0)
+            session.launch_block(*block, self.sessions.index(session))
 
     def check(self) -> None:
         """All results, and that every place and the lock are free and every ticket at zero."""
@@ -192,6 +199,30 @@ def test_calls_on_two_streams_with_the_same_output(
     for _ in range(5):
         calls.run_blocks(rng, calls.sessions)
         calls.check()
+
+
+@pytest.mark.parametrize("form", SHAPES)
+def test_a_replayed_launch_beside_one_with_its_output_and_stream(
+    form: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph owns neither the stream that captured it nor memory that a pool has given away."""
+    number = functools.partial(T.call_extern, "int64", "get_global_offset", 2)
+    monkeypatch.setattr(workspace_slot, "launch_number", lambda _: number())
+    calls = calls_of_one(form, 2, rng, BLOCK_BY_BLOCK, same_output=True)
+    for _ in range(5):
+        calls.run_blocks(rng, calls.sessions)
+        calls.check()
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
+def test_the_device_numbers_the_launches(arch: str) -> None:
+    """The driver passes the number among the constants of a kernel; data is loaded before it."""
+    target = Target({"kind": "cuda", "arch": arch}, host="llvm")
+    case = Case("sum", "float32", (64, 1 << 16), [1], "last_block", target)
+    [code] = sass(cuda_source(case.func, arch), arch).values()
+    lines = [line for line in code.splitlines() if opcodes(line)]
+    read = next(k for k, line in enumerate(lines) if "c[0x0][0x30]" in line)
+    assert any("LDG.E.128" in line for line in lines[:read])
 
 
 def test_the_host_asks_for_the_stream() -> None:

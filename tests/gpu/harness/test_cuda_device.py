@@ -47,6 +47,20 @@ def test_models_run_and_are_loaded(build: Callable[[], onnx.ModelProto], tmp_pat
             assert_same(one(**feed), run_onnx(model, feed), limit=1e-5)
 
 
+@pytest.mark.parametrize("build", [attention, long_softmax])
+def test_graphs_are_replayed(build: Callable[[], onnx.ModelProto], tmp_path: Path) -> None:
+    """Between calls of the same kernels without a graph, whose outputs have the same addresses."""
+    model = build()
+    compiled = tvm_fusion.compile(model, "cuda", cuda_graph=True)
+    compiled.save(tmp_path / "model.so")
+    plain = tvm_fusion.compile(model, "cuda")
+    for one in (compiled, tvm_fusion.load(tmp_path / "model.so")):
+        for seed in np.random.default_rng().integers(1 << 30, size=4):
+            feed = random_feed(model, int(seed))
+            assert_same(one(**feed), run_onnx(model, feed), limit=1e-5)
+            assert_same(plain(**feed), run_onnx(model, feed), limit=1e-5)
+
+
 @pytest.mark.parametrize("build", [long_softmax, long_sums])
 def test_rows_of_several_blocks(build: Callable[[], onnx.ModelProto]) -> None:
     """The blocks are a cluster from sm_90 on, with a fixed order."""

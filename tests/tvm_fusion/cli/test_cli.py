@@ -329,6 +329,7 @@ def test_bench_races_a_compiled_model(run: Run, model_path: Path, library: Path)
             "no effect on",
         ),
         (None, ["compile", "{model}", "--fast-math"], "fast_math=True has no effect on"),
+        (None, ["compile", "{model}", "--cuda-graph"], "cuda_graph=True is for CUDA, not for"),
         (None, ["run", "{model}", "--target", "opencl"], "has no OpenCL runtime"),
         (None, ["bench", "{model}", "--target", "opencl"], "has no OpenCL runtime"),
         (None, ["run", "{library}", "--input", "other={npy}"], "no input is called 'other'"),

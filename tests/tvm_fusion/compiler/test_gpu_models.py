@@ -26,13 +26,14 @@ from tvm.script import tirx as T
 
 import tvm_fusion
 from relay_passes.conv2d.fusion_report import read_report
+from relay_passes.program import lift_weights
 from schedules import gpu
 from schedules.schedule_rule import RULE
 from tvm_fusion.codegen import nvrtc
 from tvm_fusion.codegen.device_code import compile_kernels, cuda_texts
 from tvm_fusion.codegen.library_bin import packed
 from tvm_fusion.compiler import compile_model, gpu_phases, pipeline
-from tvm_fusion.compiler.launches import kernel_uses
+from tvm_fusion.compiler.launches import kernel_uses, launches
 from tvm_fusion.compiler.pipeline import Options
 from tvm_fusion.compiler.target import resolve
 from tvm_fusion.errors import ArtifactError, CompilationError, TargetError
@@ -200,6 +201,81 @@ def test_layers_of_float16_run_on_tensor_cores() -> None:
 def test_fast_math_is_for_cuda() -> None:
     with pytest.raises(TargetError, match="fast_math=True has no effect on 'llvm'"):
         tvm_fusion.compile(small_model(), fast_math=True)
+
+
+def test_graphs_are_for_cuda() -> None:
+    for target in ("native", "opencl"):
+        with pytest.raises(TargetError, match="cuda_graph=True is for CUDA, not for"):
+            tvm_fusion.compile(small_model(), target, cuda_graph=True)
+
+
+def test_kernels_between_the_first_and_the_last_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the weights as arguments; what is captured launches kernels and allocates nothing."""
+    monkeypatch.setattr(lift_weights, "LEAST_BYTES", 0)
+    target = resolve(CUDA)
+    mod = pipeline.optimize(import_onnx(attention()).mod, target)
+    with target:
+        lowered = pipeline.lower_to_vm(target, ["main"])(mod)
+    captured = [
+        func for var, func in lowered.functions_items() if "cuda_graph_capture" in var.name_hint
+    ]
+    called = [_kernels_of(lowered, func) for func in [lowered["main"], *captured]]
+    assert captured and sum(map(len, called[1:])) >= 2
+    assert sum(map(len, called)) == sum(use.calls for use in kernel_uses(mod))
+    names = {name for kernels in called[1:] for name in kernels}
+    assert all(launches(lowered[name].body) for name in names)
+    assert not any(_allocations(lowered[name].body) for name in names)
+    assert "run_or_capture" in lowered["main"].script()
+    assert not any(map(_constants, captured))
+    weights = len(lowered.attrs[lift_weights.WEIGHTS])
+    assert weights == len(lowered["main"].params) - int(lowered["main"].attrs["num_input"]) > 0
+
+
+def _kernels_of(mod: tvm.IRModule, func: relax.Function) -> list[str]:
+    found: list[str] = []
+
+    def visit(node: relax.Expr) -> None:
+        if isinstance(node, relax.Call) and isinstance(node.op, tvm.ir.GlobalVar):
+            if isinstance(mod[node.op], tirx.PrimFunc) and launches(mod[node.op].body):
+                found.append(node.op.name_hint)
+
+    relax.analysis.post_order_visit(func, visit)
+    return found
+
+
+def _constants(func: relax.Function) -> list[tvm.runtime.Tensor]:
+    found: list[tvm.runtime.Tensor] = []
+
+    def visit(node: relax.Expr) -> None:
+        if isinstance(node, tvm.ir.GenericConst) and isinstance(node.value, tvm.runtime.Tensor):
+            found.append(node.value)
+
+    relax.analysis.post_order_visit(func, visit)
+    return found
+
+
+def _allocations(body: tirx.Stmt) -> list[str]:
+    """Scopes of the memory that a function allocates outside of its kernels."""
+    found: list[str] = []
+
+    def visit(block: tvm.s_tir.SBlock) -> None:
+        found.extend(str(b.scope()) for b in block.alloc_buffers if b.scope() == "global")
+
+    tvm_ffi.structural_walk(body, (tvm.s_tir.SBlock, visit))
+    return found
+
+
+def test_a_model_with_graphs_is_saved(tmp_path: Path) -> None:
+    model = attention()
+    compiled = tvm_fusion.compile(model, CUDA, cuda_graph=True)
+    compiled.save(tmp_path / "graph.so")
+    data = (tmp_path / "graph.so").read_bytes()
+    assert b"vm.builtin.cuda_graph.run_or_capture" in data
+    plain = tvm_fusion.compile(model, CUDA)
+    kernels = [sorted(cuda_texts(one._executable)) for one in (compiled, plain)]
+    assert kernels[0] == kernels[1]
 
 
 def test_a_gpu_without_a_host_is_refused() -> None:
