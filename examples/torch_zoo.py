@@ -122,7 +122,9 @@ def _spread(detector: nn.Module, pixels: int) -> None:
     """Give a detector scores that differ: rounding decides between equal ones."""
     for key, parameter in detector.head.named_parameters():
         if parameter.ndim > 1:
-            parameter.normal_(std=parameter[0].numel() ** -0.5)
+            # Sides of boxes are exponentials, which multiply errors of their large arguments.
+            scale = 0.3 if "bbox_reg" in key else 1.0
+            parameter.normal_(std=scale * parameter[0].numel() ** -0.5)
         elif key.endswith("bias"):
             parameter.zero_()
     detector.eval()
