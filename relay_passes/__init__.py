@@ -28,6 +28,7 @@ from .program.drop_pragma_scopes import DropPragmaScopes
 from .program.half_precision import HalfPrecision
 from .program.lift_weights import LiftWeights
 from .program.shorten_names import ShortenNames
+from .program.widen_products import WidenProducts
 from .reduction.coalesce_reduction import CoalesceReduction
 from .reduction.fuse_reduction_producers import FuseReductionProducers
 from .reduction.fuse_reductions import FuseReductions
@@ -55,6 +56,7 @@ __all__ = [
     "PackLayout",
     "ShortenNames",
     "SimplifyInference",
+    "WidenProducts",
     "decide",
     "op",
 ]

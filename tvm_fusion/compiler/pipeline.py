@@ -33,6 +33,7 @@ from relay_passes import (
     LiftWeights,
     PackLayout,
     SimplifyInference,
+    WidenProducts,
 )
 from relay_passes.conv2d.fusion_decision import Decision
 from relay_passes.program.lift_weights import WEIGHTS
@@ -137,7 +138,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     transform = relax.transform
     winograd = options.winograd
     return {
-        "simplify": [SimplifyInference()],
+        "simplify": [WidenProducts(), SimplifyInference()],
         "fuse": [
             FuseConv2D(fuse=options.fuse, target=target, winograd=winograd),
             FuseEpilogue(),

@@ -89,7 +89,8 @@ def suppress_boxes(
         ``main(boxes, scores, order, overlap, score, found, size)``: ``boxes`` [batch, boxes, 4];
         ``scores`` [batch, classes, boxes] and ``order`` int64, the boxes of each class by falling
         score; ``overlap`` and ``score`` [1], above which a box is suppressed and considered;
-        ``found`` int64 [batch * classes * min(most, boxes), 3], image, class and box; ``size`` int64 [2].
+        ``found`` int64 [batch * classes * min(most, boxes), 3], image, class and box; ``size``
+        int64 [2].
 
     Notes
     -----

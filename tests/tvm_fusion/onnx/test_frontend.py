@@ -248,7 +248,7 @@ def test_all_unsupported_operators_in_one_error() -> None:
         helper.make_node("Relu", ["x"], ["a"], name="fine"),
         helper.make_node("Unique", ["a"], ["b"], name="once"),
         helper.make_node("Magic", ["b"], ["c"], domain="com.example"),
-        helper.make_node("NonZero", ["c"], ["y"], name="find"),
+        helper.make_node("RandomUniformLike", ["c"], ["y"], name="draw"),
     ]
     model = onnx_model(nodes, {"x": (2, 3)}, ["y"], opset=15)
     model.opset_import.append(helper.make_operatorsetid("com.example", 4))
@@ -259,7 +259,7 @@ def test_all_unsupported_operators_in_one_error() -> None:
         "3 nodes of the model cannot be imported; export it with other operators:",
         f"  node 'once': Unique of ai.onnx, opset 15: {reason}",
         f"  the unnamed node that computes 'c': Magic of com.example, opset 4: {reason}",
-        f"  node 'find': NonZero of ai.onnx, opset 15: {reason}",
+        f"  node 'draw': RandomUniformLike of ai.onnx, opset 15: {reason}",
     ]
 
 

@@ -84,6 +84,11 @@ class Places(nn.Module):
         return torch.nonzero(torch.relu(x))
 
 
+class Noise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
 class Counter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -98,13 +103,19 @@ class Counter(nn.Module):
     "model, text",
     [
         (Inverse(), r"PyTorch cannot export .* aten.linalg_inv_ex.default"),
-        (Places(), r"aten.nonzero.default: .*cannot be imported"),
+        (Noise(), r"aten.rand_like.default: .*cannot be imported"),
         (Counter(), r"changes 'calls' in place; return the new values"),
     ],
 )
 def test_what_cannot_be_compiled_is_named(model: nn.Module, text: str) -> None:
     with pytest.raises(UnsupportedOperatorError, match=text):
         tvm_fusion.compile(export(model, (torch.eye(3),)), threads=1)
+
+
+def test_results_of_a_size_that_depends_on_data() -> None:
+    compiled = tvm_fusion.compile(export(Places(), (torch.eye(3),)), threads=1)
+    for x in (torch.randn(3, 3), torch.zeros(3, 3)):
+        np.testing.assert_array_equal(compiled(x), eager(Places(), x))
 
 
 def test_lazy_views_and_meta_tensors_are_refused() -> None:

@@ -53,7 +53,7 @@ def _places(builder: relax.BlockBuilder, x: relax.Expr) -> relax.Expr:
 def translate_compress(
     builder: relax.BlockBuilder, inputs: Sequence[Any], attributes: dict[str, Any]
 ) -> relax.Expr:
-    """Slices of an axis, or elements, where a condition holds; a short condition ends with False."""
+    """Slices of an axis, or elements, where a condition holds, which may be shorter."""
     data, condition = inputs
     axis = attributes.get("axis")
     if axis is None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import onnx
 from onnx import helper
 
-from ...model.graph_edits import attribute, is_default_domain, replace_nodes
+from ...model.graph_edits import attribute, drop_unread_nodes, is_default_domain, replace_nodes
 from ...model.tensor_facts import GraphFacts
 from .splice import Body
 
@@ -42,6 +42,7 @@ def splice_branches(model: onnx.ModelProto, facts: GraphFacts) -> bool:
         nodes += [node] if parts is None else parts
     if changed:
         replace_nodes(model.graph, nodes)
+        drop_unread_nodes(model)  # conditions on sizes, with which the importer cannot compute
     return changed
 
 
