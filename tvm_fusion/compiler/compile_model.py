@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import tvm
 
+from schedules.cost.machine import load_machine
 from schedules.distribute.rank_plan import RankPlan
 
 from ..codegen.device_code import compile_kernels
+from ..errors import TargetError
 from ..onnx.frontend import ImportedModel, import_onnx
 from ..runtime.artifact import Description, current_versions
 from ..runtime.compiled_model import CompiledModel
@@ -47,6 +49,7 @@ def compile(
     records: str | os.PathLike[str] | None = None,
     fast_math: bool = False,
     precision: str = "fp32",
+    machine: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     ranks: int | None = None,
 ) -> CompiledModel:
@@ -87,6 +90,10 @@ def compile(
         For GPUs: ``"fp16"`` computes products and convolutions of float32 in float16, summed in
         float32, on tensor cores where there are some; what lies between them is float16, too, but
         for norms and softmax. Inputs and outputs stay as they are. Values beyond 65504 overflow.
+    machine : str or path, optional
+        For CPUs: a file of ``tvm-fusion calibrate``, or the name of a known CPU. Which pairs are
+        fused, which convolutions use Winograd's algorithm, which reductions run on threads and the
+        knobs of convolutions are chosen by its figures, instead of those of the CPU's family.
     progress : callable, optional
         Called before each stage with its name, the number of stages done, and the number of all of
         them; at the end with ``"done"``.
@@ -108,12 +115,14 @@ def compile(
         If TVM fails in a later stage; the message names the stage.
     TargetError
         If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
-        algorithm is requested on a GPU, approximations of functions elsewhere than on CUDA, or
-        float16 on a CPU.
+        algorithm or a machine is requested for a GPU, approximations of functions elsewhere than
+        on CUDA, or float16 on a CPU; or if the machine is another CPU than the target.
     InvalidInputError
         If ``threads`` is not possible.
     TuningError
         If there are no such records.
+    PredictionError
+        If there is no such machine, or its file is none.
 
     Examples
     --------
@@ -124,6 +133,8 @@ def compile(
         # By name: that family stands above this one.
         family = importlib.import_module("tvm_fusion.distributed.compile_network")
         family.refuse_gpu_options(fast_math, precision)
+        if machine is not None:
+            raise TargetError(f"machine={machine!r} has no effect with ranks: leave it out")
         return family.compile_network(
             model,
             ranks,
@@ -139,7 +150,12 @@ def compile(
     resolved = resolve(target, cores=threads)
     found = choose_records(records, resolved)
     options = pipeline.Options(
-        fuse=fuse, winograd=winograd, records=found, fast_math=fast_math, precision=precision
+        fuse=fuse,
+        winograd=winograd,
+        records=found,
+        fast_math=fast_math,
+        precision=precision,
+        machine=None if machine is None else load_machine(machine),
     )
     stages = len(pipeline.phases(resolved, options)) + 2 + _is_cuda(resolved)
     tell = announcer(progress, stages)
