@@ -11,7 +11,6 @@ results/CPU/distributed_networks.json. With --files, compiled models are kept th
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import shutil
@@ -33,11 +32,12 @@ from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.errors import DistributedError
 from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.written_aside import written_aside
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, write_aside  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
 
 CASES: dict[str, dict[str, Any]] = {
@@ -147,10 +147,6 @@ def table_of(results: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
-def _write(text: str, path: Path) -> None:
-    path.write_text(text)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all networks."""
     options = argparse.ArgumentParser(description=__doc__)
@@ -170,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results[name] = measure(name, given.rounds, given.repeat, folder)
             ordered = {case: results[case] for case in CASES if case in results}
             text = json_text({"machine": host_info(), "results": ordered})
-            write_aside(given.output, functools.partial(_write, text))
+            with written_aside(given.output) as aside:
+                aside.write_text(text)
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     console.print(table_of(ordered))
     return 0
