@@ -29,6 +29,7 @@ from rich.table import Table
 from tvm.target import Target
 
 from schedules.cost.machine import Machine
+from schedules.cpu.core.machine import MeasuredCPU
 from schedules.cpu.cost.cost_model import default_conv2d_knobs, default_fused_knobs, estimate
 from schedules.workload.conv2d import Conv2DKernel
 from tvm_fusion.bench.profiler import kernel_costs
@@ -37,7 +38,7 @@ from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.onnx.frontend import ImportedModel, import_onnx
-from tvm_fusion.prediction.machines import PredictedCPU, cpu_target, find_machine, predicted_cpu
+from tvm_fusion.prediction.machines import cpu_target, find_machine, predicted_cpu
 from tvm_fusion.prediction.model.predict_model import predict_on
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -103,7 +104,7 @@ def _loops(imported: ImportedModel, machine: Machine, program: str) -> Loops:
     return found
 
 
-def _more_cycles(kernel: Conv2DKernel, share: float, cpu: PredictedCPU) -> float:
+def _more_cycles(kernel: Conv2DKernel, share: float, cpu: MeasuredCPU) -> float:
     """Cycles that an estimate grows by, if its multiply-adds run at a ``share`` of the peak."""
     choose = default_conv2d_knobs if len(kernel.layers) == 1 else default_fused_knobs
     nests = estimate(kernel, choose(kernel, cpu), cpu).nests

@@ -2,7 +2,8 @@
 """Decision whether two neighbouring convolutions become one kernel, on CPUs.
 
 The cost model of the kernels' knobs (:mod:`schedules.cpu.cost.cost_model`) also decides this: a
-fused kernel with its best knobs is compared with two kernels with theirs. Fusion can lose by:
+fused kernel with its best knobs is compared with two kernels with theirs, by
+:func:`schedules.cost.decisions.compare`. Fusion can lose by:
 
 - halo: where the second kernel is wider than its stride, steps overlap in the intermediate, and
   every part of the channels recomputes the first layer;
@@ -25,6 +26,9 @@ from math import ceil, prod
 
 from tvm.target import Target
 
+from schedules.cost.cpu_kernels import CYCLES
+from schedules.cost.decisions import compare
+from schedules.cost.kernel_call import KernelCall
 from schedules.cpu.conv2d.fused_conv2d import FusedConv2DKnobs
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.cost.cost_model import default_conv2d_knobs, default_fused_knobs, estimate
@@ -73,9 +77,15 @@ def decide(
     kernel = _kernel(workload, cpu, data, out)
     knobs = default_fused_knobs(kernel, cpu)
     apart = _winograd_apart(workload, target, winograd)
-    separate = _separate_cycles(workload, cpu, data, out, apart)
-    gain = separate / estimate(kernel, knobs, cpu).cycles - 1
-    return Decision(gain >= LEAST_GAIN, _explain(workload, cpu, knobs, gain, apart), gain)
+    fused = _call("cpu.fused_conv2d", estimate(kernel, knobs, cpu).cycles)
+    found = compare(
+        "fuse",
+        f"{workload.layer1}, {workload.layer2} @{workload.height}x{workload.width}",
+        {"fused": [fused], "separate": _separate(workload, cpu, data, out, apart)},
+        LEAST_GAIN,
+    )
+    reason = _explain(workload, cpu, knobs, found.gain, apart)
+    return Decision(found.chosen == "fused", reason, found.gain)
 
 
 def _winograd_apart(
@@ -111,22 +121,23 @@ def _kernel(workload: FusedConv2DWorkload, cpu: CPUInfo, data: bool, out: bool) 
     )
 
 
-def _separate_cycles(
+def _separate(
     workload: FusedConv2DWorkload,
     cpu: CPUInfo,
     data: bool,
     out: bool,
     apart: Sequence[WinogradDecision | None],
-) -> float:
-    """Cost of two kernels, and of the layout changes that the fused one would save."""
+) -> list[KernelCall]:
+    """Two kernels, and the layout changes that the fused one would save."""
     both = _kernel(workload, cpu, False, False)
     height, width = workload.mid_size
     first = replace(both, layers=(workload.layer1,), residual=False)
     second = replace(both, layers=(workload.layer2,), height=height, width=width)
-    cycles = 0.0
+    calls = []
     for kernel, winograd in zip((first, second), apart, strict=True):
         direct = estimate(kernel, default_conv2d_knobs(kernel, cpu), cpu).cycles
-        cycles += direct if winograd is None else direct / (1 + winograd.gain)
+        cycles = direct if winograd is None else direct / (1 + winograd.gain)
+        calls.append(_call("cpu.conv2d", cycles))
     elements = 0
     if data:
         elements += workload.height * workload.width * workload.layer1.in_channels
@@ -134,7 +145,11 @@ def _separate_cycles(
         elements += prod(workload.out_size) * workload.layer2.out_channels
     moved = workload.batch * elements * workload.item_bytes
     layouts = moved / (cpu.num_cores * cpu.costs.layout_bytes_per_cycle)
-    return cycles + (data + out) * cpu.costs.fork + layouts
+    return [*calls, _call(CYCLES, (data + out) * cpu.costs.fork), _call(CYCLES, layouts)]
+
+
+def _call(op: str, cycles: float) -> KernelCall:
+    return KernelCall(op, {"cycles": cycles})
 
 
 def _explain(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from tvm.target import Target
 
+from schedules.cost.decisions import compare
+from schedules.cost.kernel_call import KernelCall
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.cost.winograd_knobs import WinogradShape, best_plan
 from schedules.errors import OpError
@@ -37,16 +39,14 @@ class WinogradDecision:
         Predicted, of the busiest core, without the traffic of the data and the output.
     gain : float
         Predicted time of the direct kernel over that of this one, minus one.
+    pays : bool
+        Whether the gain exceeds the uncertainty of the prediction.
     """
 
     tile: int
     cycles: float
     gain: float
-
-    @property
-    def pays(self) -> bool:
-        """Return whether the gain exceeds the uncertainty of the prediction."""
-        return self.gain >= LEAST_GAIN
+    pays: bool
 
 
 def check_mode(mode: str, owner: str) -> None:
@@ -90,4 +90,13 @@ def decide_winograd(
     }
     tile, plan = min(plans.items(), key=lambda item: item[1].cycles)
     direct = direct_cycles(layer, batch, out_size, cpu, dtype)
-    return WinogradDecision(tile, plan.cycles, direct / plan.cycles - 1)
+    found = compare(
+        "winograd",
+        f"{layer} @{height}x{width}",
+        {
+            f"tiles of {tile}x{tile}": [KernelCall("cpu.winograd_conv2d", {"cycles": plan.cycles})],
+            "direct": [KernelCall("cpu.conv2d", {"cycles": direct})],
+        },
+        LEAST_GAIN,
+    )
+    return WinogradDecision(tile, plan.cycles, found.gain, found.chosen != "direct")

@@ -33,6 +33,8 @@ from .roofline import roofline
 
 LEVELS = ("L2", "L3", "memory")
 CONVOLUTIONS = ("cpu.conv2d", "cpu.fused_conv2d", "cpu.planar_conv2d", "cpu.winograd_conv2d")
+CYCLES = "cpu.cycles"
+"""Work whose cycles say all."""
 
 P = 2.0  # arithmetic and traffic of short loops overlap in part
 PLAIN = 0.4  # share of the peak without multiply-adds, and with loads
@@ -89,7 +91,7 @@ def bare_seconds(call: KernelCall, machine: Machine) -> float:
 def _bare(call: KernelCall, machine: Machine) -> tuple[float, str]:
     """Seconds without the factor, and the bound."""
     clock, cycles = machine["clock"], call.sizes.get("cycles", 0)
-    if call.op in CONVOLUTIONS:
+    if call.op in (*CONVOLUTIONS, CYCLES):
         compute = call.flops / machine["peak_flops.float32"]
         seconds = cycles / clock
         return seconds, "compute" if compute > seconds / 2 else "memory"

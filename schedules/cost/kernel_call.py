@@ -45,8 +45,9 @@ class KernelCall:
     ----------
     op : str
         Operator by which the model is chosen: ``gemm``, ``conv2d``, ``softmax``, ``relu`` ...
-    sizes : Mapping[str, int]
-        Sizes by the names that the operator's model gives them, such as B, M, N, K of ``gemm``.
+    sizes : Mapping[str, float]
+        Sizes by the names that the operator's model gives them, such as B, M, N, K of ``gemm``;
+        only ``cycles`` may be no integer.
     dtype : str
         Element type of the operands.
     flops : float
@@ -58,7 +59,7 @@ class KernelCall:
     """
 
     op: str
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, float]
     dtype: str = "float32"
     flops: float = 0.0
     read_bytes: float = 0.0
@@ -85,7 +86,7 @@ class KernelCall:
                 f"{self.op} {self.name!r}: size {name!r} is {size}; expected a positive number, "
                 f"got sizes {dict(self.sizes)}"
             )
-        return size
+        return int(size)
 
     @property
     def moved_bytes(self) -> float:

@@ -13,6 +13,7 @@ from .options import json_option, threads_option
 from .output import progress_bar, show, show_table
 
 NETWORK_FILE = Path("network.json")
+COLLECTIVES_FILE = Path("collectives.json")
 
 
 @click.command("calibrate")
@@ -31,7 +32,8 @@ NETWORK_FILE = Path("network.json")
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Default: a file in the user's cache folder, which `predict --machine native` reads; "
-    f"{NETWORK_FILE} with --network.",
+    f"{NETWORK_FILE} with --network, {COLLECTIVES_FILE} with --collectives, which may also be the "
+    "file of a machine, and is added to it.",
 )
 @click.option(
     "--network",
@@ -40,11 +42,18 @@ NETWORK_FILE = Path("network.json")
     "compute; start it by `mpiexec -n 2 tvm-fusion calibrate --network`.",
 )
 @click.option(
+    "--collectives",
+    is_flag=True,
+    help="Measure instead all-reduce, all-to-all, all-gather, broadcast and send/recv of 4 bytes "
+    "to 16 MB, for `shard` and `predict --what-if link=FILE`; start it by `mpiexec -n 2 tvm-fusion "
+    "calibrate --collectives`.",
+)
+@click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
     show_default=True,
-    help="With --network: seconds for which a rank waits for another.",
+    help="With --network or --collectives: seconds for which a rank waits for another.",
 )
 @json_option
 def calibrate_command(
@@ -52,6 +61,7 @@ def calibrate_command(
     threads: int | None,
     output: Path | None,
     network: bool,
+    collectives: bool,
     timeout: float,
     as_json: bool,
 ) -> None:
@@ -59,11 +69,17 @@ def calibrate_command(
 
     What FILE already holds is kept and not measured again; Ctrl-C loses nothing that was written.
     """
+    if network and collectives:
+        raise click.UsageError("expected --network or --collectives, and not both")
     if network:
         refuse_given(["budget", "threads"], "it is for kernels, and --network measures ranks")
         _calibrate_network(output or NETWORK_FILE, timeout, as_json)
         return
-    refuse_given(["timeout"], "it is for --network")
+    if collectives:
+        refuse_given(["budget", "threads"], "it is for kernels, and --collectives measures ranks")
+        _calibrate_collectives(output or COLLECTIVES_FILE, timeout, as_json)
+        return
+    refuse_given(["timeout"], "it is for --network and --collectives")
     from ..prediction.calibrate.calibration import calibrate, missing
     from ..prediction.machines import calibration_path
     from ..runtime.thread_pool import choose_threads
@@ -92,3 +108,26 @@ def _calibrate_network(output: Path, timeout: float, as_json: bool) -> None:
         for name, figure in machine.figures.items():
             table.add_row(name, f"{figure.value:.4g}")
         show_table(machine.to_json(), table, as_json)
+
+
+def _calibrate_collectives(output: Path, timeout: float, as_json: bool) -> None:
+    """Measure all ranks together; rank 0 writes the file."""
+    from ..distributed import session
+    from ..distributed.collective_curves import measure_collectives
+    from ..prediction.collectives import bus_bandwidth
+
+    with session(timeout=timeout) as world:
+        found = measure_collectives(world)
+        if world.rank > 0:
+            return
+        found.save(output)
+        table = Table("collective", "ranks", "shortest us", "bus GB/s, most", "origin")
+        result = []
+        for curve in found.curves.values():
+            points = list(zip(curve.bytes, curve.seconds, strict=True))
+            bandwidth = max(bus_bandwidth(curve.kind, curve.ranks, *point) for point in points)
+            shortest = min(curve.seconds)
+            figures = (f"{shortest * 1e6:.2f}", f"{bandwidth / 1e9:.2f}")
+            table.add_row(curve.kind, str(curve.ranks), *figures, curve.origin)
+            result.append({"kind": curve.kind, "ranks": curve.ranks, "points": points})
+        show_table({"output": str(output), "curves": result}, table, as_json)

@@ -17,6 +17,7 @@ from .options import (
     compile_options,
     exchange_option,
     json_option,
+    machine_option,
     network_option,
     precision_option,
     records_option,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 @network_option
 @compile_options
 @records_option
+@machine_option
 @click.option(
     "--fast-math",
     is_flag=True,
@@ -122,10 +124,11 @@ def _compiled(
         refuse_given(["exchange", "network"], "it is for --ranks")
         return compile_model(source, **options)
     refuse_given(["fast_math", "precision"], "it is for GPUs, and ranks compute on CPUs")
+    refuse_given(["machine"], "it is for one process")
     from ..distributed.compile_network import compile_network
     from ..distributed.network_figures import read_figures
 
-    del options["fast_math"], options["precision"]
+    del options["fast_math"], options["precision"], options["machine"]
     figures, _ = read_figures(network)
     with progress_bar() as progress:
         return compile_network(

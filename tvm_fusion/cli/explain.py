@@ -14,6 +14,7 @@ from .options import (
     compile_options,
     exchange_option,
     json_option,
+    machine_option,
     model_argument,
     network_option,
     precision_option,
@@ -40,6 +41,7 @@ from .output import show, show_table
 @compile_options
 @precision_option
 @records_option
+@machine_option
 @json_option
 def explain_command(
     model: Path,
@@ -60,7 +62,7 @@ def explain_command(
     """
     if ranks is not None:
         refuse_given(["resources", "precision"], "it is for GPUs")
-        refuse_given(["records"], "it does not change how rows are distributed")
+        refuse_given(["records", "machine"], "it does not change how rows are distributed")
         from ..distributed.compile_network import explain_network
         from ..distributed.explain_network import segments_table
         from ..distributed.network_figures import read_figures
@@ -75,7 +77,7 @@ def explain_command(
     if names_gpu(options["target"]):
         from ..compiler.explain_gpu import explain_kernels, explain_kernels_table
 
-        refuse_given(["winograd", "records"], "it applies to CPUs only")
+        refuse_given(["winograd", "records", "machine"], "it applies to CPUs only")
         kept = {name: options[name] for name in ("target", "shapes", "fuse", "precision")}
         report = explain_kernels(model, resources=resources, **kept)
         show_table(report, explain_kernels_table(report, model.name), as_json)

@@ -137,6 +137,13 @@ records_option = click.option(
     "not even those of the package.",
 )
 
+machine_option = click.option(
+    "--machine",
+    metavar="NAME|FILE",
+    help="For CPUs: choose by the figures of a file of `calibrate`, or of a known CPU, instead of "
+    "those of the target's family.",
+)
+
 precision_option = click.option(
     "--precision",
     type=click.Choice(["fp32", "fp16"]),

@@ -22,7 +22,7 @@ from .output import show_table
     "--collectives",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Measured all-to-alls. Default: the bandwidth of PCIe.",
+    help="Measured all-to-alls. Default: those of the machine's file, else the bandwidth of PCIe.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random sharder.")
 @json_option
@@ -42,11 +42,11 @@ def shard_command(
     """
     from schedules.cost.machine import load_machine
 
-    from ..prediction.collectives import load_collectives
+    from ..prediction.collectives import collectives_of, load_collectives
     from ..prediction.sharding import ShardingTask, load_tables, shard
 
     found, own_batch = load_tables(tables)
-    curves = load_collectives(collectives) if collectives else None
+    curves = load_collectives(collectives) if collectives else collectives_of(Path(machine))
     task = ShardingTask(found, batch or own_batch, load_machine(machine), ranks, curves)
     shardings = shard(task, seed)
     table = Table("sharder", "iteration", "balance", "largest memory", "fits")

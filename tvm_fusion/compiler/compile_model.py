@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import tvm
 
+from schedules.cost.machine import load_machine
 from schedules.distribute.rank_plan import RankPlan
 
 from ..codegen.device_code import compile_kernels
+from ..errors import TargetError
 from ..onnx.frontend import ImportedModel, import_onnx
 from ..runtime.artifact import Description, current_versions
 from ..runtime.compiled_model import CompiledModel
@@ -48,6 +50,7 @@ def compile(
     fast_math: bool = False,
     precision: str = "fp32",
     cuda_graph: bool = False,
+    machine: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     ranks: int | None = None,
 ) -> CompiledModel:
@@ -92,6 +95,10 @@ def compile(
         For CUDA: whether kernels are captured into CUDA graphs in the first call and replayed in
         the others, which saves the time of their launches. Those that read inputs or write outputs
         are not, nor those of unknown sizes.
+    machine : str or path, optional
+        For CPUs: a file of ``tvm-fusion calibrate``, or the name of a known CPU. Which pairs are
+        fused, which convolutions use Winograd's algorithm, which reductions run on threads and the
+        knobs of convolutions are chosen by its figures, instead of those of the CPU's family.
     progress : callable, optional
         Called before each stage with its name, the number of stages done, and the number of all of
         them; at the end with ``"done"``.
@@ -113,12 +120,15 @@ def compile(
         If TVM fails in a later stage; the message names the stage.
     TargetError
         If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
-        algorithm is requested on a GPU, approximations of functions or graphs elsewhere than on
-        CUDA, or float16 on a CPU.
+        algorithm or a machine is requested for a GPU, approximations of functions or graphs
+        elsewhere than on CUDA, or float16 on a CPU; or if the machine is another CPU than the
+        target.
     InvalidInputError
         If ``threads`` is not possible.
     TuningError
         If there are no such records.
+    PredictionError
+        If there is no such machine, or its file is none.
 
     Examples
     --------
@@ -129,6 +139,8 @@ def compile(
         # By name: that family stands above this one.
         family = importlib.import_module("tvm_fusion.distributed.compile_network")
         family.refuse_gpu_options(fast_math, precision)
+        if machine is not None:
+            raise TargetError(f"machine={machine!r} has no effect with ranks: leave it out")
         return family.compile_network(
             model,
             ranks,
@@ -150,6 +162,7 @@ def compile(
         fast_math=fast_math,
         precision=precision,
         cuda_graph=cuda_graph,
+        machine=None if machine is None else load_machine(machine),
     )
     stages = len(pipeline.phases(resolved, options)) + 2 + _is_cuda(resolved)
     tell = announcer(progress, stages)

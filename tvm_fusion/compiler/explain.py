@@ -12,6 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from relay_passes.conv2d.fusion_report import read_report
+from schedules.cost.decisions import recorded
+from schedules.cost.machine import load_machine
 
 from ..onnx.frontend import import_onnx
 from . import pipeline
@@ -28,6 +30,7 @@ def explain(
     fuse: Any = "auto",
     winograd: str = "auto",
     records: str | os.PathLike[str] | None = None,
+    machine: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Decide which pairs of ``model`` to fuse, and schedule its kernels; no code is generated.
 
@@ -45,6 +48,8 @@ def explain(
         ``auto``, ``always`` or ``never``, as for ``compile``.
     records : path, optional
         Tuning records, as for ``compile``.
+    machine : str or path, optional
+        Measured CPU, as for ``compile``.
 
     Returns
     -------
@@ -56,7 +61,10 @@ def explain(
         the order of the model the ``name`` of each function, the ``rule`` that scheduled it (on a
         CPU with the nest of a reduction: rows, columns or stream), its ``calls``, the rules that
         ``failed`` on it, with the reasons, why it is likely to be ``slow``, empty where a rule for
-        its kind took it, and the tuning ``record`` that chose its knobs, or None.
+        its kind took it, and the tuning ``record`` that chose its knobs, or None. ``decisions``:
+        the predicted times that were compared, each with ``decision`` (``fuse``, ``winograd`` or
+        ``split``), ``subject``, ``seconds`` by alternative, ``gain`` of the first over the second,
+        and what was ``chosen`` by them; ``machine``: whose figures predicted them.
 
     Raises
     ------
@@ -65,12 +73,20 @@ def explain(
     """
     host = resolve(target)
     found = choose_records(records, host)
-    options = pipeline.Options(fuse=fuse, winograd=winograd, records=found)
-    mod = pipeline.optimize(import_onnx(model, shapes).mod, host, options)
+    measured = None if machine is None else load_machine(machine)
+    options = pipeline.Options(fuse=fuse, winograd=winograd, records=found, machine=measured)
+    with recorded() as comparisons:
+        mod = pipeline.optimize(import_onnx(model, shapes).mod, host, options)
     functions = [asdict(use) for use in kernel_uses(mod)]
     for use in functions:
         del use["launches"]  # told by explain_kernels, for GPUs
-    return {"target": str(host), "pairs": read_report(mod), "functions": functions}
+    return {
+        "target": str(host),
+        "pairs": read_report(mod),
+        "functions": functions,
+        "decisions": [asdict(one) for one in comparisons],
+        "machine": None if measured is None else measured.title,
+    }
 
 
 def explain_table(report: Mapping[str, Any], title: str = "") -> RenderableType:
@@ -96,7 +112,25 @@ def explain_table(report: Mapping[str, Any], title: str = "") -> RenderableType:
             "yes" if pair["fused"] else "no",
             pair["reason"],
         )
-    return with_tuned_kernels(table, report["functions"])
+    shown = with_tuned_kernels(table, report["functions"])
+    if not report.get("decisions"):
+        return shown
+    return Group(shown, _decisions(report["decisions"], report["machine"]))
+
+
+def _decisions(decisions: Sequence[Mapping[str, Any]], machine: str | None) -> Table:
+    """One row a comparison of predicted times."""
+    source = machine or "the CPU's family, at a nominal clock of 3 GHz"
+    table = Table(title="predicted times that were compared", caption=f"figures: {source}")
+    for heading in ("decision", "of", "chosen", "us", "other", "us"):
+        table.add_column(heading, justify="right" if heading == "us" else "left")
+    for one in decisions:
+        chosen = one["chosen"]
+        (other,) = set(one["seconds"]) - {chosen}
+        times = (f"{one['seconds'][name] * 1e6:.1f}" for name in (chosen, other))
+        first, second = times
+        table.add_row(one["decision"], one["subject"], chosen, first, other, second)
+    return table
 
 
 def with_tuned_kernels(

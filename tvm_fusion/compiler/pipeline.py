@@ -39,6 +39,8 @@ from relay_passes.conv2d.fusion_decision import Decision
 from relay_passes.program.lift_weights import WEIGHTS
 from relay_passes.program.sole_kernel import sole_kernel
 from schedules import cpu
+from schedules.cost.decisions import deciding_for
+from schedules.cost.machine import Machine
 from schedules.cpu.loops.selections import CPU_ONLY
 from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
@@ -78,6 +80,8 @@ class Options:
         ``"fp16"``: products and convolutions of float32 are computed in float16 on a GPU.
     cuda_graph : bool
         Whether kernels are captured into CUDA graphs.
+    machine : Machine | None
+        Measured CPU by whose figures choices are made; those of its family if None.
     """
 
     fuse: Fuse = "auto"
@@ -87,6 +91,7 @@ class Options:
     fast_math: bool = False
     precision: str = "fp32"
     cuda_graph: bool = False
+    machine: Machine | None = None
 
 
 def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
@@ -160,6 +165,11 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
 
 
 def _check_gpu(target: Target, options: Options) -> None:
+    if options.machine is not None:
+        raise TargetError(
+            f"machine={options.machine.name!r} has no effect on {target.kind.name!r}: choices by "
+            "measured figures are for CPUs only; leave it out"
+        )
     if options.winograd == "always":
         raise TargetError(
             f"winograd='always' has no effect on {target.kind.name!r}: Winograd's algorithm is for "
@@ -207,7 +217,8 @@ def optimize(
     options = options or Options()
     if is_gpu(target):
         _refuse_cpu_kernels(mod, target)
-    return run_phases(mod, target, phases(target, options), options.dump, progress)
+    with deciding_for(options.machine):
+        return run_phases(mod, target, phases(target, options), options.dump, progress)
 
 
 def _refuse_cpu_kernels(mod: tvm.IRModule, target: Target) -> None:

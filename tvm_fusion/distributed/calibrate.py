@@ -52,11 +52,11 @@ def calibrate(world: World) -> Machine:
     """
     if world.size < 2:
         raise InvalidInputError("one rank exchanges nothing; start at least 2 by mpiexec -n 2")
-    seconds = [_slowest(world, _exchange_seconds(world, size)) for size in SIZES]
+    seconds = [slowest(world, _exchange_seconds(world, size)) for size in SIZES]
     latency, bandwidth = fit(SIZES, seconds)
     figures = {f"exchange_seconds.{size}": s for size, s in zip(SIZES, seconds, strict=True)}
     figures |= {"network.latency": latency, "network.bandwidth": bandwidth}
-    progress = -_slowest(world, -_progress(world))
+    progress = -slowest(world, -_progress(world))
     if progress > 0:
         figures["network.progress"] = progress
     title = f"{world.size} ranks on {cpu_name()}"
@@ -107,7 +107,8 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     return max(latency, 1e-9), 1 / max(slope, 1e-15)
 
 
-def _slowest(world: World, value: float) -> float:
+def slowest(world: World, value: float) -> float:
+    """Return the largest value of all ranks."""
     return float(world.all_gather(np.array([value])).max())
 
 
@@ -134,41 +135,44 @@ class _Pair:
 
 
 def _exchange_seconds(world: World, size: int) -> float:
-    return _timed(world, _Pair(world, size))
+    return timed(world, _Pair(world, size))
 
 
 def _progress(world: World) -> float:
     """Share of an exchange, or of a computation as long, that is hidden by the other."""
     pair = _Pair(world, _OVERLAP_BYTES)
-    alone = _slowest(world, _timed(world, pair))
+    alone = slowest(world, timed(world, pair))
     numbers = np.linspace(0, 1, 1024)  # in the first cache, so that cores alone compute
 
     def compute(steps: int) -> None:
         for _ in range(steps):
             np.sin(numbers, out=numbers)
 
-    step = _slowest(world, _timed(world, lambda: compute(16))) / 16
+    step = slowest(world, timed(world, lambda: compute(16))) / 16
     steps = max(1, round(alone / step))
-    computing = _slowest(world, _timed(world, lambda: compute(steps)))
+    computing = slowest(world, timed(world, lambda: compute(steps)))
 
     def both() -> None:
         pair.start()
         compute(steps)
         pair.finish()
 
-    together = _slowest(world, _timed(world, both))
+    together = slowest(world, timed(world, both))
     return (alone + computing - together) / min(alone, computing)
 
 
-def _timed(world: World, call: Callable[[], None]) -> float:
-    """Median seconds of a call that all ranks make together, several times in a row."""
+def timed(world: World, call: Callable[[], object], seconds: float = _SECONDS) -> float:
+    """Median seconds of a call that all ranks make together, several times in a row.
+
+    All together take about ``seconds``, but five calls at least.
+    """
     call()
     begin = time.perf_counter()
     call()
-    once = _slowest(world, time.perf_counter() - begin)
+    once = slowest(world, time.perf_counter() - begin)
     in_a_row = max(1, int(_ROW_SECONDS / once))
     times = []
-    for _ in range(int(min(max(_SECONDS / (once * in_a_row), 5), 200))):
+    for _ in range(int(min(max(seconds / (once * in_a_row), 5), 200))):
         world.barrier()
         begin = time.perf_counter()
         for _ in range(in_a_row):

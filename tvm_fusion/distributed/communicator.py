@@ -173,6 +173,13 @@ class World:
             self._collective("in an exchange of slices", request)
         return received
 
+    def broadcast(self, array: np.ndarray, root: int = 0) -> np.ndarray:
+        """The array of one rank; those of the others have the same shape and type."""
+        array = np.array(array, order="C")
+        if array.nbytes:
+            self._collective("in a broadcast", self._comm.Ibcast(as_bytes(array), root))
+        return array
+
     def all_reduce(self, array: np.ndarray, operator: str) -> np.ndarray:
         """Combine the elements of integer arrays of all ranks, wrapping around as numpy does.
 

@@ -289,7 +289,18 @@ class Collectives:
         return CollectiveTime(seconds, low, high, f"{time.model}, from {nearest} ranks", False)
 
     def save(self, path: Path) -> None:
-        """Write a JSON file; one that exists is replaced."""
+        """Write a JSON file, or add the curves to that of a machine.
+
+        In a machine's file curves of the same kind and number of ranks are replaced; any other file
+        is replaced as a whole.
+
+        Raises
+        ------
+        PredictionError
+            If the file cannot be written, or exists and is no JSON.
+        """
+        known = _machine_file(path)
+        merged = {**_curves_of(path, known), **self.curves}
         curves = [
             {
                 "kind": curve.kind,
@@ -298,10 +309,25 @@ class Collectives:
                 "seconds": curve.seconds,
                 "origin": curve.origin,
             }
-            for curve in self.curves.values()
+            for curve in merged.values()
         ]
         with written_aside(path, PredictionError) as aside:
-            aside.write_text(json.dumps({"format": _FORMAT, "curves": curves}, indent=1))
+            aside.write_text(json.dumps({**known, "format": _FORMAT, "curves": curves}, indent=1))
+
+
+def _machine_file(path: Path) -> dict[str, Any]:
+    """What the file of a machine holds; nothing where there is none, or another file."""
+    data = read_json(path, _MAX_FILE_BYTES, "file of a machine") if path.is_file() else {}
+    return data if isinstance(data, dict) and "figures" in data else {}
+
+
+def _curves_of(path: Path, data: Mapping[str, Any]) -> dict[tuple[str, int], Curve]:
+    """Curves in the JSON of a file; the message of an error names the file."""
+    try:
+        curves = [_curve(entry) for entry in data.get("curves", ())]
+    except PredictionError as error:
+        raise PredictionError(f"{path}: {error}") from None
+    return {(curve.kind, curve.ranks): curve for curve in curves}
 
 
 def load_collectives(path: Path) -> Collectives:
@@ -315,13 +341,21 @@ def load_collectives(path: Path) -> Collectives:
     data = read_json(path, _MAX_FILE_BYTES, "file of collectives")
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise PredictionError(f"{path}: expected a file of collectives, of format {_FORMAT!r}")
-    try:
-        curves = [_curve(entry) for entry in data.get("curves", ())]
-    except PredictionError as error:
-        raise PredictionError(f"{path}: {error}") from None
+    curves = _curves_of(path, data)
     if not curves:
         raise PredictionError(f"{path}: no curves")
-    return Collectives({(curve.kind, curve.ranks): curve for curve in curves})
+    return Collectives(curves)
+
+
+def collectives_of(path: Path) -> Collectives | None:
+    """Curves that the file of a machine holds beside its figures; None if it has none.
+
+    Raises
+    ------
+    PredictionError
+        If the file cannot be read or a curve is none: the message names it.
+    """
+    return Collectives(curves) if (curves := _curves_of(path, _machine_file(path))) else None
 
 
 def _curve(entry: Any) -> Curve:

@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 
 from tvm.target import Target
 
-from schedules.cost.cpu_kernels import FORK, weights_level
 from schedules.cost.machine import Figure, Machine, load_machine
-from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.core.machine_costs import MachineCosts, costs_of
+from schedules.cpu.core.machine import CPUInfo, MeasuredCPU
 
 from ..compiler.gpu_target import MODEL
 from ..compiler.target import resolve
@@ -128,62 +125,6 @@ def gpu_target(machine: Machine) -> Target:
     return resolve({"kind": "cuda", "arch": arch, "model": model})
 
 
-@dataclass(frozen=True)
-class PredictedCPU(CPUInfo):
-    """CPU of the cost models with the figures of a machine.
-
-    Parameters
-    ----------
-    memory_bytes_per_cycle : float
-        Bytes of weights that each core gets in a cycle while all ask.
-    fork : float
-        Cycles of waking the threads.
-    """
-
-    memory_bytes_per_cycle: float = 0.0
-    fork: float = 0.0
-
-    @cached_property
-    def costs(self) -> MachineCosts:
-        """Constants of the family, but for what the machine says."""
-        family = costs_of(self.family, self.vector_bits)
-        return replace(
-            family,
-            bytes_per_cycle=(*family.bytes_per_cycle[:3], self.memory_bytes_per_cycle),
-            memory_cores=float(self.num_cores),
-            fork=self.fork,
-        )
-
-
-def predicted_cpu(machine: Machine, target: Target, kept_bytes: int) -> PredictedCPU:
-    """The CPU of a machine for the cost models.
-
-    Parameters
-    ----------
-    machine : Machine
-        The CPU.
-    target : Target
-        Its target.
-    kept_bytes : int
-        Weights and largest activations of the model: weights that the last-level cache keeps from
-        run to run come from there.
-    """
-    info = CPUInfo.from_target(target)
-    family, cores = info.costs, info.num_cores
-    level = weights_level(kept_bytes, machine)
-    per_cycle = machine[f"bandwidth.{level}"] / cores / machine["clock"]
-    per_cycle = min(per_cycle, family.bytes_per_cycle[2])
-    return PredictedCPU(
-        vector_bits=info.vector_bits,
-        num_vector_registers=info.num_vector_registers,
-        has_fma=info.has_fma,
-        num_cores=cores,
-        l1d_bytes=int(machine["capacity.L1"] / cores),
-        l2_bytes=int(machine["capacity.L2"] / cores),
-        l3_bytes=int(machine["capacity.L3"]),
-        family=info.family,
-        memory_bytes_per_cycle=per_cycle,
-        fork=machine.get("overhead.fork", FORK) * machine["clock"],
-    )
-
-
+def predicted_cpu(machine: Machine, target: Target, kept_bytes: int) -> MeasuredCPU:
+    """The CPU of a machine for the cost models; see :meth:`.MeasuredCPU.of`."""
+    return MeasuredCPU.of(CPUInfo.from_target(target), machine, kept_bytes)

@@ -66,7 +66,7 @@ def _kernels(folder: Path) -> Iterator[tuple[list[float], list[float]]]:
     """Measured and predicted seconds of the settings of each kernel."""
     for result in json.loads((folder / "knobs.json").read_text())["results"].values():
         kernel, cpu = from_json(json.dumps(result["kernel"])), CPUInfo(**result["cpu"])
-        kind = Conv2DKnobs if len(kernel.layers) == 1 else FusedConv2DKnobs
+        kind: Any = Conv2DKnobs if len(kernel.layers) == 1 else FusedConv2DKnobs
         times, guesses = [], []
         for *values, seconds, _ in result["settings"]:
             chosen = kind(*(tuple(one) if isinstance(one, list) else one for one in values))

@@ -93,7 +93,7 @@ def is_inside(kernel: Timed, found: Mapping[str, tuple[float, float]]) -> bool:
 
 def held_out(kernels: Sequence[Timed]) -> dict[str, float]:
     """Share inside, in per cent: of each network by the intervals of the others, and of all."""
-    inside = defaultdict(list)
+    inside: dict[str, list[bool]] = defaultdict(list)
     for network in dict.fromkeys(kernel.network for kernel in kernels):
         found = spreads([kernel for kernel in kernels if kernel.network != network])
         inside[network] += [is_inside(k, found) for k in kernels if k.network == network]

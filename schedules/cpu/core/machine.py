@@ -8,10 +8,11 @@ where it was compiled. A tuning job for another machine gives them (:func:`descr
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from tvm import DataType
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_cpu_features, llvm_get_system_cpu
 
+from schedules.cost.cpu_kernels import FORK, weights_level
+from schedules.cost.decisions import machine_in_use
+from schedules.cost.machine import Machine
 from schedules.errors import TargetError
 
 from .machine_costs import MachineCosts, costs_of
@@ -86,15 +90,22 @@ class CPUInfo:
         Returns
         -------
         CPUInfo
-            The same object for equal targets.
+            The same object for equal targets; a :class:`MeasuredCPU` where decisions are for a
+            machine that was measured.
+
+        Raises
+        ------
+        TargetError
+            If the target is no CPU, or not the one that was measured.
         """
         if target.kind.name != "llvm":
             raise TargetError(
                 f"target kind is {target.kind.name!r}; the CPU schedules need 'llvm': "
                 "pass an llvm target, for example {'kind': 'llvm', 'mcpu': 'x86-64-v3'}"
             )
-        text = str(target)
-        return _described.get(text) or _from_text(text)
+        text, machine = str(target), machine_in_use()
+        info = _described.get(text) or _from_text(text)
+        return info if machine is None else MeasuredCPU.of(info, machine)
 
 
 _described: dict[str, CPUInfo] = {}
@@ -116,6 +127,74 @@ def described(target: Target, cpu: CPUInfo) -> Iterator[None]:
             del _described[text]
         else:
             _described[text] = before
+
+
+@dataclass(frozen=True)
+class MeasuredCPU(CPUInfo):
+    """CPU of the cost models with the figures of a machine.
+
+    Parameters
+    ----------
+    memory_bytes_per_cycle : float
+        Bytes of weights that each core gets in a cycle while all ask.
+    fork : float
+        Cycles of waking the threads.
+    """
+
+    memory_bytes_per_cycle: float = 0.0
+    fork: float = 0.0
+
+    @cached_property
+    def costs(self) -> MachineCosts:
+        """Constants of the family, but for what the machine says."""
+        family = costs_of(self.family, self.vector_bits)
+        return replace(
+            family,
+            bytes_per_cycle=(*family.bytes_per_cycle[:3], self.memory_bytes_per_cycle),
+            memory_cores=float(self.num_cores),
+            fork=self.fork,
+        )
+
+    @classmethod
+    def of(cls, info: CPUInfo, machine: Machine, kept_bytes: float = math.inf) -> MeasuredCPU:
+        """The CPU of a machine for the cost models.
+
+        Parameters
+        ----------
+        info : CPUInfo
+            What the target says.
+        machine : Machine
+            The CPU; its caches may differ from those of the target.
+        kept_bytes : float
+            Weights and largest activations of the model: weights that the last-level cache keeps
+            from run to run come from there.
+
+        Raises
+        ------
+        TargetError
+            If the target is for another CPU.
+        """
+        if machine.kind != "cpu" or machine.name != info.family:
+            raise TargetError(
+                f"the machine is {machine.name!r}, and the target for {info.family or 'any CPU'!r}:"
+                " name a machine of the target's family, or a target with its mcpu"
+            )
+        family, cores = costs_of(info.family, info.vector_bits), info.num_cores
+        known = machine["multiprocessors"]
+        level = weights_level(kept_bytes, machine)
+        per_cycle = machine[f"bandwidth.{level}"] / cores / machine["clock"]
+        return cls(
+            vector_bits=info.vector_bits,
+            num_vector_registers=info.num_vector_registers,
+            has_fma=info.has_fma,
+            num_cores=cores,
+            l1d_bytes=int(machine["capacity.L1"] / known),
+            l2_bytes=int(machine["capacity.L2"] / known),
+            l3_bytes=int(machine["capacity.L3"]),
+            family=info.family,
+            memory_bytes_per_cycle=min(per_cycle, family.bytes_per_cycle[2]),
+            fork=machine.get("overhead.fork", FORK) * machine["clock"],
+        )
 
 
 @lru_cache(maxsize=64)

@@ -61,6 +61,7 @@ def conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Conv2DKnobs]:
     out_blocks = -(-layer.out_channels // kernel.lanes)
     for pixels, blocks in register_tiles(layer, row, kernel.lanes, cpu):
         units = -(-row // pixels) if flat else out_h
+        cuts = (1,) if plain else _reduction_parts(kernel, blocks)
         for unit_chunks, block_chunks in shares(kernel.batch or 1, cpu.num_cores):
             if unit_chunks > units or block_chunks > -(-out_blocks // blocks):
                 continue
@@ -72,7 +73,7 @@ def conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Conv2DKnobs]:
                     yield Conv2DKnobs(*share, blocks_inside=False)
                     continue
                 yield Conv2DKnobs(*share, blocks_inside=True)
-                for parts in (1,) if plain else _reduction_parts(kernel, blocks):
+                for parts in cuts:
                     yield Conv2DKnobs(*share, blocks_inside=False, ic_o=parts, prefetch=not plain)
 
 
@@ -97,14 +98,14 @@ def _unit_groups(kernel: Conv2DKernel, longest: int, units: int, cpu: CPUInfo) -
     return sorted(sizes | {longest}, reverse=True)
 
 
-def _reduction_parts(kernel: Conv2DKernel, blocks: int) -> list[int]:
+def _reduction_parts(kernel: Conv2DKernel, blocks: int) -> tuple[int, ...]:
     layer = kernel.layers[0]
     step = layer.input_step(kernel.lanes)
     in_blocks = -(-(layer.in_channels // layer.groups) // step)
     block_bytes = prod(layer.kernel) * blocks * step * kernel.lanes * ITEM_BYTES[kernel.dtype]
-    return [
+    return tuple(
         parts
         for parts in range(1, in_blocks + 1)
         if in_blocks % parts == 0
         and (parts == 1 or in_blocks // parts * block_bytes >= LEAST_PART_BYTES)
-    ]
+    )

@@ -11,6 +11,8 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.target import Target
 
+from schedules.cost.decisions import compare
+from schedules.cost.kernel_call import KernelCall
 from schedules.schedule_rule import RULE
 from schedules.tir.index_math import floor_power_of_two
 from schedules.tir.vector_math import is_expensive
@@ -180,8 +182,24 @@ def _rows_together(source: ReduceSource, vectors: int) -> int:
 
 
 def _worth_threads(source: ReduceSource) -> bool:
-    work = source.elements or SERIAL_ELEMENTS
-    return work * (8 if is_expensive(source.element) else 1) >= SERIAL_ELEMENTS
+    """Return whether threads gain: waking two of them costs half of ``SERIAL_ELEMENTS`` cycles."""
+    if source.elements is None:
+        return True
+    functions = source.elements if is_expensive(source.element) else 0
+    moved = source.elements * tvm_ffi.dtype(source.workload.dtype).itemsize
+    sizes = {"activation_bytes": moved, "functions": functions}
+    op = "cpu.coalescedreduce"
+    threads = KernelCall(op, {**sizes, "parallel": 1}, flops=source.elements, read_bytes=moved)
+    share = replace(threads, sizes={**sizes, "parallel": 0})  # of a core, if all had one
+    work = source.elements * (8 if functions else 1)
+    found = compare(
+        "split",
+        f"{source.workload.operator} of {source.elements} elements",
+        {"threads": [threads], "one thread": [share] * source.cpu.num_cores},
+        0.0,
+        {"threads": (work + SERIAL_ELEMENTS) / 2, "one thread": work},
+    )
+    return found.chosen == "threads"
 
 
 def _is_heavy(source: ReduceSource) -> bool:

@@ -13,7 +13,9 @@ from tvm.target import Target
 
 from relay_passes import decide
 from relay_passes.conv2d.winograd_decision import decide_winograd
-from schedules.workload.conv2d import ConvLayer, FusedConv2DWorkload
+from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.cost.cost_model import default_conv2d_knobs, default_fused_knobs, estimate
+from schedules.workload.conv2d import Conv2DKernel, ConvLayer, FusedConv2DWorkload
 
 
 def cpu(cores=2, mcpu="x86-64-v4"):
@@ -146,6 +148,20 @@ def test_an_algorithm_that_does_not_pay_changes_nothing():
     many = cpu(cores=64)  # which wait for the larger weights
     assert not decide_winograd(workload.layer1, 1, 7, 7, "float32", many).pays
     assert decide(workload, many) == decide(workload, many, DIRECT)
+
+
+@pytest.mark.parametrize("size", [56, 14])
+def test_without_a_machine_the_cost_models_decide(size):
+    pair, info = separable(size, 128, 128), CPUInfo.from_target(cpu())
+    kernel = Conv2DKernel(
+        (pair.layer1, pair.layer2), 1, size, size, data_layout="NCHW16c", out_layout="NCHW16c"
+    )
+    apart = 0.0
+    for layer in kernel.layers:
+        alone = replace(kernel, layers=(layer,))
+        apart += estimate(alone, default_conv2d_knobs(alone, info), info).cycles
+    fused = estimate(kernel, default_fused_knobs(kernel, info), info).cycles
+    assert decide(pair, cpu()).gain == apart / fused - 1  # to the last bit
 
 
 def test_other_kinds_of_targets():

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from rich.console import Console
 from small_onnx import dense_model, small_model
 
+from schedules.cost.machine import load_machine
 from schedules.workload.conv2d import Activation, ConvLayer, FusedConv2DWorkload
 from tvm_fusion.compiler.explain import explain, explain_table
 from tvm_fusion.errors import InvalidModelError, OpError, TargetError
@@ -90,3 +92,42 @@ def test_a_model_without_pairs_has_no_rows() -> None:
     model.graph.node[0].output[0] = "scores"
     model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 8
     assert explain(model)["pairs"] == []
+
+
+def measured(tmp_path, fused: float):
+    """A Zen 4 whose fused kernels take so many times what is predicted, and Winograd's nine."""
+    data = load_machine("znver4").to_json()
+    for op, factor in (("fused_conv2d", fused), ("winograd_conv2d", 9.0)):
+        data["figures"][f"cpu.{op}.factor"] = {"value": factor, "origin": "test"}
+    path = tmp_path / f"{fused}.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_measured_ratios_decide_and_are_shown(tmp_path) -> None:
+    model, target = dense_model(channels=64, size=56), "llvm -mcpu=znver4 -num-cores=2"
+    slow = explain(model, target, machine=measured(tmp_path, fused=9.0))
+    quick = explain(model, target, machine=measured(tmp_path, fused=0.1))
+    assert [report["pairs"][0]["fused"] for report in (slow, quick)] == [False, True]
+    fuse, winograd = (
+        [one for one in slow["decisions"] if one["decision"] == name]
+        for name in ("fuse", "winograd")
+    )
+    assert fuse[0]["chosen"] == "separate" and {one["chosen"] for one in winograd} == {"direct"}
+    assert fuse[0]["seconds"]["fused"] > 5 * fuse[0]["seconds"]["separate"]
+    text = table_text(slow)
+    assert f"{fuse[0]['seconds']['separate'] * 1e6:.1f}" in text and "Zen 4" in text
+
+
+def test_decisions_without_a_machine_are_at_a_nominal_clock() -> None:
+    report = explain(dense_model(channels=64, size=56), "llvm -mcpu=znver4 -num-cores=2")
+    assert report["machine"] is None
+    assert {one["decision"] for one in report["decisions"]} == {"fuse", "winograd"}
+    assert "nominal clock" in table_text(report)
+
+
+def test_a_machine_of_another_cpu_is_refused() -> None:
+    with pytest.raises(TargetError, match="the machine is 'znver3', and the target for 'znver4'"):
+        explain(small_model(), "llvm -mcpu=znver4", machine="znver3")
+    with pytest.raises(TargetError, match="machine='znver3' has no effect on 'cuda'"):
+        explain(small_model(), "cuda -arch=sm_80", machine="znver3")

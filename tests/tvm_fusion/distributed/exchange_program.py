@@ -115,6 +115,8 @@ def check_collectives(world):
     assert world.all_gather(np.array([rank, -rank])).tolist() == [[r, -r] for r in range(size)]
     sent = np.arange(size) + 100 * rank
     assert world.all_to_all(sent).tolist() == [100 * r + rank for r in range(size)]
+    told = world.broadcast(np.arange(5) * (rank + 1), root=size - 1)
+    assert told.tolist() == [size * n for n in range(5)]
     big = np.array([2**62, -(2**63), rank], "int64")
     with np.errstate(over="ignore"):
         expected = np.array([2**62, -(2**63), 0]) * np.int64(size)

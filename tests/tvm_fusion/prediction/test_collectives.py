@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schedules.cost.machine import load_machine
 from tvm_fusion.errors import PredictionError
 from tvm_fusion.prediction.collectives import (
     Collectives,
@@ -18,6 +19,7 @@ from tvm_fusion.prediction.collectives import (
     all_to_all_bytes,
     alpha_beta,
     bus_bandwidth,
+    collectives_of,
     interpolation,
     load_collectives,
     three_sections,
@@ -159,3 +161,19 @@ def test_other_files(tmp_path, text: str, reason: str) -> None:
         load_collectives(path)
     with pytest.raises(PredictionError, match="cannot read"):
         load_collectives(tmp_path / "absent")
+
+
+def test_curves_in_the_file_of_a_machine(tmp_path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(load_machine("v100").to_json()))
+    assert collectives_of(path) is None and collectives_of(tmp_path / "none.json") is None
+    old, new = (curve(lambda size, s=s: s + size / 1e9) for s in (1e-5, 2e-5))
+    other = curve(lambda size: 1e-5 + size / 1e9, kind="broadcast")
+    Collectives({("all_reduce", 4): old}).save(path)
+    Collectives({("all_reduce", 4): new, ("broadcast", 4): other}).save(path)
+    found = Collectives({("all_reduce", 4): new, ("broadcast", 4): other})
+    assert collectives_of(path) == load_collectives(path) == found
+    assert load_machine(path) == load_machine("v100")
+    plain = tmp_path / "collectives.json"
+    found.save(plain)
+    assert load_collectives(plain) == found and collectives_of(plain) is None

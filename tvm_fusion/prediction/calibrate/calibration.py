@@ -35,7 +35,7 @@ from .timing import KernelTimer, Timed
 
 Progress = Callable[[str, int, int], None]
 _KIND = "file of a calibration"
-_MAX_FILE_BYTES = 4 << 20  # as of a machine, which it is read as, too
+_MAX_FILE_BYTES = 4 << 20  # as of a machine, as which it is read, too
 NARROWEST = 1.15
 """Least ratio of an interval's end to the prediction: in a network kernels vary more than alone."""
 SETTLED_GAIN = 1.05
@@ -286,7 +286,11 @@ def _check(sample: Any) -> None:
 
 
 def _write(output: Path, bare: Machine, samples: Sequence[Mapping[str, Any]]) -> None:
-    data = {**fitted(bare, samples).to_json(), "samples": list(samples)}
+    kept = {}
+    if output.exists():  # curves of collectives
+        data = read_json(output, _MAX_FILE_BYTES, _KIND)
+        kept = {name: data[name] for name in ("format", "curves") if name in data}
+    data = {**fitted(bare, samples).to_json(), "samples": list(samples), **kept}
     output.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(output, PredictionError) as aside:
         aside.write_text(json.dumps(data, indent=1))

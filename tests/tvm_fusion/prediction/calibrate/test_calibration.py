@@ -15,6 +15,7 @@ from tvm_fusion.machine.host import host_cpu
 from tvm_fusion.prediction.calibrate import calibration
 from tvm_fusion.prediction.calibrate.calibration import calibrate
 from tvm_fusion.prediction.calibrate.cases import Case, cases
+from tvm_fusion.prediction.collectives import Collectives, Curve, collectives_of
 
 LIMITS = replace(load_machine("znver4"), name=host_cpu())
 TODO = [Case(f"case {number}", lambda: None) for number in range(4)]
@@ -63,6 +64,16 @@ def test_a_second_call_measures_what_the_budget_left(tmp_path):
     assert "4 kernels" in machine.figures["cpu.conv2d.factor"].origin
     assert load_machine(path) == machine
     assert machine["overhead.call"] == 2e-7
+
+
+def test_curves_of_collectives_stay_in_the_file(tmp_path):
+    path = tmp_path / "machine.json"
+    run(path, FakeTimer(), 0.5)
+    curve = Curve("all_reduce", 2, (8.0, 16.0), (1e-6, 2e-6))
+    Collectives({("all_reduce", 2): curve}).save(path)
+    machine = run(path, FakeTimer(), 60)
+    assert collectives_of(path).curves == {("all_reduce", 2): curve}
+    assert "4 kernels" in machine.figures["cpu.conv2d.factor"].origin
 
 
 def test_an_interrupt_loses_nothing_that_was_measured(tmp_path):

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decisions between alternatives by their predicted times: fusion, Winograd, splits ask here.
+
+An alternative is the calls of kernels, each with the ``cycles`` of its cost model, or with cycles
+given beside them. Without a machine these cycles decide, at a nominal clock. Within
+``deciding_for(machine)`` the kernel models of :func:`.registry.predict` do, with the clock,
+bandwidths, overheads and ratios of measured to predicted times that ``tvm-fusion calibrate`` found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from .kernel_call import KernelCall
+from .machine import Machine
+from .registry import predict
+
+NOMINAL_CLOCK = 3.0e9  # scales what is shown; no choice depends on it
+
+_machine: ContextVar[Machine | None] = ContextVar("machine", default=None)
+_log: ContextVar[list[Comparison] | None] = ContextVar("log", default=None)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted times of two alternatives.
+
+    Parameters
+    ----------
+    decision : str
+        What is decided: ``fuse``, ``winograd``, ``split``.
+    subject : str
+        The layers, or the reduction.
+    seconds : Mapping[str, float]
+        Time of each alternative by its name.
+    gain : float
+        Time of the second over that of the first, minus one.
+    chosen : str
+        The first where its gain is enough, else the second.
+    """
+
+    decision: str
+    subject: str
+    seconds: Mapping[str, float]
+    gain: float
+    chosen: str
+
+
+@contextmanager
+def deciding_for(machine: Machine | None) -> Iterator[None]:
+    """Decide by the figures of a measured CPU; None for those of its family."""
+    token = _machine.set(machine)
+    try:
+        yield
+    finally:
+        _machine.reset(token)
+
+
+def machine_in_use() -> Machine | None:
+    """Machine of the innermost :func:`deciding_for`."""
+    return _machine.get()
+
+
+@contextmanager
+def recorded() -> Iterator[list[Comparison]]:
+    """Collect all comparisons of a block, equal ones once."""
+    found: list[Comparison] = []
+    token = _log.set(found)
+    try:
+        yield found
+    finally:
+        _log.reset(token)
+
+
+def compare(
+    decision: str,
+    subject: str,
+    alternatives: Mapping[str, Sequence[KernelCall]],
+    least_gain: float,
+    nominal: Mapping[str, float] | None = None,
+) -> Comparison:
+    """Predict two alternatives, and choose the first if it gains enough.
+
+    Parameters
+    ----------
+    decision, subject : str
+        As in :class:`Comparison`.
+    alternatives : Mapping[str, Sequence[KernelCall]]
+        Two, by name: kernels that run one after another.
+    least_gain : float
+        Time of the second over that of the first, minus one, from which on the first is chosen.
+    nominal : Mapping[str, float], optional
+        Cycles of each alternative without a machine, if its calls have none.
+
+    Raises
+    ------
+    PredictionError
+        If the machine in use lacks a figure.
+    """
+    machine = machine_in_use()
+    if machine is not None:
+        costs = {
+            name: sum(predict(call, machine).seconds for call in calls)
+            for name, calls in alternatives.items()
+        }
+    else:
+        costs = dict(nominal or {name: _cycles(calls) for name, calls in alternatives.items()})
+    first, second = costs
+    gain = costs[second] / costs[first] - 1
+    scale = NOMINAL_CLOCK if machine is None else 1.0
+    seconds = {name: cost / scale for name, cost in costs.items()}
+    chosen = first if gain >= least_gain else second
+    found = Comparison(decision, subject, seconds, gain, chosen)
+    log = _log.get()
+    if log is not None and found not in log:
+        log.append(found)
+    return found
+
+
+def _cycles(calls: Sequence[KernelCall]) -> float:
+    return sum(call.sizes["cycles"] for call in calls)

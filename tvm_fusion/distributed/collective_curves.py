@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurement of collectives on the ranks of a job: time by the bytes of the message."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from datetime import date
+
+import numpy as np
+
+from schedules.distribute.exchange import Exchange, LocalBuffer, Message
+
+from ..errors import InvalidInputError
+from ..machine.host_info import cpu_name
+from ..prediction.collectives import Collectives, Curve
+from .calibrate import slowest, timed
+from .communicator import World
+
+MESSAGES = tuple(4 << k for k in range(23))
+"""Bytes: 4 bytes to 16 MB, doubled, as section 5.4.3.2 of the dissertation fits them."""
+
+ROUNDS = 3
+_SECONDS = 0.02  # of one message in a round, about
+
+Call = Callable[[], object]
+
+
+def _all_reduce(world: World, message: int) -> Call:
+    data = np.zeros(message // 4, np.uint32)
+    return lambda: world.all_reduce(data, "sum")
+
+
+def _all_to_all(world: World, message: int) -> Call:
+    data = np.zeros((world.size, message // world.size), np.uint8)
+    return lambda: world.all_to_all(data)
+
+
+def _all_gather(world: World, message: int) -> Call:
+    data = np.zeros(message // world.size, np.uint8)
+    return lambda: world.all_gather(data)
+
+
+def _broadcast(world: World, message: int) -> Call:
+    data = np.zeros(message, np.uint8)
+    return lambda: world.broadcast(data)
+
+
+def _send_recv(world: World, message: int) -> Call:
+    """From each even rank to the next."""
+    pairs = [
+        Message(rank, rank + 1, "A", ((0, message),)) for rank in range(0, world.size - 1, 2)
+    ]
+    exchange = Exchange(100 + message.bit_length(), tuple(pairs))
+    buffers = {"A": LocalBuffer(np.zeros(message, np.uint8), (0,))}
+
+    def call() -> None:
+        world.start(exchange, buffers)
+        world.finish(exchange)
+
+    return call
+
+
+KINDS: dict[str, Callable[[World, int], Call]] = {
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "all_gather": _all_gather,
+    "broadcast": _broadcast,
+    "send_recv": _send_recv,
+}
+"""What is measured, by the kinds of :mod:`tvm_fusion.prediction.collectives`."""
+
+
+def measure_collectives(
+    world: World, messages: tuple[int, ...] = MESSAGES, rounds: int = ROUNDS
+) -> Collectives:
+    """Measure a curve of each kind; called by all ranks together.
+
+    Messages take turns in several rounds, whose median counts; the origin of a curve tells by how
+    much its rounds differ.
+
+    Parameters
+    ----------
+    world : World
+        At least two ranks.
+    messages : tuple of int
+        Bytes, rounded up to what divides among the ranks; the larger of what a rank puts in and
+        gets out.
+    rounds : int
+        Number of rounds.
+
+    Returns
+    -------
+    Collectives
+        On all ranks the same.
+
+    Raises
+    ------
+    InvalidInputError
+        If there is one rank only.
+    """
+    if world.size < 2:
+        raise InvalidInputError("one rank has no collectives; start at least 2 by mpiexec -n 2")
+    unit = 4 * world.size
+    sizes = sorted({-(-message // unit) * unit for message in messages})
+    found = {
+        (kind, world.size): _curve(world, kind, start, sizes, rounds)
+        for kind, start in KINDS.items()
+    }
+    return Collectives(found)
+
+
+def _curve(
+    world: World, kind: str, start: Callable[[World, int], Call], sizes: list[int], rounds: int
+) -> Curve:
+    times: list[list[float]] = [[] for _ in sizes]
+    for _ in range(rounds):
+        for index, size in enumerate(sizes):
+            times[index].append(slowest(world, timed(world, start(world, size), _SECONDS)))
+    differ = statistics.median(max(each) / min(each) - 1 for each in times)
+    origin = (
+        f"measured by calibrate with {world.size} ranks on {cpu_name()}, MPI, "
+        f"{date.today().isoformat()}; rounds differ by {differ:.0%}"
+    )
+    seconds = tuple(statistics.median(each) for each in times)
+    return Curve(kind, world.size, tuple(map(float, sizes)), seconds, origin)
