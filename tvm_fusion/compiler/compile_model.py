@@ -138,7 +138,7 @@ def compile(
     if ranks is not None:
         # By name: that family stands above this one.
         family = importlib.import_module("tvm_fusion.distributed.compile_network")
-        family.refuse_gpu_options(fast_math, precision)
+        family.refuse_gpu_options(fast_math, precision, cuda_graph)
         if machine is not None:
             raise TargetError(f"machine={machine!r} has no effect with ranks: leave it out")
         return family.compile_network(

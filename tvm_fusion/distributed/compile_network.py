@@ -142,7 +142,7 @@ def resolve_ranks(
     return resolved
 
 
-def refuse_gpu_options(fast_math: bool, precision: str) -> None:
+def refuse_gpu_options(fast_math: bool, precision: str, cuda_graph: bool) -> None:
     """Refuse options that have no effect on ranks.
 
     Raises
@@ -150,9 +150,10 @@ def refuse_gpu_options(fast_math: bool, precision: str) -> None:
     TargetError
         If one is given.
     """
-    if fast_math or precision != "fp32":
+    if fast_math or cuda_graph or precision != "fp32":
         raise TargetError(
-            "fast_math and precision are for GPUs, and ranks compute on CPUs; leave them out"
+            "fast_math, precision and cuda_graph are for GPUs, and ranks compute on CPUs; leave "
+            "them out"
         )
 
 
