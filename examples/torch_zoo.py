@@ -283,7 +283,7 @@ def _wav2vec2(full: bool) -> Sample:
     return Sample(_Call(module, lambda m, x: m(x, return_dict=False)[0]), {"sound": sound})
 
 
-def _own(make: Callable[[bool], nn.Module], **shapes: Sequence[int]) -> Build:
+def _own(make: Callable[[bool], nn.Module], **shapes: Sequence[Sequence[int]]) -> Build:
     """A network of ``torch_nets``; the first and second of two shapes are small and full."""
 
     def build(full: bool) -> Sample:

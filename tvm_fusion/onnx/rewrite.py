@@ -111,7 +111,10 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
         facts = GraphFacts(model, weights)
     bound_topk(model, facts)
     opset = default_opset(model) or 1
-    by_opset = {"LayerNormalization": LayerNormRule(opset), "RoiAlign": RoiAlignRule(opset)}
+    by_opset: dict[str, Rule] = {
+        "LayerNormalization": LayerNormRule(opset),
+        "RoiAlign": RoiAlignRule(opset),
+    }
     expand_nodes(model, facts, {**EXPANSIONS, **by_opset})
     replace_powers(model, facts)
     replace_lp_norms(model, facts)

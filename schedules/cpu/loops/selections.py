@@ -22,10 +22,11 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from schedules.workload.reduce import Extent
+
 CPU_ONLY = "tvm_fusion.cpu_only"
 """Attribute of kernels that no thread of a GPU may run; its value names the operator."""
 
-Extent = int | tirx.Expr
 Shapes = dict[str, tuple[Sequence[Extent], str]]
 
 
