@@ -11,6 +11,7 @@ import tvm_ffi
 from tvm import relax, tirx
 
 from examples.models import MODELS
+from relay_passes.program.check_alignment import CHECK
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.target import resolve
 from tvm_fusion.onnx.frontend import import_onnx
@@ -24,6 +25,7 @@ BESIDE_KERNELS = {
     "vm.builtin.check_tensor_info",
     "vm.builtin.match_shape",
     "vm.builtin.reshape",
+    CHECK,
 }
 
 
