@@ -123,12 +123,14 @@ def _compiled(
     if ranks is None:
         refuse_given(["exchange", "network"], "it is for --ranks")
         return compile_model(source, **options)
-    refuse_given(["fast_math", "precision"], "it is for GPUs, and ranks compute on CPUs")
+    for_gpus = ("fast_math", "cuda_graph", "precision")
+    refuse_given(for_gpus, "it is for GPUs, and ranks compute on CPUs")
     refuse_given(["machine"], "it is for one process")
     from ..distributed.compile_network import compile_network
     from ..distributed.network_figures import read_figures
 
-    del options["fast_math"], options["precision"], options["machine"]
+    for name in (*for_gpus, "machine"):
+        del options[name]
     figures, _ = read_figures(network)
     with progress_bar() as progress:
         return compile_network(

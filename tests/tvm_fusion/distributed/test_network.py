@@ -185,5 +185,5 @@ def test_refusals(model: Any, options: dict[str, Any], error: type, message: str
 
 
 def test_options_for_gpus_have_no_effect() -> None:
-    with pytest.raises(TargetError, match="fast_math and precision are for GPUs"):
+    with pytest.raises(TargetError, match="precision and cuda_graph are for GPUs"):
         tvm_fusion.compile(small_model(), ranks=2, precision="fp16")

@@ -107,19 +107,19 @@ def test_inspect(run: Any) -> None:
 
 
 def test_explain(run: Any) -> None:
-    fast = "alpha=0.1us,beta=100GB/s"
-    code, out, _ = run("explain", "m.onnx", "--ranks", 4, "--network", fast, "--json")
+    ranks = "--ranks", 4, "--network", "alpha=0.1us,beta=100GB/s", "--exchange", "always"
+    code, out, _ = run("explain", "m.onnx", *ranks, "--json")
     segments = json.loads(out)["segments"]
     assert code == 0 and segments[-1]["end"] == "gather"
     assert sum(s["bytes"] for s in segments) >= 30 * 40 * 6 * 4
-    text = run("explain", "m.onnx", "--ranks", 4, "--network", fast)[1]
+    text = run("explain", "m.onnx", *ranks)[1]
     assert text.startswith("rows over 4 ranks; ") and "0: 0:10, 1: 10:20, 2: 20:30" in text
     slow = run("explain", "m.onnx", "--ranks", 4, "--network", "alpha=1s", "--json")[1]
     assert [s["end"] for s in json.loads(slow)["segments"]] == ["result"]
 
 
 def test_simulate(run: Any, folder: Path) -> None:
-    network = "--network", "alpha=0.1us,beta=100GB/s"
+    network = "--network", "alpha=0.1us,beta=100GB/s", "--exchange", "always"
     ranks = "--ranks", "1,...,8,4096"
     code, out, _ = run("simulate", "m.onnx", *ranks, *network, "--one-rank", 2.0, "--json")
     strong = json.loads(out)

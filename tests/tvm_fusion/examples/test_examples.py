@@ -269,11 +269,11 @@ def test_distributed_blur_of_processes() -> None:
 
 
 def test_distributed_network(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--ranks", "3", "--exchange", "once", "unet", "image_size=32", "width=4"]
+    sizes = ["--ranks", "2", "--exchange", "once", "unet", "image_size=16", "width=4"]
     assert distributed_network.main(sizes) == 0
     out = capsys.readouterr().out
-    assert out.startswith("rows over 3 ranks; ") and "gather" in out
-    assert "3 ranks and one rank have the same bits" in out
+    assert out.startswith("rows over 2 ranks; ") and "gather" in out
+    assert "2 ranks and one rank have the same bits" in out
     assert "strong scaling, predicted" in out
 
 
