@@ -9,6 +9,7 @@ from tvm.target import Target
 from ..core.rule import CPURule
 from ..nests.blocks import open_kernel
 from ..nests.elementwise_nest import schedule_spatial
+from ..nests.flat_views import merge_shifted_loops
 from ..nests.loop_transforms import finish, inline_blocks
 
 
@@ -33,7 +34,9 @@ class Elementwise(CPURule):
         kernel = open_kernel(func, target)
         if kernel is None or not all(info.is_injective() for info in kernel.blocks):
             return None
+        inline_blocks(kernel)
+        kernel = merge_shifted_loops(kernel)
         overlaps = []
-        for info in inline_blocks(kernel):
+        for info in kernel.blocks:
             overlaps += schedule_spatial(kernel, info.block_rv)
         return finish(kernel.sch, overlaps)
