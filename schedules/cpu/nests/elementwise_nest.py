@@ -65,7 +65,7 @@ def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
 def _vectorize_last(
     kernel: Kernel, facts: BlockFacts, group: list[int], loop: LoopRV, aligned: bool
 ) -> tuple[LoopRV | None, LoopRV | None, list[Overlap]]:
-    """Vectorise the innermost loop; return the loops over vectors and lanes, and the tail's kind."""
+    """Vectorise the innermost loop; return the loops over vectors, over lanes, and the tail."""
     sch, lanes = kernel.sch, kernel.lanes(facts)
     symbolic = facts.extents[group[-1]] is None
     extent = facts.volume(group)
