@@ -52,6 +52,8 @@ class CPUInfo:
         Last-level cache, shared by all cores.
     family : str
         LLVM's name of the CPU; empty if the target names none.
+    has_streaming_stores : bool
+        Whether vectors can be stored past the caches.
     """
 
     vector_bits: int
@@ -62,6 +64,7 @@ class CPUInfo:
     l2_bytes: int
     l3_bytes: int
     family: str = ""
+    has_streaming_stores: bool = False
 
     @cached_property
     def costs(self) -> MachineCosts:
@@ -204,7 +207,8 @@ def _from_text(text: str) -> CPUInfo:
     bits, registers, fma = _vector_unit(features, _is_aarch64(target))
     l1d, l2, l3 = _caches(target)
     family = str(target.attrs.get("mcpu", ""))
-    return CPUInfo(bits, registers, fma, _num_cores(target), l1d, l2, l3, family)
+    streams = "sse2" in features
+    return CPUInfo(bits, registers, fma, _num_cores(target), l1d, l2, l3, family, streams)
 
 
 def _vector_unit(features: set[str], aarch64: bool) -> tuple[int, int, bool]:

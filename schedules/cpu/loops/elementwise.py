@@ -9,6 +9,7 @@ from tvm.target import Target
 from ..core.rule import CPURule
 from ..nests.blocks import open_kernel
 from ..nests.elementwise_nest import schedule_spatial
+from ..nests.flat_views import merge_shifted_loops
 from ..nests.loop_transforms import finish, inline_blocks
 
 
@@ -22,10 +23,11 @@ class Elementwise(CPURule):
             for v in T.vectorized(8):
                 out[i * 8 + v] = T.max(a[i * 8 + v] + b[i * 8 + v], 0)
 
-    A tail overlaps the vector before it. Where a condition depends on the innermost loop (padding,
-    concatenation along it) that loop is cut at the condition instead. Functions with fewer than
-    16384 elements stay serial. Left alone: functions with a reduction, and blocks without a normal
-    form.
+    Rows of a filter that share loads are computed four at a time; what is larger than the caches
+    is stored past them. A tail overlaps the vector before it. Where a condition depends on the
+    innermost loop (padding, concatenation along it) that loop is cut at the condition instead.
+    Functions with fewer than 16384 elements stay serial. Left alone: functions with a reduction,
+    and blocks without a normal form.
     """
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
@@ -33,7 +35,9 @@ class Elementwise(CPURule):
         kernel = open_kernel(func, target)
         if kernel is None or not all(info.is_injective() for info in kernel.blocks):
             return None
+        inline_blocks(kernel)
+        kernel = merge_shifted_loops(kernel)
         overlaps = []
-        for info in inline_blocks(kernel):
+        for info in kernel.blocks:
             overlaps += schedule_spatial(kernel, info.block_rv)
         return finish(kernel.sch, overlaps)

@@ -147,7 +147,11 @@ def open_kernel(func: tirx.PrimFunc, target: Target) -> Kernel | None:
     """
     if not isinstance(func, tirx.PrimFunc) or target.kind.name != "llvm":
         return None
-    sch = s_tir.Schedule(func)
+    return open_blocks(s_tir.Schedule(func), CPUInfo.from_target(target))
+
+
+def open_blocks(sch: s_tir.Schedule, cpu: CPUInfo) -> Kernel | None:
+    """Open a schedule in which no loop has been transformed, as :func:`open_kernel` does."""
     blocks = normalize_prim_func(sch)
     if not blocks or any(extent == 0 for info in blocks for extent in info.dom()):
         return None
@@ -156,7 +160,7 @@ def open_kernel(func: tirx.PrimFunc, target: Target) -> Kernel | None:
     for info in blocks:
         if not sch.get_loops(info.block_rv):
             sch.add_unit_loop(info.block_rv)  # rfactor fails beside a block without loops
-    return Kernel(sch, blocks, CPUInfo.from_target(target))
+    return Kernel(sch, blocks, cpu)
 
 
 def _has_strides(block: s_tir.SBlock) -> bool:
@@ -181,7 +185,7 @@ def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
     """
     stmt = sch.get(block)
     iters = list(stmt.iter_vars)
-    domain = _Domain(iters)
+    domain = Domain(iters)
     stores, loaded, conditions = _parts(stmt.body)
     if not stores:
         return None
@@ -225,7 +229,7 @@ def _parts(
 _KINDS = {int(tirx.IterVar.DataPar): "S", int(tirx.IterVar.CommReduce): "R"}
 
 
-class _Domain:
+class Domain:
     """The iteration domain of a block, with an analyzer that knows it."""
 
     def __init__(self, iters: Sequence[tirx.IterVar]) -> None:
@@ -236,6 +240,7 @@ class _Domain:
             self.analyzer.bind(i.var, i.dom)
 
     def access(self, buffer: ir.Var, indices: Sequence[ir.Expr]) -> Access:
+        """A load or store at these indices."""
         offset = self.analyzer.simplify(_flatten(buffer, indices))
         strides = tuple(self._stride(offset, var) for var in self.vars)
         simple = tuple(self.analyzer.simplify(index) for index in indices)

@@ -13,6 +13,8 @@ from schedules.tir.cut_points import cut_points
 from .blocks import BlockFacts, Kernel, block_facts
 from .loop_transforms import chunk_count, feeds, fuse_group, merge_groups, worth_threads
 from .overlapping_tails import Overlap
+from .shared_rows import MULTIPLY_ADD, ROWS, is_filter, shared_rows
+from .streaming_stores import STREAM, worth_streaming
 from .truncated_tails import TAIL
 
 
@@ -38,34 +40,58 @@ def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
     groups = merge_groups(facts, range(len(facts.extents)))
     fused = [fuse_group(sch, [loops[k] for k in group]) for group in groups]
     extents = [facts.volume(group) for group in groups]
-    outer, overlaps = _vectorize_last(kernel, facts, groups[-1], fused[-1])
+    is_adjacent = len(groups[-1]) == 1 and facts.store.strides[groups[-1][0]] == 1
+    streams = is_adjacent and worth_streaming(kernel, facts)
+    if streams:
+        sch.annotate(block, STREAM, kernel.cpu.vector_bits // 8)
+    row = shared_rows(facts, groups)
+    outer, lane, overlaps = _vectorize_last(kernel, facts, groups[-1], fused[-1], streams)
+    any_chunks = bool(overlaps)
+    if is_filter(facts):
+        sch.annotate(block, MULTIPLY_ADD, 1)
+    if row is not None and outer is not None and lane is not None:
+        place = groups.index([row])
+        fused[place], inner = sch.split(fused[place], [None, ROWS])
+        sch.reorder(*fused[:-1], outer, inner, lane)
+        sch.unroll(inner)
+        overlaps += [Overlap(facts.name, (row,), ROWS)] if extents[place] % ROWS else []
+        extents[place] = -(-extents[place] // ROWS)
     if worth_threads(facts):
         cores = kernel.cpu.num_cores
-        _parallel_spatial(sch, fused[:-1], extents[:-1], outer, cores, bool(overlaps))
+        _parallel_spatial(sch, fused[:-1], extents[:-1], outer, cores, any_chunks)
     return overlaps
 
 
 def _vectorize_last(
-    kernel: Kernel, facts: BlockFacts, group: list[int], loop: LoopRV
-) -> tuple[LoopRV | None, list[Overlap]]:
-    """Vectorise the innermost loop; return the loop over vectors and the tail's kind."""
+    kernel: Kernel, facts: BlockFacts, group: list[int], loop: LoopRV, aligned: bool
+) -> tuple[LoopRV | None, LoopRV | None, list[Overlap]]:
+    """Vectorise the innermost loop; return the loops over vectors, over lanes, and the tail."""
     sch, lanes = kernel.sch, kernel.lanes(facts)
     symbolic = facts.extents[group[-1]] is None
     extent = facts.volume(group)
     guarded = bool(set(group) & facts.guards)
     if not symbolic and extent <= max(lanes, 16) and not guarded:
         sch.vectorize(loop)
-        return None, []
+        return None, None, []
     tile = lanes if symbolic else min(lanes, extent)
     outer, inner = sch.split(loop, [None, tile])
     ends = [-1] if symbolic else [*cut_points(sch, facts.block, group[-1]), extent]
+    if aligned:
+        ends = _aligned(ends, tile)
     sch.vectorize(inner)
     if symbolic or len(ends) > 1:
         sch.annotate(outer, TAIL, [2, *ends])
-        return None, []
+        return None, None, []
     if extent % tile:
-        return outer, [Overlap(facts.name, tuple(group), tile)]
-    return outer, []
+        return outer, inner, [Overlap(facts.name, tuple(group), tile)]
+    return outer, inner, []
+
+
+def _aligned(ends: Sequence[int], tile: int) -> list[int]:
+    """More cuts of a loop, so that the vectors of its long pieces are aligned."""
+    begins = [0, *ends[:-1]]
+    more = {-(-a // tile) * tile for a, b in zip(begins, ends, strict=True) if b - a >= 4 * tile}
+    return sorted({*ends, *more} - {0})
 
 
 def _parallel_spatial(

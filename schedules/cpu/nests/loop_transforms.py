@@ -17,6 +17,8 @@ from schedules.workload.reduce import constant
 
 from .blocks import BlockFacts, Kernel, block_facts, realize_of
 from .overlapping_tails import Overlap, overlap_tails
+from .shared_rows import multiply_add
+from .streaming_stores import stream_stores
 from .truncated_tails import truncate_tails
 
 SERIAL_ELEMENTS = 16384
@@ -115,7 +117,7 @@ def chunk_count(extent: int, wanted: int, any_count: bool) -> int:
 
 
 def finish(sch: s_tir.Schedule, overlaps: Sequence[Overlap] = ()) -> s_tir.Schedule:
-    """Apply what no primitive does: overlapping tails, NaN, vector code for elementary functions.
+    """Apply what no primitive does: tails, streaming stores, NaN, vector code for functions.
 
     Parameters
     ----------
@@ -130,7 +132,8 @@ def finish(sch: s_tir.Schedule, overlaps: Sequence[Overlap] = ()) -> s_tir.Sched
         A schedule of the final function.
     """
     func = sch.mod["main"]
-    done = truncate_tails(overlap_tails(func, overlaps))
+    done = multiply_add(truncate_tails(overlap_tails(func, overlaps)))
+    done = stream_stores(done)
     done = vectorize_math(keep_nan(tvm_ffi.structural_map(done, (s_tir.SBlock, _state_init))))
     return sch if done.same_as(func) else s_tir.Schedule(done)
 

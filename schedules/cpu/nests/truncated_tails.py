@@ -160,7 +160,7 @@ def _truncated(chain: Sequence[tirx.For], count: ir.Expr) -> list[tirx.Stmt]:
     rest = analyzer.simplify(tirx.floormod(count, inner))
     pieces = []
     if constant(full) != 0:
-        pieces.append(_fresh(_nest(chain, full)))
+        pieces.append(fresh(_nest(chain, full)))
     if constant(rest) != 0:
         tail = _substitute_nest(chain[1:], {loop.loop_var: full})
         pieces += _truncated(tail, rest)
@@ -188,7 +188,7 @@ def _nest(chain: Sequence[tirx.For], extent: ir.Expr) -> tirx.Stmt:
     return tirx.For(loop.loop_var, loop.min, extent, kind, body)
 
 
-def _fresh(stmt: tirx.Stmt) -> tirx.Stmt:
+def fresh(stmt: tirx.Stmt) -> tirx.Stmt:
     """A copy that defines its own variables, with simplified bindings."""
     analyzer = sym.Analyzer()
 

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of an output that are computed together, since they read the same.
+
+A filter reads most of its inputs, and computes most of its inlined stages, again for the next row.
+With several rows in one step LLVM keeps in registers what they share::
+
+    before: for i, j in T.grid(1024, 64):          after: for i, j in T.grid(256, 64):
+                for v in T.vectorized(16):                    for r in T.unroll(4):
+                    o[i, j * 16 + v] = ...                        for v in T.vectorized(16):
+                                                                      o[i * 4 + r, j * 16 + v] = ...
+
+A product that two rows share would no longer be rounded together with its sum, which makes other
+bits than those of a single row. So sums of products are explicit multiply-adds in every filter,
+however few rows it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tvm_ffi
+from tvm import ir, s_tir, tirx
+from tvm.tirx.op import fma
+
+from schedules.tir.index_math import simplified
+from schedules.workload.reduce import constant
+
+from .blocks import Access, BlockFacts
+
+MULTIPLY_ADD = "tvm_fusion.multiply_add"
+"""Annotation of a block whose sums of products are rounded once."""
+ROWS = 4
+"""Rows of a step: more would need more streams from memory than are prefetched."""
+
+_WORTHWHILE = 0.75  # of the loads are left
+
+
+def shared_rows(facts: BlockFacts, groups: Sequence[Sequence[int]]) -> int | None:
+    """Choose the loop whose iterations share the most loads.
+
+    Parameters
+    ----------
+    facts : BlockFacts
+        An injective block.
+    groups : Sequence[Sequence[int]]
+        Its loops in groups that are fused; the last one is vectorised.
+
+    Returns
+    -------
+    int | None
+        The position of the loop, alone in its group and without conditions; None if less than a
+        quarter of the loads is saved, or the addresses of some are not known to be linear.
+    """
+    lane = groups[-1][-1]
+    moving = [load for load in facts.loads if load.strides[lane] != 0]
+    if not moving or any(stride is None for load in moving for stride in load.strides):
+        return None
+    if not is_filter(facts):
+        return None
+    rows = [group[0] for group in groups[:-1] if len(group) == 1 and group[0] not in facts.guards]
+    left = {k: _share_left(moving, k) for k in rows if facts.volume([k]) >= 2 * ROWS}
+    best = min(left, key=left.__getitem__, default=None)
+    return best if best is not None and left[best] <= _WORTHWHILE else None
+
+
+def _share_left(loads: Sequence[Access], row: int) -> float:
+    """Loads of several rows together, a load of each of them alone."""
+    bases: dict[ir.Var, tirx.Expr] = {}
+    places: set[tuple[ir.Var, tuple[int | None, ...], int | str]] = set()
+    for load in loads:
+        base = bases.setdefault(load.buffer, load.offset)
+        ahead = constant(simplified(load.offset - base))
+        # A load that is no shifted copy of the first one shares nothing with it.
+        place = str(load.offset) if ahead is None else ahead
+        places.add((load.buffer, load.strides, place))
+    together = set()
+    for buffer, strides, at in places:
+        for step in range(ROWS):
+            stride = strides[row] or 0
+            moved = step * stride + at if isinstance(at, int) else (at, step)
+            together.add((buffer, strides, moved))
+    return len(together) / (ROWS * len(places))
+
+
+def is_filter(facts: BlockFacts) -> bool:
+    """Return whether a block of floats reads several places of a tensor for one element."""
+    if str(facts.store.buffer.dtype) not in ("float32", "float64"):
+        return False
+    places = {(load.buffer, str(load.offset)) for load in facts.loads}
+    return len(places) > len({buffer for buffer, _ in places})
+
+
+def multiply_add(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Make the sums of products of blocks with ``MULTIPLY_ADD`` explicit multiply-adds."""
+
+    def rewrite(block: s_tir.SBlock) -> s_tir.SBlock:
+        if MULTIPLY_ADD not in block.annotations:
+            return block
+        return tvm_ffi.structural_map(block, [(tirx.Add, _sum), (tirx.Sub, _difference)])
+
+    return tvm_ffi.structural_map(func, (s_tir.SBlock, rewrite))
+
+
+def _is_product(value: tirx.Expr) -> bool:
+    return isinstance(value, tirx.Mul)
+
+
+def _sum(node: tirx.Add) -> tirx.Expr:
+    if "float" not in str(node.ty.dtype):
+        return node
+    if _is_product(node.a):
+        return fma(node.a.a, node.a.b, node.b)
+    return fma(node.b.a, node.b.b, node.a) if _is_product(node.b) else node
+
+
+def _difference(node: tirx.Sub) -> tirx.Expr:
+    if "float" not in str(node.ty.dtype):
+        return node
+    if _is_product(node.a):
+        return fma(node.a.a, node.a.b, -node.b)
+    return fma(-node.b.a, node.b.b, node.a) if _is_product(node.b) else node

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores that bypass the caches.
+
+A core that writes a line of an output reads it first, and the line takes the place of another.
+Where a function moves more than the caches hold, whole vectors are therefore written past them: a
+third less traffic with one input and one output. TVM has no such stores; functions in LLVM IR,
+which are linked and inlined, have::
+
+    before: for v in T.vectorized(16):        after: for v in T.vectorized(16):
+                o[i * 16 + v] = ...                      line[v] = ...
+                                                     store(T.address_of(o[i * 16]), line)
+
+``line`` becomes a register. Whether a vector is aligned is looked up at run time; one that is not
+goes through the caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import tvm_ffi
+from tvm import ir, s_tir, tirx
+
+from schedules.tir.expression_walk import substitute
+from schedules.workload.reduce import constant
+
+from .blocks import BlockFacts, Kernel
+from .truncated_tails import fresh
+
+STREAM = "tvm_fusion.stream"
+"""Annotation of a block whose vectors bypass the caches: the bytes of a vector register."""
+
+_LEAST_CACHES = 2  # so many times the last-level cache: little of a smaller output leaves it
+_MOST_VECTORS = 4
+
+_STORE = """
+define i32 @{name}(ptr noalias %to, ptr noalias %from) {{
+  %address = ptrtoint ptr %to to i64
+  %low = and i64 %address, {mask}
+  %aligned = icmp eq i64 %low, 0
+  br i1 %aligned, label %past, label %through
+past:
+{past}  ret i32 0
+through:
+{through}  ret i32 0
+}}
+"""
+_VECTOR = """\
+  %{part}{at}.from = getelementptr i8, ptr %from, i64 {at}
+  %{part}{at} = load <{width} x i8>, ptr %{part}{at}.from, align {width}
+  %{part}{at}.to = getelementptr i8, ptr %to, i64 {at}
+  store <{width} x i8> %{part}{at}, ptr %{part}{at}.to, align {align}
+"""
+_FENCE_NAME = "tvm_fusion_stream_end"
+_FENCE = f"""
+define i32 @{_FENCE_NAME}() {{
+  call void @llvm.x86.sse.sfence()
+  ret i32 0
+}}
+declare void @llvm.x86.sse.sfence()
+!0 = !{{i32 1}}
+"""
+
+
+def worth_streaming(kernel: Kernel, facts: BlockFacts) -> bool:
+    """Return whether a block moves so much that its results should bypass the caches."""
+    if not kernel.cpu.has_streaming_stores:
+        return False
+    buffers = {access.buffer for access in facts.accesses}
+    moved = sum(math.prod(constant(n) or 0 for n in b.shape) * _item_bytes(b) for b in buffers)
+    return moved >= _LEAST_CACHES * kernel.cpu.l3_bytes
+
+
+def _item_bytes(buffer: ir.Var) -> int:
+    return max(1, tvm_ffi.dtype(str(buffer.dtype)).bits // 8)
+
+
+def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Let vectors of the blocks that are annotated with ``STREAM`` be stored past the caches.
+
+    Parameters
+    ----------
+    func : PrimFunc
+        A scheduled function for x86-64; each vector loop around such a block steps along adjacent
+        elements of the output.
+
+    Returns
+    -------
+    PrimFunc
+        The same function if there are no whole vectors of such blocks.
+    """
+    texts: dict[str, str] = {}
+    lines: list[ir.Var] = []
+
+    def rewrite(nest: list[tirx.For]) -> tirx.Stmt:
+        store, lane = _stored_vector(nest[-1]), nest[-1]
+        if store is None:
+            return nest[0]
+        width = int(lane.body.block.annotations[STREAM])
+        size = int(lane.extent) * _item_bytes(store.buffer)
+        if size % width or size > _MOST_VECTORS * width:
+            return nest[0]
+        shape = [loop.extent for loop in nest]
+        lines.append(tirx.decl_buffer(shape, str(store.buffer.dtype), "line"))
+        name = f"tvm_fusion_stream_{size}_{width}"
+        texts[name] = _store_text(name, size, width)
+        return _through_line(nest, lines[-1], name)
+
+    def rewrite_rows(loop: tirx.For) -> tirx.Stmt:
+        is_nest = loop.kind == tirx.ForKind.UNROLLED and isinstance(loop.body, tirx.For)
+        return rewrite([loop, loop.body]) if is_nest else loop
+
+    # All rows of a step are stored after the last load: for LLVM they may overlap the input.
+    done = tvm_ffi.structural_map(func, (tirx.For, rewrite_rows))
+    done = tvm_ffi.structural_map(done, (tirx.For, lambda loop: rewrite([loop])))
+    return _with_functions(done, lines, "".join(texts.values())) if texts else func
+
+
+def _stored_vector(loop: tirx.For) -> tirx.BufferStore | None:
+    """What a vector loop around an annotated block stores, if it does so without a condition."""
+    realize = loop.body
+    if loop.kind != tirx.ForKind.VECTORIZED or not isinstance(realize, s_tir.SBlockRealize):
+        return None
+    block = realize.block
+    plain = isinstance(block.body, tirx.BufferStore) and isinstance(realize.predicate, tirx.IntImm)
+    return block.body if STREAM in block.annotations and plain else None
+
+
+def _store_text(name: str, size: int, width: int) -> str:
+    """LLVM IR of a function that copies ``size`` bytes in vectors of ``width``."""
+
+    def vectors(part: str, align: int) -> str:
+        places = range(0, size, width)
+        return "".join(
+            _VECTOR.format(part=part, at=at, width=width, align=align) for at in places
+        )
+
+    past = vectors("p", width).replace(
+        f"to, align {width}\n", f"to, align {width}, !nontemporal !0\n"
+    )
+    return _STORE.format(name=name, mask=width - 1, past=past, through=vectors("t", 1))
+
+
+def _through_line(nest: Sequence[tirx.For], line: ir.Var, name: str) -> tirx.Stmt:
+    """The nest with ``line`` as its output, and the calls that store it."""
+    lane = nest[-1]
+    block = lane.body.block
+    axes = [
+        tirx.IterVar(ir.Range(tirx.const(0, _type(loop)), loop.extent), _var("at", loop), 0)
+        for loop in nest
+    ]
+    whole = tirx.BufferRegion(line, [axis.dom for axis in axes])
+    filled = s_tir.SBlock(
+        [*block.iter_vars, *axes],
+        block.reads,
+        [whole],
+        f"{block.name_hint}_line",
+        tirx.BufferStore(line, block.body.value, [axis.var for axis in axes]),
+    )
+    first = [*(axis.var for axis in axes[:-1]), tirx.const(0, _type(lane))]
+    target = tirx.address_of(block.body.buffer[list(block.body.indices)])
+    call = tirx.call_extern("int32", name, target, tirx.address_of(line[first]))
+    stored = s_tir.SBlock(
+        [*block.iter_vars, *axes[:-1]],
+        [whole],
+        block.writes,
+        block.name_hint,
+        tirx.Evaluate(call),
+    )
+    places = [loop.loop_var for loop in nest]
+    values = list(lane.body.iter_values)
+    yes = lane.body.predicate
+    filling = _nest(nest, s_tir.SBlockRealize([*values, *places], yes, filled))
+    zero = {lane.loop_var: tirx.const(0, _type(lane))}
+    values = [substitute(value, zero) for value in (*values, *places[:-1])]
+    storing = _nest(nest[:-1], s_tir.SBlockRealize(values, yes, stored))
+    return tirx.SeqStmt([filling, fresh(storing)])
+
+
+def _type(loop: tirx.For) -> str:
+    return str(loop.loop_var.ty.dtype)
+
+
+def _var(name: str, loop: tirx.For) -> tirx.Var:
+    return tirx.Var(name, loop.loop_var.ty)
+
+
+def _nest(loops: Sequence[tirx.For], body: tirx.Stmt) -> tirx.Stmt:
+    for loop in reversed(loops):
+        body = tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body)
+    return body
+
+
+def _with_functions(func: tirx.PrimFunc, lines: list[ir.Var], texts: str) -> tirx.PrimFunc:
+    """The function with the buffers, the imported functions, and a fence at its end."""
+    root = func.body
+    fence = tirx.Evaluate(tirx.call_extern("int32", _FENCE_NAME))
+    body = tirx.AttrStmt(
+        tirx.IntImm("int32", 0),
+        "pragma_import_llvm",
+        ir.StringImm(texts + _FENCE),
+        tirx.SeqStmt([root.block.body, fence]),
+    )
+    block = s_tir.SBlock(
+        root.block.iter_vars,
+        root.block.reads,
+        root.block.writes,
+        root.block.name_hint,
+        body,
+        root.block.init,
+        [*root.block.alloc_buffers, *lines],
+        root.block.match_buffers,
+        root.block.annotations,
+    )
+    return func.with_body(s_tir.SBlockRealize([], root.predicate, block))
