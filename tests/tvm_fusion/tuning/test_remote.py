@@ -173,6 +173,7 @@ def test_a_lost_session_is_opened_again_and_a_lost_server_ends_the_job(
             servers[1].send_signal(signal.SIGINT)
             assert servers[1].wait(20) == 130
 
+    end(servers[0])
     wait_for(lambda: tracker.servers() == (1, 1))
     with pytest.raises(TuningError, match="no server is left, and 2 of 2 .* is lost .* is lost"):
         tvm_fusion.tune(
