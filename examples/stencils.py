@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tvm import s_tir, te, tirx
+from tvm import te, tirx
 
 GREY = (0.299, 0.587, 0.114)
 TAPS = (1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16)
@@ -143,40 +143,6 @@ def total(terms: Iterable[tirx.Expr]) -> tirx.Expr:
         first = first + term
     return first
 
-
-def tiled(schedule: s_tir.Schedule, stored: str = "", lanes: int = 16) -> None:
-    """Schedule a stencil in tiles of 32 rows, in vectors, tiles in parallel (Figure 1-7).
-
-    Parameters
-    ----------
-    schedule : s_tir.Schedule
-        A stencil, or a part of it.
-    stored : str
-        A stage that each tile computes first, into its own buffer; all others are inlined.
-    lanes : int
-        Elements of a vector; columns and channels are one loop, whose extent they divide.
-    """
-    *others, output = schedule.get_child_blocks(schedule.get_sblock("root"))
-    for block in others:
-        if schedule.get(block).name_hint != stored:
-            schedule.compute_inline(block)
-    axes = schedule.get_loops(output)
-    columns = schedule.fuse(*axes[1:])
-    rows, row = schedule.split(axes[0], [None, 32])
-    tiles, column = schedule.split(columns, [None, 96 * lanes])
-    schedule.reorder(rows, tiles, row, column)
-    if stored:
-        schedule.compute_at(schedule.get_sblock(stored), tiles)
-        inner = schedule.get_loops(schedule.get_sblock(stored))[2:]
-        _, lane = schedule.split(schedule.fuse(*inner[1:]), [None, lanes])
-        schedule.vectorize(lane)
-    _, lane = schedule.split(column, [None, lanes])
-    schedule.vectorize(lane)
-    schedule.parallel(schedule.fuse(rows, tiles))
-
-
-STORED = {"blur": "bx", "gaussian": "gx"}
-"""The stages that tiles store."""
 
 STENCILS: dict[str, Callable[[int, int], tirx.PrimFunc]] = {
     case.__name__: case

@@ -11,7 +11,6 @@ results/CPU/distributed.json.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import shutil
@@ -40,7 +39,7 @@ from tvm_fusion.written_aside import written_aside
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
-from examples.stencils import STENCILS, STORED, tiled  # noqa: E402
+from examples.stencils import STENCILS  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -55,15 +54,12 @@ class Case:
         Of its output.
     steps : int
         How often it is applied in a run, each time with an exchange.
-    is_tiled : bool
-        Whether it has the schedule of the examples instead of those of our rules.
     """
 
     stencil: str
     rows: int
     cols: int
     steps: int = 1
-    is_tiled: bool = False
 
 
 CASES = {
@@ -97,11 +93,9 @@ def case_of(name: str) -> Case:
 
 def compile_case(case: Case, ranks: int, threads: int) -> distributed.Program:
     """Compile a stencil for some ranks."""
-    own = functools.partial(tiled, stored=STORED.get(case.stencil, ""))
     return distributed.compile(
         STENCILS[case.stencil](case.rows, case.cols),
         ranks,
-        schedule=own if case.is_tiled else None,
         repeat="A" if case.steps > 1 else None,
         threads=threads,
     )
