@@ -193,7 +193,11 @@ def _nest(loops: Sequence[tirx.For], body: tirx.Stmt) -> tirx.Stmt:
 
 
 def _with_functions(func: tirx.PrimFunc, lines: list[ir.Var], texts: str) -> tirx.PrimFunc:
-    """The function with the buffers, the imported functions, and a fence at its end."""
+    """The function with the buffers, the imported functions, and a fence at its end.
+
+    The fence is for the calling thread. The others of TVM's pool report that they are done by a
+    locked instruction, before which their stores are visible, too.
+    """
     root = func.body
     fence = tirx.Evaluate(tirx.call_extern("int32", _FENCE_NAME))
     body = tirx.AttrStmt(
