@@ -221,20 +221,25 @@ def _without_comment(line: str) -> str:
 def loops(text: str) -> list[Loop]:
     """All loops of all functions of an assembly text.
 
-    Those of a parallel loop's body count as those of the function that starts the loop.
+    Those of a parallel loop's body count as those of the function that starts the loop, and those
+    of TVM's entry of a function as those of the function, which LLVM may inline there.
     """
     found = functions(text)
     starts = {
-        called: name.removesuffix("_compute_")
+        called: _source_name(name)
         for name, lines in found.items()
         for called in _LAMBDA.findall("\n".join(lines))
         if called != name
     }
     return [
-        Loop(starts.get(name, name.removesuffix("_compute_")), instructions, innermost)
+        Loop(starts.get(name, _source_name(name)), instructions, innermost)
         for name, lines in found.items()
         for instructions, innermost in _loops(_blocks(lines))
     ]
+
+
+def _source_name(name: str) -> str:
+    return name.removeprefix("__tvm_ffi_").removesuffix("_compute_")
 
 
 def _blocks(lines: list[str]) -> list[_Block]:

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import FrameType
@@ -19,6 +20,14 @@ from small_onnx import small_model
 import tvm_fusion
 from tvm_fusion.compiler.interrupts import interrupts_kept
 from tvm_fusion.errors import InvalidModelError
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, which jobs in the background of a shell do not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt(*_: object) -> bool:

@@ -56,7 +56,12 @@ def servers(tracker: Tracker) -> Iterator[list[subprocess.Popen]]:
 
 
 def start(command: list[str]) -> subprocess.Popen:
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    """Start a process that Ctrl-C ends, even where jobs in the background of a shell ignore it."""
+
+    def listen() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=listen)
 
 
 def end(process: subprocess.Popen) -> None:
