@@ -31,7 +31,7 @@ def _has_ops() -> bool:
 
 
 _library: list[torch.library.Library] = []
-"""What was declared; it ends with the object."""
+"""Everything declared; it ends with the object."""
 
 
 def _declare() -> None:

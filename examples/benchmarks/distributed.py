@@ -161,6 +161,32 @@ def _exchange(world: distributed.World, program: distributed.Program, local: Any
     world.finish(exchange)
 
 
+def launch(ranks: int, arguments: Sequence[str], job: str) -> str:
+    """Run Python with some arguments on ranks of MPI; return what they print.
+
+    Raises
+    ------
+    DistributedError
+        If there is no ``mpiexec``, or the job fails.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if launcher is None:
+        raise DistributedError("there is no mpiexec; install it by: pip install 'tvm-fusion[mpi]'")
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [launcher, "-n", str(ranks), sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        raise DistributedError(f"{job} failed: {done.stderr[-500:]}")
+    return done.stdout
+
+
 def run_job(name: str, ranks: int, threads: int) -> dict[str, Any]:
     """Measure a case by a job of MPI.
 
@@ -169,23 +195,9 @@ def run_job(name: str, ranks: int, threads: int) -> dict[str, Any]:
     DistributedError
         If the job fails.
     """
-    beside = Path(sys.executable).with_name("mpiexec")
-    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if launcher is None:
-        raise DistributedError("there is no mpiexec; install it by: pip install 'tvm-fusion[mpi]'")
-    root = Path(__file__).resolve().parents[2]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     job = ["--job", name, "--ranks", str(ranks), "--threads", str(threads)]
-    done = subprocess.run(
-        [launcher, "-n", str(ranks), sys.executable, __file__, *job],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    if done.returncode:
-        raise DistributedError(f"the job {name} of {ranks} ranks failed: {done.stderr[-500:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    printed = launch(ranks, [__file__, *job], f"the job {name} of {ranks} ranks")
+    return json.loads(printed.splitlines()[-1])
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:

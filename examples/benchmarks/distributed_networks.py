@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -34,10 +31,10 @@ from tvm_fusion.errors import DistributedError
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.written_aside import written_aside
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.distributed import JOBS, launch  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
 
 CASES: dict[str, dict[str, Any]] = {
@@ -49,9 +46,6 @@ CASES: dict[str, dict[str, Any]] = {
     "small": {"image_size": 32, "width": 4},
 }
 """Sizes of each network; ``small`` is a U-Net that is not measured by default."""
-
-JOBS = {"1 rank, 1 thread": (1, 1), "1 rank, 2 threads": (1, 2), "2 ranks": (2, 1)}
-"""Ranks and threads of each."""
 
 
 def compiled(name: str, ranks: int, threads: int, folder: Path) -> Path:
@@ -73,26 +67,13 @@ def run_job(path: Path, ranks: int, threads: int, repeat: int) -> tuple[float, n
     DistributedError
         If the job fails.
     """
-    beside = Path(sys.executable).with_name("mpiexec")
-    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if launcher is None:
-        raise DistributedError("there is no mpiexec; install it by: pip install 'tvm-fusion[mpi]'")
     output = path.with_suffix(".npz")
-    command = [launcher, "-n", str(ranks), sys.executable, "-m", "tvm_fusion.cli", "run", str(path)]
-    command += ["--distributed", "--threads", str(threads), "--repeat", str(repeat)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "--output", str(output), "--json"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    if done.returncode:
-        raise DistributedError(f"{path.name} on {ranks} ranks failed: {done.stderr[-500:]}")
+    command = ["-m", "tvm_fusion.cli", "run", str(path), "--distributed", "--json"]
+    command += ["--threads", str(threads), "--repeat", str(repeat), "--output", str(output)]
+    printed = launch(ranks, command, f"{path.name} on {ranks} ranks")
     with np.load(output) as arrays:
         result = arrays[arrays.files[0]]
-    return json.loads(done.stdout)["latency"]["median_ms"], result
+    return json.loads(printed)["latency"]["median_ms"], result
 
 
 def measure(name: str, rounds: int, repeat: int, folder: Path) -> dict[str, Any]:

@@ -68,7 +68,7 @@ KINDS: dict[str, Callable[[World, int], Call]] = {
     "broadcast": _broadcast,
     "send_recv": _send_recv,
 }
-"""What is measured, by the kinds of :mod:`tvm_fusion.prediction.collectives`."""
+"""Collectives that are measured, by the kinds of :mod:`tvm_fusion.prediction.collectives`."""
 
 
 def measure_collectives(

@@ -32,7 +32,7 @@ from ..errors import InvalidInputError, TargetError, TuningError
 from .measure import Host, LostHost, LostWorker, Pool, Worker
 
 FUNCTION = "tvm_fusion.tuning.answer"
-"""What a session's function is called: from a request to an answer, both JSON."""
+"""Name of a session's function: from a request to an answer, both JSON."""
 PATIENCE = 15.0
 """Seconds without an answer after which a machine counts as lost."""
 UPLOAD_PATIENCE = 300.0

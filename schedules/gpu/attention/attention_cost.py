@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an attention gains by being one kernel.
+"""Gain of an attention by being one kernel.
 
 A block visits all keys, one tile after the other, so that few blocks with many keys leave most of
 the device idle. Separate products divide the keys among blocks, and pay with launches and with
