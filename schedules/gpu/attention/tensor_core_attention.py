@@ -30,9 +30,9 @@ from ..gemm.matmul_pattern import divides
 from ..gemm.matmul_tile_sizes import assumed_size
 from ..gemm.tensor_core_matmul import Factor, store_products
 from ..gemm.tensor_core_tile import ELEMENTS, STEP, SharedTile, factor_dtype
-from ..pointwise.coalescing import classify
-from ..pointwise.point_kernel import PointWriter, Views
+from ..pointwise.point_kernel import Views
 from .attention_pattern import AttentionFunction
+from .score_registers import fill, logit_lanes, registers, row_that_exists, store_logits
 
 _FLOAT = "float32"
 _QUAD = 4  # lanes that share a row of a product, two neighbouring columns each
@@ -169,16 +169,16 @@ class _ThreadPart:
         begin += tile.keys * tile.depth * _BYTES
         self.value = Factor.of(value, shared, begin, tile.threads, views, [*batch, i64(0)])
         self.queries = T.alloc_buffer((tile.depth // STEP * 4,), "uint32", scope="local")
-        self.scores = _registers(tile.keys // ELEMENTS * 4)
-        self.output = _registers(tile.columns // ELEMENTS * 4)
-        self.maximum, self.total = _registers(2), _registers(2)
+        self.scores = registers(tile.keys // ELEMENTS * 4)
+        self.output = registers(tile.columns // ELEMENTS * 4)
+        self.maximum, self.total = registers(2), registers(2)
 
     def write(self) -> None:
         """Emit the whole part."""
         tile, core = self.tile, self.core
-        _fill(self.output, 0.0)
-        _fill(self.total, 0.0)
-        _fill(self.maximum, float("-inf"))
+        fill(self.output, 0.0)
+        fill(self.total, 0.0)
+        fill(self.maximum, float("-inf"))
         start = tirx.const(0, "int32")
         self.query.fetch(core, self.thread, i64(0), start)
         self._fetch(i64(0), start)
@@ -223,7 +223,7 @@ class _ThreadPart:
 
     def _multiply_keys(self, stage: tirx.Expr) -> None:
         tile, core = self.tile, self.core
-        _fill(self.scores, 0.0)
+        fill(self.scores, 0.0)
         right = T.alloc_buffer((tile.keys // 4,), "uint32", scope="local")
         for k in range(0, tile.depth, STEP):
             self.key.load(core, right, self.lane, 0, k, stage)
@@ -250,14 +250,14 @@ class _ThreadPart:
         for half in range(2):
             own = [4 * j + 2 * half + e for j in parts for e in range(2)]
             self._logits(half, first)
-            higher = _registers(1)
+            higher = registers(1)
             T.buffer_store(higher, self.maximum[half], [0])
             for e in own:
                 T.buffer_store(higher, tirx.max(higher[0], self.scores[e]), [0])
             self._over_quad(higher, 0, tirx.max)
             # While all logits are -inf, any other reference avoids the difference of infinities.
             nothing = tirx.EQ(higher[0], tirx.const(float("-inf"), _FLOAT))
-            reference, rescaling = _registers(1), _registers(1)
+            reference, rescaling = registers(1), registers(1)
             zero = tirx.const(0, _FLOAT)
             T.buffer_store(reference, tirx.Select(nothing, zero, higher[0]), [0])
             T.buffer_store(rescaling, tirx.exp(self.maximum[half] - reference[0]), [0])
@@ -272,31 +272,17 @@ class _ThreadPart:
 
     def _logits(self, half: int, first: tirx.Expr) -> None:
         """Replace the scores of one of the lane's two rows by the arguments of softmax."""
-        attention = self.attention
-        lanes = classify(attention.logits, 2, [attention.score])
-        if not lanes.is_aligned:
-            lanes = classify(attention.logits, 1, [attention.score])
+        lanes = logit_lanes(self.attention, 2)
         row = self.first + i64(self.lane // _QUAD + 8 * half)
-        if not divides(self.tile.rows, attention.m):
-            row = tirx.min(row, i64(attention.m) - i64(1))
-        row = T.bind(row)
-        is_whole = divides(self.tile.keys, attention.n)
+        row = row_that_exists(self.attention, self.tile.rows, row)
         for j in range(self.tile.keys // ELEMENTS):
             for start in range(0, 2, lanes.vector):
                 at = range(4 * j + 2 * half + start, 4 * j + 2 * half + start + lanes.vector)
                 inner = i64(self.lane % _QUAD * 2) + i64(ELEMENTS * j + start)
-                column = T.bind(first + inner)
-                with when(None if is_whole else column < i64(attention.n)):
-                    places = [[*self.batch, row, column + i64(k)] for k in range(lanes.vector)]
-                    writer = PointWriter(lanes, self.views, places)
-                    writer.give(attention.score, [self.scores[e] for e in at])
-                    writer.steps()
-                    for k, e in enumerate(at):
-                        T.buffer_store(self.scores, writer.value(attention.logit, k), [e])
-                if not is_whole:
-                    with when(column >= i64(attention.n)):
-                        for e in at:
-                            T.buffer_store(self.scores, tirx.const(float("-inf"), _FLOAT), [e])
+                place = [*self.batch, row, T.bind(first + inner)]
+                store_logits(
+                    self.attention, lanes, self.views, place, self.scores, at, self.tile.keys
+                )
 
     def _over_quad(
         self,
@@ -305,7 +291,7 @@ class _ThreadPart:
         combine: Callable[[tirx.Expr, tirx.Expr], tirx.Expr],
     ) -> None:
         """Combine values of the lanes that share a row; all of them get the result."""
-        other = _registers(1)
+        other = registers(1)
         for mask in (1, 2):
             T.buffer_store(other, self.core.exchange(values[place], mask), [0])
             T.buffer_store(values, combine(values[place], other[0]), [place])
@@ -321,12 +307,3 @@ class _ThreadPart:
         rows_exist = divides(self.tile.rows, results.m)
         place = (results, self.views, self.batch, self.first, i64(0), sums)
         store_products(self.core, self.lane, *place, rows_exist)
-
-
-def _registers(count: int) -> tirx.Buffer:
-    return T.alloc_buffer((count,), _FLOAT, scope="local")
-
-
-def _fill(registers: tirx.Buffer, value: float) -> None:
-    for e in range(int(registers.shape[0])):
-        T.buffer_store(registers, tirx.const(value, _FLOAT), [e])

@@ -36,10 +36,10 @@ from ..core.machine import GPUInfo
 from ..gemm.factor_tiles import WIDTH, FactorTiles, fetch_line, pitch_of
 from ..gemm.matmul_pattern import divides
 from ..gemm.tiled_matmul import epilogue_lanes, store_results
-from ..pointwise.coalescing import classify
-from ..pointwise.point_kernel import PointWriter, Views
+from ..pointwise.point_kernel import Views
 from .attention_pattern import AttentionFunction
 from .attention_tile import AttentionTile
+from .score_registers import fill, logit_lanes, registers, row_that_exists, store_logits
 
 _FLOAT = "float32"
 
@@ -82,11 +82,11 @@ class _ThreadPart:
         )
         size = tile.keys * pitch_of(tile.rows)
         self.weights = T.alloc_buffer((size,), _FLOAT, scope="shared")
-        self.scores = _registers(tile.thread_rows * tile.thread_keys)
-        self.output = _registers(tile.thread_rows * tile.thread_columns)
-        self.maximum, self.total = (_registers(tile.thread_rows) for _ in range(2))
-        self.left = _registers(tile.thread_rows)
-        self.keys, self.columns = _registers(tile.thread_keys), _registers(tile.thread_columns)
+        self.scores = registers(tile.thread_rows * tile.thread_keys)
+        self.output = registers(tile.thread_rows * tile.thread_columns)
+        self.maximum, self.total = (registers(tile.thread_rows) for _ in range(2))
+        self.left = registers(tile.thread_rows)
+        self.keys, self.columns = registers(tile.thread_keys), registers(tile.thread_columns)
         self.scratch = None
         if gpu.warp_size < tile.key_threads:
             size = tile.threads * tile.thread_rows
@@ -112,9 +112,9 @@ class _ThreadPart:
         self._finish()
 
     def _begin(self) -> None:
-        _fill(self.output, 0.0)
-        _fill(self.total, 0.0)
-        _fill(self.maximum, float("-inf"))
+        fill(self.output, 0.0)
+        fill(self.total, 0.0)
+        fill(self.maximum, float("-inf"))
         self._load(self.query, self.first, i64(0))
         self._keep(self.query)
         self._load(self.key, i64(0), i64(0))
@@ -128,7 +128,7 @@ class _ThreadPart:
         factor.keep(0, i64(0), self.thread)
 
     def _multiply_keys(self) -> None:
-        _fill(self.scores, 0.0)
+        fill(self.scores, 0.0)
         with T.serial(0, self.tile.depth) as k:
             line = k.astype("int64")
             self.query.fetch(0, self.left, line * i64(self.query.pitch), self.unit_row)
@@ -154,7 +154,7 @@ class _ThreadPart:
         rows, across = self.tile.thread_rows, self.tile.thread_keys
         for i in range(rows):
             self._logits(i, first)
-        higher = _registers(rows)
+        higher = registers(rows)
         for i in range(rows):
             T.buffer_store(higher, self.scores[i * across], [i])
             for j in range(1, across):
@@ -166,29 +166,16 @@ class _ThreadPart:
 
     def _logits(self, i: int, first: tirx.Expr) -> None:
         """Replace the scores of a row by the arguments of softmax."""
-        attention, count = self.attention, self.tile.thread_keys
-        lanes = classify(attention.logits, count, [attention.score])
-        if not lanes.is_aligned:
-            lanes = classify(attention.logits, 1, [attention.score])
-        row = self.first + self._row(i)
-        if not divides(self.tile.rows, attention.m):
-            row = tirx.min(row, i64(attention.m) - i64(1))
-        row = T.bind(row)
+        count = self.tile.thread_keys
+        lanes = logit_lanes(self.attention, count)
+        row = row_that_exists(self.attention, self.tile.rows, self.first + self._row(i))
         for start in range(0, count, lanes.vector):
             at = range(i * count + start, i * count + start + lanes.vector)
             column = T.bind(first + self.unit * i64(count) + i64(start))
-            is_whole = divides(self.tile.keys, attention.n)
-            with when(None if is_whole else column < i64(attention.n)):
-                places = [[*self.batch, row, column + i64(k)] for k in range(lanes.vector)]
-                writer = PointWriter(lanes, self.views, places)
-                writer.give(attention.score, [self.scores[e] for e in at])
-                writer.steps()
-                for k, e in enumerate(at):
-                    T.buffer_store(self.scores, writer.value(attention.logit, k), [e])
-            if not is_whole:
-                with when(column >= i64(attention.n)):
-                    for e in at:
-                        T.buffer_store(self.scores, tirx.const(float("-inf"), _FLOAT), [e])
+            place = [*self.batch, row, column]
+            store_logits(
+                self.attention, lanes, self.views, place, self.scores, at, self.tile.keys
+            )
 
     def _rescale(self, i: int, higher: tirx.Buffer) -> None:
         """Compute the weights of a row, relative to the maximum so far.
@@ -198,9 +185,9 @@ class _ThreadPart:
         """
         across, columns = self.tile.thread_keys, self.tile.thread_columns
         lowest = tirx.const(float("-inf"), _FLOAT)
-        most = _registers(1)
+        most = registers(1)
         T.buffer_store(most, tirx.max(self.maximum[i], higher[i]), [0])
-        reference, rescaling = _registers(1), _registers(1)
+        reference, rescaling = registers(1), registers(1)
         nothing = tirx.EQ(most[0], lowest)
         T.buffer_store(reference, tirx.Select(nothing, tirx.const(0, _FLOAT), most[0]), [0])
         T.buffer_store(rescaling, tirx.exp(self.maximum[i] - reference[0]), [0])
@@ -264,15 +251,6 @@ class _ThreadPart:
                 values = [self.output[e + k] * self.total[i] for k in range(width)]
                 place = (results, lanes, self.views, self.batch, row, column)
                 store_results(*place, values, divides(tile.rows, results.m))
-
-
-def _registers(count: int) -> tirx.Buffer:
-    return T.alloc_buffer((count,), _FLOAT, scope="local")
-
-
-def _fill(registers: tirx.Buffer, value: float) -> None:
-    for e in range(int(registers.shape[0])):
-        T.buffer_store(registers, tirx.const(value, _FLOAT), [e])
 
 
 def _add_products(sums: tirx.Buffer, left: tirx.Buffer, right: tirx.Buffer) -> None:
