@@ -16,8 +16,11 @@ JOBS ?= 2
 TEST_ARGS ?=
 FAULT_ARGS ?=
 
+# Without bytecode each process that the tests start would compile the package's source again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all faults fuzz lint types docs map bench bench-gpu bench-mpi bench-predict clean
+.PHONY: help venv demo test test-all faults fuzz lint types docs map bench bench-gpu bench-mpi bench-predict bench-zoo clean
 
 help: ## list the tasks
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -57,6 +60,9 @@ bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime, OpenVINO
 	$(BIN)/python examples/benchmarks/pairs.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
 	$(BIN)/python examples/benchmarks/rooflines.py --threads $(or $(THREADS),2)
 	$(BIN)/python examples/benchmarks/reductions_cpu.py --threads $(or $(THREADS),2)
+
+bench-zoo: $(VENV)/.stamp-bench $(VENV)/.stamp-pytorch-cpu $(VENV)/.stamp-zoo ## race exported architectures against ONNX Runtime; BENCH_ARGS="--only bert --resume"
+	$(BIN)/python examples/benchmarks/zoo.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
 
 bench-mpi: $(VENV)/.stamp-mpi ## run stencils and networks on one rank and on two, each a process of MPI
 	$(BIN)/python examples/benchmarks/distributed.py $(BENCH_ARGS)

@@ -95,6 +95,13 @@ def element_types() -> str:
     return ", ".join(f"`{name}`" for name in operator_cases.element_types())
 
 
+def contrib_operators() -> str:
+    """The operators of ``com.microsoft`` that become ONNX's own."""
+    from tvm_fusion.onnx.rewrites.contrib.expand import CONTRIB
+
+    return ", ".join(f"`{name}`" for name in sorted(CONTRIB))
+
+
 def networks() -> str:
     """The races of whole networks, by CPU side by side."""
     return _races("networks", ("ONNX Runtime", "OpenVINO"))
@@ -116,6 +123,11 @@ def searches() -> str:
         )
         parts += [f"{_cpu(family)}, {found['kernels']} kernels:", _table(headings, rows)]
     return "\n\n".join(parts)
+
+
+def zoo() -> str:
+    """The races of exported architectures, by CPU side by side."""
+    return _races("zoo", ("ONNX Runtime",))
 
 
 def pytorch() -> str:
@@ -235,8 +247,10 @@ PARTS: dict[str, Callable[..., str]] = {
         architectures,
         operators,
         element_types,
+        contrib_operators,
         networks,
         pytorch,
+        zoo,
         pairs,
         reductions,
         searches,

@@ -58,8 +58,13 @@ class Case:
                 graph.input.remove(value)
                 graph.initializer.append(numpy_helper.from_array(array, value.name))
         if self.operator:
+            cut = {value.name for value in graph.output[kept:]}
+            names = ["" if name in cut else name for name in graph.node[0].output]
+            while not names[-1]:
+                names.pop()
             del graph.output[kept:]
-            del graph.node[0].output[kept:]
+            del graph.node[0].output[:]
+            graph.node[0].output.extend(names)
         return model
 
 

@@ -20,7 +20,12 @@ from tvm.script import ir as I  # noqa: N812  (TVMScript's own names)
 from tvm.script import relax as R  # noqa: N812
 from tvm.target import Target
 
-from relay_passes import CoalesceReduction, FuseReductionProducers, FuseReductions
+from relay_passes import (
+    CoalesceReduction,
+    ConfigureReductions,
+    FuseReductionProducers,
+    FuseReductions,
+)
 from relay_passes.op import coalesced_reduce
 from schedules import cpu, gpu
 
@@ -48,7 +53,7 @@ class Gradients:
 
 
 def passes(rules: tuple[dlight.ScheduleRule, ...]) -> list[Pass]:
-    """Return a user's pipeline: three passes of ours among those of TVM."""
+    """Return a user's pipeline: four passes of ours among those of TVM."""
     transform = relax.transform
     return [
         CoalesceReduction(),
@@ -58,6 +63,7 @@ def passes(rules: tuple[dlight.ScheduleRule, ...]) -> list[Pass]:
         FuseReductionProducers(),
         transform.FuseOps(),
         transform.FuseTIR(),
+        ConfigureReductions(),
         dlight.ApplyDefaultSchedule(*rules),
     ]
 

@@ -22,8 +22,8 @@ from tvm.target import Target
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from schedules.distribute.separate import Piece, separate_at  # noqa: E402
 from tvm_fusion import distributed  # noqa: E402
+from tvm_fusion.distributed import run_ranks  # noqa: E402
 from tvm_fusion.distributed.local_program import Ranks  # noqa: E402
-from tvm_fusion.distributed.local_world import run_ranks  # noqa: E402
 
 ROWS, COLS = 1000, 512
 CUDA = Target({"kind": "cuda", "arch": "sm_90", "max_threads_per_block": 1024}, host="llvm")

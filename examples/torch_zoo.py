@@ -4,8 +4,9 @@
     python examples/torch_zoo.py                      # all of them against ONNX Runtime
     python examples/torch_zoo.py swin_t llama -o DIR  # some, and keep the ONNX files
 
-Weights are random, images and configurations small; ``--full`` takes the published sizes. Needs
-the extras ``zoo`` and ``check``.
+Weights are random, images and configurations small; ``--full`` takes published sizes, and language
+models whose weights would take gigabytes at four layers of 768 features. Needs the extras ``zoo``
+and ``check``.
 """
 
 from __future__ import annotations
@@ -150,12 +151,21 @@ _SMALL = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_att
 _FEED = {"intermediate_size": 64}
 
 
-def _text(model: str, config: str, small: dict[str, Any], **always: Any) -> Build:
-    """A transformer of tokens: its first output, for two sequences of which one is masked."""
+def _text(
+    model: str,
+    config: str,
+    small: dict[str, Any],
+    large: dict[str, Any] | None = None,
+    **always: Any,
+) -> Build:
+    """A transformer of tokens: its first output, for two sequences of which one is masked.
+
+    ``large`` is what a full one has unlike its default configuration.
+    """
 
     def build(full: bool) -> Sample:
         transformers = import_transformers()
-        options = always if full else {**small, **always}
+        options = {**((large or {}) if full else small), **always}
         module = getattr(transformers, model)(getattr(transformers, config)(**options))
 
         def call(m: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -206,10 +216,12 @@ def _gpt2_with_past(full: bool) -> Sample:
     return Sample(_Call(transformers.GPT2LMHeadModel(config), call), {"input_ids": ids, **past})
 
 
-def _encoder_decoder(model: str, config: str, small: dict[str, Any]) -> Build:
+def _encoder_decoder(
+    model: str, config: str, small: dict[str, Any], large: dict[str, Any] | None = None
+) -> Build:
     def build(full: bool) -> Sample:
         transformers = import_transformers()
-        options = {} if full else small
+        options = (large or {}) if full else small
         module = getattr(transformers, model)(getattr(transformers, config)(**options))
 
         def call(m: Any, ids: Tensor, mask: Tensor, target: Tensor) -> Tensor:
@@ -318,6 +330,15 @@ def _ranking(make: Callable[..., nn.Module], crossed: bool) -> Build:
 
 _BERT = {**_SMALL, **_FEED, "max_position_embeddings": 40}
 _GROUPED = {**_SMALL, **_FEED, "num_key_value_heads": 2}
+_BASE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+_FOUR_LAYERS = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 32_000,
+}
 _VIT = {**_SMALL, **_FEED, "image_size": 32, "patch_size": 8}
 
 FAMILIES: dict[str, dict[str, Build]] = {
@@ -366,9 +387,11 @@ FAMILIES: dict[str, dict[str, Build]] = {
         "bert": _text("BertModel", "BertConfig", _BERT),
         "bert_eager": _text("BertModel", "BertConfig", _BERT, attn_implementation="eager"),
         "roberta": _text("RobertaModel", "RobertaConfig", _BERT),
-        "albert": _text("AlbertModel", "AlbertConfig", {**_BERT, "embedding_size": 16}),
+        "albert": _text("AlbertModel", "AlbertConfig", {**_BERT, "embedding_size": 16}, _BASE),
         "electra": _text("ElectraModel", "ElectraConfig", {**_BERT, "embedding_size": 16}),
-        "deberta_v2": _text("DebertaV2Model", "DebertaV2Config", _BERT),
+        "deberta_v2": _text(
+            "DebertaV2Model", "DebertaV2Config", _BERT, {**_BASE, "num_hidden_layers": 12}
+        ),
         "distilbert": _text(
             "DistilBertModel",
             "DistilBertConfig",
@@ -381,11 +404,17 @@ FAMILIES: dict[str, dict[str, Build]] = {
             use_cache=False,
         ),
         "gpt2_with_past": _gpt2_with_past,
-        "llama": _text("LlamaForCausalLM", "LlamaConfig", _GROUPED, use_cache=False),
-        "mistral": _text("MistralForCausalLM", "MistralConfig", _GROUPED, use_cache=False),
-        "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", _GROUPED, use_cache=False),
+        "llama": _text("LlamaForCausalLM", "LlamaConfig", _GROUPED, _FOUR_LAYERS, use_cache=False),
+        "mistral": _text(
+            "MistralForCausalLM", "MistralConfig", _GROUPED, _FOUR_LAYERS, use_cache=False
+        ),
+        "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", _GROUPED, _FOUR_LAYERS, use_cache=False),
         "gemma": _text(
-            "GemmaForCausalLM", "GemmaConfig", {**_GROUPED, "head_dim": 8}, use_cache=False
+            "GemmaForCausalLM",
+            "GemmaConfig",
+            {**_GROUPED, "head_dim": 8},
+            {**_FOUR_LAYERS, "head_dim": 64},
+            use_cache=False,
         ),
         "t5": _encoder_decoder(
             "T5ForConditionalGeneration",
@@ -411,6 +440,15 @@ FAMILIES: dict[str, dict[str, Build]] = {
                 "decoder_attention_heads": 4,
                 "encoder_ffn_dim": 64,
                 "decoder_ffn_dim": 64,
+            },
+            {
+                "d_model": 768,
+                "encoder_layers": 6,
+                "decoder_layers": 6,
+                "encoder_attention_heads": 12,
+                "decoder_attention_heads": 12,
+                "encoder_ffn_dim": 3072,
+                "decoder_ffn_dim": 3072,
             },
         ),
         "clip": _clip,

@@ -20,6 +20,7 @@ from .decompose.decompose_normalization import DecomposeNormalization
 from .distribute.distribute_rows import DistributeRows
 from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
+from .program.allow_tf32 import AllowTF32
 from .program.annotate_gathers import AnnotateGathers
 from .program.apply_rules import ApplyRules
 from .program.capture_graphs import CaptureGraphs
@@ -27,20 +28,25 @@ from .program.check_alignment import CheckAlignment
 from .program.drop_pragma_scopes import DropPragmaScopes
 from .program.half_precision import HalfPrecision
 from .program.lift_weights import LiftWeights
+from .program.mark_constants import MarkConstants
+from .program.pack_weights import PackWeights
 from .program.shorten_names import ShortenNames
 from .program.widen_products import WidenProducts
 from .reduction.coalesce_reduction import CoalesceReduction
+from .reduction.configure_reductions import ConfigureReductions
 from .reduction.fuse_reduction_producers import FuseReductionProducers
 from .reduction.fuse_reductions import FuseReductions
 from .simplify.simplify_inference import SimplifyInference
 
 __all__ = [
+    "AllowTF32",
     "AnnotateGathers",
     "ApplyRules",
     "CaptureGraphs",
     "CheckAlignment",
     "ChooseWinograd",
     "CoalesceReduction",
+    "ConfigureReductions",
     "Decision",
     "DecomposeNormalization",
     "DistributeRows",
@@ -53,7 +59,9 @@ __all__ = [
     "FuseReductions",
     "HalfPrecision",
     "LiftWeights",
+    "MarkConstants",
     "PackLayout",
+    "PackWeights",
     "ShortenNames",
     "SimplifyInference",
     "WidenProducts",

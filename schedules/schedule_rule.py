@@ -26,6 +26,12 @@ FAILED = "tvm_fusion.failed_rules"
 STRICT = "TVM_FUSION_STRICT"
 """Environment variable; unless it is empty or 0, a rule that fails stops the compilation."""
 
+CONSTANTS = "tvm_fusion.constants"
+"""Attribute of a function: positions of the parameters that are constants in all calls."""
+LAID_OUT = "tvm_fusion.laid_out"
+"""Attribute of a scheduled function one of whose parameters, a constant matrix, got the layout
+[extent / lanes, other extent, lanes]: its position, the axis that is cut, and the lanes."""
+
 _LONGEST_REASON = 300
 
 

@@ -9,6 +9,9 @@ from typing import Any
 
 # TVM reads this once, at its first parallel kernel; later it cannot be changed.
 os.environ.setdefault("TVM_NUM_THREADS", "2")
+# This, too. After a parallel kernel each idle worker of a pool would spin for 0.2 s, and every
+# thread that calls one has a pool: a core beside the tests would do nothing else.
+os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
 # A schedule rule that fails is an error, in processes that the tests start, too.
 os.environ["TVM_FUSION_STRICT"] = "1"
 

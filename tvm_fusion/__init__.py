@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from .bench.profiler import profile
     from .bench.race import Arena, EngineSpec, Plan, RaceResult, race
     from .compiler.compile_model import compile
-    from .compiler.explain import explain
-    from .compiler.explain_gpu import explain_kernels
+    from .compiler.explain.explain import explain
+    from .compiler.explain.explain_gpu import explain_kernels
     from .compiler.specialized_model import SpecializedModel, specialize
     from .compiler.target import resolve as resolve_target
     from .prediction.model.predict_model import ModelPrediction, predict
@@ -67,9 +67,9 @@ _LATER = {
     **dict.fromkeys(("CompiledModel", "Latency", "load"), "runtime.compiled_model"),
     "aligned_empty": "runtime.host_arrays",
     "compile": "compiler.compile_model",
-    "explain": "compiler.explain",
+    "explain": "compiler.explain.explain",
     **dict.fromkeys(("SpecializedModel", "specialize"), "compiler.specialized_model"),
-    "explain_kernels": "compiler.explain_gpu",
+    "explain_kernels": "compiler.explain.explain_gpu",
     **dict.fromkeys(("ModelPrediction", "predict"), "prediction.model.predict_model"),
     "profile": "bench.profiler",
     "resolve_target": "compiler.target",

@@ -41,14 +41,14 @@ from examples.benchmarks.prediction.data import (  # noqa: E402
     gemm_sweep,
     row_sweeps,
 )
-from schedules.cost.conv2d import CONV2D  # noqa: E402
 from schedules.cost.features import limits  # noqa: E402
-from schedules.cost.gemm import GEMM  # noqa: E402
 from schedules.cost.kernel_call import KernelCall  # noqa: E402
+from schedules.cost.kernels.conv2d import CONV2D  # noqa: E402
+from schedules.cost.kernels.gemm import GEMM  # noqa: E402
+from schedules.cost.kernels.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
 from schedules.cost.learned import find_model, load_model, seconds  # noqa: E402
 from schedules.cost.machine import load_machine  # noqa: E402
 from schedules.cost.registry import predict  # noqa: E402
-from schedules.cost.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
 from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 RESULTS = Path(__file__).with_name("results")

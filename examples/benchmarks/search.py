@@ -91,23 +91,22 @@ def _recorded(name: str, result: dict[str, Any]) -> Recorded:
         template.read_knobs(dict(zip(columns, setting, strict=False)))
         for setting in result["settings"]
     ]
-    features, log_predicted = table_of_features(
+    features, log_predicted, knobs = table_of_features(
         [(template, knobs) for knobs in chosen], kernel, machine
     )
     seconds = [setting[-2] for setting in result["settings"]]
-    knobs = sum(isinstance(value, int) for value in vars(chosen[0]).values())
     return Recorded(name, features, log_predicted, np.log(seconds), knobs)
 
 
 def ours(found: Recorded, seed: int) -> Search:
     """The search of the tuning jobs."""
-    return Search(found.features, found.log_predicted, seed=seed)
+    return Search(found.features, found.log_predicted, seed=seed, knobs=found.knobs)
 
 
 def knobs_alone(found: Recorded, seed: int) -> Search:
     """The same search without an analytic model."""
     knobs = found.features[:, -found.knobs :]
-    return Search(knobs, np.zeros_like(found.log_predicted), seed=seed)
+    return Search(knobs, np.zeros_like(found.log_predicted), seed=seed, knobs=found.knobs)
 
 
 def replay(found: Recorded, search: Search) -> Replay:

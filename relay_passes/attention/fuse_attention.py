@@ -100,7 +100,7 @@ class _Fusion:
         return relax.call_tir(name, inputs, last.ty)
 
     def _is_taken(self, func: tirx.PrimFunc) -> bool:
-        """Whether the rule takes a function; layers of a network have equal ones."""
+        """True if the rule takes a function; layers of a network have equal ones."""
         for known, answer in self._taken:
             if tvm_ffi.structural_equal(known, func):
                 return answer

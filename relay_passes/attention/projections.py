@@ -37,12 +37,12 @@ class Projection:
 
     @property
     def vectors(self) -> list[np.ndarray]:
-        """What is added, in order."""
+        """Biases, in order."""
         added = [step for step in self.steps if op_name(step) == "relax.add"]
         return [np.broadcast_to(array_of(_vector(step)), (self.width,)) for step in added]
 
     def is_like(self, other: Projection) -> bool:
-        """Whether both can be columns of one product."""
+        """True if both can be columns of one product."""
         same_input = self.product.args[0].same_as(other.product.args[0])
         return same_input and self._kinds == other._kinds
 

@@ -128,7 +128,7 @@ def _find_scores(graph: Graph, expr: relax.Expr, chain: dict[relax.Var, relax.Ex
 
 
 def _source(graph: Graph, expr: relax.Expr, values: dict[relax.Var, relax.Expr]) -> relax.Expr:
-    """What a factor is computed from by changes of layout and scaling, which are noted in order."""
+    """Return what a factor is computed from by changes of layout and scaling, noted in order."""
     value = graph.definition(expr)
     if value is None:
         return expr

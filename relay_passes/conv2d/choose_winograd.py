@@ -3,20 +3,25 @@
 
 from __future__ import annotations
 
+import json
+
 import tvm
 from tvm import relax
 from tvm.ir import GenericConst, IRModule, Op
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.cost.winograd_knobs import takes_winograd
 from schedules.errors import OpError
+from schedules.tuning.records import Records
 from schedules.workload.conv2d import Conv2DKernel
 from schedules.workload.winograd_matrices import transform_weight
 
 from ..op.conv2d import CONV2D
 from ..op.conv_types import read_kernel
 from ..op.winograd_conv2d import winograd_conv2d
-from .winograd_decision import check_mode, decide_winograd
+from .fusion_report import RECORDED_LAYERS, Entry
+from .winograd_decision import check_mode, decide_winograd, recorded_tile
 
 
 @tvm.transform.module_pass(opt_level=0, name="ChooseWinograd")
@@ -48,10 +53,19 @@ class ChooseWinograd:
         takes every convolution with such a kernel, ``never`` none.
     target : Target | None
         Target of the module; None takes the current target.
+    records : Records | None
+        Winners of tuning jobs, which ``auto`` follows before all predictions; those used are listed
+        in the module's attribute ``tvm_fusion.recorded_layers``.
     """
 
-    def __init__(self, winograd: str = "auto", target: Target | None = None) -> None:
+    def __init__(
+        self,
+        winograd: str = "auto",
+        target: Target | None = None,
+        records: Records | None = None,
+    ) -> None:
         check_mode(winograd, "ChooseWinograd")
+        self.records = records or Records()
         self.winograd = winograd
         self.target = target
 
@@ -62,21 +76,36 @@ class ChooseWinograd:
             raise OpError(
                 "ChooseWinograd: no target; pass target=, or run it inside `with target:`"
             )
-        rewriter = _Rewriter(mod, self.winograd, Target(target))
+        rewriter = _Rewriter(mod, self.winograd, Target(target), self.records)
         if self.winograd != "never":
             for name, func in mod.functions_items():
                 if isinstance(func, relax.Function):
                     rewriter.builder_.update_func(name, rewriter.visit_expr(func))
-        return rewriter.builder_.get()
+        result = rewriter.builder_.get()
+        if rewriter.recorded:
+            result = result.with_attr(RECORDED_LAYERS, json.dumps(rewriter.recorded))
+        return result
+
+
+def can_choose(call: relax.Call, kernel: Conv2DKernel, target: Target) -> bool:
+    """Return whether a call of ``relax.tvm_fusion.conv2d`` could be computed by the algorithm."""
+    if not isinstance(call.args[1], GenericConst) or kernel.data_layout == "NCHW":
+        return False
+    if target.kind.name != "llvm" or kernel.height is None or kernel.width is None:
+        return False
+    cpu, size = CPUInfo.from_target(target), (kernel.height, kernel.width)
+    takes = takes_winograd(kernel.layers[0], size, kernel.dtype, cpu)
+    return takes and kernel.lanes == cpu.lanes(kernel.dtype)
 
 
 @relax.expr_functor.mutator
 class _Rewriter(relax.PyExprMutator):
     """Replaces calls of the direct op; equal weights are transformed once."""
 
-    def __init__(self, mod: IRModule, winograd: str, target: Target) -> None:
+    def __init__(self, mod: IRModule, winograd: str, target: Target, records: Records) -> None:
         super().__init__(mod)
-        self.winograd, self.target = winograd, target
+        self.winograd, self.target, self.records = winograd, target, records
+        self.recorded: list[Entry] = []
         self.points: dict[tuple[GenericConst, int], relax.Expr] = {}
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
@@ -105,12 +134,14 @@ class _Rewriter(relax.PyExprMutator):
 
     def _tile(self, call: relax.Call, kernel: Conv2DKernel) -> int | None:
         """Size of the tiles; None where the convolution stays direct."""
-        if not isinstance(call.args[1], GenericConst) or kernel.data_layout == "NCHW":
+        if not can_choose(call, kernel, self.target):
             return None
-        lanes = CPUInfo.from_target(self.target).lanes(kernel.dtype)
-        if kernel.height is None or kernel.width is None or kernel.lanes != lanes:
-            return None
-        layer, size = kernel.layers[0], (kernel.height, kernel.width)
+        layer, size = kernel.layers[0], (int(kernel.height or 0), int(kernel.width or 0))
+        if self.winograd == "auto":
+            found = recorded_tile(kernel, self.target, self.records)
+            if found is not None:
+                self.recorded.append({"function": str(layer)} | found.about)
+                return found.form.tile1 or None
         decision = decide_winograd(layer, kernel.batch or 1, *size, kernel.dtype, self.target)
         if decision is None or not (decision.pays or self.winograd == "always"):
             return None

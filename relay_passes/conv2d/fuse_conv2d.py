@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import tvm
 from tvm import IRModule, relax, tirx
@@ -14,12 +15,13 @@ from tvm.target import Target
 from schedules.cpu.cost.fused_conv2d_limits import unsupported
 from schedules.errors import OpError
 from schedules.gpu.core.machine import KINDS
+from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
 
 from .. import op as ops
 from .chain_rewriter import Rewrites, rewrite_chains
 from .conv_chain import ConvChain, Users, find_chains, find_users
-from .fusion_decision import decide
+from .fusion_decision import decide, recorded_decision
 from .fusion_report import Entry, cost_fields, merge_reports, read_report, write_report
 from .gpu_fusion_decision import gpu_obstacle
 from .pair_decision import Decision
@@ -68,6 +70,9 @@ class FuseConv2D:
         As for :class:`relay_passes.ChooseWinograd`, used on CPUs only: unless ``never``, a pair has
         to be faster than its separate layers, of which those with constant weights may be computed
         by that algorithm.
+    records : Records | None
+        Winners of tuning jobs, which ``auto`` follows before all predictions. Where all pairs of a
+        chain have records, those are fused that together save the most measured time.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class FuseConv2D:
         fuse: str | Chooser = "auto",
         target: Target | str | dict[str, object] | None = None,
         winograd: str = "auto",
+        records: Records | None = None,
     ) -> None:
         if not callable(fuse) and fuse not in _MODES:
             raise OpError(
@@ -83,6 +89,7 @@ class FuseConv2D:
         check_mode(winograd, "FuseConv2D")
         self.fuse = fuse
         self.winograd = winograd
+        self.records = records or Records()
         self.target = None if target is None else Target(target)
 
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
@@ -95,7 +102,7 @@ class FuseConv2D:
             )
         entries: list[Entry] = []
 
-        judge = _Judge(self.fuse, target, self.winograd != "never")
+        judge = _Judge(self.fuse, target, self.winograd != "never", self.records)
 
         def plan(name: str, block: relax.DataflowBlock) -> Rewrites:
             candidates = _choose([judge(pair) for pair in _pairs(block)])
@@ -181,6 +188,7 @@ class _Candidate:
             "layer2": str(second.layer),
             "fused": self.decision.fuse,
             "reason": self.decision.reason,
+            **({"record": self.decision.record} if self.decision.record else {}),
             **cost_fields(self.pair.workload()),
         }
 
@@ -215,6 +223,7 @@ class _Judge:
     fuse: str | Chooser
     target: Target
     winograd: bool
+    records: Records
 
     def __call__(self, pair: _Pair) -> _Candidate:
         workload = pair.workload()
@@ -231,7 +240,12 @@ class _Judge:
     def _ask(self, pair: _Pair, workload: FusedConv2DWorkload) -> Decision:
         if self.fuse == "none":
             return Decision(False, "fusion is switched off")
-        decision = decide(workload, self.target, self._allowed(pair))
+        allowed = self._allowed(pair)
+        if self.fuse == "auto":
+            found = recorded_decision(workload, self.target, self.records, allowed)
+            if found is not None:
+                return found
+        decision = decide(workload, self.target, allowed)
         if not callable(self.fuse):
             if self.fuse == "auto" or decision.fuse:
                 return decision
@@ -270,7 +284,12 @@ def _choose(candidates: list[_Candidate]) -> list[_Candidate]:
     chosen: dict[relax.Var, _Candidate] = {}
     result = list(candidates)
     wanted = [index for index, candidate in enumerate(candidates) if candidate.decision.fuse]
-    for index in sorted(wanted, key=lambda index: (candidates[index].priority(), index)):
+    measured = _best_by_records(candidates, wanted)
+
+    def rank(index: int) -> tuple[Any, ...]:
+        return index not in measured, candidates[index].priority(), index
+
+    for index in sorted(wanted, key=rank):
         candidate = candidates[index]
         ends = (candidate.pair.first.output, candidate.pair.second.output)
         rival = next((chosen[end] for end in ends if end in chosen), None)
@@ -278,9 +297,37 @@ def _choose(candidates: list[_Candidate]) -> list[_Candidate]:
             chosen.update(dict.fromkeys(ends, candidate))
             continue
         names = f"{rival.pair.first.output.name} and {rival.pair.second.output.name}"
-        refusal = Decision(False, f"{names} are fused with each other", candidate.decision.gain)
+        reason = f"{names} are fused with each other"
+        if any(candidates[other] is rival for other in measured):
+            reason += ", which saves more time by record"
+        refusal = replace(candidate.decision, fuse=False, reason=reason)
         result[index] = replace(candidate, decision=refusal)
     return result
+
+
+def _best_by_records(candidates: list[_Candidate], wanted: list[int]) -> set[int]:
+    """Pairs without a common convolution that save the most measured time.
+
+    Those of chains without a record for one of their pairs are left out.
+    """
+    by_first = {candidates[index].pair.first.output: index for index in wanted}
+    later = {candidates[index].pair.second.output for index in wanted}
+    best: set[int] = set()
+    for index in wanted:
+        if candidates[index].pair.first.output in later:
+            continue  # not the first of its chain
+        here: int | None = index
+        last: tuple[float, list[int]] = (0.0, [])
+        total = last
+        while here is not None:
+            saved = candidates[here].decision.saved
+            if saved is None:
+                total = last = (0.0, [])
+                break
+            total, last = max(total, (last[0] + saved, [*last[1], here])), total
+            here = by_first.get(candidates[here].pair.second.output)
+        best.update(total[1])
+    return best
 
 
 def _rewrites(candidates: list[_Candidate]) -> Rewrites:

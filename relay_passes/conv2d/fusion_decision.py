@@ -15,6 +15,7 @@ for one more parallel region; and where data or result are NCHW, for a kernel th
 layout, which a fused one does in registers. They gain where a layer can be computed by Winograd's
 algorithm (:mod:`.winograd_decision`), with fewer multiplications.
 
+Where a tuning job has raced the forms of a pair, its record decides (:func:`recorded_decision`).
 For GPUs see :mod:`.gpu_fusion_decision`.
 """
 
@@ -22,18 +23,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil, prod
+from math import ceil, inf, prod
 
 from tvm.target import Target
 
-from schedules.cost.cpu_kernels import CYCLES
-from schedules.cost.decisions import compare
+from schedules.cost.decisions import by_record, compare
 from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernels.cpu_kernels import CYCLES
+from schedules.cpu.conv2d.forms import FORMS, pair_workload, recorded_form
 from schedules.cpu.conv2d.fused_conv2d import FusedConv2DKnobs
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.cost.cost_model import default_conv2d_knobs, default_fused_knobs, estimate
 from schedules.cpu.cost.fused_conv2d_limits import plain_sides
 from schedules.gpu.core.machine import KINDS
+from schedules.tuning.records import Records
 from schedules.workload.conv2d import Conv2DKernel, FusedConv2DWorkload
 
 from .gpu_fusion_decision import decide_gpu
@@ -86,6 +89,44 @@ def decide(
     )
     reason = _explain(workload, cpu, knobs, found.gain, apart)
     return Decision(found.chosen == "fused", reason, found.gain)
+
+
+def recorded_decision(
+    workload: FusedConv2DWorkload,
+    target: Target,
+    records: Records,
+    winograd: tuple[bool, bool] = (True, True),
+) -> Decision | None:
+    """Decide by the times that a tuning job measured.
+
+    Parameters
+    ----------
+    workload, target, winograd
+        As for :func:`decide`.
+    records : Records
+        Those of tuning jobs.
+
+    Returns
+    -------
+    Decision | None
+        None without a record of the pair.
+    """
+    if target.kind.name != "llvm":
+        return None
+    pair, cpu = pair_workload(workload), CPUInfo.from_target(target)
+    found = recorded_form(records, pair, cpu, winograd)
+    if found is None:
+        return None
+    best = {True: inf, False: inf}
+    for form in FORMS.settings(pair, cpu):
+        seconds = found.seconds.get(form.title(2), inf)
+        best[form.fused] = min(best[form.fused], seconds)
+    saved = best[False] - best[True] if inf not in best.values() else None
+    gain = saved / best[True] if saved is not None else 0.0
+    subject = f"{workload.layer1}, {workload.layer2} @{workload.height}x{workload.width}"
+    chosen, source = found.form.title(2), found.about["source"]
+    by_record("fuse", subject, found.seconds, chosen, source)
+    return Decision(found.form.fused, found.text, gain, saved, found.about)
 
 
 def _winograd_apart(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record of every candidate pair, as a module attribute."""
+"""Report on every candidate pair, and on layers whose form a record chose, as module attributes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tvm import IRModule
 from schedules.workload.conv2d import FusedConv2DWorkload
 
 ATTRIBUTE = "tvm_fusion.fusion_report"
+RECORDED_LAYERS = "tvm_fusion.recorded_layers"
 
 Entry = dict[str, Any]
 
@@ -24,6 +25,17 @@ def read_report(mod: IRModule) -> list[Entry]:
 def write_report(mod: IRModule, entries: list[Entry]) -> IRModule:
     """A copy of ``mod`` that carries ``entries``."""
     return mod.with_attr(ATTRIBUTE, json.dumps(entries))
+
+
+def recorded_forms(mod: IRModule) -> list[Entry]:
+    """Records of forms that passes followed: ``function``, the layers, and the record's fields."""
+    pairs = [
+        {"function": f"{entry['layer1']} + {entry['layer2']}"} | entry["record"]
+        for entry in read_report(mod)
+        if "record" in entry
+    ]
+    text = mod.attrs.get(RECORDED_LAYERS) if mod.attrs else None
+    return [*pairs, *([] if text is None else json.loads(str(text)))]
 
 
 def cost_fields(workload: FusedConv2DWorkload | None) -> Entry:

@@ -3,8 +3,10 @@
 
 The algorithm needs fewer multiplications (2.25 times fewer in tiles of 2x2 outputs, 4 times in
 4x4), but transforms of its data and output, and weights 1.8 or 4 times as large; and it rounds
-differently. The compared times are predicted: by :mod:`schedules.cpu.cost.winograd_knobs`, and by
-:func:`.direct_roofline.direct_cycles`. Traffic of the data and the output is the same for both.
+differently. Where a tuning job has raced the forms of a layer, its record decides
+(:func:`recorded_tile`). Elsewhere the compared times are predicted: by
+:mod:`schedules.cpu.cost.winograd_knobs`, and by :func:`.direct_roofline.direct_cycles`. Traffic of
+the data and the output is the same for both.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from dataclasses import dataclass
 
 from tvm.target import Target
 
-from schedules.cost.decisions import compare
+from schedules.cost.decisions import by_record, compare
 from schedules.cost.kernel_call import KernelCall
+from schedules.cpu.conv2d.forms import RecordedForm, layer_workload, recorded_form
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.cost.winograd_knobs import WinogradShape, best_plan
+from schedules.cpu.cost.winograd_knobs import WinogradShape, best_plan, takes_winograd
 from schedules.errors import OpError
-from schedules.workload.conv2d import ConvLayer
+from schedules.tuning.records import Records
+from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 from schedules.workload.winograd_matrices import TILE_SIZES
 
 from .direct_roofline import direct_cycles
@@ -55,6 +59,17 @@ def check_mode(mode: str, owner: str) -> None:
         raise OpError(f"{owner}: winograd is {mode!r}; expected one of {', '.join(MODES)}")
 
 
+def recorded_tile(kernel: Conv2DKernel, target: Target, records: Records) -> RecordedForm | None:
+    """Look up how a tuning job found a packed convolution to be fastest; None without a record."""
+    workload, cpu = layer_workload(kernel), CPUInfo.from_target(target)
+    found = recorded_form(records, workload, cpu)
+    if found is not None:
+        subject = f"{kernel.layers[0]} @{kernel.height}x{kernel.width}"
+        chosen, source = found.form.title(1), found.about["source"]
+        by_record("winograd", subject, found.seconds, chosen, source)
+    return found
+
+
 def decide_winograd(
     layer: ConvLayer, batch: int, height: int, width: int, dtype: str, target: Target
 ) -> WinogradDecision | None:
@@ -74,16 +89,15 @@ def decide_winograd(
     Returns
     -------
     WinogradDecision | None
-        A function of the arguments alone; None where the algorithm or its schedule does not apply:
-        kernels other than 3x3, strides, dilation, groups, other types than float32, data of fewer
-        channels than a vector has lanes (which stay in NCHW), and targets that are no CPU.
+        A function of the arguments alone; None for targets that are no CPU, and where
+        :func:`schedules.cpu.cost.winograd_knobs.takes_winograd` refuses the layer.
     """
-    if target.kind.name != "llvm" or not layer.suits_winograd or dtype != "float32":
+    if target.kind.name != "llvm":
         return None
     cpu = CPUInfo.from_target(target)
-    lanes, out_size = cpu.lanes(dtype), layer.output_size(height, width)
-    if layer.in_channels < lanes or min(out_size) < 1:
+    if not takes_winograd(layer, (height, width), dtype, cpu):
         return None
+    lanes, out_size = cpu.lanes(dtype), layer.output_size(height, width)
     plans = {
         tile: best_plan(WinogradShape.of(layer, batch, out_size, tile, lanes, dtype), cpu)
         for tile in TILE_SIZES

@@ -24,7 +24,7 @@ def op_name(expr: Value) -> str | None:
 
 
 def is_claimed(func: relax.Function) -> bool:
-    """Whether a function belongs to another pass or to a backend."""
+    """True if a function belongs to another pass or to a backend."""
     return any(claim in func.attrs for claim in ("Primitive", "Composite", "Codegen"))
 
 

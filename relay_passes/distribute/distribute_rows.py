@@ -10,17 +10,17 @@ import tvm
 from tvm import IRModule, relax
 
 from schedules.distribute.cost import Network, Processor
-from schedules.distribute.rank_plan import RankPart, RankPlan, RowExchange
-from schedules.distribute.row_cost import choose_exchanges, row_cost
-from schedules.distribute.row_plan import Placement
-from schedules.distribute.row_segments import segments
+from schedules.distribute.rows.rank_plan import RankPart, RankPlan, RowExchange
+from schedules.distribute.rows.row_cost import choose_exchanges, row_cost
+from schedules.distribute.rows.row_plan import Placement
+from schedules.distribute.rows.row_segments import segments
 
 from .rank_function import rank_function
 from .row_rules import image_shape
 from .row_stages import BoundStage, read_stages
 
 PLAN = "tvm_fusion.rank_plan"
-"""The module attribute with the :class:`schedules.distribute.rank_plan.RankPlan`, as JSON."""
+"""The module attribute with the :class:`schedules.distribute.rows.rank_plan.RankPlan`, as JSON."""
 
 
 @tvm.transform.module_pass(opt_level=0, name="DistributeRows")
@@ -56,7 +56,7 @@ class DistributeRows:
     network, processor : Network, Processor
         Figures for the choice of exchanges.
     exchange : str
-        As for :func:`schedules.distribute.row_cost.choose_exchanges`.
+        As for :func:`schedules.distribute.rows.row_cost.choose_exchanges`.
     """
 
     def __init__(

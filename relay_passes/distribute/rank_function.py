@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from tvm import relax
 
-from schedules.distribute.rank_plan import EXCHANGE
-from schedules.distribute.row_plan import ROOT, Placement, rows_needed
+from schedules.distribute.rows.rank_plan import EXCHANGE
+from schedules.distribute.rows.row_plan import ROOT, Placement, rows_needed
 
 from ..core.expressions import operands, substitute
 from .row_rules import AXIS, image_shape, tensors
@@ -123,7 +123,7 @@ class _Writer:
             self._sent.append(received)
 
     def results(self) -> list[relax.Var]:
-        """What the rank returns."""
+        """Outputs of the rank."""
         last = len(self._stages) - 1
         whole = 0, self._stages[last].stage.rows
         return [*([self._take(last, whole)] if self._rank == ROOT else []), *self._sent]

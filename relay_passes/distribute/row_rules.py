@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tvm import relax
 from tvm.ir import Op
 
-from schedules.distribute.row_plan import Enlargement, RowMap, Window
+from schedules.distribute.rows.row_plan import Enlargement, RowMap, Window
 from schedules.workload.conv2d import Conv2DKernel
 from schedules.workload.reduce import constant
 
@@ -94,7 +94,7 @@ def _paddings(windows: Sequence[Window], begin: int, end: int) -> list[tuple[int
 
 
 def _all_touch(windows: Sequence[Window], rows: int) -> bool:
-    """Whether every window reads at least one row that is not padding."""
+    """True if every window reads at least one row that is not padding."""
     for window in windows:
         if window.top >= window.reach or (rows - 1) * window.stride - window.top >= window.extent:
             return False
@@ -200,7 +200,7 @@ def _element_wise(call: relax.Call) -> RowOp | None:
 
 
 def _varies_with_rows(operand: relax.Expr, ndim: int) -> bool:
-    """Whether an operand that is read whole differs from row to row, after broadcasting."""
+    """True if an operand that is read whole differs from row to row, after broadcasting."""
     if not isinstance(operand.ty, relax.TensorType):
         return False
     if not isinstance(operand.ty.shape, relax.ShapeExpr):

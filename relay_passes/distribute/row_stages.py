@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bindings of a function as stages, for :mod:`schedules.distribute.row_plan`."""
+"""The bindings of a function as stages, for :mod:`schedules.distribute.rows.row_plan`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tvm
 from tvm import relax
 from tvm.ir import GenericConst
 
-from schedules.distribute.row_plan import Operand, Stage
+from schedules.distribute.rows.row_plan import Operand, Stage
 from schedules.errors import OpError
 from schedules.workload.reduce import constant
 

@@ -15,16 +15,13 @@ once, 8-bit integers in int32.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import numpy as np
 from tvm import relax, te, tirx
-from tvm.target import Target
 
 from schedules.compute import coalesced_reduce as compute
 from schedules.errors import OpError
-from schedules.gpu.reduce.plan.config import scratch_words
 from schedules.workload.reduce import CanonicalLoops, ReduceWorkload, constant, extent_of
 from schedules.workload.reduce_operator import empty_result
 
@@ -139,33 +136,14 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     shape = compute.output_shape(loops, workload.keepdims)
     if 0 in (constant(loops.outputs), constant(loops.reduced)):
         return _fill(builder, shape, empty_result(workload) or 0, workload.out_dtype)
-    words = scratch_words(workload, loops, Target.current(allow_none=True))
-    scratch = [_scratch(builder, words)] if words else []
-
-    def generate(data: te.Tensor, *_: te.Tensor) -> te.Tensor:
-        return compute.coalesced_reduce(data, workload, words)
-
     legal = builder.call_te(
-        generate,
+        lambda data: compute.coalesced_reduce(data, workload),
         call.args[0],
-        *scratch,
         primfunc_name_hint=f"coalesced_{workload.operator}",
         primfunc_attrs={"op_pattern": REDUCE_PATTERN},
     )
     # The inferred type, not the compute's: its symbolic extents are simplified.
     return relax.Call(legal.op, legal.args, legal.attrs, ty_args=[call.ty])
-
-
-def _scratch(builder: relax.BlockBuilder, words: int) -> relax.Expr:
-    """Zeros for slots and tickets, then words that a kernel writes before it reads them.
-
-    Calls on several streams may use it at the same time (:mod:`schedules.gpu.core.workspace_slot`).
-    The last word differs between the calls of a module: the VM merges equal constants, so that the
-    partial results of sisters would overwrite each other.
-    """
-    content = np.zeros(words, "int32")
-    content[-1] = zlib.crc32(builder.get_unique_name("scratch").encode()) >> 1
-    return relax.const(content)
 
 
 def _fill(builder: relax.BlockBuilder, shape: list, value: float, dtype: str) -> relax.Expr:

@@ -13,6 +13,7 @@ from typing import Any
 from tvm import relax, tirx
 from tvm.target import Target
 
+from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.recurrent_cells import GATES, LANES, RecurrentCell, recurrent_cell
 from schedules.errors import OpError
 
@@ -103,13 +104,14 @@ def _extents(ty: relax.TensorType) -> tuple[int, ...]:
 
 
 def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    target = Target.current(allow_none=True)
-    if target is not None and target.kind.name != "llvm":
+    target = Target.current(allow_none=True) or Target("llvm")
+    if target.kind.name != "llvm":
         raise OpError(
             f"{OP}: the target is {target.kind.name!r}; recurrent layers are compiled for CPUs only"
         )
     cell = _cell(call)
-    function = builder.add_func(recurrent_cell(cell), f"{cell.kind.lower()}_steps")
+    steps = recurrent_cell(cell, CPUInfo.from_target(target))
+    function = builder.add_func(steps, f"{cell.kind.lower()}_steps")
     return relax.call_tir(function, list(call.args), list(_infer_type(call, None).fields))
 
 

@@ -76,10 +76,9 @@ class TIRCalls:
         return self.injective[var] if var in self.injective else self.reductions[var]
 
     def tensors(self, var: relax.Var) -> list[relax.Expr]:
-        """The operands of that call, without the scratch of a reduction."""
+        """The operands of that call."""
         if var not in self._tensors:
-            found = list(operands(self.call(var)))
-            self._tensors[var] = found[:1] if var in self.reductions else found
+            self._tensors[var] = list(operands(self.call(var)))
         return self._tensors[var]
 
     def function(self, var: relax.Var) -> tirx.PrimFunc:

@@ -15,6 +15,10 @@ from .conv2d.fold_batch_norm import fold_batch_norm
 from .conv2d.fold_input_affine import fold_input_affine
 from .conv2d.fold_pad import fold_pad
 from .conv2d.fold_scale import fold_scale
+from .conv2d.sink_row import sink_row
+from .conv2d.split_conv_transpose import OPS as TRANSPOSED
+from .conv2d.split_conv_transpose import split_conv_transpose
+from .conv2d.widen_conv1d import BINARY, POINTWISE, widen_conv1d
 from .elementwise.canonicalize_activation import canonicalize_activation
 from .elementwise.canonicalize_clip import canonicalize_clip
 from .fold_constant import FOLDED, fold_constant, needs_kernel
@@ -49,6 +53,9 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (canonicalize_bias, ("relax.add", "relax.subtract")),
     (fold_pad, ("relax.nn.conv2d",)),
     (fold_input_affine, ("relax.nn.conv2d",)),
+    (split_conv_transpose, tuple(TRANSPOSED)),
+    (widen_conv1d, ("relax.nn.conv1d",)),
+    (sink_row, (*BINARY, *POINTWISE)),
 )
 """Every rule with the ops that it rewrites; at one op, earlier rules are tried first."""
 
@@ -74,8 +81,9 @@ class SimplifyInference:
     ``nn.gelu`` or ``tvm_fusion.hardswish``. Batch normalisations without a convolution become one
     multiply and one add, reshapes and transposes that shuffle channels become
     ``tvm_fusion.channel_shuffle``, matrix products lose the reshapes around them, and those on the
-    channels of an image become convolutions, without the transposes around them. RMS norms over
-    all axes get one axis more. Dropout and other identities, stacks that are summed, and dead
+    channels of an image become convolutions, without the transposes around them. Convolutions of
+    sequences become those of images of one row, transposed ones those of their phases. RMS norms
+    over all axes get one axis more. Dropout and other identities, stacks that are summed, and dead
     bindings are removed, and constants are folded.
 
     Left alone: ops that the rules in ``relay_passes.simplify`` do not know, batch normalisations

@@ -20,13 +20,10 @@ from ..workload.reduce_operator import combine, field_dtypes, finish, identity, 
 
 VALUE, STATE, FINISH = "reduce_value", "reduce_state", "reduce_finish"
 ATTRIBUTE = "tvm_fusion.reduce"
-SCRATCH_ATTRIBUTE = "tvm_fusion.reduce_scratch"  # 32-bit words of the scratch operand, maybe 0
 SHAPE_ATTRIBUTE = "tvm_fusion.reduce_shape"  # of the data, which fused producers hide; JSON
 
 
-def coalesced_reduce(
-    data: te.Tensor, workload: ReduceWorkload, scratch_words: int = 0
-) -> te.Tensor:
+def coalesced_reduce(data: te.Tensor, workload: ReduceWorkload) -> te.Tensor:
     """Reduce ``data`` over ``workload.axes``.
 
     Parameters
@@ -36,8 +33,6 @@ def coalesced_reduce(
         symbolic.
     workload : ReduceWorkload
         Operator, axes and types.
-    scratch_words : int
-        Size of the int32 operand of the function, unused here, that a GPU kernel may use.
 
     Returns
     -------
@@ -52,7 +47,6 @@ def coalesced_reduce(
         name=VALUE,
         attrs={
             ATTRIBUTE: workload.to_json(),
-            SCRATCH_ATTRIBUTE: scratch_words,
             SHAPE_ATTRIBUTE: json.dumps([constant(extent) for extent in data.shape]),
         },
     )

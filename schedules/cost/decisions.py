@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions between alternatives by their predicted times: fusion, Winograd, splits ask here.
+"""Decisions between alternatives by their times: fusion, Winograd, splits ask here.
 
 An alternative is the calls of kernels, each with the ``cycles`` of its cost model, or with cycles
 given beside them. Without a machine these cycles decide, at a nominal clock. Within
 ``deciding_for(machine)`` the kernel models of :func:`.registry.predict` do, with the clock,
 bandwidths, overheads and ratios of measured to predicted times that ``tvm-fusion calibrate`` found.
+A choice by a tuning record, whose times were measured, is only noted (:func:`note`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .kernel_call import KernelCall
 from .machine import Machine
 from .registry import predict
 
+MODEL = "model"
 NOMINAL_CLOCK = 3.0e9  # scales what is shown; no choice depends on it
 
 _machine: ContextVar[Machine | None] = ContextVar("machine", default=None)
@@ -26,7 +28,7 @@ _log: ContextVar[list[Comparison] | None] = ContextVar("log", default=None)
 
 @dataclass(frozen=True)
 class Comparison:
-    """Predicted times of two alternatives.
+    """Times of alternatives: two predicted ones, or those that a record has.
 
     Parameters
     ----------
@@ -37,9 +39,12 @@ class Comparison:
     seconds : Mapping[str, float]
         Time of each alternative by its name.
     gain : float
-        Time of the second over that of the first, minus one.
+        Time of the second over that of the first, minus one; by a record that of the best other
+        alternative over the chosen one.
     chosen : str
-        The first where its gain is enough, else the second.
+        The first where its gain is enough, else the second; by a record the fastest.
+    source : str
+        ``model``, or the name of the record's file.
     """
 
     decision: str
@@ -47,6 +52,7 @@ class Comparison:
     seconds: Mapping[str, float]
     gain: float
     chosen: str
+    source: str = MODEL
 
 
 @contextmanager
@@ -114,10 +120,24 @@ def compare(
     seconds = {name: cost / scale for name, cost in costs.items()}
     chosen = first if gain >= least_gain else second
     found = Comparison(decision, subject, seconds, gain, chosen)
-    log = _log.get()
-    if log is not None and found not in log:
-        log.append(found)
+    note(found)
     return found
+
+
+def note(comparison: Comparison) -> None:
+    """Let a surrounding :func:`recorded` have a comparison."""
+    log = _log.get()
+    if log is not None and comparison not in log:
+        log.append(comparison)
+
+
+def by_record(
+    decision: str, subject: str, seconds: Mapping[str, float], chosen: str, source: str
+) -> None:
+    """Note a choice by measured times: those of a record in the file ``source``."""
+    others = [time for name, time in seconds.items() if name != chosen]
+    gain = min(others, default=seconds[chosen]) / seconds[chosen] - 1
+    note(Comparison(decision, subject, seconds, gain, chosen, source))
 
 
 def _cycles(calls: Sequence[KernelCall]) -> float:

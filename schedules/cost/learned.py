@@ -44,7 +44,7 @@ Sizes = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Kernel:
-    """How a kernel is seen by its learned models.
+    """View of a kernel by its learned models.
 
     Parameters
     ----------

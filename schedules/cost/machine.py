@@ -59,7 +59,8 @@ class Machine:
         By name: ``peak_flops.float32`` and of other dtypes (FLOP/s), ``bandwidth.memory``,
         ``bandwidth.L2`` (bytes/s), ``capacity.memory``, ``capacity.L2`` (bytes),
         ``multiprocessors`` (cores of a CPU), ``clock`` (Hz), ``launch_floor`` (seconds of an empty
-        kernel) and what single models fit.
+        kernel), ``latency.memory``, ``latency.L2`` (seconds), ``share.read`` (of the memory's
+        bandwidth that reads reach) and what single models fit.
     """
 
     name: str

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .conv2d import predict_conv2d
-from .cpu_kernels import predict_cpu_kernel
-from .elementwise import BY_BYTES, STREAMING, predict_streaming
-from .embedding import predict_embedding_bag, predict_gather
-from .gemm import predict_bmm, predict_gemm
 from .kernel_call import KernelCall
+from .kernels.conv2d import predict_conv2d
+from .kernels.cpu_kernels import predict_cpu_kernel
+from .kernels.elementwise import BY_BYTES, STREAMING, predict_streaming
+from .kernels.embedding import predict_embedding_bag, predict_gather
+from .kernels.gemm import predict_bmm, predict_gemm
+from .kernels.roofline import roofline
+from .kernels.row_kernels import predict_layer_norm, predict_softmax
 from .machine import Machine
 from .prediction import Prediction
-from .roofline import roofline
-from .row_kernels import predict_layer_norm, predict_softmax
 
 __all__ = ["MODELS", "KernelModel", "Prediction", "predict"]
 

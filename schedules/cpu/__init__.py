@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from tvm.s_tir.dlight import ScheduleRule
 
-from schedules.tuning.records import Records
+from schedules.tuning.records import AnySpace, Records
 
-from .conv2d.channel_norm import ChannelNorm
+from .conv2d.channel_norm import CHANNEL_NORM, ChannelNorm
 from .conv2d.conv2d import CONV2D, Conv2D
+from .conv2d.forms import FORMS
 from .conv2d.fused_conv2d import FUSED, PLANAR, FusedConv2D
 from .conv2d.pack import Pack
 from .conv2d.winograd_conv2d import WINOGRAD, WinogradConv2D
@@ -22,9 +23,10 @@ from .loops.dense import DENSE, Dense
 from .loops.elementwise import Elementwise
 from .loops.fallback import Fallback
 from .loops.layout_transform import LayoutTransform
-from .loops.pooling import Pooling
-from .loops.softmax import Softmax
+from .loops.pooling import POOLING, Pooling
+from .loops.softmax import ROW_CHAIN, Softmax
 from .reduce.coalesced_reduce import CoalescedReduce
+from .reduce.templates import REDUCTIONS
 
 
 def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
@@ -34,25 +36,37 @@ def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
         Conv2D(records),
         WinogradConv2D(records),
         Pack(),
-        ChannelNorm(),
+        ChannelNorm(records),
         LayoutTransform(),
         Elementwise(),
-        Pooling(),
+        Pooling(records),
         Dense(records),
-        CoalescedReduce(),
-        Softmax(),
+        CoalescedReduce(records),
+        Softmax(records),
         Fallback(),
     )
 
 
 RULES = rules()
-TEMPLATES: dict[str, CPUTemplate] = {
-    template.name: template for template in (FUSED, PLANAR, CONV2D, WINOGRAD, DENSE)
-}
+_ALL: tuple[CPUTemplate, ...] = (
+    FUSED,
+    PLANAR,
+    CONV2D,
+    WINOGRAD,
+    DENSE,
+    *REDUCTIONS,
+    ROW_CHAIN,
+    POOLING,
+    CHANNEL_NORM,
+)
+TEMPLATES: dict[str, CPUTemplate] = {template.name: template for template in _ALL}
 """Templates of the rules with knobs, by name."""
+SPACES: dict[str, AnySpace] = {**TEMPLATES, FORMS.name: FORMS}
+"""All that a record can choose from, by name."""
 
 __all__ = [
     "RULES",
+    "SPACES",
     "TEMPLATES",
     "ChannelNorm",
     "CoalescedReduce",

@@ -24,7 +24,7 @@ CALL_SECONDS = 2e-6
 
 @dataclass(frozen=True)
 class Network:
-    """What connects two ranks.
+    """Link between two ranks.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Processor:
-    """What one rank computes with.
+    """Processor of one rank.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def _operations(expression: tirx.Expr) -> int:
 
 
 def overlap_gains(network: Network, exchange: float, interior: float) -> bool:
-    """Whether an exchange should be started, the interior computed, and then be finished.
+    """True if an exchange should be started, the interior computed, and then be finished.
 
     Parameters
     ----------

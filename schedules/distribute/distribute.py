@@ -27,7 +27,7 @@ from .transfer import Transfer, check_waits, deliver
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank computes and holds.
+    """Part of a program that one rank computes and holds.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class Part:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the rank computes nothing."""
+        """True if the rank computes nothing."""
         return region_size(self.rows) == 0
 
 
@@ -134,7 +134,7 @@ class Distribution:
         return begin, end
 
     def _is_local(self, part: Part, rows: Region) -> bool:
-        """Whether a range reads only what the rank owns."""
+        """True if a range reads only what the rank owns."""
         needed = regions_needed(self.nest, self.nest.output_region(rows))
         return not any(
             difference(region, part.owned[buffer.name])
@@ -256,7 +256,7 @@ def _given(
 
 @dataclass(frozen=True)
 class _Choices:
-    """What a user decides beside the parts."""
+    """Options of a user beside the parts."""
 
     owned: Mapping[str, Sequence[int]]
     transfers: Sequence[Transfer]
@@ -319,7 +319,7 @@ def _check_owners(nest: LoopNest, rank: int, owned: Mapping[str, Region], repeat
 
 
 def _without(regions: Sequence[Region], others: Sequence[Region]) -> list[Region]:
-    """What is in some disjoint regions and not in others."""
+    """Difference of two sets of disjoint regions."""
     rest = list(regions)
     for other in others:
         rest = [part for piece in rest for part in difference(piece, other)]

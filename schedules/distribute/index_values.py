@@ -60,7 +60,7 @@ def known_conditions(conditions: Sequence[tirx.Expr], domain: Domain) -> list[ti
 
 
 def never_holds(condition: tirx.Expr, domain: Domain) -> bool:
-    """Whether a condition is false over a whole domain."""
+    """True if a condition is false over a whole domain."""
     analyzer = sym.Analyzer()
     for var, extent in domain.items():
         analyzer.bind(var, extent)
@@ -91,7 +91,7 @@ _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
 
 
 def _is_integer(condition: tirx.Expr, domain: Domain) -> bool:
-    """Whether a condition compares integers of the block's variables alone."""
+    """True if a condition compares integers of the block's variables alone."""
     return (
         isinstance(condition, _COMPARISONS)
         and str(condition.a.ty.dtype).startswith("int")

@@ -40,7 +40,7 @@ class Owners:
             self.cuts[buffer.name] = self._cuts(buffer, given.get(buffer.name))
 
     def of_rank(self, rank: int) -> dict[str, Region]:
-        """What a rank owns of each input."""
+        """Regions of each input that a rank owns."""
         place = self.partition.place(rank)
         found: dict[str, Region] = {}
         for buffer in self.nest.inputs:
@@ -117,7 +117,7 @@ class Owners:
     def _read(
         self, buffer: tirx.Buffer, number: int, dim: int, ends: tuple[int, int]
     ) -> tuple[int, int] | None:
-        """What a part of a loop reads of a dimension, whatever the other loops."""
+        """Range that a part of a loop reads of a dimension, whatever the other loops."""
         rows = [(0, extent) for extent in self.nest.extents]
         rows[number] = ends
         needed = regions_needed(self.nest, self.nest.output_region(tuple(rows)))

@@ -73,7 +73,7 @@ def needed_by_steps(
 
 
 def windows_of_steps(nest: LoopNest, steps: tuple[Region, ...]) -> dict[tirx.Buffer, Region]:
-    """What steps work on of each buffer."""
+    """Regions of each buffer that steps work on."""
     found: dict[tirx.Buffer, Region] = {}
     for rows in steps:
         for buffer, region in regions_computed(nest, nest.output_region(rows)).items():

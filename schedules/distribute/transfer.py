@@ -97,7 +97,7 @@ class Delivery:
     transfers: tuple[Transfer, ...]
 
     def received(self, rank: int, buffer: str) -> list[Region]:
-        """What a rank receives of a buffer."""
+        """Regions of a buffer that a rank receives."""
         return [t.rows for t in self.transfers if (t.dest, t.buffer) == (rank, buffer)]
 
 

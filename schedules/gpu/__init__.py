@@ -9,34 +9,51 @@ Start with ``RULES`` below.
 
 from __future__ import annotations
 
+from typing import Any
+
 from tvm.s_tir.dlight import ScheduleRule
+
+from schedules.tuning.records import Records
 
 from .attention.attention import Attention
 from .conv2d.any_conv2d import AnyConv2D
-from .conv2d.conv2d import Conv2D
-from .conv2d.depthwise_conv2d import DepthwiseConv2D
-from .conv2d.fused_conv2d import FusedConv2D
-from .gemm.matmul import Matmul
+from .conv2d.conv2d import CONV2D, Conv2D
+from .conv2d.depthwise_conv2d import DEPTHWISE, DepthwiseConv2D
+from .conv2d.fused_conv2d import FUSED, FusedConv2D
+from .core.rule import GPUTemplate
+from .gemm.matmul.matmul import Matmul
+from .gemm.matmul.templates import ROWS, TILES
 from .pointwise.elementwise import Elementwise
 from .pointwise.pooling import Pooling
 from .pointwise.transpose import Transpose
 from .reduce.coalesced_reduce import CoalescedReduce
 
-RULES: tuple[ScheduleRule, ...] = (
-    Conv2D(),
-    DepthwiseConv2D(),
-    FusedConv2D(),
-    AnyConv2D(),
-    Attention(),
-    CoalescedReduce(),
-    Transpose(),
-    Elementwise(),
-    Matmul(),
-    Pooling(),
-)
+
+def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
+    """Return all rules in order; those with knobs choose them by ``records`` where they can."""
+    return (
+        Conv2D(records),
+        DepthwiseConv2D(records),
+        FusedConv2D(records),
+        AnyConv2D(),
+        Attention(),
+        CoalescedReduce(),
+        Transpose(),
+        Elementwise(),
+        Matmul(records),
+        Pooling(),
+    )
+
+
+RULES = rules()
+TEMPLATES: dict[str, GPUTemplate[Any, Any]] = {
+    template.name: template for template in (CONV2D, DEPTHWISE, FUSED, TILES, ROWS)
+}
+"""Templates of the rules with knobs, by name."""
 
 __all__ = [
     "RULES",
+    "TEMPLATES",
     "AnyConv2D",
     "Attention",
     "CoalescedReduce",
@@ -47,4 +64,5 @@ __all__ = [
     "Matmul",
     "Pooling",
     "Transpose",
+    "rules",
 ]

@@ -31,7 +31,7 @@ def variables(expression: tirx.Expr) -> set[ir.Var]:
 
 
 def uses(expression: tirx.Expr, *wanted: ir.Var) -> bool:
-    """Whether any of the variables occurs in an expression."""
+    """True if any of the variables occurs in an expression."""
     return not variables(expression).isdisjoint(wanted)
 
 
@@ -42,7 +42,7 @@ def op_name(expression: tirx.Expr) -> str:
 
 
 def is_if_then_else(expression: tirx.Expr) -> bool:
-    """Whether an expression evaluates only one of two branches."""
+    """True if an expression evaluates only one of two branches."""
     return op_name(expression) == "prim.if_then_else"
 
 

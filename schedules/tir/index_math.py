@@ -53,7 +53,7 @@ def simplified(expression: tirx.Expr) -> tirx.Expr:
 
 
 def is_multiple(index: tirx.Expr, factor: int, analyzer: Analyzer = _ANALYZER) -> bool:
-    """Whether an index is known to be a multiple of a number."""
+    """True if an index is known to be a multiple of a number."""
     known = analyzer.modular_set(index)
     return known.coeff % factor == 0 and known.base % factor == 0
 

@@ -3,9 +3,10 @@
 
 A line names its template with the template's version, the workload, the knobs, the CPU (LLVM's name
 for it, bits of a vector, threads), the machine, the version of TVM, the times of the default and of
-the winner in seconds, the trials that it took, and the date. Only template, version, workload and
-CPU decide whether a record counts, and then only if the template finds its knobs in the workload's
-space: a record of a stranger can choose a slow kernel at worst, and nothing in it is executed.
+the winner in seconds, the trials that it took, and the date. A record of a form
+(:mod:`schedules.cpu.conv2d.forms`) also has the time of each form. Only template, version, workload
+and CPU decide whether a record counts, and then only if its knobs are in the workload's space: a
+record of a stranger can choose a slow kernel at worst, and nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -13,29 +14,34 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from .template import Template
+from .template import Space
 
 RECORD = "tvm_fusion.record"
 """Attribute of a scheduled function: the record that chose its knobs, as JSON."""
 
 LONGEST_LINE = 1 << 16
 _SHOWN = 3
+CPU_KIND = "llvm"
+_KINDS = {"gpu": "cuda"}  # by the first part of a template's name
+
+AnySpace = Space[Any, Any, Any]
 
 
 class Key(NamedTuple):
-    """What must be equal for a record to count.
+    """Conditions under which a record counts: all must be equal.
 
     Parameters
     ----------
     workload : str
         JSON with sorted keys.
     cpu : str
-        LLVM's name of the CPU.
+        LLVM's name of the CPU, or the architecture of a GPU.
     vector_bits, threads : int
-        Width of its vectors, and threads of a kernel.
+        Width of its vectors, and threads of a kernel; of a GPU, of a warp's registers, and its
+        multiprocessors.
     """
 
     workload: str
@@ -57,15 +63,18 @@ class Record:
     workload, knobs : dict
         Both as JSON.
     cpu : str
-        LLVM's name of the CPU.
+        LLVM's name of the CPU, or the architecture of a GPU.
     vector_bits, threads : int
-        Width of its vectors, and threads of a kernel.
+        Width of its vectors, and threads of a kernel; of a GPU, of a warp's registers, and its
+        multiprocessors.
     default_seconds, best_seconds : float
         Times of the default and of these knobs; equal where the default stays.
     trials : int
         Settings that were measured.
     machine, tvm, date : str
         Name of the processor, version of TVM, and date in ISO 8601.
+    times : dict
+        Seconds of each form by its name; empty for knobs.
     """
 
     template: str
@@ -81,10 +90,11 @@ class Record:
     machine: str = ""
     tvm: str = ""
     date: str = ""
+    times: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> Key:
-        """What must be equal for the record to count."""
+        """Key under which the record counts."""
         return Key(canonical(self.workload), self.cpu, self.vector_bits, self.threads)
 
     @property
@@ -94,7 +104,25 @@ class Record:
 
     def to_line(self) -> str:
         """Write the record as a line of JSON without its end."""
-        return canonical({"kind": "llvm", **asdict(self)})
+        fields = asdict(self)
+        if not self.times:
+            del fields["times"]
+        return canonical({"kind": self.kind, **fields})
+
+    @property
+    def kind(self) -> str:
+        """Kind of the target: ``cuda`` for templates of GPU kernels."""
+        return _KINDS.get(self.template.partition(".")[0], CPU_KIND)
+
+    def about(self, source: str) -> dict[str, Any]:
+        """Return what reports say of it; ``source`` is the name of its file."""
+        return {
+            "template": self.template,
+            "knobs": dict(self.knobs),
+            "gain": self.gain,
+            "source": source,
+            "date": self.date,
+        }
 
 
 def canonical(value: Mapping[str, Any]) -> str:
@@ -141,27 +169,43 @@ def parse_record(line: bytes) -> Record:
         If it is no record; the message says why.
     """
     found = parse_line(line)
-    if found.pop("kind", None) != "llvm":
-        raise ValueError("the kind of the target is not 'llvm'")
+    target_kind = found.pop("kind", None)
+    if target_kind not in (CPU_KIND, *_KINDS.values()):
+        raise ValueError("the kind of the target is neither 'llvm' nor 'cuda'")
+    times = _read_times(found.pop("times", {}))
     checks = _CHECKS.keys()
     if found.keys() != checks:
         names = sorted(found.keys() ^ checks)
         raise ValueError(f"the fields {', '.join(map(repr, names[:_SHOWN]))} are missing or extra")
-    for name, kind in _CHECKS.items():
+    for name, expected in _CHECKS.items():
         value = found[name]
-        if kind is float and type(value) is int and value < 1 << 53:
+        if expected is float and type(value) is int and value < 1 << 53:
             value = found[name] = float(value)
-        if type(value) is not kind:
-            raise ValueError(f"{name} is {value!r:.50}; expected {kind.__name__}")
+        if type(value) is not expected:
+            raise ValueError(f"{name} is {value!r:.50}; expected {expected.__name__}")
     for name in ("default_seconds", "best_seconds"):
-        if not (math.isfinite(found[name]) and found[name] > 0):
+        if not _is_time(found[name]):
             raise ValueError(f"{name} is {found[name]!r}; expected a positive number")
     for name in ("version", "vector_bits", "threads"):
         if found[name] < 1:
             raise ValueError(f"{name} is {found[name]}; expected a positive number")
     if found["trials"] < 0:
         raise ValueError(f"trials is {found['trials']}; expected none or more")
-    return Record(**found)
+    record = Record(**found, times=times)
+    if record.kind != target_kind:
+        raise ValueError(f"{record.template!r} is no template for targets of kind {target_kind!r}")
+    return record
+
+
+def _read_times(value: Any) -> dict[str, float]:
+    if not isinstance(value, dict) or not all(map(_is_time, value.values())):
+        raise ValueError(f"times is {value!r:.50}; expected positive numbers by name")
+    return {name: float(seconds) for name, seconds in value.items()}
+
+
+def _is_time(value: Any) -> bool:
+    number = type(value) is float or (type(value) is int and value < 1 << 53)
+    return number and math.isfinite(value) and value > 0
 
 
 _CHECKS: dict[str, type] = {
@@ -202,27 +246,30 @@ class Records:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def find(
-        self, key: Key, templates: Sequence[Template[Any, Any, Any]], workload: Any, machine: Any
-    ) -> tuple[Template[Any, Any, Any], Any, str] | None:
-        """Find the template and the knobs of a workload, and the record's text for reports."""
+    def lookup(
+        self, key: Key, spaces: Sequence[AnySpace], workload: Any, machine: Any
+    ) -> tuple[AnySpace, Any, Record, str] | None:
+        """Find the space and the setting of a workload, the record, and the name of its file."""
         source, record = self._by_key.get(key, ("", None))
         if record is None:
             return None
-        template = next((one for one in templates if one.name == record.template), None)
-        if template is None or template.version != record.version:
+        space = next((one for one in spaces if one.name == record.template), None)
+        if space is None or space.version != record.version:
             return None
         try:
-            knobs = template.read_knobs(record.knobs)
+            setting = space.read_knobs(record.knobs)
         except ValueError:
             return None
-        if not template.contains(workload, knobs, machine):
+        if not space.contains(workload, setting, machine):
             return None
-        about = {
-            "template": record.template,
-            "knobs": dict(record.knobs),
-            "gain": record.gain,
-            "source": source,
-            "date": record.date,
-        }
-        return template, knobs, canonical(about)
+        return space, setting, record, source
+
+    def find(
+        self, key: Key, templates: Sequence[AnySpace], workload: Any, machine: Any
+    ) -> tuple[Any, Any, str] | None:
+        """Find the template and the knobs of a workload, and the record's text for reports."""
+        found = self.lookup(key, templates, workload, machine)
+        if found is None:
+            return None
+        template, knobs, record, source = found
+        return template, knobs, canonical(record.about(source))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Template of a tunable kernel: its workloads, its knobs and the loop nest that they describe."""
+"""Spaces of settings from which records choose, and templates: kernels whose knobs they are."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Knobs = TypeVar("Knobs")
 Machine = TypeVar("Machine")
 
 
-class Template(ABC, Generic[Workload, Knobs, Machine]):
-    """One family of kernels with knobs.
+class Space(ABC, Generic[Workload, Knobs, Machine]):
+    """Settings from which a record can choose.
 
     Attributes
     ----------
     name : str
         Its name in records.
     version : int
-        Raised whenever its space or its code changes: records of another version do not count.
+        Raised whenever its settings or their code change: records of another version do not count.
     knobs : type
         A frozen dataclass of integers, booleans and tuples of strings.
     """
@@ -45,12 +45,41 @@ class Template(ABC, Generic[Workload, Knobs, Machine]):
         """Return a workload in a few words."""
 
     @abstractmethod
-    def default(self, workload: Workload, machine: Machine) -> Knobs:
-        """Return the setting that is used without a record."""
-
-    @abstractmethod
     def settings(self, workload: Workload, machine: Machine) -> Iterable[Knobs]:
         """Yield every legal setting, in any order."""
+
+    def contains(self, workload: Workload, knobs: Knobs, machine: Machine) -> bool:
+        """Return whether a setting is legal."""
+        return knobs in self.settings(workload, machine)
+
+    def knob_kinds(self) -> dict[str, str]:
+        """Return the knobs' names with their types."""
+        return {field.name: str(field.type) for field in fields(self.knobs)}
+
+    def read_knobs(self, values: Mapping[str, Any]) -> Knobs:
+        """Build a setting from JSON; that it is legal remains to be checked.
+
+        Raises
+        ------
+        ValueError
+            If a knob is unknown, missing, or of another type.
+        """
+        kinds = self.knob_kinds()
+        if set(values) != set(kinds):
+            raise ValueError(f"the knobs are {sorted(values)}; expected {sorted(kinds)}")
+        read = {name: _read(name, values[name], kind) for name, kind in kinds.items()}
+        try:
+            return self.knobs(**read)
+        except OpError as error:
+            raise ValueError(str(error)) from error
+
+
+class Template(Space[Workload, Knobs, Machine]):
+    """One family of kernels with knobs."""
+
+    @abstractmethod
+    def default(self, workload: Workload, machine: Machine) -> Knobs:
+        """Return the setting that is used without a record."""
 
     @abstractmethod
     def write(
@@ -73,36 +102,21 @@ class Template(ABC, Generic[Workload, Knobs, Machine]):
             name: float(value) for name, value in values.items() if isinstance(value, int)
         }
 
-    def space(self, workload: Workload, machine: Machine) -> list[Knobs]:
-        """Return every legal setting once, the default first."""
+    def wide_settings(self, workload: Workload, machine: Machine) -> Iterable[Knobs]:
+        """Yield the settings of a wider space, where the family has one."""
+        return self.settings(workload, machine)
+
+    def space(self, workload: Workload, machine: Machine, wide: bool = False) -> list[Knobs]:
+        """Return every legal setting of a space once, the default first."""
         default = self.default(workload, machine)
-        return list(dict.fromkeys([default, *self.settings(workload, machine)]))
+        settings = self.wide_settings if wide else self.settings
+        return list(dict.fromkeys([default, *settings(workload, machine)]))
 
     def contains(self, workload: Workload, knobs: Knobs, machine: Machine) -> bool:
         """Return whether a setting is legal."""
-        settings = self.settings(workload, machine)
-        return knobs in settings or knobs == self.default(workload, machine)
-
-    def knob_kinds(self) -> dict[str, str]:
-        """Return the knobs' names with their types."""
-        return {field.name: str(field.type) for field in fields(self.knobs)}
-
-    def read_knobs(self, values: Mapping[str, Any]) -> Knobs:
-        """Build a setting from JSON; that it is legal remains to be checked.
-
-        Raises
-        ------
-        ValueError
-            If a knob is unknown, missing, or of another type.
-        """
-        kinds = self.knob_kinds()
-        if set(values) != set(kinds):
-            raise ValueError(f"the knobs are {sorted(values)}; expected {sorted(kinds)}")
-        read = {name: _read(name, values[name], kind) for name, kind in kinds.items()}
-        try:
-            return self.knobs(**read)
-        except OpError as error:
-            raise ValueError(str(error)) from error
+        return super().contains(workload, knobs, machine) or knobs == self.default(
+            workload, machine
+        )
 
 
 def _read(name: str, value: Any, kind: str) -> Any:

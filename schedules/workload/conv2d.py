@@ -331,6 +331,13 @@ class Conv2DKernel:
         return (self.batch or 1) * total
 
 
+def describe(kernel: Conv2DKernel) -> str:
+    """Return the layers and the size of the image in a few words."""
+    layers = " + ".join(map(str, kernel.layers))
+    by = f" by Winograd {kernel.winograd}x{kernel.winograd}" if kernel.winograd else ""
+    return f"{layers} on {kernel.height}x{kernel.width}{by}"
+
+
 def to_json(kernel: Conv2DKernel) -> str:
     """Write ``kernel`` as one line of JSON, the same text for equal kernels."""
     return json.dumps(asdict(kernel), sort_keys=True)

@@ -30,7 +30,12 @@ def numpy_dtype(dtype: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
-def fused(build: Build, *inputs: tuple[Shape, str], target: Target = OPENCL) -> tvm.IRModule:
+def fused(
+    build: Build,
+    *inputs: tuple[Shape, str],
+    target: Target = OPENCL,
+    more: Sequence[tvm.transform.Pass] = (),
+) -> tvm.IRModule:
     """The functions that TVM's fusion leaves of a graph.
 
     Parameters
@@ -39,6 +44,8 @@ def fused(build: Build, *inputs: tuple[Shape, str], target: Target = OPENCL) -> 
         From Relax variables to the result.
     *inputs : tuple
         Shape and type of each.
+    more : Sequence
+        Passes at the end.
     """
     builder = relax.BlockBuilder()
     variables = [
@@ -57,13 +64,17 @@ def fused(build: Build, *inputs: tuple[Shape, str], target: Target = OPENCL) -> 
         transform.FuseOps(),
         transform.FuseTIR(),
         transform.DeadCodeElimination(),
+        *more,
     ]
     with target:
         return tvm.transform.Sequential(passes)(builder.get())
 
 
 def scheduled(
-    build: Build, *inputs: tuple[Shape, str], target: Target = OPENCL
+    build: Build,
+    *inputs: tuple[Shape, str],
+    target: Target = OPENCL,
+    more: Sequence[tvm.transform.Pass] = (),
 ) -> dict[str, tirx.PrimFunc]:
     """The functions of a graph after the project's rules, and no others.
 
@@ -72,7 +83,7 @@ def scheduled(
     AssertionError
         Where the rules leave one alone.
     """
-    mod = fused(build, *inputs, target=target)
+    mod = fused(build, *inputs, target=target, more=more)
     with target:
         mod = dlight.ApplyDefaultSchedule(*RULES)(mod)
     found = functions(mod)
@@ -95,6 +106,7 @@ def run(
     inputs: Sequence[np.ndarray],
     shapes: Sequence[Shape] | None = None,
     target: Target = OPENCL,
+    more: Sequence[tvm.transform.Pass] = (),
 ) -> list[np.ndarray]:
     """Compute a graph in OpenCL by scheduled kernels, each with poisoned outputs.
 
@@ -108,12 +120,14 @@ def run(
         Their shapes in the graph, where some are symbolic.
     target : Target
         An OpenCL target.
+    more : Sequence
+        As for :func:`fused`.
     """
     types = [
         (shape, str(array.dtype))
         for array, shape in zip(inputs, shapes or [a.shape for a in inputs], strict=True)
     ]
-    mod = fused(build, *types, target=target)
+    mod = fused(build, *types, target=target, more=more)
     with target:
         mod = dlight.ApplyDefaultSchedule(*RULES)(mod)
     kernels = functions(mod)

@@ -15,8 +15,10 @@ from tvm.ir import GenericConst
 from tvm.relax.utils import copy_with_new_vars
 from tvm.target import Target
 
-from relay_passes import CoalesceReduction
+from relay_passes import CoalesceReduction, ConfigureReductions
 from schedules.gpu import CoalescedReduce
+from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.reduce.plan.configure import read_configured
 
 Type = tuple[str, Sequence[int | tirx.Var]]
 Build = Callable[..., "relax.Expr | list[relax.Expr]"]
@@ -29,6 +31,10 @@ class Group:
     ----------
     plain, func : tirx.PrimFunc
         Before and after the rule.
+    group : ReduceGroup
+        What the kernel computes.
+    config : ReduceConfig
+        Its configuration.
     """
 
     def __init__(self, build: Build, *types: Type, target: Target = OPENCL):
@@ -42,6 +48,9 @@ class Group:
         ]
         self._params = list(main.params)
         self.target = target
+        found = read_configured(self.plain, GPUInfo.from_target(target))
+        assert found is not None
+        self.group, self.config = found
         schedule = CoalescedReduce().apply(self.plain, target, False)
         assert schedule is not None
         self.func = schedule.mod["main"].with_attr("global_symbol", "main")
@@ -50,13 +59,8 @@ class Group:
         """For OpenCL, with text before it."""
         return compile_opencl(self.func, self.target, helpers)
 
-    @property
-    def scratches(self) -> list[int]:
-        """The numbers of the arguments that are constants."""
-        return [k for k, given in enumerate(self._arguments) if isinstance(given, np.ndarray)]
-
     def arguments(self, *inputs: np.ndarray) -> list[np.ndarray]:
-        """The inputs, scratches, and outputs that hold something else than results."""
+        """The workspace, inputs, and outputs that hold something else than results."""
         values = dict(zip(self._params, inputs, strict=True))
         given = [a.copy() if isinstance(a, np.ndarray) else values[a] for a in self._arguments]
         extents = _bind(self.func.params, given)
@@ -125,7 +129,8 @@ def _one_function(mod: tvm.IRModule, target: Target) -> tvm.IRModule:
             call = relax.Call(fused, [*inner.params, *constants])
             result = builder.emit_output(call)
         builder.emit_func_output(result)
-    return relax.transform.FuseTIR()(builder.get())
+    passes = [relax.transform.FuseTIR(), ConfigureReductions(target)]
+    return tvm.transform.Sequential(passes)(builder.get())
 
 
 def _bind(params, arrays) -> dict[str, int]:

@@ -13,7 +13,9 @@ from tvm.target import Target
 from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.gpu import CoalescedReduce
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.reduce.plan.config import ReduceConfig, choose, scratch_words
+from schedules.gpu.reduce.plan.config import ReduceConfig, choose_sisters
+from schedules.gpu.reduce.plan.configure import configure, read_configured
+from schedules.gpu.reduce.plan.read_group import read_group
 from schedules.workload.reduce import FLOATS, INTEGERS, CanonicalLoops, ReduceWorkload
 
 OPENCL = Target({"kind": "opencl"}, host="llvm")
@@ -28,9 +30,9 @@ class Case:
     Attributes
     ----------
     func : tirx.PrimFunc
-        Data, then the scratch if ``words`` is not 0, then the output.
+        The workspace if ``words`` is not 0, then the data, then the output.
     words : int
-        Size of the scratch.
+        Size of the workspace.
     """
 
     def __init__(
@@ -50,19 +52,34 @@ class Case:
             operator, axes, len(source.shape), str(source.dtype), keepdims, finish=finish
         )
         self.loops = CanonicalLoops(tuple(source.shape), self.workload.axes)
-        self.config: ReduceConfig = choose(self.workload, self.loops, GPUInfo.from_target(target))
-        self.words = scratch_words(self.workload, self.loops, target)
-        scratch = [te.placeholder((self.words,), "int32", name="scratch")] if self.words else []
-        result = coalesced_reduce(source, self.workload, self.words)
-        plain = te.create_prim_func([data, *scratch, result])
+        gpu = GPUInfo.from_target(target)
+        plain = te.create_prim_func([data, coalesced_reduce(source, self.workload)])
+        plain, self.config, self.words = configured(plain, gpu)
         schedule = CoalescedReduce().apply(plain, target, False)
         assert schedule is not None
         self.func = schedule.mod["main"]
 
     def arguments(self, data: np.ndarray, shape: Sequence[int]) -> list[np.ndarray]:
-        """Data, scratch, and an output of ``shape`` that holds something else than the result."""
-        scratch = [np.zeros(self.words, "int32")] if self.words else []
-        return [data, *scratch, np.full(shape, 77, numpy_dtype(self.workload.out_dtype))]
+        """Workspace, data, and an output of ``shape`` that holds something else than the result."""
+        workspace = [np.zeros(self.words, "int32")] if self.words else []
+        return [*workspace, data, np.full(shape, 77, numpy_dtype(self.workload.out_dtype))]
+
+
+def configured(func: tirx.PrimFunc, gpu: GPUInfo) -> tuple[tirx.PrimFunc, ReduceConfig, int]:
+    """A function with its configuration, and the words of its workspace."""
+    result = configure(func, gpu)
+    found = read_configured(result, gpu)
+    assert found is not None
+    has_workspace = len(result.params) > len(func.params)
+    return result, found[1], int(result.params[0].shape[0]) if has_workspace else 0
+
+
+def choose(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> ReduceConfig:
+    """The configuration of one reduction by itself."""
+    data = te.placeholder(loops.shape, workload.dtype, name="data")
+    group = read_group(te.create_prim_func([data, coalesced_reduce(data, workload)]))
+    assert group is not None
+    return choose_sisters(group, gpu)
 
 
 def numpy_dtype(dtype: str) -> np.dtype:

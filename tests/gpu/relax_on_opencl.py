@@ -128,7 +128,7 @@ class _Function:
         self._compiled: OpenCLKernels | None = None
 
     def run(self, arguments: Sequence[Any], target: Target) -> list[Launch]:
-        """Run it once, into poisoned outputs; a scratch that it wrote is copied back, too."""
+        """Run it once, into poisoned outputs; a workspace that it wrote is copied back, too."""
         if self._compiled is None:
             self._compiled = compile_opencl(self._func, target)
         given = [

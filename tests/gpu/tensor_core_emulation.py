@@ -10,7 +10,8 @@ from tvm.script.ir_builder import tirx as T
 from schedules.gpu.attention import tensor_core_attention
 from schedules.gpu.core.intrinsics import sync
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.gemm import tensor_core_matmul
+from schedules.gpu.core.tensor_core import MATRIX_TYPES
+from schedules.gpu.gemm.matmul import tensor_core_matmul
 
 
 class EmulatedTensorCore:
@@ -20,25 +21,32 @@ class EmulatedTensorCore:
     threads: int
 
     def __init__(self, dtype: str, shared_bytes: int):
-        self.dtype = dtype
-        self.shared = T.alloc_buffer((shared_bytes // 2,), dtype, scope="shared")
-        floats = self.threads // 32 * 16 * 24
+        self.type = MATRIX_TYPES[dtype]
+        size = shared_bytes // self.type.itemsize
+        self.shared = T.alloc_buffer((size,), dtype, scope="shared")
         self.words = [T.alloc_buffer((self.threads,), "int32", scope="shared") for _ in range(2)]
-        self.floats = [T.alloc_buffer((floats,), "float32", scope="shared") for _ in range(2)]
+        values = self.threads // 32 * self.values
+        self.factors = [T.alloc_buffer((values,), self.type.sums, scope="shared") for _ in range(2)]
         self.lane, self.first = self.thread % 32, self.thread // 32 * 32
+
+    @property
+    def values(self) -> int:
+        """Elements of both factors of a product."""
+        return 24 * self.type.step
 
     def copy(
         self, place: tirx.Expr, source: tirx.Buffer, index: tirx.Expr, exists: tirx.Expr | None
     ) -> None:
-        for k in range(8):
+        for k in range(self.type.chunk):
             value = source[index + tirx.const(k, "int64")]
             if exists is not None:
-                value = tirx.if_then_else(exists, value, tirx.const(0, self.dtype))
-            T.buffer_store(self.shared, value, [place // 2 + k])
+                value = tirx.if_then_else(exists, value, tirx.const(0, self.type.dtype))
+            T.buffer_store(self.shared, value, [place // self.type.itemsize + k])
 
     def store(self, place: tirx.Expr, registers: tirx.Buffer, first: int) -> None:
-        for k in range(8):
-            T.buffer_store(self.shared, registers[first + k], [place // 2 + k])
+        for k in range(self.type.chunk):
+            value = registers[first + k]
+            T.buffer_store(self.shared, value, [place // self.type.itemsize + k])
 
     def commit(self) -> None:
         pass
@@ -49,56 +57,67 @@ class EmulatedTensorCore:
     def load(
         self, fragment: tirx.Buffer, first: int, place: tirx.Expr, is_transposed: bool
     ) -> None:
-        words = _next(self.words)
+        words, of_word = _next(self.words), 4 // self.type.itemsize
         T.buffer_store(words, place, [self.thread])
         sync()
         for matrix in range(4):
-            bits = []
-            for e in range(2):
-                row, column = self.lane // 4, self.lane % 4 * 2 + e
+            word: tirx.Expr | None = None
+            for e in range(of_word):
+                row, column = self.lane // 4, self.lane % 4 * of_word + e
                 if is_transposed:
+                    assert self.type.transposes
                     row, column = column, row
-                at = words[self.first + 8 * matrix + row] // 2 + column
-                bits.append(T.reinterpret("uint16", self.shared[at]).astype("uint32"))
-            T.buffer_store(fragment, bits[0] | (bits[1] << 16), [first + matrix])
+                at = words[self.first + 8 * matrix + row] // self.type.itemsize + column
+                bits = self._bits(self.shared[at]) << (32 // of_word * e)
+                word = bits if word is None else word | bits
+            T.buffer_store(fragment, word, [first + matrix])
 
     def multiply(
         self, sums: tirx.Buffer, first: int, left: list[tirx.Expr], right: list[tirx.Expr]
     ) -> None:
-        group, member, begin = self.lane // 4, self.lane % 4, self.first // 32 * 16 * 24
-        floats = _next(self.floats)
+        step, chunk, of_word = self.type.step, self.type.chunk, 4 // self.type.itemsize
+        group, member, begin = self.lane // 4, self.lane % 4, self.first // 32 * self.values
+        factors = _next(self.factors)
         for r, word in enumerate(left):
-            for e in range(2):
-                at = (group + r % 2 * 8) * 16 + member * 2 + e + r // 2 * 8
-                T.buffer_store(floats, self._half(word, e), [begin + at])
+            for e in range(of_word):
+                at = (group + r % 2 * 8) * step + member * of_word + e + r // 2 * chunk
+                T.buffer_store(factors, self._element(word, e), [begin + at])
         for r, word in enumerate(right):
-            for e in range(2):
-                at = 256 + (member * 2 + e + r * 8) * 8 + group
-                T.buffer_store(floats, self._half(word, e), [begin + at])
+            for e in range(of_word):
+                at = 16 * step + (member * of_word + e + r * chunk) * 8 + group
+                T.buffer_store(factors, self._element(word, e), [begin + at])
         sync()
-        with T.serial(0, 16) as k:
+        with T.serial(0, step) as k:
             for r in range(4):
                 row, column = group + r // 2 * 8, member * 2 + r % 2
-                factors = begin + row * 16 + k, begin + 256 + k * 8 + column
-                product = floats[factors[0]] * floats[factors[1]]
-                T.buffer_store(sums, sums[first + r] + product, [first + r])
+                both = begin + row * step + k, begin + 16 * step + k * 8 + column
+                product = factors[both[0]] * factors[both[1]]
+                total = sums[first + r] + product.astype(sums.dtype)
+                T.buffer_store(sums, total, [first + r])
 
     def pack(self, low: tirx.Expr, high: tirx.Expr) -> tirx.Expr:
         bits = [
-            T.reinterpret("uint16", value.astype(self.dtype)).astype("uint32")
+            T.reinterpret("uint16", value.astype(self.type.dtype)).astype("uint32")
             for value in (low, high)
         ]
         return bits[0] | (bits[1] << 16)
 
     def exchange(self, value: tirx.Expr, mask: int) -> tirx.Expr:
-        floats = _next(self.floats)
-        T.buffer_store(floats, value, [self.thread])
+        factors = _next(self.factors)
+        T.buffer_store(factors, value, [self.thread])
         sync()
-        return floats[self.thread ^ mask]
+        return factors[self.thread ^ mask]
 
-    def _half(self, word: tirx.Expr, e: int) -> tirx.Expr:
-        bits = ((word >> (16 * e)) & 0xFFFF).astype("uint16")
-        return T.reinterpret(self.dtype, bits).astype("float32")
+    def _bits(self, value: tirx.Expr) -> tirx.Expr:
+        if self.type.name == "tf32":  # to the nearest, ties away from zero
+            return ((T.reinterpret("uint32", value) + 0x1000) >> 13) << 13
+        return T.reinterpret(f"uint{8 * self.type.itemsize}", value).astype("uint32")
+
+    def _element(self, word: tirx.Expr, e: int) -> tirx.Expr:
+        size = 8 * self.type.itemsize
+        bits = word if size == 32 else ((word >> (size * e)) & ((1 << size) - 1))
+        value = T.reinterpret(self.type.dtype, bits.astype(f"uint{size}"))
+        return value.astype(self.type.sums)
 
 
 def _next(buffers: list[tirx.Buffer]) -> tirx.Buffer:

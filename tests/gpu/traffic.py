@@ -203,7 +203,7 @@ class _Kernel:
         if kind == "Select":  # a lazy one in CUDA's text
             return self._choose(expr.condition, [expr.true_value, expr.false_value], mask)
         if kind == "TensorLoad":
-            if expr.source.name == "place":  # the only launch has the first one of a scratch
+            if expr.source.name == "place":  # the only launch has the first one of a workspace
                 return 0
             for index in expr.indices:
                 self._evaluate(index, mask)

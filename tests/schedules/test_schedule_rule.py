@@ -16,7 +16,7 @@ from tvm.s_tir import dlight
 from tvm.target import Target
 
 from schedules import cpu, gpu
-from schedules.cpu.core.rule import CPURule, TunableRule
+from schedules.cpu.core.rule import CPURule
 from schedules.errors import CompilationError, OpError, SlowPathWarning
 from schedules.gpu.core.rule import GPURule
 from schedules.schedule_rule import (
@@ -28,6 +28,7 @@ from schedules.schedule_rule import (
     rule_name,
     schedule_function,
 )
+from schedules.tuning.tunable_rule import TunableRule
 
 X = tensor("x", 8, 24)
 RELU = function([X], topi.nn.relu(X))

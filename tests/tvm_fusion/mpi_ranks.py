@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from without_torch import python
 
 ROOT = Path(__file__).resolve().parents[2]
 _BESIDE = Path(sys.executable).with_name("mpiexec")
@@ -41,14 +42,13 @@ class Outcome:
 
 
 def run_ranks(ranks: int, program: Path | str, *arguments: str) -> Outcome:
-    """Run a file, with the modules beside it, or a module of the checkout on some ranks."""
+    """Run a file or a module of the checkout on some ranks, without PyTorch."""
     assert MPIEXEC is not None
-    start = [str(program)] if isinstance(program, Path) else ["-m", program]
     paths = map(str, (ROOT, Path(__file__).parent, ROOT / "tests" / "schedules"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TVM_NUM_THREADS": "1"}
     begin = time.monotonic()
     done = subprocess.run(
-        [MPIEXEC, "-n", str(ranks), sys.executable, *start, *arguments],
+        [MPIEXEC, "-n", str(ranks), *python(str(program), *arguments)],
         capture_output=True,
         text=True,
         timeout=120,

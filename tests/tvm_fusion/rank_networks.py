@@ -11,7 +11,7 @@ import onnx
 
 from examples.models import CLASSES, GraphBuilder
 from schedules.distribute.exchange import Exchange, LocalBuffer
-from tvm_fusion.distributed.local_world import LocalWorld
+from tvm_fusion.distributed.world.local_world import LocalWorld
 
 HEIGHT, WIDTH = 42, 13
 

@@ -78,3 +78,31 @@ def dense_model(
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     onnx.checker.check_model(model, full_check=True)
     return model
+
+
+def reductions_model(size: int = 28, channels: int = 16) -> onnx.ModelProto:
+    """MaxPool, Softmax and sums of an image: input "x", outputs "mean", "norm" and "soft"."""
+    constants = {"space": np.array([2, 3]), "channels": np.array([1])}
+    nodes = [
+        helper.make_node("MaxPool", ["x"], ["p"], kernel_shape=[3, 3], strides=[2, 2]),
+        helper.make_node("Softmax", ["p"], ["soft"], axis=-1),
+        helper.make_node("ReduceMean", ["p", "space"], ["mean"], keepdims=0),
+        helper.make_node("ReduceL2", ["p", "channels"], ["norm"]),
+    ]
+    half = (size - 3) // 2 + 1
+    shapes = {
+        "mean": [1, channels],
+        "norm": [1, 1, half, half],
+        "soft": [1, channels, half, half],
+    }
+    graph = helper.make_graph(
+        nodes,
+        "reductions",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, channels, size, size])],
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in shapes.items()],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    opsets = [helper.make_operatorsetid("", 18)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    onnx.checker.check_model(model, full_check=True)
+    return model

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from without_torch import WITHOUT_TORCH
 
 import tvm_fusion
+from tvm_fusion import distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +40,22 @@ def test_names_do_not_import_the_compiler() -> None:
         "before = 'tvm' in sys.modules; tvm_fusion.resolve_target('x86-64-v3'); "
         "print(json.dumps([before, 'tvm' in sys.modules]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    command = [sys.executable, "-c", WITHOUT_TORCH + code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert json.loads(done.stdout) == [False, True]
+
+
+def test_ranks_begin_without_the_compiler() -> None:
+    code = (
+        "import sys\nfrom tvm_fusion import distributed\n"
+        "distributed.session, distributed.load, distributed.World, dir(distributed)\n"
+        "assert 'tvm' not in sys.modules and distributed.session.__module__ in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH + code], check=True, cwd=ROOT)
+
+
+def test_names_of_ranks() -> None:
+    for name in distributed.__all__:
+        assert getattr(distributed, name).__name__ == name and name in dir(distributed)
+    with pytest.raises(AttributeError, match="has no attribute 'melt'"):
+        _ = distributed.melt

@@ -204,7 +204,7 @@ def profile(
     if is_gpu(resolved):
         raise TargetError(
             f"kernels are profiled on CPUs only; got a target of kind {resolved.kind.name!r}; "
-            "tvm_fusion.compiler.explain_gpu lists those of a GPU"
+            "`tvm-fusion explain` lists those of a GPU"
         )
     check_host(required_features(resolved), arch_of(resolved))
     tell = progress or (lambda text, done, total: None)

@@ -26,7 +26,7 @@ from .options import (
 from .output import compile_model, progress_bar, show
 
 if TYPE_CHECKING:
-    from ..distributed.model import DistributedModel
+    from ..distributed.network.model import DistributedModel
     from ..runtime.compiled_model import CompiledModel
 
 
@@ -126,7 +126,7 @@ def _compiled(
     for_gpus = ("fast_math", "cuda_graph", "precision")
     refuse_given(for_gpus, "it is for GPUs, and ranks compute on CPUs")
     refuse_given(["machine"], "it is for one process")
-    from ..distributed.compile_network import compile_network
+    from ..distributed.network.compile_network import compile_network
     from ..distributed.network_figures import read_figures
 
     for name in (*for_gpus, "machine"):

@@ -63,8 +63,8 @@ def explain_command(
     if ranks is not None:
         refuse_given(["resources", "precision"], "it is for GPUs")
         refuse_given(["records", "machine"], "it does not change how rows are distributed")
-        from ..distributed.compile_network import explain_network
-        from ..distributed.explain_network import segments_table
+        from ..distributed.network.compile_network import explain_network
+        from ..distributed.network.explain_network import segments_table
         from ..distributed.network_figures import read_figures
 
         kept = {name: options[name] for name in ("target", "shapes", "fuse", "winograd")}
@@ -75,7 +75,7 @@ def explain_command(
         return
     refuse_given(["exchange", "network"], "it is for --ranks")
     if names_gpu(options["target"]):
-        from ..compiler.explain_gpu import explain_kernels, explain_kernels_table
+        from ..compiler.explain.explain_gpu import explain_kernels, explain_kernels_table
 
         refuse_given(["winograd", "records", "machine"], "it applies to CPUs only")
         kept = {name: options[name] for name in ("target", "shapes", "fuse", "precision")}
@@ -85,7 +85,7 @@ def explain_command(
     refuse_given(["resources"], "it is for --target cuda")
     refuse_given(["precision"], "it is for GPUs")
     del options["precision"]
-    from ..compiler.explain import explain, explain_table
+    from ..compiler.explain.explain import explain, explain_table
 
     report = explain(model, **options)
     show_table(report, explain_table(report, model.name), as_json)

@@ -146,11 +146,11 @@ machine_option = click.option(
 
 precision_option = click.option(
     "--precision",
-    type=click.Choice(["fp32", "fp16"]),
+    type=click.Choice(["fp32", "tf32", "fp16"]),
     default="fp32",
     show_default=True,
     help="For GPUs: fp16 computes products and convolutions of float32 in float16, on tensor cores "
-    "where there are some.",
+    "where there are some; tf32 rounds the factors of products of float32 to TF32, from sm_80 on.",
 )
 
 network_option = click.option(

@@ -47,11 +47,10 @@ def list_command(path: Path, as_json: bool) -> None:
 
 def _workload_text(record: Any) -> str:
     """A workload in a few words; that of an unknown template as it is."""
-    from schedules import cpu
-
+    from ..compiler.tuned import SPACES
     from ..errors import OpError
 
-    template = cpu.TEMPLATES.get(record.template)
+    template = SPACES.get(record.template)
     text = record.key.workload
     try:
         return text[:60] if template is None else template.describe(template.read_workload(text))

@@ -123,7 +123,7 @@ def _with_sizes(spec: TensorSpec, shapes: Mapping[str, Any]) -> TensorSpec:
 
 
 def run_text(result: Mapping[str, Any]) -> str:
-    """What :func:`run_model` found, as text."""
+    """Format the findings of :func:`run_model` as text."""
     lines = []
     for output in result["outputs"]:
         shape = "x".join(map(str, output["shape"])) or "scalar"

@@ -103,10 +103,10 @@ def simulate_command(
     Messages and bytes are those of a model compiled for so many ranks. Times are predicted; lines
     within the number of ranks with which the network was measured say so.
     """
-    from ..distributed.compile_network import read_network, resolve_ranks
+    from ..distributed.network.compile_network import read_network, resolve_ranks
+    from ..distributed.network.simulate_network import simulate_network
     from ..distributed.network_figures import read_figures
     from ..distributed.program import estimated_processor
-    from ..distributed.simulate_network import simulate_network
 
     target = resolve_ranks(1, options.pop("target"), threads or 1)
     figures, measured = read_figures(network)

@@ -44,7 +44,20 @@ if TYPE_CHECKING:
     help="Where settings race: here, or on the machines of tvm-fusion serve that an RPC tracker "
     "knows under a key.",
 )
+@click.option(
+    "--space",
+    type=click.Choice(["default", "wide"]),
+    default="default",
+    show_default=True,
+    help="Settings of fused pairs: those that the cost model compares, or all.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--forms/--no-forms",
+    default=True,
+    show_default=True,
+    help="Race fused kernels, separate ones and Winograd's algorithm, with all their kernels.",
+)
 @compile_options
 @threads_option
 @json_option
@@ -52,6 +65,7 @@ def tune_command(model: Path, minutes: float | None, as_json: bool, **options: A
     """Search faster settings for the kernels of MODEL on a CPU, and record the winners.
 
     Each kernel's settings race its default; a winner is recorded if it gains 1 % in a second race.
+    Then the forms of convolutions and pairs race: fused, separate, by Winograd's algorithm.
     Ctrl-C keeps all trials; the same command then goes on, and repeats none.
     """
     from .. import tune

@@ -14,7 +14,7 @@ import onnx
 import tvm
 
 from schedules.cost.machine import load_machine
-from schedules.distribute.rank_plan import RankPlan
+from schedules.distribute.rows.rank_plan import RankPlan
 
 from ..codegen.device_code import compile_kernels
 from ..errors import TargetError
@@ -91,6 +91,8 @@ def compile(
         For GPUs: ``"fp16"`` computes products and convolutions of float32 in float16, summed in
         float32, on tensor cores where there are some; what lies between them is float16, too, but
         for norms and softmax. Inputs and outputs stay as they are. Values beyond 65504 overflow.
+        ``"tf32"``, from sm_80 on, only rounds the factors of matrix products to 10 bits behind the
+        point, for tensor cores; packed convolutions and attention stay float32.
     cuda_graph : bool
         For CUDA: whether kernels are captured into CUDA graphs in the first call and replayed in
         the others, which saves the time of their launches. Those that read inputs or write outputs
@@ -137,7 +139,7 @@ def compile(
     """
     if ranks is not None:
         # By name: that family stands above this one.
-        family = importlib.import_module("tvm_fusion.distributed.compile_network")
+        family = importlib.import_module("tvm_fusion.distributed.network.compile_network")
         family.refuse_gpu_options(fast_math, precision, cuda_graph)
         if machine is not None:
             raise TargetError(f"machine={machine!r} has no effect with ranks: leave it out")

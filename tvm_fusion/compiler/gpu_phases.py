@@ -13,9 +13,11 @@ from tvm.s_tir import dlight
 from tvm.target import Target
 
 from relay_passes import (
+    AllowTF32,
     AnnotateGathers,
     ApplyRules,
     CoalesceReduction,
+    ConfigureReductions,
     DecomposeNormalization,
     FuseAttention,
     FuseConv2D,
@@ -28,6 +30,7 @@ from relay_passes import (
     SimplifyInference,
 )
 from schedules import gpu
+from schedules.tuning.records import Records
 
 from ..errors import CompilationError
 from .launches import launches
@@ -44,7 +47,7 @@ missing: it fails on a scatter, and ours takes transpositions."""
 
 
 def gpu_phases(
-    target: Target, fuse: Any = "auto", precision: str = "fp32"
+    target: Target, fuse: Any = "auto", precision: str = "fp32", records: Records | None = None
 ) -> dict[str, list[Pass]]:
     """All phases up to scheduled kernels, in order.
 
@@ -55,7 +58,9 @@ def gpu_phases(
     fuse : str or callable
         Choice of pairs of convolutions for :class:`relay_passes.FuseConv2D`.
     precision : str
-        ``"fp16"`` for products and convolutions of float16.
+        ``"fp16"`` for products and convolutions of float16, ``"tf32"`` for products of TF32.
+    records : Records, optional
+        Knobs of tuned kernels.
 
     Returns
     -------
@@ -63,8 +68,10 @@ def gpu_phases(
         From the name of a phase to its passes.
     """
     transform = relax.transform
+    rules = gpu.rules(records) if records else gpu.RULES
     # Before norms and softmax decompose, which stay float32.
     half = [HalfPrecision(), SimplifyInference()] if precision == "fp16" else []
+    tf32 = [AllowTF32()] if precision == "tf32" else []
     return {
         "simplify": [SimplifyInference(), *half, FuseAttention(target), DecomposeNormalization()],
         "fuse": [FuseConv2D(fuse=fuse, target=target, winograd="never"), FuseEpilogue()],
@@ -84,7 +91,12 @@ def gpu_phases(
             transform.DeadCodeElimination(),
             ShortenNames(),
         ],
-        "schedule": [ApplyRules(*gpu.RULES, *STOCK_RULES), RequireKernels()],
+        "schedule": [
+            *tf32,
+            ConfigureReductions(target),
+            ApplyRules(*rules, *STOCK_RULES),
+            RequireKernels(),
+        ],
     }
 
 

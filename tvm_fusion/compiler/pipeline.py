@@ -31,7 +31,9 @@ from relay_passes import (
     FuseEpilogue,
     FusePack,
     LiftWeights,
+    MarkConstants,
     PackLayout,
+    PackWeights,
     SimplifyInference,
     WidenProducts,
 )
@@ -42,12 +44,14 @@ from schedules import cpu
 from schedules.cost.decisions import deciding_for
 from schedules.cost.machine import Machine
 from schedules.cpu.loops.selections import CPU_ONLY
+from schedules.gpu.core.machine import GPUInfo
 from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
 
 from ..codegen.nvrtc import tvm_compiler
 from ..errors import CompilationError, TargetError, TVMFusionError
 from ..runtime.kernel_call import KernelCall
+from .build_kernels import build_program, reason
 from .gpu_phases import gpu_phases
 from .interrupts import interrupts_kept
 from .target import is_gpu
@@ -57,7 +61,7 @@ Progress = Callable[[str, int, int], None]
 
 NAME = "tvm_fusion"
 
-PRECISIONS = ("fp32", "fp16")
+PRECISIONS = ("fp32", "tf32", "fp16")
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Options:
     winograd : str
         Choice of 3x3 convolutions for :class:`relay_passes.ChooseWinograd`.
     records : Records
-        Winners of tuning jobs, for the knobs of CPU kernels.
+        Winners of tuning jobs, for the forms and knobs of CPU kernels.
     fast_math : bool
         Whether functions of float32 may be approximations on CUDA.
     precision : str
@@ -130,7 +134,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         )
     if is_gpu(target):
         _check_gpu(target, options)
-        return gpu_phases(target, options.fuse, options.precision)
+        return gpu_phases(target, options.fuse, options.precision, options.records)
     if options.precision != "fp32":
         raise TargetError(
             f"precision={options.precision!r} is for GPUs: CPUs compute float16 slower than "
@@ -145,10 +149,10 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     return {
         "simplify": [WidenProducts(), SimplifyInference()],
         "fuse": [
-            FuseConv2D(fuse=options.fuse, target=target, winograd=winograd),
+            FuseConv2D(options.fuse, target, winograd, options.records),
             FuseEpilogue(),
         ],
-        "pack": [PackLayout(target=target), ChooseWinograd(winograd, target)],
+        "pack": [PackLayout(target=target), ChooseWinograd(winograd, target, options.records)],
         "reduce": [CoalesceReduction()],
         "lower": [
             *cpu_generic.library_dispatch_passes(target),
@@ -160,7 +164,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
             transform.FuseTIR(),
             transform.DeadCodeElimination(),
         ],
-        "schedule": [ApplyRules(*cpu.rules(options.records))],
+        "schedule": [MarkConstants(), ApplyRules(*cpu.rules(options.records)), PackWeights()],
     }
 
 
@@ -174,6 +178,11 @@ def _check_gpu(target: Target, options: Options) -> None:
         raise TargetError(
             f"winograd='always' has no effect on {target.kind.name!r}: Winograd's algorithm is for "
             "CPUs only; expected 'auto' or 'never'"
+        )
+    if options.precision == "tf32" and not GPUInfo.from_target(target).has_tensor_cores:
+        raise TargetError(
+            f"precision='tf32' has no effect on {target}: tensor cores take it from sm_80 on; "
+            "leave it out"
         )
     if target.host is None:
         raise TargetError(
@@ -259,10 +268,7 @@ def _own_errors(stage: str) -> Iterator[None]:
     except TVMFusionError:
         raise
     except Exception as error:  # TVM raises anything from ValueError to tvm.error
-        # After these words TVM prints the whole module.
-        told = str(error).partition("\nError in pass:")[0]
-        reason = " ".join(told.split())[-500:] or type(error).__name__
-        raise CompilationError(f"the stage {stage!r} failed: {reason}") from error
+        raise CompilationError(f"the stage {stage!r} failed: {reason(error)}") from error
 
 
 def lower_to_vm(target: Target, captured: Sequence[str] = ()) -> Pass:
@@ -334,10 +340,20 @@ def build_apart(
         lower = lower_to_vm(target, functions if cuda_graph else ())
         mod = tvm.transform.Sequential([lower, LiftWeights(functions)])(mod)
         weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
-        lowered = tvm.transform.Sequential([])
-        executable = tvm.compile(mod.without_attr(WEIGHTS), target, relax_pipeline=lowered)
+        executable = _generate(mod.without_attr(WEIGHTS), target)
         is_main = tuple(functions) == ("main",)
         return Built(executable, weights, _kernel_call(mod["main"]) if is_main else None)
+
+
+_EXTERNAL = ("external_mods", "const_name_to_constant")
+"""Attributes of a module, parts of which are compiled already."""
+
+
+def _generate(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
+    """Code of a lowered module."""
+    if is_gpu(target) or (mod.attrs and any(name in mod.attrs for name in _EXTERNAL)):
+        return tvm.compile(mod, target, relax_pipeline=tvm.transform.Sequential([]))
+    return build_program(mod, target)
 
 
 def _kernel_call(main: relax.Function) -> KernelCall | None:

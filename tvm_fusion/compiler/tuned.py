@@ -12,10 +12,11 @@ import tvm
 from tvm import tirx
 from tvm.target import Target
 
-from schedules import cpu
-from schedules.tuning.records import RECORD, Records
+from relay_passes.conv2d.fusion_report import recorded_forms
+from schedules import cpu, gpu
+from schedules.gpu.core.machine import GPUInfo
+from schedules.tuning.records import RECORD, AnySpace, Records
 
-from ..errors import TargetError
 from .record_reader import load_records, record_files
 from .target import is_gpu
 
@@ -23,6 +24,9 @@ SHIPPED = Path(__file__).resolve().parents[1] / "database"
 """Folder of the package's own records: one file a CPU, named after it."""
 
 NONE = "none"
+
+SPACES: dict[str, AnySpace] = {**cpu.SPACES, **gpu.TEMPLATES}
+"""All that a record can choose from, by name."""
 
 
 def choose_records(records: str | os.PathLike[str] | None, target: Target) -> Records:
@@ -34,7 +38,7 @@ def choose_records(records: str | os.PathLike[str] | None, target: Target) -> Re
         A file of records, the folder of a tuning job, ``"none"`` for no records at all, or None for
         those of the package only.
     target : Target
-        A resolved target; only a CPU has records.
+        A resolved target.
 
     Returns
     -------
@@ -45,23 +49,14 @@ def choose_records(records: str | os.PathLike[str] | None, target: Target) -> Re
     ------
     TuningError
         If there is no such file or folder.
-    TargetError
-        If records are given for a GPU.
     """
-    if is_gpu(target):
-        if records not in (None, NONE):
-            raise TargetError(
-                f"records are for CPUs; got {os.fspath(records)!r} for a target of the kind "
-                f"{target.kind.name!r}"
-            )
-        return Records()
     if records == NONE:
         return Records()
     files = [] if records is None else record_files(Path(records))
-    shipped = SHIPPED / f"{target.attrs['mcpu']}.jsonl"
+    name = GPUInfo.from_target(target).name if is_gpu(target) else target.attrs["mcpu"]
+    shipped = SHIPPED / f"{name}.jsonl"
     files += [shipped] if shipped.exists() else []
-    versions = {name: template.version for name, template in cpu.TEMPLATES.items()}
-    return load_records(files, versions)
+    return load_records(files, {name: one.version for name, one in SPACES.items()})
 
 
 def record_of(func: tirx.PrimFunc) -> dict[str, Any] | None:
@@ -74,8 +69,11 @@ def record_of(func: tirx.PrimFunc) -> dict[str, Any] | None:
 
 
 def used_records(mod: tvm.IRModule) -> list[dict[str, Any]]:
-    """Return the records that an optimised module follows, with the name of each ``function``."""
-    found = []
+    """Return the records that an optimised module follows.
+
+    Each with the name of its ``function``; those of forms with the layers instead.
+    """
+    found = recorded_forms(mod)
     for variable, func in mod.functions.items():
         record = record_of(func) if isinstance(func, tirx.PrimFunc) else None
         if record is not None:

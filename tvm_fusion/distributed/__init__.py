@@ -2,15 +2,25 @@
 """Programs and networks over MPI ranks: the session, exchanges, reductions, failures.
 
 Imports ``compiler`` and ``runtime``; only ``cli`` may import it. Without mpi4py all but a session
-works. Start with ``program.py`` and ``model.py``, then with ``communicator.py``.
+works. Start with ``program.py``, then with ``network`` (models) and ``world`` (messages).
 """
 
-from .communicator import World
-from .compile_network import compile_network
-from .job_session import session
-from .model import DistributedModel, load
-from .program import Program, compile, estimated_processor
-from .rank_reduce import reduce
+# TVM's compiler is imported with the first name that needs it: ranks that run a saved model, or
+# only exchange, begin without it.
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .network.compile_network import compile_network
+    from .network.model import DistributedModel, load
+    from .program import Program, compile, estimated_processor
+    from .rank_reduce import reduce
+    from .world.communicator import World
+    from .world.job_session import session
+    from .world.local_world import run_ranks
 
 __all__ = [
     "DistributedModel",
@@ -21,5 +31,29 @@ __all__ = [
     "estimated_processor",
     "load",
     "reduce",
+    "run_ranks",
     "session",
 ]
+
+_LATER = {
+    "compile_network": "network.compile_network",
+    **dict.fromkeys(("DistributedModel", "load"), "network.model"),
+    **dict.fromkeys(("Program", "compile", "estimated_processor"), "program"),
+    "reduce": "rank_reduce",
+    "World": "world.communicator",
+    "session": "world.job_session",
+    "run_ranks": "world.local_world",
+}
+"""Public names, and the modules that are imported when they are asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import what a name needs on its first use."""
+    if name in _LATER:
+        return getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """All public names, imported or not."""
+    return sorted({*globals(), *__all__})

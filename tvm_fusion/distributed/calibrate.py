@@ -9,17 +9,20 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from schedules.cost.machine import Figure, Machine
-from schedules.distribute.cost import Network
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 
 from ..errors import InvalidInputError
 from ..machine.host_info import cpu_name
 from ..written_aside import written_aside
-from .communicator import World
+from .world.communicator import World
+
+if TYPE_CHECKING:
+    from schedules.distribute.cost import Network
 
 SIZES = tuple(8 << k for k in range(0, 22, 3))
 """Bytes of the messages that are measured: 8 bytes to 16 MB."""
@@ -73,6 +76,8 @@ def network_of(machine: Machine) -> Network:
     PredictionError
         If it has no such figures.
     """
+    from schedules.distribute.cost import Network  # with TVM, which the ranks do not need
+
     progress = machine.get("network.progress", 0.0)
     return Network(machine["network.latency"], machine["network.bandwidth"], min(progress, 1.0))
 

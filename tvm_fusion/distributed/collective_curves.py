@@ -15,7 +15,7 @@ from ..errors import InvalidInputError
 from ..machine.host_info import cpu_name
 from ..prediction.collectives import Collectives, Curve
 from .calibrate import slowest, timed
-from .communicator import World
+from .world.communicator import World
 
 MESSAGES = tuple(4 << k for k in range(23))
 """Bytes: 4 bytes to 16 MB, doubled, as section 5.4.3.2 of the dissertation fits them."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import tvm_ffi
 
-from schedules.distribute.distribute import Distribution
 from schedules.distribute.exchange import Exchange, LocalBuffer, Region
 
 from ..errors import InvalidInputError
 from ..runtime.arguments import numpy_dtype
 from ..runtime.host_arrays import aligned_empty
 from ..runtime.thread_pool import Crew
+
+if TYPE_CHECKING:
+    from schedules.distribute.distribute import Distribution
 
 
 class Ranks(Protocol):
@@ -41,7 +43,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class LocalArray:
-    """What a rank holds of an input or of the output.
+    """Window of an input or of the output that a rank holds.
 
     Parameters
     ----------
@@ -132,7 +134,7 @@ class LocalProgram:
         return LocalBuffer(array, tuple(begin for begin, _ in window))
 
     def input(self, name: str) -> LocalArray:
-        """What this rank holds of an input.
+        """Window of an input that this rank holds.
 
         Raises
         ------
@@ -146,7 +148,7 @@ class LocalProgram:
 
     @property
     def output(self) -> LocalArray:
-        """What this rank holds of the output."""
+        """Window of the output that this rank holds."""
         name = self.plan.nest.output.name
         return LocalArray(self.buffers[name], self._part.owned[name])
 
@@ -212,3 +214,18 @@ class LocalProgram:
         buffers, tensors = self.buffers, self._tensors
         buffers[output], buffers[name] = buffers[name], buffers[output]
         tensors[output], tensors[name] = tensors[name], tensors[output]
+
+
+def check_ranks(world: Ranks, ranks: int, what: str) -> None:
+    """Refuse a world of another size than a model or program was compiled for.
+
+    Raises
+    ------
+    InvalidInputError
+        If the sizes differ.
+    """
+    if world.size != ranks:
+        raise InvalidInputError(
+            f"the {what} is compiled for {ranks} ranks and there are {world.size}; "
+            f"start it by mpiexec -n {ranks}, or compile it for {world.size}"
+        )

@@ -27,9 +27,9 @@ from schedules.distribute.transfer import Transfer
 from schedules.schedule_rule import schedule_function
 
 from ..compiler.target import is_gpu, resolve
-from ..errors import InvalidInputError, OpError, TargetError
+from ..errors import OpError, TargetError
 from .explain import describe
-from .local_program import LocalProgram, Piece, Ranks
+from .local_program import LocalProgram, Piece, Ranks, check_ranks
 
 Schedule = Callable[[s_tir.Schedule], None]
 Overlap = Literal["auto", "always", "never"]
@@ -93,18 +93,14 @@ class Program:
         DistributedError
             If ranks have different programs.
         """
-        if world.size != self.ranks:
-            raise InvalidInputError(
-                f"the program is compiled for {self.ranks} ranks and there are {world.size}; "
-                f"start it by mpiexec -n {self.ranks}, or compile it for {world.size}"
-            )
+        check_ranks(world, self.ranks, "program")
         world.agree(self._identity(), "programs")
         pieces = self.pieces[world.rank]
         kernels = {piece.kernel: self.library[piece.kernel] for piece in pieces}
         return LocalProgram(self.distribution, world, pieces, kernels)
 
     def _identity(self) -> str:
-        """What must be the same on all ranks."""
+        """Text of what must be the same on all ranks."""
         plan = self.distribution
         func = plan.nest.func.script()
         return f"{plan.partition} {plan.exchanges} {self.pieces} {plan.repeat} {self.target} {func}"
@@ -223,7 +219,7 @@ def estimated_processor(target: Target) -> Processor:
 
 @dataclass(frozen=True)
 class _Figures:
-    """What the predictions are made of."""
+    """Figures that the predictions are made of."""
 
     network: Network
     processor: Processor
@@ -241,7 +237,7 @@ class _Figures:
         return max(seconds)
 
     def overlaps(self, plan: Distribution, rank: int, wish: Overlap) -> bool:
-        """Whether a rank computes its interior while messages travel."""
+        """True if a rank computes its interior while messages travel."""
         if wish == "never" or plan.parts[rank].is_empty or len(plan.parts[rank].steps) > 1:
             return False
         interior = plan.interior(rank)

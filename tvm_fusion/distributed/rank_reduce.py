@@ -28,10 +28,10 @@ from schedules.workload.reduce import (
 from schedules.workload.reduce_operator import empty_result, identity
 
 from ..errors import OpError
-from .communicator import World
-from .failure import DisagreementError
-from .parcel import name_ranks
 from .part_states import state_kernel
+from .world.communicator import World
+from .world.failure import DisagreementError
+from .world.parcel import name_ranks
 
 _OF_FLOATS = ("variance", "logsumexp", MAX_SUM_EXP)
 _UFUNCS = {
@@ -127,7 +127,7 @@ class _Reduction:
 
     @property
     def is_over_ranks(self) -> bool:
-        """Whether states of several ranks have to be combined."""
+        """True if states of several ranks have to be combined."""
         return self.axis in self.workload.axes
 
     @property

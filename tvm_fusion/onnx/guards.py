@@ -18,16 +18,22 @@ from .rewrites.arithmetic.division import division_problem
 from .rewrites.arithmetic.wider_types import sort_problem
 from .rewrites.control_flow.loops import loop_problem
 from .rewrites.fourier import fourier_problem
+from .rewrites.indexing.sequences import sequence_problem
+from .rewrites.indexing.unique import unique_problem
 from .rewrites.open_sizes import compress_problem, roi_align_problem, suppression_problem
 from .rewrites.own_ops import bit_cast_problem
 from .rewrites.quantized import blocks_problem
 from .rewrites.recurrent import recurrent_problem
+from .rewrites.windows.deform_conv import deform_conv_problem
+from .rewrites.windows.p_norms import p_norm_problem
 from .rewrites.windows.resize import resize_problem
+from .rewrites.windows.unfolded import unfolded_problem
 
 SHAPE_INPUTS = {
     "ConstantOfShape": (0,),
     "CumProd": (1,),
     "Expand": (1,),
+    "MelWeightMatrix": (0, 1, 2, 3, 4),
     "OneHot": (1,),
     "Pad": (1, 3),
     "Range": (0, 1, 2),
@@ -41,6 +47,10 @@ SHAPE_INPUTS = {
     "Unsqueeze": (1,),
 }
 """Inputs that decide a shape or a place in memory; they must not depend on data."""
+
+
+SAMPLED = frozenset({"bicubic", "bilinear", "cubic", "linear", "nearest"})
+"""Modes of GridSample, by the names of all versions."""
 
 
 def check_translations(model: onnx.ModelProto, facts: GraphFacts) -> None:
@@ -72,14 +82,10 @@ def _training(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     return "it is in training mode" if asked else None
 
 
-def _space_to_depth(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
-    mode = attribute(node, "mode", "DCR")
-    return None if mode == "DCR" else f"its mode is {mode!r}"
-
-
-def _p_norm(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
-    """Check an LpPool: the importer multiplies a mean by the whole window, also at the border."""
-    return "its ceil_mode is 1" if attribute(node, "ceil_mode", 0) else None
+def _sampled(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    mode, padding = attribute(node, "mode", "linear"), attribute(node, "padding_mode", "zeros")
+    is_known = mode in SAMPLED and padding in ("zeros", "border", "reflection")
+    return None if is_known else f"its mode is {mode!r} with padding_mode {padding!r}"
 
 
 def _transposed(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
@@ -94,26 +100,32 @@ def _branch(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
 _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "BitCast": bit_cast_problem,
     "Compress": compress_problem,
+    "Col2Im": unfolded_problem,
     "ConvTranspose": _transposed,
     "DFT": fourier_problem,
+    "DeformConv": deform_conv_problem,
     "DequantizeLinear": blocks_problem,
     "Div": division_problem,
     "Dropout": _training,
     "GRU": recurrent_problem,
+    "GridSample": _sampled,
     "If": _branch,
     "LSTM": recurrent_problem,
     "Loop": loop_problem,
-    "LpPool": _p_norm,
+    "LpPool": p_norm_problem,
+    "MaxUnpool": unfolded_problem,
     "Mod": division_problem,
     "NonMaxSuppression": suppression_problem,
     "QuantizeLinear": blocks_problem,
     "RNN": recurrent_problem,
     "Resize": resize_problem,
+    "ReverseSequence": sequence_problem,
     "RoiAlign": roi_align_problem,
     "STFT": fourier_problem,
     "Scan": loop_problem,
-    "SpaceToDepth": _space_to_depth,
+    "TensorScatter": sequence_problem,
     "TopK": sort_problem,
+    "Unique": unique_problem,
 }
 
 

@@ -12,6 +12,7 @@ NUMBERS = frozenset(
     for name in (
         *("FLOAT", "FLOAT16", "DOUBLE", "BFLOAT16", "BOOL"),
         *("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"),
+        *("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ", "FLOAT8E8M0"),
     )
 )
 

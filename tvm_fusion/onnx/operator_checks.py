@@ -17,13 +17,16 @@ from .rewrites.recurrent import DEFAULTS as RECURRENT
 CONTROL_FLOW = frozenset({"If", "Loop", "Scan"})
 """Operators whose bodies become nodes of the graph around them."""
 
-WRITTEN = frozenset({"ConvInteger", "DFT", "QLinearConv", "QLinearMatMul", "STFT"})
-"""Operators that the importer lacks and that rules write by others."""
+WRITTEN = frozenset(
+    """Col2Im ConvInteger DFT MaxUnpool MelWeightMatrix QLinearConv QLinearMatMul ReverseSequence
+    STFT TensorScatter Unique""".split()
+)
+"""Operators that the importer lacks, or refuses here, and that rules write by others."""
 
 DATA_DEPENDENT = frozenset(
-    """AllClassNMS MaxRoiPool MaxUnpool Optional OptionalGetElement OptionalHasElement SequenceAt
+    """AllClassNMS MaxRoiPool Optional OptionalGetElement OptionalHasElement SequenceAt
     SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength SplitToSequence
-    ConcatFromSequence Unique""".split()
+    ConcatFromSequence""".split()
 )
 """Operators of the importer whose result sizes or reads depend on data."""
 

@@ -24,20 +24,24 @@ from .model.shapes import infer_first, infer_shapes, infer_shapes_anew, static_s
 from .model.tensor_facts import GraphFacts
 from .model.weights import Weights
 from .node_checks import OUTPUTS, check_nodes
+from .operator_checks import refuse_nodes
 from .rewrites.arithmetic.activations import expand_elu, expand_selu, expand_thresholded_relu
 from .rewrites.arithmetic.division import expand_division, replace_divisions_by_minus_one
 from .rewrites.arithmetic.is_inf import expand_is_inf, expand_is_nan
 from .rewrites.arithmetic.modulo import expand_modulo
+from .rewrites.arithmetic.narrow_types import carry_narrow_types
 from .rewrites.arithmetic.powers import expand_power, replace_powers
-from .rewrites.arithmetic.wider_types import widen_extremes, widen_sort
+from .rewrites.arithmetic.wider_types import widen_cast, widen_extremes, widen_sort
 from .rewrites.control_flow.branches import splice_branches
 from .rewrites.control_flow.functions import expand_operators, inline_functions
 from .rewrites.control_flow.loops import unroll_loops
 from .rewrites.expansion import Rule, expand_nodes
 from .rewrites.fold import fold_constants
-from .rewrites.fourier import expand_dft, expand_stft
+from .rewrites.fourier import expand_dft, expand_stft, write_sides
 from .rewrites.indexing.indices import clamp_indices
 from .rewrites.indexing.one_hot import expand_one_hot
+from .rewrites.indexing.sequences import expand_reverse_sequence, expand_tensor_scatter
+from .rewrites.indexing.unique import expand_unique
 from .rewrites.norms.layer_norm import LayerNormRule
 from .rewrites.norms.lp_norm import replace_lp_norms
 from .rewrites.norms.mean_variance import split_mean_variance
@@ -55,17 +59,24 @@ from .rewrites.quantized import (
 from .rewrites.recurrent import expand_recurrent
 from .rewrites.windows.auto_pad import pad_pools
 from .rewrites.windows.conv_transpose import pad_transposed_convolutions
+from .rewrites.windows.p_norms import expand_p_norm
 from .rewrites.windows.resize import normalize_resizes
+from .rewrites.windows.resize_taps import expand_resize
+from .rewrites.windows.unfolded import expand_col2im, expand_max_unpool
 
 OLDEST_OPSET = 13
 """First opset in which axes, pads and the like are inputs, as the importer expects."""
 
 CONVERTED_OPSET = 17
 
+FIRST_SCAN_WITHOUT_BATCH = 9
+
 FIRST_COORDINATE_MODES = 11
 """Before this opset, Upsample and Resize had one coordinate mode, which the converter drops."""
 
 EXPANSIONS: dict[str, Rule] = {
+    "Cast": widen_cast,
+    "Col2Im": expand_col2im,
     "ConvInteger": expand_conv_integer,
     "CumProd": name_axis,
     "DFT": expand_dft,
@@ -73,10 +84,13 @@ EXPANSIONS: dict[str, Rule] = {
     "Div": expand_division,
     "Elu": expand_elu,
     "GRU": expand_recurrent,
+    "GlobalLpPool": expand_p_norm,
     "IsInf": expand_is_inf,
     "IsNaN": expand_is_nan,
     "LSTM": expand_recurrent,
+    "LpPool": expand_p_norm,
     "MatMulInteger": expand_matmul_integer,
+    "MaxUnpool": expand_max_unpool,
     "Mod": expand_modulo,
     "NonMaxSuppression": name_limits,
     "OneHot": expand_one_hot,
@@ -87,10 +101,14 @@ EXPANSIONS: dict[str, Rule] = {
     "RNN": expand_recurrent,
     "ReduceMax": widen_extremes,
     "ReduceMin": widen_extremes,
+    "Resize": expand_resize,
+    "ReverseSequence": expand_reverse_sequence,
     "STFT": expand_stft,
     "Selu": expand_selu,
+    "TensorScatter": expand_tensor_scatter,
     "ThresholdedRelu": expand_thresholded_relu,
     "TopK": widen_sort,
+    "Unique": expand_unique,
 }
 """Operators whose nodes become several, none of which depends on another of these."""
 
@@ -104,6 +122,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     store_empty_inputs(model)
     split_sums(model)
     split_mean_variance(model)
+    write_sides(model)
     model = _simplify(infer_first(model), weights)
     facts = GraphFacts(model, weights)
     while pad_transposed_convolutions(model, facts):
@@ -124,6 +143,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     clamp_indices(model, facts)
     drop_identities(model, facts)
     check_translations(model, facts)
+    carry_narrow_types(model, facts, weights)
     return model
 
 
@@ -182,6 +202,11 @@ def upgrade_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     opset = default_opset(model)
     if opset is None or opset >= OLDEST_OPSET:
         return model
+    if opset < FIRST_SCAN_WITHOUT_BATCH:
+        nodes = [node for graph in all_graphs(model) for node in graph.node]
+        scans = [node for node in nodes if node.op_type == "Scan" and is_default_domain(node)]
+        reason = "this version has a batch; expected opset 9"
+        refuse_nodes(model, [(node, reason) for node in scans])
     try:
         converted = version_converter.convert_version(model, CONVERTED_OPSET)
     except (RuntimeError, ValueError) as error:

@@ -316,7 +316,7 @@ class Collectives:
 
 
 def _machine_file(path: Path) -> dict[str, Any]:
-    """What the file of a machine holds; nothing where there is none, or another file."""
+    """Read the file of a machine; nothing where there is none, or another file."""
     data = read_json(path, _MAX_FILE_BYTES, "file of a machine") if path.is_file() else {}
     return data if isinstance(data, dict) and "figures" in data else {}
 

@@ -43,7 +43,7 @@ from typing import Any
 
 import tvm_ffi
 
-from schedules.distribute.rank_plan import RankPlan, plan_from_json
+from schedules.distribute.rows.rank_plan import RankPlan, plan_from_json
 
 from ..codegen.device_code import machine_code_of
 from ..codegen.linker import SharedLinker

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tvm_ffi
@@ -19,22 +19,18 @@ from ..errors import ArtifactError, InvalidInputError, TargetError
 from .arguments import bind
 from .artifact import (
     Description,
-    copy_artifact,
     read_artifact,
     read_artifact_weights,
-    write_artifact,
 )
-from .device import DeviceNeeds, device_of
+from .described_model import DescribedModel
+from .device import device_of
 from .fast_call import FastCall, Program, has_fast_call, is_known, make_fast_call, no_fast_call
 from .host_arrays import random_inputs
 from .memory import DeviceMemory, HostMemory, Memory, own_tensors
-from .tensor_spec import TensorSpec, refuse_open_shapes
+from .tensor_spec import refuse_open_shapes
 from .thread_pool import Crew, choose_threads
 from .tvm_runtime import get_function, start_machine
 from .weights import digest, stored_bytes
-
-if TYPE_CHECKING:
-    from tvm.target import Target
 
 _FILE_NAME = "model.so"
 
@@ -76,7 +72,7 @@ class Latency:
         )
 
 
-class CompiledModel:
+class CompiledModel(DescribedModel):
     """A model compiled for a CPU or a GPU; made by ``tvm_fusion.compile`` or ``load``.
 
     It is called with its inputs as numpy arrays or anything else on the CPU that has DLPack
@@ -130,70 +126,19 @@ class CompiledModel:
         self._has_one_output = len(about.outputs) == 1
 
     @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs in the order of the call."""
-        return self._about.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """The outputs in the order in which they are returned."""
-        return self._about.outputs
-
-    @property
-    def target(self) -> Target:
-        """The target that the model is compiled for; accessing it imports TVM."""
-        from tvm.target import Target
-
-        return Target(self._about.target)
-
-    @property
-    def needs(self) -> DeviceNeeds | None:
-        """Requirements of the kernels on a GPU; None if they run on the CPU."""
-        return self._about.device
-
-    @property
     def device(self) -> tvm_ffi.Device:
         """The device of the kernels, and of the results of :meth:`tensors`."""
         return self._memory.device
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """CPU features that the code needs."""
-        return self._about.features
 
     @property
     def threads(self) -> int:
         """Number of threads of a call."""
         return self._crew.threads
 
-    @property
-    def versions(self) -> dict[str, str]:
-        """Versions of tvm_fusion, tvm and tvm_ffi that compiled the model."""
-        return dict(self._about.versions)
-
-    @property
-    def fused(self) -> list[dict[str, Any]]:
-        """One record for each pair of neighbouring convolutions: whether it is fused, and why.
-
-        ``first`` and ``second`` are names, ``fused`` is a bool, ``reason`` a text; FLOPs, bytes and
-        arithmetic intensity of both ways come with them.
-        """
-        return [dict(record) for record in self._about.fused]
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        """Tuning records that the kernels follow.
-
-        ``function``, ``template``, ``knobs``, ``gain`` (time of the default over that of the
-        knobs), ``source`` (name of the file) and ``date``.
-        """
-        return [dict(record) for record in self._about.records]
-
     def __repr__(self) -> str:
         """Inputs, outputs, CPU or GPU, and threads."""
-        signature = f"{_signature(self.inputs)} -> {_signature(self.outputs)}"
-        place = self._about.device or self._about.cpu
-        return f"CompiledModel({signature}, {place}, {self.threads} threads)"
+        place = self.needs or self._about.cpu
+        return f"CompiledModel({self._signature()}, {place}, {self.threads} threads)"
 
     def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
         """Compute the outputs.
@@ -326,28 +271,6 @@ class CompiledModel:
                 "compile it again"
             ) from error
         return Program.of_kernel(kernel, about.kernel, inputs, weights, output)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model to a file for :func:`load`.
-
-        It is a shared library that TVM itself can load too: ``tvm_fusion.runtime.artifact``
-        describes it. No compiler is needed, whatever the target. The file is written atomically.
-
-        Parameters
-        ----------
-        path : path
-            Destination; an existing file is replaced.
-
-        Raises
-        ------
-        ArtifactError
-            If it cannot be written; or if this model was loaded from a file, which is copied then,
-            and that file is gone or damaged.
-        """
-        if self._origin is not None:
-            copy_artifact(self._origin, path)
-        else:
-            write_artifact(path, self._executable, self._about, self._weights)
 
     def share_weights(self, known: Mapping[bytes, Any]) -> dict[bytes, Any]:
         """Use other models' weights in place of those that are equal; before the first call.
@@ -497,7 +420,3 @@ def _memory_of(about: Description) -> Memory:
     if about.device is None:
         return HostMemory(about.inputs)
     return DeviceMemory(about.inputs, device_of(about.device.kind))
-
-
-def _signature(specs: Sequence[TensorSpec]) -> str:
-    return f"({', '.join(map(str, specs))})"

@@ -13,15 +13,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import tvm
 from tvm.target import Target
 
+from schedules.cpu.conv2d.forms import FORMS
 from schedules.cpu.core.machine import CPUInfo, described
-from schedules.tuning.records import Key, Record
+from schedules.tuning.records import Key, Record, Records
 
 from ..compiler import pipeline
 from ..compiler.target import arch_of, is_gpu, required_features, resolve
@@ -29,15 +30,18 @@ from ..errors import InvalidInputError, TargetError, TuningError
 from ..machine.host import check_host, host_cpu
 from ..runtime.thread_pool import choose_threads
 from .database import Database, require_extra
+from .forms import FormTask, find_forms, form_record
 from .measure import Host, LostHost, Outcome, Pool, Session
 from .search import BATCH, Search
-from .tasks import Task, extract_tasks, text_of
+from .tasks import Task, extract_tasks, import_model, merged, text_of
 
 LEAST_GAIN = 0.01
 """Gain in the second race below which the default stays, and expected gain that ends a search."""
 LEAST_TRIALS = 2 * BATCH
 BATCH_ROUNDS, BATCH_SECONDS = (7, 60), 0.4
 FINAL_ROUNDS, FINAL_SECONDS = (15, 400), 2.0
+FORM_SECONDS = 10.0
+"""Expected time to build and race the forms of a layer or a pair."""
 FINALISTS = 3
 SEEDS = 2
 """Neighbours' winners that are tried first."""
@@ -48,16 +52,16 @@ TUNED, DEFAULT_STAYS, KNOWN, STOPPED = "tuned", "default stays", "known", "stopp
 
 @dataclass
 class TaskState:
-    """Progress and result of one task.
+    """Progress and result of one task: a kernel's knobs, or the forms of a layer or a pair.
 
     Parameters
     ----------
     name, about : str
-        Function of the model, and what it computes.
+        Function of the model, or layers, and what is computed.
     calls : int
         Calls in a call of the model.
     share : float
-        Of the predicted time of all tasks.
+        Of the predicted time of all kernels; of forms, an equal share of all forms.
     settings : int
         Size of the space; 0 before it is known.
     status : str
@@ -69,6 +73,8 @@ class TaskState:
         Times of the default and of the best setting, from the last race.
     template, knobs
         The best setting.
+    times : dict
+        Seconds of each form by its name; empty for knobs.
     failures : list of dict
         Settings that failed in this job: ``template``, ``knobs``, ``failure`` and ``reason``.
     """
@@ -84,6 +90,7 @@ class TaskState:
     best_seconds: float | None = None
     template: str = ""
     knobs: dict[str, Any] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -101,7 +108,7 @@ class TuneResult:
     Parameters
     ----------
     tasks : list of TaskState
-        The largest share of the predicted time first.
+        Kernels, the largest share of the predicted time first; then forms.
     database : str
         Its folder.
     target : str
@@ -132,7 +139,9 @@ class TuneResult:
         return found
 
 
+AnyTask = Task | FormTask
 LOCAL = "local"
+SPACES = ("default", "wide")
 Progress = Callable[[TuneResult], None]
 
 
@@ -147,8 +156,10 @@ def tune(
     threads: int | None = None,
     runner: str = LOCAL,
     seed: int = 0,
+    space: str = "default",
     fuse: Any = "auto",
     winograd: str = "auto",
+    forms: bool = True,
     progress: Progress | None = None,
 ) -> TuneResult:
     """Search faster settings for a model's kernels on a CPU, and record the winners.
@@ -156,8 +167,10 @@ def tune(
     Each kernel with knobs is a task; equal ones are tuned once. A batch of settings and the default
     take turns in a process of their own, and only ratios of times within a round count. The best
     ones meet the default again in a fresh process: a winner is recorded if it gains 1 % there, else
-    the record says that the default stays. Ctrl-C keeps all trials, and the next job with the same
-    database repeats none of them.
+    the record says that the default stays. Then the forms of each convolution and each pair (one
+    kernel for both, in blocks or on planes; separate ones, direct or by Winograd's algorithm in
+    tiles of 2 or 4) race each other with their best knobs in the same way. Ctrl-C keeps all trials,
+    and the next job with the same database repeats none of them.
 
     Parameters
     ----------
@@ -182,8 +195,15 @@ def tune(
         the tasks of one that dies are done by the others.
     seed : int
         Of random choices; the same seed and measurements give the same trials.
+    space : str
+        ``"default"``, the settings that the cost models compare, or ``"wide"``: fused pairs on CPUs
+        also have rows in pieces, sums in parts, and any order of loops and place of layer one, some
+        hundred times as many.
     fuse, winograd
         As for ``compile``.
+    forms : bool
+        Whether forms race, with the kernels of all forms as tasks: of pairs where ``fuse`` is
+        ``"auto"``, of layers where ``winograd`` is.
     progress : callable, optional
         Called with the state of the job when it changes.
 
@@ -195,28 +215,37 @@ def tune(
     TargetError
         If the target is not this machine's CPU, or that of the servers.
     InvalidInputError
-        If ``trials`` or ``minutes`` is not positive, or ``runner`` is of another form.
+        If ``trials`` or ``minutes`` is not positive, ``space`` is unknown, or ``runner`` is of
+        another form.
     """
     require_extra()
     if trials < 1:
         raise InvalidInputError(f"trials is {trials}; expected at least 1")
     if minutes is not None and not minutes > 0:
         raise InvalidInputError(f"minutes is {minutes}; expected a positive number")
+    if space not in SPACES:
+        raise InvalidInputError(f"space is {space!r}; expected {' or '.join(map(repr, SPACES))}")
     store = Database(Path(database))
     pool = _open_pool(runner, target, threads)
     with closing(pool), described(pool.target, pool.cpu):
         options = pipeline.Options(fuse, winograd=winograd)
-        tasks = extract_tasks(model, pool.target, shapes, options)
+        wide = space == "wide"
+        mod = import_model(model, shapes)
+        contests = find_forms(mod, pool.target, options) if forms else []
+        kernels = [kernel for contest in contests for kernel in contest.kernels(pool.target)]
+        tasks = merged([*extract_tasks(mod, pool.target, None, options, wide), *kernels])
         if not tasks:
             raise TuningError(
-                "the model has nothing to tune: no convolution or product of matrices of known "
-                "shape"
+                "the model has nothing to tune: no convolution, product of matrices or reduction "
+                "of known shape"
             )
-        states = [TaskState(task.name, task.about, task.calls, task.share) for task in tasks]
+        every: list[AnyTask] = [*tasks, *contests]
+        states = [TaskState(task.name, task.about, task.calls, task.share) for task in every]
         result = TuneResult(states, str(database), str(pool.target), minutes=minutes)
         job = _Job(pool, store, trials, seed, result, progress or (lambda _: None))
         try:
-            job.run(tasks)
+            job.run(tasks, states, later=FORM_SECONDS * len(contests))
+            job.run(contests, states[len(tasks) :])
         except KeyboardInterrupt:
             result.interrupted = True
         job.tell()
@@ -263,10 +292,11 @@ class _Job:
         self.pool, self.database, self.result = pool, database, result
         self.trials, self.seed, self.progress = trials, seed, progress
         self.begin = time.monotonic()
-        self.end = self.begin + 60 * (result.minutes or math.inf)
-        self.waiting: deque[tuple[Task, TaskState]] = deque()
+        self.end = self.limit = self.begin + 60 * (result.minutes or math.inf)
+        self.waiting: deque[tuple[AnyTask, TaskState]] = deque()
         self.running = 0
         self.stopped = False
+        self.retuned = False  # a kernel, whose forms race again then
         self.changed = threading.Condition()
 
     def tell(self) -> None:
@@ -276,8 +306,12 @@ class _Job:
             self.result.notes = list(self.pool.notes)
             self.progress(self.result)
 
-    def run(self, tasks: Sequence[Task]) -> None:
+    def run(
+        self, tasks: Sequence[AnyTask], states: Sequence[TaskState], later: float = 0.0
+    ) -> None:
         """Tune the tasks, each in its share of the time that is left; a machine takes one a time.
+
+        At most half of that time is left for what comes ``later``, in seconds.
 
         Raises
         ------
@@ -285,7 +319,8 @@ class _Job:
             If no machine is left.
         """
         self.tell()
-        self.waiting.extend(zip(tasks, self.result.tasks, strict=True))
+        self.end = self.limit - min(later, (self.limit - time.monotonic()) / 2)
+        self.waiting = deque(zip(tasks, states, strict=False))
         if len(self.pool.hosts) == 1:
             self._work(self.pool.hosts[0])  # here Ctrl-C ends it at once
         else:
@@ -332,7 +367,7 @@ class _Job:
             host = self.pool.replace(host, lost) if lost is not None else host
             self.tell()
 
-    def _next(self) -> tuple[Task, TaskState, float] | None:
+    def _next(self) -> tuple[AnyTask, TaskState, float] | None:
         """Take the next task, with the end of its time; None if there is nothing left to do."""
         with self.changed:
             while not self.waiting and self.running and not self.stopped:
@@ -348,40 +383,45 @@ class _Job:
             self.running += 1
             return task, state, now + (self.end - now) * min(1.0, task.share / left)
 
-    def _tune(self, task: Task, state: TaskState, host: Host, until: float) -> None:
+    def _tune(self, task: AnyTask, state: TaskState, host: Host, until: float) -> None:
+        if isinstance(task, FormTask):
+            self._race_forms(task, state, host)
+        else:
+            self._tune_knobs(task, state, host, until)
+
+    def _tune_knobs(self, task: Task, state: TaskState, host: Host, until: float) -> None:
         known = self.database.records()
         search = self._search(task, known)
         state.settings, state.trials = len(task.settings), search.trials
         record = known.get(task.key)
         if record is not None and self._is_done(task, search, record):
-            state.status, state.trials = KNOWN, record.trials
-            state.default_seconds, state.best_seconds = record.default_seconds, record.best_seconds
-            state.template, state.knobs = record.template, dict(record.knobs)
+            _tell_known(state, record)
             return
         with Session(task, self.pool.target, self.seed, host) as session:
             state.status = SEARCHING
-            self._explore(session, search, state, until)
+            self._explore(session, task, search, state, until)
             state.status = CONFIRMING
             self.tell()
-            self._confirm(session, search, state)
+            self._confirm(session, task, search, state)
+            self.retuned = True
 
     def _is_done(self, task: Task, search: Search, record: Record) -> bool:
         """Return whether an earlier job left nothing to do."""
         if task.number_of(record.template, record.version, record.knobs) is None:
-            return False
+            return not task.wide and task.is_in_wide_space(record)
         enough = max(search.trials, record.trials) >= min(self.trials, len(task.settings) - 1)
         return enough or _promises_little(search)
 
     def _search(self, task: Task, known: Mapping[Key, Record]) -> Search:
         """The search, with what the log has of earlier trials."""
-        features, log_predicted = task.table
+        features, log_predicted, knobs = task.table
         first = [
             number
             for record in known.values()
             if record.gain > 1 + LEAST_GAIN and record.key != task.key
             if (number := task.number_of(record.template, record.version, record.knobs))
         ]
-        search = Search(features, log_predicted, task.groups, self.seed, first[-SEEDS:])
+        search = Search(features, log_predicted, task.groups, self.seed, first[-SEEDS:], knobs)
         search.add(0, 0.0)
         for trial in self.database.trials(task.key):
             number = task.number_of(trial["template"], trial["version"], trial["knobs"])
@@ -390,7 +430,9 @@ class _Job:
                 search.fail(number) if ratio is None else search.add(number, math.log(ratio))
         return search
 
-    def _explore(self, session: Session, search: Search, state: TaskState, until: float) -> None:
+    def _explore(
+        self, session: Session, task: Task, search: Search, state: TaskState, until: float
+    ) -> None:
         """Try batches until the trials, the time, or what is left to gain run out."""
         hopeless = 0
         while search.trials < self.trials and hopeless < 2:
@@ -401,17 +443,17 @@ class _Job:
             racers = list(dict.fromkeys([search.best, *batch]))
             outcomes, default = session.race(racers, BATCH_ROUNDS, BATCH_SECONDS)
             for number in batch:
-                self._note(session.task, search, state, number, outcomes[number])
+                self._note(task, search, state, number, outcomes[number])
             if all(outcomes[number].failure for number in batch):
                 failed = outcomes[batch[0]]
                 raise TuningError(
                     f"all {len(batch)} candidates of {state.name} failed; the first one with "
-                    f"{text_of(*session.task.settings[batch[0]])} ({failed.failure}): "
+                    f"{text_of(*task.settings[batch[0]])} ({failed.failure}): "
                     f"{failed.reason}"
                 )
             state.trials, state.default_seconds = search.trials, default
             state.best_seconds = default * math.exp(search.measured[search.best])
-            self._name_best(session.task, state, search.best)
+            self._name_best(task, state, search.best)
             self.tell()
             hopeless = hopeless + 1 if _promises_little(search) else 0
 
@@ -430,26 +472,113 @@ class _Job:
             search.add(number, math.log(outcome.ratio))
             self.database.add_trial(task.key, about | {"ratio": outcome.ratio})
 
-    def _confirm(self, session: Session, search: Search, state: TaskState) -> None:
+    def _confirm(self, session: Session, task: Task, search: Search, state: TaskState) -> None:
         """Race the best settings again in a fresh process, and record the winner or the default."""
-        session.end_worker()
-        ranked = sorted(search.measured, key=search.measured.__getitem__)
-        finalists = [number for number in ranked if number and search.measured[number] < 0]
-        finalists = finalists[:FINALISTS]
-        session.build([0, *finalists])
-        outcomes, default = session.race(finalists, FINAL_ROUNDS, FINAL_SECONDS)
-        ratios = {number: outcomes[number].ratio or math.inf for number in finalists}
-        best = min(ratios, key=ratios.__getitem__, default=0)
-        wins = best and ratios[best] <= 1 / (1 + LEAST_GAIN)
-        best, ratio = (best, ratios[best]) if wins else (0, 1.0)
-        state.status = TUNED if wins else DEFAULT_STAYS
-        state.default_seconds, state.best_seconds = default, default * ratio
-        self._name_best(session.task, state, best)
-        self.database.add_record(_record(session, best, default, default * ratio, search))
+        ratios, default = _second_race(session, search.measured)
+        best, ratio = _winner(ratios)
+        _tell_winner(state, best, default, default * ratio)
+        self._name_best(task, state, best)
+        self.database.add_record(_record(session, task, best, default, default * ratio, search))
+
+    def _race_forms(self, task: FormTask, state: TaskState, host: Host) -> None:
+        """Race all forms with their best knobs, then the best of them in a fresh process."""
+        known = self.database.records()
+        state.settings, state.trials = len(task.forms), len(task.forms) - 1
+        task.choose_knobs(known, self.database.trials)
+        record = known.get(task.key)
+        if record is not None and not self.retuned and _is_usable(task, record):
+            _tell_known(state, record)
+            return
+        with Session(task, self.pool.target, self.seed, host) as session:
+            state.status = SEARCHING
+            self.tell()
+            outcomes, _ = session.race(range(1, len(task.forms)), BATCH_ROUNDS, FINAL_SECONDS)
+            for number, outcome in outcomes.items():
+                if outcome.failure:
+                    about = {"template": FORMS.name, "knobs": asdict(task.forms[number])}
+                    about |= {"failure": outcome.failure, "reason": outcome.reason}
+                    state.failures.append(about)
+            ratios = {n: one.ratio for n, one in outcomes.items() if one.ratio is not None}
+            state.status = CONFIRMING
+            self.tell()
+            logs = {number: math.log(ratio) for number, ratio in ratios.items()}
+            second, default = _second_race(session, logs)
+            best, ratio = _winner(second)
+            ratios = {0: 1.0} | ratios | second
+            state.times = {task.title(n): default * one for n, one in sorted(ratios.items())}
+            _tell_winner(state, best, default, default * ratio)
+            state.template, state.knobs = FORMS.name, asdict(task.forms[best])
+            for knobs in task.knobs.get(task.forms[best], []):
+                if known.get(knobs.key, knobs).template != knobs.template:
+                    times = {"default_seconds": default, "best_seconds": default * ratio}
+                    won = replace(knobs, **(_origin(session) | times))
+                    self.database.add_record(won)  # of another nest than the kernel's best
+            self.database.add_record(
+                form_record(
+                    task.workload,
+                    task.forms[best],
+                    task.machine,
+                    default,
+                    default * ratio,
+                    trials=state.trials,
+                    times=state.times,
+                    **_origin(session),
+                )
+            )
 
     def _name_best(self, task: Task, state: TaskState, number: int) -> None:
         template, knobs = task.settings[number]
         state.template, state.knobs = template.name, asdict(knobs)
+
+
+def _second_race(
+    session: Session, measured: Mapping[int, float]
+) -> tuple[dict[int, float], float]:
+    """Race the best settings and the default again, in a fresh process.
+
+    Parameters
+    ----------
+    session : Session
+        Of the first race.
+    measured : mapping
+        Logarithms of the times, in units of the default's, by setting.
+
+    Returns
+    -------
+    tuple[dict[int, float], float]
+        Times of the best ones in units of the default's, and that in seconds.
+    """
+    session.end_worker()
+    ranked = sorted(measured, key=measured.__getitem__)
+    finalists = [number for number in ranked if number and measured[number] < 0][:FINALISTS]
+    session.build([0, *finalists])
+    outcomes, default = session.race(finalists, FINAL_ROUNDS, FINAL_SECONDS)
+    return {number: outcomes[number].ratio or math.inf for number in finalists}, default
+
+
+def _winner(ratios: Mapping[int, float]) -> tuple[int, float]:
+    """The best setting with its ratio if it gains enough, else the default."""
+    best = min(ratios, key=ratios.__getitem__, default=0)
+    wins = best and ratios[best] <= 1 / (1 + LEAST_GAIN)
+    return (best, ratios[best]) if wins else (0, 1.0)
+
+
+def _tell_winner(state: TaskState, best: int, default: float, seconds: float) -> None:
+    state.status = TUNED if best else DEFAULT_STAYS
+    state.default_seconds, state.best_seconds = default, seconds
+
+
+def _tell_known(state: TaskState, record: Record) -> None:
+    state.status, state.trials = KNOWN, record.trials
+    state.default_seconds, state.best_seconds = record.default_seconds, record.best_seconds
+    state.template, state.knobs = record.template, dict(record.knobs)
+    state.times = dict(record.times)
+
+
+def _is_usable(task: FormTask, record: Record) -> bool:
+    """Return whether an earlier job has raced all forms."""
+    legal = Records([("", record)]).lookup(task.key, (FORMS,), task.workload, task.machine)
+    return legal is not None and record.trials >= len(task.forms) - 1
 
 
 def _promises_little(search: Search) -> bool:
@@ -458,9 +587,8 @@ def _promises_little(search: Search) -> bool:
 
 
 def _record(
-    session: Session, best: int, default: float, seconds: float, search: Search
+    session: Session, task: Task, best: int, default: float, seconds: float, search: Search
 ) -> Record:
-    task = session.task
     template, knobs = task.settings[best]
     return Record(
         template=template.name,
@@ -473,7 +601,15 @@ def _record(
         default_seconds=default,
         best_seconds=seconds,
         trials=search.trials,
-        machine=session.host.processor,
-        tvm=str(tvm.__version__),
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **_origin(session),
     )
+
+
+def _origin(session: Session) -> dict[str, Any]:
+    """Machine, version and date of a record."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {
+        "machine": session.host.processor,
+        "tvm": str(tvm.__version__),
+        "date": now.isoformat(timespec="seconds"),
+    }

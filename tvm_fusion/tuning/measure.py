@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -36,20 +36,71 @@ from ..errors import TuningError
 from ..machine.ended_process import how_it_ended
 from ..machine.host_info import cpu_name
 from .database import measuring
-from .tasks import Setting, Task
 from .worker import BEACON, REFERENCE
 
 PATIENCE = 10.0
 """Seconds without a new call after which a candidate counts as hanging."""
 REFERENCE_PATIENCE = 300.0
 
+_LONGEST_VECTOR = 1024  # of the code that writes a tensor
+
 ROOT = Path(__file__).resolve().parents[2]
-_BOOT = "import runpy, sys; sys.path[:1] = [sys.argv.pop(1)]; runpy.run_module({!r}, run_name={!r})"
+# TVM's runtime imports PyTorch where it finds it, which would be most of a measuring process.
+_BOOT = (
+    "import runpy, sys; sys.modules['torch'] = None; "
+    "sys.path[:1] = [sys.argv.pop(1)]; runpy.run_module({!r}, run_name={!r})"
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Kernels that are called one after another.
+
+    Parameters
+    ----------
+    mod : IRModule
+        Their functions.
+    calls : tuple of (str, tuple of int)
+        Functions with the numbers of their arguments: the task's tensors, the output last, then
+        constants, then buffers.
+    constants : tuple of array
+        Weights of these kernels alone.
+    buffers : tuple of (shape, dtype)
+        Tensors between the kernels.
+    """
+
+    mod: tvm.IRModule
+    calls: tuple[tuple[str, tuple[int, ...]], ...]
+    constants: tuple[np.ndarray, ...] = ()
+    buffers: tuple[tuple[tuple[int, ...], str], ...] = ()
+
+
+class Subject(Protocol):
+    """Subject of a session: a task whose settings are numbered, the default being 0.
+
+    ``weights`` are the numbers of those of its tensors that are weights.
+    """
+
+    machine: CPUInfo
+    weights: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    def program(self, number: int, target: Target) -> Program:
+        """Write a setting."""
+
+    def reference(self, target: Target) -> Program:
+        """Return what computes the right output."""
+
+    def tensors(self, generator: np.random.Generator) -> list[np.ndarray]:
+        """Draw the tensors that all settings share, the output last."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a setting.
+    """Outcome of a setting's measurement.
 
     Parameters
     ----------
@@ -222,8 +273,8 @@ class Session:
 
     Parameters
     ----------
-    task : Task
-        The kernel.
+    task : Subject
+        The kernel, or the forms of a layer or a pair.
     target : Target
         The machine on which they race.
     seed : int
@@ -236,7 +287,7 @@ class Session:
 
     def __init__(
         self,
-        task: Task,
+        task: Subject,
         target: Target,
         seed: int,
         host: Host | None = None,
@@ -247,7 +298,8 @@ class Session:
         self._folder = tempfile.TemporaryDirectory(prefix="tvm-fusion-tune-")
         self.folder = Path(self._folder.name)
         self._worker: Worker | None = None
-        self._built: dict[int, Path | Outcome] = {}
+        self._built: dict[int, _Built | Outcome] = {}
+        self._reference: _Built | None = None
         self._races = 0
 
     def __enter__(self) -> Session:
@@ -275,23 +327,26 @@ class Session:
         todo = [number for number in dict.fromkeys(numbers) if number not in self._built]
         pool = ThreadPoolExecutor(os.cpu_count())
         try:
-            paths = pool.map(self._build_one, todo)
-            self._built |= dict(zip(todo, paths, strict=True))
+            built = pool.map(self._build_one, todo)
+            self._built |= dict(zip(todo, built, strict=True))
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _build_one(self, number: int) -> Path | Outcome:
+    def _build_one(self, number: int) -> _Built | Outcome:
         try:
-            written = self.written(self.task.settings[number])
-            return library(written, self.target, self.folder / f"{number}.so")
+            return self._compiled(self.task.program(number, self.target), str(number))
         except Exception as error:  # TVM and LLVM raise anything
             text = " ".join(str(error).split())[-200:]
             return Outcome(None, "compile", f"{type(error).__name__}: {text}")
 
-    def written(self, setting: Setting) -> tvm.IRModule:
-        """Write the module of a setting."""
-        template, knobs = setting
-        return template.write(self.task.func, self.task.workload, knobs, self.target).mod
+    def _compiled(self, program: Program, name: str) -> _Built:
+        """Compile a program into files of this name."""
+        constants = []
+        for number, array in enumerate(program.constants):
+            constants.append(self.folder / f"{name}-{number}.npy")
+            np.save(constants[-1], array, allow_pickle=False)
+        path = library(program.mod, self.target, self.folder / f"{name}.so")
+        return _Built(path, program.calls, tuple(constants), program.buffers)
 
     def race(
         self, numbers: Sequence[int], rounds: tuple[int, int], seconds: float
@@ -356,67 +411,70 @@ class Session:
         return self._worker.call(
             self.patience,
             action="race",
-            libraries=[self.host.place(self._path(number)) for number in racers],
+            candidates=[self._placed(self._built[number]) for number in racers],
             rounds=rounds,
             seconds=seconds,
             seed=self.seed + self._races,
         )
 
-    def _path(self, number: int) -> Path:
-        built = self._built[number]
-        assert isinstance(built, Path)
-        return built
+    def _placed(self, built: _Built | Outcome) -> dict[str, Any]:
+        """Bring the files of a program to the machine, and describe it to its process."""
+        assert isinstance(built, _Built)
+        place = self.host.place
+        return {
+            "library": place(built.library),
+            "calls": built.calls,
+            "constants": [place(path) for path in built.constants],
+            "buffers": built.buffers,
+        }
 
     def _start(self) -> Worker:
         """Start a process with the task's tensors and reference."""
-        data = self.task.func.params[0]
-        shape = planes([int(extent) for extent in data.shape])
-        reference = _once(
-            self.folder / "reference.so",
-            lambda: tvm.IRModule({"main": self.task.func}),
-            self.target,
-        )
-        written = _once(
-            self.folder / "writer.so",
-            lambda: writer(shape, str(data.dtype), self.task.machine.num_cores),
-            self.target,
-        )
+        tensors = self.task.tensors(np.random.default_rng(self.seed))
+        data, cores = tensors[0], self.task.machine.num_cores
+        shape = planes(data.shape)
+        if self._reference is None:
+            self._reference = self._compiled(self.task.reference(self.target), "reference")
+            written = writer(shape, str(data.dtype), cores)
+            library(written, self.target, self.folder / "writer.so")
         place = self.host.place
-        worker = self.host.start(self.task.machine.num_cores, self.folder)
+        worker = self.host.start(cores, self.folder)
         try:
-            ready = worker.call(
-                REFERENCE_PATIENCE,
-                action="prepare",
-                arrays=[place(path) for path in self._draw()],
-                weights=self.task.weights,
-                reference=place(reference),
-                writer=place(written),
-                planes=shape,
-            )
+            for is_positive in (False, True):  # as what roots and logarithms are taken of
+                files = self._saved(tensors, is_positive)
+                ready = worker.call(
+                    REFERENCE_PATIENCE,
+                    action="prepare",
+                    arrays=[place(path) for path in files],
+                    weights=self.task.weights,
+                    reference=self._placed(self._reference),
+                    writer=place(self.folder / "writer.so"),
+                    planes=shape,
+                )
+                if ready["finite"]:
+                    return worker
+            raise TuningError(f"the reference of {self.task.name} is not finite")
         except BaseException:
             worker.close()
             raise
-        if not ready["finite"]:
-            worker.close()
-            raise TuningError(f"the reference of {self.task.name} is not finite")
-        return worker
 
-    def _draw(self) -> list[Path]:
-        """Write the task's tensors: random ones, with weights that do not saturate activations."""
-        generator, files = np.random.default_rng(self.seed), []
-        for position, param in enumerate(self.task.func.params):
-            shape = [int(extent) for extent in param.shape]
-            scale = prod(shape[1:-1]) ** -0.5 if position in self.task.weights else 1.0
-            array = (generator.standard_normal(shape) * scale).astype(str(param.dtype))
-            template, _ = self.task.settings[0]
-            template.clear_padding(self.task.workload, position, array)
-            files.append(self.folder / f"{position}.npy")
-            np.save(files[-1], array, allow_pickle=False)
+    def _saved(self, tensors: Sequence[np.ndarray], is_positive: bool) -> list[Path]:
+        """Write tensors, or their magnitudes, to files."""
+        sign = "-positive" if is_positive else ""
+        files = [self.folder / f"tensor-{number}{sign}.npy" for number in range(len(tensors))]
+        for file, tensor in zip(files, tensors, strict=True):
+            np.save(file, np.abs(tensor) if is_positive else tensor, allow_pickle=False)
         return files
 
 
-def _once(path: Path, write: Callable[[], tvm.IRModule], target: Target) -> Path:
-    return path if path.exists() else library(write(), target, path)
+@dataclass(frozen=True)
+class _Built:
+    """A program in files."""
+
+    library: Path
+    calls: tuple[tuple[str, tuple[int, ...]], ...]
+    constants: tuple[Path, ...]
+    buffers: tuple[tuple[tuple[int, ...], str], ...]
 
 
 def library(module: tvm.IRModule, target: Target, path: Path) -> Path:
@@ -427,10 +485,17 @@ def library(module: tvm.IRModule, target: Target, path: Path) -> Path:
 
 
 def planes(shape: Sequence[int]) -> list[int]:
-    """A tensor as planes, rows and columns; of images the rows are rows of pixels."""
-    if len(shape) < 4:
-        return [1, prod(shape[:-1]), shape[-1]]
-    return [prod(shape[:2]), shape[2], prod(shape[3:])]
+    """A tensor as planes, rows and columns; of images the rows are rows of pixels.
+
+    Long rows are cut into pieces of equal length.
+    """
+    count, rows, columns = 1, prod(shape[:-1]), prod(shape[-1:])
+    if len(shape) >= 4:
+        count, rows, columns = prod(shape[:2]), shape[2], prod(shape[3:])
+    piece = columns
+    if columns > _LONGEST_VECTOR:
+        piece = max(size for size in range(1, _LONGEST_VECTOR + 1) if columns % size == 0)
+    return [count, rows * (columns // piece), piece]
 
 
 def writer(shape: Sequence[int], dtype: str, threads: int) -> tvm.IRModule:

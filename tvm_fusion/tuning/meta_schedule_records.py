@@ -85,6 +85,8 @@ def _write(
         for (template, knobs), seconds in times.items():
             sch = s_tir.Schedule(mod)
             space = template.space(task.workload, task.machine)
+            if knobs not in space:
+                space = template.space(task.workload, task.machine, wide=True)
             sample_knobs(sch, template, task.key.workload, space, knobs)
             arguments = ms.arg_info.ArgInfo.from_prim_func(task.func)
             workload = found.commit_workload(mod)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from schedules import cpu
 from schedules.cpu.core.machine import CPUInfo
-from schedules.tuning.records import Key, Record, canonical
+from schedules.gpu.core.machine import GPUInfo
+from schedules.tuning.records import CPU_KIND, Key, Record, canonical
 
 from ..compiler.record_reader import read_lines, read_records, record_files
 from ..compiler.target import resolve
+from ..compiler.tuned import SPACES
 from ..errors import TuningError, TVMFusionError
 from ..written_aside import written_aside
 from .database import Database, lock_of, require_extra
@@ -60,7 +61,7 @@ def verify(path: Path) -> tuple[int, list[Finding]]:
 
 def fault(record: Record) -> str:
     """Return why a record does not count on its own CPU, or nothing."""
-    template = cpu.TEMPLATES.get(record.template)
+    template = SPACES.get(record.template)
     if template is None:
         return f"there is no template {record.template!r}"
     if template.version != record.version:
@@ -68,9 +69,13 @@ def fault(record: Record) -> str:
     if not all(abs(number) <= MOST for number in _integers(record.workload)):
         return f"an extent of its workload is more than {MOST}"
     try:
-        machine = CPUInfo.from_target(resolve(record.cpu, cores=min(record.threads, MOST)))
-        if machine.vector_bits != record.vector_bits:
-            return f"{record.cpu} has vectors of {machine.vector_bits} bits"
+        machine: CPUInfo | GPUInfo
+        if record.kind == CPU_KIND:
+            machine = CPUInfo.from_target(resolve(record.cpu, cores=min(record.threads, MOST)))
+            if machine.vector_bits != record.vector_bits:
+                return f"{record.cpu} has vectors of {machine.vector_bits} bits"
+        else:
+            machine = GPUInfo.named(record.cpu, record.threads)
         workload = template.read_workload(canonical(record.workload))
         knobs = template.read_knobs(record.knobs)
         legal = template.contains(workload, knobs, machine)

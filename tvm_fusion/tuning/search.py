@@ -3,8 +3,9 @@
 
 With ``p`` the predicted and ``t`` the measured time of a setting, gradient-boosted trees (XGBoost)
 learn ``log(t / p)`` from knobs and from the terms of the analytic model; every setting is scored,
-as ``log(p)`` plus what the trees say. The first batch follows the analytic model alone. One
-candidate in :data:`EXPLORED` is drawn at random, so that a wrong model is found out.
+as ``log(p)`` plus what the trees say. The first batch follows the analytic model alone. Of
+:data:`EXPLORED` candidates one is drawn at random, and one is the best with a value of a knob that
+was tried least, so that a wrong model is found out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 
 BATCH = 8
 EXPLORED = 8
+LEAST_COVERED = 4
+"""Smallest batch of which one candidate covers values of knobs."""
 LEAST_LEARNT = 6
 """Measured settings with which the trees begin."""
 
@@ -48,6 +51,8 @@ class Search:
         Of the random choices.
     first : iterable of int
         Settings to try before all others.
+    knobs : int
+        Number of features that are knobs, which come last.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Search:
         groups: Sequence[int] | None = None,
         seed: int = 0,
         first: Iterable[int] = (),
+        knobs: int = 0,
     ) -> None:
         self.features = np.asarray(features, dtype=float)
         self.log_predicted = np.asarray(log_predicted, dtype=float)
@@ -67,6 +73,7 @@ class Search:
         count = len(self.log_predicted)
         self._first = [index for index in dict.fromkeys(first) if 0 < index < count]
         self._order = _interleaved(self.log_predicted, groups or [0] * count)
+        self._with_value = _settings_by_value(self.features[:, self.features.shape[1] - knobs :])
 
     def __len__(self) -> int:
         return len(self.log_predicted)
@@ -98,9 +105,25 @@ class Search:
             ranked = [index for index in [*self._first, *self._order] if not self._was_tried(index)]
         else:
             ranked = sorted(untried, key=lambda index: (scores[index], index))
+        ranked = list(dict.fromkeys(ranked))
         drawn = self._random.sample(untried, -(-count // EXPLORED)) if count else []
-        chosen = [index for index in dict.fromkeys(ranked) if index not in drawn]
+        if self._with_value and count >= LEAST_COVERED:
+            drawn += [self._least_tried(ranked, drawn)]
+        chosen = [index for index in ranked if index not in drawn]
         return chosen[: count - len(drawn)] + drawn
+
+    def _least_tried(self, ranked: Sequence[int], drawn: Sequence[int]) -> int:
+        """The first of the ranked settings with a value of a knob that was tried least."""
+        left = [index for index in ranked if index not in drawn]
+        rank = np.full(len(self), len(self))
+        rank[left] = range(len(left))
+        tried = [*self.measured, *self.failed, *drawn]
+        best: dict[int, set[int]] = {}
+        for settings in self._with_value:
+            first = int(settings[rank[settings].argmin()])
+            if rank[first] < len(self):
+                best.setdefault(int(np.isin(settings, tried).sum()), set()).add(first)
+        return self._random.choice(sorted(best[min(best)]) if best else left)
 
     def scores(self) -> Matrix | None:
         """Logarithm of each setting's expected time; None while too few were measured."""
@@ -135,6 +158,15 @@ def fit(rows: Matrix, targets: Matrix, all_rows: Matrix, seed: int = 0) -> Matri
     parameters = PARAMETERS | {"seed": seed}
     trees = xgboost.train(parameters, xgboost.DMatrix(rows, targets), ROUNDS)
     return np.asarray(trees.predict(xgboost.DMatrix(all_rows)), dtype=float)
+
+
+def _settings_by_value(knobs: Matrix) -> list[NDArray[np.int64]]:
+    """Settings with each value of each knob that has several."""
+    found = []
+    for column in knobs.T:
+        values = np.unique(column[~np.isnan(column)])
+        found += [np.flatnonzero(column == value) for value in values if len(values) > 1]
+    return found
 
 
 def _interleaved(log_predicted: Matrix, groups: Sequence[int]) -> list[int]:

@@ -17,13 +17,15 @@ from tvm.target import Target
 
 from schedules import cpu
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.core.rule import CPUTemplate, TunableRule
-from schedules.tuning.records import Key, canonical
+from schedules.cpu.core.rule import CPUTemplate
+from schedules.tuning.records import Key, Record, canonical
+from schedules.tuning.tunable_rule import tunable_rule_of
 
 from ..compiler import pipeline
 from ..errors import InvalidModelError
 from ..onnx.frontend import import_onnx
 from ..runtime.tensor_spec import refuse_open_shapes
+from .measure import Program
 
 DTYPES = ("float32", "float16", "float64")
 
@@ -56,6 +58,8 @@ class Task:
         Calls in a call of the model.
     share : float
         Of the predicted time of all tasks.
+    wide : bool
+        Whether templates search their wider spaces, where they have any.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Task:
     machine: CPUInfo
     calls: int = 1
     share: float = 1.0
+    wide: bool = False
     numbers: dict[str, int] = field(default_factory=dict)
 
     @cached_property
@@ -76,14 +81,14 @@ class Task:
         found = [
             (template, knobs)
             for template in self.templates
-            for knobs in template.space(self.workload, self.machine)
+            for knobs in template.space(self.workload, self.machine, self.wide)
         ]
         self.numbers = {text_of(*setting): number for number, setting in enumerate(found)}
         return found
 
     @cached_property
-    def table(self) -> tuple[np.ndarray, np.ndarray]:
-        """Features of all settings, and the logarithms of their predicted cycles."""
+    def table(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """Features of all settings, logarithms of predicted cycles, and how many are knobs."""
         return table_of_features(self.settings, self.workload, self.machine)
 
     @property
@@ -91,6 +96,30 @@ class Task:
         """Position of each setting's template."""
         order = {template.name: number for number, template in enumerate(self.templates)}
         return [order[template.name] for template, _ in self.settings]
+
+    def program(self, number: int, target: Target) -> Program:
+        """Write the nest of a setting."""
+        template, knobs = self.settings[number]
+        return self._sole(template.write(self.func, self.workload, knobs, target).mod)
+
+    def reference(self, target: Target) -> Program:
+        """Return the function without a schedule."""
+        return self._sole(tvm.IRModule({"main": self.func}))
+
+    def _sole(self, mod: tvm.IRModule) -> Program:
+        return Program(mod, (("main", tuple(range(len(self.func.params)))),))
+
+    def tensors(self, generator: np.random.Generator) -> list[np.ndarray]:
+        """Draw the parameters, with weights that do not saturate activations."""
+        found = []
+        for position, param in enumerate(self.func.params):
+            shape = [int(extent) for extent in param.shape]
+            scale = math.prod(shape[1:-1]) ** -0.5 if position in self.weights else 1.0
+            array = (generator.standard_normal(shape) * scale).astype(str(param.dtype))
+            template, _ = self.settings[0]
+            template.clear_padding(self.workload, position, array)
+            found.append(array)
+        return found
 
     def number_of(self, template: str, version: int, knobs: Mapping[str, Any]) -> int | None:
         """Position of a setting that was written as JSON; None if it is not in the space."""
@@ -100,6 +129,19 @@ class Task:
         return self.numbers.get(canonical({"template": template, "knobs": knobs}))
 
 
+    def is_in_wide_space(self, record: Record) -> bool:
+        """Return whether a record has one of the settings that only a wide search tries."""
+        known = {one.name: one for one in self.templates}
+        template = known.get(record.template)
+        if template is None or template.version != record.version:
+            return False
+        try:
+            knobs = template.read_knobs(record.knobs)
+        except ValueError:
+            return False
+        return template.contains(self.workload, knobs, self.machine)
+
+
 def text_of(template: CPUTemplate, knobs: Any) -> str:
     """A setting as JSON."""
     return canonical({"template": template.name, "knobs": asdict(knobs)})
@@ -107,8 +149,8 @@ def text_of(template: CPUTemplate, knobs: Any) -> str:
 
 def table_of_features(
     settings: Sequence[Setting], workload: Any, machine: CPUInfo
-) -> tuple[np.ndarray, np.ndarray]:
-    """Features of settings, one row each, and the logarithms of their predicted cycles.
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Features of settings, one row each, logarithms of their predicted cycles, number of knobs.
 
     The first column has the cycles, the next ones what the analytic model says, the last ones the
     knobs; NaN where a template has no such feature. Knobs of several templates have columns of
@@ -126,7 +168,7 @@ def table_of_features(
         rows.append(renamed)
     columns = [*term_names, *knob_names]
     table = np.array([[row.get(column, math.nan) for column in columns] for row in rows])
-    return table, np.log(table[:, columns.index("cycles")])
+    return table, np.log(table[:, columns.index("cycles")]), len(knob_names)
 
 
 def extract_tasks(
@@ -134,6 +176,7 @@ def extract_tasks(
     target: Target,
     shapes: Mapping[str, Any] | None = None,
     options: pipeline.Options | None = None,
+    wide: bool = False,
 ) -> list[Task]:
     """Find the kernels of a model that have knobs.
 
@@ -147,6 +190,8 @@ def extract_tasks(
         Sizes of symbolic dimensions.
     options : pipeline.Options, optional
         The user's choices of forms.
+    wide : bool
+        Whether tasks have the wider spaces of their templates.
 
     Returns
     -------
@@ -158,41 +203,59 @@ def extract_tasks(
     InvalidModelError
         If a shape remains symbolic.
     """
-    if isinstance(model, tvm.IRModule):
-        mod = model
-    else:
-        imported = import_onnx(model, shapes)
-        remedy = "tuning needs sizes: give them in shapes (--shape)"
-        refuse_open_shapes(imported.inputs, InvalidModelError, remedy)
-        mod = imported.mod
+    mod = import_model(model, shapes)
     plan = pipeline.phases(target, options or pipeline.Options())
     plan.pop("schedule")
     mod = pipeline.run_phases(mod, target, plan)
     machine = CPUInfo.from_target(target)
-    rules = [rule for rule in cpu.RULES if isinstance(rule, TunableRule)]
     tasks: dict[Key, Task] = {}
     for name, (count, weights) in _calls(mod).items():
         func = mod[name]
         if not isinstance(func, tirx.PrimFunc) or not _is_measurable(func):
             continue
-        for rule in rules:
-            workload = rule.workload(func, target)
-            if workload is not None:
-                key, templates = rule.key(workload, machine), rule.templates(workload, machine)
-                task = Task(
-                    name=name,
-                    about=templates[0].describe(workload),
-                    key=key,
-                    func=func.with_attr("global_symbol", "main"),
-                    weights=weights,
-                    workload=workload,
-                    templates=templates,
-                    machine=machine,
-                    calls=0,
-                )
-                tasks.setdefault(key, task).calls += count
-                break
+        found = tunable_rule_of(func, target, cpu.RULES)
+        if found is None:
+            continue
+        rule, workload = found
+        key, templates = rule.key(workload, machine), rule.templates(workload, machine)
+        task = Task(
+            name=name,
+            about=templates[0].describe(workload),
+            key=key,
+            func=func.with_attr("global_symbol", "main"),
+            weights=weights,
+            workload=workload,
+            templates=templates,
+            machine=machine,
+            calls=0,
+            wide=wide,
+        )
+        tasks.setdefault(key, task).calls += count
     return _with_shares(list(tasks.values()))
+
+
+def import_model(model: Any, shapes: Mapping[str, Any] | None = None) -> tvm.IRModule:
+    """Return the Relax module of a model as for :func:`extract_tasks`.
+
+    Raises
+    ------
+    InvalidModelError
+        If a shape remains symbolic.
+    """
+    if isinstance(model, tvm.IRModule):
+        return model
+    imported = import_onnx(model, shapes)
+    remedy = "tuning needs sizes: give them in shapes (--shape)"
+    refuse_open_shapes(imported.inputs, InvalidModelError, remedy)
+    return imported.mod
+
+
+def merged(tasks: Sequence[Task]) -> list[Task]:
+    """Keep the first of equal tasks, with new shares, the largest first."""
+    found: dict[Key, Task] = {}
+    for task in tasks:
+        found.setdefault(task.key, task)
+    return _with_shares(list(found.values()))
 
 
 def _with_shares(tasks: list[Task]) -> list[Task]:

@@ -3,7 +3,8 @@
 
 It holds TVM's runtime alone. A task's tensors and reference output stay while its candidates come
 as shared libraries. Before each call of a candidate its number and a count are written to shared
-memory, so that the parent knows whom to blame if the process hangs or dies.
+memory, so that the parent knows whom to blame if the process hangs or dies. A candidate is a list
+of kernels that are called one after another; most have one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -35,6 +36,39 @@ WEIGHT_BYTES = 48 << 20
 MOST_COPIES = 200
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2}
 """Largest error of an output, relative to the largest magnitude of the reference."""
+
+
+class Candidate:
+    """Kernels of one library, and the tensors that are theirs alone.
+
+    Parameters
+    ----------
+    about : mapping
+        ``library``; ``calls``: names of functions with the numbers of their arguments;
+        ``constants`` and ``buffers``: files of arrays, and shapes and types. Numbers count the
+        task's tensors, then the constants, then the buffers.
+    racers : int
+        Candidates that take turns with this one.
+    """
+
+    def __init__(self, about: Mapping[str, Any], racers: int = MOST_COPIES) -> None:
+        library = tvm_ffi.load_module(about["library"])
+        self._calls = [(library[name], numbers) for name, numbers in about["calls"]]
+        constants = [_copy(np.load(path, allow_pickle=False)) for path in about["constants"]]
+        self._buffers = [
+            tvm_ffi.from_dlpack(aligned_empty(shape, dtype)) for shape, dtype in about["buffers"]
+        ]
+        self._constants = copies_in_turn(constants, racers)
+
+    def steps(self, common: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+        """Functions with their arguments, for the task's tensors and the next copy of constants."""
+        every = [*common, *next(self._constants), *self._buffers]
+        return [(call, [every[number] for number in numbers]) for call, numbers in self._calls]
+
+    def run(self, common: Sequence[Any]) -> None:
+        """Call all kernels."""
+        for function, arguments in self.steps(common):
+            function(*arguments)
 
 
 class Bench:
@@ -64,7 +98,7 @@ class Bench:
         self,
         arrays: Sequence[str],
         weights: Sequence[int],
-        reference: str,
+        reference: Mapping[str, Any],
         writer: str,
         planes: Sequence[int],
     ) -> dict[str, Any]:
@@ -81,27 +115,22 @@ class Bench:
         self._planes = tvm_ffi.from_dlpack(self._arrays[0].reshape(planes))
         self._output[...] = np.nan
         self._begin(REFERENCE)
-        tvm_ffi.load_module(reference)["main"](*self._arguments)
+        Candidate(reference).run(self._arguments)
         self._wanted = self._output.copy()
         self._scale = float(np.abs(self._wanted).max()) or 1.0
         return {"finite": bool(np.isfinite(self._wanted).all())}
 
     def _copies(self, weights: Sequence[int]) -> Iterator[dict[int, Any]]:
-        """Weights in turn, so that those of a run are not in the caches; in a network they are not.
-
-        The copies are equal.
-        """
-        size = sum(self._arrays[number].nbytes for number in weights)
-        count = min(MOST_COPIES, max(2, WEIGHT_BYTES // size)) if size else 1
-        return cycle(
-            [
-                {number: tvm_ffi.from_dlpack(_copy(self._arrays[number])) for number in weights}
-                for _ in range(count)
-            ]
-        )
+        """The weights among the task's tensors in turn, by their number."""
+        copies = copies_in_turn([self._arrays[number] for number in weights], 1)
+        return (dict(zip(weights, tensors, strict=True)) for tensors in copies)
 
     def race(
-        self, libraries: Sequence[str], rounds: Sequence[int], seconds: float, seed: int
+        self,
+        candidates: Sequence[Mapping[str, Any]],
+        rounds: Sequence[int],
+        seconds: float,
+        seed: int,
     ) -> dict[str, Any]:
         """Check candidates and let them take turns; ``rounds`` are the fewest and the most.
 
@@ -112,9 +141,9 @@ class Bench:
             ``wrong``: from their number to their error, as texts.
         """
         loaded = []
-        for number, path in enumerate(libraries):
+        for number, about in enumerate(candidates):
             self._begin(number)
-            loaded.append(tvm_ffi.load_module(path)["main"])
+            loaded.append(Candidate(about, len(candidates)))
         wrong: dict[str, str] = {}
         self._check(loaded, range(len(loaded)), wrong)
         racers = [number for number in range(len(loaded)) if str(number) not in wrong]
@@ -126,7 +155,7 @@ class Bench:
         for number in numbers:
             self._output[...] = np.nan
             self._begin(number)
-            loaded[number](*self._arguments)
+            loaded[number].run(self._arguments)
             error = float(np.abs(self._output - self._wanted).max()) / self._scale
             if not error <= self._tolerance:  # NaN is wrong, too
                 wrong[str(number)] = f"relative error {error:.2g}"
@@ -150,10 +179,12 @@ class Bench:
             for number in racers:
                 for position, weight in next(self._rotation).items():
                     arguments[position] = weight
+                steps = loaded[number].steps(arguments)
                 self._write(self._planes)
                 self._begin(number)
                 begin = time.perf_counter()
-                loaded[number](*arguments)
+                for function, given in steps:
+                    function(*given)
                 taken[number] = time.perf_counter() - begin
             found.append(taken)
         return found
@@ -161,6 +192,19 @@ class Bench:
     def _begin(self, number: int) -> None:
         self._calls += 1
         self._beacon[: BEACON.size] = BEACON.pack(number, self._calls)
+
+
+def copies_in_turn(arrays: Sequence[np.ndarray], racers: int) -> Iterator[list[Any]]:
+    """Tensors of equal copies of arrays in turn; those of ``racers`` candidates fill the caches.
+
+    So those of a run are not in the caches; in a network they are not.
+    """
+    size = racers * sum(array.nbytes for array in arrays)
+    most = max(1, MOST_COPIES // racers)
+    count = min(most, max(2, WEIGHT_BYTES // size)) if size else 1
+    return cycle(
+        [[tvm_ffi.from_dlpack(_copy(array)) for array in arrays] for _ in range(count)]
+    )
 
 
 def _copy(array: np.ndarray) -> np.ndarray:

@@ -34,6 +34,7 @@ REDUCTION_PASSES = (
     "CoalesceReduction",
     "FuseReductions",
     "FuseReductionProducers",
+    "ConfigureReductions",
 )
 """Passes left out to measure their gain: norms and sums are then TVM's own."""
 

@@ -13,7 +13,12 @@ from tvm.s_tir import dlight
 from tvm.target import Target
 
 from examples.benchmarks.reduction_cases import Case, Reduction
-from relay_passes import CoalesceReduction, FuseReductionProducers, FuseReductions
+from relay_passes import (
+    CoalesceReduction,
+    ConfigureReductions,
+    FuseReductionProducers,
+    FuseReductions,
+)
 from relay_passes.op import coalesced_reduce
 from schedules import gpu
 from schedules.workload.reduce import ReduceWorkload
@@ -98,6 +103,7 @@ def our_passes() -> list[tvm.transform.Pass]:
         relax.transform.FuseOps(),
         relax.transform.FuseTIR(),
         relax.transform.DeadCodeElimination(),
+        ConfigureReductions(),
         dlight.ApplyDefaultSchedule(*rules),
         *_stock_rules(),
     ]

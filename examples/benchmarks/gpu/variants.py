@@ -9,10 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+from tvm import te
+
 from examples.benchmarks.reduction_cases import Case, Reduction
+from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.plan import config as reduce_config
 from schedules.gpu.reduce.plan.config import ReduceConfig
+from schedules.gpu.reduce.plan.read_group import read_group
 from tvm_fusion.errors import EngineError
 
 from .engine import Launcher, Sets
@@ -90,7 +94,7 @@ class Forced(Ours):
 
 @contextlib.contextmanager
 def forced(variant: Variant) -> Iterator[None]:
-    """Make ``reduce_config.choose`` follow the variant while the block runs."""
+    """Make ``reduce_config.choose_sisters`` follow the variant while the block runs."""
     replaced: dict[str, Any] = {}
     if variant.unroll is not None:
         replaced["COSTS"] = replace(reduce_config.COSTS, loads_in_flight=variant.unroll)
@@ -108,9 +112,11 @@ def forced(variant: Variant) -> Iterator[None]:
 
 def chosen(case: Case, finish: str, arch: str) -> ReduceConfig:
     """The configuration of a case's first reduction."""
-    reduction = case.reductions[0]
-    gpu = GPUInfo.from_target(cuda_target(arch))
-    return reduce_config.choose(case.workload(reduction, finish), case.loops(reduction), gpu)
+    workload = case.workload(case.reductions[0], finish)
+    data = te.placeholder(case.loops(case.reductions[0]).shape, workload.dtype)
+    group = read_group(te.create_prim_func([data, coalesced_reduce(data, workload)]))
+    assert group is not None, "one reduction is a group"
+    return reduce_config.choose_sisters(group, GPUInfo.from_target(cuda_target(arch)))
 
 
 def variants(case: Case, arch: str) -> list[Variant]:

@@ -31,9 +31,10 @@ from examples.benchmarks.prediction.data import (  # noqa: E402
     row_sweeps,
 )
 from examples.benchmarks.prediction.fit_streaming import fit_streaming  # noqa: E402
-from schedules.cost.conv2d import CONV2D  # noqa: E402
 from schedules.cost.features import Limits, limits  # noqa: E402
-from schedules.cost.gemm import GEMM  # noqa: E402
+from schedules.cost.kernels.conv2d import CONV2D  # noqa: E402
+from schedules.cost.kernels.gemm import GEMM  # noqa: E402
+from schedules.cost.kernels.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
 from schedules.cost.learned import (  # noqa: E402
     FOLDER,
     KINDS,
@@ -42,7 +43,6 @@ from schedules.cost.learned import (  # noqa: E402
     seconds,
 )
 from schedules.cost.machine import load_machine  # noqa: E402
-from schedules.cost.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
 from schedules.cost.trees import LEAF  # noqa: E402
 from tvm_fusion.written_aside import written_aside  # noqa: E402
 

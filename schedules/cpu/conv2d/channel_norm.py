@@ -3,26 +3,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
+from schedules.tuning.template import Template
+from schedules.workload.reduce import constant
+
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import accumulators, loop
 from ..core.prefetch import prefetch
-from ..core.rule import CPURule
+from ..core.rule import CPUTemplate, TunableCPURule
 from ..core.tiles import Index, Run, chunk, split_evenly
 from .register_tile_nest import for_each_pixel_tile
 
 # Elements below which one core does all.
 SERIAL_ELEMENTS = 16_384
+_FIRST, _REST = 3.0, 1.5  # cycles of a vector in the first pass over a tile, and in the others
+_TILE = 60.0  # cycles of shuffles and of the square root for a tile
 
 
-class ChannelNorm(CPURule):
+@dataclass(frozen=True)
+class ChannelNormWorkload:
+    """A layer normalisation over channels.
+
+    Parameters
+    ----------
+    batch : int | None
+        Images; None where symbolic.
+    blocks, pixels, lanes : int
+        Blocks of channels, pixels of an image, and channels of a block.
+    channels : int
+        Without those that are padding.
+    """
+
+    batch: int | None
+    blocks: int
+    pixels: int
+    lanes: int
+    channels: int
+
+
+@dataclass(frozen=True)
+class ChannelNormKnobs:
+    """Knobs of a layer normalisation over channels.
+
+    Parameters
+    ----------
+    pixels : int
+        Neighbouring pixels of a tile, at most, each with a sum in a register.
+    pieces : int
+        Pieces of an image, which threads share.
+    """
+
+    pixels: int
+    pieces: int
+
+
+class ChannelNormTemplate(Template[ChannelNormWorkload, ChannelNormKnobs, CPUInfo]):
+    """Tiles and pieces of :class:`ChannelNorm`."""
+
+    name = "cpu.channel_norm"
+    version = 1
+    knobs = ChannelNormKnobs
+
+    def read_workload(self, text: str) -> ChannelNormWorkload:
+        """Read the JSON of a workload."""
+        found = ChannelNormWorkload(**json.loads(text))
+        if not all(type(extent) is int and extent > 0 for extent in asdict(found).values()):
+            raise ValueError(f"{text:.100} describes no normalisation")
+        return found
+
+    def describe(self, workload: ChannelNormWorkload) -> str:
+        """Return channels and pixels."""
+        return f"layer norm of {workload.channels} channels, {workload.pixels} pixels"
+
+    def default(self, workload: ChannelNormWorkload, machine: CPUInfo) -> ChannelNormKnobs:
+        """Return tiles with a quarter of the registers, and a piece for each core."""
+        most = max(1, machine.num_vector_registers // 4)
+        is_small = workload.blocks * workload.pixels * workload.lanes < SERIAL_ELEMENTS
+        tiles = len(split_evenly(workload.pixels, most))
+        return ChannelNormKnobs(most, 1 if is_small else min(machine.num_cores, tiles))
+
+    def settings(
+        self, workload: ChannelNormWorkload, machine: CPUInfo
+    ) -> Iterator[ChannelNormKnobs]:
+        """Yield tiles of up to half of the registers, in one piece or some for each core."""
+        cores = machine.num_cores
+        for most in range(1, min(workload.pixels, machine.num_vector_registers // 2) + 1):
+            tiles = len(split_evenly(workload.pixels, most))
+            for pieces in sorted({1, cores, 2 * cores, 4 * cores}):
+                if pieces <= tiles:
+                    yield ChannelNormKnobs(most, pieces)
+
+    def write(
+        self,
+        func: tirx.PrimFunc,
+        workload: ChannelNormWorkload,
+        knobs: ChannelNormKnobs,
+        target: Target,
+    ) -> s_tir.Schedule:
+        """Write the nest."""
+        return _template(func, workload, knobs)
+
+    def cycles(
+        self, workload: ChannelNormWorkload, knobs: ChannelNormKnobs, machine: CPUInfo
+    ) -> float:
+        """Return the cycles of the busiest thread: three passes over each tile."""
+        tiles = split_evenly(workload.pixels, knobs.pixels)
+        chain = machine.costs.fma_latency
+        passes = sum(max(_FIRST * n, chain) + 2 * max(_REST * n, chain) for n in tiles)
+        images = workload.batch or 1
+        pieces = images * knobs.pieces
+        share = -(-pieces // machine.num_cores) / pieces
+        busy = images * (workload.blocks * passes + _TILE * len(tiles)) * share
+        return busy + (machine.costs.fork if pieces > 1 else 0.0)
+
+
+CHANNEL_NORM = ChannelNormTemplate()
+
+
+class ChannelNorm(TunableCPURule):
     """Rule for functions that legalization marked as ``channel_norm``.
 
     Vectors run along the lanes of a block, and the moments of a few neighbouring pixels stay in
@@ -44,16 +150,36 @@ class ChannelNorm(CPURule):
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func`` for a CPU target."""
-        kind = str(func.attrs.get("tvm_fusion.op", "")) if func.attrs else ""
-        if kind != "channel_norm":
-            return None
-        data = func.params[0]
-        if not all(isinstance(extent, tirx.IntImm) for extent in data.shape[1:]):
-            return None
-        lanes = int(data.shape[4])
-        if lanes < 2 or lanes & (lanes - 1) or str(data.dtype) != "float32":
-            return None
-        return _template(func, CPUInfo.from_target(target))
+        workload = _workload(func)
+        if workload is None or workload.batch is not None:
+            return super().schedule(func, target)
+        return _template(func, workload, CHANNEL_NORM.default(workload, self.machine(target)))
+
+    def workload(self, func: tirx.PrimFunc, target: Target) -> ChannelNormWorkload | None:
+        """Return the normalisation, if the batch is known."""
+        workload = _workload(func)
+        return None if workload is None or workload.batch is None else workload
+
+    def templates(
+        self, workload: ChannelNormWorkload, machine: CPUInfo
+    ) -> Sequence[CPUTemplate]:
+        """Return the one template."""
+        return (CHANNEL_NORM,)
+
+
+def _workload(func: tirx.PrimFunc) -> ChannelNormWorkload | None:
+    """Read what a marked function normalises; None for others."""
+    kind = str(func.attrs.get("tvm_fusion.op", "")) if func.attrs else ""
+    if kind != "channel_norm":
+        return None
+    batch, *extents = (constant(extent) for extent in func.params[0].shape)
+    if None in extents:
+        return None
+    blocks, height, width, lanes = (int(extent or 0) for extent in extents)
+    if lanes < 2 or lanes & (lanes - 1) or str(func.params[0].dtype) != "float32":
+        return None
+    channels = int(func.attrs["tvm_fusion.channels"])
+    return ChannelNormWorkload(batch, blocks, height * width, lanes, channels)
 
 
 @dataclass(frozen=True)
@@ -79,18 +205,18 @@ class _Image:
         return T.broadcast(tirx.const(value, "float32"), self.lanes)
 
 
-def _template(func: tirx.PrimFunc, cpu: CPUInfo) -> s_tir.Schedule:
+def _template(
+    func: tirx.PrimFunc, workload: ChannelNormWorkload, knobs: ChannelNormKnobs
+) -> s_tir.Schedule:
     """Distribute tiles of pixels over the cores."""
     builder = KernelBuilder(func)
-    blocks, height, width, lanes = (int(extent) for extent in func.params[0].shape[1:])
-    pixels = height * width
-    sizes = split_evenly(pixels, max(1, cpu.num_vector_registers // 4))
+    blocks, pixels, lanes = workload.blocks, workload.pixels, workload.lanes
+    sizes = split_evenly(pixels, knobs.pixels)
     larger = sizes.count(sizes[0])
     runs = [Run(0, larger, 0, sizes[0], ())]
     if larger < len(sizes):
         runs.append(Run(larger, len(sizes) - larger, larger * sizes[0], sizes[-1], ()))
-    is_small = blocks * pixels * lanes < SERIAL_ELEMENTS
-    pieces = 1 if is_small else min(cpu.num_cores, len(sizes))
+    pieces = knobs.pieces
     with builder.body():
         with T.parallel(0, builder.batch * pieces) as index:
             data, gamma, beta, out = builder.flat
@@ -102,7 +228,7 @@ def _template(func: tirx.PrimFunc, cpu: CPUInfo) -> s_tir.Schedule:
                 offset=tirx.floordiv(index, pieces) * (blocks * pixels * lanes),
                 pixels=pixels,
                 lanes=lanes,
-                channels=int(func.attrs["tvm_fusion.channels"]),
+                channels=workload.channels,
                 epsilon=float(func.attrs["tvm_fusion.epsilon"]),
             )
             span = chunk(len(sizes), tirx.floormod(index, pieces), pieces)

@@ -25,12 +25,12 @@ from tvm.target import Target
 
 from schedules.errors import OpError
 from schedules.tuning.template import Knobs, Template
-from schedules.workload.conv2d import Conv2DKernel, from_json, to_json
+from schedules.workload.conv2d import Conv2DKernel, describe, from_json
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import Index, LayerOperands, ReducedBlocks, loop
-from ..core.rule import CPUTemplate, TunableRule
+from ..core.rule import CPUTemplate, TunableCPURule
 from ..core.tiles import Run, Span, chunk, split_evenly
 from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space
 from ..cost.cost_model import default_conv2d_knobs, estimate
@@ -68,9 +68,7 @@ class PackedTemplate(Template[Conv2DKernel, Knobs, CPUInfo]):
 
     def describe(self, workload: Conv2DKernel) -> str:
         """Return the layers and the size of the image."""
-        layers = " + ".join(map(str, workload.layers))
-        by = f" by Winograd {workload.winograd}x{workload.winograd}" if workload.winograd else ""
-        return f"{layers} on {workload.height}x{workload.width}{by}"
+        return describe(workload)
 
 
 def _keep(array: np.ndarray, axes: tuple[int, int], channels: int) -> None:
@@ -114,12 +112,8 @@ class Conv2DTemplate(PackedTemplate[Conv2DKnobs]):
         return super().features(workload, knobs, machine) | terms
 
 
-class PackedRule(TunableRule):
+class PackedRule(TunableCPURule):
     """Base of the rules for functions that legalization marked as packed convolutions."""
-
-    def workload_json(self, workload: Conv2DKernel) -> str:
-        """Write the workload's attribute."""
-        return to_json(workload)
 
 
 class Conv2D(PackedRule):

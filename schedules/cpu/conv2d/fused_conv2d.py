@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from tvm import s_tir, tirx
 from tvm.target import Target
@@ -17,10 +18,12 @@ from ..cost.fused_conv2d_knobs import (
     LOOPS,
     FusedConv2DKnobs,
     fused_conv2d_space,
-    in_fused_conv2d_space,
+    in_wide_fused_conv2d_space,
+    wide_fused_conv2d_space,
 )
 from ..cost.fused_conv2d_limits import takes_plain, unsupported
 from .conv2d import PackedRule, PackedTemplate, packed_kernel
+from .forms import layer_workload, recorded_form
 from .fused_nest import fused_conv2d_template
 from .planar_knobs import can_be_planar, default_planar_knobs, planar_space, prefers_planar
 from .planar_nest import PlanarKnobs, planar_template
@@ -50,9 +53,15 @@ class FusedTemplate(PackedTemplate[FusedConv2DKnobs]):
         """Yield the settings that the cost model compares."""
         return fused_conv2d_space(workload, machine)
 
+    def wide_settings(
+        self, workload: Conv2DKernel, machine: CPUInfo
+    ) -> Iterable[FusedConv2DKnobs]:
+        """Yield them with all pieces, orders and places of layer one."""
+        return wide_fused_conv2d_space(workload, machine)
+
     def contains(self, workload: Conv2DKernel, knobs: FusedConv2DKnobs, machine: CPUInfo) -> bool:
-        """Return whether a setting is one of them."""
-        return in_fused_conv2d_space(workload, knobs, machine)
+        """Return whether a setting is one of the wide space."""
+        return in_wide_fused_conv2d_space(workload, knobs, machine)
 
     def write(
         self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: FusedConv2DKnobs, target: Target
@@ -61,14 +70,15 @@ class FusedTemplate(PackedTemplate[FusedConv2DKnobs]):
         return fused_conv2d_template(func, workload, knobs)
 
     def cycles(self, workload: Conv2DKernel, knobs: FusedConv2DKnobs, machine: CPUInfo) -> float:
-        """Return the cost model's cycles."""
-        return estimate(workload, knobs, machine).cycles
+        """Return the cost model's cycles; it knows whole rows only."""
+        return estimate(workload, replace(knobs, w_o=1), machine).cycles
 
     def features(
         self, workload: Conv2DKernel, knobs: FusedConv2DKnobs, machine: CPUInfo
     ) -> dict[str, float]:
         """Return the knobs, the terms of the cost model, and products of knobs."""
-        terms = estimate(workload, knobs, machine).terms()
+        terms = estimate(workload, replace(knobs, w_o=1), machine).terms()
+        terms |= {f"level_{name}": float(level) for level, name in enumerate(knobs.order)}
         terms["accumulators1"] = knobs.pixels1 * knobs.blocks1
         terms["accumulators2"] = knobs.pixels2 * knobs.blocks2
         terms["pieces"] = knobs.h_t * knobs.oc_t
@@ -122,3 +132,11 @@ class FusedConv2D(PackedRule):
         if not can_be_planar(workload, cpu):
             return (FUSED,)
         return (PLANAR, FUSED) if prefers_planar(workload, cpu) else (FUSED, PLANAR)
+
+    def preferred(self, workload: Conv2DKernel, cpu: CPUInfo) -> Sequence[CPUTemplate]:
+        """Return the template of a recorded form, else all."""
+        templates = self.templates(workload, cpu)
+        found = recorded_form(self.records, layer_workload(workload), cpu)
+        if found is None or not found.form.fused or len(templates) == 1:
+            return templates
+        return (PLANAR,) if found.form.planes else (FUSED,)

@@ -20,8 +20,8 @@ from tvm import DataType
 from tvm.target import Target
 from tvm.target.codegen import llvm_get_cpu_features, llvm_get_system_cpu
 
-from schedules.cost.cpu_kernels import FORK, weights_level
 from schedules.cost.decisions import machine_in_use
+from schedules.cost.kernels.cpu_kernels import FORK, weights_level
 from schedules.cost.machine import Machine
 from schedules.errors import TargetError
 
@@ -29,6 +29,7 @@ from .machine_costs import MachineCosts, costs_of
 
 _SYSFS_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 _DEFAULT_CACHES = (32 * 1024, 512 * 1024, 8 * 1024 * 1024)
+_HALF_BITS = 256
 _SIZE_SUFFIXES = {"K": 1024, "M": 1024**2, "G": 1024**3}
 
 
@@ -269,3 +270,9 @@ def _parse_size(text: str) -> int:
     """Bytes of a text such as ``512K``."""
     factor = _SIZE_SUFFIXES.get(text[-1:].upper())
     return int(text[:-1]) * factor if factor else int(text)
+
+
+def vector_sizes(cpu: CPUInfo) -> tuple[int, ...]:
+    """Bits of whole vectors, and of half ones where other CPUs have whole ones of these."""
+    half = cpu.vector_bits // 2
+    return (cpu.vector_bits, half) if half >= _HALF_BITS else (cpu.vector_bits,)

@@ -568,5 +568,5 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
 
 
 def _place(image: FeatureMap, tile: RegisterTile, pixel: int, vector: int) -> Index:
-    """Where a feature map has a vector of a tile."""
+    """Return the indices of a tile's vector in a feature map."""
     return image.at(tile.block + vector, tile.row, tile.column + pixel)

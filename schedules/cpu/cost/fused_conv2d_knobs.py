@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import permutations, product
 
 from schedules.errors import OpError
 from schedules.workload.conv2d import Conv2DKernel
@@ -132,6 +133,79 @@ def in_fused_conv2d_space(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CP
         knobs == grid.knobs(tile1, tile2) and tile2 in tiles_two(kernel, grid, cpu)
         for grid in grids(kernel, cpu)
     )
+
+
+def wide_fused_conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[FusedConv2DKnobs]:
+    """All settings of :func:`fused_conv2d_space`, with every piece, order and place of layer one.
+
+    Rows in pieces, the sum in parts, the loops that run more than once in any order, and layer one
+    in any of them: the space of the dissertation, section 3.4. No two settings are the same nest.
+    """
+    for narrow in fused_conv2d_space(kernel, cpu):
+        for w_o, ic_o in product(_row_pieces(kernel, narrow), _sum_parts(kernel)):
+            pieces = replace(narrow, w_o=w_o, ic_o=ic_o)
+            if not _is_refused(kernel, pieces):
+                for order, compute_at in _nests(kernel, pieces):
+                    yield replace(pieces, order=order, compute_at=compute_at)
+
+
+def in_wide_fused_conv2d_space(
+    kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo
+) -> bool:
+    """Return whether :func:`wide_fused_conv2d_space` yields a setting, without all the others."""
+    narrow = replace(
+        knobs, w_o=1, ic_o=1, order=FusedConv2DKnobs.order, compute_at=FusedConv2DKnobs.compute_at
+    )
+    return (
+        in_fused_conv2d_space(kernel, narrow, cpu)
+        and knobs.w_o in _row_pieces(kernel, narrow)
+        and knobs.ic_o in _sum_parts(kernel)
+        and not _is_refused(kernel, knobs)
+        and (knobs.order, knobs.compute_at) in _nests(kernel, knobs)
+    )
+
+
+def _row_pieces(kernel: Conv2DKernel, knobs: FusedConv2DKnobs) -> list[int]:
+    """Pieces of a row, each with a tile at least."""
+    width = kernel.layers[1].output_size(*_mid_size(kernel))[1]
+    return [pieces for pieces in (1, 2, 4) if pieces * knobs.pixels2 <= width or pieces == 1]
+
+
+def _sum_parts(kernel: Conv2DKernel) -> list[int]:
+    """Parts of the sum of layer two, of whole blocks."""
+    blocks = -(-kernel.layers[1].in_channels // kernel.lanes)
+    return [parts for parts in range(1, blocks + 1) if blocks % parts == 0]
+
+
+def _is_refused(kernel: Conv2DKernel, knobs: FusedConv2DKnobs) -> bool:
+    try:
+        check_knobs(kernel, knobs)
+    except OpError:
+        return True
+    return False
+
+
+def _nests(
+    kernel: Conv2DKernel, knobs: FusedConv2DKnobs
+) -> list[tuple[tuple[str, ...], int]]:
+    """Orders of the loops that run more than once, the others at their usual place; and places."""
+    out_h = kernel.layers[1].output_size(*_mid_size(kernel))[0]
+    once = {
+        "h_o": knobs.h >= max(chunk_sizes(out_h, knobs.h_t)),
+        "w_o": knobs.w_o == 1,
+        "ic_o": knobs.ic_o == 1,
+        "oc2": False,
+    }
+    usual = FusedConv2DKnobs.order
+    levels = [level for level, name in enumerate(usual) if not once[name]]
+    found = []
+    for names in permutations(usual[level] for level in levels):
+        order = list(usual)
+        for level, name in zip(levels, names, strict=True):
+            order[level] = name
+        found += [(tuple(order), place) for place in (0, *(level + 1 for level in levels))]
+    default = (usual, FusedConv2DKnobs.compute_at)  # where ``h_o`` runs once, the same as place 0
+    return [default if nest == (usual, 0) and once["h_o"] else nest for nest in found]
 
 
 @dataclass(frozen=True)

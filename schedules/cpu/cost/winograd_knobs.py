@@ -35,6 +35,17 @@ CACHE_BYTES_PER_CYCLE = 27.0  # weights that the core has read before
 EXPOSED = 0.15  # share of the weights' time that does not overlap with arithmetic
 
 
+def takes_winograd(layer: ConvLayer, size: tuple[int, int], dtype: str, cpu: CPUInfo) -> bool:
+    """Return whether the algorithm and its schedule apply to a packed layer on such an image.
+
+    Not to kernels other than 3x3, strides, dilation, groups, other types than float32, and data of
+    fewer channels than a vector has lanes, which stay in NCHW.
+    """
+    if not layer.suits_winograd or dtype != "float32":
+        return False
+    return layer.in_channels >= cpu.lanes(dtype) and min(layer.output_size(*size)) >= 1
+
+
 @dataclass(frozen=True)
 class WinogradKnobs:
     """Knobs of the template.

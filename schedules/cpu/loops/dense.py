@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from tvm import s_tir, tirx
 from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
-from schedules.tuning.records import RECORD
+from schedules.schedule_rule import CONSTANTS
 from schedules.tuning.template import Template
 
 from ..core.kernel_builder import STACK_BYTES
 from ..core.machine import CPUInfo
-from ..core.rule import CPUTemplate, TunableRule
+from ..core.rule import CPUTemplate, TunableCPURule
 from ..nests.blocks import BlockFacts, Kernel, block_facts, open_kernel
+from ..nests.cached_input import column_axis, lay_out_matrix
 from ..nests.elementwise_nest import schedule_spatial
 from ..nests.loop_transforms import feeds, finish, inline_blocks, merge_groups
 from ..nests.reduction_nests import (
@@ -80,7 +81,8 @@ class DenseKnobs:
     rows, columns : int
         The register tile: rows x vectors of columns, or rows x columns of sums in lanes.
     packed : bool
-        Whether a tile of columns is first copied to a contiguous panel that all rows read.
+        Whether a tile of columns is first copied to a contiguous panel that all rows read; not if
+        it is a constant that is contiguous already.
     """
 
     rows: int
@@ -146,7 +148,7 @@ class DenseTemplate(Template[DenseWorkload, DenseKnobs, CPUInfo]):
 DENSE = DenseTemplate()
 
 
-class Dense(TunableRule):
+class Dense(TunableCPURule):
     """Matrix times matrix and vector times matrix, batched or not, either weight layout.
 
     Weights ``[K, N]``: a tile of rows times vectors of columns stays in registers, such as 6 x 2
@@ -161,6 +163,9 @@ class Dense(TunableRule):
                             for lane in T.vectorized(8):
                                 acc[row, vector, lane] += x[rows * 6 + row, k] * w[k, ...]
 
+    Constant weights of whole vectors are not copied, but stored as ``[N / 16, K, 16]``
+    (:data:`schedules.schedule_rule.LAID_OUT`).
+
     Weights ``[N, K]``: vectors run along K, with up to 12 dot products at once. One row is bound by
     memory: up to 8 vectors of columns, or 4 accumulators for each dot product; a matrix beyond the
     caches is read row after row (``stream_rows``). Left alone: functions with no or several
@@ -174,22 +179,13 @@ class Dense(TunableRule):
         if opened is None:
             return None
         workload = _workload(opened) if self.records else None
-        if workload is not None:
-            cpu = opened.kernel.cpu
-            found = self.records.find(self.key(workload, cpu), (DENSE,), workload, cpu)
-            if found is not None:
-                _, knobs, about = found
-                return DENSE.write(func.with_attr(RECORD, about), workload, knobs, target)
-        return _write(opened, None)
+        recorded = None if workload is None else self.recorded(func, workload, target)
+        return recorded or _write(opened, None)
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> DenseWorkload | None:
         """Return the product of matrices, if it is one with knobs."""
         opened = _open(func, target)
         return None if opened is None else _workload(opened)
-
-    def workload_json(self, workload: DenseWorkload) -> str:
-        """Write the workload."""
-        return json.dumps(asdict(workload), sort_keys=True)
 
     def templates(self, workload: DenseWorkload, cpu: CPUInfo) -> Sequence[CPUTemplate]:
         """Return the one template."""
@@ -251,6 +247,7 @@ def _write(opened: _Opened, knobs: DenseKnobs | None) -> s_tir.Schedule:
     """Write the nest, with the default's tile where no knobs are given."""
     kernel, block, facts = opened.kernel, opened.block, opened.facts
     product, grouped, consumers = opened.product, opened.grouped, opened.consumers
+    laid_out = None
     if _in_dots(facts, product):
         plan = _plan_dots(kernel.cpu, facts, product, grouped, knobs)
         overlaps, rest = reduce_in_rows(kernel, block, consumers, plan)
@@ -259,9 +256,14 @@ def _write(opened: _Opened, knobs: DenseKnobs | None) -> s_tir.Schedule:
     else:
         tile = _plan_columns(kernel, block, facts, product, grouped, knobs)
         overlaps, rest = reduce_in_columns(kernel, block, consumers, tile)
+        if tile.laid_out:
+            laid_out = _constant_matrix(kernel, facts, product)
     for consumer in rest:
         overlaps += schedule_spatial(kernel, consumer)
-    return finish(kernel.sch, overlaps)
+    done = finish(kernel.sch, overlaps)
+    if laid_out is None:
+        return done
+    return s_tir.Schedule(lay_out_matrix(done.mod["main"], *laid_out, kernel.lanes(facts)))
 
 
 def _in_dots(facts: BlockFacts, product: MatmulAxes) -> bool:
@@ -352,7 +354,9 @@ def _plan_columns(
     height, outer = _height(facts, product), facts.volume(spatial[:-1])
     if product.row_axis is None:
         return Columns(balanced_tile(-(-width // lanes), _MOST_VECTORS, outer, cpu.num_cores))
-    rows, vectors = matrix_tile(height, count, _accumulators(cpu))
+    is_whole = width % kernel.lanes(facts) == 0
+    matrix = _constant_matrix(kernel, facts, product) if is_whole else None
+    rows, vectors = matrix_tile(height, count, _accumulators(cpu), matrix is not None)
     rows = _divisor(height, rows) if grouped else rows
     packed = None
     tiles = -(-count // vectors) * outer // height
@@ -364,7 +368,22 @@ def _plan_columns(
         packed = next(
             index for index, read in enumerate(reads) if read.same_as(product.right.buffer)
         )
-    return Columns(vectors, rows, product.row_axis, packed)
+    laid_out = packed is not None and matrix is not None and count % vectors == 0
+    return Columns(vectors, rows, product.row_axis, packed, laid_out)
+
+
+def _constant_matrix(
+    kernel: Kernel, facts: BlockFacts, product: MatmulAxes
+) -> tuple[int, int] | None:
+    """Position of the right factor, if it is a constant matrix, and the axis of its columns."""
+    func, buffer = kernel.sch.mod["main"], product.right.buffer
+    constants = func.attrs.get(CONSTANTS) or ()
+    if len(buffer.shape) != 2 or str(buffer.dtype) not in ("float32", "float64"):
+        return None
+    for place in map(int, constants):
+        if func.params[place].same_as(buffer):
+            return place, column_axis(facts, buffer)
+    return None
 
 
 def _plan_dots(
@@ -385,7 +404,9 @@ def _divisor(extent: int, largest: int) -> int:
     return max(tile for tile in range(1, largest + 1) if extent % tile == 0)
 
 
-def matrix_tile(height: int, width: int, accumulators: int) -> tuple[int, int]:
+def matrix_tile(
+    height: int, width: int, accumulators: int, is_whole: bool = False
+) -> tuple[int, int]:
     """Rows and columns of the register tile with the least time for the whole matrix.
 
     Parameters
@@ -394,6 +415,8 @@ def matrix_tile(height: int, width: int, accumulators: int) -> tuple[int, int]:
         Rows, and vectors of columns (for dot products, columns).
     accumulators : int
         Number of sums that may be held at once.
+    is_whole : bool
+        Whether tiles must divide the columns.
 
     Returns
     -------
@@ -409,6 +432,7 @@ def matrix_tile(height: int, width: int, accumulators: int) -> tuple[int, int]:
         (rows, columns)
         for rows in range(1, min(height, accumulators) + 1)
         for columns in range(1, min(width, accumulators // rows, _MOST_COLUMNS) + 1)
+        if not (is_whole and width % columns)
     ]
     return min(tiles, key=cost)
 

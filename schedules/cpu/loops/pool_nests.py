@@ -15,11 +15,9 @@ from schedules.tir.expression_walk import uses
 from ..nests.blocks import BlockFacts, Kernel, block_facts
 from ..nests.elementwise_nest import schedule_spatial
 from ..nests.fused_consumers import Tiled, follow_or_copy
-from ..nests.loop_transforms import finish, parallel_outer, tile_size, unroll, worth_threads
+from ..nests.loop_transforms import finish, parallel_outer, tile_size, unroll
 from ..nests.overlapping_tails import Tails
 from ..nests.truncated_tails import TAIL
-
-_ACCUMULATORS = 8
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,12 @@ def _finish(kernel: Kernel, tails: Tails, rest: list[SBlockRV]) -> s_tir.Schedul
 
 
 def pool_in_lanes(
-    kernel: Kernel, pool: SBlockInfo, facts: BlockFacts, window: PoolingLoops
+    kernel: Kernel,
+    pool: SBlockInfo,
+    facts: BlockFacts,
+    window: PoolingLoops,
+    most_pixels: int,
+    threads: bool,
 ) -> s_tir.Schedule:
     """Windows that do not slide along the contiguous axis: a tile of pixels in registers."""
     sch, block = kernel.sch, pool.block_rv
@@ -80,7 +83,7 @@ def pool_in_lanes(
     reduced = [loops[k] for k in _all(facts, "R")]
     outer = [loops[k] for k in _all(facts, "S") if k not in (window.slide, window.vector)]
     extents = [facts.extents[k] or 1 for k in (window.slide, window.vector)]
-    pixels = tile_size(extents[0], _ACCUMULATORS)
+    pixels = tile_size(extents[0], most_pixels)
     lanes = min(extents[1], kernel.lanes(facts))
     slide, pixel = sch.split(loops[window.slide], [None, pixels])
     vectors, lane = sch.split(loops[window.vector], [None, lanes])
@@ -95,7 +98,7 @@ def pool_in_lanes(
     for vector, around in ((lane, [*reduced, pixel]), _last_two(sch.get_loops(output))):
         sch.vectorize(vector)
         unroll(sch, around)
-    if worth_threads(facts):
+    if threads:
         parallel_outer(sch, outer, kernel.cpu.num_cores)
     if len(cuts) > 1:
         sch.annotate(slide, TAIL, [1, *cuts])
@@ -139,7 +142,7 @@ def tile_cuts(points: list[int], extent: int, tile: int) -> list[int]:
 
 
 def pool_in_rows(
-    kernel: Kernel, pool: SBlockInfo, facts: BlockFacts, window: PoolingLoops
+    kernel: Kernel, pool: SBlockInfo, facts: BlockFacts, window: PoolingLoops, threads: bool
 ) -> s_tir.Schedule:
     """Windows that slide along the contiguous axis: vectors of neighbouring windows."""
     sch, block = kernel.sch, pool.block_rv
@@ -165,7 +168,7 @@ def pool_in_rows(
     if padding is not None:
         outside = outer[: max(1, plane)]
         _place_padding(kernel, padding, outside)
-    if worth_threads(facts):
+    if threads:
         parallel_outer(sch, outside, kernel.cpu.num_cores)
     if cuts:
         sch.annotate(vectors, TAIL, [1, *tile_cuts(cuts, width, lanes)])
@@ -177,12 +180,6 @@ def pool_in_rows(
 def _stride(facts: BlockFacts, window: PoolingLoops) -> int | None:
     """Elements between neighbouring windows."""
     return facts.loads[0].strides[window.vector]
-
-
-def few_guarded(kernel: Kernel, facts: BlockFacts, window: PoolingLoops) -> bool:
-    """Return whether windows are strided (which needs no copy) and few tiles have conditions."""
-    width, lanes = facts.extents[window.vector] or 1, kernel.lanes(facts)
-    return _stride(facts, window) != 1 and width >= 4 * lanes
 
 
 def _place_padding(kernel: Kernel, padding: SBlockRV, outside: list[LoopRV]) -> None:

@@ -3,25 +3,26 @@
 
 The products of the inputs with their weights are computed before, for all steps at once. Then::
 
-    for step in range(40):
+    for step in range(40):                            # in all threads, which wait after each step
         for block in T.parallel(16):                  # of hidden units
             for row in range(2):                      # tiles of the batch
                 for k in range(256):
                     sums[...] += state[row, k] * weights[block, k, gate, 0:16]
                 state[...], cell[...] = activations of sums
 
-Weights, biases and the inputs' products have the layout ``[block][k][gate][lane]``, so that one
-step reads each block of the weights from first to last. A step reads one copy of the state and
-writes the other one. A GRU that resets before the product needs its reset state whole: it has two
-loops a step.
+Threads are started once for all steps: a thread has the same blocks in each step, whose weights
+stay in its cache. Weights, biases and the inputs' products have the layout
+``[block][k][gate][lane]``, so that one step reads each block of the weights from first to last. A
+step reads one copy of the state and writes the other one. A GRU that resets before the product
+needs its reset state whole: it has two loops a step.
 
 Source: the formulas of the operators LSTM, GRU and RNN in the ONNX standard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 
@@ -32,6 +33,8 @@ from tvm.script.ir_builder import tirx as T
 from schedules.errors import OpError
 from schedules.tir.vector_math import vectorize_math
 
+from ..core.machine import CPUInfo
+
 LANES = 16
 """Hidden units of a block."""
 
@@ -39,7 +42,6 @@ GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 """Gates of each cell, in ONNX's order: i o f c, z r h, and the only one."""
 
 _WORTH_THREADS = 1 << 16
-_ACCUMULATORS = 8
 
 Activation = Callable[[tirx.Expr, float, float], tirx.Expr]
 
@@ -130,13 +132,15 @@ ACTIVATIONS: dict[str, Activation] = {
 """Functions of a vector and the two parameters that ONNX calls alpha and beta."""
 
 
-def recurrent_cell(cell: RecurrentCell) -> tirx.PrimFunc:
+def recurrent_cell(cell: RecurrentCell, cpu: CPUInfo) -> tirx.PrimFunc:
     """The scheduled function of a recurrent layer.
 
     Parameters
     ----------
     cell : RecurrentCell
         The layer.
+    cpu : CPUInfo
+        The CPU, whose registers hold the sums.
 
     Returns
     -------
@@ -188,16 +192,21 @@ def recurrent_cell(cell: RecurrentCell) -> tirx.PrimFunc:
                     name: T.decl_buffer((prod(shapes[name]),), view.dtype, data=view.data)
                     for name, view in views.items()
                 }
-                _Writer(cell, flat).write()
+                registers = cpu.num_vector_registers * cpu.lanes(cell.dtype) // LANES
+                _Writer(cell, flat, registers * 3 // 4).write()
     return vectorize_math(builder.get().without_attr("global_symbol"))
 
 
 @dataclass
 class _Writer:
-    """Emits the loops; offsets count elements of flat buffers."""
+    """Emits the loops; offsets count elements of flat buffers.
+
+    ``accumulators`` is how many sums of ``LANES`` elements fit into registers.
+    """
 
     cell: RecurrentCell
     flat: dict[str, tirx.Buffer]
+    accumulators: int
     own: dict[str, tirx.Buffer] = field(default_factory=dict)
 
     def write(self) -> None:
@@ -208,7 +217,7 @@ class _Writer:
             self.own["update"] = T.sblock_alloc_buffer((size,), cell.dtype)
             self.own["reset"] = T.sblock_alloc_buffer((size,), cell.dtype)
         self._begin()
-        with T.serial(0, cell.steps) as step:
+        with self._threads(), T.serial(0, cell.steps) as step:
             if "update" in self.own:
                 with self._blocks() as block, T.serial(0, self._tiles()) as tile:
                     self._tile(step, block, tile, [0, 1], self._gru_gates)
@@ -237,16 +246,31 @@ class _Writer:
             memory = self.flat["memory"][row * cell.padded + unit]
             T.buffer_store(self.flat["last_memory"], memory, [row * cell.padded + unit])
 
-    def _blocks(self) -> AbstractContextManager[tirx.Var]:
-        """The loop over the blocks, in parallel if a step is worth it."""
+    @property
+    def _is_parallel(self) -> bool:
+        """True if a step is worth threads."""
         cell = self.cell
         work = cell.hidden * cell.padded * cell.gates * cell.batch
-        loop = T.parallel if work >= _WORTH_THREADS and cell.blocks > 1 else T.serial
-        return loop(0, cell.blocks)
+        return work >= _WORTH_THREADS and cell.blocks > 1
+
+    def _threads(self) -> AbstractContextManager[object]:
+        """Run what is inside in all threads."""
+        return T.attr(0, "pragma_parallel_launch_point", 1) if self._is_parallel else nullcontext()
+
+    @contextmanager
+    def _blocks(self) -> Iterator[tirx.Var]:
+        """The loop over the blocks, behind which the threads wait for each other."""
+        if not self._is_parallel:
+            with T.serial(0, self.cell.blocks) as block:
+                yield block
+            return
+        with T.attr(0, "pragma_parallel_barrier_when_finish", 1):
+            with T.parallel(0, self.cell.blocks) as block:
+                yield block
 
     def _rows(self) -> int:
         """Rows of the batch whose sums fit into registers."""
-        most = max(1, _ACCUMULATORS // self.cell.gates)
+        most = max(1, self.accumulators // self.cell.gates)
         return max(n for n in range(1, most + 1) if self.cell.batch % n == 0)
 
     def _tiles(self) -> int:
@@ -390,7 +414,7 @@ class _HiddenUnits:
 
     @property
     def is_over(self) -> tirx.Expr:
-        """Whether the sequence has ended."""
+        """True if the sequence has ended."""
         return self.step >= self.writer.flat["lengths"][self.row]
 
     @property

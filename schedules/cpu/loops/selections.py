@@ -160,7 +160,7 @@ def _corners(box: Sequence[tirx.Expr], centred: bool, dtype: str) -> list[tirx.E
 def _overlaps(
     one: Sequence[tirx.Expr], other: Sequence[tirx.Expr], most: tirx.Expr, dtype: str
 ) -> tirx.Expr:
-    """Whether the shared area of two boxes is a larger part of their union than ``most``."""
+    """True if the shared area of two boxes is a larger part of their union than ``most``."""
     zero = tirx.const(0, dtype)
     sides = [
         tirx.min(one[i + 2], other[i + 2]) - tirx.max(one[i], other[i]) for i in range(2)

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
 from tvm import s_tir, tirx
 from tvm.s_tir.dlight.analysis import SBlockInfo
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
 
 from schedules.tir.vector_math import is_expensive
+from schedules.tuning.template import Template
 
-from ..core.rule import CPURule
-from ..nests.blocks import BlockFacts, Kernel, open_kernel
+from ..core.machine import CPUInfo
+from ..core.rule import CPUTemplate, TunableCPURule
+from ..nests.blocks import Kernel, open_kernel
 from ..nests.elementwise_nest import schedule_spatial
 from ..nests.fused_consumers import vectorize_under
 from ..nests.lane_reduction import arrange_lanes, split_into_lanes
 from ..nests.loop_transforms import (
-    SERIAL_ELEMENTS,
     attempt,
     finish,
     fuse_group,
@@ -28,11 +32,59 @@ from ..nests.overlapping_tails import Overlap, Tails
 from ..nests.reduction_nests import reducible, runs_in_columns
 from ..nests.truncated_tails import TAIL
 from .row_chain import RowStage, find_stages
+from .row_chain_knobs import (
+    RowChain,
+    RowChainKnobs,
+    all_row_chains,
+    default_row_chain,
+    row_chain_cycles,
+)
 
-_TEMPORARY_BYTES = 16 * 1024
+
+class RowChainTemplate(Template[RowChain, RowChainKnobs, CPUInfo]):
+    """Vectors and threads of :class:`Softmax`."""
+
+    name = "cpu.row_chain"
+    version = 1
+    knobs = RowChainKnobs
+
+    def read_workload(self, text: str) -> RowChain:
+        """Read the JSON of a workload."""
+        return RowChain.from_json(text)
+
+    def describe(self, workload: RowChain) -> str:
+        """Return the stages and the rows."""
+        stages = ", ".join(f"{name} {size}" for name, size, _ in workload.stages)
+        return f"chain of {stages} for {workload.row_count} rows"
+
+    def default(self, workload: RowChain, machine: CPUInfo) -> RowChainKnobs:
+        """Return the setting of the rules."""
+        return default_row_chain(workload, machine)
+
+    def settings(self, workload: RowChain, machine: CPUInfo) -> Iterable[RowChainKnobs]:
+        """Yield every legal setting."""
+        return all_row_chains(workload, machine)
+
+    def write(
+        self, func: tirx.PrimFunc, workload: RowChain, knobs: RowChainKnobs, target: Target
+    ) -> s_tir.Schedule:
+        """Write the nest."""
+        opened = _open(func, target)
+        assert opened is not None, "the workload was read from another function"
+        kernel, stages, _ = opened
+        written = _write(kernel, stages, workload, knobs)
+        assert written is not None, "the rows of the default nest are the same"
+        return written
+
+    def cycles(self, workload: RowChain, knobs: RowChainKnobs, machine: CPUInfo) -> float:
+        """Return the cycles of the busiest thread."""
+        return row_chain_cycles(workload, knobs, machine)
 
 
-class Softmax(CPURule):
+ROW_CHAIN = RowChainTemplate()
+
+
+class Softmax(TunableCPURule):
     """Reductions in a row, each over the same axes, and element-wise blocks between and after them.
 
     All of them are computed row by row inside one parallel loop, in vectors: along the row where
@@ -55,21 +107,53 @@ class Softmax(CPURule):
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func``, or return None if it is no such chain."""
-        kernel = open_kernel(func, target)
-        if kernel is None or sum(not info.is_injective() for info in kernel.blocks) < 1:
+        opened = _open(func, target)
+        if opened is None:
             return None
-        keep = [info for info in kernel.blocks if _is_shared_and_expensive(kernel, info)]
-        blocks = inline_blocks(kernel, keep)
-        stages = find_stages(kernel, blocks)
-        if stages is None or blocks[0].is_injective():
+        kernel, stages, chain = opened
+        recorded = self.recorded(func, chain, target) if chain.is_static else None
+        return recorded or _write(kernel, stages, chain, default_row_chain(chain, kernel.cpu))
+
+    def workload(self, func: tirx.PrimFunc, target: Target) -> RowChain | None:
+        """Return the chain, if the number of rows is known and they can be merged."""
+        opened = _open(func, target)
+        if opened is None or not opened[2].is_static:
             return None
-        if not all(reducible(stage.facts) for stage in stages if "R" in stage.facts.kinds):
-            return None
-        side_by_side = runs_in_columns(kernel, stages[0].facts)
-        if side_by_side and len(stages) < 2:
-            return None  # a reduction by itself, whose nest there is nothing to merge with
-        chain = _NeighbouringRows if side_by_side else _ContiguousRows
-        return chain(kernel, stages).schedule()
+        kernel, stages, chain = opened
+        knobs = default_row_chain(chain, kernel.cpu)
+        return None if _write(kernel, stages, chain, knobs) is None else chain
+
+    def templates(self, workload: RowChain, machine: CPUInfo) -> Sequence[CPUTemplate]:
+        """Return the one template."""
+        return (ROW_CHAIN,)
+
+
+def _open(
+    func: tirx.PrimFunc, target: Target
+) -> tuple[Kernel, list[RowStage], RowChain] | None:
+    """Open a function for scheduling; None if it is no chain."""
+    kernel = open_kernel(func, target)
+    if kernel is None or sum(not info.is_injective() for info in kernel.blocks) < 1:
+        return None
+    keep = [info for info in kernel.blocks if _is_shared_and_expensive(kernel, info)]
+    blocks = inline_blocks(kernel, keep)
+    stages = find_stages(kernel, blocks)
+    if stages is None or blocks[0].is_injective():
+        return None
+    if not all(reducible(stage.facts) for stage in stages if "R" in stage.facts.kinds):
+        return None
+    side_by_side = runs_in_columns(kernel, stages[0].facts)
+    if side_by_side and len(stages) < 2:
+        return None  # a reduction by itself, whose nest there is nothing to merge with
+    return kernel, stages, RowChain.of(kernel, stages, side_by_side)
+
+
+def _write(
+    kernel: Kernel, stages: list[RowStage], chain: RowChain, knobs: RowChainKnobs
+) -> s_tir.Schedule | None:
+    kernel.cpu = replace(kernel.cpu, vector_bits=knobs.vector_bits)
+    form = _NeighbouringRows if chain.side_by_side else _ContiguousRows
+    return form(kernel, stages, knobs).schedule()
 
 
 def _is_shared_and_expensive(kernel: Kernel, info: SBlockInfo) -> bool:
@@ -82,8 +166,8 @@ def _is_shared_and_expensive(kernel: Kernel, info: SBlockInfo) -> bool:
 class _Chain:
     """Base of both forms of chains."""
 
-    def __init__(self, kernel: Kernel, stages: list[RowStage]) -> None:
-        self.kernel, self.sch, self.stages = kernel, kernel.sch, stages
+    def __init__(self, kernel: Kernel, stages: list[RowStage], knobs: RowChainKnobs) -> None:
+        self.kernel, self.sch, self.stages, self.knobs = kernel, kernel.sch, stages, knobs
         self.depth = len(stages[0].rows)
         self.tails = Tails(kernel.sch)
         self.nests: list[SBlockRV] = []
@@ -95,12 +179,12 @@ class _Chain:
 
         None if the rows are not the same.
         """
-        sch, first = self.sch, self.stages[0].facts
+        sch = self.sch
         if self.depth:
             rows = [sch.get_loops(block)[self.depth - 1] for block in self.nests]
             if not attempt(sch.merge, *rows):
                 return None
-            if first.volume(range(len(first.extents))) >= SERIAL_ELEMENTS // 4:
+            if self.knobs.threads:
                 outer = sch.get_loops(self.nests[0])[: self.depth]
                 parallel_outer(sch, outer, self.kernel.cpu.num_cores)
         for block, loop in self.decompositions:
@@ -139,7 +223,9 @@ class _ContiguousRows(_Chain):
                     self.overlaps += schedule_spatial(self.kernel, block)
                 continue
             loop = self.fuse_reduced(stage)[-1]
-            split = split_into_lanes(sch, block, loop, self.kernel.lanes(stage.facts))
+            split = split_into_lanes(
+                sch, block, loop, self.kernel.lanes(stage.facts), self.knobs.vectors
+            )
             self.nests += split.stages
             self.decompositions.append((split.stages[0], arrange_lanes(sch, split, self.depth)))
         return self.close()
@@ -152,7 +238,8 @@ class _NeighbouringRows(_Chain):
         """Schedule each block by itself on tiles of neighbouring rows, then merge."""
         sch = self.sch
         first = self.stages[0].facts
-        tile = self._tile(first, first.extents[self.stages[0].rows[-1]] or 1)
+        extent = first.extents[self.stages[0].rows[-1]] or 1
+        tile = self.knobs.vectors * min(extent, self.kernel.lanes(first))
         for stage in self.stages:
             block = stage.info.block_rv
             reduced = [] if stage.info.is_injective() else self.fuse_reduced(stage)
@@ -171,9 +258,3 @@ class _NeighbouringRows(_Chain):
             if reduced:
                 self.decompositions.append((block, reduced[0]))
         return self.close()
-
-    def _tile(self, facts: BlockFacts, extent: int) -> int:
-        """Columns of a tile: as many whole vectors as keep a temporary row in the L1 cache."""
-        lanes = min(extent, self.kernel.lanes(facts))
-        row = facts.volume(facts.positions("R")) * lanes * facts.itemsize
-        return lanes * max(1, min(4, extent // lanes, _TEMPORARY_BYTES // max(1, row)))

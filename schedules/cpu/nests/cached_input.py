@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contiguous copy of the part of an input that one tile of columns reads."""
+"""Input of a product, contiguous for each tile of columns: a copy, or the input's own layout."""
 
 from __future__ import annotations
 
-from tvm import s_tir
+import tvm_ffi
+from tvm import ir, s_tir, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from schedules.schedule_rule import LAID_OUT
 from schedules.tir.expression_walk import uses
 
 from .blocks import BlockFacts, realize_of
@@ -29,16 +31,60 @@ def copy_of_input(sch: s_tir.Schedule, facts: BlockFacts, index: int) -> SBlockR
     SBlockRV
         The block that copies.
     """
-    column = facts.vars[facts.positions("S")[-1]]
     buffer = sch.get(facts.block).reads[index].source
-    load = next(load for load in facts.loads if load.buffer.same_as(buffer))
-    rank = len(load.indices)
-    place = next(d for d, expr in enumerate(load.indices) if uses(expr, column))
+    rank, place = len(buffer.shape), column_axis(facts, buffer)
     copy = sch.cache_read(facts.block, index, "global")
     if place != rank - 1:
         order = [d for d in range(rank) if d != place] + [place]
         sch.transform_layout(copy, ("write", 0), _permutation(order))
     return copy
+
+
+def column_axis(facts: BlockFacts, buffer: tirx.Buffer) -> int:
+    """Return the axis of an input along which the columns of a block run."""
+    column = facts.vars[facts.positions("S")[-1]]
+    load = next(load for load in facts.loads if load.buffer.same_as(buffer))
+    return next(axis for axis, expr in enumerate(load.indices) if uses(expr, column))
+
+
+def lay_out_matrix(func: tirx.PrimFunc, place: int, axis: int, lanes: int) -> tirx.PrimFunc:
+    """Let a function read one of its matrices in the layout [columns / lanes, depth, lanes].
+
+    Parameters
+    ----------
+    func : PrimFunc
+        A scheduled function, which only reads the matrix.
+    place : int
+        Position of the matrix among the parameters.
+    axis : int
+        Axis of the columns.
+    lanes : int
+        Lanes of a vector; they divide the columns.
+
+    Returns
+    -------
+    PrimFunc
+        The function with another parameter, and the attribute ``LAID_OUT``.
+    """
+    plain = func.params[place]
+    shape = [plain.shape[axis] // lanes, plain.shape[1 - axis], lanes]
+    matrix = tirx.decl_buffer(shape, str(plain.dtype), plain.name)
+
+    def load(node: ir.TensorLoad) -> ir.TensorLoad:
+        if not node.source.same_as(plain):
+            return node
+        column, depth = node.indices[axis], node.indices[1 - axis]
+        return matrix[tirx.floordiv(column, lanes), depth, tirx.floormod(column, lanes)]
+
+    def region(node: ir.TensorRegion) -> ir.TensorRegion:
+        if not node.source.same_as(plain):
+            return node
+        return tirx.BufferRegion(matrix, [ir.Range(0, extent) for extent in matrix.shape])
+
+    body = tvm_ffi.structural_map(func.body, [(ir.TensorLoad, load), (ir.TensorRegion, region)])
+    params = [matrix if k == place else param for k, param in enumerate(func.params)]
+    result = tirx.PrimFunc(params, body, func.ret_type, func.attrs)
+    return result.with_attr(LAID_OUT, [place, axis, lanes])
 
 
 def _permutation(order: list[int]):  # noqa: ANN202 - an index map is any callable

@@ -70,13 +70,13 @@ def merge_shifted_loops(kernel: Kernel) -> Kernel:
 
 
 def _is_shifted(kernel: Kernel, facts: BlockFacts, parameters: set[ir.Var]) -> bool:
-    """Whether fused loops of a block would lose the plain vectors of its accesses."""
+    """True if fused loops of a block would lose the plain vectors of its accesses."""
     if set(facts.kinds) - {"S"} or facts.indirect:
         return False
     if any(access.buffer not in parameters for access in facts.accesses):
         return False
     groups = merge_groups(facts, range(len(facts.extents)))
-    if max(map(len, groups)) == 1:
+    if max(map(len, groups), default=1) == 1:
         return False
     own = set(facts.vars)
     moved = any(variables(access.offset) - own for access in facts.accesses)

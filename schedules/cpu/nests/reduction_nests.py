@@ -40,12 +40,16 @@ class Columns:
     packed : int | None
         The input that is copied, for each tile of columns, to a buffer that all rows read; the loop
         over rows is then inside of the one over columns.
+    laid_out : bool
+        Whether that input is not copied, because the caller gives it a layout in which vectors of
+        columns are contiguous (:func:`.cached_input.lay_out_matrix`).
     """
 
     vectors: int
     rows: int = 1
     row_axis: int = -2
     packed: int | None = None
+    laid_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,9 @@ def reduce_in_columns(
     width = static_extent(sch, outer[-1]) or 1
     lanes = min(width, kernel.lanes(facts))
     vectors = min(plan.vectors, width // lanes)
-    packed = None if plan.packed is None else copy_of_input(sch, facts, plan.packed)
+    packed = None
+    if plan.packed is not None and not plan.laid_out:
+        packed = copy_of_input(sch, facts, plan.packed)
     tiles: list[LoopRV] = []
     rows: list[LoopRV] = []
     if plan.rows > 1:
@@ -108,7 +114,7 @@ def reduce_in_columns(
         tiles, rows = [row_tiles], [row]
     columns, vector, lane = sch.split(outer.pop(), [None, vectors, lanes])
     tiled = [(columns, vectors * lanes), *((loop, plan.rows) for loop in tiles)]
-    outer = [*outer, columns, *tiles] if packed is not None else [*outer, *tiles, columns]
+    outer = [*outer, columns, *tiles] if plan.packed is not None else [*outer, *tiles, columns]
     sch.reorder(*outer, *reduced, *rows, vector, lane)
     moved, rest = follow_or_copy(sch, block, consumers, outer[-1], tiled)
     tails = Tails(sch)
@@ -124,7 +130,7 @@ def reduce_in_columns(
     sch.vectorize(lane)
     unroll(sch, [*reduced, *rows, vector])
     if worth_threads(facts):
-        shared = len(outer) - (len(tiles) if packed is not None else 0)
+        shared = len(outer) - (len(tiles) if plan.packed is not None else 0)
         parallel_outer(sch, outer[:shared], kernel.cpu.num_cores)
     init = tails.decompose(block, reduced[0])
     unroll(sch, sch.get_loops(init)[-2 - len(rows) : -1])

@@ -118,7 +118,7 @@ def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def _stored_vector(loop: tirx.For) -> tirx.BufferStore | None:
-    """What a vector loop around an annotated block stores, if it does so without a condition."""
+    """Return the store of a vector loop around an annotated block, if it has no condition."""
     realize = loop.body
     if loop.kind != tirx.ForKind.VECTORIZED or not isinstance(realize, s_tir.SBlockRealize):
         return None

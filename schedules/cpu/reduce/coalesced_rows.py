@@ -57,7 +57,7 @@ class RowVectors:
 
     lanes: int
     vectors: int
-    outputs: int = 1
+    outputs: int
 
     @property
     def step(self) -> int:

@@ -18,19 +18,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.index_math import i64
 
 from ..core.tiles import Index, Span
-from .source import Axis, ReduceSource
+from .source import ReduceSource
 from .tasks import ReductionNest, Split, places, share, width
 from .vector_states import States, count, unrolled, vector
-
-_MOST_VECTORS = 16
-_ENOUGH_VECTORS = 8
 
 
 @dataclass(frozen=True)
@@ -52,37 +48,6 @@ class StreamVectors:
     def step(self) -> int:
         """Elements that are combined with all states once."""
         return self.lanes * self.vectors
-
-
-def find_stream(source: ReduceSource, lanes: int) -> StreamVectors | None:
-    """Find a stream through the two innermost loops; None if they are no narrow stream."""
-    if len(source.axes) < 2 or source.workload.is_arg:
-        return None
-    rows, columns = source.axes[-2:]
-    if columns.reduced or not rows.reduced or columns.size is None:
-        return None
-    vectors = math.lcm(columns.size, lanes) // lanes
-    if vectors > _MOST_VECTORS or columns.size > _ENOUGH_VECTORS * lanes:
-        return None
-    if source.bare & {rows.var, columns.var} or not _is_stream(source, rows, columns):
-        return None
-    repeats = max(1, _ENOUGH_VECTORS // vectors)
-    if rows.size is not None:  # rather fewer vectors than a rest
-        steps, rest = divmod(rows.size * columns.size, vectors * lanes)
-        even = [n for n in range(repeats // 2 + 1, repeats + 1) if rest == 0 == steps % n]
-        repeats = max(even, default=repeats)
-    return StreamVectors(lanes, vectors * repeats)
-
-
-def _is_stream(source: ReduceSource, rows: Axis, columns: Axis) -> bool:
-    """Return whether each row begins where the previous one ends, at all addresses."""
-    for strides in source.strides:
-        row, column = strides[rows.var], strides[columns.var]
-        if row is None or column is None:
-            return False
-        if not tvm_ffi.structural_equal(row, column * columns.extent):
-            return False
-    return True
 
 
 def reduce_stream(source: ReduceSource, stream: StreamVectors, split: Split) -> s_tir.Schedule:

@@ -14,8 +14,8 @@ from schedules.workload.reduce import constant
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule
-from ..gemm.skinny_matmul import MOST_ROWS
-from ..gemm.tensor_core_tile import factor_dtype
+from ..gemm.matmul.skinny_matmul import MOST_ROWS
+from ..gemm.matmul.tensor_core_tile import factor_dtype
 from ..pointwise.point_kernel import Views
 from .attention_cost import gains
 from .attention_pattern import AttentionFunction, read_attention

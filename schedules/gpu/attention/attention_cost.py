@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..core.machine import GPUInfo
 from ..core.machine_costs import COSTS
-from ..gemm.matmul_tile_sizes import assumed_size
+from ..gemm.matmul.matmul_tile_sizes import assumed_size
 from .attention_pattern import AttentionFunction
 from .attention_tile import AttentionTile
 from .tensor_core_attention import TensorAttentionTile

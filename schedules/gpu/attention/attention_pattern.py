@@ -15,7 +15,7 @@ from schedules.tir.expression_walk import loads, op_name
 from schedules.tir.index_math import ceildiv, i64, ravel, volume
 from schedules.workload.reduce import Extent, constant, extent_of, unravel
 
-from ..gemm.matmul_pattern import (
+from ..gemm.matmul.matmul_pattern import (
     Operand,
     dependences,
     product_factors,
@@ -348,7 +348,7 @@ def _replaced(expression: tirx.Expr, value: tirx.Expr) -> tirx.Expr:
 def _moved(
     stage: Stage, load: ir.TensorLoad, indices: Sequence[tirx.Expr]
 ) -> list[tirx.Expr] | None:
-    """Where a stage that transposes or reshapes a buffer stores the element at some indices."""
+    """Return where a stage that transposes or reshapes stores the element at some indices."""
     own = [axis.var for axis in stage.axes]
     at = {index: place for index, place in zip(load.indices, indices, strict=True)}
     if all(var in at or constant(size) == 1 for var, size in zip(own, stage.shape, strict=True)):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from schedules.workload.reduce import constant
 
 from ..core.machine import GPUInfo
-from ..gemm.factor_tiles import WIDTH, pitch_of
-from ..gemm.matmul_tile_sizes import assumed_size
+from ..gemm.matmul.factor_tiles import WIDTH, pitch_of
+from ..gemm.matmul.matmul_tile_sizes import assumed_size
 from .attention_pattern import AttentionFunction
 
 MOST_DEPTH = 256

@@ -11,7 +11,7 @@ from tvm.script.ir_builder import tirx as T
 from schedules.tir.branch import when
 from schedules.tir.index_math import i64
 
-from ..gemm.matmul_pattern import divides
+from ..gemm.matmul.matmul_pattern import divides
 from ..pointwise.coalescing import Lanes, classify
 from ..pointwise.point_kernel import PointWriter, Views
 from .attention_pattern import AttentionFunction

@@ -26,10 +26,10 @@ from ..core.intrinsics import sync
 from ..core.machine import GPUInfo
 from ..core.machine_costs import COSTS
 from ..core.tensor_core import TensorCore
-from ..gemm.matmul_pattern import divides
-from ..gemm.matmul_tile_sizes import assumed_size
-from ..gemm.tensor_core_matmul import Factor, store_products
-from ..gemm.tensor_core_tile import ELEMENTS, STEP, SharedTile, factor_dtype
+from ..gemm.matmul.matmul_pattern import divides
+from ..gemm.matmul.matmul_tile_sizes import assumed_size
+from ..gemm.matmul.tensor_core_matmul import Factor, store_products
+from ..gemm.matmul.tensor_core_tile import ELEMENTS, STEP, SharedTile, factor_dtype
 from ..pointwise.point_kernel import Views
 from .attention_pattern import AttentionFunction
 from .score_registers import fill, logit_lanes, registers, row_that_exists, store_logits

@@ -33,9 +33,9 @@ from schedules.workload.reduce import unravel
 
 from ..core.intrinsics import shuffle_xor, sync
 from ..core.machine import GPUInfo
-from ..gemm.factor_tiles import WIDTH, FactorTiles, fetch_line, pitch_of
-from ..gemm.matmul_pattern import divides
-from ..gemm.tiled_matmul import epilogue_lanes, store_results
+from ..gemm.matmul.factor_tiles import WIDTH, FactorTiles, fetch_line, pitch_of
+from ..gemm.matmul.matmul_pattern import divides
+from ..gemm.matmul.tiled_matmul import epilogue_lanes, store_results
 from ..pointwise.point_kernel import Views
 from .attention_pattern import AttentionFunction
 from .attention_tile import AttentionTile

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU rule for convolutions that no other rule takes.
 
-Dense ones of float16 and bfloat16 are products on tensor cores, of the weights and the windows of
-the data; the others have one thread for each output.
+Dense ones of float16, bfloat16 and int8 are products on tensor cores, of the weights and the
+windows of the data; the others have one thread for each output.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from schedules.workload.reduce import unravel
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule
-from ..gemm.matmul_pattern import ACCUMULATOR, read_matmul
-from ..gemm.tensor_core_matmul import tensor_core_function
+from ..gemm.matmul.matmul_pattern import ACCUMULATOR, read_matmul
+from ..gemm.matmul.tensor_core_matmul import tensor_core_function
 
 THREADS = 128
 

@@ -7,22 +7,24 @@ the splits' results in a fixed order.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
 
 from schedules.errors import OpError
 from schedules.tir.branch import when
-from schedules.workload.conv2d import Conv2DKernel, ConvLayer, from_json
+from schedules.workload.conv2d import Conv2DKernel, ConvLayer, describe, from_json
 from schedules.workload.reduce import extent_of
 
 from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
 from ..core.machine import GPUInfo
 from ..core.machine_costs import COSTS
-from ..core.rule import GPURule
+from ..core.rule import GPUTemplate, Knobs, TunableGPURule
 from ..core.vector_loads import flat_view
-from ..gemm.conv_tiles import ConvTile, ProductExtents, choose_tile
+from ..gemm.conv_tiles import ConvTile, ProductExtents, choose_tile, estimate, fitting_tiles
 from ..gemm.epilogue import Ending, LayerEpilogue, Partial, finish_tile, lanes_at, sum_parts
 from ..gemm.implicit_gemm import LANES, ConvShape, Index, Window, window_of
 from ..gemm.main_loop import multiply
@@ -32,7 +34,59 @@ from ..gemm.thread_block_tile import GemmBlock
 ADDING_THREADS = 128
 
 
-class Conv2D(GPURule):
+class ConvTemplate(GPUTemplate[Conv2DKernel, Knobs]):
+    """Base of the templates of convolutions of images of known sizes."""
+
+    def read_workload(self, text: str) -> Conv2DKernel:
+        """Read the JSON of a workload."""
+        kernel = from_json(text)
+        if not kernel.is_static:
+            raise OpError(f"{describe(kernel)} has symbolic extents; expected known ones")
+        return kernel
+
+    def describe(self, workload: Conv2DKernel) -> str:
+        """Return the layers and the image."""
+        return describe(workload)
+
+
+class Conv2DTemplate(ConvTemplate[ConvTile]):
+    """Tiles of :class:`Conv2D`."""
+
+    name = "gpu.conv2d"
+    version = 1
+    knobs = ConvTile
+    rule = "Conv2D"
+
+    def default(self, workload: Conv2DKernel, machine: GPUInfo) -> ConvTile:
+        """Return the tile of the least predicted time."""
+        tile = choose_tile(_extents(workload), machine)
+        if tile is None:
+            raise OpError(f"no tile of {describe(workload)} fits {machine.name}")
+        return tile
+
+    def settings(self, workload: Conv2DKernel, machine: GPUInfo) -> Iterable[ConvTile]:
+        """Yield the tiles that the cost model compares."""
+        return fitting_tiles(_extents(workload), machine)
+
+    def kernel(
+        self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: ConvTile, gpu: GPUInfo
+    ) -> tirx.PrimFunc:
+        """Write the kernel."""
+        return conv2d_template(func, workload, knobs, gpu)
+
+    def cycles(self, workload: Conv2DKernel, knobs: ConvTile, machine: GPUInfo) -> float:
+        """Return the cost model's cycles."""
+        return estimate(_extents(workload), knobs, machine)
+
+
+CONV2D = Conv2DTemplate()
+
+
+class ConvRule(TunableGPURule):
+    """Base of the rules of marked convolutions."""
+
+
+class Conv2D(ConvRule):
     """Computes a convolution as a product of matrices, from shared memory.
 
     Takes functions that legalization marked as one convolution of float32 on images of a known
@@ -48,6 +102,21 @@ class Conv2D(GPURule):
         shape = ConvShape.of(kernel, batch_of(func))
         tile = choose_tile(ProductExtents.of(shape), gpu)
         return None if tile is None else conv2d_template(func, kernel, tile, gpu)
+
+    def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
+        """Return the convolution, if the batch is known and a tile fits."""
+        kernel = packed_kernel(func, layers=1)
+        if kernel is None or not kernel.is_static or kernel.layers[0].is_depthwise:
+            return None
+        return None if choose_tile(_extents(kernel), self.machine(target)) is None else kernel
+
+    def templates(self, workload: Conv2DKernel, machine: GPUInfo) -> Sequence[Conv2DTemplate]:
+        """Return the one template."""
+        return (CONV2D,)
+
+
+def _extents(kernel: Conv2DKernel) -> ProductExtents:
+    return ProductExtents.of(ConvShape.of(kernel, kernel.batch or 1))
 
 
 def packed_kernel(func: tirx.PrimFunc, layers: int) -> Conv2DKernel | None:

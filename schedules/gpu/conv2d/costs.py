@@ -16,7 +16,7 @@ from ..gemm.conv_tiles import (
     estimate,
 )
 from ..gemm.implicit_gemm import LANES, ConvShape
-from .depthwise_conv2d import choose_rows
+from .depthwise_conv2d import choose_rows, depthwise_cycles
 from .fused_tiles import ConvPair, choose_fused_tile, estimate_fused
 
 
@@ -41,9 +41,4 @@ def layer_cycles(shape: ConvShape, gpu: GPUInfo) -> float:
         product = ProductExtents.of(shape)
         tile = choose_tile(product, gpu)
         return math.inf if tile is None else estimate(product, tile, gpu)
-    rows = choose_rows(shape, gpu)
-    layer, (height, width) = shape.layer, shape.out_size
-    seen = (rows - 1) * layer.strides[0] + (layer.kernel[0] - 1) * layer.dilation[0] + 1
-    each = 8.0 * seen * layer.kernel[1] + 2 * shape.taps + 4 * rows * shape.taps + 60
-    threads = shape.images * shape.out_planes * -(-height // rows) * width
-    return each * threads / (COSTS.warp * COSTS.issue * gpu.multiprocessors) + COSTS.block_latency
+    return depthwise_cycles(shape, choose_rows(shape, gpu), gpu)

@@ -15,32 +15,74 @@ a halo, or there are several tiles of channels, parts of the first layer are rec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
 
+from schedules.errors import OpError
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 
 from ..core.intrinsics import sync
-from ..core.kernel_function import unless_empty, write_kernels
+from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
 from ..core.machine import GPUInfo
-from ..core.rule import GPURule
 from ..core.vector_loads import flat_view
 from ..gemm.epilogue import LayerEpilogue, finish_tile
 from ..gemm.implicit_gemm import LANES, ConvShape, Index
 from ..gemm.main_loop import add_step, clear_sums
 from ..gemm.shared_memory_pipeline import WeightStage, run_steps
 from ..gemm.thread_block_tile import GemmBlock
-from .conv2d import batch_of, packed_kernel
+from .conv2d import ConvRule, ConvTemplate, batch_of, packed_kernel
 from .fused_first_layer import FirstLayer
-from .fused_tiles import ConvPair, FusedTile, choose_fused_tile
+from .fused_tiles import (
+    ConvPair,
+    FusedTile,
+    choose_fused_tile,
+    estimate_fused,
+    fitting_fused_tiles,
+)
 
 MOST_TAPS = 49  # of a depthwise first layer, which is unrolled
 
 
-class FusedConv2D(GPURule):
+class FusedTemplate(ConvTemplate[FusedTile]):
+    """Tiles of :class:`FusedConv2D`."""
+
+    name = "gpu.fused_conv2d"
+    version = 1
+    knobs = FusedTile
+    rule = "FusedConv2D"
+
+    def default(self, workload: Conv2DKernel, machine: GPUInfo) -> FusedTile:
+        """Return the tile of the least predicted time."""
+        tile = choose_fused_tile(pair_of(workload, workload.batch or 1), machine)
+        if tile is None:
+            raise OpError(f"no tile of {self.describe(workload)} fits {machine.name}")
+        return tile
+
+    def settings(self, workload: Conv2DKernel, machine: GPUInfo) -> Iterable[FusedTile]:
+        """Yield the tiles that the cost model compares."""
+        return fitting_fused_tiles(pair_of(workload, workload.batch or 1), machine)
+
+    def kernel(
+        self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: FusedTile, gpu: GPUInfo
+    ) -> tirx.PrimFunc:
+        """Write the kernel."""
+        least = self.least_blocks(workload, knobs, gpu)
+        return fused_template(func, workload, knobs, lambda: resident_blocks(gpu, least))
+
+    def cycles(self, workload: Conv2DKernel, knobs: FusedTile, machine: GPUInfo) -> float:
+        """Return the cost model's cycles."""
+        return estimate_fused(pair_of(workload, workload.batch or 1), knobs, machine)
+
+
+FUSED = FusedTemplate()
+
+
+class FusedConv2D(ConvRule):
     """Keeps the intermediate of two convolutions in shared memory.
 
     Takes functions that legalization marked as a fused pair of float32 on images of a known size
@@ -55,6 +97,18 @@ class FusedConv2D(GPURule):
             return None
         tile = choose_fused_tile(pair_of(kernel, batch_of(func)), gpu)
         return None if tile is None else fused_template(func, kernel, tile)
+
+    def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
+        """Return the pair, if the batch is known and a tile fits."""
+        kernel = packed_kernel(func, layers=2)
+        if kernel is None or not kernel.is_static or unsupported(*kernel.layers) is not None:
+            return None
+        tile = choose_fused_tile(pair_of(kernel, kernel.batch or 1), self.machine(target))
+        return None if tile is None else kernel
+
+    def templates(self, workload: Conv2DKernel, machine: GPUInfo) -> Sequence[FusedTemplate]:
+        """Return the one template."""
+        return (FUSED,)
 
 
 def unsupported(layer1: ConvLayer, layer2: ConvLayer) -> str | None:
@@ -74,7 +128,12 @@ def pair_of(kernel: Conv2DKernel, batch: tirx.Expr | int) -> ConvPair:
     return ConvPair(first, ConvShape(kernel.layers[1], batch, first.out_size))
 
 
-def fused_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: FusedTile) -> tirx.PrimFunc:
+def fused_template(
+    func: tirx.PrimFunc,
+    kernel: Conv2DKernel,
+    tile: FusedTile,
+    launched: Callable[[], AbstractContextManager] = nullcontext,
+) -> tirx.PrimFunc:
     """Write the kernel of the module's docstring.
 
     Parameters
@@ -85,6 +144,8 @@ def fused_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: FusedTile) -
         Its workload.
     tile : FusedTile
         Partition of the work.
+    launched : Callable
+        Opened inside the launch, for requests to the compiler.
     """
     pair = pair_of(kernel, batch_of(func))
     second = pair.second
@@ -97,6 +158,7 @@ def fused_template(func: tirx.PrimFunc, kernel: Conv2DKernel, tile: FusedTile) -
             T.launch_thread("blockIdx.y", second.const(-(-second.out_blocks // tile.blocks))) as y,
             T.launch_thread("blockIdx.x", second.const(second.batch) * tiles) as x,
             T.launch_thread("threadIdx.x", second.const(tile.threads)) as thread,
+            launched(),
         ):
             views = [flat_view(param) for param in func.params]
             place = x % tiles

@@ -150,8 +150,13 @@ class ConvPair:
 @functools.lru_cache(maxsize=256)
 def choose_fused_tile(pair: ConvPair, gpu: GPUInfo) -> FusedTile | None:
     """The tile with the least :func:`estimate_fused`; None if none fits."""
-    fitting = [tile for tile in _all_tiles(pair.first.layer.is_depthwise) if pair.fits(tile, gpu)]
-    return min(fitting, key=lambda tile: estimate_fused(pair, tile, gpu), default=None)
+    tiles = fitting_fused_tiles(pair, gpu)
+    return min(tiles, key=lambda tile: estimate_fused(pair, tile, gpu), default=None)
+
+
+def fitting_fused_tiles(pair: ConvPair, gpu: GPUInfo) -> list[FusedTile]:
+    """All tiles that fit the device."""
+    return [tile for tile in _all_tiles(pair.first.layer.is_depthwise) if pair.fits(tile, gpu)]
 
 
 def estimate_fused(pair: ConvPair, tile: FusedTile, gpu: GPUInfo) -> float:

@@ -91,6 +91,24 @@ class GPUInfo:
         cluster = _PORTABLE_CLUSTER if arch >= _CLUSTERS_FROM else 1
         return cls(kind, arch, _multiprocessors(target, arch), 32, threads, shared, cluster)
 
+    @classmethod
+    def named(cls, arch: str, multiprocessors: int) -> GPUInfo:
+        """A CUDA device by its architecture and size.
+
+        Raises
+        ------
+        TargetError
+            If there is no such architecture.
+        """
+        _arch_number(arch)
+        model = f"multiprocessors={multiprocessors}"
+        return cls.from_target(Target({"kind": "cuda", "arch": arch, "model": model}))
+
+    @property
+    def name(self) -> str:
+        """The architecture, ``sm_90``; ``opencl`` elsewhere."""
+        return f"sm_{self.arch}" if self.kind == "cuda" else self.kind
+
     @property
     def has_bfloat16(self) -> bool:
         """Return whether TVM supports the type; else it stores 16 bits and computes in float32."""

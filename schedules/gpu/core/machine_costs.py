@@ -67,6 +67,8 @@ class MachineCosts:
     atomic_splits, few_outputs : int
         Blocks that contend for one address of an atomic update where outputs are more than the
         second figure.
+    spared_splits : int
+        Of so many blocks one is given up if the others then have equal shares.
     short_reduction : int
         Elements of an output, its neighbours beside it, that one thread combines alone.
     full_waves : int
@@ -128,6 +130,7 @@ class MachineCosts:
     most_partials: int = 8192
     atomic_splits: int = 16
     few_outputs: int = 32
+    spared_splits: int = 16
     short_reduction: int = 32
     full_waves: int = 4
     cluster_rounds: int = 2

@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of the GPU rules."""
+"""Base classes of the GPU rules and of their templates."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar, TypeVar
 
 import tvm
 from tvm import s_tir, tirx
 from tvm.target import Target
 
 from schedules.schedule_rule import RULE, Rule
+from schedules.tuning.records import Key
+from schedules.tuning.template import Template
+from schedules.tuning.tunable_rule import TunableRule
 
 from .bfloat16_bits import convert_by_bits
 from .machine import KINDS, GPUInfo
+
+Workload = TypeVar("Workload")
+Knobs = TypeVar("Knobs")
+
+_LANE_BITS = 32
 
 
 class GPURule(Rule):
@@ -22,13 +33,65 @@ class GPURule(Rule):
         """Return the function that ``kernel`` writes, bfloat16 by its bits if need be."""
         gpu = GPUInfo.from_target(target)
         kernel = self.kernel(func, gpu)
-        if kernel is None:
-            return None
-        if not gpu.has_bfloat16:
-            kernel = convert_by_bits(kernel)
-        kernel = kernel.with_attr(RULE, type(self).__name__)
-        return s_tir.Schedule(tvm.IRModule({"main": kernel}))
+        return None if kernel is None else _finished(kernel, gpu, type(self).__name__)
 
     def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel of a function, or return None if the rule does not take it."""
         raise NotImplementedError
+
+
+class GPUTemplate(Template[Workload, Knobs, GPUInfo]):
+    """One family of GPU kernels with knobs.
+
+    Attributes
+    ----------
+    rule : str
+        Name of the rule that it belongs to.
+    """
+
+    rule: ClassVar[str]
+
+    def write(
+        self, func: tirx.PrimFunc, workload: Workload, knobs: Knobs, target: Target
+    ) -> s_tir.Schedule:
+        """Write the kernel of a setting, bfloat16 by its bits if need be."""
+        gpu = GPUInfo.from_target(target)
+        return _finished(self.kernel(func, workload, knobs, gpu), gpu, self.rule)
+
+    def least_blocks(self, workload: Workload, knobs: Knobs, gpu: GPUInfo) -> int:
+        """Return the blocks for which the compiler must find registers, at least; 0 for any number.
+
+        It spills nothing of the defaults, but some settings, to fit more blocks than they ask for.
+        """
+        return int(knobs != self.default(workload, gpu))
+
+    @abstractmethod
+    def kernel(
+        self, func: tirx.PrimFunc, workload: Workload, knobs: Knobs, gpu: GPUInfo
+    ) -> tirx.PrimFunc:
+        """Write the kernel of a setting."""
+
+
+class TunableGPURule(TunableRule, GPURule):
+    """A GPU rule whose kernels have knobs; functions of symbolic extents get default ones."""
+
+    def machine(self, target: Target) -> GPUInfo:
+        """Read the GPU of a target."""
+        return GPUInfo.from_target(target)
+
+    def key(self, workload: Any, machine: GPUInfo) -> Key:
+        """Return what a record of a workload must have: lanes of a warp count as a vector."""
+        text, bits = self.workload_json(workload), _LANE_BITS * machine.warp_size
+        return Key(text, machine.name, bits, machine.multiprocessors)
+
+    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+        """Schedule ``func`` with recorded knobs, else as ``kernel`` does."""
+        workload = self.workload(func, target) if self.records else None
+        recorded = None if workload is None else self.recorded(func, workload, target)
+        return recorded or GPURule.schedule(self, func, target)
+
+
+def _finished(kernel: tirx.PrimFunc, gpu: GPUInfo, rule: str) -> s_tir.Schedule:
+    if not gpu.has_bfloat16:
+        kernel = convert_by_bits(kernel)
+    return s_tir.Schedule(tvm.IRModule({"main": kernel.with_attr(RULE, rule)}))

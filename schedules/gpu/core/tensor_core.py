@@ -1,21 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor cores of NVIDIA GPUs from sm_80 on, by TVM's PTX builtins.
 
-One product is ``m16n8k16``: 16 rows, 8 columns and 16 steps of the sums, of float16 or bfloat16,
-summed in float32. Its operands come from shared memory as 8x8 matrices of 16-bit elements. The
-layouts of the fragments are those of the PTX manual, sections ``mma.m16n8k16`` and ``ldmatrix``.
+One product has 16 rows, 8 columns and 32 bytes of the reduced axis: 16 elements of float16 or
+bfloat16, 8 of float32 rounded to the 10 bits of TF32, all summed in float32, or 32 of int8 or
+uint8, summed in int32. Its operands come from shared memory as matrices of eight rows of 16 bytes,
+whatever their elements are. The layouts of the fragments are those of the PTX manual, sections
+``mma.m16n8k8``, ``mma.m16n8k16``, ``mma.m16n8k32`` and ``ldmatrix``.
 """
 
 from __future__ import annotations
 
-from tvm import tirx
+from dataclasses import dataclass
+
+from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
 from .intrinsics import shuffle_xor
 
 CHUNK = 16
-"""Bytes of a copy, and of a row of an 8x8 matrix."""
-_NAMES = {"float16": "f16", "bfloat16": "bf16"}
+"""Bytes of a copy, and of a row of a matrix."""
+
+
+@dataclass(frozen=True)
+class MatrixType:
+    """Element type of the factors of a product.
+
+    Parameters
+    ----------
+    dtype : str
+        Of the elements in memory.
+    name : str
+        In the instruction.
+    sums : str
+        Type of the sums.
+    """
+
+    dtype: str
+    name: str
+    sums: str = "float32"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DataType(self.dtype).bits // 8
+
+    @property
+    def chunk(self) -> int:
+        """Elements of 16 bytes."""
+        return CHUNK // self.itemsize
+
+    @property
+    def register(self) -> str:
+        """Type of a sum in the instruction."""
+        return "uint32" if self.sums == "int32" else self.sums
+
+    @property
+    def step(self) -> int:
+        """Elements of the reduced axis in one product."""
+        return 2 * self.chunk
+
+    @property
+    def transposes(self) -> bool:
+        """Return whether ``ldmatrix`` can transpose its matrices."""
+        return self.itemsize == 2
+
+
+MATRIX_TYPES = {
+    each.dtype: each
+    for each in (
+        MatrixType("float16", "f16"),
+        MatrixType("bfloat16", "bf16"),
+        MatrixType("float32", "tf32"),
+        MatrixType("int8", "s8", "int32"),
+        MatrixType("uint8", "u8", "int32"),
+    )
+}
+_SUMS = {"float32": "f32", "int32": "s32"}
 _ADDRESS = "uint32"
 _PACK = """
 __forceinline__ __device__ unsigned int tvm_fusion_pack_{dtype}(float low, float high) {{
@@ -23,6 +83,13 @@ __forceinline__ __device__ unsigned int tvm_fusion_pack_{dtype}(float low, float
   asm("cvt.rn.{name}x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }}
+"""
+_ROUND = """
+__forceinline__ __device__ unsigned int tvm_fusion_round_tf32(unsigned int bits) {
+  unsigned int rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(bits)));
+  return rounded;
+}
 """
 
 
@@ -38,8 +105,9 @@ class TensorCore:
     """
 
     def __init__(self, dtype: str, shared_bytes: int):
-        self.dtype = dtype
-        self.shared = T.alloc_buffer((shared_bytes // 2,), dtype, scope="shared")
+        self.type = MATRIX_TYPES[dtype]
+        size = shared_bytes // self.type.itemsize
+        self.shared = T.alloc_buffer((size,), dtype, scope="shared")
         # As a number: TVM would put barriers between accesses of the buffer.
         self._base = T.bind(T.cuda.cvta_generic_to_shared(self.shared.data))
 
@@ -53,7 +121,7 @@ class TensorCore:
 
     def store(self, place: tirx.Expr, registers: tirx.Buffer, first: int) -> None:
         """Store 16 bytes of registers to a byte of shared memory."""
-        store_vector_at(self.shared, T.bind(place // 2), registers, first)
+        store_vector_at(self.shared, T.bind(place // self.type.itemsize), registers, first)
 
     def commit(self) -> None:
         """End a group of copies."""
@@ -66,27 +134,35 @@ class TensorCore:
     def load(
         self, fragment: tirx.Buffer, first: int, place: tirx.Expr, is_transposed: bool
     ) -> None:
-        """Load four 8x8 matrices to registers, of which lanes ``8 i`` and on give the rows of i."""
+        """Load four matrices to registers, of which lanes ``8 i`` and on give the rows of i."""
         name = "x4.trans" if is_transposed else "x4"
         load = T.ptx[f"ldmatrix.sync.aligned.m8n8.{name}.shared.b16"]
-        T.evaluate(load(*(fragment[first + k] for k in range(4)), self._at(place)))
+        own = [fragment[first + k] for k in range(4)]
+        T.evaluate(load(*own, self._at(place)))
+        if self.type.name == "tf32":  # the product would drop the other bits
+            for k, bits in enumerate(own):
+                rounded = T.cuda.func_call(
+                    "tvm_fusion_round_tf32", bits, source_code=_ROUND, return_type="uint32"
+                )
+                T.buffer_store(fragment, rounded, [first + k])
 
     def multiply(
         self, sums: tirx.Buffer, first: int, left: list[tirx.Expr], right: list[tirx.Expr]
     ) -> None:
         """Add the product of four registers of rows and two of columns to four sums."""
-        name = _NAMES[self.dtype]
-        multiply = T.ptx[f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"]
+        name, total = self.type.name, _SUMS[self.type.sums]
+        shape = f"m16n8k{self.type.step}.row.col"
+        multiply = T.ptx[f"mma.sync.aligned.{shape}.{total}.{name}.{name}.{total}"]
         own = [sums[first + k] for k in range(4)]
         T.evaluate(multiply(*own, *left, *right, *own))
 
     def pack(self, low: tirx.Expr, high: tirx.Expr) -> tirx.Expr:
         """Two floats in the type of the factors, as one register of a fragment."""
         return T.cuda.func_call(
-            f"tvm_fusion_pack_{self.dtype}",
+            f"tvm_fusion_pack_{self.type.dtype}",
             low,
             high,
-            source_code=_PACK.format(dtype=self.dtype, name=_NAMES[self.dtype]),
+            source_code=_PACK.format(dtype=self.type.dtype, name=self.type.name),
             return_type="uint32",
         )
 
@@ -101,8 +177,8 @@ class TensorCore:
 def store_vector_at(
     shared: tirx.Buffer, place: tirx.Expr, registers: tirx.Buffer, first: int
 ) -> None:
-    """Emit one store of eight elements."""
-    with T.vectorized(0, CHUNK // 2) as k:
+    """Emit one store of 16 bytes."""
+    with T.vectorized(0, CHUNK // (DataType(str(shared.dtype)).bits // 8)) as k:
         T.buffer_store(shared, registers[first + k], [place + k])
 
 

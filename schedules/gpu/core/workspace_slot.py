@@ -59,7 +59,7 @@ class LaunchPlace:
     ----------
     gpu : GPUInfo
         The device.
-    scratch : tirx.Buffer
+    workspace : tirx.Buffer
         Begins with the header.
     output : tirx.Expr
         Address of an output.
@@ -68,11 +68,11 @@ class LaunchPlace:
     """
 
     def __init__(
-        self, gpu: GPUInfo, scratch: tirx.Buffer, output: tirx.Expr, stream: tirx.Expr
+        self, gpu: GPUInfo, workspace: tirx.Buffer, output: tirx.Expr, stream: tirx.Expr
     ) -> None:
         self._gpu = gpu
-        self._words = T.decl_buffer(scratch.shape, "int32", data=scratch.data)
-        self._names = T.decl_buffer((PLACES,), "int64", data=scratch.data)
+        self._words = T.decl_buffer(workspace.shape, "int32", data=workspace.data)
+        self._names = T.decl_buffer((PLACES,), "int64", data=workspace.data)
         named = address_number(gpu, output) + stream * i64(_STREAM_FACTOR)
         self._name = T.bind(named + launch_number(gpu) * i64(_LAUNCH_FACTOR))
         self._place = T.alloc_buffer((1,), "int32", scope="shared")

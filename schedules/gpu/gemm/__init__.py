@@ -2,5 +2,5 @@
 """Products of matrices by tiles in shared memory and registers; convolutions as products.
 
 Imports ``pointwise`` and ``core``; ``conv2d`` may import it.
-Start with ``matmul.py``, the rule; for convolutions with ``implicit_gemm.py`` and ``main_loop.py``.
+Start with ``matmul/matmul.py``; for convolutions with ``implicit_gemm.py`` and ``main_loop.py``.
 """

@@ -143,13 +143,18 @@ def choose_tile(product: ProductExtents, gpu: GPUInfo) -> ConvTile | None:
     gpu : GPUInfo
         The device.
     """
-    found = [
+    tiles = fitting_tiles(product, gpu)
+    return min(tiles, key=lambda tile: estimate(product, tile, gpu), default=None)
+
+
+def fitting_tiles(product: ProductExtents, gpu: GPUInfo) -> list[ConvTile]:
+    """All tiles that fit the device, with as many splits as the sums are long enough for."""
+    return [
         tile
         for tile in _split_tiles()
         if tile.splits == 1 or (product.may_split and 2 * tile.splits * tile.quads <= product.quads)
         if fits(tile, gpu)
     ]
-    return min(found, key=lambda tile: estimate(product, tile, gpu), default=None)
 
 
 def fits(tile: ConvTile, gpu: GPUInfo) -> bool:

@@ -8,11 +8,7 @@ from tvm import tirx
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule
 from .kernel.group_kernel import write_kernel
-from .plan.chain_config import choose_chain
-from .plan.config import ReduceConfig, choose_sisters
-from .plan.group import ReduceGroup
-from .plan.online_softmax import avoid_chain
-from .plan.read_group import read_group
+from .plan.configure import read_configured
 
 
 class CoalescedReduce(GPURule):
@@ -31,26 +27,12 @@ class CoalescedReduce(GPURule):
     kernel; with it, as in a softmax, one block processes a row from the first stage to the last.
     The sum of a softmax alone does not need one block for a row
     (:mod:`schedules.gpu.reduce.plan.online_softmax`). Returns None for everything else.
+
+    The configuration is that which :func:`schedules.gpu.reduce.plan.configure.configure` chose; for
+    other functions it is chosen here, without a workspace.
     """
 
     def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        group = read_group(func)
-        if group is None:
-            return None
-        group = avoid_chain(group, gpu)
-        return write_kernel(group, choose_config(group, gpu), gpu)
-
-
-def choose_config(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
-    """Choose the configuration of a group."""
-    if group.is_chain:
-        return choose_chain(group, gpu)
-    return choose_sisters(
-        [(reduction.workload, reduction.loops) for reduction in group.reductions],
-        gpu,
-        group.scratch_words or (0,),
-        min(group.itemsizes()),
-        group.row_inputs(),
-        group.has_epilogues,
-    )
+        found = read_configured(func, gpu)
+        return None if found is None else write_kernel(*found, gpu)

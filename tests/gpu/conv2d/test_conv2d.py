@@ -33,7 +33,7 @@ from schedules.errors import OpError
 from schedules.gpu import AnyConv2D, Conv2D, DepthwiseConv2D, FusedConv2D
 from schedules.gpu.conv2d.conv2d import conv2d_template
 from schedules.gpu.conv2d.costs import layer_cycles
-from schedules.gpu.conv2d.depthwise_conv2d import depthwise_template
+from schedules.gpu.conv2d.depthwise_conv2d import DepthwiseKnobs, depthwise_template
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.gemm.conv_tiles import ConvTile, ProductExtents, choose_tile
 from schedules.gpu.gemm.implicit_gemm import ConvShape
@@ -112,7 +112,7 @@ def test_activations(kind: str, rng: np.random.Generator) -> None:
     ),
 )
 def test_depthwise(case: Case, rows: int, rng: np.random.Generator) -> None:
-    check(case, depthwise_template(build(case), case.kernel, rows, GPU), rng)
+    check(case, depthwise_template(build(case), case.kernel, DepthwiseKnobs(rows, 128)), rng)
 
 
 def test_depthwise_by_the_rule(rng: np.random.Generator) -> None:
@@ -151,7 +151,7 @@ def _name(rule: ScheduleRule) -> str:
 def test_any_layer(case: Case, number: int, rng: np.random.Generator) -> None:
     func = build(case)
     if case.layers[0].is_depthwise:
-        check(case, depthwise_template(func, case.kernel, number % 4 + 1, GPU), rng)
+        check(case, depthwise_template(func, case.kernel, DepthwiseKnobs(number % 4 + 1, 128)), rng)
     else:
         check(case, conv2d_template(func, case.kernel, TILES[number], GPU), rng)
 

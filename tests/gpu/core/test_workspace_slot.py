@@ -22,11 +22,9 @@ from schedules.gpu.core import workspace_slot
 from schedules.gpu.core.intrinsics import LAST_TURN, current_stream
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.workspace_slot import HEADER_WORDS, LINE_WORDS, LOCK, PLACES
-from schedules.gpu.reduce.coalesced_reduce import choose_config
 from schedules.gpu.reduce.kernel import group_kernel
-from schedules.gpu.reduce.plan.config import ticket_stride, ticket_words, tiles
-from schedules.gpu.reduce.plan.online_softmax import avoid_chain
-from schedules.gpu.reduce.plan.read_group import read_group
+from schedules.gpu.reduce.plan.config import tiles
+from schedules.gpu.reduce.plan.workspace import ticket_stride, ticket_words
 
 op = relax.op
 
@@ -46,16 +44,16 @@ def need_two_threads() -> None:
 
 
 class Calls:
-    """Calls of one kernel, each with inputs and outputs of its own, and scratches for all.
+    """Calls of one kernel, each with an input and outputs of its own, and a workspace for all.
 
     Parameters
     ----------
     kernels : OpenCLKernels
         The function.
     arguments : Sequence
-        Those of each call, the input first.
-    scratches : Sequence[int]
-        Which arguments are shared. The first begins with ``zeros`` words that are zero at the end.
+        Those of each call: workspace, input, outputs.
+    zeros : int
+        Words at the beginning of the workspace that are zero at the end.
     compare : Callable
         Compares the outputs with what the input gives.
     outputs : Sequence[int]
@@ -66,21 +64,19 @@ class Calls:
         self,
         kernels: OpenCLKernels,
         arguments: Sequence[Sequence[np.ndarray]],
-        scratches: Sequence[int],
         zeros: int,
         compare: Check,
         outputs: Sequence[int] = (),
     ) -> None:
         self.sessions: list[Session] = []
-        shared = [*scratches, *outputs]
+        shared = [0, *outputs]
         for given in arguments:
             first = self.sessions[0] if self.sessions else None
             self.sessions.append(kernels.session(*given, other=first, shared=shared))
         grid = kernels.launches(*arguments[0])[0].grid
         self.grid = [(x, y) for x in range(grid[0]) for y in range(grid[1])]
-        self.scratches = scratches
         self._zeros = zeros
-        self._inputs = [given[0] for given in arguments]
+        self._inputs = [given[1] for given in arguments]
         self._compare = compare
 
     def run_blocks(
@@ -98,9 +94,9 @@ class Calls:
     def check(self) -> None:
         """All results, and that every place and the lock are free and every ticket at zero."""
         for session, data in zip(self.sessions, self._inputs, strict=True):
-            self._compare([np.array(a) for a in session.read()[self.scratches[-1] + 1 :]], data)
-        scratch = np.array(self.sessions[0].read()[self.scratches[0]])
-        assert self._zeros > HEADER_WORDS and not scratch[: self._zeros].any()
+            self._compare([np.array(a) for a in session.read()[2:]], data)
+        workspace = np.array(self.sessions[0].read()[0])
+        assert self._zeros > HEADER_WORDS and not workspace[: self._zeros].any()
 
 
 def calls_of_one(
@@ -128,7 +124,7 @@ def calls_of_one(
     kernels = compile_opencl(case.func, OPENCL, helpers)
     arguments = [case.arguments(data, kept) for data in inputs]
     zeros = ticket_words(case.config, case.loops)
-    return Calls(kernels, arguments, [1], zeros, compare, [2] if same_output else [])
+    return Calls(kernels, arguments, zeros, compare, [2] if same_output else [])
 
 
 def calls_of_group(
@@ -139,17 +135,13 @@ def calls_of_group(
     compare: Check,
     helpers: str = "",
 ) -> Calls:
-    """Calls of a group with a scratch for each of its reductions."""
+    """Calls of a group of several reductions."""
     group = Group(build, ("float32", shape))
-    found = read_group(group.plain)
-    assert found is not None
-    found = avoid_chain(found, GPUInfo.from_target(OPENCL))
-    config = choose_config(found, GPUInfo.from_target(OPENCL))
-    assert config.finish == "last_block" and len(group.scratches) == 2
+    assert group.config.finish == "last_block"
     inputs = [random_data(rng, "sum", "float32", shape) for _ in range(calls)]
-    zeros = ticket_words(config, found.reductions[0].loops)
+    zeros = ticket_words(group.config, group.group.reductions[0].loops)
     arguments = [group.arguments(data) for data in inputs]
-    return Calls(group.compile(helpers), arguments, group.scratches, zeros, compare)
+    return Calls(group.compile(helpers), arguments, zeros, compare)
 
 
 def _sisters(data: relax.Expr) -> list[relax.Expr]:
@@ -243,13 +235,11 @@ def test_waiting_ends_with_an_error() -> None:
     assert count(opcodes(code), "NANOSLEEP") == 1 and "__assertfail" in code
 
 
-def test_sisters_with_two_scratches(rng: np.random.Generator) -> None:
+def test_sisters_in_one_workspace(rng: np.random.Generator) -> None:
     calls = calls_of_group(_sisters, (3, 2060), PLACES, rng, _compare_sisters, BLOCK_BY_BLOCK)
     for _ in range(3):
         calls.run_blocks(rng, calls.sessions)
         calls.check()
-    first, second = (np.array(calls.sessions[0].read()[number]) for number in calls.scratches)
-    assert first[:-1].any() and second[:-1].any()  # both have partial results
 
 
 def test_maximum_and_sum_of_exponentials(rng: np.random.Generator) -> None:
@@ -267,11 +257,11 @@ def test_nobody_claims_a_place_under_the_lock_of_another(rng: np.random.Generato
     calls.run_blocks(rng, [other])
     header = np.zeros(HEADER_WORDS, "int32")
     header[LOCK] = 1
-    other.write(1, header)
+    other.write(0, header)
     waiting.launch_block(*calls.grid[0], 0, wait=False)
     time.sleep(0.2)  # in which one that does not wait ends
-    np.testing.assert_array_equal(np.array(other.read()[1])[:HEADER_WORDS], header)
-    other.write(1, np.zeros_like(header))
+    np.testing.assert_array_equal(np.array(other.read()[0])[:HEADER_WORDS], header)
+    other.write(0, np.zeros_like(header))
     calls.run_blocks(rng, [waiting], skip=1)
     calls.check()
 
@@ -321,15 +311,16 @@ def test_code_of_the_lock() -> None:
         assert not any("STRONG.SYS" in name or "MEMBAR.SC" in name for name in names)
 
 
-def test_data_is_loaded_before_the_place_is_sought() -> None:
-    """Neither a strong load nor an atomic update stands in the way of the first bytes."""
+def test_the_place_is_sought_while_data_is_under_way() -> None:
+    """A turn of loads stands before the first strong load, their use behind it."""
     for shape, axes in (((64, 1 << 16), [1]), ((1 << 16, 64), [0]), ((1 << 22,), [0])):
         case = Case("sum", "float32", shape, axes, "last_block", CUDA)
         [code] = sass(cuda_source(case.func)).values()
         names = opcodes(code)
-        shared = [k for k, name in enumerate(names) if "STRONG" in name or "MEMBAR" in name]
-        wide = [k for k, name in enumerate(names) if name.startswith("LDG.E.128")]
-        assert wide and max(wide) < min(shared)
+        first = next(k for k, name in enumerate(names) if "STRONG" in name or "MEMBAR" in name)
+        before = names[:first]
+        assert count(before, "LDG.E.128") >= case.config.unroll > 1
+        assert not count(before, "FADD") and count(names, "FADD")
 
 
 def test_polled_words_and_tickets_have_lines_of_their_own() -> None:

@@ -18,7 +18,7 @@ from tvm.target import Target
 
 import tvm_fusion
 from schedules.gpu.core.workspace_slot import PLACES
-from schedules.gpu.reduce.plan.config import ticket_words
+from schedules.gpu.reduce.plan.workspace import ticket_words
 from tvm_fusion.codegen.nvrtc import tvm_compiler
 from tvm_fusion.errors import TargetError
 from tvm_fusion.runtime.device import device_of, find_device
@@ -93,7 +93,7 @@ def test_tensors_stay_on_the_device() -> None:
 def test_calls_on_several_streams(
     shape: tuple[int, int], axis: int, streams: int, rng: np.random.Generator
 ) -> None:
-    """One kernel and one scratch; as many calls as there are places, fewer and more."""
+    """One kernel and one workspace; as many calls as there are places, fewer and more."""
     arch = find_device("cuda").arch
     target = Target({"kind": "cuda", "arch": arch}, host="llvm")
     case = Case("sum", "float32", shape, [axis], "last_block", target)
@@ -101,7 +101,7 @@ def test_calls_on_several_streams(
     with tvm_compiler(arch):
         function = tvm.compile(case.func, target=target)
     device = device_of("cuda")
-    scratch = tvm.runtime.tensor(np.zeros(case.words, "int32"), device)
+    workspace = tvm.runtime.tensor(np.zeros(case.words, "int32"), device)
     inputs = [random_data(rng, "sum", "float32", shape) for _ in range(streams)]
     outputs = [tvm.runtime.empty((shape[1 - axis],), "float32", device) for _ in inputs]
     calls = [
@@ -113,7 +113,7 @@ def test_calls_on_several_streams(
         for _ in range(50):
             for stream, data, output in calls:
                 device.set_raw_stream(stream)
-                function(data, scratch, output)
+                function(workspace, data, output)
         for stream, _, _ in calls:
             device.sync(stream)
     finally:
@@ -122,4 +122,4 @@ def test_calls_on_several_streams(
             device.free_raw_stream(stream)
     for data, output in zip(inputs, outputs, strict=True):
         check("sum", output.numpy(), data, reference("sum", data, [axis]))
-    assert not scratch.numpy()[: ticket_words(case.config, case.loops)].any()
+    assert not workspace.numpy()[: ticket_words(case.config, case.loops)].any()

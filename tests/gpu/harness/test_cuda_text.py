@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import cuda_text
 import pytest
 from cuda_text import count, cuda_source, loops, opcodes, ptxas, sass
 from tvm import tirx
 from tvm.script import tirx as T
 
+from examples.benchmarks.gpu import sass as disassembly
 from schedules.errors import CompilationError, EngineError
 
 
@@ -134,6 +134,6 @@ def test_other_architectures() -> None:
 
 
 def test_without_the_disassembler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_text, "find_program", lambda name: None)
+    monkeypatch.setattr(disassembly, "find_program", lambda name: None)
     with pytest.raises(EngineError, match="nvdisasm is not installed"):
         sass('extern "C" __global__ void f(float* a) { a[0] = 1; }')

@@ -84,7 +84,7 @@ def test_it_is_one_kernel(graph: SubGraph) -> None:
 def test_numbers_at_full_size(graph: SubGraph, rng: np.random.Generator) -> None:
     run = RelaxOnOpenCL(lowered(graph.number, "opencl"), OPENCL)
     inputs = graph.random_inputs(rng)
-    for _ in range(2):  # the second call meets what the first left in the scratch
+    for _ in range(2):  # the second call meets what the first left in the workspace
         results = run(*inputs)
     assert len(run.launches) == 1
     imported = RelaxOnOpenCL(lower(import_onnx(graph.onnx_model()).mod, OPENCL), OPENCL)

@@ -17,15 +17,14 @@ from gpu_onnx import long_softmax, long_sums
 from group_cases import Group
 from opencl import AfterSplit, compile_opencl
 from reduce.test_reduce_chains import check as check_chain
-from reduce.test_reduce_chains import config_of, inputs_of, make
-from reduce_cases import CUDA, OPENCL, Case, check, random_data, reference
+from reduce.test_reduce_chains import inputs_of, make
+from reduce_cases import CUDA, OPENCL, Case, check, choose, random_data, reference
 from tvm import relax, tirx
 from tvm.target import Target
 
 import tvm_fusion
 from relay_passes.op import coalesced_reduce
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.reduce.plan.config import choose
 from schedules.gpu.reduce.plan.limits import chain_fits
 from schedules.workload.reduce import CanonicalLoops, ReduceWorkload
 from tests.selection import in_turns
@@ -70,7 +69,7 @@ def _chain(name: str, dtype: str, shape: Sequence, axis: int) -> tuple[Group, in
     """A chain, and the blocks of its clusters."""
     with clusters():
         group = make(name, dtype, shape, axis)
-        config = config_of(group)
+        config = group.config
     _emulate(group)
     return group, config.cluster
 
@@ -240,7 +239,7 @@ def test_every_size_of_cluster_is_met() -> None:
     found = set()
     for shape in ROWS[:3]:
         with clusters():
-            config = config_of(make("softmax", "float32", shape, 1))
+            config = make("softmax", "float32", shape, 1).config
         assert config.kept > 1
         found.add(config.cluster)
     assert found == {2, 4, 8}
@@ -327,7 +326,7 @@ def test_large_states_of_many_stages_fit() -> None:
         return [*found, data]
 
     group = Group(build, ("float32", (8192, 17_024)), target=CUDA)
-    config = config_of(group)
+    config = group.config
     assert config.cluster == 8
     [used] = ptxas(cuda_source(group.func)).values()
     state = 4 + 4 + 8  # bytes of the maximum, of the value and its position

@@ -20,7 +20,7 @@ from schedules.gpu import CoalescedReduce
 from schedules.gpu.core import subword_atomics
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.kernel import atomic_update
-from schedules.gpu.reduce.plan.config import ticket_words
+from schedules.gpu.reduce.plan.workspace import ticket_words
 from schedules.tir.index_math import i64
 from schedules.workload.reduce import DTYPES, OPERATORS, ReduceWorkload
 from tests.selection import in_turns
@@ -216,18 +216,18 @@ def test_last_block_gives_the_same_bits_every_time(rng: np.random.Generator) -> 
     for _ in range(200):
         session.launch()
         np.testing.assert_array_equal(session.read()[-1], first)
-    assert not np.array(session.read()[1])[: ticket_words(case.config, case.loops)].any()
+    assert not np.array(session.read()[0])[: ticket_words(case.config, case.loops)].any()
 
 
 def test_calls_in_several_queues_do_not_disturb_each_other(rng: np.random.Generator) -> None:
-    """They share one scratch; calls in one queue follow each other."""
+    """They share one workspace; calls in one queue follow each other."""
     case = Case("sum", "float64", (40_000, 2), [0], "last_block")
     kernels = compile_opencl(case.func, OPENCL)
     inputs = [random_data(rng, "sum", "float64", (40_000, 2)) for _ in range(3)]
     sessions = [kernels.session(*case.arguments(inputs[0], (2,)))]
     for data in inputs[1:]:
         arguments = case.arguments(data, (2,))
-        sessions.append(kernels.session(*arguments, other=sessions[0], shared=[1]))
+        sessions.append(kernels.session(*arguments, other=sessions[0], shared=[0]))
     queues = [new_queue() for _ in sessions]
     for _ in range(10):
         for session, queue in zip(sessions, queues, strict=True):
@@ -297,12 +297,12 @@ def test_data_that_begins_off_a_vector(rng: np.random.Generator) -> None:
 
 
 def test_an_input_that_is_not_needed_is_left_alone(rng: np.random.Generator) -> None:
-    """TVM folds the product, so that the kernel reads nothing: the data is not its scratch."""
+    """TVM folds the product, so that the kernel reads nothing: the data stays as it is."""
     case = Case("sum", "int32", (100_000,), [0], "last_block", producer=_nothing)
     data = random_data(rng, "sum", "int32", (100_000,))
     arguments = case.arguments(data.copy(), ())
     compile_opencl(case.func, OPENCL).run(*arguments)
-    np.testing.assert_array_equal(arguments[0], data)
+    np.testing.assert_array_equal(arguments[1], data)
     assert arguments[-1] == 0
 
 

@@ -47,7 +47,7 @@ def lower(mod: tvm.IRModule) -> tvm.IRModule:
 def build_and_run(build: Callable, params: list[relax.Var], inputs: list[np.ndarray]):
     """The results of a graph, and the launches that it took."""
     compiled = RelaxOnOpenCL(lower(several(build, *params)))
-    for _ in range(2):  # the second call meets what the first left in the scratch
+    for _ in range(2):  # the second call meets what the first left in the workspace
         results = compiled(*inputs)
     return results, [launch.kernel for launch in compiled.launches]
 
@@ -71,6 +71,17 @@ def test_a_sub_graph_of_table_2_is_one_launch(number, rng):
     results, launches = build_and_run(lambda emit, *params: build(*params), params, inputs)
     assert len(launches) == 1
     assert_near(results, by_numpy(*[x.astype("float64") for x in inputs]), rtol=1e-3)
+
+
+def test_calls_that_share_a_workspace(rng):
+    def build(emit, x, y):
+        return [emit(total(x, [1])), emit(total(op.exp(y), [1])), emit(total(y, [1]))]
+
+    shape = (3, 40_001)
+    inputs = [normal(rng, *shape), normal(rng, *shape)]
+    results, launches = build_and_run(build, [data(*shape), data(*shape, name="y")], inputs)
+    x, y = (values.astype("float64") for values in inputs)
+    assert_near(results, [x.sum(1), np.exp(y).sum(1), y.sum(1)])
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -17,20 +17,11 @@ from tvm import relax, tirx
 from tvm.target import Target
 
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.reduce.coalesced_reduce import choose_config
-from schedules.gpu.reduce.plan.config import ReduceConfig
 from schedules.gpu.reduce.plan.limits import chain_fits
-from schedules.gpu.reduce.plan.read_group import read_group
 from tests.selection import in_turns
 
 op = relax.op
 _RTOL = {"float32": 2e-5, "float64": 1e-9, "float16": 4e-3, "bfloat16": 4e-2}
-
-
-def config_of(group: Group) -> ReduceConfig:
-    found = read_group(group.plain)
-    assert found is not None and found.is_chain
-    return choose_config(found, GPUInfo.from_target(group.target))
 
 
 def make(
@@ -146,10 +137,10 @@ def test_types(
 
 def test_thresholds_on_this_device() -> None:
     """Both kinds of rows and of columns are among the shapes above."""
-    kept = [config_of(make("softmax", "float32", shape, 1)).kept for shape in ROWS]
+    kept = [make("softmax", "float32", shape, 1).config.kept for shape in ROWS]
     assert min(kept) == 0 and max(kept) > 1
     columns = [((3, 21, 37), 1), ((1, 4001, 12), 1)]
-    kept = [config_of(make("softmax", "float32", shape, axis)).kept for shape, axis in columns]
+    kept = [make("softmax", "float32", shape, axis).config.kept for shape, axis in columns]
     assert kept[0] > 0 == kept[1]
 
 
@@ -258,7 +249,7 @@ def test_the_same_bits_every_time(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("name", CHAINS)
 def test_kept_elements_are_read_once(name: str) -> None:
     group = make(name, "float32", (4096, 1024), 1, CUDA)
-    config = config_of(group)
+    config = group.config
     assert config.kept * config.stride == 1024
     found: list[tvm.ir.TensorLoad] = []
     tvm_ffi.structural_walk(group.func.body, (tvm.ir.TensorLoad, found.append))
@@ -336,7 +327,7 @@ def test_a_warp_has_a_short_row() -> None:
     group = make("softmax", "float32", (1 << 16, 512), 1, CUDA)
     [code] = sass(cuda_source(group.func)).values()
     names = opcodes(code)
-    assert config_of(group).lanes == 32
+    assert group.config.lanes == 32
     assert count(names, "SHFL") == 10
     assert count(names, "BAR") == count(names, "LDS") == 0
 
@@ -364,7 +355,7 @@ def test_chain_fits(outputs: int | None, reduced: int | None, form: str, fits: b
 
 @pytest.mark.parametrize("outputs", [1 << 16, 2048, 256])
 def test_few_columns_are_spread_over_blocks(outputs: int) -> None:
-    config = config_of(make("softmax", "float32", (512, outputs), 0, CUDA))
+    config = make("softmax", "float32", (512, outputs), 0, CUDA).config
     assert config.vector == 4
     assert config.tile_outputs >= 16
     assert config.tile_outputs == 16 or outputs // config.tile_outputs >= 132

@@ -14,11 +14,7 @@ from tvm import relax, tirx
 
 from relay_passes.op import coalesced_reduce
 from schedules.gpu import CoalescedReduce
-from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.reduce.coalesced_reduce import choose_config
-from schedules.gpu.reduce.plan.config import ReduceConfig, ticket_words
-from schedules.gpu.reduce.plan.read_group import read_group
-from schedules.gpu.reduce.plan.workspace import place_fields
+from schedules.gpu.reduce.plan.workspace import ticket_words, workspace_layout
 from schedules.workload.reduce import CanonicalLoops
 from tests.selection import in_turns
 
@@ -31,12 +27,6 @@ SHAPES: dict[str, tuple[tuple[int, ...], list[int]]] = {
     "y": ((9_001, 6), [0]),
     "x_inner": ((7, 3, 2050), [0, 2]),
 }
-
-
-def config_of(group: Group) -> ReduceConfig:
-    found = read_group(group.plain)
-    assert found is not None
-    return choose_config(found, GPUInfo.from_target(group.target))
 
 
 def sisters(operators: list[str], axes: list[int], finish: str = "auto"):
@@ -53,7 +43,7 @@ def test_any_mixture_of_operators(form: str, finish: str, rng: np.random.Generat
     shape, axes = SHAPES[form]
     operators = ["sum", "argmax", "max", "sum_squares", "mean", "argmin", "prod"]
     group = Group(sisters(operators, axes, finish), ("float32", shape))
-    config = config_of(group)
+    config = group.config
     assert (config.splits > 1) == (finish == "last_block")
     data = random_data(rng, "prod", "float32", shape)
     for operator, got in zip(operators, group.run(data), strict=True):
@@ -64,9 +54,9 @@ def test_any_mixture_of_operators(form: str, finish: str, rng: np.random.Generat
 def test_integers_are_updated_atomically_on_request(form: str, rng: np.random.Generator) -> None:
     shape, axes = SHAPES[form]
     operators = ["sum", "min", "max", "sum_squares", "or"]
-    assert config_of(Group(sisters(operators, axes), ("int32", shape))).finish == "last_block"
+    assert Group(sisters(operators, axes), ("int32", shape)).config.finish == "last_block"
     group = Group(sisters(operators, axes, "atomic"), ("int32", shape))
-    assert config_of(group).finish == "atomic"
+    assert group.config.finish == "atomic"
     data = random_data(rng, "sum", "int32", shape)
     arguments = group.arguments(data)
     kernels = group.compile()
@@ -78,12 +68,12 @@ def test_integers_are_updated_atomically_on_request(form: str, rng: np.random.Ge
 
 def test_atomic_only_where_every_sister_can_be() -> None:
     data = ("int32", (4, 100_000))
-    assert config_of(Group(sisters(["sum", "max"], [1], "atomic"), data)).finish == "atomic"
+    assert Group(sisters(["sum", "max"], [1], "atomic"), data).config.finish == "atomic"
 
     def build(x: relax.Expr) -> list[relax.Expr]:
         return [coalesced_reduce(x, "sum", [1], finish=way) for way in ("atomic", "last_block")]
 
-    assert config_of(Group(build, data)).finish == "last_block"
+    assert Group(build, data).config.finish == "last_block"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +141,7 @@ def test_epilogues_follow_integer_sums_in_the_last_block(rng: np.random.Generato
         return op.multiply(op.sum(data, [1]), relax.const(3, "int32"))
 
     group = Group(build, ("int32", shape))
-    assert config_of(group).finish == "last_block"
+    assert group.config.finish == "last_block"
     data = random_data(rng, "sum", "int32", shape)
     np.testing.assert_array_equal(group.run(data)[0], data.sum(1, dtype="int32") * np.int32(3))
 
@@ -170,7 +160,7 @@ def test_epilogue_of_a_reshaped_result(rng: np.random.Generator) -> None:
 def test_the_same_bits_every_time_and_tickets_at_zero(rng: np.random.Generator) -> None:
     shape, axes = SHAPES["x"]
     group = Group(sisters(["sum", "sum_squares", "argmax", "mean"], axes), ("float32", shape))
-    config = config_of(group)
+    config = group.config
     assert config.finish == "last_block"
     data = random_data(rng, "sum", "float32", shape)
     arguments = group.arguments(data)
@@ -182,40 +172,22 @@ def test_the_same_bits_every_time_and_tickets_at_zero(rng: np.random.Generator) 
         for got, wanted in zip(group.outputs(session.read()), first, strict=True):
             np.testing.assert_array_equal(got, wanted)
     words = ticket_words(config, CanonicalLoops(shape, tuple(axes)))
-    assert not np.array(session.read()[1])[:words].any()
+    assert not np.array(session.read()[0])[:words].any()
     for _ in range(20):  # back to back
         session.launch()
     for got, wanted in zip(group.outputs(session.read()), first, strict=True):
         np.testing.assert_array_equal(got, wanted)
 
 
-def test_the_vm_keeps_the_scratches_of_sisters_apart() -> None:
-    """It has equal constants once."""
-    group = Group(sisters(["sum", "max"], [1]), ("float32", (3, 30_000)))
-    arguments = group.arguments(np.zeros((3, 30_000), "float32"))
-    first, second = (argument for argument in arguments if argument.dtype == "int32")
-    assert first.shape == second.shape
-    assert (first != second).any()
-    assert not first[:-1].any() and not second[:-1].any()
-
-
-def test_a_scratch_too_small_for_the_tickets_has_no_room() -> None:
-    """Even if the next one holds all partial results."""
-    assert place_fields((8, 100), 8, 10, ["float32"]) == [(1, 0)]
-    assert place_fields((4, 100), 8, 10, ["float32"]) is None
-    assert place_fields((18, 9), 8, 10, ["float32", "float32"]) is None
-
-
-def test_one_scratch_for_two_sisters(rng: np.random.Generator) -> None:
-    """Only one operand is there: fewer splits, so that both find room."""
+def test_sisters_have_room_for_all_partial_results(rng: np.random.Generator) -> None:
+    """Two split like one, and their fields follow each other in one workspace."""
     group = Group(sisters(["sum", "max"], [1]), ("float32", (3, 30_011)))
     alone = Group(sisters(["sum"], [1]), ("float32", (3, 30_011)))
-    params = list(group.plain.params)
-    fewer = tirx.PrimFunc([params[0], params[1], *params[3:]], group.plain.body)
-    found = read_group(fewer.with_attrs(dict(group.plain.attrs)))
-    assert found is not None and len(found.scratch) == 1
-    config = choose_config(found, GPUInfo.from_target(OPENCL))
-    assert 1 < config.splits < config_of(alone).splits
+    assert group.config == alone.config and group.config.splits > 1
+    words, of_one = (int(of.plain.params[0].shape[0]) for of in (group, alone))
+    [stage] = group.group.stages
+    places, end = workspace_layout(group.config, stage.reductions[0].loops, stage.workloads)
+    assert end == words and places[1] == of_one
 
 
 @pytest.mark.parametrize("finish", ["one_block", "last_block"])
@@ -285,10 +257,10 @@ def test_a_shared_input_is_read_once(form: str) -> None:
     shape, axes = ((1024, 4096), [1]) if form == "x" else ((4096, 1 << 16), [0])
     alone = Group(sisters(["sum"], axes), ("float32", shape), target=CUDA)
     group = Group(sisters(["sum", "sum_squares", "max"], axes), ("float32", shape), target=CUDA)
-    config = config_of(group)
+    config = group.config
     assert config.finish == "one_block"
     assert len(_loads_of_inputs(group.func)) == config.unroll
-    assert config == config_of(alone)
+    assert config == alone.config
 
 
 @pytest.mark.parametrize(
@@ -318,7 +290,7 @@ def test_main_loop_loads_16_bytes(form: str) -> None:
     group = Group(build, ("float32", shape), ("float32", shape), target=CUDA)
     [code] = sass(cuda_source(group.func)).values()
     main = main_loop(code)
-    assert count(main, "LDG.E.128") >= 2 * config_of(group).unroll
+    assert count(main, "LDG.E.128") >= 2 * group.config.unroll
     assert count(main, "LDG.E") == count(main, "LDG.E.128")
     assert count(opcodes(code), "LDL") == 0
 

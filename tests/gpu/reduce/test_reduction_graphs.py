@@ -15,7 +15,7 @@ from reduction_graphs import TABLE_2, data, op, several
 from tvm import relax
 from tvm.s_tir import dlight
 
-from relay_passes import CoalesceReduction, FuseReductionProducers
+from relay_passes import CoalesceReduction, ConfigureReductions, FuseReductionProducers
 from schedules import gpu
 
 
@@ -28,6 +28,7 @@ def lower(mod: tvm.IRModule) -> tvm.IRModule:
         FuseReductionProducers(),
         transform.FuseOps(),
         transform.FuseTIR(),
+        ConfigureReductions(),
         dlight.ApplyDefaultSchedule(*gpu.RULES),
     ]
     with OPENCL:

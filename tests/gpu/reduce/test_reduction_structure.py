@@ -14,7 +14,7 @@ from reduce_cases import CUDA, Case
 from tvm import relax, tirx
 from tvm.s_tir import dlight
 
-from relay_passes import CoalesceReduction, FuseReductionProducers
+from relay_passes import CoalesceReduction, ConfigureReductions, FuseReductionProducers
 from schedules.gpu import RULES
 
 MULTIPROCESSORS = 132  # of an H100
@@ -92,6 +92,7 @@ def lower(mod: tvm.IRModule, ours: bool) -> tvm.IRModule:
                 transform.FuseOps(),
                 transform.FuseTIR(),
                 transform.DeadCodeElimination(),
+                *([ConfigureReductions()] if ours else []),
                 dlight.ApplyDefaultSchedule(*rules),
             ]
         )(mod)

@@ -294,7 +294,7 @@ def run_scheduled(mod, *arrays):
     batch=st.integers(1, 2),
     activation=st.sampled_from(["none", "relu", "hardswish"]),
 )
-@settings(max_examples=10)
+@settings(max_examples=settings.default.max_examples // 4)
 def test_numbers_of_any_pair(
     reference,
     channels,

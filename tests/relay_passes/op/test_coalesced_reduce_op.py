@@ -292,17 +292,3 @@ def test_cpus_ignore_the_finish(finish):
     mod = module_of(coalesced_reduce(data, "max", 1, finish=finish), data)
     values = random_data(np.random.default_rng(0), (3, 5), "float32")
     np.testing.assert_array_equal(run(mod, values), values.max(axis=1))
-
-
-def test_a_gpu_gets_scratch_that_the_plain_function_ignores():
-    data = tensor(1 << 20)
-    mod = module_of(coalesced_reduce(data, "sum", finish="last_block"), data)
-    with tvm.target.Target("nvidia/nvidia-a100"):
-        legal = relax.transform.LegalizeOps()(mod)
-    call = legal["main"].body.blocks[0].bindings[0].value
-    scratch = call.args[1].fields[1]
-    assert isinstance(scratch, tvm.ir.GenericConst) and str(scratch.ty.dtype) == "int32"
-    assert not scratch.value.numpy()[:-1].any()  # the last word tells scratches apart
-    func = legal["coalesced_sum"]
-    assert len(func.params) == 3
-    assert f"{func.params[1].name}[" not in func.script()

@@ -11,6 +11,7 @@ from tvm import relax
 from tvm.target import Target
 
 from relay_passes.op import recurrence
+from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.recurrent_cells import LANES, RecurrentCell, recurrent_cell
 from schedules.errors import OpError
 
@@ -60,8 +61,9 @@ def test_other_shapes_are_refused() -> None:
 
 
 def test_unknown_cells_are_refused() -> None:
+    cpu = CPUInfo.from_target(Target("llvm"))
     with pytest.raises(OpError, match=r"recurrent cell 'GRU' with activations \['Swish'\]"):
-        recurrent_cell(replace(CELL, activations=(("Swish", 0.0, 0.0), TANH)))
+        recurrent_cell(replace(CELL, activations=(("Swish", 0.0, 0.0), TANH)), cpu)
 
 
 def test_graphics_processors_are_refused() -> None:

@@ -281,17 +281,6 @@ def test_symbolic_extents_that_no_argument_tells():
     np.testing.assert_allclose(result, -values.sum())
 
 
-def test_scratch_of_a_gpu_stays_an_argument():
-    x = data(1 << 20)
-    mod = module_of(coalesced_reduce(op.negative(x), "sum", finish="last_block"), x)
-    with tvm.target.Target("nvidia/nvidia-a100"):
-        fused = fuse(mod)
-    (name,) = calls(fused)
-    assert len(fused[name].params) == 3
-    call = fused["main"].body.blocks[0].bindings[0].value
-    assert str(call.args[1].fields[1].ty.dtype) == "int32"
-
-
 def test_code_outside_dataflow_blocks_stays():
     @I.ir_module
     class Outside:

@@ -777,17 +777,6 @@ def test_symbolic_extents_of_other_names_stay_apart():
     assert len(Fused(build, data(n, 7), data(k, 7, name="y")).kernels) == 2
 
 
-def test_scratch_of_a_gpu_is_passed_for_each_reduction():
-    def build(emit, x):
-        flat = [coalesced_reduce(x, name, finish="last_block") for name in ("sum", "max")]
-        return [emit(total_) for total_ in flat]
-
-    with H100:
-        before = legal(several(build, data(1 << 20)))
-    name = read_reduction_report(group(before))["groups"][0]["name"]
-    assert len(finish(group(before))[name].params) == 5
-
-
 def test_the_report_tells_what_was_fused():
     fused = Fused(half_norm, data(5, 32, dtype="float16"))
     report = read_reduction_report(fused.grouped)

@@ -175,7 +175,9 @@ CONV = {"nn.conv2d", "add", "nn.relu"}
 @pytest.mark.parametrize(
     ("build", "convolutions", "ops"),
     [
-        (models.mobilenet_v1, 27, CONV | {"mean", "reshape", "matmul"}),
+        pytest.param(
+            models.mobilenet_v1, 27, CONV | {"mean", "reshape", "matmul"}, marks=pytest.mark.slow
+        ),
         (models.mobilenet_v2, 52, {"nn.conv2d", "add", "clip", "mean", "reshape", "matmul"}),
         (models.mnasnet_a1, 65, CONV | {"mean", "reshape", "matmul", "sigmoid", "multiply"}),
         (models.resnet_18, 20, CONV | {"nn.max_pool2d", "mean", "reshape", "matmul"}),

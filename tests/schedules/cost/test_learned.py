@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from schedules.cost import learned
-from schedules.cost.conv2d import CONV2D
 from schedules.cost.features import Limits, divisibility, tile_features, waves
-from schedules.cost.gemm import GEMM, gemm_call
 from schedules.cost.kernel_call import KernelCall, element_bytes
+from schedules.cost.kernels.conv2d import CONV2D
+from schedules.cost.kernels.gemm import GEMM, gemm_call
+from schedules.cost.kernels.row_kernels import LAYER_NORM, SOFTMAX
 from schedules.cost.learned import FOLDER, Kernel, find_model, model_from_arrays, seconds
 from schedules.cost.machine import known_machines, load_machine
 from schedules.cost.prediction import Prediction
 from schedules.cost.registry import predict
-from schedules.cost.row_kernels import LAYER_NORM, SOFTMAX
 from schedules.errors import PredictionError
 
 TEN = Limits(*(np.float64(x) for x in (10, 1e12, 1e9, 1e6)))

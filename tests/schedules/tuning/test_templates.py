@@ -7,23 +7,27 @@ import hashlib
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tvm
 import tvm_ffi
+from cpu.rule_cases import HOST
 from tvm import s_tir, te, tirx, topi
 from tvm.s_tir.schedule import Trace
 from tvm.target import Target
 
-from schedules import cpu
+from schedules import cpu, gpu
+from schedules.compute.channel_norm import channel_norm
+from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.compute.conv2d import conv2d, fused_conv2d
 from schedules.compute.pack import pack, unpack
 from schedules.compute.winograd_conv2d import winograd_conv2d
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.core.rule import CPUTemplate, TunableRule
 from schedules.cpu.loops.dense import DenseWorkload
 from schedules.errors import OpError
+from schedules.gpu.core.machine import GPUInfo
 from schedules.tuning.tunable import (
     PREFIX,
     VERSION,
@@ -32,12 +36,17 @@ from schedules.tuning.tunable import (
     sample_knobs,
     without_decisions,
 )
+from schedules.tuning.tunable_rule import AnyTemplate, TunableRule
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
+from schedules.workload.reduce import ReduceWorkload
 
 HASHES = Path(__file__).with_name("template_hashes.json")
 # Fixed, so that hashes do not depend on where the tests run.
 TARGET = Target({"kind": "llvm", "mcpu": "znver4", "num-cores": 2})
-MACHINE = CPUInfo(512, 32, True, 2, 32 << 10, 1 << 20, 32 << 20, "znver4")
+CUDA = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
+CPU = CPUInfo(512, 32, True, 2, 32 << 10, 1 << 20, 32 << 20, "znver4")
+GPU = GPUInfo.from_target(CUDA)
+TEMPLATES: dict[str, AnyTemplate] = {**cpu.TEMPLATES, **gpu.TEMPLATES}
 SAME = (1, 1, 1, 1)
 RELU = Activation("relu")
 DENSE = ConvLayer(32, 64, (3, 3), padding=SAME, activation=RELU)
@@ -45,23 +54,84 @@ DEPTHWISE = ConvLayer(32, 32, (3, 3), padding=SAME, groups=32, activation=RELU)
 POINTWISE = ConvLayer(32, 64, (1, 1), activation=RELU)
 
 
-def kernel(*layers: ConvLayer, size: int = 28, **options: object) -> Conv2DKernel:
-    return Conv2DKernel(
-        layers, 1, size, size, data_layout="NCHW16c", out_layout="NCHW16c", **options
-    )
+def kernel(
+    *layers: ConvLayer, size: int = 28, lanes: int = 16, **options: object
+) -> Conv2DKernel:
+    layouts = {"data_layout": f"NCHW{lanes}c", "out_layout": f"NCHW{lanes}c"}
+    return Conv2DKernel(layers, 1, size, size, **layouts, **options)
 
 
-WORKLOADS = {
+WORKLOADS: dict[str, Any] = {
     "cpu.conv2d": kernel(DENSE),
     "cpu.fused_conv2d": kernel(DEPTHWISE, POINTWISE),
     "cpu.planar_conv2d": kernel(DEPTHWISE, POINTWISE, plain_data=True, plain_out=True),
     "cpu.winograd_conv2d": kernel(DENSE, winograd=4),
     "cpu.dense": DenseWorkload("columns", 1, 48, 96, 64, 4),
+    "cpu.reduce_rows": ((48, 3, 1000), [1, 2]),
+    "cpu.reduce_columns": ((300, 131), [0]),
+    "cpu.reduce_stream": ((5000, 3), [0]),
+    "cpu.row_chain": (64, 1000),
+    "cpu.pooling": (2, 5, 29, 29, 16),
+    "cpu.channel_norm": (1, 3, 14, 14, 16),
+    "gpu.conv2d": kernel(DENSE, lanes=4),
+    "gpu.depthwise_conv2d": kernel(DEPTHWISE, lanes=4),
+    "gpu.fused_conv2d": kernel(DEPTHWISE, POINTWISE, lanes=4),
+    "gpu.matmul_tiles": ((200, 128), (128, 96)),
+    "gpu.matmul_rows": ((4, 512), (512, 96)),
 }
+"""Workloads, or shapes of functions whose workload the rule reads."""
 
 
-def function(workload: Conv2DKernel | DenseWorkload) -> tirx.PrimFunc:
-    """The function of a workload as legalization makes it."""
+def shaped(name: str, given: tuple) -> tirx.PrimFunc:
+    """The function of a template whose workload is read from it."""
+    if name.startswith("gpu.matmul"):
+        extents = [[tirx.const(extent, "int64") for extent in shape] for shape in given]
+        left, right = (te.placeholder(shape, name="x") for shape in extents)
+        return te.create_prim_func([left, right, topi.matmul(left, right)])
+    if name.startswith("cpu.reduce"):
+        shape, axes = given
+        data = te.placeholder(shape, name="data")
+        workload = ReduceWorkload.create("sum", axes, len(shape), "float32")
+        return te.create_prim_func([data, coalesced_reduce(data, workload)])
+    data = te.placeholder(given, name="data")
+    if name == "cpu.row_chain":
+        return te.create_prim_func([data, topi.nn.softmax(data)])
+    if name == "cpu.pooling":
+        window = ((3, 3), (2, 2), (1, 1), (1, 1, 1, 1), "max")
+        return te.create_prim_func([data, topi.nn.pool2d(data, *window, layout="NCHW16c")])
+    gamma, beta = (te.placeholder((given[1], given[4]), name=name) for name in ("g", "b"))
+    func = te.create_prim_func([data, gamma, beta, channel_norm(data, gamma, beta, 40, 1e-5)])
+    attrs = {"op": "channel_norm", "channels": 40, "epsilon": 1e-5}
+    return func.with_attrs({f"tvm_fusion.{key}": value for key, value in attrs.items()})
+
+
+def workload_of(name: str) -> Any:
+    """What a template computes."""
+    given = WORKLOADS[name]
+    if not isinstance(given, tuple):
+        return given
+    func = shaped(name, given)
+    return rule_of(name, func).workload(func, target_of(name))
+
+
+def target_of(name: str) -> Target:
+    """The target of a template in these tests."""
+    return TARGET if name.startswith("cpu.") else CUDA
+
+
+def machine_of(name: str) -> CPUInfo | GPUInfo:
+    """Its machine."""
+    return CPU if name.startswith("cpu.") else GPU
+
+
+def function(name: str) -> tirx.PrimFunc:
+    """The function of a template's workload as legalization makes it."""
+    workload = WORKLOADS[name]
+    return shaped(name, workload) if isinstance(workload, tuple) else built(workload)
+
+
+def built(workload: Conv2DKernel | DenseWorkload) -> tirx.PrimFunc:
+    """The function of a workload."""
     if isinstance(workload, DenseWorkload):
         left = te.placeholder((workload.rows, workload.depth), name="left")
         right = te.placeholder((workload.depth, workload.columns), name="right")
@@ -94,65 +164,114 @@ def function(workload: Conv2DKernel | DenseWorkload) -> tirx.PrimFunc:
     return func.with_attr("tvm_fusion.workload", to_json(workload))
 
 
-def fingerprint(template: CPUTemplate, workload: Conv2DKernel | DenseWorkload) -> str:
+def fingerprint(template: AnyTemplate, workload: Any, func: tirx.PrimFunc) -> str:
     """Hash of the space, and of the code of some of its settings."""
-    space = sorted(template.settings(workload, MACHINE), key=str)
-    func = function(workload)
+    space = sorted(template.settings(workload, machine_of(template.name)), key=str)
     step = max(1, len(space) // 4)
     texts = [
-        template.write(func, workload, knobs, TARGET).mod.script(show_meta=False)
+        template.write(func, workload, knobs, target_of(template.name)).mod.script(show_meta=False)
         for knobs in space[::step]
     ]
     names = [json.dumps(asdict(knobs), sort_keys=True) for knobs in space]
     return hashlib.sha256("\n".join([*names, *texts]).encode()).hexdigest()[:16]
 
 
-@pytest.mark.parametrize("name", cpu.TEMPLATES)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_a_changed_template_has_another_version(name: str) -> None:
     """If this fails, raise the template's ``version`` and write the new pair to the file."""
-    template = cpu.TEMPLATES[name]
-    now = {"version": template.version, "hash": fingerprint(template, WORKLOADS[name])}
+    template = TEMPLATES[name]
+    code = fingerprint(template, workload_of(name), function(name))
+    now = {"version": template.version, "hash": code}
     assert json.loads(HASHES.read_text())[name] == now
 
 
 def test_a_change_changes_the_hash() -> None:
-    template, workload = cpu.TEMPLATES["cpu.conv2d"], WORKLOADS["cpu.conv2d"]
+    template, workload = TEMPLATES["cpu.conv2d"], WORKLOADS["cpu.conv2d"]
     other = replace(workload, layers=(replace(DENSE, activation=Activation("relu6")),))
-    assert fingerprint(template, other) != fingerprint(template, workload)
+    prints = [fingerprint(template, one, built(one)) for one in (workload, other)]
+    assert prints[0] != prints[1]
 
 
-@pytest.mark.parametrize("name", cpu.TEMPLATES)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_the_default_comes_first_and_each_setting_once(name: str) -> None:
-    template, workload = cpu.TEMPLATES[name], WORKLOADS[name]
-    space = template.space(workload, MACHINE)
-    assert space[0] == template.default(workload, MACHINE)
-    assert len(set(space)) == len(space) > 20
-    assert all(template.contains(workload, knobs, MACHINE) for knobs in space[1::7])
+    template, workload = TEMPLATES[name], workload_of(name)
+    space = template.space(workload, machine_of(name))
+    assert space[0] == template.default(workload, machine_of(name))
+    assert len(set(space)) == len(space) > 15
+    assert all(template.contains(workload, knobs, machine_of(name)) for knobs in space[1::7])
     texts = [json.loads(json.dumps(asdict(knobs))) for knobs in space[::7]]
     assert [template.read_knobs(text) for text in texts] == space[::7]
 
 
-@pytest.mark.parametrize("name", cpu.TEMPLATES)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_defaults_are_members_of_the_space(name: str) -> None:
-    template, workload = cpu.TEMPLATES[name], WORKLOADS[name]
-    assert template.contains(workload, template.default(workload, MACHINE), MACHINE)
+    template, workload, machine = TEMPLATES[name], workload_of(name), machine_of(name)
+    assert template.contains(workload, template.default(workload, machine), machine)
 
 
-@pytest.mark.parametrize("name", cpu.TEMPLATES)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_settings_drawn_from_the_space_can_be_written(name: str) -> None:
-    template, workload = cpu.TEMPLATES[name], WORKLOADS[name]
-    space = template.space(workload, MACHINE)
-    func = function(workload)
+    template, workload = TEMPLATES[name], workload_of(name)
+    space = template.space(workload, machine_of(name))
+    func = function(name)
     for index in np.random.default_rng().choice(len(space), 12, replace=False):
-        assert template.write(func, workload, space[index], TARGET) is not None
+        assert template.write(func, workload, space[index], target_of(name)) is not None
 
 
-@pytest.mark.parametrize("name", cpu.TEMPLATES)
+SHAPED = [n for n, given in WORKLOADS.items() if n < "gpu" and type(given) is tuple]
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_settings_drawn_from_the_space_compute_the_same(name: str) -> None:
+    """Reductions, beside TVM's own code for the function without a schedule."""
+    func, host = function(name), HOST
+    rule = rule_of(name, func)
+    workload, template = rule.workload(func, host), TEMPLATES[name]
+    space = template.space(workload, rule.machine(host))
+    numbers = np.random.default_rng().choice(len(space), 6, replace=False)
+    written = [template.write(func, workload, space[n], host).mod["main"] for n in numbers]
+    named = {f"f{n}": f.with_attr("global_symbol", f"f{n}") for n, f in enumerate([func, *written])}
+    library = tvm.compile(tvm.IRModule(named), host)
+    arrays = [np.random.rand(*map(int, param.shape)).astype("float32") for param in func.params]
+    found = []
+    for key in named:
+        tensors = [tvm.runtime.tensor(array) for array in arrays]
+        tensors[-1].copyfrom(np.full_like(arrays[-1], np.nan))
+        library[key](*tensors)
+        found.append(tensors[-1].numpy())
+    for number, other in zip(numbers, found[1:], strict=True):
+        text = str(space[number])
+        np.testing.assert_allclose(other, found[0], rtol=1e-4, atol=1e-6, err_msg=text)
+
+
+def test_the_wide_space_of_pairs_has_pieces_orders_and_places() -> None:
+    template, workload = TEMPLATES["cpu.fused_conv2d"], kernel(DEPTHWISE, POINTWISE, size=7)
+    narrow, wide = (template.space(workload, CPU, wide=wide) for wide in (False, True))
+    assert wide[0] == narrow[0]
+    assert set(narrow) < set(wide)
+    assert len(wide) > 20 * len(narrow)
+    for knob in ("w_o", "ic_o", "order", "compute_at"):
+        assert len({getattr(knobs, knob) for knobs in narrow}) == 1
+        assert len({getattr(knobs, knob) for knobs in wide}) > 1
+    func, names = built(workload), template.features(workload, wide[0], CPU).keys()
+    for number in np.random.default_rng().choice(len(wide), 10, replace=False):
+        knobs = wide[number]
+        assert template.contains(workload, knobs, CPU), knobs
+        found = template.features(workload, knobs, CPU)
+        assert found.keys() == names
+        assert np.isfinite(list(found.values())).all()
+        assert template.write(func, workload, knobs, TARGET) is not None
+    assert not template.contains(workload, replace(wide[0], ic_o=3), CPU)
+    same = replace(wide[0], order=("h_o", "ic_o", "w_o", "oc2"))  # loops that run once
+    assert not template.contains(workload, same, CPU)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_features_are_numbers_under_the_same_names(name: str) -> None:
-    template, workload = cpu.TEMPLATES[name], WORKLOADS[name]
+    template, workload = TEMPLATES[name], workload_of(name)
     rows = [
-        template.features(workload, knobs, MACHINE)
-        for knobs in template.space(workload, MACHINE)[::9]
+        template.features(workload, knobs, machine_of(name))
+        for knobs in template.space(workload, machine_of(name))[::9]
     ]
     assert all(row.keys() == rows[0].keys() for row in rows)
     assert all(np.isfinite(list(row.values())).all() and row["cycles"] > 0 for row in rows)
@@ -162,36 +281,37 @@ def test_features_are_numbers_under_the_same_names(name: str) -> None:
 
 def rule_of(name: str, func: tirx.PrimFunc) -> TunableRule:
     """The rule that takes the function of a template."""
-    rules = [rule for rule in cpu.RULES if isinstance(rule, TunableRule)]
-    return next(rule for rule in rules if rule.workload(func, TARGET) is not None)
+    every = cpu.RULES if name.startswith("cpu.") else gpu.RULES
+    rules = [rule for rule in every if isinstance(rule, TunableRule)]
+    return next(rule for rule in rules if rule.workload(func, target_of(name)) is not None)
 
 
-@pytest.mark.parametrize("name", cpu.TEMPLATES)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_closed_with_the_defaults_decisions_an_open_function_is_the_default(name: str) -> None:
-    template, func = cpu.TEMPLATES[name], function(WORKLOADS[name])
-    rule, info = rule_of(name, func), CPUInfo.from_target(TARGET)
-    workload = rule.workload(func, TARGET)
+    template, func = TEMPLATES[name], function(name)
+    rule, target = rule_of(name, func), target_of(name)
+    info, workload = rule.machine(target), rule.workload(func, target)
     space, default = template.space(workload, info), template.default(workload, info)
     opened = s_tir.Schedule(func)
     sample_knobs(opened, template, rule.workload_json(workload), space, default)
     assert not tvm_ffi.structural_equal(opened.mod["main"], func)
     again = s_tir.Schedule(func)
     Trace.apply_json_to_schedule(opened.trace.as_json(), again)
-    wanted = template.write(func, workload, default, TARGET).mod
+    wanted = template.write(func, workload, default, target).mod
     for one in (opened, again):
-        closed = rule.apply(one.mod["main"], TARGET, False)
+        closed = rule.apply(one.mod["main"], target, False)
         tvm.ir.assert_structural_equal(closed.mod, wanted)
 
 
-@pytest.mark.parametrize("name", cpu.TEMPLATES)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_decisions_are_drawn_from_the_space(name: str) -> None:
-    func = function(WORKLOADS[name])
-    rule, info = rule_of(name, func), CPUInfo.from_target(TARGET)
-    workload = rule.workload(func, TARGET)
+    func = function(name)
+    rule, target = rule_of(name, func), target_of(name)
+    info, workload = rule.machine(target), rule.workload(func, target)
     templates = rule.templates(workload, info)
     drawn = set()
     for _ in range(4):
-        opened = rule.apply(func, TARGET, True)
+        opened = rule.apply(func, target, True)
         assert len(opened) == len(templates)
         for sch, template in zip(opened, templates, strict=True):
             drawn_func = sch.mod["main"]
@@ -201,7 +321,37 @@ def test_decisions_are_drawn_from_the_space(name: str) -> None:
             assert template.contains(workload, template.read_knobs(values), info)
             drawn.add(json.dumps(values))
     assert len(drawn) > 1
-    assert rule.apply(opened[0].mod["main"], TARGET, False) is not None
+    assert rule.apply(opened[0].mod["main"], target, False) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("cpu.reduce_rows", {"operator": "other"}),
+        ("cpu.reduce_rows", {"dtype": "float128"}),
+        ("cpu.reduce_columns", {"kinds": "PP"}),
+        ("cpu.reduce_columns", {"extents": [300, 0]}),
+        ("cpu.reduce_stream", {"extents": [300, None]}),
+        ("cpu.reduce_stream", {"kinds": "PR"}),
+        ("cpu.row_chain", {"stages": []}),
+        ("cpu.row_chain", {"rows": [None]}),
+        ("cpu.pooling", {"vector": 9}),
+        ("cpu.pooling", {"extents": [0, 1]}),
+        ("cpu.channel_norm", {"batch": None}),
+    ],
+)
+def test_workloads_that_describe_nothing_are_refused(name: str, change: dict) -> None:
+    values = json.loads(rule_of(name, function(name)).workload_json(workload_of(name)))
+    template = TEMPLATES[name]
+    assert template.read_workload(json.dumps(values)) == workload_of(name)
+    with pytest.raises(ValueError, match="describes no "):
+        template.read_workload(json.dumps(values | change))
+
+
+def test_a_stream_needs_few_columns() -> None:
+    loops = replace(workload_of("cpu.reduce_stream"), extents=(5000, 3000))
+    with pytest.raises(OpError, match="is no stream; expected reduced rows of a few columns"):
+        TEMPLATES["cpu.reduce_stream"].default(loops, CPU)
 
 
 def decide(sch: s_tir.Schedule, key: str, value: int) -> None:
@@ -212,7 +362,7 @@ def decide(sch: s_tir.Schedule, key: str, value: int) -> None:
 
 
 def test_decisions_that_are_not_in_the_space_are_refused() -> None:
-    func = function(WORKLOADS["cpu.conv2d"])
+    func = function("cpu.conv2d")
     sch = rule_of("cpu.conv2d", func).apply(func, TARGET, True)[0]
     decide(sch, f"{PREFIX}pixels", 999)
     with pytest.raises(OpError, match="pixels=999.* is not in the space of conv 3x3 32->64"):

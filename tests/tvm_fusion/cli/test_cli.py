@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import onnx
 import onnxruntime
 import pytest
 from small_onnx import small_model
+from without_torch import python
 
 import tvm_fusion
 from tvm_fusion.cli import commands as cli
@@ -164,7 +164,7 @@ def test_run_counts_the_calls_of_several_streams(run: Run, library: Path) -> Non
 
 
 def test_a_model_from_standard_input(model_path: Path, library: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tvm_fusion.cli", "compile", "-", "--threads", "1"]
+    command = command_line("compile", "-", "--threads", 1)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with model_path.open("rb") as file:
         subprocess.run(command, stdin=file, cwd=tmp_path, env=environment, check=True)
@@ -411,7 +411,7 @@ def test_ctrl_c_exits_130(run: Run, model_path: Path, monkeypatch: pytest.Monkey
 
 
 def command_line(*arguments: Any) -> list[str]:
-    return [sys.executable, "-m", "tvm_fusion.cli", *map(str, arguments)]
+    return python("tvm_fusion.cli", *map(str, arguments))
 
 
 def test_real_ctrl_c_ends_the_workers_of_a_race(model_path: Path, library: Path) -> None:

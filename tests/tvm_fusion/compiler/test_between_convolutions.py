@@ -226,14 +226,17 @@ def test_only_the_gate_of_dense_layers_is_unpacked(channels: int) -> None:
 NUMBERS = {**MIDDLES, **ONLY_FULL_BLOCKS, "excite by gemm": excite_by_gemm}
 HALVES = {"split and add", "shuffle", *ONLY_FULL_BLOCKS}
 """Graphs that split the channels in halves, odd ones of 58."""
+BY_ELEMENT = {"hardswish", "clip", "leaky", "elu", "sigmoid", "softplus", "batch normalization"}
+"""Graphs of ops by element; the tests of the rules of packed layouts have their numbers, too."""
 
 
 @pytest.mark.parametrize(
     ("name", "channels"),
     [
-        pytest.param(name, each, marks=pytest.mark.slow if (number + place) % 2 else ())
+        pytest.param(name, each, marks=pytest.mark.slow if is_slow else ())
         for number, name in enumerate(NUMBERS)
         for place, each in enumerate((48, 20, 58) if name in HALVES else (48, 20))
+        for is_slow in [name in BY_ELEMENT or (number + place) % 2 == 1]
     ],
 )
 def test_numbers(name: str, channels: int) -> None:

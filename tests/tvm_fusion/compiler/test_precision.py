@@ -100,8 +100,22 @@ def test_numbers(
     assert 1e-6 < relative_error(actual, expected) < 1e-2
 
 
+def test_products_of_a_model_are_tf32(bert: tvm.IRModule) -> None:
+    """Those of more than eight rows; nothing is converted."""
+    target, found = resolve("cuda -arch=sm_80"), {}
+    for precision in ("fp32", "tf32"):
+        mod = pipeline.optimize(bert, target, Options(precision=precision))
+        texts = [mod[use.name].script() for use in kernel_uses(mod) if use.rule == "Matmul"]
+        found[precision] = sum("tf32" in text for text in texts)
+        assert not any("float16" in text for text in texts)
+    assert found["fp32"] == 0 and found["tf32"] >= 4
+
+
 def test_where_it_has_no_effect() -> None:
     with pytest.raises(TargetError, match="precision='fp16' is for GPUs"):
         tvm_fusion.compile(small_model(), precision="fp16")
-    with pytest.raises(TargetError, match="precision is 'int8'; expected 'fp32' or 'fp16'"):
+    for target in (OPENCL, "cuda -arch=sm_75"):
+        with pytest.raises(TargetError, match="precision='tf32' has no effect on"):
+            pipeline.phases(resolve(target), Options(precision="tf32"))
+    with pytest.raises(TargetError, match="precision is 'int8'; expected 'fp32' or 'tf32' or"):
         tvm_fusion.compile(small_model(), CUDA, precision="int8")

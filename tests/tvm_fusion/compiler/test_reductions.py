@@ -16,7 +16,7 @@ from tvm import relax
 
 import tvm_fusion
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.explain import explain
+from tvm_fusion.compiler.explain.explain import explain
 from tvm_fusion.compiler.target import resolve
 
 Array = NDArray[Any]

@@ -18,6 +18,7 @@ import pytest
 from onnx import TensorProto, helper
 from rich.console import Console
 from small_onnx import small_model
+from without_torch import WITHOUT_TORCH
 
 import tvm_fusion
 from examples.zoo import ZOO
@@ -25,8 +26,8 @@ from schedules import cpu, gpu
 from schedules.cpu.conv2d import conv2d
 from schedules.schedule_rule import STRICT
 from tvm_fusion.cli import commands as cli
-from tvm_fusion.compiler.explain import explain, explain_table
-from tvm_fusion.compiler.explain_gpu import explain_kernels, explain_kernels_table
+from tvm_fusion.compiler.explain.explain import explain, explain_table
+from tvm_fusion.compiler.explain.explain_gpu import explain_kernels, explain_kernels_table
 from tvm_fusion.errors import CompilationError, SlowPathWarning
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -127,7 +128,7 @@ def test_a_process_of_its_own_tells_a_user_once(
         "del conv2d.block_runs\n"
         "tvm_fusion.compile(sys.argv[1], fuse='none')\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "small.onnx")]
+    command = [sys.executable, "-c", WITHOUT_TORCH + program, str(tmp_path / "small.onnx")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     told = [line for line in done.stderr.splitlines() if "SlowPathWarning: " in line]
     assert len(told) == 3 and all("NameError: name 'block_runs'" in line for line in told)

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from mpi_ranks import needs_mpi, run_ranks
+from rank_stencils import CASES_OF_RANKS, one_rank
 
-PROGRAM = Path(__file__).with_name("stencil_program.py")
+PROGRAM = Path(__file__).parents[1] / "rank_stencils.py"
 
 
 @needs_mpi
-@pytest.mark.parametrize("ranks", [3, 7])
-def test_same_bits(ranks: int) -> None:
-    outcome = run_ranks(ranks, PROGRAM)
+@pytest.mark.parametrize("ranks", CASES_OF_RANKS)
+def test_same_bits(ranks: int, tmp_path: Path) -> None:
+    np.savez(tmp_path / "expected.npz", *(one_rank(case) for case in CASES_OF_RANKS[ranks]))
+    outcome = run_ranks(ranks, PROGRAM, str(tmp_path / "expected.npz"))
     assert outcome.code == 0, outcome.stderr
     assert outcome.stdout.count("all the same bits") == ranks

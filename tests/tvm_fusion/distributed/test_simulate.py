@@ -12,8 +12,8 @@ from loop_nests import blur
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.distribute import distribute
 from schedules.distribute.exchange import LocalBuffer
-from tvm_fusion.distributed.local_world import LocalWorld, run_ranks
 from tvm_fusion.distributed.simulate import simulate
+from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
 from tvm_fusion.errors import InvalidInputError
 
 PROCESSOR = Processor(rate=1e9, bandwidth=1e8)

@@ -265,6 +265,32 @@ def test_bits_of_another_size_are_refused() -> None:
         import_onnx(model)
 
 
+@pytest.mark.parametrize(("time", "batch"), [(0, 1), (1, 0)])
+def test_reversed_sequences(time: int, batch: int) -> None:
+    """The first of each row are turned round, as many as its length says."""
+    shape = (4, 5, 3) if batch == 0 else (5, 4, 3)
+    feeds = {"x": normal(*shape), "n": np.array([1, 5, 3, 2])}
+    model = node_model("ReverseSequence", feeds, opset=10, time_axis=time, batch_axis=batch)
+    (wanted,) = ReferenceEvaluator(model).run(None, feeds)
+    np.testing.assert_array_equal(outputs(model, feeds)[0], wanted)
+
+
+@pytest.mark.parametrize(("mode", "starts"), [("linear", [0, 3]), ("circular", [4, 1])])
+def test_caches_with_new_rows(mode: str, starts: list[int]) -> None:
+    feeds = {"past": normal(2, 3, 5, 4), "new": normal(2, 3, 2, 4, seed=2), "at": int64(*starts)}
+    model = node_model("TensorScatter", feeds, results={"y": "float32"}, opset=24, mode=mode)
+    (wanted,) = ReferenceEvaluator(model).run(None, feeds)
+    np.testing.assert_array_equal(outputs(model, feeds)[0], wanted)
+
+
+@pytest.mark.parametrize("mode", ["DCR", "CRD"])
+def test_space_to_depth(mode: str) -> None:
+    feeds = {"x": normal(2, 3, 4, 6)}
+    model = node_model("SpaceToDepth", feeds, opset=28, mode=mode, blocksize=2)
+    (wanted,) = ReferenceEvaluator(model).run(None, feeds)
+    np.testing.assert_array_equal(outputs(model, feeds)[0], wanted)
+
+
 def test_rows_of_masks() -> None:
     """Only rows of nothing but minus infinity count, not those of the lowest number."""
     low = np.finfo("float32").min

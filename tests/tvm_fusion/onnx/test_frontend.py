@@ -246,7 +246,7 @@ def test_weights_that_do_not_fill_their_shape() -> None:
 def test_all_unsupported_operators_in_one_error() -> None:
     nodes = [
         helper.make_node("Relu", ["x"], ["a"], name="fine"),
-        helper.make_node("Unique", ["a"], ["b"], name="once"),
+        helper.make_node("Det", ["a"], ["b"], name="once"),
         helper.make_node("Magic", ["b"], ["c"], domain="com.example"),
         helper.make_node("RandomUniformLike", ["c"], ["y"], name="draw"),
     ]
@@ -257,7 +257,7 @@ def test_all_unsupported_operators_in_one_error() -> None:
     reason = "this operator has no translation"
     assert str(caught.value).splitlines() == [
         "3 nodes of the model cannot be imported; export it with other operators:",
-        f"  node 'once': Unique of ai.onnx, opset 15: {reason}",
+        f"  node 'once': Det of ai.onnx, opset 15: {reason}",
         f"  the unnamed node that computes 'c': Magic of com.example, opset 4: {reason}",
         f"  node 'draw': RandomUniformLike of ai.onnx, opset 15: {reason}",
     ]

@@ -103,6 +103,18 @@ def test_loops_that_are_refused(model: onnx.ModelProto, reason: str) -> None:
         import_onnx(model)
 
 
+def test_scans_with_a_batch_are_refused() -> None:
+    """The first version of Scan had an axis of sequences before all others."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 3, opset_import: ["": 8]>
+        old (float[1, 2] s, float[1, 3, 2] x) => (float[1, 2] y, float[1, 3, 2] z) {
+            y, z = Scan<num_scan_inputs = 1, body = add (float[2] a, float[2] b)
+                => (float[2] c, float[2] d) { c = Add(a, b) d = Identity(c) }>("", s, x)
+        }""")
+    with pytest.raises(UnsupportedOperatorError, match="Scan .*: this version has a batch"):
+        import_onnx(model)
+
+
 def test_branches_of_other_shapes_are_refused() -> None:
     branches = {
         f"{name}_branch": helper.make_graph(

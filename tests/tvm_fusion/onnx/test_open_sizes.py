@@ -178,6 +178,30 @@ def test_an_image_out_of_range_is_the_nearest() -> None:
         np.testing.assert_array_equal(found, compiled(x, region, np.array([nearest])))
 
 
+@pytest.mark.parametrize("is_sorted", [1, 0])
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_different_elements(dtype: str, is_sorted: int) -> None:
+    """Where each occurs first, which one each element is, and how often it occurs."""
+    x = np.array([[3, 1, 3, 7], [1, -2, 7, 3], [-0.0, 0, 5, 3]]).astype(dtype)
+    kind = "float" if dtype == "float32" else "int64"
+    model = parse(
+        f"{kind}[3, 4] x",
+        f"{kind}[a] y, int64[b] place, int64[12] which, int64[c] count",
+        f"y, place, which, count = Unique<sorted = {is_sorted}>(x)",
+    )
+    wanted = run_onnx(model, {"x": x})
+    for found, expected in zip(tvm_fusion.compile(model)(x), wanted, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_numbers_that_are_none_are_one_element() -> None:
+    x = np.array([np.nan, 2, np.nan, np.inf], np.float32)
+    model = parse("float[4] x", "float[a] y, int64[b] place", "y, place = Unique(x)")
+    found, place = tvm_fusion.compile(model)(x)
+    np.testing.assert_array_equal(found, [2, np.inf, np.nan])
+    np.testing.assert_array_equal(place, [1, 3, 0])
+
+
 def test_refusals() -> None:
     for nodes, inputs, reason in (
         (

@@ -122,6 +122,15 @@ def test_transforms(axis: int, inverse: int, onesided: int) -> None:
     np.testing.assert_allclose(found, np.stack([wanted.real, wanted.imag], -1), atol=1e-4)
 
 
+def test_frames_have_one_side_by_default() -> None:
+    x = np.random.default_rng(4).standard_normal((2, 40, 1)).astype("float32")
+    constants = {"step": np.array(5), "window": np.hanning(12).astype("float32")}
+    found = tvm_fusion.compile(model_of("STFT", {"x": x}, constants, "float32"))(x)
+    frames = np.stack([x[:, at : at + 12, 0] for at in range(0, 29, 5)], axis=1)
+    wanted = np.fft.rfft(frames * constants["window"])
+    np.testing.assert_allclose(found, np.stack([wanted.real, wanted.imag], -1), atol=1e-4)
+
+
 def test_long_transforms_are_refused() -> None:
     x = np.zeros((1, 5000, 1), "float32")
     model = model_of("DFT", {"x": x}, {"length": None, "axis": np.array(1)}, "float32")

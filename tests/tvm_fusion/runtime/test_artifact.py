@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from relax_models import Identity, assert_dense, compiled, dense, lifted
 from tvm import relax
+from without_torch import WITHOUT_TORCH
 
 from tvm_fusion.compiler.target import required_features, resolve
 from tvm_fusion.errors import ArtifactError, TargetError
@@ -220,7 +221,7 @@ def test_a_fresh_process_without_any_compiler_loads_compiles_and_saves(
     code = BARE.format(paths=paths, folder=str(tmp_path), saved=str(saved))
     bare = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX")}
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", WITHOUT_TORCH + code],
         env={**bare, "PATH": str(tmp_path)},
         capture_output=True,
         text=True,

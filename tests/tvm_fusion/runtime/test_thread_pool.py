@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from without_torch import WITHOUT_TORCH
 
 from tvm_fusion.errors import InvalidInputError
 from tvm_fusion.runtime import thread_pool
@@ -123,7 +124,7 @@ print("counted")
 
 def test_each_crew_has_its_threads_whoever_calls_in_whatever_order(tmp_path: Path) -> None:
     script = tmp_path / "count.py"
-    script.write_text(COUNT)
+    script.write_text(WITHOUT_TORCH + COUNT)
     done = subprocess.run(
         [sys.executable, str(script)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -213,7 +214,6 @@ assert [c.run(size) for c in (crew, most)] == expected
 
 
 def test_a_forked_process_has_threads_of_its_own() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORK], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", WITHOUT_TORCH + FORK]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -18,13 +18,14 @@ from relax_models import compiled, dense, dependent
 from small_onnx import small_model
 from tvm.script import ir as I
 from tvm.script import relax as R
+from without_torch import WITHOUT_TORCH
 
 import tvm_fusion
 from tvm_fusion.runtime import tvm_runtime
 
 ROOT = Path(__file__).resolve().parents[3]
 
-HEAD = f"""
+HEAD = f"""{WITHOUT_TORCH}
 import json, sys
 import numpy as np
 sys.path[:0] = [{str(ROOT)!r}]

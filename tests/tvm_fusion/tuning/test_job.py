@@ -16,7 +16,8 @@ import onnx
 import pytest
 from filelock import FileLock, Timeout
 from onnx_reference import run_onnx
-from small_onnx import dense_model, small_model
+from small_onnx import dense_model, reductions_model, small_model
+from without_torch import WITHOUT_TORCH
 
 import tvm_fusion
 from schedules.cpu.conv2d.conv2d import Conv2DTemplate
@@ -83,6 +84,24 @@ def test_a_job_records_each_task_and_compile_follows_the_records(tmp_path: Path)
     assert other.records == []
     none = tvm_fusion.compile(model(), threads=2, fuse="none", winograd="never", records="none")
     assert none.records == []
+    tune(tmp_path, trials=TRIALS + 2)  # goes on where the first job ended
+    trials = lines(tmp_path / "trials.jsonl")
+    assert len(trials) == 2 * (TRIALS + 2)
+    assert len({(trial["task"], json.dumps(trial["knobs"])) for trial in trials}) == len(trials)
+
+
+def test_reductions_are_tasks_whose_records_compile_follows(tmp_path: Path) -> None:
+    given = reductions_model()
+    result = tvm_fusion.tune(given, database=tmp_path, trials=2, threads=2)
+    templates = {record["template"] for record in lines(tmp_path / "records.jsonl")}
+    assert {"cpu.pooling", "cpu.row_chain"} <= templates
+    assert any(name.startswith("cpu.reduce_") for name in templates)
+    assert not [failure for task in result.tasks for failure in task.failures]
+    compiled = tvm_fusion.compile(given, threads=2, records=tmp_path)
+    assert {entry["template"] for entry in compiled.records} == templates
+    x = np.random.default_rng().standard_normal((1, 16, 28, 28), dtype="float32")
+    for found, wanted in zip(compiled(x), run_onnx(given, {"x": x}), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_ctrl_c_keeps_all_and_the_next_job_repeats_nothing(tmp_path: Path) -> None:
@@ -108,14 +127,6 @@ def test_ctrl_c_keeps_all_and_the_next_job_repeats_nothing(tmp_path: Path) -> No
     assert [task.status for task in again.tasks] == ["known", "known"]
     assert lines(tmp_path / "trials.jsonl") == trials
     assert len(lines(tmp_path / "records.jsonl")) == 2
-
-
-def test_more_trials_go_on_where_the_last_job_ended(tmp_path: Path) -> None:
-    tune(tmp_path)
-    tune(tmp_path, trials=TRIALS + 2)
-    trials = lines(tmp_path / "trials.jsonl")
-    assert len(trials) == 2 * (TRIALS + 2)
-    assert len({(trial["task"], json.dumps(trial["knobs"])) for trial in trials}) == len(trials)
 
 
 def test_failed_settings_are_counted_and_shown(tmp_path: Path, monkeypatch) -> None:
@@ -237,12 +248,22 @@ def test_tasks_are_deduplicated_and_sorted_by_their_share() -> None:
     module = import_onnx(small_model(), None).mod
     fused = extract_tasks(module, target, None, pipeline.Options("all"))
     assert any(task.templates[0].name != "cpu.conv2d" for task in fused)
+    assert not any(task.wide for task in fused)
+
+
+def test_a_wide_space_is_for_all_tasks(tmp_path: Path) -> None:
+    options = pipeline.Options("none", winograd="never")
+    tasks = extract_tasks(model(), resolve("native", 2), None, options, wide=True)
+    assert all(task.wide for task in tasks)
+    result = tune(tmp_path, space="wide", trials=1)  # these templates have no wider space
+    assert [task.trials for task in result.tasks] == [1, 1]
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"trials": 0}, InvalidInputError, "trials is 0; expected at least 1"),
+        ({"space": "all"}, InvalidInputError, "space is 'all'; expected 'default' or 'wide'"),
         ({"minutes": -1}, InvalidInputError, "minutes is -1; expected a positive number"),
         ({"target": "cortex-a72"}, TargetError, "this machine"),
         ({"target": "opencl"}, TargetError, "tuning jobs are for CPUs; got .* 'opencl'"),
@@ -303,12 +324,11 @@ def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch) -> No
         tune(tmp_path)
 
 
-WRITER = """
-import sys
+WRITER = f"""{WITHOUT_TORCH}
 from pathlib import Path
 from tvm_fusion.tuning.database import append_line
 for number in range(200):
-    append_line(Path(sys.argv[1]), f"{sys.argv[2]} {number} " + "x" * 3000)
+    append_line(Path(sys.argv[1]), " ".join([sys.argv[2], str(number), "x" * 3000]))
 """
 
 

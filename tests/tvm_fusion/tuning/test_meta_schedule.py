@@ -13,15 +13,25 @@ import onnx
 import pytest
 import tvm
 from small_onnx import dense_model
+from tvm import s_tir
 from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir.schedule import Trace
 
 from schedules.tuning.records import Record
+from schedules.tuning.tunable import PREFIX, decisions_of
 from tvm_fusion.cli import commands as cli
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.target import resolve
 from tvm_fusion.errors import RecordWarning
 from tvm_fusion.tuning.database import Database
-from tvm_fusion.tuning.meta_schedule import close, nest_builder, search_space
+from tvm_fusion.tuning.meta_schedule import (
+    _OtherValue,
+    _rule_of,
+    close,
+    knob_features,
+    nest_builder,
+    search_space,
+)
 from tvm_fusion.tuning.meta_schedule_records import (
     MEASUREMENTS,
     export_records,
@@ -72,6 +82,30 @@ def test_the_stock_tuner_searches_our_templates(tasks: list[Task], tmp_path: Pat
     (record,) = Database(tmp_path / "ours").records().values()
     assert record.key == tasks[0].key
     assert record.best_seconds == min(float(one.run_secs[0]) for one in records)
+
+
+def decided(trace: Trace) -> list[int]:
+    sampled = [inst for inst in trace.insts if inst.kind.name == "SampleCategorical"]
+    return [int(trace.get_decision(inst)) for inst in sampled]
+
+
+def test_a_mutation_changes_one_knob_and_features_are_the_knobs(tasks: list[Task]) -> None:
+    (space,) = _rule_of(tasks[0].func, TARGET)[0].open(
+        s_tir.Schedule(tvm.IRModule({"main": tasks[0].func})), TARGET
+    )
+    mutator, seen = _OtherValue(), set()
+    before = decided(space.trace)
+    for _ in range(8):
+        mutated = mutator.apply(space.trace)
+        mutated.apply_to_schedule(s_tir.Schedule(tvm.IRModule({"main": tasks[0].func})), False)
+        pairs = zip(before, decided(mutated), strict=True)
+        seen.add(sum(one != other for one, other in pairs))
+    assert seen <= {0, 1} and 1 in seen
+    candidate = ms.MeasureCandidate(space, [])
+    (row,) = knob_features().extract_from(ms.TuneContext(), [candidate])
+    knobs = {k: v for k, v in decisions_of(space.mod["main"]).items() if k.startswith(PREFIX)}
+    own = [value for value in row.numpy()[0].tolist() if value != -1]
+    assert own == [float(knobs[PREFIX + name]) for name in tasks[0].templates[0].knob_kinds()]
 
 
 def winner(task: Task, number: int, seconds: tuple[float, float]) -> Record:

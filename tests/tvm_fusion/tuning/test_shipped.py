@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from schedules import cpu
-from schedules.tuning.records import Records
+from schedules.tuning.records import Record, Records
 from tvm_fusion.compiler.record_reader import read_lines
 from tvm_fusion.compiler.target import resolve
 from tvm_fusion.compiler.tuned import SHIPPED, choose_records
-from tvm_fusion.errors import TargetError, TuningError
+from tvm_fusion.errors import TuningError
 from tvm_fusion.machine.host import host_cpu
 from tvm_fusion.tuning.record_files import verify
 
@@ -47,6 +47,8 @@ def test_records_are_chosen_by_the_target(tmp_path: Path) -> None:
     assert len(choose_records(None, resolve("x86-64-v3"))) == 0
     with pytest.raises(TuningError, match="no records at"):
         choose_records(tmp_path / "absent", target)
-    with pytest.raises(TargetError, match="records are for CPUs; got .* 'opencl'"):
-        choose_records(tmp_path, resolve("opencl"))
     assert isinstance(choose_records(None, resolve("opencl")), Records)
+    record = Record("gpu.matmul_tiles", 1, {}, {}, "sm_90", 1024, 132, 2e-5, 1e-5, 8)
+    (tmp_path / "mine.jsonl").write_text(record.to_line() + "\n")
+    assert len(choose_records(tmp_path, resolve("cuda -arch=sm_90"))) == 1
+    assert verify(tmp_path)[0] == 0  # its workload is none

@@ -83,8 +83,12 @@ class GraphFacts:
     def add_tensor(self, hint: str, dtype: int, shape: Sequence[int]) -> str:
         """Declare a tensor that a new node computes, and return its name."""
         name = self.fresh(hint)
-        self._infos[name] = helper.make_tensor_value_info(name, dtype, shape)
+        self.declare(name, dtype, shape)
         return name
+
+    def declare(self, name: str, dtype: int, shape: Sequence[int | None]) -> None:
+        """State the type and the shape of a tensor that a new node computes."""
+        self._infos[name] = helper.make_tensor_value_info(name, dtype, shape)
 
     def fresh(self, hint: str) -> str:
         """A name that no tensor has."""

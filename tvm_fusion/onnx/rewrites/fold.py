@@ -27,10 +27,10 @@ from ..model.weights import SMALL_ELEMENTS, Weights, add_weight, keep_tensors, t
 FOLDABLE = frozenset(
     """Abs Add And ArgMax ArgMin Cast CastLike Ceil Clip Concat Constant ConstantOfShape Cos CumSum
     DequantizeLinear Div Equal Exp Expand EyeLike Flatten Floor Gather GatherElements GatherND
-    Greater GreaterOrEqual Identity IsInf IsNaN Less LessOrEqual Log Max Min Mod Mul Neg NonZero Not
-    Or Pad Pow Range Reciprocal ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Relu Reshape
-    Round ScatterElements ScatterND Shape Sigmoid Sign Sin Size Slice Split Sqrt Squeeze Sub Sum
-    Tanh Tile Transpose Trilu Unsqueeze Where Xor""".split()
+    Greater GreaterOrEqual Identity IsInf IsNaN Less LessOrEqual Log Max MelWeightMatrix Min Mod
+    Mul Neg NonZero Not Or Pad Pow Range Reciprocal ReduceMax ReduceMean ReduceMin ReduceProd
+    ReduceSum Relu Reshape Round ScatterElements ScatterND Shape Sigmoid Sign Sin Size Slice Split
+    Sqrt Squeeze Sub Sum Tanh Tile Transpose Trilu Unsqueeze Where Xor""".split()
 )
 
 BROADCASTING = frozenset(

@@ -13,12 +13,20 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from ..model.graph_edits import attribute
+from ..model.graph_edits import all_graphs, attribute, is_default_domain, set_attributes
 from ..model.tensor_facts import GraphFacts
 from .expansion import Expansion
 
 LONGEST = 4096
 """Longest transform; a matrix of its square is stored."""
+
+
+def write_sides(model: onnx.ModelProto) -> None:
+    """Write the default ``onesided`` of each STFT; onnx infers shapes by another default."""
+    for graph in all_graphs(model):
+        for node in graph.node:
+            if node.op_type == "STFT" and is_default_domain(node):
+                set_attributes(node, onesided=attribute(node, "onesided", 1))
 
 
 def expand_dft(node: onnx.NodeProto, expansion: Expansion) -> None:

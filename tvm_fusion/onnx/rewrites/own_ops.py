@@ -19,6 +19,7 @@ from tvm import relax, te, tirx
 
 from ..model.graph_edits import attribute
 from ..model.tensor_facts import GraphFacts
+from .arithmetic.narrow_types import ROUND, translate_round
 from .expansion import Expansion
 from .open_sizes import (
     translate_compress,
@@ -27,6 +28,7 @@ from .open_sizes import (
     translate_suppression,
 )
 from .open_topk import SORT_FIRST, translate_sort_first
+from .windows.deform_conv import translate_deform_conv
 
 Translation = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any]], relax.Expr]
 
@@ -78,9 +80,11 @@ OWN_OPS: dict[str, Translation] = {
     "BitCast": translate_bit_cast,
     "Compress": translate_compress,
     "CumProd": translate_cumulative_product,
+    "DeformConv": translate_deform_conv,
     "NonMaxSuppression": translate_suppression,
     "NonZero": translate_nonzero,
     "RoiAlign": translate_roi_align,
+    ROUND: translate_round,
     SORT_FIRST: translate_sort_first,
 }
 """Operators, and what translates them."""

@@ -15,11 +15,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
 from ..model.graph_edits import attribute
+from .arithmetic.narrow_types import NARROW, NARROW_FLOATS
 from .expansion import Expansion, conv_attributes
 
 LARGEST_PRODUCT = 255 * 255
@@ -76,26 +78,30 @@ def expand_conv_integer(node: onnx.NodeProto, expansion: Expansion) -> None:
 
 
 def expand_quantize(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Replace a QuantizeLinear with a scale for each block of an axis."""
+    """Replace a QuantizeLinear with a scale for each block of an axis, or to a narrow type."""
     x, scale, zero = [*node.input, ""][:3]
-    size = attribute(node, "block_size", 0)
-    if not size:
-        return
     facts = expansion.facts
     kind = facts.dtype(zero) if zero else attribute(node, "output_dtype", 0) or TensorProto.UINT8
+    if not attribute(node, "block_size", 0) and kind not in NARROW:
+        return
     wide = expansion.emit("Cast", x, to=TensorProto.FLOAT)
     divisor = expansion.emit("Cast", _blocked(node, expansion, scale), to=TensorProto.FLOAT)
-    rounded = expansion.emit("Round", expansion.emit("Div", wide, divisor))
+    quotient = expansion.emit("Div", wide, divisor)
+    if kind in NARROW_FLOATS:
+        is_clipped = attribute(node, "saturate", 1)
+        expansion.finish(expansion.emit("Cast", quotient, to=kind, saturate=is_clipped))
+        return
+    rounded = expansion.emit("Round", quotient)
     if zero:
         added = expansion.emit("Cast", _blocked(node, expansion, zero), to=TensorProto.FLOAT)
         rounded = expansion.emit("Add", rounded, added)
-    _saturate(expansion, rounded, kind)
+    saturate(expansion, rounded, kind)
 
 
 def expand_dequantize(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Replace a DequantizeLinear with a scale for each block of an axis."""
+    """Replace a DequantizeLinear with a scale for each block, or from a narrow type."""
     x, scale, zero = [*node.input, ""][:3]
-    if not attribute(node, "block_size", 0):
+    if not attribute(node, "block_size", 0) and expansion.facts.dtype(x) not in NARROW:
         return
     kind = attribute(node, "output_dtype", 0) or expansion.facts.dtype(scale)
     centred = expansion.emit("Cast", x, to=TensorProto.FLOAT)
@@ -108,12 +114,15 @@ def expand_dequantize(node: onnx.NodeProto, expansion: Expansion) -> None:
 
 
 def _blocked(node: onnx.NodeProto, expansion: Expansion, name: str) -> str:
-    """A scale or zero point repeated for the elements of each block."""
+    """A scale or zero point repeated for the elements of each block, or along its axis."""
+    size = attribute(node, "block_size", 0)
+    if not size:
+        rank = len(expansion.facts.dims(node.input[0]) or ())
+        return _along(expansion, name, attribute(node, "axis", 1), rank, name)
     shape = expansion.facts.shape(name)
     data = expansion.facts.shape(node.input[0])
     assert shape is not None and data is not None, "blocks of unknown shape were refused"
     axis = attribute(node, "axis", 1) % len(shape)
-    size = attribute(node, "block_size")
     places = np.arange(data[axis]) // size
     return expansion.emit("Gather", name, expansion.constant("blocks", places), axis=axis)
 
@@ -185,10 +194,11 @@ def _requantize(
     factor = expansion.emit("Div", expansion.emit("Mul", left, right), below)
     rounded = expansion.emit("Round", expansion.emit("Mul", value, factor))
     moved = expansion.emit("Add", rounded, expansion.emit("Cast", y_zero, to=kind))
-    _saturate(expansion, moved, expansion.facts.dtype(y_zero))
+    saturate(expansion, moved, expansion.facts.dtype(y_zero))
 
 
-def _saturate(expansion: Expansion, value: str, kind: int) -> None:
-    limits = np.iinfo(helper.tensor_dtype_to_np_dtype(kind))
-    ends = [expansion.number(end, TensorProto.FLOAT) for end in (limits.min, limits.max)]
+def saturate(expansion: Expansion, value: str, kind: int) -> None:
+    """Clip floats to the range of a type of whole numbers, and let the cast ones be the result."""
+    limits = ml_dtypes.iinfo(helper.tensor_dtype_to_np_dtype(kind))
+    ends = [expansion.number(int(end), TensorProto.FLOAT) for end in (limits.min, limits.max)]
     expansion.finish(expansion.emit("Cast", expansion.emit("Clip", value, *ends), to=kind))

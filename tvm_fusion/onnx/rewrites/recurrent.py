@@ -211,7 +211,7 @@ class _Layer:
         return name if is_same else self.to.emit("Cast", name, to=self.kind)
 
     def _row(self, name: str, number: int, axis: int = 0) -> str:
-        """What a tensor holds for one direction."""
+        """Slice of a tensor for one direction."""
         value = self.to.facts.constant(name)
         if value is not None:
             row = np.take(value, number, axis).astype(self.dtype)
@@ -273,7 +273,7 @@ class _Layer:
         return self._reshape(moved, self.padded * parts)
 
     def _biases(self, number: int) -> tuple[str, str]:
-        """What is added to the products, and what a GRU adds to its last gate's product alone."""
+        """Biases of the products, and that of a GRU's last gate alone."""
         zeros = np.zeros(self.padded, self.dtype)
         name = self._input(3)
         if not name:

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from schedules.cost.cpu_kernels import COPY, LEVELS, bare_seconds, level_of
 from schedules.cost.json_file import read_json
 from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernels.cpu_kernels import COPY, LEVELS, bare_seconds, level_of
 from schedules.cost.machine import Figure, Machine, machine_from_json
 from schedules.cpu.core.machine import CPUInfo
 
@@ -53,7 +53,7 @@ UNDISTURBED = 0.93
 
 
 class Timer(Protocol):
-    """What measures: :class:`.KernelTimer`, or a test's."""
+    """Protocol of whatever measures: :class:`.KernelTimer`, or a test's."""
 
     def measure(self, case: Case) -> list[Timed]:
         """Time all kernels of a case."""
@@ -251,7 +251,7 @@ def _call(sample: Mapping[str, Any]) -> KernelCall:
 
 
 def _read(output: Path, threads: int) -> tuple[Machine | None, list[dict[str, Any]]]:
-    """What a file already holds: the machine as measured, without what is fitted, and samples."""
+    """Read a file: the machine as measured, without what is fitted, and the samples."""
     if not output.exists():
         return None, []
     try:

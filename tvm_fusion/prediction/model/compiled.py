@@ -18,12 +18,13 @@ from tvm.target import Target
 
 from schedules import cpu
 from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernels.cpu_kernels import CONVOLUTIONS
 from schedules.cost.machine import Machine
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.core.rule import TunableRule
 from schedules.schedule_rule import RULE
 from schedules.tir.expression_walk import nodes
 from schedules.tuning.records import Records
+from schedules.tuning.tunable_rule import TunableRule
 from schedules.workload.conv2d import Conv2DKernel
 
 from ...bench.kernel_work import parameter_bytes
@@ -33,6 +34,7 @@ from ..machines import predicted_cpu
 from .library import conv2d_sizes
 from .lowered import LoweredKernel, LoweredOp
 
+_CALIBRATED = (*CONVOLUTIONS, "cpu.dense")  # templates whose cycles are related to times
 _NAMES = {"dense": "matvec"}  # products of matrices have knobs, and the name of their template
 
 
@@ -138,6 +140,8 @@ def _template(
         templates = rule.templates(workload, here)
         recorded = records.find(rule.key(workload, here), templates, workload, here)
         template = recorded[0] if recorded else templates[0]
+        if template.name not in _CALIBRATED:
+            return None
         knobs = recorded[1] if recorded else template.default(workload, here)
         cycles = template.cycles(workload, knobs, machine)
         if template is cpu.TEMPLATES["cpu.dense"]:  # which assumes two multiply-adds a cycle

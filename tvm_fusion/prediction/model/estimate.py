@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from schedules.cost import registry
 from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernels.roofline import roofline
 from schedules.cost.machine import Machine
 from schedules.cost.prediction import Prediction
-from schedules.cost.roofline import roofline
 
 LOW, HIGH = 0.6, 2.5
 """Interval of an estimate, in multiples of it: a guess, which measurements will replace."""

@@ -227,7 +227,7 @@ def _rebucketed(
 
 
 def _is_plain(op: Op) -> bool:
-    """Whether an operator only launches kernels of the device."""
+    """True if an operator only launches kernels of the device."""
     return not op.graph and all(
         isinstance(step, Launch)
         and not step.blocking

@@ -113,7 +113,7 @@ def _meetings(graphs: Sequence[ExecutionGraph]) -> dict[_Key, dict[int, Kernel]]
 
 
 def _is_complete(members: dict[int, tuple[Kernel, str]], present: list[int]) -> bool:
-    """Whether a collective joins several ranks; refuses one that a rank of its group lacks."""
+    """True if a collective joins several ranks; refuses one that a rank of its group lacks."""
     first = min(members)
     part = _collective(members[first][0])
     for rank in sorted(set(part.ranks or present) & set(present) - set(members)):

@@ -115,7 +115,7 @@ class DeviceEvent:
 
 @dataclass
 class KinetoTrace:
-    """What a prediction needs of a trace.
+    """Events of a trace that a prediction needs.
 
     Parameters
     ----------

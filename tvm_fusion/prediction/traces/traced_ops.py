@@ -167,13 +167,13 @@ def _link_calls(trace: KinetoTrace, ops: list[TracedOp]) -> None:
 
 
 def _launches_more(event: HostEvent, op: TracedOp, trace: KinetoTrace) -> bool:
-    """Whether a call inside the last launch launches something else."""
+    """True if a call inside the last launch launches something else."""
     known = bool(op.calls) and op.calls[-1].event.correlation == event.correlation
     return not known and event.correlation in trace.device_events
 
 
 def _is_blocking(event: HostEvent, device: DeviceEvent) -> bool:
-    """Whether the host waited for a copy: its memory is pageable, or the call is no async one."""
+    """True if the host waited for a copy: its memory is pageable, or the call is no async one."""
     may_block = "Pageable" in device.name or "Async" not in event.name
     return device.copies and may_block and device.end <= event.end + SLACK
 

@@ -66,6 +66,11 @@ class ReduceContext:
         )
 
     @property
+    def workspace(self) -> tirx.Buffer:
+        """Tickets and partial results, for the finish ``last_block``."""
+        return self.group.func.params[0]
+
+    @property
     def is_y(self) -> bool:
         """Return whether lanes hold neighbouring outputs."""
         return self.config.form == "y"

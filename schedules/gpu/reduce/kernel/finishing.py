@@ -18,12 +18,12 @@ from schedules.tir.branch import when
 from schedules.tir.index_math import ceil_power_of_two, i64
 from schedules.workload.reduce_operator import field_dtypes
 
-from ..plan.config import field_places, partials, ticket_stride, tiles
+from ..plan.config import tiles, word_count
 from ..plan.group import ReductionStage
-from ..plan.workspace import word_count
+from ..plan.workspace import partials, ticket_stride, workspace_layout
 from . import state_buffers
 from .atomic_update import atomic_update_vector
-from .block_combine import combine_groups
+from .block_combine import combine_groups, combine_lanes
 from .cluster_combine import ClusterExchange
 from .context import ReduceContext
 from .results import Results
@@ -73,26 +73,27 @@ def atomic(ctx: ReduceContext, stage: ReductionStage, states: Buffers) -> None:
             atomic_update_vector(ctx, reduction, first, values)
 
 
-def _take_place(ctx: ReduceContext, stage: ReductionStage) -> LaunchPlace:
-    """Find the slot for the partial results of this launch."""
+def open_place(ctx: ReduceContext, stage: ReductionStage) -> LaunchPlace:
+    """The slot for the partial results of this launch, which is yet to be taken."""
     stored = next(result.output for result in stage.results if result.output is not None)
     output = ctx.flat(stored)
     address = T.address_of(stored[(0,) * len(stored.shape)] if output is None else output[0])
-    place = LaunchPlace(ctx.gpu, ctx.group.scratch[0], address, ctx.stream)
+    return LaunchPlace(ctx.gpu, ctx.workspace, address, ctx.stream)
+
+
+def take_place(ctx: ReduceContext, place: LaunchPlace) -> None:
+    """Find or claim the slot on one thread; a barrier must follow."""
     with when(tirx.EQ(ctx.thread, i64(0))):
         place.take()
-    sync()
-    return place
 
 
-def last_block(ctx: ReduceContext, stage: ReductionStage, states: Buffers) -> None:
-    """Leave the states in the workspace; the last block combines those of its tile.
-
-    No block touches the words that all share before its own part of the data is reduced.
-    """
+def last_block(
+    ctx: ReduceContext, stage: ReductionStage, states: Buffers, place: LaunchPlace
+) -> None:
+    """Leave the states in the slot, which is taken; the last block combines those of its tile."""
     count = tiles(ctx.config, stage.reductions[0].loops)
-    place = _take_place(ctx, stage)
-    tickets, kept = _scratch(ctx, stage)
+    sync()
+    tickets, kept = _workspace(ctx, stage)
     ticket = place.number * i64(ticket_stride(count)) + ctx.tile
     row = (place.number * i64(count) + ctx.tile) * i64(ctx.config.splits)
     base = (row + ctx.split) * i64(ctx.config.tile_outputs)
@@ -131,8 +132,8 @@ def _combine_partials(
 ) -> None:
     """Combine the partial results of a tile in the order of their splits and write the outputs.
 
-    They are rows of the scratch from ``row`` on. All threads execute this; memory is accessed under
-    ``condition``, if there is one.
+    They are rows of the workspace from ``row`` on. All threads execute this; memory is accessed
+    under ``condition``, if there is one.
     """
     config, workloads = ctx.config, stage.workloads
     width = min(config.tile_outputs, config.threads)
@@ -148,7 +149,10 @@ def _combine_partials(
                 at = (row + split) * i64(config.tile_outputs) + output
                 read = state_buffers.load(kept, at)
                 state_buffers.update(workloads, state, 0, read)
-        combine_groups(ctx, workloads, state, group, groups, column, width)
+        if width == config.rows == 1 and ctx.gpu.warp_size > 1:  # threads past the groups have none
+            combine_lanes(ctx, workloads, state)
+        else:
+            combine_groups(ctx, workloads, state, group, groups, column, width)
         m = ctx.tile_start + output
         with when(tirx.EQ(group, i64(0)), ctx.exists(m), condition):
             _write(ctx, stage, m, state_buffers.load(state, 0))
@@ -174,23 +178,17 @@ def _write(ctx: ReduceContext, stage: ReductionStage, m: tirx.Expr, states: Stat
     results.write(stage)
 
 
-def _scratch(ctx: ReduceContext, stage: ReductionStage) -> tuple[tirx.Buffer, Buffers]:
-    """The tickets, and one buffer of partial results for each field, all views of the scratch."""
-    config, loops = ctx.config, stage.reductions[0].loops
-    operands = ctx.group.scratch
-    places = field_places(config, loops, stage.workloads, ctx.group.scratch_words)
-    assert places is not None, "last_block is only chosen where there is a scratch"
-    tickets = T.decl_buffer(
-        operands[0].shape, "int32", data=operands[0].data, elem_offset=i64(HEADER_WORDS)
-    )
+def _workspace(ctx: ReduceContext, stage: ReductionStage) -> tuple[tirx.Buffer, Buffers]:
+    """The tickets, and a buffer of partial results for each field, all views of the workspace."""
+    config, loops, data = ctx.config, stage.reductions[0].loops, ctx.workspace.data
+    tickets = T.decl_buffer(ctx.workspace.shape, "int32", data=data, elem_offset=i64(HEADER_WORDS))
+    places, _ = workspace_layout(config, loops, stage.workloads)
     count = partials(config, loops)
     buffers = []
     for workload in stage.workloads:
         fields = []
         for dtype in field_dtypes(workload):
-            number, word = places.pop(0)
-            offset = i64(word // word_count(dtype))
-            data = operands[number].data
+            offset = i64(places.pop(0) // word_count(dtype))
             fields.append(T.decl_buffer((count,), dtype, data=data, elem_offset=offset))
         buffers.append(fields)
     return tickets, buffers

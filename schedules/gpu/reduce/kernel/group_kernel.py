@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -41,7 +42,6 @@ _FINISHES = {
     "one_block": finishing.one_block,
     "cluster": finishing.cluster,
     "atomic": finishing.atomic,
-    "last_block": finishing.last_block,
 }
 
 
@@ -107,10 +107,17 @@ def _write_body(ctx: ReduceContext) -> None:
     vector = ctx.config.vector
     states = state_buffers.allocate(stage.workloads, vector, "local")
     state_buffers.clear(stage.workloads, states, vector)
-    accumulate(ctx, stage, states)
+    is_last_block = ctx.config.finish == "last_block"
+    place = finishing.open_place(ctx, stage) if is_last_block else None
+    # The words that all blocks share are far: they are read while the first loads are under way.
+    take = None if place is None else partial(finishing.take_place, ctx, place)
+    accumulate(ctx, stage, states, take)
     if ctx.is_y:
         combine_rows(ctx, stage.workloads, states)
     else:
         state_buffers.fold(stage.workloads, states, vector)
         combine_lanes(ctx, stage.workloads, states)
-    _FINISHES[ctx.config.finish](ctx, stage, states)
+    if place is None:
+        _FINISHES[ctx.config.finish](ctx, stage, states)
+    else:
+        finishing.last_block(ctx, stage, states, place)

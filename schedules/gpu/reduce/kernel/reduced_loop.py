@@ -9,6 +9,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.gpu.core.vector_loads import Value, VectorLoads
+from schedules.tir.branch import when
 from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import constant
 from schedules.workload.reduce_operator import state_of_one
@@ -19,15 +20,30 @@ from .context import ReduceContext
 from .state_buffers import Buffers
 from .stepped_position import SteppedPosition
 
+_PEELED = 2  # reductions of one pass, beyond which the registers of a turn before the loop spill
+
 Lane = Callable[[int], list[tirx.Expr]]  # from a lane to its values
 Visit = Callable[[tirx.Expr, Lane, int], None]  # gets the place of lane 0, and the lanes
 
 
-def accumulate(ctx: ReduceContext, stage: ReductionStage, states: Buffers) -> None:
-    """Combine this thread's share of the reduced loop into its states."""
+def accumulate(
+    ctx: ReduceContext,
+    stage: ReductionStage,
+    states: Buffers,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """Combine this thread's share of the reduced loop into its states.
+
+    Parameters
+    ----------
+    ctx, stage, states : ReduceContext, ReductionStage, Buffers
+        The thread, what it computes, and its states.
+    meanwhile : Callable | None
+        Emits what is to be done while the first loads are under way.
+    """
     values, count = [reduction.value for reduction in stage.reductions], ctx.config.vector
     state_buffers.begin_positions(stage.workloads, states, count)
-    visit_share(ctx, values, combine_vector(ctx, stage, states, count))
+    visit_share(ctx, values, combine_vector(ctx, stage, states, count), meanwhile)
     state_buffers.end_positions(stage.workloads, states, count)
 
 
@@ -53,25 +69,45 @@ def combine_vector(
     return visit
 
 
-def visit_share(ctx: ReduceContext, values: Sequence[Value], visit: Visit) -> None:
-    """Load the values at this thread's share of the reduced loop, and visit every vector."""
+def visit_share(
+    ctx: ReduceContext,
+    values: Sequence[Value],
+    visit: Visit,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """Load the values at this thread's share of the reduced loop, and visit every vector.
+
+    ``meanwhile`` is emitted between the first loads and their use, or at the end where a share may
+    be shorter than a turn of the loop.
+    """
     config = ctx.config
     begin, count = _share(ctx)
     step = config.stride * config.unroll
     iterations = simplified(count // i64(step))
     loads = VectorLoads(values, ctx.is_y, config.vector, ctx.group.results)
-    if constant(iterations) != 0:
-        stepped = SteppedPosition.open(ctx)
-        if stepped is not None:
-            stepped.start(_position(ctx, begin, loads))
-        with T.serial(i64(0), iterations) as iteration:
-            start = begin + iteration * i64(step)
-            starts = [start + i64(u * config.stride) for u in range(config.unroll)]
-            positions = [T.bind(_position(ctx, s, loads)) for s in starts]
-            _visit_all(ctx, loads, positions, visit, stepped)
+    stepped = SteppedPosition.open(ctx) if constant(iterations) != 0 else None
+    if stepped is not None:
+        stepped.start(_position(ctx, begin, loads))
+
+    def turn(start: tirx.Expr, loaded: Callable[[], None] | None = None) -> None:
+        starts = [start + i64(u * config.stride) for u in range(config.unroll)]
+        positions = [T.bind(_position(ctx, s, loads)) for s in starts]
+        _visit_all(ctx, loads, positions, visit, stepped, loaded)
+
+    is_small = len(values) <= _PEELED
+    peeled = meanwhile is not None and is_small and _least_share(ctx) >= step
+    if peeled:
+        turn(begin, meanwhile)
+    first = begin + i64(step) if peeled else begin
+    left = simplified(iterations - i64(1)) if peeled else iterations
+    if constant(left) != 0:
+        with T.serial(i64(0), left) as iteration:
+            turn(first + iteration * i64(step))
     done = simplified(iterations * i64(step))
     if constant(simplified(count - done)) != 0:
         _tail(ctx, loads, begin + done, begin + count, visit)
+    if meanwhile is not None and not peeled:
+        meanwhile()
 
 
 def _tail(
@@ -79,15 +115,32 @@ def _tail(
 ) -> None:
     """The rest of the share, less than one step of the main loop, guarded."""
     config, reduced = ctx.config, constant(ctx.group.reduced)
-    stride = config.stride
     if not ctx.is_y and (reduced is None or reduced % config.vector != 0):
         loads = VectorLoads(loads.values, ctx.is_y, 1, ctx.group.results)
-        stride = config.lanes
-    with T.serial(i64(0), ceildiv(simplified(end - start), stride)) as iteration:
-        n = T.bind(_position(ctx, start + iteration * i64(stride), loads))
-        with T.If(n < end):
-            with T.Then():
-                _visit_all(ctx, loads, [n], visit)
+        with T.serial(i64(0), ceildiv(simplified(end - start), config.lanes)) as iteration:
+            _visit_guarded(ctx, loads, start + iteration * i64(config.lanes), end, visit)
+        return
+    # No loop, so that the compiler issues all loads at once.
+    rest = constant(simplified(ceildiv(end - start, config.stride)))
+    for number in range(config.unroll if rest is None else rest):
+        _visit_guarded(ctx, loads, start + i64(number * config.stride), end, visit)
+
+
+def _visit_guarded(
+    ctx: ReduceContext, loads: VectorLoads, start: tirx.Expr, end: tirx.Expr, visit: Visit
+) -> None:
+    n = T.bind(_position(ctx, start, loads))
+    with when(n < end):
+        _visit_all(ctx, loads, [n], visit)
+
+
+def _least_share(ctx: ReduceContext) -> int:
+    """Length of the shortest share of a block; zero where it is not known."""
+    reduced, config = constant(ctx.group.reduced), ctx.config
+    if reduced is None:
+        return 0
+    # Shares are whole strides, but for the last one, which may lack a part of one.
+    return -(-reduced // config.stride) // config.splits * config.stride - -reduced % config.stride
 
 
 def _share(ctx: ReduceContext) -> tuple[tirx.Expr, tirx.Expr]:
@@ -121,8 +174,9 @@ def _visit_all(
     positions: list[tirx.Expr],
     visit: Visit,
     stepped: SteppedPosition | None = None,
+    loaded: Callable[[], None] | None = None,
 ) -> None:
-    """Load a vector at each position, then visit all of them."""
+    """Load a vector at each position, emit ``loaded``, then visit all of them."""
     m = ctx.safe_output()
     lanes = []
     for n in positions:
@@ -131,5 +185,7 @@ def _visit_all(
         else:
             lanes.append(loads.fetch(m, stepped.bind(), ctx.flat, narrow=stepped.narrow))
             stepped.advance(ctx.config.stride)
+    if loaded is not None:
+        loaded()
     for n, lane in zip(positions, lanes, strict=True):
         visit(n, lane, loads.vector)

@@ -15,18 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tvm import DataType
-from tvm.target import Target
 
 from schedules.errors import OpError
-from schedules.gpu.core.machine import KINDS, GPUInfo
+from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.core.subword_atomics import consists_of_words
-from schedules.gpu.core.workspace_slot import HEADER_WORDS, LINE_WORDS, PLACES
 from schedules.tir.index_math import ceil_power_of_two
 from schedules.workload.reduce import CanonicalLoops, ReduceWorkload, constant
 from schedules.workload.reduce_operator import field_dtypes
 
-from .workspace import field_words, place_fields, word_count
+from .group import ReduceGroup
 
 THREADS = 256
 MIN_THREADS = 64  # where rows are too few to fill the device with blocks of 256
@@ -54,6 +52,8 @@ class ReduceConfig:
     kept : int
         Vectors of each input that a thread of a chain keeps in registers; 0 if it reads its row
         again for each stage.
+    is_online : bool
+        Whether a chain is computed in one stage (:mod:`.online_softmax`).
     """
 
     form: str
@@ -64,6 +64,7 @@ class ReduceConfig:
     splits: int
     finish: str
     kept: int = 0
+    is_online: bool = False
 
     @property
     def threads(self) -> int:
@@ -86,36 +87,17 @@ class ReduceConfig:
         return self.rows if self.form == "y" else self.lanes * self.vector
 
 
-def choose(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> ReduceConfig:
-    """Choose the configuration of one reduction, as :func:`choose_sisters` does."""
-    return choose_sisters([(workload, loops)], gpu)
-
-
-def choose_sisters(
-    members: Sequence[tuple[ReduceWorkload, CanonicalLoops]],
-    gpu: GPUInfo,
-    operands: Sequence[int] | None = None,
-    itemsize: int | None = None,
-    row_inputs: Sequence[int] = (),
-    has_epilogues: bool = False,
-) -> ReduceConfig:
+def choose_sisters(group: ReduceGroup, gpu: GPUInfo, has_workspace: bool = True) -> ReduceConfig:
     """Choose the configuration of reductions that share one pass over their data.
 
     Parameters
     ----------
-    members : Sequence[tuple[ReduceWorkload, CanonicalLoops]]
-        Of one form, with the same ``M`` and ``N``.
+    group : ReduceGroup
+        Of one stage.
     gpu : GPUInfo
         The device.
-    itemsize : int | None
-        Bytes of the narrowest element that is read; None stands for those of the workload's type.
-        Used in forms *all* and *x* only: in form *y* the scratch depends on the vector.
-    operands : Sequence[int] | None
-        Sizes of the scratch operands in 32-bit words; None stands for as much as needed.
-    row_inputs : Sequence[int]
-        Bytes of an element of each tensor whose elements differ along the reduced loop.
-    has_epilogues : bool
-        Whether something is computed from the results, which then must not be updated atomically.
+    has_workspace : bool
+        Whether there may be a workspace, without which no block combines the results of others.
 
     Returns
     -------
@@ -127,36 +109,27 @@ def choose_sisters(
     OpError
         If the finish ``atomic`` is requested for ``argmin`` or ``argmax``.
     """
-    workloads = [workload for workload, _ in members]
-    loops = members[0][1]
-    whole = _whole_block(members, gpu, itemsize, row_inputs)
-    finish = _finish(members, gpu, operands, has_epilogues)
-    at_once = gpu.multiprocessors * blocks_at_once(whole, workloads, row_inputs)
+    [stage] = group.stages
+    workloads, loops = stage.workloads, stage.reductions[0].loops
+    whole = _whole_block(group, gpu)
+    finish = _finish(group, gpu, has_workspace)
+    at_once = gpu.multiprocessors * blocks_at_once(whole, workloads, group.row_inputs())
     whole = _smaller_tiles(whole, loops, gpu, finish, at_once, min(map(_item_bytes, workloads)))
     cluster = _cluster(whole, loops, gpu, workloads, finish, at_once)
     if cluster is not None:
         return replace(whole, splits=cluster, finish="cluster" if cluster > 1 else "one_block")
     splits = _splits(whole, loops, gpu, finish, at_once)
-    while finish == "last_block" and operands is not None and splits > 1:
-        if field_places(replace(whole, splits=splits), loops, workloads, operands) is not None:
-            break
-        splits -= 1
     return whole if splits == 1 else replace(whole, splits=splits, finish=finish)
 
 
-def _whole_block(
-    members: Sequence[tuple[ReduceWorkload, CanonicalLoops]],
-    gpu: GPUInfo,
-    itemsize: int | None,
-    row_inputs: Sequence[int],
-) -> ReduceConfig:
+def _whole_block(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
     """The configuration without a split."""
-    workloads = [workload for workload, _ in members]
-    loops = members[0][1]
+    [stage] = group.stages
+    workloads, loops, row_inputs = stage.workloads, stage.reductions[0].loops, group.row_inputs()
     form = loops.form
-    own = min(map(_item_bytes, workloads))
-    width = COSTS.widest_load // (own if form == "y" else itemsize or own)
-    vector = min(vector_width(width, workloads, of, gpu) for _, of in members)
+    narrowest = map(_item_bytes, workloads) if form == "y" else group.itemsizes()
+    width = COSTS.widest_load // min(narrowest)
+    vector = min(vector_width(width, workloads, of.loops, gpu) for of in stage.reductions)
     unroll = COSTS.loads_in_flight
     if len(row_inputs) > 1 or len(workloads) > 1 or workloads[0].is_arg:
         unroll = max(1, unroll // max(1, len(row_inputs)))
@@ -196,32 +169,14 @@ def blocks_at_once(
     return min(most, max(1, COSTS.register_file // (registers * config.threads)))
 
 
-def scratch_words(workload: ReduceWorkload, loops: CanonicalLoops, target: Target | None) -> int:
-    """Zeroed 32-bit words that the kernel for ``target`` needs: tickets and partial results."""
-    if target is None or target.kind.name not in KINDS:
-        return 0
-    config = choose(workload, loops, GPUInfo.from_target(target))
-    if config.finish != "last_block":
-        return 0
-    count = partials(config, loops)
-    words = sum(field_words(dtype, count) for dtype in field_dtypes(workload))
-    return ticket_words(config, loops) + words
-
-
-def field_places(
-    config: ReduceConfig,
-    loops: CanonicalLoops,
-    workloads: Sequence[ReduceWorkload],
-    operands: Sequence[int],
-) -> list[tuple[int, int]] | None:
-    """Operand and first word of each field's partial results; None if there is no room."""
-    tickets, count = ticket_words(config, loops), partials(config, loops)
-    return place_fields(operands, tickets, count, fields_of(workloads))
-
-
 def fields_of(workloads: Sequence[ReduceWorkload]) -> list[str]:
     """The types of all fields of the states of sisters."""
     return [dtype for workload in workloads for dtype in field_dtypes(workload)]
+
+
+def word_count(dtype: str) -> int:
+    """32-bit words of one element, at least one."""
+    return max(32, DataType(dtype).bits) // 32
 
 
 def tiles(config: ReduceConfig, loops: CanonicalLoops) -> int:
@@ -229,21 +184,6 @@ def tiles(config: ReduceConfig, loops: CanonicalLoops) -> int:
     outputs = constant(loops.outputs)
     assert outputs is not None, "a reduction with a symbolic number of outputs is not split"
     return -(-outputs // config.tile_outputs)
-
-
-def ticket_words(config: ReduceConfig, loops: CanonicalLoops) -> int:
-    """Words before the partial results: a header, and a ticket for each tile in every slot."""
-    return HEADER_WORDS + PLACES * ticket_stride(tiles(config, loops))
-
-
-def ticket_stride(count: int) -> int:
-    """Words between the tickets of two slots, which do not share a line of the cache."""
-    return -(-count // LINE_WORDS) * LINE_WORDS
-
-
-def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
-    """States that all blocks write, in every slot."""
-    return PLACES * tiles(config, loops) * config.splits * config.tile_outputs
 
 
 def vector_width(
@@ -295,20 +235,14 @@ def _is_short(loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> bool:
     return outputs is None or outputs >= 2 * gpu.multiprocessors * MIN_THREADS * vector
 
 
-def _finish(
-    members: Sequence[tuple[ReduceWorkload, CanonicalLoops]],
-    gpu: GPUInfo,
-    operands: Sequence[int] | None,
-    has_epilogues: bool,
-) -> str:
+def _finish(group: ReduceGroup, gpu: GPUInfo, has_workspace: bool) -> str:
     """Finish of the partial results if the reductions are split."""
-    wishes = {_wish(workload, loops, gpu) for workload, loops in members}
+    wishes = {_wish(reduction.workload, reduction.loops, gpu) for reduction in group.reductions}
     if "one_block" in wishes:
         return "one_block"
-    if wishes == {"atomic"} and not has_epilogues:
+    if wishes == {"atomic"} and not group.has_epilogues:
         return "atomic"
-    has_scratch = operands is None or any(operands)
-    return "last_block" if has_scratch else "one_block"
+    return "last_block" if has_workspace else "one_block"
 
 
 def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> str:
@@ -389,7 +323,15 @@ def _splits(
         return more if config.form == "x" and is_long and _is_uneven(count, at_once) else 1
     enough = -(-2 * gpu.multiprocessors // count)
     worth = max(vectors * _values(config) // COSTS.least_values, min(enough, vectors))
-    return max(1, min(worth, at_once // count, _most_splits(config, outputs, finish)))
+    most = max(1, min(worth, at_once // count, _most_splits(config, outputs, finish)))
+    return _even_splits(config, reduced, most, enough)
+
+
+def _even_splits(config: ReduceConfig, reduced: int, most: int, enough: int) -> int:
+    """The most splits with equal shares of whole turns, if few fewer than ``most`` have them."""
+    turns, rest = divmod(reduced, config.stride * config.unroll)
+    least = max(most - most // COSTS.spared_splits, min(most, enough))
+    return next((n for n in range(most, least - 1, -1) if not rest and turns % n == 0), most)
 
 
 def _most_splits(config: ReduceConfig, outputs: int, finish: str) -> int:

@@ -126,8 +126,6 @@ class ReduceGroup:
         Stored when all results are known.
     outputs, reduced : Extent
         ``M`` and ``N``.
-    scratch : tuple[tirx.Buffer, ...]
-        Zeroed 32-bit words for slots, tickets and partial results.
     """
 
     func: tirx.PrimFunc
@@ -135,7 +133,6 @@ class ReduceGroup:
     elements: tuple[ElementOutput, ...]
     outputs: Extent
     reduced: Extent
-    scratch: tuple[tirx.Buffer, ...]
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:
@@ -156,11 +153,6 @@ class ReduceGroup:
     def results(self) -> tuple[tirx.Var, ...]:
         """Variables of the results in expressions."""
         return tuple(result.var for stage in self.stages for result in stage.results)
-
-    @property
-    def scratch_words(self) -> tuple[int, ...]:
-        """Sizes of the scratch operands."""
-        return tuple(int(buffer.shape[0]) for buffer in self.scratch)
 
     def itemsizes(self) -> list[int]:
         """Bytes of an element of every tensor that reductions read, at least one."""

@@ -9,7 +9,7 @@ epilogues, which are computed once for each ``m``.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import tvm_ffi
@@ -17,7 +17,7 @@ from tvm import ir, s_tir, tirx
 from tvm.ir import Range
 from tvm.sym import Analyzer
 
-from schedules.compute.coalesced_reduce import ATTRIBUTE, SCRATCH_ATTRIBUTE, SHAPE_ATTRIBUTE
+from schedules.compute.coalesced_reduce import ATTRIBUTE, SHAPE_ATTRIBUTE
 from schedules.tir.expression_walk import loads, nodes, substitute, uses
 from schedules.tir.index_math import i64, ravel, simplified
 from schedules.workload.reduce import (
@@ -120,9 +120,7 @@ class _GroupReader:
             for number in range(1 + max(at for at, _ in self.reductions))
         )
         elements = tuple(self._element_output(buffer) for buffer in self.stored)
-        return ReduceGroup(
-            self.func, stages, elements, self.outputs, self.reduced, self._find_scratch()
-        )
+        return ReduceGroup(self.func, stages, elements, self.outputs, self.reduced)
 
     def _read_combine(self, block: s_tir.SBlock) -> None:
         read = [load.source for load in nodes(block.body, ir.TensorLoad)]
@@ -237,14 +235,11 @@ class _GroupReader:
         m_var, n_var = self.m, self.n
         return lambda m, n: substitute(value, {m_var: m, n_var: n})
 
-    def _results(self) -> list[tuple[int, Result]]:
-        """Each result with its stage."""
-        parts: list[tuple[int, Reduction | Epilogue]] = [*self.reductions, *self.epilogues]
-        return [(at, result) for at, part in parts for result in part.results]
-
     def _stage(self, value: tirx.Expr) -> int:
         """The last stage whose results an expression uses; -1 if it uses none."""
-        return max((at for at, result in self._results() if uses(value, result.var)), default=-1)
+        parts: list[tuple[int, Reduction | Epilogue]] = [*self.reductions, *self.epilogues]
+        results = [(at, result.var) for at, part in parts for result in part.results]
+        return max((at for at, var in results if uses(value, var)), default=-1)
 
     def _stage_of(self, load: ir.TensorLoad) -> int:
         if load.source in self.results:
@@ -259,29 +254,6 @@ class _GroupReader:
     def _extents(self, block: s_tir.SBlock) -> tuple[Extent, Extent]:
         outputs, reduced = (extent_of(iter_var.dom.extent) for iter_var in block.iter_vars)
         return outputs, reduced
-
-    def _find_scratch(self) -> tuple[tirx.Buffer, ...]:
-        """The operands for partial results, identified by exclusion."""
-        sizes = [int(block.annotations[SCRATCH_ATTRIBUTE]) for block in self.lifted.values()]
-        written = [result.output for _, result in self._results()] + self.stored
-        read = self._read_buffers()
-        found: list[tirx.Buffer] = []
-        for words in dict.fromkeys(size for size in sizes if size):
-            unread = [
-                param
-                for param in self.func.params
-                if isinstance(param, tirx.Buffer)
-                and str(param.dtype) == "int32"
-                and [constant(extent) for extent in param.shape] == [words]
-                and param not in read
-                and not any(param.same_as(buffer) for buffer in written)
-            ]
-            if len(unread) <= sizes.count(words):
-                found += unread
-        return tuple(found)
-
-    def _read_buffers(self) -> Collection[tirx.Buffer]:
-        return {load.source for load in nodes(self.func.body, ir.TensorLoad)}
 
 
 def _store(block: s_tir.SBlock) -> tirx.BufferStore:

@@ -1,58 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of tickets and partial results in the scratch operands of a kernel.
+"""Workspace of a kernel whose last block combines the partial results of all.
 
-The first operand begins with the header of the slots (:mod:`schedules.gpu.core.workspace_slot`),
-then the tickets, one for each tile of outputs in every slot. Each field of a state follows in the
-first operand that has room for it.
+It begins with the header of the slots (:mod:`schedules.gpu.core.workspace_slot`), then the tickets,
+one for each tile of outputs in every slot. The fields of the partial results follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
-from tvm import DataType
+from schedules.gpu.core.workspace_slot import HEADER_WORDS, LINE_WORDS, PLACES
+from schedules.workload.reduce import CanonicalLoops, ReduceWorkload
+
+from .config import ReduceConfig, fields_of, tiles, word_count
 
 
-def place_fields(
-    operands: Sequence[int], tickets: int, partials: int, dtypes: Sequence[str]
-) -> list[tuple[int, int]] | None:
-    """Find a place for every field.
+def workspace_layout(
+    config: ReduceConfig, loops: CanonicalLoops, workloads: Sequence[ReduceWorkload]
+) -> tuple[list[int], int]:
+    """First word of the partial results of each field, and the number of words of all.
 
-    Parameters
-    ----------
-    operands : Sequence[int]
-        Sizes in 32-bit words.
-    tickets : int
-        Words before the first field, a multiple of 4.
-    partials : int
-        States.
-    dtypes : Sequence[str]
-        Types of the fields.
-
-    Returns
-    -------
-    list[tuple[int, int]] | None
-        For each field operand and first word; None if there is no room for it or the tickets.
+    Words have 32 bits; fields begin at multiples of 8 bytes.
     """
-    if tickets > operands[0]:
-        return None
-    ends = [tickets if number == 0 else 0 for number in range(len(operands))]
-    places = []
-    for dtype in dtypes:
-        words = field_words(dtype, partials)
-        fitting = [number for number, size in enumerate(operands) if ends[number] + words <= size]
-        if not fitting:
-            return None
-        places.append((fitting[0], ends[fitting[0]]))
-        ends[fitting[0]] += words
-    return places
+    count = -(-partials(config, loops) // 2) * 2
+    sizes = (count * word_count(dtype) for dtype in fields_of(workloads))
+    *places, end = accumulate(sizes, initial=ticket_words(config, loops))
+    return places, end
 
 
-def field_words(dtype: str, partials: int) -> int:
-    """Words of a field of all states; fields begin at multiples of 8 bytes."""
-    return word_count(dtype) * (-(-partials // 2) * 2)
+def ticket_words(config: ReduceConfig, loops: CanonicalLoops) -> int:
+    """Words before the partial results, which are zero between calls."""
+    return HEADER_WORDS + PLACES * ticket_stride(tiles(config, loops))
 
 
-def word_count(dtype: str) -> int:
-    """Words of one element, at least one."""
-    return max(32, DataType(dtype).bits) // 32
+def ticket_stride(count: int) -> int:
+    """Words between the tickets of two slots, which do not share a line of the cache."""
+    return -(-count // LINE_WORDS) * LINE_WORDS
+
+
+def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
+    """States that all blocks write, in every slot."""
+    return PLACES * tiles(config, loops) * config.splits * config.tile_outputs

@@ -175,7 +175,10 @@ def test_stays_packed(middle, channels, block):
     assert (found["pack"], found["unpack"]) == (0, 1)
 
 
-@pytest.mark.parametrize(("channels", "block"), [(13, 8), (16, 4), (24, 16)])
+@pytest.mark.parametrize(
+    ("channels", "block"),
+    [(13, 8), (16, 4), pytest.param(24, 16, marks=pytest.mark.slow)],
+)
 def test_numbers_of_what_stays_packed(channels, block):
     check_numbers({name: build(middle, channels) for name, middle in STAY_PACKED.items()}, block)
 

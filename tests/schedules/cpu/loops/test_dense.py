@@ -34,6 +34,7 @@ from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.dense import DENSE, Dense, even_parts, matrix_tile
+from schedules.schedule_rule import CONSTANTS, LAID_OUT
 
 ROWS = [1, 2, 3, 5, 8, 13, 24, 37]
 COLUMNS = [1, 2, 7, 8, 9, 16, 31, 40, 65]
@@ -134,6 +135,32 @@ def test_many_rows_read_a_copy_of_the_columns():
     func = schedule(Dense(), dense(48, 256, 64, False), AVX2)
     assert len(func.body.block.alloc_buffers) == 2
     assert len(schedule(Dense(), dense(12, 256, 64, False), AVX2).body.block.alloc_buffers) == 1
+
+
+@pytest.mark.parametrize("rows", [24, 50, 67])
+@pytest.mark.parametrize("columns", [128, 256])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_constant_matrices_get_a_layout_of_their_own(rows, columns, transposed):
+    plain = dense(rows, columns, 33, transposed)
+    func = schedule(Dense(), plain.with_attr(CONSTANTS, [1, 2]))
+    place, axis, lanes = map(int, func.attrs[LAID_OUT])
+    assert (place, axis, columns % lanes) == (1, 0 if transposed else 1, 0)
+    assert len(func.body.block.alloc_buffers) == 1  # the sums
+    x, w, b = arrays(rows, columns, 33, transposed)
+    depth_first = w.T if transposed else w
+    packed = depth_first.reshape(33, -1, lanes).transpose(1, 0, 2)
+    close(run(func, x, np.ascontiguousarray(packed), b)[0], expected(x, w, b, transposed), 6)
+    text = assembly(func, AVX512)
+    assert text.count("idiv") <= 1 and "gather" not in text  # one for the share of a thread
+
+
+def test_other_matrices_keep_their_layout():
+    alone = Target({**HOST.export(), "num-cores": 1})
+    # No whole vectors, few rows, less than a vector.
+    for func in (dense(24, 99, 33, False), dense(5, 96, 33, False), dense(24, 2, 33, False)):
+        for target in (HOST, alone):
+            assert LAID_OUT not in schedule(Dense(), func.with_attr(CONSTANTS, [1]), target).attrs
+    assert LAID_OUT not in schedule(Dense(), dense(24, 96, 33, False)).attrs
 
 
 @pytest.mark.parametrize(

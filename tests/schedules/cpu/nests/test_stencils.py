@@ -18,7 +18,7 @@ from schedules.cpu.nests.shared_rows import ROWS
 from schedules.distribute.distribute import distribute
 from schedules.distribute.localize import localize
 from tvm_fusion import distributed
-from tvm_fusion.distributed.local_world import run_ranks
+from tvm_fusion.distributed import run_ranks
 
 SCALAR = ("imul", "mul", "idiv", "div", "vpgather", "vgather", "vpinsr", "vinsertps", "vpextr")
 LANES = CPUInfo.from_target(HOST).lanes("float32")

@@ -89,10 +89,15 @@ def _products(node: onnx.NodeProto, exponent: int, facts: GraphFacts) -> list[on
 
 
 def _cast_exponent(node: onnx.NodeProto, facts: GraphFacts) -> None:
-    """Cast the exponent of a Pow to the type of its base, which TVM expects."""
+    """Cast the exponent of a Pow to the type of its base, which TVM expects.
+
+    A number becomes a vector of one: of a number from 3 on TVM warns on standard error.
+    """
     if not _is_power_of_floats(node, facts):
         return
     base, exponent = facts.dtype(node.input[0]), facts.constant(node.input[1])
-    if exponent is not None and facts.dtype(node.input[1]) != base:
+    is_number = exponent is not None and exponent.ndim == 0 and bool(facts.dims(node.input[0]))
+    if exponent is not None and (is_number or facts.dtype(node.input[1]) != base):
         cast = exponent.astype(helper.tensor_dtype_to_np_dtype(base))
+        cast = cast.reshape(1) if is_number else cast
         node.input[1] = facts.add_constant(f"{node.input[1]}/cast", cast)

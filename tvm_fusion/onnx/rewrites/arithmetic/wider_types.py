@@ -6,8 +6,8 @@ from __future__ import annotations
 import onnx
 from onnx import TensorProto
 
-from ...model.graph_edits import set_attributes
-from ...model.tensor_facts import GraphFacts
+from ...model.graph_edits import attribute, set_attributes
+from ...model.tensor_facts import INTEGER_TYPES, GraphFacts
 from ..expansion import Expansion
 
 SORTED_AS: dict[int, int] = {
@@ -17,6 +17,14 @@ SORTED_AS: dict[int, int] = {
     TensorProto.UINT32: TensorProto.INT64,
 }
 """Types that TVM's sort lacks, or takes for others, and types that hold all their numbers."""
+
+
+def widen_cast(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Cast bfloat16 to whole numbers by way of float32: the importer looks for infinities."""
+    x, target = node.input[0], attribute(node, "to")
+    if expansion.facts.dtype(x) == TensorProto.BFLOAT16 and target in INTEGER_TYPES:
+        wide = expansion.emit("Cast", x, to=TensorProto.FLOAT)
+        expansion.finish(expansion.emit("Cast", wide, to=target))
 
 
 def widen_extremes(node: onnx.NodeProto, expansion: Expansion) -> None:

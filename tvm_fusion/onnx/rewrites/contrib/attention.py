@@ -116,7 +116,7 @@ def _split_heads(parts: ContribExpansion, name: str, heads: int) -> str:
 
 
 def _causal(length: list[int] | None, past: list[int] | None) -> np.ndarray | None:
-    """What a causal mask adds to the scores; None if a length is not known."""
+    """Return the causal mask to add to the scores; None if a length is not known."""
     if not length or not past:
         return None
     rows, columns = length[0], length[0] + past[0]

@@ -14,6 +14,18 @@ from ...model.shapes import infer_shapes
 from ...model.tensor_facts import GraphFacts
 from .attention import attention, multi_head_attention
 from .contrib_expansion import ContribExpansion
+from .integers import (
+    dequantize,
+    dynamic_matmul,
+    integer_matmul,
+    matmul_of_few_bits,
+    pool_quantized,
+    qgemm,
+    qlinear_binary,
+    qlinear_concat,
+    qlinear_unary,
+    quantize,
+)
 from .pointwise import (
     Refusal,
     bias_gelu,
@@ -33,12 +45,26 @@ DOMAIN = "com.microsoft"
 CONTRIB: dict[str, Callable[[ContribExpansion], Refusal]] = {
     "Attention": attention,
     "BiasGelu": bias_gelu,
+    "DequantizeLinear": dequantize,
+    "DynamicQuantizeMatMul": dynamic_matmul,
     "EmbedLayerNormalization": embed_layer_norm,
     "FastGelu": fast_gelu,
     "FusedConv": fused_conv,
     "FusedMatMul": fused_matmul,
     "Gelu": gelu,
+    "MatMulIntegerToFloat": integer_matmul,
+    "MatMulNBits": matmul_of_few_bits,
     "MultiHeadAttention": multi_head_attention,
+    "QGemm": qgemm,
+    "QLinearAdd": qlinear_binary,
+    "QLinearAveragePool": pool_quantized,
+    "QLinearConcat": qlinear_concat,
+    "QLinearGlobalAveragePool": pool_quantized,
+    "QLinearLeakyRelu": qlinear_unary,
+    "QLinearMul": qlinear_binary,
+    "QLinearSigmoid": qlinear_unary,
+    "QLinearSoftmax": qlinear_unary,
+    "QuantizeLinear": quantize,
     "QuickGelu": quick_gelu,
     "SimplifiedLayerNormalization": rms_norm,
     "SkipLayerNormalization": skip_layer_norm,

@@ -22,7 +22,8 @@ from ...model.shapes import infer_shapes
 EXPANDED = (
     *("AffineGrid", "Attention", "BlackmanWindow", "CausalConvWithState", "Celu", "CenterCropPad"),
     *("HammingWindow", "HannWindow", "LinearAttention"),
-    *("NegativeLogLikelihoodLoss", "RotaryEmbedding", "SoftmaxCrossEntropyLoss", "SwiGLU", "Swish"),
+    *("NegativeLogLikelihoodLoss", "RotaryEmbedding", "SoftmaxCrossEntropyLoss"),
+    *("SpaceToDepth", "SwiGLU", "Swish"),
 )
 """Operators that the importer lacks, or translates for some shapes only, and that ONNX defines by
 others."""

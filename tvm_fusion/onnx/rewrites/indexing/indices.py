@@ -35,7 +35,7 @@ def _clamp(node: onnx.NodeProto, facts: GraphFacts) -> list[onnx.NodeProto]:
     data, indices = node.input[0], node.input[1]
     extents = _extents(node, facts)
     value = facts.constant(indices)
-    if value is None and node.op_type == "Gather":
+    if node.op_type == "Gather" and (value is None or extents is None):
         return []  # its translation stays within the tensor
     if extents is None:
         raise InvalidModelError(

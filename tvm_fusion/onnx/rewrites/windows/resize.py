@@ -79,7 +79,7 @@ def resize_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     axes = attribute(node, "axes")
     if mode == "tf_crop_and_resize" and axes is not None:
         return "it has axes and crops"
-    scales = _scales(node, facts, before, list(axes or range(len(before))))
+    scales = find_scales(node, facts, before, list(axes or range(len(before))))
     if scales is None:
         return "its scales are only known at run time"
     for size, scale, result in zip(before, scales, after, strict=True):
@@ -88,7 +88,7 @@ def resize_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     return None
 
 
-def _scales(
+def find_scales(
     node: onnx.NodeProto, facts: GraphFacts, before: tuple[int, ...], axes: list[int]
 ) -> list[float] | None:
     """Scale of each dimension, which sizes alone do not determine after rounding."""

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products of libraries on GPUs, learned: sizes B, M, N and K, the inner dimension.
+
+B = 1 is a linear layer, which adds a bias; ``bmm`` is a batched product even of a single one.
+(Dissertation, section 4.3.2.2, with the features of ``features.py`` beside the sizes.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..features import Limits, divisibility, tile_features
+from ..kernel_call import KernelCall, element_bytes
+from ..learned import Kernel, Sizes, predict_learned
+from ..machine import Machine
+from ..prediction import Prediction
+
+
+def gemm_call(b: int, m: int, n: int, k: int, dtype: str = "float32", name: str = "") -> KernelCall:
+    """Launch of B products of M x K by K x N, as a kernel call."""
+    width = element_bytes(dtype)
+    read, written = float(width) * b * (m * k + k * n), float(width) * b * m * n
+    sizes = {"B": b, "M": m, "N": n, "K": k}
+    return KernelCall("gemm", sizes, dtype, 2.0 * b * m * n * k, read, written, name)
+
+
+def _work(sizes: Sizes, width: int) -> tuple[np.ndarray, np.ndarray]:
+    b, m, n, k = (sizes[name] for name in "BMNK")
+    return 2 * b * m * n * k, width * b * (m * k + k * n + m * n)
+
+
+def _features(sizes: Sizes, machine: Limits, roofline: np.ndarray, width: int) -> np.ndarray:
+    b, m, n, k = (sizes[name] for name in "BMNK")
+    flops, moved = _work(sizes, width)
+    ridge = machine.peak / machine.bandwidth
+    columns = [_is_linear(sizes), *(np.log(size) for size in (b, m, n, k, flops, moved, roofline))]
+    columns += [np.log(flops / moved / ridge), np.log(moved / machine.cache)]
+    columns += [divisibility(size) for size in (m, n, k)]
+    columns += tile_features(b, m, n, k, roofline, machine)
+    return np.stack(columns + machine.features(len(b)), axis=1)
+
+
+def _is_linear(sizes: Sizes) -> np.ndarray:
+    return (sizes["B"] == 1) & (sizes.get("batched", np.zeros(1)) == 0)
+
+
+def _group(sizes: Sizes) -> np.ndarray:
+    return np.where(_is_linear(sizes), 0, 1)
+
+
+GEMM = Kernel("gemm", ("B", "M", "N", "K"), _work, _features, _group, ("B",))
+
+
+def predict_gemm(call: KernelCall, machine: Machine) -> Prediction | None:
+    """Predict a matrix product: a linear layer if B is 1."""
+    return predict_learned(GEMM, call, machine)
+
+
+BMM = Kernel(
+    "gemm",
+    ("B", "M", "N", "K"),
+    _work,
+    lambda sizes, *rest: _features({**sizes, "batched": np.ones(1)}, *rest),
+    lambda sizes: np.ones(len(sizes["B"]), int),
+)
+
+
+def predict_bmm(call: KernelCall, machine: Machine) -> Prediction | None:
+    """Predict a batched matrix product."""
+    return predict_learned(BMM, call, machine)

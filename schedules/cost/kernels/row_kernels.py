@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax and layer normalisation of libraries on GPUs, learned: B rows of H elements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ..features import Limits, divisibility
+from ..kernel_call import KernelCall, element_bytes
+from ..learned import Kernel, Sizes, predict_learned
+from ..machine import Machine
+from ..prediction import Prediction
+from .elementwise import predict_streaming
+
+_WARPS = (1, 4, 8, 32)
+
+
+def _work(sizes: Sizes, width: int) -> tuple[np.ndarray, np.ndarray]:
+    elements = sizes["B"] * sizes["H"]
+    return 0.0 * elements, 2.0 * width * elements
+
+
+def _features(sizes: Sizes, machine: Limits, roofline: np.ndarray, width: int) -> np.ndarray:
+    b, h = sizes["B"], sizes["H"]
+    moved = 2.0 * width * b * h
+    columns = [np.log(b), np.log(h), np.log(moved), np.log(roofline), np.log(moved / machine.cache)]
+    columns += [divisibility(b), divisibility(h), h, h / 2.0 ** np.ceil(np.log2(h))]
+    for warps in _WARPS:
+        threads = 32.0 * warps
+        rounds = b * threads / (2048.0 * machine.multiprocessors)
+        columns += [np.log(rounds), rounds / np.ceil(rounds)]
+        columns.append(h / (np.ceil(h / threads) * threads))
+    return np.stack(columns + machine.features(len(b)), axis=1)
+
+
+def _kernel(name: str) -> Kernel:
+    return Kernel(name, ("B", "H"), _work, _features, lambda sizes: np.zeros(len(sizes["B"]), int))
+
+
+SOFTMAX = _kernel("softmax")
+LAYER_NORM = _kernel("layer_norm")
+
+
+def predict_softmax(call: KernelCall, machine: Machine) -> Prediction | None:
+    """Predict a softmax over rows."""
+    return _predict(SOFTMAX, call, machine)
+
+
+def predict_layer_norm(call: KernelCall, machine: Machine) -> Prediction | None:
+    """Predict a layer normalisation of rows."""
+    return _predict(LAYER_NORM, call, machine)
+
+
+def _predict(kernel: Kernel, call: KernelCall, machine: Machine) -> Prediction | None:
+    """By the learned model; of dtypes without one, by the bytes of the rows."""
+    found = predict_learned(kernel, call, machine)
+    if found is not None or machine.kind != "gpu":
+        return found
+    moved = float(call.size("B") * call.size("H") * element_bytes(call.dtype))
+    streamed = KernelCall("elementwise", {}, call.dtype, 0.0, moved, moved, call.name)
+    found = predict_streaming(streamed, machine)
+    return found and replace(found, in_range=False)

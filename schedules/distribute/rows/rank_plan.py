@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plan of a network over ranks, as a saved model holds it: functions, rows, exchanges, predictions.
+
+Read from JSON it is checked: every number is one, and every rank has its entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from .row_plan import transfers
+
+EXCHANGE = "tvm_fusion.exchange_rows"
+"""The packed function of an exchange: its number, the rank's own rows if it has some, the result of
+the exchange before it, and as its result the rows that it needs, or a byte if it needs none."""
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Stages between two exchanges, and the exchange after them.
+
+    Parameters
+    ----------
+    first, last : str
+        Names of the first and last stage.
+    stages : int
+        Their number.
+    rows : tuple[tuple[int, int], ...]
+        Rows of the last stage that each rank computes; (0, 0) where it computes none.
+    recomputed : float
+        Operations that more than one rank does, as a share of those of one rank alone.
+    end : str
+        ``exchange`` of rows with neighbours, ``gather`` on the first rank, or ``result``.
+    halo : int
+        Most rows that a rank receives.
+    messages, bytes : int
+        What all ranks send in the exchange.
+    compute, exchange : float
+        Predicted seconds, of the slowest rank.
+    """
+
+    first: str
+    last: str
+    stages: int
+    rows: tuple[tuple[int, int], ...]
+    recomputed: float
+    end: str
+    halo: int
+    messages: int
+    bytes: int
+    compute: float
+    exchange: float
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """Program of one rank.
+
+    Parameters
+    ----------
+    function : str
+        Its function; empty if it has nothing to do.
+    inputs : tuple[Range | None, ...]
+        For each input of the model the rows that the function takes; None where it takes none.
+    """
+
+    function: str
+    inputs: tuple[Range | None, ...]
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """Exchange of rows of one tensor.
+
+    Parameters
+    ----------
+    name : str
+        Name of the tensor.
+    shape : tuple[int, ...]
+        All of it; rows are axis 2.
+    dtype : str
+        Type of its elements.
+    own, held : tuple[Range, ...]
+        Rows that each rank has computed, and those that it needs; (0, 0) for none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    own: tuple[Range, ...]
+    held: tuple[Range, ...]
+
+    def transfers(self) -> np.ndarray:
+        """Messages: source, destination, first and past the last row."""
+        return transfers(np.array(self.own, np.int64), np.array(self.held, np.int64))
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """A network over ranks.
+
+    Parameters
+    ----------
+    parts : tuple[RankPart, ...]
+        One for each rank.
+    exchanges : tuple[RowExchange, ...]
+        In the order in which all ranks make them.
+    segments : tuple[Segment, ...]
+        For reports.
+    constants : str
+        Digest of the constants in the functions, so that ranks can compare their models.
+    """
+
+    parts: tuple[RankPart, ...]
+    exchanges: tuple[RowExchange, ...]
+    segments: tuple[Segment, ...]
+    constants: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.parts)
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The functions, each once."""
+        return tuple(dict.fromkeys(part.function for part in self.parts if part.function))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def plan_from_json(data: Any) -> RankPlan:
+    """Read what :meth:`RankPlan.to_json` wrote.
+
+    Raises
+    ------
+    ValueError, TypeError, KeyError
+        If something is missing, of another type, or does not fit the rest.
+    """
+    parts = tuple(
+        RankPart(
+            _typed(part["function"], str),
+            tuple(None if rows is None else _range(rows) for rows in _typed(part["inputs"], list)),
+        )
+        for part in _typed(data["parts"], list)
+    )
+    exchanges = tuple(_exchange(one, len(parts)) for one in _typed(data["exchanges"], list))
+    segments = tuple(_segment(one) for one in _typed(data["segments"], list))
+    if not parts:
+        raise ValueError("the plan has no ranks")
+    return RankPlan(parts, exchanges, segments, _typed(data["constants"], str))
+
+
+def _exchange(data: Any, ranks: int) -> RowExchange:
+    own, held = (tuple(map(_range, _typed(data[name], list))) for name in ("own", "held"))
+    shape = tuple(_typed(extent, int) for extent in _typed(data["shape"], list))
+    if len(own) != ranks or len(held) != ranks or len(shape) < 3:
+        raise ValueError("an exchange does not fit the ranks")
+    if any(end > shape[2] for _, end in (*own, *held)):
+        raise ValueError("an exchange has rows beyond those of its tensor")
+    return RowExchange(_typed(data["name"], str), shape, _typed(data["dtype"], str), own, held)
+
+
+def _segment(data: Mapping[str, Any]) -> Segment:
+    values = {field.name: data[field.name] for field in fields(Segment)}
+    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int)}
+    for field in fields(Segment):
+        if str(field.type) in kinds:
+            _typed(values[field.name], *kinds[str(field.type)])
+    values["rows"] = tuple(map(_range, _typed(values["rows"], list)))
+    return Segment(**values)
+
+
+def _range(data: Any) -> Range:
+    begin, end = (_typed(value, int) for value in _typed(data, list))
+    if not 0 <= begin <= end:
+        raise ValueError(f"{begin} to {end} is no range of rows")
+    return begin, end
+
+
+def _typed(value: Any, *types: type) -> Any:
+    if type(value) not in types:
+        raise TypeError(f"{value!r:.50} is no {' or '.join(kind.__name__ for kind in types)}")
+    return value

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted times of a network over ranks, and the choice of the stages that are exchanged.
+
+A stage takes the longer of its arithmetic and its memory traffic on the slowest rank (roofline); an
+exchange ``messages * latency + bytes / bandwidth`` (postal model), the copy of what the rank has
+itself, and a constant. Fewer exchanges recompute more rows; after the last one the first rank is
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import OpError
+from ..cost import CALL_SECONDS, Network, Processor
+from .row_plan import Placement, Rows, Stage, place, rows_needed
+
+CHOICES = ("auto", "always", "once")
+EXCHANGE_SECONDS = 8e-5
+"""Time of an exchange on a rank beside its messages and copies, measured on Zen 4."""
+
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """Predicted times, in seconds for each rank: float64 [stages, ranks].
+
+    Parameters
+    ----------
+    compute : np.ndarray
+        Of each stage.
+    exchange : np.ndarray
+        Of the exchange after it; 0 where there is none.
+    """
+
+    compute: np.ndarray
+    exchange: np.ndarray
+
+    @property
+    def seconds(self) -> float:
+        """Of a run: ranks wait for the slowest one at every stage."""
+        return float(self.compute.max(axis=1).sum() + self.exchange.max(axis=1).sum())
+
+
+def row_cost(
+    stages: Sequence[Stage], placement: Placement, network: Network, processor: Processor
+) -> RowCost:
+    """Predict the times of a placement.
+
+    Parameters
+    ----------
+    stages, placement
+        A network, and its rows on every rank.
+    network, processor : Network, Processor
+        What connects the ranks, and what each of them computes with.
+    """
+    ranks = len(placement.computed[0])
+    compute, exchange = np.zeros((2, len(stages), ranks))
+    for index, stage in enumerate(stages):
+        if not stage.is_input:
+            compute[index] = _stage_seconds(stages, stage, placement.computed[index], processor)
+    for index in placement.exchanged:
+        exchange[index] = _exchange_seconds(stages[index], index, placement, network, processor)
+    return RowCost(compute, exchange)
+
+
+def choose_exchanges(
+    stages: Sequence[Stage],
+    ranks: int,
+    network: Network,
+    processor: Processor,
+    choice: str = "auto",
+) -> Placement:
+    """Choose the stages that are exchanged.
+
+    Parameters
+    ----------
+    stages : Sequence[Stage]
+        The network.
+    ranks : int
+        Number of ranks.
+    network, processor : Network, Processor
+        Figures of the predictions.
+    choice : str
+        ``auto`` searches for the least predicted time: all exchanges up to some stage, then each of
+        them by itself, and for each number of rows whether shares are cut between tiles of
+        Winograd's algorithm. ``always`` exchanges whatever is read with a halo,
+        ``once`` only the last such stage.
+
+    Raises
+    ------
+    OpError
+        If the choice is another one, there is no rank, or no stage can be split.
+    """
+    if choice not in CHOICES:
+        raise OpError(f"exchange is {choice!r}; expected {', '.join(map(repr, CHOICES))}")
+    if ranks < 1:
+        raise OpError(f"a model is distributed over {ranks} ranks; expected at least 1")
+    candidates = _candidates(stages)
+    if not candidates:
+        raise OpError(_nothing_to_split(stages))
+    if choice == "always":
+        return _without_silent(stages, ranks, candidates)
+    if choice == "once":
+        return _without_silent(stages, ranks, candidates[-1:])
+
+    def seconds(choice: _Choice) -> float:
+        if choice not in known:
+            placement = place(stages, ranks, *choice)
+            known[choice] = row_cost(stages, placement, network, processor).seconds
+        return known[choice]
+
+    known: dict[_Choice, float] = {}
+    nothing: frozenset[int] = frozenset()
+    prefixes = [frozenset(candidates[:count]) for count in range(len(candidates) + 1)]
+    lasts = [frozenset([candidate]) for candidate in candidates]
+    best = min([(exchanged, nothing) for exchanged in (*prefixes, *lasts)], key=seconds)
+    levels = {stage.rows for stage in stages if stage.is_split and stage.grain > 1}
+    for _ in range(_ROUNDS):
+        before = best
+        for rows in sorted(levels):
+            best = min(best, (best[0], best[1] ^ {rows}), key=seconds)
+        for candidate in reversed(candidates):
+            best = min(best, (best[0] ^ {candidate}, best[1]), key=seconds)
+        if best == before:
+            break
+    return _without_silent(stages, ranks, sorted(best[0]), best[1])
+
+
+_Choice = tuple[frozenset[int], frozenset[int]]
+"""Stages that are exchanged, and numbers of rows whose shares are aligned."""
+
+
+def _without_silent(
+    stages: Sequence[Stage],
+    ranks: int,
+    exchanged: Sequence[int],
+    aligned: frozenset[int] = frozenset(),
+) -> Placement:
+    """A placement without those exchanges in which no rank needs anything of another."""
+    while True:
+        placement = place(stages, ranks, exchanged, aligned)
+        heard = [index for index in exchanged if len(placement.transfers(index))]
+        if len(heard) == len(exchanged):
+            return placement
+        exchanged = heard
+
+
+def _candidates(stages: Sequence[Stage]) -> list[int]:
+    """Stages split since the inputs that are read with a halo, a stride, or as a whole."""
+    split: set[int] = set()
+    for index, stage in enumerate(stages):
+        mapped = [operand for operand in stage.operands if operand.maps is not None]
+        followed = [operand.stage in split for operand in mapped]
+        if (stage.is_input and stage.rows > 1) or (stage.is_split and followed and all(followed)):
+            split.add(index)
+    read = {
+        operand.stage for stage in stages for operand in stage.operands if operand.maps != ()
+    } | {len(stages) - 1}
+    return sorted(index for index in split & read if not stages[index].is_input)
+
+
+def _nothing_to_split(stages: Sequence[Stage]) -> str:
+    """Reason why no stage can be distributed: the first that needs all rows."""
+    first = next(stage for stage in stages if not stage.is_input)
+    return (
+        f"the model cannot be distributed: {first.name!r} ({first.op}) needs all rows of its "
+        "operands; expected images [N, C, H, W] that convolutions, pooling or element-wise "
+        "operators read first"
+    )
+
+
+def _stage_seconds(
+    stages: Sequence[Stage], stage: Stage, rows: Rows, processor: Processor
+) -> np.ndarray:
+    count = rows[:, 1] - rows[:, 0]
+    size = count * float(stage.row_bytes) + stage.fixed_bytes
+    for operand in stage.operands:
+        source = stages[operand.stage]
+        needed = rows_needed(source, operand, rows)
+        size += (needed[:, 1] - needed[:, 0]) * float(source.row_bytes)
+    seconds = np.maximum(count * stage.flops / processor.rate, size / processor.bandwidth)
+    return np.where(count > 0, seconds + CALL_SECONDS, 0.0)
+
+
+def _exchange_seconds(
+    stage: Stage, index: int, placement: Placement, network: Network, processor: Processor
+) -> np.ndarray:
+    held, own = placement.held[index], placement.computed[index]
+    ranks = len(held)
+    source, dest, begin, end = placement.transfers(index).T
+    sizes = (end - begin) * float(stage.row_bytes)
+    messages, size = (
+        np.maximum(np.bincount(source, weights, ranks), np.bincount(dest, weights, ranks))
+        for weights in (np.ones(len(sizes)), sizes)
+    )
+    kept = np.minimum(held[:, 1], own[:, 1]) - np.maximum(held[:, 0], own[:, 0])
+    copied = np.where(size > 0, 2.0 * stage.row_bytes * np.maximum(kept, 0), 0.0)
+    calls = np.where(messages > 0, EXCHANGE_SECONDS, 0.0)
+    sent = messages * network.latency + size / network.bandwidth
+    return calls + sent + copied / processor.bandwidth

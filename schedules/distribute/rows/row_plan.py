@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a network's activations over ranks: who computes, holds and sends which.
+
+A network is a list of stages, each of which makes rows of one tensor from rows of others. The first
+rank returns the results. From there each stage is asked for the rows that its readers need; where
+a stage is exchanged, each rank computes an equal share of its rows instead, and what it needs and
+has not computed arrives by messages. So everything between two exchanges recomputes the rows that
+it needs beyond its share, and an exchange before stages that only the first rank runs is a gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+Rows: TypeAlias = np.ndarray
+"""Begin and end of a range of rows on each rank: int64 [ranks, 2]; (0, 0) where there is none."""
+
+ROOT = 0
+"""The rank that returns the results."""
+
+
+class RowMap(Protocol):
+    """Rows of an operand that rows of a result need; monotonous in both arguments."""
+
+    def read(self, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First and past the last row read for result rows from ``begin`` to ``end``."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rows that a convolution or a pooling reads.
+
+    Parameters
+    ----------
+    extent : int
+        Rows of the operand, without padding.
+    stride : int
+        Rows between two windows.
+    reach : int
+        Rows of a window, ``(kernel - 1) * dilation + 1``.
+    top : int
+        Rows of padding before the first row; fewer than ``reach``.
+    """
+
+    extent: int
+    stride: int
+    reach: int
+    top: int
+
+    def read(self, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows that lie in the operand."""
+        low, high = self.padded(begin, end)
+        return np.maximum(low, 0), np.minimum(high, self.extent)
+
+    def padded(self, begin: Any, end: Any) -> tuple[Any, Any]:
+        """The rows with those of the padding; of arrays or numbers."""
+        return begin * self.stride - self.top, (end - 1) * self.stride - self.top + self.reach
+
+
+@dataclass(frozen=True)
+class Enlargement:
+    """Rows that an enlargement by a whole factor reads.
+
+    Parameters
+    ----------
+    extent : int
+        Rows of the operand.
+    factor : int
+        Result rows of each of them.
+    halo : int
+        Rows read before and after.
+    """
+
+    extent: int
+    factor: int
+    halo: int
+
+    def read(self, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows that lie in the operand."""
+        low, high = begin // self.factor - self.halo, -(-end // self.factor) + self.halo
+        return np.maximum(low, 0), np.minimum(high, self.extent)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A stage that another one reads.
+
+    Parameters
+    ----------
+    stage : int
+        Its place in the list.
+    maps : tuple[RowMap, ...] | None
+        From the reader to it, one after the other; none of them where it reads the rows that it
+        makes, None where it reads all rows.
+    """
+
+    stage: int
+    maps: tuple[RowMap, ...] | None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One operation of a network, or one of its inputs.
+
+    Parameters
+    ----------
+    name : str
+        Name of its result.
+    op : str
+        What it computes; ``input`` if nothing.
+    rows : int
+        Rows of the result; 1 where it has none.
+    row_bytes : int
+        Bytes of a row.
+    operands : tuple[Operand, ...]
+        Earlier stages.
+    flops : float
+        Operations for a row.
+    fixed_bytes : int
+        Bytes read whatever the rows, such as weights.
+    grain : int
+        Rows come in multiples of so many, but for the last ones, since they are rounded together:
+        those of a tile of Winograd's algorithm, or all rows of an operation that cannot be split.
+    """
+
+    name: str
+    op: str
+    rows: int
+    row_bytes: int
+    operands: tuple[Operand, ...] = ()
+    flops: float = 0.0
+    fixed_bytes: int = 0
+    grain: int = 1
+
+    @property
+    def is_input(self) -> bool:
+        """True if nothing computes it."""
+        return self.op == "input"
+
+    @property
+    def is_split(self) -> bool:
+        """True if some of its rows can be computed without the others."""
+        return self.grain < self.rows
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Rows of every stage on every rank.
+
+    Parameters
+    ----------
+    exchanged : tuple[int, ...]
+        The stages that are exchanged, ascending.
+    computed : tuple[Rows, ...]
+        For each stage the rows that the ranks compute; of inputs those that they read.
+    held : tuple[Rows, ...]
+        The rows that they need, which arrive by messages where they are not computed.
+    """
+
+    exchanged: tuple[int, ...]
+    computed: tuple[Rows, ...]
+    held: tuple[Rows, ...]
+
+    def transfers(self, stage: int) -> np.ndarray:
+        """Messages after an exchanged stage, as :func:`transfers` gives them."""
+        return transfers(self.computed[stage], self.held[stage])
+
+
+def place(
+    stages: Sequence[Stage],
+    ranks: int,
+    exchanged: Iterable[int],
+    aligned: Collection[int] = (),
+) -> Placement:
+    """Give every rank its rows of every stage.
+
+    Parameters
+    ----------
+    stages : Sequence[Stage]
+        In an order in which they can be computed; the last is the result.
+    ranks : int
+        Number of ranks.
+    exchanged : Iterable[int]
+        Stages, split ones, of which each rank computes an equal share.
+    aligned : Collection[int]
+        Numbers of rows; shares of stages of so many rows have the greatest grain of those.
+    """
+    shared = frozenset(exchanged)
+    grains = {
+        rows: max(stage.grain for stage in stages if stage.rows == rows and stage.is_split)
+        for rows in aligned
+    }
+    held = [np.zeros((ranks, 2), np.int64) for _ in stages]
+    computed: list[Rows] = [rows for rows in held]
+    held[-1][ROOT] = 0, stages[-1].rows
+    for index in reversed(range(len(stages))):
+        stage = stages[index]
+        if index in shared:
+            rows = _shares(stage.rows, grains.get(stage.rows, stage.grain), ranks)
+        else:
+            rows = _whole_grains(stage, held[index])
+        computed[index] = rows
+        for operand in stage.operands:
+            needed = rows_needed(stages[operand.stage], operand, rows)
+            held[operand.stage] = _hulls(held[operand.stage], needed)
+    return Placement(tuple(sorted(shared)), tuple(computed), tuple(held))
+
+
+def rows_needed(source: Stage, operand: Operand, rows: Rows) -> Rows:
+    """Rows of an operand that the ranks need for rows of its reader."""
+    begin, end = rows[:, 0], rows[:, 1]
+    busy = begin < end
+    if operand.maps is None:
+        begin, end = np.zeros_like(begin), np.full_like(end, source.rows)
+    else:
+        for one in operand.maps:
+            begin, end = one.read(begin, end)
+    return np.where(busy[:, None], np.stack([begin, end], axis=1), 0)
+
+
+def transfers(own: Rows, held: Rows) -> np.ndarray:
+    """Messages after which every rank holds its rows.
+
+    Parameters
+    ----------
+    own : Rows
+        Rows that the ranks have: together all of them, ascending and disjoint.
+    held : Rows
+        Rows that they need.
+
+    Returns
+    -------
+    np.ndarray
+        Source, destination, first and past the last row of each message: int64 [messages, 4].
+    """
+    owners = np.flatnonzero(own[:, 0] < own[:, 1])
+    first = np.searchsorted(own[owners, 1], held[:, 0], side="right")
+    last = np.searchsorted(own[owners, 0], held[:, 1], side="left")
+    counts = np.where(held[:, 0] < held[:, 1], last - first, 0)
+    dest = np.repeat(np.arange(len(held)), counts)
+    place_in_row = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    source = owners[np.repeat(first, counts) + place_in_row]
+    begin = np.maximum(own[source, 0], held[dest, 0])
+    end = np.minimum(own[source, 1], held[dest, 1])
+    return np.stack([source, dest, begin, end], axis=1)[source != dest]
+
+
+def _shares(extent: int, grain: int, ranks: int) -> Rows:
+    """Equal shares of rows, in whole grains."""
+    bounds = np.arange(ranks + 1) * -(-extent // grain) // ranks * grain
+    rows = np.minimum(np.stack([bounds[:-1], bounds[1:]], axis=1), extent)
+    return np.where((rows[:, 0] < rows[:, 1])[:, None], rows, 0)
+
+
+def _whole_grains(stage: Stage, rows: Rows) -> Rows:
+    begin, end = rows[:, 0], rows[:, 1]
+    low = begin // stage.grain * stage.grain
+    high = np.minimum(-(-end // stage.grain) * stage.grain, stage.rows)
+    return np.where((begin < end)[:, None], np.stack([low, high], axis=1), 0)
+
+
+def _hulls(a: Rows, b: Rows) -> Rows:
+    """The least ranges that hold both, rank by rank."""
+    both = np.stack([np.minimum(a[:, 0], b[:, 0]), np.maximum(a[:, 1], b[:, 1])], axis=1)
+    is_a, is_b = (a[:, 0] < a[:, 1])[:, None], (b[:, 0] < b[:, 1])[:, None]
+    return np.where(is_a & is_b, both, np.where(is_a, a, b))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU rule for products of matrices, batched or not, with their epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tvm import DataType, tirx
+from tvm.target import Target
+
+from schedules.workload.reduce import constant
+
+from ...core.machine import GPUInfo
+from ...core.rule import TunableGPURule
+from .factor_tiles import WIDTH, operand_lanes
+from .matmul_pattern import MatmulFunction, read_matmul
+from .matmul_tile_sizes import choose_tiles
+from .skinny_matmul import MOST_ROWS, choose_rows, write_rows_kernel
+from .templates import ROWS, TILES, MatmulTemplate, MatmulWorkload
+from .tensor_core_matmul import tensor_core_function
+from .tensor_core_tile import allows_tf32, choose_tensor_tile
+from .tiled_matmul import write_tiles_kernel
+
+
+class Matmul(TunableGPURule):
+    """Matrix products: dense layers, attention, either layout of a factor.
+
+    Those of float16, bfloat16, int8 and, where :data:`.tensor_core_tile.TF32` allows it, float32
+    with more than eight rows run on tensor cores where the device has those of sm_80; all others on
+    the ordinary cores, as follows.
+
+    A block computes a tile of the result from tiles of the factors in shared memory, of which the
+    next ones are loaded while the current ones are multiplied; a thread holds up to 8 x 8 sums, to
+    which bias, activation and residual are applied before they are stored. The tiles are the
+    largest that give every multiprocessor one; where even the smallest do not, groups of threads
+    share the reduction. Products of up to eight rows are computed as products of vectors, each
+    block reading its columns once: lanes share the reduction of a column, or have separate columns,
+    depending on the layout of the right factor. 16-bit floats are summed in float32.
+
+    Convolutions are taken where they run on tensor cores, as products of their weights and the
+    windows of their data. Left alone: other convolutions, epilogues that move elements.
+    """
+
+    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
+        """Write the kernel, or return None if the rule does not take the function."""
+        plain = read_matmul(func)
+        matmul = plain or (read_matmul(func, windows=True) if gpu.has_tensor_cores else None)
+        if matmul is None:
+            return None
+        rows = constant(matmul.m)
+        is_skinny = rows is not None and rows <= MOST_ROWS
+        kernel = None if is_skinny else tensor_core_function(func, matmul, gpu)
+        if kernel is not None or plain is None:
+            return kernel
+        return _rows(func, plain, gpu) if is_skinny else _tiles(func, plain, gpu)
+
+    def workload(self, func: tirx.PrimFunc, target: Target) -> MatmulWorkload | None:
+        """Return the product, if its extents are known and it does not run on tensor cores."""
+        matmul = read_matmul(func)
+        found = None if matmul is None else MatmulWorkload.of(matmul)
+        if matmul is None or found is None or found.is_skinny:
+            return found
+        tile = choose_tensor_tile(matmul, self.machine(target), allows_tf32(func))
+        return found if tile is None else None
+
+    def templates(
+        self, workload: MatmulWorkload, machine: GPUInfo
+    ) -> Sequence[MatmulTemplate[Any]]:
+        """Return the one template that takes so many rows."""
+        return (ROWS,) if workload.is_skinny else (TILES,)
+
+
+def _rows(func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo) -> tirx.PrimFunc:
+    vector = operand_lanes(matmul.right, WIDTH).vector
+    rows, columns, depth = (constant(extent) for extent in (matmul.m, matmul.n, matmul.k))
+    along_depth = not matmul.right.rows_first
+    config = choose_rows(along_depth, vector, rows or 1, columns, depth, _bytes(matmul), gpu)
+    return write_rows_kernel(func, matmul, config, gpu)
+
+
+def _tiles(func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo) -> tirx.PrimFunc:
+    extents = matmul.batches, matmul.m, matmul.n, matmul.k
+    config = choose_tiles(*extents, _bytes(matmul), gpu)
+    return write_tiles_kernel(func, matmul, config, gpu)
+
+
+def _bytes(matmul: MatmulFunction) -> int:
+    return DataType(matmul.dtype).bits // 8

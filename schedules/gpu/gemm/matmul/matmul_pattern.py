@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matching of a matrix product with its producers and its epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm import ir, tirx
+
+from schedules.tir.block_expressions import Stage, read_stages
+from schedules.tir.expression_walk import loads, substitute, uses
+from schedules.tir.index_math import as_type, i64, volume
+from schedules.workload.reduce import Extent, constant, extent_of, unravel
+
+from ...pointwise.element_program import ElementProgram
+from ...pointwise.iteration_domain import IterationSpace, Store
+
+ACCUMULATOR = {"float16": "float32", "bfloat16": "float32"}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One factor as a space over the batch, its own rows, and the reduced axis.
+
+    Parameters
+    ----------
+    space : IterationSpace
+        Axes: those of the batch, the rows, the reduced one; no stores.
+    value : tirx.Expr
+        The factor, in the type of the accumulator.
+    rows_first : bool
+        Whether neighbours in memory lie along the rows, not along the reduced axis.
+    """
+
+    space: IterationSpace
+    value: tirx.Expr
+    rows_first: bool
+
+    @property
+    def along_neighbours(self) -> IterationSpace:
+        """The space with the axis of neighbours in memory as the last one."""
+        if not self.rows_first:
+            return self.space
+        count = len(self.space.axes)
+        return self.space.permuted([*range(count - 2), count - 1, count - 2])
+
+
+@dataclass(frozen=True)
+class MatmulFunction:
+    """``C[b, m, n] = epilogue(sum_k left[b, m, k] * right[b, n, k])``.
+
+    Parameters
+    ----------
+    left, right : Operand
+        The factors; ``n`` is the last axis of the result.
+    batch : tuple[Extent, ...]
+        Extents of the batch axes.
+    m, n, k : Extent
+        Extents of the others.
+    dtype : str
+        Type of the accumulator.
+    accumulator : tirx.Var
+        Stands for the sum in the epilogue.
+    epilogue : IterationSpace
+        Axes: those of the batch, ``m``, ``n``; it stores the outputs.
+    """
+
+    left: Operand
+    right: Operand
+    batch: tuple[Extent, ...]
+    m: Extent
+    n: Extent
+    k: Extent
+    dtype: str
+    accumulator: tirx.Var
+    epilogue: IterationSpace
+
+    @property
+    def batches(self) -> Extent:
+        """Number of products."""
+        return IterationSpace((), self.batch, (), ()).size
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """Roles of the result's axes: batch, rows of the left factor, rows of the right factor."""
+
+    batch: tuple[int, ...]
+    m: tuple[int, ...]
+    n: tuple[int, ...]
+
+
+def read_matmul(func: tirx.PrimFunc, windows: bool = False) -> MatmulFunction | None:
+    """Read the product of a function; None if it is no product of two factors.
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+        The function.
+    windows : bool
+        Whether to take a convolution, too, as the product of its weights and the windows of its
+        data: for each image a row for each output channel and a column for each pixel, summed over
+        channels and taps.
+
+    Notes
+    -----
+    Factors may be computed by injective blocks. The epilogue reads the product at its own place
+    and may have several outputs. Without windows, several reduced axes of more than one element
+    are left alone.
+    """
+    stages = read_stages(func)
+    products = [stage for stage in stages or [] if stage.reduced]
+    if stages is None or len(products) != 1:
+        return None
+    [product] = products
+    place = stages.index(product)
+    before, after = stages[:place], stages[place + 1 :]
+    factors = product_factors(product)
+    if factors is None:
+        return None
+    reduced = [axis for axis in product.reduced if constant(axis.dom.extent) != 1]
+    if len(reduced) > 1 and not windows:
+        return None
+    reduced = reduced or [product.reduced[0]]
+    extents = product.shape
+    left, right = factors
+    axes = _roles(product, before, left, right, reduced, windows)
+    if axes is None or not axes.n or _last(extents) not in axes.n:
+        left, right = right, left
+        axes = _roles(product, before, left, right, reduced, windows)
+    if axes is None or (_last(extents) is not None and _last(extents) not in axes.n):
+        return None
+    return _assemble(func, product, before, after, (left, right), axes, reduced)
+
+
+def product_factors(product: Stage) -> tuple[tirx.Expr, tirx.Expr] | None:
+    """The two factors, if the stage adds their product to zero."""
+    value = product.value
+    if not isinstance(value, tirx.Add) or product.init is None:
+        return None
+    if not _is_zero(product.init):
+        return None
+    sides = [value.a, value.b]
+    own = [side for side in sides if _is_own(side, product)]
+    if len(own) != 1:
+        return None
+    [term] = [side for side in sides if side is not own[0]]
+    if not isinstance(term, tirx.Mul):
+        return None
+    return term.a, term.b
+
+
+def _is_zero(value: tirx.Expr) -> bool:
+    return getattr(value, "value", None) == 0
+
+
+def _is_own(expression: tirx.Expr, product: Stage) -> bool:
+    return isinstance(expression, ir.TensorLoad) and expression.source.same_as(product.output)
+
+
+def _last(extents: Sequence[Extent]) -> int | None:
+    """The last axis of more than one element."""
+    return next((i for i in reversed(range(len(extents))) if extents[i] != 1), None)
+
+
+def _roles(
+    product: Stage,
+    before: Sequence[Stage],
+    left: tirx.Expr,
+    right: tirx.Expr,
+    reduced: Sequence[tirx.IterVar],
+    windows: bool,
+) -> _Axes | None:
+    """Roles of the axes; None if they are not in the order batch, m, n."""
+    depends = [dependences(product, before, factor) for factor in (left, right)]
+    summed = [axis.var for axis in reduced if constant(axis.dom.extent) != 1]
+    if not all(var in found for var in summed for found in depends):
+        return None
+    batch, m, n = [], [], []
+    for number, axis in enumerate(product.axes):
+        in_left, in_right = (axis.var in found for found in depends)
+        if constant(axis.dom.extent) == 1:
+            continue
+        if in_left and in_right:
+            batch.append(number)
+        elif in_left:
+            m.append(number)
+        elif in_right:
+            n.append(number)
+        else:
+            return None
+    if windows and m:  # images, of which the weights are independent
+        batch += [number for number in n if number < m[0]]
+        n = [number for number in n if number > m[0]]
+    order = [*batch, *m, *n]
+    return _Axes(tuple(batch), tuple(m), tuple(n)) if order == sorted(order) else None
+
+
+def dependences(product: Stage, before: Sequence[Stage], factor: tirx.Expr) -> list[tirx.Var]:
+    """The axes of a product on which a factor depends."""
+    program = ElementProgram(before)
+    value = program.add(factor)
+    parts = [value]
+    for step in program.steps:
+        parts += [*step.guards, *(step.indices if hasattr(step, "indices") else [step.expression])]
+    axes = [axis.var for axis in (*product.axes, *product.reduced)]
+    return [axis for axis in axes if any(uses(part, axis) for part in parts)]
+
+
+def _assemble(
+    func: tirx.PrimFunc,
+    product: Stage,
+    before: Sequence[Stage],
+    after: Sequence[Stage],
+    factors: tuple[tirx.Expr, tirx.Expr],
+    axes: _Axes,
+    reduced: Sequence[tirx.IterVar],
+) -> MatmulFunction | None:
+    if not read_in_place(product, after):
+        return None
+    shape = product.shape
+    batch = tuple(shape[i] for i in axes.batch)
+    m, n = (extent_of(volume(shape[i] for i in part)) for part in (axes.m, axes.n))
+    depth = extent_of(volume(axis.dom.extent for axis in reduced))
+    dtype = ACCUMULATOR.get(str(product.output.dtype), str(product.output.dtype))
+    left, right = (
+        read_operand(product, before, factor, part, axes.batch, reduced, depth, dtype)
+        for factor, part in zip(factors, (axes.m, axes.n), strict=True)
+    )
+    accumulator = tirx.Var("sum", dtype)
+    epilogue = _epilogue(func, product, before, after, axes, accumulator)
+    if epilogue is None:
+        return None
+    return MatmulFunction(left, right, batch, m, n, depth, dtype, accumulator, epilogue)
+
+
+def divides(part: int, extent: Extent) -> bool:
+    """Return whether an extent is known to be a multiple."""
+    known = constant(extent)
+    return known is not None and known % part == 0
+
+
+def read_in_place(product: Stage, after: Sequence[Stage]) -> bool:
+    """Return whether the epilogue has the product's shape and reads it where it writes."""
+    follow = {product.output}
+    for stage in after:
+        read = [load for load in loads(stage.value) if load.source in follow]
+        if not read:
+            continue
+        if not tvm_ffi.structural_equal(list(stage.output.shape), list(product.output.shape)):
+            return False
+        for load in read:
+            for index, axis in zip(load.indices, stage.axes, strict=True):
+                is_unit = constant(axis.dom.extent) == 1 and constant(index) == 0
+                if not is_unit and not axis.var.same_as(index):
+                    return False
+        follow.add(stage.output)
+    return True
+
+
+def read_operand(
+    product: Stage,
+    before: Sequence[Stage],
+    factor: tirx.Expr,
+    part: Sequence[int],
+    batch: Sequence[int],
+    reduced: Sequence[tirx.IterVar],
+    depth: Extent,
+    dtype: str,
+) -> Operand:
+    """The factor over the axes (batch, rows, k), the rows and reduced axes flattened."""
+    shape = product.shape
+    outer = [tirx.Var(f"b{i}", "int64") for i in batch]
+    row, inner = tirx.Var("row", "int64"), tirx.Var("k", "int64")
+    places = dict(zip(batch, outer, strict=True))
+    places |= dict(zip(part, unravel(row, [shape[i] for i in part]), strict=True))
+    indices = [places.get(i, i64(0)) for i in range(len(shape))]
+    moved = product.at(indices, factor)
+    others = {axis.var: tirx.const(0, axis.var.ty.dtype) for axis in product.reduced}
+    for axis, at in zip(reduced, unravel(inner, [a.dom.extent for a in reduced]), strict=True):
+        others[axis.var] = as_type(at, str(axis.var.ty.dtype))
+    moved = substitute(moved, others)
+    program = ElementProgram(before)
+    value = program.add(moved)
+    value = value if str(value.ty.dtype) == dtype else value.astype(dtype)
+    rows = extent_of(volume(shape[i] for i in part))
+    extents = (*(shape[i] for i in batch), rows, depth)
+    space = IterationSpace((*outer, row, inner), extents, tuple(program.steps), ())
+    # Windows of neighbouring pixels begin beside each other.
+    is_window = len(reduced) > 1 and any(space.linear(access) is None for access in space.accesses)
+    return Operand(space, value, is_window or _rows_are_neighbours(space))
+
+
+def _rows_are_neighbours(space: IterationSpace) -> bool:
+    """Return whether the widest read moves by one element along the rows."""
+    for access in space.accesses:
+        linear = space.linear(access)
+        if linear is not None and constant(linear[0][-1]) != 1 and constant(linear[0][-2]) == 1:
+            return True
+    return False
+
+
+def _epilogue(
+    func: tirx.PrimFunc,
+    product: Stage,
+    before: Sequence[Stage],
+    after: Sequence[Stage],
+    axes: _Axes,
+    accumulator: tirx.Var,
+) -> IterationSpace | None:
+    shape = product.shape
+    outer = [tirx.Var(f"b{i}", "int64") for i in axes.batch]
+    row, column = tirx.Var("m", "int64"), tirx.Var("n", "int64")
+    places = dict(zip(axes.batch, outer, strict=True))
+    for var, part in ((row, axes.m), (column, axes.n)):
+        places |= dict(zip(part, unravel(var, [shape[i] for i in part]), strict=True))
+    indices = tuple(places.get(i, i64(0)) for i in range(len(shape)))
+    stored = accumulator.astype(str(product.output.dtype))
+    program = ElementProgram([*before, *after], {product.output: stored})
+    stages = (*before, product, *after)
+    written = [s for s in stages if any(s.output.same_as(param) for param in func.params)]
+    same = [tvm_ffi.structural_equal(list(s.shape), list(shape)) for s in written]
+    if not written or not all(same):
+        return None
+    stores = [Store(s.output, indices, program.element(s.output, indices)) for s in written]
+    rows, columns = (extent_of(volume(shape[i] for i in part)) for part in (axes.m, axes.n))
+    extents = (*(shape[i] for i in axes.batch), rows, columns)
+    return IterationSpace((*outer, row, column), extents, tuple(program.steps), tuple(stores))

@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel of a matrix product on tensor cores.
+
+::
+
+    begin to copy the first stages to shared memory
+    for step:
+        wait for the stage of the step; barrier
+        begin to copy the stage that many steps ahead    # 16 bytes each, zeros past the end
+        for 32 bytes of the reduced axis:
+            fragments of both factors from shared memory  # ldmatrix, without bank conflicts
+            sums += products of 16 x 8                    # mma.sync
+    exchange sums so that each lane has eight neighbours; epilogue; store
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.tir.branch import when
+from schedules.tir.expression_walk import substitute
+from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.workload.reduce import unravel
+
+from ...core.intrinsics import sync
+from ...core.kernel_function import resident_blocks, unless_empty, write_kernels
+from ...core.machine import GPUInfo
+from ...core.machine_costs import COSTS
+from ...core.tensor_core import TensorCore
+from ...pointwise.coalescing import classify
+from ...pointwise.element_program import Read, Step, Value
+from ...pointwise.point_kernel import PointWriter, Views
+from ..float4 import at_once, without_jumps
+from ..implicit_gemm import Index
+from .matmul_pattern import MatmulFunction, Operand, divides
+from .tensor_core_tile import (
+    ELEMENTS,
+    STEP,
+    SharedTile,
+    TensorTile,
+    allows_tf32,
+    choose_tensor_tile,
+    element,
+    is_copied,
+)
+from .tiled_matmul import Product, epilogue_lanes, store_results
+
+_QUAD = 4  # lanes with neighbouring columns of the same row
+
+
+def tensor_core_function(
+    func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo
+) -> tirx.PrimFunc | None:
+    """The scheduled function of a product; None if it is not one of tensor cores.
+
+    Parameters
+    ----------
+    func, matmul : tirx.PrimFunc, MatmulFunction
+        The function, and the product that it computes.
+    gpu : GPUInfo
+        The device.
+    """
+    tile = choose_tensor_tile(matmul, gpu, allows_tf32(func))
+    if tile is None:
+        return None
+    rows, columns = ceildiv(matmul.m, tile.rows), ceildiv(matmul.n, tile.columns)
+    blocks = simplified(i64(matmul.batches) * rows * columns)
+
+    def body() -> None:
+        with (
+            unless_empty(blocks),
+            T.launch_thread("blockIdx.x", blocks) as block,
+            resident_blocks(gpu, COSTS.register_file // (tile.registers * tile.threads)),
+        ):
+            write_tensor_tiles(matmul, tile, Views.declare(func, gpu), block)
+
+    return write_kernels(func, body)
+
+
+def write_tensor_tiles(
+    matmul: MatmulFunction, tile: TensorTile, views: Views, block: tirx.Expr
+) -> None:
+    """Emit the body of a block: the tile with the number ``block``."""
+    place = [ceildiv(matmul.m, tile.rows), ceildiv(matmul.n, tile.columns)]
+    *batch, row_tile, column_tile = (
+        T.bind(s) for s in unravel(block, [*matmul.batch, *place], is_natural=True)
+    )
+    with T.launch_thread("threadIdx.x", tile.threads) as thread:
+        first = T.bind(row_tile * i64(tile.rows)), T.bind(column_tile * i64(tile.columns))
+        _ThreadPart(matmul, tile, views, batch, first, thread).write()
+
+
+class Factor:
+    """One factor: where it comes from, and its part of each stage.
+
+    Parameters
+    ----------
+    operand : Operand
+        The factor.
+    shared : SharedTile
+        Its tile.
+    begin : int
+        First byte of the tile in a stage.
+    threads : int
+        Threads that load it.
+    views : Views
+        The tensors.
+    start : Sequence[tirx.Expr]
+        Place in the batch, and first row.
+    """
+
+    def __init__(
+        self,
+        operand: Operand,
+        shared: SharedTile,
+        begin: int,
+        threads: int,
+        views: Views,
+        start: Sequence[tirx.Expr],
+    ):
+        self.shared, self.begin, self.threads = shared, begin, threads
+        self.operand, self.views, self.start = operand, views, start
+        self.turns = shared.lines * shared.chunks // threads
+
+    @classmethod
+    def of(cls, operand: Operand, shared: SharedTile, *arguments: Any) -> Factor:
+        """The factor, copied where it lies in chunks, else gathered."""
+        kind = _Copied if is_copied(operand, shared) else _Gathered
+        return kind(operand, shared, *arguments)
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if what is fetched is in registers until it is kept."""
+        return isinstance(self, _Gathered)
+
+    def chunk(
+        self, thread: tirx.Expr, turn: int, depth: tirx.Expr
+    ) -> tuple[tirx.Expr, tirx.Expr, tirx.Expr]:
+        """Row, place along the reduced axis, and byte in a stage, of a thread's chunk."""
+        row, inner, place = self.shared.copied(thread + turn * self.threads)
+        return self.start[-1] + i64(row), depth + i64(inner), place + self.begin
+
+    def inside(self, row: tirx.Expr, inner: tirx.Expr) -> list[tirx.Expr]:
+        """Conditions for an element to exist, or for a chunk that no end lies within."""
+        rows, reduced = self.operand.space.extents[-2:]
+        each = (
+            (row < i64(rows), self.shared.rows, rows),
+            (inner < i64(reduced), self.shared.depth, reduced),
+        )
+        return [inside for inside, part, extent in each if not divides(part, extent)]
+
+    def fetch(self, core: TensorCore, thread: tirx.Expr, depth: tirx.Expr, stage: Index) -> None:
+        """Begin to load the part of a thread, from a place of the reduced axis on."""
+        raise NotImplementedError
+
+    def keep(self, core: TensorCore, thread: tirx.Expr, stage: Index) -> None:
+        """Store what was loaded to the stage, if it is not there."""
+
+    def load(
+        self,
+        core: TensorCore,
+        fragment: tirx.Buffer,
+        lane: tirx.Expr,
+        row: Index,
+        k: int,
+        at: Index,
+    ) -> None:
+        """Load the fragments of some rows and 32 bytes of the reduced axis from a stage."""
+        for number in range(int(fragment.shape[0]) // 4):
+            place = self.shared.fragment(lane, row + number * STEP, k)
+            core.load(fragment, 4 * number, at + place + self.begin, self.shared.rows_first)
+
+
+class _Copied(Factor):
+    """A factor whose chunks are copied to shared memory without registers."""
+
+    def fetch(self, core: TensorCore, thread: tirx.Expr, depth: tirx.Expr, stage: Index) -> None:
+        [read] = self.operand.space.steps
+        assert isinstance(read, Read), "a factor that is copied is read as it lies"
+        view = self.views.row(read.buffer)
+        assert view is not None, "and is a parameter"
+        position = self.operand.space.position(read)
+        for turn in range(self.turns):
+            row, inner, place = self.chunk(thread, turn, depth)
+            at = dict(zip(self.operand.space.axes, [*self.start[:-1], row, inner], strict=True))
+            exists = at_once(self.inside(row, inner))
+            core.copy(stage + place, view, substitute(position, at), exists)
+
+
+class _Gathered(Factor):
+    """A factor whose elements the threads compute, or read one by one, on their way."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.value = element(self.operand)
+        space = self.operand.along_neighbours if self.shared.rows_first else self.operand.space
+        steps = tuple(map(_without_jumps, space.steps))
+        self.lanes = classify(replace(space, steps=steps), self.shared.chunk)
+        dtype = str(self.value.ty.dtype)
+        self.held = T.alloc_buffer((self.turns * self.shared.chunk,), dtype, scope="local")
+
+    def fetch(self, core: TensorCore, thread: tirx.Expr, depth: tirx.Expr, stage: Index) -> None:
+        for turn in range(self.turns):
+            row, inner, _ = self.chunk(thread, turn, depth)
+            row, inner = T.bind(row), T.bind(inner)
+            count = self.shared.chunk
+            for k in range(count):
+                T.buffer_store(self.held, tirx.const(0, self.held.dtype), [turn * count + k])
+            width = count if self.lanes.is_aligned else 1
+            for first in range(0, count, width):
+                places = [self._place(row, inner, first + k) for k in range(width)]
+                with when(at_once(self.inside(*places[0]))):
+                    self._compute(places, turn * count + first)
+
+    def _place(self, row: tirx.Expr, inner: tirx.Expr, k: int) -> tuple[tirx.Expr, tirx.Expr]:
+        if self.shared.rows_first:
+            return row + i64(k), inner
+        return row, inner + i64(k)
+
+    def _compute(self, places: Sequence[tuple[tirx.Expr, tirx.Expr]], first: int) -> None:
+        lanes = self.lanes
+        if len(places) < lanes.vector:
+            lanes = classify(lanes.space, 1)
+        points = [
+            [*self.start[:-1], *(place[::-1] if self.shared.rows_first else place)]
+            for place in places
+        ]
+        writer = PointWriter(lanes, self.views, points)
+        writer.steps()
+        for k in range(len(places)):
+            T.buffer_store(self.held, writer.value(self.value, k), [first + k])
+
+    def keep(self, core: TensorCore, thread: tirx.Expr, stage: Index) -> None:
+        for turn in range(self.turns):
+            _, _, place = self.chunk(thread, turn, i64(0))
+            core.store(stage + place, self.held, turn * self.shared.chunk)
+
+
+def _without_jumps(step: Step) -> Step:
+    step = replace(step, guards=tuple(map(without_jumps, step.guards)))
+    return (
+        replace(step, expression=without_jumps(step.expression))
+        if isinstance(step, Value)
+        else step
+    )
+
+
+class _ThreadPart:
+    """One thread's part of a tile."""
+
+    def __init__(
+        self,
+        matmul: MatmulFunction,
+        tile: TensorTile,
+        views: Views,
+        batch: Sequence[tirx.Expr],
+        first: tuple[tirx.Expr, tirx.Expr],
+        thread: tirx.Expr,
+    ):
+        self.matmul, self.tile, self.views = matmul, tile, views
+        self.batch, self.first = batch, first
+        self.thread, self.lane = thread, thread % COSTS.warp
+        warp = thread // COSTS.warp
+        self.row = warp // tile.warps_across * tile.warp_rows
+        self.column = warp % tile.warps_across * tile.warp_columns
+        self.core = TensorCore(tile.type.dtype, tile.stages * tile.stage_bytes)
+        self.left, self.right = (
+            Factor.of(
+                operand,
+                tile.shared(extent, operand, operand is matmul.left),
+                0 if operand is matmul.left else tile.rows * tile.depth * tile.type.itemsize,
+                tile.threads,
+                views,
+                [*batch, start],
+            )
+            for operand, extent, start in zip(
+                (matmul.left, matmul.right), (tile.rows, tile.columns), first, strict=True
+            )
+        )
+        self.sums = T.alloc_buffer((tile.sums,), tile.type.register, scope="local")
+
+    def write(self) -> None:
+        for e in range(self.tile.sums):
+            T.buffer_store(self.sums, tirx.const(0, self.sums.dtype), [e])
+        self._accumulate()
+        self._finish()
+
+    def _accumulate(self) -> None:
+        tile, core = self.tile, self.core
+        steps, ahead = -(-int(self.matmul.k) // tile.depth), tile.stages - 1
+        for step in range(ahead):
+            if step < steps:
+                stage = tirx.const(step * tile.stage_bytes, "int32")
+                self._fetch(i64(step), stage)
+                self._keep(stage)
+            core.commit()
+        # The stages in use and being filled, in bytes: a remainder would take a division.
+        used, filled = (T.alloc_buffer((1,), "int32", scope="local") for _ in range(2))
+        T.buffer_store(used, 0, [0])
+        T.buffer_store(filled, ahead * tile.stage_bytes, [0])
+        with T.serial(i64(0), i64(steps)) as step:
+            core.wait(ahead - 1)
+            sync()
+            follows = step + i64(ahead) < i64(steps)
+            with when(follows):
+                self._fetch(step + i64(ahead), filled[0])
+            core.commit()
+            self._multiply(used[0])
+            if self._is_gathered:
+                with when(follows):
+                    self._keep(filled[0])
+            for stage in (used, filled):
+                last = stage[0] == (tile.stages - 1) * tile.stage_bytes
+                following = stage[0] + tile.stage_bytes
+                T.buffer_store(stage, tirx.Select(last, tirx.const(0, "int32"), following), [0])
+
+    @property
+    def _is_gathered(self) -> bool:
+        return self.left.is_gathered or self.right.is_gathered
+
+    def _fetch(self, step: tirx.Expr, stage: tirx.Expr) -> None:
+        depth = step * i64(self.tile.depth)
+        for factor in (self.left, self.right):
+            factor.fetch(self.core, self.thread, depth, stage)
+
+    def _keep(self, stage: tirx.Expr) -> None:
+        for factor in (self.left, self.right):
+            factor.keep(self.core, self.thread, stage)
+
+    def _multiply(self, stage: tirx.Expr) -> None:
+        tile, core = self.tile, self.core
+        left = T.alloc_buffer((tile.warp_rows // 4,), "uint32", scope="local")
+        right = T.alloc_buffer((tile.warp_columns // 4,), "uint32", scope="local")
+        across = tile.warp_columns // ELEMENTS
+        for k in range(0, tile.depth, tile.type.step):
+            self.left.load(core, left, self.lane, self.row, k, stage)
+            self.right.load(core, right, self.lane, self.column, k, stage)
+            for i in range(tile.warp_rows // STEP):
+                for j in range(across):
+                    rows = [left[4 * i + r] for r in range(4)]
+                    columns = [right[2 * j + r] for r in range(2)]
+                    core.multiply(self.sums, 4 * (i * across + j), rows, columns)
+
+    def _finish(self) -> None:
+        """Store the results."""
+        tile, rows_exist = self.tile, divides(self.tile.rows, self.matmul.m)
+        across = tile.warp_columns // ELEMENTS
+        column = self.first[1] + i64(self.column)
+        for i in range(tile.warp_rows // STEP):
+            row = self.first[0] + i64(self.row + i * STEP)
+            part = [self._sum(4 * i * across + e) for e in range(4 * across)]
+            place = (self.matmul, self.views, self.batch, row, column, part)
+            store_products(self.core, self.lane, *place, rows_exist)
+
+    def _sum(self, place: int) -> tirx.Expr:
+        value, kind = self.sums[place], self.tile.type
+        return value if kind.register == kind.sums else T.reinterpret(kind.sums, value)
+
+
+def store_products(
+    core: TensorCore,
+    lane: tirx.Expr,
+    product: Product,
+    views: Views,
+    batch: Sequence[tirx.Expr],
+    row: tirx.Expr,
+    column: tirx.Expr,
+    sums: Sequence[tirx.Expr],
+    rows_exist: bool,
+) -> None:
+    """Emit the epilogue of 16 rows, eight neighbours of a row at a time.
+
+    Parameters
+    ----------
+    core, lane : TensorCore, tirx.Expr
+        The instructions, and the lane that runs them.
+    product, views, batch : Product, Views, Sequence[tirx.Expr]
+        What is stored.
+    row, column : tirx.Expr
+        The first of the warp.
+    sums : Sequence[tirx.Expr]
+        Four for each product of 16 x 8, a multiple of four products.
+    rows_exist : bool
+        Whether no row is past the end.
+    """
+    lanes = epilogue_lanes(product, ELEMENTS)
+    for half in range(2):
+        own = T.bind(row + i64(half * 8 + lane // _QUAD))
+        for group in range(0, len(sums) // 4, _QUAD):
+            found = [sums[4 * (group + j) + 2 * half + e] for j in range(_QUAD) for e in range(2)]
+            values = _neighbours(core, lane, found)
+            first = T.bind(column + i64((group + lane % _QUAD) * ELEMENTS))
+            store_results(product, lanes, views, batch, own, first, values, rows_exist)
+
+
+def _neighbours(
+    core: TensorCore, lane: tirx.Expr, found: Sequence[tirx.Expr]
+) -> list[tirx.Expr]:
+    """Transpose pairs among four lanes, so that lane ``t`` has all columns of product ``t``."""
+    dtype = str(found[0].ty.dtype)
+    held = T.alloc_buffer((2 * _QUAD,), dtype, scope="local")
+    for e, value in enumerate(found):
+        T.buffer_store(held, value, [e])
+    got = T.alloc_buffer((1,), dtype, scope="local")
+    for bit in (1, 2):
+        upper = tirx.NE(lane & bit, 0)
+        for j in (j for j in range(_QUAD) if not j & bit):
+            for e in range(2):
+                low, high = 2 * j + e, 2 * (j | bit) + e
+                sent = tirx.Select(upper, held[low], held[high])
+                T.buffer_store(got, core.exchange(sent, bit), [0])
+                T.buffer_store(held, tirx.Select(upper, held[high], got[0]), [high])
+                # The upper lane keeps its second value, the lower one its first.
+                T.buffer_store(held, tirx.Select(upper, got[0], held[low]), [low])
+    return [held[e] for e in range(2 * _QUAD)]

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of a matrix product on tensor cores: their sizes, and their places in shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tvm import tirx
+
+from schedules.workload.reduce import constant
+
+from ...core.machine import GPUInfo
+from ...core.machine_costs import COSTS
+from ...core.tensor_core import CHUNK, MATRIX_TYPES, MatrixType
+from ...pointwise.coalescing import classify
+from ...pointwise.element_program import Read
+from ..implicit_gemm import Index
+from .matmul_pattern import MatmulFunction, Operand
+from .matmul_tile_sizes import assumed_size
+
+ELEMENTS = 8  # rows of a matrix of ldmatrix, columns of a product, 16-bit elements of a chunk
+STEP = 16  # rows of a product, and 16-bit elements of the reduced axis in it
+_MOST_STAGES = 6
+_DTYPES = ("float16", "bfloat16")
+_LINE = 64  # bytes along the reduced axis in a stage
+TF32 = "tvm_fusion.tf32"
+"""Attribute of functions whose products of float32 may be rounded to TF32."""
+
+
+@dataclass(frozen=True)
+class SharedTile:
+    """A factor's tile in shared memory: lines of chunks, whose order in a line is swizzled.
+
+    The eight rows of a matrix that ``ldmatrix`` reads at once, and eight neighbouring chunks that
+    are copied at once, then lie in different banks.
+
+    Parameters
+    ----------
+    rows : int
+        Rows of the left factor's tile, or columns of the right one's.
+    depth : int
+        Elements along the reduced axis.
+    rows_first : bool
+        Whether lines and their chunks lie along the rows, not along the reduced axis.
+    is_left : bool
+        Which factor it is.
+    chunk : int
+        Elements of a chunk; lines lie along the rows only where it has eight.
+    turned : bool
+        Whether the elements are gathered from memory in which neighbours lie along the rows, so
+        that neighbouring threads take neighbouring lines.
+    """
+
+    rows: int
+    depth: int
+    rows_first: bool
+    is_left: bool
+    chunk: int = ELEMENTS
+    turned: bool = False
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a line."""
+        return (self.rows if self.rows_first else self.depth) // self.chunk
+
+    @property
+    def lines(self) -> int:
+        """Number of lines."""
+        return self.depth if self.rows_first else self.rows
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.lines * self.chunks * CHUNK
+
+    def place(self, line: Index, chunk: Index) -> Index:
+        """Byte of a chunk."""
+        width = min(self.chunks, 8)  # eight chunks are all banks
+        mixed = chunk ^ (line // (8 // width) % width)
+        return (line * self.chunks + mixed) * CHUNK
+
+    def copied(self, number: Index) -> tuple[Index, Index, Index]:
+        """Row, depth and byte of the chunk with a number, in the order in which it is copied."""
+        line, chunk = number // self.chunks, number % self.chunks
+        if self.turned:
+            line, chunk = number % self.lines, number // self.lines
+        row, depth = (chunk * self.chunk, line) if self.rows_first else (line, chunk * self.chunk)
+        return row, depth, self.place(line, chunk)
+
+    def fragment(self, lane: Index, row: Index, depth: int) -> Index:
+        """Byte of the row of a matrix that a lane gives to ``ldmatrix``.
+
+        Its four matrices are a part of 16 rows and two chunks along the reduced axis. The second
+        one is below the first in the left factor, and beside it in the right one, so that two
+        registers of the right factor belong to eight columns.
+        """
+        matrix, line = lane // 8, lane % 8
+        below, beside = (matrix % 2, matrix // 2) if self.is_left else (matrix // 2, matrix % 2)
+        if self.rows_first:
+            return self.place(depth + beside * 8 + line, row // ELEMENTS + below)
+        return self.place(row + below * 8 + line, depth // self.chunk + beside)
+
+
+@dataclass(frozen=True)
+class TensorTile:
+    """Partition of a tile of the result among warps.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Of the tile.
+    warp_rows, warp_columns : int
+        Of the part of a warp: multiples of 16 and of 32.
+    depth : int
+        Elements of the reduced axis in a stage.
+    stages : int
+        Stages in shared memory: one in use, the others being loaded.
+    type : MatrixType
+        Of the factors.
+    """
+
+    rows: int
+    columns: int
+    warp_rows: int
+    warp_columns: int
+    depth: int = 32
+    stages: int = 3
+    type: MatrixType = MATRIX_TYPES["float16"]
+
+    def shared(self, extent: int, operand: Operand, is_left: bool) -> SharedTile:
+        """The tile of a factor of ``extent`` rows in shared memory."""
+        turned = operand.rows_first and not self.type.transposes
+        rows_first = operand.rows_first and not turned
+        return SharedTile(extent, self.depth, rows_first, is_left, self.type.chunk, turned)
+
+    @property
+    def warps_across(self) -> int:
+        """Warps beside each other."""
+        return self.columns // self.warp_columns
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return COSTS.warp * self.warps_across * (self.rows // self.warp_rows)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage of both factors."""
+        return (self.rows + self.columns) * self.depth * self.type.itemsize
+
+    @property
+    def sums(self) -> int:
+        """Sums of a thread."""
+        return self.warp_rows * self.warp_columns // COSTS.warp
+
+    @property
+    def registers(self) -> int:
+        """An estimate of the registers of a thread, rounded up."""
+        fragments = 4 * (self.warp_rows + self.warp_columns) // STEP
+        return -(-(self.sums + fragments + 40) // 64) * 64
+
+
+_TILES = (
+    TensorTile(128, 128, 64, 32),
+    TensorTile(64, 128, 32, 32),
+    TensorTile(64, 64, 32, 32),
+    TensorTile(32, 64, 16, 32),
+)
+
+
+def choose_tensor_tile(
+    matmul: MatmulFunction, gpu: GPUInfo, tf32: bool = False
+) -> TensorTile | None:
+    """The largest tile that occupies the GPU; None if the product is not one of tensor cores.
+
+    They take factors of one of :data:`MATRIX_TYPES`, those of float32 only if they may be rounded
+    to TF32 (``tf32``), with a known length of the sums.
+    """
+    found = matrix_type(matmul, tf32)
+    if not gpu.has_tensor_cores or found is None or constant(matmul.k) is None:
+        return None
+    batches, m, n, _ = (assumed_size(e) for e in (matmul.batches, matmul.m, matmul.n, matmul.k))
+    chosen = _TILES[-1]
+    for tile in _TILES:
+        blocks = batches * -(-m // tile.rows) * -(-n // tile.columns)
+        wasted = blocks * tile.rows * tile.columns > 1.5 * batches * m * n
+        if not wasted and blocks >= gpu.multiprocessors:
+            chosen = tile
+            break
+    stages = min(_MOST_STAGES, gpu.shared_bytes // chosen.stage_bytes)
+    return replace(chosen, stages=stages, depth=_LINE // found.itemsize, type=found)
+
+
+def matrix_type(matmul: MatmulFunction, tf32: bool) -> MatrixType | None:
+    """Type of both factors, if tensor cores take it and sum as the product does."""
+    dtypes = {str(element(operand).ty.dtype) for operand in (matmul.left, matmul.right)}
+    found = MATRIX_TYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
+    if found is None or found.sums != matmul.dtype or (found.name == "tf32" and not tf32):
+        return None
+    return found
+
+
+def element(operand: Operand) -> tirx.Expr:
+    """An element of a factor before its conversion to the type of the sums."""
+    return operand.value.value if isinstance(operand.value, tirx.Cast) else operand.value
+
+
+def allows_tf32(func: tirx.PrimFunc) -> bool:
+    """Return whether the attribute :data:`TF32` is set."""
+    return bool(func.attrs and func.attrs.get(TF32, False))
+
+
+def factor_dtype(operand: Operand) -> str | None:
+    """Type of a factor of 16 bits; else None."""
+    dtype = str(element(operand).ty.dtype)
+    return dtype if dtype in _DTYPES else None
+
+
+def is_copied(operand: Operand, shared: SharedTile) -> bool:
+    """Return whether chunks of a factor are copied as they lie in memory.
+
+    Else their elements are computed or gathered, and stored to shared memory by the threads.
+    """
+    [*steps, read] = operand.space.steps
+    if steps or not isinstance(read, Read) or read.guards:
+        return False
+    if shared.turned:
+        return False
+    lanes = classify(operand.along_neighbours, shared.chunk)
+    whole = read.var.same_as(element(operand)) and lanes.is_aligned
+    return whole and lanes.kinds[read.var] == "vector"

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel of a matrix product by tiles in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.tir.branch import when
+from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.workload.reduce import Extent, unravel
+
+from ...core.intrinsics import sync
+from ...core.kernel_function import resident_blocks, unless_empty, write_kernels
+from ...core.machine import GPUInfo
+from ...pointwise.coalescing import Lanes, classify
+from ...pointwise.iteration_domain import IterationSpace
+from ...pointwise.point_kernel import PointWriter, Views
+from ..implicit_gemm import Index
+from ..shared_memory_pipeline import run_steps
+from .factor_tiles import WIDTH, FactorTiles
+from .matmul_pattern import MatmulFunction, divides
+from .matmul_tile_sizes import TileConfig
+
+
+def write_tiles_kernel(
+    func: tirx.PrimFunc,
+    matmul: MatmulFunction,
+    config: TileConfig,
+    gpu: GPUInfo,
+    least_blocks: int = 0,
+) -> tirx.PrimFunc:
+    """Write the kernel of a product with tiles of some size; see :func:`resident_blocks`."""
+    rows, columns = ceildiv(matmul.m, config.rows), ceildiv(matmul.n, config.columns)
+    blocks = simplified(i64(matmul.batches) * rows * columns)
+
+    def body() -> None:
+        with (
+            unless_empty(blocks),
+            T.launch_thread("blockIdx.x", blocks) as block,
+            resident_blocks(gpu, least_blocks),
+        ):
+            write_tiles(matmul, config, Views.declare(func, gpu), block)
+
+    return write_kernels(func, body)
+
+
+def write_tiles(
+    matmul: MatmulFunction, config: TileConfig, params: Views, block: tirx.Expr
+) -> None:
+    """Emit the body of a block: the tile with the number ``block``.
+
+    While a tile is multiplied, the next one is loaded to registers; between the two steps there is
+    one barrier, since shared memory holds two tiles of each factor.
+    """
+    place = [ceildiv(matmul.m, config.rows), ceildiv(matmul.n, config.columns)]
+    *batch, row_tile, column_tile = (
+        T.bind(s) for s in unravel(block, [*matmul.batch, *place], is_natural=True)
+    )
+    with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
+        _ThreadPart(matmul, config, params, batch, row_tile, column_tile, thread).write()
+
+
+class _ThreadPart:
+    """One thread's part of a tile."""
+
+    def __init__(
+        self,
+        matmul: MatmulFunction,
+        config: TileConfig,
+        views: Views,
+        batch: Sequence[tirx.Expr],
+        row_tile: tirx.Expr,
+        column_tile: tirx.Expr,
+        thread: tirx.Expr,
+    ):
+        self.matmul, self.config, self.views, self.batch = matmul, config, views, batch
+        self.row = T.bind(row_tile * i64(config.rows))
+        self.column = T.bind(column_tile * i64(config.columns))
+        self.group = T.bind(thread // i64(config.group_threads))
+        self.thread = T.bind(thread % i64(config.group_threads))
+        across = i64(config.columns // config.thread_columns)
+        self.unit_row, self.unit_column = self.thread // across, self.thread % across
+        threads, groups = config.group_threads, config.groups
+        self.left, self.right = (
+            FactorTiles.allocate(
+                operand, extent, config.depth, threads, matmul.dtype, groups, stages=2
+            )
+            for operand, extent in ((matmul.left, config.rows), (matmul.right, config.columns))
+        )
+        size = config.thread_rows * config.thread_columns
+        self.sums = T.alloc_buffer((size,), matmul.dtype, scope="local")
+        self.rows = T.alloc_buffer((config.thread_rows,), matmul.dtype, scope="local")
+        self.columns = T.alloc_buffer((config.thread_columns,), matmul.dtype, scope="local")
+
+    def write(self) -> None:
+        zero = tirx.const(0, self.matmul.dtype)
+        with T.unroll(0, int(self.sums.shape[0])) as e:
+            T.buffer_store(self.sums, zero, [e])
+        tiles = ceildiv(self.matmul.k, self.config.depth * self.config.groups)
+        run_steps([self], i64(0), tiles, lambda _, half: self._multiply(half))
+        if self.config.groups > 1:
+            self._sum_groups()
+        with when(self.group < i64(1) if self.config.groups > 1 else None):
+            self._finish()
+
+    def fetch(self, tile: Index) -> None:
+        """Load both factors' tiles with a number to registers."""
+        depth = T.bind((tile * i64(self.config.groups) + self.group) * i64(self.config.depth))
+        self.left.load(self.views, self.batch, self.row, depth, self.thread)
+        self.right.load(self.views, self.batch, self.column, depth, self.thread)
+
+    def keep(self, half: int) -> None:
+        """Store them to a half of the shared memory."""
+        self.left.keep(half, self.group, self.thread)
+        self.right.keep(half, self.group, self.thread)
+
+    def _multiply(self, stage: int) -> None:
+        config, left, right = self.config, self.left, self.right
+        left_start, right_start = (T.bind(tile.start(self.group)) for tile in (left, right))
+        with T.serial(0, config.depth) as k:
+            line = k.astype("int64")
+            left.fetch(stage, self.rows, left_start + line * i64(left.pitch), self.unit_row)
+            at = right_start + line * i64(right.pitch)
+            right.fetch(stage, self.columns, at, self.unit_column)
+            with T.unroll(0, config.thread_rows) as i, T.unroll(0, config.thread_columns) as j:
+                e = i * config.thread_columns + j
+                value = self.sums[e] + self.rows[i] * self.columns[j]
+                T.buffer_store(self.sums, value, [e])
+
+    def _sum_groups(self) -> None:
+        """Add the sums of the other groups to those of the first, as many as fit at a time."""
+        scratch, threads = self.left.shared[0], self.config.group_threads
+        size, others = int(self.sums.shape[0]), self.config.groups - 1
+        part = size
+        while part * others * threads > int(scratch.shape[0]):
+            part //= 2
+        for first in range(0, size, part):
+            sync()
+            with when(self.group > i64(0)), T.unroll(0, part) as e:
+                at = (self.group - i64(1)) * i64(part * threads) + self.thread
+                place = at + e.astype("int64") * i64(threads)
+                T.buffer_store(scratch, self.sums[e + first], [place])
+            sync()
+            with when(self.group < i64(1)):
+                for other in range(others):
+                    with T.unroll(0, part) as e:
+                        at = i64(other * part * threads) + self.thread
+                        more = scratch[at + e.astype("int64") * i64(threads)]
+                        T.buffer_store(self.sums, self.sums[e + first] + more, [e + first])
+
+    def _finish(self) -> None:
+        """Store the results, four neighbours at a time."""
+        config = self.config
+        lanes = epilogue_lanes(self.matmul)
+        row_chunks, column_chunks = config.thread_rows // WIDTH, config.thread_columns // WIDTH
+        for i in range(config.thread_rows):
+            inner = i64(i // WIDTH * (config.rows // row_chunks) + i % WIDTH)
+            row = T.bind(self.row + inner + self.unit_row * i64(WIDTH))
+            for chunk in range(column_chunks):
+                first = i64(chunk * (config.columns // column_chunks))
+                column = T.bind(self.column + first + self.unit_column * i64(WIDTH))
+                sums = [
+                    self.sums[i * config.thread_columns + chunk * WIDTH + k] for k in range(WIDTH)
+                ]
+                store_results(
+                    self.matmul,
+                    lanes,
+                    self.views,
+                    self.batch,
+                    row,
+                    column,
+                    sums,
+                    divides(config.rows, self.matmul.m),
+                )
+
+
+class Product(Protocol):
+    """Facts of a product for its epilogue."""
+
+    @property
+    def m(self) -> Extent:
+        """Rows."""
+
+    @property
+    def n(self) -> Extent:
+        """Columns."""
+
+    @property
+    def accumulator(self) -> tirx.Var:
+        """Stands for an element."""
+
+    @property
+    def epilogue(self) -> IterationSpace:
+        """Axes: those of the batch, rows, columns; it stores the outputs."""
+
+
+def store_results(
+    matmul: Product,
+    lanes: Lanes,
+    views: Views,
+    batch: Sequence[tirx.Expr],
+    row: tirx.Expr,
+    column: tirx.Expr,
+    sums: Sequence[tirx.Expr],
+    row_exists: bool,
+) -> None:
+    """Emit the epilogue of neighbouring results of one row, as far as they exist."""
+    for start in range(0, len(sums), lanes.vector):
+        first = column + i64(start)
+        inside = [None if row_exists else row < i64(matmul.m), first < i64(matmul.n)]
+        with when(*inside):
+            places = [[*batch, row, first + i64(k)] for k in range(lanes.vector)]
+            writer = PointWriter(lanes, views, places)
+            writer.give(matmul.accumulator, sums[start : start + lanes.vector])
+            writer.write()
+
+
+def epilogue_lanes(matmul: Product, width: int = WIDTH) -> Lanes:
+    """The widest lanes of the epilogue, neighbours of a row, that no row ends within."""
+    lanes = classify(matmul.epilogue, width, [matmul.accumulator])
+    return lanes if lanes.is_aligned or width == 1 else epilogue_lanes(matmul, width // 2)

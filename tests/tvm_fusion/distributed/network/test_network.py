@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks over ranks: the bits of one rank, one file for all, refusals before anything is sent."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx_reference import assert_same, run_onnx
+from rank_networks import Poisoned, network, two_results
+from small_onnx import small_model
+
+import tvm_fusion
+from examples.onnx_builder import random_inputs
+from examples.transformers import bert_base
+from examples.unet import unet
+from tvm_fusion import distributed
+from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
+from tvm_fusion.errors import (
+    ArtifactError,
+    DistributedError,
+    InvalidInputError,
+    OpError,
+    TargetError,
+)
+
+MODELS = {
+    "network": network,
+    "unet": lambda: unet(image_size=32, width=4),
+    "small": small_model,
+    "two": two_results,
+}
+
+
+@functools.cache
+def case(name: str) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    model = MODELS[name]()
+    return model, random_inputs(model, 3)
+
+
+@functools.cache
+def alone(name: str, winograd: str) -> np.ndarray:
+    """The result of one rank."""
+    model, feed = case(name)
+    return tvm_fusion.compile(model, winograd=winograd, threads=1)(**feed)
+
+
+def over_ranks(model: distributed.DistributedModel, feed: dict[str, np.ndarray]) -> Any:
+    """The result of the first rank of several; there is none on others."""
+
+    def work(world: LocalWorld) -> Any:
+        local = model.on(Poisoned(world))  # type: ignore[arg-type]
+        first = local(**feed)
+        second = local(feed)
+        np.testing.assert_array_equal(first, second)
+        return first
+
+    first, *others = run_ranks(model.ranks, work, timeout=30)
+    assert others == [None] * (model.ranks - 1)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "exchange", "winograd"),
+    [
+        ("network", 1, "auto", "never"),
+        pytest.param("network", 2, "always", "never", marks=pytest.mark.slow),
+        pytest.param("network", 3, "once", "never", marks=pytest.mark.slow),
+        ("network", 4, "always", "always"),
+        ("network", 7, "always", "never"),
+        pytest.param("unet", 2, "once", "auto", marks=pytest.mark.slow),
+        pytest.param("unet", 3, "always", "always", marks=pytest.mark.slow),
+        ("small", 13, "once", "never"),  # more ranks than rows
+        ("two", 2, "always", "never"),
+    ],
+)
+def test_bits_of_one_rank(name: str, ranks: int, exchange: str, winograd: str) -> None:
+    model, feed = case(name)
+    compiled = distributed.compile_network(
+        model, ranks, winograd=winograd, threads=1, exchange=exchange
+    )
+    result = over_ranks(compiled, feed)
+    np.testing.assert_array_equal(result, alone(name, winograd))
+    results = list(result) if isinstance(result, tuple) else [result]
+    assert_same(results, run_onnx(model, feed), limit=1e-5)
+
+
+@pytest.fixture(scope="module")
+def of_two() -> distributed.DistributedModel:
+    return distributed.compile_network(small_model(), 2, threads=1, exchange="always")
+
+
+@pytest.fixture(scope="module")
+def saved(of_two: distributed.DistributedModel, tmp_path_factory: Any) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "r2.so"
+    of_two.save(path)
+    return path
+
+
+def test_one_file_for_all_ranks(saved: Path, tmp_path: Path) -> None:
+    model, feed = case("small")
+    loaded = distributed.load(saved)
+    np.testing.assert_array_equal(over_ranks(loaded, feed), alone("small", "auto"))
+    loaded.save(tmp_path / "again.so")
+    assert distributed.load(tmp_path / "again.so").plan == loaded.plan
+    assert "DistributedModel((image: float32[1, 3, 12, 12]) -> (scores" in repr(loaded)
+
+
+def test_messages_are_those_of_the_plan(of_two: distributed.DistributedModel) -> None:
+    _, feed = case("small")
+
+    def work(world: LocalWorld) -> int:
+        of_two.on(world)(**feed)
+        return sum(size for _, size in world.sent)
+
+    segments = of_two.plan.segments
+    assert sum(run_ranks(2, work)) == sum(segment.bytes for segment in segments) > 0
+    assert [s.end for s in segments] == ["exchange", "gather"]
+    assert "0: 0:6, 1: 6:12" in of_two.explain()
+
+
+def test_ranks_of_compile() -> None:
+    compiled: Any = tvm_fusion.compile(small_model(), ranks=2, threads=1)
+    assert isinstance(compiled, distributed.DistributedModel) and compiled.ranks == 2
+
+
+def test_other_ranks_and_other_models(
+    of_two: distributed.DistributedModel, saved: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidInputError, match="compiled for 2 ranks and there are 3; start it"):
+        run_ranks(3, of_two.on)
+    other = distributed.compile_network(small_model(seed=1), 2, threads=1, exchange="always")
+    models = of_two, other
+    with pytest.raises(DistributedError, match="different models"):
+        run_ranks(2, lambda world: models[world.rank].on(world))
+    with pytest.raises(ArtifactError, match="for 2 ranks; run it by mpiexec -n 2 tvm-fusion run"):
+        tvm_fusion.load(saved)
+    tvm_fusion.compile(small_model(), threads=1).save(tmp_path / "one.so")
+    with pytest.raises(ArtifactError, match="not compiled for ranks; compile it with ranks="):
+        distributed.load(tmp_path / "one.so")
+
+
+def test_wrong_inputs_are_refused_on_every_rank(of_two: distributed.DistributedModel) -> None:
+    def work(world: LocalWorld) -> Any:
+        with pytest.raises(InvalidInputError, match="'image' has the shape"):
+            of_two.on(world)(np.zeros((1, 3, 12, 11), np.float32))
+
+    run_ranks(2, work)
+
+
+def test_a_rank_that_fails_in_an_exchange(of_two: distributed.DistributedModel) -> None:
+    def work(world: LocalWorld) -> Any:
+        local = of_two.on(world)
+        if world.rank == 0:
+            return local(**case("small")[1])
+        raise OSError("no rows")
+
+    with pytest.raises(OSError, match="no rows"):
+        run_ranks(2, work, timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (small_model, {"ranks": 0}, InvalidInputError, "ranks is 0; expected a positive integer"),
+        (small_model, {"ranks": True}, InvalidInputError, "ranks is True"),
+        (small_model, {"ranks": 2, "exchange": "no"}, OpError, "exchange is 'no'; expected 'auto'"),
+        (small_model, {"ranks": 2, "target": "opencl"}, TargetError, "ranks compute on CPUs"),
+        (lambda: small_model("batch"), {"ranks": 2, "shapes": {"batch": "n"}}, OpError, "run time"),
+        (
+            lambda: bert_base(layers=1, sequence=8, width=16, heads=2, vocabulary=20),
+            {"ranks": 2},
+            OpError,
+            r"cannot be distributed: '\w+' \([\w.]+\) needs all rows",
+        ),
+    ],
+)
+def test_refusals(model: Any, options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        distributed.compile_network(model(), **options)
+
+
+def test_options_for_gpus_have_no_effect() -> None:
+    with pytest.raises(TargetError, match="precision and cuda_graph are for GPUs"):
+        tvm_fusion.compile(small_model(), ranks=2, precision="fp16")

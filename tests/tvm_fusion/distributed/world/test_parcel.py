@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parcels: the choice of how they travel, and what is copied."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tvm_fusion.distributed.world.parcel import SHORT_SEGMENT, Parcel, name_ranks, segment_bytes
+
+
+@st.composite
+def views(draw: st.DrawFn) -> np.ndarray:
+    """A region of a C-contiguous array."""
+    extents = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    dtype = draw(st.sampled_from(["int8", "float32", "float64"]))
+    whole = np.arange(np.prod(extents)).reshape(extents).astype(dtype)
+    begins = [draw(st.integers(0, extent - 1)) for extent in extents]
+    ends = [draw(st.integers(b + 1, n)) for b, n in zip(begins, extents, strict=True)]
+    return whole[tuple(slice(b, e) for b, e in zip(begins, ends, strict=True))]
+
+
+@given(views())
+def test_segments(view: np.ndarray) -> None:
+    addresses = np.zeros(view.shape, np.int64)
+    for axis, stride in enumerate(view.strides):
+        shape = [-1 if other == axis else 1 for other in range(view.ndim)]
+        addresses += (np.arange(view.shape[axis]) * stride).reshape(shape)
+    jumps = np.flatnonzero(np.diff(addresses.ravel()) != view.itemsize)
+    first = (jumps[0] + 1 if jumps.size else view.size) * view.itemsize
+    assert segment_bytes(view) == first
+
+
+@given(st.lists(views(), min_size=1, max_size=3))
+def test_packed_bytes_are_those_of_the_regions(regions: list[np.ndarray]) -> None:
+    parcel = Parcel(1, regions)
+    parcel.pack()
+    expected = b"".join(view.tobytes() for view in regions)
+    assert parcel.nbytes == len(expected)
+    assert parcel.stage is not None and parcel.stage.tobytes() == expected
+    parcel.stage[:] = 255 - parcel.stage
+    parcel.unpack()
+    content = b"".join(view.tobytes() for view in regions)
+    assert content == bytes(255 - byte for byte in expected)
+
+
+@pytest.mark.parametrize(
+    ("columns", "is_staged", "is_copied"),
+    [(SHORT_SEGMENT - 1, True, True), (SHORT_SEGMENT, False, False)],
+)
+def test_long_segments_stay_where_they_are(columns: int, is_staged: bool, is_copied: bool) -> None:
+    array = np.zeros((3, SHORT_SEGMENT + 7), np.uint8)
+    parcel = Parcel(1, [array[:, :columns]])
+    assert (parcel.stage is not None) == is_staged
+    assert (parcel.stage is not None and not np.shares_memory(parcel.stage, array)) == is_copied
+    rows = Parcel(1, [array[1:]])
+    assert rows.stage is not None and np.shares_memory(rows.stage, array)
+    assert Parcel(1, [array[:1], array[1:]]).stage is not None
+
+
+def test_names() -> None:
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of tuned pairs goes on piece by piece, and its table has what was raced."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import tvm_fusion
+from examples.benchmarks import tuning
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Namespace:
+    return Namespace(
+        only=["mv1_3", "res_2x"],
+        pieces=list(tuning.PIECES),
+        threads=2,
+        trials=8,
+        seed=0,
+        minutes=1.0,
+        output=tmp_path / "tuning.json",
+        work=tmp_path,
+    )
+
+
+RATIOS = tuple(zip(tuning.TITLES, (1.0, 1.1, 1.05, 1.5), strict=True))
+
+
+def engine(title: str, ratio: float) -> dict[str, object]:
+    return {"title": title, "median_ms": 0.1 * ratio, "ratio": ratio, "relative_error": "1e-7"}
+
+
+def test_pieces_go_on_where_they_ended(options: Namespace, monkeypatch) -> None:
+    asked: list[tuple[str, str]] = []
+    limit = ["res_2x"]  # its job is cut short once
+
+    def piece(title: str):
+        def do(name: str, folder: Path, _: Namespace) -> tuning.Result:
+            asked.append((name, title))
+            if title == "race":
+                return {"engines": [engine(*one) for one in RATIOS], "done": True}
+            is_cut = title == "ours" and name in limit
+            return {"seconds": 3.0, "trials": 6, "done": not is_cut}
+
+        return do
+
+    monkeypatch.setattr(tuning, "PIECES", {title: piece(title) for title in tuning.PIECES})
+    tuning.run(options)
+    assert ("res_2x", "race") not in asked and ("mv1_3", "race") in asked
+    limit.clear()
+    asked.clear()
+    results = tuning.run(options)
+    assert asked == [("res_2x", "ours"), ("res_2x", "race")]
+    assert results["res_2x"]["ours"]["seconds"] == 6.0
+    assert json.loads(options.output.read_text())["results"].keys() == {"mv1_3", "res_2x"}
+    console = Console(width=300, record=True)
+    console.print(tuning.tuning_table(results))
+    text = console.export_text()
+    assert "geomean all (2)" in text and "1.50x" in text and "0.50" in text
+    options.trials = 16  # other settings: nothing is kept
+    assert tuning._stored(options) == {}
+
+
+def test_a_task_that_was_cut_short_is_not_done(options: Namespace) -> None:
+    task = tvm_fusion.TaskState("conv", "conv", 1, 1.0, settings=100, status="tuned", trials=4)
+    assert not tuning.is_done(task, options)
+    options.minutes = None
+    assert tuning.is_done(task, options)
+    options.minutes, task.trials = 1.0, 8
+    assert tuning.is_done(task, options)
+
+
+def test_twelve_pairs_of_the_dissertation() -> None:
+    from examples.layers import PAIRS
+
+    assert len(set(tuning.NAMES)) == 12 and set(tuning.NAMES) <= PAIRS.keys()

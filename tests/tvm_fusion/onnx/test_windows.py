@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resize by sums of slices, windows put back into images, and deformed windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+from onnx.reference import ReferenceEvaluator
+from onnx_cases import assert_same_as_onnx_runtime, int64, normal, one_node, onnx_model
+
+import tvm_fusion
+from tvm_fusion.errors import UnsupportedOperatorError
+from tvm_fusion.onnx.frontend import import_onnx
+
+HALVES = np.array([1, 1, 0.6, 0.7], np.float32)
+
+
+def resize(
+    shape: tuple[int, ...], scales: Any, sizes: Any = None, roi: Any = None, **attributes: Any
+) -> onnx.ModelProto:
+    return one_node("Resize", shape, roi, scales, sizes, opset=19, **attributes)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"mode": "linear"},
+        {"mode": "cubic"},
+        {"mode": "cubic", "cubic_coeff_a": -0.5, "exclude_outside": 1},
+        {"mode": "linear", "antialias": 1},
+        {"mode": "cubic", "antialias": 1, "exclude_outside": 1},
+        {"mode": "nearest", "nearest_mode": "ceil"},
+        {"mode": "linear", "coordinate_transformation_mode": "half_pixel_symmetric"},
+        {"mode": "linear", "coordinate_transformation_mode": "asymmetric"},
+        {"mode": "linear", "coordinate_transformation_mode": "pytorch_half_pixel"},
+    ],
+)
+def test_scales_that_give_no_whole_sizes(attributes: dict[str, Any]) -> None:
+    assert_same_as_onnx_runtime(resize((2, 3, 11, 9), HALVES, **attributes))
+
+
+def test_corners_are_those_of_the_results() -> None:
+    """The first and the last element stay, though the scale says otherwise."""
+    aligned = {"mode": "linear", "coordinate_transformation_mode": "align_corners"}
+    model = resize((1, 1, 3, 5), HALVES, **aligned)
+    imported = assert_same_as_onnx_runtime(model)
+    assert imported.outputs[0].shape == (1, 1, 1, 3)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+def test_every_axis_can_change(mode: str) -> None:
+    assert_same_as_onnx_runtime(resize((5, 7), None, int64(9, 4), mode=mode))
+
+
+def test_the_smaller_scale_for_both_axes() -> None:
+    attributes = {"axes": [2, 3], "keep_aspect_ratio_policy": "not_larger", "mode": "linear"}
+    model = resize((1, 2, 7, 9), None, int64(5, 5), **attributes)
+    feeds = {"x": normal(1, 2, 7, 9)}
+    (wanted,) = ReferenceEvaluator(model).run(None, feeds)
+    found = tvm_fusion.compile(model, threads=1)(feeds)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_region_of_some_axes() -> None:
+    region = np.array([0.2, -0.3, 0.9, 0.8], np.float32)
+    attributes = {
+        "axes": [2, 3],
+        "coordinate_transformation_mode": "tf_crop_and_resize",
+        "extrapolation_value": 9.0,
+        "mode": "linear",
+    }
+    model = resize((1, 2, 6, 7), None, int64(4, 5), region, **attributes)
+    imported = import_onnx(model)
+    assert imported.outputs[0].shape == (1, 2, 4, 5)
+    feeds = {"x": normal(1, 2, 6, 7)}
+    (wanted,) = ReferenceEvaluator(model).run(None, feeds)
+    found = tvm_fusion.compile(model, threads=1)(feeds)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert (found == 9).any()
+
+
+def test_sums_of_too_many_slices_are_refused() -> None:
+    model = resize((1, 1, 400, 4), None, int64(1, 1, 4, 4), mode="linear", antialias=1)
+    with pytest.raises(UnsupportedOperatorError, match="'op': Resize .*: it uses antialias"):
+        import_onnx(model)
+
+
+@pytest.mark.parametrize(
+    ("image", "block", "attributes"),
+    [
+        ((7, 6), (2, 3), {"strides": [2, 1], "pads": [1, 0, 0, 2]}),
+        ((6, 6), (2, 2), {"dilations": [2, 1]}),
+        ((9,), (4,), {"strides": [3]}),
+    ],
+)
+def test_windows_in_columns(
+    image: tuple[int, ...], block: tuple[int, ...], attributes: dict[str, list[int]]
+) -> None:
+    rank = len(image)
+    strides, dilations = (attributes.get(n, [1] * rank) for n in ("strides", "dilations"))
+    pads = attributes.get("pads", [0] * 2 * rank)
+    counts = [
+        (image[i] + pads[i] + pads[rank + i] - dilations[i] * (block[i] - 1) - 1) // strides[i] + 1
+        for i in range(rank)
+    ]
+    shape = (2, 3 * int(np.prod(block)), int(np.prod(counts)))
+    model = one_node("Col2Im", shape, int64(*image), int64(*block), opset=18, **attributes)
+    assert_same_as_onnx_runtime(model)
+
+
+def test_unpooled_maxima() -> None:
+    """The places that a MaxPool has found, in an image of the size of its own."""
+    x = normal(2, 3, 6, 8)
+    pool = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    nodes = [
+        helper.make_node("MaxPool", ["x"], ["most", "places"], **pool),
+    ]
+    most, places = ReferenceEvaluator(
+        onnx_model(nodes, {"x": x.shape}, ["most", "places"])
+    ).run(None, {"x": x})
+    node = helper.make_node("MaxUnpool", ["x", "i"], ["y"], name="op", **pool)
+    model = onnx_model([node], {"x": most.shape}, ["y"])
+    info = helper.make_tensor_value_info("i", onnx.TensorProto.INT64, places.shape)
+    model.graph.input.append(info)
+    assert_same_as_onnx_runtime(model, {"x": most, "i": places})
+
+
+def test_unpooling_to_another_size_is_refused() -> None:
+    node = helper.make_node("MaxUnpool", ["x", "i", "s"], ["y"], name="op", kernel_shape=[2, 2])
+    constants = {"i": np.zeros((1, 1, 2, 2), np.int64), "s": int64(1, 1, 5, 5)}
+    model = onnx_model([node], {"x": (1, 1, 2, 2)}, ["y"], constants)
+    with pytest.raises(UnsupportedOperatorError, match=r"its output_shape is \[1, 1, 5, 5\]"):
+        import_onnx(model)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("given", [[], ["bias"], ["bias", "mask"]])
+def test_deformed_windows(groups: int, given: list[str]) -> None:
+    taps, rows, columns = 2 * 3, 4, 4
+    shapes = {
+        "x": (2, 4, 7, 6),
+        "weight": (6, 4 // groups, 2, 3),
+        "offset": (2, 2 * 2 * taps, rows, columns),
+        "bias": (6,),
+        "mask": (2, 2 * taps, rows, columns),
+    }
+    names = ["x", "weight", "offset", *given]
+    node = helper.make_node(
+        "DeformConv",
+        names,
+        ["y"],
+        name="op",
+        offset_group=2,
+        group=groups,
+        kernel_shape=[2, 3],
+        strides=[2, 2],
+        pads=[1, 1, 1, 2],
+        dilations=[1, 1],
+    )
+    model = onnx_model([node], {name: shapes[name] for name in names}, ["y"], opset=19)
+    feeds = {name: normal(*shapes[name], seed=i) for i, name in enumerate(names)}
+    feeds["offset"] *= 3  # some lie far outside
+    (wanted,) = ReferenceEvaluator(model).run(None, feeds)
+    found = tvm_fusion.compile(model, threads=1)(feeds)
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code generation of CPU kernels: some groups of them at once, each on a thread of its own.
+
+Lowering and LLVM work without Python's lock, and most of the time of a compilation goes there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.ir.transform import PassContext
+from tvm.target import Target
+
+from ..errors import CompilationError
+from ..machine.host import physical_cores
+
+GROUP = 8
+"""Least number of kernels of a group; smaller ones cost more modules than they balance threads."""
+
+
+def build_program(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
+    """Generate code of a module that is lowered to the virtual machine, for a CPU.
+
+    The groups depend on the names of the kernels only, so that the code does not depend on the
+    number of processors. Where the current pass context has instruments, which need not be safe to
+    call from several threads, the calling thread generates everything.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        Relax functions in the form of the virtual machine, and scheduled kernels.
+    target : Target
+        The CPU.
+
+    Returns
+    -------
+    relax.VMExecutable
+
+    Raises
+    ------
+    CompilationError
+        If TVM fails on a kernel; the message names it.
+    """
+    builder = relax.ExecBuilder()
+    left = tvm.get_global_func("relax.VMCodeGen")(builder, mod)
+    kernels = {v: func for v, func in left.functions_items() if isinstance(func, tirx.PrimFunc)}
+    groups = [kernels] if _has_calls(kernels) else _groups(kernels)
+    libraries = _on_threads(groups, target) if kernels else []
+    for library in libraries[1:]:
+        libraries[0].import_module(library)
+    library = libraries[0] if libraries else None
+    return relax.VMExecutable(tvm.get_global_func("relax.VMLink")(builder, target, library, [], {}))
+
+
+_Group = dict[tvm.ir.GlobalVar, tirx.PrimFunc]
+
+
+def _groups(kernels: _Group) -> list[_Group]:
+    """Kernels in groups of about ``GROUP``; neighbours in name, often equally slow, are apart."""
+    ordered = sorted(kernels, key=lambda var: var.name_hint)
+    count = max(1, len(kernels) // GROUP)
+    return [{var: kernels[var] for var in ordered[start::count]} for start in range(count)]
+
+
+def _has_calls(kernels: _Group) -> bool:
+    """Return whether a kernel calls another one: those must be in one module."""
+    found: list[tvm.ir.GlobalVar] = []
+    for func in kernels.values():
+        tvm_ffi.structural_walk(func.body, (tvm.ir.GlobalVar, found.append))
+    return bool(found)
+
+
+def _on_threads(groups: Sequence[_Group], target: Target) -> list[tvm.runtime.Module]:
+    """Build groups on as many threads as this process has cores; their order is kept."""
+    context = PassContext.current()
+    workers = min(len(groups), physical_cores())
+    if workers < 2 or context.instruments:
+        return [_build(group, target) for group in groups]
+    stopped = threading.Event()
+
+    def build(group: _Group) -> tvm.runtime.Module | None:
+        if stopped.is_set():
+            return None
+        with context, target:
+            return _build(group, target)
+
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="tvm_fusion.build")
+    try:
+        return list(pool.map(build, groups))
+    finally:
+        # After an error or Ctrl-C, groups that have not begun are left out.
+        stopped.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _build(group: _Group, target: Target) -> tvm.runtime.Module:
+    try:
+        return tvm.tirx.build(tvm.IRModule(group), target=target)
+    except Exception as error:  # TVM raises anything
+        raise CompilationError(_told(group, target, error)) from error
+
+
+def _told(group: _Group, target: Target, error: Exception) -> str:
+    """Name the kernel of a group on which TVM fails, and tell why."""
+    for var, func in group.items():
+        try:
+            tvm.tirx.build(tvm.IRModule({var: func}), target=target)
+        except Exception as alone:
+            return f"the stage 'build' failed on the kernel {var.name_hint!r}: {reason(alone)}"
+    names = ", ".join(var.name_hint for var in group)
+    return f"the stage 'build' failed on the kernels {names}: {reason(error)}"
+
+
+def reason(error: Exception) -> str:
+    """Return an exception of TVM in a line, without the module that it prints."""
+    told = str(error).partition("\nError in pass:")[0]
+    return " ".join(told.split())[-500:] or type(error).__name__

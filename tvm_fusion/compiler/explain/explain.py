@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Report on a model: decision, gain and reason of every pair of convolutions; slow kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from relay_passes.conv2d.fusion_report import read_report
+from schedules.cost.decisions import MODEL, recorded
+from schedules.cost.machine import load_machine
+
+from ...compiler import pipeline
+from ...onnx.frontend import import_onnx
+from ..launches import kernel_uses
+from ..target import resolve
+from ..tuned import choose_records
+from .explain_slow import with_slow_kernels
+
+
+def explain(
+    model: Any,
+    target: Any = "native",
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    fuse: Any = "auto",
+    winograd: str = "auto",
+    records: str | os.PathLike[str] | None = None,
+    machine: str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """Decide which pairs of ``model`` to fuse, and schedule its kernels; no code is generated.
+
+    Parameters
+    ----------
+    model : path, bytes or onnx.ModelProto
+        The model.
+    target : str or tvm.target.Target
+        The CPU or the GPU to decide for.
+    shapes : mapping, optional
+        Shapes of inputs with symbolic dimensions.
+    fuse : str or callable
+        ``auto``, ``all``, ``none``, or a function, as for ``compile``.
+    winograd : str
+        ``auto``, ``always`` or ``never``, as for ``compile``.
+    records : path, optional
+        Tuning records, as for ``compile``.
+    machine : str or path, optional
+        Measured CPU, as for ``compile``.
+
+    Returns
+    -------
+    dict
+        ``target``. ``pairs``: one entry a candidate pair, in the order of the model: ``first`` and
+        ``second`` (names), ``input_shape``, ``layer1`` and ``layer2`` (texts), ``fused``,
+        ``reason``, ``flops``, and ``bytes_`` and ``intensity_`` (FLOPs a byte) ``unfused`` and
+        ``fused``. Values that are unknown because of symbolic shapes are None. ``functions``: in
+        the order of the model the ``name`` of each function, the ``rule`` that scheduled it (on a
+        CPU with the nest of a reduction: rows, columns or stream), its ``calls``, the rules that
+        ``failed`` on it, with the reasons, why it is likely to be ``slow``, empty where a rule for
+        its kind took it, and the tuning ``record`` that chose its knobs, or None. ``decisions``:
+        the times that were compared, each with ``decision`` (``fuse``, ``winograd`` or ``split``),
+        ``subject``, ``seconds`` by alternative, ``gain`` of the first over the second, what was
+        ``chosen`` by them, and their ``source``: ``model``, or the file of the tuning record that
+        has them; ``machine``: whose figures predicted those of the model.
+
+    Raises
+    ------
+    InvalidModelError, UnsupportedOperatorError, CompilationError, TargetError
+        As for ``compile``.
+    """
+    host = resolve(target)
+    found = choose_records(records, host)
+    measured = None if machine is None else load_machine(machine)
+    options = pipeline.Options(fuse=fuse, winograd=winograd, records=found, machine=measured)
+    with recorded() as comparisons:
+        mod = pipeline.optimize(import_onnx(model, shapes).mod, host, options)
+    functions = [asdict(use) for use in kernel_uses(mod)]
+    for use in functions:
+        del use["launches"]  # told by explain_kernels, for GPUs
+    return {
+        "target": str(host),
+        "pairs": read_report(mod),
+        "functions": functions,
+        "decisions": [asdict(one) for one in comparisons],
+        "machine": None if measured is None else measured.title,
+    }
+
+
+def explain_table(report: Mapping[str, Any], title: str = "") -> RenderableType:
+    """Return the result of :func:`explain` as a table with one row a pair.
+
+    Kernels that are likely to be slow follow in a table of their own.
+    """
+    pairs = report["pairs"]
+    table = Table(title=title, caption=_totals(pairs))
+    for heading in ("first layer", "second layer", "input"):
+        table.add_column(heading)
+    for heading in ("MFLOP", "MB apart", "MB fused", "FLOP/B apart", "FLOP/B fused"):
+        table.add_column(heading, justify="right")
+    table.add_column("fused")
+    table.add_column("reason")
+    for pair in pairs:
+        table.add_row(
+            pair["layer1"],
+            pair["layer2"],
+            "x".join(map(str, pair["input_shape"])),
+            *(_scaled(pair[key], 1e6) for key in ("flops", "bytes_unfused", "bytes_fused")),
+            *(_scaled(pair[key], 1) for key in ("intensity_unfused", "intensity_fused")),
+            "yes" if pair["fused"] else "no",
+            pair["reason"],
+        )
+    shown = with_tuned_kernels(table, report["functions"])
+    if not report.get("decisions"):
+        return shown
+    return Group(shown, _decisions(report["decisions"], report["machine"]))
+
+
+def _decisions(decisions: Sequence[Mapping[str, Any]], machine: str | None) -> Table:
+    """One row a comparison of times."""
+    source = machine or "the CPU's family, at a nominal clock of 3 GHz"
+    table = Table(title="times that were compared", caption=f"figures of the model: {source}")
+    for heading in ("decision", "of", "chosen", "us", "other", "us", "by"):
+        table.add_column(heading, justify="right" if heading == "us" else "left")
+    for one in decisions:
+        chosen = one["chosen"]
+        others = {name: time for name, time in one["seconds"].items() if name != chosen}
+        other = min(others, key=others.__getitem__, default="")
+        first, second = (
+            f"{one['seconds'][name] * 1e6:.1f}" if name else "" for name in (chosen, other)
+        )
+        by = "model" if one["source"] == MODEL else f"record, {one['source']}"
+        table.add_row(one["decision"], one["subject"], chosen, first, other, second, by)
+    return table
+
+
+def with_tuned_kernels(
+    table: Table, functions: Sequence[Mapping[str, Any]]
+) -> RenderableType:
+    """Return ``table``, and below it the kernels with records, and those likely to be slow."""
+    shown = with_slow_kernels(table, functions)
+    tuned = [use for use in functions if use["record"]]
+    if not tuned:
+        return shown
+    below = Table(title="kernels with tuning records")
+    for heading in ("function", "template", "knobs", "gain", "record"):
+        below.add_column(heading)
+    for use in tuned:
+        record = use["record"]
+        knobs = ", ".join(f"{name} {value}" for name, value in record["knobs"].items())
+        gain = f"{record['gain'] - 1:+.1%}"
+        source = f"{record['source']}, {record['date'][:10]}"
+        below.add_row(use["name"], record["template"], knobs, gain, source)
+    return Group(shown, below)
+
+
+def _totals(pairs: Sequence[Mapping[str, Any]]) -> str:
+    fused = [pair for pair in pairs if pair["fused"]]
+    sizes = [(pair["bytes_unfused"], pair["bytes_fused"]) for pair in fused]
+    saved = sum(apart - together for apart, together in sizes if apart and together)
+    text = f"{len(fused)} of {len(pairs)} pairs fused"
+    return f"{text}; that saves {saved / 1e6:.2f} MB of memory traffic a run" if saved else text
+
+
+def _scaled(value: float | None, unit: float) -> str:
+    """Return a number in ``unit``; one unknown because of symbolic shapes is a question mark."""
+    return "?" if value is None else f"{value / unit:.2f}"

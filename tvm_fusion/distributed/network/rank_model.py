@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's share of a distributed model: its program, and the exchanges that it calls."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tvm_ffi
+
+from schedules.distribute.exchange import Exchange, LocalBuffer, Message, Region, intersection
+from schedules.distribute.rows.rank_plan import EXCHANGE, Range, RowExchange
+
+from ...runtime.arguments import InputBuffers, bind, check, numpy_dtype, results
+from ...runtime.artifact import Description
+from ...runtime.compiled_model import Latency
+from ...runtime.thread_pool import Crew
+from ...runtime.tvm_runtime import start_machine
+from ..local_program import Ranks
+
+_AXIS = 2  # rows
+_MOST_PLACES = 8  # addresses of an exchange's tensors that are remembered
+
+_running = threading.local()
+
+
+@tvm_ffi.register_global_func(EXCHANGE, override=True)
+def _exchange_rows(number: int, *tensors: Any) -> None:
+    """Called by the program of the rank that runs in this thread."""
+    _running.model.exchange(int(number), tensors)
+
+
+class RankModel:
+    """A distributed model on one rank; :meth:`.DistributedModel.on` makes it.
+
+    Parameters
+    ----------
+    about : Description
+        The model, with its plan.
+    library : tvm_ffi.Module
+        Its code.
+    weights : Sequence
+        Its weights.
+    world : Ranks
+        All ranks.
+
+    Attributes
+    ----------
+    inputs, outputs : tuple[TensorSpec, ...]
+        Of the whole model.
+    """
+
+    def __init__(
+        self, about: Description, library: tvm_ffi.Module, weights: Sequence[Any], world: Ranks
+    ) -> None:
+        assert about.ranks is not None, "only distributed models have ranks"
+        self.world = world
+        self.inputs, self.outputs = about.inputs, about.outputs
+        self._weights = weights
+        self._part = about.ranks.parts[world.rank]
+        self._exchanges = [
+            _LocalExchange(number, each, world.rank)
+            for number, each in enumerate(about.ranks.exchanges)
+        ]
+        taken = zip(about.inputs, self._part.inputs, strict=True)
+        self._buffers = InputBuffers([spec for spec, rows in taken if rows is not None])
+        self._machine = start_machine(library)
+        self._crew = Crew(world.threads)
+        self._error: BaseException | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...] | None:
+        """Compute the outputs; called by all ranks together, with the whole inputs on each.
+
+        A rank reads its own rows of the inputs only, so that the others may be anything.
+
+        Parameters
+        ----------
+        *args, **kwargs : array
+            Inputs as for :class:`tvm_fusion.CompiledModel`.
+
+        Returns
+        -------
+        numpy.ndarray, tuple of numpy.ndarray or None
+            The outputs on the first rank, None on others.
+
+        Raises
+        ------
+        InvalidInputError
+            If an input is missing, unknown, or of the wrong type or shape.
+        DistributedError
+            If a rank does not answer in time.
+        """
+        arrays = check(self.inputs, bind(self.inputs, args, kwargs))
+        mine = [
+            _rows_of(array, rows)
+            for array, rows in zip(arrays, self._part.inputs, strict=True)
+            if rows is not None
+        ]
+        if not self._part.function:
+            return None
+        outputs = self._crew.run(self._run, mine)
+        if self.world.rank:
+            return None
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def benchmark(self, repeat: int = 50, warmup: int = 10, inputs: Any = None) -> Latency:
+        """Time whole calls, from all ranks being ready until this one is done.
+
+        Called by all ranks together; that of the first rank is the time until the outputs are
+        there.
+
+        Parameters
+        ----------
+        repeat, warmup : int
+            Numbers of timed calls, and of those before them.
+        inputs : mapping
+            Inputs by name.
+        """
+        seconds = []
+        for number in range(warmup + repeat):
+            self.world.barrier()
+            begin = time.perf_counter()
+            self(inputs)
+            if number >= warmup:
+                seconds.append(time.perf_counter() - begin)
+        return Latency.of(seconds, self.world.threads)
+
+    def exchange(self, number: int, tensors: Sequence[Any]) -> None:
+        """Exchange rows of the program's tensors with other ranks."""
+        try:
+            self._exchanges[number](self.world, tensors)
+        except BaseException as error:  # TVM keeps its text only
+            self._error = error
+            raise
+
+    def _run(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        tensors, memory = self._buffers.tensors(arrays)
+        _running.model = self
+        try:
+            returned = self._machine[self._part.function](*tensors, *self._weights)
+        except Exception:
+            error, self._error = self._error, None
+            if error is not None:
+                raise error from None
+            raise
+        finally:
+            _running.model = None
+        if self.world.rank:
+            return []
+        found = returned[0]
+        outputs = [found] if isinstance(found, tvm_ffi.Tensor) else list(found)
+        return results(outputs, [False] * len(outputs), memory)
+
+
+def _rows_of(array: np.ndarray, rows: Range) -> np.ndarray:
+    return array[:, :, slice(*rows)] if array.ndim in (4, 5) else array
+
+
+class _LocalExchange:
+    """An exchange as one rank takes part in it."""
+
+    def __init__(self, number: int, exchange: RowExchange, rank: int) -> None:
+        self._dtype = numpy_dtype(exchange.dtype)
+        self._own = _region(exchange.shape, exchange.own[rank])
+        self._held = _region(exchange.shape, exchange.held[rank])
+        messages = [
+            # This rank sends rows of one tensor and receives into another.
+            Message(source, dest, "own" if source == rank else "held", _region(exchange.shape, at))
+            for source, dest, *at in sorted(exchange.transfers().tolist())
+            if rank in (source, dest)
+        ]
+        self.exchange = Exchange(number, tuple(messages))
+        self._receives = any(message.dest == rank for message in messages)
+        self._views: dict[tuple[int, int], _Views] = {}
+
+    def __call__(self, world: Ranks, tensors: Sequence[Any]) -> None:
+        place = int(tensors[0].data_ptr()), int(tensors[-1].data_ptr())
+        if place not in self._views:
+            if len(self._views) >= _MOST_PLACES:
+                self._views.clear()
+            self._views[place] = self._view(*place)
+        views = self._views[place]
+        world.start(self.exchange, views.buffers)
+        if views.kept is not None:
+            np.copyto(*views.kept)  # while messages travel
+        world.finish(self.exchange)
+
+    def _view(self, first: int, last: int) -> _Views:
+        buffers = {}
+        if _is_some(self._own):
+            buffers["own"] = self._window(first, self._own)
+        if self._receives:
+            buffers["held"] = self._window(last, self._held)
+        shared = intersection(self._own, self._held)
+        if len(buffers) < 2 or not _is_some(shared):
+            return _Views(buffers, None)
+        return _Views(buffers, (buffers["held"].view(shared), buffers["own"].view(shared)))
+
+    def _window(self, address: int, region: Region) -> LocalBuffer:
+        """A tensor's memory as an array, which does not keep the tensor: its memory is reused."""
+        shape = [end - begin for begin, end in region]
+        size = math.prod(shape) * self._dtype.itemsize
+        memory = (ctypes.c_char * size).from_address(address)
+        array = np.frombuffer(memoryview(memory), self._dtype).reshape(shape)
+        return LocalBuffer(array, tuple(begin for begin, _ in region))
+
+
+class _Views(NamedTuple):
+    """Windows of the messages, and the rank's own rows, to be copied from one to the other."""
+
+    buffers: dict[str, LocalBuffer]
+    kept: tuple[np.ndarray, np.ndarray] | None
+
+
+def _region(shape: Sequence[int], rows: Sequence[int]) -> Region:
+    begin, end = rows
+    return (
+        *((0, extent) for extent in shape[:_AXIS]),
+        (begin, end),
+        *((0, extent) for extent in shape[_AXIS + 1 :]),
+    )
+
+
+def _is_some(region: Region) -> bool:
+    begin, end = region[_AXIS]
+    return begin < end

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of a job: exchanges, collectives, and the session in which they happen, through MPI.
+
+This is the only module that imports mpi4py, and it does so when a session begins. Every wait polls,
+with a deadline: a rank that does not answer ends the job instead of hanging it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from schedules.distribute.exchange import Exchange, LocalBuffer
+
+from ...errors import DistributedError
+from ..world import failure
+from .parcel import PreparedExchange, as_bytes, name_ranks
+from .watch import NodeRecord, slot_text
+
+_INSTALL = "{}; install both by: pip install 'tvm-fusion[mpi]', or mpi4py for the cluster's own MPI"
+_KEPT = 4
+_SPINS = 200  # tests before the clock is read
+_YIELD_SECONDS = 1e-3  # then a rank sleeps between tests: others may need its core
+_SLEEP_SECONDS = 5e-5
+
+
+class World:
+    """The ranks of a job, seen from one of them.
+
+    Collectives and exchanges are called by all ranks, in the same order.
+
+    Parameters
+    ----------
+    mpi : module
+        ``mpi4py.MPI``.
+    comm : mpi4py.MPI.Intracomm
+        Its ranks; used by this object alone.
+    record : NodeRecord
+        Of this node.
+    neighbours : Mapping[int, int]
+        Ranks of this node, and their places in the record.
+    timeout : float
+        Seconds for which a rank waits for another.
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank, and the number of ranks.
+    threads : int
+        Threads for each kernel of this rank.
+    """
+
+    def __init__(
+        self,
+        mpi: Any,
+        comm: Any,
+        record: NodeRecord,
+        neighbours: Mapping[int, int],
+        timeout: float,
+    ) -> None:
+        self.rank, self.size = int(comm.rank), int(comm.size)
+        self.timeout, self.threads = timeout, 1
+        self._mpi, self._comm = mpi, comm
+        self._record, self._neighbours = record, neighbours
+        self._byte = mpi.BYTE
+        self._prepared: dict[int, list[PreparedExchange]] = {}
+        self._running: dict[int, PreparedExchange] = {}
+        self._status = mpi.Status()
+        self.doing = "before its first exchange"
+
+    def start(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> None:
+        """Start to send and receive the messages of an exchange, without waiting.
+
+        What is sent must not be written, and what is received not be read, before :meth:`finish`.
+
+        Parameters
+        ----------
+        exchange : Exchange
+            The same on all ranks.
+        buffers : Mapping[str, LocalBuffer]
+            This rank's windows of the buffers that the messages name.
+
+        Raises
+        ------
+        DistributedError
+            If the exchange has been started and not finished, or a buffer is missing.
+        """
+        if exchange.id in self._running:
+            raise DistributedError(
+                f"exchange {exchange.id} is started twice; call finish in between"
+            )
+        prepared = self._prepare(exchange, buffers)
+        self._running[exchange.id] = prepared
+        self._say(prepared.inside)
+        for parcel in prepared.outgoing:
+            parcel.pack()
+        self._mpi.Prequest.Startall(prepared.requests)
+
+    def finish(self, exchange: Exchange) -> None:
+        """Wait until all messages of an exchange have arrived, and been sent.
+
+        Raises
+        ------
+        DistributedError
+            If it was not started, a rank does not answer in time, or a message has another size
+            than here.
+        """
+        prepared = self._running.pop(exchange.id, None)
+        if prepared is None:
+            raise DistributedError(f"exchange {exchange.id} is finished without a start")
+        self._wait(prepared.requests, prepared.statuses, prepared.peers, prepared.name)
+        for parcel, status in zip(prepared.incoming, prepared.statuses, strict=False):
+            received = status.Get_count(self._byte)
+            if received != parcel.nbytes:
+                raise DistributedError(
+                    f"rank {parcel.peer} sent {received} bytes in exchange {exchange.id}, and "
+                    f"rank {self.rank} expected {parcel.nbytes}"
+                )
+            parcel.unpack()
+        self._say(prepared.after)
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self._collective("in a barrier", self._comm.Ibarrier())
+
+    def agree(self, text: str, of: str = "programs") -> None:
+        """Compare a text, by its hash, on all ranks.
+
+        Parameters
+        ----------
+        text : str
+            What has to be the same everywhere.
+        of : str
+            What it describes, for the message.
+
+        Raises
+        ------
+        DistributedError
+            On all ranks, if any of them has another text.
+        """
+        digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+        digests = self.all_gather(digest)
+        others = np.flatnonzero((digests != digests[0]).any(axis=1))
+        if others.size:
+            raise failure.DisagreementError(
+                f"{name_ranks(others.tolist())} and rank 0 have different {of}: start the same "
+                "program, of the same versions and with the same arguments, on all ranks; rank 0 "
+                f"has {text[:200]!r}"
+            )
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        """The arrays of all ranks, of one shape and type, stacked in order of the ranks."""
+        array = np.ascontiguousarray(array)
+        gathered = np.empty((self.size, *array.shape), array.dtype)
+        if array.nbytes:
+            request = self._comm.Iallgather(as_bytes(array), as_bytes(gathered))
+            self._collective("in a gather", request)
+        return gathered
+
+    def all_to_all(self, array: np.ndarray) -> np.ndarray:
+        """Slice ``rank`` of the arrays of all ranks, in their order; one slice is for each rank."""
+        array = np.ascontiguousarray(array)
+        received = np.empty_like(array)
+        if array.nbytes:
+            request = self._comm.Ialltoall(as_bytes(array), as_bytes(received))
+            self._collective("in an exchange of slices", request)
+        return received
+
+    def broadcast(self, array: np.ndarray, root: int = 0) -> np.ndarray:
+        """The array of one rank; those of the others have the same shape and type."""
+        array = np.array(array, order="C")
+        if array.nbytes:
+            self._collective("in a broadcast", self._comm.Ibcast(as_bytes(array), root))
+        return array
+
+    def all_reduce(self, array: np.ndarray, operator: str) -> np.ndarray:
+        """Combine the elements of integer arrays of all ranks, wrapping around as numpy does.
+
+        Parameters
+        ----------
+        array : np.ndarray
+            Integers; of the same shape and type on all ranks.
+        operator : str
+            ``sum``, ``prod``, ``min``, ``max``, ``and`` or ``or``, the last two by bits.
+        """
+        array = np.ascontiguousarray(array)
+        combine = {"and": "BAND", "or": "BOR"}.get(operator, operator.upper())
+        if operator in ("sum", "prod"):  # those of signed integers must not overflow
+            array = array.view(f"u{array.dtype.itemsize}")
+        result = np.empty_like(array)
+        request = self._comm.Iallreduce(array, result, getattr(self._mpi, combine))
+        self._collective("in a reduction", request)
+        return result
+
+    def wait_for_all(self) -> None:
+        """Wait at the end of the session until all ranks are there; end the job if one is not."""
+        try:
+            self._collective("at the end of the session", self._comm.Ibarrier())
+        except DistributedError as error:
+            self.abort(error)
+
+    def free(self) -> None:
+        """Release what MPI holds for this object, which is of no use any more."""
+        for prepared in itertools.chain.from_iterable(self._prepared.values()):
+            prepared.free()
+        self._prepared.clear()
+        self._comm.Free()
+
+    def abort(self, error: BaseException, code: int = 1) -> None:
+        """Tell why, once a node, and end the job on all ranks; does not return."""
+        failure.tell(self._record, self.rank, self.size, self.doing, error)
+        self._comm.Abort(code or 1)
+        os.kill(os.getpid(), 9)
+
+    def _prepare(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> PreparedExchange:
+        """Parcels of an exchange; a few are kept, since steps may swap two arrays."""
+        kept = self._prepared.setdefault(exchange.id, [])
+        for prepared in kept:
+            if prepared.fits(exchange, buffers):
+                return prepared
+        kept.append(PreparedExchange(self._mpi, self._comm, exchange, buffers))
+        if len(kept) > _KEPT:
+            kept.pop(0).free()
+        return kept[-1]
+
+    def _collective(self, name: str, request: Any) -> None:
+        before = self.doing
+        self._say(slot_text(f"{name}, {before}"))
+        self._wait([request], [self._status], None, name)
+        self._say(slot_text(before))
+
+    def _wait(
+        self, requests: list[Any], statuses: list[Any], peers: Sequence[int] | None, name: str
+    ) -> None:
+        """Test requests until all are complete, or raise at the deadline."""
+        test = self._mpi.Request.Testall
+        try:
+            for _ in range(_SPINS):
+                if test(requests, statuses):
+                    return
+            begin = time.monotonic()
+            while not test(requests, statuses):
+                waited = time.monotonic() - begin
+                if waited > self.timeout:
+                    raise DistributedError(self._late(requests, peers, name))
+                if waited < _YIELD_SECONDS:
+                    os.sched_yield()
+                else:
+                    time.sleep(_SLEEP_SECONDS)
+        except self._mpi.Exception as error:
+            who = f" with {name_ranks(sorted(set(peers)))}" if peers else ""
+            raise DistributedError(f"MPI failed {name}{who}: {error}") from error
+
+    def _late(self, requests: list[Any], peers: Sequence[int] | None, name: str) -> str:
+        """Explain a deadline that is over: which ranks do not answer, and what they do."""
+        slots = {rank: slot for rank, slot in self._neighbours.items() if rank != self.rank}
+        if peers is None:
+            said = {rank: self._record.said(slot) for rank, slot in slots.items()}
+            late = [rank for rank, text in said.items() if not text.startswith(name)]
+        else:
+            pairs = zip(requests, peers, strict=True)
+            late = sorted({peer for request, peer in pairs if not request.Test()})
+        told = [f"rank {r} is {self._record.said(slots[r])}" for r in late if r in slots]
+        whom = name_ranks(late) if late else "ranks of other nodes"
+        return (
+            f"waited {self.timeout:g} s for {whom} {name}"
+            + "".join(f"; {text}" for text in told[:3])
+            + "; a longer timeout=... helps if they are only slow"
+        )
+
+    def _say(self, text: bytes) -> None:
+        self._record.say(text)
+        self._doing = text
+
+    @property
+    def doing(self) -> str:
+        """The exchange in which, or after which, this rank is."""
+        return self._doing.rstrip(b"\0").decode(errors="replace")
+
+    @doing.setter
+    def doing(self, text: str) -> None:
+        self._say(slot_text(text))
+
+
+def require_mpi() -> None:
+    """Refuse to go on without mpi4py, before anything is started."""
+    if importlib.util.find_spec("mpi4py") is None:
+        raise DistributedError(_INSTALL.format("mpi4py is not installed"))
+
+
+def load_mpi() -> Any:
+    """The module ``mpi4py.MPI``, with MPI initialised."""
+    import mpi4py
+
+    mpi4py.rc.thread_level = "serialized"  # without the locks that several threads would need
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise DistributedError(_INSTALL.format(f"mpi4py finds no MPI ({error})")) from error
+    return MPI

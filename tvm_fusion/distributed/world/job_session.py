@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Session: all ranks of a job, from the start of MPI to the end or the failure of one of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from ...errors import InvalidInputError
+from ...runtime.thread_pool import choose_threads
+from ...version import __version__
+from ..world import failure
+from .communicator import World, load_mpi, require_mpi
+from .watch import NodeRecord, record_bytes
+
+TIMEOUT = 60.0
+"""Seconds for which a rank waits for another."""
+
+
+@contextmanager
+def session(
+    ranks: int | None = None, *, timeout: float = TIMEOUT, threads: int | None = None
+) -> Iterator[World]:
+    """Session of all ranks of this job, which ``mpiexec -n N`` started.
+
+    A failure of one rank within it ends the job on all ranks: with one line on standard error that
+    says which rank, in which exchange, with which others, and an exit code that is not 0. All ranks
+    wait for each other at the end.
+
+    Parameters
+    ----------
+    ranks : int | None
+        The number of ranks that the program needs; None for any.
+    timeout : float
+        Seconds for which a rank waits for another before it ends the job.
+    threads : int | None
+        Threads of each rank's kernels; by default its share of the node's processors.
+
+    Yields
+    ------
+    World
+        The ranks.
+
+    Raises
+    ------
+    DistributedError
+        If MPI is not installed, the job has another number of ranks, the ranks are of different
+        versions, or a rank does not answer in time. What all ranks find wrong is raised on the
+        first one alone; the others end with code 1.
+    """
+    if not timeout > 0:
+        raise InvalidInputError(f"timeout is {timeout!r}; expected a positive number of seconds")
+    with _opened(timeout) as (world, siblings):
+        try:
+            with failure.guarded_exit(lambda code: _exited(world, code)):
+                _check(world, ranks)
+                with _processors(world, siblings, threads):
+                    yield world
+                world.wait_for_all()
+        except failure.DisagreementError:
+            if world.rank == 0:
+                raise
+            raise SystemExit(1) from None
+        except BaseException as error:
+            if failure.describe(error) is not None:
+                world.abort(error)
+            world.wait_for_all()
+            raise
+
+
+@contextmanager
+def _opened(timeout: float) -> Iterator[tuple[World, list[_Sibling]]]:
+    """All ranks, and those of this node, under the eyes of a watch from before MPI starts."""
+    require_mpi()
+    watch = failure.Watch(timeout)
+    mpi = load_mpi()
+    comm = mpi.COMM_WORLD.Dup()
+    node = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    mine = _Sibling(int(comm.rank), os.getpid(), tuple(sorted(os.sched_getaffinity(0))))
+    siblings = [_Sibling(*fields) for fields in node.allgather(tuple(mine))]
+    record = _open_record(node, siblings, int(comm.size), watch)
+    neighbours = {sibling.rank: slot for slot, sibling in enumerate(siblings)}
+    world = World(mpi, comm, record, neighbours, timeout)
+    record.enter()
+    try:
+        yield world, siblings
+    finally:
+        record.leave()
+        watch.end()
+        world.free()
+        node.Free()
+        record.close()
+
+
+class _Sibling(NamedTuple):
+    """A rank of this node, its process, and the processors that it may use."""
+
+    rank: int
+    pid: int
+    processors: tuple[int, ...]
+
+
+def _open_record(
+    node: Any, siblings: Sequence[_Sibling], size: int, watch: failure.Watch
+) -> NodeRecord:
+    """The record of this node, made by its first rank, whose watch watches over all of them."""
+    path = ""
+    if node.rank == 0:
+        with tempfile.NamedTemporaryFile(prefix="tvm_fusion-", delete=False) as file:
+            file.write(record_bytes(len(siblings)))
+        path = file.name
+    path = node.bcast(path)
+    record = NodeRecord(path, int(node.rank))
+    node.Barrier()
+    if node.rank == 0:
+        pids, ranks = [s.pid for s in siblings], [s.rank for s in siblings]
+        watch.begin(path, pids, ranks, size)
+        os.unlink(path)
+    else:
+        watch.end()
+    return record
+
+
+def _check(world: World, ranks: int | None) -> None:
+    """Refuse another number of ranks, and ranks of different versions."""
+    if ranks is not None and ranks != world.size:
+        raise failure.DisagreementError(
+            f"the program is for {ranks} ranks, and this job has {world.size}; start it by "
+            f"mpiexec -n {ranks}, the one of the MPI that mpi4py uses"
+        )
+    packages = ("apache-tvm", "apache-tvm-ffi", "numpy")
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    world.agree(", ".join([f"tvm-fusion {__version__}", *versions]), "versions")
+
+
+@contextmanager
+def _processors(world: World, siblings: Sequence[_Sibling], threads: int | None) -> Iterator[None]:
+    """Share out the processors of the node, where several ranks may use the same ones.
+
+    A rank with one thread is left to the operating system, which moves it to an idle processor.
+    """
+    mine = siblings[[sibling.rank for sibling in siblings].index(world.rank)].processors
+    same = [sibling.rank for sibling in siblings if sibling.processors == mine]
+    share = part(mine, same.index(world.rank), len(same))
+    wanted = threads if threads is not None else max(1, len(share))
+    bind = 1 < wanted <= len(share) < len(mine)
+    if bind:
+        os.sched_setaffinity(0, share)
+    world.threads = choose_threads(wanted)
+    try:
+        yield
+    finally:
+        if bind:
+            os.sched_setaffinity(0, mine)
+
+
+def part(items: Sequence[int], number: int, parts: int) -> Sequence[int]:
+    """One of a number of parts of a sequence, whose lengths differ by one at most."""
+    return items[len(items) * number // parts : len(items) * (number + 1) // parts]
+
+
+def _exited(world: World, code: int) -> None:
+    """End the job in the place of ``os._exit``."""
+    world.abort(failure.ExitCallError(code), code)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators of ``com.microsoft`` on quantised tensors, written as those of floats.
+
+::
+
+    QLinearAdd:   y = saturate(round(((a - za) * sa + (b - zb) * sb) / sy) + zy)
+    MatMulNBits:  y = x @ ((bits of b) - zeros) * scales, transposed
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from ..quantized import saturate
+from .contrib_expansion import ContribExpansion
+from .pointwise import Refusal
+
+FLOAT = TensorProto.FLOAT
+
+_POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+
+
+def _real(parts: ContribExpansion, x: str, scale: str, zero: str) -> str:
+    """The floats that a quantised tensor stands for."""
+    wide = parts.emit("Cast", x, to=FLOAT)
+    if zero:
+        wide = parts.emit("Sub", wide, parts.emit("Cast", zero, to=FLOAT))
+    return parts.emit("Mul", wide, scale)
+
+
+def _finish_quantized(parts: ContribExpansion, value: str, scale: str, zero: str) -> Refusal:
+    """Let a quantised tensor be the result; without a zero point it is of uint8."""
+    kind = parts.facts.dtype(zero) if zero else TensorProto.UINT8
+    if kind == TensorProto.UNDEFINED:
+        return f"the type of its zero point {zero!r} is not known"
+    value = parts.emit("Round", parts.emit("Div", value, scale))
+    if zero:
+        value = parts.emit("Add", value, parts.emit("Cast", zero, to=FLOAT))
+    saturate(parts, value, kind)
+    return None
+
+
+def qlinear_binary(parts: ContribExpansion) -> Refusal:
+    """The sum or the product of two tensors."""
+    left, right = (_real(parts, *map(parts.input, range(i, i + 3))) for i in (0, 3))
+    op_type = parts.node.op_type.removeprefix("QLinear")
+    result = parts.emit(op_type, left, right)
+    return _finish_quantized(parts, result, parts.input(6), parts.input(7))
+
+
+def qlinear_unary(parts: ContribExpansion) -> Refusal:
+    """An activation."""
+    op_type = parts.node.op_type.removeprefix("QLinear")
+    given: dict[str, Any] = {}
+    if op_type == "LeakyRelu":
+        given = {"alpha": parts.get("alpha", 0.01)}
+    elif op_type == "Softmax":
+        if parts.get("opset", 13) < 13:
+            return "it is the Softmax of opset 12, which flattens its input"
+        given = {"axis": parts.get("axis", -1)}
+    x = _real(parts, *map(parts.input, range(3)))
+    return _finish_quantized(parts, parts.emit(op_type, x, **given), parts.input(3), parts.input(4))
+
+
+def pool_quantized(parts: ContribExpansion) -> Refusal:
+    """Means of windows, or of whole images."""
+    if parts.get("channels_last", 0):
+        return "its channels come last"
+    op_type = parts.node.op_type.removeprefix("QLinear")
+    given = {name: parts.get(name) for name in _POOL if parts.get(name) is not None}
+    x = _real(parts, *map(parts.input, range(3)))
+    return _finish_quantized(parts, parts.emit(op_type, x, **given), parts.input(3), parts.input(4))
+
+
+def qlinear_concat(parts: ContribExpansion) -> Refusal:
+    """Tensors of several scales in one."""
+    names = list(parts.node.input[2:])
+    tensors = [_real(parts, *names[i : i + 3]) for i in range(0, len(names), 3)]
+    joined = parts.emit("Concat", *tensors, axis=parts.get("axis", 0))
+    return _finish_quantized(parts, joined, parts.input(0), parts.input(1))
+
+
+def qgemm(parts: ContribExpansion) -> Refusal:
+    """``alpha * A @ B + C``, quantised again if it has a scale; the scale of C is that of A @ B."""
+    left, right = (_real(parts, *map(parts.input, range(i, i + 3))) for i in (0, 3))
+    flags = {name: parts.get(name, 0) for name in ("transA", "transB")}
+    result = parts.emit("Gemm", left, right, **flags)
+    if parts.input(6):
+        scale = parts.emit("Mul", parts.input(1), parts.input(4))
+        added = parts.emit("Mul", parts.emit("Cast", parts.input(6), to=FLOAT), scale)
+        result = parts.emit("Add", result, added)
+    result = parts.scaled(result, parts.get("alpha", 1.0))
+    if parts.input(7):
+        return _finish_quantized(parts, result, parts.input(7), parts.input(8))
+    parts.finish(result)
+    return None
+
+
+def dynamic_matmul(parts: ContribExpansion) -> Refusal:
+    """``A @ B``, for which A is quantised with the scale of its range."""
+    bits, scale, zero = parts.emit_many("DynamicQuantizeLinear", 3, parts.input(0))
+    return _float_product(parts, _real(parts, bits, scale, zero), (1, 2, 3), 4)
+
+
+def integer_matmul(parts: ContribExpansion) -> Refusal:
+    """``A @ B`` of quantised tensors as floats."""
+    left = _real(parts, parts.input(0), parts.input(2), parts.input(4))
+    return _float_product(parts, left, (1, 3, 5), 6)
+
+
+def _float_product(
+    parts: ContribExpansion, left: str, right: tuple[int, int, int], bias: int
+) -> Refusal:
+    """The product with the quantised tensor at three inputs, and a bias if there is one."""
+    product = parts.emit("MatMul", left, _real(parts, *map(parts.input, right)))
+    parts.finish(parts.emit("Add", product, parts.input(bias)) if parts.input(bias) else product)
+    return None
+
+
+def quantize(parts: ContribExpansion) -> Refusal:
+    """ONNX's own operator, under another name."""
+    return _as_onnx(parts)
+
+
+def dequantize(parts: ContribExpansion) -> Refusal:
+    """ONNX's own operator, under another name."""
+    return _as_onnx(parts)
+
+
+def _as_onnx(parts: ContribExpansion) -> Refusal:
+    node = onnx.NodeProto()
+    node.CopyFrom(parts.node)
+    node.domain = ""
+    parts.nodes.append(node)
+    return None
+
+
+def matmul_of_few_bits(parts: ContribExpansion) -> Refusal:
+    """The product with columns of 2, 4 or 8 bits that have a scale for each block of rows."""
+    rows, columns, bits = parts.get("K"), parts.get("N"), parts.get("bits", 4)
+    size = parts.get("block_size")
+    if bits not in (2, 4, 8) or parts.input(4):
+        return f"its numbers have {bits} bits, or its rows are reordered"
+    blocks = -(-rows // size)
+    numbers = parts.emit("Cast", _unpacked(parts, parts.input(1), bits), to=FLOAT)
+    numbers = parts.reshape(numbers, columns, blocks, size)
+    zeros = parts.input(3)
+    if not zeros:
+        centred = parts.emit("Sub", numbers, parts.number_like(1 << (bits - 1), numbers))
+    else:
+        if parts.facts.dtype(zeros) == TensorProto.UINT8:
+            per_byte = 8 // bits
+            packed = parts.reshape(zeros, columns, -(-blocks // per_byte))
+            wide = parts.emit("Cast", _unpacked(parts, packed, bits), to=FLOAT)
+            zeros = parts.emit("Slice", wide, *map(parts.integers, ([0], [blocks], [1])))
+        else:
+            zeros = parts.emit("Cast", zeros, to=FLOAT)
+        centred = parts.emit("Sub", numbers, parts.reshape(zeros, columns, blocks, 1))
+    scales = parts.emit("Cast", parts.input(2), to=FLOAT)
+    weights = parts.emit("Mul", centred, parts.reshape(scales, columns, blocks, 1))
+    flat = parts.reshape(weights, columns, blocks * size)
+    flat = parts.emit("Slice", flat, *map(parts.integers, ([0], [rows], [1])))
+    right = parts.emit("CastLike", parts.emit("Transpose", flat, perm=[1, 0]), parts.input(0))
+    product = parts.emit("MatMul", parts.input(0), right)
+    parts.finish(parts.emit("Add", product, parts.input(5)) if parts.input(5) else product)
+    return None
+
+
+def _unpacked(parts: ContribExpansion, packed: str, bits: int) -> str:
+    """The numbers that share bytes, the lowest bits first, along the last axis; [n, numbers]."""
+    if bits == 8:
+        return packed
+    base = parts.constant("base", np.array(1 << bits, np.uint8))
+    found = []
+    rest = packed
+    for _ in range(8 // bits):
+        number = parts.emit("Mod", rest, base)
+        found.append(parts.emit("Unsqueeze", number, parts.integers([-1])))
+        rest = parts.emit("Div", rest, base)
+    joined = parts.emit("Concat", *found, axis=-1)
+    return parts.reshape(joined, 0, -1)
