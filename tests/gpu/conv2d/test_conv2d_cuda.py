@@ -55,7 +55,13 @@ def _main_loop(func: tirx.PrimFunc, arch: str) -> list[str]:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("case", [LARGE, POINTWISE], ids=["3x3", "1x1"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(LARGE, id="3x3", marks=pytest.mark.slow),
+        pytest.param(POINTWISE, id="1x1"),
+    ],
+)
 def test_main_loop_of_large_products(case: Case, arch: str) -> None:
     """An 8 x 8 register tile: 16 multiply-adds for each read, and little else."""
     func = scheduled(case, Conv2D(), Target({"kind": "cuda", "arch": arch}, host="llvm"))

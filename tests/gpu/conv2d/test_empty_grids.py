@@ -64,6 +64,7 @@ def test_graphs(name: str) -> None:
         [((n, 70), [1]), ((n, 70), [0]), ((37, n), [1]), ((37, n), [0]), ((n,), [0])],
         ["sum", "prod", "max", "mean"],
         ["auto", "atomic"],
+        every=4,
     ),
 )
 def test_reductions(

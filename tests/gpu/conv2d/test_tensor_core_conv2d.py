@@ -16,6 +16,7 @@ from tvm.target import Target
 from schedules.compute.conv2d import _pad, activate, conv2d
 from schedules.gpu import AnyConv2D
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
+from tests.selection import in_turns
 
 OPENCL = Target({"kind": "opencl", "max_shared_memory_per_block": 49152}, host="llvm")
 
@@ -132,8 +133,7 @@ RESNET = {
 }
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("name", RESNET)
+@pytest.mark.parametrize(("name", "arch"), in_turns(RESNET, ["sm_90", "sm_80"]))
 def test_machine_code(name: str, arch: str) -> None:
     layer, size = RESNET[name]
     dtype = "bfloat16" if name == "2_3x3" else "float16"

@@ -43,6 +43,7 @@ def test_which_have_it() -> None:
             if (operator, finish) != ("argmin", "atomic")
         ],
         [((4, 100_000), [1]), ((100_001, 64), [0])],
+        every=4,
     ),
 )
 def test_reductions(kind: tuple[str, str], data: tuple[tuple[int, ...], list[int]]) -> None:
@@ -77,7 +78,7 @@ def test_numbers_of_what_is_computed_before_a_reduction(
     np.testing.assert_allclose(largest.astype("float64"), wanted, rtol=2.0**-7)
 
 
-@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize(("producer",), in_turns(PRODUCERS))
 def test_what_is_computed_before_a_reduction(producer: str) -> None:
     _check(_sisters(producer, OLD).func)
 

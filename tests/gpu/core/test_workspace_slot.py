@@ -25,6 +25,7 @@ from schedules.gpu.core.workspace_slot import HEADER_WORDS, LINE_WORDS, LOCK, PL
 from schedules.gpu.reduce.kernel import group_kernel
 from schedules.gpu.reduce.plan.config import tiles
 from schedules.gpu.reduce.plan.workspace import ticket_stride, ticket_words
+from tests.selection import in_turns
 
 op = relax.op
 
@@ -166,8 +167,7 @@ def _compare_softmax_sums(outputs: Sequence[np.ndarray], data: np.ndarray) -> No
     np.testing.assert_allclose(outputs[1], np.exp(exact - maximum).sum(1), rtol=4e-6)
 
 
-@pytest.mark.parametrize("calls", [2, PLACES])
-@pytest.mark.parametrize("form", SHAPES)
+@pytest.mark.parametrize(("form", "calls"), in_turns(SHAPES, [PLACES, 2]))
 def test_blocks_of_several_calls_in_any_order(
     form: str, calls: int, rng: np.random.Generator
 ) -> None:
@@ -178,7 +178,7 @@ def test_blocks_of_several_calls_in_any_order(
         all_calls.check()
 
 
-@pytest.mark.parametrize("form", SHAPES)
+@pytest.mark.parametrize(("form",), in_turns(SHAPES))
 def test_calls_on_two_streams_with_the_same_output(
     form: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +193,7 @@ def test_calls_on_two_streams_with_the_same_output(
         calls.check()
 
 
-@pytest.mark.parametrize("form", SHAPES)
+@pytest.mark.parametrize(("form",), in_turns(SHAPES))
 def test_a_replayed_launch_beside_one_with_its_output_and_stream(
     form: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +206,7 @@ def test_a_replayed_launch_beside_one_with_its_output_and_stream(
         calls.check()
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
+@pytest.mark.parametrize(("arch",), in_turns(["sm_75", "sm_80", "sm_90"]))
 def test_the_device_numbers_the_launches(arch: str) -> None:
     """The driver passes the number among the constants of a kernel; data is loaded before it."""
     target = Target({"kind": "cuda", "arch": arch}, host="llvm")
@@ -279,8 +279,10 @@ def test_a_call_without_a_place_waits_for_one(rng: np.random.Generator) -> None:
     calls.check()
 
 
-@pytest.mark.parametrize("count", [2, PLACES, PLACES + 4])
-@pytest.mark.parametrize("name", ["x", "y", "sisters", "softmax"])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    in_turns(["x", "y", "sisters", "softmax"], [PLACES + 4, 2, PLACES], every=3),
+)
 def test_calls_in_several_queues(name: str, count: int, rng: np.random.Generator) -> None:
     """Also more at once than there are places."""
     if name == "sisters":

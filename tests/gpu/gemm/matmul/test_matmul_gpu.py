@@ -168,7 +168,7 @@ def test_every_tile(
     _check(got, x.astype("float64") @ w, 44)
 
 
-@pytest.mark.parametrize("rows", [1, 31, 200])
+@pytest.mark.parametrize("rows", [1, pytest.param(31, marks=pytest.mark.slow), 200])
 def test_symbolic_rows(rows: int, rng: np.random.Generator) -> None:
     x, w, b = (_random(rng, shape, F32) for shape in ((1, rows, 36), (36, 50), (50,)))
     shapes = [(1, tirx.Var("n", "int64"), 36), (36, 50), (50,)]

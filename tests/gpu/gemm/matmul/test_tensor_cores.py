@@ -19,6 +19,7 @@ from tvm.target import Target
 from relay_passes import AllowTF32
 from schedules.gpu.gemm.matmul import tensor_core_tile
 from schedules.gpu.gemm.matmul.tensor_core_tile import SharedTile, TensorTile
+from tests.selection import in_turns
 
 F16, BF16, F32, INT8 = "float16", "bfloat16", "float32", "int8"
 OPENCL = Target({"kind": "opencl", "max_shared_memory_per_block": 49152}, host="llvm")
@@ -60,7 +61,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(("left", "right"), ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [*(pytest.param(*each, marks=pytest.mark.slow) for each in ("nn", "tt")), "nt", "tn"],
+)
 def test_numbers(left: str, right: str) -> None:
     m, n, k = 40, 72, 104
     x, w = values(*shapes(left, right, m, n, k))
@@ -137,7 +141,7 @@ def test_numbers_of_tf32(left: str, right: str, extents: tuple[int, int, int]) -
     ("left", "right", "extents", "dtype"),
     [
         ("n", "n", (40, 72, 112), INT8),
-        ("n", "t", (40, 72, 112), INT8),
+        pytest.param("n", "t", (40, 72, 112), INT8, marks=pytest.mark.slow),
         ("t", "t", (35, 37, 41), INT8),
         ("n", "t", (33, 40, 96), "uint8"),
     ],
@@ -219,8 +223,7 @@ CASES: dict[str, tuple[Build, list[tuple[tuple[int, ...], str]]]] = {
 }
 
 
-@pytest.mark.parametrize("target", [A100, CUDA], ids=["sm_80", "sm_90"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "target"), in_turns(CASES, [A100, CUDA]), ids=str)
 def test_machine_code(name: str, target: Target) -> None:
     build, types = CASES[name]
     [func] = scheduled(build, *types, target=target).values()
@@ -243,8 +246,7 @@ BYTES: dict[str, tuple[Build, str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("target", [A100, CUDA], ids=["sm_80", "sm_90"])
-@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize(("name", "target"), in_turns(BYTES, [A100, CUDA]), ids=str)
 def test_machine_code_of_other_types(name: str, target: Target) -> None:
     """Two blocks of 256 threads a multiprocessor; chunks go to shared memory as they lie."""
     build, dtype, opcode, copies = BYTES[name]
