@@ -15,8 +15,11 @@ from examples import torch_zoo  # noqa: E402
 from examples.torch_zoo import FAMILIES, LIMIT, TORCH_ZOO, check, rows_error  # noqa: E402
 from examples.torchvision_ops import suppress  # noqa: E402
 
-QUICK = ("conformer", "diffusion_unet", "dlrm", "speech_gru", "speech_lstm", "unet")
+OURS = ("conformer", "diffusion_unet", "dlrm", "speech_gru", "speech_lstm", "unet")
 """Small networks of our own, for which PyTorch is enough."""
+
+QUICK = ("conformer", "dlrm", "speech_lstm")
+"""Attention, tables and a loop; the U-Nets have the layers of the other zoo's."""
 
 PACKAGES = {
     "classification": "torchvision",
@@ -31,7 +34,7 @@ def needed(name: str) -> str | None:
     """The package beside PyTorch that has a model."""
     family = next(key for key, models in FAMILIES.items() if name in models)
     is_theirs = name in ("whisper_encoder", "wav2vec2")
-    return None if name in QUICK else "transformers" if is_theirs else PACKAGES.get(family)
+    return None if name in OURS else "transformers" if is_theirs else PACKAGES.get(family)
 
 
 @pytest.mark.parametrize(

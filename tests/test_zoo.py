@@ -116,8 +116,9 @@ def test_tables_of_wide_and_deep_are_those_of_criteo() -> None:
     assert [dims(v) for v in model.graph.input[:3]] == [[1, 13], [1, 26], [1, 40]]
 
 
-# Their operators are those of the other small models, and of SqueezeNet: pools, concatenation.
-LIKE_OTHERS = ("vgg_16", "unet", "regnet_y_400mf", "inception_v3")
+# Their operators are those of the other small models, and of SqueezeNet: pools, concatenation;
+# groups of channels are those of the tests of convolutions.
+LIKE_OTHERS = ("vgg_16", "unet", "regnet_y_400mf", "inception_v3", "resnext_50")
 COMPILED = [
     pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in NEW
 ]

@@ -212,7 +212,9 @@ def test_integer_sums_are_atomic_on_request(arch: str) -> None:
         assert cuda_source(case.func, arch).count("__global__ void") == 2  # declared, defined
 
 
-@pytest.mark.parametrize(("form", "dtype"), in_turns(FORMS, ["float32", "float16", "int64"], every=3))
+@pytest.mark.parametrize(
+    ("form", "dtype"), in_turns(FORMS, ["float32", "float16", "int64"], every=3)
+)
 def test_positions_of_extremes_need_no_branch(form: str, dtype: str) -> None:
     """Four vectors are loaded at once; the loop has no branch but the one that closes it."""
     shape, axes = FORMS[form]

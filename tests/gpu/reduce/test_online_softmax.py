@@ -71,12 +71,12 @@ def check(got: Sequence[np.ndarray], x: np.ndarray, axes: Sequence[int]) -> None
 
 CASES = [
     ("float32", (1, 1 << 18), [1]),
-    ("float32", (70_001,), [0]),
+    pytest.param("float32", (70_001,), [0], marks=pytest.mark.slow),
     ("float32", (3, 100_003), [1]),
     ("float32", (2, 200, 3, 101), [1, 3]),
     ("float32", (50_021, 3), [0]),
-    ("float32", (2, 30_000, 8), [1]),
-    ("float64", (2, 30_001), [1]),
+    pytest.param("float32", (2, 30_000, 8), [1], marks=pytest.mark.slow),
+    pytest.param("float64", (2, 30_001), [1], marks=pytest.mark.slow),
     ("float16", (3, 60_001), [1]),
     ("bfloat16", (2, 65_536), [1]),
 ]

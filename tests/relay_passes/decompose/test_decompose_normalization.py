@@ -23,6 +23,7 @@ from tvm.script import relax as R
 
 import relay_passes
 from relay_passes import CoalesceReduction, DecomposeNormalization
+from tests.selection import in_turns
 
 REDUCTIONS = {"sum", "mean", "max"}
 ELEMENTWISE = set(
@@ -311,10 +312,10 @@ def test_cross_entropy(shape: tuple[int, ...], dtype: str) -> None:
     check(relax.op.nn.cross_entropy_with_logits, lambda x, y: -(x * y).sum() / batch, [x, y], dtype)
 
 
-@pytest.mark.parametrize("ignore", [-100, 2])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize("shape", [(6, 5), (2, 5, 3, 2)])
+@pytest.mark.parametrize(
+    ("shape", "reduction", "weighted", "ignore"),
+    in_turns([(6, 5), (2, 5, 3, 2)], ["none", "sum", "mean"], [False, True], [-100, 2]),
+)
 def test_nll_loss(shape: tuple[int, ...], reduction: str, weighted: bool, ignore: int) -> None:
     rng = np.random.default_rng(7)
     x = values_of(rng, *shape)

@@ -191,7 +191,7 @@ def test_legalization_has_fixed_names():
 
 
 @pytest.mark.parametrize(("operator", "dtype"), CASES)
-@settings(max_examples=4)
+@settings(max_examples=settings.default.max_examples // 10)
 @given(draw=st.data())
 def test_numbers(operator, dtype, draw):
     shape = draw.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4), "shape")

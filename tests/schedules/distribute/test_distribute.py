@@ -16,6 +16,7 @@ from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import intersection, region_size
 from schedules.distribute.transfer import send_recv
 from schedules.errors import OpError
+from tests.selection import in_turns
 
 
 def check_messages(plan: Distribution, interpreter: Interpreter) -> None:
@@ -58,8 +59,7 @@ def test_rows(name: str, ranks: int) -> None:
     assert [begin for begin, _ in rows[1:]] == [end for _, end in rows[:-1]]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 6, 12])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "ranks"), in_turns(CASES, [2, 4, 6, 12]))
 def test_grids(name: str, ranks: int) -> None:
     plan = distribute(CASES[name](), [0, 1], ranks)
     check_messages(plan, interpreter_of(name))
@@ -177,10 +177,12 @@ def test_explicit_transfers_are_not_sent_again() -> None:
     assert plan.parts[1].windows["A"] == ((0, 14), (0, 7))
 
 
-@pytest.mark.parametrize(("ranks", "deep"), [(3, 2), (3, 3), (5, 4), (12, 3)])
-@pytest.mark.parametrize("loops", [[0], [0, 1]])
-def test_halos_of_several_steps(ranks: int, deep: int, loops: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("plan", "loops"), in_turns([(3, 2), (3, 3), (5, 4), (12, 3)], [[0], [0, 1]])
+)
+def test_halos_of_several_steps(plan: tuple[int, int], loops: list[int]) -> None:
     """Exactly the elements that all steps together need, corners of a grid included."""
+    ranks, deep = plan
     interpreter = interpreter_of("heat2d")
     plan = distribute(heat2d(), loops, ranks, repeat="A", exchange_every=deep)
     for part in plan.parts:

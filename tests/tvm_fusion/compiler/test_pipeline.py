@@ -217,6 +217,7 @@ def test_an_unknown_choice_is_refused() -> None:
         pipeline.optimize(Pair, resolve("native"), pipeline.Options(fuse="some"))
 
 
+@pytest.mark.slow
 def test_mobilenet_is_compiled_for_avx2() -> None:
     model = MODELS["mobilenet_v2"]()
     compiled = tvm_fusion.compile(model, "x86-64-v3", fuse="all")

@@ -14,7 +14,7 @@ PROGRAM = Path(__file__).parents[1] / "rank_stencils.py"
 
 
 @needs_mpi
-@pytest.mark.parametrize("ranks", CASES_OF_RANKS)
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_same_bits(ranks: int, tmp_path: Path) -> None:
     np.savez(tmp_path / "expected.npz", *(one_rank(case) for case in CASES_OF_RANKS[ranks]))
     outcome = run_ranks(ranks, PROGRAM, str(tmp_path / "expected.npz"))

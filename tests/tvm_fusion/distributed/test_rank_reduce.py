@@ -12,7 +12,9 @@ PROGRAM = Path(__file__).with_name("reduce_program.py")
 
 
 @needs_mpi
-@pytest.mark.parametrize(("ranks", "cases"), [(3, "all"), (5, "few")])
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(3, "all"), pytest.param(5, "few", marks=pytest.mark.slow)]
+)
 def test_reductions(ranks: int, cases: str) -> None:
     outcome = run_ranks(ranks, PROGRAM, cases)
     assert outcome.code == 0, outcome.stderr

@@ -278,6 +278,7 @@ def test_distributed_network(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_distributed_stencils(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     path = tmp_path / "distributed.json"
     monkeypatch.setenv(distributed.SMALL, "1")

@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_cases import int64, normal
 
 import tvm_fusion
+from tests.selection import in_turns
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -139,7 +140,7 @@ def test_norms() -> None:
     check(nodes, feeds)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(("name",), in_turns(TYPES))
 def test_casts(name: str) -> None:
     """Whole numbers wrap around, floats lose their fraction, as in numpy."""
     dtype = helper.tensor_dtype_to_np_dtype(TYPES[name])

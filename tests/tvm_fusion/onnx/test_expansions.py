@@ -14,6 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx_cases import assert_same_as_onnx_runtime, int64, normal, onnx_model, run_relax
 
 import tvm_fusion
+from tests.selection import in_turns
 from tvm_fusion.errors import InvalidModelError, UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
@@ -177,9 +178,10 @@ def test_activations_in_every_type(
     np.testing.assert_allclose(found.astype("float64"), wanted, rtol=limit, atol=limit)
 
 
-@pytest.mark.parametrize("opset", [9, 17, 18, 28])
-@pytest.mark.parametrize("axes", [None, [1], [-1, 0]])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("opset", "axes", "dtype"),
+    in_turns([9, 17, 18, 28], [None, [1], [-1, 0]], ["float32", "float64"], every=3),
+)
 def test_mean_variance_normalization(opset: int, axes: list[int] | None, dtype: str) -> None:
     """The mean is a hundred deviations away, where squares would cancel."""
     feeds = {"x": (normal(2, 3, 4, 5) + 100).astype(dtype)}

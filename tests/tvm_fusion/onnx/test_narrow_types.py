@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import tvm_fusion
+from tests.selection import in_turns
 from tvm_fusion.errors import InvalidModelError
 from tvm_fusion.onnx.frontend import import_onnx
 
@@ -115,7 +116,7 @@ def test_inputs_of_4_bits_are_refused() -> None:
         import_onnx(model_of([node], x))
 
 
-@pytest.mark.parametrize("name", [*FLOATS[:4], "INT4", "UINT4"])
+@pytest.mark.parametrize(("name",), in_turns([*FLOATS[:4], "INT4", "UINT4"]))
 def test_quantised_and_back(name: str) -> None:
     """One scale for each row; numbers beyond the range are its ends."""
     x = np.random.default_rng(3).standard_normal((3, 50)).astype("float32") * 20

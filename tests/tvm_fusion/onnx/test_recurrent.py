@@ -14,6 +14,7 @@ from onnx import helper, numpy_helper
 from onnx_cases import relax_ops
 
 import tvm_fusion
+from tests.selection import in_turns
 from tvm_fusion.errors import UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
@@ -89,8 +90,9 @@ def check(model: onnx.ModelProto, feeds: dict[str, np.ndarray], limit: float = 2
         np.testing.assert_allclose(one, other, rtol=limit, atol=limit)
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
-@pytest.mark.parametrize("op_type", GATES)
+@pytest.mark.parametrize(
+    ("op_type", "direction"), in_turns(GATES, ["forward", "reverse", "bidirectional"], every=3)
+)
 def test_directions_with_everything_given(op_type: str, direction: str) -> None:
     check(*layer(op_type, 7, 3, 5, 19, OPTIONAL, direction=direction))
 

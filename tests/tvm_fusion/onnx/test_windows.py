@@ -13,6 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx_cases import assert_same_as_onnx_runtime, int64, normal, one_node, onnx_model
 
 import tvm_fusion
+from tests.selection import in_turns
 from tvm_fusion.errors import UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
@@ -137,8 +138,9 @@ def test_unpooling_to_another_size_is_refused() -> None:
         import_onnx(model)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("given", [[], ["bias"], ["bias", "mask"]])
+@pytest.mark.parametrize(
+    ("groups", "given"), in_turns([2, 1], [[], ["bias"], ["bias", "mask"]], every=2)
+)
 def test_deformed_windows(groups: int, given: list[str]) -> None:
     taps, rows, columns = 2 * 3, 4, 4
     shapes = {

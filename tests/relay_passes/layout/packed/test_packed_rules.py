@@ -177,7 +177,7 @@ def test_stays_packed(middle, channels, block):
 
 @pytest.mark.parametrize(
     ("channels", "block"),
-    [(13, 8), (16, 4), pytest.param(24, 16, marks=pytest.mark.slow)],
+    [(13, 8), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((16, 4), (24, 16)))],
 )
 def test_numbers_of_what_stays_packed(channels, block):
     check_numbers({name: build(middle, channels) for name, middle in STAY_PACKED.items()}, block)

@@ -67,11 +67,11 @@ def over_ranks(model: distributed.DistributedModel, feed: dict[str, np.ndarray])
 @pytest.mark.parametrize(
     ("name", "ranks", "exchange", "winograd"),
     [
-        ("network", 1, "auto", "never"),
+        pytest.param("network", 1, "auto", "never", marks=pytest.mark.slow),
         pytest.param("network", 2, "always", "never", marks=pytest.mark.slow),
         pytest.param("network", 3, "once", "never", marks=pytest.mark.slow),
         ("network", 4, "always", "always"),
-        ("network", 7, "always", "never"),
+        pytest.param("network", 7, "always", "never", marks=pytest.mark.slow),
         pytest.param("unet", 2, "once", "auto", marks=pytest.mark.slow),
         pytest.param("unet", 3, "always", "always", marks=pytest.mark.slow),
         ("small", 13, "once", "never"),  # more ranks than rows

@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).with_name("exchange_program.py")
 
 
 @needs_mpi
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 7])
 def test_exchanges(ranks: int) -> None:
     outcome = run_ranks(ranks, PROGRAM)
     assert outcome.code == 0, outcome.stderr
