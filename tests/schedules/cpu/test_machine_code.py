@@ -273,7 +273,8 @@ SLOW = [cpu if cpu in QUICK else pytest.param(cpu, marks=pytest.mark.slow) for c
 
 @pytest.mark.parametrize(
     ("forms", "cpu"),
-    in_turns(FORMS, QUICK, every=3) + [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS],
+    in_turns(FORMS, QUICK, every=3)
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS],
 )
 def test_sums_stay_in_registers_and_loads_are_few(cpu, forms):
     found = defects(FORMS[forms](cpu), cpu)

@@ -124,7 +124,9 @@ def replayed(cpu: str, seeds: int) -> dict[str, list[replays.Replay]]:
 ANOTHER = pytest.param("znver3", 3, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("cpu", "seeds"), [ANOTHER, ("znver4", 1), ("znver5", 1)])
+@pytest.mark.parametrize(
+    ("cpu", "seeds"), [ANOTHER, pytest.param("znver4", 1, marks=pytest.mark.slow), ("znver5", 1)]
+)
 def test_recorded_searches_find_the_best(cpu: str, seeds: int) -> None:
     kernels = replayed(cpu, seeds)
     assert len(kernels) >= 10

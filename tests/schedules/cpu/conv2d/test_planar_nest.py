@@ -82,10 +82,10 @@ SQUARE = Case((depthwise(13, 3, 1), ConvLayer(13, 13, (1, 1))), height=9, width=
 
 @pytest.mark.parametrize(
     ("width", "stride"),
-    [(17, 1), (33, 2), (48, 1)]
+    [(33, 2), (48, 1)]
     + [
         pytest.param(width, stride, marks=pytest.mark.slow)
-        for width, stride in ((16, 1), (16, 2), (17, 2), (33, 1), (40, 1), (40, 2), (48, 2))
+        for width, stride in ((17, 1), (16, 1), (16, 2), (17, 2), (33, 1), (40, 1), (40, 2), (48, 2))
     ],
 )
 def test_numbers_of_rows_with_and_without_a_rest(width, stride):
@@ -97,8 +97,8 @@ def test_numbers_of_rows_with_and_without_a_rest(width, stride):
 
 @pytest.mark.parametrize(
     ("width", "lanes"),
-    [(39, 4), (64, 16)]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((39, 16), (64, 4))],
+    [(39, 4)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((39, 16), (64, 4), (64, 16))],
 )
 def test_numbers_of_vectors_of_other_lengths(width, lanes):
     layers = depthwise(13, 5, 2), SQUARE.layers[1]

@@ -133,7 +133,7 @@ def test_numbers_with_any_knobs(case, size, data, seed):
 IMAGES = [(7, 7), (13, 13), (17, 17), (30, 41), (4, 4), (1, 1), (1, 9), (8, 2)]
 
 
-@pytest.mark.parametrize(("image", "size"), in_turns(IMAGES, TILE_SIZES))
+@pytest.mark.parametrize(("image", "size"), in_turns(IMAGES, TILE_SIZES, every=3))
 def test_numbers_of_image_sizes(image, size):
     layer = ConvLayer(24, 40, (3, 3), padding=SAME, activation=Activation("relu"))
     case = Case((layer,), 3, *image, residual=True)

@@ -15,10 +15,10 @@ from schedules.cpu.conv2d.conv2d import Conv2D
 from schedules.cpu.conv2d.fused_conv2d import FusedConv2D
 from schedules.errors import OpError
 from schedules.workload.conv2d import Activation, ConvLayer
+from tests.selection import in_turns
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", "silu"])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("kind", "fused"), in_turns(["sigmoid", "silu"], [False, True]))
 def test_no_activation_calls_the_c_library(kind: str, fused: bool) -> None:
     activation = Activation(kind)
     layers = [ConvLayer(16, 16, (3, 3), padding=(1, 1, 1, 1), activation=activation)]
