@@ -85,7 +85,8 @@ SQUARE = Case((depthwise(13, 3, 1), ConvLayer(13, 13, (1, 1))), height=9, width=
     [(33, 2), (48, 1)]
     + [
         pytest.param(width, stride, marks=pytest.mark.slow)
-        for width, stride in ((17, 1), (16, 1), (16, 2), (17, 2), (33, 1), (40, 1), (40, 2), (48, 2))
+        for stride, widths in ((1, (16, 17, 33, 40)), (2, (16, 17, 40, 48)))
+        for width in widths
     ],
 )
 def test_numbers_of_rows_with_and_without_a_rest(width, stride):
