@@ -17,6 +17,7 @@ from small_onnx import small_model
 from small_traces import training_step
 
 from tvm_fusion import cli
+from tvm_fusion.tuning import job
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -53,8 +54,13 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the models and traces that the pages name, where everything runs."""
+    """A folder with the models and traces that the pages name, where everything runs.
+
+    Tuning jobs measure for a moment.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(job, "BATCH_SECONDS", 0.02)
+    monkeypatch.setattr(job, "FINAL_SECONDS", 0.05)
     onnx.save(small_model(size=32, channels=16), "model.onnx")
     onnx.save(small_model("batch", size=32, channels=16), "open.onnx")
     (tmp_path / "traces").mkdir()

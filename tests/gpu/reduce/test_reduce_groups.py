@@ -50,7 +50,7 @@ def test_any_mixture_of_operators(form: str, finish: str, rng: np.random.Generat
         check(operator, got, data, reference(operator, data, axes))
 
 
-@pytest.mark.parametrize("form", SHAPES)
+@pytest.mark.parametrize(("form",), in_turns(SHAPES))
 def test_integers_are_updated_atomically_on_request(form: str, rng: np.random.Generator) -> None:
     shape, axes = SHAPES[form]
     operators = ["sum", "min", "max", "sum_squares", "or"]

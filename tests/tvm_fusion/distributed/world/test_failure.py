@@ -35,10 +35,16 @@ CASES = {
     "late start": r"rank 0 waited 1 s for the other ranks to begin their session",
     "no start": r"rank 0 waited 1 s for the other ranks to begin their session",
 }
+SLOW = pytest.mark.slow
+LIKE_OTHERS = ("exit", "crash", "long message", "late start")
+"""Those that differ from another one in the text or the signal alone."""
 
 
 @needs_mpi
-@pytest.mark.parametrize("mode", CASES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=SLOW) if mode in LIKE_OTHERS else mode for mode in CASES],
+)
 def test_one_line_and_a_code(mode: str) -> None:
     outcome = run_ranks(2, PROGRAM, mode)
     assert outcome.code != 0
