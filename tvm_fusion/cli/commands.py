@@ -8,9 +8,11 @@ error that the message explains, 2 for wrong usage, 130 after Ctrl-C.
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -58,6 +60,24 @@ class Commands(click.Group):
 @click.version_option(__version__, prog_name="tvm-fusion")
 def cli() -> None:
     """Compile ONNX models for CPUs and GPUs, with convolutions and reductions fused."""
+
+
+class _NoTorch(importlib.abc.MetaPathFinder):
+    """A finder that hides PyTorch."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        """Refuse to find PyTorch; other finders look for other modules."""
+        if fullname == "torch":
+            raise ModuleNotFoundError("the command line does without PyTorch", name="torch")
+
+
+def program() -> int:
+    """Run the command line in a process of its own.
+
+    TVM imports PyTorch wherever that is installed, which takes seconds; no command uses it.
+    """
+    sys.meta_path.insert(0, _NoTorch())
+    return main()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
