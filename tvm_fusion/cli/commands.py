@@ -8,16 +8,15 @@ error that the message explains, 2 for wrong usage, 130 after Ctrl-C.
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
 from ..errors import TVMFusionError
 from ..version import __version__
+from .without_torch import hide_torch
 
 COMMANDS = (
     "compile",
@@ -62,21 +61,9 @@ def cli() -> None:
     """Compile ONNX models for CPUs and GPUs, with convolutions and reductions fused."""
 
 
-class _NoTorch(importlib.abc.MetaPathFinder):
-    """A finder that hides PyTorch."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        """Refuse to find PyTorch; other finders look for other modules."""
-        if fullname == "torch":
-            raise ModuleNotFoundError("the command line does without PyTorch", name="torch")
-
-
 def program() -> int:
-    """Run the command line in a process of its own.
-
-    TVM imports PyTorch wherever that is installed, which takes seconds; no command uses it.
-    """
-    sys.meta_path.insert(0, _NoTorch())
+    """Run the command line in a process of its own, without PyTorch."""
+    hide_torch()
     return main()
 
 
