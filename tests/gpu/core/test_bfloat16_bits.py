@@ -68,7 +68,7 @@ def _sisters(producer: str, target: Target) -> Group:
     )
 
 
-@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize(("producer",), in_turns(reversed(PRODUCERS)))
 def test_numbers_of_what_is_computed_before_a_reduction(
     producer: str, rng: np.random.Generator
 ) -> None:

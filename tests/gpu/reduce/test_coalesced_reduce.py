@@ -125,7 +125,7 @@ def test_reduced_axes_that_are_no_neighbours(
     check(operator, _run(case, values, wanted), values, wanted)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bool"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bool", marks=pytest.mark.slow)])
 def test_producers_that_know_their_place_on_far_axes(dtype: str, rng: np.random.Generator) -> None:
     """Read twice, also backwards, under conditions on their places."""
     shape = (140, 3, 9, 4)
@@ -369,7 +369,7 @@ def test_an_atomic_finish_that_does_not_exist(operator: str, dtype: str) -> None
             if _is_valid(name, "float32", "atomic") and _is_valid(name, dtype)
         ],
         WORD_SHAPES,
-        every=5,
+        every=7,
     ),
 )
 def test_updates_of_a_part_of_a_word(

@@ -13,7 +13,9 @@ PROGRAM = Path(__file__).with_name("reduce_program.py")
 
 @needs_mpi
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(3, "all"), pytest.param(5, "few", marks=pytest.mark.slow)]
+    ("ranks", "cases"),
+    [(3, "some")]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "all"), (5, "few"))],
 )
 def test_reductions(ranks: int, cases: str) -> None:
     outcome = run_ranks(ranks, PROGRAM, cases)

@@ -79,13 +79,13 @@ def test_networks(name: str) -> None:
     [
         ("bvlc_alexnet", (1, 1000)),
         ("densenet121", (1, 1000, 1, 1)),
-        ("inception_v1", (1, 1000)),
+        pytest.param("inception_v1", (1, 1000), marks=pytest.mark.slow),
         ("inception_v2", (1, 1000)),
-        ("resnet50", (1, 1000)),
+        pytest.param("resnet50", (1, 1000), marks=pytest.mark.slow),
         ("shufflenet", (1, 1000)),
         ("squeezenet", (1, 1000, 1, 1)),
-        ("vgg19", (1, 1000)),
-        ("zfnet512", (1, 1000)),
+        pytest.param("vgg19", (1, 1000), marks=pytest.mark.slow),
+        pytest.param("zfnet512", (1, 1000), marks=pytest.mark.slow),
     ],
 )
 def test_light_models_of_onnx(name: str, result: tuple[int, ...]) -> None:

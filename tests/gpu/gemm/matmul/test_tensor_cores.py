@@ -123,7 +123,11 @@ def rounded_to_tf32(x: np.ndarray) -> np.ndarray:
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("left", "right", "extents"),
-    [("n", "n", (40, 72, 52)), ("n", "t", (40, 72, 52)), ("t", "n", (35, 37, 41))],
+    [
+        pytest.param("n", "n", (40, 72, 52), marks=pytest.mark.slow),
+        ("n", "t", (40, 72, 52)),
+        ("t", "n", (35, 37, 41)),
+    ],
     ids=str,
 )
 def test_numbers_of_tf32(left: str, right: str, extents: tuple[int, int, int]) -> None:

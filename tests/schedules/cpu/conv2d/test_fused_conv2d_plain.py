@@ -96,7 +96,7 @@ BLOCK = Case(
 ORDERS = list(itertools.permutations(LOOPS))
 
 
-@pytest.mark.parametrize("compute_at", in_turns(range(5)))
+@pytest.mark.parametrize("compute_at", in_turns(range(5), every=3))
 def test_numbers_of_every_order(compute_at):
     functions = []
     for number, order in enumerate(ORDERS):
