@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 # TVM reads this once, at its first parallel kernel; later it cannot be changed.
@@ -23,6 +25,21 @@ from tvm.ir.transform import PassInfo
 from tvm.target import Target
 
 from tvm_fusion.compiler import pipeline
+
+_getmodule = inspect.getmodule
+
+
+def _module_of(thing: object, filename: str | None = None) -> ModuleType | None:
+    """``inspect.getmodule``, which finds no module of Python's frozen files, but searches all.
+
+    TVM's parser asks for those of the whole stack at each function.
+    """
+    if filename is not None and filename.startswith("<frozen "):
+        return None
+    return _getmodule(thing, filename)
+
+
+inspect.getmodule = _module_of
 
 # Examples of a property; where each is compiled, a share of them. --hypothesis-profile chooses.
 for profile, examples in (("quick", 20), ("thorough", 100)):
