@@ -38,6 +38,7 @@ from ...pointwise.point_kernel import PointWriter, Views
 from ..float4 import at_once, without_jumps
 from ..implicit_gemm import Index
 from .matmul_pattern import MatmulFunction, Operand, divides
+from .row_tile import MomentRegisters, RowTile, combine, store_moments
 from .tensor_core_tile import (
     ELEMENTS,
     STEP,
@@ -169,11 +170,17 @@ class Factor:
         row: Index,
         k: int,
         at: Index,
+        shifts: tirx.Buffer | None = None,
     ) -> None:
-        """Load the fragments of some rows and 32 bytes of the reduced axis from a stage."""
+        """Load the fragments of some rows and 32 bytes of the reduced axis from a stage.
+
+        ``shifts`` has what is subtracted from the two rows of each 16 that a lane has.
+        """
         for number in range(int(fragment.shape[0]) // 4):
             place = self.shared.fragment(lane, row + number * STEP, k)
-            core.load(fragment, 4 * number, at + place + self.begin, self.shared.rows_first)
+            both = None if shifts is None else [shifts[2 * number + half] for half in range(2)]
+            place, is_transposed = at + place + self.begin, self.shared.rows_first
+            core.load(fragment, 4 * number, place, is_transposed, both)
 
 
 class _Copied(Factor):
@@ -283,6 +290,22 @@ class _ThreadPart:
             )
         )
         self.sums = T.alloc_buffer((tile.sums,), tile.type.register, scope="local")
+        self.row_tile = RowTile.compute(
+            matmul, views, first[0], tile.rows, self.thread, tile.threads
+        )
+        self.shifts = self._find_shifts()
+
+    def _find_shifts(self) -> tirx.Buffer | None:
+        """Registers with the value that is subtracted from each row of the lane's fragments."""
+        name = self.matmul.left.shift
+        if name is None:
+            return None
+        count = self.tile.warp_rows // ELEMENTS
+        found = T.alloc_buffer((count,), name.ty.dtype, scope="local")
+        for number in range(count):
+            row = self.row + number * ELEMENTS + self.lane // _QUAD
+            T.buffer_store(found, self.row_tile.at(name, self.first[0] + i64(row)), [number])
+        return found
 
     def write(self) -> None:
         for e in range(self.tile.sums):
@@ -338,7 +361,7 @@ class _ThreadPart:
         right = T.alloc_buffer((tile.warp_columns // 4,), "uint32", scope="local")
         across = tile.warp_columns // ELEMENTS
         for k in range(0, tile.depth, tile.type.step):
-            self.left.load(core, left, self.lane, self.row, k, stage)
+            self.left.load(core, left, self.lane, self.row, k, stage, self.shifts)
             self.right.load(core, right, self.lane, self.column, k, stage)
             for i in range(tile.warp_rows // STEP):
                 for j in range(across):
@@ -355,7 +378,8 @@ class _ThreadPart:
             row = self.first[0] + i64(self.row + i * STEP)
             part = [self._sum(4 * i * across + e) for e in range(4 * across)]
             place = (self.matmul, self.views, self.batch, row, column, part)
-            store_products(self.core, self.lane, *place, rows_exist)
+            keep = MomentRegisters.allocate(self.matmul)
+            store_products(self.core, self.lane, *place, rows_exist, self.row_tile, keep)
 
     def _sum(self, place: int) -> tirx.Expr:
         value, kind = self.sums[place], self.tile.type
