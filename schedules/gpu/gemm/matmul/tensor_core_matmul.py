@@ -396,6 +396,8 @@ def store_products(
     column: tirx.Expr,
     sums: Sequence[tirx.Expr],
     rows_exist: bool,
+    rows: RowTile | None = None,
+    keep: MomentRegisters | None = None,
 ) -> None:
     """Emit the epilogue of 16 rows, eight neighbours of a row at a time.
 
@@ -411,6 +413,10 @@ def store_products(
         Four for each product of 16 x 8, a multiple of four products.
     rows_exist : bool
         Whether no row is past the end.
+    rows : RowTile | None
+        Values of the rows that the epilogue refers to.
+    keep : MomentRegisters | None
+        Registers for moments of the results, if they are stored, too.
     """
     lanes = epilogue_lanes(product, ELEMENTS)
     for half in range(2):
@@ -419,7 +425,33 @@ def store_products(
             found = [sums[4 * (group + j) + 2 * half + e] for j in range(_QUAD) for e in range(2)]
             values = _neighbours(core, lane, found)
             first = T.bind(column + i64((group + lane % _QUAD) * ELEMENTS))
-            store_results(product, lanes, views, batch, own, first, values, rows_exist)
+            place = batch, own, first, values, rows_exist
+            then = None if keep is None else keep.take
+            store_results(product, lanes, views, *place, rows, then)
+            if keep is not None:
+                begin = column + i64(group * ELEMENTS)
+                _finish_moments(core, lane, product, views, own, begin, keep.held)
+
+
+def _finish_moments(
+    core: TensorCore,
+    lane: tirx.Expr,
+    matmul: Product,
+    views: Views,
+    row: tirx.Expr,
+    column: tirx.Expr,
+    held: tirx.Buffer,
+) -> None:
+    """Combine the moments of four lanes, which have eight neighbours each, and store them."""
+    assert isinstance(matmul, MatmulFunction) and matmul.moments is not None, "it has moments"
+    others = T.alloc_buffer((2,), held.dtype, scope="local")
+    for bit in (1, 2):
+        for k in range(2):
+            T.buffer_store(others, core.exchange(held[k], bit), [k])
+        own, other = ((each[0], each[1]) for each in (held, others))
+        combine(held, [own, other], bit * ELEMENTS)
+    with when(tirx.EQ(lane % _QUAD, 0), row < i64(matmul.m), column < i64(matmul.n)):
+        store_moments(matmul, matmul.moments, views, row, column, held)
 
 
 def _neighbours(
