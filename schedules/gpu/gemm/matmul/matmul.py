@@ -63,11 +63,15 @@ class Matmul(TunableGPURule):
         return _rows(func, plain, gpu) if is_skinny else _tiles(func, plain, gpu)
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> MatmulWorkload | None:
-        """Return the product, if its extents are known and it does not run on tensor cores."""
+        """Return the product, if its extents are known and it runs on ordinary cores.
+
+        Not one with statistics of rows, which some tiles cannot hold.
+        """
         matmul = read_matmul(func)
-        found = None if matmul is None else MatmulWorkload.of(matmul)
-        if matmul is None or not matmul.is_plain or found is None or found.is_skinny:
-            return found if matmul is None or matmul.is_plain else None
+        plain = matmul is not None and matmul.is_plain
+        found = MatmulWorkload.of(matmul) if plain else None
+        if matmul is None or found is None or found.is_skinny:
+            return found
         tile = choose_tensor_tile(matmul, self.machine(target), allows_tf32(func))
         return found if tile is None else None
 

@@ -261,18 +261,26 @@ def _with_statistics(
     matmul: MatmulFunction, product: Stage, parts: SplitStages
 ) -> MatmulFunction | None:
     """The product with values and moments of its rows; None if a factor uses them otherwise."""
-    names, left = set(parts.known.values()), matmul.left
-    used = [uses(operand.value, *names) for operand in (left, matmul.right)]
-    if used[0] and isinstance(left.value, tirx.Sub) and left.value.b in names:
-        left, used[0] = replace(left, shift=left.value.b), uses(left.value.a, *names)
-    steps = [step for operand in (left, matmul.right) for step in operand.space.steps]
-    computed = (step.expression for step in steps if isinstance(step, Value))
-    if any(used) or any(uses(value, *names) for value in computed):
+    names, left = set(parts.known.values()), _with_shift(matmul.left, parts)
+    value = left.value if left.shift is None else left.value.a
+    steps = (*left.space.steps, *matmul.right.space.steps)
+    computed = [step.expression for step in steps if isinstance(step, Value)]
+    if any(uses(each, *names) for each in (value, matmul.right.value, *computed)):
         return None
     moments, stored = parts.moments, [store.buffer for store in matmul.epilogue.stores]
     if moments is not None and not any(moments.source.same_as(buffer) for buffer in stored):
         return None
     return replace(matmul, left=left, statistics=parts.statistics(product), moments=moments)
+
+
+def _with_shift(operand: Operand, parts: SplitStages) -> Operand:
+    """The factor with the value of each row that is subtracted from it last, if there is one."""
+    steps, value = operand.space.steps, operand.value
+    if steps and isinstance(steps[-1], Value) and steps[-1].var.same_as(value):
+        steps, value = steps[:-1], steps[-1].expression
+    if not isinstance(value, tirx.Sub) or value.b not in parts.known.values():
+        return operand
+    return replace(operand, space=replace(operand.space, steps=steps), value=value, shift=value.b)
 
 
 def divides(part: int, extent: Extent) -> bool:

@@ -11,8 +11,9 @@ from schedules.workload.reduce import constant
 
 from ...core.machine import GPUInfo
 from ...core.machine_costs import COSTS
+from ...pointwise.element_program import Read
 from .matmul_pattern import MatmulFunction
-from .matmul_tile_sizes import assumed_size, choose_tiles
+from .matmul_tile_sizes import TileConfig, assumed_size, choose_tiles
 from .skinny_matmul import MOST_ROWS
 from .tiled_matmul import holds_moments
 
@@ -20,6 +21,7 @@ _BYTES = 4  # of an element
 _MOMENTS = 2  # of a segment
 _PASSES = 2  # of a norm over its rows: in and out
 _LANES = 128  # additions of a multiprocessor in a cycle
+_RESIDENT = 512  # threads of a multiprocessor, of up to 128 registers each
 
 
 def takes_statistics(matmul: MatmulFunction, gpu: GPUInfo) -> bool:
@@ -31,31 +33,40 @@ def takes_statistics(matmul: MatmulFunction, gpu: GPUInfo) -> bool:
     return matmul.moments is None or holds_moments(choose_tiles(*extents, _BYTES, gpu))
 
 
-def statistics_cycles(matmul: MatmulFunction, gpu: GPUInfo) -> float:
-    """Cycles by which statistics lengthen a product on the ordinary cores.
+def reading_cycles(matmul: MatmulFunction, gpu: GPUInfo) -> float:
+    """Cycles by which statistics of its rows lengthen a product on the ordinary cores.
 
-    Each block reads the moments of its rows and combines them before its first step; a step more
-    subtracts from each element that it loads of the left factor. Moments of results are a barrier,
-    a part of the tile in shared memory, and a segment for each thread.
+    Each block reads the moments of its rows and combines them before its first step, and subtracts
+    from each element of the left factor that it loads.
     """
-    extents = (matmul.batches, matmul.m, matmul.n, matmul.k)
-    tile = choose_tiles(*extents, _BYTES, gpu)
-    _, m, n, k = map(assumed_size, extents)
-    blocks = -(-m // tile.rows) * -(-n // tile.columns)
-    share = -(-blocks // gpu.multiprocessors)
-    resident = max(1, COSTS.multiprocessor_threads // 2 // tile.threads)
-    rounds, cycles = -(-share // resident), 0.0
-    if matmul.statistics is not None:
-        reads = sum(1 for step in matmul.statistics.space.steps if hasattr(step, "buffer"))
-        cycles += share * tile.rows * reads * _BYTES / COSTS.l2_bytes
-        cycles += rounds * COSTS.step_latency
+    if matmul.statistics is None:
+        return 0.0
+    tile, share, rounds = _blocks(matmul, gpu)
+    reads = sum(isinstance(step, Read) for step in matmul.statistics.space.steps)
+    cycles = share * tile.rows * reads * _BYTES / COSTS.l2_bytes + rounds * COSTS.step_latency
     if matmul.left.shift is not None:
-        cycles += share * tile.rows * k / _LANES
-    if matmul.moments is not None:
-        written = tile.rows * tile.columns // SEGMENT * _MOMENTS
-        cycles += share * written * _BYTES / COSTS.l2_bytes
-        cycles += rounds * COSTS.step_latency / 2
+        cycles += share * tile.rows * assumed_size(matmul.k) / _LANES
     return cycles
+
+
+def moments_cycles(matmul: MatmulFunction, gpu: GPUInfo) -> float:
+    """Cycles by which moments of its results lengthen a product on the ordinary cores.
+
+    A barrier, and a segment for each thread.
+    """
+    if matmul.moments is None:
+        return 0.0
+    tile, share, rounds = _blocks(matmul, gpu)
+    written = tile.rows * tile.columns // SEGMENT * _MOMENTS * _BYTES
+    return share * written / COSTS.l2_bytes + rounds * COSTS.step_latency
+
+
+def _blocks(matmul: MatmulFunction, gpu: GPUInfo) -> tuple[TileConfig, int, int]:
+    """Tile, blocks of a multiprocessor, and how often it starts new ones."""
+    tile = choose_tiles(matmul.batches, matmul.m, matmul.n, matmul.k, _BYTES, gpu)
+    m, n = assumed_size(matmul.m), assumed_size(matmul.n)
+    share = -(-(-(-m // tile.rows) * -(-n // tile.columns)) // gpu.multiprocessors)
+    return tile, share, -(-share * tile.threads // _RESIDENT)
 
 
 def norm_cycles(rows: int, columns: int, gpu: GPUInfo) -> float:
