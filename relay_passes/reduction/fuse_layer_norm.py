@@ -20,7 +20,7 @@ from schedules.gpu.gemm.matmul.statistics_cost import (
 
 from ..core.expressions import Value, is_claimed
 from ..core.graph import Graph, Rule
-from .norm_function import NAME, NormFunction, NormInputs
+from .norm_function import NAME, LoweredFunctions, NormFunction, NormInputs
 from .norm_plan import EPILOGUE, Bindings, Norm
 
 _FUSIBLE, _OPAQUE = 4, 8  # tvm::relax::OpPatternKind: a product with an epilogue, and anything
@@ -106,13 +106,13 @@ class _Fusion:
 
     def __init__(self, bindings: Bindings, target: Target) -> None:
         self.gpu = GPUInfo.from_target(target)
-        norms, losing = bindings.norms(), [True]
+        norms, known, losing = bindings.norms(), LoweredFunctions(), [True]
         while losing:
             self.inputs = {norm.result: _placeholders(norm) for norm in norms}
             self.products = bindings.products(norms)
             with target:
                 self.functions = {
-                    end: NormFunction(product, bindings.values, self.inputs)
+                    end: NormFunction(product, bindings.values, self.inputs, known)
                     for end, product in self.products.items()
                 }
             losing = [norm for norm in norms if not self._gains(norm)]

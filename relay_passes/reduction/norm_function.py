@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import tvm
+import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import GenericConst
 
 from schedules.compute.row_moments import row_mean, row_scale, segment_squares, segment_sums
-from schedules.gpu.gemm.matmul.matmul_pattern import read_matmul
+from schedules.gpu.gemm.matmul.matmul_pattern import MatmulFunction, read_matmul
 
 from ..core.constants import array_of, tensor_constant
 from ..core.expressions import op_name
@@ -36,6 +39,24 @@ class NormInputs:
     squares: relax.Expr
 
 
+class LoweredFunctions:
+    """Functions that were lowered and read before."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[tvm.IRModule, tuple[Any, Any]]] = {}
+
+    def lowered(
+        self, builder: relax.BlockBuilder
+    ) -> tuple[tirx.PrimFunc | None, MatmulFunction | None]:
+        """The function in a builder as a PrimFunc, and as the rule for products reads it."""
+        mod = builder.get()
+        key = tvm_ffi.structural_hash(mod)
+        if key not in self._found or not tvm_ffi.structural_equal(self._found[key][0], mod):
+            func = lowered_function(builder, NAME)
+            self._found[key] = mod, (func, None if func is None else read_matmul(func))
+        return self._found[key][1]
+
+
 class NormFunction:
     """The function of a product.
 
@@ -47,6 +68,8 @@ class NormFunction:
         The values of its steps.
     inputs : Mapping
         For the result of each norm that it reads, the tensors that it is computed from.
+    known : LoweredFunctions
+        Functions of other products; layers of a network have equal ones.
 
     Attributes
     ----------
@@ -63,16 +86,17 @@ class NormFunction:
         product: NormProduct,
         values: Mapping[relax.Var, relax.Expr],
         inputs: Mapping[relax.Var, NormInputs],
+        known: LoweredFunctions,
     ) -> None:
         self.product, self.values, self.inputs = product, values, inputs
         self.arguments: list[relax.Expr] = []
         self._builder = relax.BlockBuilder()
         self._local: dict[relax.Expr, relax.Expr] = {}
         self._rows: dict[relax.Var, tuple[relax.Expr, relax.Expr]] = {}
-        self.func = self._lowered()
-        self.matmul = None if self.func is None else read_matmul(self.func)
+        self._build()
+        self.func, self.matmul = known.lowered(self._builder)
 
-    def _lowered(self) -> tirx.PrimFunc | None:
+    def _build(self) -> None:
         builder = self._builder
         self._add_inputs()
         params = list(self._local.values())
@@ -84,7 +108,6 @@ class NormFunction:
                     self._local[var] = self._step(self.values[var])
                 results = builder.emit_output(self._results())
             builder.emit_func_output(results)
-        return lowered_function(builder, NAME)
 
     def _add_inputs(self) -> None:
         first = self.product.steps[0]
@@ -120,8 +143,8 @@ class NormFunction:
                     self._add(weight, weight)
             return
         weight = self.values[self.product.steps[0]].args[1]
-        matrix = array_of(weight).astype("float64")
-        scale = 1.0 if norm.gamma is None else array_of(norm.gamma).astype("float64")[:, None]
+        matrix = array_of(weight)
+        scale = 1 if norm.gamma is None else array_of(norm.gamma)[:, None]
         self._add(weight, tensor_constant(matrix * scale, "float32"))
         if norm.beta is not None and array_of(norm.beta).any():
             shift = array_of(norm.beta).astype("float64") @ matrix

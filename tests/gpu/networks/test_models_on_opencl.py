@@ -30,6 +30,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 CONVOLUTIONAL = [name for name, sizes in SIZES.items() if "image_size" in sizes]
 REDUCTIONS = (
+    "FuseLayerNorm",
     "DecomposeNormalization",
     "CoalesceReduction",
     "FuseReductions",

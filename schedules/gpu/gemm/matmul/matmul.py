@@ -17,8 +17,8 @@ from .factor_tiles import WIDTH, operand_lanes
 from .matmul_pattern import MatmulFunction, read_matmul
 from .matmul_tile_sizes import choose_tiles
 from .skinny_matmul import MOST_ROWS, choose_rows, write_rows_kernel
-from .templates import ROWS, TILES, MatmulTemplate, MatmulWorkload
 from .statistics_cost import takes_statistics
+from .templates import ROWS, TILES, MatmulTemplate, MatmulWorkload
 from .tensor_core_matmul import tensor_core_function
 from .tensor_core_tile import allows_tf32, choose_tensor_tile
 from .tiled_matmul import write_tiles_kernel
@@ -40,8 +40,8 @@ class Matmul(TunableGPURule):
     depending on the layout of the right factor. 16-bit floats are summed in float32.
 
     A value of each row may be subtracted from the left factor, and others be used by the epilogue,
-    which may also store moments of segments of the result: :class:`relay_passes.FuseLayerNorm` makes
-    such functions of products beside a layer norm. Their tiles are not tuned.
+    which may also store moments of segments of the result: the pass ``FuseLayerNorm`` makes such
+    functions of products beside a layer norm. Their tiles are not tuned.
 
     Convolutions are taken where they run on tensor cores, as products of their weights and the
     windows of their data. Left alone: other convolutions, epilogues that move elements.
