@@ -39,15 +39,16 @@ class FuseLayerNorm:
 
     After::
 
-        lv4 = R.call_tir(matmul_of_norm, (a, w, b, residual))          # lv, and moments of lv
-        lv2 = R.add(R.call_tir(matmul_of_norm1, (lv4[0], lv4[1], lv4[2], gamma * w1, beta @ w1)), b1)
-        lv3 = R.call_tir(matmul_of_norm2, (f(lv2), w2, b2, lv4[0], lv4[1], lv4[2], gamma, beta))
+        lv, sums, squares = R.call_tir(matmul_of_norm, (a, w, b, residual))
+        moved = R.call_tir(matmul_of_norm1, (lv, sums, squares, gamma * w1, beta @ w1))
+        lv2 = R.add(moved, b1)
+        lv3 = R.call_tir(matmul_of_norm2, (f(lv2), w2, b2, lv, sums, squares, gamma, beta))
 
     The first product also stores the sum of each 32 neighbours of a row, and the sum of their
-    squared differences from their mean. Those that read the norm combine these to the row's mean and
-    variance. As left factor they subtract the mean from each element on its way to shared memory,
-    and scale the product; weights contain gamma, and a vector beta. In the epilogue they compute
-    the norm itself. The rule :class:`schedules.gpu.Matmul` schedules the functions.
+    squared differences from their mean. Those that read the norm combine these to mean and variance
+    of the row. As left factor they subtract the mean from each element on its way to the product,
+    and scale the result; weights contain gamma, and a vector beta. In the epilogue they compute the
+    norm itself. The rule :class:`schedules.gpu.Matmul` schedules the functions.
 
     A norm is fused where the estimates of :mod:`schedules.gpu.gemm.matmul.statistics_cost` promise
     a gain. Left alone: norms of other values than products with sums, quotients and extrema; norms

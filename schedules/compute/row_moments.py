@@ -2,9 +2,10 @@
 """Mean and variance of rows by way of segments of 32 columns.
 
 A kernel that computes a tile of ``x`` has whole segments, but no whole row. It stores the sum of
-each segment and the sum of squared differences from the segment's mean; whoever needs a row's mean
-and variance combines those of its segments, as Chan, Golub and LeVeque do (*Algorithms for Computing
-the Sample Variance*, 1983). Unlike the sum of squares, that loses no digits where the mean is large.
+each segment and the sum of squared differences from the segment's mean; whoever needs mean and
+variance of a row combines those of its segments, as Chan, Golub and LeVeque do (*Algorithms for
+Computing the Sample Variance*, 1983). Unlike the sum of squares, that loses no digits where the
+mean is large.
 """
 
 from __future__ import annotations

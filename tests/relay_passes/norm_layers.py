@@ -28,6 +28,8 @@ class NormLayer:
         Whether the norms have these weights.
     keep : bool
         Whether the first norm is a result, too.
+    is_short : bool
+        Whether the product behind the first norm is the result.
     """
 
     def __init__(
@@ -41,10 +43,11 @@ class NormLayer:
         scale: bool = True,
         center: bool = True,
         keep: bool = False,
+        is_short: bool = False,
     ) -> None:
         rng = np.random.default_rng()
         self.rows, self.width, self.dtype, self.keep = rows, width, dtype, keep
-        self.scale, self.center = scale, center
+        self.scale, self.center, self.is_short = scale, center, is_short
 
         def draw(*shape: int, mean: float = 0.0, deviation: float = 1.0) -> np.ndarray:
             return (mean + deviation * rng.standard_normal(shape)).astype(dtype)
@@ -80,9 +83,11 @@ class NormLayer:
         with builder.function("main", [x, weights[1]] if free else [x]):
             with builder.dataflow():
                 first = norm(emit(op.add(dense(x, 0), x)), 0)
-                inner = emit(op.nn.relu(dense(first, 1)))
-                second = norm(emit(op.add(dense(inner, 2), first)), 1)
-                results = [dense(second, 3), *([first] if self.keep else [])]
+                results = [dense(first, 1)]
+                if not self.is_short:
+                    behind = emit(op.add(dense(emit(op.nn.relu(*results)), 2), first))
+                    results = [dense(norm(behind, 1), 3)]
+                results += [first] if self.keep else []
                 result = builder.emit_output(relax.Tuple(results) if self.keep else results[0])
             builder.emit_func_output(result)
         return builder.get()
@@ -92,8 +97,10 @@ class NormLayer:
         x, *_ = wide = [each.astype("float64") for each in (self.x, *self.w)]
         w, b = wide[1:], [each.astype("float64") for each in self.b]
         first = self._norm(x @ w[0] + b[0] + x, 0)
-        inner = np.maximum(first @ w[1] + b[1], 0)
-        return self._norm(inner @ w[2] + b[2] + first, 1) @ w[3]
+        behind = first @ w[1] + b[1]
+        if self.is_short:
+            return behind
+        return self._norm(np.maximum(behind, 0) @ w[2] + b[2] + first, 1) @ w[3]
 
     def _norm(self, value: np.ndarray, number: int) -> np.ndarray:
         mean = value.mean(-1, keepdims=True)

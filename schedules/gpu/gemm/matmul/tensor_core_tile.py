@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tvm import tirx
+from tvm import DataType, tirx
 
 from schedules.workload.reduce import constant
 
@@ -190,7 +190,9 @@ def choose_tensor_tile(
         if not wasted and blocks >= gpu.multiprocessors:
             chosen = tile
             break
-    stages = min(_MOST_STAGES, gpu.shared_bytes // chosen.stage_bytes)
+    values = () if matmul.statistics is None else matmul.statistics.names
+    room = gpu.shared_bytes - chosen.rows * sum(DataType(v.ty.dtype).bits // 8 for v in values)
+    stages = min(_MOST_STAGES, room // chosen.stage_bytes)
     return replace(chosen, stages=stages, depth=_LINE // found.itemsize, type=found)
 
 

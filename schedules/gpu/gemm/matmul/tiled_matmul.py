@@ -110,16 +110,15 @@ class _ThreadPart:
         run_steps([self], i64(0), tiles, lambda _, half: self._multiply(half))
         if self.config.groups > 1:
             self._sum_groups()
-        for chunks in self._chunks():
+        if self.matmul.moments is None:
             with self._first_group():
-                self._finish(chunks)
-            if self.matmul.moments is not None:
-                self._combine_moments(chunks[0])
-
-    def _chunks(self) -> list[list[int]]:
-        """Blocks of columns by number: one by one where their moments are combined."""
-        chunks = list(range(self.config.thread_columns // WIDTH))
-        return [chunks] if self.matmul.moments is None else [[chunk] for chunk in chunks]
+                self._finish(range(self.config.thread_columns // WIDTH))
+            return
+        for chunk in range(self.config.thread_columns // WIDTH):
+            sync()  # shared memory is used again
+            with self._first_group():
+                self._finish([chunk])
+            self._combine_moments(chunk)
 
     def _first_group(self) -> AbstractContextManager:
         return when(self.group < i64(1) if self.config.groups > 1 else None)
@@ -175,8 +174,6 @@ class _ThreadPart:
         lanes = epilogue_lanes(self.matmul)
         row_chunks, column_chunks = config.thread_rows // WIDTH, config.thread_columns // WIDTH
         keep = MomentRegisters.allocate(self.matmul)
-        if keep is not None:
-            sync()  # shared memory is used again
         for i in range(config.thread_rows):
             inner = i64(i // WIDTH * (config.rows // row_chunks) + i % WIDTH)
             row = T.bind(self.row + inner + self.unit_row * i64(WIDTH))

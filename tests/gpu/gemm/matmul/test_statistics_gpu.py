@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from cuda_text import cuda_source, ptxas
@@ -29,7 +32,8 @@ def run(layer: NormLayer, precision: str = "fp32", fuse: bool = True) -> np.ndar
         steps = phases["simplify"]
         phases["simplify"] = [s for s in steps if str(s.info.name) != "FuseLayerNorm"]
     mod = run_phases(layer.module(), OPENCL, phases)
-    assert sum(use.launches for use in kernel_uses(mod)) == (4 if fuse else 6)
+    products, norms = (2, 1) if layer.is_short else (4, 2)
+    assert sum(use.launches for use in kernel_uses(mod)) == products + (0 if fuse else norms)
     [found] = RelaxOnOpenCL(mod, OPENCL)(layer.x)
     return found
 
@@ -42,8 +46,8 @@ def error(found: np.ndarray, exact: np.ndarray) -> float:
     "layer",
     [
         NormLayer((2, 19)),
-        NormLayer((37,), width=32, hidden=200, scale=False),
-        NormLayer((1, 2, 16), width=160, hidden=48, center=False),
+        pytest.param(NormLayer((37,), 32, 200, scale=False), marks=pytest.mark.slow),
+        pytest.param(NormLayer((1, 2, 16), 160, 48, center=False), marks=pytest.mark.slow),
     ],
     ids=["batch", "one segment", "no beta"],
 )
@@ -51,30 +55,38 @@ def test_numbers(layer: NormLayer) -> None:
     assert error(run(layer), layer.exact()) < 3e-6
 
 
-@pytest.mark.parametrize("tile", matmul_tile_sizes._TILES, ids=str)
+def each_tile(tiles: Sequence[Any], quick: int) -> list[Any]:
+    """Tiles as parameters; a short layer of one of them, and slow ones of all."""
+    slow = [pytest.param(tile, False, marks=pytest.mark.slow, id=str(tile)) for tile in tiles]
+    return [pytest.param(tiles[quick], True, id="short"), *slow]
+
+
+@pytest.mark.parametrize(("tile", "is_short"), each_tile(matmul_tile_sizes._TILES, 1))
 def test_numbers_of_each_tile(
-    tile: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+    tile: tuple[int, int, int, int], is_short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of rows and columns that no tile divides."""
     monkeypatch.setattr(matmul_tile_sizes, "_TILES", (tile,))
-    layer = NormLayer((tile[0] + 5,), hidden=72)
+    layer = NormLayer((tile[0] + 5,), hidden=72, is_short=is_short)
     assert error(run(layer), layer.exact()) < 3e-6
 
 
 def test_large_means_lose_no_more_than_in_a_norm_of_its_own() -> None:
     """Sums of squares would lose all digits of a variance a millionth of the mean's square."""
-    layer = NormLayer((40,), offset=1.0, spread=1e-4)
+    layer = NormLayer((40,), spread=1e-4, is_short=True)
     layer.b[0][:] = 100 + 0.1 * np.random.default_rng().standard_normal(layer.width)
     exact = layer.exact()
     assert error(run(layer), exact) < 4 * error(run(layer, fuse=False), exact) < 1e-2
 
 
-@pytest.mark.parametrize("tile", tensor_core_tile._TILES, ids=str)
-def test_numbers_of_tf32(tile: TensorTile, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tile", "is_short"), each_tile(tensor_core_tile._TILES, -1))
+def test_numbers_of_tf32(
+    tile: TensorTile, is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Centred before they are rounded: rounding a mean of 100 would leave two digits."""
     emulate_tensor_cores(monkeypatch)
     monkeypatch.setattr(tensor_core_tile, "_TILES", (tile,))
-    layer = NormLayer((tile.rows + 3,), hidden=40, spread=0.1)
+    layer = NormLayer((tile.rows + 3,), hidden=40, spread=0.1, is_short=is_short)
     layer.b[0][:] += 100
     assert error(run(layer, "tf32"), layer.exact()) < 3e-3
 
