@@ -42,7 +42,7 @@ class FuseLayerNorm:
         lv, sums, squares = R.call_tir(matmul_of_norm, (a, w, b, residual))
         moved = R.call_tir(matmul_of_norm1, (lv, sums, squares, gamma * w1, beta @ w1))
         lv2 = R.add(moved, b1)
-        lv3 = R.call_tir(matmul_of_norm2, (f(lv2), w2, b2, lv, sums, squares, gamma, beta))
+        lv3 = R.call_tir(matmul_of_norm2, (f(lv2), w2, b2 + beta, lv, sums, squares, gamma))
 
     The first product also stores the sum of each 32 neighbours of a row, and the sum of their
     squared differences from their mean. Those that read the norm combine these to mean and variance
@@ -101,19 +101,24 @@ class _Fusion:
 
     Attributes
     ----------
+    inputs : dict[relax.Var, NormInputs]
+        From the data of the norms to what replaces these.
     products : dict[relax.Var, NormProduct]
         The products, by their last values.
+    functions : dict[relax.Var, NormFunction]
+        Their functions.
     """
 
     def __init__(self, bindings: Bindings, target: Target) -> None:
         self.gpu = GPUInfo.from_target(target)
         norms, known, losing = bindings.norms(), LoweredFunctions(), [True]
         while losing:
-            self.inputs = {norm.result: _placeholders(norm) for norm in norms}
+            self.inputs = {norm.data: _placeholders(norm) for norm in norms}
+            inputs = {norm.result: self.inputs[norm.data] for norm in norms}
             self.products = bindings.products(norms)
             with target:
                 self.functions = {
-                    end: NormFunction(product, bindings.values, self.inputs, known)
+                    end: NormFunction(product, bindings.values, inputs, known)
                     for end, product in self.products.items()
                 }
             losing = [norm for norm in norms if not self._gains(norm)]
@@ -123,7 +128,7 @@ class _Fusion:
         """Return whether a norm is predicted to cost less as a part of its products."""
         cycles = 0.0
         for end, product in self.products.items():
-            is_read, is_data = norm.result in product.norms, product.moments_of is norm
+            is_read, is_data = norm.result in product.norms, end.same_as(norm.data)
             if not is_read and not is_data:
                 continue
             matmul = self.functions[end].matmul
@@ -142,14 +147,13 @@ class _Fusion:
             end = graph.current
             if end not in self.functions:
                 return None
-            function, moments_of = self.functions[end], self.products[end].moments_of
-            pattern = _FUSIBLE if moments_of is None else _OPAQUE
+            function, given = self.functions[end], self.inputs.get(end)
+            pattern = _FUSIBLE if given is None else _OPAQUE
             func = function.func.with_attr("op_pattern", pattern)
             name = builder.add_func(func, NAME)
             arguments = [known.get(argument, argument) for argument in function.arguments]
-            if moments_of is None:
+            if given is None:
                 return relax.call_tir(name, arguments, end.ty)
-            given = self.inputs[moments_of.result]
             types = [given.data.ty, given.sums.ty, given.squares.ty]
             results = graph.emit(relax.call_tir(name, arguments, types))
             for number, placeholder in enumerate((given.sums, given.squares), start=1):

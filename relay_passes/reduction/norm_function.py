@@ -93,6 +93,7 @@ class NormFunction:
         self._builder = relax.BlockBuilder()
         self._local: dict[relax.Expr, relax.Expr] = {}
         self._rows: dict[relax.Var, tuple[relax.Expr, relax.Expr]] = {}
+        self._bias = self._find_bias()
         self._build()
         self.func, self.matmul = known.lowered(self._builder)
 
@@ -117,8 +118,26 @@ class NormFunction:
                     continue
                 if operand in self.product.norms:
                     self._add_norm(self.product.norms[operand], is_factor=var is first)
+                elif operand.same_as(self._bias):
+                    self._add(operand, self._with_betas(operand))
                 elif not (var is first and self._folded(operand)):
                     self._add(operand, operand)
+
+    def _find_bias(self) -> relax.Expr | None:
+        """A constant vector to which the vectors beta of what else is added may be added before."""
+        steps = [self.values[var] for var in self.product.steps[1:]]
+        if any(op_name(step) != "relax.add" for step in steps):
+            return None
+        added = [operand for step in steps for operand in step.args]
+        found = [e for e in added if isinstance(e, GenericConst) and e.ty.ndim == 1]
+        return found[0] if len(found) == 1 else None
+
+    def _with_betas(self, bias: relax.Expr) -> relax.Expr:
+        result = array_of(bias).astype("float64")
+        for var in self.product.steps[1:]:
+            for norm in filter(None, map(self.product.norms.get, self.values[var].args)):
+                result = result if norm.beta is None else result + array_of(norm.beta)
+        return tensor_constant(result, "float32")
 
     def _folded(self, weight: relax.Expr) -> bool:
         """Return whether a weight is replaced by one with the norm's factors."""
@@ -138,7 +157,7 @@ class NormFunction:
         for tensor in (given.data, given.sums, given.squares):
             self._add(tensor, tensor)
         if not is_factor:
-            for weight in (norm.gamma, norm.beta):
+            for weight in (norm.gamma, None if self._bias is not None else norm.beta):
                 if weight is not None:
                     self._add(weight, weight)
             return
@@ -180,11 +199,13 @@ class NormFunction:
         result = emit(relax.op.multiply(emit(relax.op.subtract(data, mean)), scale))
         if norm.gamma is not None:
             result = emit(relax.op.multiply(result, self._local[norm.gamma]))
-        return result if norm.beta is None else emit(relax.op.add(result, self._local[norm.beta]))
+        if norm.beta is None or self._bias is not None:
+            return result
+        return emit(relax.op.add(result, self._local[norm.beta]))
 
     def _results(self) -> relax.Expr:
         end = self._local[self.product.end]
-        if self.product.moments_of is None:
+        if not self.product.is_data:
             return end
         sums = self._builder.emit_te(segment_sums, end)
         return relax.Tuple([end, sums, self._builder.emit_te(segment_squares, end, sums)])

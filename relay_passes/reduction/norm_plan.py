@@ -27,7 +27,7 @@ EPILOGUE = (
 """Ops between a product and a norm, or where a norm is read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Norm:
     """A layer norm of the rows of ``data``.
 
@@ -56,10 +56,14 @@ class NormProduct:
     ----------
     steps : list[relax.Var]
         The product, then the others.
+    is_data : bool
+        Whether a norm is that of the last of them.
+    norms : dict[relax.Var, Norm]
+        Those that the steps read, by their results.
     """
 
     steps: list[relax.Var]
-    moments_of: Norm | None = None
+    is_data: bool = False
     norms: dict[relax.Var, Norm] = field(default_factory=dict)
 
     @property
@@ -74,11 +78,13 @@ class Bindings:
     def __init__(self, func: relax.Function) -> None:
         self.values: dict[relax.Var, relax.Expr] = {}
         self.readers: dict[relax.Var, list[relax.Var | None]] = defaultdict(list)
-        for block in func.body.blocks:
+        self._block: dict[relax.Var, int] = {}
+        for number, block in enumerate(func.body.blocks):
             for binding in block.bindings:
                 is_plain = isinstance(binding, relax.VarBinding)
                 if is_plain and isinstance(block, relax.DataflowBlock):
                     self.values[binding.var] = binding.value
+                    self._block[binding.var] = number
                 for var in operands(binding.value):
                     self.readers[var].append(binding.var)
         for var in operands(func.body.body):
@@ -99,7 +105,7 @@ class Bindings:
                 known = found.setdefault(steps[0], NormProduct(steps))
                 known.steps = max(known.steps, steps, key=len)
                 if end is norm.data:
-                    known.moments_of = norm
+                    known.is_data = True
                 else:
                     known.norms[norm.result] = norm
         return {product.end: product for product in found.values()}
@@ -116,11 +122,15 @@ class Bindings:
         if not all(weight is None or isinstance(weight, GenericConst) for weight in weights):
             return None
         readers = self.readers[var]
-        if not readers or self._steps(data) is None:
+        if not readers or self._steps(data) is None or not self._are_together(var, data, *readers):
             return None
         if not all(reader is not None and self._reads(reader, var) for reader in readers):
             return None
         return Norm(var, data, *weights, float(attrs.epsilon))
+
+    def _are_together(self, *variables: relax.Var | None) -> bool:
+        """Return whether variables are of one dataflow block."""
+        return len({self._block.get(var, -1) for var in variables}) == 1
 
     def _reads(self, reader: relax.Var, var: relax.Var) -> bool:
         """Return whether a reader is a product of rows, or a part of what follows one."""
@@ -143,7 +153,8 @@ class Bindings:
             return None
         for argument in value.args:
             alone = isinstance(argument, relax.Var) and len(self.readers[argument]) == 1
-            steps = self._steps(argument) if alone and _is_like(argument, end) else None
+            alone = alone and self._are_together(argument, end) and _is_like(argument, end)
+            steps = self._steps(argument) if alone else None
             if steps is not None:
                 return [*steps, end]
         return None

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import tvm
 from norm_layers import NormLayer
-from tvm import IRModule, tirx
+from tvm import IRModule, relax, tirx
+from tvm.relax import op
 from tvm.target import Target
 
 from relay_passes import FuseLayerNorm
@@ -64,6 +65,42 @@ def test_weights_contain_gamma_and_a_vector_beta() -> None:
 def test_a_norm_with_another_reader_stays() -> None:
     """The second one, which only a product reads, does not."""
     assert names(fused(NormLayer(keep=True).module())).count(NORM) == 1
+
+
+def test_two_norms_of_one_value_share_its_moments() -> None:
+    """As in layers whose attention and feed-forward network lie beside each other."""
+    layer, builder = NormLayer((37,), width=64), relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((37, 64), "float32"))
+    weights = [relax.const(weight) for weight in (*layer.w[:2], *layer.gamma, *layer.beta)]
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            data = builder.emit(op.matmul(x, weights[0]))
+            norms = [
+                builder.emit(op.nn.layer_norm(data, weights[2 + k], weights[4 + k], [-1]))
+                for k in range(2)
+            ]
+            both = [builder.emit(op.matmul(norm, weights[1])) for norm in norms]
+            result = builder.emit_output(op.add(*both))
+        builder.emit_func_output(result)
+    mod = fused(builder.get())
+    assert not relax.analysis.free_vars(mod["main"])
+    assert names(mod) == [FUNCTION] * 3
+
+
+def test_norms_of_another_dataflow_block_stay() -> None:
+    layer, builder = NormLayer((37,), width=64), relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((37, 64), "float32"))
+    weights = [relax.const(weight) for weight in (*layer.w[:2], layer.gamma[0], layer.beta[0])]
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            data = builder.emit_output(op.matmul(x, weights[0]))
+        builder.emit(op.add(data, data))
+        with builder.dataflow():
+            norm = builder.emit(op.nn.layer_norm(data, *weights[2:], [-1]))
+            result = builder.emit_output(op.matmul(norm, weights[1]))
+        builder.emit_func_output(result)
+    mod = builder.get()
+    tvm.ir.assert_structural_equal(fused(mod), mod)
 
 
 @pytest.mark.parametrize(

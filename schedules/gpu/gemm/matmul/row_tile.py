@@ -92,43 +92,50 @@ def _store_row(
         T.buffer_store(buffer, writer.value(value, 0), [own])
 
 
-@dataclass(frozen=True)
 class MomentRegisters:
-    """Sum and squares of neighbours of a row, in registers of a thread; zero at first.
+    """Sums and squares of vectors of neighbours of a row, in registers of a thread; zero at first.
 
     Parameters
     ----------
     source : tirx.Expr
         The result, by the variables of the epilogue.
-    held : tirx.Buffer
-        The two.
+    dtype : str
+        Its type.
+    vectors : int
+        Vectors that are taken one after the other.
     """
 
-    source: tirx.Expr
-    held: tirx.Buffer
+    def __init__(self, source: tirx.Expr, dtype: str, vectors: int) -> None:
+        self.source, self.vectors, self._taken = source, vectors, 0
+        self.held = T.alloc_buffer((2 * vectors,), dtype, scope="local")
+        for k in range(2 * vectors):
+            T.buffer_store(self.held, tirx.const(0, dtype), [k])
 
     @classmethod
-    def allocate(cls, matmul: MatmulFunction) -> MomentRegisters | None:
+    def allocate(cls, matmul: MatmulFunction, vectors: int = 1) -> MomentRegisters | None:
         """Registers for a product with moments."""
         if matmul.moments is None:
             return None
         stores = matmul.epilogue.stores
         [source] = [s.value for s in stores if s.buffer.same_as(matmul.moments.source)]
-        held = T.alloc_buffer((2,), matmul.moments.sums.dtype, scope="local")
-        for k in range(2):
-            T.buffer_store(held, tirx.const(0, held.dtype), [k])
-        return cls(source, held)
+        return cls(source, matmul.moments.sums.dtype, vectors)
+
+    @property
+    def parts(self) -> list[tuple[tirx.Expr, tirx.Expr]]:
+        """Sum and squares of each vector."""
+        return [(self.held[2 * k], self.held[2 * k + 1]) for k in range(self.vectors)]
 
     def take(self, writer: PointWriter) -> None:
-        """Compute those of a vector that was just written."""
-        count = writer.lanes.vector
+        """Compute those of the next vector, which was just written."""
+        count, at = writer.lanes.vector, self._taken % self.vectors * 2
+        self._taken += 1
         values = T.alloc_buffer((count,), self.held.dtype, scope="local")
         for k in range(count):
             T.buffer_store(values, writer.value(self.source, k), [k])
-        T.buffer_store(self.held, _tree([values[k] for k in range(count)]), [0])
-        mean = self.held[0] * tirx.const(1 / count, self.held.dtype)
+        T.buffer_store(self.held, _tree([values[k] for k in range(count)]), [at])
+        mean = self.held[at] * tirx.const(1 / count, self.held.dtype)
         differences = [values[k] - mean for k in range(count)]
-        T.buffer_store(self.held, _tree([each * each for each in differences]), [1])
+        T.buffer_store(self.held, _tree([each * each for each in differences]), [at + 1])
 
 
 def _tree(terms: Sequence[tirx.Expr]) -> tirx.Expr:

@@ -378,7 +378,7 @@ class _ThreadPart:
             row = self.first[0] + i64(self.row + i * STEP)
             part = [self._sum(4 * i * across + e) for e in range(4 * across)]
             place = (self.matmul, self.views, self.batch, row, column, part)
-            keep = MomentRegisters.allocate(self.matmul)
+            keep = MomentRegisters.allocate(self.matmul, vectors=2)
             store_products(self.core, self.lane, *place, rows_exist, self.row_tile, keep)
 
     def _sum(self, place: int) -> tirx.Expr:
@@ -418,7 +418,8 @@ def store_products(
     keep : MomentRegisters | None
         Registers for moments of the results, if they are stored, too.
     """
-    lanes = epilogue_lanes(product, ELEMENTS)
+    # Vectors of 16 bytes of float32, for which all that the epilogue reads fits into registers.
+    lanes = epilogue_lanes(product, ELEMENTS if keep is None else ELEMENTS // keep.vectors)
     for half in range(2):
         own = T.bind(row + i64(half * 8 + lane // _QUAD))
         for group in range(0, len(sums) // 4, _QUAD):
@@ -430,7 +431,7 @@ def store_products(
             store_results(product, lanes, views, *place, rows, then)
             if keep is not None:
                 begin = column + i64(group * ELEMENTS)
-                _finish_moments(core, lane, product, views, own, begin, keep.held)
+                _finish_moments(core, lane, product, views, own, begin, keep)
 
 
 def _finish_moments(
@@ -440,11 +441,12 @@ def _finish_moments(
     views: Views,
     row: tirx.Expr,
     column: tirx.Expr,
-    held: tirx.Buffer,
+    keep: MomentRegisters,
 ) -> None:
     """Combine the moments of four lanes, which have eight neighbours each, and store them."""
     assert isinstance(matmul, MatmulFunction) and matmul.moments is not None, "it has moments"
-    others = T.alloc_buffer((2,), held.dtype, scope="local")
+    held, others = (T.alloc_buffer((2,), keep.held.dtype, scope="local") for _ in range(2))
+    combine(held, keep.parts, ELEMENTS // keep.vectors)
     for bit in (1, 2):
         for k in range(2):
             T.buffer_store(others, core.exchange(held[k], bit), [k])
