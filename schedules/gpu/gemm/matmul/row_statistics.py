@@ -116,12 +116,12 @@ def split_stages(
     others = [stage for stage in rest if stage not in rows]
     if any(stage.reduced for stage in others):
         return None
-    of_rows = {stage.output for stage in rows}
-    if any(param in of_rows for param in func.params):
+    if any(stage.output in func.params for stage in rows):
         return None
     readers = [*others, product]
-    read = [load.source for stage in readers for load in loads(stage.value)]
-    known = {b: tirx.Var(b.name, b.dtype) for b in of_rows if any(b.same_as(r) for r in read)}
+    read = {load.source for stage in readers for load in loads(stage.value)}
+    needed = [stage.output for stage in rows if stage.output in read]
+    known = {buffer: tirx.Var(buffer.name, buffer.dtype) for buffer in needed}
     if not _are_in_place(known, readers):
         return None
     before = [stage for stage in others if stage in stages[:place]]
@@ -175,7 +175,7 @@ def _read_moments(stages: Sequence[Stage], func: tirx.PrimFunc) -> Moments | Non
     if not tvm_ffi.structural_equal(difference, square.b) or not isinstance(difference, tirx.Sub):
         return None
     mean = difference.b
-    if not isinstance(mean, tirx.Mul) or constant_float(mean.b) != 1 / SEGMENT:
+    if not isinstance(mean, tirx.Mul) or _number(mean.b) != 1 / SEGMENT:
         return None
     source = element.source
     is_sum = isinstance(mean.a, ir.TensorLoad) and mean.a.source.same_as(sums.output)
@@ -188,7 +188,7 @@ def _read_moments(stages: Sequence[Stage], func: tirx.PrimFunc) -> Moments | Non
     return Moments(source, sums.output, squares.output)
 
 
-def constant_float(expression: tirx.Expr) -> float | None:
+def _number(expression: tirx.Expr) -> float | None:
     """Value of a constant of a floating-point type."""
     return float(expression.value) if isinstance(expression, tirx.FloatImm) else None
 
@@ -205,6 +205,8 @@ def _summand(stage: Stage) -> tirx.Expr | None:
 def _is_of_segment(load: tirx.Expr, source: tirx.Buffer, stage: Stage) -> bool:
     """Return whether a read is that of the stage's segment of ``source``."""
     if not isinstance(load, ir.TensorLoad) or not load.source.same_as(source):
+        return False
+    if len(stage.reduced) != 1 or not stage.axes:
         return False
     [column], (segment, *rows) = stage.reduced, stage.axes
     if len(load.indices) != len(rows) + 1 or not _is_at(load, rows):
