@@ -111,8 +111,8 @@ class _Fusion:
 
     def __init__(self, bindings: Bindings, target: Target) -> None:
         self.gpu = GPUInfo.from_target(target)
-        norms, known, losing = bindings.norms(), LoweredFunctions(), [True]
-        while losing:
+        norms, known = bindings.norms(), LoweredFunctions()
+        while True:
             self.inputs = {norm.data: _placeholders(norm) for norm in norms}
             inputs = {norm.result: self.inputs[norm.data] for norm in norms}
             self.products = bindings.products(norms)
@@ -122,6 +122,8 @@ class _Fusion:
                     for end, product in self.products.items()
                 }
             losing = [norm for norm in norms if not self._gains(norm)]
+            if not losing:
+                return
             norms = [norm for norm in norms if norm not in losing]
 
     def _gains(self, norm: Norm) -> bool:
@@ -149,8 +151,8 @@ class _Fusion:
                 return None
             function, given = self.functions[end], self.inputs.get(end)
             pattern = _FUSIBLE if given is None else _OPAQUE
-            func = function.func.with_attr("op_pattern", pattern)
-            name = builder.add_func(func, NAME)
+            assert function.func is not None, "the product was read from it"
+            name = builder.add_func(function.func.with_attr("op_pattern", pattern), NAME)
             arguments = [known.get(argument, argument) for argument in function.arguments]
             if given is None:
                 return relax.call_tir(name, arguments, end.ty)

@@ -13,7 +13,7 @@ from tvm.ir import GenericConst
 from schedules.compute.row_moments import SEGMENT
 from schedules.workload.reduce import constant
 
-from ..core.expressions import op_name, operands
+from ..core.expressions import Value, op_name, operands
 
 _MOST_COLUMNS = 2048  # two registers for each segment while a row's moments are combined
 EPILOGUE = (
@@ -117,16 +117,15 @@ class Bindings:
             return None
         data, gamma, beta = call.args
         attrs = call.attrs
-        used = [(gamma, attrs.scale), (beta, attrs.center)]
-        weights = [weight if is_used else None for weight, is_used in used]
-        if not all(weight is None or isinstance(weight, GenericConst) for weight in weights):
+        gamma, beta = gamma if attrs.scale else None, beta if attrs.center else None
+        if not all(weight is None or isinstance(weight, GenericConst) for weight in (gamma, beta)):
             return None
         readers = self.readers[var]
         if not readers or self._steps(data) is None or not self._are_together(var, data, *readers):
             return None
         if not all(reader is not None and self._reads(reader, var) for reader in readers):
             return None
-        return Norm(var, data, *weights, float(attrs.epsilon))
+        return Norm(var, data, gamma, beta, float(attrs.epsilon))
 
     def _are_together(self, *variables: relax.Var | None) -> bool:
         """Return whether variables are of one dataflow block."""
@@ -134,7 +133,7 @@ class Bindings:
 
     def _reads(self, reader: relax.Var, var: relax.Var) -> bool:
         """Return whether a reader is a product of rows, or a part of what follows one."""
-        value = self.values.get(reader)
+        value: Value = self.values.get(reader)
         if op_name(value) == "relax.matmul":
             left, right = value.args
             is_matrix = isinstance(right, GenericConst) and right.ty.ndim == 2
@@ -143,7 +142,7 @@ class Bindings:
 
     def _steps(self, end: relax.Expr) -> list[relax.Var] | None:
         """The product that a value is computed from element by element, and the steps to it."""
-        value = self.values.get(end) if isinstance(end, relax.Var) else None
+        value: Value = self.values.get(end) if isinstance(end, relax.Var) else None
         if not _is_float32(end):
             return None
         if op_name(value) == "relax.matmul":

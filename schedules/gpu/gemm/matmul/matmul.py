@@ -68,9 +68,10 @@ class Matmul(TunableGPURule):
         Not one with statistics of rows, which some tiles cannot hold.
         """
         matmul = read_matmul(func)
-        plain = matmul is not None and matmul.is_plain
-        found = MatmulWorkload.of(matmul) if plain else None
-        if matmul is None or found is None or found.is_skinny:
+        if matmul is None or not matmul.is_plain:
+            return None
+        found = MatmulWorkload.of(matmul)
+        if found is None or found.is_skinny:
             return found
         tile = choose_tensor_tile(matmul, self.machine(target), allows_tf32(func))
         return found if tile is None else None

@@ -276,8 +276,9 @@ def _with_statistics(
 def _with_shift(operand: Operand, parts: SplitStages) -> Operand:
     """The factor with the value of each row that is subtracted from it last, if there is one."""
     steps, value = operand.space.steps, operand.value
-    if steps and isinstance(steps[-1], Value) and steps[-1].var.same_as(value):
-        steps, value = steps[:-1], steps[-1].expression
+    last = steps[-1] if steps else None
+    if isinstance(last, Value) and last.var.same_as(value):
+        steps, value = steps[:-1], last.expression
     if not isinstance(value, tirx.Sub) or value.b not in parts.known.values():
         return operand
     return replace(operand, space=replace(operand.space, steps=steps), value=value, shift=value.b)
