@@ -22,6 +22,7 @@ from .norm_plan import Norm, NormProduct
 
 NAME = "matmul_of_norm"
 """Name of the functions."""
+_WEIGHT, _SHIFT, _BIAS = "weight", "shift", "bias"  # constants that contain gamma and beta
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class NormFunction:
         self.product, self.values, self.inputs = product, values, inputs
         self.arguments: list[relax.Expr] = []
         self._builder = relax.BlockBuilder()
-        self._local: dict[relax.Expr, relax.Expr] = {}
+        self._local: dict[Any, relax.Expr] = {}
         self._rows: dict[relax.Var, tuple[relax.Expr, relax.Expr]] = {}
         self._bias = self._find_bias()
         self._build()
@@ -119,7 +120,7 @@ class NormFunction:
                 if operand in self.product.norms:
                     self._add_norm(self.product.norms[operand], is_factor=var is first)
                 elif operand.same_as(self._bias):
-                    self._add(operand, self._with_betas(operand))
+                    self._add(_BIAS, self._with_betas(operand))
                 elif not (var is first and self._folded(operand)):
                     self._add(operand, operand)
 
@@ -147,7 +148,7 @@ class NormFunction:
         """The norm of the left factor."""
         return self.product.norms.get(self.values[self.product.steps[0]].args[0])
 
-    def _add(self, key: relax.Expr, tensor: relax.Expr) -> None:
+    def _add(self, key: Any, tensor: relax.Expr) -> None:
         if key not in self._local:
             self._local[key] = relax.Var(f"p{len(self._local)}", tensor.ty)
             self.arguments.append(tensor)
@@ -164,10 +165,10 @@ class NormFunction:
         weight = self.values[self.product.steps[0]].args[1]
         matrix = array_of(weight)
         scale = 1 if norm.gamma is None else array_of(norm.gamma)[:, None]
-        self._add(weight, tensor_constant(matrix * scale, "float32"))
+        self._add(_WEIGHT, tensor_constant(matrix * scale, "float32"))
         if norm.beta is not None and array_of(norm.beta).any():
             shift = array_of(norm.beta).astype("float64") @ matrix
-            self._add(norm.result, tensor_constant(shift, "float32"))
+            self._add(_SHIFT, tensor_constant(shift, "float32"))
 
     def _row_values(self, norm: Norm) -> tuple[relax.Expr, relax.Expr]:
         """Mean of each row, and the inverse of its standard deviation."""
@@ -182,9 +183,9 @@ class NormFunction:
         if op_name(value) == "relax.matmul" and norm is not None:
             mean, scale = self._rows[norm.result]
             left = emit(relax.op.subtract(self._local[self.inputs[norm.result].data], mean))
-            product = emit(relax.op.matmul(left, self._local[value.args[1]]))
+            product = emit(relax.op.matmul(left, self._local[_WEIGHT]))
             result = emit(relax.op.multiply(product, scale))
-            shift = self._local.get(norm.result)
+            shift = self._local.get(_SHIFT)
             return result if shift is None else emit(relax.op.add(result, shift))
         operands = [self._operand(operand) for operand in value.args]
         return emit(relax.Call(value.op, operands, value.attrs, value.ty_args))
@@ -193,7 +194,7 @@ class NormFunction:
         """An operand of a step, with norms computed where they are read."""
         norm = self.product.norms.get(operand)
         if norm is None:
-            return self._local.get(operand, operand)
+            return self._local.get(_BIAS if operand.same_as(self._bias) else operand, operand)
         emit, (mean, scale) = self._builder.emit, self._rows[norm.result]
         data = self._local[self.inputs[norm.result].data]
         result = emit(relax.op.multiply(emit(relax.op.subtract(data, mean)), scale))
