@@ -83,9 +83,9 @@ class VectorLoads:
         self.vector = vector
         self.results = results
         self.keep = keep
-        self.kinds = self._classify()
         self._m, self._n = (tirx.Var(name, "int64") for name in ("m", "n"))
         self._places = self._find_places()
+        self.kinds = self._classify()
 
     def fetch(
         self,
@@ -119,8 +119,7 @@ class VectorLoads:
         for load, kind, place in reads:
             register = next((entry for entry in registers if _same(entry.load, load)), None)
             if register is None and kind != "each":
-                at = {self._m: m, self._n: n}
-                index = _position(load) if place is None else substitute(place, at)
+                index = self._index(load, place, m, n)
                 index = index if narrow is None else narrow(index)
                 register = self._load(load, kind, flat, index)
                 if register is not None:
@@ -159,15 +158,23 @@ class VectorLoads:
         first, moved = loads(*self._at(m, n)), loads(*self._at(m, n, run.lane))
         guarded = _guarded_loads(self._at(m, n))
         kinds = []
-        for a, b in zip(first, moved, strict=True):
+        end = (m + run.lane, n) if self.along_m else (m, n + run.lane)
+        for a, b, place in zip(first, moved, self._places, strict=True):
             fixed = not any(loads(index) or uses(index, *self.results) for index in a.indices)
             if not fixed or any(a.same_as(load) for load in guarded):
                 kinds.append("each")
             elif self.vector == 1:
                 kinds.append("uniform" if self.keep else "each")
             else:
-                kinds.append(run.kind(_position(a), _position(b)))
+                places = self._index(a, place, m, n), self._index(b, place, *end)
+                kinds.append(run.kind(*places))
         return kinds
+
+    def _index(
+        self, load: ir.TensorLoad, place: tirx.Expr | None, m: tirx.Expr, n: tirx.Expr
+    ) -> tirx.Expr:
+        """Position of a read at ``(m, n)``, without divisions where ``place`` has none."""
+        return _position(load) if place is None else substitute(place, {self._m: m, self._n: n})
 
     def _find_places(self) -> list[tirx.Expr | None]:
         """Positions at ``m`` and ``n`` for the reads of which they need no division.
