@@ -147,7 +147,8 @@ class _Rewriter(PyExprMutator):
         results = [var for var in unit.computes if groups.is_result(var, group)]
         fused = CallGroup({var: groups.calls.call(var) for var in unit.computes}, results)
         name = self.builder_.add_func(fused.function, fused.name)
-        self.entries.append(_entry(self.caller, str(name.name_hint), group, fused))
+        kind = groups.kind(group)
+        self.entries.append(_entry(self.caller, str(name.name_hint), kind, group, fused))
         call = relax.Call(name, fused.arguments)
         if len(results) == 1:
             return [relax.VarBinding(results[0], call)]
@@ -180,7 +181,7 @@ def _others(kernels: Iterable[Unit], groups: ReductionGroups) -> Iterator[Unit]:
             yield Unit((var,), frozenset({var}), order.position[var])
 
 
-def _entry(caller: str, name: str, group: ReductionGroup, fused: CallGroup) -> Entry:
+def _entry(caller: str, name: str, kind: str, group: ReductionGroup, fused: CallGroup) -> Entry:
     """The report entry of a group."""
 
     def names(chosen: Collection[relax.Var]) -> list[str]:
@@ -189,7 +190,7 @@ def _entry(caller: str, name: str, group: ReductionGroup, fused: CallGroup) -> E
     return {
         "function": caller,
         "name": name,
-        "kind": group.kind,
+        "kind": kind,
         "outputs": constant(group.space.outputs),
         "reduced": constant(group.space.reduced),
         "reductions": names(group.reductions),

@@ -261,7 +261,8 @@ def store_vector(register: tirx.Buffer, target: tirx.Buffer, place: tirx.Expr) -
     """Store neighbouring elements of a flat view by as few instructions as there can be."""
     for start, width in _parts(int(register.shape[0]), target):
         with T.vectorized(0, width) as k:
-            T.buffer_store(target, register[k + start], [place + (k + start).astype("int64")])
+            at = place + (k + start).astype(place.ty.dtype)
+            T.buffer_store(target, register[k + start], [at])
 
 
 def _parts(lanes: int, buffer: tirx.Buffer) -> list[tuple[int, int]]:
