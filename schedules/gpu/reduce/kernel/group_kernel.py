@@ -98,7 +98,7 @@ def _blocks_at_once(group: ReduceGroup, config: ReduceConfig) -> int:
     if group.is_chain:
         return 1 if config.cluster > 1 and config.threads > COSTS.large_block else 0
     workloads = [reduction.workload for reduction in group.reductions]
-    return blocks_at_once(config, workloads, group.row_inputs())
+    return blocks_at_once(config, workloads, group.row_inputs(), group.row_outputs())
 
 
 def _write_body(ctx: ReduceContext) -> None:

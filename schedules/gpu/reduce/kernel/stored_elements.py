@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from tvm import tirx
 
-from schedules.gpu.core.lane_run import LaneRun
-from schedules.gpu.core.vector_loads import hold, store_vector
+from schedules.gpu.core.vector_loads import store_lanes
 from schedules.tir.branch import when
 from schedules.tir.index_math import i64
 
@@ -67,16 +66,11 @@ def _store(
     vector: LoadedVector,
     values: Sequence[tirx.Expr],
 ) -> None:
-    """Store a vector of elements, as one if they are neighbours in the output."""
-
-    def place(at_m: tirx.Expr, at_n: tirx.Expr, k: tirx.Expr) -> tirx.Expr:
-        return element.place(at_m + k, at_n) if ctx.is_y else element.place(at_m, at_n + k)
-
-    view, zero, n = ctx.flat(element.output), i64(0), vector.stepped
-    run = LaneRun(len(values))
-    kind = run.kind(*(place(*run.place(ctx.is_y), k) for k in (zero, run.lane)))
-    if view is not None and len(values) > 1 and kind == "vector":
-        store_vector(hold(values, view.dtype), view, vector.narrow(element.place(m, n)))
+    """Store a vector of elements."""
+    view, at = ctx.flat(element.output), (m, vector.stepped)
+    if view is not None:
+        store_lanes(values, view, element.place, at, ctx.is_y, vector.narrow)
         return
     for k, value in enumerate(values):
-        ctx.write(element.output, vector.narrow(place(m, n, i64(k))), value)
+        lane = (m + i64(k), at[1]) if ctx.is_y else (m, at[1] + i64(k))
+        ctx.write(element.output, element.place(*lane), value)

@@ -171,6 +171,11 @@ class ReduceGroup:
         """Bytes of an element of each tensor whose elements differ along a row."""
         return [element_bytes(load) for load in self._loads(along_row=True)]
 
+    def row_outputs(self) -> list[int]:
+        """Bytes of an element of each tensor of elements that is stored in the pass of a stage."""
+        early = (element for element in self.elements if element.stage < len(self.stages))
+        return [DataType(str(element.output.dtype)).bits // 8 or 1 for element in early]
+
     def _loads(self, along_row: bool = False) -> list[ir.TensorLoad]:
         """One read of each tensor in the values of reductions, and of elements stored with them."""
         m, n = tirx.Var("m", "int64"), tirx.Var("n", "int64")

@@ -186,9 +186,6 @@ class _GroupReader:
         places = self._subscripts(definition.shape)
         at = substitute(definition.value, dict(zip(definition.variables, places, strict=True)))
         value, place = self._inline(at), ravel(places, definition.shape)
-        simple = self.analyzer.simplify(place)
-        if not nodes(simple, tirx.FloorDiv, tirx.FloorMod):  # else lanes are no longer neighbours
-            place = simple
         functions = self._function(value), self._function(place)
         return ElementOutput(*functions, buffer, 1 + self._stage(value))
 
