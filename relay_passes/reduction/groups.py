@@ -43,6 +43,7 @@ from .primfunc_calls import TIRCalls, count_bytes, count_elements, item_bytes
 from .producers import MAX_TENSORS, Absorption, count_large
 from .row_space import ROW, TILE, RowSpace
 from .stored_calls import (
+    calls_after,
     calls_between,
     is_stored,
     pays_off,
@@ -251,11 +252,11 @@ class ReductionGroups:
     def _join_stored(self) -> None:
         """Let groups store what is stored anyway."""
         nothing = Absorption(self.calls, {})
-        for var in reversed(self.calls.injective):
-            if is_stored(self.calls, var) and not nothing.is_epilogue(var):
-                if self.group_of(var) is None:
-                    for group, united in self._writers(var)[:1]:
-                        self._replace(group, united)
+        for var in self.calls.injective:
+            is_free = is_stored(self.calls, var) and not nothing.is_epilogue(var)
+            if is_free and self.group_of(var) is None:
+                for group, united in self._writers(var)[:1]:
+                    self._replace(group, united)
 
     def _writers(self, var: relax.Var) -> list[tuple[ReductionGroup, ReductionGroup]]:
         """The groups that could write a tensor, each without it and with it."""
@@ -271,7 +272,7 @@ class ReductionGroups:
         if not joining and space.kind(var) == TILE and is_stored(calls, var):
             own = tensors_in_place(calls, space, var, lambda v, e: self._agrees(space, v, e))
             if own and not own.isdisjoint(tensors_before(calls, space, group.members)):
-                joining = frozenset({var})
+                joining = calls_after(calls, own, group.members) | {var}
         united = group
         for each in joining:
             kind = space.kind(each)
@@ -317,7 +318,7 @@ class ReductionGroups:
         computed = members - group.reductions
         if not all(self._agrees(group.space, var, members) for var in computed):
             return False
-        if len(group.tiles) > MAX_TENSORS:
+        if sum(self.is_result(var, group) for var in group.tiles) > MAX_TENSORS:
             return False
         if self.is_chain(group) and (group.links or not self._has_rows_at_once(group)):
             return False

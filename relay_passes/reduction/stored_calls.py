@@ -70,15 +70,26 @@ def tensors_in_place(
     return frozenset(found)
 
 
+def calls_after(
+    calls: TIRCalls, tensors: Collection[relax.Expr], members: Collection[relax.Var]
+) -> frozenset[relax.Var]:
+    """Those of some tensors that are computed from members, but are none."""
+    found = set(members)
+    for var in calls.injective:
+        if var in tensors and not found.isdisjoint(calls.tensors(var)):
+            found.add(var)
+    return frozenset(found.difference(members))
+
+
 def tensors_before(
     calls: TIRCalls, space: RowSpace, members: Collection[relax.Var]
 ) -> frozenset[relax.Expr]:
-    """The tensors of the size of the data from which members are computed."""
+    """The tensors of the size of the data that are members, or from which members are computed."""
 
     def large(var: relax.Var) -> Iterator[relax.Expr]:
         return (tensor for tensor in calls.tensors(var) if space.kind(tensor) == TILE)
 
-    found: set[relax.Expr] = set()
+    found: set[relax.Expr] = {var for var in members if space.kind(var) == TILE}
     queue = list(members)
     while queue:
         new = set(large(queue.pop())) - found
