@@ -98,7 +98,7 @@ def visit_share(
     begin, count = _share(ctx)
     step = config.stride * config.unroll
     iterations = simplified(count // i64(step))
-    loads = VectorLoads(values, ctx.is_y, config.vector, ctx.group.results)
+    loads = _loads(ctx, values, config.vector)
     stepped = SteppedPosition.open(ctx) if constant(iterations) != 0 else None
     if stepped is not None:
         stepped.start(_position(ctx, begin, loads))
@@ -130,7 +130,7 @@ def _tail(
     """The rest of the share, less than one step of the main loop, guarded."""
     config, reduced = ctx.config, constant(ctx.group.reduced)
     if not ctx.is_y and (reduced is None or reduced % config.vector != 0):
-        loads = VectorLoads(loads.values, ctx.is_y, 1, ctx.group.results)
+        loads = _loads(ctx, loads.values, 1)
         with T.serial(i64(0), ceildiv(simplified(end - start), config.lanes)) as iteration:
             _visit_guarded(ctx, loads, start + iteration * i64(config.lanes), end, visit)
         return
@@ -146,6 +146,12 @@ def _visit_guarded(
     n = T.bind(_position(ctx, start, loads))
     with when(n < end):
         _visit_all(ctx, loads, [n], visit)
+
+
+def _loads(ctx: ReduceContext, values: Sequence[Value], vector: int) -> VectorLoads:
+    """Loads of vectors of elements; what is stored and reduced is read once for both."""
+    group = ctx.group
+    return VectorLoads(values, ctx.is_y, vector, group.results, keep=bool(group.elements))
 
 
 def _least_share(ctx: ReduceContext) -> int:
