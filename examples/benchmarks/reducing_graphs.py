@@ -3,10 +3,11 @@
 
     python examples/benchmarks/reducing_graphs.py [--graphs 200] [--seed 0] [--arch sm_90]
 
-No GPU needed. A sub-graph is a normalization, a loss, a gradient, a statistic or the like, of random
-shape and type; each of its intermediate tensors is an output, too, with a probability of one third,
-as training keeps tensors for the backward pass. Printed are, by kind, the share of sub-graphs that
-become one kernel, and the bytes that kernels read and write over the bytes of inputs and outputs.
+No GPU needed. A sub-graph is a normalization, a loss, a gradient, a statistic or the like, of
+random shape and type; each of its intermediate tensors is an output, too, with a probability of one
+third, as training keeps tensors for the backward pass. Printed are, by kind, the share of
+sub-graphs that become one kernel, and the bytes that kernels read and write over the bytes of
+inputs and outputs.
 """
 
 from __future__ import annotations

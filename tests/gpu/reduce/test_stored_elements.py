@@ -157,7 +157,7 @@ def test_an_online_sum_stores_what_it_reads(rng: np.random.Generator) -> None:
     shape = (3, 70_001)
     group = Group(build, ("float32", shape), ("float32", shape[1:]))
     assert group.config.is_online and group.config.splits > 1
-    x, bias = random_data(rng, "sum", "float32", shape), random_data(rng, "sum", "float32", (70_001,))
+    x, bias = (random_data(rng, "sum", "float32", size) for size in (shape, shape[1:]))
     logits, total = group.run(x, bias)
     np.testing.assert_array_equal(logits, x + bias)
     exact = (x + bias).astype("float64")
