@@ -137,6 +137,7 @@ class ReductionGroups:
         self._functions: dict[relax.Expr, ElementFunction | None] = {}
         self._members: dict[relax.Var, frozenset[relax.Var]] = {}
         self._large: dict[ReductionGroup, frozenset[relax.Expr]] = {}
+        self._before: dict[ReductionGroup, frozenset[relax.Expr]] = {}
         self._input_spans: dict[ReductionGroup, dict[relax.Expr, tuple[int, float, int]]] = {}
         self._agreed: dict[tuple[RowSpace, relax.Var, frozenset[relax.Expr]], bool] = {}
         for var in order.bindings:
@@ -268,25 +269,35 @@ class ReductionGroups:
     def _with_call(self, group: ReductionGroup, var: relax.Var) -> ReductionGroup | None:
         """The group with a call before or beside it, if that can and should be one kernel."""
         calls, space = self.calls, group.space
+        kind = space.kind(var)
+        if kind is None:
+            return None
         joining = calls_between(calls, space, var, group.members)
-        if not joining and space.kind(var) == TILE and is_stored(calls, var):
+        if not joining and kind == TILE and is_stored(calls, var):
             own = tensors_in_place(calls, space, var, lambda v, e: self._agrees(space, v, e))
-            if own and not own.isdisjoint(tensors_before(calls, space, group.members)):
+            alone = ReductionGroup(space, group.finish, tiles=frozenset({var}))
+            is_shared = own is not None and not own.isdisjoint(self._tensors_before(group))
+            if is_shared and self._bytes_kept_longer(group, alone) <= KEPT_BYTES:
                 joining = calls_after(calls, own, group.members) | {var}
+        if not joining or any(self.group_of(each) is not None for each in joining):
+            return None
         united = group
         for each in joining:
-            kind = space.kind(each)
-            if kind is None or self.group_of(each) is not None:
-                return None
-            united = united.joined(each, kind)
-        if not joining or not self.is_kernel(united):
+            united = united.joined(each, space.kind(each))
+        copies_view = any(calls.is_reshape(e) and self.is_result(e, united) for e in joining)
+        if copies_view or not self.is_kernel(united):
             return None
-        if not self.is_chain(united) or space.kind(var) == ROW:
+        if not self.is_chain(united) or kind == ROW:
             return united
-        alone = self._inputs({var}) | {var}
-        more = (alone - self._inputs(group.members)) | {var}
+        own = self._inputs({var}) | {var}
+        more = (own - self._inputs(group.members)) | {var}
         blocks = self.gpu.max_cluster * (constant(space.outputs) or self.gpu.multiprocessors)
-        return united if pays_off(var, blocks, more, alone, self.gpu) else None
+        return united if pays_off(var, blocks, more, own, self.gpu) else None
+
+    def _tensors_before(self, group: ReductionGroup) -> frozenset[relax.Expr]:
+        if group not in self._before:
+            self._before[group] = tensors_before(self.calls, group.space, group.members)
+        return self._before[group]
 
     def _unite(
         self, group: ReductionGroup, other: ReductionGroup, kept_bytes: float = math.inf

@@ -37,18 +37,22 @@ def calls_between(
 ) -> frozenset[relax.Var]:
     """A call and those that compute members from it; nothing if no member is."""
     after = {var}
+    found: set[relax.Var] = set()  # the calls that members read
     queue = [var]
     while queue:
-        for user in calls.users.get(queue.pop(), ()):
-            if user in calls.injective and user not in after and user not in members:
-                if space.kind(user) is not None:
-                    after.add(user)
-                    queue.append(user)
-    found: set[relax.Var] = set()
-    for user in reversed([each for each in calls.injective if each in after]):
-        if any(each in members or each in found for each in calls.users.get(user, ())):
-            found.add(user)
-    return frozenset(found) if var in found else frozenset()
+        current = queue.pop()
+        for user in calls.users.get(current, ()):
+            if user in members:
+                found.add(current)
+            elif user in calls.injective and user not in after and space.kind(user) is not None:
+                after.add(user)
+                queue.append(user)
+    queue = list(found)
+    while queue:
+        new = after.intersection(calls.tensors(queue.pop())) - found
+        found |= new
+        queue += new
+    return frozenset(found)
 
 
 def tensors_in_place(

@@ -15,6 +15,7 @@ from tvm.relax import transform
 from tvm.target import Target
 
 from relay_passes import FuseReductions
+from relay_passes.reduction import groups as reduction_groups
 from relay_passes.reduction.producers import MAX_TENSORS
 from relay_passes.reduction.report import read_reduction_report
 from schedules.cost.decisions import recorded
@@ -106,6 +107,31 @@ def test_views_stay_views() -> None:
 
     kernels, _ = fuse(build, data(33, 65))
     assert sorted(kernels) == ["fused_tir_exp_coalesced_sum", "reshape"]
+
+
+def test_no_view_of_what_is_stored_is_copied() -> None:
+    def build(emit, x, y, w):
+        added = emit(op.add(x, y))
+        flat = emit(op.reshape(added, (65, 33)))
+        return [added, total(flat, [1]), emit(op.matmul(flat, w))]
+
+    kernels, _ = fuse(build, *pair(33, 65), data(33, 3, name="w"))
+    assert sorted(kernels) == ["add", "coalesced_sum", "matmul", "reshape"]
+
+
+def test_a_late_output_does_not_keep_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reduction would wait for the product, and with it its own input."""
+
+    def build(emit, x, y, w):
+        hidden = emit(op.matmul(w, y))
+        sums = emit(total(emit(op.multiply(x, hidden)), [1]))
+        late = emit(op.matmul(emit(op.matmul(w, hidden)), w))
+        return [sums, late, op.multiply(x, late)]
+
+    params = [*pair(33, 33), data(33, 33, name="w")]
+    count = len(fuse(build, *params)[0])
+    monkeypatch.setattr(reduction_groups, "KEPT_BYTES", 33 * 33 * 4 - 1)
+    assert len(fuse(build, *params)[0]) == count + 1
 
 
 def test_an_epilogue_of_a_product_stays_with_it() -> None:
