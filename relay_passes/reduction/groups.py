@@ -276,23 +276,23 @@ class ReductionGroups:
         if not joining and kind == TILE and is_stored(calls, var):
             own = tensors_in_place(calls, space, var, lambda v, e: self._agrees(space, v, e))
             alone = ReductionGroup(space, group.finish, tiles=frozenset({var}))
-            is_shared = own is not None and not own.isdisjoint(self._tensors_before(group))
+            is_shared = not own.isdisjoint(self._tensors_before(group))
             if is_shared and self._bytes_kept_longer(group, alone) <= KEPT_BYTES:
                 joining = calls_after(calls, own, group.members) | {var}
         if not joining or any(self.group_of(each) is not None for each in joining):
             return None
         united = group
         for each in joining:
-            united = united.joined(each, space.kind(each))
+            united = united.joined(each, space.kind(each) or TILE)
         copies_view = any(calls.is_reshape(e) and self.is_result(e, united) for e in joining)
         if copies_view or not self.is_kernel(united):
             return None
         if not self.is_chain(united) or kind == ROW:
             return united
-        own = self._inputs({var}) | {var}
-        more = (own - self._inputs(group.members)) | {var}
+        moved = self._inputs({var}) | {var}
+        more = (moved - self._inputs(group.members)) | {var}
         blocks = self.gpu.max_cluster * (constant(space.outputs) or self.gpu.multiprocessors)
-        return united if pays_off(var, blocks, more, own, self.gpu) else None
+        return united if pays_off(var, blocks, more, moved, self.gpu) else None
 
     def _tensors_before(self, group: ReductionGroup) -> frozenset[relax.Expr]:
         if group not in self._before:

@@ -57,10 +57,10 @@ def calls_between(
 
 def tensors_in_place(
     calls: TIRCalls, space: RowSpace, var: relax.Var, agrees: Agrees
-) -> frozenset[relax.Expr] | None:
+) -> frozenset[relax.Expr]:
     """The tensors of the size of the data from which a call and its producers are computed.
 
-    None if one of them is not read at the place that is written.
+    Nothing if one of them is not read at the place that is written.
     """
     found: set[relax.Expr] = set()
     queue = [var]
@@ -68,7 +68,7 @@ def tensors_in_place(
         current = queue.pop()
         large = frozenset(e for e in calls.tensors(current) if space.kind(e) == TILE)
         if not agrees(current, large):
-            return None
+            return frozenset()
         queue += [e for e in large - found if e in calls.injective and not is_stored(calls, e)]
         found |= large
     return frozenset(found)

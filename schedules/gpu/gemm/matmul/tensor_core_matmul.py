@@ -398,9 +398,7 @@ def store_products(
             store_results(product, lanes, views, batch, own, first, values, rows_exist)
 
 
-def _neighbours(
-    core: TensorCore, lane: tirx.Expr, found: Sequence[tirx.Expr]
-) -> list[tirx.Expr]:
+def _neighbours(core: TensorCore, lane: tirx.Expr, found: Sequence[tirx.Expr]) -> list[tirx.Expr]:
     """Transpose pairs among four lanes, so that lane ``t`` has all columns of product ``t``."""
     dtype = str(found[0].ty.dtype)
     held = T.alloc_buffer((2 * _QUAD,), dtype, scope="local")

@@ -38,7 +38,7 @@ from . import state_buffers
 from .block_combine import share_lanes, share_leaders, share_rows
 from .cluster_combine import ClusterExchange
 from .context import ReduceContext
-from .reduced_loop import LoadedVector, PutInto, Visit, combine_vector, visit_share
+from .reduced_loop import LoadedVector, PutInto, Visit, combine_vector, values_of, visit_share
 from .results import Results
 from .stored_elements import both, store_elements
 
@@ -78,7 +78,7 @@ def _reduce_stage(
     store = store_elements(ctx, elements, results[0].m, put_into, ctx.exists(ctx.first_output))
     visit = both(combine_vector(ctx, stage, states, count, put_into), store)
     state_buffers.begin_positions(workloads, states, count)
-    visit_row([part.value for part in (*stage.reductions, *elements)], visit)
+    visit_row(values_of(stage, elements), visit)
     state_buffers.end_positions(workloads, states, count)
     if ctx.is_y:
         share_rows(ctx, workloads, states)

@@ -37,7 +37,7 @@ from .block_combine import combine_lanes, combine_rows
 from .chain_body import write_chain
 from .context import ReduceContext
 from .initialise_output import initialise_output
-from .reduced_loop import combine_vector, visit_share
+from .reduced_loop import combine_vector, values_of, visit_share
 from .stored_elements import both, store_elements
 
 _FINISHES = {
@@ -117,7 +117,7 @@ def _write_body(ctx: ReduceContext) -> None:
     store = store_elements(ctx, elements, ctx.safe_output(), condition=exists)
     visit = both(combine_vector(ctx, stage, states, vector), store)
     state_buffers.begin_positions(stage.workloads, states, vector)
-    visit_share(ctx, [part.value for part in (*stage.reductions, *elements)], visit, take)
+    visit_share(ctx, values_of(stage, elements), visit, take)
     state_buffers.end_positions(stage.workloads, states, vector)
     if ctx.is_y:
         combine_rows(ctx, stage.workloads, states)

@@ -15,7 +15,7 @@ from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import constant
 from schedules.workload.reduce_operator import state_of_one
 
-from ..plan.group import ReductionStage
+from ..plan.group import ElementOutput, ReductionStage
 from . import state_buffers
 from .context import ReduceContext
 from .state_buffers import Buffers
@@ -56,6 +56,12 @@ Visit = Callable[[LoadedVector], None]
 def as_it_is(value: tirx.Expr, _: int) -> tirx.Expr:
     """The value of a lane, into which nothing has to be put."""
     return value
+
+
+def values_of(stage: ReductionStage, elements: Sequence[ElementOutput]) -> list[Value]:
+    """Values of a pass over the data: those to reduce, then those to store."""
+    reduced = [reduction.value for reduction in stage.reductions]
+    return [*reduced, *(element.value for element in elements)]
 
 
 def combine_vector(

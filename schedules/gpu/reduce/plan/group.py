@@ -180,9 +180,10 @@ class ReduceGroup:
         """One read of each tensor in the values of reductions, and of elements stored with them."""
         m, n = tirx.Var("m", "int64"), tirx.Var("n", "int64")
         found: dict[tirx.Buffer, ir.TensorLoad] = {}
-        early = [element for element in self.elements if element.stage < len(self.stages)]
-        for part in (*self.reductions, *early):
-            for load in loads(part.value(m, n)):
+        values = [reduction.value for reduction in self.reductions]
+        values += [each.value for each in self.elements if each.stage < len(self.stages)]
+        for value in values:
+            for load in loads(value(m, n)):
                 if not along_row or any(uses(index, n) for index in load.indices):
                     found.setdefault(load.source, load)
         return list(found.values())
