@@ -456,9 +456,7 @@ def _finish_moments(
         store_moments(matmul, matmul.moments, views, row, column, held)
 
 
-def _neighbours(
-    core: TensorCore, lane: tirx.Expr, found: Sequence[tirx.Expr]
-) -> list[tirx.Expr]:
+def _neighbours(core: TensorCore, lane: tirx.Expr, found: Sequence[tirx.Expr]) -> list[tirx.Expr]:
     """Transpose pairs among four lanes, so that lane ``t`` has all columns of product ``t``."""
     dtype = str(found[0].ty.dtype)
     held = T.alloc_buffer((2 * _QUAD,), dtype, scope="local")
