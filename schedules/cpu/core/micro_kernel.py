@@ -520,13 +520,14 @@ def _channel_steps(count: int, most: int) -> Iterator[Index]:
     """Open a loop over the channels of an input block, unrolled by ``most``."""
     whole, rest = divmod(count, most)
     if whole > 1:
-        with T.serial(0, whole) as part:
-            for step in range(most):
-                yield part * most + step
+        with T.serial(0, whole) as part, T.unroll(0, most) as step:
+            yield part * most + step
         first = whole * most
     else:
         first, rest = 0, count
-    yield from range(first, first + rest)
+    if rest:
+        with T.unroll(0, rest) as step:
+            yield first + step
 
 
 def _start(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile) -> None:
