@@ -106,6 +106,8 @@ def _is_alike(family: Sequence[_Nest], nest: _Nest) -> bool:
     first = family[0]
     if len(first.integers) != len(nest.integers) or first.blocks == nest.blocks:
         return False
+    if not tvm_ffi.structural_equal(first.func.params[-1].shape, nest.func.params[-1].shape):
+        return False
     second = family[1] if len(family) > 1 else nest
     lines = _lines(first, second)
     if lines is None:
@@ -149,10 +151,11 @@ def _merged(first: _Nest, second: _Nest) -> tirx.PrimFunc | None:
     """Return the kernel for any number of blocks; None if a constant is needed somewhere."""
     lines = _lines(first, second)
     assert lines is not None, "kernels of a family are alike"
-    blocks = tirx.Var("blocks", "int64")
+    counted = str(first.func.params[0].shape[1].ty.dtype)
+    blocks = tirx.Var("blocks", counted)
 
     def expression(slope: int, offset: int, dtype: str) -> tirx.Expr:
-        count = blocks if dtype == "int64" else tirx.Cast(dtype, blocks)
+        count = blocks if dtype == counted else tirx.Cast(dtype, blocks)
         value = count if slope == 1 else count * tirx.IntImm(dtype, slope)
         return value + tirx.IntImm(dtype, offset) if offset else value
 
