@@ -30,6 +30,7 @@ from .program.half_precision import HalfPrecision
 from .program.lift_weights import LiftWeights
 from .program.mark_constants import MarkConstants
 from .program.pack_weights import PackWeights
+from .program.share_kernels import ShareKernels
 from .program.shorten_names import ShortenNames
 from .program.widen_products import WidenProducts
 from .reduction.coalesce_reduction import CoalesceReduction
@@ -64,6 +65,7 @@ __all__ = [
     "MarkConstants",
     "PackLayout",
     "PackWeights",
+    "ShareKernels",
     "ShortenNames",
     "SimplifyInference",
     "WidenProducts",

@@ -8,7 +8,8 @@ import hashlib
 import tvm
 from tvm import IRModule, relax
 from tvm.ir import GlobalVar
-from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from ..core.called_functions import calling
 
 LONGEST = 120
 _DIGITS = 8
@@ -42,27 +43,11 @@ class ShortenNames:
             return mod
         for old, new in names.items():
             relax.expr._update_type(new, old.ty)
-        rename = _Rename(names)
         functions = {
-            names.get(old, old): rename.visit_expr(func)
-            if isinstance(func, relax.Function)
-            else func
-            for old, func in mod.functions_items()
+            names.get(var, var): func
+            for var, func in calling(dict(mod.functions_items()), names).items()
         }
         return IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
-
-
-@mutator
-class _Rename(PyExprMutator):
-    """Replaces global variables."""
-
-    def __init__(self, names: dict[GlobalVar, GlobalVar]) -> None:
-        super().__init__()
-        self._names = names
-
-    def visit_global_var_(self, op: GlobalVar) -> GlobalVar:
-        """The new variable, if there is one."""
-        return self._names.get(op, op)
 
 
 def _short(name: str) -> str:

@@ -18,6 +18,7 @@ from tvm.target import Target
 
 from ..errors import CompilationError
 from ..machine.host import physical_cores
+from .lowering import NAME as LOWERING
 
 GROUP = 8
 """Least number of kernels of a group; smaller ones cost more modules than they balance threads."""
@@ -100,7 +101,7 @@ def _on_threads(groups: Sequence[_Group], target: Target) -> list[tvm.runtime.Mo
 
 def _build(group: _Group, target: Target) -> tvm.runtime.Module:
     try:
-        return tvm.tirx.build(tvm.IRModule(group), target=target)
+        return tvm.tirx.build(tvm.IRModule(group), target=target, pipeline=LOWERING)
     except Exception as error:  # TVM raises anything
         raise CompilationError(_told(group, target, error)) from error
 
@@ -109,7 +110,7 @@ def _told(group: _Group, target: Target, error: Exception) -> str:
     """Name the kernel of a group on which TVM fails, and tell why."""
     for var, func in group.items():
         try:
-            tvm.tirx.build(tvm.IRModule({var: func}), target=target)
+            tvm.tirx.build(tvm.IRModule({var: func}), target=target, pipeline=LOWERING)
         except Exception as alone:
             return f"the stage 'build' failed on the kernel {var.name_hint!r}: {reason(alone)}"
     names = ", ".join(var.name_hint for var in group)

@@ -34,6 +34,7 @@ from relay_passes import (
     MarkConstants,
     PackLayout,
     PackWeights,
+    ShareKernels,
     SimplifyInference,
     WidenProducts,
 )
@@ -338,7 +339,8 @@ def build_apart(
     """
     with target, _own_errors("build"), _cuda_compiler(target, fast_math):
         lower = lower_to_vm(target, functions if cuda_graph else ())
-        mod = tvm.transform.Sequential([lower, LiftWeights(functions)])(mod)
+        shared = [] if is_gpu(target) else [ShareKernels()]
+        mod = tvm.transform.Sequential([lower, LiftWeights(functions), *shared])(mod)
         weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
         executable = _generate(mod.without_attr(WEIGHTS), target)
         is_main = tuple(functions) == ("main",)

@@ -485,7 +485,7 @@ def _multiply(
         most = min(UNROLLED_STEPS, max(1, ops.step // 2))
     pixels = [[origin + p * pixel_step for p in range(*span)] for origin in origins]
     element = _elements(ops, block, pixels)
-    for lane in _channel_steps(channels, most):
+    for lane in _channel_steps(channels, most, constant=_shuffles(ops, len(origins))):
         vectors = [
             _load(ops.weight, weight + v * per_block + lane * lanes, lanes) for v in range(blocks)
         ]
@@ -506,7 +506,7 @@ def _elements(
     load and a register each.
     """
     source, lanes = ops.source, ops.lanes
-    if len(pixels) == 1 and ops.step == source.lanes == lanes == LANES_OF_128_BITS:
+    if _shuffles(ops, len(pixels)):
         vectors = [T.bind(_load(source.buffer, pixel, lanes)) for pixel in pixels[0]]
         return lambda number, lane: tirx.Shuffle([vectors[number]], [int(lane)] * lanes)
 
@@ -516,17 +516,35 @@ def _elements(
     return element
 
 
-def _channel_steps(count: int, most: int) -> Iterator[Index]:
-    """Open a loop over the channels of an input block, unrolled by ``most``."""
+def _shuffles(ops: LayerOperands, groups: int) -> bool:
+    """Return whether elements are lanes of loaded vectors, whose numbers are constants."""
+    return groups == 1 and ops.step == ops.source.lanes == ops.lanes == LANES_OF_128_BITS
+
+
+def _channel_steps(count: int, most: int, constant: bool) -> Iterator[Index]:
+    """Open a loop over the channels of an input block, unrolled by ``most``.
+
+    TVM unrolls it, after the passes that would take as much longer; here only ``constant`` steps.
+    """
     whole, rest = divmod(count, most)
     if whole > 1:
         with T.serial(0, whole) as part:
-            for step in range(most):
+            for step in _unrolled(most, constant):
                 yield part * most + step
         first = whole * most
     else:
         first, rest = 0, count
-    yield from range(first, first + rest)
+    for step in _unrolled(rest, constant):
+        yield first + step
+
+
+def _unrolled(count: int, constant: bool) -> Iterator[Index]:
+    """Open an unrolled loop, or count."""
+    if constant or count < 2:
+        yield from range(count)
+    else:
+        with T.unroll(0, count) as step:
+            yield step
 
 
 def _start(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile) -> None:

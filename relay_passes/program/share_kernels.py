@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass ``ShareKernels``: convolutions that differ in their number of channels are one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import tvm
+import tvm_ffi
+from tvm import IRModule, relax, s_tir, tirx
+from tvm.ir import GlobalVar
+
+from ..core.called_functions import calling
+
+WORKLOAD = "tvm_fusion.workload"
+"""Attribute of scheduled convolutions."""
+
+
+@tvm.transform.module_pass(opt_level=0, name="ShareKernels")
+class ShareKernels:
+    """Merge packed convolutions whose loop nests differ by their input blocks only.
+
+    Before, two kernels that sum 8 and 10 input blocks::
+
+        def conv2d(x: T.Buffer((1, 8, 28, 28, 16)), w: T.Buffer((8, 8, 1, 1, 16, 16)), ...):
+            ... for block in range(8): ... w[tile * 2048 + block * 256 ...]
+        def conv2d1(x: T.Buffer((1, 10, 28, 28, 16)), w: T.Buffer((8, 10, 1, 1, 16, 16)), ...):
+            ... for block in range(10): ... w[tile * 2560 + block * 256 ...]
+
+    After, one kernel, which reads the number of blocks from the shape of its first argument; all
+    calls are to it::
+
+        def conv2d(x: T.Buffer((1, n, 28, 28, 16)), w: T.Buffer((8, n, 1, 1, 16, 16)), ...):
+            ... for block in range(n): ... w[tile * (n * 256) + block * 256 ...]
+
+    Two nests are merged if each integer constant of theirs is linear in the number of blocks, and
+    all else is equal; extents of unrolled or vector loops and of buffers in registers stay
+    constants. It runs on scheduled functions, after ``CallTIRRewrite``.
+    """
+
+    def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
+        """Return the module with fewer kernels."""
+        families: list[list[_Nest]] = []
+        for var, func in mod.functions_items():
+            nest = _read(var, func)
+            if nest is None:
+                continue
+            for family in families:
+                if _is_alike(family, nest):
+                    family.append(nest)
+                    break
+            else:
+                families.append([nest])
+        names: dict[GlobalVar, GlobalVar] = {}
+        shared: dict[GlobalVar, tirx.PrimFunc] = {}
+        for first, *others in families:
+            func = _merged(first, others[0]) if others else None
+            if func is not None:
+                var = GlobalVar(first.var.name_hint)
+                # The old one's type has the shapes of one kernel.
+                relax.expr._update_type(var, relax.FuncType.opaque_func(ret=first.var.ty.ret))
+                shared[var] = func
+                names |= {nest.var: var for nest in (first, *others)}
+        if not shared:
+            return mod
+        kept = {var: func for var, func in mod.functions_items() if var not in names}
+        functions = calling(kept | shared, names)
+        return IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+class _Nest(NamedTuple):
+    """A kernel without attributes, its number of input blocks, and all its integers, in order."""
+
+    var: GlobalVar
+    func: tirx.PrimFunc
+    bare: tirx.PrimFunc
+    blocks: int
+    integers: tuple[int, ...]
+
+
+def _read(var: GlobalVar, func: tvm.ir.BaseFunc) -> _Nest | None:
+    if not isinstance(func, tirx.PrimFunc) or WORKLOAD not in func.attrs:
+        return None
+    shape = func.params[0].shape
+    if len(shape) != len("NCHWc") or not isinstance(shape[1], tirx.IntImm):
+        return None
+    bare = tirx.PrimFunc(func.params, func.body, func.ret_type)
+    integers: list[int] = []
+
+    def read(node: tirx.IntImm) -> tirx.IntImm:
+        integers.append(int(node))
+        return _copy(node)
+
+    tvm_ffi.structural_map(bare, (tirx.IntImm, read))
+    return _Nest(var, func, bare, int(shape[1]), tuple(integers))
+
+
+def _copy(node: tirx.IntImm) -> tirx.IntImm:
+    """Return a new node: what a map visits depends on which variables have changed types."""
+    return tirx.IntImm(str(node.ty.dtype), int(node))
+
+
+def _is_alike(family: Sequence[_Nest], nest: _Nest) -> bool:
+    """Return whether a kernel is that of a family with another number of blocks."""
+    first = family[0]
+    if len(first.integers) != len(nest.integers) or first.blocks == nest.blocks:
+        return False
+    if not tvm_ffi.structural_equal(first.func.params[-1].shape, nest.func.params[-1].shape):
+        return False
+    second = family[1] if len(family) > 1 else nest
+    lines = _lines(first, second)
+    if lines is None:
+        return False
+    if any(a * nest.blocks + b != k for (a, b), k in zip(lines, nest.integers, strict=True)):
+        return False
+    same = _with_integers(
+        first.bare, lines, lambda a, b, ty: tirx.IntImm(ty, a * nest.blocks + b)
+    )
+    return tvm_ffi.structural_equal(same, nest.bare, map_free_vars=True)
+
+
+Lines = list[tuple[int, int]]
+
+
+def _lines(first: _Nest, second: _Nest) -> Lines | None:
+    """Slope and offset of each integer over the number of blocks, or None if one is not linear."""
+    step, found = second.blocks - first.blocks, []
+    for one, two in zip(first.integers, second.integers, strict=True):
+        slope, rest = divmod(two - one, step)
+        if rest:
+            return None
+        found.append((slope, one - slope * first.blocks))
+    return found
+
+
+def _with_integers(
+    func: tirx.PrimFunc, lines: Lines, made: Callable[[int, int, str], tirx.Expr]
+) -> tirx.PrimFunc:
+    """Replace the integers that have a slope."""
+    left = iter(lines)
+
+    def replaced(node: tirx.IntImm) -> tirx.Expr:
+        slope, offset = next(left)
+        return made(slope, offset, str(node.ty.dtype)) if slope else _copy(node)
+
+    return tvm_ffi.structural_map(func, (tirx.IntImm, replaced))
+
+
+def _merged(first: _Nest, second: _Nest) -> tirx.PrimFunc | None:
+    """Return the kernel for any number of blocks; None if a constant is needed somewhere."""
+    lines = _lines(first, second)
+    assert lines is not None, "kernels of a family are alike"
+    counted = str(first.func.params[0].shape[1].ty.dtype)
+    blocks = tirx.Var("blocks", counted)
+
+    def expression(slope: int, offset: int, dtype: str) -> tirx.Expr:
+        count = blocks if dtype == counted else tirx.Cast(dtype, blocks)
+        value = count if slope == 1 else count * tirx.IntImm(dtype, slope)
+        return value + tirx.IntImm(dtype, offset) if offset else value
+
+    func = _with_integers(first.bare, lines, expression)
+    fixed: list[tirx.Expr] = []
+
+    def look(node: tvm.ir.Node) -> None:
+        if isinstance(node, tirx.For):
+            if node.kind in (tirx.ForKind.UNROLLED, tirx.ForKind.VECTORIZED):
+                fixed.append(node.extent)
+        elif isinstance(node, (tirx.Ramp, tirx.Broadcast)):
+            fixed.append(node.lanes)
+        else:
+            fixed.extend(e for buffer in node.alloc_buffers for e in buffer.shape)
+
+    tvm_ffi.structural_walk(func, ((tirx.For, tirx.Ramp, tirx.Broadcast, s_tir.SBlock), look))
+    if not all(isinstance(extent, tirx.IntImm) for extent in fixed):
+        return None
+    return func.with_attr(dict(first.func.attrs))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowering of CPU kernels from loop nests to code: the passes that change something there.
+
+TVM's own list is for GPUs, too, and removes dead statements one by one, which LLVM does at a
+fraction of the time. Importing this module registers the list under ``NAME`` for
+``tvm.tirx.build``.
+"""
+
+from __future__ import annotations
+
+import tvm
+import tvm_ffi
+from tvm import s_tir, tirx
+from tvm.ir.transform import Pass, PassContext
+from tvm.tirx import compilation_pipeline
+
+NAME = "tvm_fusion_cpu"
+
+
+def lowering_passes() -> list[Pass]:
+    """Passes from scheduled functions to functions of packed arguments, in TVM's order."""
+    nests, code = s_tir.transform, tirx.transform
+    return [
+        nests.CanonicalizeLoop(),
+        nests.LowerInitBlock(),
+        nests.PlanAndUpdateBufferAllocationLocation(),
+        nests.ConvertBlocksToOpaque(),
+        nests.CompactBufferAllocation(),
+        nests.LowerMatchBuffer(),
+        nests.StmtSimplify(),
+        nests.AnnotateIrregularLoop(),
+        nests.LowerOpaqueBlock(),
+        code.FlattenBuffer(),
+        code.BF16ComputeLegalize(),
+        code.NarrowDataType(32),
+        nests.LoopPartition(),
+        code.VectorizeLoop(True),
+        code.StorageRewrite(),
+        nests.HoistIfThenElse(),
+        code.UnrollLoop(),
+        nests.RenormalizeSplitPattern(),
+        code.StmtSimplify(),
+        nests.RewriteUnsafeSelect(),
+        code.CommonSubexprElim(),
+        code.FP8ComputeLegalize(),
+        code.VerifyMemory(),
+        code.AnnotateEntryFunc(),
+        code.SplitHostDevice(),
+        code.MakePackedAPI(),
+        code.FP8StorageLegalize(),
+        code.BF16StorageLegalize(),
+    ]
+
+
+@tvm.transform.module_pass(opt_level=0, name="LowerKernels")
+class LowerKernels:
+    """Lower kernels; those of constant shapes trust their arguments.
+
+    The virtual machine gives a kernel tensors that it planned itself, or that the program has
+    checked. TVM's checks of each argument are longer than most kernels, and slower to compile.
+    Functions that assert something themselves keep all checks.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _: PassContext) -> tvm.IRModule:
+        """Return the lowered module."""
+        checked = {var.name_hint for var, func in mod.functions_items() if _checks(func)}
+        lowered = tvm.transform.Sequential(lowering_passes())(mod)
+        functions = dict(tirx.transform.SkipAssert()(lowered).functions_items())
+        functions |= {var: lowered[var] for var in functions if var.name_hint in checked}
+        return tvm.IRModule(functions, attrs=lowered.attrs)
+
+
+def _checks(func: tirx.PrimFunc) -> bool:
+    """Return whether a function checks what no program checks for it."""
+    extents = [extent for param in func.params for extent in getattr(param, "shape", (None,))]
+    if not all(isinstance(extent, tirx.IntImm) for extent in extents):
+        return True
+    found: list[tirx.AssertStmt] = []
+    tvm_ffi.structural_walk(func.body, (tirx.AssertStmt, found.append))
+    return bool(found)
+
+
+def _pipeline() -> tuple[Pass, object, object]:
+    """Passes of a module, and those of host and device functions after that."""
+    finalize = s_tir.pipeline
+    return LowerKernels(), finalize.finalize_host_passes, finalize.finalize_device_passes
+
+
+compilation_pipeline.PIPELINE_MAP[NAME] = _pipeline
