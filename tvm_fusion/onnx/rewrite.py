@@ -31,6 +31,7 @@ from .rewrites.arithmetic.is_inf import expand_is_inf, expand_is_nan
 from .rewrites.arithmetic.modulo import expand_modulo
 from .rewrites.arithmetic.narrow_types import carry_narrow_types
 from .rewrites.arithmetic.powers import expand_power, replace_powers
+from .rewrites.arithmetic.saturation import saturate_casts
 from .rewrites.arithmetic.wider_types import widen_cast, widen_extremes, widen_sort
 from .rewrites.control_flow.branches import splice_branches
 from .rewrites.control_flow.functions import expand_operators, inline_functions
@@ -143,6 +144,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     clamp_indices(model, facts)
     drop_identities(model, facts)
     check_translations(model, facts)
+    saturate_casts(model, facts)
     carry_narrow_types(model, facts, weights)
     return model
 

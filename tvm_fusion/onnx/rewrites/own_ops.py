@@ -20,6 +20,7 @@ from tvm import relax, te, tirx
 from ..model.graph_edits import attribute
 from ..model.tensor_facts import GraphFacts
 from .arithmetic.narrow_types import ROUND, translate_round
+from .arithmetic.saturation import SATURATE, translate_saturate
 from .expansion import Expansion
 from .open_sizes import (
     translate_compress,
@@ -85,6 +86,7 @@ OWN_OPS: dict[str, Translation] = {
     "NonZero": translate_nonzero,
     "RoiAlign": translate_roi_align,
     ROUND: translate_round,
+    SATURATE: translate_saturate,
     SORT_FIRST: translate_sort_first,
 }
 """Operators, and what translates them."""
