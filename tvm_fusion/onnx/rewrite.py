@@ -43,6 +43,7 @@ from .rewrites.indexing.indices import clamp_indices
 from .rewrites.indexing.one_hot import expand_one_hot
 from .rewrites.indexing.sequences import expand_reverse_sequence, expand_tensor_scatter
 from .rewrites.indexing.unique import expand_unique
+from .rewrites.indexing.wide_concat import name_wide_concat
 from .rewrites.norms.layer_norm import LayerNormRule
 from .rewrites.norms.lp_norm import replace_lp_norms
 from .rewrites.norms.mean_variance import split_mean_variance
@@ -78,6 +79,7 @@ FIRST_COORDINATE_MODES = 11
 EXPANSIONS: dict[str, Rule] = {
     "Cast": widen_cast,
     "Col2Im": expand_col2im,
+    "Concat": name_wide_concat,
     "ConvInteger": expand_conv_integer,
     "CumProd": name_axis,
     "DFT": expand_dft,

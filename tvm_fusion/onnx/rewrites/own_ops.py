@@ -22,6 +22,7 @@ from ..model.tensor_facts import GraphFacts
 from .arithmetic.narrow_types import ROUND, translate_round
 from .arithmetic.saturation import SATURATE, translate_saturate
 from .expansion import Expansion
+from .indexing.wide_concat import WIDE_CONCAT, translate_wide_concat
 from .open_sizes import (
     translate_compress,
     translate_nonzero,
@@ -88,5 +89,6 @@ OWN_OPS: dict[str, Translation] = {
     ROUND: translate_round,
     SATURATE: translate_saturate,
     SORT_FIRST: translate_sort_first,
+    WIDE_CONCAT: translate_wide_concat,
 }
 """Operators, and what translates them."""
