@@ -92,6 +92,47 @@ class Record:
     date: str = ""
     times: Mapping[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def of_key(
+        cls,
+        key: Key,
+        space: AnySpace,
+        knobs: Any,
+        seconds: tuple[float, float] = (1.0, 1.0),
+        trials: int = 0,
+        **origin: Any,
+    ) -> Record:
+        """Make the record of a setting of a space.
+
+        Parameters
+        ----------
+        key : Key
+            Of the workload on its target.
+        space : Space
+            The template.
+        knobs : dataclass
+            Setting of the space.
+        seconds : tuple of float
+            Times of the default and of the setting.
+        trials : int
+            Settings that were measured.
+        **origin
+            The other fields of a record.
+        """
+        return cls(
+            template=space.name,
+            version=space.version,
+            workload=json.loads(key.workload),
+            knobs=json.loads(json.dumps(asdict(knobs))),
+            cpu=key.cpu,
+            vector_bits=key.vector_bits,
+            threads=key.threads,
+            default_seconds=seconds[0],
+            best_seconds=seconds[1],
+            trials=trials,
+            **origin,
+        )
+
     @property
     def key(self) -> Key:
         """Key under which the record counts."""

@@ -77,5 +77,6 @@ def transform_weight(weight: np.ndarray, size: int) -> np.ndarray:
         ``[(size + 2)**2, B(O), B(I), x, x]``, of the element type of ``weight``.
     """
     matrix = transforms(size).weight
-    points = np.einsum("ar,oircxy,bc->aboixy", matrix, weight.astype("float64"), matrix)
-    return np.ascontiguousarray(points.reshape(-1, *points.shape[2:]).astype(weight.dtype))
+    taps = np.moveaxis(weight, (2, 3), (0, 1)).astype("float64").reshape(TAPS**2, -1)
+    points = (np.kron(matrix, matrix) @ taps).astype(weight.dtype)
+    return points.reshape(-1, *weight.shape[:2], *weight.shape[4:])

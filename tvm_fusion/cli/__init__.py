@@ -5,6 +5,6 @@ Imports everything below; of ours only the examples may import it, for ``output`
 Start with ``commands.py``, whose table ``COMMANDS`` names the modules.
 """
 
-from .commands import main
+from .commands import main, program
 
-__all__ = ["main"]
+__all__ = ["main", "program"]

@@ -3,6 +3,6 @@
 
 import sys
 
-from .commands import main
+from .commands import program
 
-sys.exit(main())
+sys.exit(program())

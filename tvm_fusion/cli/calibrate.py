@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.table import Table
@@ -11,6 +12,10 @@ from rich.table import Table
 from .checks import refuse_given
 from .options import json_option, threads_option
 from .output import progress_bar, show, show_table
+from .without_torch import allow_torch
+
+if TYPE_CHECKING:
+    from ..prediction.collectives import Collectives
 
 NETWORK_FILE = Path("network.json")
 COLLECTIVES_FILE = Path("collectives.json")
@@ -49,6 +54,14 @@ COLLECTIVES_FILE = Path("collectives.json")
     "calibrate --collectives`.",
 )
 @click.option(
+    "--backend",
+    type=click.Choice(["mpi", "gloo", "nccl"]),
+    default="mpi",
+    show_default=True,
+    help="With --collectives: what connects the ranks; PyTorch's are started by `torchrun "
+    "--nproc-per-node 2 -m tvm_fusion.cli calibrate --collectives --backend gloo`.",
+)
+@click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
@@ -62,6 +75,7 @@ def calibrate_command(
     output: Path | None,
     network: bool,
     collectives: bool,
+    backend: str,
     timeout: float,
     as_json: bool,
 ) -> None:
@@ -71,13 +85,15 @@ def calibrate_command(
     """
     if network and collectives:
         raise click.UsageError("expected --network or --collectives, and not both")
+    if not collectives:
+        refuse_given(["backend"], "it is for --collectives")
     if network:
         refuse_given(["budget", "threads"], "it is for kernels, and --network measures ranks")
         _calibrate_network(output or NETWORK_FILE, timeout, as_json)
         return
     if collectives:
         refuse_given(["budget", "threads"], "it is for kernels, and --collectives measures ranks")
-        _calibrate_collectives(output or COLLECTIVES_FILE, timeout, as_json)
+        _calibrate_collectives(output or COLLECTIVES_FILE, backend, timeout, as_json)
         return
     refuse_given(["timeout"], "it is for --network and --collectives")
     from ..prediction.calibrate.calibration import calibrate, missing
@@ -110,24 +126,38 @@ def _calibrate_network(output: Path, timeout: float, as_json: bool) -> None:
         show_table(machine.to_json(), table, as_json)
 
 
-def _calibrate_collectives(output: Path, timeout: float, as_json: bool) -> None:
+def _calibrate_collectives(output: Path, backend: str, timeout: float, as_json: bool) -> None:
     """Measure all ranks together; rank 0 writes the file."""
-    from ..distributed import session
     from ..distributed.collective_curves import measure_collectives
+
+    if backend == "mpi":
+        from ..distributed import session
+
+        with session(timeout=timeout) as world:
+            found = measure_collectives(world)
+            if world.rank == 0:
+                _write_collectives(found, output, as_json)
+        return
+    allow_torch()
+    from ..distributed.process_group import KINDS, process_group
+
+    with process_group(backend, timeout) as group:
+        found = measure_collectives(group, kinds=KINDS, transport=backend)
+        if group.rank == 0:
+            _write_collectives(found, output, as_json)
+
+
+def _write_collectives(found: Collectives, output: Path, as_json: bool) -> None:
+    """Write the curves, and show their ends."""
     from ..prediction.collectives import bus_bandwidth
 
-    with session(timeout=timeout) as world:
-        found = measure_collectives(world)
-        if world.rank > 0:
-            return
-        found.save(output)
-        table = Table("collective", "ranks", "shortest us", "bus GB/s, most", "origin")
-        result = []
-        for curve in found.curves.values():
-            points = list(zip(curve.bytes, curve.seconds, strict=True))
-            bandwidth = max(bus_bandwidth(curve.kind, curve.ranks, *point) for point in points)
-            shortest = min(curve.seconds)
-            figures = (f"{shortest * 1e6:.2f}", f"{bandwidth / 1e9:.2f}")
-            table.add_row(curve.kind, str(curve.ranks), *figures, curve.origin)
-            result.append({"kind": curve.kind, "ranks": curve.ranks, "points": points})
-        show_table({"output": str(output), "curves": result}, table, as_json)
+    found.save(output)
+    table = Table("collective", "ranks", "shortest us", "bus GB/s, most", "origin")
+    result = []
+    for curve in found.curves.values():
+        points = list(zip(curve.bytes, curve.seconds, strict=True))
+        bandwidth = max(bus_bandwidth(curve.kind, curve.ranks, *point) for point in points)
+        figures = (f"{min(curve.seconds) * 1e6:.2f}", f"{bandwidth / 1e9:.2f}")
+        table.add_row(curve.kind, str(curve.ranks), *figures, curve.origin)
+        result.append({"kind": curve.kind, "ranks": curve.ranks, "points": points})
+    show_table({"output": str(output), "curves": result}, table, as_json)

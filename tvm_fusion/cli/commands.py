@@ -16,6 +16,7 @@ import click
 
 from ..errors import TVMFusionError
 from ..version import __version__
+from .without_torch import hide_torch
 
 COMMANDS = (
     "compile",
@@ -58,6 +59,12 @@ class Commands(click.Group):
 @click.version_option(__version__, prog_name="tvm-fusion")
 def cli() -> None:
     """Compile ONNX models for CPUs and GPUs, with convolutions and reductions fused."""
+
+
+def program() -> int:
+    """Run the command line in a process of its own, without PyTorch."""
+    hide_torch()
+    return main()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -30,6 +30,19 @@ SIZES = tuple(8 << k for k in range(0, 22, 3))
 _SECONDS = 0.1  # of one size, about
 _ROW_SECONDS = 5e-4  # between barriers, which ranks do not leave at the same time
 _OVERLAP_BYTES = 4 << 20
+
+
+class Ranks(Protocol):
+    """What a measurement needs of the ranks of a job, whoever connects them."""
+
+    rank: int
+    size: int
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        """The arrays of all ranks, stacked in order of the ranks."""
 
 
 def calibrate(world: World) -> Machine:
@@ -112,9 +125,9 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     return max(latency, 1e-9), 1 / max(slope, 1e-15)
 
 
-def slowest(world: World, value: float) -> float:
+def slowest(ranks: Ranks, value: float) -> float:
     """Return the largest value of all ranks."""
-    return float(world.all_gather(np.array([value])).max())
+    return float(ranks.all_gather(np.array([value])).max())
 
 
 class _Pair:
@@ -166,7 +179,7 @@ def _progress(world: World) -> float:
     return (alone + computing - together) / min(alone, computing)
 
 
-def timed(world: World, call: Callable[[], object], seconds: float = _SECONDS) -> float:
+def timed(ranks: Ranks, call: Callable[[], object], seconds: float = _SECONDS) -> float:
     """Median seconds of a call that all ranks make together, several times in a row.
 
     All together take about ``seconds``, but five calls at least.
@@ -174,11 +187,11 @@ def timed(world: World, call: Callable[[], object], seconds: float = _SECONDS) -
     call()
     begin = time.perf_counter()
     call()
-    once = slowest(world, time.perf_counter() - begin)
+    once = slowest(ranks, time.perf_counter() - begin)
     in_a_row = max(1, int(_ROW_SECONDS / once))
     times = []
     for _ in range(int(min(max(seconds / (once * in_a_row), 5), 200))):
-        world.barrier()
+        ranks.barrier()
         begin = time.perf_counter()
         for _ in range(in_a_row):
             call()

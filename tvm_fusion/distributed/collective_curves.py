@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 from ..errors import InvalidInputError
 from ..machine.host_info import cpu_name
 from ..prediction.collectives import Collectives, Curve
-from .calibrate import slowest, timed
+from .calibrate import Ranks, slowest, timed
 from .world.communicator import World
 
 MESSAGES = tuple(4 << k for k in range(23))
@@ -72,7 +73,11 @@ KINDS: dict[str, Callable[[World, int], Call]] = {
 
 
 def measure_collectives(
-    world: World, messages: tuple[int, ...] = MESSAGES, rounds: int = ROUNDS
+    ranks: Ranks,
+    messages: tuple[int, ...] = MESSAGES,
+    rounds: int = ROUNDS,
+    kinds: Mapping[str, Callable[[Any, int], Call]] = KINDS,
+    transport: str = "MPI",
 ) -> Collectives:
     """Measure a curve of each kind; called by all ranks together.
 
@@ -81,13 +86,17 @@ def measure_collectives(
 
     Parameters
     ----------
-    world : World
-        At least two ranks.
+    ranks : Ranks
+        At least two: a :class:`.World`, or a :class:`.ProcessGroup`.
     messages : tuple of int
         Bytes, rounded up to what divides among the ranks; the larger of what a rank puts in and
         gets out.
     rounds : int
         Number of rounds.
+    kinds : mapping
+        How these ranks start a collective of so many bytes.
+    transport : str
+        What connects them, for the origin.
 
     Returns
     -------
@@ -99,28 +108,32 @@ def measure_collectives(
     InvalidInputError
         If there is one rank only.
     """
-    if world.size < 2:
-        raise InvalidInputError("one rank has no collectives; start at least 2 by mpiexec -n 2")
-    unit = 4 * world.size
+    if ranks.size < 2:
+        raise InvalidInputError(
+            "one rank has no collectives; start at least 2 by mpiexec -n 2, or by torchrun "
+            "--nproc-per-node 2"
+        )
+    unit = 4 * ranks.size
     sizes = sorted({-(-message // unit) * unit for message in messages})
-    found = {
-        (kind, world.size): _curve(world, kind, start, sizes, rounds)
-        for kind, start in KINDS.items()
-    }
+    found = {}
+    for kind, start in kinds.items():
+        seconds, differ = _curve(ranks, start, sizes, rounds)
+        origin = (
+            f"measured by calibrate with {ranks.size} ranks on {cpu_name()}, {transport}, "
+            f"{date.today().isoformat()}; rounds differ by {differ:.0%}"
+        )
+        points = tuple(map(float, sizes))
+        found[kind, ranks.size] = Curve(kind, ranks.size, points, tuple(seconds), origin)
     return Collectives(found)
 
 
 def _curve(
-    world: World, kind: str, start: Callable[[World, int], Call], sizes: list[int], rounds: int
-) -> Curve:
+    ranks: Ranks, start: Callable[[Any, int], Call], sizes: list[int], rounds: int
+) -> tuple[list[float], float]:
+    """Median seconds of each size, and by how much its rounds differ in the median."""
     times: list[list[float]] = [[] for _ in sizes]
     for _ in range(rounds):
         for index, size in enumerate(sizes):
-            times[index].append(slowest(world, timed(world, start(world, size), _SECONDS)))
+            times[index].append(slowest(ranks, timed(ranks, start(ranks, size), _SECONDS)))
     differ = statistics.median(max(each) / min(each) - 1 for each in times)
-    origin = (
-        f"measured by calibrate with {world.size} ranks on {cpu_name()}, MPI, "
-        f"{date.today().isoformat()}; rounds differ by {differ:.0%}"
-    )
-    seconds = tuple(statistics.median(each) for each in times)
-    return Curve(kind, world.size, tuple(map(float, sizes)), seconds, origin)
+    return [statistics.median(each) for each in times], differ

@@ -8,12 +8,11 @@ with these records is compiled to. Data and result are packed where those of the
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -130,22 +129,9 @@ class FormTask:
             best = _best_trial(template, trials(key))
             record = known.get(key)
             if record is None or record.template != template.name:
-                default = asdict(template.default(kernel, self.machine))
-                self.knobs[form].insert(0, self._knob_record(key, template, best or default))
-
-    def _knob_record(self, key: Key, template: CPUTemplate, knobs: Mapping[str, Any]) -> Record:
-        return Record(
-            template=template.name,
-            version=template.version,
-            workload=json.loads(key.workload),
-            knobs=json.loads(json.dumps(knobs)),
-            cpu=key.cpu,
-            vector_bits=key.vector_bits,
-            threads=key.threads,
-            default_seconds=1.0,
-            best_seconds=1.0,
-            trials=0,
-        )
+                default = template.default(kernel, self.machine)
+                knobs = default if best is None else template.read_knobs(best)
+                self.knobs[form].insert(0, Record.of_key(key, template, knobs))
 
     def program(self, number: int, target: Target) -> Program:
         """Write a form with the knobs of its records."""
@@ -195,24 +181,11 @@ def form_record(
     workload: Conv2DKernel,
     form: Form,
     info: CPUInfo,
-    default_seconds: float = 1.0,
-    best_seconds: float = 1.0,
+    seconds: tuple[float, float] = (1.0, 1.0),
     **fields: Any,
 ) -> Record:
     """Return the record of a form; ``fields`` are the other fields of a record."""
-    key = form_key(workload, info)
-    return Record(
-        template=FORMS.name,
-        version=FORMS.version,
-        workload=asdict(workload),
-        knobs=asdict(form),
-        cpu=key.cpu,
-        vector_bits=key.vector_bits,
-        threads=key.threads,
-        default_seconds=default_seconds,
-        best_seconds=best_seconds,
-        **{"trials": 0, **fields},
-    )
+    return Record.of_key(form_key(workload, info), FORMS, form, seconds, **fields)
 
 
 def _best_trial(

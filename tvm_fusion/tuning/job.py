@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import os
 import threading
@@ -518,8 +517,7 @@ class _Job:
                     task.workload,
                     task.forms[best],
                     task.machine,
-                    default,
-                    default * ratio,
+                    (default, default * ratio),
                     trials=state.trials,
                     times=state.times,
                     **_origin(session),
@@ -590,19 +588,8 @@ def _record(
     session: Session, task: Task, best: int, default: float, seconds: float, search: Search
 ) -> Record:
     template, knobs = task.settings[best]
-    return Record(
-        template=template.name,
-        version=template.version,
-        workload=json.loads(task.key.workload),
-        knobs=json.loads(json.dumps(asdict(knobs))),
-        cpu=task.key.cpu,
-        vector_bits=task.key.vector_bits,
-        threads=task.key.threads,
-        default_seconds=default,
-        best_seconds=seconds,
-        trials=search.trials,
-        **_origin(session),
-    )
+    times = default, seconds
+    return Record.of_key(task.key, template, knobs, times, search.trials, **_origin(session))
 
 
 def _origin(session: Session) -> dict[str, Any]:

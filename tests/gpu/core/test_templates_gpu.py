@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -125,18 +125,7 @@ def test_rules_follow_records(name: str) -> None:
     assert rule is not None
     machine = rule.machine(CUDA)
     key, knobs = rule.key(workload, machine), template.space(workload, machine)[7]
-    record = Record(
-        template=name,
-        version=template.version,
-        workload=json.loads(key.workload),
-        knobs=json.loads(json.dumps(asdict(knobs))),
-        cpu=key.cpu,
-        vector_bits=key.vector_bits,
-        threads=key.threads,
-        default_seconds=2e-5,
-        best_seconds=1e-5,
-        trials=8,
-    )
+    record = Record.of_key(key, template, knobs, (2e-5, 1e-5), trials=8)
     again = parse_record(record.to_line().encode())
     assert (again, again.kind, again.cpu) == (record, "cuda", "sm_90")
     rules = gpu.rules(Records([("mine.jsonl", again)]))

@@ -29,20 +29,9 @@ FUSED, APART = Form(fused=True), Form()
 
 
 def form_record(workload: Conv2DKernel, form: Form, **times: float) -> Record:
+    named = {name.replace("_", " "): seconds for name, seconds in times.items()}
     key = form_key(workload, MACHINE)
-    return Record(
-        template=FORMS.name,
-        version=FORMS.version,
-        workload=asdict(workload),
-        knobs=asdict(form),
-        cpu=key.cpu,
-        vector_bits=key.vector_bits,
-        threads=key.threads,
-        default_seconds=2e-5,
-        best_seconds=1e-5,
-        trials=3,
-        times={name.replace("_", " "): seconds for name, seconds in times.items()},
-    )
+    return Record.of_key(key, FORMS, form, (2e-5, 1e-5), trials=3, times=named)
 
 
 def records(*found: Record) -> Records:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -448,6 +450,17 @@ def test_reader_that_leaves_early_ends_it_silently(model_path: Path, arguments: 
             command, cwd=ROOT, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False
         )
     assert done.returncode == 1 and done.stderr == ""
+
+
+def test_program_does_without_pytorch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "argv", ["tvm-fusion", "--version"])
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert cli.program() == 0 and "tvm-fusion" in capsys.readouterr().out
+    with pytest.raises(ModuleNotFoundError, match="does without PyTorch"):
+        importlib.import_module("torch")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import onnx
@@ -110,18 +109,7 @@ def test_a_mutation_changes_one_knob_and_features_are_the_knobs(tasks: list[Task
 
 def winner(task: Task, number: int, seconds: tuple[float, float]) -> Record:
     template, knobs = task.settings[number]
-    return Record(
-        template=template.name,
-        version=template.version,
-        workload=json.loads(task.key.workload),
-        knobs=json.loads(json.dumps(asdict(knobs))),
-        cpu=task.key.cpu,
-        vector_bits=task.key.vector_bits,
-        threads=task.key.threads,
-        default_seconds=seconds[0],
-        best_seconds=seconds[1],
-        trials=8,
-    )
+    return Record.of_key(task.key, template, knobs, seconds, trials=8)
 
 
 @pytest.fixture
