@@ -39,7 +39,7 @@ from .rewrites.control_flow.loops import unroll_loops
 from .rewrites.expansion import Rule, expand_nodes
 from .rewrites.fold import fold_constants
 from .rewrites.fourier import expand_dft, expand_stft, write_sides
-from .rewrites.indexing.indices import clamp_indices
+from .rewrites.indexing.indices import clamp_diagonal, clamp_indices
 from .rewrites.indexing.one_hot import expand_one_hot
 from .rewrites.indexing.sequences import expand_reverse_sequence, expand_tensor_scatter
 from .rewrites.indexing.unique import expand_unique
@@ -111,6 +111,7 @@ EXPANSIONS: dict[str, Rule] = {
     "TensorScatter": expand_tensor_scatter,
     "ThresholdedRelu": expand_thresholded_relu,
     "TopK": widen_sort,
+    "Trilu": clamp_diagonal,
     "Unique": expand_unique,
 }
 """Operators whose nodes become several, none of which depends on another of these."""

@@ -43,10 +43,10 @@ GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 """Gates of each cell, in ONNX's order: i o f c, z r h, and the only one."""
 
 _WORTH_THREADS = 1 << 18
-"""Multiply-adds of a step, about 5 microseconds of one thread; the threads' wait takes one or two."""
+"""Multiply-adds of a step: about 5 microseconds of a thread. A wait of all takes one or two."""
 
 _ADDITIONS_AT_ONCE = 8
-"""Multiply-adds of vectors that a core has under way: their latency is 4 cycles, two begin in one."""
+"""Multiply-adds of vectors that a core has under way: a latency of 4 cycles, two in each."""
 
 Activation = Callable[[tirx.Expr, float, float], tirx.Expr]
 

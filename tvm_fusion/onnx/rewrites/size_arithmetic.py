@@ -95,9 +95,7 @@ def _objects_of(result: Any) -> np.ndarray:
     return result if isinstance(result, np.ndarray) else _objects(result)
 
 
-def _reshape(
-    attributes: dict[str, Any], data: np.ndarray, shape: np.ndarray
-) -> np.ndarray | None:
+def _reshape(attributes: dict[str, Any], data: np.ndarray, shape: np.ndarray) -> np.ndarray | None:
     return None if shape.dtype == object else data.reshape(shape.tolist())
 
 
@@ -109,9 +107,7 @@ def _unsqueeze(attributes: dict[str, Any], data: np.ndarray, axes: np.ndarray) -
     return np.expand_dims(data, tuple(axes.ravel().tolist()))
 
 
-def _gather(
-    attributes: dict[str, Any], data: np.ndarray, indices: np.ndarray
-) -> np.ndarray | None:
+def _gather(attributes: dict[str, Any], data: np.ndarray, indices: np.ndarray) -> np.ndarray | None:
     return None if indices.dtype == object else _objects_of(data[indices])
 
 

@@ -41,9 +41,8 @@ def export_jax() -> None:
         weights = jax.nn.softmax(query @ key.transpose(0, 2, 1) / 8**0.5, axis=-1)
         return jnp.mean(weights @ value, axis=1) @ out
 
-    to_onnx(
-        model, inputs=[("B", 6, 6, 2)], return_mode="file", output_path=str(FOLDER / "jax2onnx.onnx")
-    )
+    path = str(FOLDER / "jax2onnx.onnx")
+    to_onnx(model, inputs=[("B", 6, 6, 2)], return_mode="file", output_path=path)
 
 
 def export_tensorflow() -> None:

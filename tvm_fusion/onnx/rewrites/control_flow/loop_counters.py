@@ -5,8 +5,8 @@
 
     Loop(condition, i = 0, state):  i_1 = i + 1;  state_1 = f(state, x[i]);  condition = i_1 < 7
 
-Exporters write the layers of TensorFlow and Keras in this way. What the condition needs of the body is
-run here until the condition is false.
+Exporters write the layers of TensorFlow and Keras in this way. What the condition needs of the body
+is run here until it is false.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def counted_steps(node: onnx.NodeProto, facts: GraphFacts, most: int) -> int | N
     states = [value.name for value in body.input[2:]]
     results = [value.name for value in body.output[1 : 1 + len(states)]]
     needed, nodes = _needed(body, dict(zip(states, results, strict=True)))
-    values = {name: to_array(tensor) for tensor in body.initializer if (name := tensor.name) in needed}
+    values = {tensor.name: to_array(tensor) for tensor in body.initializer}
+    values = {name: value for name, value in values.items() if name in needed}
     starts = dict(zip(states, node.input[2:], strict=True))
     made = {name for inner in nodes for name in inner.output}
     for name in needed - made - values.keys() - {value.name for value in body.input[:2]}:
@@ -51,9 +52,7 @@ def counted_steps(node: onnx.NodeProto, facts: GraphFacts, most: int) -> int | N
     return _run(body, nodes, values, dict(zip(states, results, strict=True)), most)
 
 
-def _needed(
-    body: onnx.GraphProto, states: dict[str, str]
-) -> tuple[set[str], list[onnx.NodeProto]]:
+def _needed(body: onnx.GraphProto, states: dict[str, str]) -> tuple[set[str], list[onnx.NodeProto]]:
     """Names that the condition needs in any step, and the nodes that compute them."""
     producers = {name: inner for inner in body.node for name in inner.output}
     needed: set[str] = set()
