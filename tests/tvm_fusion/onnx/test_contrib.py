@@ -183,3 +183,30 @@ def test_refusals(made: onnx.NodeProto, reason: str) -> None:
     model = contrib([made], {"x": normal(2, 3, 4), "g": normal(4)})
     with pytest.raises(UnsupportedOperatorError, match=f"{made.op_type}.*{reason}"):
         import_onnx(model)
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+def test_rotary_embeddings(interleaved: int) -> None:
+    angles = normal(9, 3, seed=4)
+    nodes = [
+        node("RotaryEmbedding", "x places cos sin", "y", interleaved=interleaved),
+        node("RotaryEmbedding", "x first cos sin", "z", interleaved=interleaved),
+        node(
+            "RotaryEmbedding",
+            "x places cos sin",
+            "part",
+            interleaved=interleaved,
+            num_heads=2,
+            rotary_embedding_dim=6,
+        ),
+        node("RotaryEmbedding", "heads places cos sin", "w", interleaved=interleaved),
+    ]
+    check(
+        nodes,
+        x=normal(2, 5, 24),
+        heads=normal(2, 3, 5, 6, seed=2),
+        places=np.array([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]),
+        first=np.array([3]),
+        cos=np.cos(angles),
+        sin=np.sin(angles),
+    )

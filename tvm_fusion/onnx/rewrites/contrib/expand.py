@@ -39,6 +39,7 @@ from .pointwise import (
     skip_layer_norm,
     skip_rms_norm,
 )
+from .rotary import rotary_embedding
 
 DOMAIN = "com.microsoft"
 
@@ -66,6 +67,7 @@ CONTRIB: dict[str, Callable[[ContribExpansion], Refusal]] = {
     "QLinearSoftmax": qlinear_unary,
     "QuantizeLinear": quantize,
     "QuickGelu": quick_gelu,
+    "RotaryEmbedding": rotary_embedding,
     "SimplifiedLayerNormalization": rms_norm,
     "SkipLayerNormalization": skip_layer_norm,
     "SkipSimplifiedLayerNormalization": skip_rms_norm,
@@ -75,7 +77,7 @@ CONTRIB: dict[str, Callable[[ContribExpansion], Refusal]] = {
 OF_ONNX_RUNTIME = frozenset({"SimplifiedLayerNormalization"})
 """Operators that ONNX Runtime puts into ONNX's own domain, where ONNX has none of this name."""
 
-WAITING = frozenset({"Attention", "FusedMatMul", "MultiHeadAttention"})
+WAITING = frozenset({"Attention", "FusedMatMul", "MultiHeadAttention", "RotaryEmbedding"})
 """Operators that need the shapes of their inputs."""
 
 
