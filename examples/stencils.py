@@ -3,7 +3,8 @@
 
 R. Denniston's thesis (distributed, heterogeneous and cooperative code generation in Tiramisu),
 chapter 5: box blur, convolution, conversion to grey, Gaussian blur, pipeline, Sobel operator.
-Images are float32; those of three channels are interleaved (rows, columns, channels).
+Images of three channels are interleaved (rows, columns, channels). Pixels are float32; those of
+three channels and of the Sobel operator also uint8, for which results in float32 are rounded.
 """
 
 from __future__ import annotations
@@ -28,6 +29,18 @@ def function(*tensors: te.Tensor) -> tirx.PrimFunc:
     return te.create_prim_func(list(tensors), index_dtype_override="int64")
 
 
+def level(a: te.Tensor, *at: tirx.Expr) -> tirx.Expr:
+    """A pixel as float32."""
+    return a[at] if str(a.dtype) == "float32" else a[at].astype("float32")
+
+
+def pixel(value: tirx.Expr, dtype: str) -> tirx.Expr:
+    """A level as a pixel: as it is, or rounded to 0 to 255."""
+    if dtype == "float32":
+        return value
+    return te.max(te.min(value + 0.5, 255.0), 0.0).astype(dtype)
+
+
 def blur(rows: int, cols: int) -> tirx.PrimFunc:
     """Box blur of 3x3 pixels: along the columns, then along the rows."""
     a = image(rows + 2, cols + 2)
@@ -38,77 +51,86 @@ def blur(rows: int, cols: int) -> tirx.PrimFunc:
     return function(a, by)
 
 
-def convolution(rows: int, cols: int) -> tirx.PrimFunc:
+def convolution(rows: int, cols: int, dtype: str = "float32") -> tirx.PrimFunc:
     """Filter of 3x3 pixels, whose weights are an input, of each channel."""
-    a, w = image(rows + 2, cols + 2, CHANNELS), image(3, 3, name="W")
+    a, w = image(rows + 2, cols + 2, CHANNELS, dtype=dtype), image(3, 3, name="W")
     window = [(y, x) for y in range(3) for x in range(3)]
     return function(
         a,
         w,
         te.compute(
             (rows, cols, CHANNELS),
-            lambda i, j, c: total(a[i + y, j + x, c] * w[y, x] for y, x in window),
+            lambda i, j, c: pixel(
+                total(level(a, i + y, j + x, c) * w[y, x] for y, x in window), dtype
+            ),
             "C",
         ),
     )
 
 
-def cvt_color(rows: int, cols: int) -> tirx.PrimFunc:
+def cvt_color(rows: int, cols: int, dtype: str = "float32") -> tirx.PrimFunc:
     """Conversion of RGB to grey."""
-    a = image(rows, cols, CHANNELS)
+    a = image(rows, cols, CHANNELS, dtype=dtype)
     return function(
         a,
         te.compute(
             (rows, cols),
-            lambda i, j: total(a[i, j, c] * weight for c, weight in enumerate(GREY)),
+            lambda i, j: pixel(
+                total(level(a, i, j, c) * weight for c, weight in enumerate(GREY)), dtype
+            ),
             "C",
         ),
     )
 
 
-def gaussian(rows: int, cols: int) -> tirx.PrimFunc:
+def gaussian(rows: int, cols: int, dtype: str = "float32") -> tirx.PrimFunc:
     """Separable filter of 5x5 pixels of each channel."""
-    a = image(rows + 4, cols + 4, CHANNELS)
+    a = image(rows + 4, cols + 4, CHANNELS, dtype=dtype)
     gx = te.compute(
         (rows + 4, cols, CHANNELS),
-        lambda i, j, c: total(a[i, j + k, c] * tap for k, tap in enumerate(TAPS)),
+        lambda i, j, c: total(level(a, i, j + k, c) * tap for k, tap in enumerate(TAPS)),
         "gx",
     )
     gy = te.compute(
         (rows, cols, CHANNELS),
-        lambda i, j, c: total(gx[i + k, j, c] * tap for k, tap in enumerate(TAPS)),
+        lambda i, j, c: pixel(total(gx[i + k, j, c] * tap for k, tap in enumerate(TAPS)), dtype),
         "gy",
     )
     return function(a, gy)
 
 
-def pipeline(rows: int, cols: int) -> tirx.PrimFunc:
+def pipeline(rows: int, cols: int, dtype: str = "float32") -> tirx.PrimFunc:
     """Brightening, then the negative, of each channel."""
-    a = image(rows, cols, CHANNELS)
-    bright = te.compute(a.shape, lambda i, j, c: te.min(a[i, j, c] * 1.5, 255.0), "bright")
-    return function(a, te.compute(a.shape, lambda i, j, c: 255.0 - bright[i, j, c], "negative"))
+    a = image(rows, cols, CHANNELS, dtype=dtype)
+    bright = te.compute(a.shape, lambda i, j, c: te.min(level(a, i, j, c) * 1.5, 255.0), "bright")
+    out = te.compute(a.shape, lambda i, j, c: pixel(255.0 - bright[i, j, c], dtype), "negative")
+    return function(a, out)
 
 
-def sobel(rows: int, cols: int) -> tirx.PrimFunc:
+def sobel(rows: int, cols: int, dtype: str = "float32") -> tirx.PrimFunc:
     """Both gradients of a grey image, and their magnitude."""
-    a = image(rows + 2, cols + 2)
+    a = image(rows + 2, cols + 2, dtype=dtype)
     weights = ((0, 1.0), (1, 2.0), (2, 1.0))
+
+    def change(here: Iterable[tirx.Expr], there: Iterable[tirx.Expr]) -> tirx.Expr:
+        return level(a, *there) - level(a, *here)
+
     gx = te.compute(
         (rows, cols),
-        lambda i, j: total((a[i + k, j + 2] - a[i + k, j]) * weight for k, weight in weights),
+        lambda i, j: total(change((i + k, j), (i + k, j + 2)) * w for k, w in weights),
         "gx",
     )
     gy = te.compute(
         (rows, cols),
-        lambda i, j: total((a[i + 2, j + k] - a[i, j + k]) * weight for k, weight in weights),
+        lambda i, j: total(change((i, j + k), (i + 2, j + k)) * w for k, w in weights),
         "gy",
     )
-    return function(
-        a,
-        te.compute(
-            (rows, cols), lambda i, j: te.sqrt(gx[i, j] * gx[i, j] + gy[i, j] * gy[i, j]), "S"
-        ),
+    magnitude = te.compute(
+        (rows, cols),
+        lambda i, j: pixel(te.sqrt(gx[i, j] * gx[i, j] + gy[i, j] * gy[i, j]), dtype),
+        "S",
     )
+    return function(a, magnitude)
 
 
 def heat2d(rows: int, cols: int) -> tirx.PrimFunc:
@@ -144,8 +166,8 @@ def total(terms: Iterable[tirx.Expr]) -> tirx.Expr:
     return first
 
 
-STENCILS: dict[str, Callable[[int, int], tirx.PrimFunc]] = {
+STENCILS: dict[str, Callable[..., tirx.PrimFunc]] = {
     case.__name__: case
     for case in (blur, convolution, cvt_color, gaussian, pipeline, sobel, heat2d, heat3d)
 }
-"""All of them, by name; each takes the rows and columns of its output."""
+"""All of them, by name; each takes the rows and columns of its output, and some its ``dtype``."""

@@ -54,12 +54,15 @@ class Case:
         Of its output.
     steps : int
         How often it is applied in a run, each time with an exchange.
+    dtype : str
+        Of its pixels.
     """
 
     stencil: str
     rows: int
     cols: int
     steps: int = 1
+    dtype: str = "float32"
 
 
 CASES = {
@@ -72,6 +75,10 @@ CASES = {
     "sobel": Case("sobel", 8192, 8192),
     "heat2d": Case("heat2d", 4096, 4096, steps=100),
     "heat3d": Case("heat3d", 256, 256, steps=100),
+    **{
+        f"{name}_uint8": Case(name, 4096, 4096, dtype="uint8")
+        for name in ("convolution", "cvt_color", "gaussian", "pipeline", "sobel")
+    },
 }
 JOBS = {"1 rank, 1 thread": (1, 1), "1 rank, 2 threads": (1, 2), "2 ranks": (2, 1)}
 """Ranks and threads of each."""
@@ -93,8 +100,9 @@ def case_of(name: str) -> Case:
 
 def compile_case(case: Case, ranks: int, threads: int) -> distributed.Program:
     """Compile a stencil for some ranks."""
+    pixels = {} if case.dtype == "float32" else {"dtype": case.dtype}
     return distributed.compile(
-        STENCILS[case.stencil](case.rows, case.cols),
+        STENCILS[case.stencil](case.rows, case.cols, **pixels),
         ranks,
         repeat="A" if case.steps > 1 else None,
         threads=threads,
@@ -132,7 +140,8 @@ def _fill(local: Any, program: distributed.Program) -> None:
         held = local.input(buffer.name)
         for row, values in enumerate(held.owned, start=held.region[0][0]):
             random = np.random.default_rng((number, row))
-            values[...] = random.random(values.shape, np.float32)
+            levels = random.random(values.shape, np.float32)
+            values[...] = levels if buffer.dtype == "float32" else 256 * levels
 
 
 def _checksum(rows: np.ndarray, first: int) -> int:

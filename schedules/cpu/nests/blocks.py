@@ -69,6 +69,8 @@ class BlockFacts:
         Positions of the variables on which a condition depends (padding, concatenation).
     itemsize : int
         Bytes of the widest element read or written.
+    float_bytes : int
+        Bytes of the widest float read, written or cast to; 0 where all are integers.
     indirect : bool
         Whether an index is itself loaded from memory.
     """
@@ -82,6 +84,7 @@ class BlockFacts:
     loads: list[Access] = field(default_factory=list)
     guards: frozenset[int] = frozenset()
     itemsize: int = 4
+    float_bytes: int = 0
     indirect: bool = False
 
     def positions(self, kind: str) -> list[int]:
@@ -189,6 +192,8 @@ def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
     stores, loaded, conditions = _parts(stmt.body)
     if not stores:
         return None
+    casts: list[tirx.Cast] = []
+    tvm_ffi.structural_walk(stmt.body, (tirx.Cast, casts.append))
     store = domain.access(stores[0].buffer, stores[0].indices)
     written = [other.buffer for other in stores]
     reads = [load for load in loaded if not any(load.source.same_as(w) for w in written)]
@@ -203,8 +208,13 @@ def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
         loads=[domain.access(load.source, load.indices) for load in reads],
         guards=frozenset(k for k, i in enumerate(iters) if any(uses(c, i.var) for c in conditions)),
         itemsize=max((_bits(buffer) + 7) // 8 for buffer in buffers),
+        float_bytes=_float_bytes([str(b.dtype) for b in buffers] + [str(c.ty) for c in casts]),
         indirect=any(loads(*load.indices) for load in loaded),
     )
+
+
+def _float_bytes(dtypes: Sequence[str]) -> int:
+    return max((tvm_ffi.dtype(name).bits // 8 for name in dtypes if "float" in name), default=0)
 
 
 def _parts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import tvm_ffi
 from tvm import s_tir
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
@@ -42,10 +43,12 @@ def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
     extents = [facts.volume(group) for group in groups]
     is_adjacent = len(groups[-1]) == 1 and facts.store.strides[groups[-1][0]] == 1
     streams = is_adjacent and worth_streaming(kernel, facts)
+    lanes = _lanes(kernel, facts)
     if streams:
-        sch.annotate(block, STREAM, kernel.cpu.vector_bits // 8)
+        stored = lanes * (tvm_ffi.dtype(str(facts.store.buffer.dtype)).bits // 8)
+        sch.annotate(block, STREAM, min(stored, kernel.cpu.vector_bits // 8))
     row = shared_rows(facts, groups)
-    outer, lane, overlaps = _vectorize_last(kernel, facts, groups[-1], fused[-1], streams)
+    outer, lane, overlaps = _vectorize_last(kernel, facts, groups[-1], fused[-1], lanes, streams)
     any_chunks = bool(overlaps)
     if is_filter(facts):
         sch.annotate(block, MULTIPLY_ADD, 1)
@@ -62,11 +65,18 @@ def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
     return overlaps
 
 
+def _lanes(kernel: Kernel, facts: BlockFacts) -> int:
+    """Elements of a vector; of a filter as many floats, of which its rows take many registers."""
+    if is_filter(facts):
+        return kernel.cpu.vector_bits // 8 // max(facts.itemsize, facts.float_bytes)
+    return kernel.lanes(facts)
+
+
 def _vectorize_last(
-    kernel: Kernel, facts: BlockFacts, group: list[int], loop: LoopRV, aligned: bool
+    kernel: Kernel, facts: BlockFacts, group: list[int], loop: LoopRV, lanes: int, aligned: bool
 ) -> tuple[LoopRV | None, LoopRV | None, list[Overlap]]:
     """Vectorise the innermost loop; return the loops over vectors, over lanes, and the tail."""
-    sch, lanes = kernel.sch, kernel.lanes(facts)
+    sch = kernel.sch
     symbolic = facts.extents[group[-1]] is None
     extent = facts.volume(group)
     guarded = bool(set(group) & facts.guards)

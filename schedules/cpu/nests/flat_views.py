@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merged loops over one-dimensional views of the parameters.
 
-TVM simplifies each index of a buffer for itself. Where three loops or more are fused and a buffer
-is accessed from an offset known at run time only, that spoils the sum of the indices: it is no
-plain vector any more, and LLVM computes each lane's address by divisions. So such loops are merged
-before they are scheduled::
+TVM simplifies each index of a buffer for itself. Where three loops or more are fused, and vectors
+cross the ends of the innermost or a buffer is accessed from an offset known at run time only, that
+spoils the sum of the indices: it is no plain vector any more, and LLVM computes each lane's address
+by divisions. So such loops are merged before they are scheduled::
 
     before: for i, j, c in T.grid(4096, 4096, 3):   after: for m in range(50331648):
                 o[i + lo, j, c] = a[i, j, c] * 2               o[m + lo * 12288] = a[m] * 2
@@ -28,7 +28,7 @@ from .streaming_stores import worth_streaming
 
 
 def merge_shifted_loops(kernel: Kernel) -> Kernel:
-    """Merge the loops that every access traverses as one, of blocks with offsets of run time.
+    """Merge the loops that every access traverses as one, where their sum would be lost.
 
     Parameters
     ----------
@@ -78,9 +78,17 @@ def _is_shifted(kernel: Kernel, facts: BlockFacts, parameters: set[ir.Var]) -> b
     groups = merge_groups(facts, range(len(facts.extents)))
     if max(map(len, groups), default=1) == 1:
         return False
+    if any(_crosses(facts, group, kernel.lanes(facts)) for group in groups):
+        return True
     own = set(facts.vars)
     moved = any(variables(access.offset) - own for access in facts.accesses)
     return moved or worth_streaming(kernel, facts)
+
+
+def _crosses(facts: BlockFacts, group: list[int], lanes: int) -> bool:
+    """True if a vector of three merged loops or more is no whole part of the innermost."""
+    innermost = facts.extents[group[-1]]
+    return len(group) > 2 and innermost is not None and innermost % lanes != 0
 
 
 class _Views:

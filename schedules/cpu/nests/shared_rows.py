@@ -33,6 +33,7 @@ ROWS = 4
 """Rows of a step: more would need more streams from memory than are prefetched."""
 
 _WORTHWHILE = 0.75  # of the loads are left
+_FLOATS = ("float32", "float64")
 
 
 def shared_rows(facts: BlockFacts, groups: Sequence[Sequence[int]]) -> int | None:
@@ -83,8 +84,8 @@ def _share_left(loads: Sequence[Access], row: int) -> float:
 
 
 def is_filter(facts: BlockFacts) -> bool:
-    """Return whether a block of floats reads several places of a tensor for one element."""
-    if str(facts.store.buffer.dtype) not in ("float32", "float64"):
+    """Return whether a block computes an element in floats from several places of a tensor."""
+    if facts.float_bytes < 4:
         return False
     places = {(load.buffer, str(load.offset)) for load in facts.loads}
     return len(places) > len({buffer for buffer, _ in places})
@@ -106,7 +107,7 @@ def _is_product(value: tirx.Expr) -> bool:
 
 
 def _sum(node: tirx.Add) -> tirx.Expr:
-    if "float" not in str(node.ty.dtype):
+    if str(node.ty.dtype) not in _FLOATS:
         return node
     if _is_product(node.a):
         return fma(node.a.a, node.a.b, node.b)
@@ -114,7 +115,7 @@ def _sum(node: tirx.Add) -> tirx.Expr:
 
 
 def _difference(node: tirx.Sub) -> tirx.Expr:
-    if "float" not in str(node.ty.dtype):
+    if str(node.ty.dtype) not in _FLOATS:
         return node
     if _is_product(node.a):
         return fma(node.a.a, node.a.b, -node.b)

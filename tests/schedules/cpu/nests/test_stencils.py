@@ -68,9 +68,41 @@ def test_vectors_of_interleaved_channels_have_plain_addresses(cpu, name, cols):
         assert not [i for i in loop.instructions if i.name.startswith(SCALAR)], str(loop)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+@pytest.mark.parametrize("size", [(32, 128), (30, 331)])
+def test_merged_channels_have_plain_addresses_without_an_offset(size, dtype):
+    """Vectors that cross pixels of three channels need no division by 3 of each lane."""
+    scheduled = schedule(Elementwise(), STENCILS["pipeline"](*size, dtype), target_of("znver4"))
+    [loop] = [
+        loop for loop in loops_of({"p": scheduled}, "znver4")["p"] if loop.innermost and loop.stores
+    ]
+    assert not [i for i in loop.instructions if i.name.startswith(SCALAR)], str(loop)
+
+
+@pytest.mark.parametrize("cols", [64, 77])
+@pytest.mark.parametrize("name", ["pipeline", "cvt_color", "gaussian", "sobel", "convolution"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_pixels_of_8_bits(monkeypatch, name, cols, stream):
+    if stream:
+        monkeypatch.setattr(streaming_stores, "_LEAST_CACHES", 0)
+    small, wide = STENCILS[name](29, cols, "uint8"), STENCILS[name](29, cols)
+    first, *others = [[int(n) for n in param.shape] for param in small.params[:-1]]
+    pixels, weights = draw(first, 0, "uint8"), [draw(shape) / 4 for shape in others]
+    scheduled = schedule(Elementwise(), small)
+    assert not stream or "stream" in scheduled.script()
+    levels = run(schedule(Elementwise(), wide), pixels.astype("float32"), *weights)[0]
+    found = run(scheduled, pixels, *weights)[0]
+    assert found.dtype == np.uint8
+    rounded = np.clip(levels + np.float32(0.5), 0, 255)
+    # A level that is rounded may lie on either side of a half.
+    assert (np.abs(found - rounded + 0.5) <= 0.501).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
 @pytest.mark.parametrize("cpu", ["znver4", "x86-64-v3"])
-def test_rows_share_their_loads(cpu):
-    scheduled = schedule(Elementwise(), part_of(STENCILS["gaussian"](64, 512)), target_of(cpu))
+def test_rows_share_their_loads(cpu, dtype):
+    func = part_of(STENCILS["gaussian"](64, 512, dtype))
+    scheduled = schedule(Elementwise(), func, target_of(cpu))
     found = loops_of({"g": scheduled}, cpu)["g"]
     loop = max((loop for loop in found if loop.innermost), key=lambda loop: loop.fmas)
     # Each row of 5 loads is filtered once: (4 + 4) x 5 loads for 4 rows, not 4 x 25.
