@@ -37,15 +37,9 @@ def rotary_embedding(parts: ContribExpansion) -> Refusal:
             return "its length is only known at run time; expected one position an element"
         places = parts.emit("Add", positions, parts.integers(np.arange(length[0])))
         positions = parts.emit("Unsqueeze", places, parts.integers([0]))
-    cos, sin = (
-        parts.emit(
-            "Unsqueeze",
-            parts.emit("Gather", parts.input(cache), positions, axis=0),
-            parts.integers([1]),
-        )
-        for cache in (2, 3)
-    )
-    result = _turned(parts, x, half[0], cos, sin)
+    cos, sin = (angles(parts, parts.input(cache), positions) for cache in (2, 3))
+    has_rest = bool(parts.get("rotary_embedding_dim", 0))
+    result = turned(parts, x, half[0], cos, sin, bool(parts.get("interleaved", 0)), has_rest)
     if rank == 3:
         result = parts.emit("Transpose", result, perm=[0, 2, 1, 3])
         result = parts.reshape(result, 0, 0, -1)
@@ -53,22 +47,34 @@ def rotary_embedding(parts: ContribExpansion) -> Refusal:
     return None
 
 
-def _turned(parts: ContribExpansion, x: str, half: int, cos: str, sin: str) -> str:
-    """The first ``2 * half`` numbers of the last axis, turned; the others as they are."""
-    last = 2**31 - 1
-    is_interleaved = parts.get("interleaved", 0)
+def angles(parts: ContribExpansion, cache: str, positions: str) -> str:
+    """Cosines or sines of positions, [batch, 1, length, half]."""
+    rows = parts.emit("Gather", cache, positions, axis=0)
+    return parts.emit("Unsqueeze", rows, parts.integers([1]))
+
+
+def turned(
+    parts: ContribExpansion,
+    x: str,
+    half: int,
+    cos: str,
+    sin: str,
+    is_interleaved: bool,
+    has_rest: bool,
+) -> str:
+    """The first ``2 * half`` numbers of the last axis, turned; any others as they are."""
     ends = [(0, 2 * half, 2), (1, 2 * half, 2)] if is_interleaved else [(0, half), (half, 2 * half)]
     a, b = (_slice(parts, x, *end) for end in ends)
-    turned = [
+    results = [
         parts.emit("Sub", parts.emit("Mul", a, cos), parts.emit("Mul", b, sin)),
         parts.emit("Add", parts.emit("Mul", b, cos), parts.emit("Mul", a, sin)),
     ]
     if is_interleaved:
-        columns = [parts.emit("Unsqueeze", each, parts.integers([-1])) for each in turned]
-        turned = [parts.reshape(parts.emit("Concat", *columns, axis=-1), 0, 0, 0, -1)]
-    if parts.get("rotary_embedding_dim", 0):
-        turned.append(_slice(parts, x, 2 * half, last))
-    return parts.emit("Concat", *turned, axis=-1) if len(turned) > 1 else turned[0]
+        columns = [parts.emit("Unsqueeze", each, parts.integers([-1])) for each in results]
+        results = [parts.reshape(parts.emit("Concat", *columns, axis=-1), 0, 0, 0, -1)]
+    if has_rest:
+        results.append(_slice(parts, x, 2 * half, 2**31 - 1))
+    return parts.emit("Concat", *results, axis=-1) if len(results) > 1 else results[0]
 
 
 def _slice(parts: ContribExpansion, x: str, start: int, end: int, step: int = 1) -> str:
