@@ -34,6 +34,7 @@ from .program.shorten_names import ShortenNames
 from .program.widen_products import WidenProducts
 from .reduction.coalesce_reduction import CoalesceReduction
 from .reduction.configure_reductions import ConfigureReductions
+from .reduction.fuse_layer_norm import FuseLayerNorm
 from .reduction.fuse_reduction_producers import FuseReductionProducers
 from .reduction.fuse_reductions import FuseReductions
 from .simplify.simplify_inference import SimplifyInference
@@ -54,6 +55,7 @@ __all__ = [
     "FuseAttention",
     "FuseConv2D",
     "FuseEpilogue",
+    "FuseLayerNorm",
     "FusePack",
     "FuseReductionProducers",
     "FuseReductions",

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import tvm
 from tvm import relax, te, tirx
 from tvm.ir import GenericConst
-from tvm.relax.utils import copy_with_new_vars
 
 from ..core.constants import array_of
 from ..core.expressions import TUPLE_GET_ITEM, Value, op_name
 from ..core.graph import Graph
+from ..core.lowered_function import lowered_function
 
 _NAME = "attention"
 MOVES = ("relax.permute_dims", "relax.reshape")
@@ -169,20 +168,8 @@ def prim_func(
     None where it has symbolic extents that do not follow from the shapes of its inputs.
     """
     inputs = _inputs(values)
-    builder = _function(values, inputs)
-    name = builder.get().get_global_var(_NAME)
-    function = builder.get()[name]
-    if relax.analysis.free_symbolic_vars(function):
-        return None
-    params = list(copy_with_new_vars(function).params)
-    with builder.function("main", params):
-        with builder.dataflow():
-            result = builder.emit_output(relax.Call(name, params))
-        builder.emit_func_output(result)
-    passes = [relax.transform.LegalizeOps(), relax.transform.FuseTIR()]
-    lowered = tvm.transform.Sequential(passes)(builder.get())
-    [binding] = lowered["main"].body.blocks[0].bindings
-    return lowered[binding.value.args[0]], inputs
+    lowered = lowered_function(_function(values, inputs), _NAME)
+    return None if lowered is None else (lowered, inputs)
 
 
 def _inputs(values: Mapping[relax.Var, relax.Expr]) -> list[relax.Expr]:

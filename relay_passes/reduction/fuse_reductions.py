@@ -56,6 +56,8 @@ class FuseReductions:
     * *sisters*, independent reductions with the same parallel and reduced extents, of the same or
       of different inputs;
     * *epilogues*, computed from the results at the same place;
+    * *stored* tensors of the size of the data that others read: producers of what is reduced, and
+      element-wise calls on the same data, at the same place;
     * a *chain*: reductions that use earlier ones of the group, and element-wise consumers of all
       elements, as in softmax and the norms, where a block can process a whole row. Elsewhere a
       chain becomes one kernel for each step, and intermediates are recomputed rather than stored if
@@ -64,8 +66,9 @@ class FuseReductions:
       that it is relative to. Element-wise consumers are left to another kernel;
     * the producers of all of these.
 
-    :mod:`relay_passes.reduction.groups`, :mod:`relay_passes.reduction.producers` and
-    :mod:`relay_passes.reduction.online_sums` have the rules. Values of a group that others read are
+    :mod:`relay_passes.reduction.groups`, :mod:`relay_passes.reduction.stored_calls`,
+    :mod:`relay_passes.reduction.producers` and :mod:`relay_passes.reduction.online_sums` have the
+    rules. Values of a group that others read are
     its outputs; several make a tuple. Bindings move after all that they read. The module attribute
     ``tvm_fusion.reduction_report`` (:func:`relay_passes.reduction.report.read_reduction_report`)
     records the groups.
@@ -147,7 +150,8 @@ class _Rewriter(PyExprMutator):
         results = [var for var in unit.computes if groups.is_result(var, group)]
         fused = CallGroup({var: groups.calls.call(var) for var in unit.computes}, results)
         name = self.builder_.add_func(fused.function, fused.name)
-        self.entries.append(_entry(self.caller, str(name.name_hint), group, fused))
+        kind = groups.kind(group)
+        self.entries.append(_entry(self.caller, str(name.name_hint), kind, group, fused))
         call = relax.Call(name, fused.arguments)
         if len(results) == 1:
             return [relax.VarBinding(results[0], call)]
@@ -180,7 +184,7 @@ def _others(kernels: Iterable[Unit], groups: ReductionGroups) -> Iterator[Unit]:
             yield Unit((var,), frozenset({var}), order.position[var])
 
 
-def _entry(caller: str, name: str, group: ReductionGroup, fused: CallGroup) -> Entry:
+def _entry(caller: str, name: str, kind: str, group: ReductionGroup, fused: CallGroup) -> Entry:
     """The report entry of a group."""
 
     def names(chosen: Collection[relax.Var]) -> list[str]:
@@ -189,7 +193,7 @@ def _entry(caller: str, name: str, group: ReductionGroup, fused: CallGroup) -> E
     return {
         "function": caller,
         "name": name,
-        "kind": group.kind,
+        "kind": kind,
         "outputs": constant(group.space.outputs),
         "reduced": constant(group.space.reduced),
         "reductions": names(group.reductions),

@@ -11,14 +11,17 @@ computed from their results in this space. Groups are formed in four steps:
 2. Groups of the same space that are no chains are merged although they share no tensor, to save a
    launch: unless that keeps more than :data:`KEPT_BYTES` of tensors alive longer.
 3. A reshape of a tensor that a group writes anyway leaves the group: TVM makes it a view.
-4. Each group absorbs producers (:mod:`relay_passes.reduction.producers`). One that is also read
-   outside joins the group, which writes its tensor, too, if it has the size of the data.
+4. A call that is stored anyway joins a group that reads the same data
+   (:mod:`relay_passes.reduction.stored_calls`).
+5. Each group absorbs producers (:mod:`relay_passes.reduction.producers`). One that is also read
+   outside joins the group, which writes its tensor, too.
 
-A chain needs a whole row at once: :func:`schedules.gpu.reduce.plan.limits.chain_fits` decides where
-that pays off. Elsewhere a sum of exponentials and the maximum that it is relative to can still be a
-group, which then is *online* (:mod:`relay_passes.reduction.online_sums`). No call joins a group on
-which it depends through a call outside, which could run neither before nor after it, and no group
-has more than ``MAX_TENSORS`` reductions or inputs.
+A group is a *chain* if it reduces or stores elements that use its results. It needs a whole row at
+once: :func:`schedules.gpu.reduce.plan.limits.chain_fits` decides where that pays off. Elsewhere a
+sum of exponentials and the maximum that it is relative to can still be a group, which then is
+*online* (:mod:`relay_passes.reduction.online_sums`). No call joins a group on which it depends
+through a call outside, which could run neither before nor after it, and no group has more than
+``MAX_TENSORS`` reductions, inputs or stored tensors of the size of the data.
 """
 
 from __future__ import annotations
@@ -39,6 +42,14 @@ from .dependences import BlockOrder
 from .primfunc_calls import TIRCalls, count_bytes, count_elements, item_bytes
 from .producers import MAX_TENSORS, Absorption, count_large
 from .row_space import ROW, TILE, RowSpace
+from .stored_calls import (
+    calls_after,
+    calls_between,
+    is_stored,
+    pays_off,
+    tensors_before,
+    tensors_in_place,
+)
 
 KEPT_BYTES = 1 << 26  # little compared with the memory of a device
 
@@ -71,18 +82,6 @@ class ReductionGroup:
     def members(self) -> frozenset[relax.Var]:
         """All members."""
         return self.reductions | self.rows | self.tiles | self.links
-
-    @property
-    def kind(self) -> str:
-        """Kind of the group, by its members beside reductions.
-
-        ``chain``, ``online``, ``sisters``, ``epilogue`` or ``producers``.
-        """
-        if self.tiles or self.links:
-            return "chain" if self.tiles else "online"
-        if len(self.reductions) > 1:
-            return "sisters"
-        return "epilogue" if self.rows else "producers"
 
     def joined(self, var: relax.Var, kind: str) -> ReductionGroup:
         """The group with one more call of rows or of tiles."""
@@ -138,8 +137,9 @@ class ReductionGroups:
         self._functions: dict[relax.Expr, ElementFunction | None] = {}
         self._members: dict[relax.Var, frozenset[relax.Var]] = {}
         self._large: dict[ReductionGroup, frozenset[relax.Expr]] = {}
+        self._before: dict[ReductionGroup, frozenset[relax.Expr]] = {}
         self._input_spans: dict[ReductionGroup, dict[relax.Expr, tuple[int, float, int]]] = {}
-        self._agreed: dict[tuple[relax.Var, frozenset[relax.Var]], bool] = {}
+        self._agreed: dict[tuple[RowSpace, relax.Var, frozenset[relax.Expr]], bool] = {}
         for var in order.bindings:
             if var in calls.reductions:
                 self._add_reduction(var)
@@ -148,11 +148,33 @@ class ReductionGroups:
         if self.groups:
             self._unite_strangers()
             self._leave_views()
+            self._join_stored()
         self.absorption = self._absorb()
 
     def group_of(self, var: relax.Var) -> ReductionGroup | None:
         """The group that a call is a member of."""
         return next((group for group in self.groups if var in group.members), None)
+
+    def kind(self, group: ReductionGroup) -> str:
+        """Kind of a group, by its members beside reductions.
+
+        ``chain``, ``online``, ``stored``, ``sisters``, ``epilogue`` or ``producers``.
+        """
+        if self.is_chain(group):
+            return "chain"
+        if group.links or group.tiles:
+            return "online" if group.links else "stored"
+        if len(group.reductions) > 1:
+            return "sisters"
+        return "epilogue" if group.rows else "producers"
+
+    def is_chain(self, group: ReductionGroup) -> bool:
+        """Return whether elements of the size of the data, but links, use results of the group."""
+        later = set(group.reductions)
+        for var in sorted(group.members - later, key=self.order.position.__getitem__):
+            if not later.isdisjoint(self.calls.tensors(var)):
+                later.add(var)
+        return not later.isdisjoint(group.tiles)
 
     def is_result(self, var: relax.Var, group: ReductionGroup) -> bool:
         """Return whether a group has a tensor that others read or the block returns."""
@@ -189,7 +211,7 @@ class ReductionGroups:
     def _unite_strangers(self) -> None:
         for group in list(self.groups):
             for earlier in self.groups[: self.groups.index(group)]:
-                strangers = not earlier.tiles and not group.tiles
+                strangers = not self.is_chain(earlier) and not self.is_chain(group)
                 if strangers and self._unite(earlier, group, kept_bytes=KEPT_BYTES):
                     self.groups.remove(group)
                     break
@@ -228,16 +250,54 @@ class ReductionGroups:
             if not has_joined:
                 return absorption
 
+    def _join_stored(self) -> None:
+        """Let groups store what is stored anyway."""
+        nothing = Absorption(self.calls, {})
+        for var in self.calls.injective:
+            is_free = is_stored(self.calls, var) and not nothing.is_epilogue(var)
+            if is_free and self.group_of(var) is None:
+                for group, united in self._writers(var)[:1]:
+                    self._replace(group, united)
+
     def _writers(self, var: relax.Var) -> list[tuple[ReductionGroup, ReductionGroup]]:
-        """The groups that could write a tensor that they read, each without it and with it."""
-        found = []
-        for group in self.groups:
-            is_read = not group.members.isdisjoint(self.calls.users.get(var, ()))
-            if is_read and group.space.kind(var) == TILE and not self.calls.is_reshape(var):
-                united = group.joined(var, TILE)
-                if self.is_kernel(united):
-                    found.append((group, united))
-        return found
+        """The groups that could write a tensor, each without it and with it."""
+        if self.calls.is_reshape(var):
+            return []
+        pairs = ((group, self._with_call(group, var)) for group in self.groups)
+        return [(group, united) for group, united in pairs if united is not None]
+
+    def _with_call(self, group: ReductionGroup, var: relax.Var) -> ReductionGroup | None:
+        """The group with a call before or beside it, if that can and should be one kernel."""
+        calls, space = self.calls, group.space
+        kind = space.kind(var)
+        if kind is None:
+            return None
+        joining = calls_between(calls, space, var, group.members)
+        if not joining and kind == TILE and is_stored(calls, var):
+            own = tensors_in_place(calls, space, var, lambda v, e: self._agrees(space, v, e))
+            alone = ReductionGroup(space, group.finish, tiles=frozenset({var}))
+            is_shared = not own.isdisjoint(self._tensors_before(group))
+            if is_shared and self._bytes_kept_longer(group, alone) <= KEPT_BYTES:
+                joining = calls_after(calls, own, group.members) | {var}
+        if not joining or any(self.group_of(each) is not None for each in joining):
+            return None
+        united = group
+        for each in joining:
+            united = united.joined(each, space.kind(each) or TILE)
+        copies_view = any(calls.is_reshape(e) and self.is_result(e, united) for e in joining)
+        if copies_view or not self.is_kernel(united):
+            return None
+        if not self.is_chain(united) or kind == ROW:
+            return united
+        moved = self._inputs({var}) | {var}
+        more = (moved - self._inputs(group.members)) | {var}
+        blocks = self.gpu.max_cluster * (constant(space.outputs) or self.gpu.multiprocessors)
+        return united if pays_off(var, blocks, more, moved, self.gpu) else None
+
+    def _tensors_before(self, group: ReductionGroup) -> frozenset[relax.Expr]:
+        if group not in self._before:
+            self._before[group] = tensors_before(self.calls, group.space, group.members)
+        return self._before[group]
 
     def _unite(
         self, group: ReductionGroup, other: ReductionGroup, kept_bytes: float = math.inf
@@ -269,7 +329,9 @@ class ReductionGroups:
         computed = members - group.reductions
         if not all(self._agrees(group.space, var, members) for var in computed):
             return False
-        if group.tiles and (group.links or not self._has_rows_at_once(group)):
+        if sum(self.is_result(var, group) for var in group.tiles) > MAX_TENSORS:
+            return False
+        if self.is_chain(group) and (group.links or not self._has_rows_at_once(group)):
             return False
         return self.order.is_convex(members, self._members)
 
@@ -280,10 +342,10 @@ class ReductionGroups:
         outputs, reduced = constant(space.outputs), constant(space.reduced)
         return chain_fits(outputs, reduced, itemsize, self.gpu, space.form)
 
-    def _agrees(self, space: RowSpace, var: relax.Var, members: frozenset[relax.Var]) -> bool:
+    def _agrees(self, space: RowSpace, var: relax.Var, members: frozenset[relax.Expr]) -> bool:
         """Return whether a call fits into the space; cached, since groups grow step by step."""
         read = frozenset(members.intersection(self.calls.tensors(var)))
-        key = (var, read)
+        key = (space, var, read)
         if key not in self._agreed:
             function = self.calls.injective[var].args[0]
             if function not in self._functions:

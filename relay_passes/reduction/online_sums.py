@@ -136,12 +136,14 @@ def _together(
     if first is None or second is None or first is second or first.finish != second.finish:
         return None
     kinds = {var: first.space.kind(var) for var in between}
+    links = frozenset(var for var in between if kinds[var] == TILE)
     group = ReductionGroup(
         first.space,
         first.finish,
         frozenset({maximum, total}),
         rows=frozenset(var for var in between if kinds[var] == ROW),
-        links=frozenset(var for var in between if kinds[var] == TILE),
+        tiles=(first.tiles | second.tiles) - links,
+        links=links,
     )
     possible = None not in kinds.values() and first.space.is_same(second.space)
     return group if possible and groups.is_kernel(group) else None

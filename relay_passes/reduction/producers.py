@@ -28,7 +28,7 @@ which may also compute a copy:
    kernel. With other readers the tensor is written anyway: a kernel computes a copy only if that
    reads fewer bytes than the tensor has, and only of cheap ones.
 7. Where a kernel could also write the tensor, it does, unless recomputing it everywhere else reads
-   less than writing it and reading it there.
+   less than writing it and reading it there (:mod:`relay_passes.reduction.stored_calls`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ def read_reduction_report(mod: IRModule) -> Entry:
     dict
         ``rewritten``: the number that ``CoalesceReduction`` replaced. ``groups``: a list with an
         entry for each function that ``FuseReductions`` made: the ``function`` that calls it, its
-        ``name`` and ``kind`` (``chain``, ``online``, ``sisters``, ``epilogue`` or ``producers``),
+        ``name`` and ``kind`` (``chain``, ``online``, ``stored``: elements that use no results,
+        ``sisters``, ``epilogue`` or ``producers``),
         ``outputs`` and ``reduced`` (``M`` and ``N``; None where symbolic), and by the names of what
         they call its ``reductions``, its other ``members``, the ``producers`` that it absorbed, and
         the ``results`` that it returns.

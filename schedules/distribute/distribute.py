@@ -210,10 +210,7 @@ def distribute(
     else:
         candidates = [tuple(grid)]
         _check_grid(candidates[0], ranks, loops)
-    plans = (
-        _plan(nest, Partition(_bounds(nest, parts, ranks)), choices)
-        for parts in candidates
-    )
+    plans = (_plan(nest, Partition(_bounds(nest, parts, ranks)), choices) for parts in candidates)
     return min(plans, key=lambda plan: (plan.bytes, len(plan.exchange.messages)))
 
 
@@ -303,9 +300,7 @@ def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distributi
         messages += messages_of(name, lacking, [part.owned[name] for part in parts])
     messages.sort(key=lambda m: (m.source, m.dest, m.buffer, m.region))
     exchange = Exchange(len(choices.transfers), tuple(messages))
-    return Distribution(
-        nest, partition, tuple(parts), delivery.transfers, exchange, choices.repeat
-    )
+    return Distribution(nest, partition, tuple(parts), delivery.transfers, exchange, choices.repeat)
 
 
 def _check_owners(nest: LoopNest, rank: int, owned: Mapping[str, Region], repeat: str) -> None:

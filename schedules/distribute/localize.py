@@ -223,8 +223,10 @@ def _write(nest: LoopNest, shape: LocalShape, frame: _Frame) -> tirx.PrimFunc:
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
             T.func_name("main")
-            for name, argument in (*((b.name, p) for b, p in params.items()),
-                                   *((v.name, v) for v in frame.scalars)):
+            for name, argument in (
+                *((b.name, p) for b, p in params.items()),
+                *((v.name, v) for v in frame.scalars),
+            ):
                 T.arg(name, argument)
             T.func_attr({"tirx.noalias": True})
             with T.sblock("root"):
@@ -240,9 +242,7 @@ def _write(nest: LoopNest, shape: LocalShape, frame: _Frame) -> tirx.PrimFunc:
     return builder.get().without_attr("global_symbol")
 
 
-def _typed(
-    nest: LoopNest, windows: Sequence[tuple[int, ...]]
-) -> list[tuple[tirx.Expr, ...]]:
+def _typed(nest: LoopNest, windows: Sequence[tuple[int, ...]]) -> list[tuple[tirx.Expr, ...]]:
     """Shapes of windows in the types of the whole buffers' extents; no extent is 0."""
     return [
         tuple(tirx.const(max(1, n), str(e.ty.dtype)) for n, e in zip(w, b.shape, strict=True))
@@ -322,9 +322,7 @@ class _Rewriter:
         local = []
         for index, first in zip(indices, origin, strict=True):
             at = substitute(index, self.values)
-            local.append(
-                simplified(at if first is None else at - as_type(first, str(at.ty.dtype)))
-            )
+            local.append(simplified(at if first is None else at - as_type(first, str(at.ty.dtype))))
         return local
 
     def _load(self, load: ir.TensorLoad) -> ir.TensorLoad:

@@ -235,9 +235,7 @@ def _reads(stage: Stage) -> tuple[Read, ...]:
     return tuple(read for read in found if not read.buffer.same_as(stage.output))
 
 
-def _collect(
-    expression: tirx.Expr, conditions: tuple[tirx.Expr, ...], found: list[Read]
-) -> None:
+def _collect(expression: tirx.Expr, conditions: tuple[tirx.Expr, ...], found: list[Read]) -> None:
     """Add the loads of an expression; those of a branch have its condition."""
     if is_if_then_else(expression):
         condition, first, second = expression.args

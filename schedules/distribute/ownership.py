@@ -50,9 +50,7 @@ class Owners:
             found[buffer.name] = tuple(region)
         return found
 
-    def _cuts(
-        self, buffer: tirx.Buffer, given: Sequence[int] | None
-    ) -> Cuts:
+    def _cuts(self, buffer: tirx.Buffer, given: Sequence[int] | None) -> Cuts:
         """For each loop that moves a dimension of an input: this dimension and its parts."""
         moved = self.nest.varying.get(buffer, ())
         found: Cuts = {}

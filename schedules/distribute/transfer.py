@@ -183,6 +183,4 @@ def _complete(transfer: Transfer, shapes: Mapping[str, tuple[int, ...]], ranks: 
 
 def _name(transfer: Transfer) -> str:
     ends = ", ".join(f"{begin}:{end}" for begin, end in transfer.rows)
-    return (
-        f"transfer of {transfer.buffer!r}[{ends}] from rank {transfer.source} to {transfer.dest}"
-    )
+    return f"transfer of {transfer.buffer!r}[{ends}] from rank {transfer.source} to {transfer.dest}"

@@ -114,9 +114,7 @@ class TunableRule(Rule):
             return None
         return self.recorded(func, workload, target) or self._default(func, workload, target)
 
-    def recorded(
-        self, func: tirx.PrimFunc, workload: Any, target: Target
-    ) -> s_tir.Schedule | None:
+    def recorded(self, func: tirx.PrimFunc, workload: Any, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func`` by the record of its workload; None if there is none."""
         if not self.records:
             return None
@@ -128,9 +126,7 @@ class TunableRule(Rule):
         template, knobs, about = found
         return template.write(func.with_attr(RECORD, about), workload, knobs, target)
 
-    def _default(
-        self, func: tirx.PrimFunc, workload: Any, target: Target
-    ) -> s_tir.Schedule:
+    def _default(self, func: tirx.PrimFunc, workload: Any, target: Target) -> s_tir.Schedule:
         machine = self.machine(target)
         template = self.preferred(workload, machine)[0]
         return template.write(func, workload, template.default(workload, machine), target)

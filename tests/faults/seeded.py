@@ -198,6 +198,20 @@ KERNELS = (
         ("tests/gpu/conv2d/test_conv2d.py",),
     ),
     Fault(
+        "moments of a segment are added without what lies between the means of its parts",
+        "schedules/gpu/gemm/matmul/row_tile.py",
+        "own + d * d * weight for",
+        "own for",
+        ("tests/gpu/gemm/matmul/test_statistics_gpu.py",),
+    ),
+    Fault(
+        "rows of a fragment of TF32 are shifted by one mean",
+        "schedules/gpu/gemm/matmul/tensor_core_matmul.py",
+        "shifts[2 * number + half] for half",
+        "shifts[2 * number] for half",
+        ("tests/gpu/gemm/matmul/test_statistics_gpu.py",),
+    ),
+    Fault(
         "a transposed tile that is not full is stored whole",
         "schedules/gpu/pointwise/transpose.py",
         "inside = extent is not None and extent % _TILE == 0",

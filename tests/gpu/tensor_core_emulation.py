@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -55,7 +57,12 @@ class EmulatedTensorCore:
         assert groups >= 0
 
     def load(
-        self, fragment: tirx.Buffer, first: int, place: tirx.Expr, is_transposed: bool
+        self,
+        fragment: tirx.Buffer,
+        first: int,
+        place: tirx.Expr,
+        is_transposed: bool,
+        shifts: Sequence[tirx.Expr] | None = None,
     ) -> None:
         words, of_word = _next(self.words), 4 // self.type.itemsize
         T.buffer_store(words, place, [self.thread])
@@ -68,7 +75,10 @@ class EmulatedTensorCore:
                     assert self.type.transposes
                     row, column = column, row
                 at = words[self.first + 8 * matrix + row] // self.type.itemsize + column
-                bits = self._bits(self.shared[at]) << (32 // of_word * e)
+                value = self.shared[at]
+                if shifts is not None:
+                    value = value - shifts[matrix % 2]
+                bits = self._bits(value) << (32 // of_word * e)
                 word = bits if word is None else word | bits
             T.buffer_store(fragment, word, [first + matrix])
 

@@ -198,7 +198,7 @@ class _Kernel:
         if kind in ("Cast", "Broadcast"):
             return self._evaluate(expr.value, mask)
         if kind == "Ramp":
-            base = np.asarray(self._evaluate(expr.base, mask))
+            base = np.broadcast_to(self._evaluate(expr.base, mask), self._elected.shape)
             return base[..., None] + int(expr.stride) * np.arange(int(expr.lanes))
         if kind == "Select":  # a lazy one in CUDA's text
             return self._choose(expr.condition, [expr.true_value, expr.false_value], mask)

@@ -22,6 +22,7 @@ from relay_passes import (
     FuseAttention,
     FuseConv2D,
     FuseEpilogue,
+    FuseLayerNorm,
     FuseReductionProducers,
     FuseReductions,
     HalfPrecision,
@@ -73,7 +74,13 @@ def gpu_phases(
     half = [HalfPrecision(), SimplifyInference()] if precision == "fp16" else []
     tf32 = [AllowTF32()] if precision == "tf32" else []
     return {
-        "simplify": [SimplifyInference(), *half, FuseAttention(target), DecomposeNormalization()],
+        "simplify": [
+            SimplifyInference(),
+            *half,
+            FuseAttention(target),
+            FuseLayerNorm(target),
+            DecomposeNormalization(),
+        ],
         "fuse": [FuseConv2D(fuse=fuse, target=target, winograd="never"), FuseEpilogue()],
         "pack": [PackLayout(target=target)],
         "reduce": [CoalesceReduction()],

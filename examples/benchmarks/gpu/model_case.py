@@ -30,6 +30,7 @@ from .reference import as_torch
 TOLERANCE = 1e-3
 """Relative to the largest magnitude of an output."""
 REDUCTION_PASSES = (
+    "FuseLayerNorm",
     "DecomposeNormalization",
     "CoalesceReduction",
     "FuseReductions",

@@ -160,9 +160,7 @@ class ChannelNorm(TunableCPURule):
         workload = _workload(func)
         return None if workload is None or workload.batch is None else workload
 
-    def templates(
-        self, workload: ChannelNormWorkload, machine: CPUInfo
-    ) -> Sequence[CPUTemplate]:
+    def templates(self, workload: ChannelNormWorkload, machine: CPUInfo) -> Sequence[CPUTemplate]:
         """Return the one template."""
         return (CHANNEL_NORM,)
 

@@ -53,9 +53,7 @@ class FusedTemplate(PackedTemplate[FusedConv2DKnobs]):
         """Yield the settings that the cost model compares."""
         return fused_conv2d_space(workload, machine)
 
-    def wide_settings(
-        self, workload: Conv2DKernel, machine: CPUInfo
-    ) -> Iterable[FusedConv2DKnobs]:
+    def wide_settings(self, workload: Conv2DKernel, machine: CPUInfo) -> Iterable[FusedConv2DKnobs]:
         """Yield them with all pieces, orders and places of layer one."""
         return wide_fused_conv2d_space(workload, machine)
 

@@ -149,9 +149,7 @@ def wide_fused_conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Fuse
                     yield replace(pieces, order=order, compute_at=compute_at)
 
 
-def in_wide_fused_conv2d_space(
-    kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo
-) -> bool:
+def in_wide_fused_conv2d_space(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> bool:
     """Return whether :func:`wide_fused_conv2d_space` yields a setting, without all the others."""
     narrow = replace(
         knobs, w_o=1, ic_o=1, order=FusedConv2DKnobs.order, compute_at=FusedConv2DKnobs.compute_at
@@ -185,9 +183,7 @@ def _is_refused(kernel: Conv2DKernel, knobs: FusedConv2DKnobs) -> bool:
     return False
 
 
-def _nests(
-    kernel: Conv2DKernel, knobs: FusedConv2DKnobs
-) -> list[tuple[tuple[str, ...], int]]:
+def _nests(kernel: Conv2DKernel, knobs: FusedConv2DKnobs) -> list[tuple[tuple[str, ...], int]]:
     """Orders of the loops that run more than once, the others at their usual place; and places."""
     out_h = kernel.layers[1].output_size(*_mid_size(kernel))[0]
     once = {

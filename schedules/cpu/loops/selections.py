@@ -162,9 +162,7 @@ def _overlaps(
 ) -> tirx.Expr:
     """True if the shared area of two boxes is a larger part of their union than ``most``."""
     zero = tirx.const(0, dtype)
-    sides = [
-        tirx.min(one[i + 2], other[i + 2]) - tirx.max(one[i], other[i]) for i in range(2)
-    ]
+    sides = [tirx.min(one[i + 2], other[i + 2]) - tirx.max(one[i], other[i]) for i in range(2)]
     shared = tirx.max(sides[0], zero) * tirx.max(sides[1], zero)
     areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
     union = areas[0] + areas[1] - shared

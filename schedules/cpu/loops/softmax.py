@@ -128,9 +128,7 @@ class Softmax(TunableCPURule):
         return (ROW_CHAIN,)
 
 
-def _open(
-    func: tirx.PrimFunc, target: Target
-) -> tuple[Kernel, list[RowStage], RowChain] | None:
+def _open(func: tirx.PrimFunc, target: Target) -> tuple[Kernel, list[RowStage], RowChain] | None:
     """Open a function for scheduling; None if it is no chain."""
     kernel = open_kernel(func, target)
     if kernel is None or sum(not info.is_injective() for info in kernel.blocks) < 1:

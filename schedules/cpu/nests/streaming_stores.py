@@ -132,9 +132,7 @@ def _store_text(name: str, size: int, width: int) -> str:
 
     def vectors(part: str, align: int) -> str:
         places = range(0, size, width)
-        return "".join(
-            _VECTOR.format(part=part, at=at, width=width, align=align) for at in places
-        )
+        return "".join(_VECTOR.format(part=part, at=at, width=width, align=align) for at in places)
 
     past = vectors("p", width).replace(
         f"to, align {width}\n", f"to, align {width}, !nontemporal !0\n"

@@ -242,9 +242,7 @@ def splits(loops: ReductionLoops, cpu: CPUInfo, step: int) -> Iterator[Split]:
                 yield Split(True, parts, axis)
 
 
-def _split(
-    loops: ReductionLoops, cpu: CPUInfo, tasks: Sequence[int | None], step: int
-) -> Split:
+def _split(loops: ReductionLoops, cpu: CPUInfo, tasks: Sequence[int | None], step: int) -> Split:
     """Share ``tasks`` out to the threads, or parts of each where there are few."""
     cores = cpu.num_cores
     if cores == 1 or not _worth_threads(loops, cores):

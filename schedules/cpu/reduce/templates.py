@@ -92,9 +92,7 @@ class ReduceTemplate(Template[ReductionLoops, Knobs, CPUInfo]):
         """Return the knobs, and the terms of :meth:`cycles`."""
         return super().features(workload, knobs, machine) | self.terms(workload, knobs, machine)
 
-    def terms(
-        self, workload: ReductionLoops, knobs: Knobs, machine: CPUInfo
-    ) -> dict[str, float]:
+    def terms(self, workload: ReductionLoops, knobs: Knobs, machine: CPUInfo) -> dict[str, float]:
         """Return the cycles of steps, of traffic, of tasks, of combining parts, and of the fork."""
         tasks = self.tasks(workload, knobs) * knobs.parts
         cores = machine.num_cores if knobs.threads else 1

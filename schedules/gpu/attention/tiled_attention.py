@@ -173,9 +173,7 @@ class _ThreadPart:
             at = range(i * count + start, i * count + start + lanes.vector)
             column = T.bind(first + self.unit * i64(count) + i64(start))
             place = [*self.batch, row, column]
-            store_logits(
-                self.attention, lanes, self.views, place, self.scores, at, self.tile.keys
-            )
+            store_logits(self.attention, lanes, self.views, place, self.scores, at, self.tile.keys)
 
     def _rescale(self, i: int, higher: tirx.Buffer) -> None:
         """Compute the weights of a row, relative to the maximum so far.

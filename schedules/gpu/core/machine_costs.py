@@ -83,9 +83,9 @@ class MachineCosts:
         Blocks of clusters on a multiprocessor; for more the compiler spills.
     state_registers : int
         Registers of a thread for states and loads in flight, where there are several of them.
-    input_registers, wide_registers, own_registers : int
-        Further registers of a thread, as the compiler uses them: for each input, for 64-bit
-        elements and states, and in general.
+    input_registers, output_registers, wide_registers, own_registers : int
+        Further registers of a thread, as the compiler uses them: for each input, for each tensor of
+        elements that is stored on the way, for 64-bit elements and states, and in general.
     reread_threads : int
         Threads of a block that reads its row again for each stage, so that two run at once.
     large_block : int
@@ -138,6 +138,7 @@ class MachineCosts:
     cluster_blocks: int = 2
     state_registers: int = 96
     input_registers: int = 6
+    output_registers: int = 3
     wide_registers: int = 24
     own_registers: int = 20
     reread_threads: int = 512

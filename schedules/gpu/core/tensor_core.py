@@ -10,6 +10,7 @@ whatever their elements are. The layouts of the fragments are those of the PTX m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import DataType, tirx
@@ -132,15 +133,27 @@ class TensorCore:
         T.evaluate(T.ptx["cp.async.wait_group"](groups))
 
     def load(
-        self, fragment: tirx.Buffer, first: int, place: tirx.Expr, is_transposed: bool
+        self,
+        fragment: tirx.Buffer,
+        first: int,
+        place: tirx.Expr,
+        is_transposed: bool,
+        shifts: Sequence[tirx.Expr] | None = None,
     ) -> None:
-        """Load four matrices to registers, of which lanes ``8 i`` and on give the rows of i."""
+        """Load four matrices to registers, of which lanes ``8 i`` and on give the rows of i.
+
+        ``shifts``, for float32 only, are subtracted from the lane's row of the even and of the odd
+        ones.
+        """
         name = "x4.trans" if is_transposed else "x4"
         load = T.ptx[f"ldmatrix.sync.aligned.m8n8.{name}.shared.b16"]
         own = [fragment[first + k] for k in range(4)]
         T.evaluate(load(*own, self._at(place)))
         if self.type.name == "tf32":  # the product would drop the other bits
             for k, bits in enumerate(own):
+                if shifts is not None:
+                    shifted = T.reinterpret("float32", bits) - shifts[k % 2]
+                    bits = T.reinterpret("uint32", shifted)
                 rounded = T.cuda.func_call(
                     "tvm_fusion_round_tf32", bits, source_code=_ROUND, return_type="uint32"
                 )

@@ -83,9 +83,8 @@ class VectorLoads:
         self.vector = vector
         self.results = results
         self.keep = keep
-        self.kinds = self._classify()
         self._m, self._n = (tirx.Var(name, "int64") for name in ("m", "n"))
-        self._places = self._find_places()
+        self.kinds, self._places = self._classify()
 
     def fetch(
         self,
@@ -119,8 +118,7 @@ class VectorLoads:
         for load, kind, place in reads:
             register = next((entry for entry in registers if _same(entry.load, load)), None)
             if register is None and kind != "each":
-                at = {self._m: m, self._n: n}
-                index = _position(load) if place is None else substitute(place, at)
+                index = self._index(load, place, m, n)
                 index = index if narrow is None else narrow(index)
                 register = self._load(load, kind, flat, index)
                 if register is not None:
@@ -152,37 +150,50 @@ class VectorLoads:
             m, n = (m + lane, n) if self.along_m else (m, n + lane)
         return [value(m, n) for value in self.values]
 
-    def _classify(self) -> list[str]:
-        """For each read, in order: ``vector``, ``uniform`` or ``each``."""
+    def _classify(self) -> tuple[list[str], list[tirx.Expr | None]]:
+        """For each read, in order: ``vector``, ``uniform`` or ``each``; and a simpler position.
+
+        That is a function of ``m`` and ``n``, None where the subscripts are as simple.
+        """
         run = LaneRun(self.vector)
         m, n = run.place(self.along_m)
         first, moved = loads(*self._at(m, n)), loads(*self._at(m, n, run.lane))
         guarded = _guarded_loads(self._at(m, n))
-        kinds = []
-        for a, b in zip(first, moved, strict=True):
+        kinds: list[str] = []
+        places: list[tirx.Expr | None] = []
+        end = (m + run.lane, n) if self.along_m else (m, n + run.lane)
+        for a, b, simple in zip(first, moved, self._simple_places(), strict=True):
+            has_division = bool(nodes(simple, tirx.FloorDiv, tirx.FloorMod))
+            place = None if has_division else simple
             fixed = not any(loads(index) or uses(index, *self.results) for index in a.indices)
             if not fixed or any(a.same_as(load) for load in guarded):
-                kinds.append("each")
+                kind = "each"
             elif self.vector == 1:
-                kinds.append("uniform" if self.keep else "each")
+                kind = "uniform" if self.keep else "each"
             else:
-                kinds.append(run.kind(_position(a), _position(b)))
-        return kinds
+                kind = run.kind(self._index(a, place, m, n), self._index(b, place, *end))
+                if kind == "each" and has_division:
+                    place = simple
+                    kind = run.kind(self._index(a, place, m, n), self._index(b, place, *end))
+            kinds.append(kind)
+            places.append(place)
+        return kinds, places
 
-    def _find_places(self) -> list[tirx.Expr | None]:
-        """Positions at ``m`` and ``n`` for the reads of which they need no division.
+    def _index(
+        self, load: ir.TensorLoad, place: tirx.Expr | None, m: tirx.Expr, n: tirx.Expr
+    ) -> tirx.Expr:
+        """Position of a read at ``(m, n)``, by its ``place`` if there is one."""
+        return _position(load) if place is None else substitute(place, {self._m: m, self._n: n})
 
-        Those of a vector would: its subscripts are divided one by one by extents with a common
-        factor, after which TVM no longer sees that they are consecutive.
+    def _simple_places(self) -> list[tirx.Expr]:
+        """Position of each read at ``m`` and ``n``, simplified.
+
+        Neighbouring axes are merged here. Of a vector they are not: its subscripts are divided one
+        by one by extents with a common factor, after which TVM no longer sees that they are
+        consecutive.
         """
-        analyzer = Analyzer()
-        for var in (self._m, self._n):
-            analyzer.bind(var, Range.from_min_extent(i64(0), i64(1 << 40)))
-        found: list[tirx.Expr | None] = []
-        for load in loads(*self._at(self._m, self._n)):
-            place = analyzer.simplify(_position(load))
-            found.append(None if nodes(place, tirx.FloorDiv, tirx.FloorMod) else place)
-        return found
+        analyzer = _analyzer_of(self._m, self._n)
+        return [analyzer.simplify(_position(load)) for load in loads(*self._at(self._m, self._n))]
 
     def _load(
         self, load: ir.TensorLoad, kind: str, flat: Flat, index: tirx.Expr
@@ -197,6 +208,60 @@ class VectorLoads:
             return Register(load, register, False)
         load_vector(register, source, index)
         return Register(load, register, True)
+
+
+def store_lanes(
+    values: Sequence[tirx.Expr],
+    view: tirx.Buffer,
+    place: Value,
+    at: tuple[tirx.Expr, tirx.Expr],
+    along_m: bool,
+    narrow: Narrow,
+) -> None:
+    """Store values of neighbouring ``m`` or ``n``, as one vector if they are neighbours in memory.
+
+    Parameters
+    ----------
+    values : Sequence[tirx.Expr]
+        Of all lanes, of which there are a power of two.
+    view : tirx.Buffer
+        Destination, as one row.
+    place : Callable
+        Position at ``(m, n)``, both int64.
+    at : tuple[tirx.Expr, tirx.Expr]
+        ``m`` and ``n`` of lane 0.
+    along_m : bool
+        Whether lanes are neighbours in ``m``, else in ``n``.
+    narrow : Callable
+        From an int64 position to a cheaper one.
+    """
+    m, n = (tirx.Var(name, "int64") for name in ("m", "n"))
+    simple = _analyzer_of(m, n).simplify(place(m, n))
+
+    def merged(at_m: tirx.Expr, at_n: tirx.Expr) -> tirx.Expr:
+        return substitute(simple, {m: at_m, n: at_n})
+
+    def lane(position: Value, first: tuple[tirx.Expr, tirx.Expr], k: tirx.Expr) -> tirx.Expr:
+        return position(first[0] + k, first[1]) if along_m else position(first[0], first[1] + k)
+
+    has_division = bool(nodes(simple, tirx.FloorDiv, tirx.FloorMod))
+    run = LaneRun(len(values))
+    for position in (place, merged) if has_division else (merged,):
+        first = run.place(along_m)
+        kind = run.kind(position(*first), lane(position, first, run.lane))
+        if len(values) > 1 and kind == "vector":
+            store_vector(hold(values, view.dtype), view, narrow(position(*at)))
+            return
+    for k, value in enumerate(values):
+        T.buffer_store(view, value.astype(view.dtype), [narrow(lane(position, at, i64(k)))])
+
+
+def _analyzer_of(*indices: tirx.Var) -> Analyzer:
+    """Analyzer that knows that indices are not negative."""
+    analyzer = Analyzer()
+    for index in indices:
+        analyzer.bind(index, Range.from_min_extent(i64(0), i64(1 << 40)))
+    return analyzer
 
 
 def flat_view(buffer: tirx.Buffer) -> tirx.Buffer:
@@ -254,7 +319,8 @@ def store_vector(register: tirx.Buffer, target: tirx.Buffer, place: tirx.Expr) -
     """Store neighbouring elements of a flat view by as few instructions as there can be."""
     for start, width in _parts(int(register.shape[0]), target):
         with T.vectorized(0, width) as k:
-            T.buffer_store(target, register[k + start], [place + (k + start).astype("int64")])
+            at = place + (k + start).astype(place.ty.dtype)
+            T.buffer_store(target, register[k + start], [at])
 
 
 def _parts(lanes: int, buffer: tirx.Buffer) -> list[tuple[int, int]]:

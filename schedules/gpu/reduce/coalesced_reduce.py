@@ -20,8 +20,8 @@ class CoalescedReduce(GPURule):
 
     - producers of what is reduced;
     - epilogues, which use results at the same place;
-    - elements with the extents of the reduced tensor, which may use results of their row, and are
-      stored, or reduced in turn.
+    - elements with the extents of the reduced tensor, which are stored;
+    - such elements that use results of their row, and are stored, or reduced in turn.
 
     Without the last kind the reductions are spread over many blocks and finished in the same
     kernel; with it, as in a softmax, one block processes a row from the first stage to the last.

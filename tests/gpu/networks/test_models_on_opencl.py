@@ -30,6 +30,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 CONVOLUTIONAL = [name for name, sizes in SIZES.items() if "image_size" in sizes]
 REDUCTIONS = (
+    "FuseLayerNorm",
     "DecomposeNormalization",
     "CoalesceReduction",
     "FuseReductions",
@@ -70,3 +71,14 @@ def test_the_passes_for_reductions_save_kernels(name: str) -> None:
     imported = import_onnx(ZOO[name](**SIZES[name])).mod
     with_them, fewer = (launches(run_phases(imported, TARGET, each)) for each in (plan, without))
     assert with_them < fewer
+
+
+@pytest.mark.parametrize("name", ["bert_base", "gpt2"])
+def test_a_layer_takes_five_kernels(name: str) -> None:
+    """Queries, keys and values, attention, and three products, of which two take in the norms."""
+    sizes = {"sequence": 12, "width": 32, "heads": 4, "vocabulary": 99}
+    counts = []
+    for layers in (1, 2):
+        imported = import_onnx(ZOO[name](1, layers=layers, **sizes)).mod
+        counts.append(launches(run_phases(imported, TARGET, phases(TARGET, Options()))))
+    assert counts[1] - counts[0] == 5

@@ -100,16 +100,24 @@ def test_subscripts_of_far_axes_are_stepped() -> None:
     assert len(main) <= 12 * count(main, "LDG.E")
 
 
-def test_all_axes_are_one_row() -> None:
-    """No subscripts are computed by division, also where the vector divides the last extent."""
+@pytest.mark.parametrize("last", [64, 5, 90])
+def test_all_axes_are_one_row(last: int) -> None:
+    """No subscripts are computed by division, whether the vector divides the last extent or not."""
     lengths = []
-    for shape in ((32, 52, 52, 3, 64), (32 * 52 * 52 * 3 * 64,)):
+    for shape in ((32, 52, 52, 3, last), (32 * 52 * 52 * 3 * last,)):
         case = Case("sum", "float32", shape, list(range(len(shape))), "auto", CUDA)
         source = cuda_source(case.func)
         [used] = ptxas(source).values()
         assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
         lengths.append(len(main_loop(*sass(source).values())))
     assert lengths[0] == lengths[1]
+
+
+def test_neighbouring_axes_are_one_vector() -> None:
+    """Rows of images are shorter than a vector, or no multiple of one; an image is one."""
+    case = Case("sum", "float32", (64, 96, 14, 14), [0, 2, 3], "auto", CUDA)
+    main = main_loop(*sass(cuda_source(case.func)).values())
+    assert count(main, "LDG.E") == count(main, "LDG.E.128") > 0
 
 
 def _is_finite(data: te.Tensor) -> te.Tensor:

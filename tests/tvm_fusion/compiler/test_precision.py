@@ -70,14 +70,14 @@ def test_products_are_float16_summed_in_float32_and_norms_float32(bert: tvm.IRMo
     assert not any(isinstance(call.args[0], ir.Constant) for call in casts)
 
 
-def test_kernels_of_tensor_cores_and_no_more_launches(bert: tvm.IRModule) -> None:
+def test_kernels_of_tensor_cores_and_one_more_launch(bert: tvm.IRModule) -> None:
+    """Between products of float32 the norm is no kernel of its own."""
     target = resolve(CUDA)
     whole, half = (
         pipeline.optimize(bert, target, Options(precision=name)) for name in ("fp32", "fp16")
     )
-    assert sum(use.launches for use in kernel_uses(half)) <= sum(
-        use.launches for use in kernel_uses(whole)
-    )
+    launches = [sum(use.launches for use in kernel_uses(mod)) for mod in (half, whole)]
+    assert launches[0] - launches[1] == 1
     products = [use.name for use in kernel_uses(half) if use.rule == "Matmul"]
     on_tensor_cores = [name for name in products if "ptx.mma" in half[name].script()]
     assert len(products) - len(on_tensor_cores) == 1  # the pooler has one row

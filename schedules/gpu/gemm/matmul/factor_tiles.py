@@ -15,6 +15,7 @@ from schedules.tir.index_math import i64
 from ...pointwise.coalescing import Lanes, classify
 from ...pointwise.point_kernel import PointWriter, Views
 from .matmul_pattern import Operand, divides
+from .row_tile import RowTile
 
 WIDTH = 4
 """Elements of an access to shared memory."""
@@ -93,6 +94,19 @@ class FactorTiles:
         """Vectors that a thread loads."""
         return self.rows * self.depth // self.lanes.vector // self.threads
 
+    def shifts(
+        self, rows: RowTile, first: tirx.Expr, thread: tirx.Expr
+    ) -> tirx.Buffer | None:
+        """Registers with the value of a row that is subtracted from each of a thread's vectors."""
+        name = self.operand.shift
+        if name is None:
+            return None
+        found = T.alloc_buffer((self.count,), name.ty.dtype, scope="local")
+        for number in range(self.count):
+            row, _ = self.place(number, thread)
+            T.buffer_store(found, rows.at(name, first + row), [number])
+        return found
+
     def load(
         self,
         views: Views,
@@ -100,6 +114,7 @@ class FactorTiles:
         first_row: tirx.Expr,
         first_depth: tirx.Expr,
         thread: tirx.Expr,
+        shifts: tirx.Buffer | None = None,
     ) -> None:
         """Load a thread's part of a tile to registers; zero past the end."""
         rows, depth = self.operand.space.extents[-2:]
@@ -122,6 +137,8 @@ class FactorTiles:
                     at = (row + i64(k), inner) if self.operand.rows_first else (row, inner + i64(k))
                     places.append([*batch, *(at[::-1] if self.operand.rows_first else at)])
                 writer = PointWriter(self.lanes, views, places)
+                if shifts is not None:
+                    writer.give(self.operand.shift, [shifts[number]] * vector)
                 writer.steps()
                 for k in range(vector):
                     value = writer.value(self.operand.value, k)

@@ -17,6 +17,7 @@ from .factor_tiles import WIDTH, operand_lanes
 from .matmul_pattern import MatmulFunction, read_matmul
 from .matmul_tile_sizes import choose_tiles
 from .skinny_matmul import MOST_ROWS, choose_rows, write_rows_kernel
+from .statistics_cost import takes_statistics
 from .templates import ROWS, TILES, MatmulTemplate, MatmulWorkload
 from .tensor_core_matmul import tensor_core_function
 from .tensor_core_tile import allows_tf32, choose_tensor_tile
@@ -38,6 +39,10 @@ class Matmul(TunableGPURule):
     block reading its columns once: lanes share the reduction of a column, or have separate columns,
     depending on the layout of the right factor. 16-bit floats are summed in float32.
 
+    A value of each row may be subtracted from the left factor, and others be used by the epilogue,
+    which may also store moments of segments of the result: the pass ``FuseLayerNorm`` makes such
+    functions of products beside a layer norm. Their tiles are not tuned.
+
     Convolutions are taken where they run on tensor cores, as products of their weights and the
     windows of their data. Left alone: other convolutions, epilogues that move elements.
     """
@@ -50,16 +55,23 @@ class Matmul(TunableGPURule):
             return None
         rows = constant(matmul.m)
         is_skinny = rows is not None and rows <= MOST_ROWS
+        if not matmul.is_plain and not takes_statistics(matmul, gpu):
+            return None
         kernel = None if is_skinny else tensor_core_function(func, matmul, gpu)
         if kernel is not None or plain is None:
             return kernel
         return _rows(func, plain, gpu) if is_skinny else _tiles(func, plain, gpu)
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> MatmulWorkload | None:
-        """Return the product, if its extents are known and it does not run on tensor cores."""
+        """Return the product, if its extents are known and it runs on ordinary cores.
+
+        Not one with statistics of rows, which some tiles cannot hold.
+        """
         matmul = read_matmul(func)
-        found = None if matmul is None else MatmulWorkload.of(matmul)
-        if matmul is None or found is None or found.is_skinny:
+        if matmul is None or not matmul.is_plain:
+            return None
+        found = MatmulWorkload.of(matmul)
+        if found is None or found.is_skinny:
             return found
         tile = choose_tensor_tile(matmul, self.machine(target), allows_tf32(func))
         return found if tile is None else None

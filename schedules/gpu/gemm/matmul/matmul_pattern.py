@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import tvm_ffi
 from tvm import ir, tirx
@@ -14,8 +14,9 @@ from schedules.tir.expression_walk import loads, substitute, uses
 from schedules.tir.index_math import as_type, i64, volume
 from schedules.workload.reduce import Extent, constant, extent_of, unravel
 
-from ...pointwise.element_program import ElementProgram
+from ...pointwise.element_program import ElementProgram, Value
 from ...pointwise.iteration_domain import IterationSpace, Store
+from .row_statistics import Moments, RowStatistics, SplitStages, split_stages
 
 ACCUMULATOR = {"float16": "float32", "bfloat16": "float32"}
 
@@ -32,11 +33,14 @@ class Operand:
         The factor, in the type of the accumulator.
     rows_first : bool
         Whether neighbours in memory lie along the rows, not along the reduced axis.
+    shift : tirx.Var | None
+        A value of each row, which is subtracted last.
     """
 
     space: IterationSpace
     value: tirx.Expr
     rows_first: bool
+    shift: tirx.Var | None = None
 
     @property
     def along_neighbours(self) -> IterationSpace:
@@ -65,6 +69,10 @@ class MatmulFunction:
         Stands for the sum in the epilogue.
     epilogue : IterationSpace
         Axes: those of the batch, ``m``, ``n``; it stores the outputs.
+    statistics : RowStatistics | None
+        Values of each row that the left factor and the epilogue refer to.
+    moments : Moments | None
+        Further outputs: moments of segments of one that the epilogue stores.
     """
 
     left: Operand
@@ -76,6 +84,13 @@ class MatmulFunction:
     dtype: str
     accumulator: tirx.Var
     epilogue: IterationSpace
+    statistics: RowStatistics | None = None
+    moments: Moments | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether it has nothing to do with statistics of rows."""
+        return self.statistics is None and self.moments is None
 
     @property
     def batches(self) -> Extent:
@@ -108,18 +123,19 @@ def read_matmul(func: tirx.PrimFunc, windows: bool = False) -> MatmulFunction | 
     -----
     Factors may be computed by injective blocks. The epilogue reads the product at its own place
     and may have several outputs. Without windows, several reduced axes of more than one element
-    are left alone.
+    are left alone. Other reductions are those of :mod:`.row_statistics`, if any, of one product
+    without windows.
     """
     stages = read_stages(func)
-    products = [stage for stage in stages or [] if stage.reduced]
-    if stages is None or len(products) != 1:
+    products = [stage for stage in stages or [] if product_factors(stage) is not None]
+    if stages is None or not products:
         return None
-    [product] = products
-    place = stages.index(product)
-    before, after = stages[:place], stages[place + 1 :]
+    product = products[0]
+    parts = split_stages(func, stages, product)
     factors = product_factors(product)
-    if factors is None:
+    if parts is None or factors is None or (windows and not parts.is_plain):
         return None
+    before = parts.before
     reduced = [axis for axis in product.reduced if constant(axis.dom.extent) != 1]
     if len(reduced) > 1 and not windows:
         return None
@@ -132,7 +148,7 @@ def read_matmul(func: tirx.PrimFunc, windows: bool = False) -> MatmulFunction | 
         axes = _roles(product, before, left, right, reduced, windows)
     if axes is None or (_last(extents) is not None and _last(extents) not in axes.n):
         return None
-    return _assemble(func, product, before, after, (left, right), axes, reduced)
+    return _assemble(func, product, parts, (left, right), axes, reduced)
 
 
 def product_factors(product: Stage) -> tuple[tirx.Expr, tirx.Expr] | None:
@@ -212,13 +228,17 @@ def dependences(product: Stage, before: Sequence[Stage], factor: tirx.Expr) -> l
 def _assemble(
     func: tirx.PrimFunc,
     product: Stage,
-    before: Sequence[Stage],
-    after: Sequence[Stage],
+    parts: SplitStages,
     factors: tuple[tirx.Expr, tirx.Expr],
     axes: _Axes,
     reduced: Sequence[tirx.IterVar],
 ) -> MatmulFunction | None:
-    if not read_in_place(product, after):
+    before = parts.before
+    if not read_in_place(product, parts.after):
+        return None
+    if not parts.is_plain and axes.n != (len(product.shape) - 1,):
+        return None
+    if not parts.is_plain and axes.batch:
         return None
     shape = product.shape
     batch = tuple(shape[i] for i in axes.batch)
@@ -226,14 +246,42 @@ def _assemble(
     depth = extent_of(volume(axis.dom.extent for axis in reduced))
     dtype = ACCUMULATOR.get(str(product.output.dtype), str(product.output.dtype))
     left, right = (
-        read_operand(product, before, factor, part, axes.batch, reduced, depth, dtype)
+        read_operand(product, before, factor, part, axes.batch, reduced, depth, dtype, parts.known)
         for factor, part in zip(factors, (axes.m, axes.n), strict=True)
     )
     accumulator = tirx.Var("sum", dtype)
-    epilogue = _epilogue(func, product, before, after, axes, accumulator)
+    epilogue = _epilogue(func, product, parts, axes, accumulator)
     if epilogue is None:
         return None
-    return MatmulFunction(left, right, batch, m, n, depth, dtype, accumulator, epilogue)
+    found = MatmulFunction(left, right, batch, m, n, depth, dtype, accumulator, epilogue)
+    return found if parts.is_plain else _with_statistics(found, product, parts)
+
+
+def _with_statistics(
+    matmul: MatmulFunction, product: Stage, parts: SplitStages
+) -> MatmulFunction | None:
+    """The product with values and moments of its rows; None if a factor uses them otherwise."""
+    names, left = set(parts.known.values()), _with_shift(matmul.left, parts)
+    value = left.value if left.shift is None else left.value.a
+    steps = (*left.space.steps, *matmul.right.space.steps)
+    computed = [step.expression for step in steps if isinstance(step, Value)]
+    if any(uses(each, *names) for each in (value, matmul.right.value, *computed)):
+        return None
+    moments, stored = parts.moments, [store.buffer for store in matmul.epilogue.stores]
+    if moments is not None and not any(moments.source.same_as(buffer) for buffer in stored):
+        return None
+    return replace(matmul, left=left, statistics=parts.statistics(product), moments=moments)
+
+
+def _with_shift(operand: Operand, parts: SplitStages) -> Operand:
+    """The factor with the value of each row that is subtracted from it last, if there is one."""
+    steps, value = operand.space.steps, operand.value
+    last = steps[-1] if steps else None
+    if isinstance(last, Value) and last.var.same_as(value):
+        steps, value = steps[:-1], last.expression
+    if not isinstance(value, tirx.Sub) or value.b not in parts.known.values():
+        return operand
+    return replace(operand, space=replace(operand.space, steps=steps), value=value, shift=value.b)
 
 
 def divides(part: int, extent: Extent) -> bool:
@@ -269,6 +317,7 @@ def read_operand(
     reduced: Sequence[tirx.IterVar],
     depth: Extent,
     dtype: str,
+    known: Mapping[tirx.Buffer, tirx.Expr] | None = None,
 ) -> Operand:
     """The factor over the axes (batch, rows, k), the rows and reduced axes flattened."""
     shape = product.shape
@@ -282,7 +331,7 @@ def read_operand(
     for axis, at in zip(reduced, unravel(inner, [a.dom.extent for a in reduced]), strict=True):
         others[axis.var] = as_type(at, str(axis.var.ty.dtype))
     moved = substitute(moved, others)
-    program = ElementProgram(before)
+    program = ElementProgram(before, known)
     value = program.add(moved)
     value = value if str(value.ty.dtype) == dtype else value.astype(dtype)
     rows = extent_of(volume(shape[i] for i in part))
@@ -305,12 +354,11 @@ def _rows_are_neighbours(space: IterationSpace) -> bool:
 def _epilogue(
     func: tirx.PrimFunc,
     product: Stage,
-    before: Sequence[Stage],
-    after: Sequence[Stage],
+    parts: SplitStages,
     axes: _Axes,
     accumulator: tirx.Var,
 ) -> IterationSpace | None:
-    shape = product.shape
+    shape, before, after = product.shape, parts.before, parts.after
     outer = [tirx.Var(f"b{i}", "int64") for i in axes.batch]
     row, column = tirx.Var("m", "int64"), tirx.Var("n", "int64")
     places = dict(zip(axes.batch, outer, strict=True))
@@ -318,7 +366,7 @@ def _epilogue(
         places |= dict(zip(part, unravel(var, [shape[i] for i in part]), strict=True))
     indices = tuple(places.get(i, i64(0)) for i in range(len(shape)))
     stored = accumulator.astype(str(product.output.dtype))
-    program = ElementProgram([*before, *after], {product.output: stored})
+    program = ElementProgram([*before, *after], {**parts.known, product.output: stored})
     stages = (*before, product, *after)
     written = [s for s in stages if any(s.output.same_as(param) for param in func.params)]
     same = [tvm_ffi.structural_equal(list(s.shape), list(shape)) for s in written]

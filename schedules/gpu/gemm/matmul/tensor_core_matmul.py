@@ -38,6 +38,7 @@ from ...pointwise.point_kernel import PointWriter, Views
 from ..float4 import at_once, without_jumps
 from ..implicit_gemm import Index
 from .matmul_pattern import MatmulFunction, Operand, divides
+from .row_tile import MomentRegisters, RowTile, combine, store_moments
 from .tensor_core_tile import (
     ELEMENTS,
     STEP,
@@ -169,11 +170,17 @@ class Factor:
         row: Index,
         k: int,
         at: Index,
+        shifts: tirx.Buffer | None = None,
     ) -> None:
-        """Load the fragments of some rows and 32 bytes of the reduced axis from a stage."""
+        """Load the fragments of some rows and 32 bytes of the reduced axis from a stage.
+
+        ``shifts`` has what is subtracted from the two rows of each 16 that a lane has.
+        """
         for number in range(int(fragment.shape[0]) // 4):
             place = self.shared.fragment(lane, row + number * STEP, k)
-            core.load(fragment, 4 * number, at + place + self.begin, self.shared.rows_first)
+            both = None if shifts is None else [shifts[2 * number + half] for half in range(2)]
+            place, is_transposed = at + place + self.begin, self.shared.rows_first
+            core.load(fragment, 4 * number, place, is_transposed, both)
 
 
 class _Copied(Factor):
@@ -283,6 +290,22 @@ class _ThreadPart:
             )
         )
         self.sums = T.alloc_buffer((tile.sums,), tile.type.register, scope="local")
+        self.row_tile = RowTile.compute(
+            matmul, views, first[0], tile.rows, self.thread, tile.threads
+        )
+        self.shifts = self._find_shifts()
+
+    def _find_shifts(self) -> tirx.Buffer | None:
+        """Registers with the value that is subtracted from each row of the lane's fragments."""
+        name = self.matmul.left.shift
+        if name is None:
+            return None
+        count = self.tile.warp_rows // ELEMENTS
+        found = T.alloc_buffer((count,), name.ty.dtype, scope="local")
+        for number in range(count):
+            row = self.row + number * ELEMENTS + self.lane // _QUAD
+            T.buffer_store(found, self.row_tile.at(name, self.first[0] + i64(row)), [number])
+        return found
 
     def write(self) -> None:
         for e in range(self.tile.sums):
@@ -338,7 +361,7 @@ class _ThreadPart:
         right = T.alloc_buffer((tile.warp_columns // 4,), "uint32", scope="local")
         across = tile.warp_columns // ELEMENTS
         for k in range(0, tile.depth, tile.type.step):
-            self.left.load(core, left, self.lane, self.row, k, stage)
+            self.left.load(core, left, self.lane, self.row, k, stage, self.shifts)
             self.right.load(core, right, self.lane, self.column, k, stage)
             for i in range(tile.warp_rows // STEP):
                 for j in range(across):
@@ -355,7 +378,8 @@ class _ThreadPart:
             row = self.first[0] + i64(self.row + i * STEP)
             part = [self._sum(4 * i * across + e) for e in range(4 * across)]
             place = (self.matmul, self.views, self.batch, row, column, part)
-            store_products(self.core, self.lane, *place, rows_exist)
+            keep = MomentRegisters.allocate(self.matmul, vectors=2)
+            store_products(self.core, self.lane, *place, rows_exist, self.row_tile, keep)
 
     def _sum(self, place: int) -> tirx.Expr:
         value, kind = self.sums[place], self.tile.type
@@ -372,6 +396,8 @@ def store_products(
     column: tirx.Expr,
     sums: Sequence[tirx.Expr],
     rows_exist: bool,
+    rows: RowTile | None = None,
+    keep: MomentRegisters | None = None,
 ) -> None:
     """Emit the epilogue of 16 rows, eight neighbours of a row at a time.
 
@@ -387,20 +413,50 @@ def store_products(
         Four for each product of 16 x 8, a multiple of four products.
     rows_exist : bool
         Whether no row is past the end.
+    rows : RowTile | None
+        Values of the rows that the epilogue refers to.
+    keep : MomentRegisters | None
+        Registers for moments of the results, if they are stored, too.
     """
-    lanes = epilogue_lanes(product, ELEMENTS)
+    # Vectors of 16 bytes of float32, for which all that the epilogue reads fits into registers.
+    lanes = epilogue_lanes(product, ELEMENTS if keep is None else ELEMENTS // keep.vectors)
     for half in range(2):
         own = T.bind(row + i64(half * 8 + lane // _QUAD))
         for group in range(0, len(sums) // 4, _QUAD):
             found = [sums[4 * (group + j) + 2 * half + e] for j in range(_QUAD) for e in range(2)]
             values = _neighbours(core, lane, found)
             first = T.bind(column + i64((group + lane % _QUAD) * ELEMENTS))
-            store_results(product, lanes, views, batch, own, first, values, rows_exist)
+            place = batch, own, first, values, rows_exist
+            then = None if keep is None else keep.take
+            store_results(product, lanes, views, *place, rows, then)
+            if keep is not None:
+                begin = column + i64(group * ELEMENTS)
+                _finish_moments(core, lane, product, views, own, begin, keep)
 
 
-def _neighbours(
-    core: TensorCore, lane: tirx.Expr, found: Sequence[tirx.Expr]
-) -> list[tirx.Expr]:
+def _finish_moments(
+    core: TensorCore,
+    lane: tirx.Expr,
+    matmul: Product,
+    views: Views,
+    row: tirx.Expr,
+    column: tirx.Expr,
+    keep: MomentRegisters,
+) -> None:
+    """Combine the moments of four lanes, which have eight neighbours each, and store them."""
+    assert isinstance(matmul, MatmulFunction) and matmul.moments is not None, "it has moments"
+    held, others = (T.alloc_buffer((2,), keep.held.dtype, scope="local") for _ in range(2))
+    combine(held, keep.parts, ELEMENTS // keep.vectors)
+    for bit in (1, 2):
+        for k in range(2):
+            T.buffer_store(others, core.exchange(held[k], bit), [k])
+        own, other = ((each[0], each[1]) for each in (held, others))
+        combine(held, [own, other], bit * ELEMENTS)
+    with when(tirx.EQ(lane % _QUAD, 0), row < i64(matmul.m), column < i64(matmul.n)):
+        store_moments(matmul, matmul.moments, views, row, column, held)
+
+
+def _neighbours(core: TensorCore, lane: tirx.Expr, found: Sequence[tirx.Expr]) -> list[tirx.Expr]:
     """Transpose pairs among four lanes, so that lane ``t`` has all columns of product ``t``."""
     dtype = str(found[0].ty.dtype)
     held = T.alloc_buffer((2 * _QUAD,), dtype, scope="local")

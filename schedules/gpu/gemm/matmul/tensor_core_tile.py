@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tvm import tirx
+from tvm import DataType, tirx
 
 from schedules.workload.reduce import constant
 
@@ -174,10 +174,13 @@ def choose_tensor_tile(
     """The largest tile that occupies the GPU; None if the product is not one of tensor cores.
 
     They take factors of one of :data:`MATRIX_TYPES`, those of float32 only if they may be rounded
-    to TF32 (``tf32``), with a known length of the sums.
+    to TF32 (``tf32``), with a known length of the sums. Values of rows are subtracted from factors
+    that are copied as they lie, and from those of float32.
     """
     found = matrix_type(matmul, tf32)
     if not gpu.has_tensor_cores or found is None or constant(matmul.k) is None:
+        return None
+    if matmul.left.shift is not None and (found.name != "tf32" or not _is_whole(matmul.left)):
         return None
     batches, m, n, _ = (assumed_size(e) for e in (matmul.batches, matmul.m, matmul.n, matmul.k))
     chosen = _TILES[-1]
@@ -187,8 +190,15 @@ def choose_tensor_tile(
         if not wasted and blocks >= gpu.multiprocessors:
             chosen = tile
             break
-    stages = min(_MOST_STAGES, gpu.shared_bytes // chosen.stage_bytes)
+    values = () if matmul.statistics is None else matmul.statistics.names
+    room = gpu.shared_bytes - chosen.rows * sum(DataType(v.ty.dtype).bits // 8 for v in values)
+    stages = min(_MOST_STAGES, room // chosen.stage_bytes)
     return replace(chosen, stages=stages, depth=_LINE // found.itemsize, type=found)
+
+
+def _is_whole(operand: Operand) -> bool:
+    """Return whether a factor of float32 is copied as it lies, whatever the tile."""
+    return is_copied(operand, SharedTile(STEP, _LINE // 4, operand.rows_first, True, CHUNK // 4))
 
 
 def matrix_type(matmul: MatmulFunction, tf32: bool) -> MatrixType | None:
@@ -227,5 +237,6 @@ def is_copied(operand: Operand, shared: SharedTile) -> bool:
     if shared.turned:
         return False
     lanes = classify(operand.along_neighbours, shared.chunk)
-    whole = read.var.same_as(element(operand)) and lanes.is_aligned
+    value = element(operand) if operand.shift is None else operand.value.a
+    whole = read.var.same_as(value) and lanes.is_aligned
     return whole and lanes.kinds[read.var] == "vector"

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.compute.row_moments import SEGMENT
 from schedules.tir.branch import when
 from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import Extent, unravel
@@ -24,6 +26,7 @@ from ..shared_memory_pipeline import run_steps
 from .factor_tiles import WIDTH, FactorTiles
 from .matmul_pattern import MatmulFunction, divides
 from .matmul_tile_sizes import TileConfig
+from .row_tile import MomentRegisters, RowTile, combine, store_moments
 
 
 def write_tiles_kernel(
@@ -95,6 +98,9 @@ class _ThreadPart:
         self.sums = T.alloc_buffer((size,), matmul.dtype, scope="local")
         self.rows = T.alloc_buffer((config.thread_rows,), matmul.dtype, scope="local")
         self.columns = T.alloc_buffer((config.thread_columns,), matmul.dtype, scope="local")
+        place = self.row, config.rows, thread, config.threads
+        self.row_tile = RowTile.compute(matmul, views, *place)
+        self.shifts = self.left.shifts(self.row_tile, self.row, self.thread)
 
     def write(self) -> None:
         zero = tirx.const(0, self.matmul.dtype)
@@ -104,13 +110,23 @@ class _ThreadPart:
         run_steps([self], i64(0), tiles, lambda _, half: self._multiply(half))
         if self.config.groups > 1:
             self._sum_groups()
-        with when(self.group < i64(1) if self.config.groups > 1 else None):
-            self._finish()
+        if self.matmul.moments is None:
+            with self._first_group():
+                self._finish(range(self.config.thread_columns // WIDTH))
+            return
+        for chunk in range(self.config.thread_columns // WIDTH):
+            sync()  # shared memory is used again
+            with self._first_group():
+                self._finish([chunk])
+            self._combine_moments(chunk)
+
+    def _first_group(self) -> AbstractContextManager:
+        return when(self.group < i64(1) if self.config.groups > 1 else None)
 
     def fetch(self, tile: Index) -> None:
         """Load both factors' tiles with a number to registers."""
         depth = T.bind((tile * i64(self.config.groups) + self.group) * i64(self.config.depth))
-        self.left.load(self.views, self.batch, self.row, depth, self.thread)
+        self.left.load(self.views, self.batch, self.row, depth, self.thread, self.shifts)
         self.right.load(self.views, self.batch, self.column, depth, self.thread)
 
     def keep(self, half: int) -> None:
@@ -152,15 +168,16 @@ class _ThreadPart:
                         more = scratch[at + e.astype("int64") * i64(threads)]
                         T.buffer_store(self.sums, self.sums[e + first] + more, [e + first])
 
-    def _finish(self) -> None:
-        """Store the results, four neighbours at a time."""
+    def _finish(self, chunks: Sequence[int]) -> None:
+        """Store the results of some chunks of columns, four neighbours at a time."""
         config = self.config
         lanes = epilogue_lanes(self.matmul)
         row_chunks, column_chunks = config.thread_rows // WIDTH, config.thread_columns // WIDTH
+        keep = MomentRegisters.allocate(self.matmul)
         for i in range(config.thread_rows):
             inner = i64(i // WIDTH * (config.rows // row_chunks) + i % WIDTH)
             row = T.bind(self.row + inner + self.unit_row * i64(WIDTH))
-            for chunk in range(column_chunks):
+            for chunk in chunks:
                 first = i64(chunk * (config.columns // column_chunks))
                 column = T.bind(self.column + first + self.unit_column * i64(WIDTH))
                 sums = [
@@ -175,7 +192,43 @@ class _ThreadPart:
                     column,
                     sums,
                     divides(config.rows, self.matmul.m),
+                    rows=self.row_tile,
+                    then=None if keep is None else keep.take,
                 )
+                if keep is not None:
+                    at = self.unit_column * i64(self.left.pitch) + row - self.row
+                    for k in range(2):
+                        T.buffer_store(self.left.shared[k], keep.held[k], [at])
+
+    def _combine_moments(self, chunk: int) -> None:
+        """Combine the moments of four neighbours, which lie in shared memory, to segments."""
+        config, matmul, moments = self.config, self.matmul, self.matmul.moments
+        assert moments is not None, "there is something to combine"
+        width = config.columns // (config.thread_columns // WIDTH)
+        held = T.alloc_buffer((2,), matmul.dtype, scope="local")
+        thread = self.group * i64(config.group_threads) + self.thread
+        items = config.rows * (width // SEGMENT)
+        sync()
+        for turn in range(-(-items // config.threads)):
+            item = T.bind(thread + i64(turn * config.threads))
+            inner, segment = item % i64(config.rows), item // i64(config.rows)
+            row = T.bind(self.row + inner)
+            column = T.bind(self.column + i64(chunk * width) + segment * i64(SEGMENT))
+            exists = None if divides(config.threads, items) else item < i64(items)
+            with when(exists, row < i64(matmul.m), column < i64(matmul.n)):
+                parts = []
+                for quad in range(SEGMENT // WIDTH):
+                    line = segment * i64(SEGMENT // WIDTH) + i64(quad)
+                    at = line * i64(self.left.pitch) + inner
+                    parts.append((self.left.shared[0][at], self.left.shared[1][at]))
+                combine(held, parts, WIDTH)
+                store_moments(matmul, moments, self.views, row, column, held)
+
+
+def holds_moments(config: TileConfig) -> bool:
+    """Return whether a block with this partition can combine the moments of its results."""
+    width = config.columns // (config.thread_columns // WIDTH)
+    return width % SEGMENT == 0 and width // WIDTH <= config.depth * config.groups
 
 
 class Product(Protocol):
@@ -207,8 +260,14 @@ def store_results(
     column: tirx.Expr,
     sums: Sequence[tirx.Expr],
     row_exists: bool,
+    rows: RowTile | None = None,
+    then: Callable[[PointWriter], None] | None = None,
 ) -> None:
-    """Emit the epilogue of neighbouring results of one row, as far as they exist."""
+    """Emit the epilogue of neighbouring results of one row, as far as they exist.
+
+    ``rows`` has the values of a row that the epilogue refers to; ``then`` emits what is done with
+    each vector once it is stored.
+    """
     for start in range(0, len(sums), lanes.vector):
         first = column + i64(start)
         inside = [None if row_exists else row < i64(matmul.m), first < i64(matmul.n)]
@@ -216,7 +275,11 @@ def store_results(
             places = [[*batch, row, first + i64(k)] for k in range(lanes.vector)]
             writer = PointWriter(lanes, views, places)
             writer.give(matmul.accumulator, sums[start : start + lanes.vector])
+            if rows is not None:
+                rows.give(writer, row)
             writer.write()
+            if then is not None:
+                then(writer)
 
 
 def epilogue_lanes(matmul: Product, width: int = WIDTH) -> Lanes:

@@ -10,10 +10,11 @@ A cluster of blocks does likewise, each block having a share of a row that is to
             states = identities
             for n in the row, vectors of elements:
                 states = combine(states, values(m, n, results))
+                elements[m, n] = f(m, n, results)         # those that are known by then
             states = combine over the row, for all of its threads, over the cluster if there is one
             results = finish(states); epilogues
         for n in the row, vectors of elements:
-            elements[m, n] = f(m, n, results)
+            elements[m, n] = f(m, n, results)             # the others
 
 A thread whose share of the row is small keeps its loads in registers, and its loops are unrolled.
 Otherwise each stage reads the row again, from the cache.
@@ -27,14 +28,7 @@ from contextlib import nullcontext
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.gpu.core.lane_run import LaneRun
-from schedules.gpu.core.vector_loads import (
-    Register,
-    Value,
-    VectorLoads,
-    hold,
-    store_vector,
-)
+from schedules.gpu.core.vector_loads import Register, Value, VectorLoads
 from schedules.tir.branch import when
 from schedules.tir.index_math import i64
 from schedules.workload.reduce import constant
@@ -44,29 +38,34 @@ from . import state_buffers
 from .block_combine import share_lanes, share_leaders, share_rows
 from .cluster_combine import ClusterExchange
 from .context import ReduceContext
-from .reduced_loop import Lane, Visit, combine_vector, visit_share
+from .reduced_loop import LoadedVector, PutInto, Visit, combine_vector, values_of, visit_share
 from .results import Results
+from .stored_elements import both, store_elements
 
 VisitRow = Callable[[Sequence[Value], Visit], None]
 
 
 def write_chain(ctx: ReduceContext) -> None:
-    """Emit all stages, then the stores of all elements."""
+    """Emit all stages, then the stores of elements that use the last results."""
     m = T.bind(ctx.safe_output())
     results = [Results(ctx, m + i64(k)) for k in range(ctx.results)]
     visit_row = _KeptRow(ctx, m).visit if ctx.config.kept else _read_again(ctx)
     exchange = ClusterExchange(ctx) if ctx.config.cluster > 1 else None
-    for stage in ctx.group.stages:
-        _reduce_stage(ctx, stage, results, visit_row, exchange)
+    group = ctx.group
+    for number, stage in enumerate(group.stages):
+        _reduce_stage(ctx, stage, group.elements_of(number), results, visit_row, exchange)
+    last = group.elements_of(len(group.stages))
     with exchange.leaving() if exchange else nullcontext():
-        if ctx.group.elements:
+        if last:
             with when(ctx.exists(ctx.first_output)):
-                _store_elements(ctx, m, results, visit_row)
+                values = [element.value for element in last]
+                visit_row(values, store_elements(ctx, last, m, _known(ctx, results)))
 
 
 def _reduce_stage(
     ctx: ReduceContext,
     stage: ReductionStage,
+    elements: Sequence[ElementOutput],
     results: list[Results],
     visit_row: VisitRow,
     exchange: ClusterExchange | None,
@@ -75,9 +74,11 @@ def _reduce_stage(
     workloads, count = stage.workloads, _accumulators(ctx, stage)
     states = state_buffers.allocate(workloads, count, "local")
     state_buffers.clear(workloads, states, count)
-    values = [reduction.value for reduction in stage.reductions]
+    put_into = _known(ctx, results)
+    store = store_elements(ctx, elements, results[0].m, put_into, ctx.exists(ctx.first_output))
+    visit = both(combine_vector(ctx, stage, states, count, put_into), store)
     state_buffers.begin_positions(workloads, states, count)
-    visit_row(values, combine_vector(ctx, stage, states, count, _known(ctx, results)))
+    visit_row(values_of(stage, elements), visit)
     state_buffers.end_positions(workloads, states, count)
     if ctx.is_y:
         share_rows(ctx, workloads, states)
@@ -105,43 +106,7 @@ def _accumulators(ctx: ReduceContext, stage: ReductionStage) -> int:
     return 1 if any(workload.is_arg for workload in stage.workloads) else min(4, ctx.config.vector)
 
 
-def _store_elements(
-    ctx: ReduceContext, m: tirx.Expr, results: list[Results], visit_row: VisitRow
-) -> None:
-    elements = ctx.group.elements
-    put_into = _known(ctx, results)
-
-    def visit(n: tirx.Expr, lane: Lane, vector: int) -> None:
-        values = [[put_into(value, k) for value in lane(k)] for k in range(vector)]
-        for number, element in enumerate(elements):
-            _store(ctx, element, m, n, [row[number] for row in values])
-
-    visit_row([element.value for element in elements], visit)
-
-
-def _store(
-    ctx: ReduceContext,
-    element: ElementOutput,
-    m: tirx.Expr,
-    n: tirx.Expr,
-    values: Sequence[tirx.Expr],
-) -> None:
-    """Store a vector of elements, as one if they are neighbours in the output."""
-
-    def place(at_m: tirx.Expr, at_n: tirx.Expr, k: tirx.Expr) -> tirx.Expr:
-        return element.place(at_m + k, at_n) if ctx.is_y else element.place(at_m, at_n + k)
-
-    view, zero = ctx.flat(element.output), i64(0)
-    run = LaneRun(len(values))
-    kind = run.kind(*(place(*run.place(ctx.is_y), k) for k in (zero, run.lane)))
-    if view is not None and len(values) > 1 and kind == "vector":
-        store_vector(hold(values, view.dtype), view, element.place(m, n))
-        return
-    for k, value in enumerate(values):
-        ctx.write(element.output, place(m, n, i64(k)), value)
-
-
-def _known(ctx: ReduceContext, results: list[Results]) -> Callable[[tirx.Expr, int], tirx.Expr]:
+def _known(ctx: ReduceContext, results: list[Results]) -> PutInto:
     """Function that substitutes the known results into the value of a lane."""
     return lambda value, k: results[k if ctx.is_y else 0].put_into(value)
 
@@ -169,7 +134,7 @@ class _KeptRow:
         ]
         for (n, exists), lane in zip(self.positions, lanes, strict=True):
             with when(exists):
-                visit(n, lane, ctx.config.vector)
+                visit(LoadedVector(n, n, lane, ctx.config.vector))
 
     def _position(self, number: int) -> tuple[tirx.Expr, tirx.Expr | None]:
         """Position of a vector, clamped to the last one, and whether it exists; None if it does."""

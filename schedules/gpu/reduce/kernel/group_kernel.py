@@ -8,6 +8,7 @@ Sisters, with or without epilogues::
             states = identities
             for n in this split's share, unroll x vector elements at once:
                 states = combine(states, values(m, n))    # loads first, 16 bytes each
+                elements[m, n] = f(m, n)                  # if there are any
             states = combine over the block               # shuffles, shared memory
             finish                               # one_block, cluster, atomic or last_block
 
@@ -36,7 +37,8 @@ from .block_combine import combine_lanes, combine_rows
 from .chain_body import write_chain
 from .context import ReduceContext
 from .initialise_output import initialise_output
-from .reduced_loop import accumulate
+from .reduced_loop import combine_vector, values_of, visit_share
+from .stored_elements import both, store_elements
 
 _FINISHES = {
     "one_block": finishing.one_block,
@@ -96,7 +98,7 @@ def _blocks_at_once(group: ReduceGroup, config: ReduceConfig) -> int:
     if group.is_chain:
         return 1 if config.cluster > 1 and config.threads > COSTS.large_block else 0
     workloads = [reduction.workload for reduction in group.reductions]
-    return blocks_at_once(config, workloads, group.row_inputs())
+    return blocks_at_once(config, workloads, group.row_inputs(), group.row_outputs())
 
 
 def _write_body(ctx: ReduceContext) -> None:
@@ -111,7 +113,12 @@ def _write_body(ctx: ReduceContext) -> None:
     place = finishing.open_place(ctx, stage) if is_last_block else None
     # The words that all blocks share are far: they are read while the first loads are under way.
     take = None if place is None else partial(finishing.take_place, ctx, place)
-    accumulate(ctx, stage, states, take)
+    elements, exists = ctx.group.elements, ctx.exists(ctx.first_output)
+    store = store_elements(ctx, elements, ctx.safe_output(), condition=exists)
+    visit = both(combine_vector(ctx, stage, states, vector), store)
+    state_buffers.begin_positions(stage.workloads, states, vector)
+    visit_share(ctx, values_of(stage, elements), visit, take)
+    state_buffers.end_positions(stage.workloads, states, vector)
     if ctx.is_y:
         combine_rows(ctx, stage.workloads, states)
     else:

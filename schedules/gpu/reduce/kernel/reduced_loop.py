@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.gpu.core.vector_loads import Value, VectorLoads
+from schedules.gpu.core.vector_loads import Narrow, Value, VectorLoads
 from schedules.tir.branch import when
 from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import constant
 from schedules.workload.reduce_operator import state_of_one
 
-from ..plan.group import ReductionStage
+from ..plan.group import ElementOutput, ReductionStage
 from . import state_buffers
 from .context import ReduceContext
 from .state_buffers import Buffers
@@ -22,29 +23,45 @@ from .stepped_position import SteppedPosition
 
 _PEELED = 2  # reductions of one pass, beyond which the registers of a turn before the loop spill
 
-Lane = Callable[[int], list[tirx.Expr]]  # from a lane to its values
-Visit = Callable[[tirx.Expr, Lane, int], None]  # gets the place of lane 0, and the lanes
+PutInto = Callable[[tirx.Expr, int], tirx.Expr]  # from the value of a lane, and its number
 
 
-def accumulate(
-    ctx: ReduceContext,
-    stage: ReductionStage,
-    states: Buffers,
-    meanwhile: Callable[[], None] | None = None,
-) -> None:
-    """Combine this thread's share of the reduced loop into its states.
+@dataclass(frozen=True)
+class LoadedVector:
+    """Values of neighbouring elements, after their loads.
 
     Parameters
     ----------
-    ctx, stage, states : ReduceContext, ReductionStage, Buffers
-        The thread, what it computes, and its states.
-    meanwhile : Callable | None
-        Emits what is to be done while the first loads are under way.
+    n, stepped : tirx.Expr
+        Position of lane 0 in the reduced loop; the same by the digits of a
+        :class:`~.stepped_position.SteppedPosition`, if there is one.
+    lane : Callable
+        From a lane to its values.
+    size : int
+        Number of lanes.
+    narrow : Callable
+        From an int64 index that depends on ``stepped`` to a cheaper one.
     """
-    values, count = [reduction.value for reduction in stage.reductions], ctx.config.vector
-    state_buffers.begin_positions(stage.workloads, states, count)
-    visit_share(ctx, values, combine_vector(ctx, stage, states, count), meanwhile)
-    state_buffers.end_positions(stage.workloads, states, count)
+
+    n: tirx.Expr
+    stepped: tirx.Expr
+    lane: Callable[[int], list[tirx.Expr]]
+    size: int
+    narrow: Narrow = lambda index: index
+
+
+Visit = Callable[[LoadedVector], None]
+
+
+def as_it_is(value: tirx.Expr, _: int) -> tirx.Expr:
+    """The value of a lane, into which nothing has to be put."""
+    return value
+
+
+def values_of(stage: ReductionStage, elements: Sequence[ElementOutput]) -> list[Value]:
+    """Values of a pass over the data: those to reduce, then those to store."""
+    reduced = [reduction.value for reduction in stage.reductions]
+    return [*reduced, *(element.value for element in elements)]
 
 
 def combine_vector(
@@ -52,14 +69,17 @@ def combine_vector(
     stage: ReductionStage,
     states: Buffers,
     count: int,
-    put_into: Callable[[tirx.Expr, int], tirx.Expr] = lambda value, _: value,
+    put_into: PutInto = as_it_is,
 ) -> Visit:
-    """Function that combines the values of a vector, after ``put_into``, into ``count`` states."""
+    """Function that combines the first values of each lane, after ``put_into``, into the states.
 
-    def visit(n: tirx.Expr, lane: Lane, vector: int) -> None:
-        for k in range(vector):
-            position = n if ctx.is_y else n + i64(k)
-            values = [put_into(value, k) for value in lane(k)]
+    There are ``count`` states of each reduction.
+    """
+
+    def visit(vector: LoadedVector) -> None:
+        for k in range(vector.size):
+            position = vector.n if ctx.is_y else vector.n + i64(k)
+            values = [put_into(value, k) for value in vector.lane(k)[: len(stage.reductions)]]
             lifted = [
                 state_of_one(workload, value, position)
                 for workload, value in zip(stage.workloads, values, strict=True)
@@ -84,7 +104,7 @@ def visit_share(
     begin, count = _share(ctx)
     step = config.stride * config.unroll
     iterations = simplified(count // i64(step))
-    loads = VectorLoads(values, ctx.is_y, config.vector, ctx.group.results)
+    loads = _loads(ctx, values, config.vector)
     stepped = SteppedPosition.open(ctx) if constant(iterations) != 0 else None
     if stepped is not None:
         stepped.start(_position(ctx, begin, loads))
@@ -116,7 +136,7 @@ def _tail(
     """The rest of the share, less than one step of the main loop, guarded."""
     config, reduced = ctx.config, constant(ctx.group.reduced)
     if not ctx.is_y and (reduced is None or reduced % config.vector != 0):
-        loads = VectorLoads(loads.values, ctx.is_y, 1, ctx.group.results)
+        loads = _loads(ctx, loads.values, 1)
         with T.serial(i64(0), ceildiv(simplified(end - start), config.lanes)) as iteration:
             _visit_guarded(ctx, loads, start + iteration * i64(config.lanes), end, visit)
         return
@@ -132,6 +152,12 @@ def _visit_guarded(
     n = T.bind(_position(ctx, start, loads))
     with when(n < end):
         _visit_all(ctx, loads, [n], visit)
+
+
+def _loads(ctx: ReduceContext, values: Sequence[Value], vector: int) -> VectorLoads:
+    """Loads of vectors of elements; what is stored and reduced is read once for both."""
+    group = ctx.group
+    return VectorLoads(values, ctx.is_y, vector, group.results, keep=bool(group.elements))
 
 
 def _least_share(ctx: ReduceContext) -> int:
@@ -177,15 +203,17 @@ def _visit_all(
     loaded: Callable[[], None] | None = None,
 ) -> None:
     """Load a vector at each position, emit ``loaded``, then visit all of them."""
-    m = ctx.safe_output()
-    lanes = []
+    m, count = ctx.safe_output(), loads.vector
+    vectors = []
     for n in positions:
         if stepped is None:
-            lanes.append(loads.fetch(m, n, ctx.flat))
+            vectors.append(LoadedVector(n, n, loads.fetch(m, n, ctx.flat), count))
         else:
-            lanes.append(loads.fetch(m, stepped.bind(), ctx.flat, narrow=stepped.narrow))
+            at = stepped.bind()
+            lane = loads.fetch(m, at, ctx.flat, narrow=stepped.narrow)
+            vectors.append(LoadedVector(n, at, lane, count, stepped.narrow))
             stepped.advance(ctx.config.stride)
     if loaded is not None:
         loaded()
-    for n, lane in zip(positions, lanes, strict=True):
-        visit(n, lane, loads.vector)
+    for vector in vectors:
+        visit(vector)

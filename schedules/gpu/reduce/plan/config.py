@@ -113,7 +113,8 @@ def choose_sisters(group: ReduceGroup, gpu: GPUInfo, has_workspace: bool = True)
     workloads, loops = stage.workloads, stage.reductions[0].loops
     whole = _whole_block(group, gpu)
     finish = _finish(group, gpu, has_workspace)
-    at_once = gpu.multiprocessors * blocks_at_once(whole, workloads, group.row_inputs())
+    row_inputs, row_outputs = group.row_inputs(), group.row_outputs()
+    at_once = gpu.multiprocessors * blocks_at_once(whole, workloads, row_inputs, row_outputs)
     whole = _smaller_tiles(whole, loops, gpu, finish, at_once, min(map(_item_bytes, workloads)))
     cluster = _cluster(whole, loops, gpu, workloads, finish, at_once)
     if cluster is not None:
@@ -126,13 +127,14 @@ def _whole_block(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
     """The configuration without a split."""
     [stage] = group.stages
     workloads, loops, row_inputs = stage.workloads, stage.reductions[0].loops, group.row_inputs()
-    form = loops.form
+    form, outputs = loops.form, len(group.row_outputs())
     narrowest = map(_item_bytes, workloads) if form == "y" else group.itemsizes()
     width = COSTS.widest_load // min(narrowest)
     vector = min(vector_width(width, workloads, of.loops, gpu) for of in stage.reductions)
     unroll = COSTS.loads_in_flight
-    if len(row_inputs) > 1 or len(workloads) > 1 or workloads[0].is_arg:
-        unroll = max(1, unroll // max(1, len(row_inputs)))
+    if len(row_inputs) + outputs > 1 or len(workloads) > 1 or workloads[0].is_arg:
+        # Stores take a share of the bandwidth, for which no loads have to be in flight.
+        unroll = max(1, unroll // max(1, len(row_inputs) + outputs))
         while (
             _registers(workloads, row_inputs, vector, unroll) > COSTS.state_registers and vector > 1
         ):
@@ -155,14 +157,20 @@ def _registers(
 
 
 def blocks_at_once(
-    config: ReduceConfig, workloads: Sequence[ReduceWorkload], row_inputs: Sequence[int]
+    config: ReduceConfig,
+    workloads: Sequence[ReduceWorkload],
+    row_inputs: Sequence[int],
+    row_outputs: Sequence[int] = (),
 ) -> int:
     """Blocks of a reduction that share a multiprocessor, with registers for each.
 
     No more than a grid has, and only as many as spill nothing.
     """
     own = COSTS.own_registers + COSTS.input_registers * len(row_inputs)
-    if 8 in row_inputs or "float64" in fields_of(workloads):
+    own += COSTS.output_registers * len(row_outputs)
+    own += config.vector * -(-max(row_outputs, default=0) // 4)  # one vector is held at a time
+    has_positions = bool(row_outputs) and any(workload.is_arg for workload in workloads)
+    if 8 in row_inputs or "float64" in fields_of(workloads) or has_positions:
         own += COSTS.wide_registers
     registers = own + _registers(workloads, row_inputs, config.vector, config.unroll)
     most = COSTS.cluster_blocks if config.cluster > 1 else COSTS.resident_blocks

@@ -2,8 +2,9 @@
 """Group of coalesced reductions that one kernel computes, with their producers and consumers.
 
 All have the same ``M`` and ``N``. Reductions of one stage are *sisters*: one pass over the data
-serves them all. *Epilogues* are computed from results at the same ``m``. A group is a *chain* if
-reductions or stored elements use results of earlier stages.
+serves them all, and the elements that are stored on the way. *Epilogues* are computed from results
+at the same ``m``. A group is a *chain* if reductions or stored elements use results of earlier
+stages.
 """
 
 from __future__ import annotations
@@ -86,11 +87,15 @@ class ElementOutput:
         Its row-major position in the output.
     output : tirx.Buffer
         Its destination.
+    stage : int
+        The first stage in whose pass over the data the element is known; the number of stages if
+        it uses results of the last one.
     """
 
     value: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
     place: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
     output: tirx.Buffer
+    stage: int
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ class ReduceGroup:
     stages : tuple[ReductionStage, ...]
         Each has at least one reduction, and uses results of previous ones.
     elements : tuple[ElementOutput, ...]
-        Stored when all results are known.
+        Each is stored once.
     outputs, reduced : Extent
         ``M`` and ``N``.
     """
@@ -142,7 +147,11 @@ class ReduceGroup:
     @property
     def is_chain(self) -> bool:
         """Return whether a row must be finished before all of it is used."""
-        return len(self.stages) > 1 or bool(self.elements)
+        return len(self.stages) > 1 or bool(self.elements_of(len(self.stages)))
+
+    def elements_of(self, stage: int) -> tuple[ElementOutput, ...]:
+        """Elements that are stored in the pass of a stage, or in one after all of them."""
+        return tuple(element for element in self.elements if element.stage == stage)
 
     @property
     def has_epilogues(self) -> bool:
@@ -155,19 +164,26 @@ class ReduceGroup:
         return tuple(result.var for stage in self.stages for result in stage.results)
 
     def itemsizes(self) -> list[int]:
-        """Bytes of an element of every tensor that reductions read, at least one."""
+        """Bytes of an element of every tensor that the stages read, at least one."""
         return [element_bytes(load) for load in self._loads()] or [1]
 
     def row_inputs(self) -> list[int]:
         """Bytes of an element of each tensor whose elements differ along a row."""
         return [element_bytes(load) for load in self._loads(along_row=True)]
 
+    def row_outputs(self) -> list[int]:
+        """Bytes of an element of each tensor of elements that is stored in the pass of a stage."""
+        early = (element for element in self.elements if element.stage < len(self.stages))
+        return [DataType(str(element.output.dtype)).bits // 8 or 1 for element in early]
+
     def _loads(self, along_row: bool = False) -> list[ir.TensorLoad]:
-        """One read of each tensor in the values of reductions."""
+        """One read of each tensor in the values of reductions, and of elements stored with them."""
         m, n = tirx.Var("m", "int64"), tirx.Var("n", "int64")
         found: dict[tirx.Buffer, ir.TensorLoad] = {}
-        for reduction in self.reductions:
-            for load in loads(reduction.value(m, n)):
+        values = [reduction.value for reduction in self.reductions]
+        values += [each.value for each in self.elements if each.stage < len(self.stages)]
+        for value in values:
+            for load in loads(value(m, n)):
                 if not along_row or any(uses(index, n) for index in load.indices):
                     found.setdefault(load.source, load)
         return list(found.values())

@@ -49,9 +49,10 @@ def in_one_stage(group: ReduceGroup) -> ReduceGroup | None:
     -------
     ReduceGroup | None
         With sums of exponentials and the maxima of the same rows made one reduction each; None if
-        elements are stored, if there are more stages, or if the second one has anything else.
+        stored elements use results, if there are more stages, or if the second one has anything
+        else.
     """
-    if len(group.stages) != 2 or group.elements:
+    if len(group.stages) != 2 or any(element.stage > 0 for element in group.elements):
         return None
     first, second = group.stages
     pairs = [pair for total in second.reductions if (pair := _pair(first, total)) is not None]

@@ -185,8 +185,9 @@ class _GroupReader:
         definition = self.definitions[buffer]
         places = self._subscripts(definition.shape)
         at = substitute(definition.value, dict(zip(definition.variables, places, strict=True)))
-        place = ravel(places, definition.shape)
-        return ElementOutput(self._function(self._inline(at)), self._function(place), buffer)
+        value, place = self._inline(at), ravel(places, definition.shape)
+        functions = self._function(value), self._function(place)
+        return ElementOutput(*functions, buffer, 1 + self._stage(value))
 
     def _subscripts(self, shape: Sequence[Extent]) -> list[tirx.Expr]:
         """Place of element ``(m, n)`` of the data in a tensor of as many elements."""
