@@ -35,6 +35,7 @@ from .rewrites.contrib.expand import expand_contrib
 from .rewrites.indexing.gather import translate_gather
 from .rewrites.own_ops import OWN_OPS
 from .rewrites.recurrent import RECURRENCE, translate_recurrence
+from .rewrites.size_arithmetic import translate_sizes
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,9 @@ class _Importer(ONNXGraphImporter):
         self, op_name: str, inputs: list[relax.Expr], attrs: dict, opset: int
     ) -> relax.Expr:
         try:
+            sizes = translate_sizes(op_name, inputs, attrs)
+            if sizes is not None:
+                return self.bb.normalize(sizes)
             if op_name == "Gather":
                 found = translate_gather(self.bb, inputs, attrs.get("axis", 0))
                 if found is not None:

@@ -31,6 +31,7 @@ from .rewrites.arithmetic.is_inf import expand_is_inf, expand_is_nan
 from .rewrites.arithmetic.modulo import expand_modulo
 from .rewrites.arithmetic.narrow_types import carry_narrow_types
 from .rewrites.arithmetic.powers import expand_power, replace_powers
+from .rewrites.arithmetic.saturation import saturate_casts
 from .rewrites.arithmetic.wider_types import widen_cast, widen_extremes, widen_sort
 from .rewrites.control_flow.branches import splice_branches
 from .rewrites.control_flow.functions import expand_operators, inline_functions
@@ -38,10 +39,11 @@ from .rewrites.control_flow.loops import unroll_loops
 from .rewrites.expansion import Rule, expand_nodes
 from .rewrites.fold import fold_constants
 from .rewrites.fourier import expand_dft, expand_stft, write_sides
-from .rewrites.indexing.indices import clamp_indices
+from .rewrites.indexing.indices import clamp_diagonal, clamp_indices
 from .rewrites.indexing.one_hot import expand_one_hot
 from .rewrites.indexing.sequences import expand_reverse_sequence, expand_tensor_scatter
 from .rewrites.indexing.unique import expand_unique
+from .rewrites.indexing.wide_concat import name_wide_concat
 from .rewrites.norms.layer_norm import LayerNormRule
 from .rewrites.norms.lp_norm import replace_lp_norms
 from .rewrites.norms.mean_variance import split_mean_variance
@@ -77,6 +79,7 @@ FIRST_COORDINATE_MODES = 11
 EXPANSIONS: dict[str, Rule] = {
     "Cast": widen_cast,
     "Col2Im": expand_col2im,
+    "Concat": name_wide_concat,
     "ConvInteger": expand_conv_integer,
     "CumProd": name_axis,
     "DFT": expand_dft,
@@ -108,6 +111,7 @@ EXPANSIONS: dict[str, Rule] = {
     "TensorScatter": expand_tensor_scatter,
     "ThresholdedRelu": expand_thresholded_relu,
     "TopK": widen_sort,
+    "Trilu": clamp_diagonal,
     "Unique": expand_unique,
 }
 """Operators whose nodes become several, none of which depends on another of these."""
@@ -143,6 +147,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     clamp_indices(model, facts)
     drop_identities(model, facts)
     check_translations(model, facts)
+    saturate_casts(model, facts)
     carry_narrow_types(model, facts, weights)
     return model
 

@@ -24,6 +24,7 @@ from ..errors import InvalidModelError, UnsupportedOperatorError
 from ..onnx.frontend import ImportedModel, import_onnx
 from ..onnx.model.weights import SMALL_ELEMENTS
 from ..warning_filters import warnings_ignored
+from .fast_paths import FAST_PATHS
 
 FX_NODE = "pkg.torch.onnx.fx_node"
 """Key under which PyTorch's exporter stores the FX node that an ONNX node comes from."""
@@ -90,14 +91,19 @@ def import_exported_program(
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
-    """The program with changes in place as additional outputs, which its signature lists."""
-    nodes = program.graph.nodes
-    return program.run_decompositions({}) if any(map(_changes_memory, nodes)) else program
+    """The program with changes in place as additional outputs, which its signature lists.
+
+    The ops of ``FAST_PATHS`` are written out.
+    """
+    is_ready = not any(map(_needs_decomposition, program.graph.nodes))
+    return program if is_ready else program.run_decompositions(dict(FAST_PATHS))
 
 
-def _changes_memory(node: fx.Node) -> bool:
+def _needs_decomposition(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
+    if node.target in FAST_PATHS:
+        return True
     # Normalisation in training mode updates its running statistics; its schema conceals that.
     is_training = node.target in _NORMS and len(node.args) > 5 and node.args[5] is True
     return is_training or node.target._schema.is_mutable

@@ -21,6 +21,7 @@ Source: the formulas of the operators LSTM, GRU and RNN in the ONNX standard.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -41,7 +42,11 @@ LANES = 16
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 """Gates of each cell, in ONNX's order: i o f c, z r h, and the only one."""
 
-_WORTH_THREADS = 1 << 16
+_WORTH_THREADS = 1 << 18
+"""Multiply-adds of a step: about 5 microseconds of a thread. A wait of all takes one or two."""
+
+_ADDITIONS_AT_ONCE = 8
+"""Multiply-adds of vectors that a core has under way: a latency of 4 cycles, two in each."""
 
 Activation = Callable[[tirx.Expr, float, float], tirx.Expr]
 
@@ -290,34 +295,46 @@ class _Writer:
         with T.sblock("tile"):
             T.reads()
             T.writes()
+            chains = self._chains(rows * len(gates))
             sums = {
-                (row, gate): T.sblock_alloc_buffer((LANES,), cell.dtype)
+                (row, gate): [T.sblock_alloc_buffer((LANES,), cell.dtype) for _ in range(chains)]
                 for row in range(rows)
                 for gate in gates
             }
             for row in range(rows):
-                number = tile * rows + row
-                place = _HiddenUnits(self, step, block, number)
+                place = _HiddenUnits(self, step, block, tile * rows + row)
                 for gate in gates:
                     is_apart = cell.kind == "GRU" and gate == 2 and cell.reset_after
                     start = self._bias(block) if is_apart else place.product(gate)
-                    self._store(sums[row, gate], start, 0)
+                    for number, total in enumerate(sums[row, gate]):
+                        self._store(total, _like(start, 0) if number else start, 0)
             source, base = self.own["states"], step % 2 * size
             if gates == [2] and "reset" in self.own:
                 source, base = self.own["reset"], 0
             width = cell.gates * LANES
-            with T.serial(0, cell.hidden) as k:
-                for row in range(rows):
+            with T.serial(0, cell.hidden // chains) as group:
+                for chain, row in itertools.product(range(chains), range(rows)):
+                    k = group * chains + chain
                     value = source[base + (tile * rows + row) * cell.padded + k]
                     for gate in gates:
                         at = (block * cell.hidden + k) * width + gate * LANES
                         weight = self.flat["weights"][_ramp(at)]
-                        total = sums[row, gate]
+                        total = sums[row, gate][chain]
                         product = T.broadcast(value, LANES) * weight
                         self._store(total, total[_ramp(0)] + product, 0)
+            for first, *others in sums.values():
+                for other in others:
+                    self._store(first, first[_ramp(0)] + other[_ramp(0)], 0)
             for row in range(rows):
                 place = _HiddenUnits(self, step, block, tile * rows + row)
-                finish(_GateSums(place, {gate: sums[row, gate] for gate in gates}))
+                finish(_GateSums(place, {gate: sums[row, gate][0] for gate in gates}))
+
+    def _chains(self, sums: int) -> int:
+        """Parts of each sum, so that enough additions do not wait for each other."""
+        chains = 1
+        while sums * chains < _ADDITIONS_AT_ONCE and self.cell.hidden % (2 * chains) == 0:
+            chains *= 2
+        return chains
 
     def _bias(self, block: tirx.Var) -> tirx.Expr:
         return self.flat["bias"][_ramp(block * LANES)]

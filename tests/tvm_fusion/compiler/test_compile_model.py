@@ -92,7 +92,7 @@ def test_open_dimensions_get_their_sizes_from_shapes() -> None:
 
 def test_the_code_is_made_for_as_many_cores_as_threads() -> None:
     for threads in {1, host.usable_processors()}:
-        compiled = tvm_fusion.compile(small_model(), threads=threads)
+        compiled = tvm_fusion.compile(small_model(), threads=np.int64(threads))
         assert (compiled.threads, compiled.target.attrs["num-cores"]) == (threads, threads)
     told = tvm_fusion.compile(small_model(), "llvm -num-cores=3", threads=1)
     assert (told.threads, told.target.attrs["num-cores"]) == (1, 3)
@@ -136,6 +136,7 @@ def test_models_are_compiled_for_other_cpus_and_run_only_where_they_can(
         ({"threads": 0}, InvalidInputError, "threads is 0; expected a positive integer"),
         ({"threads": 10**6}, InvalidInputError, "threads is 1000000, and this process may use"),
         ({"fuse": "some"}, OpError, "some"),
+        ({"shapes": [1, 3, 12, 12]}, InvalidModelError, r"shapes is \[1, 3, 12, 12\]; expected a"),
         ({"winograd": "some"}, OpError, "winograd is 'some'; expected one of auto, always, never"),
     ],
 )
@@ -179,6 +180,8 @@ def test_the_module_that_tvm_prints_is_no_reason(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(InvalidModelError, match="cannot read model"):
+        tvm_fusion.compile("zero\0byte.onnx")
     with pytest.raises(InvalidModelError):
         tvm_fusion.compile(b"not a model")
 

@@ -183,3 +183,63 @@ def test_refusals(made: onnx.NodeProto, reason: str) -> None:
     model = contrib([made], {"x": normal(2, 3, 4), "g": normal(4)})
     with pytest.raises(UnsupportedOperatorError, match=f"{made.op_type}.*{reason}"):
         import_onnx(model)
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+def test_rotary_embeddings(interleaved: int) -> None:
+    angles = normal(9, 3, seed=4)
+    nodes = [
+        node("RotaryEmbedding", "x places cos sin", "y", interleaved=interleaved),
+        node("RotaryEmbedding", "x first cos sin", "z", interleaved=interleaved),
+        node(
+            "RotaryEmbedding",
+            "x places cos sin",
+            "part",
+            interleaved=interleaved,
+            num_heads=2,
+            rotary_embedding_dim=6,
+        ),
+        node("RotaryEmbedding", "heads places cos sin", "w", interleaved=interleaved),
+    ]
+    check(
+        nodes,
+        x=normal(2, 5, 24),
+        heads=normal(2, 3, 5, 6, seed=2),
+        places=np.array([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]),
+        first=np.array([3]),
+        cos=np.cos(angles),
+        sin=np.sin(angles),
+    )
+
+
+@pytest.mark.parametrize("past", [0, 4])
+def test_grouped_attention(past: int) -> None:
+    """The second sequence is shorter; with a past, by two of its elements."""
+    length = 1 if past else 5
+    total, angles = past + length, normal(16, 8, seed=9)
+    lengths = [total, total - 2]
+    inputs = "q k v pk pv lens total cos sin" if past else "q k v - - lens total cos sin"
+    feeds = {
+        "q": normal(2, length, 4 * 16),
+        "k": normal(2, length, 2 * 16, seed=2),
+        "v": normal(2, length, 2 * 16, seed=3),
+        "lens": np.array(lengths, "int32") - 1,
+        "cos": np.cos(angles),
+        "sin": np.sin(angles),
+    }
+    if past:
+        feeds |= {name: normal(2, 2, past, 16, seed=5) for name in ("pk", "pv")}
+    attention = node(
+        "GroupQueryAttention", inputs, "y yk yv", num_heads=4, kv_num_heads=2, do_rotary=1
+    )
+    model = contrib([attention], feeds)
+    stated = onnx.numpy_helper.from_array(np.array(total, "int32"), "total")
+    model.graph.initializer.append(stated)
+    wanted = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
+    found = tvm_fusion.compile(model, threads=1)(feeds)
+    for one, other, axis in zip(found, wanted, (1, 2, 2), strict=True):
+        assert one.shape == other.shape
+        for row, size in enumerate(lengths):
+            kept = range(min(size, length) if axis == 1 else size)
+            pair = [np.take(each[row], kept, axis - 1) for each in (one, other)]
+            np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-5)

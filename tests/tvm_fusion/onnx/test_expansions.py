@@ -305,3 +305,18 @@ def test_rows_of_masks() -> None:
     model = onnx_model(nodes, {"x": (3, 2)}, ["y"], {"lowest": np.array(-np.inf, np.float32)})
     found = tvm_fusion.compile(model, threads=1)(feeds)
     np.testing.assert_array_equal(found, [[1], [0], [0]])
+
+
+@pytest.mark.parametrize("diagonal", [-(1 << 62), 1 << 62])
+def test_diagonals_far_outside(diagonal: int) -> None:
+    feeds = {"x": typed(range(1, 7), "float32").reshape(2, 3)}
+    model = node_model("Trilu", feeds, {"k": np.array(diagonal)}, opset=17, upper=1)
+    np.testing.assert_array_equal(outputs(model, feeds)[0], feeds["x"] * (diagonal < 0))
+
+
+def test_unique_elements_of_a_constant(capfd: pytest.CaptureFixture[str]) -> None:
+    node = helper.make_node("Unique", ["x"], ["y"])
+    model = onnx_model([node], {}, [], {"x": np.array([3, 1, 3, 2], np.float32)}, 17)
+    model.graph.output.append(helper.make_tensor_value_info("y", TensorProto.FLOAT, [None]))
+    np.testing.assert_array_equal(tvm_fusion.compile(model, threads=1)(), [1, 2, 3])
+    assert capfd.readouterr() == ("", "")

@@ -64,7 +64,7 @@ def test_too_many_steps_are_refused() -> None:
 
 def loop(count: np.ndarray | None, condition: str = "go") -> onnx.ModelProto:
     """A running product, and the number of the step added to it."""
-    end = "is_small" if condition == "computed" else "go_on"
+    end = {"computed": "is_small", "counted": "is_early"}.get(condition, "go_on")
     body = helper.make_graph(
         [
             helper.make_node("Identity", ["go"], ["go_on"]),
@@ -73,10 +73,12 @@ def loop(count: np.ndarray | None, condition: str = "go") -> onnx.ModelProto:
             helper.make_node("Add", ["t", "number"], ["u"]),
             helper.make_node("ReduceMax", ["u"], ["top"], keepdims=0),
             helper.make_node("Less", ["top", "top"], ["is_small"]),
+            helper.make_node("Less", ["number", "limit"], ["is_early"]),
         ],
         "body",
         [info("i", kind=TensorProto.INT64), info("go", kind=TensorProto.BOOL), info("s", 3)],
         [info(end, kind=TensorProto.BOOL), info("t", 3), info("u", 3)],
+        [numpy_helper.from_array(np.array(2.5, np.float32), "limit")],
     )
     nodes = [helper.make_node("Loop", ["n", "", "x"], ["last", "y"], "op", body=body)]
     if count is None:
@@ -90,11 +92,16 @@ def test_loops() -> None:
     assert_same_as_onnx_runtime(loop(np.array(4)))
 
 
+@pytest.mark.parametrize("most", [2, 9])
+def test_loops_that_count(most: int) -> None:
+    assert_same_as_onnx_runtime(loop(np.array(most), "counted"))
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
         (loop(None), "its number of steps depends on data; expected a constant"),
-        (loop(np.array(4), "computed"), "its body computes the condition to go on; expected"),
+        (loop(np.array(4), "computed"), "its condition to go on depends on data; expected"),
         (loop(np.array(0)), "it has no steps, so its outputs may have no size"),
     ],
 )

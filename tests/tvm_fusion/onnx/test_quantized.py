@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
@@ -136,3 +137,30 @@ def test_long_transforms_are_refused() -> None:
     model = model_of("DFT", {"x": x}, {"length": None, "axis": np.array(1)}, "float32")
     with pytest.raises(UnsupportedOperatorError, match="its length is 5000; at most 4096 is"):
         import_onnx(model)
+
+
+@pytest.mark.parametrize("kind", ["int4", "uint4", "int8"])
+def test_clipped_numbers_are_cast_without_wrapping(kind: str) -> None:
+    """Nothing looks for infinities or repeats its operand, which takes TVM half a minute."""
+    limits = ml_dtypes.iinfo(kind)
+    x = np.array([-1e9, -8.6, -0.4, 0, 3.5, 7.4, 300, np.inf], "float32")
+    target = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    graph = helper.make_graph(
+        [
+            helper.make_node("Clip", ["x", "low", "high"], ["clipped"]),
+            helper.make_node("Cast", ["clipped"], ["whole"], to=target),
+            helper.make_node("Cast", ["whole"], ["y"], to=onnx.TensorProto.FLOAT),
+        ],
+        "clip",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, x.shape)],
+        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, x.shape)],
+        [
+            numpy_helper.from_array(np.array(end, "float32"), name)
+            for name, end in (("low", limits.min), ("high", limits.max))
+        ],
+    )
+    opset = [helper.make_operatorsetid("", 21)]
+    model = helper.make_model(graph, opset_imports=opset, ir_version=10)
+    assert "isfinite" not in str(import_onnx(model).mod)
+    wanted = np.trunc(np.clip(x, int(limits.min), int(limits.max)))
+    np.testing.assert_array_equal(tvm_fusion.compile(model, threads=1)(x), wanted)

@@ -30,7 +30,7 @@ FOLDABLE = frozenset(
     Greater GreaterOrEqual Identity IsInf IsNaN Less LessOrEqual Log Max MelWeightMatrix Min Mod
     Mul Neg NonZero Not Or Pad Pow Range Reciprocal ReduceMax ReduceMean ReduceMin ReduceProd
     ReduceSum Relu Reshape Round ScatterElements ScatterND Shape Sigmoid Sign Sin Size Slice Split
-    Sqrt Squeeze Sub Sum Tanh Tile Transpose Trilu Unsqueeze Where Xor""".split()
+    Sqrt Squeeze Sub Sum Tanh Tile Transpose Trilu Unique Unsqueeze Where Xor""".split()
 )
 
 BROADCASTING = frozenset(

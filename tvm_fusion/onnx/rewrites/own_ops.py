@@ -20,7 +20,9 @@ from tvm import relax, te, tirx
 from ..model.graph_edits import attribute
 from ..model.tensor_facts import GraphFacts
 from .arithmetic.narrow_types import ROUND, translate_round
+from .arithmetic.saturation import SATURATE, translate_saturate
 from .expansion import Expansion
+from .indexing.wide_concat import WIDE_CONCAT, translate_wide_concat
 from .open_sizes import (
     translate_compress,
     translate_nonzero,
@@ -85,6 +87,8 @@ OWN_OPS: dict[str, Translation] = {
     "NonZero": translate_nonzero,
     "RoiAlign": translate_roi_align,
     ROUND: translate_round,
+    SATURATE: translate_saturate,
     SORT_FIRST: translate_sort_first,
+    WIDE_CONCAT: translate_wide_concat,
 }
 """Operators, and what translates them."""

@@ -14,6 +14,7 @@ from ...model.shapes import infer_shapes
 from ...model.tensor_facts import GraphFacts
 from .attention import attention, multi_head_attention
 from .contrib_expansion import ContribExpansion
+from .grouped_attention import group_query_attention
 from .integers import (
     dequantize,
     dynamic_matmul,
@@ -39,6 +40,7 @@ from .pointwise import (
     skip_layer_norm,
     skip_rms_norm,
 )
+from .rotary import rotary_embedding
 
 DOMAIN = "com.microsoft"
 
@@ -52,6 +54,7 @@ CONTRIB: dict[str, Callable[[ContribExpansion], Refusal]] = {
     "FusedConv": fused_conv,
     "FusedMatMul": fused_matmul,
     "Gelu": gelu,
+    "GroupQueryAttention": group_query_attention,
     "MatMulIntegerToFloat": integer_matmul,
     "MatMulNBits": matmul_of_few_bits,
     "MultiHeadAttention": multi_head_attention,
@@ -66,6 +69,7 @@ CONTRIB: dict[str, Callable[[ContribExpansion], Refusal]] = {
     "QLinearSoftmax": qlinear_unary,
     "QuantizeLinear": quantize,
     "QuickGelu": quick_gelu,
+    "RotaryEmbedding": rotary_embedding,
     "SimplifiedLayerNormalization": rms_norm,
     "SkipLayerNormalization": skip_layer_norm,
     "SkipSimplifiedLayerNormalization": skip_rms_norm,
@@ -75,7 +79,9 @@ CONTRIB: dict[str, Callable[[ContribExpansion], Refusal]] = {
 OF_ONNX_RUNTIME = frozenset({"SimplifiedLayerNormalization"})
 """Operators that ONNX Runtime puts into ONNX's own domain, where ONNX has none of this name."""
 
-WAITING = frozenset({"Attention", "FusedMatMul", "MultiHeadAttention"})
+WAITING = frozenset(
+    {"Attention", "FusedMatMul", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"}
+)
 """Operators that need the shapes of their inputs."""
 
 

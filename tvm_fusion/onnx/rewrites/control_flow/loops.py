@@ -20,6 +20,7 @@ import onnx
 from ...model.graph_edits import attribute, is_default_domain, replace_nodes
 from ...model.tensor_facts import GraphFacts
 from ..expansion import Expansion
+from .loop_counters import counted_steps
 from .splice import Body
 
 MAX_UNROLLED = 4000
@@ -74,7 +75,7 @@ def _scan_steps(node: onnx.NodeProto, facts: GraphFacts) -> int | str:
 
 def _loop_steps(node: onnx.NodeProto, facts: GraphFacts) -> int | str:
     count = facts.constant(node.input[0]) if node.input[0] else None
-    if count is None or count.size != 1:
+    if node.input[0] and (count is None or count.size != 1):
         return "its number of steps depends on data; expected a constant"
     start = node.input[1] if len(node.input) > 1 else ""
     if start:
@@ -83,9 +84,13 @@ def _loop_steps(node: onnx.NodeProto, facts: GraphFacts) -> int | str:
             return "its condition depends on data; expected a constant"
         if not condition.all():
             return 0
-    if not _goes_on(attribute(node, "body")):
-        return "its body computes the condition to go on; expected a constant number of steps"
-    return max(0, int(count.item()))
+    most = MAX_UNROLLED if count is None else max(0, int(count.item()))
+    if _goes_on(attribute(node, "body")):
+        return most if count is not None else "it never ends; expected a number of steps"
+    steps = counted_steps(node, facts, min(most, MAX_UNROLLED))
+    if steps is None:
+        return "its condition to go on depends on data; expected a constant number of steps"
+    return steps
 
 
 def _goes_on(body: onnx.GraphProto) -> bool:
@@ -140,7 +145,8 @@ class _Unrolled(Expansion):
     def loop(self) -> None:
         """Unroll a Loop."""
         node, facts = self.node, self.facts
-        steps = int(facts.constant(node.input[0]).item())  # type: ignore[union-attr]
+        steps = _loop_steps(node, facts)
+        assert isinstance(steps, int), "a loop of unknown length was refused"
         true = self.constant("condition", np.array(True))
         states = list(node.input[2:])
         outputs: list[list[str]] = []

@@ -14,9 +14,12 @@ from tvm_fusion.errors import InvalidModelError
 
 from ...model.graph_edits import attribute, is_default_domain, node_label, replace_nodes
 from ...model.tensor_facts import GraphFacts
+from ..expansion import Expansion
 
 ALONG_AXIS = frozenset({"Gather", "GatherElements", "ScatterElements"})
 BY_COORDINATES = frozenset({"GatherND", "ScatterND"})
+
+_FAR = (1 << 31) - 1
 
 
 def clamp_indices(model: onnx.ModelProto, facts: GraphFacts) -> None:
@@ -84,3 +87,13 @@ def _extents(node: onnx.NodeProto, facts: GraphFacts) -> np.ndarray | None:
         return None
     extents = np.array(counted, np.int64)
     return extents[0] if node.op_type in ALONG_AXIS else extents
+
+
+def clamp_diagonal(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Give a Trilu whose diagonal lies far outside of any matrix one that fits into int32."""
+    value = expansion.facts.constant(node.input[1]) if len(node.input) > 1 else None
+    if value is None or abs(int(value.item())) <= _FAR:
+        return
+    far = expansion.constant("diagonal", np.clip(value, -_FAR, _FAR))
+    upper = attribute(node, "upper", 1)
+    expansion.finish(expansion.emit("Trilu", node.input[0], far, upper=upper))
