@@ -2,10 +2,9 @@
 """Fast path from a call to the kernels, for arguments that need no conversion.
 
 Kernels of 50 us evict the interpreter's data from the caches, so that each Python function in a
-call costs a good part of a microsecond. Hence few functions, no virtual machine for a single
-kernel, and TVM's own checks of shapes: arguments that they reject take the slow path, whose errors
-are clearer. Types are checked here, because TVM ends the process for types without a name, such as
-complex numbers.
+call costs a good part of a microsecond. Hence few functions, and no virtual machine for a single
+kernel, which checks nothing. What is not as it should be takes the slow path, whose errors are
+clearer.
 """
 
 from __future__ import annotations
@@ -105,16 +104,20 @@ def make_fast_call(program: Program, crew: Crew, inputs: Sequence[TensorSpec]) -
     """
     from_dlpack, run_on_crew, run = tvm_ffi.from_dlpack, crew.run, program.run
     dtypes = [numpy_dtype(spec.dtype) for spec in inputs]
+    shapes = [tuple(map(int, spec.shape)) for spec in inputs]
     count = len(dtypes)
-    places, template = list(zip(program.inputs, dtypes, strict=True)), list(program.arguments)
+    places = list(zip(program.inputs, dtypes, shapes, strict=True))
+    template = list(program.arguments)
 
     def call(args: tuple[Any, ...]) -> np.ndarray | None:
         if len(args) != count:
             return None
         try:
             arguments = template.copy()
-            for value, (place, dtype) in zip(args, places):  # noqa: B905  they are as many
+            for value, (place, dtype, shape) in zip(args, places):  # noqa: B905  they are as many
                 if type(value) is not np.ndarray or value.dtype is not dtype:
+                    return None
+                if value.shape != shape:
                     return None
                 arguments[place] = from_dlpack(
                     value, require_alignment=ALIGNMENT, require_contiguous=True
