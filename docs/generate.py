@@ -140,6 +140,18 @@ def reductions() -> str:
     return _races("reductions_cpu", ("numpy", "stock TVM"))
 
 
+def predicted_reductions() -> str:
+    """Predicted shares of the bandwidth of GPUs, by machine side by side."""
+    cases = json.loads((RESULTS / "reductions_gpu_predicted.json").read_text())
+    machines = list(next(iter(cases.values()))["machines"])
+    rows = []
+    for name, case in cases.items():
+        times = [case["machines"][machine]["predicted"] for machine in machines]
+        shares = [f"{time['share']:.0%}" for time in times]
+        rows.append([name, f"{case['bytes'] / 1e6:.4g}", *shares, f"{times[-1]['waves']:.2f}"])
+    return _table(["case", "MB", *machines, f"waves, {machines[-1]}"], rows)
+
+
 def _races(name: str, peers: Sequence[str], section: str = "results") -> str:
     """One row a case: our latency, and how many times as long each peer takes."""
     files = sorted(RESULTS.glob(f"*/{name}.json"))
@@ -253,6 +265,7 @@ PARTS: dict[str, Callable[..., str]] = {
         zoo,
         pairs,
         reductions,
+        predicted_reductions,
         searches,
         stencils,
     )
