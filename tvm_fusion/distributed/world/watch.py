@@ -18,14 +18,15 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SLOT = 256  # bytes of a rank
 _HEADER = 8
+_MOST = 4  # ranks that are named
 _OPEN, _LEFT = b"\1", b"\0"
 _START_SECONDS = 2.0  # for processes to start, beside the timeout
-_PATIENCE = 0.02  # seconds between looks at ranks that are about to leave
+_PATIENCE = 20  # milliseconds between looks at ranks that are about to leave
 
 
 class NodeRecord:
@@ -113,14 +114,12 @@ def _read_message(pid: int, rank: int, timeout: float) -> dict[str, Any]:
 
 def _watch(message: Mapping[str, Any]) -> None:
     record = NodeRecord(message["path"])
-    # epoll tells events in the order in which they came: where the launcher has killed all others
-    # before this process runs again, the first one is the rank that failed.
-    poll, slots = select.epoll(), {}
+    poll, slots = select.poll(), {}
     for slot, pid in enumerate(message["pids"]):
         descriptor = os.pidfd_open(pid)
-        poll.register(descriptor, select.EPOLLIN)
+        poll.register(descriptor, select.POLLIN)
         slots[descriptor] = slot
-    poll.register(sys.stdin, select.EPOLLIN | select.EPOLLHUP)
+    poll.register(sys.stdin, select.POLLIN)
     print(flush=True)  # all ranks may go on
     patience = None
     while patience is None or any(map(record.is_open, slots.values())):
@@ -128,16 +127,39 @@ def _watch(message: Mapping[str, Any]) -> None:
             poll.unregister(descriptor)
             if descriptor == sys.stdin.fileno():
                 patience = _PATIENCE  # this process' own rank ended its session, or is gone
-            elif record.is_open(slot := slots.pop(descriptor)):
-                _tell(record, message, slot)
+            elif record.is_open(first := slots.pop(descriptor)):
+                pids = enumerate(message["pids"])
+                gone = {slot for slot, pid in pids if record.is_open(slot) and _is_gone(pid)}
+                _tell(record, message, sorted({first, *gone}))
                 return
 
 
-def _tell(record: NodeRecord, message: Mapping[str, Any], slot: int) -> None:
+def _is_gone(pid: int) -> bool:
+    """Return whether a process has ended or is about to: it has no memory any more."""
+    try:
+        os.readlink(f"/proc/{pid}/exe")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _tell(record: NodeRecord, message: Mapping[str, Any], gone: Sequence[int]) -> None:
+    """Tell of the ranks that are gone: where it is seen late, the launcher has killed others, too.
+
+    Their order is not known: the launcher may hear of a rank's end before its process has ended.
+    """
     time.sleep(0.02)  # a rank that aborts the job has told why, or is about to
-    if record.claim():
-        rank, size = message["ranks"][slot], message["size"]
-        _print(f"rank {rank} of {size} was killed or crashed, {record.said(slot)}")
+    if not record.claim():
+        return
+    ranks, size = message["ranks"], message["size"]
+    if len(gone) == 1:
+        _print(f"rank {ranks[gone[0]]} of {size} was killed or crashed, {record.said(gone[0])}")
+        return
+    each = "; ".join(f"rank {ranks[slot]} {record.said(slot)}" for slot in gone[:_MOST])
+    more = f"; and {len(gone) - _MOST} more" if len(gone) > _MOST else ""
+    _print(f"{len(gone)} of {size} ranks were killed or crashed: {each}{more}")
 
 
 def _print(text: str) -> None:

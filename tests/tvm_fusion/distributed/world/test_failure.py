@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from mpi_ranks import needs_mpi, run_ranks
 
-from tvm_fusion.distributed.world import failure
+from tvm_fusion.distributed.world import failure, watch
 from tvm_fusion.errors import DistributedError, OpError
 
 PROGRAM = Path(__file__).with_name("failing_program.py")
 AFTER = r"after exchange 3 with rank 0"
 SIZES = r"(rank . sent \d+ bytes in exchange 3, and rank . expected|MPI failed in exchange 3 with)"
 WAITED = r"rank 0 of . waited 1 s for rank 1"
+KILLED = r"rank 1( of 2 was killed or crashed,)?"  # the others, too, where it is seen late
 BACK = r"rank 1 of . waited 1 s for rank 0"  # both wait for each other
 
 CASES = {
@@ -25,9 +26,9 @@ CASES = {
     "exit": rf"rank 1 of 2 ended by sys\.exit\(3\), {AFTER}",
     "exit without a code": rf"({WAITED} in exchange 3; rank 1 is|{BACK} at the end of the session)",
     "immediate exit": rf"rank 1 of 2 called os\._exit\(0\), {AFTER}",
-    "kill": rf"rank 1 of 2 was killed or crashed, {AFTER}",
-    "kill in the exchange": r"rank 1 of 2 was killed or crashed, in exchange 3 with rank 0",
-    "crash": rf"rank 1 of 2 was killed or crashed, {AFTER}",
+    "kill": rf"{KILLED} {AFTER}",
+    "kill in the exchange": rf"{KILLED} in exchange 3 with rank 0",
+    "crash": rf"{KILLED} {AFTER}",
     "hang": rf"{WAITED} in exchange 3; rank 1 is {AFTER}",
     "barrier": rf"({WAITED} in a barrier; rank 1 is in exchange 3|{BACK} in exchange 3; rank 0 is)",
     "short message": rf"rank . of 2 {SIZES}",
@@ -75,6 +76,19 @@ def test_what_all_ranks_find_wrong_is_told_once(mode: str, text: str) -> None:
     assert outcome.code == 1
     assert outcome.stderr.count(text) == 1, outcome.stderr
     assert outcome.stderr.count("Traceback") == 1
+
+
+def test_several_ranks_that_are_gone_are_told_together(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "record"
+    path.write_bytes(watch.record_bytes(7))
+    for slot in range(7):
+        watch.NodeRecord(str(path), slot).say(watch.slot_text(f"after exchange {slot}"))
+    watch._tell(watch.NodeRecord(str(path)), {"ranks": range(7), "size": 7}, range(6))
+    told = capsys.readouterr().err
+    assert told == (
+        "tvm-fusion: 6 of 7 ranks were killed or crashed: rank 0 after exchange 0; rank 1 after "
+        "exchange 1; rank 2 after exchange 2; rank 3 after exchange 3; and 2 more\n"
+    )
 
 
 @needs_mpi
