@@ -9,7 +9,7 @@ from tvm import IRModule, relax, tirx
 from tvm.target import Target
 
 from schedules.gpu.attention.attention import is_taken
-from schedules.gpu.core.machine import KINDS, GPUInfo
+from schedules.gpu.core.machine import GPUInfo, gpu_target
 
 from ..core.expressions import Value, is_claimed
 from ..core.graph import Graph
@@ -60,8 +60,8 @@ class FuseAttention:
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
-        target = self.target or Target.current(allow_none=True)
-        if target is None or target.kind.name not in KINDS:
+        target = gpu_target(self.target)
+        if target is None:
             return mod
         fusion = _Fusion(mod, target)
         rewritten: dict[tvm.ir.GlobalVar, relax.Function] = {}

@@ -12,7 +12,7 @@ from tvm import IRModule, relax, tirx
 from tvm.ir import GenericConst, GlobalVar
 from tvm.target import Target
 
-from schedules.gpu.core.machine import KINDS, GPUInfo
+from schedules.gpu.core.machine import GPUInfo, gpu_target
 from schedules.gpu.reduce.plan.configure import configure
 
 from ..core.expressions import op_name
@@ -61,8 +61,8 @@ class ConfigureReductions:
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Configure the functions of TensorIR and extend their calls."""
-        target = self.target or Target.current(allow_none=True)
-        if target is None or target.kind.name not in KINDS:
+        target = gpu_target(self.target)
+        if target is None:
             return mod
         gpu, functions = GPUInfo.from_target(target), dict(mod.functions_items())
         extended: dict[GlobalVar, tuple[GlobalVar, GenericConst]] = {}

@@ -10,7 +10,7 @@ from tvm import IRModule, relax
 from tvm.target import Target
 
 from schedules.compute.row_moments import SEGMENT
-from schedules.gpu.core.machine import KINDS, GPUInfo
+from schedules.gpu.core.machine import GPUInfo, gpu_target
 from schedules.gpu.gemm.matmul.statistics_cost import (
     moments_cycles,
     norm_cycles,
@@ -70,8 +70,8 @@ class FuseLayerNorm:
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
-        target = self.target or Target.current(allow_none=True)
-        if target is None or target.kind.name not in KINDS:
+        target = gpu_target(self.target)
+        if target is None:
             return mod
         builder = relax.BlockBuilder(mod)
         rewritten: dict[tvm.ir.GlobalVar, relax.Function] = {}

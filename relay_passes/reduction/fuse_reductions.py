@@ -10,7 +10,7 @@ from tvm import IRModule, relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.target import Target
 
-from schedules.gpu.core.machine import KINDS, GPUInfo
+from schedules.gpu.core.machine import GPUInfo, gpu_target
 from schedules.workload.reduce import constant
 
 from ..core.expressions import is_claimed
@@ -88,8 +88,8 @@ class FuseReductions:
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
-        target = self.target or Target.current(allow_none=True)
-        if target is None or target.kind.name not in KINDS:
+        target = gpu_target(self.target)
+        if target is None:
             return mod
         rewriter = _Rewriter(mod, GPUInfo.from_target(target))
         for name, func in mod.functions_items():

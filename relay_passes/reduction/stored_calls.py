@@ -21,7 +21,7 @@ from .primfunc_calls import TIRCalls, count_bytes
 from .row_space import TILE, RowSpace
 
 Agrees = Callable[[relax.Var, frozenset[relax.Expr]], bool]
-"""Whether a call reads the given tensors at the place that it writes."""
+"""Function that tells if a call reads the given tensors at the place that it writes."""
 
 
 def is_stored(calls: TIRCalls, var: relax.Var) -> bool:

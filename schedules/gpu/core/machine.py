@@ -36,6 +36,12 @@ _PORTABLE_CLUSTER = 8  # blocks; more of them are for some devices of some archi
 _OPENCL_MULTIPROCESSORS = 32  # an estimate; OpenCL devices differ by a factor of a hundred
 
 
+def gpu_target(target: Target | None) -> Target | None:
+    """Return the target of a pass, the current one for None, if it is a GPU."""
+    target = target or Target.current(allow_none=True)
+    return target if target is not None and target.kind.name in KINDS else None
+
+
 @dataclass(frozen=True)
 class GPUInfo:
     """Parallelism of a target GPU.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What statistics of rows add to a product, and what a layer norm of its own costs.
+"""Costs of statistics of rows in a product, and of a layer norm of its own.
 
 All figures are estimates of :mod:`schedules.gpu.core.machine_costs`.
 """
