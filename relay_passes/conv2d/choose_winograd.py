@@ -12,11 +12,11 @@ from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.cost.winograd_knobs import takes_winograd
-from schedules.errors import OpError
 from schedules.tuning.records import Records
 from schedules.workload.conv2d import Conv2DKernel
 from schedules.workload.winograd_matrices import transform_weight
 
+from ..core.pass_target import pass_target
 from ..op.conv2d import CONV2D
 from ..op.conv_types import read_kernel
 from ..op.winograd_conv2d import winograd_conv2d
@@ -71,12 +71,8 @@ class ChooseWinograd:
 
     def transform_module(self, mod: IRModule, ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
-        target = self.target or Target.current(allow_none=True)
-        if target is None:
-            raise OpError(
-                "ChooseWinograd: no target; pass target=, or run it inside `with target:`"
-            )
-        rewriter = _Rewriter(mod, self.winograd, Target(target), self.records)
+        target = pass_target(self.target, "ChooseWinograd")
+        rewriter = _Rewriter(mod, self.winograd, target, self.records)
         if self.winograd != "never":
             for name, func in mod.functions_items():
                 if isinstance(func, relax.Function):

@@ -19,6 +19,7 @@ from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
 
 from .. import op as ops
+from ..core.pass_target import pass_target
 from .chain_rewriter import Rewrites, rewrite_chains
 from .conv_chain import ConvChain, Users, find_chains, find_users
 from .fusion_decision import decide, recorded_decision
@@ -94,12 +95,7 @@ class FuseConv2D:
 
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite all Relax functions and update the report."""
-        target = self.target or Target.current(allow_none=True)
-        if target is None:
-            raise OpError(
-                "FuseConv2D: no target; give FuseConv2D(target=...) or enter one with "
-                "'with tvm.target.Target(...):'"
-            )
+        target = pass_target(self.target, "FuseConv2D")
         entries: list[Entry] = []
 
         judge = _Judge(self.fuse, target, self.winograd != "never", self.records)

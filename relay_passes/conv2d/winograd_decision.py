@@ -5,8 +5,8 @@ The algorithm needs fewer multiplications (2.25 times fewer in tiles of 2x2 outp
 4x4), but transforms of its data and output, and weights 1.8 or 4 times as large; and it rounds
 differently. Where a tuning job has raced the forms of a layer, its record decides
 (:func:`recorded_tile`). Elsewhere the compared times are predicted: by
-:mod:`schedules.cpu.cost.winograd_knobs`, and by :func:`.direct_roofline.direct_cycles`. Traffic of
-the data and the output is the same for both.
+:mod:`schedules.cpu.cost.winograd_knobs` and :mod:`schedules.cpu.cost.direct_roofline`, which leave
+out the traffic of the data and the output, the same for both.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from schedules.cost.decisions import by_record, compare
 from schedules.cost.kernel_call import KernelCall
 from schedules.cpu.conv2d.forms import RecordedForm, layer_workload, recorded_form
 from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.cost.direct_roofline import direct_cycles
 from schedules.cpu.cost.winograd_knobs import WinogradShape, best_plan, takes_winograd
 from schedules.errors import OpError
 from schedules.tuning.records import Records
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 from schedules.workload.winograd_matrices import TILE_SIZES
-
-from .direct_roofline import direct_cycles
 
 MODES = ("auto", "always", "never")
 LEAST_GAIN = 0.05  # predicted, below which a convolution stays direct

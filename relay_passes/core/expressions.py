@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries of single expressions: op, operands, and substitution."""
+"""Queries and copies of single expressions: op, operands, substitution, other arguments."""
 
 from __future__ import annotations
 
@@ -64,3 +64,23 @@ def substitute(value: relax.Expr, old: relax.Var, new: relax.Expr) -> relax.Expr
     if isinstance(value, relax.TupleGetItem):
         return relax.TupleGetItem(substitute(value.tuple_value, old, new), value.index)
     return value
+
+
+def resize_alike(
+    call: relax.Call, data: relax.Expr, size: relax.Expr, layout: str
+) -> relax.Call:
+    """Resize other data as a call of ``relax.image.resize2d`` does, to ``size`` in ``layout``."""
+    attrs = call.attrs
+    return relax.op.image.resize2d(
+        data,
+        size,
+        roi=tuple(float(edge) for edge in attrs.roi),
+        layout=layout,
+        method=attrs.method,
+        coordinate_transformation_mode=attrs.coordinate_transformation_mode,
+        rounding_method=attrs.rounding_method,
+        cubic_alpha=attrs.cubic_alpha,
+        cubic_exclude=attrs.cubic_exclude,
+        extrapolation_value=attrs.extrapolation_value,
+        out_dtype=attrs.out_dtype,
+    )

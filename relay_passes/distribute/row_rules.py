@@ -17,6 +17,7 @@ from schedules.distribute.rows.row_plan import Enlargement, RowMap, Window
 from schedules.workload.conv2d import Conv2DKernel
 from schedules.workload.reduce import constant
 
+from ..core.expressions import resize_alike
 from ..op.conv2d import CONV2D
 from ..op.conv_types import read_kernel
 from ..op.fused_conv2d import FUSED_CONV2D
@@ -248,19 +249,8 @@ def _enlargement(call: relax.Call) -> RowOp | None:
 
     def rebuild(operands: Sequence[relax.Expr], begin: int, end: int) -> relax.Expr:
         first, height = int(rows.read(begin, end)[0]), _rows(operands[0])  # type: ignore[arg-type]
-        larger = relax.op.image.resize2d(
-            operands[0],
-            relax.ShapeExpr([height * factor, result[3]]),
-            roi=tuple(float(edge) for edge in attrs.roi),
-            layout=attrs.layout,
-            method=attrs.method,
-            coordinate_transformation_mode=attrs.coordinate_transformation_mode,
-            rounding_method=attrs.rounding_method,
-            cubic_alpha=attrs.cubic_alpha,
-            cubic_exclude=attrs.cubic_exclude,
-            extrapolation_value=attrs.extrapolation_value,
-            out_dtype=attrs.out_dtype,
-        )
+        size = relax.ShapeExpr([height * factor, result[3]])
+        larger = resize_alike(call, operands[0], size, str(attrs.layout))
         begin, end = begin - first * factor, end - first * factor
         if (begin, end) == (0, height * factor):
             return larger

@@ -12,8 +12,9 @@ from tvm.ir import IRModule, Op
 from tvm.target import Target
 
 from schedules.errors import OpError
-from schedules.gpu.core.machine import KINDS
+from schedules.gpu.core.machine import gpu_target
 
+from ..core.pass_target import pass_target
 from ..op.pack import unpack
 from .channel_lanes import channel_lanes
 from .packed import RULES
@@ -69,22 +70,12 @@ class PackLayout:
 
     def transform_module(self, mod: IRModule, ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
-        target = self.target or Target.current(allow_none=True)
-        on_gpu = target is not None and Target(target).kind.name in KINDS
-        packer = _Packer(mod, self._lanes(target), cuts=not on_gpu)
+        lanes = self.block or channel_lanes(pass_target(self.target, "PackLayout"))
+        packer = _Packer(mod, lanes, cuts=gpu_target(self.target) is None)
         for name, func in mod.functions_items():
             if isinstance(func, relax.Function) and packer.is_concerned(func):
                 packer.builder_.update_func(name, packer.rewrite(func))
         return packer.builder_.get()
-
-    def _lanes(self, target: Target | None) -> int:
-        if self.block is not None:
-            return self.block
-        if target is None:
-            raise OpError(
-                "PackLayout: no target; pass target= or block=, or run it inside `with target:`"
-            )
-        return channel_lanes(Target(target))
 
 
 @relax.expr_functor.mutator

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 from tvm import s_tir, tirx
 from tvm.s_tir.dlight import ScheduleRule
@@ -32,7 +32,14 @@ class TunableRule(Rule):
     ----------
     records : Records
         Winners of tuning jobs.
+
+    Attributes
+    ----------
+    template : Template
+        That of all workloads, where there is one.
     """
+
+    template: ClassVar[AnyTemplate]
 
     def __init__(self, records: Records | None = None) -> None:
         self.records = records or Records()
@@ -51,7 +58,7 @@ class TunableRule(Rule):
 
     def templates(self, workload: Any, machine: Any) -> Sequence[AnyTemplate]:
         """Return the templates that can compute a workload, the default's first."""
-        raise NotImplementedError
+        return (self.template,)
 
     def preferred(self, workload: Any, machine: Any) -> Sequence[AnyTemplate]:
         """Return those of the templates that records leave, the default's first."""

@@ -44,6 +44,7 @@ def test_faults_are_seeded_in_a_copy(
         Fault("no two", "code.txt", "two", "2", ("test_code.py",)),
         Fault("rotten", "code.txt", "three", "3", ("test_code.py",)),
     )
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # their imports take seconds
     monkeypatch.setattr(run, "ROOT", repository)
     monkeypatch.setattr(run, "FAULTS", faults)
     run.subprocess.run(["git", "init", "-q", str(repository)], check=True)

@@ -21,6 +21,7 @@ from rich.table import Table
 from tvm import relax, tirx
 from tvm.ir import Constant
 from tvm.s_tir.analysis import estimate_tir_flops
+from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
 from schedules.workload.conv2d import Conv2DKernel, from_json
@@ -200,13 +201,7 @@ def profile(
         If the code cannot run on this machine, or the target is a GPU.
     """
     count = choose_threads(threads)
-    resolved = resolve(target, cores=threads)
-    if is_gpu(resolved):
-        raise TargetError(
-            f"kernels are profiled on CPUs only; got a target of kind {resolved.kind.name!r}; "
-            "`tvm-fusion explain` lists those of a GPU"
-        )
-    check_host(required_features(resolved), arch_of(resolved))
+    resolved = _this_cpu(target, threads)
     tell = progress or (lambda text, done, total: None)
     tell("compiling", 0, 2)
     imported = import_onnx(model, shapes)
@@ -214,11 +209,7 @@ def profile(
     refuse_open_shapes(imported.inputs, InvalidModelError, remedy)
     found = choose_records(records, resolved)
     options = pipeline.Options(fuse=fuse, winograd=winograd, records=found)
-    plan = pipeline.phases(resolved, options)
-    schedule = {"schedule": plan.pop("schedule")}
-    mod = pipeline.run_phases(imported.mod, resolved, plan)
-    costs = kernel_costs(mod)  # now: the work of scheduled functions cannot be counted
-    mod = pipeline.run_phases(mod, resolved, schedule)
+    mod, costs = _optimize(imported.mod, resolved, options)
     machine = relax.VirtualMachine(pipeline.build(mod, resolved), tvm.cpu())
     arrays = random_inputs(imported.inputs, 0, normal=True)
     feed = [tvm.runtime.tensor(array) for array in arrays.values()]
@@ -235,6 +226,29 @@ def profile(
         for position, (name, median) in enumerate(calls)
     ]
     return Profile(tuple(kernels), seconds, limits, host_info())
+
+
+def _this_cpu(target: Any, threads: int | None) -> Target:
+    """Resolve a target whose kernels can run here."""
+    resolved = resolve(target, cores=threads)
+    if is_gpu(resolved):
+        raise TargetError(
+            f"kernels are profiled on CPUs only; got a target of kind {resolved.kind.name!r}; "
+            "`tvm-fusion explain` lists those of a GPU"
+        )
+    check_host(required_features(resolved), arch_of(resolved))
+    return resolved
+
+
+def _optimize(
+    mod: tvm.IRModule, target: Target, options: pipeline.Options
+) -> tuple[tvm.IRModule, dict[str, Described]]:
+    """Run all phases, and count the work of the kernels by name."""
+    plan = pipeline.phases(target, options)
+    schedule = {"schedule": plan.pop("schedule")}
+    mod = pipeline.run_phases(mod, target, plan)
+    costs = kernel_costs(mod)  # now: the work of scheduled functions cannot be counted
+    return pipeline.run_phases(mod, target, schedule), costs
 
 
 def _fastest(

@@ -138,12 +138,8 @@ def compile(
     >>> y = compiled(np.zeros((1, 3, 224, 224), "float32"))    # doctest: +SKIP
     """
     if ranks is not None:
-        # By name: that family stands above this one.
-        family = importlib.import_module("tvm_fusion.distributed.network.compile_network")
-        family.refuse_gpu_options(fast_math, precision, cuda_graph)
-        if machine is not None:
-            raise TargetError(f"machine={machine!r} has no effect with ranks: leave it out")
-        return family.compile_network(
+        compile_network = _for_ranks(fast_math, precision, cuda_graph, machine)
+        return compile_network(
             model,
             ranks,
             target,
@@ -156,25 +152,46 @@ def compile(
         )
     count = choose_threads(threads)
     resolved = resolve(target, cores=threads)
-    found = choose_records(records, resolved)
     options = pipeline.Options(
         fuse=fuse,
         winograd=winograd,
-        records=found,
+        records=choose_records(records, resolved),
         fast_math=fast_math,
         precision=precision,
         cuda_graph=cuda_graph,
         machine=None if machine is None else load_machine(machine),
     )
-    stages = len(pipeline.phases(resolved, options)) + 2 + _is_cuda(resolved)
-    tell = announcer(progress, stages)
+    about, built = _compile(model, shapes, resolved, options, progress)
+    return CompiledModel(built.executable, about, count, built.weights)
+
+
+def _for_ranks(
+    fast_math: bool, precision: str, cuda_graph: bool, machine: str | os.PathLike[str] | None
+) -> Callable[..., Any]:
+    """The function that compiles for ranks; options without effect there are refused."""
+    # By name: that family stands above this one.
+    family = importlib.import_module("tvm_fusion.distributed.network.compile_network")
+    family.refuse_gpu_options(fast_math, precision, cuda_graph)
+    if machine is not None:
+        raise TargetError(f"machine={machine!r} has no effect with ranks: leave it out")
+    return family.compile_network
+
+
+def _compile(
+    model: Any,
+    shapes: Mapping[str, Any] | None,
+    target: tvm.target.Target,
+    options: pipeline.Options,
+    progress: Progress | None,
+) -> tuple[Description, pipeline.Built]:
+    """Import, optimise and build a model for one process."""
+    tell = announcer(progress, len(pipeline.phases(target, options)) + 2 + _is_cuda(target))
     tell("import")
     imported = import_model(model, shapes)
-    mod = pipeline.optimize(imported.mod, resolved, options, lambda phase, *_: tell(phase))
-    built = _generate(mod, resolved, tell, options)
+    mod = pipeline.optimize(imported.mod, target, options, lambda phase, *_: tell(phase))
+    built = _generate(mod, target, tell, options)
     tell("done")
-    about = describe(imported, mod, resolved, built, fast_math)
-    return CompiledModel(built.executable, about, count, built.weights)
+    return describe(imported, mod, target, built, options.fast_math), built
 
 
 def import_model(model: Any, shapes: Mapping[str, Any] | None) -> ImportedModel:

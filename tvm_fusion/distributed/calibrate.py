@@ -33,7 +33,7 @@ _OVERLAP_BYTES = 4 << 20
 
 
 class Ranks(Protocol):
-    """What a measurement needs of the ranks of a job, whoever connects them."""
+    """Ranks of a job as a measurement needs them, whoever connects them."""
 
     rank: int
     size: int

@@ -218,26 +218,14 @@ def tune(
         another form.
     """
     require_extra()
-    if trials < 1:
-        raise InvalidInputError(f"trials is {trials}; expected at least 1")
-    if minutes is not None and not minutes > 0:
-        raise InvalidInputError(f"minutes is {minutes}; expected a positive number")
-    if space not in SPACES:
-        raise InvalidInputError(f"space is {space!r}; expected {' or '.join(map(repr, SPACES))}")
+    _check_limits(trials, minutes, space)
     store = Database(Path(database))
     pool = _open_pool(runner, target, threads)
     with closing(pool), described(pool.target, pool.cpu):
         options = pipeline.Options(fuse, winograd=winograd)
-        wide = space == "wide"
         mod = import_model(model, shapes)
         contests = find_forms(mod, pool.target, options) if forms else []
-        kernels = [kernel for contest in contests for kernel in contest.kernels(pool.target)]
-        tasks = merged([*extract_tasks(mod, pool.target, None, options, wide), *kernels])
-        if not tasks:
-            raise TuningError(
-                "the model has nothing to tune: no convolution, product of matrices or reduction "
-                "of known shape"
-            )
+        tasks = _tasks(mod, pool.target, options, contests, wide=space == "wide")
         every: list[AnyTask] = [*tasks, *contests]
         states = [TaskState(task.name, task.about, task.calls, task.share) for task in every]
         result = TuneResult(states, str(database), str(pool.target), minutes=minutes)
@@ -249,6 +237,34 @@ def tune(
             result.interrupted = True
         job.tell()
     return result
+
+
+def _check_limits(trials: int, minutes: float | None, space: str) -> None:
+    """Refuse numbers that are not positive, and unknown spaces."""
+    if trials < 1:
+        raise InvalidInputError(f"trials is {trials}; expected at least 1")
+    if minutes is not None and not minutes > 0:
+        raise InvalidInputError(f"minutes is {minutes}; expected a positive number")
+    if space not in SPACES:
+        raise InvalidInputError(f"space is {space!r}; expected {' or '.join(map(repr, SPACES))}")
+
+
+def _tasks(
+    mod: tvm.IRModule,
+    target: Target,
+    options: pipeline.Options,
+    contests: Sequence[FormTask],
+    wide: bool,
+) -> list[Task]:
+    """Kernels to tune: those of the model as it is compiled, and those of the forms that race."""
+    kernels = [kernel for contest in contests for kernel in contest.kernels(target)]
+    tasks = merged([*extract_tasks(mod, target, None, options, wide), *kernels])
+    if not tasks:
+        raise TuningError(
+            "the model has nothing to tune: no convolution, product of matrices or reduction "
+            "of known shape"
+        )
+    return tasks
 
 
 def _open_pool(runner: str, target: Any, threads: int | None) -> Pool:

@@ -10,6 +10,7 @@ import math
 
 from tvm import relax, tirx
 
+from relay_passes.core.expressions import resize_alike
 from relay_passes.op.pack import unpack
 
 from .packing_state import Packed, Result, Rule, Scope
@@ -93,19 +94,7 @@ def pack_resize(scope: Scope, binding: relax.VarBinding) -> Packed | None:
     attrs = call.attrs
     if data is None or str(attrs.layout) != "NCHW" or not scope.is_worth_packing(binding):
         return None
-    resized = relax.op.image.resize2d(
-        data.expr,
-        call.args[1],
-        roi=tuple(float(edge) for edge in attrs.roi),
-        layout=scope.layout,
-        method=attrs.method,
-        coordinate_transformation_mode=attrs.coordinate_transformation_mode,
-        rounding_method=attrs.rounding_method,
-        cubic_alpha=attrs.cubic_alpha,
-        cubic_exclude=attrs.cubic_exclude,
-        extrapolation_value=attrs.extrapolation_value,
-        out_dtype=attrs.out_dtype,
-    )
+    resized = resize_alike(call, data.expr, call.args[1], scope.layout)
     bound = max(data.bound * _RESIZE_GROWTH, abs(float(attrs.extrapolation_value)))
     return scope.result(resized, data.channels, bound)
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from tvm import s_tir, tirx
@@ -18,7 +18,7 @@ from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import accumulators, loop
 from ..core.prefetch import prefetch
-from ..core.rule import CPUTemplate, TunableCPURule
+from ..core.rule import TunableCPURule
 from ..core.tiles import Index, Run, chunk, split_evenly
 from .register_tile_nest import for_each_pixel_tile
 
@@ -148,6 +148,8 @@ class ChannelNorm(TunableCPURule):
     everything else.
     """
 
+    template = CHANNEL_NORM
+
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func`` for a CPU target."""
         workload = _workload(func)
@@ -159,10 +161,6 @@ class ChannelNorm(TunableCPURule):
         """Return the normalisation, if the batch is known."""
         workload = _workload(func)
         return None if workload is None or workload.batch is None else workload
-
-    def templates(self, workload: ChannelNormWorkload, machine: CPUInfo) -> Sequence[CPUTemplate]:
-        """Return the one template."""
-        return (CHANNEL_NORM,)
 
 
 def _workload(func: tirx.PrimFunc) -> ChannelNormWorkload | None:

@@ -14,7 +14,7 @@ Loop nest (``units`` are rows, or pixel tiles where the layer is flat)::
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
@@ -30,7 +30,7 @@ from schedules.workload.conv2d import Conv2DKernel, describe, from_json
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import Index, LayerOperands, ReducedBlocks, loop
-from ..core.rule import CPUTemplate, TunableCPURule
+from ..core.rule import TunableCPURule
 from ..core.tiles import Run, Span, chunk, split_evenly
 from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space
 from ..cost.cost_model import default_conv2d_knobs, estimate
@@ -112,6 +112,9 @@ class Conv2DTemplate(PackedTemplate[Conv2DKnobs]):
         return super().features(workload, knobs, machine) | terms
 
 
+CONV2D = Conv2DTemplate()
+
+
 class PackedRule(TunableCPURule):
     """Base of the rules for functions that legalization marked as packed convolutions."""
 
@@ -123,13 +126,11 @@ class Conv2D(PackedRule):
     output; returns None for everything else.
     """
 
+    template = CONV2D
+
     def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
         """Return the convolution."""
         return packed_kernel(func, layers=1)
-
-    def templates(self, workload: Conv2DKernel, cpu: CPUInfo) -> Sequence[CPUTemplate]:
-        """Return the one template."""
-        return (CONV2D,)
 
 
 def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> Conv2DKernel | None:
@@ -141,9 +142,6 @@ def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> C
     packed = kernel.out_layout != "NCHW" and None not in (kernel.height, kernel.width)
     mine = len(kernel.layers) == layers and bool(kernel.winograd) == winograd
     return kernel if packed and mine else None
-
-
-CONV2D = Conv2DTemplate()
 
 
 def operands(

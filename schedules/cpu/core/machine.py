@@ -156,6 +156,8 @@ class MeasuredCPU(CPUInfo):
             family,
             bytes_per_cycle=(*family.bytes_per_cycle[:3], self.memory_bytes_per_cycle),
             memory_cores=float(self.num_cores),
+            weight_bytes_per_cycle=self.memory_bytes_per_cycle,
+            weight_cores=float(self.num_cores),
             fork=self.fork,
         )
 

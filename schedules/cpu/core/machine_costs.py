@@ -30,6 +30,11 @@ class MachineCosts:
         From L1, L2, L3 and memory into registers.
     memory_cores : float
         Cores that saturate the memory; more share it.
+    weight_bytes_per_cycle, weight_cores : float
+        The same two for weights alone, which a core asks ahead: by a single core from memory, and
+        the cores that saturate it.
+    weight_cache_bytes_per_cycle : float
+        Weights that the core has read before in the same kernel.
     cache_share : float
         Share of a cache that a kernel's own data may fill.
     leak : float
@@ -73,6 +78,10 @@ class MachineCosts:
         Share of the peak that products of full register tiles reach.
     winograd_task : float
         Beginning a task.
+    winograd_exposed : float
+        Share of the weights' time that does not overlap with arithmetic.
+    direct_efficiency : float
+        Share of the peak that a direct convolution reaches with weights and data in L1.
     """
 
     fma_bits_per_cycle: int = 512
@@ -81,6 +90,9 @@ class MachineCosts:
     fma_latency: float = 4.08
     bytes_per_cycle: tuple[float, float, float, float] = (float("inf"), 36.0, 20.0, 3.8)
     memory_cores: float = 2.0
+    weight_bytes_per_cycle: float = 6.5
+    weight_cores: float = 1.65
+    weight_cache_bytes_per_cycle: float = 27.0
     cache_share: float = 0.75
     leak: float = 0.05
     body: float = 1.1
@@ -104,6 +116,8 @@ class MachineCosts:
     winograd_inverse: tuple[float, float] = (3.0, 5.0)
     winograd_efficiency: float = 0.93
     winograd_task: float = 2000.0
+    winograd_exposed: float = 0.15
+    direct_efficiency: float = 0.95
 
     def fma_per_cycle(self, vector_bits: int) -> float:
         """Multiply-adds of whole vectors that start in a cycle."""

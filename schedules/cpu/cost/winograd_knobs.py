@@ -23,16 +23,11 @@ from schedules.workload.winograd_matrices import TAPS
 
 from ..core.machine import CPUInfo
 from ..core.tiles import split_evenly
+from .direct_roofline import weights_rate
 from .register_tile import MAX_VECTORS, most_pixels, row_cycles
 
 # Largest group: its transformed data and products should not exceed the L2 by far.
 MAX_GROUP = 32
-
-# Constants of the model, in cycles and bytes of one core; measure before changing one.
-MEMORY_BYTES_PER_CYCLE = 6.5  # weights that one core alone reads from memory
-MEMORY_CORES = 1.65  # cores that saturate the memory with such reads; more share it
-CACHE_BYTES_PER_CYCLE = 27.0  # weights that the core has read before
-EXPOSED = 0.15  # share of the weights' time that does not overlap with arithmetic
 
 
 def takes_winograd(layer: ConvLayer, size: tuple[int, int], dtype: str, cpu: CPUInfo) -> bool:
@@ -189,6 +184,6 @@ def winograd_cycles(shape: WinogradShape, knobs: WinogradKnobs, cpu: CPUInfo) ->
     arithmetic = turns * (shape.points * (products + moves) + costs.winograd_task)
     weights = shape.points * shape.in_blocks * blocks * shape.lanes**2 * shape.item_bytes
     busy = min(cpu.num_cores, tasks)
-    memory = weights / (MEMORY_BYTES_PER_CYCLE * min(1.0, MEMORY_CORES / busy))
-    cache = (turns - 1) * weights / CACHE_BYTES_PER_CYCLE
-    return max(arithmetic + EXPOSED * (memory + cache), memory)
+    memory = weights / weights_rate(busy, cpu)
+    cache = (turns - 1) * weights / costs.weight_cache_bytes_per_cycle
+    return max(arithmetic + costs.winograd_exposed * (memory + cache), memory)

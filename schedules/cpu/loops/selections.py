@@ -61,9 +61,7 @@ def find_nonzero(shape: Sequence[Extent], dtype: str) -> tirx.PrimFunc:
             element = x[tuple(indices)]
             chosen = element if dtype == "bool" else element != tirx.const(0, dtype)
             with T.If(chosen), T.Then():
-                for axis, index in enumerate(indices):
-                    T.buffer_store(places, tirx.Cast("int64", index), [size[0], axis])
-                T.buffer_store(size, size[0] + _long(1), [0])
+                _append(places, size, indices)
 
     return _kernel("NonZero", buffers, write)
 
@@ -136,9 +134,7 @@ def suppress_boxes(
                     with T.If(_overlaps(corners[0], corners[1], overlap[0], dtype)), T.Then():
                         T.buffer_store(is_kept, tirx.const(False, "bool"), [0])
                 with T.If(is_kept[0]), T.Then():
-                    for column, value in enumerate((image, kind, box)):
-                        T.buffer_store(found, tirx.Cast("int64", value), [size[0], column])
-                    T.buffer_store(size, size[0] + _long(1), [0])
+                    _append(found, size, (image, kind, box))
 
     return _kernel("NonMaxSuppression", buffers, write)
 
@@ -146,6 +142,13 @@ def suppress_boxes(
 def _begin(size: tirx.Buffer, columns: int) -> None:
     for axis, extent in enumerate((0, columns)):
         T.buffer_store(size, _long(extent), [axis])
+
+
+def _append(rows: tirx.Buffer, size: tirx.Buffer, values: Sequence[tirx.Expr]) -> None:
+    """Write a row behind the others, and count it."""
+    for column, value in enumerate(values):
+        T.buffer_store(rows, tirx.Cast("int64", value), [size[0], column])
+    T.buffer_store(size, size[0] + _long(1), [0])
 
 
 def _corners(box: Sequence[tirx.Expr], centred: bool, dtype: str) -> list[tirx.Expr]:

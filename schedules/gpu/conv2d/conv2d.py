@@ -7,7 +7,7 @@ the splits' results in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -94,6 +94,8 @@ class Conv2D(ConvRule):
     depthwise, where a tile fits the device; returns None for everything else.
     """
 
+    template = CONV2D
+
     def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         kernel = packed_kernel(func, layers=1)
@@ -109,10 +111,6 @@ class Conv2D(ConvRule):
         if kernel is None or not kernel.is_static or kernel.layers[0].is_depthwise:
             return None
         return None if choose_tile(_extents(kernel), self.machine(target)) is None else kernel
-
-    def templates(self, workload: Conv2DKernel, machine: GPUInfo) -> Sequence[Conv2DTemplate]:
-        """Return the one template."""
-        return (CONV2D,)
 
 
 def _extents(kernel: Conv2DKernel) -> ProductExtents:

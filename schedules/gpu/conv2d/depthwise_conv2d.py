@@ -7,7 +7,7 @@ neighbouring threads have neighbouring columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -91,6 +91,8 @@ class DepthwiseConv2D(ConvRule):
     None for everything else.
     """
 
+    template = DEPTHWISE
+
     def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         kernel = _depthwise(func)
@@ -103,10 +105,6 @@ class DepthwiseConv2D(ConvRule):
         """Return the convolution, if the batch is known."""
         kernel = _depthwise(func)
         return kernel if kernel is not None and kernel.is_static else None
-
-    def templates(self, workload: Conv2DKernel, machine: GPUInfo) -> Sequence[DepthwiseTemplate]:
-        """Return the one template."""
-        return (DEPTHWISE,)
 
 
 def _depthwise(func: tirx.PrimFunc) -> Conv2DKernel | None:

@@ -15,7 +15,7 @@ a halo, or there are several tiles of channels, parts of the first layer are rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -90,6 +90,8 @@ class FusedConv2D(ConvRule):
     :func:`unsupported` allows and a tile fits the device; returns None for everything else.
     """
 
+    template = FUSED
+
     def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         kernel = packed_kernel(func, layers=2)
@@ -105,10 +107,6 @@ class FusedConv2D(ConvRule):
             return None
         tile = choose_fused_tile(pair_of(kernel, kernel.batch or 1), self.machine(target))
         return None if tile is None else kernel
-
-    def templates(self, workload: Conv2DKernel, machine: GPUInfo) -> Sequence[FusedTemplate]:
-        """Return the one template."""
-        return (FUSED,)
 
 
 def unsupported(layer1: ConvLayer, layer2: ConvLayer) -> str | None:

@@ -13,6 +13,7 @@ from tvm import relax, te
 from tvm.relax import op
 
 from schedules.gpu import Pooling
+from tests.selection import in_turns
 
 F32 = "float32"
 
@@ -73,9 +74,9 @@ def test_maxima(case: dict[str, Any], layout: str, rng: np.random.Generator) -> 
     np.testing.assert_array_equal(got, _windows(x, case, -np.inf).max((0, 1)))
 
 
-@pytest.mark.parametrize("layout", SHAPES)
-@pytest.mark.parametrize("case", CASES[:2] + CASES[3:], ids=str)
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "case", "padded"), in_turns(SHAPES, CASES[:2] + CASES[3:], [False, True])
+)
 def test_averages(
     case: dict[str, Any], layout: str, padded: bool, rng: np.random.Generator
 ) -> None:

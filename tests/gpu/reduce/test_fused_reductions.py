@@ -31,6 +31,7 @@ from relay_passes.reduction import groups as reduction_groups
 from relay_passes.reduction.primfunc_calls import is_reduction
 from schedules import gpu
 from schedules.gpu.reduce.plan import online_softmax
+from tests.selection import in_turns
 from tvm_fusion.compiler.gpu_phases import gpu_phases
 
 
@@ -133,8 +134,9 @@ def logits(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("shape", [(1, 1 << 18), (4, 70_001)])
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize(
+    ("shape", "name"), in_turns([(1, 1 << 18), (4, 70_001)], ["softmax", "log_softmax"])
+)
 def test_large_logits_of_long_rows(name, shape, rng):
     compiled = pipeline(lambda e, x: [getattr(op.nn, name)(x, -1)], data(*shape))
     x = logits(rng, *shape)

@@ -277,8 +277,7 @@ def test_variance(
     )
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["avg", "max", "adaptive_avg"])
+@pytest.mark.parametrize(("rank", "kind"), in_turns([1, 2, 3], ["avg", "max", "adaptive_avg"]))
 def test_pools_of_whole_images(kind: str, rank: int) -> None:
     image = [5, 3, 4][:rank]
     axes = tuple(range(2, 2 + rank))
@@ -303,8 +302,9 @@ def test_pools_of_other_layouts() -> None:
     assert ops(mod) == ["mean"]
 
 
-@pytest.mark.parametrize("shape", [(7,), (4, 7), (4, 5, 3)])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), in_turns([(7,), (4, 7), (4, 5, 3)], ["float32", "float16"])
+)
 def test_cross_entropy(shape: tuple[int, ...], dtype: str) -> None:
     rng = np.random.default_rng(5)
     x, y = (values_of(rng, *shape, dtype=dtype) for _ in range(2))
@@ -472,8 +472,9 @@ def test_gradients_hold_only_reductions_that_are_coalesced(loss: str) -> None:
     assert (gradient * step).sum() == pytest.approx(slope, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize("shape", [(6, 5), (2, 5, 3, 2)])
+@pytest.mark.parametrize(
+    ("reduction", "shape"), in_turns(["none", "sum", "mean"], [(6, 5), (2, 5, 3, 2)])
+)
 def test_gradient_of_nll_loss(shape: tuple[int, ...], reduction: str) -> None:
     rng = np.random.default_rng(9)
     x, weights = values_of(rng, *shape), values_of(rng, shape[1])
@@ -550,8 +551,7 @@ ONNX_NODES = {
 }
 
 
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("name", ONNX_NODES)
+@pytest.mark.parametrize(("special", "name"), in_turns([False, True], ONNX_NODES))
 def test_onnx_operators(name: str, special: bool) -> None:
     attributes, weights = ONNX_NODES[name]
     opset = 21 if name == "GroupNormalization" else 18

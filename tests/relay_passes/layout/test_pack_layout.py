@@ -471,7 +471,7 @@ def test_block_is_refused(block):
 
 
 def test_missing_target_is_refused():
-    with pytest.raises(OpError, match="PackLayout: no target; pass target= or block="):
+    with pytest.raises(OpError, match="PackLayout: no target; pass target=, or run it inside"):
         PackLayout().transform_module(tvm.IRModule({}), tvm.transform.PassContext.current())
 
 

@@ -11,6 +11,7 @@ from tvm import relax
 
 from relay_passes.op import channel_shuffle, pack, unpack
 from schedules.errors import OpError
+from tests.selection import in_turns
 
 
 def shuffled(data: np.ndarray, groups: int) -> np.ndarray:
@@ -54,9 +55,11 @@ def test_legalization_has_the_name_of_the_op():
     assert sorted(var.name_hint for var in legalized.functions) == ["channel_shuffle", "main"]
 
 
-@pytest.mark.parametrize(("channels", "groups"), [(16, 2), (12, 3), (58, 2), (5, 5), (7, 1)])
-@pytest.mark.parametrize("block", [None, 4, 8])
-def test_numbers(run_module, channels, groups, block):
+@pytest.mark.parametrize(
+    ("case", "block"), in_turns([(16, 2), (12, 3), (58, 2), (5, 5), (7, 1)], [None, 4, 8])
+)
+def test_numbers(run_module, case, block):
+    channels, groups = case
     x = tensor("x", 2, channels, 3, 5)
     data = np.random.default_rng(channels).standard_normal((2, channels, 3, 5)).astype("float32")
     call = channel_shuffle(x if block is None else pack(x, block), channels, groups)

@@ -28,6 +28,7 @@ from relay_passes.op import coalesced_reduce
 from schedules.compute.coalesced_reduce import FINISH, STATE, VALUE
 from schedules.errors import OpError
 from schedules.workload.reduce import DTYPES, FINISHES, FLOATS, OPERATORS
+from tests.selection import in_turns
 
 REFUSED = {("mean", dtype) for dtype in DTYPES if dtype not in FLOATS} | {
     (operator, "bool") for operator in ("sum", "prod", "sum_squares")
@@ -205,8 +206,7 @@ def test_numbers(operator, dtype, draw):
     assert_close(actual, reference(operator, data, axes, keepdims), operator)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(("dtype", "operator"), in_turns(FLOATS, OPERATORS))
 def test_special_values(operator, dtype):
     rows = [
         [-0.0, -0.0, -0.0, -0.0],
@@ -230,8 +230,13 @@ def test_sums_of_negative_zeros_keep_their_sign(dtype):
         assert np.signbit(run_kernel(operator, data, dtype, None).astype("float64"))
 
 
-@pytest.mark.parametrize("operator", ["sum", "prod", "sum_squares"])
-@pytest.mark.parametrize("dtype", ["int64", "int32", "int8", "uint8"])
+@pytest.mark.parametrize(
+    ("operator", "dtype"),
+    in_turns(
+        ["sum", "prod", "sum_squares"],
+        ["int64", "int32", "int8", "uint8"],
+    ),
+)
 def test_integers_wrap_around(operator, dtype):
     data = np.full((3, 7), np.iinfo(dtype).max - 2, dtype)
     actual = run_kernel(operator, data, dtype, [1])
@@ -253,9 +258,15 @@ def test_float16_is_accumulated_in_float32_and_rounded_once(operator, result):
     assert run_kernel(operator, data, "float16", None) == np.float16(result)
 
 
-@pytest.mark.parametrize("operator", ["sum", "prod", "mean", "sum_squares", "and", "or"])
-@pytest.mark.parametrize(("shape", "axes"), [((2, 0, 3), [1]), ((0, 3), [1]), ((0,), [0])])
-def test_no_elements(operator, shape, axes):
+@pytest.mark.parametrize(
+    ("operator", "case"),
+    in_turns(
+        ["sum", "prod", "mean", "sum_squares", "and", "or"],
+        [((2, 0, 3), [1]), ((0, 3), [1]), ((0,), [0])],
+    ),
+)
+def test_no_elements(operator, case):
+    shape, axes = case
     data = np.zeros(shape, "float32")
     mod = module_of(call := coalesced_reduce(tensor(*shape), operator, axes), call.args[0])
     assert_close(run(mod, data), reference(operator, data, axes), operator)

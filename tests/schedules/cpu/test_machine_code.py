@@ -14,10 +14,11 @@ from math import prod
 
 import pytest
 from cpu import plain_cases
-from cpu.conv2d import test_pack, test_winograd_conv2d
+from cpu.conv2d import test_pack
 from cpu.conv2d.test_pack import Image
+from cpu.conv2d.winograd import test_winograd_conv2d
 from cpu.conv_cases import Case, build
-from cpu.loops.test_dense import dense
+from cpu.loops.matmul.test_dense import dense
 from cpu.machine_cases import (
     CPUS,
     Form,

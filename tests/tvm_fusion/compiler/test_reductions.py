@@ -15,6 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tvm import relax
 
 import tvm_fusion
+from tests.selection import in_turns
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.explain.explain import explain
 from tvm_fusion.compiler.targets.target import resolve
@@ -109,8 +110,7 @@ def test_numbers_of_every_operator(dtype: str) -> None:
         np.testing.assert_allclose(result, wide, rtol=tolerance, err_msg=str(case))
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("axis", "dtype"), in_turns([0, 1], ["float32", "float16"]))
 def test_nan_and_infinities_are_as_in_numpy(dtype: str, axis: int) -> None:
     rows = np.random.default_rng(0).standard_normal((7, 83)).astype(dtype)
     rows[0, [50, 77]] = np.nan

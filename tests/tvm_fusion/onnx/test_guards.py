@@ -19,6 +19,7 @@ from onnx_cases import (
     run_relax,
 )
 
+from tests.selection import in_turns
 from tvm_fusion.errors import InvalidModelError, UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
@@ -239,8 +240,9 @@ def test_divisions_by_minus_one_among_others(op_type: str) -> None:
     np.testing.assert_array_equal(run_relax(imported, list(feeds.values()))[0], expected)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint16"])
-@pytest.mark.parametrize("op_type", ["Div", "Mod"])
+@pytest.mark.parametrize(
+    ("dtype", "op_type"), in_turns(["int8", "int32", "int64", "uint16"], ["Div", "Mod"])
+)
 def test_divisions_by_numbers_from_data(op_type: str, dtype: str) -> None:
     """By zero, which ONNX leaves open, the quotient is the dividend and the remainder 0."""
     least = np.iinfo(dtype).min

@@ -22,6 +22,7 @@ from onnx_cases import (
     run_relax,
 )
 
+from tests.selection import in_turns
 from tvm_fusion.errors import InvalidModelError, UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
@@ -215,8 +216,13 @@ def test_exponents_with_more_axes_than_the_base_stay() -> None:
     assert "R.power" in str(assert_same_as_onnx_runtime(model).mod)
 
 
-@pytest.mark.parametrize("opset", [13, 17, 18, 22])
-@pytest.mark.parametrize("attributes", [{}, {"axis": 1, "p": 1}, {"axis": -3, "p": 2}])
+@pytest.mark.parametrize(
+    ("opset", "attributes"),
+    in_turns(
+        [13, 17, 18, 22],
+        [{}, {"axis": 1, "p": 1}, {"axis": -3, "p": 2}],
+    ),
+)
 def test_lp_normalization(attributes: dict[str, int], opset: int) -> None:
     data = normal(3, 4, 5)
     data[1], data[:, 2], data[2, 3, 1] = 0, 0, np.nan
@@ -240,8 +246,13 @@ def test_automatic_padding(data: st.DataObject) -> None:
     assert_same_as_onnx_runtime(model)
 
 
-@pytest.mark.parametrize("mode", ["SAME_LOWER", "SAME_UPPER"])
-@pytest.mark.parametrize("op_type", ["AveragePool", "LpPool", "MaxPool"])
+@pytest.mark.parametrize(
+    ("mode", "op_type"),
+    in_turns(
+        ["SAME_LOWER", "SAME_UPPER"],
+        ["AveragePool", "LpPool", "MaxPool"],
+    ),
+)
 def test_automatic_padding_of_dilated_windows(op_type: str, mode: str) -> None:
     """ONNX Runtime forgets the dilation here, so it gets the padding written out."""
     attributes = {"kernel_shape": [3, 2], "strides": [2, 3], "dilations": [2, 2]}

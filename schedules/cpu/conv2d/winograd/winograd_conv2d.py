@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from tvm import s_tir, tirx
 from tvm.target import Target
@@ -11,7 +11,6 @@ from tvm.target import Target
 from schedules.workload.conv2d import Conv2DKernel
 
 from ...core.machine import CPUInfo
-from ...core.rule import CPUTemplate
 from ...cost.winograd_knobs import (
     WinogradKnobs,
     WinogradShape,
@@ -62,13 +61,11 @@ class WinogradConv2D(PackedRule):
     that read it NaN.
     """
 
+    template = WINOGRAD
+
     def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
         """Return the convolution."""
         return packed_kernel(func, layers=1, winograd=True)
-
-    def templates(self, workload: Conv2DKernel, cpu: CPUInfo) -> Sequence[CPUTemplate]:
-        """Return the one template."""
-        return (WINOGRAD,)
 
 
 def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> WinogradKnobs:

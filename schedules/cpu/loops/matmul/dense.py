@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tvm import s_tir, tirx
@@ -16,7 +16,7 @@ from schedules.tuning.template import Template
 
 from ...core.kernel_builder import STACK_BYTES
 from ...core.machine import CPUInfo
-from ...core.rule import CPUTemplate, TunableCPURule
+from ...core.rule import TunableCPURule
 from ...nests.blocks import BlockFacts, Kernel, block_facts, open_kernel
 from ...nests.cached_input import column_axis, lay_out_matrix
 from ...nests.elementwise_nest import schedule_spatial
@@ -173,6 +173,8 @@ class Dense(TunableCPURule):
     symbolic extents of the columns and of K.
     """
 
+    template = DENSE
+
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func``, or return None if it is no matrix product."""
         opened = _open(func, target)
@@ -186,10 +188,6 @@ class Dense(TunableCPURule):
         """Return the product of matrices, if it is one with knobs."""
         opened = _open(func, target)
         return None if opened is None else _workload(opened)
-
-    def templates(self, workload: DenseWorkload, cpu: CPUInfo) -> Sequence[CPUTemplate]:
-        """Return the one template."""
-        return (DENSE,)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tvm import s_tir, tirx
@@ -13,7 +13,7 @@ from tvm.target import Target
 from schedules.tuning.template import Template
 
 from ...core.machine import CPUInfo
-from ...core.rule import CPUTemplate, TunableCPURule
+from ...core.rule import TunableCPURule
 from ...nests.blocks import BlockFacts, Kernel, block_facts, open_kernel
 from ...nests.loop_transforms import inline_blocks
 from .pool_nests import PoolingLoops, pool_in_lanes, pool_in_rows, sliding_axes
@@ -89,6 +89,8 @@ class Pooling(TunableCPURule):
     of the contiguous one.
     """
 
+    template = POOLING
+
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func``, or return None if it is no pooling."""
         workload = _workload(func, target)
@@ -105,10 +107,6 @@ class Pooling(TunableCPURule):
         copied = PoolingKnobs(self.machine(target).vector_bits, 1, True, False)
         needs_copy = workload.is_guarded and not workload.in_lanes
         return None if needs_copy and _write(func, copied, target) is None else workload
-
-    def templates(self, workload: PoolingWorkload, machine: CPUInfo) -> Sequence[CPUTemplate]:
-        """Return the one template."""
-        return (POOLING,)
 
 
 def _workload(func: tirx.PrimFunc, target: Target) -> PoolingWorkload | None:

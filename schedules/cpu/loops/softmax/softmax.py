@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tvm import s_tir, tirx
@@ -15,7 +15,7 @@ from schedules.tir.vector_math import is_expensive
 from schedules.tuning.template import Template
 
 from ...core.machine import CPUInfo
-from ...core.rule import CPUTemplate, TunableCPURule
+from ...core.rule import TunableCPURule
 from ...nests.blocks import Kernel, open_kernel
 from ...nests.elementwise_nest import schedule_spatial
 from ...nests.fused_consumers import vectorize_under
@@ -105,6 +105,8 @@ class Softmax(TunableCPURule):
     its row, symbolic extents of the rows' elements.
     """
 
+    template = ROW_CHAIN
+
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func``, or return None if it is no such chain."""
         opened = _open(func, target)
@@ -122,10 +124,6 @@ class Softmax(TunableCPURule):
         kernel, stages, chain = opened
         knobs = default_row_chain(chain, kernel.cpu)
         return None if _write(kernel, stages, chain, knobs) is None else chain
-
-    def templates(self, workload: RowChain, machine: CPUInfo) -> Sequence[CPUTemplate]:
-        """Return the one template."""
-        return (ROW_CHAIN,)
 
 
 def _open(func: tirx.PrimFunc, target: Target) -> tuple[Kernel, list[RowStage], RowChain] | None:

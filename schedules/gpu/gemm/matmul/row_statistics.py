@@ -194,7 +194,7 @@ def _number(expression: tirx.Expr) -> float | None:
 
 
 def _summand(stage: Stage) -> tirx.Expr | None:
-    """What a stage adds to zero, element by element."""
+    """Term that a stage adds to zero, element by element."""
     value = stage.value
     if not isinstance(value, tirx.Add) or getattr(stage.init, "value", None) != 0:
         return None

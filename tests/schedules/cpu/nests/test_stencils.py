@@ -17,6 +17,7 @@ from schedules.cpu.nests import streaming_stores
 from schedules.cpu.nests.shared_rows import ROWS
 from schedules.distribute.distribute import distribute
 from schedules.distribute.localize import localize
+from tests.selection import in_turns
 from tvm_fusion import distributed
 from tvm_fusion.distributed import run_ranks
 
@@ -79,9 +80,14 @@ def test_merged_channels_have_plain_addresses_without_an_offset(size, dtype):
     assert not [i for i in loop.instructions if i.name.startswith(SCALAR)], str(loop)
 
 
-@pytest.mark.parametrize("cols", [64, 77])
-@pytest.mark.parametrize("name", ["pipeline", "cvt_color", "gaussian", "sobel", "convolution"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("cols", "name", "stream"),
+    in_turns(
+        [64, 77],
+        ["pipeline", "cvt_color", "gaussian", "sobel", "convolution"],
+        [False, True],
+    ),
+)
 def test_pixels_of_8_bits(monkeypatch, name, cols, stream):
     if stream:
         monkeypatch.setattr(streaming_stores, "_LEAST_CACHES", 0)
@@ -129,8 +135,13 @@ def test_few_rows_have_the_bits_of_many():
     np.testing.assert_allclose(alone, sum(x[k : k + 37] * w[k] for k in range(5)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(9, 70), (33, 64), (4, 131), (1, 5)])
-@pytest.mark.parametrize("dtype", ["float32", "uint8", "float64", "int16"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    in_turns(
+        [(9, 70), (33, 64), (4, 131), (1, 5)],
+        ["float32", "uint8", "float64", "int16"],
+    ),
+)
 def test_streamed_numbers(streamed, shape, dtype):
     x, y = tensor("x", *shape, dtype=dtype), tensor("y", shape[1], dtype=dtype)
     out = te.compute(shape, lambda i, j: x[i, j] + y[j] + y[j])
@@ -139,8 +150,9 @@ def test_streamed_numbers(streamed, shape, dtype):
     np.testing.assert_allclose(found, a + b + b, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["blur", "heat2d", "gaussian", "cvt_color"])
-@pytest.mark.parametrize("cols", [64, 77])
+@pytest.mark.parametrize(
+    ("name", "cols"), in_turns(["blur", "heat2d", "gaussian", "cvt_color"], [64, 77])
+)
 def test_streamed_stencils_have_the_numbers_of_cached_ones(monkeypatch, name, cols):
     func = STENCILS[name](29, cols)
     inputs = [draw([int(n) for n in func.params[0].shape])]

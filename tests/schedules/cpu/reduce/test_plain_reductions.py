@@ -33,6 +33,7 @@ from tvm.target import Target
 
 from schedules.cpu.loops.matmul.dense import balanced_tile
 from schedules.cpu.reduce.coalesced_reduce import CoalescedReduce
+from tests.selection import in_turns
 
 RULE = CoalescedReduce()
 
@@ -105,8 +106,9 @@ def test_what_follows_may_be_wider_than_the_result():
     close(run(func, array)[0], array - array.astype("float64").mean(1, keepdims=True))
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3, 8])
-@pytest.mark.parametrize("shape", [(70000,), (3, 40000), (8192, 9)])
+@pytest.mark.parametrize(
+    ("cores", "shape"), in_turns([1, 2, 3, 8], [(70000,), (3, 40000), (8192, 9)])
+)
 def test_any_number_of_cores(cores, shape):
     target = Target({**HOST.export(), "num-cores": cores})
     axis = 0 if shape[-1] == 9 else len(shape) - 1
@@ -115,8 +117,9 @@ def test_any_number_of_cores(cores, shape):
     close(run(func, array, target=target)[0], array.astype("float64").sum(axis), 300)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16", "int32", "int8"])
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    ("dtype", "axis"), in_turns(["float64", "float16", "int32", "int8"], [0, 1])
+)
 def test_other_types(dtype, axis):
     x = tensor("x", 33, 45, dtype=dtype)
     func = schedule(RULE, function([x], topi.max(x, axis)))

@@ -14,6 +14,7 @@ from onnx import helper
 from onnx_cases import normal
 
 import tvm_fusion
+from tests.selection import in_turns
 from tvm_fusion.errors import UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
@@ -131,8 +132,7 @@ def test_convolutions(activation: str) -> None:
     check([node("FusedConv", inputs, "y", pads=[1, 1, 1, 1], **chosen)], **feeds)
 
 
-@pytest.mark.parametrize("unidirectional", [0, 1])
-@pytest.mark.parametrize("mask", ["-", "mask"])
+@pytest.mark.parametrize(("unidirectional", "mask"), in_turns([0, 1], ["-", "mask"]))
 def test_attention(unidirectional: int, mask: str) -> None:
     inputs = f"x w b {mask}" + (" past" if mask == "-" else "")
     outputs = "y present" if mask == "-" else "y"

@@ -25,6 +25,11 @@ def bits(*shape: int, dtype: str = "uint8", seed: int = 1) -> np.ndarray:
     return generator.integers(limits.min, limits.max, shape, dtype, endpoint=True)
 
 
+def weights(*shape: int) -> np.ndarray:
+    """Of 7 bits: those of 8 overflow ONNX Runtime's sums of two products on CPUs without VNNI."""
+    return bits(*shape, dtype="int8", seed=2) // 2
+
+
 def number(value: float, dtype: str = "float32") -> np.ndarray:
     return np.array(value, dtype)
 
@@ -108,7 +113,7 @@ def test_tensors_of_several_scales_in_one() -> None:
 @pytest.mark.parametrize("is_float", [False, True])
 def test_dense_layers(is_float: bool) -> None:
     left = [bits(3, 6), number(0.02), number(100, "uint8")]
-    right = [bits(5, 6, dtype="int8", seed=2), number(0.01), number(0, "int8")]
+    right = [weights(5, 6), number(0.01), number(0, "int8")]
     bias = bits(5, dtype="int16").astype("int32")
     ends = [None, None] if is_float else [number(0.1), number(128, "uint8")]
     result = TensorProto.FLOAT if is_float else TensorProto.UINT8
@@ -120,7 +125,7 @@ def test_dense_layers(is_float: bool) -> None:
 
 def test_products_that_are_floats() -> None:
     scales, bias = normal(4, seed=3) ** 2, normal(4, seed=4)
-    right = [bits(6, 4, dtype="int8", seed=2), scales, np.zeros(4, "int8"), bias]
+    right = [weights(6, 4), scales, np.zeros(4, "int8"), bias]
     kind = TensorProto.FLOAT
     check(*model_of("DynamicQuantizeMatMul", [normal(3, 6), *right], result=kind))
     given = [bits(3, 6), right[0], number(0.1), scales, number(7, "uint8"), right[2], bias]

@@ -54,9 +54,7 @@ def typed(values: Any, dtype: str) -> np.ndarray:
     return np.asarray(values).astype(helper.tensor_dtype_to_np_dtype(ELEMENTS[dtype]))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("positive", [0, 1])
-@pytest.mark.parametrize("negative", [0, 1])
+@pytest.mark.parametrize(("dtype", "positive", "negative"), in_turns(FLOATS, [0, 1], [0, 1]))
 def test_infinities_of_one_sign(dtype: str, positive: int, negative: int) -> None:
     feeds = {"x": typed(EDGES, dtype)}
     signs = {"detect_positive": positive, "detect_negative": negative}
@@ -85,8 +83,9 @@ def test_remainders_of_floats_have_the_sign_of_the_divisor(dtype: str) -> None:
     np.testing.assert_array_equal(np.signbit(found[is_number]), np.signbit(wanted[is_number]))
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
-@pytest.mark.parametrize("kind", ["int64", "uint8", "int8", "float32"])
+@pytest.mark.parametrize(
+    ("axis", "kind"), in_turns([0, 1, -1], ["int64", "uint8", "int8", "float32"])
+)
 def test_one_hot(axis: int, kind: str) -> None:
     feeds = {"x": typed([[1, 9, 10], [0, 3, 200 if kind == "uint8" else -10]], kind)}
     constants = {"depth": typed([10.0], "float32"), "values": typed([2, 5], "float16")}
@@ -123,10 +122,12 @@ def test_extremes_of_bools(op_type: str) -> None:
     np.testing.assert_array_equal(tvm_fusion.compile(model, threads=1)(feeds), wanted)
 
 
-@pytest.mark.parametrize("largest", [0, 1])
 @pytest.mark.parametrize(
-    "dtype",
-    [*FLOATS, "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"],
+    ("largest", "dtype"),
+    in_turns(
+        [0, 1],
+        [*FLOATS, "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"],
+    ),
 )
 def test_sorting_of_every_type(dtype: str, largest: int) -> None:
     values = np.random.default_rng(3).permutation(24).reshape(4, 6)
@@ -232,8 +233,7 @@ def test_attention_with_a_cache_and_no_mask() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("axis", [1, -1])
-@pytest.mark.parametrize("opset", [17, 20])
+@pytest.mark.parametrize(("axis", "opset"), in_turns([1, -1], [17, 20]))
 def test_mean_and_deviation_of_a_norm(axis: int, opset: int) -> None:
     shape = (2, 3, 5)[axis:]
     inputs, outputs = ["x", "s", "b"], ["y", "mean", "inverse"]

@@ -62,8 +62,7 @@ def numbers() -> np.ndarray:
     return np.concatenate([spread, *halves, *(-half for half in halves), edges]).astype(np.float32)
 
 
-@pytest.mark.parametrize("saturate", [1, 0])
-@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize(("saturate", "name"), in_turns([1, 0], FLOATS))
 def test_floats_are_rounded_to_even(name: str, saturate: int) -> None:
     x = numbers()
     dtype = helper.tensor_dtype_to_np_dtype(kind_of(name))

@@ -12,6 +12,7 @@ import pytest
 from onnx_reference import run_onnx
 
 import tvm_fusion
+from tests.selection import in_turns
 from tvm_fusion.errors import TargetError, UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
@@ -110,8 +111,13 @@ def test_what_is_computed_from_a_selection(outputs: str, nodes: str) -> None:
     assert_same(model, *feeds)
 
 
-@pytest.mark.parametrize("attribute", ["", "<center_point_box = 1>"])
-@pytest.mark.parametrize("inputs", ["", ", most", ", most, overlap", ", most, overlap, score"])
+@pytest.mark.parametrize(
+    ("attribute", "inputs"),
+    in_turns(
+        ["", "<center_point_box = 1>"],
+        ["", ", most", ", most, overlap", ", most, overlap, score"],
+    ),
+)
 def test_suppressed_boxes(attribute: str, inputs: str) -> None:
     constants = "int64[1] most = {4} float[1] overlap = {0.3} float[1] score = {0.2}"
     model = parse(
@@ -149,8 +155,7 @@ def test_detector_that_returns_early_without_boxes() -> None:
     assert_same(model, *({"x": x, "corners": corners} for x in (random(20), 0 * random(20))))
 
 
-@pytest.mark.parametrize("mode", ["half_pixel", "output_half_pixel"])
-@pytest.mark.parametrize("ratio", [0, 2])
+@pytest.mark.parametrize(("mode", "ratio"), in_turns(["half_pixel", "output_half_pixel"], [0, 2]))
 def test_means_of_regions(mode: str, ratio: int) -> None:
     attributes = f"""output_height = 4, output_width = 5, spatial_scale = 0.5,
         sampling_ratio = {ratio}, coordinate_transformation_mode = "{mode}" """
@@ -178,8 +183,7 @@ def test_an_image_out_of_range_is_the_nearest() -> None:
         np.testing.assert_array_equal(found, compiled(x, region, np.array([nearest])))
 
 
-@pytest.mark.parametrize("is_sorted", [1, 0])
-@pytest.mark.parametrize("dtype", ["float32", "int64"])
+@pytest.mark.parametrize(("is_sorted", "dtype"), in_turns([1, 0], ["float32", "int64"]))
 def test_different_elements(dtype: str, is_sorted: int) -> None:
     """Where each occurs first, which one each element is, and how often it occurs."""
     x = np.array([[3, 1, 3, 7], [1, -2, 7, 3], [-0.0, 0, 5, 3]]).astype(dtype)

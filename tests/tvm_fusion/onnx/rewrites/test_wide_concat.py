@@ -12,7 +12,7 @@ import tvm_fusion
 from tvm_fusion.onnx.frontend import import_onnx
 from tvm_fusion.onnx.rewrites.indexing.wide_concat import GROUP
 
-COUNT = 500
+COUNT = 100
 
 
 def test_concatenation_of_many_inputs() -> None:

@@ -40,7 +40,7 @@ def saturate_casts(model: onnx.ModelProto, facts: GraphFacts) -> None:
 def _saturated(
     node: onnx.NodeProto, made_by: dict[str, onnx.NodeProto], facts: GraphFacts
 ) -> onnx.NodeProto | None:
-    """What replaces a Cast of a Clip, if that is possible."""
+    """Replacement of a Cast of a Clip, if that is possible."""
     clip = made_by.get(node.input[0]) if node.op_type == "Cast" else None
     if clip is None or clip.op_type != "Clip" or len(clip.input) != 3:
         return None

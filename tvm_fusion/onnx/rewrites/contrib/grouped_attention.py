@@ -82,7 +82,7 @@ def _heads(parts: ContribExpansion, width: int, heads: int, groups: int) -> list
 
 
 def _before(parts: ContribExpansion, length: int, past: int) -> str:
-    """How many elements of the past each sequence has, [batch, 1]."""
+    """Number of elements of the past of each sequence, [batch, 1]."""
     last = parts.emit("Cast", parts.reshape(parts.input(5), -1, 1), to=7)
     if not past:
         return parts.emit("Mul", last, parts.integers(0))

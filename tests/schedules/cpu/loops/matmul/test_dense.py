@@ -35,6 +35,7 @@ from tvm.target import Target
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.matmul.dense import DENSE, Dense, even_parts, matrix_tile
 from schedules.schedule_rule import CONSTANTS, LAID_OUT
+from tests.selection import in_turns
 
 ROWS = [1, 2, 3, 5, 8, 13, 24, 37]
 COLUMNS = [1, 2, 7, 8, 9, 16, 31, 40, 65]
@@ -93,9 +94,7 @@ def test_batches(batch, rows, columns, shared):
     close(run(scheduled, a, b)[0], exact, 5)
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3, 8])
-@pytest.mark.parametrize("depth", [640, 643])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("cores", "depth", "rows"), in_turns([1, 2, 3, 8], [640, 643], [1, 3]))
 def test_large_matrices_are_streamed_on_any_number_of_cores(cores, depth, rows):
     target = Target({**HOST.export(), "num-cores": cores})
     func = schedule(Dense(), dense(rows, 505, depth, False), target)
@@ -137,9 +136,9 @@ def test_many_rows_read_a_copy_of_the_columns():
     assert len(schedule(Dense(), dense(12, 256, 64, False), AVX2).body.block.alloc_buffers) == 1
 
 
-@pytest.mark.parametrize("rows", [24, 50, 67])
-@pytest.mark.parametrize("columns", [128, 256])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns", "transposed"), in_turns([24, 50, 67], [128, 256], [False, True])
+)
 def test_constant_matrices_get_a_layout_of_their_own(rows, columns, transposed):
     plain = dense(rows, columns, 33, transposed)
     func = schedule(Dense(), plain.with_attr(CONSTANTS, [1, 2]))
@@ -218,9 +217,7 @@ def convolve(x: Array, w: Array, stride: int, groups: int) -> Array:
     return np.concatenate(parts, axis=1)
 
 
-@pytest.mark.parametrize("kernel", [1, 4], ids=["pointwise", "patches"])
-@pytest.mark.parametrize("groups", [1, 3, 8])
-@pytest.mark.parametrize("each", [5, 8, 13])
+@pytest.mark.parametrize(("kernel", "groups", "each"), in_turns([1, 4], [1, 3, 8], [5, 8, 13]))
 def test_convolutions_whose_windows_do_not_overlap(kernel, groups, each):
     x = draw([2, 7 * groups, 8, 12])
     w = draw([each * groups, 7, kernel, kernel], 1)
