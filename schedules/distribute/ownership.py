@@ -118,6 +118,6 @@ class Owners:
         """Range that a part of a loop reads of a dimension, whatever the other loops."""
         rows = [(0, extent) for extent in self.nest.extents]
         rows[number] = ends
-        needed = regions_needed(self.nest, self.nest.output_region(tuple(rows)))
+        needed = regions_needed(self.nest, self.nest.output_regions(tuple(rows)))
         regions = needed.get(buffer)
         return hull(regions)[dim] if regions else None

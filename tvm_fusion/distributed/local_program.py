@@ -148,11 +148,16 @@ class LocalProgram:
 
     @property
     def output(self) -> LocalArray:
-        """Window of the output that this rank holds."""
-        name = self.plan.nest.output.name
-        return LocalArray(self.buffers[name], self._part.owned[name])
+        """Window of the output, or of the first one, that this rank holds."""
+        return next(iter(self.outputs.values()))
 
-    def __call__(self, steps: int = 1) -> np.ndarray:
+    @property
+    def outputs(self) -> dict[str, LocalArray]:
+        """Windows of the outputs that this rank holds, by name."""
+        names = (buffer.name for buffer in self.plan.nest.outputs)
+        return {name: LocalArray(self.buffers[name], self._part.owned[name]) for name in names}
+
+    def __call__(self, steps: int = 1) -> np.ndarray | tuple[np.ndarray, ...]:
         """Run the program; called by all ranks together.
 
         Parameters
@@ -163,15 +168,16 @@ class LocalProgram:
 
         Returns
         -------
-        np.ndarray
-            This rank's part of the output, valid until the next call.
+        np.ndarray or tuple[np.ndarray, ...]
+            This rank's part of the output, of several a tuple in their order; valid until the next
+            call.
 
         Raises
         ------
         InvalidInputError
             If there are several steps and no input takes the output.
         """
-        if steps < 1 or (steps > 1 and self.plan.repeat is None):
+        if steps < 1 or (steps > 1 and not self.plan.repeat):
             raise InvalidInputError(
                 f"steps is {steps}; expected 1, or more for a program compiled with repeat="
             )
@@ -183,20 +189,24 @@ class LocalProgram:
                 if done:
                     self._swap()
                 if step == first:
-                    self._exchange()
+                    self._exchange(step)
                 self._run(step, interior=False)
                 done += 1
-        return self.output.owned
+        for transfer in self.plan.after:
+            self.world.start(transfer.exchange, self.buffers)
+            self.world.finish(transfer.exchange)
+        owned = tuple(output.owned for output in self.outputs.values())
+        return owned if len(owned) > 1 else owned[0]
 
-    def _exchange(self) -> None:
-        """Send and receive halos, and compute what does not need them meanwhile."""
-        for transfer in self.plan.transfers:
+    def _exchange(self, step: int) -> None:
+        """Send and receive halos, and compute the interior of a step meanwhile."""
+        for transfer in self.plan.before:
             self.world.start(transfer.exchange, self.buffers)
             if transfer.mode.blocking:
                 self.world.finish(transfer.exchange)
         self.world.start(self.plan.exchange, self.buffers)
-        self._run(0, interior=True)
-        for transfer in self.plan.transfers:
+        self._run(step, interior=True)
+        for transfer in self.plan.before:
             if not transfer.mode.blocking:
                 self.world.finish(transfer.exchange)
         self.world.finish(self.plan.exchange)
@@ -208,12 +218,11 @@ class LocalProgram:
                 self._crew.run(self._kernels[piece.kernel], *windows, *piece.scalars)
 
     def _swap(self) -> None:
-        """Let the output of a step be the input of the next."""
-        output, name = self.plan.nest.output.name, self.plan.repeat
-        assert name is not None, "several steps need repeat="
+        """Let outputs of a step be inputs of the next."""
         buffers, tensors = self.buffers, self._tensors
-        buffers[output], buffers[name] = buffers[name], buffers[output]
-        tensors[output], tensors[name] = tensors[name], tensors[output]
+        for name, output in self.plan.repeat.items():
+            buffers[output], buffers[name] = buffers[name], buffers[output]
+            tensors[output], tensors[name] = tensors[name], tensors[output]
 
 
 def check_ranks(world: Ranks, ranks: int, what: str) -> None:
