@@ -13,12 +13,16 @@ import tvm_ffi
 from schedules.distribute.exchange import Exchange, LocalBuffer, Region
 
 from ..errors import InvalidInputError
+from ..machine.numa import touch
 from ..runtime.arguments import numpy_dtype
 from ..runtime.host_arrays import aligned_empty
 from ..runtime.thread_pool import Crew
+from .memory_places import describe_memory
 
 if TYPE_CHECKING:
     from schedules.distribute.distribute import Distribution
+
+    from .world.numa_placement import Placement
 
 
 class Ranks(Protocol):
@@ -27,6 +31,7 @@ class Ranks(Protocol):
     rank: int
     size: int
     threads: int
+    placement: Placement | None
 
     def start(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> None:
         """Begin to send and receive the messages of an exchange."""
@@ -116,8 +121,10 @@ class LocalProgram:
     ) -> None:
         self.plan = plan
         self.world = world
-        self._pieces = pieces
-        self._kernels = kernels
+        self._calls: dict[tuple[int, bool], list[tuple[Callable[..., Any], tuple[int, ...]]]] = {}
+        for piece in pieces:
+            calls = self._calls.setdefault((piece.step, piece.is_interior), [])
+            calls.append((kernels[piece.kernel], piece.scalars))
         self._crew = Crew(world.threads)
         self._part = plan.parts[world.rank]
         self.buffers = {
@@ -131,6 +138,8 @@ class LocalProgram:
     def _allocate(self, name: str, dtype: str) -> LocalBuffer:
         window = self._part.windows[name]
         array = aligned_empty([end - begin for begin, end in window], numpy_dtype(dtype))
+        if self.world.placement is not None:
+            touch(array)
         return LocalBuffer(array, tuple(begin for begin, _ in window))
 
     def input(self, name: str) -> LocalArray:
@@ -156,6 +165,10 @@ class LocalProgram:
         """Windows of the outputs that this rank holds, by name."""
         names = (buffer.name for buffer in self.plan.nest.outputs)
         return {name: LocalArray(self.buffers[name], self._part.owned[name]) for name in names}
+
+    def explain(self) -> str:
+        """Return a line for each window: its bytes, and the NUMA nodes on which its pages lie."""
+        return describe_memory(self.world.rank, self.world.placement, self.buffers)
 
     def __call__(self, steps: int = 1) -> np.ndarray | tuple[np.ndarray, ...]:
         """Run the program; called by all ranks together.
@@ -212,10 +225,8 @@ class LocalProgram:
         self.world.finish(self.plan.exchange)
 
     def _run(self, step: int, interior: bool) -> None:
-        windows = list(self._tensors.values())
-        for piece in self._pieces:
-            if (piece.step, piece.is_interior) == (step, interior):
-                self._crew.run(self._kernels[piece.kernel], *windows, *piece.scalars)
+        for kernel, scalars in self._calls.get((step, interior), ()):
+            self._crew.run(kernel, *self._tensors.values(), *scalars)
 
     def _swap(self) -> None:
         """Let outputs of a step be inputs of the next."""

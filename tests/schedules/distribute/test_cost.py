@@ -51,7 +51,7 @@ def test_overlap_gains_where_messages_travel_alone() -> None:
 def test_overlap_gain_of_a_rank() -> None:
     """An overlapped blur computes two rows of its first stage twice, at each cut."""
     network = Network(latency=1e-3, bandwidth=1e9, progress=1.0)
-    processor = Processor(rate=1e6, bandwidth=1e12)
+    processor = Processor(rate=1e5, bandwidth=1e12)
     plan = distribute(blur(30, 10), "i", 3)
     exchange = network.seconds(plan.exchange, 1, plan.itemsizes)
     gain = overlap_gain_of(plan, 1, network, processor)

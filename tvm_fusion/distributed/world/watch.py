@@ -45,6 +45,7 @@ class NodeRecord:
         self._memory = mmap.mmap(self._file.fileno(), 0)
         self._slot = slot
         self._begin = _HEADER + slot * SLOT
+        self._text = memoryview(self._memory)[self._begin + 1 : self._begin + SLOT]
 
     def enter(self) -> None:
         """Note that this rank is in its session."""
@@ -56,7 +57,7 @@ class NodeRecord:
 
     def say(self, text: bytes) -> None:
         """Note what this rank does; ``text`` is made by :func:`slot_text`."""
-        self._memory[self._begin + 1 : self._begin + SLOT] = text
+        self._text[:] = text
 
     def is_open(self, slot: int) -> bool:
         """Return whether a rank is in its session."""
@@ -80,6 +81,7 @@ class NodeRecord:
 
     def close(self) -> None:
         """Release the memory and the file."""
+        self._text.release()
         self._memory.close()
         self._file.close()
 
