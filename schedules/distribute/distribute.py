@@ -186,6 +186,7 @@ def distribute(
     grid: Sequence[int] | None = None,
     owned: Mapping[str, Sequence[int]] | None = None,
     transfers: Sequence[Transfer] = (),
+    infer: bool = True,
     repeat: str | Mapping[str, str] | None = None,
     exchange_every: int = 1,
 ) -> Distribution:
@@ -210,6 +211,8 @@ def distribute(
     transfers : Sequence[Transfer]
         Explicit transfers (:func:`send_recv`): of inputs, before the inferred exchange, which does
         not repeat them; of outputs, at the end of a run.
+    infer : bool
+        Whether what transfers do not bring is exchanged, too; else it is an error.
     repeat : str or Mapping[str, str], optional
         The input that takes the output in the next step, or several with an output each; both have
         the same shape and type, and ranks own the same of both. An output then has the window of
@@ -226,7 +229,7 @@ def distribute(
     ------
     OpError
         If loops, sizes, grid or transfers do not fit the function, or if what a part reads cannot
-        be bounded or is owned by no rank.
+        be bounded, is owned by no rank, or without ``infer`` is brought by no transfer.
     """
     loops = [loop] if isinstance(loop, str | int | s_tir.schedule.LoopRV) else list(loop)
     nest = read_loop_nest(source, loops)
@@ -236,7 +239,7 @@ def distribute(
         raise OpError(
             f"exchange_every is {exchange_every}; expected 1, or more for a function with repeat="
         )
-    choices = _Choices(owned or {}, transfers, repeat, exchange_every)
+    choices = _Choices(owned or {}, transfers, infer, repeat, exchange_every)
     if sizes is not None:
         return _plan(nest, _given(nest, sizes, ranks), choices)
     if ranks is None:
@@ -293,6 +296,7 @@ class _Choices:
 
     owned: Mapping[str, Sequence[int]]
     transfers: Sequence[Transfer]
+    infer: bool
     repeat: str | Mapping[str, str] | None
     steps: int
 
@@ -337,6 +341,13 @@ def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distributi
             for rank, regions in enumerate(read)
         ]
         messages += messages_of(name, lacking, [part.owned[name] for part in parts])
+    if messages and not choices.infer:
+        first = messages[0]
+        raise OpError(
+            f"rank {first.dest} reads region {first.region} of buffer {first.buffer!r}, which it "
+            f"does not own and no transfer brings; send it from rank {first.source}, or let it be "
+            "inferred"
+        )
     messages.sort(key=lambda m: (m.source, m.dest, m.buffer, m.region))
     exchange = Exchange(len(choices.transfers), tuple(messages))
     repeat = {taker.name: output.name for taker, output in again.items()}

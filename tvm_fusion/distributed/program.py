@@ -119,6 +119,7 @@ def compile(
     grid: Sequence[int] | None = None,
     owned: Mapping[str, Sequence[int]] | None = None,
     transfers: Sequence[Transfer] = (),
+    infer: bool = True,
     schedule: Schedule | Mapping[int, Schedule] | None = None,
     overlap: Overlap = "auto",
     repeat: str | Mapping[str, str] | None = None,
@@ -137,7 +138,7 @@ def compile(
         Number of ranks; not needed with ``sizes``.
     target : str, mapping or tvm.target.Target
         The CPU of every rank, as in :func:`tvm_fusion.compile`.
-    loop, sizes, grid, owned, transfers
+    loop, sizes, grid, owned, transfers, infer
         The distributed loops, by default the outermost, and their parts: see
         :func:`schedules.distribute.distribute.distribute`.
     schedule : callable, or mapping from ranks to callables, optional
@@ -186,6 +187,7 @@ def compile(
         grid=grid,
         owned=owned,
         transfers=transfers,
+        infer=infer,
         repeat=repeat,
     )
     if exchange_every == "auto":

@@ -266,6 +266,14 @@ def test_explicit_transfers_are_not_sent_again() -> None:
     assert plan.parts[1].windows["A"] == ((0, 14), (0, 7))
 
 
+def test_transfers_instead_of_an_exchange() -> None:
+    given = [send_recv("A", (7, 8), 1, 0), send_recv("A", ((6, 7), (0, 7)), 0, 1)]
+    plan = distribute(blur(12), "i", 2, transfers=given, infer=False)
+    assert not plan.exchange.messages and plan.bytes == 2 * 7 * 4
+    with pytest.raises(OpError, match=r"rank 0 reads region \(\(7, 8\), .* which it does not own"):
+        distribute(blur(12), "i", 2, transfers=given[1:], infer=False)
+
+
 @pytest.mark.parametrize(
     ("plan", "loops"), in_turns([(3, 2), (3, 3), (5, 4), (12, 3)], [[0], [0, 1]])
 )
