@@ -101,7 +101,11 @@ def case_of(name: str) -> Case:
     return case
 
 
-REPEATED = {"heat2d": "A", "heat3d": "A", "wave2d": {"A": "next", "V": "speed"}}
+REPEATED: dict[str, str | dict[str, str]] = {
+    "heat2d": "A",
+    "heat3d": "A",
+    "wave2d": {"A": "next", "V": "speed"},
+}
 """Inputs of stencils that take an output in the next step."""
 
 

@@ -279,8 +279,8 @@ def _given(
     ]
     if all(isinstance(one, int) for one in sizes):
         lists = [[size for one in lists for size in one]]
-    if len(lists) != len(nest.loops):
-        raise OpError(f"sizes are given for {len(lists)} loops; expected {len(nest.loops)}")
+    if len(lists) != len(nest.extents):
+        raise OpError(f"sizes are given for {len(lists)} loops; expected {len(nest.extents)}")
     parts = zip(nest.loop_names, nest.extents, lists, strict=True)
     partition = Partition(
         tuple(bounds_of(extent, one, f"loop {name!r}") for name, extent, one in parts)

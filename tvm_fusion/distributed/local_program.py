@@ -31,7 +31,10 @@ class Ranks(Protocol):
     rank: int
     size: int
     threads: int
-    placement: Placement | None
+
+    @property
+    def placement(self) -> Placement | None:
+        """Its place on the NUMA nodes of its machine, if it has one."""
 
     def start(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> None:
         """Begin to send and receive the messages of an exchange."""

@@ -287,7 +287,7 @@ rank  iterations               sends    receives    compute   exchange        ov
 
 def test_overlap_by_the_model() -> None:
     slow = Network(latency=1e-3, progress=1.0)
-    idle = Processor(rate=1e3, bandwidth=1e9)
+    idle = Processor(rate=1e6, bandwidth=1e9)
     chosen = compile(blur(), 2, network=slow, processor=idle)
     assert [piece.is_interior for piece in chosen.pieces[0]] == [True, False]
     assert "overlap: auto" in chosen.explain() and "yes, +" in chosen.explain()
