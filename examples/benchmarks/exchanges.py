@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges between two ranks, beside those of mpi4py alone that move the same bytes.
+"""Exchanges between two ranks, beside those of mpi4py alone.
 
     python examples/benchmarks/exchanges.py [--only NAME ...] [--rounds 5]
 
-Bare are persistent requests between contiguous arrays, started and waited for by mpi4py, without a
-copy, a deadline or a check. Both take turns in one job of two processes; each time is that of the
-slower rank. Prints a table and writes results/CPU/exchanges.json.
+Bare are persistent requests of as many bytes between contiguous arrays, started and waited for by
+mpi4py, without a copy, a deadline or a check. By hand are the same between the arrays that hold the
+halos, with a copy to and from the contiguous ones by numpy where halos are not contiguous. What is
+sent is written anew before each exchange, as a kernel does: else the other core would have it in
+its cache. They take turns in one job of two processes; each time is that of the slower rank, from a
+barrier on. Prints a table and writes results/CPU/exchanges.json.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -78,7 +81,15 @@ CASES = {
     "3 pieces of 100 KB": Case((3, 64, 25600), 1, 1),
 }
 _SECONDS = 0.2  # of each turn
-_ROW = 20  # exchanges between two looks at the clock
+_KEYS = ("ours_us", "bare_us", "hand_us")
+_FEWEST, _MOST = 20, 2000  # exchanges of a turn
+
+
+class Side(NamedTuple):
+    """What is measured: an exchange, and what writes before it the arrays that it sends."""
+
+    renew: Callable[[], object]
+    run: Callable[[], object]
 
 
 def serve(names: Sequence[str], rounds: int) -> None:
@@ -86,17 +97,26 @@ def serve(names: Sequence[str], rounds: int) -> None:
     with distributed.session(2, threads=1) as world:
         found = {}
         for number, name in enumerate(names):
-            ours, bare = _ours(world, CASES[name], number), _bare(world, CASES[name])
-            turns: dict[str, list[float]] = {"ours_us": [], "bare_us": []}
+            ours, views = _ours(world, CASES[name], number)
+            bare = _bare(world, CASES[name])
+            sides = {"ours_us": ours, "bare_us": bare, "hand_us": _by_hand(world, views, ours)}
+            turns: dict[str, list[float]] = {key: [] for key in sides}
             for _ in range(rounds):
-                turns["ours_us"].append(_microseconds(world, ours))
-                turns["bare_us"].append(_microseconds(world, bare))
+                for key, side in sides.items():
+                    turns[key].append(_microseconds(world, side))
             found[name] = {"bytes": CASES[name].nbytes} | turns
         if world.rank == 0:
             print(json.dumps(found))
 
 
-def _ours(world: distributed.World, case: Case, number: int) -> Callable[[], None]:
+class Views(NamedTuple):
+    """Parts of this rank's arrays that are sent and received."""
+
+    sent: list[np.ndarray]
+    received: list[np.ndarray]
+
+
+def _ours(world: distributed.World, case: Case, number: int) -> tuple[Side, Views]:
     """An exchange of the halos at the cut: the first rank has what lies before it."""
     whole = [(0, extent) for extent in case.shape]
     messages = []
@@ -112,11 +132,18 @@ def _ours(world: distributed.World, case: Case, number: int) -> Callable[[], Non
     order = sorted(messages, key=lambda m: (m.source, m.dest, m.buffer))
     exchange = Exchange(number, tuple(order))
 
+    sent = [buffers[m.buffer].view(m.region) for m in exchange.sent_by(world.rank)]
+    received = [buffers[m.buffer].view(m.region) for m in exchange.received_by(world.rank)]
+
+    def renew() -> None:
+        for view in sent:
+            np.add(view, 1, out=view)
+
     def run() -> None:
         world.start(exchange, buffers)
         world.finish(exchange)
 
-    return run
+    return Side(renew, run), Views(sent, received)
 
 
 def _buffer(window: Region) -> LocalBuffer:
@@ -124,11 +151,11 @@ def _buffer(window: Region) -> LocalBuffer:
     return LocalBuffer(array, tuple(begin for begin, _ in window))
 
 
-def _bare(world: distributed.World, case: Case) -> Callable[[], None]:
+def _bare(world: distributed.World, case: Case) -> Side:
     """The same bytes each way, by persistent requests of mpi4py."""
     from mpi4py import MPI
 
-    sent, received = np.ones(case.nbytes, np.uint8), np.ones(case.nbytes, np.uint8)
+    sent, received = (np.ones(case.nbytes // 4, np.float32) for _ in range(2))
     comm, peer = MPI.COMM_WORLD, 1 - world.rank
     requests = [comm.Recv_init(received, peer, 7), comm.Send_init(sent, peer, 7)]
 
@@ -136,34 +163,71 @@ def _bare(world: distributed.World, case: Case) -> Callable[[], None]:
         MPI.Prequest.Startall(requests)
         MPI.Request.Waitall(requests)
 
-    return run
+    return Side(lambda: np.add(sent, 1, out=sent), run)
 
 
-def _microseconds(world: distributed.World, run: Callable[[], None]) -> float:
-    """Median time of an exchange on the slower rank."""
+def _by_hand(world: distributed.World, views: Views, ours: Side) -> Side:
+    """The same halos by mpi4py and numpy, as a user would write it."""
+    from mpi4py import MPI
+
+    comm, peer = MPI.COMM_WORLD, 1 - world.rank
+    if len(views.sent) == 1 and views.sent[0].flags.c_contiguous:
+        (sent,), (received,) = views
+        out, back = [], []
+    else:
+        sent, received = (np.empty(sum(v.size for v in way), np.float32) for way in views)
+        out, back = _pieces(sent, views.sent), _pieces(received, views.received)
+    requests = [comm.Recv_init(received, peer, 8), comm.Send_init(sent, peer, 8)]
+
+    def run() -> None:
+        for part, view in out:
+            np.copyto(part, view)
+        MPI.Prequest.Startall(requests)
+        MPI.Request.Waitall(requests)
+        for part, view in back:
+            np.copyto(view, part)
+
+    return Side(ours.renew, run)
+
+
+def _pieces(array: np.ndarray, views: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Parts of an array, one behind the other, each with its view."""
+    parts = np.split(array, np.cumsum([view.size for view in views])[:-1])
+    return [(part.reshape(view.shape), view) for part, view in zip(parts, views, strict=True)]
+
+
+def _microseconds(world: distributed.World, side: Side) -> float:
+    """Median over exchanges of the slower rank's time."""
+    from mpi4py import MPI
 
     def seconds() -> float:
+        side.renew()
+        MPI.COMM_WORLD.Barrier()
         begin = time.perf_counter()
-        for _ in range(_ROW):
-            run()
-        return (time.perf_counter() - begin) / _ROW
+        side.run()
+        return time.perf_counter() - begin
 
-    once = float(world.all_gather(np.array(seconds())).max())  # both make as many turns
-    times = [seconds() for _ in range(int(max(5, min(_SECONDS / (once * _ROW), 1000))))]
-    return 1e6 * float(world.all_gather(np.array(statistics.median(times))).max())
+    begin = time.perf_counter()
+    for _ in range(_FEWEST):
+        seconds()
+    mine = np.array((time.perf_counter() - begin) / _FEWEST)
+    once = float(world.all_gather(mine).max())  # both make as many exchanges
+    count = int(max(_FEWEST, min(_SECONDS / once, _MOST)))
+    times = np.array([seconds() for _ in range(count)])
+    return 1e6 * float(np.median(world.all_gather(times).max(axis=0)))
 
 
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
     """One row a case."""
     table = Table(title="Exchanges between two ranks, medians in us")
-    headings = ("halo", "bytes", "ours", "bare", "ours to bare")
+    headings = ("halo", "bytes", "ours", "bare", "by hand", "ours to bare", "ours to by hand")
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left")
     for name, result in results.items():
-        ours, bare = (statistics.median(result[key]) for key in ("ours_us", "bare_us"))
-        table.add_row(
-            name, str(result["bytes"]), f"{ours:.1f}", f"{bare:.1f}", f"{ours / bare:.2f}"
-        )
+        ours, bare, hand = (statistics.median(result[key]) for key in _KEYS)
+        times = [f"{time:.1f}" for time in (ours, bare, hand)]
+        ratios = [f"{ours / other:.2f}" for other in (bare, hand)]
+        table.add_row(name, str(result["bytes"]), *times, *ratios)
     return table
 
 
@@ -186,11 +250,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         aside.write_text(json_text({"machine": host_info(), "date": date, "results": results}))
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     console.print(table_of(results))
-    ratios = [
-        statistics.median(one["ours_us"]) / statistics.median(one["bare_us"])
-        for one in results.values()
-    ]
-    console.print(f"ours to bare: {statistics.geometric_mean(ratios):.2f}")
+    for key, what in zip(_KEYS[1:], ("bare", "by hand"), strict=True):
+        ratios = [
+            statistics.median(one["ours_us"]) / statistics.median(one[key])
+            for one in results.values()
+        ]
+        console.print(f"ours to {what}: {statistics.geometric_mean(ratios):.2f}")
     return 0
 
 

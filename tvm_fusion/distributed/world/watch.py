@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SLOT = 256  # bytes of a rank
-_HEADER = 8
+_HEADER = 64  # a cache line: that of a slot holds nothing of another one
 _MOST = 4  # ranks that are named
 _OPEN, _LEFT = b"\1", b"\0"
 _START_SECONDS = 2.0  # for processes to start, beside the timeout
