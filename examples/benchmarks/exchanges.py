@@ -171,9 +171,10 @@ def _by_hand(world: distributed.World, views: Views, ours: Side) -> Side:
     from mpi4py import MPI
 
     comm, peer = MPI.COMM_WORLD, 1 - world.rank
+    out: list[tuple[np.ndarray, np.ndarray]] = []
+    back: list[tuple[np.ndarray, np.ndarray]] = []
     if len(views.sent) == 1 and views.sent[0].flags.c_contiguous:
         (sent,), (received,) = views
-        out, back = [], []
     else:
         sent, received = (np.empty(sum(v.size for v in way), np.float32) for way in views)
         out, back = _pieces(sent, views.sent), _pieces(received, views.received)
