@@ -37,7 +37,8 @@ from examples.benchmarks import (
 )
 from examples.stencils import STENCILS
 from tvm_fusion.bench.race import EngineSpec, Plan
-from tvm_fusion.compiler import pipeline, target
+from tvm_fusion.compiler import pipeline
+from tvm_fusion.compiler.targets import target
 from tvm_fusion.distributed import compile as compile_ranks
 from tvm_fusion.distributed import run_ranks as threads_of_ranks
 from tvm_fusion.distributed.world.local_world import LocalWorld

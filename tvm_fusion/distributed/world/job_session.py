@@ -16,7 +16,7 @@ from ...errors import InvalidInputError, TargetError
 from ...machine.numa import numa_nodes
 from ...runtime.thread_pool import choose_threads
 from ...version import __version__
-from ..world import failure
+from . import failure
 from .communicator import World, load_mpi, require_mpi
 from .numa_placement import NUMA, Numa, Placement, memory_bound, part, placements
 from .watch import NodeRecord, record_bytes
