@@ -145,6 +145,16 @@ def heat3d(rows: int, cols: int) -> tirx.PrimFunc:
     return function(a, te.compute(a.shape, lambda i, j, k: _heat(a, (i, j, k)), "next"))
 
 
+def wave2d(rows: int, cols: int) -> tirx.PrimFunc:
+    """A step of the wave equation on a plane with a fixed border: two fields, two outputs.
+
+    The velocity ``V`` takes the force at ``A``, the displacement; that takes the new velocity.
+    """
+    a, v = image(rows, cols), image(rows, cols, name="V")
+    speed = te.compute(a.shape, lambda i, j: v[i, j] + _heat(a, (i, j)) - a[i, j], "speed")
+    return function(a, v, te.compute(a.shape, lambda i, j: a[i, j] + speed[i, j], "next"), speed)
+
+
 def _heat(a: te.Tensor, at: tuple[tirx.Var, ...]) -> tirx.Expr:
     inside = [0 < index for index in at]
     inside += [index < int(extent) - 1 for index, extent in zip(at, a.shape, strict=True)]
@@ -168,6 +178,6 @@ def total(terms: Iterable[tirx.Expr]) -> tirx.Expr:
 
 STENCILS: dict[str, Callable[..., tirx.PrimFunc]] = {
     case.__name__: case
-    for case in (blur, convolution, cvt_color, gaussian, pipeline, sobel, heat2d, heat3d)
+    for case in (blur, convolution, cvt_color, gaussian, pipeline, sobel, heat2d, heat3d, wave2d)
 }
 """All of them, by name; each takes the rows and columns of its output, and some its ``dtype``."""

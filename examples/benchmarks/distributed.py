@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stencils on one rank and on two, each rank a process of MPI.
 
-    python examples/benchmarks/distributed.py [--only NAME ...] [--rounds 3]
+    python examples/benchmarks/distributed.py [--only NAME ...] [--rounds 3] [--peers [PYTHON]]
 
 Three jobs take turns: one rank with one thread, one rank with two threads, two ranks with one
-thread each. All of them compute the same bits. Prints a table and writes
-results/CPU/distributed.json.
+thread each. All of them compute the same bits. With --peers those engines of stencil_peers.py that
+PYTHON can import, by default this interpreter, take turns with them, too, on two cores each. Prints
+a table and writes results/CPU/distributed.json.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from tvm_fusion.written_aside import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
+from examples.benchmarks import stencil_peers  # noqa: E402
 from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
 from examples.stencils import STENCILS  # noqa: E402
 
@@ -75,6 +77,7 @@ CASES = {
     "sobel": Case("sobel", 8192, 8192),
     "heat2d": Case("heat2d", 4096, 4096, steps=100),
     "heat3d": Case("heat3d", 256, 256, steps=100),
+    "wave2d": Case("wave2d", 4096, 4096, steps=50),
     **{
         f"{name}_uint8": Case(name, 4096, 4096, dtype="uint8")
         for name in ("convolution", "cvt_color", "gaussian", "pipeline", "sobel")
@@ -98,13 +101,21 @@ def case_of(name: str) -> Case:
     return case
 
 
+REPEATED: dict[str, str | dict[str, str]] = {
+    "heat2d": "A",
+    "heat3d": "A",
+    "wave2d": {"A": "next", "V": "speed"},
+}
+"""Inputs of stencils that take an output in the next step."""
+
+
 def compile_case(case: Case, ranks: int, threads: int) -> distributed.Program:
     """Compile a stencil for some ranks."""
     pixels = {} if case.dtype == "float32" else {"dtype": case.dtype}
     return distributed.compile(
         STENCILS[case.stencil](case.rows, case.cols, **pixels),
         ranks,
-        repeat="A" if case.steps > 1 else None,
+        repeat=REPEATED.get(case.stencil),
         threads=threads,
     )
 
@@ -116,8 +127,10 @@ def serve(name: str, ranks: int, threads: int) -> None:
         program = compile_case(case, ranks, threads)
         local = program.on(world)
         _fill(local, program)
-        rows = local(case.steps)
-        checksum = _checksum(rows, local.output.region[0][0])
+        local(case.steps)
+        checksum = sum(
+            _checksum(output.owned, output.region[0][0]) for output in local.outputs.values()
+        )
         _fill(local, program)
         runs = _times(world, lambda: local(case.steps))
         exchange = _times(world, lambda: _exchange(world, program, local))
@@ -170,22 +183,24 @@ def _exchange(world: distributed.World, program: distributed.Program, local: Any
     world.finish(exchange)
 
 
-def launch(ranks: int, arguments: Sequence[str], job: str) -> str:
+def launch(ranks: int, arguments: Sequence[str], job: str, python: str = sys.executable) -> str:
     """Run Python with some arguments on ranks of MPI; return what they print.
+
+    ``mpiexec`` is the one beside the interpreter, else that of the path.
 
     Raises
     ------
     DistributedError
         If there is no ``mpiexec``, or the job fails.
     """
-    beside = Path(sys.executable).with_name("mpiexec")
+    beside = Path(python).with_name("mpiexec")
     launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
     if launcher is None:
         raise DistributedError("there is no mpiexec; install it by: pip install 'tvm-fusion[mpi]'")
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(
-        [launcher, "-n", str(ranks), sys.executable, *arguments],
+        [launcher, "-n", str(ranks), python, *arguments],
         capture_output=True,
         text=True,
         env=environment,
@@ -209,8 +224,46 @@ def run_job(name: str, ranks: int, threads: int) -> dict[str, Any]:
     return json.loads(printed.splitlines()[-1])
 
 
-def measure(name: str, rounds: int) -> dict[str, Any]:
-    """Let the jobs of a case take turns; medians of their rounds.
+def engines_of(python: str) -> list[str]:
+    """The engines of ``stencil_peers.py`` that an interpreter can import.
+
+    Raises
+    ------
+    DistributedError
+        If there is none.
+    """
+    printed = launch(1, [stencil_peers.__file__, "--list"], "the list of peers", python)
+    found = json.loads(printed.splitlines()[-1])
+    if not found:
+        raise DistributedError(
+            f"{python} can import none of {', '.join(stencil_peers.ENGINES)}; install some of: "
+            "pip install numba mpi4py mpich jax devito halide"
+        )
+    return found
+
+
+def run_peer(engine: str, name: str, python: str) -> float | None:
+    """Milliseconds of a case by a peer; None if it cannot express the case, or fails."""
+    case = case_of(name)
+    if case.stencil not in stencil_peers.HALO or case.dtype != "float32":
+        return None
+    sizes = map(str, (case.rows, case.cols, case.steps))
+    job = ["--engine", engine, "--stencil", case.stencil, "--sizes", *sizes]
+    try:
+        printed = launch(
+            stencil_peers.RANKS[engine],
+            [stencil_peers.__file__, *job],
+            f"{name} by {engine}",
+            python,
+        )
+    except DistributedError as error:
+        print(error, file=sys.stderr)
+        return None
+    return json.loads(printed.splitlines()[-1])["run_ms"]
+
+
+def measure(name: str, rounds: int, peers: Sequence[str] = (), python: str = "") -> dict[str, Any]:
+    """Let the jobs of a case, and peers, take turns; medians of their rounds.
 
     Raises
     ------
@@ -218,9 +271,14 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         If a job fails, or computes other bits than the first.
     """
     found: dict[str, list[dict[str, Any]]] = {title: [] for title in JOBS}
+    raced: dict[str, list[Any]] = {peer: [] for peer in peers}
     for _ in range(rounds):
         for title, (ranks, threads) in JOBS.items():
             found[title].append(run_job(name, ranks, threads))
+        for peer in list(raced):
+            raced[peer].append(run_peer(peer, name, python))
+            if raced[peer][-1] is None:
+                del raced[peer]
     checksums = {turn["checksum"] for turns in found.values() for turn in turns}
     if len(checksums) > 1:
         raise DistributedError(f"the jobs of {name} compute different bits")
@@ -234,7 +292,13 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
             "turns_ms": [turn["run_ms"] for turn in turns],
         }
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"case": vars(case_of(name)), "date": date, "rounds": rounds, "jobs": jobs}
+    result = {"case": vars(case_of(name)), "date": date, "rounds": rounds, "jobs": jobs}
+    if raced:
+        result["peers"] = {
+            peer: {"run_ms": statistics.median(turns), "turns_ms": turns}
+            for peer, turns in raced.items()
+        }
+    return result
 
 
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
@@ -259,12 +323,33 @@ def table_of(results: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
+def table_of_peers(results: dict[str, dict[str, Any]]) -> Table:
+    """One row a case that peers have run; ratios to two ranks of ours."""
+    table = Table(title="Stencils on two cores beside peers, medians in ms")
+    titles = stencil_peers.TITLES
+    for number, heading in enumerate(("case", "2 ranks", *titles.values(), "best to ours")):
+        table.add_column(heading, justify="right" if number else "left")
+    for name, result in results.items():
+        if "peers" in result:
+            ours = result["jobs"]["2 ranks"]["run_ms"]
+            peers = {peer: one["run_ms"] for peer, one in result["peers"].items()}
+            cells = [
+                f"{peers[peer]:.2f} ({peers[peer] / ours:.2f}x)" if peer in peers else ""
+                for peer in titles
+            ]
+            table.add_row(name, f"{ours:.2f}", *cells, f"{min(peers.values()) / ours:.2f}x")
+    return table
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all cases, or be a rank of one."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     options.add_argument("--rounds", type=int, default=3, help="turns of each job")
     options.add_argument("--output", type=Path, default=CPU_FOLDER / "distributed.json")
+    options.add_argument(
+        "--peers", nargs="?", const=sys.executable, metavar="PYTHON", help="race peers, too"
+    )
     options.add_argument("--job", choices=list(CASES), help=argparse.SUPPRESS)
     options.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
     options.add_argument("--threads", type=int, help=argparse.SUPPRESS)
@@ -272,17 +357,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.job:
         serve(given.job, given.ranks, given.threads)
         return 0
+    peers = engines_of(given.peers) if given.peers else []
     given.output.parent.mkdir(parents=True, exist_ok=True)
     kept = json.loads(given.output.read_text()) if given.output.exists() else {}
     results = kept.get("results", {})
     for name in given.only:
-        results[name] = measure(name, given.rounds)
+        results[name] = measure(name, given.rounds, peers, given.peers or "")
         ordered = {case: results[case] for case in CASES if case in results}
         text = json_text({"machine": host_info(), "results": ordered})
         with written_aside(given.output) as aside:
             aside.write_text(text)
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     console.print(table_of(ordered))
+    if any("peers" in result for result in ordered.values()):
+        console.print(table_of_peers(ordered))
     ratios = [
         result["jobs"]["1 rank, 2 threads"]["run_ms"] / result["jobs"]["2 ranks"]["run_ms"]
         for result in ordered.values()

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from tvm import ir, tirx
 
 from ..workload.reduce import constant
-from .exchange import Exchange, Region, region_size
+from .distribute import Distribution
+from .exchange import Exchange, Region, difference, region_size
 from .loop_nest import LoopNest, operands
 from .regions import regions_computed
 
@@ -87,7 +88,7 @@ class Work:
 
 def work_of(nest: LoopNest, rows: Region, itemsizes: Mapping[str, int]) -> Work:
     """Work of a range of the distributed loops."""
-    computed = regions_computed(nest, nest.output_region(rows))
+    computed = regions_computed(nest, nest.output_regions(rows))
     operations = 0
     for stage in nest.stages:
         points = region_size(computed[stage.output]) if stage.output in computed else 0
@@ -109,8 +110,12 @@ def _operations(expression: tirx.Expr) -> int:
     return isinstance(expression, _OPERATIONS) + sum(map(_operations, operands(expression)))
 
 
-def overlap_gains(network: Network, exchange: float, interior: float) -> bool:
-    """True if an exchange should be started, the interior computed, and then be finished.
+def overlap_gain(
+    network: Network, exchange: float, interior: float, borders: int = 2, more: float = 0.0
+) -> float:
+    """Predicted seconds that are saved where the interior is computed while messages travel.
+
+    Less than 0 where it had better be computed afterwards, in one call with its borders.
 
     Parameters
     ----------
@@ -118,5 +123,29 @@ def overlap_gains(network: Network, exchange: float, interior: float) -> bool:
         What connects the ranks.
     exchange, interior : float
         Predicted seconds of the exchange, and of what does not depend on it.
+    borders : int
+        Kernel calls for what depends on it.
+    more : float
+        Seconds by which interior and borders take longer than one call, since each computes the
+        halos of its stages.
     """
-    return network.progress * min(exchange, interior) > 2 * CALL_SECONDS  # two borders more
+    return network.progress * min(exchange, interior) - borders * CALL_SECONDS - more
+
+
+def overlap_gain_of(
+    plan: Distribution, rank: int, network: Network, processor: Processor
+) -> float | None:
+    """Predicted seconds that a rank saves by overlapping; None if it has nothing to overlap."""
+    part, interior = plan.parts[rank], plan.interior(rank)
+    if not region_size(interior):
+        return None
+
+    def seconds(rows: Region) -> float:
+        return processor.seconds(work_of(plan.nest, rows, plan.itemsizes))
+
+    awaited = [plan.exchange, *(t.exchange for t in plan.before if not t.mode.blocking)]
+    exchange = sum(network.seconds(each, rank, plan.itemsizes) for each in awaited)
+    borders = difference(part.steps[0], interior)
+    inside = seconds(interior)
+    more = inside + sum(map(seconds, borders)) - seconds(part.steps[0])
+    return overlap_gain(network, exchange, inside, len(borders), max(more, 0.0))

@@ -8,6 +8,8 @@ that no distributed loop moves is not cut: every rank holds all of it.
 
 from __future__ import annotations
 
+import bisect
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +23,10 @@ from .loop_nest import LoopNest, read_loop_nest, shape_of
 from .ownership import Owners
 from .partition import Partition, balanced, bounds_of, grids
 from .regions import regions_needed
-from .repetition import needed_by_steps, repeated_input, rows_of_steps, windows_of_steps
+from .repetition import needed_by_steps, repeated_inputs, rows_of_steps, windows_of_steps
 from .transfer import Transfer, check_waits, deliver
+
+_PROBES = 16  # iterations among which one is looked for that reads no halo
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Part:
     rows : Region
         Iterations of each distributed loop; a loop without any means that it computes nothing.
     owned : Mapping[str, Region]
-        For each parameter what the rank is given (inputs) or computes (the output).
+        For each parameter what the rank is given (inputs) or computes (outputs).
     windows : Mapping[str, Region]
         For each parameter what the rank has memory for: what it owns and what it reads.
     steps : tuple[Region, ...]
@@ -68,11 +72,12 @@ class Distribution:
     parts : tuple[Part, ...]
         One for each rank.
     transfers : tuple[Transfer, ...]
-        Transfers that were asked for; they come before the inferred exchange, in this order.
+        Transfers that were asked for, in order: those of inputs come before the inferred exchange,
+        those of outputs at the end of a run.
     exchange : Exchange
         The inferred exchange: everything else that a rank reads and does not own.
-    repeat : str | None
-        The input that takes the output in the next step.
+    repeat : Mapping[str, str]
+        Inputs, and the outputs that they take in the next step.
     """
 
     nest: LoopNest
@@ -80,7 +85,7 @@ class Distribution:
     parts: tuple[Part, ...]
     transfers: tuple[Transfer, ...]
     exchange: Exchange
-    repeat: str | None = None
+    repeat: Mapping[str, str]
 
     @property
     def ranks(self) -> int:
@@ -105,37 +110,66 @@ class Distribution:
         """Bytes that all ranks together send."""
         return sum(exchange.bytes(self.itemsizes) for exchange in self.exchanges)
 
+    @cached_property
+    def before(self) -> tuple[Transfer, ...]:
+        """The transfers of inputs, before the inferred exchange."""
+        names = {buffer.name for buffer in self.nest.inputs}
+        return tuple(t for t in self.transfers if t.buffer in names)
+
+    @cached_property
+    def after(self) -> tuple[Transfer, ...]:
+        """The transfers of outputs, at the end of a run."""
+        return tuple(t for t in self.transfers if t not in self.before)
+
     def interior(self, rank: int) -> Region:
         """The largest range of a rank's loops, found axis by axis, that reads only what it owns.
 
-        Empty where there is none, or where the rank is to receive nothing.
+        Of the first step after an exchange. Empty where there is none, or where the rank is to
+        receive nothing.
         """
-        part = self.parts[rank]
-        if part.is_empty or not any(e.of_rank(rank).received_by(rank) for e in self.exchanges):
+        return self._interiors[rank]
+
+    @cached_property
+    def _interiors(self) -> list[Region]:
+        return [self._interior(part) for part in self.parts]
+
+    def _interior(self, part: Part) -> Region:
+        awaited = (*(transfer.exchange for transfer in self.before), self.exchange)
+        if part.is_empty or not any(exchange.received_by(part.rank) for exchange in awaited):
             return tuple((begin, begin) for begin, _ in part.rows)
-        rows = list(part.rows)
+        rows = list(part.steps[0])
+        if not region_size(part.steps[0]):
+            return part.steps[0]
         for axis in range(len(rows)):
             rows[axis] = self._shrunk(part, rows, axis)
         return tuple(rows) if self._is_local(part, tuple(rows)) else ((0, 0),) * len(rows)
 
     def _shrunk(self, part: Part, rows: Sequence[tuple[int, int]], axis: int) -> tuple[int, int]:
-        """A loop's range without the iterations at either end that read a halo of this axis."""
+        """A loop's range without the iterations at either end that read a halo of this axis.
+
+        What is left is taken to have no gaps, as with affine indices.
+        """
         begin, end = rows[axis]
 
+        @functools.cache
         def is_local(one: int) -> bool:
             middle = [((b + e) // 2, (b + e) // 2 + 1) for b, e in rows]
             middle[axis] = (one, one + 1)
             return self._is_local(part, tuple(middle))
 
-        while begin < end and not is_local(begin):
-            begin += 1
-        while begin < end and not is_local(end - 1):
-            end -= 1
-        return begin, end
+        tried = sorted({begin, *range(begin, end, -((begin - end) // _PROBES)), end - 1})
+        local = [one for one in tried if is_local(one)]
+        if not local:
+            return begin, begin
+        first = bisect.bisect_left(range(begin, local[0]), True, key=is_local) + begin
+        last = bisect.bisect_left(
+            range(local[-1] + 1, end), True, key=lambda one: not is_local(one)
+        )
+        return first, last + local[-1] + 1
 
     def _is_local(self, part: Part, rows: Region) -> bool:
         """True if a range reads only what the rank owns."""
-        needed = regions_needed(self.nest, self.nest.output_region(rows))
+        needed = regions_needed(self.nest, self.nest.output_regions(rows))
         return not any(
             difference(region, part.owned[buffer.name])
             for buffer in self.nest.inputs
@@ -152,7 +186,8 @@ def distribute(
     grid: Sequence[int] | None = None,
     owned: Mapping[str, Sequence[int]] | None = None,
     transfers: Sequence[Transfer] = (),
-    repeat: str | None = None,
+    infer: bool = True,
+    repeat: str | Mapping[str, str] | None = None,
     exchange_every: int = 1,
 ) -> Distribution:
     """Distribute one spatial loop, or a grid of several, over ranks.
@@ -163,7 +198,7 @@ def distribute(
         The function, or a schedule of which it is the ``main``, before its loops are split.
     loop : str, int, LoopRV, or a sequence of them
         Loops of the block that computes the output: names, axes of the output, loops of the
-        schedule.
+        schedule. If there are several outputs, each has such loops, with the same extents.
     ranks : int, optional
         Number of ranks; parts differ by at most one iteration. Not needed with ``sizes``.
     sizes : Sequence[int], optional
@@ -174,10 +209,14 @@ def distribute(
         Of some inputs, how many indices of its distributed dimension each part owns; by default
         those around what it reads. For one loop only.
     transfers : Sequence[Transfer]
-        Explicit transfers (:func:`send_recv`), before the inferred exchange.
-    repeat : str, optional
-        The input that takes the output in the next step; both have the same shape and type, and
-        ranks own the same of both. The output then has the window of this input.
+        Explicit transfers (:func:`send_recv`): of inputs, before the inferred exchange, which does
+        not repeat them; of outputs, at the end of a run.
+    infer : bool
+        Whether what transfers do not bring is exchanged, too; else it is an error.
+    repeat : str or Mapping[str, str], optional
+        The input that takes the output in the next step, or several with an output each; both have
+        the same shape and type, and ranks own the same of both. An output then has the window of
+        its input.
     exchange_every : int
         Steps between two exchanges, which bring halos for all of them; 1 without ``repeat``.
 
@@ -190,17 +229,17 @@ def distribute(
     ------
     OpError
         If loops, sizes, grid or transfers do not fit the function, or if what a part reads cannot
-        be bounded or is owned by no rank.
+        be bounded, is owned by no rank, or without ``infer`` is brought by no transfer.
     """
     loops = [loop] if isinstance(loop, str | int | s_tir.schedule.LoopRV) else list(loop)
     nest = read_loop_nest(source, loops)
     if not loops:
         raise OpError("no loop to distribute is named")
-    if exchange_every < 1 or (exchange_every > 1 and repeat is None):
+    if exchange_every < 1 or (exchange_every > 1 and not repeat):
         raise OpError(
             f"exchange_every is {exchange_every}; expected 1, or more for a function with repeat="
         )
-    choices = _Choices(owned or {}, transfers, repeat, exchange_every)
+    choices = _Choices(owned or {}, transfers, infer, repeat, exchange_every)
     if sizes is not None:
         return _plan(nest, _given(nest, sizes, ranks), choices)
     if ranks is None:
@@ -240,8 +279,8 @@ def _given(
     ]
     if all(isinstance(one, int) for one in sizes):
         lists = [[size for one in lists for size in one]]
-    if len(lists) != len(nest.loops):
-        raise OpError(f"sizes are given for {len(lists)} loops; expected {len(nest.loops)}")
+    if len(lists) != len(nest.extents):
+        raise OpError(f"sizes are given for {len(lists)} loops; expected {len(nest.extents)}")
     parts = zip(nest.loop_names, nest.extents, lists, strict=True)
     partition = Partition(
         tuple(bounds_of(extent, one, f"loop {name!r}") for name, extent, one in parts)
@@ -257,19 +296,23 @@ class _Choices:
 
     owned: Mapping[str, Sequence[int]]
     transfers: Sequence[Transfer]
-    repeat: str | None
+    infer: bool
+    repeat: str | Mapping[str, str] | None
     steps: int
 
 
 def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distribution:
     """Who owns what, who needs what, and the messages that follow."""
-    again = None if choices.repeat is None else repeated_input(nest, choices.repeat)
+    again = repeated_inputs(nest, choices.repeat)
     owners = Owners(nest, partition, dict(choices.owned))
     regions = [owners.of_rank(rank) for rank in range(partition.ranks)]
-    if choices.repeat is not None and choices.repeat not in choices.owned:
-        for rank, mine in enumerate(regions):  # what it computes for the next step
-            mine[choices.repeat] = nest.output_region(partition.rows(rank))
-    shapes = {buffer.name: shape_of(buffer) for buffer in nest.inputs}
+    for rank, mine in enumerate(regions):
+        made = {buffer: one for buffer, [one] in nest.output_regions(partition.rows(rank)).items()}
+        for taker, output in again.items():
+            if taker.name not in choices.owned:
+                mine[taker.name] = made[output]
+        mine |= {buffer.name: region for buffer, region in made.items()}
+    shapes = {buffer.name: shape_of(buffer) for buffer in nest.func.params}
     delivery = deliver(choices.transfers, shapes, regions)
     parts: list[Part] = []
     read: list[dict[str, list[Region]]] = []
@@ -277,38 +320,46 @@ def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distributi
         rows = partition.rows(rank)
         exact = needed_by_steps(nest, again, rows, choices.steps)
         read.append({buffer.name: exact.get(buffer, []) for buffer in nest.inputs})
-        steps = (rows,) if again is None else rows_of_steps(nest, again, rows, choices.steps)
-        mine = regions[rank] | {nest.output.name: nest.output_region(rows)}
+        steps = rows_of_steps(nest, again, rows, choices.steps)
+        mine = regions[rank]
         used = windows_of_steps(nest, steps)
         windows = {}
         for buffer in nest.func.params:
             held = [mine[buffer.name], *delivery.received(rank, buffer.name)]
             held += [used[buffer]] if buffer in used else []
             windows[buffer.name] = _window(held, shape_of(buffer))
-        if again is not None:
-            _check_owners(nest, rank, mine, again.name)
-            both = hull([windows[again.name], windows[nest.output.name]])
-            windows |= {again.name: both, nest.output.name: both}
+        for taker, output in again.items():
+            _check_owners(rank, mine, taker.name, output.name)
+            both = hull([windows[taker.name], windows[output.name]])
+            windows |= {taker.name: both, output.name: both}
         parts.append(Part(rank, rows, mine, windows, steps))
     check_waits(delivery, read)
     messages: list[Message] = []
-    for name in shapes:
+    for name in (buffer.name for buffer in nest.inputs):
         lacking = [
             _without(regions[name], delivery.received(rank, name))
             for rank, regions in enumerate(read)
         ]
         messages += messages_of(name, lacking, [part.owned[name] for part in parts])
+    if messages and not choices.infer:
+        first = messages[0]
+        raise OpError(
+            f"rank {first.dest} reads region {first.region} of buffer {first.buffer!r}, which it "
+            f"does not own and no transfer brings; send it from rank {first.source}, or let it be "
+            "inferred"
+        )
     messages.sort(key=lambda m: (m.source, m.dest, m.buffer, m.region))
     exchange = Exchange(len(choices.transfers), tuple(messages))
-    return Distribution(nest, partition, tuple(parts), delivery.transfers, exchange, choices.repeat)
+    repeat = {taker.name: output.name for taker, output in again.items()}
+    return Distribution(nest, partition, tuple(parts), delivery.transfers, exchange, repeat)
 
 
-def _check_owners(nest: LoopNest, rank: int, owned: Mapping[str, Region], repeat: str) -> None:
+def _check_owners(rank: int, owned: Mapping[str, Region], repeat: str, output: str) -> None:
     """Refuse a rank that does not own of an input what it computes for the next step."""
-    mine, made = owned[repeat], owned[nest.output.name]
+    mine, made = owned[repeat], owned[output]
     if mine != made and (region_size(mine) or region_size(made)):
         raise OpError(
-            f"rank {rank} owns {mine} of {repeat!r} and computes {made} of the output, which "
+            f"rank {rank} owns {mine} of {repeat!r} and computes {made} of {output!r}, which "
             "cannot be the same in the next step; leave out owned="
         )
 

@@ -149,12 +149,13 @@ def _bases(
     nest: LoopNest, rows: Region, windows: Mapping[str, Region], los: Sequence[tirx.Var]
 ) -> tuple[dict[tirx.Buffer, tuple[tirx.Expr, ...]], LocalShape]:
     """First index of what is computed of each stage, in terms of the scalars, and the shape."""
-    computed = regions_computed(nest, nest.output_region(rows))
+    computed = regions_computed(nest, nest.output_regions(rows))
     _check_windows(nest, computed, windows)
     at_rows = {lo: tirx.const(b, str(lo.ty.dtype)) for lo, (b, _) in zip(los, rows, strict=True)}
-    least = {nest.output: _zeros(nest.output)}
-    for axis, lo in zip(nest.loops, los, strict=True):
-        least[nest.output][axis] = lo
+    least = {output: _zeros(output) for output in nest.outputs}
+    for output, axes in zip(nest.outputs, nest.loops, strict=True):
+        for axis, lo in zip(axes, los, strict=True):
+            least[output][axis] = lo
     bases: dict[tirx.Buffer, tuple[tirx.Expr, ...]] = {}
     shapes: list[tuple[tuple[int, int], ...] | None] = []
     for stage, reads in zip(reversed(nest.stages), reversed(nest.reads), strict=True):

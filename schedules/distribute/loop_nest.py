@@ -38,42 +38,43 @@ class Read:
 
 @dataclass(frozen=True)
 class LoopNest:
-    """A function that computes one output by stages, some of whose loops are distributed.
+    """A function that computes outputs by stages, some of whose loops are distributed.
 
     Parameters
     ----------
     func : tirx.PrimFunc
         The function, not yet scheduled.
     stages : tuple[Stage, ...]
-        Its blocks; a block comes after those that it reads, the last computes the output.
-    loops : tuple[int, ...]
-        The distributed loops, as axes of the output.
+        Its blocks; a block comes after those that it reads.
+    loops : tuple[tuple[int, ...], ...]
+        For each output the distributed loops, as its axes.
     """
 
     func: tirx.PrimFunc
     stages: tuple[Stage, ...]
-    loops: tuple[int, ...]
+    loops: tuple[tuple[int, ...], ...]
 
-    @property
-    def output(self) -> tirx.Buffer:
-        """The parameter that the function writes."""
-        return self.stages[-1].output
+    @cached_property
+    def outputs(self) -> list[tirx.Buffer]:
+        """The parameters that the function writes, in order."""
+        written = {stage.output for stage in self.stages}
+        return [buffer for buffer in self.func.params if buffer in written]
 
-    @property
+    @cached_property
     def inputs(self) -> list[tirx.Buffer]:
         """The other parameters, in order."""
-        return [buffer for buffer in self.func.params if not buffer.same_as(self.output)]
+        return [buffer for buffer in self.func.params if buffer not in self.outputs]
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """Extents of the distributed loops."""
-        shape = shape_of(self.output)
-        return tuple(shape[axis] for axis in self.loops)
+        """Extents of the distributed loops, the same for all outputs."""
+        shape = shape_of(self.outputs[0])
+        return tuple(shape[axis] for axis in self.loops[0])
 
     @property
     def loop_names(self) -> tuple[str, ...]:
-        """Names of the distributed loops."""
-        return tuple(self.stages[-1].loops[axis] for axis in self.loops)
+        """Names of the distributed loops, in the block of the first output."""
+        return tuple(stage_of(self, self.outputs[0]).loops[axis] for axis in self.loops[0])
 
     @cached_property
     def reads(self) -> tuple[tuple[Read, ...], ...]:
@@ -87,8 +88,9 @@ class LoopNest:
         Given for each dimension; empty where every part uses the same.
         """
         found = {stage.output: [set[int]() for _ in stage.axes] for stage in self.stages}
-        for number, axis in enumerate(self.loops):
-            found[self.output][axis].add(number)
+        for output, axes in zip(self.outputs, self.loops, strict=True):
+            for number, axis in enumerate(axes):
+                found[output][axis].add(number)
         for stage, reads in zip(reversed(self.stages), reversed(self.reads), strict=True):
             moved = dict(zip((a.var for a in stage.axes), found[stage.output], strict=True))
             for read in reads:
@@ -97,12 +99,21 @@ class LoopNest:
                     dim.update(*(moved[v] for v in variables(index) if v in moved))
         return {buffer: tuple(map(frozenset, dims)) for buffer, dims in found.items()}
 
-    def output_region(self, rows: Region) -> Region:
-        """The output's elements of a range of each distributed loop."""
-        region = [(0, extent) for extent in shape_of(self.output)]
-        for axis, ends in zip(self.loops, rows, strict=True):
-            region[axis] = ends
-        return tuple(region)
+    def output_regions(self, rows: Region) -> dict[tirx.Buffer, list[Region]]:
+        """For each output one region: its elements of a range of each distributed loop."""
+        found: dict[tirx.Buffer, list[Region]] = {}
+        for output, axes in zip(self.outputs, self.loops, strict=True):
+            region = [(0, extent) for extent in shape_of(output)]
+            for axis, ends in zip(axes, rows, strict=True):
+                region[axis] = ends
+            found[output] = [tuple(region)]
+        return found
+
+
+def stage_of(nest: LoopNest, output: tirx.Buffer) -> Stage:
+    """The stage that computes a buffer."""
+    [stage] = [stage for stage in nest.stages if stage.output.same_as(output)]
+    return stage
 
 
 def shape_of(buffer: tirx.Buffer) -> tuple[int, ...]:
@@ -120,14 +131,15 @@ def read_loop_nest(
     source : tirx.PrimFunc or s_tir.Schedule
         The function, or a schedule of which it is the ``main``; loops are whole.
     loops : Sequence[str or int or LoopRV]
-        Spatial loops of the block that computes the output: names, axes of the output, or loops of
-        the schedule.
+        Spatial loops of the blocks that compute outputs: names, axes of the outputs, or loops of
+        the schedule. Each is a loop of every output, by its name or axis, with the same extent.
 
     Raises
     ------
     OpError
-        If the function has another form, if a loop is none of its output's or a reduction, if an
-        extent is symbolic, or if a block reads what it writes, or at an index that is loaded.
+        If the function has another form, if a loop is none of an output's or a reduction, if an
+        extent is symbolic or differs between outputs, or if a block reads what it or a later one
+        writes, or at an index that is loaded.
     """
     func = source.mod["main"] if isinstance(source, s_tir.Schedule) else source
     stages = read_stages(func)
@@ -136,28 +148,44 @@ def read_loop_nest(
             "a function is distributed before its loops are split: each block must compute every "
             "element of one buffer, by one store, in a loop for each of its variables"
         )
-    _check_output(func, stages)
     nest = LoopNest(func, tuple(stages), ())
+    if not nest.outputs:
+        raise OpError("no block writes a parameter; expected at least one output")
     _check_extents(nest)
     for stage in nest.stages:
         _check_dependence(stage)
-    axes = tuple(_axis(source, stages[-1], loop) for loop in loops)
-    if len(set(axes)) < len(axes):
-        raise OpError(f"loops {list(loops)} name one loop twice")
-    nest = LoopNest(func, tuple(stages), axes)
+    _check_order(nest)
+    nest = LoopNest(
+        func, nest.stages, tuple(_axes(source, nest, out, loops) for out in nest.outputs)
+    )
+    _check_loops(nest)
     _check_gathers(nest)
     return nest
 
 
-def _check_output(func: tirx.PrimFunc, stages: list[Stage]) -> None:
-    """Check that the last stage alone computes a parameter."""
-    outputs = [s for s in stages if any(s.output.same_as(param) for param in func.params)]
-    if len(outputs) != 1 or outputs[0] is not stages[-1]:
-        names = ", ".join(stage.output.name for stage in outputs) or "none"
-        raise OpError(
-            f"the blocks write the parameters {names}; expected one output, of the last block: "
-            "distribute a function for each output"
-        )
+def _check_order(nest: LoopNest) -> None:
+    """Refuse blocks that read what a later one writes."""
+    written = {stage.output for stage in nest.stages}
+    for stage, reads in zip(nest.stages, nest.reads, strict=True):
+        written.discard(stage.output)
+        for read in reads:
+            if read.buffer in written:
+                raise OpError(
+                    f"block {stage.name!r} reads {read.buffer.name!r} before a later block writes "
+                    "it; give what it held before as an input of its own"
+                )
+
+
+def _check_loops(nest: LoopNest) -> None:
+    """Refuse outputs whose distributed loops have different extents."""
+    for output, axes in zip(nest.outputs, nest.loops, strict=True):
+        extents = tuple(shape_of(output)[axis] for axis in axes)
+        if extents != nest.extents:
+            raise OpError(
+                f"the loops {', '.join(nest.loop_names)} have the extents {list(nest.extents)} of "
+                f"output {nest.outputs[0].name!r} and {list(extents)} of {output.name!r}; expected "
+                "the same: distribute a function for each output"
+            )
 
 
 def _check_extents(nest: LoopNest) -> None:
@@ -204,10 +232,23 @@ def _check_gathers(nest: LoopNest) -> None:
                     )
 
 
+def _axes(
+    source: tirx.PrimFunc | s_tir.Schedule,
+    nest: LoopNest,
+    output: tirx.Buffer,
+    loops: Sequence[str | int | s_tir.schedule.LoopRV],
+) -> tuple[int, ...]:
+    """The axes of an output that loops count."""
+    axes = tuple(_axis(source, stage_of(nest, output), loop) for loop in loops)
+    if len(set(axes)) < len(axes):
+        raise OpError(f"loops {list(loops)} name one loop twice")
+    return axes
+
+
 def _axis(
     source: tirx.PrimFunc | s_tir.Schedule, stage: Stage, loop: str | int | s_tir.schedule.LoopRV
 ) -> int:
-    """The axis of the output that a loop counts."""
+    """The axis of a stage's output that a loop counts."""
     spatial = stage.loops[: len(stage.axes)]
     if isinstance(loop, int):
         if not 0 <= loop < len(spatial):
@@ -221,7 +262,7 @@ def _axis(
         )
     if name not in spatial:
         raise OpError(
-            f"block {stage.name!r}, which computes the output, has no loop {name!r}; "
+            f"block {stage.name!r}, which computes an output, has no loop {name!r}; "
             f"it has {', '.join(filter(None, spatial))}"
         )
     return spatial.index(name)

@@ -55,7 +55,7 @@ class Owners:
         moved = self.nest.varying.get(buffer, ())
         found: Cuts = {}
         taken: set[int] = set()
-        for number in range(len(self.nest.loops)):
+        for number in range(len(self.nest.extents)):
             free = [d for d, loops in enumerate(moved) if number in loops and d not in taken]
             if free:
                 taken.add(free[0])
@@ -99,7 +99,7 @@ class Owners:
         self, buffer: tirx.Buffer, number: int, dim: int, extent: int, sizes: Sequence[int]
     ) -> tuple[tuple[int, int], ...]:
         parts = self.partition.grid[number]
-        if len(self.nest.loops) > 1 or len(sizes) != parts:
+        if len(self.nest.extents) > 1 or len(sizes) != parts:
             raise OpError(
                 f"owners of {buffer.name!r} are given as {list(sizes)}; "
                 f"expected a size for each of the {parts} parts of one distributed loop"
@@ -118,6 +118,6 @@ class Owners:
         """Range that a part of a loop reads of a dimension, whatever the other loops."""
         rows = [(0, extent) for extent in self.nest.extents]
         rows[number] = ends
-        needed = regions_needed(self.nest, self.nest.output_region(tuple(rows)))
+        needed = regions_needed(self.nest, self.nest.output_regions(tuple(rows)))
         regions = needed.get(buffer)
         return hull(regions)[dim] if regions else None

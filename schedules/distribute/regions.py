@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regions of the buffers that a range of a function's output needs.
+"""Regions of the buffers that a range of a function's outputs needs.
 
 The blocks are walked backwards: what is needed of a block's output gives the ranges of its
 variables, and these the values of the indices at which it reads.
@@ -8,7 +8,7 @@ variables, and these the values of the indices at which it reads.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, tirx
 
@@ -20,15 +20,17 @@ from .index_values import Domain, index_values, known_conditions, never_holds
 from .loop_nest import LoopNest, Read, shape_of
 
 
-def regions_needed(nest: LoopNest, region: Region) -> dict[tirx.Buffer, list[Region]]:
-    """The elements of every buffer that a region of the output needs.
+def regions_needed(
+    nest: LoopNest, wanted: Mapping[tirx.Buffer, Sequence[Region]]
+) -> dict[tirx.Buffer, list[Region]]:
+    """The elements of every buffer that regions of outputs need.
 
     Parameters
     ----------
     nest : LoopNest
         The function.
-    region : Region
-        What is wanted of its output.
+    wanted : Mapping[tirx.Buffer, Sequence[Region]]
+        What is wanted of outputs; :meth:`.LoopNest.output_regions` of a range of loops.
 
     Returns
     -------
@@ -41,16 +43,18 @@ def regions_needed(nest: LoopNest, region: Region) -> dict[tirx.Buffer, list[Reg
     OpError
         If what a block reads of a buffer cannot be bounded.
     """
-    return _walk(nest, region, lambda stage, regions: regions)
+    return _walk(nest, wanted, lambda stage, regions: regions)
 
 
-def regions_computed(nest: LoopNest, region: Region) -> dict[tirx.Buffer, Region]:
-    """The region of every buffer that a part which computes a region of the output works on.
+def regions_computed(
+    nest: LoopNest, wanted: Mapping[tirx.Buffer, Sequence[Region]]
+) -> dict[tirx.Buffer, Region]:
+    """The region of every buffer that a part which computes regions of outputs works on.
 
     As :func:`regions_needed`, but each block computes one region, without gaps, and all of the
     dimensions in which all parts use the same; so its reads can be more than what is needed.
     """
-    found = _walk(nest, region, lambda stage, regions: [_region(nest, stage.output, regions)])
+    found = _walk(nest, wanted, lambda stage, regions: [_region(nest, stage.output, regions)])
     return {buffer: _region(nest, buffer, regions) for buffer, regions in found.items()}
 
 
@@ -61,11 +65,14 @@ def _region(nest: LoopNest, buffer: tirx.Buffer, regions: Sequence[Region]) -> R
 
 
 def _walk(
-    nest: LoopNest, region: Region, computed: Callable[[Stage, list[Region]], list[Region]]
+    nest: LoopNest,
+    wanted: Mapping[tirx.Buffer, Sequence[Region]],
+    computed: Callable[[Stage, list[Region]], list[Region]],
 ) -> dict[tirx.Buffer, list[Region]]:
     needed: dict[tirx.Buffer, list[Region]] = {}
-    if region_size(region):
-        needed[nest.output] = [region]
+    for output, regions in wanted.items():
+        if filled := [region for region in regions if region_size(region)]:
+            needed[output] = filled
     for stage, reads in zip(reversed(nest.stages), reversed(nest.reads), strict=True):
         if stage.output not in needed:
             continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that are applied again and again to their own output, such as steps of a stencil.
+"""Functions that are applied again and again to their own outputs, such as steps of a stencil.
 
 Several steps can share an exchange: it then brings a halo that is as wide as they need together,
 and each step but the last computes some of it once more (deep halos, or communication avoiding;
@@ -7,6 +7,8 @@ Demmel et al., "Avoiding communication in sparse matrix computations", IPDPS 200
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 from tvm import tirx
 
@@ -16,59 +18,87 @@ from .loop_nest import LoopNest, shape_of
 from .regions import regions_computed, regions_needed
 
 
-def repeated_input(nest: LoopNest, name: str) -> tirx.Buffer:
-    """The input that takes the output in the next step.
+def repeated_inputs(
+    nest: LoopNest, repeat: str | Mapping[str, str] | None
+) -> dict[tirx.Buffer, tirx.Buffer]:
+    """The inputs that take outputs in the next step, and these outputs.
+
+    Parameters
+    ----------
+    nest : LoopNest
+        The function.
+    repeat : str or Mapping[str, str] or None
+        Name of the input that takes the only output, or of inputs, each with that of an output.
 
     Raises
     ------
     OpError
-        If there is none of that name, or if it has another shape or type than the output.
+        If there is no such input or output, if one has another shape or type than the other, or if
+        an output is taken twice.
     """
-    found = [buffer for buffer in nest.inputs if buffer.name == name]
-    if not found:
-        names = ", ".join(buffer.name for buffer in nest.inputs)
-        raise OpError(f"repeat names {name!r}; the inputs are {names}")
-    here, out = found[0], nest.output
-    if here.dtype != out.dtype or shape_of(here) != shape_of(out):
+    if isinstance(repeat, str) and len(nest.outputs) > 1:
+        names = ", ".join(buffer.name for buffer in nest.outputs)
         raise OpError(
-            f"input {name!r} of shape {shape_of(here)} and type {here.dtype} cannot take the "
-            f"output, of shape {shape_of(out)} and type {out.dtype}, in the next step"
+            f"repeat names {repeat!r}, and the function has the outputs {names}; say which of them "
+            f"it takes in the next step: repeat={{{repeat!r}: {nest.outputs[0].name!r}}}"
         )
-    return found[0]
+    pairs = {repeat: nest.outputs[0].name} if isinstance(repeat, str) else dict(repeat or {})
+    if len(set(pairs.values())) < len(pairs):
+        raise OpError(f"repeat is {pairs}: two inputs cannot take one output")
+    found = {}
+    for name, taken in pairs.items():
+        here = _named(nest.inputs, name, "inputs")
+        out = _named(nest.outputs, taken, "outputs")
+        if here.dtype != out.dtype or shape_of(here) != shape_of(out):
+            raise OpError(
+                f"input {name!r} of shape {shape_of(here)} and type {here.dtype} cannot take the "
+                f"output, of shape {shape_of(out)} and type {out.dtype}, in the next step"
+            )
+        found[here] = out
+    return found
+
+
+def _named(buffers: Sequence[tirx.Buffer], name: str, what: str) -> tirx.Buffer:
+    for buffer in buffers:
+        if buffer.name == name:
+            return buffer
+    names = ", ".join(buffer.name for buffer in buffers)
+    raise OpError(f"repeat names {name!r}; the {what} are {names}")
 
 
 def rows_of_steps(
-    nest: LoopNest, buffer: tirx.Buffer, rows: Region, steps: int
+    nest: LoopNest, again: Mapping[tirx.Buffer, tirx.Buffer], rows: Region, steps: int
 ) -> tuple[Region, ...]:
     """Ranges of the distributed loops that steps between two exchanges compute, the first first.
 
     Each computes what the next one reads; the last computes ``rows``.
     """
+    axes = dict(zip(nest.outputs, nest.loops, strict=True))
     found = [rows]
     for _ in range(steps - 1):
-        read = regions_computed(nest, nest.output_region(found[0])).get(buffer)
-        if read is None:
-            found.insert(0, tuple((begin, begin) for begin, _ in rows))
-        else:
-            found.insert(0, tuple(read[axis] for axis in nest.loops))
+        computed = regions_computed(nest, nest.output_regions(found[0]))
+        read = [
+            tuple(computed[buffer][axis] for axis in axes[output])
+            for buffer, output in again.items()
+            if buffer in computed
+        ]
+        found.insert(0, hull(read) if read else tuple((begin, begin) for begin, _ in rows))
     return tuple(found)
 
 
 def needed_by_steps(
-    nest: LoopNest, buffer: tirx.Buffer | None, rows: Region, steps: int
+    nest: LoopNest, again: Mapping[tirx.Buffer, tirx.Buffer], rows: Region, steps: int
 ) -> dict[tirx.Buffer, list[Region]]:
     """Elements of each input that steps need from before the first one."""
-    wanted = [nest.output_region(rows)]
+    wanted = nest.output_regions(rows)
     found: dict[tirx.Buffer, list[Region]] = {}
     for _ in range(steps):
-        step: dict[tirx.Buffer, list[Region]] = {}
-        for region in wanted:
-            for name, regions in regions_needed(nest, region).items():
-                step[name] = union([*step.get(name, []), *regions])
-        for name, regions in step.items():
-            found[name] = union([*found.get(name, []), *regions])
-        if buffer is not None:  # what an earlier step computes need not be there
-            found[buffer] = wanted = step.get(buffer, [])
+        step = regions_needed(nest, wanted)
+        for buffer, regions in step.items():
+            found[buffer] = union([*found.get(buffer, []), *regions])
+        for buffer in again:  # what an earlier step computes need not be there
+            found[buffer] = step.get(buffer, [])
+        wanted = {output: step.get(buffer, []) for buffer, output in again.items()}
     return found
 
 
@@ -76,6 +106,6 @@ def windows_of_steps(nest: LoopNest, steps: tuple[Region, ...]) -> dict[tirx.Buf
     """Regions of each buffer that steps work on."""
     found: dict[tirx.Buffer, Region] = {}
     for rows in steps:
-        for buffer, region in regions_computed(nest, nest.output_region(rows)).items():
+        for buffer, region in regions_computed(nest, nest.output_regions(rows)).items():
             found[buffer] = hull([region, found[buffer]]) if buffer in found else region
     return found

@@ -29,12 +29,12 @@ class Mode:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows of an input that one rank sends to another.
+    """Rows of an input or an output that one rank sends to another.
 
     Parameters
     ----------
     buffer : str
-        Name of the input.
+        Its name.
     rows : Region
         Begin and end of its leading dimensions, in indices of the whole buffer; the others are
         sent whole.
@@ -72,11 +72,12 @@ def send_recv(
     Parameters
     ----------
     buffer : str
-        Name of an input.
+        Name of an input, which is sent before a run, or of an output, sent at its end.
     rows : tuple[int, int] or Region
         Begin and end of its first dimension, or of several leading ones.
     source, dest : int
-        Ranks; the source must own the rows, or have received them by an earlier transfer.
+        Ranks; the source must own the rows, or have received them by an earlier transfer. What
+        the destination receives of an output lies in its window.
     mode : Mode
         Synchronous or not, blocking or not.
     """
@@ -113,9 +114,9 @@ def deliver(
     transfers : Sequence[Transfer]
         In the order in which they happen.
     shapes : Mapping[str, tuple[int, ...]]
-        Shapes of the inputs.
+        Shapes of inputs and outputs.
     owned : Sequence[Mapping[str, Region]]
-        What each rank owns of each input.
+        What each rank owns of each.
 
     Raises
     ------
@@ -167,7 +168,7 @@ def check_waits(delivery: Delivery, read: Sequence[Mapping[str, Sequence[Region]
 def _complete(transfer: Transfer, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> Transfer:
     """Check a transfer's ends, and add the dimensions that are sent whole."""
     if transfer.buffer not in shapes:
-        raise OpError(f"{_name(transfer)}: no such input; there are {', '.join(shapes)}")
+        raise OpError(f"{_name(transfer)}: no such input or output; there are {', '.join(shapes)}")
     for rank in (transfer.source, transfer.dest):
         if not 0 <= rank < ranks:
             raise OpError(f"{_name(transfer)}: rank {rank} is none of 0 to {ranks - 1}")

@@ -197,6 +197,38 @@ def centred(rows: int = 6, cols: int = 4) -> tirx.PrimFunc:
     return function(a, te.compute((rows, cols), lambda i, j: a[i, j] - total[j], "C"))
 
 
+wave2d = small(stencils.wave2d, 11, 7)
+
+
+def gradients(rows: int = 10, cols: int = 6) -> tirx.PrimFunc:
+    """Differences along the rows and along the columns, which need different halos."""
+    a = image(rows + 3, cols + 1)
+    down = te.compute((rows, cols), lambda i, j: a[i + 3, j] - a[i, j], "down")
+    return function(a, down, te.compute((rows, cols), lambda i, j: a[i, j + 1] - a[i, j], "across"))
+
+
+def levels(rows: int = 11, cols: int = 4) -> tirx.PrimFunc:
+    """An image smoothed once and twice: the second output reads a halo of the first."""
+    a = image(rows + 4, cols)
+    once = te.compute((rows, cols), lambda i, j: a[i, j] + a[i + 4, j], "once")
+    twice = te.compute(
+        (rows, cols),
+        lambda i, j: once[te.max(i - 2, 0), j] + once[te.min(i + 1, rows - 1), j],
+        "twice",
+    )
+    return function(a, once, twice)
+
+
+def turned(rows: int = 8, cols: int = 5) -> tirx.PrimFunc:
+    """An image and its transpose, whose rows are the image's columns."""
+    a = image(rows + 1, cols)
+    plain = te.compute((rows, cols), lambda i, j: a[i, j] + 1.0, "plain")
+    return function(a, plain, te.compute((cols, rows), lambda j, i: a[i + 1, j] * 2.0, "turned"))
+
+
+SEVERAL: dict[str, Case] = {case.__name__: case for case in (wave2d, gradients, levels, turned)}
+"""Functions with several outputs; ``turned`` is distributed over its loop ``i``."""
+
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
@@ -234,6 +266,8 @@ _OPERATORS: dict[str, Callable[[int, int], int | bool]] = {
     "LE": lambda a, b: a <= b,
     "GT": lambda a, b: a > b,
     "GE": lambda a, b: a >= b,
+    "Min": min,
+    "Max": max,
     "And": lambda a, b: a and b,
 }
 
@@ -245,12 +279,12 @@ class Interpreter:
         stages = read_stages(func)
         assert stages is not None
         self.stages = {stage.output.name: stage for stage in stages}
-        self.output = stages[-1].output.name
+        self.outputs = [stage.output.name for stage in stages if stage.output in func.params]
         self.known: dict[Element, frozenset[Element]] = {}
 
-    def reads(self, index: tuple[int, ...]) -> frozenset[Element]:
-        """Elements of the inputs that an element of the output reads."""
-        return self._element(self.output, index)
+    def reads(self, index: tuple[int, ...], output: str | None = None) -> frozenset[Element]:
+        """Elements of the inputs that an element of the output, or of one of several, reads."""
+        return self._element(output or self.outputs[-1], index)
 
     def _element(self, name: str, index: tuple[int, ...]) -> frozenset[Element]:
         if name not in self.stages:

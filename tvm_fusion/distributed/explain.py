@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from schedules.distribute.cost import Network, Processor, work_of
+from schedules.distribute.cost import Network, Processor, overlap_gain_of, work_of
 from schedules.distribute.distribute import Distribution
 from schedules.distribute.exchange import Message, Region, region_size
 
@@ -17,18 +17,22 @@ def describe(
     pieces: Sequence[Sequence[Piece]],
     network: Network,
     processor: Processor,
+    overlap: str,
 ) -> str:
     """Return a table with a line for each rank, and a line for each message of its exchanges.
 
-    Times are predicted from the figures of ``network`` and ``processor``.
+    Times are predicted from the figures of ``network`` and ``processor``; the column ``overlap``
+    tells whether the interior is computed while messages travel, and the time that this saves (or
+    costs), ``-`` where a rank has no interior of its own.
     """
     loops = ", ".join(plan.nest.loop_names)
     grid = " x ".join(map(str, plan.partition.grid))
+    messages = sum(len(exchange.messages) for exchange in plan.exchanges)
     lines = [
-        f"loops {loops} over {grid} ranks; {plan.bytes} bytes in "
-        f"{sum(len(exchange.messages) for exchange in plan.exchanges)} messages",
-        f"{'rank':>4}  {'iterations':<24}{'sends':>12}{'receives':>12}"
-        f"{'compute':>11}{'exchange':>11}  kernels",
+        f"loops {loops} over {grid} ranks; {plan.bytes} bytes in {messages} messages; "
+        f"overlap: {overlap}",
+        f"{'rank':>4}  {'iterations':<18}{'sends':>12}{'receives':>12}"
+        f"{'compute':>11}{'exchange':>11}{'overlap':>15}  kernels",
     ]
     for part in plan.parts:
         lines.append(_line(plan, part.rank, pieces[part.rank], network, processor))
@@ -59,10 +63,13 @@ def _line(
         f"{piece.kernel}[{_text(piece.rows)}]" + (" meanwhile" if piece.is_interior else "")
         for piece in pieces
     )
+    gain = overlap_gain_of(plan, rank, network, processor)
+    chosen = "yes" if any(piece.is_interior for piece in pieces) else "no"
+    gained = "-" if gain is None else f"{chosen}, {_time(gain, '+')}"
     rows = _text(part.rows) if region_size(part.rows) else "none"
     return (
-        f"{rank:>4}  {rows:<24}{_bytes(plan, sent):>12}{_bytes(plan, received):>12}"
-        f"{_time(compute):>11}{_time(exchange):>11}  {kernels}"
+        f"{rank:>4}  {rows:<18}{_bytes(plan, sent):>12}{_bytes(plan, received):>12}"
+        f"{_time(compute):>11}{_time(exchange):>11}{gained:>15}  {kernels}"
     )
 
 
@@ -74,5 +81,7 @@ def _text(region: Region) -> str:
     return ", ".join(f"{begin}:{end}" for begin, end in region)
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+def _time(seconds: float, sign: str = "") -> str:
+    if abs(seconds) < 1e-3:
+        return f"{seconds * 1e6:{sign}.1f} us"
+    return f"{seconds * 1e3:{sign}.2f} ms"

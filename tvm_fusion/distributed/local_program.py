@@ -13,12 +13,16 @@ import tvm_ffi
 from schedules.distribute.exchange import Exchange, LocalBuffer, Region
 
 from ..errors import InvalidInputError
+from ..machine.numa import touch
 from ..runtime.arguments import numpy_dtype
 from ..runtime.host_arrays import aligned_empty
 from ..runtime.thread_pool import Crew
+from .memory_places import describe_memory
 
 if TYPE_CHECKING:
     from schedules.distribute.distribute import Distribution
+
+    from .world.numa_placement import Placement
 
 
 class Ranks(Protocol):
@@ -27,6 +31,10 @@ class Ranks(Protocol):
     rank: int
     size: int
     threads: int
+
+    @property
+    def placement(self) -> Placement | None:
+        """Its place on the NUMA nodes of its machine, if it has one."""
 
     def start(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> None:
         """Begin to send and receive the messages of an exchange."""
@@ -116,8 +124,10 @@ class LocalProgram:
     ) -> None:
         self.plan = plan
         self.world = world
-        self._pieces = pieces
-        self._kernels = kernels
+        self._calls: dict[tuple[int, bool], list[tuple[Callable[..., Any], tuple[int, ...]]]] = {}
+        for piece in pieces:
+            calls = self._calls.setdefault((piece.step, piece.is_interior), [])
+            calls.append((kernels[piece.kernel], piece.scalars))
         self._crew = Crew(world.threads)
         self._part = plan.parts[world.rank]
         self.buffers = {
@@ -131,6 +141,8 @@ class LocalProgram:
     def _allocate(self, name: str, dtype: str) -> LocalBuffer:
         window = self._part.windows[name]
         array = aligned_empty([end - begin for begin, end in window], numpy_dtype(dtype))
+        if self.world.placement is not None:
+            touch(array)
         return LocalBuffer(array, tuple(begin for begin, _ in window))
 
     def input(self, name: str) -> LocalArray:
@@ -148,11 +160,20 @@ class LocalProgram:
 
     @property
     def output(self) -> LocalArray:
-        """Window of the output that this rank holds."""
-        name = self.plan.nest.output.name
-        return LocalArray(self.buffers[name], self._part.owned[name])
+        """Window of the output, or of the first one, that this rank holds."""
+        return next(iter(self.outputs.values()))
 
-    def __call__(self, steps: int = 1) -> np.ndarray:
+    @property
+    def outputs(self) -> dict[str, LocalArray]:
+        """Windows of the outputs that this rank holds, by name."""
+        names = (buffer.name for buffer in self.plan.nest.outputs)
+        return {name: LocalArray(self.buffers[name], self._part.owned[name]) for name in names}
+
+    def explain(self) -> str:
+        """Return a line for each window: its bytes, and the NUMA nodes on which its pages lie."""
+        return describe_memory(self.world.rank, self.world.placement, self.buffers)
+
+    def __call__(self, steps: int = 1) -> np.ndarray | tuple[np.ndarray, ...]:
         """Run the program; called by all ranks together.
 
         Parameters
@@ -163,15 +184,16 @@ class LocalProgram:
 
         Returns
         -------
-        np.ndarray
-            This rank's part of the output, valid until the next call.
+        np.ndarray or tuple[np.ndarray, ...]
+            This rank's part of the output, of several a tuple in their order; valid until the next
+            call.
 
         Raises
         ------
         InvalidInputError
             If there are several steps and no input takes the output.
         """
-        if steps < 1 or (steps > 1 and self.plan.repeat is None):
+        if steps < 1 or (steps > 1 and not self.plan.repeat):
             raise InvalidInputError(
                 f"steps is {steps}; expected 1, or more for a program compiled with repeat="
             )
@@ -183,37 +205,38 @@ class LocalProgram:
                 if done:
                     self._swap()
                 if step == first:
-                    self._exchange()
+                    self._exchange(step)
                 self._run(step, interior=False)
                 done += 1
-        return self.output.owned
+        for transfer in self.plan.after:
+            self.world.start(transfer.exchange, self.buffers)
+            self.world.finish(transfer.exchange)
+        owned = tuple(output.owned for output in self.outputs.values())
+        return owned if len(owned) > 1 else owned[0]
 
-    def _exchange(self) -> None:
-        """Send and receive halos, and compute what does not need them meanwhile."""
-        for transfer in self.plan.transfers:
+    def _exchange(self, step: int) -> None:
+        """Send and receive halos, and compute the interior of a step meanwhile."""
+        for transfer in self.plan.before:
             self.world.start(transfer.exchange, self.buffers)
             if transfer.mode.blocking:
                 self.world.finish(transfer.exchange)
         self.world.start(self.plan.exchange, self.buffers)
-        self._run(0, interior=True)
-        for transfer in self.plan.transfers:
+        self._run(step, interior=True)
+        for transfer in self.plan.before:
             if not transfer.mode.blocking:
                 self.world.finish(transfer.exchange)
         self.world.finish(self.plan.exchange)
 
     def _run(self, step: int, interior: bool) -> None:
-        windows = list(self._tensors.values())
-        for piece in self._pieces:
-            if (piece.step, piece.is_interior) == (step, interior):
-                self._crew.run(self._kernels[piece.kernel], *windows, *piece.scalars)
+        for kernel, scalars in self._calls.get((step, interior), ()):
+            self._crew.run(kernel, *self._tensors.values(), *scalars)
 
     def _swap(self) -> None:
-        """Let the output of a step be the input of the next."""
-        output, name = self.plan.nest.output.name, self.plan.repeat
-        assert name is not None, "several steps need repeat="
+        """Let outputs of a step be inputs of the next."""
         buffers, tensors = self.buffers, self._tensors
-        buffers[output], buffers[name] = buffers[name], buffers[output]
-        tensors[output], tensors[name] = tensors[name], tensors[output]
+        for name, output in self.plan.repeat.items():
+            buffers[output], buffers[name] = buffers[name], buffers[output]
+            tensors[output], tensors[name] = tensors[name], tensors[output]
 
 
 def check_ranks(world: Ranks, ranks: int, what: str) -> None:

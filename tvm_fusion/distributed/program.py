@@ -19,9 +19,9 @@ from tvm.target import Target
 
 from schedules.cpu import RULES
 from schedules.cpu.core.machine import CPUInfo
-from schedules.distribute.cost import Network, Processor, overlap_gains, work_of
+from schedules.distribute.cost import Network, Processor, overlap_gain_of, work_of
 from schedules.distribute.distribute import Distribution, distribute
-from schedules.distribute.exchange import Region, difference, region_size
+from schedules.distribute.exchange import Region, difference
 from schedules.distribute.localize import LocalShape, localize, scalar_arguments
 from schedules.distribute.transfer import Transfer
 from schedules.schedule_rule import schedule_function
@@ -56,6 +56,8 @@ class Program:
         What they are compiled for.
     network, processor : Network, Processor
         Figures of the predictions.
+    overlap : str
+        Whether interiors are computed while messages travel, as it was asked for.
     """
 
     distribution: Distribution
@@ -65,6 +67,7 @@ class Program:
     target: Target
     network: Network
     processor: Processor
+    overlap: Overlap = "auto"
 
     @property
     def ranks(self) -> int:
@@ -73,7 +76,7 @@ class Program:
 
     def explain(self) -> str:
         """Return a table of rows, halos, messages, kernels and predicted times of each rank."""
-        return describe(self.distribution, self.pieces, self.network, self.processor)
+        return describe(self.distribution, self.pieces, self.network, self.processor, self.overlap)
 
     def on(self, world: Ranks) -> LocalProgram:
         """Share of the program of one rank, with memory for its windows.
@@ -116,9 +119,10 @@ def compile(
     grid: Sequence[int] | None = None,
     owned: Mapping[str, Sequence[int]] | None = None,
     transfers: Sequence[Transfer] = (),
+    infer: bool = True,
     schedule: Schedule | Mapping[int, Schedule] | None = None,
     overlap: Overlap = "auto",
-    repeat: str | None = None,
+    repeat: str | Mapping[str, str] | None = None,
     exchange_every: int | Literal["auto"] = 1,
     threads: int = 1,
     network: Network | None = None,
@@ -134,18 +138,20 @@ def compile(
         Number of ranks; not needed with ``sizes``.
     target : str, mapping or tvm.target.Target
         The CPU of every rank, as in :func:`tvm_fusion.compile`.
-    loop, sizes, grid, owned, transfers
+    loop, sizes, grid, owned, transfers, infer
         The distributed loops, by default the outermost, and their parts: see
         :func:`schedules.distribute.distribute.distribute`.
     schedule : callable, or mapping from ranks to callables, optional
         Schedules the function of a part, in place; ranks without one, and by default all, have the
         rules of this package.
     overlap : str
-        Whether the interior is computed while messages travel: ``"always"``, ``"never"``, or
-        ``"auto"``, where ``network`` says that it gains. Not where several steps share an exchange.
-    repeat : str, optional
-        The input that takes the output in the next step, for :meth:`.LocalProgram.__call__` with
-        several steps; it has the output's shape and type, and ranks own the same of both.
+        Whether a rank computes its interior while messages travel: ``"always"``, ``"never"``, or
+        ``"auto"``, where it is predicted to gain from the figures of ``network``: latency,
+        bandwidth, and how far messages travel while cores compute.
+    repeat : str or Mapping[str, str], optional
+        The input that takes the output in the next step, or several with an output each, for
+        :meth:`.LocalProgram.__call__` with several steps; it has the output's shape and type, and
+        ranks own the same of both.
     exchange_every : int or "auto"
         Steps between two exchanges, each of which brings halos for that many; ``"auto"`` takes the
         number for which a step is predicted to be fastest.
@@ -181,12 +187,13 @@ def compile(
         grid=grid,
         owned=owned,
         transfers=transfers,
+        infer=infer,
         repeat=repeat,
     )
     if exchange_every == "auto":
-        depths = _DEPTHS if repeat is not None else (1,)
+        depths = _DEPTHS if repeat else (1,)
         plans = [planned(exchange_every=steps) for steps in depths]
-        plan = min(plans, key=figures.step_seconds)
+        plan = min(plans, key=lambda plan: figures.step_seconds(plan, overlap))
     else:
         plan = planned(exchange_every=exchange_every)
     kernels = _Kernels(plan, resolved, schedule)
@@ -204,6 +211,7 @@ def compile(
         resolved,
         figures.network,
         figures.processor,
+        overlap,
     )
 
 
@@ -224,7 +232,7 @@ class _Figures:
     network: Network
     processor: Processor
 
-    def step_seconds(self, plan: Distribution) -> float:
+    def step_seconds(self, plan: Distribution, overlap: Overlap) -> float:
         """Predicted time of a step on the slowest rank, with its share of an exchange."""
         seconds = []
         for part in plan.parts:
@@ -233,19 +241,17 @@ class _Figures:
                 for rows in part.steps
             )
             exchange = self.network.seconds(plan.exchange, part.rank, plan.itemsizes)
+            if self.overlaps(plan, part.rank, overlap):
+                exchange -= overlap_gain_of(plan, part.rank, self.network, self.processor) or 0.0
             seconds.append((compute + exchange) / len(part.steps))
         return max(seconds)
 
     def overlaps(self, plan: Distribution, rank: int, wish: Overlap) -> bool:
         """True if a rank computes its interior while messages travel."""
-        if wish == "never" or plan.parts[rank].is_empty or len(plan.parts[rank].steps) > 1:
+        if wish == "never" or (wish == "auto" and not self.network.progress):
             return False
-        interior = plan.interior(rank)
-        if wish == "always" or not region_size(interior):
-            return bool(region_size(interior))
-        exchange = self.network.seconds(plan.exchange, rank, plan.itemsizes)
-        inside = self.processor.seconds(work_of(plan.nest, interior, plan.itemsizes))
-        return overlap_gains(self.network, exchange, inside)
+        gain = overlap_gain_of(plan, rank, self.network, self.processor)
+        return gain is not None and (wish == "always" or gain > 0)
 
 
 class _Kernels:
@@ -274,10 +280,11 @@ class _Kernels:
         if not overlap:
             return tuple(self._piece(rank, rows, step) for step, rows in enumerate(part.steps))
         interior = self.plan.interior(rank)
-        borders = difference(part.rows, interior)
+        borders = difference(part.steps[0], interior)
         return (
             self._piece(rank, interior, 0, is_interior=True),
             *(self._piece(rank, rows, 0) for rows in borders),
+            *(self._piece(rank, rows, step) for step, rows in enumerate(part.steps) if step),
         )
 
     def _piece(self, rank: int, rows: Region, step: int, is_interior: bool = False) -> Piece:

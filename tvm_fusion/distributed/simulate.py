@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from tvm import tirx
 
-from schedules.distribute.cost import Network, Processor, Work, overlap_gains, work_of
+from schedules.distribute.cost import Network, Processor, Work, overlap_gain, work_of
 from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Exchange, Message, Region
 
@@ -208,7 +208,7 @@ def _point(
             exchange[rank] += network.seconds(Exchange(each.id, tuple(own)), rank, plan.itemsizes)
         messages += len({(message.source, message.dest) for message in each.messages})
     pairs = list(zip(compute, exchange, strict=True))
-    seconds = max(one + other - _hidden(network, one, other) for one, other in pairs)
+    seconds = max(c + e - max(overlap_gain(network, e, c), 0.0) for c, e in pairs)
     return ScalingPoint(plan.ranks, messages, plan.bytes, max(compute), max(exchange), seconds, 1.0)
 
 
@@ -236,10 +236,3 @@ def _by_rank(exchange: Exchange) -> dict[int, list[Message]]:
         for rank in (message.source, message.dest):
             found.setdefault(rank, []).append(message)
     return found
-
-
-def _hidden(network: Network, compute: float, exchange: float) -> float:
-    """Seconds of an exchange that pass while a rank computes, where it is overlapped."""
-    if not overlap_gains(network, exchange, compute):
-        return 0.0
-    return network.progress * min(compute, exchange)

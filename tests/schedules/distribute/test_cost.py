@@ -6,7 +6,15 @@ from __future__ import annotations
 import pytest
 from loop_nests import blur, matmul
 
-from schedules.distribute.cost import Network, Processor, Work, overlap_gains, work_of
+from schedules.distribute.cost import (
+    CALL_SECONDS,
+    Network,
+    Processor,
+    Work,
+    overlap_gain,
+    overlap_gain_of,
+    work_of,
+)
 from schedules.distribute.distribute import distribute
 
 
@@ -33,7 +41,20 @@ def test_roofline() -> None:
 
 
 def test_overlap_gains_where_messages_travel_alone() -> None:
-    assert overlap_gains(Network(progress=1.0), exchange=1e-3, interior=1e-2)
-    assert not overlap_gains(Network(progress=0.0), exchange=1e-3, interior=1e-2)
-    assert not overlap_gains(Network(progress=1.0), exchange=2e-6, interior=1e-2)
-    assert not overlap_gains(Network(progress=1.0), exchange=1e-3, interior=2e-6)
+    calls = 2 * CALL_SECONDS
+    assert overlap_gain(Network(progress=1.0), 1e-3, 1e-2) == pytest.approx(1e-3 - calls)
+    assert overlap_gain(Network(progress=0.5), 1e-3, 1e-4) == pytest.approx(5e-5 - calls)
+    assert overlap_gain(Network(progress=0.0), 1e-3, 1e-2) == pytest.approx(-calls)
+    assert overlap_gain(Network(progress=1.0), 1e-3, 1e-2, more=1e-3) == pytest.approx(-calls)
+
+
+def test_overlap_gain_of_a_rank() -> None:
+    """An overlapped blur computes two rows of its first stage twice, at each cut."""
+    network = Network(latency=1e-3, bandwidth=1e9, progress=1.0)
+    processor = Processor(rate=1e5, bandwidth=1e12)
+    plan = distribute(blur(30, 10), "i", 3)
+    exchange = network.seconds(plan.exchange, 1, plan.itemsizes)
+    gain = overlap_gain_of(plan, 1, network, processor)
+    again = 2 * 2 * 10 * 3 / processor.rate
+    assert gain == pytest.approx(exchange - again - 2 * CALL_SECONDS)
+    assert overlap_gain_of(distribute(blur(30, 10), "i", 1), 0, network, processor) is None

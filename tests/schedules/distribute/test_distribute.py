@@ -9,11 +9,21 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_nests import CASES, Interpreter, blur, elements, heat2d, matmul
+from loop_nests import (
+    CASES,
+    SEVERAL,
+    Interpreter,
+    blur,
+    elements,
+    gradients,
+    heat2d,
+    matmul,
+    wave2d,
+)
 from tvm import s_tir
 
 from schedules.distribute.distribute import Distribution, distribute
-from schedules.distribute.exchange import intersection, region_size
+from schedules.distribute.exchange import Region, intersection, region_size
 from schedules.distribute.transfer import send_recv
 from schedules.errors import OpError
 from tests.selection import in_turns
@@ -22,8 +32,12 @@ from tests.selection import in_turns
 def check_messages(plan: Distribution, interpreter: Interpreter) -> None:
     """Every element that a rank reads and does not own is sent to it once, by an owner."""
     for part in plan.parts:
-        output = part.owned[interpreter.output]
-        reads = {e for index in elements(output) for e in interpreter.reads(index)}
+        reads = {
+            element
+            for output in interpreter.outputs
+            for index in elements(part.owned[output])
+            for element in interpreter.reads(index, output)
+        }
         owned = {
             (buffer.name, index)
             for buffer in plan.nest.inputs
@@ -43,9 +57,15 @@ def check_messages(plan: Distribution, interpreter: Interpreter) -> None:
             assert intersection(window, message.region) == message.region
 
 
+def rows_of(plan: Distribution, rows: Region) -> Region:
+    """The elements of the only output of some rows."""
+    [[region]] = plan.nest.output_regions(rows).values()
+    return region
+
+
 @functools.cache
 def interpreter_of(name: str) -> Interpreter:
-    return Interpreter(CASES[name]())
+    return Interpreter((CASES | SEVERAL)[name]())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 64])
@@ -57,6 +77,56 @@ def test_rows(name: str, ranks: int) -> None:
         assert plan.bytes == 0
     rows = [part.rows[0] for part in plan.parts]
     assert [begin for begin, _ in rows[1:]] == [end for _, end in rows[:-1]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 64])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_outputs(name: str, ranks: int) -> None:
+    plan = distribute(SEVERAL[name](), "i", ranks)
+    check_messages(plan, interpreter_of(name))
+    for output in plan.nest.outputs:
+        owned = [index for part in plan.parts for index in elements(part.owned[output.name])]
+        assert sorted(owned) == elements(tuple((0, int(n)) for n in output.shape))
+
+
+def test_grid_of_several_outputs() -> None:
+    for name in ("wave2d", "levels", "turned"):
+        check_messages(distribute(SEVERAL[name](), ["i", "j"], 6), interpreter_of(name))
+
+
+@pytest.mark.parametrize(("ranks", "deep"), [(3, 2), (2, 4), (12, 3)])
+def test_halos_of_several_fields(ranks: int, deep: int) -> None:
+    """The displacement needs a row more for each step, the velocity one less."""
+    fields = {"A": "next", "V": "speed"}
+    plan = distribute(wave2d(), "i", ranks, repeat=fields, exchange_every=deep)
+    interpreter = interpreter_of("wave2d")
+    for part in plan.parts:
+        wanted = {(out, index) for out in fields.values() for index in elements(part.owned[out])}
+        for _ in range(deep):
+            read = {e for out, index in wanted for e in interpreter.reads(index, out)}
+            wanted = {(fields[name], index) for name, index in read}
+        owned = {(name, index) for name in fields for index in elements(part.owned[name])}
+        received = [
+            (m.buffer, index)
+            for m in plan.exchange.received_by(part.rank)
+            for index in elements(m.region)
+        ]
+        assert sorted(received) == sorted(read - owned)
+        assert all(part.windows[name] == part.windows[out] for name, out in fields.items())
+
+
+@pytest.mark.parametrize(
+    ("repeat", "reason"),
+    [
+        ("A", "repeat names 'A', and the function has the outputs next, speed; say which"),
+        ({"A": "next", "V": "next"}, "two inputs cannot take one output"),
+        ({"A": "other"}, "repeat names 'other'; the outputs are next, speed"),
+        ({"B": "next"}, "repeat names 'B'; the inputs are A, V"),
+    ],
+)
+def test_refused_repeat(repeat: str | dict[str, str], reason: str) -> None:
+    with pytest.raises(OpError, match=reason):
+        distribute(wave2d(), "i", 2, repeat=repeat)
 
 
 @pytest.mark.parametrize(("name", "ranks"), in_turns(CASES, [2, 4, 6, 12]))
@@ -150,7 +220,7 @@ def test_interior_reads_what_the_rank_owns(name: str) -> None:
             for row in range(*part.rows[0])
             if all(
                 index in owned
-                for place in elements(plan.nest.output_region(((row, row + 1),)))
+                for place in elements(rows_of(plan, ((row, row + 1),)))
                 for _, index in interpreter.reads(place)
             )
         ]
@@ -162,6 +232,25 @@ def test_interior_of_a_grid() -> None:
     plan = distribute(heat2d(12, 12), ["i", "j"], 4, grid=(2, 2))
     assert plan.interior(0) == ((0, 5), (0, 5))
     assert plan.interior(3) == ((7, 12), (7, 12))
+
+
+def test_interior_off_the_middle() -> None:
+    """A rank that owns the first half of what it reads computes that alone meanwhile."""
+    plan = distribute(blur(60), "i", sizes=[60, 0], owned={"A": [20, 42]})
+    assert plan.interior(0) == ((0, 18),)
+    assert plan.interior(1) == ((60, 60),)
+
+
+def test_interior_of_the_first_of_several_steps() -> None:
+    plan = distribute(heat2d(40), "i", 2, repeat="A", exchange_every=3)
+    assert plan.parts[0].steps[0] == ((0, 22),)
+    assert plan.interior(0) == ((0, 19),)
+
+
+def test_interior_of_several_outputs() -> None:
+    plan = distribute(gradients(20), "i", 2)
+    (begin, end), _ = plan.parts[0].owned["A"]
+    assert plan.interior(0) == ((0, end - 3),) and begin == 0
 
 
 def test_no_interior_where_nothing_is_received() -> None:
@@ -177,6 +266,14 @@ def test_explicit_transfers_are_not_sent_again() -> None:
     assert plan.parts[1].windows["A"] == ((0, 14), (0, 7))
 
 
+def test_transfers_instead_of_an_exchange() -> None:
+    given = [send_recv("A", (7, 8), 1, 0), send_recv("A", ((6, 7), (0, 7)), 0, 1)]
+    plan = distribute(blur(12), "i", 2, transfers=given, infer=False)
+    assert not plan.exchange.messages and plan.bytes == 2 * 7 * 4
+    with pytest.raises(OpError, match=r"rank 0 reads region \(\(7, 8\), .* which it does not own"):
+        distribute(blur(12), "i", 2, transfers=given[1:], infer=False)
+
+
 @pytest.mark.parametrize(
     ("plan", "loops"), in_turns([(3, 2), (3, 3), (5, 4), (12, 3)], [[0], [0, 1]])
 )
@@ -188,7 +285,7 @@ def test_halos_of_several_steps(plan: tuple[int, int], loops: list[int]) -> None
     for part in plan.parts:
         wanted = set(elements(part.owned["next"]))
         for rows in reversed(part.steps):
-            assert wanted <= set(elements(plan.nest.output_region(rows)))
+            assert wanted <= set(elements(rows_of(plan, rows)))
             wanted = {index for place in wanted for _, index in interpreter.reads(place)}
         received = [
             index for m in plan.exchange.received_by(part.rank) for index in elements(m.region)

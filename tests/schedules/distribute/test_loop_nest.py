@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from loop_nests import CASES, blur, function, image, matmul
+from loop_nests import CASES, blur, function, image, matmul, turned
 from tvm import s_tir, te, tirx
 from tvm.script import tirx as T
 
@@ -17,7 +17,7 @@ from schedules.errors import OpError
     ("loops", "reason"),
     [
         (["k"], "'k' of block 'C' is a reduction.*distribute one of i, j"),
-        (["z"], "which computes the output, has no loop 'z'; it has i, j"),
+        (["z"], "which computes an output, has no loop 'z'; it has i, j"),
         ([2], "loop 2 is no axis of 'C'; it has 2"),
         (["i", 0], "name one loop twice"),
     ],
@@ -66,7 +66,7 @@ def test_gather() -> None:
 
 def test_gather_along_another_loop() -> None:
     nest = read_loop_nest(gather(), ["j"])
-    needed = regions_needed(nest, nest.output_region(((1, 3),)))
+    needed = regions_needed(nest, nest.output_regions(((1, 3),)))
     assert {buffer.name: regions for buffer, regions in needed.items()} == {
         "taken": [((0, 6), (1, 3))],
         "table": [((0, 9), (1, 3))],
@@ -83,15 +83,41 @@ def test_unbounded_index() -> None:
     )
     nest = read_loop_nest(function(a, scale, stretched), ["i"])
     with pytest.raises(OpError, match="buffer .A. at the index .*cannot be"):
-        regions_needed(nest, nest.output_region(((0, 3),)))
+        regions_needed(nest, nest.output_regions(((0, 3),)))
 
 
-def test_two_outputs() -> None:
+def test_loops_of_several_outputs() -> None:
+    nest = read_loop_nest(turned(8, 5), ["i"])
+    assert nest.loops == ((0,), (1,)) and nest.extents == (8,)
+    assert [buffer.name for buffer in nest.outputs] == ["plain", "turned"]
+    with pytest.raises(
+        OpError, match=r"loops i have the extents \[8\] of output 'plain' and \[5\]"
+    ):
+        read_loop_nest(turned(8, 5), [0])
     a = image(4, 4)
     one = te.compute((4, 4), lambda i, j: a[i, j] + 1.0, "one")
-    two = te.compute((4, 4), lambda i, j: a[i, j] + 2.0, "two")
-    with pytest.raises(OpError, match="write the parameters one, two; expected one output"):
-        read_loop_nest(function(a, one, two), [0])
+    two = te.compute((4, 4), lambda k, j: a[k, j] + 2.0, "two")
+    with pytest.raises(OpError, match="block 'two', which computes an output, has no loop 'i'"):
+        read_loop_nest(function(a, one, two), ["i"])
+
+
+@T.prim_func(s_tir=True)
+def in_and_out(
+    a: T.Buffer((8,), "float32"), b: T.Buffer((8,), "float32"), c: T.Buffer((8,), "float32")
+) -> None:
+    for i in range(8):
+        with T.sblock("first"):
+            vi = T.axis.spatial(8, i)
+            c[vi] = b[vi] + a[vi]
+    for i in range(8):
+        with T.sblock("second"):
+            vi = T.axis.spatial(8, i)
+            b[vi] = a[vi]
+
+
+def test_inputs_that_are_outputs() -> None:
+    with pytest.raises(OpError, match="'first' reads 'b' before a later block writes it; give"):
+        read_loop_nest(in_and_out, [0])
 
 
 def test_symbolic_extents() -> None:

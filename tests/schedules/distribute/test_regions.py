@@ -23,13 +23,14 @@ def test_needed(name: str, data: st.DataObject) -> None:
     nest = NESTS[name]
     ends = [
         sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2)))
-        for n in shape_of(nest.output)
+        for n in shape_of(nest.outputs[0])
     ]
     region = tuple((begin, end) for begin, end in ends)
     expected = {
         element for index in elements(region) for element in INTERPRETERS[name].reads(index)
     }
-    needed = regions_needed(nest, region)
+    wanted = {nest.outputs[0]: [region]}
+    needed = regions_needed(nest, wanted)
     found = [
         (buffer.name, index)
         for buffer in nest.inputs
@@ -37,16 +38,16 @@ def test_needed(name: str, data: st.DataObject) -> None:
         for index in elements(part)
     ]
     assert sorted(found) == sorted(expected)
-    for buffer, computed in regions_computed(nest, region).items():
+    for buffer, computed in regions_computed(nest, wanted).items():
         assert all(intersection(part, computed) == part for part in needed.get(buffer, []))
 
 
 def test_gaps_are_computed_but_not_needed() -> None:
     nest = read_loop_nest(every_fourth(), [0])
-    region = nest.output_region(((1, 3),))
+    wanted = nest.output_regions(((1, 3),))
     a = nest.inputs[0]
-    assert regions_needed(nest, region)[a] == [((2, 3), (0, 3)), ((4, 5), (0, 3))]
-    assert regions_computed(nest, region)[a] == ((2, 5), (0, 3))
+    assert regions_needed(nest, wanted)[a] == [((2, 3), (0, 3)), ((4, 5), (0, 3))]
+    assert regions_computed(nest, wanted)[a] == ((2, 5), (0, 3))
 
 
 def values(index: tirx.Expr, domain: dict, *conditions: tirx.Expr) -> list[tuple[int, int]] | None:
@@ -76,4 +77,4 @@ def test_loops_that_move_a_dimension() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_needed_for_nothing(name: str) -> None:
     nest = NESTS[name]
-    assert regions_needed(nest, nest.output_region(((2, 2),))) == {}
+    assert regions_needed(nest, nest.output_regions(((2, 2),))) == {}

@@ -30,9 +30,19 @@ def test_relay() -> None:
     assert [exchange.id for exchange in plan.exchanges] == [0, 1, 2]
 
 
+def test_outputs() -> None:
+    plan = plan_of(send_recv("by", (4, 6), 1, 0), send_recv("A", (0, 2), 0, 2))
+    assert [transfer.id for transfer in plan.after] == [0]
+    assert [transfer.id for transfer in plan.before] == [1]
+    assert plan.parts[0].windows["by"] == ((0, 6), (0, 5))
+    assert plan.parts[2].windows["by"] == ((8, 12), (0, 5))
+
+
 @pytest.mark.parametrize(
     ("transfer", "reason"),
     [
+        (send_recv("by", (3, 6), 1, 0), r"rank 1 does not hold region \(\(3, 4\), \(0, 5\)\)"),
+        (send_recv("by", (4, 6), 1, 0, Mode(blocking=False)), "no block of rank 0 reads it"),
         (send_recv("B", (0, 2), 0, 1), r"transfer of 'B'\[0:2\] from rank 0 to 1: no such input"),
         (send_recv("A", (0, 2), 0, 3), "rank 3 is none of 0 to 2"),
         (send_recv("A", (0, 2), -1, 1), "rank -1 is none of 0 to 2"),

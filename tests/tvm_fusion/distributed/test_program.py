@@ -11,45 +11,52 @@ import pytest
 import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_nests import CASES, blur, chain, heat2d, matmul, pipeline, random_arrays
+from loop_nests import CASES, SEVERAL, blur, chain, heat2d, matmul, pipeline, random_arrays, wave2d
+from rank_stencils import poison, slices
 from tvm import s_tir
 
 from schedules.distribute.cost import Network, Processor
-from schedules.distribute.exchange import Region
 from schedules.distribute.transfer import Mode, send_recv
+from tests.selection import in_turns
 from tvm_fusion.distributed import Program, compile
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
 from tvm_fusion.errors import DistributedError, InvalidInputError, OpError, TargetError
 
 
-def slices(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(begin, end) for begin, end in region)
-
-
 def run(program: Program, arrays: dict[str, np.ndarray], steps: int = 1) -> np.ndarray:
-    """Run a program on all ranks; what a rank does not own is poisoned."""
+    """The output of a program on all ranks."""
+    [result] = run_all(program, arrays, steps).values()
+    return result
+
+
+def run_all(
+    program: Program, arrays: dict[str, np.ndarray], steps: int = 1
+) -> dict[str, np.ndarray]:
+    """Run a program on all ranks; before each exchange, what a rank does not own is poisoned."""
     nest = program.distribution.nest
-    result = np.full_like(arrays[nest.output.name], np.nan)
+    results = {output.name: np.full_like(arrays[output.name], np.nan) for output in nest.outputs}
 
     def work(world: LocalWorld) -> int:
         local = program.on(world)
         for buffer in nest.inputs:
             held = local.input(buffer.name)
-            held.window.array[...] = np.nan
             held.owned[...] = arrays[buffer.name][slices(held.region)]
-        local.output.window.array[...] = np.nan
-        result[slices(local.output.region)] = local(steps)
+        poison(local, world)
+        found = local(steps)
+        parts = found if isinstance(found, tuple) else (found,)
+        for (name, output), part in zip(local.outputs.items(), parts, strict=True):
+            results[name][slices(output.region)] = part
         return sum(size for _, size in world.sent)
 
     sent = run_ranks(program.ranks, work)
     deep = len(program.distribution.parts[0].steps)
     assert sum(sent) == program.distribution.bytes * -(-steps // deep)
-    return result
+    return results
 
 
 @functools.cache
-def one_rank(name: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    func = CASES[name]()
+def one_rank(name: str, *sizes: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    func = CASES[name](*sizes)
     arrays = random_arrays(func)
     result = run(compile(func, 1), arrays)
     assert not np.isnan(result).any()
@@ -73,12 +80,51 @@ def test_same_bits_on_a_grid(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "loops"), [("blur", (0,)), ("chain", (0,)), ("heat2d", (0, 1)), ("dilated", (0,))]
+    ("name", "ranks"), in_turns(["blur", "chain", "dilated", "heat2d"], [1, 2, 3, 4, 7], every=3)
 )
-def test_same_bits_overlapped(name: str, loops: tuple[int, ...]) -> None:
-    arrays, expected = one_rank(name)
-    program = compile(CASES[name](), 2 ** len(loops), loop=loops, overlap="always")
+def test_same_bits_overlapped(name: str, ranks: int) -> None:
+    arrays, expected = one_rank(name, 48)
+    loops = (0, 1) if (name, ranks) == ("heat2d", 4) else (0,)
+    program = compile(CASES[name](48), ranks, loop=loops, overlap="always")
+    overlapped = [any(piece.is_interior for piece in pieces) for pieces in program.pieces]
+    assert any(overlapped) == (ranks > 1)
     np.testing.assert_array_equal(run(program, arrays), expected)
+
+
+@functools.cache
+def fields_of_one_rank(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    func = SEVERAL[name]()
+    arrays = random_arrays(func)
+    return arrays, run_all(compile(func, 1, loop="i"), arrays)
+
+
+@pytest.mark.parametrize(("name", "ranks"), in_turns(SEVERAL, [2, 3, 4, 7]))
+def test_several_outputs(name: str, ranks: int) -> None:
+    arrays, expected = fields_of_one_rank(name)
+    assert len(expected) == 2 and not any(np.isnan(each).any() for each in expected.values())
+    program = compile(SEVERAL[name](), ranks, loop="i", overlap="always" if ranks < 4 else "never")
+    for output, found in run_all(program, arrays).items():
+        np.testing.assert_array_equal(found, expected[output])
+
+
+def test_waves_of_numpy() -> None:
+    arrays, found = fields_of_one_rank("wave2d")
+    a, speed = (arrays[name].astype(np.float64) for name in "AV")
+    change = a[:-2, 1:-1] + a[2:, 1:-1] + a[1:-1, :-2] + a[1:-1, 2:] - 4 * a[1:-1, 1:-1]
+    speed[1:-1, 1:-1] += 0.1 * change
+    np.testing.assert_allclose(found["speed"], speed, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["next"], a + speed, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "deep"), [(3, 1), (4, 3)])
+def test_steps_of_several_fields(ranks: int, deep: int) -> None:
+    fields = {"A": "next", "V": "speed"}
+    arrays = random_arrays(wave2d())
+    expected = run_all(compile(wave2d(), 1, repeat=fields), arrays, steps=5)
+    program = compile(wave2d(), ranks, repeat=fields, exchange_every=deep, overlap="always")
+    assert any(piece.is_interior for pieces in program.pieces for piece in pieces)
+    for output, found in run_all(program, arrays, steps=5).items():
+        np.testing.assert_array_equal(found, expected[output])
 
 
 @given(name=st.sampled_from(sorted(CASES)), data=st.data())
@@ -176,6 +222,23 @@ def test_transfers() -> None:
     np.testing.assert_array_equal(run(program, arrays), expected)
 
 
+def test_transfer_of_an_output() -> None:
+    """The last rank has all rows at the end, its own and those of the others."""
+    arrays, expected = one_rank("blur")
+    transfers = [send_recv("by", (0, 4), 0, 1), send_recv("by", (0, 8), 1, 2)]
+    program = compile(blur(), 3, transfers=transfers)
+
+    def work(world: LocalWorld) -> np.ndarray:
+        local = program.on(world)
+        held = local.input("A")
+        held.owned[...] = arrays["A"][slices(held.region)]
+        assert len(local()) == len(local.output.owned)
+        return local.output.window.view(((0, 8), (0, 5))) if world.rank == 2 else expected[:8]
+
+    for rows in run_ranks(3, work):
+        np.testing.assert_array_equal(rows, expected[:8])
+
+
 def test_own_schedules() -> None:
     arrays, expected = one_rank("blur")
     seen = []
@@ -211,11 +274,11 @@ def test_explain() -> None:
     assert (
         program.explain()
         == """\
-loops i over 2 ranks; 64 bytes in 2 messages
-rank  iterations                     sends    receives    compute   exchange  kernels
-   0  0:6                               32          32   252.0 us     2.0 us  part_0[0:6]
+loops i over 2 ranks; 64 bytes in 2 messages; overlap: auto
+rank  iterations               sends    receives    compute   exchange        overlap  kernels
+   0  0:6                         32          32   252.0 us     2.0 us   no, -38.0 us  part_0[0:6]
       from 1: A[7:8, 0:8], 32 bytes
-   1  6:12                              32          32   252.0 us     2.0 us  part_0[6:12]
+   1  6:12                        32          32   252.0 us     2.0 us   no, -38.0 us  part_0[6:12]
       from 0: A[6:7, 0:8], 32 bytes"""
     )
     overlapped = compile(heat2d(8), 10, overlap="always").explain()
@@ -224,9 +287,10 @@ rank  iterations                     sends    receives    compute   exchange  ke
 
 def test_overlap_by_the_model() -> None:
     slow = Network(latency=1e-3, progress=1.0)
-    idle = Processor(rate=1e3, bandwidth=1e9)
+    idle = Processor(rate=1e6, bandwidth=1e9)
     chosen = compile(blur(), 2, network=slow, processor=idle)
     assert [piece.is_interior for piece in chosen.pieces[0]] == [True, False]
+    assert "overlap: auto" in chosen.explain() and "yes, +" in chosen.explain()
     assert len(compile(blur(), 2, network=Network(progress=0.0)).pieces[0]) == 1
 
 

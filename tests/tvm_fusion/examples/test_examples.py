@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tvm_ffi
 from mpi_ranks import needs_mpi, run_ranks
@@ -27,14 +28,21 @@ from examples.benchmarks import (
     campaign,
     distributed,
     distributed_networks,
+    exchanges,
     networks,
     pairs,
     reductions_cpu,
     rooflines,
+    stencil_peers,
 )
+from examples.stencils import STENCILS
 from tvm_fusion.bench.race import EngineSpec, Plan
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.targets import target
+from tvm_fusion.distributed import compile as compile_ranks
+from tvm_fusion.distributed import run_ranks as threads_of_ranks
+from tvm_fusion.distributed.world.local_world import LocalWorld
+from tvm_fusion.errors import DistributedError
 
 PLAN = Plan(rounds=1, runs=1)
 ENGINES = [EngineSpec("tvm-fusion"), EngineSpec("onnxruntime")]
@@ -283,12 +291,65 @@ def test_distributed_network(capsys: pytest.CaptureFixture[str]) -> None:
 def test_distributed_stencils(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     path = tmp_path / "distributed.json"
     monkeypatch.setenv(distributed.SMALL, "1")
-    arguments = ["--rounds", "1", "--output", str(path), "--only", "heat2d"]
+    arguments = ["--rounds", "1", "--output", str(path), "--only", "heat2d", "wave2d"]
     assert distributed.main(arguments) == 0
-    jobs = json.loads(path.read_text())["results"]["heat2d"]["jobs"]
+    results = json.loads(path.read_text())["results"]
+    assert results["wave2d"]["jobs"]["2 ranks"]["bytes"] == 2 * 46 * 4  # of the displacement alone
+    jobs = results["heat2d"]["jobs"]
     assert jobs["2 ranks"]["bytes"] == 2 * 46 * 4  # without the corners
     assert jobs["1 rank, 2 threads"]["messages"] == 0
     assert "2 ranks to 1 rank with 2 threads" in capsys.readouterr().out
+
+
+def test_peers_of_stencils(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Peers that fail, and cases that they cannot express, are left out."""
+    monkeypatch.setattr(distributed, "launch", lambda *_: "[]")
+    with pytest.raises(DistributedError, match="some-python can import none of numba, jax, devito"):
+        distributed.engines_of("some-python")
+    monkeypatch.setattr(distributed, "launch", lambda *_: '{"run_ms": 5.0}\n{"run_ms": 5.0}')
+    assert distributed.run_peer("jax", "blur", "python") == 5
+    assert distributed.run_peer("jax", "sobel_uint8", "python") is None
+    assert distributed.run_peer("jax", "heat3d", "python") is None
+
+    def fails(*_: Any) -> str:
+        raise DistributedError("blur by jax failed")
+
+    monkeypatch.setattr(distributed, "launch", fails)
+    assert distributed.run_peer("jax", "blur", "python") is None
+    assert "blur by jax failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stencil", stencil_peers.ARRAYS)
+def test_stencils_in_array_notation(stencil: str) -> None:
+    """What peers compute is what ours do, so that races compare like with like."""
+    a = stencil_peers.random_input(stencil, stencil_peers.Sizes(30, 20, 1))
+    program = compile_ranks(STENCILS[stencil](30, 20), 1)
+
+    def work(world: LocalWorld) -> np.ndarray:
+        local = program.on(world)
+        local.input("A").owned[...] = a
+        if stencil == "convolution":
+            local.input("W").owned[...] = stencil_peers.WEIGHTS
+        local()
+        return local.output.owned
+
+    (found,) = threads_of_ranks(1, work)
+    np.testing.assert_allclose(found, stencil_peers.ARRAYS[stencil](np, a), rtol=1e-5, atol=1e-6)
+    stencil_peers.check(stencil, stencil_peers.Sizes(30, 20, 1), a, 0, found)
+    found[-1, -1] += 1
+    with pytest.raises(AssertionError):
+        stencil_peers.check(stencil, stencil_peers.Sizes(30, 20, 1), a, 0, found)
+
+
+@needs_mpi
+@pytest.mark.slow
+def test_exchanges(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "exchanges.json"
+    only = ["64 pieces of 448 B", "2 rows of 16 KB"]
+    assert exchanges.main(["--rounds", "1", "--output", str(path), "--only", *only]) == 0
+    result = json.loads(path.read_text())["results"][only[0]]
+    assert result["bytes"] == 64 * 448 and result["ours_us"][0] > 0 < result["bare_us"][0]
+    assert "ours to bare: " in capsys.readouterr().out
 
 
 @needs_mpi

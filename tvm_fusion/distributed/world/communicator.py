@@ -21,12 +21,13 @@ from schedules.distribute.exchange import Exchange, LocalBuffer
 
 from ...errors import DistributedError
 from . import failure
+from .numa_placement import Placement
 from .parcel import PreparedExchange, as_bytes, name_ranks
 from .watch import NodeRecord, slot_text
 
 _INSTALL = "{}; install both by: pip install 'tvm-fusion[mpi]', or mpi4py for the cluster's own MPI"
 _KEPT = 4
-_SPINS = 200  # tests before the clock is read
+_SPINS = 1000  # tests before the clock is read
 _YIELD_SECONDS = 1e-3  # then a rank sleeps between tests: others may need its core
 _SLEEP_SECONDS = 5e-5
 
@@ -55,7 +56,11 @@ class World:
         This rank, and the number of ranks.
     threads : int
         Threads for each kernel of this rank.
+    placement : Placement | None
+        Its place on the NUMA nodes of its machine, if the session gave it one.
     """
+
+    placement: Placement | None = None
 
     def __init__(
         self,
@@ -72,7 +77,6 @@ class World:
         self._byte = mpi.BYTE
         self._prepared: dict[int, list[PreparedExchange]] = {}
         self._running: dict[int, PreparedExchange] = {}
-        self._status = mpi.Status()
         self.doing = "before its first exchange"
 
     def start(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> None:
@@ -99,9 +103,11 @@ class World:
         prepared = self._prepare(exchange, buffers)
         self._running[exchange.id] = prepared
         self._say(prepared.inside)
-        for parcel in prepared.outgoing:
+        for request, _, _ in prepared.incoming:
+            request.Start()
+        for request, parcel in prepared.outgoing:
             parcel.pack()
-        self._mpi.Prequest.Startall(prepared.requests)
+            request.Start()
 
     def finish(self, exchange: Exchange) -> None:
         """Wait until all messages of an exchange have arrived, and been sent.
@@ -115,15 +121,24 @@ class World:
         prepared = self._running.pop(exchange.id, None)
         if prepared is None:
             raise DistributedError(f"exchange {exchange.id} is finished without a start")
-        self._wait(prepared.requests, prepared.statuses, prepared.peers, prepared.name)
-        for parcel, status in zip(prepared.incoming, prepared.statuses, strict=False):
-            received = status.Get_count(self._byte)
-            if received != parcel.nbytes:
-                raise DistributedError(
-                    f"rank {parcel.peer} sent {received} bytes in exchange {exchange.id}, and "
-                    f"rank {self.rank} expected {parcel.nbytes}"
-                )
-            parcel.unpack()
+        begin, byte = time.monotonic(), self._byte
+        try:
+            for request, parcel, status in prepared.incoming:
+                if not request.Test(status):
+                    self._wait_for(request, status, prepared, begin)
+                received = status.Get_count(byte)
+                if received != parcel.nbytes:
+                    raise DistributedError(
+                        f"rank {parcel.peer} sent {received} bytes in exchange {exchange.id}, and "
+                        f"rank {self.rank} expected {parcel.nbytes}"
+                    )
+                parcel.unpack()
+            for request, _ in prepared.outgoing:
+                if not request.Test():
+                    self._wait_for(request, None, prepared, begin)
+        except self._mpi.Exception as error:
+            who = name_ranks(sorted({peer for _, peer in prepared.requests}))
+            raise DistributedError(f"MPI failed {prepared.name} with {who}: {error}") from error
         self._say(prepared.after)
 
     def barrier(self) -> None:
@@ -233,40 +248,46 @@ class World:
     def _collective(self, name: str, request: Any) -> None:
         before = self.doing
         self._say(slot_text(f"{name}, {before}"))
-        self._wait([request], [self._status], None, name)
+        try:
+            if not self._completes(request, None, time.monotonic()):
+                raise DistributedError(self._late(self._absent(name), name))
+        except self._mpi.Exception as error:
+            raise DistributedError(f"MPI failed {name}: {error}") from error
         self._say(slot_text(before))
 
-    def _wait(
-        self, requests: list[Any], statuses: list[Any], peers: Sequence[int] | None, name: str
+    def _wait_for(
+        self, request: Any, status: Any, prepared: PreparedExchange, begin: float
     ) -> None:
-        """Test requests until all are complete, or raise at the deadline."""
-        test = self._mpi.Request.Testall
-        try:
-            for _ in range(_SPINS):
-                if test(requests, statuses):
-                    return
-            begin = time.monotonic()
-            while not test(requests, statuses):
-                waited = time.monotonic() - begin
-                if waited > self.timeout:
-                    raise DistributedError(self._late(requests, peers, name))
-                if waited < _YIELD_SECONDS:
-                    os.sched_yield()
-                else:
-                    time.sleep(_SLEEP_SECONDS)
-        except self._mpi.Exception as error:
-            who = f" with {name_ranks(sorted(set(peers)))}" if peers else ""
-            raise DistributedError(f"MPI failed {name}{who}: {error}") from error
+        """Wait for a message of an exchange, or raise at the deadline."""
+        if not self._completes(request, status, begin):
+            late = sorted({peer for other, peer in prepared.requests if not other.Test()})
+            raise DistributedError(self._late(late, prepared.name))
 
-    def _late(self, requests: list[Any], peers: Sequence[int] | None, name: str) -> str:
+    def _completes(self, request: Any, status: Any, begin: float) -> bool:
+        """Test a request until it is complete; False at the deadline."""
+        for _ in range(_SPINS):
+            if request.Test(status):
+                return True
+        while not request.Test(status):
+            waited = time.monotonic() - begin
+            if waited > self.timeout:
+                return False
+            if waited < _YIELD_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(_SLEEP_SECONDS)
+        return True
+
+    def _absent(self, name: str) -> list[int]:
+        """Ranks of this node that are not in a collective."""
+        slots = {rank: slot for rank, slot in self._neighbours.items() if rank != self.rank}
+        return [
+            rank for rank, slot in slots.items() if not self._record.said(slot).startswith(name)
+        ]
+
+    def _late(self, late: Sequence[int], name: str) -> str:
         """Explain a deadline that is over: which ranks do not answer, and what they do."""
         slots = {rank: slot for rank, slot in self._neighbours.items() if rank != self.rank}
-        if peers is None:
-            said = {rank: self._record.said(slot) for rank, slot in slots.items()}
-            late = [rank for rank, text in said.items() if not text.startswith(name)]
-        else:
-            pairs = zip(requests, peers, strict=True)
-            late = sorted({peer for request, peer in pairs if not request.Test()})
         told = [f"rank {r} is {self._record.said(slots[r])}" for r in late if r in slots]
         whom = name_ranks(late) if late else "ranks of other nodes"
         return (

@@ -10,11 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from ...errors import InvalidInputError
+import numpy as np
+
+from ...errors import InvalidInputError, TargetError
+from ...machine.numa import numa_nodes
 from ...runtime.thread_pool import choose_threads
 from ...version import __version__
 from . import failure
 from .communicator import World, load_mpi, require_mpi
+from .numa_placement import NUMA, Numa, Placement, memory_bound, part, placements
 from .watch import NodeRecord, record_bytes
 
 TIMEOUT = 60.0
@@ -23,7 +27,11 @@ TIMEOUT = 60.0
 
 @contextmanager
 def session(
-    ranks: int | None = None, *, timeout: float = TIMEOUT, threads: int | None = None
+    ranks: int | None = None,
+    *,
+    timeout: float = TIMEOUT,
+    threads: int | None = None,
+    numa: Numa | None = None,
 ) -> Iterator[World]:
     """Session of all ranks of this job, which ``mpiexec -n N`` started.
 
@@ -39,6 +47,10 @@ def session(
         Seconds for which a rank waits for another before it ends the job.
     threads : int | None
         Threads of each rank's kernels; by default its share of the node's processors.
+    numa : str | None
+        Spreads the ranks of a machine over its NUMA nodes, for example one a socket, and binds the
+        memory of each to the ``"same"`` node as its processors, to the next (``"other"``) one, or
+        leaves it ``"unbound"``. None leaves processors and memory to the operating system.
 
     Yields
     ------
@@ -49,16 +61,20 @@ def session(
     ------
     DistributedError
         If MPI is not installed, the job has another number of ranks, the ranks are of different
-        versions, or a rank does not answer in time. What all ranks find wrong is raised on the
+        versions, a machine has one NUMA node alone where ``numa`` is given, or a rank does not
+        answer in time. What all ranks find wrong is raised on the
         first one alone; the others end with code 1.
     """
     if not timeout > 0:
         raise InvalidInputError(f"timeout is {timeout!r}; expected a positive number of seconds")
+    if numa not in (None, *NUMA):
+        raise InvalidInputError(f"numa is {numa!r}; expected one of {', '.join(NUMA)}, or None")
     with _opened(timeout) as (world, siblings):
         try:
             with failure.guarded_exit(lambda code: _exited(world, code)):
                 _check(world, ranks)
-                with _processors(world, siblings, threads):
+                place = world.placement = _place(world, siblings, numa)
+                with _processors(world, siblings, threads, place), memory_bound(place):
                     yield world
                 world.wait_for_all()
         except failure.DisagreementError:
@@ -137,17 +153,38 @@ def _check(world: World, ranks: int | None) -> None:
     world.agree(", ".join([f"tvm-fusion {__version__}", *versions]), "versions")
 
 
+def _place(world: World, siblings: Sequence[_Sibling], numa: Numa | None) -> Placement | None:
+    """The place of this rank on its machine's NUMA nodes; refused on all ranks alike."""
+    if numa is None:
+        return None
+    reason, place = "", None
+    try:
+        places = placements(numa_nodes(), [sibling.processors for sibling in siblings], numa)
+        place = places[[sibling.rank for sibling in siblings].index(world.rank)]
+    except TargetError as error:
+        reason = str(error)
+    told = world.all_gather(np.frombuffer(reason.encode()[:512].ljust(512, b"\0"), np.uint8))
+    reasons = [bytes(text).rstrip(b"\0").decode(errors="replace") for text in told]
+    wrong = [rank for rank, text in enumerate(reasons) if text]
+    if wrong:
+        raise failure.DisagreementError(f"machine of rank {wrong[0]}: {reasons[wrong[0]]}")
+    return place
+
+
 @contextmanager
-def _processors(world: World, siblings: Sequence[_Sibling], threads: int | None) -> Iterator[None]:
+def _processors(
+    world: World, siblings: Sequence[_Sibling], threads: int | None, place: Placement | None
+) -> Iterator[None]:
     """Share out the processors of the node, where several ranks may use the same ones.
 
-    A rank with one thread is left to the operating system, which moves it to an idle processor.
+    A rank with one thread is left to the operating system, which moves it to an idle processor;
+    where it has a place, to one of that.
     """
     mine = siblings[[sibling.rank for sibling in siblings].index(world.rank)].processors
     same = [sibling.rank for sibling in siblings if sibling.processors == mine]
-    share = part(mine, same.index(world.rank), len(same))
+    share = place.processors if place else part(mine, same.index(world.rank), len(same))
     wanted = threads if threads is not None else max(1, len(share))
-    bind = 1 < wanted <= len(share) < len(mine)
+    bind = place is not None or 1 < wanted <= len(share) < len(mine)
     if bind:
         os.sched_setaffinity(0, share)
     world.threads = choose_threads(wanted)
@@ -156,11 +193,6 @@ def _processors(world: World, siblings: Sequence[_Sibling], threads: int | None)
     finally:
         if bind:
             os.sched_setaffinity(0, mine)
-
-
-def part(items: Sequence[int], number: int, parts: int) -> Sequence[int]:
-    """One of a number of parts of a sequence, whose lengths differ by one at most."""
-    return items[len(items) * number // parts : len(items) * (number + 1) // parts]
 
 
 def _exited(world: World, code: int) -> None:

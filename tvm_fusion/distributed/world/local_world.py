@@ -48,11 +48,14 @@ class LocalWorld:
         This rank, and the number of ranks.
     threads : int
         Threads of each kernel of this rank: 1.
+    placement : None
+        Threads of a process have no place of their own.
     sent : list[tuple[Message, int]]
         Every message that this rank has sent, and its bytes.
     """
 
     threads = 1
+    placement = None
 
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank, self.size = rank, shared.size

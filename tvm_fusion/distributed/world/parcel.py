@@ -108,10 +108,10 @@ class PreparedExchange:
 
     Attributes
     ----------
-    requests, statuses, peers : list
-        The requests, one a peer and direction, those to receive first; their results; the peers.
-    incoming, outgoing : list[Parcel]
-        What is received and sent.
+    incoming : list[tuple[Prequest, Parcel, Status]]
+        What is received, one a peer.
+    outgoing : list[tuple[Prequest, Parcel]]
+        What is sent, one a peer.
     name : str
         For messages.
     inside, after : bytes
@@ -124,35 +124,39 @@ class PreparedExchange:
         self.exchange = exchange
         sent, received = exchange.sent_by(comm.rank), exchange.received_by(comm.rank)
         windows = {m.buffer: _buffer(exchange, buffers, m) for m in (*sent, *received)}
-        self._windows = [(name, window.array, window.first) for name, window in windows.items()]
-        self.outgoing = _parcels(sent, [m.dest for m in sent], buffers)
-        self.incoming = _parcels(received, [m.source for m in received], buffers)
+        self._windows = list(windows.items())
+        outgoing = _parcels(sent, [m.dest for m in sent], buffers)
+        incoming = _parcels(received, [m.source for m in received], buffers)
         self.name = f"in exchange {exchange.id}"
-        self.peers = [parcel.peer for parcel in (*self.incoming, *self.outgoing)]
-        whom = f" with {name_ranks(sorted(set(self.peers)))}" if self.peers else ""
+        peers = sorted({parcel.peer for parcel in (*incoming, *outgoing)})
+        whom = f" with {name_ranks(peers)}" if peers else ""
         self.inside = slot_text(f"{self.name}{whom}")
         self.after = slot_text(f"after exchange {exchange.id}{whom}")
         self._types: list[Any] = []
         send, tag = comm.Ssend_init if exchange.synchronous else comm.Send_init, exchange.id
-        self.requests = [
-            *(comm.Recv_init(self._message(mpi, p), p.peer, tag) for p in self.incoming),
-            *(send(self._message(mpi, p), p.peer, tag) for p in self.outgoing),
+        self.incoming = [
+            (comm.Recv_init(self._message(mpi, p), p.peer, tag), p, mpi.Status()) for p in incoming
         ]
-        self.statuses = [mpi.Status() for _ in self.requests]
+        self.outgoing = [(send(self._message(mpi, p), p.peer, tag), p) for p in outgoing]
+
+    @property
+    def requests(self) -> list[tuple[Any, int]]:
+        """All requests, each with its peer."""
+        return [(request, parcel.peer) for request, parcel, *_ in (*self.incoming, *self.outgoing)]
 
     def fits(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> bool:
         """Return whether these are the parcels of an exchange between given buffers."""
         if exchange is not self.exchange and exchange != self.exchange:
             return False
-        for name, array, first in self._windows:
+        for name, window in self._windows:
             given = buffers.get(name)
-            if given is None or given.array is not array or given.first != first:
+            if given is not window and not _same(given, window):
                 return False
         return True
 
     def free(self) -> None:
         """Release what MPI holds; no message is on its way."""
-        for held in (*self.requests, *self._types):
+        for held in (*(request for request, _ in self.requests), *self._types):
             held.Free()
 
     def _message(self, mpi: Any, parcel: Parcel) -> Any:
@@ -163,6 +167,10 @@ class PreparedExchange:
         datatype = _strided(mpi, view).Commit()
         self._types.append(datatype)
         return [mpi.buffer.fromaddress(view.ctypes.data, 0), 1, datatype]
+
+
+def _same(given: LocalBuffer | None, window: LocalBuffer) -> bool:
+    return given is not None and given.array is window.array and given.first == window.first
 
 
 def _buffer(

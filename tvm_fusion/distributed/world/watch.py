@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SLOT = 256  # bytes of a rank
-_HEADER = 8
+_HEADER = 64  # a cache line: that of a slot holds nothing of another one
 _MOST = 4  # ranks that are named
 _OPEN, _LEFT = b"\1", b"\0"
 _START_SECONDS = 2.0  # for processes to start, beside the timeout
@@ -45,6 +45,7 @@ class NodeRecord:
         self._memory = mmap.mmap(self._file.fileno(), 0)
         self._slot = slot
         self._begin = _HEADER + slot * SLOT
+        self._text = memoryview(self._memory)[self._begin + 1 : self._begin + SLOT]
 
     def enter(self) -> None:
         """Note that this rank is in its session."""
@@ -56,7 +57,7 @@ class NodeRecord:
 
     def say(self, text: bytes) -> None:
         """Note what this rank does; ``text`` is made by :func:`slot_text`."""
-        self._memory[self._begin + 1 : self._begin + SLOT] = text
+        self._text[:] = text
 
     def is_open(self, slot: int) -> bool:
         """Return whether a rank is in its session."""
@@ -80,6 +81,7 @@ class NodeRecord:
 
     def close(self) -> None:
         """Release the memory and the file."""
+        self._text.release()
         self._memory.close()
         self._file.close()
 

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges between two ranks, beside those of mpi4py alone.
+
+    python examples/benchmarks/exchanges.py [--only NAME ...] [--rounds 5]
+
+Bare are persistent requests of as many bytes between contiguous arrays, started and waited for by
+mpi4py, without a copy, a deadline or a check. By hand are the same between the arrays that hold the
+halos, with a copy to and from the contiguous ones by numpy where halos are not contiguous. What is
+sent is written anew before each exchange, as a kernel does: else the other core would have it in
+its cache. They take turns in one job of two processes; each time is that of the slower rank, from a
+barrier on. Prints a table and writes results/CPU/exchanges.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from schedules.distribute.exchange import Exchange, LocalBuffer, Message, Region
+from tvm_fusion import distributed
+from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.written_aside import written_aside
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# The checkout itself holds the modules beside this one.
+from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.distributed import launch  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Case:
+    """A halo at the end of an axis of float32 arrays.
+
+    Parameters
+    ----------
+    shape : tuple[int, ...]
+        Of each array, without halos.
+    axis : int
+        The axis that is cut between the ranks.
+    halo : int
+        Indices of it that each rank receives.
+    arrays : int
+        How many, all of which travel in one message.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    halo: int
+    arrays: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that each rank sends."""
+        size = 4 * self.halo * self.arrays
+        for axis, extent in enumerate(self.shape):
+            size *= extent if axis != self.axis else 1
+        return size
+
+
+CASES = {
+    "row of 32 KB": Case((64, 8192), 0, 1),
+    "2 rows of 1 MB": Case((8, 262144), 0, 2),
+    "64 pieces of 448 B": Case((64, 56, 56), 1, 2),
+    "256 pieces of 224 B": Case((256, 28, 28), 1, 2),
+    "16384 pieces of 4 B": Case((16384, 64), 1, 1),
+    "2 rows of 16 KB": Case((64, 4096), 0, 1, arrays=2),
+    "3 pieces of 100 KB": Case((3, 64, 25600), 1, 1),
+}
+_SECONDS = 0.2  # of each turn
+_KEYS = ("ours_us", "bare_us", "hand_us")
+_FEWEST, _MOST = 20, 2000  # exchanges of a turn
+
+
+class Side(NamedTuple):
+    """What is measured: an exchange, and what writes before it the arrays that it sends."""
+
+    renew: Callable[[], object]
+    run: Callable[[], object]
+
+
+def serve(names: Sequence[str], rounds: int) -> None:
+    """Run cases on this rank; the first of two prints what was measured, as JSON."""
+    with distributed.session(2, threads=1) as world:
+        found = {}
+        for number, name in enumerate(names):
+            ours, views = _ours(world, CASES[name], number)
+            bare = _bare(world, CASES[name])
+            sides = {"ours_us": ours, "bare_us": bare, "hand_us": _by_hand(world, views, ours)}
+            turns: dict[str, list[float]] = {key: [] for key in sides}
+            for _ in range(rounds):
+                for key, side in sides.items():
+                    turns[key].append(_microseconds(world, side))
+            found[name] = {"bytes": CASES[name].nbytes} | turns
+        if world.rank == 0:
+            print(json.dumps(found))
+
+
+class Views(NamedTuple):
+    """Parts of this rank's arrays that are sent and received."""
+
+    sent: list[np.ndarray]
+    received: list[np.ndarray]
+
+
+def _ours(world: distributed.World, case: Case, number: int) -> tuple[Side, Views]:
+    """An exchange of the halos at the cut: the first rank has what lies before it."""
+    whole = [(0, extent) for extent in case.shape]
+    messages = []
+    for name in map(str, range(case.arrays)):
+        for source in (0, 1):
+            region: list[tuple[int, int]] = list(whole)
+            region[case.axis] = (-case.halo, 0) if source == 0 else (0, case.halo)
+            messages.append(Message(source, 1 - source, name, tuple(region)))
+    window: list[tuple[int, int]] = list(whole)
+    extent, halo = case.shape[case.axis], case.halo
+    window[case.axis] = (-extent, halo) if world.rank == 0 else (-halo, extent)
+    buffers = {str(k): _buffer(tuple(window)) for k in range(case.arrays)}
+    order = sorted(messages, key=lambda m: (m.source, m.dest, m.buffer))
+    exchange = Exchange(number, tuple(order))
+
+    sent = [buffers[m.buffer].view(m.region) for m in exchange.sent_by(world.rank)]
+    received = [buffers[m.buffer].view(m.region) for m in exchange.received_by(world.rank)]
+
+    def renew() -> None:
+        for view in sent:
+            np.add(view, 1, out=view)
+
+    def run() -> None:
+        world.start(exchange, buffers)
+        world.finish(exchange)
+
+    return Side(renew, run), Views(sent, received)
+
+
+def _buffer(window: Region) -> LocalBuffer:
+    array = np.ones([end - begin for begin, end in window], np.float32)
+    return LocalBuffer(array, tuple(begin for begin, _ in window))
+
+
+def _bare(world: distributed.World, case: Case) -> Side:
+    """The same bytes each way, by persistent requests of mpi4py."""
+    from mpi4py import MPI
+
+    sent, received = (np.ones(case.nbytes // 4, np.float32) for _ in range(2))
+    comm, peer = MPI.COMM_WORLD, 1 - world.rank
+    requests = [comm.Recv_init(received, peer, 7), comm.Send_init(sent, peer, 7)]
+
+    def run() -> None:
+        MPI.Prequest.Startall(requests)
+        MPI.Request.Waitall(requests)
+
+    return Side(lambda: np.add(sent, 1, out=sent), run)
+
+
+def _by_hand(world: distributed.World, views: Views, ours: Side) -> Side:
+    """The same halos by mpi4py and numpy, as a user would write it."""
+    from mpi4py import MPI
+
+    comm, peer = MPI.COMM_WORLD, 1 - world.rank
+    out: list[tuple[np.ndarray, np.ndarray]] = []
+    back: list[tuple[np.ndarray, np.ndarray]] = []
+    if len(views.sent) == 1 and views.sent[0].flags.c_contiguous:
+        (sent,), (received,) = views
+    else:
+        sent, received = (np.empty(sum(v.size for v in way), np.float32) for way in views)
+        out, back = _pieces(sent, views.sent), _pieces(received, views.received)
+    requests = [comm.Recv_init(received, peer, 8), comm.Send_init(sent, peer, 8)]
+
+    def run() -> None:
+        for part, view in out:
+            np.copyto(part, view)
+        MPI.Prequest.Startall(requests)
+        MPI.Request.Waitall(requests)
+        for part, view in back:
+            np.copyto(view, part)
+
+    return Side(ours.renew, run)
+
+
+def _pieces(array: np.ndarray, views: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Parts of an array, one behind the other, each with its view."""
+    parts = np.split(array, np.cumsum([view.size for view in views])[:-1])
+    return [(part.reshape(view.shape), view) for part, view in zip(parts, views, strict=True)]
+
+
+def _microseconds(world: distributed.World, side: Side) -> float:
+    """Median over exchanges of the slower rank's time."""
+    from mpi4py import MPI
+
+    def seconds() -> float:
+        side.renew()
+        MPI.COMM_WORLD.Barrier()
+        begin = time.perf_counter()
+        side.run()
+        return time.perf_counter() - begin
+
+    begin = time.perf_counter()
+    for _ in range(_FEWEST):
+        seconds()
+    mine = np.array((time.perf_counter() - begin) / _FEWEST)
+    once = float(world.all_gather(mine).max())  # both make as many exchanges
+    count = int(max(_FEWEST, min(_SECONDS / once, _MOST)))
+    times = np.array([seconds() for _ in range(count)])
+    return 1e6 * float(np.median(world.all_gather(times).max(axis=0)))
+
+
+def table_of(results: dict[str, dict[str, Any]]) -> Table:
+    """One row a case."""
+    table = Table(title="Exchanges between two ranks, medians in us")
+    headings = ("halo", "bytes", "ours", "bare", "by hand", "ours to bare", "ours to by hand")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    for name, result in results.items():
+        ours, bare, hand = (statistics.median(result[key]) for key in _KEYS)
+        times = [f"{time:.1f}" for time in (ours, bare, hand)]
+        ratios = [f"{ours / other:.2f}" for other in (bare, hand)]
+        table.add_row(name, str(result["bytes"]), *times, *ratios)
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all cases, or be a rank of the job."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    options.add_argument("--rounds", type=int, default=5, help="turns of each side")
+    options.add_argument("--output", type=Path, default=CPU_FOLDER / "exchanges.json")
+    options.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
+    given = options.parse_args(arguments)
+    if given.job:
+        serve(given.only, given.rounds)
+        return 0
+    job = ["--job", "--rounds", str(given.rounds), "--only", *given.only]
+    results = json.loads(launch(2, [__file__, *job], "the job of exchanges").splitlines()[-1])
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    with written_aside(given.output) as aside:
+        aside.write_text(json_text({"machine": host_info(), "date": date, "results": results}))
+    console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
+    console.print(table_of(results))
+    for key, what in zip(_KEYS[1:], ("bare", "by hand"), strict=True):
+        ratios = [
+            statistics.median(one["ours_us"]) / statistics.median(one[key])
+            for one in results.values()
+        ]
+        console.print(f"ours to {what}: {statistics.geometric_mean(ratios):.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
