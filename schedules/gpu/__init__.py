@@ -48,8 +48,7 @@ def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
 
 RULES = rules()
 TEMPLATES: dict[str, GPUTemplate[Any, Any]] = {
-    template.name: template
-    for template in (CONV2D, DEPTHWISE, FUSED, TILES, ROWS, SISTERS, CHAIN)
+    template.name: template for template in (CONV2D, DEPTHWISE, FUSED, TILES, ROWS, SISTERS, CHAIN)
 }
 """Templates of the rules with knobs, by name."""
 

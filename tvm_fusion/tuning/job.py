@@ -25,9 +25,9 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.tuning.records import Key, Record, Records
 
 from ..compiler import pipeline
+from ..compiler.gpu_target import named_after
 from ..compiler.target import arch_of, names_gpu, required_features, resolve
 from ..errors import InvalidInputError, TargetError, TuningError
-from ..compiler.gpu_target import named_after
 from ..machine.host import check_host, host_cpu
 from ..runtime.device import find_device
 from ..runtime.thread_pool import choose_threads
@@ -291,8 +291,8 @@ def _open_gpu(runner: str, target: Any, threads: int | None) -> Pool:
         if (own.name, own.multiprocessors) != (machine.name, machine.multiprocessors):
             raise TargetError(
                 f"the target is {machine.name} with {machine.multiprocessors} multiprocessors and "
-                f"this machine's GPU ({device.name}) {own.name} with {own.multiprocessors}; records "
-                "count for the GPU on which they are made: use target='cuda'"
+                f"this machine's GPU ({device.name}) {own.name} with {own.multiprocessors}; "
+                "records count for the GPU on which they are made: use target='cuda'"
             )
     return Pool(resolved, None, [DeviceHost(device)])
 
@@ -560,9 +560,7 @@ class _Job:
         state.template, state.knobs = template.name, asdict(knobs)
 
 
-def _second_race(
-    session: Session, measured: Mapping[int, float]
-) -> tuple[dict[int, float], float]:
+def _second_race(session: Session, measured: Mapping[int, float]) -> tuple[dict[int, float], float]:
     """Race the best settings and the default again, in a fresh process.
 
     Parameters

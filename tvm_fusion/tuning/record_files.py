@@ -70,7 +70,9 @@ def fault(record: Record) -> str:
     try:
         machine: CPUInfo | GPUInfo
         if record.kind == CPU_KIND:
-            machine = CPUInfo.from_target(resolve(record.cpu, cores=min(record.threads, _MOST_THREADS)))
+            machine = CPUInfo.from_target(
+                resolve(record.cpu, cores=min(record.threads, _MOST_THREADS))
+            )
             if machine.vector_bits != record.vector_bits:
                 return f"{record.cpu} has vectors of {machine.vector_bits} bits"
         else:

@@ -135,7 +135,6 @@ class Task:
             return None
         return self.numbers.get(canonical({"template": template, "knobs": knobs}))
 
-
     def is_in_wide_space(self, record: Record) -> bool:
         """Return whether a record has one of the settings that only a wide search tries."""
         known = {one.name: one for one in self.templates}

@@ -257,9 +257,7 @@ def copies_in_turn(arrays: Sequence[np.ndarray], racers: int) -> Iterator[list[A
     size = racers * sum(array.nbytes for array in arrays)
     most = max(1, MOST_COPIES // racers)
     count = min(most, max(2, WEIGHT_BYTES // size)) if size else 1
-    return cycle(
-        [[tvm_ffi.from_dlpack(_copy(array)) for array in arrays] for _ in range(count)]
-    )
+    return cycle([[tvm_ffi.from_dlpack(_copy(array)) for array in arrays] for _ in range(count)])
 
 
 def _copy(array: np.ndarray) -> np.ndarray:

@@ -106,7 +106,9 @@ def _rows(group: GroupWorkload, loops: CanonicalLoops, vector: int, gpu: GPUInfo
     return config
 
 
-def _columns(group: GroupWorkload, loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> ReduceConfig:
+def _columns(
+    group: GroupWorkload, loops: CanonicalLoops, vector: int, gpu: GPUInfo
+) -> ReduceConfig:
     """Lanes along neighbouring outputs, and rows that share the reduced loop."""
     reduced, outputs = constant(group.reduced), constant(group.outputs)
     lanes = (
