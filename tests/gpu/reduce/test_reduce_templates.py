@@ -84,10 +84,17 @@ def reduction(
     return te.create_prim_func([source, coalesced_reduce(source, workload)])
 
 
-def chain(name: str, dtype: str, shape: tuple[int, ...], axis: int, target: Target) -> Any:
+def chain(
+    name: str, dtype: str, shape: tuple[int, ...], axis: int, target: Target
+) -> tirx.PrimFunc:
     """The function of a chain before its configuration is chosen."""
-    func = make(name, dtype, shape, axis, target).plain
-    if json.loads(str(func.attrs[CONFIG]))["finish"] == "last_block":
+    return unconfigured(make(name, dtype, shape, axis, target))
+
+
+def unconfigured(group: Group) -> tirx.PrimFunc:
+    """The function of a group before its configuration is chosen."""
+    func = group.plain.with_attr("global_symbol", "main")
+    if group.config.finish == "last_block":
         func = tirx.PrimFunc(func.params[1:], func.body, func.ret_type, func.attrs)
     return func.without_attr(CONFIG)
 
@@ -210,20 +217,12 @@ def test_settings_of_chains_spill_nothing(case: tuple) -> None:
 def online_sum() -> tirx.PrimFunc:
     """The logarithm of the sum of exponentials, which two stages or one compute."""
 
-    def build(emit, x):
-        largest = emit(relax.op.max(x, [1], keepdims=True))
-        shifted = emit(relax.op.exp(relax.op.subtract(x, largest)))
-        return [relax.op.log(relax.op.sum(shifted, [1]))]
+    def build(x: relax.Expr) -> relax.Expr:
+        largest = relax.op.max(x, [1], keepdims=True)
+        terms = relax.op.exp(relax.op.subtract(x, largest))
+        return relax.op.log(relax.op.sum(terms, [1]))
 
-    return _sole(build, (5, 6000))
-
-
-def _sole(build, shape: tuple[int, ...]) -> tirx.PrimFunc:
-    func = Group(lambda x: build(relax.BlockBuilder.current().emit, x), ("float32", shape)).plain
-    found = func.without_attr(CONFIG)
-    if func.params[0].name == "workspace":
-        found = tirx.PrimFunc(func.params[1:], func.body, func.ret_type, found.attrs)
-    return found
+    return unconfigured(Group(build, ("float32", (5, 6000))))
 
 
 def test_a_chain_that_can_be_one_stage_has_both_templates() -> None:

@@ -181,6 +181,8 @@ class GroupWorkload:
     @property
     def is_sound(self) -> bool:
         """Return whether it could be that of a function: types and extents agree."""
+        if not all(map(_is_sound, self.reductions)):
+            return False
         sizes = (*self.itemsizes, *self.row_inputs, *self.row_outputs, *self.late_outputs)
         same = {(one.loops.outputs, one.loops.reduced, one.loops.form) for one in self.reductions}
         return (
@@ -188,7 +190,6 @@ class GroupWorkload:
             and len(same) == 1
             and bool(self.itemsizes)
             and all(type(size) is int and 1 <= size <= 8 for size in sizes)
-            and all(map(_is_sound, self.reductions))
             and not (self.one_stage and (self.one_stage.is_chain or not self.is_chain))
         )
 
