@@ -77,6 +77,8 @@ def fault(record: Record) -> str:
                 return f"{record.cpu} has vectors of {machine.vector_bits} bits"
         else:
             machine = GPUInfo.named(record.cpu, record.threads)
+            if machine.warp_bits != record.vector_bits:
+                return f"{record.cpu} has warps of {machine.warp_bits} bits"
         workload = template.read_workload(canonical(record.workload))
         knobs = template.read_knobs(record.knobs)
         legal = template.contains(workload, knobs, machine)

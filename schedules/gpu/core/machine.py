@@ -29,6 +29,7 @@ _MULTIPROCESSORS = {
     100: 148,
     120: 170,
 }
+_LANE_BITS = 32
 _BFLOAT16_FROM = 80  # architecture
 _TENSOR_CORES_FROM = 80  # with cp.async, and products of 16x8x16
 _CLUSTERS_FROM = 90
@@ -124,6 +125,11 @@ class GPUInfo:
         if self.kind == "cuda":
             return f"sm_{self.arch}"
         return f"{self.kind}:{self.model}" if self.model else self.kind
+
+    @property
+    def warp_bits(self) -> int:
+        """Bits of a register of all lanes of a warp, in records the width of a vector."""
+        return _LANE_BITS * self.warp_size
 
     @property
     def has_bfloat16(self) -> bool:

@@ -15,11 +15,11 @@ from ..core.machine import GPUInfo
 from ..core.rule import GPUTemplate
 from .kernel.group_kernel import write_kernel
 from .plan.chain_config import choose_chain
-from .plan.chain_space import chain_settings, chain_terms
+from .plan.chain_space import chain_settings, chain_terms, is_chain_setting
 from .plan.config import ReduceConfig, choose_sisters
 from .plan.configure import configure, read_configured
 from .plan.group_workload import GroupWorkload
-from .plan.sister_space import sister_settings, sister_terms
+from .plan.sister_space import is_sister_setting, sister_settings, sister_terms
 
 
 class ReduceTemplate(GPUTemplate[GroupWorkload, ReduceConfig]):
@@ -68,6 +68,15 @@ class ReduceTemplate(GPUTemplate[GroupWorkload, ReduceConfig]):
         kinds = {f"is_{finish}": float(knobs.finish == finish) for finish in finishes}
         return super().features(workload, knobs, machine) | terms | kinds
 
+    def contains(self, workload: GroupWorkload, knobs: ReduceConfig, machine: GPUInfo) -> bool:
+        """Return whether a setting is legal."""
+        is_default = knobs == self.default(workload, machine)
+        return is_default or self.has_setting(workload, knobs, machine)
+
+    @abstractmethod
+    def has_setting(self, workload: GroupWorkload, knobs: ReduceConfig, machine: GPUInfo) -> bool:
+        """Return whether a setting is one of :meth:`settings`, without listing them."""
+
     @abstractmethod
     def terms(
         self, workload: GroupWorkload, knobs: ReduceConfig, machine: GPUInfo
@@ -93,6 +102,12 @@ class SistersTemplate(ReduceTemplate):
         for config in sister_settings(_in_one_stage(workload), machine):
             yield self._as_whole(workload, config)
 
+    def has_setting(self, workload: GroupWorkload, knobs: ReduceConfig, machine: GPUInfo) -> bool:
+        """Return whether a setting is one of :meth:`settings`."""
+        plain = replace(knobs, is_online=False)
+        same = knobs.is_online == workload.is_chain
+        return same and is_sister_setting(_in_one_stage(workload), plain, machine)
+
     def terms(
         self, workload: GroupWorkload, knobs: ReduceConfig, machine: GPUInfo
     ) -> dict[str, float]:
@@ -116,6 +131,10 @@ class ChainTemplate(ReduceTemplate):
     def settings(self, workload: GroupWorkload, machine: GPUInfo) -> Iterator[ReduceConfig]:
         """Yield legal configurations."""
         return chain_settings(workload, machine)
+
+    def has_setting(self, workload: GroupWorkload, knobs: ReduceConfig, machine: GPUInfo) -> bool:
+        """Return whether a setting is one of :meth:`settings`."""
+        return is_chain_setting(workload, knobs, machine)
 
     def terms(
         self, workload: GroupWorkload, knobs: ReduceConfig, machine: GPUInfo

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -155,9 +156,11 @@ def check_reductions(case: tuple, count: int) -> None:
 
 
 def check_chains(case: tuple[str, str, tuple[int, ...], int], count: int) -> None:
-    name, dtype, shape, axis = case
-    func, generator = chain(*case, LARGE), np.random.default_rng()
-    inputs = inputs_of(*case, generator)
+    name, _, _, axis = case
+    group = make(*case, LARGE)
+    func, inputs = unconfigured(group), inputs_of(*case, np.random.default_rng())
+    arguments = group.arguments(*inputs)
+    given = arguments[: -len(group.outputs(arguments))]  # constants, too
     with clusters():
         written = [
             (config, template.write(func, workload, config, LARGE).mod["main"])
@@ -166,7 +169,7 @@ def check_chains(case: tuple[str, str, tuple[int, ...], int], count: int) -> Non
         ]
     for config, kernel in written:
         try:
-            check_chain(name, axis, inputs, run(kernel, inputs, LARGE))
+            check_chain(name, axis, inputs, run(kernel, given, LARGE))
         except Exception as error:
             raise AssertionError(f"{config}: {error}") from error
 
@@ -263,6 +266,28 @@ def test_kernels_of_a_space_keep_the_limits_of_the_device() -> None:
                     assert config.cluster <= machine.max_cluster
                     assert config.splits <= -(-int(workload.reduced) // config.stride)
                     assert config.form == workload.form
+
+
+@pytest.mark.parametrize("target", [CUDA, LARGE])
+def test_a_space_contains_its_settings_and_no_others(target: Target) -> None:
+    """Settings are changed at random; those that are listed, and no others, are contained."""
+    generator, machine = np.random.default_rng(), RULE.machine(target)
+    functions = [reduction(*REDUCTIONS[n]) for n in (1, 2, 3)] + [chain(*ROWS[0], target)]
+    for func in [*functions, online_sum()]:
+        for template, workload, settings in spaces(func, target):
+            listed = set(settings)
+            for number in generator.choice(len(settings), 60):
+                config = settings[number]
+                assert template.contains(workload, config, machine), config
+                name = generator.choice(["lanes", "rows", "vector", "unroll", "splits", "kept"])
+                value = int(generator.choice([0, 1, 2, 3, 8, 64, 4096]))
+                other = replace(config, **{str(name): value})
+                assert template.contains(workload, other, machine) == (other in listed), other
+                finish = str(generator.choice(["one_block", "atomic", "last_block", "cluster"]))
+                other = replace(config, finish=finish)
+                assert template.contains(workload, other, machine) == (other in listed), other
+                other = replace(config, is_online=not config.is_online)
+                assert not template.contains(workload, other, machine), other
 
 
 def test_floats_are_combined_in_a_fixed_order_unless_asked_otherwise() -> None:

@@ -19,7 +19,7 @@ from .chain_config import (
 )
 from .config import Finish, ReduceConfig
 from .group_workload import GroupWorkload
-from .sister_space import fits_shared_memory, is_busy, powers, read_terms
+from .sister_space import fits_shared_memory, is_block, is_busy, powers, read_terms
 
 _THREADS = (32, 64, 128, 256, 512, 1024)
 _UNROLL = (1, 2, 4, 8)
@@ -51,6 +51,20 @@ def chain_settings(group: GroupWorkload, gpu: GPUInfo) -> Iterator[ReduceConfig]
                 if is_busy(group, block) and _fits(group, block, gpu):
                     yield from _kept_or_read_again(group, block)
             vector //= 2
+
+
+def is_chain_setting(group: GroupWorkload, config: ReduceConfig, gpu: GPUInfo) -> bool:
+    """Return whether a configuration is one of :func:`chain_settings`, without listing them."""
+    finish = "one_block" if config.splits == 1 else "cluster"
+    unrolls = (*_UNROLL, chain_unroll(group))
+    if not is_block(config, group, gpu, _THREADS, unrolls) or config.is_online:
+        return False
+    if config.splits not in powers(gpu.max_cluster) or config.finish != finish:
+        return False
+    block = replace(config, unroll=1, kept=0)
+    widest = chain_vector(group, gpu, config.threads)
+    fits = config.vector <= widest and is_busy(group, block) and _fits(group, block, gpu)
+    return fits and config in _kept_or_read_again(group, block)
 
 
 def _kept_or_read_again(group: GroupWorkload, block: ReduceConfig) -> Iterator[ReduceConfig]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from tvm import DataType
 
@@ -22,7 +22,7 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.core.subword_atomics import consists_of_words
 from schedules.tir.index_math import ceil_power_of_two
-from schedules.workload.reduce import CanonicalLoops, ReduceWorkload, constant
+from schedules.workload.reduce import CanonicalLoops, Form, ReduceWorkload, constant
 from schedules.workload.reduce_operator import field_dtypes
 
 from .group_workload import GroupWorkload
@@ -31,7 +31,6 @@ THREADS = 256
 MIN_THREADS = 64  # where rows are too few to fill the device with blocks of 256
 LARGE = 1 << 24  # assumed for a symbolic extent when work is divided
 
-Form = Literal["all", "x", "y"]
 Finish = Literal["one_block", "atomic", "last_block", "cluster"]
 
 
@@ -239,7 +238,7 @@ def vector_width(
 
 
 def _block(
-    form: str, loops: CanonicalLoops, vector: int, threads: int, gpu: GPUInfo
+    form: Form, loops: CanonicalLoops, vector: int, threads: int, gpu: GPUInfo
 ) -> tuple[int, int]:
     """Lanes and rows of a block."""
     if form == "all":
@@ -280,12 +279,12 @@ def finish_of(group: GroupWorkload, gpu: GPUInfo, has_workspace: bool = True) ->
     return "last_block" if has_workspace else "one_block"
 
 
-def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> str:
+def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> Finish:
     """Preferred finish of one reduction by itself."""
     if workload.finish == "auto":
         return "last_block"  # one kernel; with atomic updates another one initialises the output
     if workload.finish != "atomic":
-        return workload.finish
+        return cast(Finish, workload.finish)
     if workload.is_arg:
         raise OpError(
             f"finish 'atomic' for {workload.operator} of {workload.dtype}; expected another one: "

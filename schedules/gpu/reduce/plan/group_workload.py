@@ -23,6 +23,7 @@ from schedules.workload.reduce import (
     OPERATORS,
     CanonicalLoops,
     Extent,
+    Form,
     ReduceWorkload,
     constant,
 )
@@ -159,7 +160,7 @@ class GroupWorkload:
         return self.loops.reduced
 
     @property
-    def form(self) -> str:
+    def form(self) -> Form:
         """``all``, ``x`` or ``y``."""
         return self.loops.form
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -55,6 +55,38 @@ def sister_settings(group: GroupWorkload, gpu: GPUInfo) -> Iterator[ReduceConfig
             config = replace(block, splits=splits, finish=finish)
             if _may_split(group, config, gpu):
                 yield config
+
+
+def is_sister_setting(group: GroupWorkload, config: ReduceConfig, gpu: GPUInfo) -> bool:
+    """Return whether a configuration is one of :func:`sister_settings`, without listing them."""
+    block = replace(config, splits=1, finish="one_block")
+    if not is_block(config, group, gpu, _THREADS, _UNROLL) or config.kept or config.is_online:
+        return False
+    widest = widest_vector(group, gpu, config.threads)
+    if config.vector > widest or not (is_busy(group, block) and _fits(group, block, gpu)):
+        return False
+    split = config.splits, config.finish
+    if split == (1, "one_block"):
+        return True
+    return split in _finishes(group, gpu) and _may_split(group, config, gpu)
+
+
+def is_block(
+    config: ReduceConfig,
+    group: GroupWorkload,
+    gpu: GPUInfo,
+    threads: Sequence[int],
+    unroll: Sequence[int],
+) -> bool:
+    """Return whether the extents of a block are numbers that a space has."""
+    powers_of_two = (config.lanes, config.rows, config.vector)
+    return (
+        config.form == group.form
+        and all(number > 0 and number & (number - 1) == 0 for number in powers_of_two)
+        and config.threads in threads
+        and config.threads <= gpu.max_threads
+        and config.unroll in unroll
+    )
 
 
 def _blocks(group: GroupWorkload, gpu: GPUInfo) -> Iterator[ReduceConfig]:
