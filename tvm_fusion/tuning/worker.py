@@ -86,14 +86,12 @@ class Races(ABC, Generic[Racer]):
 
     tolerance = 0.0
     """Largest relative error of a correct candidate."""
+    prepare: Callable[..., dict[str, Any]]
+    """Read the tensors and compute the reference; tell whether it is ``finite``."""
 
     def __init__(self, beacon: mmap.mmap) -> None:
         self._beacon = beacon
         self._calls = 0
-
-    @abstractmethod
-    def prepare(self, **about: Any) -> dict[str, Any]:
-        """Read the tensors and compute the reference; tell whether it is ``finite``."""
 
     @abstractmethod
     def load(self, about: Mapping[str, Any], racers: int) -> Racer:

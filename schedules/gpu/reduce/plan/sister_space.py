@@ -251,6 +251,8 @@ def read_terms(
     elements = float(int(group.outputs) * int(group.reduced)) / gpu.multiprocessors
     once = sum(group.row_inputs) + sum(group.row_outputs) + sum(group.late_outputs)
     moved = once / COSTS.memory_bytes + (passes - 1) * sum(group.row_inputs) / COSTS.l2_bytes
+    neighbours = config.lanes * config.vector * min(group.itemsizes)
+    moved *= max(1.0, COSTS.sector / neighbours)  # the rest of a sector is not used
     narrow = max(1.0, 4 / (config.vector * min(group.itemsizes)))
     issue = elements * (len(group.row_inputs) + 2 + 8 * group.functions) / COSTS.warp / COSTS.issue
     reads = max(elements * moved * min(narrow, 2.0) / busy, issue) * share
