@@ -84,7 +84,7 @@ class DeviceBench(Races[DeviceCandidate]):
         """Read the tensors and compute the reference; the last ``outputs`` tensors are outputs."""
         host = [_aligned(np.load(path, allow_pickle=False)) for path in arrays]
         self._wanted = host[len(host) - outputs :]
-        self.tolerance = max(TOLERANCES[array.dtype.name] for array in self._wanted)
+        self.tolerance = max(map(_tolerance, self._wanted))
         for array in self._wanted:
             poison(array)
         self._tensors = [on_device(array, self._device) for array in host]
@@ -100,12 +100,18 @@ class DeviceBench(Races[DeviceCandidate]):
         return DeviceCandidate(about, self._tensors, self._device)
 
     def error_of(self, candidate: DeviceCandidate) -> float:
-        """Run a candidate on poisoned outputs; return the largest relative error."""
+        """Run a candidate on poisoned outputs; return the largest relative error.
+
+        Errors of outputs of the more exact types weigh more.
+        """
         pairs = list(zip(self._tensors[-len(self._wanted) :], self._wanted, strict=True))
         for tensor, array in pairs:
             upload(poison(np.empty_like(array)), tensor)
         candidate.run()
-        errors = [relative_error(download(tensor, array), array) for tensor, array in pairs]
+        errors = [
+            relative_error(download(tensor, array), array) * self.tolerance / _tolerance(array)
+            for tensor, array in pairs
+        ]
         return float(np.max(errors))  # NaN, if one is
 
     def seconds_of(self, candidate: DeviceCandidate) -> float:
@@ -113,9 +119,13 @@ class DeviceBench(Races[DeviceCandidate]):
         return candidate.seconds()
 
 
+def _tolerance(array: np.ndarray) -> float:
+    return TOLERANCES[array.dtype.name]
+
+
 def poison(array: np.ndarray) -> np.ndarray:
     """Fill an array with NaN, byte by byte, and return it."""
-    array.view("uint8")[...] = 0xFF
+    array.reshape(-1).view("uint8")[...] = 0xFF
     return array
 
 
