@@ -179,8 +179,8 @@ def check_resources(func: tirx.PrimFunc, count: int) -> None:
         for config in drawn(settings, count):
             written = template.write(func, workload, config, CUDA).mod["main"]
             for kernel, used in ptxas(cuda_source(written)).items():
-                spilled = used.stack_frame, used.spill_stores, used.spill_loads
-                assert spilled == (0, 0, 0), (kernel, config)
+                # A division of float64 is a call, which may have a stack frame.
+                assert (used.spill_stores, used.spill_loads) == (0, 0), (kernel, config)
 
 
 @pytest.mark.parametrize("case", REDUCTIONS[:5])
