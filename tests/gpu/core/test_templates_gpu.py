@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
+from cluster_emulation import clusters, emulated
 from cpu.conv_cases import build
 from cuda_text import cuda_source, ptxas
 from gpu_conv_cases import CUDA, case_of, dense, depthwise
@@ -116,7 +117,8 @@ def check_numbers(name: str, count: int) -> None:
         inputs = [generator.standard_normal(s).astype("float32") for s in shapes[:-1]]
         wanted = None
         for knobs in settings:
-            written = template.write(func, workload, knobs, OPENCL).mod["main"]
+            with clusters():
+                written = emulated(template.write(func, workload, knobs, OPENCL).mod["main"])
             output = np.full(shapes[-1], np.nan, "float32")
             added = written.params[: len(written.params) - len(func.params)]
             workspace = [np.zeros([int(e) for e in one.shape], "int32") for one in added]
