@@ -12,8 +12,9 @@ from tvm import IRModule, relax, tirx
 from tvm.ir import GenericConst, GlobalVar
 from tvm.target import Target
 
-from schedules.gpu.core.machine import GPUInfo, gpu_target
-from schedules.gpu.reduce.plan.configure import configure
+from schedules.gpu import CoalescedReduce
+from schedules.gpu.core.machine import gpu_target
+from schedules.tuning.records import Records
 
 from ..core.expressions import op_name
 
@@ -44,7 +45,8 @@ class ConfigureReductions:
             ...
 
     It runs after ``FuseTIR`` and before the schedule rules. ``CoalescedReduce`` reads the
-    attribute; where there is none, it chooses a configuration without a workspace. All calls of a
+    attribute; where there is none, it chooses a configuration without a workspace. A record of a
+    function's workload decides before the rule's own choice. All calls of a
     function have one workspace, which calls on several streams may use at the same time.
 
     Left alone: functions that are public or scheduled, and modules for other targets than ``cuda``
@@ -54,21 +56,24 @@ class ConfigureReductions:
     ----------
     target : Target | None
         Target of the module; the current target if None.
+    records : Records | None
+        Winners of tuning jobs.
     """
 
-    def __init__(self, target: Target | None = None) -> None:
+    def __init__(self, target: Target | None = None, records: Records | None = None) -> None:
         self.target = target
+        self.records = records
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Configure the functions of TensorIR and extend their calls."""
         target = gpu_target(self.target)
         if target is None:
             return mod
-        gpu, functions = GPUInfo.from_target(target), dict(mod.functions_items())
+        rule, functions = CoalescedReduce(self.records), dict(mod.functions_items())
         extended: dict[GlobalVar, tuple[GlobalVar, GenericConst]] = {}
         for name, func in mod.functions_items():
             if isinstance(func, tirx.PrimFunc) and not _KEPT.intersection(func.attrs.keys()):
-                functions[name] = configured = configure(func, gpu)
+                functions[name] = configured = rule.configure(func, target)
                 if len(configured.params) > len(func.params):
                     new = relax.BlockBuilder().add_func(functions.pop(name), name.name_hint)
                     functions[new] = configured

@@ -27,6 +27,7 @@ from .pointwise.elementwise import Elementwise
 from .pointwise.pooling import Pooling
 from .pointwise.transpose import Transpose
 from .reduce.coalesced_reduce import CoalescedReduce
+from .reduce.templates import CHAIN, SISTERS
 
 
 def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
@@ -37,7 +38,7 @@ def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
         FusedConv2D(records),
         AnyConv2D(),
         Attention(),
-        CoalescedReduce(),
+        CoalescedReduce(records),
         Transpose(),
         Elementwise(),
         Matmul(records),
@@ -47,7 +48,7 @@ def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
 
 RULES = rules()
 TEMPLATES: dict[str, GPUTemplate[Any, Any]] = {
-    template.name: template for template in (CONV2D, DEPTHWISE, FUSED, TILES, ROWS)
+    template.name: template for template in (CONV2D, DEPTHWISE, FUSED, TILES, ROWS, SISTERS, CHAIN)
 }
 """Templates of the rules with knobs, by name."""
 

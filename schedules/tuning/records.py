@@ -25,7 +25,7 @@ RECORD = "tvm_fusion.record"
 LONGEST_LINE = 1 << 16
 _SHOWN = 3
 CPU_KIND = "llvm"
-_KINDS = {"gpu": "cuda"}  # by the first part of a template's name
+GPU_KINDS = ("cuda", "opencl")
 
 AnySpace = Space[Any, Any, Any]
 
@@ -38,7 +38,8 @@ class Key(NamedTuple):
     workload : str
         JSON with sorted keys.
     cpu : str
-        LLVM's name of the CPU, or the architecture of a GPU.
+        LLVM's name of the CPU, the architecture of a CUDA device, or ``opencl:`` and the name of a
+        device.
     vector_bits, threads : int
         Width of its vectors, and threads of a kernel; of a GPU, of a warp's registers, and its
         multiprocessors.
@@ -63,7 +64,8 @@ class Record:
     workload, knobs : dict
         Both as JSON.
     cpu : str
-        LLVM's name of the CPU, or the architecture of a GPU.
+        LLVM's name of the CPU, the architecture of a CUDA device, or ``opencl:`` and the name of a
+        device.
     vector_bits, threads : int
         Width of its vectors, and threads of a kernel; of a GPU, of a warp's registers, and its
         multiprocessors.
@@ -152,8 +154,10 @@ class Record:
 
     @property
     def kind(self) -> str:
-        """Kind of the target: ``cuda`` for templates of GPU kernels."""
-        return _KINDS.get(self.template.partition(".")[0], CPU_KIND)
+        """Kind of the target: ``cuda`` or ``opencl`` for templates of GPU kernels."""
+        if not self.template.startswith("gpu."):
+            return CPU_KIND
+        return "opencl" if self.cpu.partition(":")[0] == "opencl" else "cuda"
 
     def about(self, source: str) -> dict[str, Any]:
         """Return what reports say of it; ``source`` is the name of its file."""
@@ -211,8 +215,8 @@ def parse_record(line: bytes) -> Record:
     """
     found = parse_line(line)
     target_kind = found.pop("kind", None)
-    if target_kind not in (CPU_KIND, *_KINDS.values()):
-        raise ValueError("the kind of the target is neither 'llvm' nor 'cuda'")
+    if target_kind not in (CPU_KIND, *GPU_KINDS):
+        raise ValueError("the kind of the target is none of 'llvm', 'cuda' and 'opencl'")
     times = _read_times(found.pop("times", {}))
     checks = _CHECKS.keys()
     if found.keys() != checks:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from ast import literal_eval
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, ClassVar, Generic, TypeVar
@@ -29,12 +30,15 @@ class Space(ABC, Generic[Workload, Knobs, Machine]):
     version : int
         Raised whenever its settings or their code change: records of another version do not count.
     knobs : type
-        A frozen dataclass of integers, booleans and tuples of strings.
+        A frozen dataclass of integers, booleans, tuples of strings, and strings of a ``Literal``.
+    most : int
+        Largest extent of a workload whose settings are enumerated to check a stranger's record.
     """
 
     name: ClassVar[str]
     version: ClassVar[int]
     knobs: ClassVar[type]
+    most: ClassVar[int] = 1 << 20
 
     @abstractmethod
     def read_workload(self, text: str) -> Workload:
@@ -119,8 +123,15 @@ class Template(Space[Workload, Knobs, Machine]):
         )
 
 
+def choices_of(kind: str) -> list[str]:
+    """Strings of a ``Literal`` that is the annotation of a knob; none for another one."""
+    return literal_eval(kind.removeprefix("Literal")) if kind.startswith("Literal[") else []
+
+
 def _read(name: str, value: Any, kind: str) -> Any:
     """Check the type of a knob by its annotation; lists become tuples."""
+    if value in choices_of(kind):
+        return value
     if kind.startswith("tuple") and isinstance(value, list):
         if all(isinstance(item, str) for item in value):
             return tuple(value)

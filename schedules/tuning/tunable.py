@@ -18,7 +18,7 @@ from tvm import s_tir, tirx
 
 from schedules.errors import OpError
 
-from .template import Template
+from .template import Template, choices_of
 
 PREFIX = "tvm_fusion.knob."
 TEMPLATE, VERSION, WORKLOAD = "tvm_fusion.template", "tvm_fusion.version", "tvm_fusion.workload"
@@ -54,8 +54,8 @@ def sample_knobs(
     root = sch.get_sblock("root")
     for key, text in ((TEMPLATE, template.name), (VERSION, template.version), (WORKLOAD, workload)):
         sch.annotate(root, key, text)
-    settings = [{name: _number(value) for name, value in asdict(one).items()} for one in space]
-    wanted = None if chosen is None else {n: _number(v) for n, v in asdict(chosen).items()}
+    settings = [_numbers(template, one) for one in space]
+    wanted = None if chosen is None else _numbers(template, chosen)
     for name in settings[0]:
         counts = sorted(Counter(one[name] for one in settings).items())
         values = [value for value, _ in counts]
@@ -122,8 +122,16 @@ def read_setting(
     return template, values
 
 
-def _number(value: Any) -> int:
-    """A knob as an integer: None as 0, a permutation as its rank."""
+def _numbers(template: AnyTemplate, setting: Any) -> dict[str, int]:
+    """A setting as integers."""
+    kinds = template.knob_kinds()
+    return {name: _number(value, kinds[name]) for name, value in asdict(setting).items()}
+
+
+def _number(value: Any, kind: str) -> int:
+    """A knob as an integer: None as 0, a permutation as its rank, a string by its place."""
+    if isinstance(value, str):
+        return choices_of(kind).index(value)
     if isinstance(value, tuple):
         return list(permutations(sorted(value))).index(value)
     return int(value or 0)
@@ -136,6 +144,11 @@ def _value(number: int, kind: str, usual: Any) -> Any:
         if not 0 <= number < len(orders):
             raise OpError(f"{number} is no permutation of {len(usual)} loops")
         return list(orders[number])
+    choices = choices_of(kind)
+    if choices:
+        if not 0 <= number < len(choices):
+            raise OpError(f"{number} is none of the {len(choices)} choices {', '.join(choices)}")
+        return choices[number]
     if kind == "bool":
         return number != 0
     return None if "None" in kind and number == 0 else number

@@ -123,15 +123,19 @@ class TunableRule(Rule):
 
     def recorded(self, func: tirx.PrimFunc, workload: Any, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func`` by the record of its workload; None if there is none."""
-        if not self.records:
-            return None
-        machine = self.machine(target)
-        templates = self.preferred(workload, machine)
-        found = self.records.find(self.key(workload, machine), templates, workload, machine)
+        found = self.find(workload, target)
         if found is None:
             return None
         template, knobs, about = found
         return template.write(func.with_attr(RECORD, about), workload, knobs, target)
+
+    def find(self, workload: Any, target: Target) -> tuple[AnyTemplate, Any, str] | None:
+        """Find the template and the knobs of a workload, and the record's text for reports."""
+        if not self.records:
+            return None
+        machine = self.machine(target)
+        templates = self.preferred(workload, machine)
+        return self.records.find(self.key(workload, machine), templates, workload, machine)
 
     def _default(self, func: tirx.PrimFunc, workload: Any, target: Target) -> s_tir.Schedule:
         machine = self.machine(target)

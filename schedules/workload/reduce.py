@@ -13,13 +13,14 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from tvm import tirx
 
 from ..errors import OpError
 
 Extent: TypeAlias = "int | tirx.Expr"
+Form = Literal["all", "x", "y"]
 
 OPERATORS = (
     "sum",
@@ -197,7 +198,7 @@ class CanonicalLoops:
         return tuple(found)
 
     @property
-    def form(self) -> str:
+    def form(self) -> Form:
         """``all``, ``x`` or ``y``."""
         runs = self.runs
         if all(kind == "R" for kind, _ in runs):

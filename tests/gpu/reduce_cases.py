@@ -15,6 +15,7 @@ from schedules.gpu import CoalescedReduce
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.plan.config import ReduceConfig, choose_sisters
 from schedules.gpu.reduce.plan.configure import configure, read_configured
+from schedules.gpu.reduce.plan.group_workload import GroupWorkload
 from schedules.gpu.reduce.plan.read_group import read_group
 from schedules.workload.reduce import FLOATS, INTEGERS, CanonicalLoops, ReduceWorkload
 
@@ -79,7 +80,7 @@ def choose(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> Red
     data = te.placeholder(loops.shape, workload.dtype, name="data")
     group = read_group(te.create_prim_func([data, coalesced_reduce(data, workload)]))
     assert group is not None
-    return choose_sisters(group, gpu)
+    return choose_sisters(GroupWorkload.of(group), gpu)
 
 
 def numpy_dtype(dtype: str) -> np.dtype:

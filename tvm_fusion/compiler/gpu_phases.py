@@ -100,7 +100,7 @@ def gpu_phases(
         ],
         "schedule": [
             *tf32,
-            ConfigureReductions(target),
+            ConfigureReductions(target, records),
             ApplyRules(*rules, *STOCK_RULES),
             RequireKernels(),
         ],

@@ -71,6 +71,7 @@ class FormTask:
     share: float = 1.0
     knobs: dict[Form, list[Record]] = field(default_factory=dict)
     weights: tuple[int, ...] = ()
+    outputs: int = 1
 
     @property
     def key(self) -> Key:

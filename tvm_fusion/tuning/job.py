@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,19 @@ from tvm.target import Target
 
 from schedules.cpu.conv2d.forms import FORMS
 from schedules.cpu.core.machine import CPUInfo, described
+from schedules.gpu.core.machine import GPUInfo
 from schedules.tuning.records import Key, Record, Records
 
 from ..compiler import pipeline
-from ..compiler.targets.target import arch_of, is_gpu, required_features, resolve
+from ..compiler.targets.gpu_target import named_after
+from ..compiler.targets.target import arch_of, names_gpu, required_features, resolve
 from ..errors import InvalidInputError, TargetError, TuningError
 from ..machine.host import check_host, host_cpu
+from ..runtime.device import find_device
 from ..runtime.thread_pool import choose_threads
 from .database import Database, require_extra
 from .forms import FormTask, find_forms, form_record
-from .measure import Host, LostHost, Outcome, Pool, Session
+from .measure import DeviceHost, Host, LostHost, Outcome, Pool, Session
 from .search import BATCH, Search
 from .tasks import Task, extract_tasks, import_model, merged, text_of
 
@@ -161,7 +164,7 @@ def tune(
     forms: bool = True,
     progress: Progress | None = None,
 ) -> TuneResult:
-    """Search faster settings for a model's kernels on a CPU, and record the winners.
+    """Search faster settings for a model's kernels on a CPU or a GPU, and record the winners.
 
     Each kernel with knobs is a task; equal ones are tuned once. A batch of settings and the default
     take turns in a process of their own, and only ratios of times within a round count. The best
@@ -176,7 +179,8 @@ def tune(
     model : path, bytes, onnx.ModelProto or tvm.IRModule
         The model, or a Relax module.
     target : str, mapping or tvm.target.Target
-        This machine's CPU, as for ``compile``; with servers, ``"native"`` is theirs.
+        This machine's CPU, or its GPU (``"cuda"``), as for ``compile``; with servers,
+        ``"native"`` is theirs.
     shapes : mapping, optional
         Sizes of symbolic dimensions, as for ``compile``.
     database : path
@@ -202,7 +206,7 @@ def tune(
         As for ``compile``.
     forms : bool
         Whether forms race, with the kernels of all forms as tasks: of pairs where ``fuse`` is
-        ``"auto"``, of layers where ``winograd`` is.
+        ``"auto"``, of layers where ``winograd`` is. On a GPU there are none.
     progress : callable, optional
         Called with the state of the job when it changes.
 
@@ -212,7 +216,7 @@ def tune(
         If the extra ``tune`` is not installed, the database cannot be written, the model has no
         task, all candidates of a batch fail, or there is no tracker or no server that can be used.
     TargetError
-        If the target is not this machine's CPU, or that of the servers.
+        If the target is not this machine's CPU or GPU, or the CPU of the servers.
     InvalidInputError
         If ``trials`` or ``minutes`` is not positive, ``space`` is unknown, or ``runner`` is of
         another form.
@@ -221,10 +225,10 @@ def tune(
     _check_limits(trials, minutes, space)
     store = Database(Path(database))
     pool = _open_pool(runner, target, threads)
-    with closing(pool), described(pool.target, pool.cpu):
+    with closing(pool), described(pool.target, pool.cpu) if pool.cpu else nullcontext():
         options = pipeline.Options(fuse, winograd=winograd)
         mod = import_model(model, shapes)
-        contests = find_forms(mod, pool.target, options) if forms else []
+        contests = find_forms(mod, pool.target, options) if forms and pool.cpu else []
         tasks = _tasks(mod, pool.target, options, contests, wide=space == "wide")
         every: list[AnyTask] = [*tasks, *contests]
         states = [TaskState(task.name, task.about, task.calls, task.share) for task in every]
@@ -269,6 +273,8 @@ def _tasks(
 
 def _open_pool(runner: str, target: Any, threads: int | None) -> Pool:
     """Return the machines of a job."""
+    if names_gpu(target):
+        return _open_gpu(runner, target, threads)
     if runner != LOCAL:
         from .remote import RemotePool
 
@@ -278,11 +284,36 @@ def _open_pool(runner: str, target: Any, threads: int | None) -> Pool:
     return Pool(resolved, CPUInfo.from_target(resolved), [Host()])
 
 
-def _check_target(target: Target) -> None:
-    if is_gpu(target):
+def _open_gpu(runner: str, target: Any, threads: int | None) -> Pool:
+    """Return this machine with its GPU."""
+    if runner != LOCAL:
         raise TargetError(
-            f"tuning jobs are for CPUs; got a target of the kind {target.kind.name!r}"
+            f"the runner is {runner!r}, whose servers tune CPUs; for a GPU run the job on its "
+            "machine, with the runner 'local'"
         )
+    resolved = resolve(target, cores=choose_threads(threads))
+    kind = resolved.kind.name
+    try:
+        device = find_device(kind)
+    except TargetError as error:
+        raise TargetError(
+            f"a tuning job measures on the GPU, and {error}; run it on a machine that has the GPU, "
+            "and take its records to this one"
+        ) from error
+    resolved = named_after(resolved, device)
+    machine = GPUInfo.from_target(resolved)
+    if kind == "cuda":
+        own = GPUInfo.named(device.arch, device.multiprocessors)
+        if (own.name, own.multiprocessors) != (machine.name, machine.multiprocessors):
+            raise TargetError(
+                f"the target is {machine.name} with {machine.multiprocessors} multiprocessors and "
+                f"this machine's GPU ({device.name}) {own.name} with {own.multiprocessors}; "
+                "records count for the GPU on which they are made: use target='cuda'"
+            )
+    return Pool(resolved, None, [DeviceHost(device)])
+
+
+def _check_target(target: Target) -> None:
     check_host(required_features(target), arch_of(target))
     named = str(target.attrs["mcpu"])
     if named != host_cpu():

@@ -31,10 +31,14 @@ from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
 
+from ..codegen.device_code import machine_code_of
 from ..codegen.linker import SharedLinker
+from ..codegen.nvrtc import tvm_compiler
+from ..compiler.targets.target import host_of, is_gpu
 from ..errors import TuningError
 from ..machine.ended_process import how_it_ended
 from ..machine.host_info import cpu_name
+from ..runtime.device import DeviceInfo
 from .database import measuring
 from .worker import BEACON, REFERENCE
 
@@ -78,11 +82,13 @@ class Program:
 class Subject(Protocol):
     """Subject of a session: a task whose settings are numbered, the default being 0.
 
-    ``weights`` are the numbers of those of its tensors that are weights.
+    ``weights`` are the numbers of those of its tensors that are weights; the last ``outputs``
+    tensors are outputs.
     """
 
-    machine: CPUInfo
+    machine: Any
     weights: tuple[int, ...]
+    outputs: int
 
     @property
     def name(self) -> str:
@@ -95,7 +101,7 @@ class Subject(Protocol):
         """Return what computes the right output."""
 
     def tensors(self, generator: np.random.Generator) -> list[np.ndarray]:
-        """Draw the tensors that all settings share, the output last."""
+        """Draw the tensors that all settings share, the outputs last."""
 
 
 @dataclass(frozen=True)
@@ -159,20 +165,42 @@ class Host:
         """Remove the files that were placed."""
 
 
+class DeviceHost(Host):
+    """A GPU of this machine.
+
+    Parameters
+    ----------
+    device : DeviceInfo
+        The GPU.
+    """
+
+    def __init__(self, device: DeviceInfo) -> None:
+        self.device = device
+
+    @property
+    def processor(self) -> str:
+        """Name of the GPU in its driver."""
+        return self.device.name
+
+    def start(self, threads: int, folder: Path) -> Worker:
+        """Start a measuring process, which holds the GPU's runtime."""
+        return MeasuringWorker(threads, folder, self.device.kind)
+
+
 class Pool:
-    """Machines of a job, which have the same CPU: this one.
+    """Machines of a job, which have the same CPU or GPU: this one.
 
     Parameters
     ----------
     target : Target
         What is compiled for them.
-    cpu : CPUInfo
-        Their CPU.
+    cpu : CPUInfo | None
+        Their CPU; None where kernels run on a GPU.
     hosts : sequence of Host
         The machines.
     """
 
-    def __init__(self, target: Target, cpu: CPUInfo, hosts: Sequence[Host]) -> None:
+    def __init__(self, target: Target, cpu: CPUInfo | None, hosts: Sequence[Host]) -> None:
         self.target, self.cpu, self.hosts = target, cpu, hosts
         self.notes: list[str] = []
 
@@ -196,18 +224,21 @@ class MeasuringWorker:
         Threads of a kernel.
     folder : Path
         For its files.
+    device : str
+        Kind of the GPU on which kernels run; empty for the CPU.
     """
 
-    def __init__(self, threads: int, folder: Path) -> None:
+    def __init__(self, threads: int, folder: Path, device: str = "") -> None:
         self._log = tempfile.TemporaryFile()
         self._beacon_file = tempfile.NamedTemporaryFile(dir=folder)
         self._beacon_file.truncate(BEACON.size)
         self._beacon = mmap.mmap(self._beacon_file.fileno(), BEACON.size)
         self._answers, theirs = os.pipe()
-        boot = _BOOT.format(f"{__package__}.worker", "__main__")
+        module = "device_worker" if device else "worker"
+        boot = _BOOT.format(f"{__package__}.{module}", "__main__")
         command = [sys.executable, "-c", boot, str(ROOT), str(theirs)]
         self._process = subprocess.Popen(
-            [*command, self._beacon_file.name, str(threads)],
+            [*command, self._beacon_file.name, device or str(threads)],
             env={**os.environ, "OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": str(threads)},
             stdin=subprocess.PIPE,
             stdout=self._log,
@@ -339,13 +370,13 @@ class Session:
             text = " ".join(str(error).split())[-200:]
             return Outcome(None, "compile", f"{type(error).__name__}: {text}")
 
-    def _compiled(self, program: Program, name: str) -> _Built:
-        """Compile a program into files of this name."""
+    def _compiled(self, program: Program, name: str, target: Target | None = None) -> _Built:
+        """Compile a program into files of this name, for another target if one is given."""
         constants = []
         for number, array in enumerate(program.constants):
             constants.append(self.folder / f"{name}-{number}.npy")
             np.save(constants[-1], array, allow_pickle=False)
-        path = library(program.mod, self.target, self.folder / f"{name}.so")
+        path = library(program.mod, target or self.target, self.folder / f"{name}.so")
         return _Built(path, program.calls, tuple(constants), program.buffers)
 
     def race(
@@ -431,25 +462,20 @@ class Session:
     def _start(self) -> Worker:
         """Start a process with the task's tensors and reference."""
         tensors = self.task.tensors(np.random.default_rng(self.seed))
-        data, cores = tensors[0], self.task.machine.num_cores
-        shape = planes(data.shape)
+        host = host_of(self.target)
         if self._reference is None:
-            self._reference = self._compiled(self.task.reference(self.target), "reference")
-            written = writer(shape, str(data.dtype), cores)
-            library(written, self.target, self.folder / "writer.so")
+            self._reference = self._compiled(self.task.reference(host), "reference", host)
         place = self.host.place
-        worker = self.host.start(cores, self.folder)
+        about = self._outputs() if is_gpu(self.target) else self._cpu_inputs(tensors[0])
+        worker = self.host.start(int(host.attrs["num-cores"]), self.folder)
         try:
             for is_positive in (False, True):  # as what roots and logarithms are taken of
-                files = self._saved(tensors, is_positive)
                 ready = worker.call(
                     REFERENCE_PATIENCE,
                     action="prepare",
-                    arrays=[place(path) for path in files],
-                    weights=self.task.weights,
+                    arrays=[place(path) for path in self._saved(tensors, is_positive)],
                     reference=self._placed(self._reference),
-                    writer=place(self.folder / "writer.so"),
-                    planes=shape,
+                    **about,
                 )
                 if ready["finite"]:
                     return worker
@@ -457,6 +483,22 @@ class Session:
         except BaseException:
             worker.close()
             raise
+
+    def _outputs(self) -> dict[str, Any]:
+        """What the process of a GPU must know of the tensors."""
+        return {"outputs": self.task.outputs}
+
+    def _cpu_inputs(self, data: np.ndarray) -> dict[str, Any]:
+        """What the process of a CPU must know, with code that writes the first tensor."""
+        shape, path = planes(data.shape), self.folder / "writer.so"
+        if not path.exists():
+            written = writer(shape, str(data.dtype), self.task.machine.num_cores)
+            library(written, self.target, path)
+        return {
+            "weights": self.task.weights,
+            "writer": self.host.place(path),
+            "planes": shape,
+        }
 
     def _saved(self, tensors: Sequence[np.ndarray], is_positive: bool) -> list[Path]:
         """Write tensors, or their magnitudes, to files."""
@@ -478,9 +520,19 @@ class _Built:
 
 
 def library(module: tvm.IRModule, target: Target, path: Path) -> Path:
-    """Compile a module with a function ``main`` into a shared library."""
-    linker = SharedLinker(str(target.attrs["mtriple"]))
-    tvm.compile(module, target).export_library(str(path), fcompile=linker)
+    """Compile a module with a function ``main`` into a shared library.
+
+    CUDA kernels are machine code in it; no GPU is needed.
+    """
+    triple, rewrite = str(host_of(target).attrs["mtriple"]), None
+    if target.kind.name == "cuda":
+        arch = str(target.attrs["arch"])
+        with tvm_compiler(arch):
+            built = tvm.compile(module, target)
+        rewrite = machine_code_of(built, arch)
+    else:
+        built = tvm.compile(module, target)
+    built.export_library(str(path), fcompile=SharedLinker(triple, rewrite))
     return path
 
 

@@ -18,8 +18,7 @@ from ..errors import TuningError, TVMFusionError
 from ..written_aside import written_aside
 from .database import Database, lock_of, require_extra
 
-MOST = 1 << 20
-"""Largest extent of a workload that is checked."""
+_MOST_THREADS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -66,16 +65,20 @@ def fault(record: Record) -> str:
         return f"there is no template {record.template!r}"
     if template.version != record.version:
         return f"it is for version {record.version} of its template, which has {template.version}"
-    if not all(abs(number) <= MOST for number in _integers(record.workload)):
-        return f"an extent of its workload is more than {MOST}"
+    if not all(abs(number) <= template.most for number in _integers(record.workload)):
+        return f"an extent of its workload is more than {template.most}"
     try:
         machine: CPUInfo | GPUInfo
         if record.kind == CPU_KIND:
-            machine = CPUInfo.from_target(resolve(record.cpu, cores=min(record.threads, MOST)))
+            machine = CPUInfo.from_target(
+                resolve(record.cpu, cores=min(record.threads, _MOST_THREADS))
+            )
             if machine.vector_bits != record.vector_bits:
                 return f"{record.cpu} has vectors of {machine.vector_bits} bits"
         else:
             machine = GPUInfo.named(record.cpu, record.threads)
+            if machine.warp_bits != record.vector_bits:
+                return f"{record.cpu} has warps of {machine.warp_bits} bits"
         workload = template.read_workload(canonical(record.workload))
         knobs = template.read_knobs(record.knobs)
         legal = template.contains(workload, knobs, machine)

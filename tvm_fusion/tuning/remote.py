@@ -27,7 +27,7 @@ from tvm.target import Target
 from schedules import cpu
 from schedules.cpu.core.machine import CPUInfo
 
-from ..compiler.targets.target import is_gpu, required_features, resolve
+from ..compiler.targets.target import required_features, resolve
 from ..errors import InvalidInputError, TargetError, TuningError
 from .measure import Host, LostHost, LostWorker, Pool, Worker
 
@@ -396,10 +396,6 @@ def _target_of(
     if target == "native":
         return theirs, info
     resolved = resolve(target, cores=info.num_cores)
-    if is_gpu(resolved):
-        raise TargetError(
-            f"tuning jobs are for CPUs; got a target of the kind {resolved.kind.name!r}"
-        )
     named = str(resolved.attrs["mcpu"])
     more = sorted(set(required_features(resolved)) - set(required_features(theirs)))
     own = CPUInfo.from_target(resolved)

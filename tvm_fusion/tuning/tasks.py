@@ -15,13 +15,12 @@ import tvm
 from tvm import relax, tirx
 from tvm.target import Target
 
-from schedules import cpu
-from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.core.rule import CPUTemplate
+from schedules import cpu, gpu
 from schedules.tuning.records import Key, Record, canonical
-from schedules.tuning.tunable_rule import tunable_rule_of
+from schedules.tuning.tunable_rule import AnyTemplate, tunable_rule_of
 
 from ..compiler import pipeline
+from ..compiler.targets.target import is_gpu
 from ..errors import InvalidModelError
 from ..onnx.frontend import import_onnx
 from ..runtime.tensor_spec import refuse_open_shapes
@@ -29,7 +28,7 @@ from .measure import Program
 
 DTYPES = ("float32", "float16", "float64")
 
-Setting = tuple[CPUTemplate, Any]
+Setting = tuple[AnyTemplate, Any]
 
 
 @dataclass
@@ -52,14 +51,16 @@ class Task:
         What the templates compute.
     templates : sequence of Template
         The default's first.
-    machine : CPUInfo
-        The CPU.
+    machine : CPUInfo or GPUInfo
+        The CPU or GPU.
     calls : int
         Calls in a call of the model.
     share : float
         Of the predicted time of all tasks.
     wide : bool
         Whether templates search their wider spaces, where they have any.
+    outputs : int
+        Parameters that are outputs, the last ones.
     """
 
     name: str
@@ -68,11 +69,12 @@ class Task:
     func: tirx.PrimFunc
     weights: tuple[int, ...]
     workload: Any
-    templates: Sequence[CPUTemplate]
-    machine: CPUInfo
+    templates: Sequence[AnyTemplate]
+    machine: Any
     calls: int = 1
     share: float = 1.0
     wide: bool = False
+    outputs: int = 1
     numbers: dict[str, int] = field(default_factory=dict)
 
     @cached_property
@@ -107,7 +109,12 @@ class Task:
         return self._sole(tvm.IRModule({"main": self.func}))
 
     def _sole(self, mod: tvm.IRModule) -> Program:
-        return Program(mod, (("main", tuple(range(len(self.func.params)))),))
+        """The program of one kernel; a workspace before the parameters is a constant of it."""
+        params, own = mod["main"].params, len(self.func.params)
+        added = params[: len(params) - own]
+        constants = tuple(np.zeros([int(e) for e in one.shape], str(one.dtype)) for one in added)
+        numbers = (*range(own, len(params)), *range(own))
+        return Program(mod, (("main", numbers),), constants)
 
     def tensors(self, generator: np.random.Generator) -> list[np.ndarray]:
         """Draw the parameters, with weights that do not saturate activations."""
@@ -128,7 +135,6 @@ class Task:
             return None
         return self.numbers.get(canonical({"template": template, "knobs": knobs}))
 
-
     def is_in_wide_space(self, record: Record) -> bool:
         """Return whether a record has one of the settings that only a wide search tries."""
         known = {one.name: one for one in self.templates}
@@ -142,13 +148,13 @@ class Task:
         return template.contains(self.workload, knobs, self.machine)
 
 
-def text_of(template: CPUTemplate, knobs: Any) -> str:
+def text_of(template: AnyTemplate, knobs: Any) -> str:
     """A setting as JSON."""
     return canonical({"template": template.name, "knobs": asdict(knobs)})
 
 
 def table_of_features(
-    settings: Sequence[Setting], workload: Any, machine: CPUInfo
+    settings: Sequence[Setting], workload: Any, machine: Any
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Features of settings, one row each, logarithms of their predicted cycles, number of knobs.
 
@@ -185,7 +191,7 @@ def extract_tasks(
     model : path, bytes, onnx.ModelProto or tvm.IRModule
         A model as for ``compile``, or a Relax module as for ``pipeline.optimize``.
     target : Target
-        A resolved CPU.
+        A resolved CPU or GPU.
     shapes : mapping, optional
         Sizes of symbolic dimensions.
     options : pipeline.Options, optional
@@ -207,16 +213,17 @@ def extract_tasks(
     plan = pipeline.phases(target, options or pipeline.Options())
     plan.pop("schedule")
     mod = pipeline.run_phases(mod, target, plan)
-    machine = CPUInfo.from_target(target)
+    rules = gpu.RULES if is_gpu(target) else cpu.RULES
     tasks: dict[Key, Task] = {}
-    for name, (count, weights) in _calls(mod).items():
+    for name, (count, weights, arguments) in _calls(mod).items():
         func = mod[name]
         if not isinstance(func, tirx.PrimFunc) or not _is_measurable(func):
             continue
-        found = tunable_rule_of(func, target, cpu.RULES)
+        found = tunable_rule_of(func, target, rules)
         if found is None:
             continue
         rule, workload = found
+        machine = rule.machine(target)
         key, templates = rule.key(workload, machine), rule.templates(workload, machine)
         task = Task(
             name=name,
@@ -229,6 +236,7 @@ def extract_tasks(
             machine=machine,
             calls=0,
             wide=wide,
+            outputs=len(func.params) - arguments,
         )
         tasks.setdefault(key, task).calls += count
     return _with_shares(list(tasks.values()))
@@ -270,10 +278,11 @@ def _with_shares(tasks: list[Task]) -> list[Task]:
     return sorted(tasks, key=lambda task: -task.share)
 
 
-def _calls(mod: tvm.IRModule) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Calls of each function, and which of its arguments are constants."""
+def _calls(mod: tvm.IRModule) -> dict[str, tuple[int, tuple[int, ...], int]]:
+    """Calls of each function, which of its arguments are constants, and how many it has."""
     counts: Counter[str] = Counter()
     weights: dict[str, tuple[int, ...]] = {}
+    arguments: dict[str, int] = {}
 
     def visit(node: Any) -> None:
         if not isinstance(node, relax.Call) or not isinstance(node.op, tvm.ir.Op):
@@ -281,6 +290,7 @@ def _calls(mod: tvm.IRModule) -> dict[str, tuple[int, tuple[int, ...]]]:
         if node.op.name == "relax.call_tir":
             name = node.args[0].name_hint
             counts[name] += 1
+            arguments[name] = len(node.args[1].fields)
             weights[name] = tuple(
                 number
                 for number, argument in enumerate(node.args[1].fields)
@@ -290,7 +300,7 @@ def _calls(mod: tvm.IRModule) -> dict[str, tuple[int, tuple[int, ...]]]:
     for func in mod.functions.values():
         if isinstance(func, relax.Function):
             relax.analysis.post_order_visit(func, visit)
-    return {name: (count, weights[name]) for name, count in counts.items()}
+    return {name: (count, weights[name], arguments[name]) for name, count in counts.items()}
 
 
 def _is_measurable(func: tirx.PrimFunc) -> bool:

@@ -16,9 +16,10 @@ import random
 import struct
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import tvm_ffi
@@ -71,59 +72,44 @@ class Candidate:
             function(*arguments)
 
 
-class Bench:
-    """Tensors of one task, and the races between its candidates.
+Racer = TypeVar("Racer")
+
+
+class Races(ABC, Generic[Racer]):
+    """Races between the candidates of one task.
 
     Parameters
     ----------
-    threads : int
-        Threads of a kernel.
     beacon : memory map
         Of the size of :data:`BEACON`.
     """
 
-    def __init__(self, threads: int, beacon: mmap.mmap) -> None:
-        get_function("runtime.config_threadpool")  # loads the runtime
-        self._crew = Crew(threads)
+    tolerance = 0.0
+    """Largest relative error of a correct candidate."""
+    prepare: Callable[..., dict[str, Any]]
+    """Read the tensors and compute the reference; tell whether it is ``finite``."""
+
+    def __init__(self, beacon: mmap.mmap) -> None:
         self._beacon = beacon
         self._calls = 0
+
+    @abstractmethod
+    def load(self, about: Mapping[str, Any], racers: int) -> Racer:
+        """Load a candidate that takes turns with others, ``racers`` in all."""
+
+    @abstractmethod
+    def error_of(self, candidate: Racer) -> float:
+        """Run a candidate on poisoned outputs; return the largest relative error."""
+
+    @abstractmethod
+    def seconds_of(self, candidate: Racer) -> float:
+        """Time one run of a candidate."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Carry out one request: ``prepare`` or ``race``."""
         actions: dict[str, Callable[..., dict[str, Any]]]
         actions = {"prepare": self.prepare, "race": self.race}
-        return self._crew.run(lambda: actions[request.pop("action")](**request))
-
-    def prepare(
-        self,
-        arrays: Sequence[str],
-        weights: Sequence[int],
-        reference: Mapping[str, Any],
-        writer: str,
-        planes: Sequence[int],
-    ) -> dict[str, Any]:
-        """Read the tensors and compute the reference; the last tensor is the output.
-
-        ``planes`` is the shape by which the library ``writer`` sees the first tensor.
-        """
-        self._arrays = [_copy(np.load(path, allow_pickle=False)) for path in arrays]
-        self._output = self._arrays[-1]
-        self._tolerance = TOLERANCES[self._output.dtype.name]
-        self._arguments = [tvm_ffi.from_dlpack(array) for array in self._arrays]
-        self._rotation = self._copies(weights)
-        self._write = tvm_ffi.load_module(writer)["main"]
-        self._planes = tvm_ffi.from_dlpack(self._arrays[0].reshape(planes))
-        self._output[...] = np.nan
-        self._begin(REFERENCE)
-        Candidate(reference).run(self._arguments)
-        self._wanted = self._output.copy()
-        self._scale = float(np.abs(self._wanted).max()) or 1.0
-        return {"finite": bool(np.isfinite(self._wanted).all())}
-
-    def _copies(self, weights: Sequence[int]) -> Iterator[dict[int, Any]]:
-        """The weights among the task's tensors in turn, by their number."""
-        copies = copies_in_turn([self._arrays[number] for number in weights], 1)
-        return (dict(zip(weights, tensors, strict=True)) for tensors in copies)
+        return actions[request.pop("action")](**request)
 
     def race(
         self,
@@ -142,8 +128,8 @@ class Bench:
         """
         loaded = []
         for number, about in enumerate(candidates):
-            self._begin(number)
-            loaded.append(Candidate(about, len(candidates)))
+            self.begin(number)
+            loaded.append(self.load(about, len(candidates)))
         wrong: dict[str, str] = {}
         self._check(loaded, range(len(loaded)), wrong)
         racers = [number for number in range(len(loaded)) if str(number) not in wrong]
@@ -151,25 +137,24 @@ class Bench:
         self._check(loaded, racers, wrong)
         return {"times": times, "wrong": wrong}
 
-    def _check(self, loaded: Sequence[Any], numbers: Sequence[int], wrong: dict[str, str]) -> None:
+    def _check(
+        self, loaded: Sequence[Racer], numbers: Sequence[int], wrong: dict[str, str]
+    ) -> None:
         for number in numbers:
-            self._output[...] = np.nan
-            self._begin(number)
-            loaded[number].run(self._arguments)
-            error = float(np.abs(self._output - self._wanted).max()) / self._scale
-            if not error <= self._tolerance:  # NaN is wrong, too
+            self.begin(number)
+            error = self.error_of(loaded[number])
+            if not error <= self.tolerance:  # NaN is wrong, too
                 wrong[str(number)] = f"relative error {error:.2g}"
 
     def _turns(
         self,
-        loaded: Sequence[Any],
+        loaded: Sequence[Racer],
         racers: list[int],
         rounds: Sequence[int],
         seconds: float,
         order: random.Random,
     ) -> list[list[float | None]]:
         found: list[list[float | None]] = []
-        arguments = list(self._arguments)
         end = time.perf_counter() + seconds
         while racers and len(found) < rounds[1]:
             if len(found) >= rounds[0] and time.perf_counter() >= end:
@@ -177,21 +162,89 @@ class Bench:
             taken: list[float | None] = [None] * len(loaded)
             order.shuffle(racers)
             for number in racers:
-                for position, weight in next(self._rotation).items():
-                    arguments[position] = weight
-                steps = loaded[number].steps(arguments)
-                self._write(self._planes)
-                self._begin(number)
-                begin = time.perf_counter()
-                for function, given in steps:
-                    function(*given)
-                taken[number] = time.perf_counter() - begin
+                self.begin(number)
+                taken[number] = self.seconds_of(loaded[number])
             found.append(taken)
         return found
 
-    def _begin(self, number: int) -> None:
+    def begin(self, number: int) -> None:
+        """Tell the parent which candidate runs from now on."""
         self._calls += 1
         self._beacon[: BEACON.size] = BEACON.pack(number, self._calls)
+
+
+class Bench(Races[Candidate]):
+    """Races on a CPU.
+
+    Parameters
+    ----------
+    threads : int
+        Threads of a kernel.
+    beacon : memory map
+        Of the size of :data:`BEACON`.
+    """
+
+    def __init__(self, threads: int, beacon: mmap.mmap) -> None:
+        super().__init__(beacon)
+        get_function("runtime.config_threadpool")  # loads the runtime
+        self._crew = Crew(threads)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one request on the threads of the kernels."""
+        return self._crew.run(lambda: super(Bench, self).answer(request))
+
+    def prepare(
+        self,
+        arrays: Sequence[str],
+        weights: Sequence[int],
+        reference: Mapping[str, Any],
+        writer: str,
+        planes: Sequence[int],
+    ) -> dict[str, Any]:
+        """Read the tensors and compute the reference; the last tensor is the output.
+
+        ``planes`` is the shape by which the library ``writer`` sees the first tensor.
+        """
+        self._arrays = [_copy(np.load(path, allow_pickle=False)) for path in arrays]
+        self._output = self._arrays[-1]
+        self.tolerance = TOLERANCES[self._output.dtype.name]
+        self._arguments = [tvm_ffi.from_dlpack(array) for array in self._arrays]
+        self._rotation = self._copies(weights)
+        self._write = tvm_ffi.load_module(writer)["main"]
+        self._planes = tvm_ffi.from_dlpack(self._arrays[0].reshape(planes))
+        self._output[...] = np.nan
+        self.begin(REFERENCE)
+        Candidate(reference).run(self._arguments)
+        self._wanted = self._output.copy()
+        self._scale = float(np.abs(self._wanted).max()) or 1.0
+        return {"finite": bool(np.isfinite(self._wanted).all())}
+
+    def _copies(self, weights: Sequence[int]) -> Iterator[dict[int, Any]]:
+        """The weights among the task's tensors in turn, by their number."""
+        copies = copies_in_turn([self._arrays[number] for number in weights], 1)
+        return (dict(zip(weights, tensors, strict=True)) for tensors in copies)
+
+    def load(self, about: Mapping[str, Any], racers: int) -> Candidate:
+        """Load a candidate, with copies of its constants."""
+        return Candidate(about, racers)
+
+    def error_of(self, candidate: Candidate) -> float:
+        """Run a candidate on a poisoned output; return the largest relative error."""
+        self._output[...] = np.nan
+        candidate.run(self._arguments)
+        return float(np.abs(self._output - self._wanted).max()) / self._scale
+
+    def seconds_of(self, candidate: Candidate) -> float:
+        """Time one run, on an input that all threads have written, and cold weights."""
+        arguments = list(self._arguments)
+        for position, weight in next(self._rotation).items():
+            arguments[position] = weight
+        steps = candidate.steps(arguments)
+        self._write(self._planes)
+        begin = time.perf_counter()
+        for function, given in steps:
+            function(*given)
+        return time.perf_counter() - begin
 
 
 def copies_in_turn(arrays: Sequence[np.ndarray], racers: int) -> Iterator[list[Any]]:
@@ -202,9 +255,7 @@ def copies_in_turn(arrays: Sequence[np.ndarray], racers: int) -> Iterator[list[A
     size = racers * sum(array.nbytes for array in arrays)
     most = max(1, MOST_COPIES // racers)
     count = min(most, max(2, WEIGHT_BYTES // size)) if size else 1
-    return cycle(
-        [[tvm_ffi.from_dlpack(_copy(array)) for array in arrays] for _ in range(count)]
-    )
+    return cycle([[tvm_ffi.from_dlpack(_copy(array)) for array in arrays] for _ in range(count)])
 
 
 def _copy(array: np.ndarray) -> np.ndarray:
@@ -215,9 +266,14 @@ def _copy(array: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     """Serve until standard input ends: ``worker.py CHANNEL BEACON THREADS``."""
-    channel, beacon, threads = sys.argv[1:]
+    serve(lambda threads, beacon: Bench(int(threads), beacon))
+
+
+def serve(bench_of: Callable[[str, mmap.mmap], Races[Any]]) -> None:
+    """Answer requests; ``bench_of`` takes the last argument of the process, and the beacon."""
+    channel, beacon, about = sys.argv[1:]
     with open(beacon, "r+b") as file, os.fdopen(int(channel), "wb") as answers:
-        bench = Bench(int(threads), mmap.mmap(file.fileno(), BEACON.size))
+        bench = bench_of(about, mmap.mmap(file.fileno(), BEACON.size))
         for line in sys.stdin.buffer:
             answers.write(json.dumps(bench.answer(json.loads(line))).encode() + b"\n")
             answers.flush()

@@ -16,6 +16,7 @@ from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.plan import config as reduce_config
 from schedules.gpu.reduce.plan.config import ReduceConfig
+from schedules.gpu.reduce.plan.group_workload import GroupWorkload
 from schedules.gpu.reduce.plan.read_group import read_group
 from tvm_fusion.errors import EngineError
 
@@ -112,11 +113,12 @@ def forced(variant: Variant) -> Iterator[None]:
 
 def chosen(case: Case, finish: str, arch: str) -> ReduceConfig:
     """The configuration of a case's first reduction."""
-    workload = case.workload(case.reductions[0], finish)
-    data = te.placeholder(case.loops(case.reductions[0]).shape, workload.dtype)
-    group = read_group(te.create_prim_func([data, coalesced_reduce(data, workload)]))
+    reduction = case.workload(case.reductions[0], finish)
+    data = te.placeholder(case.loops(case.reductions[0]).shape, reduction.dtype)
+    group = read_group(te.create_prim_func([data, coalesced_reduce(data, reduction)]))
     assert group is not None, "one reduction is a group"
-    return reduce_config.choose_sisters(group, GPUInfo.from_target(cuda_target(arch)))
+    workload = GroupWorkload.of(group)
+    return reduce_config.choose_sisters(workload, GPUInfo.from_target(cuda_target(arch)))
 
 
 def variants(case: Case, arch: str) -> list[Variant]:

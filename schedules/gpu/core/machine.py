@@ -3,7 +3,7 @@
 
 TVM's targets have no option for the number of multiprocessors. A ``cuda`` target may give it in its
 option ``model``, as ``multiprocessors=114``; else it follows from the architecture, as the largest
-device of that architecture has them.
+device of that architecture has them. That of an ``opencl`` target may name the device.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ _MULTIPROCESSORS = {
     100: 148,
     120: 170,
 }
+_LANE_BITS = 32
 _BFLOAT16_FROM = 80  # architecture
 _TENSOR_CORES_FROM = 80  # with cp.async, and products of 16x8x16
 _CLUSTERS_FROM = 90
 _PORTABLE_CLUSTER = 8  # blocks; more of them are for some devices of some architectures only
 _OPENCL_MULTIPROCESSORS = 32  # an estimate; OpenCL devices differ by a factor of a hundred
+_OPENCL_LIMITS = (1024, 49152)  # threads and bytes of shared memory of a block
 
 
 def gpu_target(target: Target | None) -> Target | None:
@@ -62,6 +64,8 @@ class GPUInfo:
         Shared memory of one block.
     max_cluster : int
         Blocks that may read each other's shared memory, a power of two; 1 if there are no clusters.
+    model : str
+        Name of an OpenCL device, if the target has it.
     """
 
     kind: str
@@ -71,6 +75,7 @@ class GPUInfo:
     max_threads: int
     shared_bytes: int
     max_cluster: int = 1
+    model: str = ""
 
     @classmethod
     def from_target(cls, target: Target) -> GPUInfo:
@@ -90,7 +95,8 @@ class GPUInfo:
         least = 16384 if kind == "opencl" else 49152  # without asking for more at the launch
         shared = int(target.attrs.get("max_shared_memory_per_block", least))
         if kind == "opencl":
-            return cls(kind, 0, _OPENCL_MULTIPROCESSORS, 1, threads, shared)
+            model = str(target.attrs.get("model", ""))
+            return cls(kind, 0, _OPENCL_MULTIPROCESSORS, 1, threads, shared, model=model)
         arch = _arch_number(str(target.attrs["arch"]))
         if arch < min(_MULTIPROCESSORS):
             raise TargetError(f"architecture sm_{arch} is too old; expected sm_70 or newer")
@@ -99,21 +105,31 @@ class GPUInfo:
 
     @classmethod
     def named(cls, arch: str, multiprocessors: int) -> GPUInfo:
-        """A CUDA device by its architecture and size.
+        """A device by its :attr:`name` and size; an OpenCL device has the limits of large ones.
 
         Raises
         ------
         TargetError
             If there is no such architecture.
         """
+        kind, _, device = arch.partition(":")
+        if kind == "opencl":
+            return cls(kind, 0, multiprocessors, 1, *_OPENCL_LIMITS, model=device)
         _arch_number(arch)
         model = f"multiprocessors={multiprocessors}"
         return cls.from_target(Target({"kind": "cuda", "arch": arch, "model": model}))
 
     @property
     def name(self) -> str:
-        """The architecture, ``sm_90``; ``opencl`` elsewhere."""
-        return f"sm_{self.arch}" if self.kind == "cuda" else self.kind
+        """The architecture, ``sm_90``, or ``opencl:`` and the name of the device."""
+        if self.kind == "cuda":
+            return f"sm_{self.arch}"
+        return f"{self.kind}:{self.model}" if self.model else self.kind
+
+    @property
+    def warp_bits(self) -> int:
+        """Bits of a register of all lanes of a warp, in records the width of a vector."""
+        return _LANE_BITS * self.warp_size
 
     @property
     def has_bfloat16(self) -> bool:

@@ -21,8 +21,6 @@ from .machine import KINDS, GPUInfo
 Workload = TypeVar("Workload")
 Knobs = TypeVar("Knobs")
 
-_LANE_BITS = 32
-
 
 class GPURule(Rule):
     """A schedule rule for CUDA and OpenCL; functions for other targets are left alone."""
@@ -81,8 +79,8 @@ class TunableGPURule(TunableRule, GPURule):
 
     def key(self, workload: Any, machine: GPUInfo) -> Key:
         """Return what a record of a workload must have: lanes of a warp count as a vector."""
-        text, bits = self.workload_json(workload), _LANE_BITS * machine.warp_size
-        return Key(text, machine.name, bits, machine.multiprocessors)
+        text = self.workload_json(workload)
+        return Key(text, machine.name, machine.warp_bits, machine.multiprocessors)
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func`` with recorded knobs, else as ``kernel`` does."""

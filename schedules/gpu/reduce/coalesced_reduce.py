@@ -3,15 +3,23 @@
 
 from __future__ import annotations
 
-from tvm import tirx
+from collections.abc import Sequence
+
+from tvm import s_tir, tirx
+from tvm.target import Target
+
+from schedules.tuning.records import RECORD
 
 from ..core.machine import GPUInfo
-from ..core.rule import GPURule
+from ..core.rule import TunableGPURule
 from .kernel.group_kernel import write_kernel
-from .plan.configure import read_configured
+from .plan.configure import CONFIG, configure, prefers_chain, read_configured
+from .plan.group_workload import GroupWorkload
+from .plan.read_group import read_group
+from .templates import CHAIN, SISTERS, ReduceTemplate
 
 
-class CoalescedReduce(GPURule):
+class CoalescedReduce(TunableGPURule):
     """Computes a group of coalesced reductions in one kernel.
 
     Takes functions with the blocks of :mod:`schedules.compute.coalesced_reduce`: any number of
@@ -28,11 +36,58 @@ class CoalescedReduce(GPURule):
     The sum of a softmax alone does not need one block for a row
     (:mod:`schedules.gpu.reduce.plan.online_softmax`). Returns None for everything else.
 
-    The configuration is that which :func:`schedules.gpu.reduce.plan.configure.configure` chose; for
-    other functions it is chosen here, without a workspace.
+    The configuration is that which :meth:`configure` chose; for other functions it is chosen here,
+    without a workspace.
     """
+
+    def configure(self, func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc:
+        """Give a function its configuration: that of a record, else the default.
+
+        Parameters
+        ----------
+        func : tirx.PrimFunc
+            Not scheduled.
+        target : Target
+            A GPU.
+
+        Returns
+        -------
+        tirx.PrimFunc
+            As :func:`schedules.gpu.reduce.plan.configure.configure` does.
+        """
+        gpu = self.machine(target)
+        workload = self.workload(func, target) if self.records else None
+        found = None if workload is None else self.find(workload, target)
+        if found is None:
+            return configure(func, gpu)
+        _, config, about = found
+        return configure(func.with_attr(RECORD, about), gpu, config)
 
     def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         found = read_configured(func, gpu)
         return None if found is None else write_kernel(*found, gpu)
+
+    def workload(self, func: tirx.PrimFunc, target: Target) -> GroupWorkload | None:
+        """Return the group, if its extents are known and its configuration is not chosen yet."""
+        group = None if CONFIG in func.attrs else read_group(func)
+        if group is None:
+            return None
+        found = GroupWorkload.of(group)
+        return found if found.is_static else None
+
+    def recorded(
+        self, func: tirx.PrimFunc, workload: GroupWorkload, target: Target
+    ) -> s_tir.Schedule | None:
+        """Schedule ``func`` by its record, unless it has no workspace and that needs one."""
+        found = super().recorded(func, workload, target)
+        same = found is not None and len(found.mod["main"].params) == len(func.params)
+        return found if same else None
+
+    def templates(self, workload: GroupWorkload, machine: GPUInfo) -> Sequence[ReduceTemplate]:
+        """Return the templates that can compute a group, the default's first."""
+        if not workload.is_chain:
+            return (SISTERS,)
+        if workload.one_stage is None:
+            return (CHAIN,)
+        return (CHAIN, SISTERS) if prefers_chain(workload, machine) else (SISTERS, CHAIN)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
+from cluster_emulation import clusters, emulated
 from cpu.conv_cases import build
 from cuda_text import cuda_source, ptxas
 from gpu_conv_cases import CUDA, case_of, dense, depthwise
@@ -18,9 +19,11 @@ from tvm import te, tirx, topi
 from tvm.target import Target
 
 from schedules import gpu
+from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.errors import OpError
 from schedules.tuning.records import RECORD, Record, Records, parse_record
 from schedules.tuning.tunable_rule import tunable_rule_of
+from schedules.workload.reduce import ReduceWorkload
 
 # As large blocks as CUDA's: the settings are those of its spaces.
 OPENCL = Target(
@@ -35,6 +38,27 @@ def matmul(m: Any, k: Any, n: Any, transposed: bool = False) -> tirx.PrimFunc:
     left = te.placeholder((m, k), name="left")
     right = te.placeholder((n, k) if transposed else (k, n), name="right")
     return te.create_prim_func([left, right, topi.matmul(left, right, False, transposed)])
+
+
+def total(shape: tuple[int, ...], axes: list[int]) -> tirx.PrimFunc:
+    data = te.placeholder(shape, name="data")
+    workload = ReduceWorkload.create("sum", axes, len(shape), "float32")
+    return te.create_prim_func([data, coalesced_reduce(data, workload)])
+
+
+def softmax(shape: tuple[int, int]) -> tirx.PrimFunc:
+    """By two coalesced reductions of a row."""
+
+    def reduced(operator: str, source: te.Tensor) -> te.Tensor:
+        workload = ReduceWorkload.create(operator, [1], 2, "float32", keepdims=True)
+        return coalesced_reduce(source, workload)
+
+    data = te.placeholder(shape, name="data")
+    largest = reduced("max", data)
+    terms = te.compute(shape, lambda i, j: te.exp(data[i, j] - largest[i, 0]), "terms")
+    sums = reduced("sum", terms)
+    output = te.compute(shape, lambda i, j: terms[i, j] / sums[i, 0], "softmax")
+    return te.create_prim_func([data, output])
 
 
 FUNCTIONS: dict[str, list[tirx.PrimFunc]] = {
@@ -52,6 +76,8 @@ FUNCTIONS: dict[str, list[tirx.PrimFunc]] = {
     ],
     "gpu.matmul_tiles": [matmul(70, 132, 68), matmul(67, 131, 65, True)],
     "gpu.matmul_rows": [matmul(3, 132, 68), matmul(8, 131, 65, True)],
+    "gpu.reduce": [total((3, 5, 4100), [1, 2]), total((4097, 36), [0])],
+    "gpu.reduce_chain": [softmax((37, 1000)), softmax((3, 8200))],
 }
 
 
@@ -91,9 +117,12 @@ def check_numbers(name: str, count: int) -> None:
         inputs = [generator.standard_normal(s).astype("float32") for s in shapes[:-1]]
         wanted = None
         for knobs in settings:
-            written = template.write(func, workload, knobs, OPENCL).mod["main"]
+            with clusters():
+                written = emulated(template.write(func, workload, knobs, OPENCL).mod["main"])
             output = np.full(shapes[-1], np.nan, "float32")
-            compile_opencl(written, OPENCL).run(*inputs, output)
+            added = written.params[: len(written.params) - len(func.params)]
+            workspace = [np.zeros([int(e) for e in one.shape], "int32") for one in added]
+            compile_opencl(written, OPENCL).run(*workspace, *inputs, output)
             wanted = output if wanted is None else wanted
             assert np.isfinite(output).all(), knobs
             tolerance = 2e-5 * float(np.abs(wanted).max())
@@ -128,7 +157,10 @@ def test_rules_follow_records(name: str) -> None:
     rule, workload = tunable_rule_of(func, CUDA, gpu.RULES) or (None, None)
     assert rule is not None
     machine = rule.machine(CUDA)
-    key, knobs = rule.key(workload, machine), template.space(workload, machine)[7]
+    settings = template.space(workload, machine)
+    # One that needs no workspace: a rule alone adds no parameter.
+    knobs = next(one for one in settings[7:] if getattr(one, "splits", 1) == 1)
+    key = rule.key(workload, machine)
     record = Record.of_key(key, template, knobs, (2e-5, 1e-5), trials=8)
     again = parse_record(record.to_line().encode())
     assert (again, again.kind, again.cpu) == (record, "cuda", "sm_90")

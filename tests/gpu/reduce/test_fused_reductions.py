@@ -30,7 +30,7 @@ from examples.coalesced_reduction import passes
 from relay_passes.reduction import groups as reduction_groups
 from relay_passes.reduction.primfunc_calls import is_reduction
 from schedules import gpu
-from schedules.gpu.reduce.plan import online_softmax
+from schedules.gpu.reduce.plan import configure
 from tests.selection import in_turns
 from tvm_fusion.compiler.gpu_phases import gpu_phases
 
@@ -225,6 +225,6 @@ def test_statistics_with_their_epilogue(rng):
 def test_every_group_of_random_graphs_is_a_kernel(draw, fits):
     graph, inputs, check = random_graph(draw.draw, 4, 12)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (reduction_groups, online_softmax):
+        for module in (reduction_groups, configure):
             patch.setattr(module, "chain_fits", lambda *_: fits)
         check(RelaxOnOpenCL(lower(graph))(*inputs))

@@ -54,9 +54,7 @@ DEPTHWISE = ConvLayer(32, 32, (3, 3), padding=SAME, groups=32, activation=RELU)
 POINTWISE = ConvLayer(32, 64, (1, 1), activation=RELU)
 
 
-def kernel(
-    *layers: ConvLayer, size: int = 28, lanes: int = 16, **options: object
-) -> Conv2DKernel:
+def kernel(*layers: ConvLayer, size: int = 28, lanes: int = 16, **options: object) -> Conv2DKernel:
     layouts = {"data_layout": f"NCHW{lanes}c", "out_layout": f"NCHW{lanes}c"}
     return Conv2DKernel(layers, 1, size, size, **layouts, **options)
 
@@ -78,6 +76,8 @@ WORKLOADS: dict[str, Any] = {
     "gpu.fused_conv2d": kernel(DEPTHWISE, POINTWISE, lanes=4),
     "gpu.matmul_tiles": ((200, 128), (128, 96)),
     "gpu.matmul_rows": ((4, 512), (512, 96)),
+    "gpu.reduce": ((5, 3, 20_000), [1, 2]),
+    "gpu.reduce_chain": (64, 1000),
 }
 """Workloads, or shapes of functions whose workload the rule reads."""
 
@@ -88,7 +88,9 @@ def shaped(name: str, given: tuple) -> tirx.PrimFunc:
         extents = [[tirx.const(extent, "int64") for extent in shape] for shape in given]
         left, right = (te.placeholder(shape, name="x") for shape in extents)
         return te.create_prim_func([left, right, topi.matmul(left, right)])
-    if name.startswith("cpu.reduce"):
+    if name == "gpu.reduce_chain":
+        return te.create_prim_func(softmax(given))
+    if name.startswith(("cpu.reduce", "gpu.reduce")):
         shape, axes = given
         data = te.placeholder(shape, name="data")
         workload = ReduceWorkload.create("sum", axes, len(shape), "float32")
@@ -103,6 +105,20 @@ def shaped(name: str, given: tuple) -> tirx.PrimFunc:
     func = te.create_prim_func([data, gamma, beta, channel_norm(data, gamma, beta, 40, 1e-5)])
     attrs = {"op": "channel_norm", "channels": 40, "epsilon": 1e-5}
     return func.with_attrs({f"tvm_fusion.{key}": value for key, value in attrs.items()})
+
+
+def softmax(shape: tuple[int, int]) -> list[te.Tensor]:
+    """Data and softmax of its rows, by two coalesced reductions."""
+
+    def reduced(operator: str, source: te.Tensor) -> te.Tensor:
+        workload = ReduceWorkload.create(operator, [1], 2, "float32", keepdims=True)
+        return coalesced_reduce(source, workload)
+
+    data = te.placeholder(shape, name="data")
+    largest = reduced("max", data)
+    terms = te.compute(shape, lambda i, j: te.exp(data[i, j] - largest[i, 0]), "terms")
+    sums = reduced("sum", terms)
+    return [data, te.compute(shape, lambda i, j: terms[i, j] / sums[i, 0], "softmax")]
 
 
 def workload_of(name: str) -> Any:
@@ -275,8 +291,6 @@ def test_features_are_numbers_under_the_same_names(name: str) -> None:
     ]
     assert all(row.keys() == rows[0].keys() for row in rows)
     assert all(np.isfinite(list(row.values())).all() and row["cycles"] > 0 for row in rows)
-
-
 
 
 def rule_of(name: str, func: tirx.PrimFunc) -> TunableRule:

@@ -103,7 +103,7 @@ def lines(path: Path) -> list[dict]:
     ("options", "error", "message"),
     [
         ({"target": "x86-64"}, TargetError, "the target is a x86-64 .* and the servers are"),
-        ({"target": "opencl"}, TargetError, "tuning jobs are for CPUs; got .* 'opencl'"),
+        ({"target": "opencl"}, TargetError, "whose servers tune CPUs; for a GPU run the job"),
         ({"threads": 2}, TargetError, "threads is 2, and the servers measure with 1"),
         ({"runner": "none"}, TuningError, "knows no server with the key 'none'"),
     ],

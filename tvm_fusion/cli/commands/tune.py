@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 @threads_option
 @json_option
 def tune_command(model: Path, minutes: float | None, as_json: bool, **options: Any) -> None:
-    """Search faster settings for the kernels of MODEL on a CPU, and record the winners.
+    """Search faster settings for the kernels of MODEL on a CPU or a GPU, and record the winners.
 
     Each kernel's settings race its default; a winner is recorded if it gains 1 % in a second race.
     Then the forms of convolutions and pairs race: fused, separate, by Winograd's algorithm.

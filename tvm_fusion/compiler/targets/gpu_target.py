@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
+
+from tvm.target import Target
 
 from ...errors import TargetError
 from ...runtime.device import DeviceInfo, find_device
@@ -62,6 +65,13 @@ def spell_out_gpu(config: dict[str, Any]) -> None:
     for name in ("max_num_threads", "max_threads_per_block") if kind == "cuda" else ():
         if config[name] > 1024:
             raise TargetError(f"{name} is {config[name]}; a CUDA block has at most 1024 threads")
+
+
+def named_after(target: Target, device: DeviceInfo) -> Target:
+    """Name the device in an OpenCL target, by which records tell devices apart."""
+    if target.kind.name != "opencl" or "model" in target.attrs:
+        return target
+    return Target({**json.loads(str(target)), "model": device.name})
 
 
 def _ask_device(config: dict[str, Any]) -> None:

@@ -22,18 +22,18 @@ from .config import (
     ReduceConfig,
     vector_width,
 )
-from .group import ReduceGroup
+from .group_workload import GroupWorkload
 
 COLUMNS = 4  # neighbouring outputs of a thread, each with its own states and results
-HALF = ("float16", "bfloat16")  # arithmetic in these types converts, and keeps both values
+HALF_TYPES = ("float16", "bfloat16")  # arithmetic in these types converts, and keeps both values
 
 
-def choose_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
+def choose_chain(group: GroupWorkload, gpu: GPUInfo) -> ReduceConfig:
     """Choose the configuration of a chain.
 
     Parameters
     ----------
-    group : ReduceGroup
+    group : GroupWorkload
         A chain.
     gpu : GPUInfo
         The device.
@@ -44,22 +44,22 @@ def choose_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
         With the finish ``one_block``, or ``cluster``.
     """
     loops = group.reductions[0].loops
-    vector = _vector(group, gpu)
+    vector = chain_vector(group, gpu, gpu.block_threads(THREADS))
     shape = _columns if loops.form == "y" else _rows
     config = shape(group, loops, vector, gpu)
     reduced, outputs = constant(group.reduced), constant(group.outputs)
     if reduced is not None:
         config, kept = _spread(group, config, reduced, gpu)
-        if _words(group, config, kept) <= COSTS.kept_words:
+        if kept_words(group, config, kept) <= COSTS.kept_words:
             if config.form == "y" or reduced % vector == 0:
                 return replace(config, kept=kept)
     if outputs is not None and outputs * config.splits < 2 * gpu.multiprocessors:
         return config
     smaller = replace(config, lanes=min(config.lanes, COSTS.reread_threads))
-    return config if _joins_loop_and_tail(group, smaller) else smaller
+    return config if joins_loop_and_tail(group, smaller) else smaller
 
 
-def _joins_loop_and_tail(group: ReduceGroup, config: ReduceConfig) -> bool:
+def joins_loop_and_tail(group: GroupWorkload, config: ReduceConfig) -> bool:
     """Return whether a row of float16 is one turn of the unrolled loop and part of another.
 
     The compiler then keeps both in registers at once, and spills.
@@ -70,11 +70,11 @@ def _joins_loop_and_tail(group: ReduceGroup, config: ReduceConfig) -> bool:
 
 
 def _spread(
-    group: ReduceGroup, config: ReduceConfig, reduced: int, gpu: GPUInfo
+    group: GroupWorkload, config: ReduceConfig, reduced: int, gpu: GPUInfo
 ) -> tuple[ReduceConfig, int]:
     """The smallest cluster that can keep a row, else the largest, and the vectors of a thread."""
     size, kept = 1, -(-reduced // config.stride)
-    while _words(group, config, kept) > COSTS.kept_words and size < gpu.max_cluster:
+    while kept_words(group, config, kept) > COSTS.kept_words and size < gpu.max_cluster:
         if _is_half(group) and config.form == "x":  # 1024 threads have too few registers for both
             config = replace(config, lanes=min(config.lanes, COSTS.reread_threads))
         size *= 2
@@ -82,7 +82,7 @@ def _spread(
     return (replace(config, splits=size, finish="cluster") if size > 1 else config), kept
 
 
-def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> ReduceConfig:
+def _rows(group: GroupWorkload, loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> ReduceConfig:
     """Lanes along a row, and several short rows in a block."""
     reduced, outputs = constant(group.reduced), constant(group.outputs)
     most = gpu.block_threads(COSTS.block_threads)
@@ -91,11 +91,11 @@ def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) 
         if reduced is not None
         else COSTS.warp
     )
-    config = ReduceConfig(loops.form, lanes, 1, vector, _unroll(group), 1, "one_block")
+    config = ReduceConfig(loops.form, lanes, 1, vector, chain_unroll(group), 1, "one_block")
     while config.lanes < most and (reduced is None or config.stride < reduced):
         kept = most if reduced is None else -(-reduced // config.stride)
         limit = COSTS.kept_words if config.lanes <= COSTS.warp else COSTS.block_words
-        if _words(group, config, kept) <= limit:
+        if kept_words(group, config, kept) <= limit:
             break
         config = replace(config, lanes=2 * config.lanes)
     config = replace(config, rows=max(1, gpu.block_threads(THREADS) // config.lanes))
@@ -106,32 +106,33 @@ def _rows(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) 
     return config
 
 
-def _columns(group: ReduceGroup, loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> ReduceConfig:
+def _columns(
+    group: GroupWorkload, loops: CanonicalLoops, vector: int, gpu: GPUInfo
+) -> ReduceConfig:
     """Lanes along neighbouring outputs, and rows that share the reduced loop."""
     reduced, outputs = constant(group.reduced), constant(group.outputs)
-    vector = min(vector, COLUMNS)
     lanes = (
         COSTS.warp if outputs is None else min(COSTS.warp, ceil_power_of_two(-(-outputs // vector)))
     )
-    least = max(1, COSTS.segment // (vector * max(group.row_inputs(), default=1)))
+    least = max(1, COSTS.segment // (vector * max(group.row_inputs, default=1)))
     while lanes > least and outputs is not None:
         if outputs >= lanes * vector * gpu.multiprocessors:
             break
         lanes //= 2
-    config = ReduceConfig("y", lanes, 1, vector, _unroll(group), 1, "one_block")
+    config = ReduceConfig("y", lanes, 1, vector, chain_unroll(group), 1, "one_block")
     most = gpu.block_threads(THREADS)
     while config.threads < most:
         kept = most if reduced is None else -(-reduced // config.rows)
-        if config.threads >= COSTS.warp and _words(group, config, kept) <= COSTS.block_words:
+        if config.threads >= COSTS.warp and kept_words(group, config, kept) <= COSTS.block_words:
             break
         config = replace(config, rows=2 * config.rows)
     return config
 
 
-def _vector(group: ReduceGroup, gpu: GPUInfo) -> int:
-    """Elements of a 16-byte load of the widest tensor."""
-    width = COSTS.widest_load // max(group.row_inputs(), default=1)
-    threads = gpu.block_threads(THREADS)
+def chain_vector(group: GroupWorkload, gpu: GPUInfo, threads: int) -> int:
+    """Elements of a 16-byte load of the widest tensor, or of as much as ``threads`` can share."""
+    width = COSTS.widest_load // max(group.row_inputs, default=1)
+    width = min(width, COLUMNS) if group.form == "y" else width
     return min(
         vector_width(width, stage.workloads, reduction.loops, gpu, threads)
         for stage in group.stages
@@ -139,18 +140,18 @@ def _vector(group: ReduceGroup, gpu: GPUInfo) -> int:
     )
 
 
-def _unroll(group: ReduceGroup) -> int:
+def chain_unroll(group: GroupWorkload) -> int:
     """Vectors that a thread loads at once of a row that is read again."""
     if any(reduction.workload.is_arg for reduction in group.reductions):
         return 1
-    return max(1, COSTS.loads_in_flight // max(1, len(group.row_inputs())))
+    return max(1, COSTS.loads_in_flight // max(1, len(group.row_inputs)))
 
 
-def _is_half(group: ReduceGroup) -> bool:
-    return any(reduction.workload.dtype in HALF for reduction in group.reductions)
+def _is_half(group: GroupWorkload) -> bool:
+    return any(reduction.workload.dtype in HALF_TYPES for reduction in group.reductions)
 
 
-def _words(group: ReduceGroup, config: ReduceConfig, kept: int) -> int:
+def kept_words(group: GroupWorkload, config: ReduceConfig, kept: int) -> int:
     """Registers for a thread's elements, and for a value computed from each after each stage."""
     computed = (16 if _is_half(group) else 4) * max(1, len(group.stages) - 1)
-    return kept * config.vector * (computed + sum(group.row_inputs())) // 4
+    return kept * config.vector * (computed + sum(group.row_inputs)) // 4

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 from tvm import DataType
 
@@ -21,14 +22,16 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.core.subword_atomics import consists_of_words
 from schedules.tir.index_math import ceil_power_of_two
-from schedules.workload.reduce import CanonicalLoops, ReduceWorkload, constant
+from schedules.workload.reduce import CanonicalLoops, Form, ReduceWorkload, constant
 from schedules.workload.reduce_operator import field_dtypes
 
-from .group import ReduceGroup
+from .group_workload import GroupWorkload
 
 THREADS = 256
 MIN_THREADS = 64  # where rows are too few to fill the device with blocks of 256
 LARGE = 1 << 24  # assumed for a symbolic extent when work is divided
+
+Finish = Literal["one_block", "atomic", "last_block", "cluster"]
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,13 @@ class ReduceConfig:
         Whether a chain is computed in one stage (:mod:`.online_softmax`).
     """
 
-    form: str
+    form: Literal["all", "x", "y"]
     lanes: int
     rows: int
     vector: int
     unroll: int
     splits: int
-    finish: str
+    finish: Literal["one_block", "atomic", "last_block", "cluster"]
     kept: int = 0
     is_online: bool = False
 
@@ -87,12 +90,12 @@ class ReduceConfig:
         return self.rows if self.form == "y" else self.lanes * self.vector
 
 
-def choose_sisters(group: ReduceGroup, gpu: GPUInfo, has_workspace: bool = True) -> ReduceConfig:
+def choose_sisters(group: GroupWorkload, gpu: GPUInfo, has_workspace: bool = True) -> ReduceConfig:
     """Choose the configuration of reductions that share one pass over their data.
 
     Parameters
     ----------
-    group : ReduceGroup
+    group : GroupWorkload
         Of one stage.
     gpu : GPUInfo
         The device.
@@ -112,8 +115,8 @@ def choose_sisters(group: ReduceGroup, gpu: GPUInfo, has_workspace: bool = True)
     [stage] = group.stages
     workloads, loops = stage.workloads, stage.reductions[0].loops
     whole = _whole_block(group, gpu)
-    finish = _finish(group, gpu, has_workspace)
-    row_inputs, row_outputs = group.row_inputs(), group.row_outputs()
+    finish = finish_of(group, gpu, has_workspace)
+    row_inputs, row_outputs = group.row_inputs, group.row_outputs
     at_once = gpu.multiprocessors * blocks_at_once(whole, workloads, row_inputs, row_outputs)
     whole = _smaller_tiles(whole, loops, gpu, finish, at_once, min(map(_item_bytes, workloads)))
     cluster = _cluster(whole, loops, gpu, workloads, finish, at_once)
@@ -123,14 +126,12 @@ def choose_sisters(group: ReduceGroup, gpu: GPUInfo, has_workspace: bool = True)
     return whole if splits == 1 else replace(whole, splits=splits, finish=finish)
 
 
-def _whole_block(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
+def _whole_block(group: GroupWorkload, gpu: GPUInfo) -> ReduceConfig:
     """The configuration without a split."""
     [stage] = group.stages
-    workloads, loops, row_inputs = stage.workloads, stage.reductions[0].loops, group.row_inputs()
-    form, outputs = loops.form, len(group.row_outputs())
-    narrowest = map(_item_bytes, workloads) if form == "y" else group.itemsizes()
-    width = COSTS.widest_load // min(narrowest)
-    vector = min(vector_width(width, workloads, of.loops, gpu) for of in stage.reductions)
+    workloads, loops, row_inputs = stage.workloads, stage.reductions[0].loops, group.row_inputs
+    form, outputs = group.form, len(group.row_outputs)
+    vector = widest_vector(group, gpu)
     unroll = COSTS.loads_in_flight
     if len(row_inputs) + outputs > 1 or len(workloads) > 1 or workloads[0].is_arg:
         # Stores take a share of the bandwidth, for which no loads have to be in flight.
@@ -146,6 +147,15 @@ def _whole_block(group: ReduceGroup, gpu: GPUInfo) -> ReduceConfig:
             break
         whole = replace(whole, rows=whole.rows // 2)
     return whole
+
+
+def widest_vector(group: GroupWorkload, gpu: GPUInfo, threads: int = THREADS) -> int:
+    """Most neighbouring elements that a thread of sisters may load at once, a power of two."""
+    [stage] = group.stages
+    narrowest = map(_item_bytes, stage.workloads) if group.form == "y" else group.itemsizes
+    width = COSTS.widest_load // min(narrowest)
+    loops = (reduction.loops for reduction in stage.reductions)
+    return min(vector_width(width, stage.workloads, each, gpu, threads) for each in loops)
 
 
 def _registers(
@@ -166,15 +176,25 @@ def blocks_at_once(
 
     No more than a grid has, and only as many as spill nothing.
     """
+    registers = thread_registers(config, workloads, row_inputs, row_outputs)
+    most = COSTS.cluster_blocks if config.cluster > 1 else COSTS.resident_blocks
+    return min(most, max(1, COSTS.register_file // (registers * config.threads)))
+
+
+def thread_registers(
+    config: ReduceConfig,
+    workloads: Sequence[ReduceWorkload],
+    row_inputs: Sequence[int],
+    row_outputs: Sequence[int] = (),
+) -> int:
+    """Registers of a thread of sister reductions, as the compiler uses them."""
     own = COSTS.own_registers + COSTS.input_registers * len(row_inputs)
     own += COSTS.output_registers * len(row_outputs)
     own += config.vector * -(-max(row_outputs, default=0) // 4)  # one vector is held at a time
     has_positions = bool(row_outputs) and any(workload.is_arg for workload in workloads)
     if 8 in row_inputs or "float64" in fields_of(workloads) or has_positions:
         own += COSTS.wide_registers
-    registers = own + _registers(workloads, row_inputs, config.vector, config.unroll)
-    most = COSTS.cluster_blocks if config.cluster > 1 else COSTS.resident_blocks
-    return min(most, max(1, COSTS.register_file // (registers * config.threads)))
+    return own + _registers(workloads, row_inputs, config.vector, config.unroll)
 
 
 def fields_of(workloads: Sequence[ReduceWorkload]) -> list[str]:
@@ -218,7 +238,7 @@ def vector_width(
 
 
 def _block(
-    form: str, loops: CanonicalLoops, vector: int, threads: int, gpu: GPUInfo
+    form: Form, loops: CanonicalLoops, vector: int, threads: int, gpu: GPUInfo
 ) -> tuple[int, int]:
     """Lanes and rows of a block."""
     if form == "all":
@@ -243,8 +263,14 @@ def _is_short(loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> bool:
     return outputs is None or outputs >= 2 * gpu.multiprocessors * MIN_THREADS * vector
 
 
-def _finish(group: ReduceGroup, gpu: GPUInfo, has_workspace: bool) -> str:
-    """Finish of the partial results if the reductions are split."""
+def finish_of(group: GroupWorkload, gpu: GPUInfo, has_workspace: bool = True) -> Finish:
+    """Finish of the partial results if the reductions are split; ``one_block`` forbids that.
+
+    Raises
+    ------
+    OpError
+        If the finish ``atomic`` is requested for ``argmin`` or ``argmax``.
+    """
     wishes = {_wish(reduction.workload, reduction.loops, gpu) for reduction in group.reductions}
     if "one_block" in wishes:
         return "one_block"
@@ -253,12 +279,12 @@ def _finish(group: ReduceGroup, gpu: GPUInfo, has_workspace: bool) -> str:
     return "last_block" if has_workspace else "one_block"
 
 
-def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> str:
+def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> Finish:
     """Preferred finish of one reduction by itself."""
     if workload.finish == "auto":
         return "last_block"  # one kernel; with atomic updates another one initialises the output
     if workload.finish != "atomic":
-        return workload.finish
+        return cast(Finish, workload.finish)
     if workload.is_arg:
         raise OpError(
             f"finish 'atomic' for {workload.operator} of {workload.dtype}; expected another one: "
@@ -331,7 +357,7 @@ def _splits(
         return more if config.form == "x" and is_long and _is_uneven(count, at_once) else 1
     enough = -(-2 * gpu.multiprocessors // count)
     worth = max(vectors * _values(config) // COSTS.least_values, min(enough, vectors))
-    most = max(1, min(worth, at_once // count, _most_splits(config, outputs, finish)))
+    most = max(1, min(worth, at_once // count, most_splits(config, outputs, finish)))
     return _even_splits(config, reduced, most, enough)
 
 
@@ -342,7 +368,7 @@ def _even_splits(config: ReduceConfig, reduced: int, most: int, enough: int) -> 
     return next((n for n in range(most, least - 1, -1) if not rest and turns % n == 0), most)
 
 
-def _most_splits(config: ReduceConfig, outputs: int, finish: str) -> int:
+def most_splits(config: ReduceConfig, outputs: int, finish: str) -> int:
     """Blocks that one output may have, so that combining their results takes little time."""
     if finish == "atomic" and outputs > COSTS.few_outputs:
         return COSTS.atomic_splits
@@ -372,7 +398,7 @@ def _smaller_tiles(
         and not is_short
         and config.lanes * config.vector * itemsize > COSTS.sector
     ):
-        count, most = tiles(config, loops), _most_splits(config, outputs, finish)
+        count, most = tiles(config, loops), most_splits(config, outputs, finish)
         is_small = reduced is not None and reduced // config.stride <= most
         is_wide = config.lanes * config.vector * itemsize > COSTS.line
         lacks_splits = count * most < 2 * gpu.multiprocessors and not is_small

@@ -9,11 +9,14 @@ from dataclasses import asdict, replace
 from tvm import tirx
 
 from schedules.gpu.core.machine import GPUInfo
+from schedules.workload.reduce import constant
 
 from .chain_config import choose_chain
 from .config import ReduceConfig, choose_sisters
 from .group import ReduceGroup
-from .online_softmax import avoid_chain, in_one_stage
+from .group_workload import GroupWorkload
+from .limits import chain_fits
+from .online_softmax import in_one_stage
 from .read_group import read_group
 from .workspace import workspace_layout
 
@@ -21,8 +24,10 @@ CONFIG = "tvm_fusion.reduce_config"
 """Attribute of a function with a group of reductions: the fields of its configuration, as JSON."""
 
 
-def configure(func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc:
-    """Choose the configuration of a function, unless it has one.
+def configure(
+    func: tirx.PrimFunc, gpu: GPUInfo, config: ReduceConfig | None = None
+) -> tirx.PrimFunc:
+    """Give a function its configuration, unless it has one.
 
     Parameters
     ----------
@@ -30,6 +35,8 @@ def configure(func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc:
         Not scheduled.
     gpu : GPUInfo
         The device.
+    config : ReduceConfig, optional
+        The configuration; that of :func:`choose_config` by default.
 
     Returns
     -------
@@ -41,11 +48,11 @@ def configure(func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc:
     group = None if CONFIG in func.attrs else read_group(func)
     if group is None:
         return func
-    staged, config = choose_config(group, gpu)
+    config = config or choose_config(GroupWorkload.of(group), gpu)
     func = func.with_attr(CONFIG, json.dumps(asdict(config)))
     if config.finish != "last_block":
         return func
-    [stage] = staged.stages
+    [stage] = _staged(group, config).stages
     _, words = workspace_layout(config, stage.reductions[0].loops, stage.workloads)
     workspace = tirx.decl_buffer((words,), "int32", "workspace")
     return tirx.PrimFunc([workspace, *func.params], func.body, func.ret_type, func.attrs)
@@ -60,18 +67,28 @@ def read_configured(func: tirx.PrimFunc, gpu: GPUInfo) -> tuple[ReduceGroup, Red
     group = read_group(func)
     if group is None:
         return None
-    if CONFIG not in func.attrs:
-        return choose_config(group, gpu, has_workspace=False)
-    config = ReduceConfig(**json.loads(str(func.attrs[CONFIG])))
-    return (in_one_stage(group) or group) if config.is_online else group, config
+    if CONFIG in func.attrs:
+        config = ReduceConfig(**json.loads(str(func.attrs[CONFIG])))
+    else:
+        config = choose_config(GroupWorkload.of(group), gpu, has_workspace=False)
+    return _staged(group, config), config
 
 
-def choose_config(
-    group: ReduceGroup, gpu: GPUInfo, has_workspace: bool = True
-) -> tuple[ReduceGroup, ReduceConfig]:
-    """Choose the stages and the configuration of a group; nothing else does."""
-    staged = avoid_chain(group, gpu)
-    if staged.is_chain:
-        return staged, choose_chain(staged, gpu)
-    config = choose_sisters(staged, gpu, has_workspace)
-    return staged, replace(config, is_online=group.is_chain)
+def choose_config(group: GroupWorkload, gpu: GPUInfo, has_workspace: bool = True) -> ReduceConfig:
+    """Choose the stages and the configuration of a group; without records, nothing else does."""
+    if not group.is_chain:
+        return choose_sisters(group, gpu, has_workspace)
+    if group.one_stage is None or prefers_chain(group, gpu):
+        return choose_chain(group, gpu)
+    return replace(choose_sisters(group.one_stage, gpu, has_workspace), is_online=True)
+
+
+def prefers_chain(group: GroupWorkload, gpu: GPUInfo) -> bool:
+    """Return whether rows are short enough for a block, or many enough, to stay a chain."""
+    outputs, reduced = constant(group.outputs), constant(group.reduced)
+    return chain_fits(outputs, reduced, sum(group.row_inputs) or 1, gpu, group.form)
+
+
+def _staged(group: ReduceGroup, config: ReduceConfig) -> ReduceGroup:
+    """The group in the stages of its kernel."""
+    return (in_one_stage(group) or group) if config.is_online else group

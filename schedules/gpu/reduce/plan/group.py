@@ -176,6 +176,11 @@ class ReduceGroup:
         early = (element for element in self.elements if element.stage < len(self.stages))
         return [DataType(str(element.output.dtype)).bits // 8 or 1 for element in early]
 
+    def late_outputs(self) -> list[int]:
+        """Bytes of an element of each tensor of elements that uses results of the last stage."""
+        late = self.elements_of(len(self.stages))
+        return [DataType(str(element.output.dtype)).bits // 8 or 1 for element in late]
+
     def _loads(self, along_row: bool = False) -> list[ir.TensorLoad]:
         """One read of each tensor in the values of reductions, and of elements stored with them."""
         m, n = tirx.Var("m", "int64"), tirx.Var("n", "int64")

@@ -20,21 +20,10 @@ from dataclasses import dataclass, replace
 import tvm_ffi
 from tvm import DataType, ir, tirx
 
-from schedules.gpu.core.machine import GPUInfo
 from schedules.tir.expression_walk import substitute, uses
-from schedules.workload.reduce import FLOATS, MAX_SUM_EXP, constant
+from schedules.workload.reduce import FLOATS, MAX_SUM_EXP
 
 from .group import Epilogue, ReduceGroup, Reduction, ReductionStage, Result
-from .limits import chain_fits
-
-
-def avoid_chain(group: ReduceGroup, gpu: GPUInfo) -> ReduceGroup:
-    """The group, in one stage where rows are too long for a block and that is possible."""
-    outputs, reduced = constant(group.outputs), constant(group.reduced)
-    itemsize, form = sum(group.row_inputs()) or 1, group.reductions[0].loops.form
-    if not group.is_chain or chain_fits(outputs, reduced, itemsize, gpu, form):
-        return group
-    return in_one_stage(group) or group
 
 
 def in_one_stage(group: ReduceGroup) -> ReduceGroup | None:
