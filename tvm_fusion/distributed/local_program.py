@@ -41,6 +41,16 @@ class Ranks(Protocol):
         """Wait until all ranks are here."""
 
 
+class Beside(Protocol):
+    """What computes rows of a rank beside its CPU."""
+
+    def start(self, buffers: Mapping[str, LocalBuffer]) -> None:
+        """Begin to compute them, from and to these windows."""
+
+    def finish(self) -> None:
+        """Wait until they are there."""
+
+
 @dataclass(frozen=True)
 class LocalArray:
     """Window of an input or of the output that a rank holds.
@@ -105,7 +115,11 @@ class LocalProgram:
     ----------
     buffers : dict[str, LocalBuffer]
         The windows of all parameters, by name.
+    devices : Sequence[Beside]
+        What devices compute of this rank's rows.
     """
+
+    devices: Sequence[Beside] = ()
 
     def __init__(
         self,
@@ -202,6 +216,19 @@ class LocalProgram:
         self.world.finish(self.plan.exchange)
 
     def _run(self, step: int, interior: bool) -> None:
+        devices = () if interior else self.devices
+        started = 0
+        try:
+            for device in devices:
+                device.start(self.buffers)
+                started += 1
+            self.run_pieces(step, interior)
+        finally:
+            for device in devices[:started]:
+                device.finish()
+
+    def run_pieces(self, step: int = 0, interior: bool = False) -> None:
+        """Compute what the CPU computes of a step, without exchange or devices."""
         windows = list(self._tensors.values())
         for piece in self._pieces:
             if (piece.step, piece.is_interior) == (step, interior):

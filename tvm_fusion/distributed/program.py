@@ -28,6 +28,10 @@ from schedules.schedule_rule import schedule_function
 
 from ..compiler.target import is_gpu, resolve
 from ..errors import OpError, TargetError
+from .device.device import Device, resolve_devices
+from .device.device_run import DeviceRun
+from .device.driver import open_driver
+from .device.shares import Shares, Split, plan_shares
 from .explain import describe
 from .local_program import LocalProgram, Piece, Ranks, check_ranks
 
@@ -56,6 +60,8 @@ class Program:
         What they are compiled for.
     network, processor : Network, Processor
         Figures of the predictions.
+    shares : Shares
+        Rows of each rank's CPU and devices.
     """
 
     distribution: Distribution
@@ -65,6 +71,7 @@ class Program:
     target: Target
     network: Network
     processor: Processor
+    shares: Shares
 
     @property
     def ranks(self) -> int:
@@ -73,7 +80,9 @@ class Program:
 
     def explain(self) -> str:
         """Return a table of rows, halos, messages, kernels and predicted times of each rank."""
-        return describe(self.distribution, self.pieces, self.network, self.processor)
+        return describe(
+            self.distribution, self.pieces, self.network, self.processor, self.shares
+        )
 
     def on(self, world: Ranks) -> LocalProgram:
         """Share of the program of one rank, with memory for its windows.
@@ -90,20 +99,33 @@ class Program:
         ------
         InvalidInputError
             If there are more or fewer ranks than the program was compiled for.
+        TargetError
+            If the rank has not the devices that the program names.
         DistributedError
-            If ranks have different programs.
+            If ranks have different programs, or a device has not the memory.
         """
         check_ranks(world, self.ranks, "program")
+        shares = self.shares.devices[world.rank]
+        drivers = [open_driver(share.device.kind, share.device.index) for share in shares]
         world.agree(self._identity(), "programs")
         pieces = self.pieces[world.rank]
         kernels = {piece.kernel: self.library[piece.kernel] for piece in pieces}
-        return LocalProgram(self.distribution, world, pieces, kernels)
+        local = LocalProgram(self.distribution, world, pieces, kernels)
+        local.devices = [
+            DeviceRun(share, driver, local.buffers)
+            for share, driver in zip(shares, drivers, strict=True)
+        ]
+        return local
 
     def _identity(self) -> str:
         """Text of what must be the same on all ranks."""
         plan = self.distribution
         func = plan.nest.func.script()
-        return f"{plan.partition} {plan.exchanges} {self.pieces} {plan.repeat} {self.target} {func}"
+        shares = [share.identity() for shares in self.shares.devices for share in shares]
+        return (
+            f"{plan.partition} {plan.exchanges} {self.pieces} {plan.repeat} {self.target} {shares} "
+            f"{func}"
+        )
 
 
 def compile(
@@ -123,6 +145,8 @@ def compile(
     threads: int = 1,
     network: Network | None = None,
     processor: Processor | None = None,
+    devices: Sequence[str | Device] | Mapping[int, Sequence[str | Device]] = (),
+    split: Split = "auto",
 ) -> Program:
     """Compile a function for a number of ranks, each of which computes a part of the output.
 
@@ -131,7 +155,7 @@ def compile(
     source : tirx.PrimFunc or s_tir.Schedule
         The function, or a schedule of which it is the ``main``, before its loops are split.
     ranks : int, optional
-        Number of ranks; not needed with ``sizes``.
+        Number of ranks; not needed with ``sizes``, and by default 1 with ``devices``.
     target : str, mapping or tvm.target.Target
         The CPU of every rank, as in :func:`tvm_fusion.compile`.
     loop, sizes, grid, owned, transfers
@@ -153,6 +177,16 @@ def compile(
         Threads of each rank's kernels.
     network, processor : Network, Processor, optional
         Figures for predictions, by default estimates.
+    devices : Sequence or Mapping
+        Devices that compute rows of every rank beside its CPU, or from ranks to theirs: names such
+        as ``"cuda"``, ``"cuda:1"`` or ``"opencl"``, or :class:`.device.device.Device`. Their rows
+        are copied from the rank's memory and back, in chunks; messages of other ranks pass through
+        that memory, too.
+    split : str, sequence, mapping or MeasuredSplit
+        Iterations of the first distributed loop that the CPU and each device compute, in this
+        order, of every rank or from ranks to theirs; ``"auto"`` takes those that end first by the
+        figures of ``processor`` and the devices, :func:`.device.measure_split.measure_split` by
+        measured ones.
 
     Returns
     -------
@@ -162,16 +196,24 @@ def compile(
     Raises
     ------
     OpError
-        If the function cannot be distributed so; nothing has been compiled then.
+        If the function cannot be distributed so, or a split does not fit.
+    InvalidInputError
+        If devices are given for a rank that is none.
     TargetError
-        If the target is unknown, or no CPU.
+        If the target is unknown, or no CPU, or one of a device is no GPU.
     """
     if overlap not in ("auto", "always", "never"):
         raise OpError(f"overlap is {overlap!r}; expected 'auto', 'always' or 'never'")
     resolved = resolve(target, threads)
     if is_gpu(resolved):
-        raise TargetError("ranks compute on CPUs in this version; name a CPU as the target")
+        raise TargetError(
+            "the target of ranks is their CPU; name GPUs as devices=, and a CPU as the target"
+        )
     figures = _Figures(network or Network(), processor or estimated_processor(resolved))
+    if devices:
+        ranks = 1 if ranks is None and sizes is None else ranks
+        _check_devices(overlap, exchange_every)
+        overlap, exchange_every = "never", 1
     planned = functools.partial(
         distribute,
         source,
@@ -189,9 +231,12 @@ def compile(
         plan = min(plans, key=figures.step_seconds)
     else:
         plan = planned(exchange_every=exchange_every)
+    placed = resolve_devices(devices, plan.ranks, resolved)
+    shares = plan_shares(plan, placed, split, figures.processor)
     kernels = _Kernels(plan, resolved, schedule)
     pieces = tuple(
-        kernels.pieces(rank, figures.overlaps(plan, rank, overlap)) for rank in range(plan.ranks)
+        kernels.pieces(rank, figures.overlaps(plan, rank, overlap), shares.cpu[rank])
+        for rank in range(plan.ranks)
     )
     with resolved:
         module = tvm.IRModule(kernels.functions)
@@ -204,7 +249,21 @@ def compile(
         resolved,
         figures.network,
         figures.processor,
+        shares,
     )
+
+
+def _check_devices(overlap: Overlap, exchange_every: int | str) -> None:
+    """Refuse what devices cannot do."""
+    if overlap == "always":
+        raise OpError(
+            "overlap='always' is for ranks without devices: those read their halos after the "
+            "exchange; leave overlap out"
+        )
+    if exchange_every not in (1, "auto"):
+        raise OpError(
+            f"exchange_every is {exchange_every}; ranks with devices exchange at every step"
+        )
 
 
 def estimated_processor(target: Target) -> Processor:
@@ -266,11 +325,13 @@ class _Kernels:
                 f"a schedule is given for rank {strange[0]}; ranks are 0 to {plan.ranks - 1}"
             )
 
-    def pieces(self, rank: int, overlap: bool) -> tuple[Piece, ...]:
-        """The kernel calls of a rank: its interior first if that is overlapped."""
+    def pieces(self, rank: int, overlap: bool, cpu: Region) -> tuple[Piece, ...]:
+        """The kernel calls of a rank's CPU: its interior first if that is overlapped."""
         part = self.plan.parts[rank]
-        if part.is_empty:
+        if region_size(cpu) == 0:
             return ()
+        if cpu != part.rows:
+            return (self._piece(rank, cpu, 0),)
         if not overlap:
             return tuple(self._piece(rank, rows, step) for step, rows in enumerate(part.steps))
         interior = self.plan.interior(rank)
