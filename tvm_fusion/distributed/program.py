@@ -84,6 +84,14 @@ class Program:
             self.distribution, self.pieces, self.network, self.processor, self.shares
         )
 
+    def cpu_seconds(self, rank: int) -> float:
+        """Predicted time of the kernels of a rank's CPU."""
+        plan = self.distribution
+        return sum(
+            self.processor.seconds(work_of(plan.nest, piece.rows, plan.itemsizes))
+            for piece in self.pieces[rank]
+        )
+
     def on(self, world: Ranks) -> LocalProgram:
         """Share of the program of one rank, with memory for its windows.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tvm import s_tir
@@ -39,7 +39,7 @@ class Device:
     ----------
     target : str, mapping or tvm.target.Target
         What its kernels are compiled for, as in :func:`tvm_fusion.compile`: ``"cuda"``,
-        ``"cuda -arch=sm_90"``, ``"opencl"``.
+        ``"cuda -arch=sm_90"``, ``"opencl"``; with its number, ``"cuda:1"``.
     index : int
         Its number among the devices of this kind, from 0; of OpenCL, devices of all platforms, GPUs
         first.
@@ -145,12 +145,13 @@ def accelerator_of(machine: Machine) -> Accelerator:
 
 def _resolve(device: str | Device, host: Target) -> ResolvedDevice:
     if isinstance(device, str):
-        numbered = _NUMBERED.fullmatch(device.strip())
-        if numbered is None:
-            device = Device(device)
-        else:
-            kind, index, options = numbered.groups()
-            device = Device(f"{kind}{options or ''}", int(index))
+        device = Device(device)
+    numbered = (
+        _NUMBERED.fullmatch(device.target.strip()) if isinstance(device.target, str) else None
+    )
+    if numbered is not None:
+        kind, index, options = numbered.groups()
+        device = replace(device, target=f"{kind}{options or ''}", index=int(index))
     if device.index < 0 or (device.chunks is not None and device.chunks < 1):
         raise InvalidInputError(
             f"the device {device.target} has index {device.index} and {device.chunks} chunks; "
