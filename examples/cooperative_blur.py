@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     if given.chunks:
         devices = [Device(given.device, chunks=given.chunks)]
     try:
-        split = distributed.measure_split(func, devices) if given.measure else given.split or "auto"
+        split: Any = given.split or "auto"
+        if given.measure:
+            split = distributed.measure_split(func, devices)
         program = distributed.compile(func, devices=devices, split=split)
         print(program.explain())
         if given.compile_only:

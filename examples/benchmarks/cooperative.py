@@ -164,9 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     results: dict[str, Any] = {}
     for name in given.only:
-        size = tuple(given.size or SIZES[name])
+        rows, cols = given.size or SIZES[name]
         try:
-            sweep = Sweep(name, size, device, given.threads, not given.dry_run)
+            sweep = Sweep(name, (rows, cols), device, given.threads, not given.dry_run)
             times = {} if given.dry_run else sweep.measure(given.rounds, given.threads)
         except TargetError as error:
             print(error, file=sys.stderr)
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(table_of(name, sweep, times))
         if times:
             console.print(verdict(times))
-            results[name] = {"size": size, "splits": result_of(sweep, times)}
+            results[name] = {"size": [rows, cols], "splits": result_of(sweep, times)}
             given.output.parent.mkdir(parents=True, exist_ok=True)
             with written_aside(given.output) as aside:
                 text = {"machine": host_info(), "device": device, "results": results}

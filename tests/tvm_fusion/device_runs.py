@@ -23,6 +23,7 @@ class WatchedDriver(opencl_driver.OpenCLDriver):
         self.name = f"opencl:{index}"
         self._context = opencl_context()
         self.log: list[tuple[str, int]] = []
+        self.queues: list[WatchedQueue] = []
 
     def allocate(self, nbytes: int) -> Any:
         memory = super().allocate(nbytes)
@@ -31,7 +32,8 @@ class WatchedDriver(opencl_driver.OpenCLDriver):
         return memory
 
     def queue(self) -> WatchedQueue:
-        return WatchedQueue(self.name, cl.CommandQueue(self._context), self.log)
+        self.queues.append(WatchedQueue(self.name, cl.CommandQueue(self._context), self.log))
+        return self.queues[-1]
 
 
 class WatchedQueue(opencl_driver.OpenCLQueue):

@@ -216,15 +216,14 @@ class LocalProgram:
         self.world.finish(self.plan.exchange)
 
     def _run(self, step: int, interior: bool) -> None:
-        devices = () if interior else self.devices
-        started = 0
+        started: list[Beside] = []
         try:
-            for device in devices:
+            for device in () if interior else self.devices:
+                started.append(device)
                 device.start(self.buffers)
-                started += 1
             self.run_pieces(step, interior)
         finally:
-            for device in devices[:started]:
+            for device in started:
                 device.finish()
 
     def run_pieces(self, step: int = 0, interior: bool = False) -> None:

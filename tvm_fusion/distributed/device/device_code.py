@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -17,7 +18,7 @@ from schedules.gpu import RULES
 from schedules.schedule_rule import schedule_function
 
 from ...codegen.host_code import AfterSplit, Allocation, HostCode, Launch, opencl_texts
-from ...codegen.nvrtc import compile_cuda
+from ...codegen.nvrtc import compile_cuda, tvm_compiler
 from ...compiler.gpu_phases import STOCK_RULES
 from ...compiler.launches import launches
 from ...errors import OpError
@@ -160,15 +161,16 @@ class DeviceFunctions:
         CompilationError
             If it refuses a kernel.
         """
-        split = AfterSplit()
-        with tvm.transform.PassContext(instruments=[split]):
+        split, kind = AfterSplit(), str(self.target.kind.name)
+        arch = str(self.target.attrs["arch"]) if kind == "cuda" else ""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(tvm.transform.PassContext(instruments=[split]))
+            if arch:  # where there is a GPU, TVM compiles at once
+                stack.enter_context(tvm_compiler(arch))
             built = tirx.build(tvm.IRModule(self._functions), target=self.target)
-        text = str(built.imports[0].inspect_source())
-        hosts, kernels = split.functions()
-        kind, cubin = self.target.kind.name, b""
-        if kind == "cuda":
-            cubin = compile_cuda(text, str(self.target.attrs["arch"])).cubin
-        return DeviceCode(kind, text, cubin, hosts, kernels)
+        text = str(built.imports[0].inspect_source(kind if arch else ""))
+        cubin = compile_cuda(text, arch).cubin if arch else b""
+        return DeviceCode(kind, text, cubin, *split.functions())
 
     def _scheduled(self, name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
         if self._schedule is None:

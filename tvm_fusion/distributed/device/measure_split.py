@@ -13,6 +13,7 @@ import numpy as np
 from tvm import s_tir, tirx
 
 from schedules.distribute.device.split import MeasuredRows, MeasuredSplit
+from schedules.distribute.distribute import distribute
 
 from ...errors import InvalidInputError
 from ..world.local_world import LocalWorld, run_ranks
@@ -55,7 +56,7 @@ def measure_split(
     """
     from ..program import compile
 
-    extent = compile(source, 1, **options).distribution.nest.extents[0]
+    extent = distribute(source, options.get("loop", 0), 1).nest.extents[0]
     if extent < 2:
         raise InvalidInputError(f"a loop of {extent} rows cannot be measured; expected at least 2")
 

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,23 +60,16 @@ class OpenCLDriver:
         """The kernels of some code, by their names."""
         if code.kind != "opencl":
             raise OpError(f"code for {code.kind} does not run on {self.name}")
-        try:
+        with _told(f"{self.name} refuses a kernel"):
             return {
                 name: cl.Kernel(cl.Program(self._context, text).build("-w"), name)
                 for name, text in code.programs.items()
             }
-        except cl.Error as error:
-            raise DistributedError(f"{self.name} refuses a kernel: {_reason(error)}") from error
 
     def allocate(self, nbytes: int) -> Any:
         """Memory of the device."""
-        try:
+        with _told(f"{self.name} has no {nbytes} bytes of memory; cut its rows into more chunks"):
             return cl.Buffer(self._context, cl.mem_flags.READ_WRITE, max(1, nbytes))
-        except cl.Error as error:
-            raise DistributedError(
-                f"{self.name} has no memory for {nbytes} bytes ({_reason(error)}); "
-                "cut its rows into more chunks"
-            ) from error
 
     def pin(self, array: np.ndarray) -> None:
         """Leave the array as it is: OpenCL pins what it copies."""
@@ -99,42 +93,47 @@ class OpenCLQueue:
     def __init__(self, name: str, queue: Any) -> None:
         self._name = name
         self._queue = queue
+        # That of a copy waits, when it is deleted, for the copy: kept until all is finished.
+        self._events: list[Any] = []
 
     def copy_in(self, dest: Any, view: np.ndarray, after: Sequence[Any]) -> Any:
         """Copy an array to the device; returns at once."""
-        for plane in planes(view):
-            event = self._copy(dest, plane, after, into=True)
-        return event
+        with _told(f"{self._name} cannot copy {view.nbytes} bytes"):
+            for plane in planes(view):
+                self._events.append(self._copy(dest, plane, after, into=True))
+        return self._events[-1]
 
     def copy_out(self, view: np.ndarray, source: Any, after: Sequence[Any]) -> Any:
         """Copy from the device to an array; returns at once."""
-        for plane in planes(view):
-            event = self._copy(source, plane, after, into=False)
-        return event
+        with _told(f"{self._name} cannot copy {view.nbytes} bytes"):
+            for plane in planes(view):
+                self._events.append(self._copy(source, plane, after, into=False))
+        return self._events[-1]
 
     def launch(
         self, kernel: Any, launch: Launch, arguments: Sequence[Any], after: Sequence[Any]
     ) -> Any:
         """Launch a kernel; returns at once."""
-        kernel.set_args(*arguments)
         threads = tuple(g * b for g, b in zip(launch.grid, launch.block, strict=True))
-        return cl.enqueue_nd_range_kernel(
-            self._queue, kernel, threads, launch.block, wait_for=list(after)
-        )
+        with _told(f"{self._name} cannot launch {launch.kernel!r}"):
+            kernel.set_args(*arguments)
+            return cl.enqueue_nd_range_kernel(
+                self._queue, kernel, threads, launch.block, wait_for=list(after)
+            )
 
     def flush(self) -> None:
         """Let the device begin."""
-        self._queue.flush()
+        with _told(f"{self._name} failed"):
+            self._queue.flush()
 
     def finish(self) -> None:
         """Wait for all operations."""
-        try:
+        with _told(f"{self._name} failed"):
             self._queue.finish()
-        except cl.Error as error:
-            raise DistributedError(f"{self._name} failed: {_reason(error)}") from error
+        self._events.clear()
 
     def _copy(self, memory: Any, plane: Plane, after: Sequence[Any], into: bool) -> Any:
-        """One copy; an event keeps the host's array alive."""
+        """Enqueue one copy."""
         span = (plane.rows - 1) * plane.pitch + plane.length
         host = np.ctypeslib.as_array((ctypes.c_uint8 * span).from_address(plane.address))
         ends = (memory, host) if into else (host, memory)
@@ -154,5 +153,11 @@ class OpenCLQueue:
         )
 
 
-def _reason(error: Any) -> str:
-    return f"{error.routine}: {cl.status_code.to_string(error.code)}"
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Raise errors of OpenCL as ours."""
+    try:
+        yield
+    except cl.Error as error:
+        reason = cl.status_code.to_string(error.code) if error.code else str(error)
+        raise DistributedError(f"{what} ({error.routine}: {reason})") from error

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -18,8 +19,9 @@ from tvm import s_tir
 from schedules.distribute.cost import Processor
 from schedules.distribute.device.split import Accelerator, MeasuredRows, MeasuredSplit
 from tvm_fusion import distributed
+from tvm_fusion.codegen.host_code import Launch
 from tvm_fusion.distributed import Device, compile, measure_split
-from tvm_fusion.errors import InvalidInputError, OpError, TargetError
+from tvm_fusion.errors import DistributedError, InvalidInputError, OpError, TargetError
 
 EXACT = ("blur", "upsample", "concatenation", "flip", "pipeline")
 """Their arithmetic is the same in both compilers: no products are joined with sums."""
@@ -93,14 +95,18 @@ def test_all_is_enqueued_before_the_cpu_computes(
     from tvm_fusion.distributed.local_program import LocalProgram
 
     run_pieces = LocalProgram.run_pieces
+    waiting: list[list[int]] = []
 
     def noted(self: LocalProgram, *arguments: Any) -> None:
         opened[0].log.append(("cpu", 0))
+        waiting.append([len(queue._events) for queue in opened[0].queues])
         run_pieces(self, *arguments)
 
     monkeypatch.setattr(LocalProgram, "run_pieces", noted)
     check(compile(blur(), devices=[opencl(2)], split=[3, 10]), "blur")
     assert [what for what, _ in opened[0].log] == ["in", "kernel", "out"] * 2 + ["cpu"]
+    assert waiting == [[2, 0, 2]]  # an event that is dropped waits for its copy
+    assert [len(queue._events) for queue in opened[0].queues] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("split", [[0, 13], [13, 0], [12, 1]])
@@ -217,7 +223,11 @@ rank  iterations                     sends    receives    compute   exchange  ke
         ({"split": MeasuredSplit(MeasuredRows(0, 1), ())}, OpError, "0 devices were measured"),
         ({"overlap": "always"}, OpError, "overlap='always' is for ranks without devices"),
         ({"exchange_every": 2}, OpError, "exchange_every is 2; ranks with devices exchange at"),
-        ({"devices": [Device("opencl", schedule=lambda _: None)]}, OpError, "binds no loop to a"),
+        (
+            {"devices": [Device("opencl", schedule=lambda _: None)], "split": [3, 3]},
+            OpError,
+            "the schedule for opencl binds no loop to a block",
+        ),
     ],
 )
 def test_refused(arguments: dict, error: type[Exception], reason: str) -> None:
@@ -230,7 +240,26 @@ def test_refused_measurement() -> None:
         measure_split(blur(1, 4), ["opencl"])
 
 
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_fails(opened: list[WatchedDriver]) -> None:
+    program = compile(blur(), devices=["opencl"], split=[3, 10])
+    [[share]] = program.shares.devices
+    other = dataclasses.replace(share.code, kind="cuda")
+    with pytest.raises(OpError, match="code for cuda does not run on opencl:0"):
+        WatchedDriver(0).load(other)
+    broken = dataclasses.replace(share.code, text=share.code.text.replace("{", "{ no_such_name;"))
+    with pytest.raises(DistributedError, match="opencl:0 refuses a kernel"):
+        WatchedDriver(0).load(broken)
+    with pytest.raises(DistributedError, match=r"no \d+ bytes of memory; cut its rows into more"):
+        WatchedDriver(0).allocate(1 << 60)
+    large = Launch("rows_0_kernel", (1, 1, 1), (1 << 20, 1, 1))
+    driver = WatchedDriver(0)
+    kernels, queue = driver.load(share.code), driver.queue()
+    arguments = [driver.allocate(4), driver.allocate(4), *map(np.int64, (0, 0, 0))]
+    with pytest.raises(DistributedError, match="opencl:0 cannot launch 'rows_0_kernel'"):
+        queue.launch(kernels["rows_0_kernel"], large, arguments, [])
+
+
+def test_a_device_that_is_not_there() -> None:
     opencl_context()
     program = compile(blur(), devices=["opencl:77"], split=[3, 10])
     with pytest.raises(TargetError, match="this machine has no device opencl:77; it has opencl:0"):
