@@ -32,7 +32,7 @@ def commands() -> str:
     """Every command of the command line with its options, from click."""
     import click
 
-    from tvm_fusion.cli.commands import cli
+    from tvm_fusion.cli.command_line import cli
 
     parts = []
     for name, command in _all_commands(cli):
@@ -72,14 +72,14 @@ def rules(device: str) -> str:
 
 def cpus(arch: str) -> str:
     """The CPUs of an architecture that LLVM compiles for."""
-    from tvm_fusion.compiler.target_names import known_cpus
+    from tvm_fusion.compiler.targets.target_names import known_cpus
 
     return " ".join(f"`{name}`" for name in sorted(known_cpus(arch)))
 
 
 def architectures() -> str:
     """NVIDIA's architectures that a target can name."""
-    from tvm_fusion.compiler.gpu_target import ARCHITECTURES
+    from tvm_fusion.compiler.targets.gpu_target import ARCHITECTURES
 
     return " ".join(f"`{name}`" for name in ARCHITECTURES)
 

@@ -2,8 +2,9 @@
 """Passes and ops on the graph; the IR is Relax, TVM's successor of Relay.
 
 Families: ``core`` and ``op``; above them ``simplify``, ``decompose``, ``attention``, ``conv2d``,
-``layout``, ``reduction``, ``distribute`` and ``program``, independent of each other. Imports
-``schedules`` and TVM; ``tvm_fusion`` may import it. Start with ``fuse_conv2d.py`` in ``conv2d``.
+``layout``, ``norm``, ``reduction``, ``distribute`` and ``program``, independent of each other.
+Imports ``schedules`` and TVM; ``tvm_fusion`` may import it. Start with ``fuse_conv2d.py`` in
+``conv2d``.
 """
 
 import tvm_ffi
@@ -20,6 +21,7 @@ from .decompose.decompose_normalization import DecomposeNormalization
 from .distribute.distribute_rows import DistributeRows
 from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
+from .norm.fuse_layer_norm import FuseLayerNorm
 from .program.allow_tf32 import AllowTF32
 from .program.annotate_gathers import AnnotateGathers
 from .program.apply_rules import ApplyRules
@@ -35,7 +37,6 @@ from .program.shorten_names import ShortenNames
 from .program.widen_products import WidenProducts
 from .reduction.coalesce_reduction import CoalesceReduction
 from .reduction.configure_reductions import ConfigureReductions
-from .reduction.fuse_layer_norm import FuseLayerNorm
 from .reduction.fuse_reduction_producers import FuseReductionProducers
 from .reduction.fuse_reductions import FuseReductions
 from .simplify.simplify_inference import SimplifyInference

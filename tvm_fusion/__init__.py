@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .compiler.explain.explain import explain
     from .compiler.explain.explain_gpu import explain_kernels
     from .compiler.specialized_model import SpecializedModel, specialize
-    from .compiler.target import resolve as resolve_target
+    from .compiler.targets.target import resolve as resolve_target
     from .prediction.model.predict_model import ModelPrediction, predict
     from .runtime.compiled_model import CompiledModel, Latency, load
     from .runtime.host_arrays import aligned_empty
@@ -72,7 +72,7 @@ _LATER = {
     "explain_kernels": "compiler.explain.explain_gpu",
     **dict.fromkeys(("ModelPrediction", "predict"), "prediction.model.predict_model"),
     "profile": "bench.profiler",
-    "resolve_target": "compiler.target",
+    "resolve_target": "compiler.targets.target",
 }
 """Public names, and the modules that are imported when they are asked for."""
 

@@ -165,7 +165,8 @@ class TVMEngine:
         import tvm
         from tvm import relax
 
-        from tvm_fusion.compiler import pipeline, target
+        from tvm_fusion.compiler import pipeline
+        from tvm_fusion.compiler.targets import target
 
         host = target.resolve("native", self.crew.threads)
         mod = relax_module(case, self.ours)
@@ -228,7 +229,7 @@ def serve(pipe: Connection, title: str, threads: int) -> None:
             pipe.send(engine.output())
         elif method == "limits":
             from tvm_fusion.bench.machine_limits import measure_limits
-            from tvm_fusion.compiler import target
+            from tvm_fusion.compiler.targets import target
 
             pipe.send(measure_limits(target.resolve("native", threads), threads))
         else:

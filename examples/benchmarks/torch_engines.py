@@ -7,6 +7,7 @@ The worker of such an engine runs this file.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from tvm_fusion.bench import engines
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 IMAGE = ("image", (1, 3, 224, 224), "float32")
 
@@ -33,6 +36,10 @@ class TorchEngine(engines.Engine):
             os.environ["TORCHINDUCTOR_FREEZING"] = "1"
         import torch
 
+        # From the checkout; it imports PyTorch, which reads the variable above.
+        from examples.torchvision_ops import import_torchvision
+
+        self._torchvision = import_torchvision()
         self.version = torch.__version__
         self._backend = backend
         self._torch = torch
@@ -44,7 +51,7 @@ class TorchEngine(engines.Engine):
         torch = self._torch
         torch.set_num_threads(threads)
         torch.manual_seed(0)
-        model = import_torchvision().models.get_model(Path(path).name, weights=None).eval()
+        model = self._torchvision.models.get_model(Path(path).name, weights=None).eval()
         is_eager = self._backend == "eager"
         self._model = model if is_eager else torch.compile(model, backend=self._backend)
         self.inputs = [engines.Input(*IMAGE)]
@@ -59,20 +66,6 @@ class TorchEngine(engines.Engine):
         """Call the model."""
         with self._torch.inference_mode():
             return [self._model(feed).numpy()]
-
-
-def import_torchvision() -> Any:
-    """Import torchvision, also without CUDA: then its own ops are missing, which no model needs."""
-    import torch
-
-    try:
-        import torchvision
-    except RuntimeError:  # it describes ops that the missing library would have defined
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        import torchvision
-    return torchvision
 
 
 engines.ENGINES |= {

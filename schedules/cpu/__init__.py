@@ -17,14 +17,14 @@ from .conv2d.conv2d import CONV2D, Conv2D
 from .conv2d.forms import FORMS
 from .conv2d.fused_conv2d import FUSED, PLANAR, FusedConv2D
 from .conv2d.pack import Pack
-from .conv2d.winograd_conv2d import WINOGRAD, WinogradConv2D
+from .conv2d.winograd.winograd_conv2d import WINOGRAD, WinogradConv2D
 from .core.rule import CPUTemplate
-from .loops.dense import DENSE, Dense
 from .loops.elementwise import Elementwise
 from .loops.fallback import Fallback
 from .loops.layout_transform import LayoutTransform
-from .loops.pooling import POOLING, Pooling
-from .loops.softmax import ROW_CHAIN, Softmax
+from .loops.matmul.dense import DENSE, Dense
+from .loops.pooling.pooling import POOLING, Pooling
+from .loops.softmax.softmax import ROW_CHAIN, Softmax
 from .reduce.coalesced_reduce import CoalescedReduce
 from .reduce.templates import REDUCTIONS
 

@@ -320,7 +320,7 @@ IMPORTER = (
         "tvm_fusion/onnx/rewrites/arithmetic/modulo.py",
         '"Where", apart, moved, remainder',
         '"Where", apart, remainder, remainder',
-        ("tests/tvm_fusion/onnx/test_expansions.py",),
+        ("tests/tvm_fusion/onnx/rewrites/test_expansions.py",),
     ),
 )
 

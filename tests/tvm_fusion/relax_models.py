@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 
 from tvm_fusion.compiler.aliasing import fresh_outputs
 from tvm_fusion.compiler.pipeline import build_apart
-from tvm_fusion.compiler.target import arch_of, required_features, resolve
+from tvm_fusion.compiler.targets.target import arch_of, required_features, resolve
 from tvm_fusion.runtime.artifact import Description, current_versions
 from tvm_fusion.runtime.compiled_model import CompiledModel
 from tvm_fusion.runtime.tensor_spec import TensorSpec

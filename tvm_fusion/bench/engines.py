@@ -129,7 +129,7 @@ class StockTVMEngine(Engine):
         from tvm import relax
 
         from tvm_fusion.codegen import nvrtc
-        from tvm_fusion.compiler import target
+        from tvm_fusion.compiler.targets import target
         from tvm_fusion.onnx import frontend
 
         imported = frontend.import_onnx(path, shapes)

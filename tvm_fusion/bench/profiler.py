@@ -26,7 +26,7 @@ from schedules.cpu.core.machine import CPUInfo
 from schedules.workload.conv2d import Conv2DKernel, from_json
 
 from ..compiler import pipeline
-from ..compiler.target import arch_of, is_gpu, required_features, resolve
+from ..compiler.targets.target import arch_of, is_gpu, required_features, resolve
 from ..compiler.tuned import choose_records
 from ..errors import InvalidModelError, TargetError
 from ..machine.host import check_host

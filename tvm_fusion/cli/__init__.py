@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command ``tvm-fusion``: one module a command, and what they share: options, checks, output.
+"""Command ``tvm-fusion``: the commands, in ``commands``, and what they share.
 
 Imports everything below; of ours only the examples may import it, for ``output`` and ``json_text``.
-Start with ``commands.py``, whose table ``COMMANDS`` names the modules.
+Start with ``command_line.py``, whose table ``COMMANDS`` names the modules.
 """
 
-from .commands import main, program
+from .command_line import main, program
 
 __all__ = ["main", "program"]

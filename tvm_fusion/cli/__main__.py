@@ -3,6 +3,6 @@
 
 import sys
 
-from .commands import program
+from .command_line import program
 
 sys.exit(program())

@@ -36,7 +36,7 @@ def names_gpu(target: str) -> bool:
     """Return whether a target is a GPU; needs no GPU, and imports nothing for a CPU."""
     if target == "native":
         return False
-    from ..compiler.target import names_gpu
+    from ..compiler.targets.target import names_gpu
 
     return names_gpu(target)
 
@@ -50,7 +50,7 @@ def refuse_absent_gpu(target: str) -> None:
         If something is missing; the message names it.
     """
     if names_gpu(target):
-        from ..compiler.target import device_needs, resolve
+        from ..compiler.targets.target import device_needs, resolve
         from ..runtime.device import check_device
 
         needs = device_needs(resolve(target))

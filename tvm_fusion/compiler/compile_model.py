@@ -26,7 +26,7 @@ from ..runtime.weights import weight_specs
 from . import pipeline
 from .aliasing import fresh_outputs
 from .interrupts import interrupts_kept
-from .target import arch_of, device_needs, required_features, resolve
+from .targets.target import arch_of, device_needs, required_features, resolve
 from .tuned import choose_records, used_records
 
 if TYPE_CHECKING:

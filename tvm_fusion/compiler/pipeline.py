@@ -55,7 +55,7 @@ from ..runtime.kernel_call import KernelCall
 from .build_kernels import build_program, reason
 from .gpu_phases import gpu_phases
 from .interrupts import interrupts_kept
-from .target import is_gpu
+from .targets.target import is_gpu
 
 Fuse = str | Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
 Progress = Callable[[str, int, int], None]

@@ -18,7 +18,7 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.tuning.records import RECORD, AnySpace, Records
 
 from .record_reader import load_records, record_files
-from .target import is_gpu
+from .targets.target import is_gpu
 
 SHIPPED = Path(__file__).resolve().parents[1] / "database"
 """Folder of the package's own records: one file a CPU, named after it."""

@@ -24,7 +24,7 @@ from relay_passes.op.coalesced_reduce import coalesced_reduce
 from schedules.workload.reduce import MAX_SUM_EXP, accumulation_dtype
 
 from ..compiler.pipeline import build, optimize
-from ..compiler.target import resolve
+from ..compiler.targets.target import resolve
 from ..runtime.arguments import results
 from ..runtime.memory import HostMemory
 from ..runtime.tensor_spec import TensorSpec

@@ -26,7 +26,7 @@ from schedules.distribute.localize import LocalShape, localize, scalar_arguments
 from schedules.distribute.transfer import Transfer
 from schedules.schedule_rule import schedule_function
 
-from ..compiler.target import is_gpu, resolve
+from ..compiler.targets.target import is_gpu, resolve
 from ..errors import OpError, TargetError
 from .device.device import Device, resolve_devices
 from .device.device_run import DeviceRun

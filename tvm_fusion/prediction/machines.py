@@ -12,8 +12,8 @@ from tvm.target import Target
 from schedules.cost.machine import Figure, Machine, load_machine
 from schedules.cpu.core.machine import CPUInfo, MeasuredCPU
 
-from ..compiler.gpu_target import MODEL
-from ..compiler.target import resolve
+from ..compiler.targets.gpu_target import MODEL
+from ..compiler.targets.target import resolve
 from ..errors import PredictionError
 from ..machine.host import host_cpu
 from ..runtime.thread_pool import choose_threads

@@ -29,7 +29,7 @@ from relay_passes.op.conv2d import CONV2D
 from relay_passes.op.conv_types import read_kernel
 from schedules.cpu.conv2d.forms import FORMS, Form, form_key, layer_workload, packed, pair_workload
 from schedules.cpu.conv2d.fused_conv2d import FUSED, PLANAR, FusedConv2D
-from schedules.cpu.conv2d.planar_knobs import prefers_planar
+from schedules.cpu.conv2d.planar.planar_knobs import prefers_planar
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.core.rule import CPUTemplate
 from schedules.tuning.records import Key, Record, Records

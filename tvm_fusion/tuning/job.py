@@ -24,7 +24,7 @@ from schedules.cpu.core.machine import CPUInfo, described
 from schedules.tuning.records import Key, Record, Records
 
 from ..compiler import pipeline
-from ..compiler.target import arch_of, is_gpu, required_features, resolve
+from ..compiler.targets.target import arch_of, is_gpu, required_features, resolve
 from ..errors import InvalidInputError, TargetError, TuningError
 from ..machine.host import check_host, host_cpu
 from ..runtime.thread_pool import choose_threads

@@ -30,7 +30,7 @@ from schedules.tuning.records import Key, Record, canonical, parse_json
 from schedules.tuning.tunable import WORKLOAD, read_setting, sample_knobs
 
 from ..compiler.record_reader import bounded_lines
-from ..compiler.target import resolve
+from ..compiler.targets.target import resolve
 from ..errors import RecordWarning, TuningError, TVMFusionError
 from .database import Database, require_extra
 from .record_files import all_records, fault

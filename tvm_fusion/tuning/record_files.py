@@ -12,7 +12,7 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.tuning.records import CPU_KIND, Key, Record, canonical
 
 from ..compiler.record_reader import read_lines, read_records, record_files
-from ..compiler.target import resolve
+from ..compiler.targets.target import resolve
 from ..compiler.tuned import SPACES
 from ..errors import TuningError, TVMFusionError
 from ..written_aside import written_aside

@@ -27,7 +27,7 @@ from tvm.target import Target
 from schedules import cpu
 from schedules.cpu.core.machine import CPUInfo
 
-from ..compiler.target import is_gpu, required_features, resolve
+from ..compiler.targets.target import is_gpu, required_features, resolve
 from ..errors import InvalidInputError, TargetError, TuningError
 from .measure import Host, LostHost, LostWorker, Pool, Worker
 

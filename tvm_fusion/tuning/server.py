@@ -29,7 +29,7 @@ from tvm.target import Target
 from schedules import cpu
 from schedules.cpu.core.machine import CPUInfo
 
-from ..compiler.target import resolve
+from ..compiler.targets.target import resolve
 from ..errors import TuningError
 from ..machine.host_info import cpu_name
 from ..runtime.thread_pool import choose_threads

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm_fusion.codegen.nvrtc import compiler
-from tvm_fusion.compiler.target import resolve
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import EngineError, TargetError
 from tvm_fusion.machine.host_info import host_info
 

@@ -21,7 +21,7 @@ from schedules.workload.winograd_matrices import TILE_SIZES
 from ..core.machine import CPUInfo
 from ..cost.fused_conv2d_limits import plain_sides, unsupported
 from ..cost.winograd_knobs import takes_winograd
-from .planar_knobs import can_be_planar
+from .planar.planar_knobs import can_be_planar
 
 
 @dataclass(frozen=True)

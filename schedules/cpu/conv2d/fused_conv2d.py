@@ -25,8 +25,8 @@ from ..cost.fused_conv2d_limits import takes_plain, unsupported
 from .conv2d import PackedRule, PackedTemplate, packed_kernel
 from .forms import layer_workload, recorded_form
 from .fused_nest import fused_conv2d_template
-from .planar_knobs import can_be_planar, default_planar_knobs, planar_space, prefers_planar
-from .planar_nest import PlanarKnobs, planar_template
+from .planar.planar_knobs import can_be_planar, default_planar_knobs, planar_space, prefers_planar
+from .planar.planar_nest import PlanarKnobs, planar_template
 
 __all__ = [
     "LOOPS",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for all but convolutions: element-wise, pooling, matmul, softmax, fallback.
+"""Rules for all but convolutions: element-wise, pooling, matmul, softmax, fallback; own kernels.
 
-Imports ``reduce``, ``nests`` and ``core``; only ``cpu/__init__.py`` may import it.
+Imports ``reduce``, ``nests`` and ``core``; ``cpu/__init__.py`` may import it, the storeys above
+its kernels that only CPUs have, ``recurrent_cells.py`` and ``selections.py``.
 Start with ``elementwise.py``, the smallest rule.
 """

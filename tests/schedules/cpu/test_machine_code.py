@@ -48,14 +48,14 @@ from examples.models import MODELS
 from schedules.cpu.conv2d.conv2d import conv2d_template
 from schedules.cpu.conv2d.fused_conv2d import fused_conv2d_template
 from schedules.cpu.conv2d.pack import Pack
-from schedules.cpu.conv2d.planar_knobs import default_planar_knobs
-from schedules.cpu.conv2d.planar_nest import planar_template
-from schedules.cpu.conv2d.planar_tile import column_groups
-from schedules.cpu.conv2d.winograd_conv2d import default_knobs
+from schedules.cpu.conv2d.planar.planar_knobs import default_planar_knobs
+from schedules.cpu.conv2d.planar.planar_nest import planar_template
+from schedules.cpu.conv2d.planar.planar_tile import column_groups
+from schedules.cpu.conv2d.winograd.winograd_conv2d import default_knobs
 from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
 from schedules.cpu.cost.cost_model import default_conv2d_knobs, default_fused_knobs
 from schedules.cpu.cost.register_tile import dense_tiles
-from schedules.cpu.loops.dense import Dense
+from schedules.cpu.loops.matmul.dense import Dense
 from schedules.cpu.reduce.coalesced_reduce import CoalescedReduce
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer
 from tests.selection import in_turns

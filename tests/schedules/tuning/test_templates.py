@@ -25,7 +25,7 @@ from schedules.compute.conv2d import conv2d, fused_conv2d
 from schedules.compute.pack import pack, unpack
 from schedules.compute.winograd_conv2d import winograd_conv2d
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.loops.dense import DenseWorkload
+from schedules.cpu.loops.matmul.dense import DenseWorkload
 from schedules.errors import OpError
 from schedules.gpu.core.machine import GPUInfo
 from schedules.tuning.tunable import (

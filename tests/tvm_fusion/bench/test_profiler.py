@@ -13,7 +13,7 @@ from schedules.cpu.core.machine import CPUInfo
 from tvm_fusion.bench.machine_limits import CacheLevel, MachineLimits, measure_limits
 from tvm_fusion.bench.profiler import Profile, profile, profile_table
 from tvm_fusion.cli.json_text import json_text
-from tvm_fusion.compiler.target import resolve
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import InvalidModelError, TargetError
 
 LIMITS = MachineLimits(

@@ -22,10 +22,10 @@ from small_onnx import small_model
 from without_torch import python
 
 import tvm_fusion
-from tvm_fusion.cli import commands as cli
+from tvm_fusion.cli import command_line as cli
 from tvm_fusion.cli import options as cli_options
 from tvm_fusion.cli import output as cli_output
-from tvm_fusion.compiler.target import resolve
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import EngineError, TargetError, TVMFusionError
 from tvm_fusion.runtime.device import DeviceInfo
 
@@ -246,7 +246,7 @@ def test_without_a_gpu_plain_cuda_is_refused_at_once(
     def find(kind: str) -> None:
         raise TargetError(f"{NO_GPU} for {kind}")
 
-    monkeypatch.setattr("tvm_fusion.compiler.gpu_target.find_device", find)
+    monkeypatch.setattr("tvm_fusion.compiler.targets.gpu_target.find_device", find)
     code, out, err = run(command, model_path, "--target", "cuda")
     assert (code, out) == (1, "")
     assert f"{NO_GPU} for cuda; to compile for another machine" in err and err.count("\n") == 1

@@ -18,7 +18,7 @@ from tvm.ir.transform import PassContext
 
 from tvm_fusion.codegen.linker import SharedLinker
 from tvm_fusion.compiler import build_kernels, pipeline
-from tvm_fusion.compiler.target import resolve
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import CompilationError
 
 KERNELS, TARGET = 36, resolve("native")

@@ -35,7 +35,7 @@ from tvm_fusion.codegen.library_bin import packed
 from tvm_fusion.compiler import compile_model, gpu_phases, pipeline
 from tvm_fusion.compiler.launches import kernel_uses, launches
 from tvm_fusion.compiler.pipeline import Options
-from tvm_fusion.compiler.target import resolve
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import ArtifactError, CompilationError, TargetError
 from tvm_fusion.machine.host import host_arch
 from tvm_fusion.onnx.frontend import import_onnx

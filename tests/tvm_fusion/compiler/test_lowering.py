@@ -10,7 +10,7 @@ from tvm import te, tirx
 from tvm.script import tirx as T
 
 from tvm_fusion.compiler.lowering import LowerKernels
-from tvm_fusion.compiler.target import resolve
+from tvm_fusion.compiler.targets.target import resolve
 
 TARGET = resolve("x86-64-v3")
 

@@ -17,7 +17,7 @@ from tvm import relax
 import tvm_fusion
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.explain.explain import explain
-from tvm_fusion.compiler.target import resolve
+from tvm_fusion.compiler.targets.target import resolve
 
 Array = NDArray[Any]
 

@@ -36,7 +36,8 @@ from examples.benchmarks import (
     rooflines,
 )
 from tvm_fusion.bench.race import EngineSpec, Plan
-from tvm_fusion.compiler import pipeline, target
+from tvm_fusion.compiler import pipeline
+from tvm_fusion.compiler.targets import target
 
 PLAN = Plan(rounds=1, runs=1)
 ENGINES = [EngineSpec("tvm-fusion"), EngineSpec("onnxruntime")]

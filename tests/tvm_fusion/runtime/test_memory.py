@@ -14,7 +14,7 @@ import tvm_ffi
 from relax_models import assert_dense, dense, many, symbolic
 
 import tvm_fusion
-from tvm_fusion.compiler.target import resolve
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import InvalidInputError, TargetError
 from tvm_fusion.runtime import artifact, compiled_model
 from tvm_fusion.runtime.compiled_model import CompiledModel, load

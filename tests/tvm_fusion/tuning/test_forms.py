@@ -21,9 +21,9 @@ from tvm import tirx
 import tvm_fusion
 from schedules.cpu.conv2d.forms import FORMS, Form
 from schedules.tuning.records import Record, Records
-from tvm_fusion.cli import commands as cli
+from tvm_fusion.cli import command_line as cli
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.target import resolve
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import RecordWarning
 from tvm_fusion.tuning import job
 from tvm_fusion.tuning.database import append_line

@@ -21,9 +21,9 @@ from without_torch import WITHOUT_TORCH
 
 import tvm_fusion
 from schedules.cpu.conv2d.conv2d import Conv2DTemplate
-from tvm_fusion.cli import commands as cli
+from tvm_fusion.cli import command_line as cli
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.target import resolve
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import InvalidInputError, TargetError, TuningError
 from tvm_fusion.onnx.frontend import import_onnx
 from tvm_fusion.tuning import job

@@ -15,7 +15,7 @@ from tvm.target import Target
 from schedules.cpu.core.machine import CPUInfo
 from schedules.tuning.records import Key
 from schedules.tuning.template import Template
-from tvm_fusion.compiler.target import resolve
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import TuningError
 from tvm_fusion.tuning.measure import Session
 from tvm_fusion.tuning.tasks import Task

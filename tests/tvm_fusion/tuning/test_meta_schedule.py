@@ -20,9 +20,9 @@ from tvm.s_tir.schedule import Trace
 
 from schedules.tuning.records import Record
 from schedules.tuning.tunable import PREFIX, decisions_of
-from tvm_fusion.cli import commands as cli
+from tvm_fusion.cli import command_line as cli
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.target import resolve
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import RecordWarning
 from tvm_fusion.tuning.database import Database
 from tvm_fusion.tuning.meta_schedule import (

@@ -15,10 +15,10 @@ from relay_passes.conv2d.fusion_report import read_report
 from schedules.cost.decisions import MODEL, recorded
 from schedules.cost.machine import load_machine
 
-from ...compiler import pipeline
 from ...onnx.frontend import import_onnx
+from .. import pipeline
 from ..launches import kernel_uses
-from ..target import resolve
+from ..targets.target import resolve
 from ..tuned import choose_records
 from .explain_slow import with_slow_kernels
 

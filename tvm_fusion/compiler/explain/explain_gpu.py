@@ -16,12 +16,12 @@ from relay_passes.conv2d.fusion_report import read_report
 from relay_passes.reduction.report import read_reduction_report
 
 from ...codegen.device_code import compile_kernels
-from ...compiler import pipeline
 from ...errors import TargetError
 from ...onnx.frontend import import_onnx
+from .. import pipeline
 from ..gpu_phases import stock_phases
 from ..launches import kernel_uses
-from ..target import is_gpu, resolve
+from ..targets.target import is_gpu, resolve
 from .explain_slow import with_slow_kernels
 
 

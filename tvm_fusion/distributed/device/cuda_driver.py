@@ -13,7 +13,7 @@ import numpy as np
 
 from ...codegen.host_code import Launch
 from ...errors import DistributedError, OpError, TargetError
-from .device_code import DeviceCode
+from .device_functions import DeviceCode
 from .driver import Plane, check_index, planes
 
 _LIBRARY = "libcuda.so.1"

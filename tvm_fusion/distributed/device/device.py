@@ -14,7 +14,7 @@ from tvm.target import Target
 from schedules.cost.machine import Machine, load_machine
 from schedules.distribute.device.split import Accelerator
 
-from ...compiler.target import is_gpu, resolve
+from ...compiler.targets.target import is_gpu, resolve
 from ...errors import InvalidInputError, TargetError
 
 Schedule = Callable[[s_tir.Schedule], None]

@@ -8,7 +8,7 @@ from typing import Any
 
 from schedules.distribute.exchange import LocalBuffer, region_size
 
-from .device_code import KernelCall, Scratch
+from .device_functions import KernelCall, Scratch
 from .driver import Driver, Event
 from .shares import DeviceShare
 

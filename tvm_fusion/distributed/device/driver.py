@@ -18,7 +18,7 @@ import numpy as np
 from ...codegen.host_code import Launch
 from ...errors import TargetError
 from ..world.parcel import segment_bytes
-from .device_code import DeviceCode
+from .device_functions import DeviceCode
 
 Event: TypeAlias = Any
 Memory: TypeAlias = Any

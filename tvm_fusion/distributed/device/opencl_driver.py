@@ -13,7 +13,7 @@ import numpy as np
 
 from ...codegen.host_code import Launch
 from ...errors import DistributedError, OpError, TargetError
-from .device_code import DeviceCode
+from .device_functions import DeviceCode
 from .driver import Plane, check_index, planes
 
 # pyopencl keeps binaries by the device's name, which virtual machines on other CPUs share.

@@ -25,7 +25,7 @@ from schedules.distribute.localize import localize, scalar_arguments
 
 from ...errors import OpError
 from .device import ResolvedDevice, Schedule
-from .device_code import DeviceCode, DeviceFunctions, KernelCall
+from .device_functions import DeviceCode, DeviceFunctions, KernelCall
 
 RankSplit: TypeAlias = "Literal['auto'] | Sequence[int] | MeasuredSplit"
 """Rows of the CPU and of each device, or by which figures they are chosen."""

@@ -27,7 +27,7 @@ from schedules.distribute.rows.row_segments import segments
 
 from ...compiler import pipeline
 from ...compiler.compile_model import Progress, announcer, describe, import_model
-from ...compiler.target import is_gpu, resolve
+from ...compiler.targets.target import is_gpu, resolve
 from ...compiler.tuned import choose_records
 from ...errors import InvalidInputError, TargetError
 from ...machine.host import physical_cores

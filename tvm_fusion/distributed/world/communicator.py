@@ -20,7 +20,7 @@ import numpy as np
 from schedules.distribute.exchange import Exchange, LocalBuffer
 
 from ...errors import DistributedError
-from ..world import failure
+from . import failure
 from .parcel import PreparedExchange, as_bytes, name_ranks
 from .watch import NodeRecord, slot_text
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ...errors import InvalidInputError
 from ...runtime.thread_pool import choose_threads
 from ...version import __version__
-from ..world import failure
+from . import failure
 from .communicator import World, load_mpi, require_mpi
 from .watch import NodeRecord, record_bytes
 

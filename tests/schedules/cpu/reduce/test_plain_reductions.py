@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from tvm import te, tirx, topi
 from tvm.target import Target
 
-from schedules.cpu.loops.dense import balanced_tile
+from schedules.cpu.loops.matmul.dense import balanced_tile
 from schedules.cpu.reduce.coalesced_reduce import CoalescedReduce
 
 RULE = CoalescedReduce()

@@ -14,7 +14,7 @@ from mpi_ranks import needs_mpi, run_ranks
 from small_onnx import small_model
 
 import tvm_fusion
-from tvm_fusion.cli import commands as cli
+from tvm_fusion.cli import command_line as cli
 from tvm_fusion.distributed.network_figures import read_figures
 from tvm_fusion.errors import InvalidInputError
 

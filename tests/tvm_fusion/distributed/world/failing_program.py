@@ -13,7 +13,7 @@ import numpy as np
 
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 from tvm_fusion import distributed
-from tvm_fusion.cli.run_model import save_outputs
+from tvm_fusion.cli.commands.run_model import save_outputs
 
 MODE = sys.argv[1]
 FOREVER = 600

@@ -2,7 +2,7 @@
 """Measured kernels are those that the models describe."""
 
 from schedules.cost.machine import load_machine
-from tvm_fusion.compiler.target import resolve
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.prediction.calibrate.cases import cases
 from tvm_fusion.prediction.calibrate.timing import KernelTimer
 from tvm_fusion.prediction.machines import NATIVE

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loop nest of a packed 3x3 convolution by Winograd's algorithm F(m x m, 3 x 3).
+
+::
+
+    parallel chunk of output blocks, group of output tiles     # of all images
+      for input block, tile:      transform (m + 2) x (m + 2) pixels into as many points
+      for point:                  a matrix product: tiles x input channels x output channels
+      for output block, tile:     transform the points into m x m pixels, add, activate, store
+
+The intermediates of the three steps stay in buffers of the task, point by point:
+``[points, blocks, tiles, lanes]``. Tiles that reach over the border of the image read zeros and
+store only what exists; the last group repeats its last tile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tvm import s_tir, tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.compute.conv2d import activate
+from schedules.tir.branch import when
+from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel, ConvLayer
+from schedules.workload.winograd_matrices import TAPS
+
+from ...core.kernel_builder import STACK_BYTES, KernelBuilder
+from ...core.micro_kernel import FeatureMap, Index, LayerOperands, ReducedBlocks, loop
+from ...core.prefetch import MOST_LINES, line_elements, prefetch
+from ...core.tiles import split_evenly
+from ...cost.winograd_knobs import WinogradKnobs
+from ..register_tile_nest import (
+    block_runs,
+    compute_tile,
+    for_each_block_tile,
+    pixel_nest,
+    weight_lines,
+    weight_turns,
+)
+from .winograd_transforms import transform_data, transform_inverse
+
+
+@dataclass(frozen=True)
+class _Points:
+    """A group of tiles at all points.
+
+    Parameters
+    ----------
+    buffer : tirx.Buffer
+        One-dimensional.
+    plane : int
+        Elements from one point to the next.
+    group, lanes : int
+        Tiles of a block, and channels of a tile.
+    """
+
+    buffer: tirx.Buffer
+    plane: int
+    group: int
+    lanes: int
+
+    @classmethod
+    def allocate(cls, points: int, blocks: int, group: int, kernel: Conv2DKernel) -> _Points:
+        """A buffer whose planes are an odd number of cache lines, to spread over the cache sets."""
+        line = line_elements(kernel.dtype)
+        plane = (-(-blocks * group * kernel.lanes // line) | 1) * line
+        buffer = T.sblock_alloc_buffer((points * plane,), kernel.dtype)
+        return cls(buffer, plane, group, kernel.lanes)
+
+    def at(self, point: Index, block: Index, tile: Index) -> Index:
+        """Offset of the first lane of a tile."""
+        return point * self.plane + (block * self.group + tile) * self.lanes
+
+    def as_row(self, point: Index, first_block: Index) -> FeatureMap:
+        """The tiles at one point as an image of one row."""
+        row = self.group * self.lanes
+        start = point * self.plane
+        return FeatureMap(
+            self.buffer, start, row, row, self.lanes, 1, self.group, first_block=first_block
+        )
+
+
+@dataclass(frozen=True)
+class _Half:
+    """Vectors of one tile between both transforms, on the stack: whole columns in each buffer.
+
+    Parameters
+    ----------
+    pieces : tuple[tuple[tirx.Buffer, int, int], ...]
+        Each buffer with its first column and its number of columns.
+    lanes : int
+        Channels of a vector.
+    """
+
+    pieces: tuple[tuple[tirx.Buffer, int, int], ...]
+    lanes: int
+
+    @classmethod
+    def allocate(cls, rows: int, columns: int, kernel: Conv2DKernel) -> _Half:
+        """As few buffers of at most ``STACK_BYTES`` as hold all columns."""
+        column_bytes = rows * kernel.lanes * ITEM_BYTES[kernel.dtype]
+        pieces, first = [], 0
+        for width in split_evenly(columns, max(1, STACK_BYTES // column_bytes)):
+            buffer = T.sblock_alloc_buffer((width * rows * kernel.lanes,), kernel.dtype)
+            pieces.append((buffer, first, width))
+            first += width
+        return cls(tuple(pieces), kernel.lanes)
+
+    def row(self, row: Index) -> Iterator[tuple[tirx.Buffer, Index]]:
+        """Buffer and offset of each vector of a row."""
+        for buffer, _, width in self.pieces:
+            for column in range(width):
+                yield buffer, (row * width + column) * self.lanes
+
+    def columns(self, rows: int) -> Iterator[tuple[Index, list[tuple[tirx.Buffer, Index]]]]:
+        """Open the loops over columns; yield each with buffer and offset of its vectors."""
+        for buffer, first, width in self.pieces:
+            with loop(0, width) as column:
+                yield (
+                    first + column,
+                    [(buffer, (row * width + column) * self.lanes) for row in range(rows)],
+                )
+
+
+@dataclass(frozen=True)
+class _TilePlace:
+    """Place of an output tile: its image, and its row and column among the image's tiles."""
+
+    image: Index
+    row: Index
+    column: Index
+
+
+class _TaskNest:
+    """The steps of one task."""
+
+    def __init__(self, builder: KernelBuilder, kernel: Conv2DKernel, knobs: WinogradKnobs):
+        self.kernel, self.knobs, self.layer = kernel, knobs, kernel.layers[0]
+        self.source = builder.feature_map(0, 0)
+        self.output = builder.feature_map(-1, 0)
+        self.residual = builder.flat[-2] if kernel.residual else None
+        self.weight, self.bias = builder.flat[1:3]
+        self.size, self.count = kernel.winograd, kernel.winograd + TAPS - 1
+        self.out_blocks, self.in_blocks = (int(extent) for extent in builder.buffers[1].shape[1:3])
+        self.rows, self.columns = (
+            -(-extent // self.size) for extent in (self.output.height, self.output.width)
+        )
+        self.tiles = builder.batch * (self.rows * self.columns)
+
+    def build(self) -> None:
+        """All tasks."""
+        points, blocks = self.count**2, self.out_blocks // self.knobs.block_chunks
+        groups = tirx.ceildiv(tirx.convert(self.tiles), self.knobs.group)
+        with T.parallel(0, groups * self.knobs.block_chunks) as index:
+            with T.sblock("task"):
+                T.reads()
+                T.writes()
+                first_tile = tirx.floormod(index, groups) * self.knobs.group
+                first_block = tirx.floordiv(index, groups) * blocks
+                data = _Points.allocate(points, self.in_blocks, self.knobs.group, self.kernel)
+                products = _Points.allocate(points, blocks, self.knobs.group, self.kernel)
+                self._transform_data(first_tile, (first_block, blocks), data)
+                with loop(0, points) as point:
+                    self._multiply(point, first_block, blocks, data, products)
+                self._transform_inverse(first_tile, (first_block, blocks), products)
+
+    def _place(self, tile: Index) -> _TilePlace:
+        per_image = self.rows * self.columns
+        row = tirx.floordiv(tirx.floormod(tile, per_image), self.columns)
+        column = tirx.floormod(tile, self.columns)
+        return _TilePlace(
+            T.bind(tirx.floordiv(tile, per_image)), T.bind(row), T.bind(tirx.convert(column))
+        )
+
+    def _load(self, buffer: tirx.Buffer, offset: Index) -> tirx.Expr:
+        return T.bind(buffer[T.ramp(offset, 1, self.kernel.lanes)])
+
+    def _store(self, buffer: tirx.Buffer, offset: Index, value: tirx.Expr) -> None:
+        T.buffer_store(buffer, value, [T.ramp(offset, 1, self.kernel.lanes)])
+
+    def _transform_data(self, first_tile: Index, span: tuple[Index, int], data: _Points) -> None:
+        """Rows first, then the columns of that.
+
+        Meanwhile the first weights of the output blocks ``span``, (first, number), are prefetched.
+        Tiles at the left and right borders have separate code, in which pixels outside are zero; a
+        row above or below the image is a branch.
+        """
+        count, classes = self.count, self._column_classes()
+        half = _Half.allocate(count, count, self.kernel)
+        with loop(0, self.in_blocks) as block, loop(0, self.knobs.group) as tile:
+            self._prefetch_weights(block * self.knobs.group + tile, *span)
+            place = self._place(tirx.min(first_tile + tile, self.tiles - 1))
+            plane = (place.image * self.in_blocks + block) * self.source.block_stride
+            for first, stop, inside in classes:
+                here = tirx.all(place.column >= first, place.column < stop)
+                with when(True if len(classes) == 1 else here):
+                    self._transform_rows(plane, place, inside, half)
+            for c, column in half.columns(count):
+                values = [self._load(*at) for at in column]
+                for r, value in enumerate(transform_data(self.size, values)):
+                    self._store(data.buffer, data.at(r * count + c, block, tile), value)
+
+    def _prefetch_weights(self, step: Index, first_block: Index, blocks: int) -> None:
+        """Prefetch some squares of the weights, in the order in which the products read them."""
+        lanes, line = self.kernel.lanes, line_elements(self.kernel.dtype)
+        square, a_point = lanes * lanes, blocks * self.in_blocks
+        most = self.count**2 * blocks // self.knobs.group
+        count = min(MOST_LINES * line // square, most)
+        for k in range(count):
+            number = step * count + k
+            point = tirx.floordiv(number, a_point)
+            start = (point * self.out_blocks + first_block) * self.in_blocks
+            start = (start + tirx.floormod(number, a_point)) * square
+            for offset in range(0, square, line):
+                prefetch(self.weight, start + offset, level=2)
+
+    def _transform_rows(
+        self, plane: Index, place: _TilePlace, inside: Sequence[bool], half: _Half
+    ) -> None:
+        """Transform the rows of one tile, of whose columns those ``inside`` exist."""
+        lanes, count, padding = self.kernel.lanes, self.count, self.layer.padding
+        zero = T.broadcast(tirx.const(0, self.kernel.dtype), lanes)
+        first_row, first_column = (
+            start * self.size - before
+            for start, before in zip((place.row, place.column), padding, strict=False)
+        )
+        with loop(0, count) as r:
+            row = T.bind(first_row + r)
+            with T.If(tirx.all(row >= 0, row < self.source.height)):
+                with T.Then():
+                    start = plane + row * self.source.row_stride + first_column * lanes
+                    pixels = [
+                        self._load(self.source.buffer, start + c * lanes) if exists else zero
+                        for c, exists in enumerate(inside)
+                    ]
+                    values = transform_data(self.size, pixels)
+                    for at, value in zip(half.row(r), values, strict=True):
+                        self._store(*at, value)
+                with T.Else():
+                    for at in half.row(r):
+                        self._store(*at, zero)
+
+    def _column_classes(self) -> list[tuple[int, int, Sequence[bool]]]:
+        """Ranges ``[first, stop)`` of columns of tiles with the same existing columns of pixels."""
+        classes: list[tuple[int, int, Sequence[bool]]] = []
+        for column in range(self.columns):
+            start = column * self.size - self.layer.padding[1]
+            inside = [0 <= start + c < self.source.width for c in range(self.count)]
+            first = column
+            if classes and classes[-1][2] == inside:
+                first = classes.pop()[0]
+            classes.append((first, column + 1, inside))
+        return classes
+
+    def _multiply(
+        self, point: Index, first_block: Index, blocks: int, data: _Points, products: _Points
+    ) -> None:
+        """The product at one point is a 1x1 convolution of one row of tiles."""
+        layer = ConvLayer(self.layer.in_channels, self.layer.out_channels, (1, 1))
+        start = point * self.out_blocks + first_block
+        ops = LayerOperands(
+            layer=layer,
+            source=data.as_row(point, 0),
+            output=products.as_row(point, start),
+            weight=self.weight,
+            bias=None,
+            residual=None,
+            lanes=self.kernel.lanes,
+            in_blocks=self.in_blocks,
+            out_blocks=blocks,
+            dtype=self.kernel.dtype,
+        )
+        turns = weight_turns(ops, self.knobs.pixels)
+        for block, size in for_each_block_tile(block_runs(ops, self.knobs.blocks), None):
+            # A task's weights of the next point do not follow those of this one.
+            skipped = tirx.Select(tirx.convert(block + size) == blocks, self.out_blocks - blocks, 0)
+            tile = functools.partial(
+                compute_tile,
+                ops,
+                start + block,
+                size,
+                reduction=ReducedBlocks(0, self.in_blocks),
+                turns=turns,
+                lines=weight_lines(ops, self.knobs.blocks, turns),
+                following=start + block + size + skipped,
+            )
+            pixel_nest(ops, (0, 1), self.knobs.pixels, tile)
+
+    def _transform_inverse(
+        self, first_tile: Index, span: tuple[Index, int], products: _Points
+    ) -> None:
+        """Rows first, then the columns of that, with the layer's epilogue."""
+        lanes, count = self.kernel.lanes, self.count
+        half = _Half.allocate(count, self.size, self.kernel)
+        with loop(0, span[1]) as b, loop(0, self.knobs.group) as t:
+            block, tile = span[0] + b, first_tile + t
+            whole = isinstance(self.tiles, int) and self.tiles % self.knobs.group == 0
+            with when(True if whole else tile < self.tiles):
+                place = self._place(tile)
+                bias = self._load(self.bias, block * lanes)
+                with loop(0, count) as r:
+                    row = [
+                        self._load(products.buffer, products.at(r * count + c, b, t))
+                        for c in range(count)
+                    ]
+                    for at, value in zip(
+                        half.row(r), transform_inverse(self.size, row), strict=True
+                    ):
+                        self._store(*at, value)
+                plane = (place.image * self.out_blocks + block) * self.output.block_stride
+                for c, vectors in half.columns(count):
+                    values = [self._load(*at) for at in vectors]
+                    column = place.column * self.size + c
+                    with when(self.output.width % self.size == 0 or column < self.output.width):
+                        self._finish(plane + column * lanes, place.row * self.size, values, bias)
+
+    def _finish(
+        self, column: Index, first_row: Index, values: Sequence[tirx.Expr], bias: tirx.Expr
+    ) -> None:
+        """Write one column of an output tile; ``column`` is the begin of the image's column."""
+        for r, value in enumerate(transform_inverse(self.size, values)):
+            row = first_row + r
+            with when(self.output.height % self.size == 0 or row < self.output.height):
+                offset = column + row * self.output.row_stride
+                value = value + bias
+                if self.residual is not None:
+                    value = value + self._load(self.residual, offset)
+                value = activate(value, self.layer.activation, self.kernel.dtype)
+                self._store(self.output.buffer, offset, value)
+
+
+def winograd_template(
+    func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: WinogradKnobs
+) -> s_tir.Schedule:
+    """Write the loop nest of the module's docstring."""
+    builder = KernelBuilder(func)
+    with builder.body():
+        _TaskNest(builder, kernel, knobs).build()
+    return builder.schedule()

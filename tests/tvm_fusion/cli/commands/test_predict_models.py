@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands predict MODEL and calibrate: what they print, and what they refuse."""
+
+import json
+
+import onnx
+import pytest
+from small_onnx import small_model
+
+from tvm_fusion.cli import command_line as cli
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "small.onnx"
+    onnx.save(small_model("batch"), path)
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments):
+        capsys.readouterr()
+        code = cli.main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_several_machines_in_one_table(run, model):
+    machines = ("--machine", "znver3", "--machine", "v100")
+    code, out, _ = run("predict", model, "--batch", 2, "--engine", "pytorch", *machines)
+    assert code == 0
+    assert "Zen 3" in out and "Tesla V100" in out and "times as fast as the first" in out
+    assert "A run takes" in out and "of roofline" in out
+
+
+def test_json_is_one_entry_a_machine(run, model):
+    machines = ("--machine", "znver3", "--machine", "znver5")
+    code, out, _ = run("predict", model, "--shape", "batch=1", *machines, "--json")
+    first, second = json.loads(out)
+    assert (code, first["machine"], second["machine"]) == (0, "znver3", "znver5")
+    assert first["seconds"] > second["seconds"] and first["kernels"][0]["model"]
+
+
+@pytest.mark.parametrize(
+    "arguments, code, told",
+    [
+        ((), 2, "expected MODEL or --traces"),
+        (("MODEL",), 1, "(--shape batch=1)"),
+        (("MODEL", "--batch", "1", "--machine", "abacus"), 1, "no machine 'abacus'"),
+        (("MODEL", "--batch", "1", "--timeline", "t.json"), 2, "--timeline has no effect"),
+        (("MODEL", "--batch", "1", "--check", "--machine", "v100"), 2, "--check runs here"),
+        (("MODEL", "--batch", "1", "--check", "--engine", "pytorch"), 2, "--engine has no effect"),
+    ],
+)
+def test_wrong_use_is_explained(run, model, arguments, code, told):
+    given = [model if argument == "MODEL" else argument for argument in arguments]
+    found, _, err = run("predict", *given)
+    assert found == code and told in " ".join(err.split())
+
+
+def test_a_calibration_needs_a_budget(run):
+    code, _, err = run("calibrate", "--budget", "0")
+    assert code == 2 and "--budget" in err

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``tvm-fusion``: the table of its commands, their errors and exit codes.
+
+Results go to standard output, progress and errors to standard error. Exit codes: 0, 1 for an
+error that the message explains, 2 for wrong usage, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from ..errors import TVMFusionError
+from ..version import __version__
+from .without_torch import hide_torch
+
+COMMANDS = (
+    "compile",
+    "run",
+    "inspect",
+    "bench",
+    "explain",
+    "predict",
+    "shard",
+    "simulate",
+    "calibrate",
+    "tune",
+    "serve",
+    "records",
+)
+"""Commands in the order of the help: module ``commands/run.py`` holds ``run_command``."""
+
+DEBUG = "TVM_FUSION_DEBUG"
+"""Environment variable that makes errors show their traceback."""
+
+
+class Commands(click.Group):
+    """The commands of ``COMMANDS``; a module is imported when its command is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command, or None if there is none of this name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f".commands.{cmd_name}", __package__)
+        return getattr(module, f"{cmd_name}_command")
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="tvm-fusion")
+def cli() -> None:
+    """Compile ONNX models for CPUs and GPUs, with convolutions and reductions fused."""
+
+
+def program() -> int:
+    """Run the command line in a process of its own, without PyTorch."""
+    hide_torch()
+    return main()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; nothing but ``SystemExit`` leaves it."""
+    try:
+        result = cli.main(arguments, prog_name="tvm-fusion", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output, such as `head`, is done; click and rich exit likewise.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if os.environ.get(DEBUG):
+            raise
+        click.echo(f"Error: {_error_text(error)}", err=True)
+        return 1
+
+
+def _error_text(error: Exception) -> str:
+    """One line for the user: our own errors as they are, others with their class."""
+    if isinstance(error, TVMFusionError):
+        return " ".join(str(error).split())
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"unexpected {type(error).__name__}: {first} (set {DEBUG}=1 to see where)"

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command ``tvm-fusion bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..checks import names_gpu, refuse_absent_gpu, refuse_given
+from ..options import (
+    EngineList,
+    compile_options,
+    json_option,
+    model_argument,
+    records_option,
+    threads_option,
+)
+from ..output import progress_bar, show_table
+
+
+@click.command("bench")
+@model_argument
+@click.option(
+    "--against",
+    type=EngineList(),
+    help="Peers, separated by commas: onnxruntime, openvino, tvm. Default: those installed.",
+)
+@click.option(
+    "--compiled",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Race this compiled model instead of compiling MODEL again.",
+)
+@click.option(
+    "--profile",
+    "as_profile",
+    is_flag=True,
+    help="Do not race; show the time of each kernel beside the machine's limit.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option("--runs", type=click.IntRange(min=1), default=10, show_default=True)
+@compile_options
+@records_option
+@threads_option
+@json_option
+def bench_command(
+    model: Path,
+    against: list[str] | None,
+    compiled: Path | None,
+    as_profile: bool,
+    rounds: int,
+    runs: int,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Race tvm-fusion against other engines on MODEL, an ONNX file.
+
+    Each engine runs in its own process; in each of --rounds rounds they take turns of --runs timed
+    runs, on the same random inputs. With --profile, tvm-fusion runs alone, --runs times, and a
+    table shows its kernels, sorted by the time lost against the machine's limit.
+    """
+    is_gpu = names_gpu(options["target"])
+    if as_profile:
+        refuse_given(["against", "compiled", "rounds"], "--profile does not race")
+        if is_gpu:
+            raise click.UsageError("--profile is for CPUs; use explain --resources for GPU kernels")
+        _show_profile(model, runs, as_json, **options)
+        return
+    refuse_absent_gpu(options["target"])
+    from ...bench.race import EngineSpec, Plan, available_peers, gpu_peers, race
+    from ...bench.race_result import race_table
+    from ...runtime.artifact import read_artifact
+
+    shapes, threads = options.pop("shapes"), options.pop("threads")
+    target = options["target"]
+    if options["records"] is None:
+        del options["records"]
+    if compiled is not None:
+        given = ["target", "fuse", "winograd", "records"]
+        refuse_given(given, f"{compiled.name} is compiled already")
+        options = {"artifact": str(compiled.resolve())}
+        about = read_artifact(compiled)
+        target, is_gpu = about.target, about.device is not None
+    engines = [EngineSpec("tvm-fusion", options=options)]
+    if is_gpu:
+        engines += gpu_peers(against or [], target)
+    else:
+        engines += [EngineSpec(name) for name in against or available_peers()]
+    with progress_bar() as progress:
+        result = race(
+            model,
+            engines,
+            threads=threads,
+            shapes=shapes,
+            plan=Plan(rounds=rounds, runs=runs),
+            progress=progress,
+        )
+    show_table(result.to_json(), race_table(result), as_json)
+
+
+def _show_profile(model: Path, runs: int, as_json: bool, **options: Any) -> None:
+    from ...bench.profiler import profile, profile_table
+
+    with progress_bar() as progress:
+        result = profile(model, runs=runs, progress=progress, **options)
+    show_table(result.to_json(), profile_table(result, model.name), as_json)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command ``tvm-fusion compile``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...errors import ArtifactError
+from ..checks import refuse_given, refuse_model_file
+from ..options import (
+    compile_options,
+    exchange_option,
+    json_option,
+    machine_option,
+    network_option,
+    precision_option,
+    records_option,
+    threads_option,
+)
+from ..output import compile_model, progress_bar, show
+
+if TYPE_CHECKING:
+    from ...distributed.network.model import DistributedModel
+    from ...runtime.compiled_model import CompiledModel
+
+
+@click.command("compile")
+@click.argument(
+    "model", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Default: MODEL.so, or model.so for a model from standard input.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    help="Processes of MPI that run the model together, by `mpiexec -n RANKS tvm-fusion run FILE "
+    "--distributed`; no MPI is needed here.",
+)
+@exchange_option
+@network_option
+@compile_options
+@records_option
+@machine_option
+@click.option(
+    "--fast-math",
+    is_flag=True,
+    help="Let CUDA kernels approximate functions of float32: tanh to 2^-11, and others.",
+)
+@click.option(
+    "--cuda-graph",
+    is_flag=True,
+    help="Capture CUDA kernels into graphs, which are replayed in all calls but the first.",
+)
+@precision_option
+@threads_option
+@json_option
+def compile_command(
+    model: Path,
+    output: Path | None,
+    ranks: int | None,
+    exchange: str,
+    network: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Compile MODEL, an ONNX file, into a shared library that `run` and tvm_fusion.load take.
+
+    With - as MODEL it is read from standard input.
+    """
+    is_piped = model == Path("-")
+    output = output or Path("model.so" if is_piped else model.with_suffix(".so").name)
+    if not os.access(output.parent, os.W_OK):
+        raise ArtifactError(f"cannot write {str(output)!r}: no such folder, or not a writable one")
+    if not is_piped:
+        refuse_model_file(output, model)
+    source = sys.stdin.buffer.read() if is_piped else model
+    begin = time.perf_counter()
+    compiled = _compiled(source, ranks, exchange, network, options)
+    compiled.save(output)
+    seconds = time.perf_counter() - begin
+    fused = sum(bool(pair["fused"]) for pair in compiled.fused)
+    size = output.stat().st_size
+    result = {
+        "output": str(output),
+        "bytes": size,
+        "seconds": seconds,
+        "target": str(compiled.target),
+        "pairs": len(compiled.fused),
+        "fused": fused,
+        "inputs": compiled.inputs,
+        "outputs": compiled.outputs,
+        "records": compiled.records,
+    }
+    device = "" if compiled.needs is None else f" for {compiled.needs}"
+    if ranks is not None:
+        result["ranks"], device = ranks, f" for {ranks} ranks"
+    tuned = f"{len(compiled.records)} tuned kernels, " if compiled.records else ""
+    text = (
+        f"{output}: {size / 1e6:.1f} MB{device}, {fused} of {len(compiled.fused)} pairs fused, "
+        f"{tuned}compiled in {seconds:.1f} s"
+    )
+    show(result, text, as_json)
+
+
+def _compiled(
+    source: Path | bytes,
+    ranks: int | None,
+    exchange: str,
+    network: str | None,
+    options: dict[str, Any],
+) -> CompiledModel | DistributedModel:
+    """The model for one process, or for some ranks."""
+    if ranks is None:
+        refuse_given(["exchange", "network"], "it is for --ranks")
+        return compile_model(source, **options)
+    for_gpus = ("fast_math", "cuda_graph", "precision")
+    refuse_given(for_gpus, "it is for GPUs, and ranks compute on CPUs")
+    refuse_given(["machine"], "it is for one process")
+    from ...distributed.network.compile_network import compile_network
+    from ...distributed.network_figures import read_figures
+
+    for name in (*for_gpus, "machine"):
+        del options[name]
+    figures, _ = read_figures(network)
+    with progress_bar() as progress:
+        return compile_network(
+            source, ranks, exchange=exchange, network=figures, progress=progress, **options
+        )

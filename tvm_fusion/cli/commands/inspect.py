@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command ``tvm-fusion inspect``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from ...runtime.artifact import Description, describe_artifact
+from ...runtime.weights import stored_bytes
+from ..options import json_option
+from ..output import show_table
+
+
+@click.command("inspect")
+@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@json_option
+def inspect_command(model: Path, as_json: bool) -> None:
+    """Show what MODEL, a compiled model, takes, returns and needs; nothing of it is run.
+
+    It need not be for this machine.
+    """
+    about = describe_artifact(model)
+    size, weights = model.stat().st_size, stored_bytes(about.weights)
+    result = {"model": str(model), "bytes": size, "weight_bytes": weights, **asdict(about)}
+    show_table(result, _table(model, about, size, weights), as_json)
+
+
+def _table(model: Path, about: Description, size: int, weights: int) -> Table:
+    fused = sum(bool(pair["fused"]) for pair in about.fused)
+    rows: dict[str, Any] = {
+        "inputs": "\n".join(map(str, about.inputs)),
+        "outputs": "\n".join(map(str, about.outputs)),
+        "CPU": f"{about.cpu}, {about.triple}",
+        "CPU features": ", ".join(about.features) or "none beyond the architecture's",
+        "GPU": about.device or "none",
+        "size": f"{size / 1e6:.1f} MB, {weights / 1e6:.1f} MB of it weights",
+        "fused": f"{fused} of {len(about.fused)} pairs of convolutions",
+        "ranks": "1" if about.ranks is None else about.ranks.ranks,
+        "tuned": f"{len(about.records)} kernels",
+        "fast math": "yes" if about.fast_math else "no",
+        "compiled by": ", ".join(f"{name} {number}" for name, number in about.versions.items()),
+    }
+    table = Table(title=model.name, show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command ``tvm-fusion predict``: how long a run takes, and what holds it up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Group
+
+from ..checks import refuse_given
+from ..options import json_option, model_options, records_option, threads_option
+from ..output import progress_bar, show_table
+
+
+@click.command("predict")
+@click.argument(
+    "model",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="[MODEL]",
+    required=False,
+)
+@click.option(
+    "--machine",
+    "machines",
+    multiple=True,
+    metavar="NAME|FILE",
+    help="Machine to predict for: native, a known one such as v100, or a file of `calibrate`. "
+    "May be repeated. Default: native.",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["tvm_fusion", "pytorch"]),
+    default="tvm_fusion",
+    show_default=True,
+    help="Our kernels, or those of PyTorch's libraries, operator by operator.",
+)
+@click.option("--batch", type=click.IntRange(min=1), help="Size of the dimension `batch`.")
+@click.option("--check", is_flag=True, help="Also compile and run MODEL here, and compare.")
+@model_options
+@records_option
+@threads_option
+@click.option(
+    "--traces",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="PATH",
+    help="Kineto trace of PyTorch's profiler, or a folder with one a rank.",
+)
+@click.option(
+    "--overheads",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Host overheads of --save-overheads. Default: those of the traces themselves.",
+)
+@click.option(
+    "--save-overheads",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the host overheads that the traces show.",
+)
+@click.option(
+    "--profiler-cost",
+    type=float,
+    nargs=2,
+    default=(0.0, 0.0),
+    metavar="HOST DEVICE",
+    help="Microseconds that the profiler added to each event of host and device.",
+)
+@click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the timeline: a Chrome trace (.json, .json.gz) or a picture (.png, .svg).",
+)
+@click.option(
+    "--what-if",
+    multiple=True,
+    metavar="CHANGE",
+    help="Change to predict, such as machine=a100-40, batch=2, link=FILE, ranks=4:FILE, "
+    "bucket=25:FILE, graph, fuse=REGEX, remove=REGEX, resize=REGEX:0.5, parallelize=REGEX, or "
+    "several joined by ' and '. May be repeated.",
+)
+@json_option
+def predict_command(
+    model: Path | None, traces: Path | None, overheads: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Predict how long MODEL, an ONNX file, or a traced run of PyTorch takes.
+
+    MODEL is optimised, but nothing is compiled to code or run, except with --check. A row a kernel
+    tells its time, the interval, what bounds it, the share of the roofline, and which model said
+    so. With --traces, the timeline of a recorded run is predicted, and what holds it up.
+    """
+    of_traces = {name: options.pop(name) for name in _OF_TRACES}
+    if (model is None) == (traces is None):
+        raise click.UsageError("expected MODEL or --traces, and not both")
+    if traces is not None:
+        refuse_given(_OF_MODELS, "it is for MODEL")
+        predict_traced(traces, as_json, overheads, **of_traces)
+        return
+    refuse_given(_OF_TRACES, "it is for --traces")
+    assert model is not None
+    predict_model(model, as_json, overheads, **options)
+
+
+_OF_TRACES = ("save_overheads", "profiler_cost", "timeline", "what_if")
+_OF_MODELS = (
+    *("machines", "engine", "batch", "check", "shapes", "fuse", "winograd", "records", "threads"),
+)
+
+
+def predict_model(
+    model: Path,
+    as_json: bool,
+    overheads: Path | None,
+    machines: Sequence[str],
+    engine: str,
+    batch: int | None,
+    check: bool,
+    shapes: dict[str, Any],
+    **options: Any,
+) -> None:
+    """Predict and show a model on machines."""
+    from ...prediction.model.model_report import predictions_table
+    from ...prediction.model.predict_model import import_static, predict_on
+    from ...prediction.traces.overheads import load_overheads
+
+    if batch is not None:
+        shapes = {"batch": batch, **shapes}
+    if check:
+        if set(machines) - {"native"}:
+            raise click.UsageError("--check runs here: expected no --machine, or native")
+        refuse_given(["engine", "overheads"], "--check is of our kernels on this CPU")
+        _check(model, as_json, shapes=shapes, **options)
+        return
+    known = load_overheads(overheads) if overheads else None
+    imported = import_static(model, shapes)
+    found = [
+        predict_on(imported, machine, engine, overheads=known, **options)
+        for machine in machines or ["native"]
+    ]
+    result = [prediction.to_json() for prediction in found]
+    show_table(result, predictions_table(found, model.name), as_json)
+
+
+def _check(model: Path, as_json: bool, **options: Any) -> None:
+    from ...prediction.model.check import check_model, check_table
+
+    with progress_bar() as progress:
+        checked = check_model(model, progress=progress, **options)
+    show_table(checked.to_json(), check_table(checked, model.name), as_json)
+
+
+def predict_traced(
+    traces: Path,
+    as_json: bool,
+    overheads: Path | None,
+    save_overheads: Path | None,
+    profiler_cost: tuple[float, float],
+    timeline: Path | None,
+    what_if: tuple[str, ...],
+) -> None:
+    """Predict and show the runs of a file or folder of traces."""
+    from ...prediction.api import load_traces, predict_traces
+    from ...prediction.report import answer_table, tables, write_timeline
+    from ...prediction.traces.overheads import Overheads, ProfilerCost, load_overheads
+
+    known = load_overheads(overheads) if overheads else None
+    runs = load_traces(traces, ProfilerCost(*profiler_cost))
+    if timeline and len(runs) > 1:
+        raise click.UsageError(f"--timeline is of one run; {traces} holds {len(runs)}")
+    for warning in (warning for run in runs for warning in run.warnings):
+        click.echo(f"Warning: {warning}", err=True)
+    predictions = [predict_traces(run, known, what_if) for run in runs]
+    if save_overheads:
+        Overheads().merge(run.overheads for run in runs).save(save_overheads)
+    if timeline:
+        write_timeline(predictions[0].timeline, timeline)
+    result = [
+        {
+            **asdict(prediction.report),
+            "device": prediction.run.device,
+            "overheads": str(overheads) if overheads else "of the traces",
+            "unknown_ops": prediction.unknown,
+            "what_if": [asdict(answer) for answer in prediction.answers],
+            "warnings": prediction.run.warnings,
+        }
+        for prediction in predictions
+    ]
+    shown = [tables(prediction.report) for prediction in predictions]
+    shown += [answer_table(one.report, one.answers) for one in predictions if one.answers]
+    show_table(result, Group(*shown), as_json)

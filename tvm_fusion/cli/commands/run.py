@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command ``tvm-fusion run``: opens a model, runs it, shows and saves its outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...runtime.thread_pool import choose_threads
+from ..checks import is_compiled, refuse_absent_gpu, refuse_given, refuse_model_file
+from ..options import (
+    NamedFile,
+    as_mapping,
+    compile_options,
+    json_option,
+    model_argument,
+    records_option,
+    threads_option,
+)
+from ..output import compile_model, show
+from .run_model import run_model, run_text, save_outputs
+
+
+@click.command("run")
+@model_argument
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    type=NamedFile(),
+    callback=as_mapping,
+    help="Array of an input, from a .npy file; other inputs get random values.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the outputs, by name, to this .npz file.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--repeat", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option(
+    "--streams",
+    type=click.IntRange(min=1),
+    help="Also count the calls a second of so many copies of the model that run at the same time; "
+    "each has --threads threads, by default an equal share of the physical cores.",
+)
+@click.option(
+    "--distributed",
+    is_flag=True,
+    help="Be one rank of a job that runs a model compiled with --ranks; start it by "
+    "`mpiexec -n RANKS tvm-fusion run MODEL --distributed`. The first rank shows the outputs.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="With --distributed: seconds for which a rank waits for another.",
+)
+@compile_options
+@records_option
+@threads_option
+@json_option
+def run_command(
+    model: Path,
+    inputs: dict[str, Path],
+    output: Path | None,
+    seed: int,
+    repeat: int,
+    streams: int | None,
+    distributed: bool,
+    timeout: float,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Run MODEL, a compiled model or an ONNX file, and show its outputs and its latency.
+
+    --target, --fuse and --winograd apply to ONNX files only; --seed is that of the random inputs,
+    --repeat the number of timed runs.
+    """
+    if distributed:
+        refuse_given(
+            ["target", "shapes", "fuse", "winograd", "records", "streams"],
+            "--distributed runs a model that is compiled already, once at a time",
+        )
+        from .run_distributed import run_distributed
+
+        threads = options["threads"]
+        run_distributed(model, inputs, output, seed, repeat, threads, timeout, as_json)
+        return
+    refuse_given(["timeout"], "it is for --distributed")
+    from ... import load
+
+    if streams is not None and options["threads"] is None:
+        options["threads"] = max(1, choose_threads(None) // streams)
+    if output is not None:
+        refuse_model_file(output, model)
+    if is_compiled(model):
+        refuse_given(["target", "fuse", "winograd", "records"], f"{model.name} is compiled already")
+        compiled = load(model, threads=options["threads"])
+    else:
+        refuse_absent_gpu(options["target"])
+        compiled = compile_model(model, **options)
+    result, outputs = run_model(compiled, inputs, options["shapes"], seed, repeat, streams)
+    if output is not None:
+        save_outputs(output, outputs)
+    show({"model": str(model), **result}, run_text(result), as_json)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command ``tvm-fusion tune``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from ..options import compile_options, json_option, model_argument, threads_option
+from ..output import micros, show_table
+
+if TYPE_CHECKING:
+    from ...tuning.job import TuneResult
+
+
+@click.command("tune")
+@model_argument
+@click.option(
+    "--database",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Folder of the records, for --records of the other commands; made if absent.",
+)
+@click.option(
+    "--trials",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Settings to try for each kernel, those of earlier jobs included.",
+)
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Time limit.")
+@click.option(
+    "--runner",
+    default="local",
+    show_default=True,
+    metavar="local|rpc://HOST:PORT/KEY",
+    help="Where settings race: here, or on the machines of tvm-fusion serve that an RPC tracker "
+    "knows under a key.",
+)
+@click.option(
+    "--space",
+    type=click.Choice(["default", "wide"]),
+    default="default",
+    show_default=True,
+    help="Settings of fused pairs: those that the cost model compares, or all.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--forms/--no-forms",
+    default=True,
+    show_default=True,
+    help="Race fused kernels, separate ones and Winograd's algorithm, with all their kernels.",
+)
+@compile_options
+@threads_option
+@json_option
+def tune_command(model: Path, minutes: float | None, as_json: bool, **options: Any) -> None:
+    """Search faster settings for the kernels of MODEL on a CPU, and record the winners.
+
+    Each kernel's settings race its default; a winner is recorded if it gains 1 % in a second race.
+    Then the forms of convolutions and pairs race: fused, separate, by Winograd's algorithm.
+    Ctrl-C keeps all trials; the same command then goes on, and repeats none.
+    """
+    from ... import tune
+
+    with live_table() as progress:
+        result = tune(model, minutes=minutes, progress=progress, **options)
+    show_table(result.to_json(), tune_table(result), as_json)
+    if result.interrupted and minutes is None:
+        raise click.Abort
+
+
+@contextlib.contextmanager
+def live_table() -> Iterator[Callable[[TuneResult], None]]:
+    """Show the job's table on standard error while it runs, if that is a terminal.
+
+    It is drawn when something changes only: a ticking clock would disturb the measurements.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda result: None
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield lambda result: live.update(tune_table(result), refresh=True)
+
+
+def tune_table(result: TuneResult) -> Table:
+    """Return the state of a job, one row a task."""
+    table = Table(title="tuning", caption=_caption(result))
+    table.add_column("kernel")
+    for heading in ("share", "default", "best", "gain", "trials", "settings", "failures"):
+        table.add_column(heading, justify="right")
+    table.add_column("state")
+    for task in result.tasks:
+        table.add_row(
+            task.about if task.calls == 1 else f"{task.about}, {task.calls} times",
+            f"{task.share:.1%}",
+            *(micros(value) for value in (task.default_seconds, task.best_seconds)),
+            f"{task.gain - 1:+.1%}" if task.best_seconds else "",
+            str(task.trials or ""),
+            str(task.settings or ""),
+            str(len(task.failures) or ""),
+            task.status,
+        )
+    return table
+
+
+def _caption(result: TuneResult) -> str:
+    text = f"{result.seconds:.0f} s"
+    if result.minutes is not None:
+        text += f", {max(0.0, 60 * result.minutes - result.seconds):.0f} s left"
+    failures = [(task, failure) for task in result.tasks for failure in task.failures]
+    for task, failure in failures[-3:]:
+        knobs = ", ".join(f"{name} {value}" for name, value in failure["knobs"].items())
+        text += f"\n{task.name}: {failure['failure']} ({failure['reason']}) with {knobs}"
+    return "\n".join([text, *result.notes, f"records: {result.database}"])

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets of compilation: from a user's notation to a complete TVM target."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tvm.target import Target, TargetKind, codegen, list_tags
+
+from ...errors import TargetError
+from ...machine.host import canonical_arch, host_arch, host_cpu, physical_cores, probe_features
+from ...machine.triples import CROSS_TRIPLES, arch_of_triple
+from ...runtime.device import DeviceNeeds
+from .gpu_target import GPU_KINDS, spell_out_gpu
+from .target_names import (
+    BASELINE,
+    CODEGEN_FEATURES,
+    known_cpus,
+    known_features,
+    triple_for,
+    unknown_name,
+)
+
+
+def resolve(
+    target: str | Mapping[str, Any] | Target = "native", cores: int | None = None
+) -> Target:
+    """Turn a target into a TVM target with all options.
+
+    Parameters
+    ----------
+    target : str, mapping or tvm.target.Target
+        - ``"native"``: this machine's CPU with exactly the features that it has;
+        - a CPU that LLVM knows, for example ``"x86-64-v3"``, ``"znver4"``, ``"cortex-a72"``;
+        - ``"aarch64"`` or ``"x86_64"``: the least CPU of that architecture (with NEON, SSE2);
+        - ``"llvm"`` with options, for example ``"llvm -mcpu=skylake-avx512 -mattr=-avx512f"``;
+        - ``"cuda"``, this machine's NVIDIA GPU, or ``"cuda -arch=sm_90"``, any other one;
+        - ``"opencl"``, with options such as ``"opencl -max_num_threads=128"``;
+        - a TVM target as JSON, a mapping, a tag (``"nvidia/nvidia-a100"``) or an object.
+
+        The host of a GPU is a CPU, written in the same ways (``-host=x86-64-v3``); ``"native"`` by
+        default.
+    cores : int, optional
+        Cores to compile for where the target has none; by default those of this machine.
+
+    Returns
+    -------
+    tvm.target.Target
+        A CPU has ``mcpu``, ``mtriple``, ``num-cores``, and ``mattr`` if features differ from the
+        CPU's. A GPU has ``max_num_threads``, ``max_threads_per_block``, ``thread_warp_size``,
+        ``max_shared_memory_per_block``, such a CPU as its host, and ``arch`` if it is ``cuda``.
+
+    Raises
+    ------
+    TargetError
+        If it is of another kind, if a name in it is unknown, or if it means this machine's GPU and
+        there is none.
+    """
+    config = _read_config(target)
+    kind = config.get("kind")
+    if kind in GPU_KINDS:
+        return _resolve_gpu(config, target, cores)
+    if kind != "llvm":
+        raise TargetError(
+            f"target kind {kind!r} is not supported: this version compiles for CPUs, CUDA and "
+            "OpenCL; use 'native', a CPU such as 'x86-64-v3', 'cuda -arch=sm_90' or 'opencl'"
+        )
+    _spell_out(config)
+    if "num-cores" not in config:
+        config["num-cores"] = cores or physical_cores()
+    resolved = _make(config, target)
+    if config["num-cores"] < 1:
+        raise TargetError(f"num-cores is {config['num-cores']}; expected at least 1")
+    return resolved
+
+
+def _resolve_gpu(config: dict[str, Any], target: Any, cores: int | None) -> Target:
+    host = resolve(config.pop("host", "native"), cores)
+    if is_gpu(host):
+        raise TargetError(f"the host of a GPU is a CPU; got {host.kind.name!r}")
+    unknown = sorted(set(config) - set(_option_types(config["kind"])))
+    if unknown:
+        raise unknown_name(f"{config['kind']} option", unknown[0], _option_types(config["kind"]))
+    spell_out_gpu(config)
+    return Target(_make(config, target), host)
+
+
+def names_gpu(target: str | Mapping[str, Any] | Target) -> bool:
+    """Return whether :func:`resolve` would give a GPU; this queries no device."""
+    return _read_config(target).get("kind") in GPU_KINDS
+
+
+def is_gpu(target: Target) -> bool:
+    """Return whether kernels run on a GPU; the target's host then runs the program."""
+    return target.kind.name in GPU_KINDS
+
+
+def host_of(target: Target) -> Target:
+    """The CPU of a resolved target: the target itself, or the host of a GPU."""
+    return target.host if is_gpu(target) else target
+
+
+def device_needs(target: Target) -> DeviceNeeds | None:
+    """Requirements of a resolved target on a GPU; None if it is a CPU."""
+    if not is_gpu(target):
+        return None
+    return DeviceNeeds(
+        kind=target.kind.name,
+        arch=str(target.attrs.get("arch", "")),
+        max_threads=max(  # our rules read the first, those of TVM the second
+            int(target.attrs["max_num_threads"]), int(target.attrs["max_threads_per_block"])
+        ),
+        shared_bytes=int(target.attrs["max_shared_memory_per_block"]),
+    )
+
+
+def required_features(target: Target) -> tuple[str, ...]:
+    """CPU features that a machine needs to run code compiled for ``target``, sorted.
+
+    Only those that compiled code may use count: a missing cipher instruction affects no kernel.
+    """
+    known = CODEGEN_FEATURES[arch_of(target)]
+    return tuple(sorted(known & codegen.llvm_get_cpu_features(host_of(target))))
+
+
+def arch_of(target: Target) -> str:
+    """Architecture of a resolved target's CPU, ``x86_64`` or ``aarch64``."""
+    return arch_of_triple(str(host_of(target).attrs["mtriple"]))
+
+
+def _read_config(target: Any) -> dict[str, Any]:
+    """Read a user's target options, without checks."""
+    if isinstance(target, Target):
+        return _from_target(target)
+    if isinstance(target, Mapping):
+        if "tag" in target and "kind" not in target:
+            return _from_target(_make(dict(target), target))
+        return {str(key): _plain(value) for key, value in target.items()}
+    if not isinstance(target, str):
+        raise TargetError(
+            f"a target is a str, a mapping or a tvm.target.Target; got {type(target).__name__}"
+        )
+    text = target.strip()
+    if text == "native":
+        return {"kind": "llvm", "mcpu": "native"}
+    if text.startswith("{"):
+        return _from_json(text)
+    words = text.split()
+    if words and (len(words) > 1 or words[0] in Target.list_kinds()):
+        return _from_words(words)
+    if text in list_tags():
+        return _from_target(_make(text, text))
+    return _from_name(text)
+
+
+def _from_target(target: Target) -> dict[str, Any]:
+    """Options of a target object, without those that TVM derives, and without a CPU's host."""
+    derived = ("keys", "tag", "host")
+    host = {"host": target.host} if is_gpu(target) and target.host else {}
+    return host | {
+        str(key): _plain(value)
+        for key, value in target.export().items()
+        if key not in derived and not str(key).startswith("feature.")
+    }
+
+
+def _from_json(text: str) -> dict[str, Any]:
+    try:
+        return _read_config(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise TargetError(f"target {_show(text)} is not valid JSON: {error}") from error
+
+
+def _from_words(words: list[str]) -> dict[str, Any]:
+    """Options of the form ``llvm -mcpu=znver3 -mattr=+avx2,+fma``, which TVM itself dropped."""
+    kind, *options = words
+    if kind not in Target.list_kinds():
+        raise unknown_name("target kind", kind, Target.list_kinds())
+    types = _option_types(kind)
+    config: dict[str, Any] = {"kind": kind}
+    for option in options:
+        match = re.fullmatch(r"--?([a-z][\w.-]*)(?:=(.+))?", option)
+        if match is None:
+            raise TargetError(f"target option {option!r} is not of the form -name=value")
+        name, value = match.groups()
+        if name not in types:
+            raise unknown_name(f"{kind} option", name, types)
+        config[name] = _convert(name, value, types[name])
+    return config
+
+
+def _option_types(kind: str) -> dict[str, str]:
+    return {str(key): str(value) for key, value in TargetKind.options_from_name(kind).items()}
+
+
+def _convert(name: str, value: str | None, kind: str) -> Any:
+    if kind == "bool":
+        return value is None or value.lower() in ("1", "true")
+    if value is None:
+        raise TargetError(f"target option -{name} needs a value: -{name}=...")
+    if kind == "int":
+        if not re.fullmatch(r"-?\d+", value):
+            raise TargetError(f"target option -{name} is {value!r}; expected an integer")
+        return int(value)
+    return value.split(",") if kind.startswith("Array") else value
+
+
+def _from_name(name: str) -> dict[str, Any]:
+    """The target of an architecture or of a CPU, this machine's architecture first."""
+    arch = canonical_arch(name)
+    if arch in BASELINE:
+        return {"kind": "llvm", "mtriple": triple_for(arch), "mcpu": BASELINE[arch]}
+    arches = sorted(CROSS_TRIPLES, key=lambda arch: arch != host_arch())
+    for arch in arches:
+        if name in known_cpus(arch):
+            return {"kind": "llvm", "mtriple": triple_for(arch), "mcpu": name}
+    if re.fullmatch(r"sm_\d+[a-z]?", name):
+        raise TargetError(f"target {name!r} is no CPU; did you mean 'cuda -arch={name}'?")
+    known = [name for arch in arches for name in known_cpus(arch)]
+    known += ["native", *BASELINE, *Target.list_kinds()]
+    raise unknown_name("target", name, known, "'native', 'x86-64-v3' or 'llvm -mcpu=...'")
+
+
+def _spell_out(config: dict[str, Any]) -> None:
+    """Fill in triple and CPU, and check all names, which LLVM does not."""
+    arch = arch_of_triple(config.setdefault("mtriple", triple_for(host_arch())))
+    cpu = config.setdefault("mcpu", BASELINE[arch])
+    features = config.get("mattr") or []
+    if not isinstance(cpu, str) or not isinstance(features, list):
+        raise TargetError("a target's mcpu is a string and its mattr a list of strings")
+    if cpu == "native":
+        if arch != host_arch():
+            raise TargetError(f"mcpu 'native' is a {host_arch()} CPU, and the target is {arch}")
+        config["mcpu"] = cpu = host_cpu()
+        features = [*_host_mattr(), *features]
+    if cpu not in known_cpus(arch):
+        raise unknown_name(f"{arch} mcpu", cpu, known_cpus(arch))
+    for feature in features:
+        if not isinstance(feature, str) or feature[:1] not in ("+", "-"):
+            raise TargetError(f"feature {feature!r} in mattr must begin with '+' or '-'")
+        if feature[1:] not in known_features(arch):
+            raise unknown_name(f"{arch} mattr feature", feature[1:], known_features(arch))
+    if features:
+        config["mattr"] = features
+
+
+def _host_mattr() -> list[str]:
+    """Differences between this machine and LLVM's model of it that affect kernels.
+
+    Absent features come last, so that features depending on them are removed, too.
+    """
+    matter = CODEGEN_FEATURES[host_arch()]
+    model = codegen.llvm_get_cpu_features(
+        Target({"kind": "llvm", "mtriple": triple_for(host_arch()), "mcpu": host_cpu()})
+    )
+    probe = sorted(item for item in probe_features().items() if item[0] in matter)
+    more = [f"+{name}" for name, there in probe if there and name not in model]
+    less = [f"-{name}" for name, there in probe if not there and name in model]
+    return more + less
+
+
+def _make(config: Any, given: Any) -> Target:
+    """The target of a configuration; an error shows the user's input."""
+    try:
+        return Target(config)
+    except (ValueError, TypeError) as error:
+        reason = str(error).partition(" Target creation from")[0]
+        raise TargetError(f"target {_show(given)} is not valid: {reason}") from error
+
+
+def _plain(value: Any) -> Any:
+    """A value without TVM's own containers."""
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Target):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, Iterable) else value
+
+
+def _show(target: Any) -> str:
+    text = repr(target)
+    return text if len(text) <= 200 else f"{text[:200]}..."
