@@ -20,7 +20,7 @@ from schedules.distribute.device.split import (
     split_rows,
 )
 from schedules.distribute.distribute import Distribution
-from schedules.distribute.exchange import Region
+from schedules.distribute.exchange import Region, region_size
 from schedules.distribute.localize import localize, scalar_arguments
 
 from ...errors import OpError
@@ -118,7 +118,7 @@ def plan_shares(
     for rank, (_, *regions) in enumerate(cut):
         wanted.append([])
         for device, rows in zip(devices[rank], regions, strict=True):
-            if rows[0][0] == rows[0][1]:
+            if region_size(rows) == 0:
                 continue
             key = str(device.target), device.schedule
             ours = functions.setdefault(key, DeviceFunctions(device.target, device.schedule))

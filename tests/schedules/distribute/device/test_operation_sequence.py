@@ -75,7 +75,7 @@ def test_refused() -> None:
 
 def test_one_chunk_takes_the_sum() -> None:
     assert sequence_seconds([(1.0, 2.0, 4.0)], 2) == (7.0,)
-    assert sequence_seconds([(1.0, 2.0, 4.0)] * 3, 1)[-1] == 18.0  # a slot is free after kernels
+    assert sequence_seconds([(1.0, 2.0, 4.0)] * 3, 1)[-1] == 19.0  # a slot is free after kernels
     assert sequence_seconds([(2.0, 1.0, 1.0)] * 5, 2)[-1] == 5 * 2.0 + 2.0
     assert sequence_seconds([(1.0, 1.0, 3.0)] * 5, 2)[-1] == 2.0 + 5 * 3.0
 

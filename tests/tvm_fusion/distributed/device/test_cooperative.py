@@ -205,7 +205,7 @@ def test_explain() -> None:
 loops i over 1 ranks; 0 bytes in 0 messages
 rank  iterations                     sends    receives    compute   exchange  kernels
    0  0:12                               0           0   252.0 us     0.0 us  part_0[0:6]
-      opencl:0 meanwhile: 6:12 in 2 chunks, 320 bytes in, 144 out, 4.8 us"""
+      opencl:0 meanwhile: 6:12 in 2 chunks, 320 bytes in, 144 out, 4.7 us"""
     )
 
 
