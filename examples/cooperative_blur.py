@@ -61,12 +61,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(program.explain())
         if given.compile_only:
             return 0
-        [error] = run_ranks(1, lambda world: run(program, world))
+        [largest] = run_ranks(1, lambda world: run(program, world))
     except TargetError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"largest error: {error:.1e}")
-    return 0 if error < 1e-6 else 1
+    print(f"largest error: {largest:.1e}")
+    return 0 if largest < 1e-6 else 1
 
 
 if __name__ == "__main__":

@@ -68,9 +68,9 @@ def measure_split(
     half = extent // 2
     points: list[list[tuple[int, float]]] = [[] for _ in range(len(devices) + 1)]
     for number in range(len(devices)):
-        for cpu in (half, 0):
-            rows = [cpu, *(0 for _ in devices)]
-            rows[number + 1] = extent - cpu
+        for left in (half, 0):
+            rows = [left, *(0 for _ in devices)]
+            rows[number + 1] = extent - left
             times = iter(measured(*rows))
             for place in (place for place, count in enumerate(rows) if count):
                 points[place].append((rows[place], next(times)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from .driver import Plane, check_index, planes
 # pyopencl keeps binaries by the device's name, which virtual machines on other CPUs share.
 os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
 try:
-    import pyopencl as cl
+    cl: Any = importlib.import_module("pyopencl")
 except ImportError as error:
     raise TargetError(
         f"OpenCL devices need pyopencl ({error}); install it by: pip install 'tvm-fusion[opencl]'"
