@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import importlib
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,8 @@ class OpenCLDriver:
         """The kernels of some code, by their names."""
         if code.kind != "opencl":
             raise OpError(f"code for {code.kind} does not run on {self.name}")
-        with _told(f"{self.name} refuses a kernel"):
+        with _told(f"{self.name} refuses a kernel"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", cl.CompilerWarning)  # Intel's always says what it did
             return {
                 name: cl.Kernel(cl.Program(self._context, text).build("-w"), name)
                 for name, text in code.programs.items()
