@@ -31,7 +31,6 @@ QUICK = ("blur", "chain", "concatenation", "every_fourth", "heat2d", "matmul")
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[WatchedDriver]:
     """The devices that programs open, which are the OpenCL device of the tests."""
-    opencl_context()
     found: list[WatchedDriver] = []
 
     def open_driver(kind: str, index: int) -> WatchedDriver:
