@@ -251,8 +251,10 @@ class _LinearWork:
             resident, _ = sequence.bytes(once)
             into, out = sequence.bytes(itemsizes)
             points.append((work.operations, work.bytes, into - resident, out))
-        lines = [_line(counts, pair) for pair in zip(*points, strict=True)]
-        return cls(*lines, resident)
+        operations, traffic, copied, made = (
+            _line(counts, pair) for pair in zip(*points, strict=True)
+        )
+        return cls(operations, traffic, copied, made, resident)
 
     def of_rows(self, rows: float) -> Work:
         """Work of a number of rows."""
