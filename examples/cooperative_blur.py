@@ -22,16 +22,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.stencils import blur  # noqa: E402
 from tvm_fusion import distributed  # noqa: E402
-from tvm_fusion.distributed import Device, run_ranks  # noqa: E402
-from tvm_fusion.distributed.local_program import Ranks  # noqa: E402
+from tvm_fusion.distributed import Device  # noqa: E402
 from tvm_fusion.errors import TargetError  # noqa: E402
 
 ROWS, COLS = 1000, 512
 
 
-def run(program: distributed.Program, world: Ranks) -> float:
+def run(program: distributed.Program) -> float:
     """Run the blur, and return its largest error against numpy."""
-    local = program.on(world)
+    local = program.alone()
     whole = np.random.default_rng(0).random((ROWS + 2, COLS + 2), np.float32)
     local.input("A").owned[...] = whole
     found = local()
@@ -61,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(program.explain())
         if given.compile_only:
             return 0
-        [largest] = run_ranks(1, lambda world: run(program, world))
+        largest = run(program)
     except TargetError as error:
         print(error, file=sys.stderr)
         return 2

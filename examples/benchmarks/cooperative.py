@@ -92,18 +92,13 @@ class Sweep:
         program = self.programs[title]
         return max(program.cpu_seconds(0), *(s.seconds for s in program.shares.devices[0]), 0.0)
 
-    def measure(self, rounds: int, threads: int) -> dict[str, list[float]]:
+    def measure(self, rounds: int) -> dict[str, list[float]]:
         """Seconds of a run of each split in each round; all have the same result."""
-        [found] = distributed.run_ranks(1, lambda world: self._measure(world, rounds, threads))
-        return found
-
-    def _measure(self, world: Any, rounds: int, threads: int) -> dict[str, list[float]]:
-        world.threads = threads
         found: dict[str, list[float]] = {title: [] for title in self.programs}
         expected: np.ndarray | None = None
         for _ in range(rounds):
             for title, program in self.programs.items():
-                local = program.on(world)
+                local = program.alone()
                 for number, buffer in enumerate(program.distribution.nest.inputs):
                     held = local.input(buffer.name).owned
                     held[...] = np.random.default_rng(number).random(held.shape, np.float32)
@@ -167,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows, cols = given.size or SIZES[name]
         try:
             sweep = Sweep(name, (rows, cols), device, given.threads, not given.dry_run)
-            times = {} if given.dry_run else sweep.measure(given.rounds, given.threads)
+            times = {} if given.dry_run else sweep.measure(given.rounds)
         except TargetError as error:
             print(error, file=sys.stderr)
             return 2

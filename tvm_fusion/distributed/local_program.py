@@ -226,6 +226,11 @@ class LocalProgram:
             for device in started:
                 device.finish()
 
+    @property
+    def has_pieces(self) -> bool:
+        """True if the CPU computes any rows."""
+        return bool(self._pieces)
+
     def run_pieces(self, step: int = 0, interior: bool = False) -> None:
         """Compute what the CPU computes of a step, without exchange or devices."""
         windows = list(self._tensors.values())

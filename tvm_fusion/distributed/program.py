@@ -34,6 +34,7 @@ from .device.driver import open_driver
 from .device.shares import Shares, Split, plan_shares
 from .explain import describe
 from .local_program import LocalProgram, Piece, Ranks, check_ranks
+from .world.local_world import LocalWorld, run_ranks
 
 Schedule = Callable[[s_tir.Schedule], None]
 Overlap = Literal["auto", "always", "never"]
@@ -62,6 +63,8 @@ class Program:
         Figures of the predictions.
     shares : Shares
         Rows of each rank's CPU and devices.
+    threads : int
+        Threads of each rank's kernels.
     """
 
     distribution: Distribution
@@ -72,6 +75,7 @@ class Program:
     network: Network
     processor: Processor
     shares: Shares
+    threads: int
 
     @property
     def ranks(self) -> int:
@@ -124,6 +128,23 @@ class Program:
             for share, driver in zip(shares, drivers, strict=True)
         ]
         return local
+
+    def alone(self) -> LocalProgram:
+        """The program of one rank, in this process, without MPI.
+
+        Raises
+        ------
+        InvalidInputError
+            If the program was compiled for several ranks.
+        TargetError
+            If this machine has not the devices that the program names.
+        """
+
+        def work(world: LocalWorld) -> LocalProgram:
+            world.threads = self.threads
+            return self.on(world)
+
+        return run_ranks(1, work)[0]
 
     def _identity(self) -> str:
         """Text of what must be the same on all ranks."""
@@ -258,6 +279,7 @@ def compile(
         figures.network,
         figures.processor,
         shares,
+        threads,
     )
 
 

@@ -16,12 +16,10 @@ from schedules.distribute.device.split import MeasuredRows, MeasuredSplit
 from schedules.distribute.distribute import distribute
 
 from ...errors import InvalidInputError
-from ..world.local_world import LocalWorld, run_ranks
 from .device import Device
 
 if TYPE_CHECKING:
-    from ..local_program import Beside
-    from ..program import Program
+    from ..local_program import Beside, LocalProgram
 
 _LEAST_SECONDS = 0.2  # of one measurement, about
 _LEAST_RUNS = 3
@@ -61,9 +59,7 @@ def measure_split(
         raise InvalidInputError(f"a loop of {extent} rows cannot be measured; expected at least 2")
 
     def measured(*rows: int) -> list[float]:
-        program = compile(source, 1, devices=devices, split=rows, **options)
-        threads = int(options.get("threads", 1))
-        return run_ranks(1, lambda world: _measure(program, world, threads))[0]
+        return _measure(compile(source, 1, devices=devices, split=rows, **options).alone())
 
     half = extent // 2
     points: list[list[tuple[int, float]]] = [[] for _ in range(len(devices) + 1)]
@@ -79,14 +75,12 @@ def measure_split(
     return MeasuredSplit(cpu, tuple(others))
 
 
-def _measure(program: Program, world: LocalWorld, threads: int) -> list[float]:
+def _measure(local: LocalProgram) -> list[float]:
     """Seconds of the CPU's pieces, if it has any, then of each device that has rows."""
-    world.threads = threads
-    local = program.on(world)
     for buffer in local.plan.nest.inputs:
         held = local.input(buffer.name).window.array
         held[...] = np.random.default_rng(0).integers(0, 2, held.shape)
-    found = [_median(local.run_pieces)] if program.pieces[0] else []
+    found = [_median(local.run_pieces)] if local.has_pieces else []
 
     def run(device: Beside) -> None:
         device.start(local.buffers)

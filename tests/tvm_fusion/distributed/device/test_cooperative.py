@@ -78,6 +78,16 @@ def test_same_result_as_the_cpu_alone(name: str, opened: list[WatchedDriver]) ->
     assert sum(size for what, size in log if what == "out") == out
 
 
+def test_without_ranks(opened: list[WatchedDriver]) -> None:
+    arrays, expected = alone("blur")
+    local = compile(blur(), devices=["opencl"], split=[6, 7], threads=2).alone()
+    local.input("A").owned[...] = arrays["A"]
+    np.testing.assert_array_equal(local(), expected)
+    assert local.world.threads == 2
+    with pytest.raises(InvalidInputError, match="compiled for 2 ranks and there are 1"):
+        compile(blur(), 2).alone()
+
+
 def test_copies_are_what_the_rows_read(opened: list[WatchedDriver]) -> None:
     """Counted against every element that the rows read."""
     func = blur()
