@@ -78,7 +78,7 @@ def read_stages(func: tirx.PrimFunc) -> list[Stage] | None:
 
 
 def _buffers(func: tirx.PrimFunc, root: s_tir.SBlockRealize) -> list[tirx.Buffer]:
-    params = [param for param in func.params if isinstance(param, tirx.Buffer)]
+    params = [param for param in func.params if isinstance(param.ty, tirx.BufferType)]
     return [*params, *root.block.alloc_buffers]
 
 

@@ -366,6 +366,27 @@ RUNTIME = (
         'options = ["--gpu-architecture=sm_90", ',
         ("tests/tvm_fusion/codegen/test_nvrtc.py",),
     ),
+    Fault(
+        "a chunk is copied to a device while the kernel of an earlier one reads the same memory",
+        "tvm_fusion/distributed/device/device_run.py",
+        "            copied = self._of_slot(kernels, number)\n",
+        "            copied: list[Event] = []\n",
+        ("tests/tvm_fusion/distributed/device/test_cuda_driver.py",),
+    ),
+    Fault(
+        "a kernel overwrites rows that have not been copied back from a device",
+        "tvm_fusion/distributed/device/device_run.py",
+        "[*copied, *self._of_slot(ends, number)]",
+        "copied",
+        ("tests/tvm_fusion/distributed/device/test_cuda_driver.py",),
+    ),
+    Fault(
+        "weights of a device are copied for its first chunk into the memory of one slot only",
+        "tvm_fusion/distributed/device/device_run.py",
+        "1 if name in self._sequence.resident else self._sequence.slots",
+        "self._sequence.slots",
+        ("tests/tvm_fusion/distributed/device/test_cooperative.py",),
+    ),
 )
 
 FAULTS = (*KERNELS, *PASSES, *IMPORTER, *RUNTIME)

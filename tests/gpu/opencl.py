@@ -10,20 +10,25 @@ at every call, and a guard zone behind every buffer, which must survive.
 from __future__ import annotations
 
 import functools
-import re
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 import tvm
 from half_arithmetic import refuse_half_arithmetic
-from host_code import Allocation, HostCode, Launch, Step
 from opencl_device import choose_device, cl, find_platforms
 from tvm import tirx
 
 from schedules.errors import EngineError, OpError
+from tvm_fusion.codegen.host_code import (
+    AfterSplit,
+    Allocation,
+    HostCode,
+    Launch,
+    Step,
+    opencl_texts,
+)
 
 # Guard and poison: NaN in every float type, -1 or the largest value in the others.
 POISON = np.array([0xFF], np.uint8)
@@ -93,33 +98,13 @@ def compile_opencl(
     split = AfterSplit()
     with tvm.transform.PassContext(instruments=[split]):
         built = tirx.build(mod, target=target or tvm.target.Target({"kind": "opencl"}, host="llvm"))
-    kernels = {
-        var.name_hint: func
-        for var, func in split.module.functions.items()
-        if "tirx.kernel_launch_params" in func.attrs
-    }
+    hosts, kernels = split.functions()
     if not kernels:
         raise OpError("the function launches no kernel: bind its loops to blockIdx, threadIdx")
     for kernel in kernels.values():
         refuse_half_arithmetic(kernel)
-    [host] = (f for v, f in split.module.functions.items() if v.name_hint not in kernels)
+    [host] = hosts.values()
     return OpenCLKernels(host, kernels, built.imports[0].inspect_source(), helpers)
-
-
-@tvm.instrument.pass_instrument
-class AfterSplit:
-    """Keeps the module as TVM's lowering has it after the split into host and kernels."""
-
-    module: tvm.IRModule
-
-    def run_after_pass(self, module: tvm.IRModule, info: Any) -> None:
-        if info.name == "tirx.SplitHostDevice":
-            self.module = module
-
-
-def _without_bool(source: str) -> str:
-    """TVM's text with bytes for ``bool*``, which OpenCL forbids as the type of a parameter."""
-    return re.sub(r"\b(__global|__local) bool\b", r"\1 uchar", source)
 
 
 class OpenCLKernels:
@@ -137,11 +122,9 @@ class OpenCLKernels:
         self.source = source
         self._host = host
         self._kernels = kernels
-        # As TVM does it: a program for each kernel, since a text repeats the declarations.
-        texts = re.split(r"^// Function: (\w+)\n", source, flags=re.MULTILINE)[1:]
         self._programs = {
-            name: cl.Program(opencl_context(), _without_bool(helpers + text)).build("-w")
-            for name, text in zip(texts[::2], texts[1::2], strict=True)
+            name: cl.Program(opencl_context(), helpers + text).build("-w")
+            for name, text in opencl_texts(source).items()
         }
 
     def run(self, *arguments: np.ndarray | float) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import tvm
 import tvm_ffi
-from host_code import Launch
 from opencl import POISON, OpenCLKernels, compile_opencl, opencl_context
 from tvm import relax, tirx
 from tvm.relax.backend.cuda import pipeline as stock
 from tvm.target import Target
 
 from schedules.errors import OpError
+from tvm_fusion.codegen.host_code import Launch
 
 OPENCL = Target({"kind": "opencl"}, host="llvm")
 _numbers = itertools.count()

@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import tvm
 import tvm_ffi
-from host_code import HostCode, Step
 from numpy.typing import NDArray
-from opencl import AfterSplit
 from tvm import tirx
 from tvm.target import Target
 
 from schedules.errors import OpError
+from tvm_fusion.codegen.host_code import AfterSplit, HostCode, Step
 
 WARP = 32
 Value = Any  # an integer, an array with one for each thread, or None for what is unknown

@@ -2,7 +2,8 @@
 """Programs and networks over MPI ranks: the session, exchanges, reductions, failures.
 
 Imports ``compiler`` and ``runtime``; only ``cli`` may import it. Without mpi4py all but a session
-works. Start with ``program.py``, then with ``network`` (models) and ``world`` (messages).
+works. Start with ``program.py``, then ``network`` (models), ``world`` (messages) and ``device``
+(CPU and GPU together).
 """
 
 # TVM's compiler is imported with the first name that needs it: ranks that run a saved model, or
@@ -14,6 +15,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .device.device import Device, accelerator_of
+    from .device.measure_split import measure_split
     from .network.compile_network import compile_network
     from .network.model import DistributedModel, load
     from .program import Program, compile, estimated_processor
@@ -23,19 +26,24 @@ if TYPE_CHECKING:
     from .world.local_world import run_ranks
 
 __all__ = [
+    "Device",
     "DistributedModel",
     "Program",
     "World",
+    "accelerator_of",
     "compile",
     "compile_network",
     "estimated_processor",
     "load",
+    "measure_split",
     "reduce",
     "run_ranks",
     "session",
 ]
 
 _LATER = {
+    **dict.fromkeys(("Device", "accelerator_of"), "device.device"),
+    "measure_split": "device.measure_split",
     "compile_network": "network.compile_network",
     **dict.fromkeys(("DistributedModel", "load"), "network.model"),
     **dict.fromkeys(("Program", "compile", "estimated_processor"), "program"),

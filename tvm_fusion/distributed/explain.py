@@ -9,6 +9,7 @@ from schedules.distribute.cost import Network, Processor, overlap_gain_of, work_
 from schedules.distribute.distribute import Distribution
 from schedules.distribute.exchange import Message, Region, region_size
 
+from .device.shares import DeviceShare, Shares
 from .local_program import Piece
 
 
@@ -18,12 +19,13 @@ def describe(
     network: Network,
     processor: Processor,
     overlap: str,
+    shares: Shares,
 ) -> str:
-    """Return a table with a line for each rank, and a line for each message of its exchanges.
+    """Return a table with a line for each rank, for each of its devices, and for each message.
 
-    Times are predicted from the figures of ``network`` and ``processor``; the column ``overlap``
-    tells whether the interior is computed while messages travel, and the time that this saves (or
-    costs), ``-`` where a rank has no interior of its own.
+    Times are predicted from the figures of ``network``, ``processor`` and the devices; the column
+    ``overlap`` tells whether the interior is computed while messages travel, and the time that this
+    saves (or costs), ``-`` where a rank has no interior of its own.
     """
     loops = ", ".join(plan.nest.loop_names)
     grid = " x ".join(map(str, plan.partition.grid))
@@ -36,6 +38,7 @@ def describe(
     ]
     for part in plan.parts:
         lines.append(_line(plan, part.rank, pieces[part.rank], network, processor))
+        lines += [_device(plan, share) for share in shares.devices[part.rank]]
         for exchange in plan.exchanges:
             lines += [
                 f"      from {message.source}: {message.buffer}[{_text(message.region)}], "
@@ -70,6 +73,15 @@ def _line(
     return (
         f"{rank:>4}  {rows:<18}{_bytes(plan, sent):>12}{_bytes(plan, received):>12}"
         f"{_time(compute):>11}{_time(exchange):>11}{gained:>15}  {kernels}"
+    )
+
+
+def _device(plan: Distribution, share: DeviceShare) -> str:
+    into, out = share.sequence.bytes(plan.itemsizes)
+    count = len(share.sequence.chunks)
+    return (
+        f"      {share.device.name} meanwhile: {_text(share.rows)} in {count} "
+        f"chunk{'s' if count > 1 else ''}, {into} bytes in, {out} out, {_time(share.seconds)}"
     )
 
 

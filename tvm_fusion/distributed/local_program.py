@@ -49,6 +49,16 @@ class Ranks(Protocol):
         """Wait until all ranks are here."""
 
 
+class Beside(Protocol):
+    """What computes rows of a rank beside its CPU."""
+
+    def start(self, buffers: Mapping[str, LocalBuffer]) -> None:
+        """Begin to compute them, from and to these windows."""
+
+    def finish(self) -> None:
+        """Wait until they are there."""
+
+
 @dataclass(frozen=True)
 class LocalArray:
     """Window of an input or of the output that a rank holds.
@@ -113,7 +123,11 @@ class LocalProgram:
     ----------
     buffers : dict[str, LocalBuffer]
         The windows of all parameters, by name.
+    devices : Sequence[Beside]
+        What devices compute of this rank's rows.
     """
+
+    devices: Sequence[Beside] = ()
 
     def __init__(
         self,
@@ -228,6 +242,23 @@ class LocalProgram:
         self.world.finish(self.plan.exchange)
 
     def _run(self, step: int, interior: bool) -> None:
+        started: list[Beside] = []
+        try:
+            for device in () if interior else self.devices:
+                started.append(device)
+                device.start(self.buffers)
+            self.run_pieces(step, interior)
+        finally:
+            for device in started:
+                device.finish()
+
+    @property
+    def has_pieces(self) -> bool:
+        """True if the CPU computes any rows."""
+        return bool(self._calls)
+
+    def run_pieces(self, step: int = 0, interior: bool = False) -> None:
+        """Compute what the CPU computes of a step, without exchange or devices."""
         for kernel, scalars in self._calls.get((step, interior), ()):
             self._crew.run(kernel, *self._tensors.values(), *scalars)
 

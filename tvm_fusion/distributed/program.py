@@ -28,8 +28,13 @@ from schedules.schedule_rule import schedule_function
 
 from ..compiler.targets.target import is_gpu, resolve
 from ..errors import OpError, TargetError
+from .device.device import Device, resolve_devices
+from .device.device_run import DeviceRun
+from .device.driver import open_driver
+from .device.shares import Shares, Split, plan_shares
 from .explain import describe
 from .local_program import LocalProgram, Piece, Ranks, check_ranks
+from .world.local_world import LocalWorld, run_ranks
 
 Schedule = Callable[[s_tir.Schedule], None]
 Overlap = Literal["auto", "always", "never"]
@@ -58,6 +63,10 @@ class Program:
         Figures of the predictions.
     overlap : str
         Whether interiors are computed while messages travel, as it was asked for.
+    shares : Shares
+        Rows of each rank's CPU and devices.
+    threads : int
+        Threads of each rank's kernels.
     """
 
     distribution: Distribution
@@ -67,7 +76,9 @@ class Program:
     target: Target
     network: Network
     processor: Processor
-    overlap: Overlap = "auto"
+    overlap: Overlap
+    shares: Shares
+    threads: int
 
     @property
     def ranks(self) -> int:
@@ -76,7 +87,22 @@ class Program:
 
     def explain(self) -> str:
         """Return a table of rows, halos, messages, kernels and predicted times of each rank."""
-        return describe(self.distribution, self.pieces, self.network, self.processor, self.overlap)
+        return describe(
+            self.distribution,
+            self.pieces,
+            self.network,
+            self.processor,
+            self.overlap,
+            self.shares,
+        )
+
+    def cpu_seconds(self, rank: int) -> float:
+        """Predicted time of the kernels of a rank's CPU."""
+        plan = self.distribution
+        return sum(
+            self.processor.seconds(work_of(plan.nest, piece.rows, plan.itemsizes))
+            for piece in self.pieces[rank]
+        )
 
     def on(self, world: Ranks) -> LocalProgram:
         """Share of the program of one rank, with memory for its windows.
@@ -93,20 +119,50 @@ class Program:
         ------
         InvalidInputError
             If there are more or fewer ranks than the program was compiled for.
+        TargetError
+            If the rank has not the devices that the program names.
         DistributedError
-            If ranks have different programs.
+            If ranks have different programs, or a device has not the memory.
         """
         check_ranks(world, self.ranks, "program")
+        shares = self.shares.devices[world.rank]
+        drivers = [open_driver(share.device.kind, share.device.index) for share in shares]
         world.agree(self._identity(), "programs")
         pieces = self.pieces[world.rank]
         kernels = {piece.kernel: self.library[piece.kernel] for piece in pieces}
-        return LocalProgram(self.distribution, world, pieces, kernels)
+        local = LocalProgram(self.distribution, world, pieces, kernels)
+        local.devices = [
+            DeviceRun(share, driver, local.buffers)
+            for share, driver in zip(shares, drivers, strict=True)
+        ]
+        return local
+
+    def alone(self) -> LocalProgram:
+        """The program of one rank, in this process, without MPI.
+
+        Raises
+        ------
+        InvalidInputError
+            If the program was compiled for several ranks.
+        TargetError
+            If this machine has not the devices that the program names.
+        """
+
+        def work(world: LocalWorld) -> LocalProgram:
+            world.threads = self.threads
+            return self.on(world)
+
+        return run_ranks(1, work)[0]
 
     def _identity(self) -> str:
         """Text of what must be the same on all ranks."""
         plan = self.distribution
         func = plan.nest.func.script()
-        return f"{plan.partition} {plan.exchanges} {self.pieces} {plan.repeat} {self.target} {func}"
+        shares = [share.identity() for shares in self.shares.devices for share in shares]
+        return (
+            f"{plan.partition} {plan.exchanges} {self.pieces} {plan.repeat} {self.target} {shares} "
+            f"{func}"
+        )
 
 
 def compile(
@@ -127,6 +183,8 @@ def compile(
     threads: int = 1,
     network: Network | None = None,
     processor: Processor | None = None,
+    devices: Sequence[str | Device] | Mapping[int, Sequence[str | Device]] = (),
+    split: Split = "auto",
 ) -> Program:
     """Compile a function for a number of ranks, each of which computes a part of the output.
 
@@ -135,7 +193,7 @@ def compile(
     source : tirx.PrimFunc or s_tir.Schedule
         The function, or a schedule of which it is the ``main``, before its loops are split.
     ranks : int, optional
-        Number of ranks; not needed with ``sizes``.
+        Number of ranks; not needed with ``sizes``, and by default 1 with ``devices``.
     target : str, mapping or tvm.target.Target
         The CPU of every rank, as in :func:`tvm_fusion.compile`.
     loop, sizes, grid, owned, transfers, infer
@@ -159,6 +217,16 @@ def compile(
         Threads of each rank's kernels.
     network, processor : Network, Processor, optional
         Figures for predictions, by default estimates.
+    devices : Sequence or Mapping
+        Devices that compute rows of every rank beside its CPU, or from ranks to theirs: names such
+        as ``"cuda"``, ``"cuda:1"`` or ``"opencl"``, or :class:`.device.device.Device`. Their rows
+        are copied from the rank's memory and back, in chunks; messages of other ranks pass through
+        that memory, too.
+    split : str, sequence, mapping or MeasuredSplit
+        Iterations of the first distributed loop that the CPU and each device compute, in this
+        order, of every rank or from ranks to theirs; ``"auto"`` takes those that end first by the
+        figures of ``processor`` and the devices, :func:`.device.measure_split.measure_split` by
+        measured ones.
 
     Returns
     -------
@@ -168,16 +236,24 @@ def compile(
     Raises
     ------
     OpError
-        If the function cannot be distributed so; nothing has been compiled then.
+        If the function cannot be distributed so, or a split does not fit.
+    InvalidInputError
+        If devices are given for a rank that is none.
     TargetError
-        If the target is unknown, or no CPU.
+        If the target is unknown, or no CPU, or one of a device is no GPU.
     """
     if overlap not in ("auto", "always", "never"):
         raise OpError(f"overlap is {overlap!r}; expected 'auto', 'always' or 'never'")
     resolved = resolve(target, threads)
     if is_gpu(resolved):
-        raise TargetError("ranks compute on CPUs in this version; name a CPU as the target")
+        raise TargetError(
+            "the target of ranks is their CPU; name GPUs as devices=, and a CPU as the target"
+        )
     figures = _Figures(network or Network(), processor or estimated_processor(resolved))
+    if devices:
+        ranks = 1 if ranks is None and sizes is None else ranks
+        _check_devices(overlap, exchange_every)
+        overlap, exchange_every = "never", 1
     planned = functools.partial(
         distribute,
         source,
@@ -196,9 +272,12 @@ def compile(
         plan = min(plans, key=lambda plan: figures.step_seconds(plan, overlap))
     else:
         plan = planned(exchange_every=exchange_every)
+    placed = resolve_devices(devices, plan.ranks, resolved)
+    shares = plan_shares(plan, placed, split, figures.processor)
     kernels = _Kernels(plan, resolved, schedule)
     pieces = tuple(
-        kernels.pieces(rank, figures.overlaps(plan, rank, overlap)) for rank in range(plan.ranks)
+        kernels.pieces(rank, figures.overlaps(plan, rank, overlap), shares.cpu[rank])
+        for rank in range(plan.ranks)
     )
     with resolved:
         module = tvm.IRModule(kernels.functions)
@@ -212,7 +291,22 @@ def compile(
         figures.network,
         figures.processor,
         overlap,
+        shares,
+        threads,
     )
+
+
+def _check_devices(overlap: Overlap, exchange_every: int | str) -> None:
+    """Refuse what devices cannot do."""
+    if overlap == "always":
+        raise OpError(
+            "overlap='always' is for ranks without devices: those read their halos after the "
+            "exchange; leave overlap out"
+        )
+    if exchange_every not in (1, "auto"):
+        raise OpError(
+            f"exchange_every is {exchange_every}; ranks with devices exchange at every step"
+        )
 
 
 def estimated_processor(target: Target) -> Processor:
@@ -272,11 +366,13 @@ class _Kernels:
                 f"a schedule is given for rank {strange[0]}; ranks are 0 to {plan.ranks - 1}"
             )
 
-    def pieces(self, rank: int, overlap: bool) -> tuple[Piece, ...]:
-        """The kernel calls of a rank: its interior first if that is overlapped."""
+    def pieces(self, rank: int, overlap: bool, cpu: Region) -> tuple[Piece, ...]:
+        """The kernel calls of a rank's CPU: its interior first if that is overlapped."""
         part = self.plan.parts[rank]
-        if part.is_empty:
+        if region_size(cpu) == 0:
             return ()
+        if cpu != part.rows:
+            return (self._piece(rank, cpu, 0),)
         if not overlap:
             return tuple(self._piece(rank, rows, step) for step, rows in enumerate(part.steps))
         interior = self.plan.interior(rank)

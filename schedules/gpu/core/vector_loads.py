@@ -289,7 +289,7 @@ class FlatViews:
         kept = [
             param
             for param in func.params
-            if isinstance(param, tirx.Buffer)
+            if isinstance(param.ty, tirx.BufferType)
             and (gpu.has_bfloat16 or str(param.dtype) != "bfloat16")
         ]
         return cls(tuple((param, flat_view(param)) for param in kept))

@@ -6,12 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from host_code import Launch
 from opencl import compile_opencl, new_queue
 from tvm import tirx
 from tvm.script import tirx as T
 
 from schedules.errors import InvalidInputError, OpError
+from tvm_fusion.codegen.host_code import Launch
 
 DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool"]
 

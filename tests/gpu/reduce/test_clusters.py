@@ -15,7 +15,7 @@ from cluster_emulation import check_protocol, clusters, emulated, kernels
 from cuda_text import count, cuda_source, opcodes, ptxas, sass
 from gpu_onnx import long_softmax, long_sums
 from group_cases import Group
-from opencl import AfterSplit, compile_opencl
+from opencl import compile_opencl
 from reduce.test_reduce_chains import check as check_chain
 from reduce.test_reduce_chains import inputs_of, make
 from reduce_cases import CUDA, OPENCL, Case, check, choose, random_data, reference
@@ -29,6 +29,7 @@ from schedules.gpu.reduce.plan.limits import chain_fits
 from schedules.workload.reduce import CanonicalLoops, ReduceWorkload
 from tests.selection import in_turns
 from tvm_fusion.codegen.device_code import cuda_texts
+from tvm_fusion.codegen.host_code import AfterSplit
 
 op = relax.op
 

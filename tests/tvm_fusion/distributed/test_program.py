@@ -298,7 +298,7 @@ def test_overlap_by_the_model() -> None:
     ("arguments", "error", "reason"),
     [
         ({"overlap": "maybe"}, OpError, "overlap is 'maybe'; expected"),
-        ({"target": "opencl"}, TargetError, "ranks compute on CPUs"),
+        ({"target": "opencl"}, TargetError, "the target of ranks is their CPU; name GPUs as"),
         ({"repeat": "B"}, OpError, "repeat names 'B'; the inputs are A"),
         ({"repeat": "A"}, OpError, "'A' of shape .* cannot take the output"),
         ({"schedule": {2: print}}, OpError, "given for rank 2; ranks are 0 to 1"),

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import tvm_ffi
 from mpi_ranks import needs_mpi, run_ranks
+from opencl import opencl_context
 from small_onnx import small_model
 from tvm import s_tir, tirx
 
 from examples import (
     coalesced_reduction,
+    cooperative_blur,
     demo,
     distributed_blur,
     distributed_network,
@@ -26,6 +28,7 @@ from examples import (
 )
 from examples.benchmarks import (
     campaign,
+    cooperative,
     distributed,
     distributed_networks,
     exchanges,
@@ -275,6 +278,37 @@ def test_distributed_blur_of_processes() -> None:
     outcome = run_ranks(2, Path(distributed_blur.__file__), "--mpi")
     assert outcome.code == 0, outcome.stderr
     assert "largest error of 2 ranks: " in outcome.stdout
+
+
+def test_cooperative_blur(capsys: pytest.CaptureFixture[str]) -> None:
+    opencl_context()  # chooses the OpenCL of the tests
+    assert cooperative_blur.main(["--split", "400", "600", "--chunks", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "opencl:0 meanwhile: 400:1000 in 3 chunks" in out and "largest error: " in out
+    assert cooperative_blur.main(["--device", "opencl:99"]) == 2
+    assert "no device opencl:99; it has opencl:0" in capsys.readouterr().err
+
+
+def test_cooperative_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--dry-run", "--only", "blur", "--size", "64", "32", "--device", "opencl"]
+    assert cooperative.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"4/16 .* 16 .* -", out) and "model" in out
+    assert cooperative.splits_of(64)["4/16"] == [16, 48]
+    times = {"0/16": [2.0], "8/16": [1.0], "16/16": [3.0], "model": [1.1]}
+    told = "to the best split: model 1.10x; best split to one side alone: 2.00x"
+    assert cooperative.verdict(times) == told
+
+
+@pytest.mark.slow
+def test_cooperative_sweep_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opencl_context()
+    path = tmp_path / "cooperative.json"
+    arguments = ["--only", "blur", "--size", "32", "32", "--device", "opencl", "--rounds", "1"]
+    assert cooperative.main([*arguments, "--output", str(path)]) == 0
+    splits = json.loads(path.read_text())["results"]["blur"]["splits"]
+    assert len(splits) == 19 and splits["16/16"]["cpu_rows"] == 32
+    assert "measured" in capsys.readouterr().out
 
 
 def test_distributed_network(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interpreter of the host code of a GPU function: sizes, allocations, branches, launches."""
+"""Interpreter of the host code of a GPU function: sizes, allocations, branches, launches.
+
+TVM's own host code needs TVM's runtime for the device, which its wheel lacks for OpenCL, and which
+allocates memory and chooses queues itself. Here the launches of a call are a list.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +19,7 @@ from tvm import tirx
 from tvm.sym import Analyzer
 from tvm.tirx.buffer import BufferType
 
-from schedules.errors import InvalidInputError, OpError
+from ..errors import InvalidInputError, OpError
 
 _AXES = {
     f"{kind}Idx.{axis}": (kind, i)
@@ -47,6 +52,36 @@ class Step:
 
     launch: Launch
     arguments: tuple[tuple[Any, np.dtype | None], ...]
+
+
+@tvm.instrument.pass_instrument
+class AfterSplit:
+    """Keeps the module as TVM's lowering has it after the split into host and kernels."""
+
+    module: tvm.IRModule
+
+    def run_after_pass(self, module: tvm.IRModule, info: Any) -> None:
+        """Keep the module of that pass."""
+        if info.name == "tirx.SplitHostDevice":
+            self.module = module
+
+    def functions(self) -> tuple[dict[str, tirx.PrimFunc], dict[str, tirx.PrimFunc]]:
+        """The host functions and the kernels, by their names."""
+        named = {var.name_hint: func for var, func in self.module.functions.items()}
+        kernels = {n: f for n, f in named.items() if "tirx.kernel_launch_params" in f.attrs}
+        return {n: f for n, f in named.items() if n not in kernels}, kernels
+
+
+def opencl_texts(source: str) -> dict[str, str]:
+    """The parts of TVM's OpenCL text, by their kernels: each is a program, with all declarations.
+
+    Bytes stand for ``bool*``, which OpenCL forbids as the type of a parameter.
+    """
+    texts = re.split(r"^// Function: (\w+)\n", source, flags=re.MULTILINE)[1:]
+    return {
+        name: re.sub(r"\b(__global|__local) bool\b", r"\1 uchar", text)
+        for name, text in zip(texts[::2], texts[1::2], strict=True)
+    }
 
 
 class HostCode:

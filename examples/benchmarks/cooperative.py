@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stencils on a CPU and a GPU at once: a sweep of 17 splits of their rows, and the chosen ones.
+
+    python examples/benchmarks/cooperative.py [--device cuda] [--only NAME ...] [--rounds 5]
+    python examples/benchmarks/cooperative.py --dry-run [--device "cuda -arch=sm_90"]
+
+All splits take turns. Prints a table and writes results/CPU/cooperative.json. Ends with 2 where the
+device is not there; --dry-run compiles all splits and prints predicted times, without a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tvm_fusion import distributed
+from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.errors import TargetError
+from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.written_aside import written_aside
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# The checkout itself holds the modules beside this one.
+from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.stencils import STENCILS  # noqa: E402
+
+SIZES = {
+    "blur": (8192, 8192),
+    "convolution": (4096, 4096),
+    "cvt_color": (4096, 4096),
+    "gaussian": (4096, 4096),
+    "pipeline": (4096, 4096),
+    "sobel": (8192, 8192),
+}
+PARTS = 16
+"""Steps of the sweep, from the device alone to the CPU alone."""
+
+
+def splits_of(rows: int) -> dict[str, list[int]]:
+    """The splits of the sweep by their names."""
+    cuts = [rows * part // PARTS for part in range(PARTS + 1)]
+    return {f"{part}/{PARTS}": [cut, rows - cut] for part, cut in enumerate(cuts)}
+
+
+class Sweep:
+    """Programs of one stencil, one for each split.
+
+    Parameters
+    ----------
+    name : str
+        The stencil.
+    size : tuple[int, int]
+        Rows and columns of its output.
+    device : str
+        The device beside the CPU.
+    threads : int
+        Of the CPU.
+    measured : bool
+        Whether the device is there: then a split by measured times is among them.
+    """
+
+    def __init__(
+        self, name: str, size: tuple[int, int], device: str, threads: int, measured: bool
+    ) -> None:
+        func = STENCILS[name](*size)
+        options: dict[str, Any] = {"devices": [device], "threads": threads}
+        splits: dict[str, Any] = {**splits_of(size[0]), "model": "auto"}
+        if measured:
+            splits["measured"] = distributed.measure_split(func, **options)
+        self.programs = {
+            title: distributed.compile(func, split=split, **options)
+            for title, split in splits.items()
+        }
+
+    def rows(self, title: str) -> int:
+        """Rows of the CPU."""
+        [((begin, end), *_)] = self.programs[title].shares.cpu
+        return end - begin
+
+    def predicted(self, title: str) -> float:
+        """Predicted seconds: those of the side that ends last."""
+        program = self.programs[title]
+        return max(program.cpu_seconds(0), *(s.seconds for s in program.shares.devices[0]), 0.0)
+
+    def measure(self, rounds: int) -> dict[str, list[float]]:
+        """Seconds of a run of each split in each round; all have the same result."""
+        found: dict[str, list[float]] = {title: [] for title in self.programs}
+        expected: np.ndarray | None = None
+        for _ in range(rounds):
+            for title, program in self.programs.items():
+                local = program.alone()
+                for number, buffer in enumerate(program.distribution.nest.inputs):
+                    held = local.input(buffer.name).owned
+                    held[...] = np.random.default_rng(number).random(held.shape, np.float32)
+                result = local()  # the first call prepares
+                expected = result.copy() if expected is None else expected
+                np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
+                begin = time.perf_counter()
+                local()
+                found[title].append(time.perf_counter() - begin)
+        return found
+
+
+def table_of(name: str, sweep: Sweep, times: dict[str, list[float]]) -> Table:
+    """One row a split."""
+    table = Table(title=f"{name}: rows on the CPU, predicted and measured ms")
+    for heading in ("split", "rows", "predicted", "measured"):
+        table.add_column(heading, justify="right" if heading != "split" else "left")
+    for title in sweep.programs:
+        measured = f"{statistics.median(times[title]) * 1e3:.2f}" if title in times else "-"
+        predicted = f"{sweep.predicted(title) * 1e3:.2f}"
+        table.add_row(title, str(sweep.rows(title)), predicted, measured)
+    return table
+
+
+def result_of(sweep: Sweep, times: dict[str, list[float]]) -> dict[str, Any]:
+    """What the file keeps of a stencil."""
+    return {
+        title: {
+            "cpu_rows": sweep.rows(title),
+            "predicted_ms": sweep.predicted(title) * 1e3,
+            "turns_ms": [seconds * 1e3 for seconds in times[title]],
+        }
+        for title in sweep.programs
+    }
+
+
+def verdict(times: dict[str, list[float]]) -> str:
+    """The chosen splits against the best of the sweep, and the pair against either side alone."""
+    medians = {title: statistics.median(turns) for title, turns in times.items()}
+    best = min(seconds for title, seconds in medians.items() if "/" in title)
+    alone = min(medians[f"0/{PARTS}"], medians[f"{PARTS}/{PARTS}"])
+    chosen = ", ".join(f"{t} {medians[t] / best:.2f}x" for t in medians if "/" not in t)
+    return f"to the best split: {chosen}; best split to one side alone: {alone / best:.2f}x"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Sweep the splits of all stencils."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--only", nargs="+", choices=list(SIZES), default=list(SIZES))
+    options.add_argument("--size", type=int, nargs=2, help="rows and columns instead")
+    options.add_argument("--device", help="by default cuda; of --dry-run cuda -arch=sm_90")
+    options.add_argument("--threads", type=int, default=2, help="of the CPU")
+    options.add_argument("--rounds", type=int, default=5, help="turns of each split")
+    options.add_argument("--dry-run", action="store_true", help="compile and predict only")
+    options.add_argument("--output", type=Path, default=CPU_FOLDER / "cooperative.json")
+    given = options.parse_args(arguments)
+    device = given.device or ("cuda -arch=sm_90" if given.dry_run else "cuda")
+    console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
+    results: dict[str, Any] = {}
+    for name in given.only:
+        rows, cols = given.size or SIZES[name]
+        try:
+            sweep = Sweep(name, (rows, cols), device, given.threads, not given.dry_run)
+            times = {} if given.dry_run else sweep.measure(given.rounds)
+        except TargetError as error:
+            print(error, file=sys.stderr)
+            return 2
+        console.print(table_of(name, sweep, times))
+        if times:
+            console.print(verdict(times))
+            results[name] = {"size": [rows, cols], "splits": result_of(sweep, times)}
+            given.output.parent.mkdir(parents=True, exist_ok=True)
+            with written_aside(given.output) as aside:
+                text = {"machine": host_info(), "device": device, "results": results}
+                aside.write_text(json_text(text))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations by which a device computes rows: copies in, kernels and copies out of row chunks.
+
+There are three sequences, each in order: copies in, kernels, copies out. Events tie them, for chunk
+``i`` and two slots of memory::
+
+    copies in   in 0   in 1   in 2          in i      after kernel i - 2: it reads the slot
+    kernels            k 0    k 1    k 2    kernel i  after in i, and after out i - 2
+    copies out                out 0  out 1  out i     after kernel i
+
+So the copies of one chunk run beside the kernel of another, and the memory that the device needs
+does not grow with the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...errors import OpError
+from ..exchange import Region, region_size
+from ..loop_nest import LoopNest, shape_of
+from ..partition import balanced
+from ..regions import regions_computed
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows that a device computes at once.
+
+    Parameters
+    ----------
+    rows : Region
+        Range of each distributed loop; never empty.
+    windows : Mapping[str, Region]
+        For each parameter what the device has memory for: all that the rows read, and, of the
+        outputs, the rows themselves.
+    unused : frozenset[str]
+        Inputs that the rows do not read; there is memory for one element, since a kernel takes no
+        empty array.
+    """
+
+    rows: Region
+    windows: Mapping[str, Region]
+    unused: frozenset[str]
+
+
+@dataclass(frozen=True)
+class OperationSequence:
+    """Chunks of a device's rows, in order.
+
+    Parameters
+    ----------
+    chunks : tuple[Chunk, ...]
+        At least one.
+    outputs : tuple[str, ...]
+        The parameters that are copied out; the others are copied in.
+    resident : tuple[str, ...]
+        Inputs of which all chunks read the same, such as weights: copied once.
+    slots : int
+        Chunks that the device has memory for.
+    """
+
+    chunks: tuple[Chunk, ...]
+    outputs: tuple[str, ...]
+    resident: tuple[str, ...]
+    slots: int
+
+    def copied_in(self, number: int) -> dict[str, Region]:
+        """Regions of inputs that are copied for a chunk; those that stay come with the first."""
+        chunk = self.chunks[number]
+        skipped = {*self.outputs, *chunk.unused, *(self.resident if number else ())}
+        return {name: region for name, region in chunk.windows.items() if name not in skipped}
+
+    def copied_out(self, number: int) -> dict[str, Region]:
+        """Regions of outputs that are copied after a chunk."""
+        windows = self.chunks[number].windows
+        return {name: windows[name] for name in self.outputs}
+
+    def chunk_bytes(self, number: int, itemsizes: Mapping[str, int]) -> tuple[int, int]:
+        """Bytes that are copied in and out for a chunk."""
+        copied = self.copied_in(number).items()
+        made = self.copied_out(number).items()
+        into, out = (
+            sum(region_size(region) * itemsizes[name] for name, region in regions)
+            for regions in (copied, made)
+        )
+        return into, out
+
+    def bytes(self, itemsizes: Mapping[str, int]) -> tuple[int, int]:
+        """Bytes of all copies in and out; what two chunks read counts twice."""
+        found = [self.chunk_bytes(number, itemsizes) for number in range(len(self.chunks))]
+        return sum(into for into, _ in found), sum(out for _, out in found)
+
+
+def operation_sequence(
+    nest: LoopNest, rows: Region, chunks: int = 1, slots: int = 2
+) -> OperationSequence:
+    """Cut rows of a device into chunks.
+
+    Parameters
+    ----------
+    nest : LoopNest
+        The function.
+    rows : Region
+        Range of each distributed loop; not empty. The first loop is cut.
+    chunks : int
+        Number of chunks, which differ by at most one iteration; fewer where there are fewer
+        iterations.
+    slots : int
+        Chunks that the device has memory for.
+
+    Raises
+    ------
+    OpError
+        If there are no rows, no chunk or no slot, or if one output is computed from other rows of
+        another one, which then another chunk or the CPU computes, too.
+    """
+    if chunks < 1 or slots < 1:
+        raise OpError(
+            f"rows of a device are cut into {chunks} chunks, with memory for {slots}; "
+            "expected 1 or more of both"
+        )
+    if region_size(rows) == 0:
+        raise OpError(f"range {rows} of the loops {', '.join(nest.loop_names)} is empty")
+    (begin, end), *others = rows
+    bounds = balanced(end - begin, min(chunks, end - begin))
+    cut = [
+        _chunk(nest, ((begin + low, begin + high), *others))
+        for low, high in zip(bounds, bounds[1:], strict=False)
+    ]
+    resident = [buffer.name for buffer in nest.inputs if not any(nest.varying.get(buffer, ((),)))]
+    outputs = tuple(buffer.name for buffer in nest.outputs)
+    return OperationSequence(tuple(cut), outputs, tuple(resident), min(slots, len(cut)))
+
+
+def sequence_seconds(stages: Sequence[tuple[float, float, float]], slots: int) -> tuple[float, ...]:
+    """End of each chunk's copy out, from the begin of the first copy in.
+
+    Parameters
+    ----------
+    stages : Sequence[tuple[float, float, float]]
+        Seconds of copy in, kernels and copy out of each chunk.
+    slots : int
+        Chunks that the device has memory for.
+    """
+    kernels: list[float] = []
+    ends: list[float] = []
+    copied = 0.0
+    for number, (into, compute, out) in enumerate(stages):
+        last = number - slots
+        copied = max(copied, kernels[last] if last >= 0 else 0.0) + into
+        before = max(kernels[-1] if kernels else 0.0, ends[last] if last >= 0 else 0.0)
+        kernels.append(max(copied, before) + compute)
+        ends.append(max(kernels[-1], ends[-1] if ends else 0.0) + out)
+    return tuple(ends)
+
+
+def _chunk(nest: LoopNest, rows: Region) -> Chunk:
+    wanted = nest.output_regions(rows)
+    used = regions_computed(nest, wanted)
+    for output, [region] in wanted.items():
+        if used[output] != region:
+            raise OpError(
+                f"rows {region} of output {output.name!r} need {used[output]}, which other rows of "
+                "another output read; a device computes its own rows alone: leave devices= out"
+            )
+    windows = {
+        buffer.name: used.get(buffer, tuple((0, min(1, n)) for n in shape_of(buffer)))
+        for buffer in nest.func.params
+    }
+    unused = frozenset(buffer.name for buffer in nest.inputs if buffer not in used)
+    return Chunk(rows, windows, unused)

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU and OpenCL devices on one algorithm: the results of the CPU alone, whatever the split."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from device_runs import WatchedDriver, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_nests import CASES, Interpreter, blur, elements, heat2d, random_arrays
+from opencl import opencl_context
+from tvm import s_tir
+
+from schedules.distribute.cost import Processor
+from schedules.distribute.device.split import Accelerator, MeasuredRows, MeasuredSplit
+from tvm_fusion import distributed
+from tvm_fusion.codegen.host_code import Launch
+from tvm_fusion.distributed import Device, compile, measure_split
+from tvm_fusion.errors import DistributedError, InvalidInputError, OpError, TargetError
+
+EXACT = ("blur", "upsample", "concatenation", "flip", "pipeline")
+"""Their arithmetic is the same in both compilers: no products are joined with sums."""
+QUICK = ("blur", "chain", "concatenation", "every_fourth", "heat2d", "matmul")
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[WatchedDriver]:
+    """The devices that programs open, which are the OpenCL device of the tests."""
+    found: list[WatchedDriver] = []
+
+    def open_driver(kind: str, index: int) -> WatchedDriver:
+        assert kind == "opencl"
+        found.append(WatchedDriver(index))
+        return found[-1]
+
+    monkeypatch.setattr("tvm_fusion.distributed.program.open_driver", open_driver)
+    return found
+
+
+@functools.cache
+def alone(name: str, steps: int = 1) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Arrays, and the result of the CPU alone."""
+    func = CASES[name]()
+    arrays = random_arrays(func)
+    return arrays, run(compile(func, 1, repeat="A" if steps > 1 else None), arrays, steps)
+
+
+def check(program: distributed.Program, name: str, steps: int = 1) -> None:
+    arrays, expected = alone(name, steps)
+    found = run(program, arrays, steps)
+    if name in EXACT:
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
+
+
+def opencl(chunks: int | None = None, **others: Any) -> Device:
+    return Device("opencl", chunks=chunks, **others)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
+def test_same_result_as_the_cpu_alone(name: str, opened: list[WatchedDriver]) -> None:
+    func = CASES[name]()
+    extent = int(func.params[-1].shape[0])
+    split = [extent // 3, extent - extent // 3]
+    program = compile(func, devices=[opencl(3)], split=split)
+    check(program, name)
+    [[share]] = program.shares.devices
+    into, out = share.sequence.bytes(program.distribution.itemsizes)
+    log = opened[0].log
+    assert sum(size for what, size in log if what == "in") == into
+    assert sum(size for what, size in log if what == "out") == out
+
+
+def test_without_ranks(opened: list[WatchedDriver]) -> None:
+    arrays, expected = alone("blur")
+    local = compile(blur(), devices=["opencl"], split=[6, 7], threads=2).alone()
+    local.input("A").owned[...] = arrays["A"]
+    np.testing.assert_array_equal(local(), expected)
+    assert local.world.threads == 2
+    with pytest.raises(InvalidInputError, match="compiled for 2 ranks and there are 1"):
+        compile(blur(), 2).alone()
+
+
+def test_copies_are_what_the_rows_read(opened: list[WatchedDriver]) -> None:
+    """Counted against every element that the rows read."""
+    func = blur()
+    run(compile(func, devices=[opencl(1)], split=[4, 9]), random_arrays(func))
+    interpreter = Interpreter(func)
+    read = set().union(*(interpreter.reads(index) for index in elements(((4, 13), (0, 5)))))
+    assert opened[0].log[0] == ("in", 4 * len(read))
+    assert [what for what, _ in opened[0].log] == ["in", "kernel", "out"]
+
+
+def test_all_is_enqueued_before_the_cpu_computes(
+    opened: list[WatchedDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tvm_fusion.distributed.local_program import LocalProgram
+
+    run_pieces = LocalProgram.run_pieces
+    waiting: list[list[int]] = []
+
+    def noted(self: LocalProgram, step: int, interior: bool) -> None:
+        if not interior:
+            opened[0].log.append(("cpu", 0))
+            waiting.append([len(queue._events) for queue in opened[0].queues])
+        run_pieces(self, step, interior)
+
+    monkeypatch.setattr(LocalProgram, "run_pieces", noted)
+    check(compile(blur(), devices=[opencl(2)], split=[3, 10]), "blur")
+    assert [what for what, _ in opened[0].log] == ["in", "kernel", "out"] * 2 + ["cpu"]
+    assert waiting == [[2, 0, 2]]  # an event that is dropped waits for its copy
+    assert [len(queue._events) for queue in opened[0].queues] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("split", [[0, 13], [13, 0], [12, 1]])
+def test_one_side_may_have_nothing(split: list[int], opened: list[WatchedDriver]) -> None:
+    program = compile(blur(), devices=["opencl"], split=split)
+    check(program, "blur")
+    assert (bool(program.pieces[0]), len(opened)) == (split[0] > 0, int(split[1] > 0))
+
+
+@given(data=st.data())
+@settings(max_examples=settings.default.max_examples // 10)
+def test_any_split_chunks_and_loop(data: st.DataObject) -> None:
+    opencl_context()
+    loop = data.draw(st.sampled_from([0, 1]))
+    extent = (13, 5)[loop]
+    rows = data.draw(st.integers(0, extent))
+    chunks = data.draw(st.integers(1, 5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "tvm_fusion.distributed.program.open_driver", lambda _, index: WatchedDriver(index)
+        )
+        program = compile(blur(), loop=loop, devices=[opencl(chunks)], split=[rows, extent - rows])
+        check(program, "blur")
+
+
+def test_ranks_with_devices(opened: list[WatchedDriver]) -> None:
+    """Halos of ranks pass through the memory of the host; one rank has two devices."""
+    program = compile(
+        blur(),
+        3,
+        devices={0: [opencl(2)], 2: [opencl(1), "opencl:1"]},
+        split={0: [1, 3], 2: [2, 2, 1]},
+    )
+    check(program, "blur")
+    assert program.distribution.bytes == compile(blur(), 3).distribution.bytes
+    assert sorted(driver.name for driver in opened) == ["opencl:0", "opencl:0", "opencl:1"]
+
+
+@pytest.mark.parametrize("split", [{0: [2, 9]}, {0: [2, 3], 1: [4, 2]}])
+def test_steps(split: dict[int, list[int]], opened: list[WatchedDriver]) -> None:
+    program = compile(heat2d(), len(split), repeat="A", devices=[opencl(2)], split=split)
+    check(program, "heat2d", steps=4)
+
+
+def on_blocks(schedule: s_tir.Schedule) -> None:
+    for name in ("bx", "by"):
+        rows, columns = schedule.get_loops(schedule.get_sblock(name))
+        schedule.bind(rows, "blockIdx.x")
+        schedule.bind(columns, "threadIdx.x")
+
+
+def test_own_schedule(opened: list[WatchedDriver]) -> None:
+    program = compile(blur(), devices=[opencl(3, schedule=on_blocks)], split=[4, 9])
+    check(program, "blur")
+    [[share]] = program.shares.devices
+    assert [len(calls) for calls in share.calls] == [2] * 3  # a kernel for each block
+    assert len(share.code.hosts) == 1  # chunks of equal extents share them
+    assert share.calls[0][0].launch.block == (5, 1, 1)
+
+
+def test_machine_code_for_a_gpu_that_is_not_here() -> None:
+    program = compile(blur(), devices=[Device("cuda -arch=sm_90", chunks=2)], split=[3, 10])
+    [[share]] = program.shares.devices
+    assert share.code.cubin.startswith(b"\x7fELF") and share.calls[0]
+    assert "cuda:0 meanwhile: 3:13 in 2 chunks" in program.explain()
+
+
+def test_the_split_of_the_model(opened: list[WatchedDriver]) -> None:
+    device = opencl(figures=Accelerator(rate=3e9, bandwidth=1e12, link=1e12, latency=1e-9))
+    program = compile(
+        blur(400, 64), devices=[device], processor=Processor(rate=1e9, bandwidth=1e12)
+    )
+    [[share]] = program.shares.devices
+    [[(begin, end)]] = [share.rows]
+    assert abs(begin - 100) <= 4 and end == 400
+    slow = opencl(figures=Accelerator(rate=1e12, bandwidth=1e12, link=1e12, latency=1.0))
+    assert compile(blur(400, 64), devices=[slow]).shares.devices == ((),)
+
+
+def test_the_split_of_a_measurement(opened: list[WatchedDriver]) -> None:
+    found = measure_split(blur(64, 32), ["opencl"])
+    assert found.cpu(64) > 0 and found.devices[0](64) > 0
+    program = compile(blur(), devices=["opencl"], split=found)
+    check(program, "blur")
+    even = MeasuredSplit(MeasuredRows(0.0, 1.0), (MeasuredRows(0.0, 2.0),))
+    [[share]] = compile(blur(12, 4), devices=["opencl"], split=even).shares.devices
+    assert share.rows == ((8, 12),)
+
+
+def test_explain() -> None:
+    device = opencl(2, figures=Accelerator(rate=1e9, bandwidth=1e9, link=1e9, latency=1e-6))
+    program = compile(blur(12, 6), devices=[device], split=[6, 6], processor=Processor(1e6, 1e9))
+    assert (
+        program.explain()
+        == """\
+loops i over 1 ranks; 0 bytes in 0 messages
+rank  iterations                     sends    receives    compute   exchange  kernels
+   0  0:12                               0           0   252.0 us     0.0 us  part_0[0:6]
+      opencl:0 meanwhile: 6:12 in 2 chunks, 320 bytes in, 144 out, 4.7 us"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "reason"),
+    [
+        ({"devices": ["native"]}, TargetError, "'native' is a CPU, which computes its rows"),
+        ({"devices": ["opencl:x"]}, TargetError, "unknown target"),
+        ({"devices": [Device("opencl", -1)]}, InvalidInputError, "index -1 and None chunks"),
+        ({"devices": [Device("opencl", chunks=0)]}, InvalidInputError, "index 0 and 0 chunks"),
+        ({"devices": {3: ["opencl"]}}, InvalidInputError, "for rank 3; ranks are 0 to 1"),
+        ({"split": "half"}, OpError, "split is 'half'; expected 'auto' or rows"),
+        ({"split": {2: [1]}}, OpError, "a split is given for rank 2; ranks are 0 to 1"),
+        ({"split": [4, 4]}, OpError, r"split \[4, 4\] is no split of 6 rows"),
+        ({"split": MeasuredSplit(MeasuredRows(0, 1), ())}, OpError, "0 devices were measured"),
+        ({"overlap": "always"}, OpError, "overlap='always' is for ranks without devices"),
+        ({"exchange_every": 2}, OpError, "exchange_every is 2; ranks with devices exchange at"),
+        (
+            {"devices": [Device("opencl", schedule=lambda _: None)], "split": [3, 3]},
+            OpError,
+            "the schedule for opencl binds no loop to a block",
+        ),
+    ],
+)
+def test_refused(arguments: dict, error: type[Exception], reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        compile(heat2d(12), 2, **{"devices": ["opencl"], "repeat": "A"} | arguments)
+
+
+def test_refused_measurement() -> None:
+    with pytest.raises(InvalidInputError, match="a loop of 1 rows cannot be measured"):
+        measure_split(blur(1, 4), ["opencl"])
+
+
+def test_a_device_that_fails(opened: list[WatchedDriver]) -> None:
+    program = compile(blur(), devices=["opencl"], split=[3, 10])
+    [[share]] = program.shares.devices
+    other = dataclasses.replace(share.code, kind="cuda")
+    with pytest.raises(OpError, match="code for cuda does not run on opencl:0"):
+        WatchedDriver(0).load(other)
+    broken = dataclasses.replace(share.code, text=share.code.text.replace("{", "{ no_such_name;"))
+    with pytest.raises(DistributedError, match="opencl:0 refuses a kernel"):
+        WatchedDriver(0).load(broken)
+    with pytest.raises(DistributedError, match=r"no \d+ bytes of memory; cut its rows into more"):
+        WatchedDriver(0).allocate(1 << 60)
+    large = Launch("rows_0_kernel", (1, 1, 1), (1 << 20, 1, 1))
+    driver = WatchedDriver(0)
+    kernels, queue = driver.load(share.code), driver.queue()
+    arguments = [driver.allocate(4), driver.allocate(4), *map(np.int64, (0, 0, 0))]
+    with pytest.raises(DistributedError, match="opencl:0 cannot launch 'rows_0_kernel'"):
+        queue.launch(kernels["rows_0_kernel"], large, arguments, [])
+
+
+def test_a_device_that_is_not_there() -> None:
+    opencl_context()
+    program = compile(blur(), devices=["opencl:77"], split=[3, 10])
+    with pytest.raises(TargetError, match="this machine has no device opencl:77; it has opencl:0"):
+        run(program, random_arrays(blur()))

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices as a user names them, and the figures that predictions assume of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tvm import s_tir
+from tvm.target import Target
+
+from schedules.cost.machine import Machine, load_machine
+from schedules.distribute.device.split import Accelerator
+
+from ...compiler.targets.target import is_gpu, resolve
+from ...errors import InvalidInputError, TargetError
+
+Schedule = Callable[[s_tir.Schedule], None]
+
+_NUMBERED = re.compile(r"(cuda|opencl):(\d+)(\s.*)?")
+_MACHINES = {
+    "sm_70": "v100",
+    "sm_75": "t4",
+    "sm_80": "a100-80",
+    "sm_86": "a40",
+    "sm_89": "l4",
+    "sm_90": "h100",
+}
+_NEWEST, _OPENCL = "h100", "p4"  # stand for architectures without a file, and for any OpenCL
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, or another accelerator, that computes rows of a rank.
+
+    Parameters
+    ----------
+    target : str, mapping or tvm.target.Target
+        What its kernels are compiled for, as in :func:`tvm_fusion.compile`: ``"cuda"``,
+        ``"cuda -arch=sm_90"``, ``"opencl"``; with its number, ``"cuda:1"``.
+    index : int
+        Its number among the devices of this kind, from 0; of OpenCL, devices of all platforms, GPUs
+        first.
+    schedule : callable, optional
+        Binds the loops of the function of some rows to blocks and threads, in place; by default the
+        rules of this package do.
+    chunks : int, optional
+        Pieces in which rows are copied and computed; by default as many as are predicted to be
+        fastest.
+    figures : Accelerator, optional
+        Figures of the predictions; by default those of a GPU of its architecture.
+    """
+
+    target: str | Mapping[str, Any] | Target = "cuda"
+    index: int = 0
+    schedule: Schedule | None = None
+    chunks: int | None = None
+    figures: Accelerator | None = None
+
+
+@dataclass(frozen=True)
+class ResolvedDevice:
+    """A device with a complete target.
+
+    Parameters
+    ----------
+    target : tvm.target.Target
+        With a host.
+    index : int
+        Its number among the devices of its kind.
+    schedule, chunks
+        As given.
+    accelerator : Accelerator
+        Figures of its operations.
+    """
+
+    target: Target
+    index: int
+    schedule: Schedule | None
+    chunks: int | None
+    accelerator: Accelerator
+
+    @property
+    def kind(self) -> str:
+        """``cuda`` or ``opencl``."""
+        return str(self.target.kind.name)
+
+    @property
+    def name(self) -> str:
+        """Kind and number, such as ``cuda:0``."""
+        return f"{self.kind}:{self.index}"
+
+
+def resolve_devices(
+    devices: Sequence[str | Device] | Mapping[int, Sequence[str | Device]], ranks: int, host: Target
+) -> tuple[tuple[ResolvedDevice, ...], ...]:
+    """Devices of each rank.
+
+    Parameters
+    ----------
+    devices : Sequence or Mapping
+        Devices of every rank, or of some ranks.
+    ranks : int
+        Number of ranks.
+    host : tvm.target.Target
+        The CPU of every rank.
+
+    Raises
+    ------
+    InvalidInputError
+        If devices are given for a rank that is none, or an index or a number of chunks is negative.
+    TargetError
+        If a target is unknown or is no GPU, or means a GPU of this machine and there is none.
+    """
+    if isinstance(devices, Mapping):
+        strange = sorted(set(devices) - set(range(ranks)))
+        if strange:
+            raise InvalidInputError(
+                f"devices are given for rank {strange[0]}; ranks are 0 to {ranks - 1}"
+            )
+        return tuple(
+            tuple(_resolve(device, host) for device in devices.get(rank, ()))
+            for rank in range(ranks)
+        )
+    return (tuple(_resolve(device, host) for device in devices),) * ranks
+
+
+def accelerator_of(machine: Machine) -> Accelerator:
+    """Figures of a GPU of which there is a file, or that was calibrated.
+
+    Raises
+    ------
+    PredictionError
+        If a figure is missing.
+    """
+    return Accelerator(
+        machine["peak_flops.float32"],
+        machine["bandwidth.memory"],
+        machine["bandwidth.pcie"],
+        machine["launch_floor"],
+    )
+
+
+def _resolve(device: str | Device, host: Target) -> ResolvedDevice:
+    if isinstance(device, str):
+        device = Device(device)
+    numbered = (
+        _NUMBERED.fullmatch(device.target.strip()) if isinstance(device.target, str) else None
+    )
+    if numbered is not None:
+        kind, index, options = numbered.groups()
+        device = replace(device, target=f"{kind}{options or ''}", index=int(index))
+    if device.index < 0 or (device.chunks is not None and device.chunks < 1):
+        raise InvalidInputError(
+            f"the device {device.target} has index {device.index} and {device.chunks} chunks; "
+            "expected an index from 0, and at least 1 chunk"
+        )
+    target = resolve(device.target)
+    if not is_gpu(target):
+        raise TargetError(
+            f"device {device.target!r} is a CPU, which computes its rows without being named here; "
+            "expected 'cuda', 'cuda -arch=sm_90' or 'opencl'"
+        )
+    if target.kind.name == "cuda":
+        known = _MACHINES.get(str(target.attrs["arch"]).rstrip("af"), _NEWEST)
+    else:
+        known = _OPENCL
+    return ResolvedDevice(
+        Target(target, host),
+        device.index,
+        device.schedule,
+        device.chunks,
+        device.figures or accelerator_of(load_machine(known)),
+    )

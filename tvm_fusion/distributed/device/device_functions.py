@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of a device: functions of rows, scheduled, compiled, and their launches as a list."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import tvm
+from tvm import s_tir, tirx
+from tvm.target import Target
+
+from schedules.distribute.localize import LocalFunction
+from schedules.gpu import RULES
+from schedules.schedule_rule import schedule_function
+
+from ...codegen.host_code import AfterSplit, Allocation, HostCode, Launch, opencl_texts
+from ...codegen.nvrtc import compile_cuda, tvm_compiler
+from ...compiler.gpu_phases import STOCK_RULES
+from ...compiler.launches import launches
+from ...errors import OpError
+from ...runtime.arguments import numpy_dtype
+from .device import Schedule
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory that a function needs for an intermediate result.
+
+    Parameters
+    ----------
+    number : int
+        Which of the function's.
+    nbytes : int
+        Its size.
+    """
+
+    number: int
+    nbytes: int
+
+
+Argument: TypeAlias = "int | Scratch | np.generic"
+"""An argument of a kernel: a window by its place among the parameters, scratch, or a number."""
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One launch.
+
+    Parameters
+    ----------
+    launch : Launch
+        Kernel, grid and block.
+    arguments : tuple[Argument, ...]
+        In the order of the kernel's parameters.
+    """
+
+    launch: Launch
+    arguments: tuple[Argument, ...]
+
+
+@dataclass(frozen=True)
+class DeviceCode:
+    """Compiled functions of a device.
+
+    Parameters
+    ----------
+    kind : str
+        ``cuda`` or ``opencl``.
+    text : str
+        All kernels as text.
+    cubin : bytes
+        Their machine code for CUDA, else empty.
+    hosts, kernels : Mapping[str, tirx.PrimFunc]
+        Host functions and kernels.
+    """
+
+    kind: str
+    text: str
+    cubin: bytes
+    hosts: Mapping[str, tirx.PrimFunc]
+    kernels: Mapping[str, tirx.PrimFunc]
+
+    @property
+    def programs(self) -> dict[str, str]:
+        """OpenCL text of each kernel."""
+        return opencl_texts(self.text)
+
+    def calls(self, function: str, scalars: Sequence[int]) -> tuple[KernelCall, ...]:
+        """The launches of a call of a function.
+
+        Parameters
+        ----------
+        function : str
+            Its name.
+        scalars : Sequence[int]
+            Its arguments after the windows.
+        """
+        host = self.hosts[function]
+        windows = host.params[: len(host.params) - len(scalars)]
+        # Shapes are constant: the arrays stand for them, and their memory is never touched.
+        arrays = [
+            np.empty([int(n) for n in window.ty.shape], numpy_dtype(str(window.ty.dtype)))
+            for window in windows
+        ]
+        buffers: dict[tirx.Var, int | Scratch] = {w: place for place, w in enumerate(windows)}
+        found = []
+        for step in HostCode(host, self.kernels, [*arrays, *scalars]).steps():
+            if isinstance(step, Allocation):
+                number = sum(isinstance(buffer, Scratch) for buffer in buffers.values())
+                buffers[step.buffer] = Scratch(number, step.nbytes)
+                continue
+            arguments = tuple(
+                buffers[value] if dtype is None else dtype.type(value)
+                for value, dtype in step.arguments
+            )
+            found.append(KernelCall(step.launch, arguments))
+        return tuple(found)
+
+
+class DeviceFunctions:
+    """Functions of rows for a device; equal ones are compiled once.
+
+    Parameters
+    ----------
+    target : Target
+        With a host.
+    schedule : Schedule | None
+        That of a user; by default our rules, then those of TVM.
+    """
+
+    def __init__(self, target: Target, schedule: Schedule | None) -> None:
+        self.target = target
+        self._schedule = schedule
+        self._names: dict[object, str] = {}
+        self._functions: dict[str, tirx.PrimFunc] = {}
+
+    def add(self, local: LocalFunction) -> str:
+        """Schedule a function, and return its name."""
+        if local.shape not in self._names:
+            name = self._names[local.shape] = f"rows_{len(self._names)}"
+            scheduled = self._scheduled(name, local.func)
+            if not launches(scheduled.body):
+                raise OpError(
+                    f"the schedule for {self.target.kind.name} binds no loop to a block or thread; "
+                    "bind loops by schedule.bind(loop, 'blockIdx.x')"
+                )
+            self._functions[name] = scheduled.with_attr("global_symbol", name)
+        return self._names[local.shape]
+
+    def compile(self) -> DeviceCode:
+        """Compile all functions; no device is needed.
+
+        Raises
+        ------
+        TargetError
+            If no compiler for CUDA text is installed.
+        CompilationError
+            If it refuses a kernel.
+        """
+        split, kind = AfterSplit(), str(self.target.kind.name)
+        arch = str(self.target.attrs["arch"]) if kind == "cuda" else ""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(tvm.transform.PassContext(instruments=[split]))
+            if arch:  # where there is a GPU, TVM compiles at once
+                stack.enter_context(tvm_compiler(arch))
+            built = tirx.build(tvm.IRModule(self._functions), target=self.target)
+        text = str(built.imports[0].inspect_source(kind if arch else ""))
+        cubin = compile_cuda(text, arch).cubin if arch else b""
+        return DeviceCode(kind, text, cubin, *split.functions())
+
+    def _scheduled(self, name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
+        if self._schedule is None:
+            with self.target:
+                return schedule_function(name, func, self.target, (*RULES, *STOCK_RULES))
+        own = s_tir.Schedule(func)
+        self._schedule(own)
+        return own.mod["main"].with_attr("tirx.is_scheduled", True)

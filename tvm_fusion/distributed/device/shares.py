@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shares of a rank's rows: what its CPU computes, and what each of its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from schedules.distribute.cost import Processor
+from schedules.distribute.device.operation_sequence import OperationSequence, operation_sequence
+from schedules.distribute.device.split import (
+    MeasuredSplit,
+    SecondsOfRows,
+    check_split,
+    choose_chunks,
+    cpu_seconds,
+    device_seconds,
+    predicted_seconds,
+    split_rows,
+)
+from schedules.distribute.distribute import Distribution
+from schedules.distribute.exchange import Region, region_size
+from schedules.distribute.localize import localize, scalar_arguments
+
+from ...errors import OpError
+from .device import ResolvedDevice, Schedule
+from .device_functions import DeviceCode, DeviceFunctions, KernelCall
+
+RankSplit: TypeAlias = "Literal['auto'] | Sequence[int] | MeasuredSplit"
+"""Rows of the CPU and of each device, or by which figures they are chosen."""
+Split: TypeAlias = "RankSplit | Mapping[int, Sequence[int]]"
+"""That of every rank, or of some ranks."""
+
+
+@dataclass(frozen=True)
+class DeviceShare:
+    """Rows of a rank that one of its devices computes.
+
+    Parameters
+    ----------
+    device : ResolvedDevice
+        The device.
+    rows : Region
+        Range of each distributed loop.
+    sequence : OperationSequence
+        The rows in chunks.
+    calls : tuple[tuple[KernelCall, ...], ...]
+        The launches of each chunk.
+    code : DeviceCode
+        Their kernels.
+    seconds : float
+        Predicted time.
+    """
+
+    device: ResolvedDevice
+    rows: Region
+    sequence: OperationSequence
+    calls: tuple[tuple[KernelCall, ...], ...]
+    code: DeviceCode
+    seconds: float
+
+    def identity(self) -> str:
+        """Text of what must be the same on all ranks."""
+        chunks = [chunk.rows for chunk in self.sequence.chunks]
+        return f"{self.device.name} {self.device.target} {chunks}"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Shares of all ranks.
+
+    Parameters
+    ----------
+    cpu : tuple[Region, ...]
+        Rows of each rank's CPU; perhaps none.
+    devices : tuple[tuple[DeviceShare, ...], ...]
+        Those of its devices that have rows.
+    """
+
+    cpu: tuple[Region, ...]
+    devices: tuple[tuple[DeviceShare, ...], ...]
+
+
+def plan_shares(
+    plan: Distribution,
+    devices: Sequence[Sequence[ResolvedDevice]],
+    split: Split,
+    processor: Processor,
+) -> Shares:
+    """Split the rows of each rank, and compile what its devices compute.
+
+    The first distributed loop is split: the CPU has its first iterations, then come the devices in
+    their order.
+
+    Parameters
+    ----------
+    plan : Distribution
+        Parts of all ranks.
+    devices : Sequence[Sequence[ResolvedDevice]]
+        Of each rank.
+    split : Split
+        As of :func:`tvm_fusion.distributed.compile`.
+    processor : Processor
+        Figures of the CPU.
+
+    Raises
+    ------
+    OpError
+        If a given split does not fit the rows of a rank, or a schedule binds nothing.
+    """
+    cut = [
+        _cut(plan, rank, devices[rank], _of_rank(split, rank, plan.ranks), processor)
+        for rank in range(plan.ranks)
+    ]
+    functions: dict[tuple[str, Schedule | None], DeviceFunctions] = {}
+    wanted: list[list[tuple[ResolvedDevice, Region, OperationSequence, list[str]]]] = []
+    for rank, (_, *regions) in enumerate(cut):
+        wanted.append([])
+        for device, rows in zip(devices[rank], regions, strict=True):
+            if region_size(rows) == 0:
+                continue
+            key = str(device.target), device.schedule
+            ours = functions.setdefault(key, DeviceFunctions(device.target, device.schedule))
+            sequence = _sequence(plan, device, rows)
+            names = [
+                ours.add(localize(plan.nest, chunk.rows, chunk.windows))
+                for chunk in sequence.chunks
+            ]
+            wanted[-1].append((device, rows, sequence, names))
+    code = {key: ours.compile() for key, ours in functions.items()}
+    shares = [
+        tuple(_share(plan, *one, code[str(one[0].target), one[0].schedule]) for one in of_rank)
+        for of_rank in wanted
+    ]
+    return Shares(tuple(regions[0] for regions in cut), tuple(shares))
+
+
+def _of_rank(split: Split, rank: int, ranks: int) -> RankSplit:
+    if isinstance(split, str) and split != "auto":
+        raise OpError(f"split is {split!r}; expected 'auto' or rows of the CPU and each device")
+    if isinstance(split, Mapping):
+        strange = sorted(set(split) - set(range(ranks)))
+        if strange:
+            raise OpError(f"a split is given for rank {strange[0]}; ranks are 0 to {ranks - 1}")
+        return split.get(rank, "auto")
+    return split
+
+
+def _cut(
+    plan: Distribution,
+    rank: int,
+    devices: Sequence[ResolvedDevice],
+    split: RankSplit,
+    processor: Processor,
+) -> list[Region]:
+    """Rows of a rank's CPU, then of each of its devices."""
+    part = plan.parts[rank]
+    (begin, end), *others = part.rows
+    if not isinstance(split, str | MeasuredSplit):
+        counts = check_split(split, end - begin, ["the CPU", *(device.name for device in devices)])
+    elif part.is_empty or not devices:
+        counts = (end - begin, *(0 for _ in devices))
+    else:
+        counts = split_rows(end - begin, _seconds(plan, part.rows, devices, split, processor))
+    found: list[Region] = []
+    for count in counts:
+        found.append(((begin, begin + count), *others))
+        begin += count
+    return found
+
+
+def _seconds(
+    plan: Distribution,
+    rows: Region,
+    devices: Sequence[ResolvedDevice],
+    split: Literal["auto"] | MeasuredSplit,
+    processor: Processor,
+) -> list[SecondsOfRows]:
+    """Predicted times of numbers of rows, on the CPU and on each device."""
+    if isinstance(split, MeasuredSplit):
+        if len(split.devices) != len(devices):
+            raise OpError(
+                f"{len(split.devices)} devices were measured for the split; expected "
+                f"{len(devices)}: {', '.join(device.name for device in devices)}"
+            )
+        return [split.cpu, *split.devices]
+    return [
+        cpu_seconds(plan.nest, rows, plan.itemsizes, processor),
+        *(
+            device_seconds(plan.nest, rows, plan.itemsizes, device.accelerator, device.chunks)
+            for device in devices
+        ),
+    ]
+
+
+def _sequence(plan: Distribution, device: ResolvedDevice, rows: Region) -> OperationSequence:
+    chunks = device.chunks or choose_chunks(plan.nest, rows, plan.itemsizes, device.accelerator)
+    return operation_sequence(plan.nest, rows, chunks)
+
+
+def _share(
+    plan: Distribution,
+    device: ResolvedDevice,
+    rows: Region,
+    sequence: OperationSequence,
+    names: Sequence[str],
+    code: DeviceCode,
+) -> DeviceShare:
+    calls = [
+        code.calls(name, scalar_arguments(plan.nest, chunk.rows, chunk.windows))
+        for name, chunk in zip(names, sequence.chunks, strict=True)
+    ]
+    seconds = predicted_seconds(plan.nest, sequence, plan.itemsizes, device.accelerator)
+    return DeviceShare(device, rows, sequence, tuple(calls), code, seconds)
