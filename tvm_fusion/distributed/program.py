@@ -21,7 +21,7 @@ from schedules.cpu import RULES
 from schedules.cpu.core.machine import CPUInfo
 from schedules.distribute.cost import Network, Processor, overlap_gain_of, work_of
 from schedules.distribute.distribute import Distribution, distribute
-from schedules.distribute.exchange import Region, difference
+from schedules.distribute.exchange import Region, difference, region_size
 from schedules.distribute.localize import LocalShape, localize, scalar_arguments
 from schedules.distribute.transfer import Transfer
 from schedules.schedule_rule import schedule_function
