@@ -78,7 +78,7 @@ def _infer_type(call: relax.Call, _: relax.BlockBuilder | None) -> relax.TupleTy
     width = GATES[cell.kind] * LANES
     expected = (
         (cell.steps, cell.batch, cell.blocks * width),
-        (cell.blocks, cell.hidden, width),
+        (cell.blocks, cell.gates, cell.hidden, LANES),
         (cell.batch, cell.hidden),
         (cell.batch, cell.padded),
         (cell.batch,),

@@ -17,7 +17,7 @@ from schedules.errors import OpError
 
 TANH = ("Tanh", 0.0, 0.0)
 CELL = RecurrentCell("GRU", 5, 2, 20, (("Sigmoid", 0.0, 0.0), TANH))
-SHAPES = [(5, 2, 2 * 3 * LANES), (2, 20, 3 * LANES), (2, 20), (2, 32), (2,), (2, 3 * LANES), (32,)]
+SHAPES = [(5, 2, 2 * 3 * LANES), (2, 3, 20, LANES), (2, 20), (2, 32), (2,), (2, 3 * LANES), (32,)]
 
 
 def arguments() -> list[relax.Var]:
