@@ -5,7 +5,7 @@ The products of the inputs with their weights are computed before, for all steps
 
     for step in range(40):                            # in all threads, which wait after each step
         for part in T.parallel(2):                    # a thread
-            for block in range(8):                    # of hidden units; backwards in every other step
+            for block in range(8):                    # of hidden units; backwards in odd steps
                 for gates in range(4):                # as many at once as fit into registers
                     for rows in range(2):             # tiles of the batch
                         for k in range(256):
@@ -33,7 +33,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from math import prod
 
-from tvm import tirx
+from tvm import DataType, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
@@ -41,6 +41,7 @@ from schedules.errors import OpError
 from schedules.tir.vector_math import vectorize_math
 
 from ..core.machine import CPUInfo
+from ..core.prefetch import line_elements, prefetch
 
 LANES = 16
 """Hidden units of a block."""
@@ -53,6 +54,9 @@ _WORTH_THREADS = 1 << 18
 
 _ADDITIONS_AT_ONCE = 8
 """Multiply-adds of vectors that a core has under way: a latency of 4 cycles, two in each."""
+
+_MOST_UNROLLED = 4
+"""Steps of a product's loop that are written out, so that some prefetch and others do not."""
 
 _FREE_REGISTERS = 4
 """Registers that hold no sums: one in this many, for weights and the state."""
@@ -170,7 +174,7 @@ def vectors_of(dtype: str, cpu: CPUInfo) -> int:
 def product_tile(batch: int, gates: int, dtype: str, cpu: CPUInfo) -> ProductTile:
     """The tile of the product of a state and its weights.
 
-    As many rows as fit, because all tiles of a batch read the same weights from a cache: with R rows
+    As many rows as fit, because all tiles of a batch read the same weights: with R rows,
     a core with two multiply-adds a cycle needs two vectors of weights in R cycles. A row has two
     vectors at least, so that the state is loaded less often than it is multiplied.
 
@@ -339,12 +343,14 @@ class _Writer:
             sums = T.sblock_alloc_buffer((len(gates) * cell.batch * LANES,), cell.dtype)
             for start in range(0, len(gates), tile.gates):
                 chosen = range(start, min(start + tile.gates, len(gates)))
+                ahead = self._ahead(step, gates, chosen)
                 with T.serial(0, cell.batch // tile.rows) as number:
-                    first = number * tile.rows
-                    self._product(step, block, first, tile.rows, gates, chosen, sums)
+                    rows = _Rows(number, number * tile.rows, tile.rows)
+                    self._product(step, block, rows, gates, chosen, sums, ahead)
                 rest = cell.batch % tile.rows
                 if rest:
-                    self._product(step, block, cell.batch - rest, rest, gates, chosen, sums)
+                    rows = _Rows(cell.batch // tile.rows, cell.batch - rest, rest)
+                    self._product(step, block, rows, gates, chosen, sums, ahead)
             with T.serial(0, cell.batch) as row, T.sblock("units"):
                 T.reads()
                 T.writes()
@@ -354,44 +360,79 @@ class _Writer:
                     self._store(total, sums[_ramp(at)], 0)
                 finish(_GateSums(_HiddenUnits(self, step, block, row), found))
 
+    def _ahead(self, step: tirx.Var, gates: Sequence[int], chosen: Sequence[int]) -> tirx.Expr:
+        """Distance from a pass's first weight to that of the next pass in this step."""
+        cell = self.cell
+        size = cell.hidden * LANES
+        if chosen[-1] + 1 < len(gates):
+            return tirx.const(len(chosen) * size, "int32")
+        back = gates[0] - gates[chosen[0]]
+        return tirx.Select(step % 2 == 0, back + cell.gates, back - cell.gates) * size
+
     def _product(
         self,
         step: tirx.Var,
         block: tirx.Expr,
-        first: tirx.Expr | int,
-        rows: int,
+        rows: _Rows,
         gates: Sequence[int],
         chosen: Sequence[int],
         sums: tirx.Buffer,
+        ahead: tirx.Expr,
     ) -> None:
         """Multiply some rows of the state by the weights of some gates."""
-        cell = self.cell
-        tile = list(itertools.product(range(rows), chosen))
+        cell, first = self.cell, rows.first
+        tile = list(itertools.product(range(rows.count), chosen))
         chains = self._chains(len(tile))
         source, base = self.own["states"], step % 2 * (cell.batch * cell.padded)
         if gates == [2] and "reset" in self.own:
             source, base = self.own["reset"], 0
+        weights = (block * cell.gates + gates[chosen[0]]) * (cell.hidden * LANES)
+        unrolled, lines = self._lines(len(chosen), chains)
         with T.sblock("product"):
             T.reads()
             T.writes()
             totals = {
-                (*one, chain): T.sblock_alloc_buffer((LANES,), cell.dtype)
-                for one in tile
+                (chain, *one): T.sblock_alloc_buffer((LANES,), cell.dtype)
                 for chain in range(chains)
+                for one in tile
             }
-            for (row, place, chain), total in totals.items():
+            for (chain, row, place), total in totals.items():
                 start = self._start(step, block, first + row, gates[place])
                 self._store(total, _like(start, 0) if chain else start, 0)
-            with T.serial(0, cell.hidden // chains) as group:
-                for (row, place, chain), total in totals.items():
-                    k = group * chains + chain
+            groups = cell.hidden // (chains * unrolled)
+            with T.serial(0, groups) as group:
+                for line in range(lines):
+                    at = ((rows.number * groups + group) * lines + line) * line_elements(cell.dtype)
+                    prefetch(self.flat["weights"], weights + ahead + at, level=2)
+                for turn, ((chain, row, place), total) in itertools.product(
+                    range(unrolled), totals.items()
+                ):
+                    k = (group * unrolled + turn) * chains + chain
                     value = source[base + (first + row) * cell.padded + k]
-                    at = ((block * cell.gates + gates[place]) * cell.hidden + k) * LANES
+                    at = weights + ((place - chosen[0]) * cell.hidden + k) * LANES
                     product = T.broadcast(value, LANES) * self.flat["weights"][_ramp(at)]
                     self._store(total, total[_ramp(0)] + product, 0)
             for row, place in tile:
-                value, *others = (totals[row, place, chain][_ramp(0)] for chain in range(chains))
+                value, *others = (totals[chain, row, place][_ramp(0)] for chain in range(chains))
                 self._store(sums, sum(others, value), (place * cell.batch + first + row) * LANES)
+
+    def _lines(self, gates: int, chains: int) -> tuple[int, int]:
+        """Turns of a product's loop, and lines of the next weights to prefetch after so many.
+
+        All tiles of the batch together prefetch what the next pass reads, so that it comes from
+        the last-level cache while they multiply. A single row waits for that cache in any case.
+        """
+        cell = self.cell
+        weights = cell.blocks * cell.gates * cell.hidden * LANES * DataType(cell.dtype).bits // 8
+        parts = self.cpu.num_cores if self._is_parallel else 1
+        if cell.batch == 1 or weights <= parts * self.cpu.l2_bytes:
+            return 1, 0
+        tiles = -(-cell.batch // product_tile(cell.batch, gates, cell.dtype, self.cpu).rows)
+        lines = gates * chains * LANES // line_elements(cell.dtype)
+        turns = cell.hidden // chains
+        wanted = min(tiles // lines, _MOST_UNROLLED)
+        unrolled = max(n for n in range(1, max(1, wanted) + 1) if turns % n == 0)
+        return unrolled, -(-lines * unrolled // tiles)
 
     def _chains(self, sums: int) -> int:
         """Parts of each sum, so that enough additions do not wait for each other."""
@@ -485,6 +526,15 @@ class _Writer:
     @staticmethod
     def _store(buffer: tirx.Buffer, value: tirx.Expr, at: tirx.Expr | int) -> None:
         T.buffer_store(buffer, value, [_ramp(at)])
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A tile of the batch: its number, first row and count of rows."""
+
+    number: tirx.Expr | int
+    first: tirx.Expr | int
+    count: int
 
 
 @dataclass
