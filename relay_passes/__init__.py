@@ -20,6 +20,7 @@ from .decompose.decompose_normalization import DecomposeNormalization
 from .distribute.distribute_rows import DistributeRows
 from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
+from .layout.pad_columns import PadColumns
 from .program.allow_tf32 import AllowTF32
 from .program.annotate_gathers import AnnotateGathers
 from .program.apply_rules import ApplyRules
@@ -65,6 +66,7 @@ __all__ = [
     "MarkConstants",
     "PackLayout",
     "PackWeights",
+    "PadColumns",
     "ShareKernels",
     "ShortenNames",
     "SimplifyInference",

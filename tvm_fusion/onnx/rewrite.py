@@ -47,7 +47,7 @@ from .rewrites.indexing.wide_concat import name_wide_concat
 from .rewrites.norms.layer_norm import LayerNormRule
 from .rewrites.norms.lp_norm import replace_lp_norms
 from .rewrites.norms.mean_variance import split_mean_variance
-from .rewrites.open_sizes import RoiAlignRule, name_limits
+from .rewrites.open_sizes import name_limits
 from .rewrites.open_topk import bound_topk
 from .rewrites.own_ops import name_axis
 from .rewrites.quantized import (
@@ -64,6 +64,7 @@ from .rewrites.windows.conv_transpose import pad_transposed_convolutions
 from .rewrites.windows.p_norms import expand_p_norm
 from .rewrites.windows.resize import normalize_resizes
 from .rewrites.windows.resize_taps import expand_resize
+from .rewrites.windows.roi_align import RoiAlignRule
 from .rewrites.windows.unfolded import expand_col2im, expand_max_unpool
 
 OLDEST_OPSET = 13

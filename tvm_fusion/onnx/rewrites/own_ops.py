@@ -23,14 +23,10 @@ from .arithmetic.narrow_types import ROUND, translate_round
 from .arithmetic.saturation import SATURATE, translate_saturate
 from .expansion import Expansion
 from .indexing.wide_concat import WIDE_CONCAT, translate_wide_concat
-from .open_sizes import (
-    translate_compress,
-    translate_nonzero,
-    translate_roi_align,
-    translate_suppression,
-)
+from .open_sizes import translate_compress, translate_nonzero, translate_suppression
 from .open_topk import SORT_FIRST, translate_sort_first
 from .windows.deform_conv import translate_deform_conv
+from .windows.roi_align import translate_roi_align
 
 Translation = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any]], relax.Expr]
 
