@@ -25,6 +25,7 @@ from .rewrites.own_ops import bit_cast_problem
 from .rewrites.quantized import blocks_problem
 from .rewrites.recurrent import recurrent_problem
 from .rewrites.windows.deform_conv import deform_conv_problem
+from .rewrites.windows.max_places import max_pool_problem
 from .rewrites.windows.p_norms import p_norm_problem
 from .rewrites.windows.resize import resize_problem
 from .rewrites.windows.roi_align import roi_align_problem
@@ -114,6 +115,7 @@ _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "LSTM": recurrent_problem,
     "Loop": loop_problem,
     "LpPool": p_norm_problem,
+    "MaxPool": max_pool_problem,
     "MaxUnpool": unfolded_problem,
     "Mod": division_problem,
     "NonMaxSuppression": suppression_problem,

@@ -25,7 +25,12 @@ from .model.tensor_facts import GraphFacts
 from .model.weights import Weights
 from .node_checks import OUTPUTS, check_nodes
 from .operator_checks import refuse_nodes
-from .rewrites.arithmetic.activations import expand_elu, expand_selu, expand_thresholded_relu
+from .rewrites.arithmetic.activations import (
+    expand_dropout,
+    expand_elu,
+    expand_selu,
+    expand_thresholded_relu,
+)
 from .rewrites.arithmetic.division import expand_division, replace_divisions_by_minus_one
 from .rewrites.arithmetic.is_inf import expand_is_inf, expand_is_nan
 from .rewrites.arithmetic.modulo import expand_modulo
@@ -61,6 +66,7 @@ from .rewrites.quantized import (
 from .rewrites.recurrent import expand_recurrent
 from .rewrites.windows.auto_pad import pad_pools
 from .rewrites.windows.conv_transpose import pad_transposed_convolutions
+from .rewrites.windows.max_places import expand_max_pool
 from .rewrites.windows.p_norms import expand_p_norm
 from .rewrites.windows.resize import normalize_resizes
 from .rewrites.windows.resize_taps import expand_resize
@@ -86,6 +92,7 @@ EXPANSIONS: dict[str, Rule] = {
     "DFT": expand_dft,
     "DequantizeLinear": expand_dequantize,
     "Div": expand_division,
+    "Dropout": expand_dropout,
     "Elu": expand_elu,
     "GRU": expand_recurrent,
     "GlobalLpPool": expand_p_norm,
@@ -94,6 +101,7 @@ EXPANSIONS: dict[str, Rule] = {
     "LSTM": expand_recurrent,
     "LpPool": expand_p_norm,
     "MatMulInteger": expand_matmul_integer,
+    "MaxPool": expand_max_pool,
     "MaxUnpool": expand_max_unpool,
     "Mod": expand_modulo,
     "NonMaxSuppression": name_limits,
