@@ -42,9 +42,8 @@ from schedules.tir.vector_math import vectorize_math
 
 from ..core.machine import CPUInfo
 from ..core.prefetch import line_elements, prefetch
-
-LANES = 16
-"""Hidden units of a block."""
+from .recurrent_activations import ACTIVATIONS, like
+from .recurrent_tile import LANES, product_tile, vectors_of
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 """Gates of each cell, in ONNX's order: i o f c, z r h, and the only one."""
@@ -57,11 +56,6 @@ _ADDITIONS_AT_ONCE = 8
 
 _MOST_UNROLLED = 4
 """Steps of a product's loop that are written out, so that some prefetch and others do not."""
-
-_FREE_REGISTERS = 4
-"""Registers that hold no sums: one in this many, for weights and the state."""
-
-Activation = Callable[[tirx.Expr, float, float], tirx.Expr]
 
 
 @dataclass(frozen=True)
@@ -118,86 +112,6 @@ class RecurrentCell:
     def gates(self) -> int:
         """Number of gates."""
         return GATES[self.kind]
-
-
-def _hard_sigmoid(x: tirx.Expr, alpha: float, beta: float) -> tirx.Expr:
-    return tirx.max(_like(x, 0), tirx.min(_like(x, 1), x * _like(x, alpha) + _like(x, beta)))
-
-
-def _elu(x: tirx.Expr, alpha: float, beta: float) -> tirx.Expr:
-    below = _like(x, alpha) * (tirx.exp(tirx.min(x, _like(x, 0))) - _like(x, 1))
-    return tirx.Select(x > _like(x, 0), x, below)
-
-
-def _softplus(x: tirx.Expr, alpha: float, beta: float) -> tirx.Expr:
-    size = tirx.max(x, _like(x, 0) - x)
-    return tirx.max(x, _like(x, 0)) + tirx.log(_like(x, 1) + tirx.exp(_like(x, 0) - size))
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "Affine": lambda x, a, b: x * _like(x, a) + _like(x, b),
-    "Elu": _elu,
-    "HardSigmoid": _hard_sigmoid,
-    "LeakyRelu": lambda x, a, b: tirx.Select(x < _like(x, 0), x * _like(x, a), x),
-    "Relu": lambda x, a, b: tirx.max(x, _like(x, 0)),
-    "ScaledTanh": lambda x, a, b: _like(x, a) * tirx.tanh(x * _like(x, b)),
-    "Sigmoid": lambda x, a, b: tirx.sigmoid(x),
-    "Softplus": _softplus,
-    "Softsign": lambda x, a, b: x / (_like(x, 1) + tirx.max(x, _like(x, 0) - x)),
-    "Tanh": lambda x, a, b: tirx.tanh(x),
-    "ThresholdedRelu": lambda x, a, b: tirx.Select(x >= _like(x, a), x, _like(x, 0)),
-}
-"""Functions of a vector and the two parameters that ONNX calls alpha and beta."""
-
-
-@dataclass(frozen=True)
-class ProductTile:
-    """Sums that a loop over the state holds in registers.
-
-    Parameters
-    ----------
-    rows : int
-        Of the batch.
-    gates : int
-        Vectors of ``LANES`` units in each row.
-    """
-
-    rows: int
-    gates: int
-
-
-def vectors_of(dtype: str, cpu: CPUInfo) -> int:
-    """Registers of ``LANES`` units."""
-    return max(1, LANES // cpu.lanes(dtype))
-
-
-def product_tile(batch: int, gates: int, dtype: str, cpu: CPUInfo) -> ProductTile:
-    """The tile of the product of a state and its weights.
-
-    As many rows as fit, because all tiles of a batch read the same weights: with R rows,
-    a core with two multiply-adds a cycle needs two vectors of weights in R cycles. A row has two
-    vectors at least, so that the state is loaded less often than it is multiplied.
-
-    Parameters
-    ----------
-    batch, gates : int
-        Rows, and vectors of ``LANES`` units in each.
-    dtype : str
-        Type of the elements.
-    cpu : CPUInfo
-        The CPU.
-
-    Returns
-    -------
-    ProductTile
-        At most ``batch`` rows and ``gates`` gates; the last of each may be less.
-    """
-    vectors = vectors_of(dtype, cpu)
-    sums = cpu.num_vector_registers - cpu.num_vector_registers // _FREE_REGISTERS
-    most = max(1, sums // max(2, vectors))
-    rows = -(-batch // -(-batch // most))
-    passes = -(-gates // max(1, sums // (rows * vectors)))
-    return ProductTile(rows, -(-gates // passes))
 
 
 def recurrent_cell(cell: RecurrentCell, cpu: CPUInfo) -> tirx.PrimFunc:
@@ -398,7 +312,7 @@ class _Writer:
             }
             for (chain, row, place), total in totals.items():
                 start = self._start(step, block, first + row, gates[place])
-                self._store(total, _like(start, 0) if chain else start, 0)
+                self._store(total, like(start, 0) if chain else start, 0)
             groups = cell.hidden // (chains * unrolled)
             with T.serial(0, groups) as group:
                 for line in range(lines):
@@ -456,8 +370,8 @@ class _Writer:
         """An activation, by its number in ONNX's order."""
         name, alpha, beta = self.cell.activations[number]
         if self.cell.clip and clipped:
-            bound = _like(x, self.cell.clip)
-            x = tirx.max(tirx.min(x, bound), _like(x, 0) - bound)
+            bound = like(x, self.cell.clip)
+            x = tirx.max(tirx.min(x, bound), like(x, 0) - bound)
         return ACTIVATIONS[name](x, alpha, beta)
 
     def _lstm(self, tile: _GateSums) -> None:
@@ -476,7 +390,7 @@ class _Writer:
 
         gate(0, old, 0)
         if self.cell.coupled:
-            self._store(gates[2], _like(old, 1) - gates[0][_ramp(0)], 0)
+            self._store(gates[2], like(old, 1) - gates[0][_ramp(0)], 0)
         else:
             gate(2, old, 0)
         gate(3, old, 1)
@@ -519,7 +433,7 @@ class _Writer:
     def _mix(self, tile: _GateSums, update: tirx.Expr) -> None:
         """The new state between the old one and the candidate."""
         candidate = tile.gates[2][_ramp(0)]
-        value = (_like(update, 1) - update) * candidate + update * tile.place.state
+        value = (like(update, 1) - update) * candidate + update * tile.place.state
         self._store(tile.gates[2], value, 0)
         tile.place.put(tile.gates[2][_ramp(0)])
 
@@ -593,7 +507,7 @@ class _HiddenUnits:
         size = cell.batch * cell.padded
         new = self.unless_over(value, self.state)
         writer._store(writer.own["states"], new, (self.step + 1) % 2 * size + self.own)
-        shown = self.unless_over(value, _like(value, 0))
+        shown = self.unless_over(value, like(value, 0))
         writer._store(writer.flat["states"], shown, self.time * size + self.own)
 
 
@@ -606,11 +520,6 @@ class _GateSums:
 
 
 Finish = Callable[[_GateSums], None]
-
-
-def _like(x: tirx.Expr, value: float) -> tirx.Expr:
-    """A number in all lanes of a vector's type."""
-    return T.broadcast(tirx.const(value, str(x.ty.dtype).partition("x")[0]), LANES)
 
 
 def _ramp(at: tirx.Expr | int) -> tirx.Expr:
