@@ -14,6 +14,7 @@ import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -72,7 +73,7 @@ class Layer:
             name: generator.uniform(-scale, scale, shape).astype(np.float32)
             for name, shape in shapes.items()
         }
-        attributes: dict[str, object] = {"hidden_size": self.hidden}
+        attributes: dict[str, Any] = {"hidden_size": self.hidden}
         if self.kind == "GRU":
             attributes["linear_before_reset"] = int(not self.resets_before)
         if self.directions == 2:
