@@ -38,7 +38,7 @@ def unflatten_matmul(graph: Graph, call: relax.Expr) -> Value:
         return None
     if not _same_extents([*source, columns[-1]], [*result[:-1], rows[-1], result[-1]]):
         return None
-    if _is_less_than(result[-2], FEWEST_ROWS) and not _is_less_than(rows[0], FEWEST_ROWS):
+    if _is_small(result[-2]) and isinstance(rows[0], tirx.IntImm) and not _is_small(rows[0]):
         return None
     value = relax.op.matmul(flattened.args[0], weight, product.attrs.out_dtype or None)
     return value if bias is None else relax.op.add(graph.emit(value), bias)
@@ -62,8 +62,8 @@ def _extents(tensor: relax.Expr) -> list | None:
     return list(shape.values) if isinstance(shape, relax.ShapeExpr) else None
 
 
-def _is_less_than(extent: tirx.Expr, limit: int) -> bool:
-    return isinstance(extent, tirx.IntImm) and int(extent) < limit
+def _is_small(extent: tirx.Expr) -> bool:
+    return isinstance(extent, tirx.IntImm) and int(extent) < FEWEST_ROWS
 
 
 def _same_extents(first: list, second: list) -> bool:
