@@ -130,6 +130,11 @@ def zoo() -> str:
     return _races("zoo", ("ONNX Runtime",))
 
 
+def recurrent() -> str:
+    """The races of recurrent layers, by CPU side by side."""
+    return _races("recurrent", ("ONNX Runtime",))
+
+
 def pytorch() -> str:
     """The races of models of torchvision, by CPU side by side."""
     return _races("torch", ("Inductor, freezing", "eager"))
@@ -262,6 +267,7 @@ PARTS: dict[str, Callable[..., str]] = {
         contrib_operators,
         networks,
         pytorch,
+        recurrent,
         zoo,
         pairs,
         reductions,

@@ -21,6 +21,7 @@ from .decompose.decompose_normalization import DecomposeNormalization
 from .distribute.distribute_rows import DistributeRows
 from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
+from .layout.pad_columns import PadColumns
 from .norm.fuse_layer_norm import FuseLayerNorm
 from .program.allow_tf32 import AllowTF32
 from .program.annotate_gathers import AnnotateGathers
@@ -66,6 +67,7 @@ __all__ = [
     "MarkConstants",
     "PackLayout",
     "PackWeights",
+    "PadColumns",
     "ShareKernels",
     "ShortenNames",
     "SimplifyInference",

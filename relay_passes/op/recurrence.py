@@ -14,7 +14,8 @@ from tvm import relax, tirx
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.loops.recurrent_cells import GATES, LANES, RecurrentCell, recurrent_cell
+from schedules.cpu.loops.recurrent_cells import GATES, RecurrentCell, recurrent_cell
+from schedules.cpu.loops.recurrent_tile import LANES
 from schedules.errors import OpError
 
 from .register import is_typed, register_op
@@ -78,7 +79,7 @@ def _infer_type(call: relax.Call, _: relax.BlockBuilder | None) -> relax.TupleTy
     width = GATES[cell.kind] * LANES
     expected = (
         (cell.steps, cell.batch, cell.blocks * width),
-        (cell.blocks, cell.hidden, width),
+        (cell.blocks, cell.gates, cell.hidden, LANES),
         (cell.batch, cell.hidden),
         (cell.batch, cell.padded),
         (cell.batch,),

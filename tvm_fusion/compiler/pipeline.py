@@ -34,6 +34,7 @@ from relay_passes import (
     MarkConstants,
     PackLayout,
     PackWeights,
+    PadColumns,
     ShareKernels,
     SimplifyInference,
     WidenProducts,
@@ -153,7 +154,11 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
             FuseConv2D(options.fuse, target, winograd, options.records),
             FuseEpilogue(),
         ],
-        "pack": [PackLayout(target=target), ChooseWinograd(winograd, target, options.records)],
+        "pack": [
+            PackLayout(target=target),
+            ChooseWinograd(winograd, target, options.records),
+            PadColumns(target),
+        ],
         "reduce": [CoalesceReduction()],
         "lower": [
             *cpu_generic.library_dispatch_passes(target),

@@ -20,13 +20,15 @@ from .rewrites.control_flow.loops import loop_problem
 from .rewrites.fourier import fourier_problem
 from .rewrites.indexing.sequences import sequence_problem
 from .rewrites.indexing.unique import unique_problem
-from .rewrites.open_sizes import compress_problem, roi_align_problem, suppression_problem
+from .rewrites.open_sizes import compress_problem, suppression_problem
 from .rewrites.own_ops import bit_cast_problem
 from .rewrites.quantized import blocks_problem
 from .rewrites.recurrent import recurrent_problem
 from .rewrites.windows.deform_conv import deform_conv_problem
+from .rewrites.windows.max_places import max_pool_problem
 from .rewrites.windows.p_norms import p_norm_problem
 from .rewrites.windows.resize import resize_problem
+from .rewrites.windows.roi_align import roi_align_problem
 from .rewrites.windows.unfolded import unfolded_problem
 
 SHAPE_INPUTS = {
@@ -113,6 +115,7 @@ _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "LSTM": recurrent_problem,
     "Loop": loop_problem,
     "LpPool": p_norm_problem,
+    "MaxPool": max_pool_problem,
     "MaxUnpool": unfolded_problem,
     "Mod": division_problem,
     "NonMaxSuppression": suppression_problem,

@@ -11,7 +11,7 @@ from onnx.defs import OpSchema
 from .model.graph_edits import all_graphs, attribute, default_opset, is_default_domain
 from .operator_checks import refuse_nodes
 
-OUTPUTS = {"BatchNormalization": 1, "Dropout": 1, "LayerNormalization": 3, "MaxPool": 1}
+OUTPUTS = {"BatchNormalization": 1, "Dropout": 2, "LayerNormalization": 3, "MaxPool": 2}
 """Number of outputs that the importer computes; it ignores the rest."""
 
 MAX_ATTRIBUTE = 2**31 - 1

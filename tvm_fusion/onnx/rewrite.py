@@ -25,7 +25,12 @@ from .model.tensor_facts import GraphFacts
 from .model.weights import Weights
 from .node_checks import OUTPUTS, check_nodes
 from .operator_checks import refuse_nodes
-from .rewrites.arithmetic.activations import expand_elu, expand_selu, expand_thresholded_relu
+from .rewrites.arithmetic.activations import (
+    expand_dropout,
+    expand_elu,
+    expand_selu,
+    expand_thresholded_relu,
+)
 from .rewrites.arithmetic.division import expand_division, replace_divisions_by_minus_one
 from .rewrites.arithmetic.is_inf import expand_is_inf, expand_is_nan
 from .rewrites.arithmetic.modulo import expand_modulo
@@ -47,7 +52,7 @@ from .rewrites.indexing.wide_concat import name_wide_concat
 from .rewrites.norms.layer_norm import LayerNormRule
 from .rewrites.norms.lp_norm import replace_lp_norms
 from .rewrites.norms.mean_variance import split_mean_variance
-from .rewrites.open_sizes import RoiAlignRule, name_limits
+from .rewrites.open_sizes import name_limits
 from .rewrites.open_topk import bound_topk
 from .rewrites.own_ops import name_axis
 from .rewrites.quantized import (
@@ -61,9 +66,11 @@ from .rewrites.quantized import (
 from .rewrites.recurrent import expand_recurrent
 from .rewrites.windows.auto_pad import pad_pools
 from .rewrites.windows.conv_transpose import pad_transposed_convolutions
+from .rewrites.windows.max_places import expand_max_pool
 from .rewrites.windows.p_norms import expand_p_norm
 from .rewrites.windows.resize import normalize_resizes
 from .rewrites.windows.resize_taps import expand_resize
+from .rewrites.windows.roi_align import RoiAlignRule
 from .rewrites.windows.unfolded import expand_col2im, expand_max_unpool
 
 OLDEST_OPSET = 13
@@ -85,6 +92,7 @@ EXPANSIONS: dict[str, Rule] = {
     "DFT": expand_dft,
     "DequantizeLinear": expand_dequantize,
     "Div": expand_division,
+    "Dropout": expand_dropout,
     "Elu": expand_elu,
     "GRU": expand_recurrent,
     "GlobalLpPool": expand_p_norm,
@@ -93,6 +101,7 @@ EXPANSIONS: dict[str, Rule] = {
     "LSTM": expand_recurrent,
     "LpPool": expand_p_norm,
     "MatMulInteger": expand_matmul_integer,
+    "MaxPool": expand_max_pool,
     "MaxUnpool": expand_max_unpool,
     "Mod": expand_modulo,
     "NonMaxSuppression": name_limits,

@@ -6,16 +6,21 @@
     reshape(matmul(reshape(x, [B * S, K]), w) + bias, [B, S, N])   ->   matmul(x, w) + bias
 
 Exporters write layers of tensors with three axes in this way, because ONNX's Gemm knows only two.
-Without the reshapes, element-wise ops that follow are fused with the product.
+Without the reshapes, element-wise ops that follow are fused with the product. They stay where ``S``
+is small and ``B * S`` is not: a kernel of many rows reads ``w`` far less often than one of ``B``
+products of few rows. So it is with the steps of a recurrent layer.
 """
 
 from __future__ import annotations
 
 import tvm_ffi
-from tvm import relax
+from tvm import relax, tirx
 
 from ...core.expressions import Value
 from ...core.graph import Graph
+
+FEWEST_ROWS = 24
+"""Rows of a product from which on kernels read the matrix in a layout of its own."""
 
 
 def unflatten_matmul(graph: Graph, call: relax.Expr) -> Value:
@@ -32,6 +37,8 @@ def unflatten_matmul(graph: Graph, call: relax.Expr) -> Value:
     if source is None or result is None or rows is None or columns is None:
         return None
     if not _same_extents([*source, columns[-1]], [*result[:-1], rows[-1], result[-1]]):
+        return None
+    if _is_small(result[-2]) and isinstance(rows[0], tirx.IntImm) and not _is_small(rows[0]):
         return None
     value = relax.op.matmul(flattened.args[0], weight, product.attrs.out_dtype or None)
     return value if bias is None else relax.op.add(graph.emit(value), bias)
@@ -53,6 +60,10 @@ def _are_used_once(graph: Graph, *values: relax.Expr) -> bool:
 def _extents(tensor: relax.Expr) -> list | None:
     shape = tensor.ty.shape
     return list(shape.values) if isinstance(shape, relax.ShapeExpr) else None
+
+
+def _is_small(extent: tirx.Expr) -> bool:
+    return isinstance(extent, tirx.IntImm) and int(extent) < FEWEST_ROWS
 
 
 def _same_extents(first: list, second: list) -> bool:

@@ -4,17 +4,23 @@
 The products of the inputs with their weights are computed before, for all steps at once. Then::
 
     for step in range(40):                            # in all threads, which wait after each step
-        for block in T.parallel(16):                  # of hidden units
-            for row in range(2):                      # tiles of the batch
-                for k in range(256):
-                    sums[...] += state[row, k] * weights[block, k, gate, 0:16]
-                state[...], cell[...] = activations of sums
+        for part in T.parallel(2):                    # a thread
+            for block in range(8):                    # of hidden units; backwards in odd steps
+                for gates in range(4):                # as many at once as fit into registers
+                    for rows in range(2):             # tiles of the batch
+                        for k in range(256):
+                            tile[...] += state[rows, k] * weights[block, gates, k, 0:16]
+                        sums[gates, rows, 0:16] = tile[...]
+                for row in range(8):
+                    state[...], cell[...] = activations of sums
 
-Threads are started once for all steps: a thread has the same blocks in each step, whose weights
-stay in its cache. Weights, biases and the inputs' products have the layout
-``[block][k][gate][lane]``, so that one step reads each block of the weights from first to last. A
-step reads one copy of the state and writes the other one. A GRU that resets before the product
-needs its reset state whole: it has two loops a step.
+Threads are started once for all steps, and a thread has the same blocks in each step. Weights that
+exceed its cache would all be gone whenever it comes back to the first one; backwards, those read
+last are read first. Weights have the layout ``[block][gate][k][lane]``, so that each pass reads
+them from first to last. Tiles have as many rows as fit, because each tile reads the weights again;
+the registers that are left hold further gates. A step reads one copy of the state and writes the
+other one. A GRU that resets before the product needs its reset state whole: it has two loops a
+step.
 
 Source: the formulas of the operators LSTM, GRU and RNN in the ONNX standard.
 """
@@ -23,11 +29,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 
-from tvm import tirx
+from tvm import DataType, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
@@ -35,9 +41,9 @@ from schedules.errors import OpError
 from schedules.tir.vector_math import vectorize_math
 
 from ..core.machine import CPUInfo
-
-LANES = 16
-"""Hidden units of a block."""
+from ..core.prefetch import line_elements, prefetch
+from .recurrent_activations import ACTIVATIONS, like
+from .recurrent_tile import LANES, product_tile, vectors_of
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 """Gates of each cell, in ONNX's order: i o f c, z r h, and the only one."""
@@ -48,7 +54,8 @@ _WORTH_THREADS = 1 << 18
 _ADDITIONS_AT_ONCE = 8
 """Multiply-adds of vectors that a core has under way: a latency of 4 cycles, two in each."""
 
-Activation = Callable[[tirx.Expr, float, float], tirx.Expr]
+_MOST_UNROLLED = 4
+"""Steps of a product's loop that are written out, so that some prefetch and others do not."""
 
 
 @dataclass(frozen=True)
@@ -107,36 +114,6 @@ class RecurrentCell:
         return GATES[self.kind]
 
 
-def _hard_sigmoid(x: tirx.Expr, alpha: float, beta: float) -> tirx.Expr:
-    return tirx.max(_like(x, 0), tirx.min(_like(x, 1), x * _like(x, alpha) + _like(x, beta)))
-
-
-def _elu(x: tirx.Expr, alpha: float, beta: float) -> tirx.Expr:
-    below = _like(x, alpha) * (tirx.exp(tirx.min(x, _like(x, 0))) - _like(x, 1))
-    return tirx.Select(x > _like(x, 0), x, below)
-
-
-def _softplus(x: tirx.Expr, alpha: float, beta: float) -> tirx.Expr:
-    size = tirx.max(x, _like(x, 0) - x)
-    return tirx.max(x, _like(x, 0)) + tirx.log(_like(x, 1) + tirx.exp(_like(x, 0) - size))
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "Affine": lambda x, a, b: x * _like(x, a) + _like(x, b),
-    "Elu": _elu,
-    "HardSigmoid": _hard_sigmoid,
-    "LeakyRelu": lambda x, a, b: tirx.Select(x < _like(x, 0), x * _like(x, a), x),
-    "Relu": lambda x, a, b: tirx.max(x, _like(x, 0)),
-    "ScaledTanh": lambda x, a, b: _like(x, a) * tirx.tanh(x * _like(x, b)),
-    "Sigmoid": lambda x, a, b: tirx.sigmoid(x),
-    "Softplus": _softplus,
-    "Softsign": lambda x, a, b: x / (_like(x, 1) + tirx.max(x, _like(x, 0) - x)),
-    "Tanh": lambda x, a, b: tirx.tanh(x),
-    "ThresholdedRelu": lambda x, a, b: tirx.Select(x >= _like(x, a), x, _like(x, 0)),
-}
-"""Functions of a vector and the two parameters that ONNX calls alpha and beta."""
-
-
 def recurrent_cell(cell: RecurrentCell, cpu: CPUInfo) -> tirx.PrimFunc:
     """The scheduled function of a recurrent layer.
 
@@ -150,7 +127,7 @@ def recurrent_cell(cell: RecurrentCell, cpu: CPUInfo) -> tirx.PrimFunc:
     Returns
     -------
     tirx.PrimFunc
-        Of ``products`` [steps, batch, blocks * gates * LANES], ``weights`` [blocks, hidden, gates *
+        Of ``products`` [steps, batch, blocks * gates * LANES], ``weights`` [blocks, gates, hidden,
         LANES], ``state`` [batch, hidden], ``memory`` [batch, padded], ``lengths`` int32 [batch],
         ``peepholes`` [blocks, 3 * LANES] (i, o, f), ``bias`` of a GRU's last gate [padded], and the
         results: all states [steps, batch, padded], the last one, and the last memory [batch,
@@ -170,7 +147,7 @@ def recurrent_cell(cell: RecurrentCell, cpu: CPUInfo) -> tirx.PrimFunc:
     padded, width = cell.padded, cell.gates * LANES
     shapes = {
         "products": (cell.steps, cell.batch, cell.blocks * width),
-        "weights": (cell.blocks, cell.hidden, width),
+        "weights": (cell.blocks, cell.gates, cell.hidden, LANES),
         "state": (cell.batch, cell.hidden),
         "memory": (cell.batch, padded),
         "lengths": (cell.batch,),
@@ -197,21 +174,17 @@ def recurrent_cell(cell: RecurrentCell, cpu: CPUInfo) -> tirx.PrimFunc:
                     name: T.decl_buffer((prod(shapes[name]),), view.dtype, data=view.data)
                     for name, view in views.items()
                 }
-                registers = cpu.num_vector_registers * cpu.lanes(cell.dtype) // LANES
-                _Writer(cell, flat, registers * 3 // 4).write()
+                _Writer(cell, flat, cpu).write()
     return vectorize_math(builder.get().without_attr("global_symbol"))
 
 
 @dataclass
 class _Writer:
-    """Emits the loops; offsets count elements of flat buffers.
-
-    ``accumulators`` is how many sums of ``LANES`` elements fit into registers.
-    """
+    """Emits the loops; offsets count elements of flat buffers."""
 
     cell: RecurrentCell
     flat: dict[str, tirx.Buffer]
-    accumulators: int
+    cpu: CPUInfo
     own: dict[str, tirx.Buffer] = field(default_factory=dict)
 
     def write(self) -> None:
@@ -224,14 +197,11 @@ class _Writer:
         self._begin()
         with self._threads(), T.serial(0, cell.steps) as step:
             if "update" in self.own:
-                with self._blocks() as block, T.serial(0, self._tiles()) as tile:
-                    self._tile(step, block, tile, [0, 1], self._gru_gates)
-                with self._blocks() as block, T.serial(0, self._tiles()) as tile:
-                    self._tile(step, block, tile, [2], self._gru_reset_before)
+                self._gates(step, [0, 1], self._gru_gates)
+                self._gates(step, [2], self._gru_reset_before)
             else:
                 finish = {"LSTM": self._lstm, "GRU": self._gru_reset_after, "RNN": self._rnn}
-                with self._blocks() as block, T.serial(0, self._tiles()) as tile:
-                    self._tile(step, block, tile, list(range(cell.gates)), finish[cell.kind])
+                self._gates(step, list(range(cell.gates)), finish[cell.kind])
         with T.serial(0, size // LANES) as vector:
             at = vector * LANES
             last = self.own["states"][_ramp(cell.steps % 2 * size + at)]
@@ -256,95 +226,152 @@ class _Writer:
         """True if a step is worth threads."""
         cell = self.cell
         work = cell.hidden * cell.padded * cell.gates * cell.batch
-        return work >= _WORTH_THREADS and cell.blocks > 1
+        return work >= _WORTH_THREADS and min(cell.blocks, self.cpu.num_cores) > 1
 
     def _threads(self) -> AbstractContextManager[object]:
         """Run what is inside in all threads."""
         return T.attr(0, "pragma_parallel_launch_point", 1) if self._is_parallel else nullcontext()
 
     @contextmanager
-    def _blocks(self) -> Iterator[tirx.Var]:
+    def _blocks(self, step: tirx.Var) -> Iterator[tirx.Expr]:
         """The loop over the blocks, behind which the threads wait for each other."""
-        if not self._is_parallel:
-            with T.serial(0, self.cell.blocks) as block:
-                yield block
-            return
-        with T.attr(0, "pragma_parallel_barrier_when_finish", 1):
-            with T.parallel(0, self.cell.blocks) as block:
-                yield block
+        blocks = self.cell.blocks
+        parts = min(blocks, self.cpu.num_cores) if self._is_parallel else 1
+        barrier = "pragma_parallel_barrier_when_finish"
+        with ExitStack() as loops:
+            part = 0
+            if parts > 1:
+                loops.enter_context(T.attr(0, barrier, 1))
+                part = loops.enter_context(T.parallel(0, parts))
+            first, end = (tirx.floordiv(n * blocks, parts) for n in (part, part + 1))
+            place = loops.enter_context(T.serial(0, end - first))
+            yield tirx.Select(step % 2 == 0, first + place, end - 1 - place)
 
-    def _rows(self) -> int:
-        """Rows of the batch whose sums fit into registers."""
-        most = max(1, self.accumulators // self.cell.gates)
-        return max(n for n in range(1, most + 1) if self.cell.batch % n == 0)
-
-    def _tiles(self) -> int:
-        return self.cell.batch // self._rows()
-
-    def _tile(
-        self,
-        step: tirx.Var,
-        block: tirx.Var,
-        tile: tirx.Var,
-        gates: Sequence[int],
-        finish: Callable[[_GateSums], None],
-    ) -> None:
-        """Compute some gates of some rows of a block, then what follows from them."""
-        cell, rows = self.cell, self._rows()
-        size = cell.batch * cell.padded
-        with T.sblock("tile"):
+    def _gates(self, step: tirx.Var, gates: Sequence[int], finish: Finish) -> None:
+        """Compute some gates of all units, then what follows from them."""
+        cell = self.cell
+        tile = product_tile(cell.batch, len(gates), cell.dtype, self.cpu)
+        with self._blocks(step) as block, T.sblock("block"):
             T.reads()
             T.writes()
-            chains = self._chains(rows * len(gates))
-            sums = {
-                (row, gate): [T.sblock_alloc_buffer((LANES,), cell.dtype) for _ in range(chains)]
-                for row in range(rows)
-                for gate in gates
+            sums = T.sblock_alloc_buffer((len(gates) * cell.batch * LANES,), cell.dtype)
+            for start in range(0, len(gates), tile.gates):
+                chosen = range(start, min(start + tile.gates, len(gates)))
+                ahead = self._ahead(step, gates, chosen)
+                with T.serial(0, cell.batch // tile.rows) as number:
+                    rows = _Rows(number, number * tile.rows, tile.rows)
+                    self._product(step, block, rows, gates, chosen, sums, ahead)
+                rest = cell.batch % tile.rows
+                if rest:
+                    rows = _Rows(cell.batch // tile.rows, cell.batch - rest, rest)
+                    self._product(step, block, rows, gates, chosen, sums, ahead)
+            with T.serial(0, cell.batch) as row, T.sblock("units"):
+                T.reads()
+                T.writes()
+                found = {gate: T.sblock_alloc_buffer((LANES,), cell.dtype) for gate in gates}
+                for place, total in enumerate(found.values()):
+                    at = (place * cell.batch + row) * LANES
+                    self._store(total, sums[_ramp(at)], 0)
+                finish(_GateSums(_HiddenUnits(self, step, block, row), found))
+
+    def _ahead(self, step: tirx.Var, gates: Sequence[int], chosen: Sequence[int]) -> tirx.Expr:
+        """Distance from a pass's first weight to that of the next pass in this step."""
+        cell = self.cell
+        size = cell.hidden * LANES
+        if chosen[-1] + 1 < len(gates):
+            return tirx.const(len(chosen) * size, "int32")
+        back = gates[0] - gates[chosen[0]]
+        return tirx.Select(step % 2 == 0, back + cell.gates, back - cell.gates) * size
+
+    def _product(
+        self,
+        step: tirx.Var,
+        block: tirx.Expr,
+        rows: _Rows,
+        gates: Sequence[int],
+        chosen: Sequence[int],
+        sums: tirx.Buffer,
+        ahead: tirx.Expr,
+    ) -> None:
+        """Multiply some rows of the state by the weights of some gates."""
+        cell, first = self.cell, rows.first
+        tile = list(itertools.product(range(rows.count), chosen))
+        chains = self._chains(len(tile))
+        source, base = self.own["states"], step % 2 * (cell.batch * cell.padded)
+        if gates == [2] and "reset" in self.own:
+            source, base = self.own["reset"], 0
+        weights = (block * cell.gates + gates[chosen[0]]) * (cell.hidden * LANES)
+        unrolled, lines = self._lines(len(chosen), chains)
+        with T.sblock("product"):
+            T.reads()
+            T.writes()
+            totals = {
+                (chain, *one): T.sblock_alloc_buffer((LANES,), cell.dtype)
+                for chain in range(chains)
+                for one in tile
             }
-            for row in range(rows):
-                place = _HiddenUnits(self, step, block, tile * rows + row)
-                for gate in gates:
-                    is_apart = cell.kind == "GRU" and gate == 2 and cell.reset_after
-                    start = self._bias(block) if is_apart else place.product(gate)
-                    for number, total in enumerate(sums[row, gate]):
-                        self._store(total, _like(start, 0) if number else start, 0)
-            source, base = self.own["states"], step % 2 * size
-            if gates == [2] and "reset" in self.own:
-                source, base = self.own["reset"], 0
-            width = cell.gates * LANES
-            with T.serial(0, cell.hidden // chains) as group:
-                for chain, row in itertools.product(range(chains), range(rows)):
-                    k = group * chains + chain
-                    value = source[base + (tile * rows + row) * cell.padded + k]
-                    for gate in gates:
-                        at = (block * cell.hidden + k) * width + gate * LANES
-                        weight = self.flat["weights"][_ramp(at)]
-                        total = sums[row, gate][chain]
-                        product = T.broadcast(value, LANES) * weight
-                        self._store(total, total[_ramp(0)] + product, 0)
-            for first, *others in sums.values():
-                for other in others:
-                    self._store(first, first[_ramp(0)] + other[_ramp(0)], 0)
-            for row in range(rows):
-                place = _HiddenUnits(self, step, block, tile * rows + row)
-                finish(_GateSums(place, {gate: sums[row, gate][0] for gate in gates}))
+            for (chain, row, place), total in totals.items():
+                start = self._start(step, block, first + row, gates[place])
+                self._store(total, like(start, 0) if chain else start, 0)
+            groups = cell.hidden // (chains * unrolled)
+            with T.serial(0, groups) as group:
+                for line in range(lines):
+                    at = ((rows.number * groups + group) * lines + line) * line_elements(cell.dtype)
+                    prefetch(self.flat["weights"], weights + ahead + at, level=2)
+                for turn, ((chain, row, place), total) in itertools.product(
+                    range(unrolled), totals.items()
+                ):
+                    k = (group * unrolled + turn) * chains + chain
+                    value = source[base + (first + row) * cell.padded + k]
+                    at = weights + ((place - chosen[0]) * cell.hidden + k) * LANES
+                    product = T.broadcast(value, LANES) * self.flat["weights"][_ramp(at)]
+                    self._store(total, total[_ramp(0)] + product, 0)
+            for row, place in tile:
+                value, *others = (totals[chain, row, place][_ramp(0)] for chain in range(chains))
+                self._store(sums, sum(others, value), (place * cell.batch + first + row) * LANES)
+
+    def _lines(self, gates: int, chains: int) -> tuple[int, int]:
+        """Turns of a product's loop, and lines of the next weights to prefetch after so many.
+
+        All tiles of the batch together prefetch what the next pass reads, so that it comes from
+        the last-level cache while they multiply. A single row waits for that cache in any case.
+        """
+        cell = self.cell
+        weights = cell.blocks * cell.gates * cell.hidden * LANES * DataType(cell.dtype).bits // 8
+        parts = self.cpu.num_cores if self._is_parallel else 1
+        if cell.batch == 1 or weights <= parts * self.cpu.l2_bytes:
+            return 1, 0
+        tiles = -(-cell.batch // product_tile(cell.batch, gates, cell.dtype, self.cpu).rows)
+        lines = gates * chains * LANES // line_elements(cell.dtype)
+        turns = cell.hidden // chains
+        wanted = min(tiles // lines, _MOST_UNROLLED)
+        unrolled = max(n for n in range(1, max(1, wanted) + 1) if turns % n == 0)
+        return unrolled, -(-lines * unrolled // tiles)
 
     def _chains(self, sums: int) -> int:
         """Parts of each sum, so that enough additions do not wait for each other."""
-        chains = 1
-        while sums * chains < _ADDITIONS_AT_ONCE and self.cell.hidden % (2 * chains) == 0:
+        chains, vectors = 1, sums * vectors_of(self.cell.dtype, self.cpu)
+        while vectors * chains < _ADDITIONS_AT_ONCE and self.cell.hidden % (2 * chains) == 0:
             chains *= 2
         return chains
 
-    def _bias(self, block: tirx.Var) -> tirx.Expr:
+    def _start(
+        self, step: tirx.Var, block: tirx.Expr, row: tirx.Expr | int, gate: int
+    ) -> tirx.Expr:
+        """What the product of the state is added to."""
+        if self.cell.kind == "GRU" and gate == 2 and self.cell.reset_after:
+            return self._bias(block)
+        return _HiddenUnits(self, step, block, row).product(gate)
+
+    def _bias(self, block: tirx.Expr) -> tirx.Expr:
         return self.flat["bias"][_ramp(block * LANES)]
 
     def _activate(self, number: int, x: tirx.Expr, clipped: bool = True) -> tirx.Expr:
         """An activation, by its number in ONNX's order."""
         name, alpha, beta = self.cell.activations[number]
         if self.cell.clip and clipped:
-            bound = _like(x, self.cell.clip)
-            x = tirx.max(tirx.min(x, bound), _like(x, 0) - bound)
+            bound = like(x, self.cell.clip)
+            x = tirx.max(tirx.min(x, bound), like(x, 0) - bound)
         return ACTIVATIONS[name](x, alpha, beta)
 
     def _lstm(self, tile: _GateSums) -> None:
@@ -363,7 +390,7 @@ class _Writer:
 
         gate(0, old, 0)
         if self.cell.coupled:
-            self._store(gates[2], _like(old, 1) - gates[0][_ramp(0)], 0)
+            self._store(gates[2], like(old, 1) - gates[0][_ramp(0)], 0)
         else:
             gate(2, old, 0)
         gate(3, old, 1)
@@ -406,7 +433,7 @@ class _Writer:
     def _mix(self, tile: _GateSums, update: tirx.Expr) -> None:
         """The new state between the old one and the candidate."""
         candidate = tile.gates[2][_ramp(0)]
-        value = (_like(update, 1) - update) * candidate + update * tile.place.state
+        value = (like(update, 1) - update) * candidate + update * tile.place.state
         self._store(tile.gates[2], value, 0)
         tile.place.put(tile.gates[2][_ramp(0)])
 
@@ -415,14 +442,23 @@ class _Writer:
         T.buffer_store(buffer, value, [_ramp(at)])
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """A tile of the batch: its number, first row and count of rows."""
+
+    number: tirx.Expr | int
+    first: tirx.Expr | int
+    count: int
+
+
 @dataclass
 class _HiddenUnits:
     """One row of a block of hidden units, in one step."""
 
     writer: _Writer
     step: tirx.Var
-    block: tirx.Var
-    row: tirx.Expr
+    block: tirx.Expr
+    row: tirx.Expr | int
 
     @property
     def own(self) -> tirx.Expr:
@@ -471,7 +507,7 @@ class _HiddenUnits:
         size = cell.batch * cell.padded
         new = self.unless_over(value, self.state)
         writer._store(writer.own["states"], new, (self.step + 1) % 2 * size + self.own)
-        shown = self.unless_over(value, _like(value, 0))
+        shown = self.unless_over(value, like(value, 0))
         writer._store(writer.flat["states"], shown, self.time * size + self.own)
 
 
@@ -483,9 +519,7 @@ class _GateSums:
     gates: dict[int, tirx.Buffer]
 
 
-def _like(x: tirx.Expr, value: float) -> tirx.Expr:
-    """A number in all lanes of a vector's type."""
-    return T.broadcast(tirx.const(value, str(x.ty.dtype).partition("x")[0]), LANES)
+Finish = Callable[[_GateSums], None]
 
 
 def _ramp(at: tirx.Expr | int) -> tirx.Expr:

@@ -12,12 +12,13 @@ from tvm.target import Target
 
 from relay_passes.op import recurrence
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.loops.recurrent_cells import LANES, RecurrentCell, recurrent_cell
+from schedules.cpu.loops.recurrent_cells import RecurrentCell, recurrent_cell
+from schedules.cpu.loops.recurrent_tile import LANES, ProductTile, product_tile
 from schedules.errors import OpError
 
 TANH = ("Tanh", 0.0, 0.0)
 CELL = RecurrentCell("GRU", 5, 2, 20, (("Sigmoid", 0.0, 0.0), TANH))
-SHAPES = [(5, 2, 2 * 3 * LANES), (2, 20, 3 * LANES), (2, 20), (2, 32), (2,), (2, 3 * LANES), (32,)]
+SHAPES = [(5, 2, 2 * 3 * LANES), (2, 3, 20, LANES), (2, 20), (2, 32), (2,), (2, 3 * LANES), (32,)]
 
 
 def arguments() -> list[relax.Var]:
@@ -64,6 +65,30 @@ def test_unknown_cells_are_refused() -> None:
     cpu = CPUInfo.from_target(Target("llvm"))
     with pytest.raises(OpError, match=r"recurrent cell 'GRU' with activations \['Swish'\]"):
         recurrent_cell(replace(CELL, activations=(("Swish", 0.0, 0.0), TANH)), cpu)
+
+
+@pytest.mark.parametrize(
+    ("mcpu", "batch", "gates", "tile"),
+    [
+        ("x86-64-v3", 1, 4, ProductTile(1, 4)),
+        ("x86-64-v3", 8, 4, ProductTile(4, 1)),
+        ("x86-64-v3", 7, 3, ProductTile(4, 1)),
+        ("x86-64-v4", 8, 4, ProductTile(8, 2)),
+        ("x86-64-v4", 8, 3, ProductTile(8, 3)),
+        ("x86-64-v4", 32, 1, ProductTile(11, 1)),
+    ],
+)
+def test_tiles_of_the_product(mcpu: str, batch: int, gates: int, tile: ProductTile) -> None:
+    cpu = CPUInfo.from_target(Target({"kind": "llvm", "mcpu": mcpu, "num-cores": 2}))
+    assert product_tile(batch, gates, "float32", cpu) == tile
+
+
+def test_weights_beyond_the_caches_are_prefetched() -> None:
+    cpu = CPUInfo.from_target(Target({"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2}))
+    texts = [
+        recurrent_cell(CELL, replace(cpu, l2_bytes=size)).script() for size in (1 << 10, 1 << 20)
+    ]
+    assert ["prefetch" in text for text in texts] == [True, False]
 
 
 def test_graphics_processors_are_refused() -> None:

@@ -115,6 +115,13 @@ def test_identity_and_dropout_vanish() -> None:
     assert relax_ops(assert_same_as_onnx_runtime(model)) == {"relax.nn.relu"}
 
 
+def test_mask_of_a_dropout_that_drops_nothing() -> None:
+    nodes = [helper.make_node("Dropout", ["x"], ["y", "mask"])]
+    model = onnx_model(nodes, {"x": (2, 3)}, ["y"])
+    model.graph.output.append(helper.make_tensor_value_info("mask", TensorProto.BOOL, (2, 3)))
+    assert_same_as_onnx_runtime(model)
+
+
 def test_shape_arithmetic_is_folded() -> None:
     nodes = [
         helper.make_node("Shape", ["x"], ["shape"]),

@@ -13,7 +13,6 @@ All that is computed from the result has the symbolic size ``n``; it may be 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,9 @@ from tvm import relax, tirx
 
 from schedules.cpu.loops.selections import find_nonzero, suppress_boxes
 
-from ..model.graph_edits import attribute, set_attributes
+from ..model.graph_edits import attribute
 from ..model.tensor_facts import GraphFacts
 from .expansion import Expansion
-
-HALF_PIXELS = 16
-"""From this opset on, RoiAlign places pixels at their centres by default."""
 
 MOST = "most"
 """Attribute for the constant input ``max_output_boxes_per_class``."""
@@ -151,57 +147,3 @@ def compress_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
         if facts.shape(name) is None:
             return f"the shape of {name!r} is only known at run time"
     return None
-
-
-def translate_roi_align(
-    builder: relax.BlockBuilder, inputs: Sequence[Any], attributes: dict[str, Any]
-) -> relax.Expr:
-    """Means of the bins of regions; an image out of range is the nearest one."""
-    data, regions, images = inputs
-    dtype = str(regions.ty.dtype)
-    scale = float(attributes.get("spatial_scale", 1.0))
-    is_aligned = attributes["coordinate_transformation_mode"] == b"half_pixel"
-    if is_aligned:
-        # TVM scales regions after this, ONNX before.
-        regions = relax.op.subtract(regions, relax.const(0.5 / scale, dtype))
-    first, last = (relax.const(i, str(images.ty.dtype)) for i in (0, int(data.ty.shape[0]) - 1))
-    images = relax.op.minimum(relax.op.maximum(images, first), last)
-    column = relax.op.expand_dims(relax.op.astype(images, dtype), 1)
-    return relax.op.vision.roi_align(
-        data,
-        relax.op.concat([column, regions], axis=1),
-        pooled_size=(attributes.get("output_height", 1), attributes.get("output_width", 1)),
-        spatial_scale=scale,
-        sample_ratio=attributes.get("sampling_ratio", 0),
-        aligned=is_aligned,
-        layout="NCHW",
-        mode="avg",
-    )
-
-
-@dataclass(frozen=True)
-class RoiAlignRule:
-    """Name the mode of a RoiAlign, whose default depends on the version of the operators.
-
-    Parameters
-    ----------
-    opset : int
-        The version.
-    """
-
-    opset: int
-
-    def __call__(self, node: onnx.NodeProto, expansion: Expansion) -> None:
-        """Set the attribute, and let the node stay."""
-        name = "coordinate_transformation_mode"
-        default = "half_pixel" if self.opset >= HALF_PIXELS else "output_half_pixel"
-        set_attributes(node, **{name: attribute(node, name, default)})
-
-
-def roi_align_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
-    """Return the reason why regions cannot be pooled, if any."""
-    for name in node.input[:2]:
-        if facts.dims(name) is None or (name == node.input[0] and facts.shape(name) is None):
-            return f"the shape of {name!r} is only known at run time"
-    mode = attribute(node, "mode", "avg")
-    return None if mode == "avg" else f"its mode is {mode!r}"

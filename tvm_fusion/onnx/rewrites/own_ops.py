@@ -23,14 +23,11 @@ from .arithmetic.narrow_types import ROUND, translate_round
 from .arithmetic.saturation import SATURATE, translate_saturate
 from .expansion import Expansion
 from .indexing.wide_concat import WIDE_CONCAT, translate_wide_concat
-from .open_sizes import (
-    translate_compress,
-    translate_nonzero,
-    translate_roi_align,
-    translate_suppression,
-)
+from .open_sizes import translate_compress, translate_nonzero, translate_suppression
 from .open_topk import SORT_FIRST, translate_sort_first
 from .windows.deform_conv import translate_deform_conv
+from .windows.max_places import MAX_PLACES, translate_max_places
+from .windows.roi_align import translate_roi_align
 
 Translation = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any]], relax.Expr]
 
@@ -86,6 +83,7 @@ OWN_OPS: dict[str, Translation] = {
     "NonMaxSuppression": translate_suppression,
     "NonZero": translate_nonzero,
     "RoiAlign": translate_roi_align,
+    MAX_PLACES: translate_max_places,
     ROUND: translate_round,
     SATURATE: translate_saturate,
     SORT_FIRST: translate_sort_first,

@@ -6,7 +6,7 @@
     products = MatMul(x, W) + bias                 # all steps and gates at once
     y, y_h, y_c = Recurrence(products, R, h_0, c_0, ...)
 
-Weights get the layout ``[block][k][gate][lane]`` of the kernel; constant ones get it here. Other
+Weights get the layout ``[block][gate][k][lane]`` of the kernel; constant ones get it here. Other
 types than float32 and float64 are computed in float32.
 """
 
@@ -21,7 +21,9 @@ from onnx import TensorProto
 from tvm import relax
 
 from relay_passes.op import recurrence
-from schedules.cpu.loops.recurrent_cells import ACTIVATIONS, GATES, LANES, RecurrentCell
+from schedules.cpu.loops.recurrent_activations import ACTIVATIONS
+from schedules.cpu.loops.recurrent_cells import GATES, RecurrentCell
+from schedules.cpu.loops.recurrent_tile import LANES
 
 from ..model.graph_edits import attribute
 from ..model.tensor_facts import GraphFacts
@@ -263,8 +265,7 @@ class _Layer:
         return self._reshape(self._transpose(name, 3, 1, 0, 2), extent, self.padded * self.gates)
 
     def _by_blocks(self, name: str, extent: int) -> str:
-        moved = self._transpose(name, 1, 3, 0, 2)
-        return self._reshape(moved, self.padded // LANES, extent, self.gates * LANES)
+        return self._transpose(name, 1, 0, 3, 2)
 
     def _vector(self, name: str, parts: int) -> str:
         """A vector of some gates, [gates * hidden], as [blocks * gates * lanes]."""

@@ -97,3 +97,9 @@ def test_a_symbolic_batch():
 )
 def test_what_stays(mod: tvm.IRModule):
     check_unchanged(mod)
+
+
+@pytest.mark.parametrize(("batch", "rows", "stays"), [(4, 6, True), (1, 24, False), (3, 7, False)])
+def test_products_of_few_rows_stay_one_product(batch: int, rows: int, stays: bool):
+    module = layer((batch, rows, 4), (batch * rows, 4), (batch, rows, 5))
+    assert ("reshape" in calls(simplify(module))) == stays

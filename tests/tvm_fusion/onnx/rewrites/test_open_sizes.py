@@ -155,9 +155,11 @@ def test_detector_that_returns_early_without_boxes() -> None:
     assert_same(model, *({"x": x, "corners": corners} for x in (random(20), 0 * random(20))))
 
 
-@pytest.mark.parametrize(("mode", "ratio"), in_turns(["half_pixel", "output_half_pixel"], [0, 2]))
-def test_means_of_regions(mode: str, ratio: int) -> None:
-    attributes = f"""output_height = 4, output_width = 5, spatial_scale = 0.5,
+@pytest.mark.parametrize(
+    ("mode", "ratio", "pool"), in_turns(["half_pixel", "output_half_pixel"], [0, 2], ["avg", "max"])
+)
+def test_bins_of_regions(mode: str, ratio: int, pool: str) -> None:
+    attributes = f"""output_height = 4, output_width = 5, spatial_scale = 0.5, mode = "{pool}",
         sampling_ratio = {ratio}, coordinate_transformation_mode = "{mode}" """
     model = parse(
         "float[2, 3, 12, 12] x, float[5, 4] regions, int64[5] images",
@@ -166,6 +168,9 @@ def test_means_of_regions(mode: str, ratio: int) -> None:
     )
     regions = 8 * random(5, 4)
     regions[:, 2:] += regions[:, :2]
+    regions[0] = [-9, 3, 40, 30]
+    if pool == "max":  # without an extent
+        regions[1, 2:] = regions[1, :2]
     feed = {"x": random(2, 3, 12, 12), "regions": regions}
     assert_same(model, feed | {"images": np.array([0, 1, 1, 0, 1])})
 
@@ -214,9 +219,9 @@ def test_refusals() -> None:
             "its input 'most' depends on data",
         ),
         (
-            'y = RoiAlign<mode = "max">(x, r, i)',
+            'y = RoiAlign<mode = "sum">(x, r, i)',
             "float[1, 1, 9, 9] x, float[2, 4] r, int64[2] i",
-            "its mode is 'max'",
+            "its mode is 'sum'; expected 'avg' or 'max'",
         ),
     ):
         output = "int64[n, 3] y" if "Non" in nodes else "float[2, 1, 1, 1] y"

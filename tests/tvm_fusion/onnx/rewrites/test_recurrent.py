@@ -81,10 +81,12 @@ def layer(
     return model, {name: values[name] for name in fed}
 
 
-def check(model: onnx.ModelProto, feeds: dict[str, np.ndarray], limit: float = 2e-5) -> None:
+def check(
+    model: onnx.ModelProto, feeds: dict[str, np.ndarray], limit: float = 2e-5, threads: int = 1
+) -> None:
     """Compare all outputs with those of ONNX Runtime."""
     wanted = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
-    found = tvm_fusion.compile(model, threads=1)(feeds)
+    found = tvm_fusion.compile(model, threads=threads)(feeds)
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape
         np.testing.assert_allclose(one, other, rtol=limit, atol=limit)
@@ -115,6 +117,15 @@ def test_weights_from_data(op_type: str) -> None:
 
 def test_reset_after_the_product() -> None:
     check(*layer("GRU", 6, 5, 7, 33, OPTIONAL, linear_before_reset=1, direction="bidirectional"))
+
+
+@pytest.mark.parametrize(
+    ("op_type", "attributes"),
+    [("LSTM", {}), ("GRU", {"linear_before_reset": 1}), ("GRU", {"linear_before_reset": 0})],
+)
+def test_threads_share_the_units(op_type: str, attributes: dict[str, int]) -> None:
+    """Uneven numbers of units and of rows; weights that exceed the caches of small cores."""
+    check(*layer(op_type, 5, 7, 9, 392, OPTIONAL, **attributes), 1e-4, threads=2)
 
 
 def test_long_sequence_is_one_kernel() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from onnx_cases import assert_same_as_onnx_runtime, int64, normal, one_node, onnx_model
 
@@ -120,14 +120,41 @@ def test_unpooled_maxima() -> None:
     nodes = [
         helper.make_node("MaxPool", ["x"], ["most", "places"], **pool),
     ]
-    most, places = ReferenceEvaluator(
-        onnx_model(nodes, {"x": x.shape}, ["most", "places"])
-    ).run(None, {"x": x})
+    most, places = ReferenceEvaluator(onnx_model(nodes, {"x": x.shape}, ["most", "places"])).run(
+        None, {"x": x}
+    )
     node = helper.make_node("MaxUnpool", ["x", "i"], ["y"], name="op", **pool)
     model = onnx_model([node], {"x": most.shape}, ["y"])
     info = helper.make_tensor_value_info("i", onnx.TensorProto.INT64, places.shape)
     model.graph.input.append(info)
     assert_same_as_onnx_runtime(model, {"x": most, "i": places})
+
+
+@pytest.mark.parametrize(
+    ("shape", "attributes"),
+    [
+        ((2, 3, 7, 8), {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 0, 0, 1]}),
+        ((1, 2, 9, 6), {"kernel_shape": [2, 3], "dilations": [2, 1], "storage_order": 1}),
+        ((1, 2, 9, 7), {"kernel_shape": [2, 2], "strides": [2, 2], "auto_pad": "SAME_LOWER"}),
+        ((2, 1, 9), {"kernel_shape": [4], "strides": [2], "ceil_mode": 1}),
+        ((1, 2, 4, 5, 6), {"kernel_shape": [2, 2, 2]}),
+    ],
+)
+def test_places_of_maxima(shape: tuple[int, ...], attributes: dict[str, Any]) -> None:
+    node = helper.make_node("MaxPool", ["x"], ["y", "places"], name="op", **attributes)
+    model = onnx_model([node], {"x": shape}, ["y"])
+    model.graph.output.append(helper.make_tensor_value_info("places", TensorProto.INT64, None))
+    # Few different numbers: the first one of those that are equal counts.
+    x = np.random.default_rng(0).integers(-3, 3, shape).astype("float32")
+    assert_same_as_onnx_runtime(model, {"x": x})
+
+
+def test_places_without_sizes_are_refused() -> None:
+    node = helper.make_node("MaxPool", ["x"], ["y", "places"], name="op", kernel_shape=[2, 2])
+    model = onnx_model([node], {"x": ("n", 1, 4, 4)}, ["y"])
+    model.graph.output.append(helper.make_tensor_value_info("places", TensorProto.INT64, None))
+    with pytest.raises(UnsupportedOperatorError, match="'places' needs the shape of 'x'"):
+        import_onnx(model)
 
 
 def test_unpooling_to_another_size_is_refused() -> None:

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write activations in other types than float32; the importer's constants are of this type.
 
+Also the mask of a Dropout at inference, which drops nothing::
+
+    y, mask = x, ConstantOfShape(Shape(x), True)
+
 ::
 
     Elu, Selu:        Where(x > 0, gamma * x, gamma * alpha * (exp(x) - 1))
@@ -9,6 +13,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 from onnx import TensorProto
 
@@ -16,6 +21,17 @@ from ...model.graph_edits import attribute
 from ..expansion import Expansion
 
 SELU_ALPHA, SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
+
+
+def expand_dropout(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a Dropout whose mask is read, unless it is in training mode."""
+    training = node.input[2] if len(node.input) > 2 else ""
+    value = expansion.facts.constant(training) if training else np.array(False)
+    if len(node.output) < 2 or value is None or value.any():
+        return
+    shape = expansion.emit("Shape", node.input[0])
+    kept = onnx.numpy_helper.from_array(np.array([True]))
+    expansion.finish(node.input[0], expansion.emit("ConstantOfShape", shape, value=kept))
 
 
 def expand_elu(node: onnx.NodeProto, expansion: Expansion) -> None:

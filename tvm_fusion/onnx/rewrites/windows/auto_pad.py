@@ -16,17 +16,23 @@ def pad_pools(model: onnx.ModelProto, facts: GraphFacts) -> None:
     for node in model.graph.node:
         if not is_default_domain(node) or node.op_type not in POOLS:
             continue
-        mode = attribute(node, "auto_pad", "NOTSET")
         dims = facts.dims(node.input[0])
-        if mode not in ("SAME_LOWER", "SAME_UPPER") or dims is None or None in dims[2:]:
+        if dims is None or None in dims[2:]:
             continue
-        totals = _totals(node, [dim for dim in dims[2:] if dim is not None])
-        if totals is None:
-            continue
-        small = [total // 2 for total in totals]
-        large = [total - total // 2 for total in totals]
-        pads = small + large if mode == "SAME_UPPER" else large + small
-        set_attributes(node, ("auto_pad",), pads=pads)
+        pads = same_pads(node, [dim for dim in dims[2:] if dim is not None])
+        if pads is not None:
+            set_attributes(node, ("auto_pad",), pads=pads)
+
+
+def same_pads(node: onnx.NodeProto, size: list[int]) -> list[int] | None:
+    """Padding before and after each dimension by ``auto_pad``; None without a mode for it."""
+    mode = attribute(node, "auto_pad", "NOTSET")
+    totals = _totals(node, size) if mode in ("SAME_LOWER", "SAME_UPPER") else None
+    if totals is None:
+        return None
+    small = [total // 2 for total in totals]
+    large = [total - total // 2 for total in totals]
+    return small + large if mode == "SAME_UPPER" else large + small
 
 
 def _totals(node: onnx.NodeProto, size: list[int]) -> list[int] | None:
