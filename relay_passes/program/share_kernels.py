@@ -42,16 +42,8 @@ class ShareKernels:
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Return the module with fewer kernels."""
         families: list[list[_Nest]] = []
-        for var, func in mod.functions_items():
-            nest = _read(var, func)
-            if nest is None:
-                continue
-            for family in families:
-                if _is_alike(family, nest):
-                    family.append(nest)
-                    break
-            else:
-                families.append([nest])
+        for members in _with_one_output(mod):
+            families += _families([_read(var, func) for var, func in members])
         names: dict[GlobalVar, GlobalVar] = {}
         shared: dict[GlobalVar, tirx.PrimFunc] = {}
         for first, *others in families:
@@ -70,30 +62,46 @@ class ShareKernels:
 
 
 class _Nest(NamedTuple):
-    """A kernel without attributes, its number of input blocks, and all its integers, in order."""
+    """A kernel, without attributes, its number of input blocks, and all its integers, in order.
+
+    ``skeleton`` is the kernel with a placeholder instead of each integer.
+    """
 
     var: GlobalVar
     func: tirx.PrimFunc
     bare: tirx.PrimFunc
+    skeleton: tirx.PrimFunc
     blocks: int
     integers: tuple[int, ...]
 
 
-def _read(var: GlobalVar, func: tvm.ir.BaseFunc) -> _Nest | None:
-    if not isinstance(func, tirx.PrimFunc) or WORKLOAD not in func.attrs:
-        return None
-    shape = func.params[0].shape
-    if len(shape) != len("NCHWc") or not isinstance(shape[1], tirx.IntImm):
-        return None
+def _with_one_output(mod: IRModule) -> list[list[tuple[GlobalVar, tirx.PrimFunc]]]:
+    """Packed convolutions in groups of equal outputs, without groups of one."""
+    groups: dict[tuple[str, ...], list[tuple[GlobalVar, tirx.PrimFunc]]] = {}
+    for var, func in mod.functions_items():
+        if not isinstance(func, tirx.PrimFunc) or WORKLOAD not in func.attrs:
+            continue
+        shape = func.params[0].shape
+        if len(shape) == len("NCHWc") and isinstance(shape[1], tirx.IntImm):
+            output = tuple(map(str, func.params[-1].shape))
+            groups.setdefault(output, []).append((var, func))
+    return [members for members in groups.values() if len(members) > 1]
+
+
+def _read(var: GlobalVar, func: tirx.PrimFunc) -> _Nest:
     bare = tirx.PrimFunc(func.params, func.body, func.ret_type)
     integers: list[int] = []
+    placeholders: dict[str, tirx.IntImm] = {}
 
     def read(node: tirx.IntImm) -> tirx.IntImm:
-        integers.append(int(node))
-        return _copy(node)
+        integers.append(int(node.value))
+        dtype = str(node.ty.dtype)
+        if dtype not in placeholders:
+            placeholders[dtype] = tirx.IntImm(dtype, 0)
+        return placeholders[dtype]
 
-    tvm_ffi.structural_map(bare, (tirx.IntImm, read))
-    return _Nest(var, func, bare, int(shape[1]), tuple(integers))
+    skeleton = tvm_ffi.structural_map(bare, (tirx.IntImm, read))
+    return _Nest(var, func, bare, skeleton, int(func.params[0].shape[1]), tuple(integers))
 
 
 def _copy(node: tirx.IntImm) -> tirx.IntImm:
@@ -101,12 +109,22 @@ def _copy(node: tirx.IntImm) -> tirx.IntImm:
     return tirx.IntImm(str(node.ty.dtype), int(node))
 
 
+def _families(nests: Sequence[_Nest]) -> list[list[_Nest]]:
+    """Kernels in families whose members differ in their number of blocks only."""
+    families: list[list[_Nest]] = []
+    for nest in nests:
+        found = next((family for family in families if _is_alike(family, nest)), None)
+        if found is None:
+            families.append([nest])
+        else:
+            found.append(nest)
+    return families
+
+
 def _is_alike(family: Sequence[_Nest], nest: _Nest) -> bool:
     """Return whether a kernel is that of a family with another number of blocks."""
     first = family[0]
     if len(first.integers) != len(nest.integers) or first.blocks == nest.blocks:
-        return False
-    if not tvm_ffi.structural_equal(first.func.params[-1].shape, nest.func.params[-1].shape):
         return False
     second = family[1] if len(family) > 1 else nest
     lines = _lines(first, second)
@@ -114,10 +132,7 @@ def _is_alike(family: Sequence[_Nest], nest: _Nest) -> bool:
         return False
     if any(a * nest.blocks + b != k for (a, b), k in zip(lines, nest.integers, strict=True)):
         return False
-    same = _with_integers(
-        first.bare, lines, lambda a, b, ty: tirx.IntImm(ty, a * nest.blocks + b)
-    )
-    return tvm_ffi.structural_equal(same, nest.bare, map_free_vars=True)
+    return tvm_ffi.structural_equal(first.skeleton, nest.skeleton, map_free_vars=True)
 
 
 Lines = list[tuple[int, int]]

@@ -236,7 +236,7 @@ def test_tensors_without_elements() -> None:
         "p = MatMul(x, w) y = Relu(p) a = Constant<value_ints = [0]>() "
         "t = ReduceSum<keepdims = 0>(y, a)",
     )
-    compiled = tvm_fusion.compile(model, threads=1)
+    compiled = tvm_fusion.compile(model, shapes={"N": "N"}, threads=1)
     w = normal(4, 3)
     for rows in (2, 0, 1):
         x = normal(rows, 4)
@@ -267,7 +267,7 @@ def test_sizes_differ_from_those_of_the_call_before() -> None:
         "float[N, M, 8] y",
         "p = MatMul(x, w) q = Softmax<axis = -1>(p) y = Add(q, x)",
     )
-    compiled = tvm_fusion.compile(model, threads=1)
+    compiled = tvm_fusion.compile(model, shapes={"N": "N", "M": "M"}, threads=1)
     w, kept = normal(8, 8), []
     for sizes in ((2, 5), (7, 3), (1, 1), (3, 9), (2, 5)):
         x = normal(*sizes, 8, seed=sum(sizes))
