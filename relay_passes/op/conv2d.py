@@ -23,7 +23,7 @@ from tvm import relax, te
 from schedules.compute import conv2d as compute
 from schedules.workload.conv2d import Conv2DKernel
 
-from .conv_call import build_call, legalize_call
+from .conv_call import Known, build_call, legalize_call
 from .conv_types import ConvOp, output_type
 from .register import register_op
 
@@ -100,10 +100,13 @@ def _compute(
     return compute.conv2d(data, weight, bias, residual, kernel.layers[0], *layouts)
 
 
-def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    return legalize_call(builder, call, CONV2D, _compute)
+def legalize(
+    builder: relax.BlockBuilder, call: relax.Call, known: Known | None = None
+) -> relax.Expr:
+    """Replace a call, as :func:`.conv_call.legalize_kernel` does."""
+    return legalize_call(builder, call, CONV2D, _compute, known)
 
 
 register_op(
-    CONV2D.name, "Convolution, bias, residual and activation in one.", _infer_type, _legalize
+    CONV2D.name, "Convolution, bias, residual and activation in one.", _infer_type, legalize
 )

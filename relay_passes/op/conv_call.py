@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from tvm import relax, te
+import tvm
+from tvm import relax, te, tirx
 
 from schedules.errors import OpError
 from schedules.workload.conv2d import Activation, Conv2DKernel, to_json
@@ -16,6 +17,8 @@ from .conv_types import ConvOp, constant_shape, output_type, packed_lanes, read_
 from .register import is_typed
 
 OPAQUE_PATTERN = 8  # tvm::relax::OpPatternKind::kOpaque: FuseOps fuses nothing into the kernel
+
+_CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 
 Compute = Callable[[Conv2DKernel, Sequence[te.Tensor], "te.Tensor | None"], te.Tensor]
 
@@ -54,18 +57,38 @@ def build_call(
     return call
 
 
+Known = dict[tuple[str, Conv2DKernel], tirx.PrimFunc]
+"""Functions of kernels of known sizes, by op."""
+
+
 def legalize_call(
-    builder: relax.BlockBuilder, call: relax.Call, op: ConvOp, compute: Compute
+    builder: relax.BlockBuilder,
+    call: relax.Call,
+    op: ConvOp,
+    compute: Compute,
+    known: Known | None = None,
 ) -> relax.Expr:
     """Replace a call by ``compute``, as one function named after the op."""
-    return legalize_kernel(builder, call, op.name, read_kernel(call, op), compute)
+    return legalize_kernel(builder, call, op.name, read_kernel(call, op), compute, known)
 
 
 def legalize_kernel(
-    builder: relax.BlockBuilder, call: relax.Call, op: str, kernel: Conv2DKernel, compute: Compute
+    builder: relax.BlockBuilder,
+    call: relax.Call,
+    op: str,
+    kernel: Conv2DKernel,
+    compute: Compute,
+    known: Known | None = None,
 ) -> relax.Expr:
-    """Replace a call of ``op`` that computes ``kernel`` by ``compute``."""
+    """Replace a call of ``op`` that computes ``kernel`` by ``compute``.
+
+    Functions in ``known`` are used again, and new ones are added: to write one of Winograd's
+    algorithm takes longer than to schedule it.
+    """
     short_name = op.rpartition(".")[2]
+    if known is not None and (op, kernel) in known:
+        name = builder.add_func(known[op, kernel], short_name)
+        return relax.Call(_CALL_TIR, [name, relax.Tuple(call.args)], ty_args=[call.ty])
 
     def generate(*tensors: te.Tensor) -> te.Tensor:
         operands, residual = (tensors[:-1], tensors[-1]) if kernel.residual else (tensors, None)
@@ -81,6 +104,8 @@ def legalize_kernel(
             "op_pattern": OPAQUE_PATTERN,
         },
     )
+    if known is not None and kernel.is_static:
+        known[op, kernel] = builder.get()[legal.args[0]]
     # The inferred type, not the compute's: its symbolic extents are simplified.
     return relax.Call(legal.op, legal.args, legal.attrs, ty_args=[call.ty])
 

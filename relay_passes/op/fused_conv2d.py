@@ -24,7 +24,7 @@ from tvm import relax, te
 from schedules.compute import conv2d as compute
 from schedules.workload.conv2d import Conv2DKernel
 
-from .conv_call import build_call, legalize_call
+from .conv_call import Known, build_call, legalize_call
 from .conv_types import ConvOp, output_type
 from .register import register_op
 
@@ -134,8 +134,11 @@ def _compute(
     )
 
 
-def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    return legalize_call(builder, call, FUSED_CONV2D, _compute)
+def legalize(
+    builder: relax.BlockBuilder, call: relax.Call, known: Known | None = None
+) -> relax.Expr:
+    """Replace a call, as :func:`.conv_call.legalize_kernel` does."""
+    return legalize_call(builder, call, FUSED_CONV2D, _compute, known)
 
 
-register_op(FUSED_CONV2D.name, "Two convolutions with bias and activation.", _infer_type, _legalize)
+register_op(FUSED_CONV2D.name, "Two convolutions with bias and activation.", _infer_type, legalize)

@@ -29,7 +29,7 @@ from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer
 from schedules.workload.reduce import constant
 from schedules.workload.winograd_matrices import TAPS, TILE_SIZES
 
-from .conv_call import integers, legalize_kernel
+from .conv_call import Known, integers, legalize_kernel
 from .conv_checks import check_layer, check_sizes
 from .conv_types import (
     check_channels,
@@ -161,8 +161,11 @@ def _compute(
     return compute(data, weight, bias, residual, kernel.layers[0], kernel.winograd)
 
 
-def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    return legalize_kernel(builder, call, NAME, read_winograd(call), _compute)
+def legalize(
+    builder: relax.BlockBuilder, call: relax.Call, known: Known | None = None
+) -> relax.Expr:
+    """Replace a call, as :func:`.conv_call.legalize_kernel` does."""
+    return legalize_kernel(builder, call, NAME, read_winograd(call), _compute, known)
 
 
-register_op(NAME, "A 3x3 convolution by Winograd's algorithm.", _infer_type, _legalize)
+register_op(NAME, "A 3x3 convolution by Winograd's algorithm.", _infer_type, legalize)

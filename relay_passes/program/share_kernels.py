@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -34,24 +35,17 @@ class ShareKernels:
         def conv2d(x: T.Buffer((1, n, 28, 28, 16)), w: T.Buffer((8, n, 1, 1, 16, 16)), ...):
             ... for block in range(n): ... w[tile * (n * 256) + block * 256 ...]
 
-    Two nests are merged if each integer constant of theirs is linear in the number of blocks, and
-    all else is equal; extents of unrolled or vector loops and of buffers in registers stay
-    constants. It runs on scheduled functions, after ``CallTIRRewrite``.
+    Two nests are merged if each integer constant of theirs is linear in the number of blocks, or
+    proportional to it where sums are cut into parts, and all else is equal; extents of unrolled or
+    vector loops and of buffers in registers stay constants. It runs on scheduled functions, after
+    ``CallTIRRewrite``.
     """
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Return the module with fewer kernels."""
         families: list[list[_Nest]] = []
-        for var, func in mod.functions_items():
-            nest = _read(var, func)
-            if nest is None:
-                continue
-            for family in families:
-                if _is_alike(family, nest):
-                    family.append(nest)
-                    break
-            else:
-                families.append([nest])
+        for members in _with_one_output(mod):
+            families += _families([_read(var, func) for var, func in members])
         names: dict[GlobalVar, GlobalVar] = {}
         shared: dict[GlobalVar, tirx.PrimFunc] = {}
         for first, *others in families:
@@ -70,30 +64,46 @@ class ShareKernels:
 
 
 class _Nest(NamedTuple):
-    """A kernel without attributes, its number of input blocks, and all its integers, in order."""
+    """A kernel, without attributes, its number of input blocks, and all its integers, in order.
+
+    ``skeleton`` is the kernel with a placeholder instead of each integer.
+    """
 
     var: GlobalVar
     func: tirx.PrimFunc
     bare: tirx.PrimFunc
+    skeleton: tirx.PrimFunc
     blocks: int
     integers: tuple[int, ...]
 
 
-def _read(var: GlobalVar, func: tvm.ir.BaseFunc) -> _Nest | None:
-    if not isinstance(func, tirx.PrimFunc) or WORKLOAD not in func.attrs:
-        return None
-    shape = func.params[0].shape
-    if len(shape) != len("NCHWc") or not isinstance(shape[1], tirx.IntImm):
-        return None
+def _with_one_output(mod: IRModule) -> list[list[tuple[GlobalVar, tirx.PrimFunc]]]:
+    """Packed convolutions in groups of equal outputs, without groups of one."""
+    groups: dict[tuple[str, ...], list[tuple[GlobalVar, tirx.PrimFunc]]] = {}
+    for var, func in mod.functions_items():
+        if not isinstance(func, tirx.PrimFunc) or WORKLOAD not in func.attrs:
+            continue
+        shape = func.params[0].shape
+        if len(shape) == len("NCHWc") and isinstance(shape[1], tirx.IntImm):
+            output = tuple(map(str, func.params[-1].shape))
+            groups.setdefault(output, []).append((var, func))
+    return [members for members in groups.values() if len(members) > 1]
+
+
+def _read(var: GlobalVar, func: tirx.PrimFunc) -> _Nest:
     bare = tirx.PrimFunc(func.params, func.body, func.ret_type)
     integers: list[int] = []
+    placeholders: dict[str, tirx.IntImm] = {}
 
     def read(node: tirx.IntImm) -> tirx.IntImm:
-        integers.append(int(node))
-        return _copy(node)
+        integers.append(int(node.value))
+        dtype = str(node.ty.dtype)
+        if dtype not in placeholders:
+            placeholders[dtype] = tirx.IntImm(dtype, 0)
+        return placeholders[dtype]
 
-    tvm_ffi.structural_map(bare, (tirx.IntImm, read))
-    return _Nest(var, func, bare, int(shape[1]), tuple(integers))
+    skeleton = tvm_ffi.structural_map(bare, (tirx.IntImm, read))
+    return _Nest(var, func, bare, skeleton, int(func.params[0].shape[1]), tuple(integers))
 
 
 def _copy(node: tirx.IntImm) -> tirx.IntImm:
@@ -101,48 +111,79 @@ def _copy(node: tirx.IntImm) -> tirx.IntImm:
     return tirx.IntImm(str(node.ty.dtype), int(node))
 
 
+def _families(nests: Sequence[_Nest]) -> list[list[_Nest]]:
+    """Kernels in families whose members differ in their number of blocks only."""
+    families: list[list[_Nest]] = []
+    for nest in nests:
+        found = next((family for family in families if _is_alike(family, nest)), None)
+        if found is None:
+            families.append([nest])
+        else:
+            found.append(nest)
+    return families
+
+
 def _is_alike(family: Sequence[_Nest], nest: _Nest) -> bool:
     """Return whether a kernel is that of a family with another number of blocks."""
     first = family[0]
     if len(first.integers) != len(nest.integers) or first.blocks == nest.blocks:
         return False
-    if not tvm_ffi.structural_equal(first.func.params[-1].shape, nest.func.params[-1].shape):
-        return False
     second = family[1] if len(family) > 1 else nest
     lines = _lines(first, second)
     if lines is None:
         return False
-    if any(a * nest.blocks + b != k for (a, b), k in zip(lines, nest.integers, strict=True)):
+    if any(line.at(nest.blocks) != k for line, k in zip(lines, nest.integers, strict=True)):
         return False
-    same = _with_integers(
-        first.bare, lines, lambda a, b, ty: tirx.IntImm(ty, a * nest.blocks + b)
-    )
-    return tvm_ffi.structural_equal(same, nest.bare, map_free_vars=True)
+    return tvm_ffi.structural_equal(first.skeleton, nest.skeleton, map_free_vars=True)
 
 
-Lines = list[tuple[int, int]]
+class _Line(NamedTuple):
+    """The number ``blocks * slope / parts + offset``."""
+
+    slope: int
+    parts: int
+    offset: int
+
+    def at(self, blocks: int) -> int | None:
+        """The number for so many blocks; None where it is no integer."""
+        value, rest = divmod(blocks * self.slope, self.parts)
+        return None if rest else value + self.offset
 
 
-def _lines(first: _Nest, second: _Nest) -> Lines | None:
-    """Slope and offset of each integer over the number of blocks, or None if one is not linear."""
-    step, found = second.blocks - first.blocks, []
-    for one, two in zip(first.integers, second.integers, strict=True):
-        slope, rest = divmod(two - one, step)
-        if rest:
+def _line(blocks: tuple[int, int], values: tuple[int, int]) -> _Line | None:
+    """The line through two numbers of blocks with their values.
+
+    A slope that is no integer is that of parts of the blocks, and then without an offset.
+    """
+    slope, rest = divmod(values[1] - values[0], blocks[1] - blocks[0])
+    if not rest:
+        return _Line(slope, 1, values[0] - slope * blocks[0])
+    if values[0] * blocks[1] != values[1] * blocks[0]:
+        return None
+    common = math.gcd(values[0], blocks[0])
+    return _Line(values[0] // common, blocks[0] // common, 0)
+
+
+def _lines(first: _Nest, second: _Nest) -> list[_Line] | None:
+    """Lines of all integers over the number of blocks; None if one has none."""
+    found = []
+    for values in zip(first.integers, second.integers, strict=True):
+        line = _line((first.blocks, second.blocks), values)
+        if line is None:
             return None
-        found.append((slope, one - slope * first.blocks))
+        found.append(line)
     return found
 
 
 def _with_integers(
-    func: tirx.PrimFunc, lines: Lines, made: Callable[[int, int, str], tirx.Expr]
+    func: tirx.PrimFunc, lines: Sequence[_Line], made: Callable[[_Line, str], tirx.Expr]
 ) -> tirx.PrimFunc:
     """Replace the integers that have a slope."""
     left = iter(lines)
 
     def replaced(node: tirx.IntImm) -> tirx.Expr:
-        slope, offset = next(left)
-        return made(slope, offset, str(node.ty.dtype)) if slope else _copy(node)
+        line = next(left)
+        return made(line, str(node.ty.dtype)) if line.slope else _copy(node)
 
     return tvm_ffi.structural_map(func, (tirx.IntImm, replaced))
 
@@ -154,10 +195,13 @@ def _merged(first: _Nest, second: _Nest) -> tirx.PrimFunc | None:
     counted = str(first.func.params[0].shape[1].ty.dtype)
     blocks = tirx.Var("blocks", counted)
 
-    def expression(slope: int, offset: int, dtype: str) -> tirx.Expr:
-        count = blocks if dtype == counted else tirx.Cast(dtype, blocks)
-        value = count if slope == 1 else count * tirx.IntImm(dtype, slope)
-        return value + tirx.IntImm(dtype, offset) if offset else value
+    def expression(line: _Line, dtype: str) -> tirx.Expr:
+        value = blocks if dtype == counted else tirx.Cast(dtype, blocks)
+        if line.slope != 1:
+            value = value * tirx.IntImm(dtype, line.slope)
+        if line.parts != 1:
+            value = tirx.truncdiv(value, tirx.IntImm(dtype, line.parts))
+        return value + tirx.IntImm(dtype, line.offset) if line.offset else value
 
     func = _with_integers(first.bare, lines, expression)
     fixed: list[tirx.Expr] = []

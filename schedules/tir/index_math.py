@@ -64,6 +64,16 @@ def factor_of(var: tirx.Var, expression: tirx.Expr) -> int | None:
     return constant(found[0]) if found else None
 
 
+def factors_of(variables: Sequence[tirx.Var], expression: tirx.Expr) -> list[int | None]:
+    """By what an expression multiplies each variable; None where that is no constant."""
+    found = detect_linear_equation(expression, list(variables))
+    if found:
+        factors = [constant(factor) for factor in found[: len(variables)]]
+        if None not in factors:
+            return factors
+    return [factor_of(var, expression) for var in variables]
+
+
 def narrowed(index: tirx.Expr, analyzer: Analyzer = _ANALYZER) -> tirx.Expr:
     """An int64 index below 2^31 in int32 arithmetic, whatever is known of its variables.
 

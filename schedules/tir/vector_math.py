@@ -91,6 +91,8 @@ def vectorize_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
     PrimFunc
         The same function when it calls none of the known functions.
     """
+    if not is_expensive(func.body):
+        return func
     return share_values(
         func, lambda value: tvm_ffi.structural_map(keep_digits(value), (ir.Call, _expand))
     )

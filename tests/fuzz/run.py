@@ -3,29 +3,34 @@
 
 Nothing may be printed on the way.
 
-    python tests/fuzz/run.py [--cases 10000] [--seed 0] [--limit 120]
+    python tests/fuzz/run.py [--cases 10000] [--seed 0] [--limit 120] [--jobs 1] [--log FILE]
 
 The models are ONNX's own test cases and a small network, damaged by ``mutations.py``; case number
-N of a seed is always the same. A worker process takes them one after the other; if it dies, or
-takes longer than the limit for one, that case has failed, and another worker goes on. Exit status:
-0 if no case failed, 1 else.
+N of a seed is always the same. Worker processes take them one after the other; if one dies, or
+takes longer than the limit for a case, that case has failed, and another worker goes on. With
+``--log`` each outcome is a line of JSON in a file, and cases that it holds are not run again: the
+same command continues a run that was stopped. Exit status: 0 if no case failed, 1 else.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
 import os
 import random
 import sys
 import tempfile
+import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "tests" / "tvm_fusion")]
@@ -130,26 +135,91 @@ class Worker:
         return outcome
 
 
+class Outcome(NamedTuple):
+    """What became of a case, where it failed, and how many seconds it took."""
+
+    case: int
+    outcome: str
+    where: str
+    seconds: float
+
+
+def run_cases(numbers: Iterable[int], workers: Iterable[Worker]) -> Iterator[Outcome]:
+    """Run cases on workers at once, and yield the outcomes in the order of the numbers."""
+    idle: SimpleQueue[Worker] = SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def run(number: int) -> Outcome:
+        worker, start = idle.get(), time.monotonic()
+        try:
+            outcome, where = worker.run(number)
+        finally:
+            idle.put(worker)
+        return Outcome(number, outcome, where, round(time.monotonic() - start, 3))
+
+    pool = ThreadPoolExecutor(idle.qsize())
+    try:
+        yield from pool.map(run, numbers)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def read_log(path: Path) -> list[Outcome]:
+    """Outcomes in a log; a last line that was cut off is left out, and removed."""
+    if not path.exists():
+        return []
+    whole, _, rest = path.read_bytes().rpartition(b"\n")
+    if rest:
+        path.write_bytes(whole + b"\n" if whole else b"")
+    return [Outcome(**json.loads(line)) for line in whole.splitlines()]
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0, help="of the cases")
     parser.add_argument("--limit", type=float, default=120, help="seconds a case")
+    parser.add_argument("--jobs", type=int, default=1, help="worker processes")
+    parser.add_argument("--log", type=Path, help="file of outcomes, which a second run continues")
     parser.add_argument("--only", type=int, help="show the outcome of this case, in this process")
     arguments = parser.parse_args()
     if arguments.only is not None:
         print(*attempt(arguments.only), sep="\n")
         return 0
-    worker = Worker(arguments.limit)
-    counts: Counter[str] = Counter()
     first = arguments.seed * 1_000_000
-    for number in track(range(first, first + arguments.cases), "damaged models"):
-        outcome, where = worker.run(number)
-        counts[outcome] += 1
-        if outcome not in RIGHT:
-            print(f"case {number} {outcome}: {where.strip().splitlines()[-1]}", flush=True)
+    numbers = range(first, first + arguments.cases)
+    logged = read_log(arguments.log) if arguments.log else []
+    done = [found for found in logged if found.case in numbers]
+    left = sorted(set(numbers) - {found.case for found in done})
+    for found in done:
+        tell(found)
+    workers = [Worker(arguments.limit) for _ in range(min(arguments.jobs, len(left)))]
+    with open(arguments.log or os.devnull, "a", encoding="utf-8") as log:
+        running = track(run_cases(left, workers), "damaged models", total=len(left))
+        for found in running if left else ():
+            done.append(found)
+            print(json.dumps(found._asdict()), file=log, flush=True)
+            tell(found)
+    return report(done)
+
+
+def tell(found: Outcome) -> None:
+    """Print a failure."""
+    if found.outcome not in RIGHT:
+        last = found.where.strip().splitlines()[-1:] or [""]
+        print(f"case {found.case} {found.outcome}: {last[0]}", flush=True)
+
+
+def report(done: list[Outcome]) -> int:
+    """Print the numbers of outcomes, and the time of a case; return the exit status."""
+    counts = Counter(found.outcome for found in done)
     print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))
+    slowest = max(done, key=lambda found: found.seconds, default=None)
+    if slowest is not None:
+        mean = sum(found.seconds for found in done) / len(done)
+        print(f"{mean:.2f} s a case, {slowest.seconds:.0f} s case {slowest.case}")
     return 0 if set(counts) <= set(RIGHT) else 1
 
 

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import onnx
 import pytest
@@ -61,3 +63,37 @@ def test_workers_that_die_or_hang_are_replaced() -> None:
         ("hung", "no end in 1 s"),
         ("result", "4"),
     ]
+
+
+def test_cases_are_shared_by_workers_and_stay_in_order() -> None:
+    workers = [run.Worker(60.0, _play, "fork") for _ in range(2)]
+    outcomes = list(run.run_cases([3, 1, 4, 5], workers))
+    assert [found.case for found in outcomes] == [3, 1, 4, 5]
+    assert [found.outcome for found in outcomes] == ["result", "crashed", "result", "result"]
+
+
+def _end_well(connection: Connection) -> None:
+    connection.send(("ready", ""))
+    while True:
+        connection.send(("failed", f"at {number}") if (number := connection.recv()) == 4 else WELL)
+
+
+WELL = ("refused", "an error of ours")
+
+
+def test_a_log_continues_what_was_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    played = run.Worker
+    monkeypatch.setattr(run, "Worker", lambda limit: played(limit, _end_well, "fork"))
+    for cases, status in ((4, 0), (6, 1)):
+        command = ["run.py", "--cases", str(cases), "--log", str(log), "--jobs", "2"]
+        monkeypatch.setattr(sys, "argv", command)
+        assert run.main() == status
+        assert [found.case for found in run.read_log(log)] == list(range(cases))
+    whole = log.read_bytes()
+    log.write_bytes(whole[:-9])  # stopped while it wrote
+    assert [found.case for found in run.read_log(log)] == list(range(5))
+    assert run.main() == 1 and len(run.read_log(log)) == 6
+    assert capsys.readouterr().out.count("case 4 failed: at 4") == 2

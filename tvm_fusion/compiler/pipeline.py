@@ -40,6 +40,7 @@ from relay_passes import (
     WidenProducts,
 )
 from relay_passes.conv2d.fusion_decision import Decision
+from relay_passes.op.legalizations import shared_legalizations
 from relay_passes.program.lift_weights import WEIGHTS
 from relay_passes.program.sole_kernel import sole_kernel
 from schedules import cpu
@@ -162,7 +163,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         "reduce": [CoalesceReduction()],
         "lower": [
             *cpu_generic.library_dispatch_passes(target),
-            transform.LegalizeOps(),
+            transform.LegalizeOps(shared_legalizations()),
             DropPragmaScopes(),
             FusePack(),
             transform.AnnotateTIROpPattern(),

@@ -52,6 +52,7 @@ def split_evenly(extent: int, tile: int) -> list[int]:
     return [small + 1] * larger + [small] * (count - larger)
 
 
+@lru_cache(maxsize=4096)
 def tile_counts(extent: int, tile: int, first: int | None = None) -> tuple[tuple[int, int], ...]:
     """Sizes of the ``first`` tiles of :func:`split_evenly`, and the number of tiles of each."""
     count = -(-extent // tile)

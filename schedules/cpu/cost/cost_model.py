@@ -200,11 +200,12 @@ def default_fused_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> FusedConv2DKnobs:
     whose multiply-adds alone cost more than a setting found already are left out.
     """
     bounded = []
+    ones, rows_one, rows_two = tiles_one(kernel, cpu), _Rows(), _Rows()
     for number, grid in enumerate(grids(kernel, cpu)):
-        ones, twos = tiles_one(kernel, cpu), tiles_two(kernel, grid, cpu)
+        twos = tiles_two(kernel, grid, cpu)
         knobs = grid.knobs(ones[0], twos[0])
-        first = _TiledLayer(_parts_one(kernel, knobs, cpu), ones, 1, cpu)
-        second = _TiledLayer(_parts_two(kernel, knobs, cpu), twos, grid.oc_t, cpu)
+        first = _TiledLayer(_parts_one(kernel, knobs, cpu), ones, 1, cpu, rows_one)
+        second = _TiledLayer(_parts_two(kernel, knobs, cpu), twos, grid.oc_t, cpu, rows_two)
         rounds, fork = _rounds(kernel, grid.h_t * grid.oc_t, cpu)
         least = rounds * (first.least + second.least) + fork
         bounded.append((least, number, grid, first, second))
@@ -220,15 +221,41 @@ def default_fused_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> FusedConv2DKnobs:
     return best[2]
 
 
+_Rows = dict[tuple[tuple[int, int], int], float]
+"""Cycles of the multiply-adds of a row, by register tile and pieces of the block tiles."""
+
+
 class _TiledLayer:
-    """Nests of a layer in one grid, with each register tile, and the least that they cost."""
+    """Nests of a layer in one grid, with each register tile, and the least that they cost.
+
+    ``rows`` is shared by the grids: the multiply-adds of nests that are not flat are those of a
+    row, times the rows.
+    """
 
     def __init__(
-        self, parts: list[_Part], tiles: Iterable[tuple[int, int]], pieces: int, cpu: CPUInfo
+        self,
+        parts: list[_Part],
+        tiles: Iterable[tuple[int, int]],
+        pieces: int,
+        cpu: CPUInfo,
+        rows: _Rows,
     ) -> None:
-        self._cpu = cpu
-        self._tiled = {tile: [part.tiled(tile, pieces) for part in parts] for tile in tiles}
-        self._least = {tile: _least(parts, cpu) for tile, parts in self._tiled.items()}
+        self._parts, self._pieces, self._cpu, self._rows = parts, pieces, cpu, rows
+        self._least = {tile: self._multiply_adds(tile) for tile in tiles}
+
+    def _multiply_adds(self, tile: tuple[int, int]) -> float:
+        """Cycles of the multiply-adds alone."""
+        pieces, cpu = self._pieces, self._cpu
+        if self._parts[0].nest.flat is not None:
+            return sum(
+                part.number * part.repeats * multiply_adds(part.tiled(tile, pieces).nest, cpu)
+                for part in self._parts
+            )
+        if (tile, pieces) not in self._rows:
+            nest = self._parts[0].tiled(tile, pieces).nest._replace(rows=1)
+            self._rows[tile, pieces] = multiply_adds(nest, cpu)
+        rows = sum(part.number * part.repeats * part.nest.rows for part in self._parts)
+        return rows * self._rows[tile, pieces]
 
     @property
     def least(self) -> float:
@@ -237,9 +264,10 @@ class _TiledLayer:
 
     def cheapest(self) -> tuple[int, int]:
         """The cheapest tile; the first of equals."""
-        best, cheapest = next(iter(self._tiled)), math.inf
-        for tile, parts in self._tiled.items():
-            if self._least[tile] * ROUNDED <= cheapest:
+        best, cheapest = next(iter(self._least)), math.inf
+        for tile, least in self._least.items():
+            if least * ROUNDED <= cheapest:
+                parts = [part.tiled(tile, self._pieces) for part in self._parts]
                 cycles = _cycles(_cost(parts, self._cpu), self._cpu)
                 if cycles < cheapest:
                     best, cheapest = tile, cycles
@@ -298,11 +326,6 @@ def _cost(parts: Iterable[_Part], cpu: CPUInfo) -> Steps:
         found = zip(counts, nest_terms(part.nest, levels, cpu), strict=True)
         steps += [(count * part.repeats, terms) for count, terms in found]
     return steps
-
-
-def _least(parts: Iterable[_Part], cpu: CPUInfo) -> float:
-    """Cycles of the multiply-adds alone."""
-    return sum(part.number * part.repeats * multiply_adds(part.nest, cpu) for part in parts)
 
 
 def _rounds(kernel: Conv2DKernel, pieces: int, cpu: CPUInfo) -> tuple[int, float]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from schedules.workload.conv2d import ITEM_BYTES, ConvLayer
 from schedules.workload.winograd_matrices import TAPS
@@ -118,6 +119,7 @@ class WinogradShape:
         )
 
 
+@lru_cache(maxsize=4096)
 def best_plan(shape: WinogradShape, cpu: CPUInfo) -> WinogradPlan:
     """The plan with the fewest predicted cycles; of equals, the one with larger groups."""
     plans = [

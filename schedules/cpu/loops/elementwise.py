@@ -7,10 +7,10 @@ from tvm import s_tir, tirx
 from tvm.target import Target
 
 from ..core.rule import CPURule
-from ..nests.blocks import open_kernel
 from ..nests.elementwise_nest import schedule_spatial
 from ..nests.flat_views import merge_shifted_loops
-from ..nests.loop_transforms import finish, inline_blocks
+from ..nests.injective_kernel import open_injective
+from ..nests.loop_transforms import finish
 
 
 class Elementwise(CPURule):
@@ -32,12 +32,11 @@ class Elementwise(CPURule):
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func``, or return None if a block of it reduces."""
-        kernel = open_kernel(func, target)
-        if kernel is None or not all(info.is_injective() for info in kernel.blocks):
+        opened = open_injective(func, target)
+        if opened is None:
             return None
-        inline_blocks(kernel)
-        kernel = merge_shifted_loops(kernel)
+        kernel, facts = merge_shifted_loops(opened.kernel, opened.facts)
         overlaps = []
-        for info in kernel.blocks:
-            overlaps += schedule_spatial(kernel, info.block_rv)
+        for info, known in zip(kernel.blocks, facts, strict=True):
+            overlaps += schedule_spatial(kernel, info.block_rv, known)
         return finish(kernel.sch, overlaps)

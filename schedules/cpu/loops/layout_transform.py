@@ -15,12 +15,12 @@ from schedules.tir.expression_walk import substitute
 from schedules.tir.index_math import factor_of
 
 from ..core.rule import CPURule
-from ..nests.blocks import Access, BlockFacts, Kernel, block_facts, open_kernel
+from ..nests.blocks import Access, BlockFacts, Kernel
 from ..nests.elementwise_nest import schedule_spatial
+from ..nests.injective_kernel import open_injective
 from ..nests.loop_transforms import (
     finish,
     fuse_group,
-    inline_blocks,
     merge_groups,
     parallel_outer,
     worth_threads,
@@ -65,19 +65,19 @@ class LayoutTransform(CPURule):
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func``, or return None if nothing in it is transposed."""
-        kernel = open_kernel(func, target)
-        if kernel is None or not all(info.is_injective() for info in kernel.blocks):
+        opened = open_injective(func, target)
+        if opened is None:
             return None
-        infos = inline_blocks(kernel)
-        found = [_find_walks(block_facts(kernel.sch, info.block_rv)) for info in infos]
+        kernel, found = opened.kernel, [_find_walks(facts) for facts in opened.facts]
         if not any(found):
+            opened.leave()
             return None
         overlaps: list[Overlap] = []
-        for info, walks in zip(infos, found, strict=True):
+        for info, facts, walks in zip(kernel.blocks, opened.facts, found, strict=True):
             if walks is None:
-                overlaps += schedule_spatial(kernel, info.block_rv)
+                overlaps += schedule_spatial(kernel, info.block_rv, facts)
             else:
-                overlaps += _transpose(kernel, block_facts(kernel.sch, info.block_rv), *walks)
+                overlaps += _transpose(kernel, facts, *walks)
         return finish(kernel.sch, overlaps)
 
 

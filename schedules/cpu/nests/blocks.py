@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
@@ -16,8 +17,8 @@ from tvm.s_tir.dlight.analysis import SBlockInfo, normalize_prim_func
 from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
-from schedules.tir.expression_walk import loads, op_name, uses
-from schedules.tir.index_math import factor_of, ravel
+from schedules.tir.expression_walk import loads, op_name, variables
+from schedules.tir.index_math import factors_of, ravel
 from schedules.workload.reduce import constant
 
 from ..core.machine import CPUInfo
@@ -31,18 +32,26 @@ class Access:
     ----------
     buffer : Var
         The buffer that is read or written.
-    indices : tuple[Expr, ...]
-        Its index in each dimension.
     offset : Expr
         Elements from the start of the buffer, simplified over the block's iteration domain.
     strides : tuple[int | None, ...]
         Change of the offset by a step of each iteration variable; ``None`` where it is no constant.
+    written : tuple[Expr, ...]
+        Its index in each dimension, as written.
+    domain : Domain
+        The block's iteration domain.
     """
 
     buffer: ir.Var
-    indices: tuple[ir.Expr, ...]
     offset: ir.Expr
     strides: tuple[int | None, ...]
+    written: tuple[ir.Expr, ...]
+    domain: Domain
+
+    @cached_property
+    def indices(self) -> tuple[ir.Expr, ...]:
+        """Index in each dimension, simplified."""
+        return tuple(self.domain.analyzer.simplify(index) for index in self.written)
 
 
 @dataclass
@@ -198,6 +207,7 @@ def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
     written = [other.buffer for other in stores]
     reads = [load for load in loaded if not any(load.source.same_as(w) for w in written)]
     buffers = [store.buffer, *(load.source for load in reads)]
+    guarded = set[ir.Var]().union(*map(variables, conditions))
     return BlockFacts(
         block=block,
         name=stmt.name_hint,
@@ -206,11 +216,15 @@ def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
         vars=tuple(domain.vars),
         store=store,
         loads=[domain.access(load.source, load.indices) for load in reads],
-        guards=frozenset(k for k, i in enumerate(iters) if any(uses(c, i.var) for c in conditions)),
+        guards=frozenset(k for k, i in enumerate(iters) if i.var in guarded),
         itemsize=max((_bits(buffer) + 7) // 8 for buffer in buffers),
         float_bytes=_float_bytes([str(b.dtype) for b in buffers] + [str(c.ty) for c in casts]),
-        indirect=any(loads(*load.indices) for load in loaded),
+        indirect=any(loads(*filter(_is_computed, load.indices)) for load in loaded),
     )
+
+
+def _is_computed(index: ir.Expr) -> bool:
+    return not isinstance(index, ir.Var | tirx.IntImm)
 
 
 def _float_bytes(dtypes: Sequence[str]) -> int:
@@ -252,12 +266,8 @@ class Domain:
     def access(self, buffer: ir.Var, indices: Sequence[ir.Expr]) -> Access:
         """A load or store at these indices."""
         offset = self.analyzer.simplify(_flatten(buffer, indices))
-        strides = tuple(self._stride(offset, var) for var in self.vars)
-        simple = tuple(self.analyzer.simplify(index) for index in indices)
-        return Access(buffer, simple, offset, strides)
-
-    def _stride(self, offset: ir.Expr, var: ir.Var) -> int | None:
-        return factor_of(var, offset) if uses(offset, var) else 0
+        strides = tuple(factors_of(self.vars, offset))
+        return Access(buffer, offset, strides, tuple(indices), self)
 
 
 def _flatten(buffer: ir.Var, indices: Sequence[ir.Expr]) -> ir.Expr:

@@ -19,7 +19,9 @@ from .streaming_stores import STREAM, worth_streaming
 from .truncated_tails import TAIL
 
 
-def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
+def schedule_spatial(
+    kernel: Kernel, block: SBlockRV, known: BlockFacts | None = None
+) -> list[Overlap]:
     """Schedule an injective block as a separate nest: one parallel loop, vectors innermost.
 
     Parameters
@@ -28,6 +30,8 @@ def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
         The kernel; the block's loops are its iteration variables.
     block : SBlockRV
         An injective block.
+    known : BlockFacts | None
+        Its facts, if they have been collected.
 
     Returns
     -------
@@ -35,7 +39,7 @@ def schedule_spatial(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
         Tails for :func:`finish`.
     """
     sch = kernel.sch
-    facts, loops = block_facts(sch, block), sch.get_loops(block)
+    facts, loops = known or block_facts(sch, block), sch.get_loops(block)
     if facts is None or set(facts.kinds) - {"S"} or not loops or len(loops) != len(facts.kinds):
         return []
     groups = merge_groups(facts, range(len(facts.extents)))

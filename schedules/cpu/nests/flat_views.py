@@ -22,33 +22,37 @@ from schedules.tir.expression_walk import substitute, variables
 from schedules.tir.index_math import as_type
 from schedules.workload.reduce import size_of
 
-from .blocks import BlockFacts, Domain, Kernel, block_facts, open_blocks
+from .blocks import BlockFacts, Domain, Kernel, open_blocks
 from .loop_transforms import merge_groups
 from .streaming_stores import worth_streaming
 
+Facts = Sequence[BlockFacts | None]
 
-def merge_shifted_loops(kernel: Kernel) -> Kernel:
+
+def merge_shifted_loops(kernel: Kernel, known: Facts) -> tuple[Kernel, Facts]:
     """Merge the loops that every access traverses as one, where their sum would be lost.
 
     Parameters
     ----------
     kernel : Kernel
         A function whose blocks have been inlined where that is possible.
+    known : sequence of BlockFacts | None
+        Facts of its blocks.
 
     Returns
     -------
-    Kernel
-        The same kernel where no block is of that kind.
+    tuple[Kernel, sequence of BlockFacts | None]
+        The same kernel and facts where no block is of that kind; else facts are None.
     """
     func = kernel.sch.mod["main"]
     parameters = set(func.params)
-    found = {}
-    for info in kernel.blocks:
-        facts = block_facts(kernel.sch, info.block_rv)
-        if facts is not None and _is_shifted(kernel, facts, parameters):
-            found[facts.name] = facts
+    found = {
+        facts.name: facts
+        for facts in known
+        if facts is not None and _is_shifted(kernel, facts, parameters)
+    }
     if not found:
-        return kernel
+        return kernel, known
     views = _Views()
     root = func.body
     body = root.block.body
@@ -66,7 +70,8 @@ def merge_shifted_loops(kernel: Kernel) -> Kernel:
         root.block.annotations,
     )
     merged = func.with_body(s_tir.SBlockRealize([], root.predicate, block))
-    return open_blocks(s_tir.Schedule(merged), kernel.cpu) or kernel
+    opened = open_blocks(s_tir.Schedule(merged), kernel.cpu)
+    return (kernel, known) if opened is None else (opened, [None] * len(opened.blocks))
 
 
 def _is_shifted(kernel: Kernel, facts: BlockFacts, parameters: set[ir.Var]) -> bool:

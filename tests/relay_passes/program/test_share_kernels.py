@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 
 import numpy as np
+import pytest
 import tvm
 from cpu.rule_cases import HOST
 from op_calls import function_names
@@ -13,6 +14,7 @@ from tvm import relax, te, tirx
 
 import relay_passes
 from relay_passes import ShareKernels
+from relay_passes.program.share_kernels import _line
 from schedules.compute.conv2d import conv2d
 from schedules.cpu.conv2d.conv2d import conv2d_template
 from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
@@ -21,8 +23,8 @@ from schedules.workload.conv2d import Conv2DKernel, ConvLayer, to_json
 SIZE, LANES = 5, 16
 
 
-def scheduled(blocks: int, out_blocks: int = 2, pixels: int = 5) -> tirx.PrimFunc:
-    """A 3x3 convolution of so many input blocks, in tiles of ``pixels``."""
+def scheduled(blocks: int, out_blocks: int = 2, pixels: int = 5, parts: int = 1) -> tirx.PrimFunc:
+    """A 3x3 convolution of so many input blocks, in tiles of ``pixels``; the sums in ``parts``."""
     layer = ConvLayer(blocks * LANES, out_blocks * LANES, (3, 3), padding=(1, 1, 1, 1))
     shapes = (
         (1, blocks, SIZE, SIZE, LANES),
@@ -33,7 +35,7 @@ def scheduled(blocks: int, out_blocks: int = 2, pixels: int = 5) -> tirx.PrimFun
     layout = f"NCHW{LANES}c"
     kernel = Conv2DKernel((layer,), 1, SIZE, SIZE, data_layout=layout, out_layout=layout)
     func = te.create_prim_func([*inputs, conv2d(*inputs, None, layer, layout, layout)])
-    knobs = Conv2DKnobs(pixels, 1, 1, 1, SIZE, blocks_inside=False)
+    knobs = Conv2DKnobs(pixels, 1, 1, 1, SIZE, blocks_inside=False, ic_o=parts)
     func = func.with_attr("tvm_fusion.workload", to_json(kernel))
     found = conv2d_template(func, kernel, knobs).mod["main"]
     return found.with_attr("tirx.is_scheduled", True).without_attr("global_symbol")
@@ -91,6 +93,36 @@ def test_kernels_of_other_depths_are_one_and_give_the_same_bits() -> None:
     assert isinstance(blocks, tirx.Var) and weight.shape[1].same_as(blocks)
     for found, wanted in zip(run(shared), run(mod), strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_sums_in_parts_of_the_blocks() -> None:
+    """Half of 4, 6 and 10 blocks: the number of blocks has steps of 2, and its half of 1."""
+    mod = program(*(scheduled(blocks, parts=2) for blocks in (4, 6, 10)))
+    shared = ShareKernels()(mod)
+    assert function_names(shared) == ["conv2d_0"]
+    for found, wanted in zip(run(shared), run(mod), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "values", "other", "expected"),
+    [
+        ((4, 6), (9, 13), 11, 23),
+        ((4, 6), (6, 9), 8, 12),
+        ((4, 6), (6, 9), 7, None),
+        ((6, 4), (58, 68), 10, 38),
+    ],
+)
+def test_values_on_a_line(
+    blocks: tuple[int, int], values: tuple[int, int], other: int, expected: int | None
+) -> None:
+    line = _line(blocks, values)
+    assert line is not None
+    assert tuple(map(line.at, blocks)) == values and line.at(other) == expected
+
+
+def test_values_on_no_line() -> None:
+    assert _line((4, 8), (68, 58)) is None and _line((4, 6), (0, 1)) is None
 
 
 def test_other_kernels_stay() -> None:

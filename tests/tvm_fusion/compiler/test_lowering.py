@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import tvm
 import tvm_ffi
-from tvm import te, tirx
+from tvm import s_tir, te, tirx
 from tvm.script import tirx as T
 
-from tvm_fusion.compiler.lowering import LowerKernels
+from tvm_fusion.compiler.lowering import HoistConditions, LowerKernels
 from tvm_fusion.compiler.targets.target import resolve
 
 TARGET = resolve("x86-64-v3")
@@ -44,3 +44,20 @@ def test_a_kernel_of_constant_shapes_trusts_its_arguments() -> None:
 @pytest.mark.parametrize("func", [doubled(tirx.Var("n", "int64")), asserting])
 def test_a_kernel_of_unknown_shapes_or_with_assertions_checks(func: tirx.PrimFunc) -> None:
     assert checks(func) > 1
+
+
+@T.prim_func(s_tir=True)
+def conditional(data: T.Buffer((4,), "float32"), out: T.Buffer((4,), "float32"), n: T.int32):
+    for i in range(4):
+        if n > 2:
+            out[i] = data[i]
+
+
+def test_conditions_are_hoisted_where_there_are_any() -> None:
+    plain = tvm.IRModule({"doubled": doubled(3)})
+    assert HoistConditions()(plain)["doubled"].same_as(plain["doubled"])
+    both = HoistConditions()(tvm.IRModule({"doubled": doubled(3), "other": conditional}))
+    alone = s_tir.transform.HoistIfThenElse()(tvm.IRModule({"other": conditional}))
+    assert isinstance(alone["other"].body, tirx.IfThenElse)
+    tvm.ir.assert_structural_equal(both["other"], alone["other"])
+    assert len(both.functions) == 2

@@ -1,5 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ten classes of faults that users report most of compilers and runtimes for ONNX, and guards.
+"""Classes of faults that users report most of ONNX Runtime and TVM, and guards against them.
+
+Reports of each are those of ONNX Runtime (O) and TVM (T); the last four end in crashes, too.
+
+1. Resize takes a pixel beside the right one, or wrong cubic weights: O12098, O28310, O11496.
+2. Pools with ceil_mode have a window too many, or a wrong mean: T18594, O15446.
+3. Transposed convolutions lose output padding or dilation: T18601, O2518, O14208.
+4. Operands broadcast along the wrong axis, or a repeated one is lost: T18598, T12305.
+5. Sums of float16 overflow or stop, moments cancel: O29034, O11384, O12726.
+6. Masked rows of attention are NaN: O4129.
+7. Attributes of another opset, and negative axes, steps and indices, are ignored.
+8. Optimisation changes results, or loses values that are outputs, too: O4110, O20951, T17835.
+9. Indices from data lie beyond the tensor: O24917, O23828, O18970.
+10. Tensors without elements: O4559, O1879, O11024.
+11. Sizes differ from those of the call before, whose memory is used again: O28359, T15907.
+12. Integers are divided by zero: O18648, T19566; ``test_guards.py`` has those.
 
 Each case is expected to have the numbers of ONNX's reference implementation in Python, or of numpy.
 """
@@ -51,6 +66,12 @@ CASES = {
         "float[2, 3, 4, 5] x, float[3, 1, 1] s",
         "float[2, 3, 4, 5] y",
         "y = PRelu(x, s)",
+    ),
+    # A value that is several operands of one node.
+    "repeated_operand": (
+        "float[3, 2, 1, 3] x",
+        "float[3, 2, 1, 3] y",
+        "y = Sum(x, x, x, x, x)",
     ),
     # Sums along an axis, reversed and exclusive.
     "reversed_sums": (
@@ -187,3 +208,70 @@ def test_negative_indices_from_data() -> None:
     model = parse("float[5, 3] x, int64[4] i", "float[4, 3] y", "y = Gather<axis = 0>(x, i)")
     x, indices = normal(5, 3), np.array([-1, 0, -5, 4])
     np.testing.assert_array_equal(run(model, x, indices), x[indices])
+
+
+def test_indices_beyond_the_tensor() -> None:
+    """They read and write no other memory: what is read is an element of the tensor."""
+    model = parse(
+        "float[3, 4] x, int64[2, 4] i, int64[2, 1] j, float[2, 4] u",
+        "float[2, 4, 4] a, float[2, 4] b, float[2, 4] c, float[3, 4] d",
+        """a = Gather<axis = 0>(x, i) b = GatherElements<axis = 0>(x, i) c = GatherND(x, j)
+        d = ScatterND(x, j, u)""",
+    )
+    compiled = tvm_fusion.compile(model, threads=1)
+    x, u = normal(3, 4), normal(2, 4, seed=1)
+    for far in (3, -4, 2**20, 2**40, -(2**62), 2**63 - 1):
+        places, rows = np.full((2, 4), far), np.full((2, 1), far)
+        gathered = compiled(x, places, rows, u)
+        for found in gathered[:3]:
+            assert np.isin(found, x).all()
+        assert np.isin(gathered[3], np.concatenate([x, u])).all()
+
+
+def test_tensors_without_elements() -> None:
+    """A batch of none has results without elements, and sums of nothing are 0."""
+    model = parse(
+        "float[N, 4] x, float[4, 3] w",
+        "float[N, 3] y, float[3] t",
+        "p = MatMul(x, w) y = Relu(p) a = Constant<value_ints = [0]>() "
+        "t = ReduceSum<keepdims = 0>(y, a)",
+    )
+    compiled = tvm_fusion.compile(model, shapes={"N": "N"}, threads=1)
+    w = normal(4, 3)
+    for rows in (2, 0, 1):
+        x = normal(rows, 4)
+        y, total = compiled(x, w)
+        assert y.shape == (rows, 3)
+        np.testing.assert_allclose(total, np.maximum(x @ w, 0).sum(0), atol=1e-5)
+
+
+def test_values_inside_of_what_is_fused_are_outputs() -> None:
+    """Sums before an activation, one of them twice, and an input that is an output."""
+    model = parse(
+        "float[1, 4, 6, 6] x, float[4, 4, 1, 1] w, float[4] b",
+        "float[1, 4, 6, 6] c, float[1, 4, 6, 6] r, float[1, 4, 6, 6] s, float[1, 4, 6, 6] x2",
+        "c = Conv(x, w, b) r = Relu(c) s = Add(r, r) x2 = Identity(x)",
+    )
+    x, w, b = normal(1, 4, 6, 6), normal(4, 4, 1, 1, seed=1), normal(4, seed=2)
+    inner = np.einsum("nchw,oc->nohw", x, w[:, :, 0, 0]) + b[:, None, None]
+    wanted = inner, np.maximum(inner, 0), 2 * np.maximum(inner, 0), x
+    found = tvm_fusion.compile(model, threads=1)(x, w, b)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_sizes_differ_from_those_of_the_call_before() -> None:
+    """Neither results nor intermediate values keep the size or the elements of another call."""
+    model = parse(
+        "float[N, M, 8] x, float[8, 8] w",
+        "float[N, M, 8] y",
+        "p = MatMul(x, w) q = Softmax<axis = -1>(p) y = Add(q, x)",
+    )
+    compiled = tvm_fusion.compile(model, shapes={"N": "N", "M": "M"}, threads=1)
+    w, kept = normal(8, 8), []
+    for sizes in ((2, 5), (7, 3), (1, 1), (3, 9), (2, 5)):
+        x = normal(*sizes, 8, seed=sum(sizes))
+        powers = np.exp((x @ w) - (x @ w).max(-1, keepdims=True))
+        kept.append((compiled(x, w), powers / powers.sum(-1, keepdims=True) + x))
+    for found, wanted in kept:
+        np.testing.assert_allclose(found, wanted, atol=1e-5)

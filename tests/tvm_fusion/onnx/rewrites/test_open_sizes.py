@@ -169,8 +169,7 @@ def test_bins_of_regions(mode: str, ratio: int, pool: str) -> None:
     regions = 8 * random(5, 4)
     regions[:, 2:] += regions[:, :2]
     regions[0] = [-9, 3, 40, 30]
-    if pool == "max":  # without an extent
-        regions[1, 2:] = regions[1, :2]
+    regions[1, 2:] = regions[1, :2]  # without an extent
     feed = {"x": random(2, 3, 12, 12), "regions": regions}
     assert_same(model, feed | {"images": np.array([0, 1, 1, 0, 1])})
 

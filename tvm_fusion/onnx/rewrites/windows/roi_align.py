@@ -70,7 +70,7 @@ class _Bins:
             # TVM scales regions after this, ONNX before.
             regions = relax.op.subtract(regions, relax.const(0.5 / self.scale, dtype))
         column = relax.op.expand_dims(relax.op.astype(images, dtype), 1)
-        return relax.op.vision.roi_align(
+        found = relax.op.vision.roi_align(
             data,
             relax.op.concat([column, regions], axis=1),
             pooled_size=self.size,
@@ -80,6 +80,15 @@ class _Bins:
             layout="NCHW",
             mode="avg",
         )
+        if self.samples or not self.is_aligned:
+            return found
+        # A region without an extent has no samples, and TVM divides by their number.
+        corners = relax.op.split(regions, 2, axis=1)
+        extents = relax.op.subtract(corners[1], corners[0])
+        smallest = relax.op.min(extents, axis=1)
+        has_any = relax.op.greater(smallest, relax.const(0, dtype))
+        has_any = relax.op.expand_dims(has_any, [1, 2, 3])
+        return relax.op.where(has_any, found, relax.const(0, str(data.ty.dtype)))
 
     def maxima(self, data: te.Tensor, regions: te.Tensor, images: te.Tensor) -> te.Tensor:
         """The largest weighted pixel of each bin, [regions, channels, rows, columns]."""
