@@ -178,6 +178,7 @@ def blocks_at_once(
     """
     registers = thread_registers(config, workloads, row_inputs, row_outputs)
     most = COSTS.cluster_blocks if config.cluster > 1 else COSTS.resident_blocks
+    most = max(1, most * THREADS // max(THREADS, config.threads))  # of larger blocks fewer
     return min(most, max(1, COSTS.register_file // (registers * config.threads)))
 
 
