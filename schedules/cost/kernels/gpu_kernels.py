@@ -20,7 +20,6 @@ from ..kernel_call import KernelCall
 from ..machine import Machine
 from ..memory_bound import StreamingKernel, predict_streaming
 from ..prediction import Prediction
-from .roofline import roofline
 
 REDUCE, STORE = "gpu.reduce", "gpu.store"
 
@@ -45,8 +44,6 @@ def predict_gpu_kernel(call: KernelCall, machine: Machine) -> Prediction | None:
     seconds, least = (_reduce if call.op == REDUCE else _store)(call, machine)
     floor = machine["launch_floor"]
     bound = "memory" if 2 * least > seconds else "latency"
-    if call.op == REDUCE and roofline(call, machine)[1] == "compute":
-        bound = "compute"
     model = f"estimate, {call.op}"
     seconds += call.sizes["launches"] * floor
     return Prediction(seconds, LOW * seconds, HIGH * seconds, bound, least, model, False)

@@ -71,8 +71,7 @@ def streaming_call(group: GroupWorkload, config: ReduceConfig, name: str = "") -
     read = outputs * reduced * sum(group.row_inputs)
     written = outputs * reduced * sum(group.row_outputs)
     written += outputs * sum(_bytes(one.out_dtype) for one in workloads)
-    flops = outputs * reduced * len(workloads)
-    return KernelCall(REDUCE, sizes, workloads[0].dtype, flops, read, written, name)
+    return KernelCall(REDUCE, sizes, workloads[0].dtype, 0.0, read, written, name)
 
 
 def _turn(group: GroupWorkload, config: ReduceConfig, registers: int) -> tuple[int, int, int]:
