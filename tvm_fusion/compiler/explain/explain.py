@@ -64,7 +64,8 @@ def explain(
         its kind took it, and the tuning ``record`` that chose its knobs, or None. ``decisions``:
         the times that were compared, each with ``decision`` (``fuse``, ``winograd`` or ``split``),
         ``subject``, ``seconds`` by alternative, ``gain`` over the last of them, what was ``chosen``
-        by them, and their ``source``: ``model``, or the file of the tuning record that has them; ``machine``: whose figures predicted those of the model.
+        by them, and their ``source``: ``model``, or the file of the tuning record that has them;
+        ``machine``: whose figures predicted those of the model.
 
     Raises
     ------
