@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel of sister reductions as its cost model sees it, estimated from the configuration.
 
-Cycles, round trips and registers are fitted by eye to machine code of sm_75 to sm_90
-(``examples/benchmarks/predict_gpu.py``), the compiler's own unrolling and limits of registers
-included. Nothing has been measured on a GPU.
+Cycles, round trips and registers were chosen to agree with machine code of sm_75 to sm_90
+(``examples/benchmarks/predict_gpu.py``), as were the compiler's own unrolling and its limits of
+registers. Nothing has been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def streaming_call(group: GroupWorkload, config: ReduceConfig, name: str = "") -
         "turn_cycles": _ISSUE * instructions,
         "contenders": config.splits if config.finish in ("atomic", "last_block") else 1,
         "launches": 1 if config.finish == "atomic" else 0,
-        **_finish(group, config, overlaps=turns > 1),
+        **_beside_loop(group, config, overlaps=turns > 1),
     }
     read = outputs * reduced * sum(group.row_inputs)
     written = outputs * reduced * sum(group.row_outputs)
@@ -90,7 +90,7 @@ def _turn(group: GroupWorkload, config: ReduceConfig, registers: int) -> tuple[i
     return turn, min(turn, room), instructions
 
 
-def _finish(group: GroupWorkload, config: ReduceConfig, overlaps: bool) -> dict[str, float]:
+def _beside_loop(group: GroupWorkload, config: ReduceConfig, overlaps: bool) -> dict[str, float]:
     """Cycles and round trips before the main loop and after it.
 
     The slot is claimed while the first loads are under way, if there are further ones.
