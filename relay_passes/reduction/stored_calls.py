@@ -14,6 +14,7 @@ from tvm import relax
 
 from schedules.cost.decisions import compare
 from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernels.gpu_kernels import STORE
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
 
@@ -130,8 +131,13 @@ def pays_off(
         "one kernel": moved / (busy * COSTS.memory_bytes),
         "two kernels": COSTS.launch + own / (gpu.multiprocessors * COSTS.memory_bytes),
     }
-    nominal = {
-        name: [KernelCall("elementwise", {"cycles": count}, written_bytes=count_bytes(subject))]
-        for name, count in cycles.items()
+    alternatives = {
+        "one kernel": [_store(moved, busy, 0)],
+        "two kernels": [_store(own, gpu.multiprocessors, 1)],
     }
-    return compare("store", subject.name, nominal, 0.0).chosen == "one kernel"
+    found = compare("store", subject.name, alternatives, 0.0, cycles)
+    return found.chosen == "one kernel"
+
+
+def _store(moved: int, blocks: int, launches: int) -> KernelCall:
+    return KernelCall(STORE, {"blocks": blocks, "launches": launches}, read_bytes=moved)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions between alternatives by their times: fusion, Winograd, splits ask here.
+"""Decisions between alternatives by their times: fusion, Winograd, splits and finishes ask here.
 
 An alternative is the calls of kernels, each with the ``cycles`` of its cost model, or with cycles
 given beside them. Without a machine these cycles decide, at a nominal clock. Within
@@ -33,16 +33,16 @@ class Comparison:
     Parameters
     ----------
     decision : str
-        What is decided: ``fuse``, ``winograd``, ``split``.
+        What is decided: ``fuse``, ``winograd``, ``split``, ``finish``, ``store``.
     subject : str
         The layers, or the reduction.
     seconds : Mapping[str, float]
         Time of each alternative by its name.
     gain : float
-        Time of the second over that of the first, minus one; by a record that of the best other
-        alternative over the chosen one.
+        Time of the last over that of the fastest other one, minus one; by a record that of the best
+        other alternative over the chosen one.
     chosen : str
-        The first where its gain is enough, else the second; by a record the fastest.
+        The fastest where its gain is enough, else the last; by a record the fastest.
     source : str
         ``model``, or the name of the record's file.
     """
@@ -57,7 +57,7 @@ class Comparison:
 
 @contextmanager
 def deciding_for(machine: Machine | None) -> Iterator[None]:
-    """Decide by the figures of a measured CPU; None for those of its family."""
+    """Decide by the figures of a machine; None for those of the target."""
     token = _machine.set(machine)
     try:
         yield
@@ -88,16 +88,17 @@ def compare(
     least_gain: float,
     nominal: Mapping[str, float] | None = None,
 ) -> Comparison:
-    """Predict two alternatives, and choose the first if it gains enough.
+    """Predict some alternatives, and choose the fastest if it gains enough over the last.
 
     Parameters
     ----------
     decision, subject : str
         As in :class:`Comparison`.
     alternatives : Mapping[str, Sequence[KernelCall]]
-        Two, by name: kernels that run one after another.
+        Two or more, by name: kernels that run one after another.
     least_gain : float
-        Time of the second over that of the first, minus one, from which on the first is chosen.
+        Time of the last over that of the fastest other one, minus one, from which on the latter is
+        chosen.
     nominal : Mapping[str, float], optional
         Cycles of each alternative without a machine, if its calls have none.
 
@@ -114,11 +115,12 @@ def compare(
         }
     else:
         costs = dict(nominal or {name: _cycles(calls) for name, calls in alternatives.items()})
-    first, second = costs
-    gain = costs[second] / costs[first] - 1
+    *others, last = costs
+    fastest = min(others, key=costs.__getitem__)
+    gain = costs[last] / costs[fastest] - 1
     scale = NOMINAL_CLOCK if machine is None else 1.0
     seconds = {name: cost / scale for name, cost in costs.items()}
-    chosen = first if gain >= least_gain else second
+    chosen = fastest if gain >= least_gain else last
     found = Comparison(decision, subject, seconds, gain, chosen)
     note(found)
     return found

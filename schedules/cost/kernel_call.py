@@ -14,6 +14,7 @@ element-wise (see below)   none; the bytes and ``flops`` of the call say all
                            [rows_per_block]
 ``embedding_bag_backward`` the same
 ``gather``                 E, L, D: L rows of width D read from a table of E
+``gpu.reduce``             our reductions on a GPU: those of :mod:`.kernels.gpu_kernels`
 ========================== ===============================================================
 
 Element-wise operators are ``add``, ``sub``, ``mul``, ``div``, ``pow`` of two tensors, of one and
@@ -47,7 +48,7 @@ class KernelCall:
         Operator by which the model is chosen: ``gemm``, ``conv2d``, ``softmax``, ``relu`` ...
     sizes : Mapping[str, float]
         Sizes by the names that the operator's model gives them, such as B, M, N, K of ``gemm``;
-        only ``cycles`` may be no integer.
+        only cycles and round trips may be no integers.
     dtype : str
         Element type of the operands.
     flops : float

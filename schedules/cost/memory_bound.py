@@ -27,6 +27,7 @@ _ISSUED = 4  # warps a cycle of a multiprocessor
 _REGISTERS, _THREADS, _BLOCKS, _SHARED = 65536, 2048, 32, 96 * 1024  # of a multiprocessor
 _REGISTER_UNIT = 8  # registers of a thread are allotted in eights
 _TICKET_CYCLES = 1  # between two updates of one address
+_PORT = 64  # bytes a cycle from the second-level cache to a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,9 @@ def predict_streaming(kernel: StreamingKernel, nbytes: float, machine: Machine) 
     whole, last = divmod(kernel.blocks, slots)
     seconds = start + latency + finish + whole * math.hypot(busy, slots * own / limit)
     if last:
-        # A multiprocessor may issue for one block more than the others have.
-        issue = -(-last // count) * own * per_byte / (_ISSUED * WARP * clock)
-        seconds += math.hypot(busy, max(last * own / limit, issue))
+        # A multiprocessor may issue and receive for one block more than the others have.
+        most = max(per_byte / (_ISSUED * WARP), 1 / _PORT) / clock
+        seconds += math.hypot(busy, max(last * own / limit, -(-last // count) * own * most))
     here = min(kernel.resident, -(-kernel.blocks // count))
     return StreamingTime(
         seconds=seconds,

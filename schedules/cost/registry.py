@@ -11,6 +11,7 @@ from .kernels.cpu_kernels import predict_cpu_kernel
 from .kernels.elementwise import BY_BYTES, STREAMING, predict_streaming
 from .kernels.embedding import predict_embedding_bag, predict_gather
 from .kernels.gemm import predict_bmm, predict_gemm
+from .kernels.gpu_kernels import predict_gpu_kernel
 from .kernels.roofline import roofline
 from .kernels.row_kernels import predict_layer_norm, predict_softmax
 from .machine import Machine
@@ -34,6 +35,8 @@ MODELS: dict[str, KernelModel] = {
 }
 """Kernel models by operator."""
 
+_OURS: dict[str, KernelModel] = {"cpu.": predict_cpu_kernel, "gpu.": predict_gpu_kernel}
+
 
 def predict(call: KernelCall, machine: Machine) -> Prediction:
     """Predict the time of one launch, by the operator's model, else by the roofline.
@@ -43,7 +46,7 @@ def predict(call: KernelCall, machine: Machine) -> Prediction:
     PredictionError
         If the machine lacks a figure that the roofline needs, or the call a size of its model.
     """
-    model = predict_cpu_kernel if call.op.startswith("cpu.") else MODELS.get(call.op)
+    model = _OURS.get(call.op[:4], MODELS.get(call.op))
     prediction = None if model is None else model(call, machine)
     return prediction or _by_roofline(call, machine)
 

@@ -140,8 +140,8 @@ records_option = click.option(
 machine_option = click.option(
     "--machine",
     metavar="NAME|FILE",
-    help="For CPUs: choose by the figures of a file of `calibrate`, or of a known CPU, instead of "
-    "those of the target's family.",
+    help="Choose by the figures of a file of `calibrate`, or of a known machine; cuda without an "
+    "architecture is then that GPU. Default: the figures of the CPU's family, thresholds for GPUs.",
 )
 
 precision_option = click.option(

@@ -98,9 +98,12 @@ def compile(
         the others, which saves the time of their launches. Those that read inputs or write outputs
         are not, nor those of unknown sizes.
     machine : str or path, optional
-        For CPUs: a file of ``tvm-fusion calibrate``, or the name of a known CPU. Which pairs are
-        fused, which convolutions use Winograd's algorithm, which reductions run on threads and the
-        knobs of convolutions are chosen by its figures, instead of those of the CPU's family.
+        A file of ``tvm-fusion calibrate``, or the name of a known machine. On a CPU it is chosen by
+        its figures, instead of those of the CPU's family, which pairs are fused, which convolutions
+        use Winograd's algorithm, which reductions run on threads, and the knobs of convolutions.
+        For ``cuda``: how many blocks share a result of a reduction, and how they combine theirs,
+        by predicted times, none of which has been measured on a GPU. ``"cuda"`` without
+        an architecture is then that machine.
     progress : callable, optional
         Called before each stage with its name, the number of stages done, and the number of all of
         them; at the end with ``"done"``.
@@ -122,15 +125,14 @@ def compile(
         If TVM fails in a later stage; the message names the stage.
     TargetError
         If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
-        algorithm or a machine is requested for a GPU, approximations of functions or graphs
-        elsewhere than on CUDA, or float16 on a CPU; or if the machine is another CPU than the
-        target.
+        algorithm is requested for a GPU, approximations of functions or graphs elsewhere than on
+        CUDA, or float16 on a CPU; or if the machine is another device than the target.
     InvalidInputError
         If ``threads`` is not possible.
     TuningError
         If there are no such records.
     PredictionError
-        If there is no such machine, or its file is none.
+        If there is no such machine, its file is none, or it lacks a figure.
 
     Examples
     --------
@@ -151,7 +153,8 @@ def compile(
             progress=progress,
         )
     count = choose_threads(threads)
-    resolved = resolve(target, cores=threads)
+    measured = None if machine is None else load_machine(machine)
+    resolved = resolve(target, cores=threads, machine=measured)
     options = pipeline.Options(
         fuse=fuse,
         winograd=winograd,
@@ -159,7 +162,7 @@ def compile(
         fast_math=fast_math,
         precision=precision,
         cuda_graph=cuda_graph,
-        machine=None if machine is None else load_machine(machine),
+        machine=measured,
     )
     about, built = _compile(model, shapes, resolved, options, progress)
     return CompiledModel(built.executable, about, count, built.weights)

@@ -57,6 +57,7 @@ from ..runtime.kernel_call import KernelCall
 from .build_kernels import build_program, reason
 from .gpu_phases import gpu_phases
 from .interrupts import interrupts_kept
+from .targets.gpu_target import check_machine
 from .targets.target import is_gpu
 
 Fuse = str | Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
@@ -88,7 +89,8 @@ class Options:
     cuda_graph : bool
         Whether kernels are captured into CUDA graphs.
     machine : Machine | None
-        Measured CPU by whose figures choices are made; those of its family if None.
+        Machine by whose figures choices are made; without one, a CPU has those of its family, and a
+        GPU fixed thresholds.
     """
 
     fuse: Fuse = "auto"
@@ -119,8 +121,11 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     Raises
     ------
     TargetError
-        If the target has another kind, or a choice is for CPUs only and this is a GPU.
+        If the target has another kind, a choice is for CPUs only and this is a GPU, or the machine
+        is another device.
     """
+    if options.machine is not None:
+        check_machine(target, options.machine)
     if options.cuda_graph and target.kind.name != "cuda":
         raise TargetError(
             f"cuda_graph=True is for CUDA, not for {target.kind.name!r}: leave it out, or compile "
@@ -176,11 +181,6 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
 
 
 def _check_gpu(target: Target, options: Options) -> None:
-    if options.machine is not None:
-        raise TargetError(
-            f"machine={options.machine.name!r} has no effect on {target.kind.name!r}: choices by "
-            "measured figures are for CPUs only; leave it out"
-        )
     if options.winograd == "always":
         raise TargetError(
             f"winograd='always' has no effect on {target.kind.name!r}: Winograd's algorithm is for "

@@ -12,7 +12,6 @@ from tvm.target import Target
 from schedules.cost.machine import Figure, Machine, load_machine
 from schedules.cpu.core.machine import CPUInfo, MeasuredCPU
 
-from ..compiler.targets.gpu_target import MODEL
 from ..compiler.targets.target import resolve
 from ..errors import PredictionError
 from ..machine.host import host_cpu
@@ -120,9 +119,7 @@ def gpu_target(machine: Machine) -> Target:
     TargetError
         If our code cannot run on it.
     """
-    arch = f"sm_{round(10 * machine['compute_capability'])}"
-    model = MODEL.format(int(machine["multiprocessors"]))
-    return resolve({"kind": "cuda", "arch": arch, "model": model})
+    return resolve("cuda", machine=machine)
 
 
 def predicted_cpu(machine: Machine, target: Target, kept_bytes: int) -> MeasuredCPU:

@@ -35,13 +35,7 @@ class ReduceTemplate(GPUTemplate[GroupWorkload, ReduceConfig]):
 
     def describe(self, workload: GroupWorkload) -> str:
         """Return operators, type and loops."""
-        pairs = zip("MN", (workload.outputs, workload.reduced), strict=True)
-        loops = ", ".join(f"{name} {extent}" for name, extent in pairs)
-        operators = ", then ".join(
-            " and ".join(one.operator for one in stage.workloads) for stage in workload.stages
-        )
-        dtype = workload.reductions[0].workload.dtype
-        return f"{operators} of {dtype}, {loops}, form {workload.form}"
+        return workload.title
 
     def kernel(
         self, func: tirx.PrimFunc, workload: GroupWorkload, knobs: ReduceConfig, gpu: GPUInfo

@@ -77,3 +77,12 @@ def test_costs_of_a_measured_cpu():
     assert cpu.costs.drain == family.costs.drain and cpu.num_cores == 4
     with deciding_for(machine), pytest.raises(TargetError, match="the target for 'znver3'"):
         CPUInfo.from_target(Target({"kind": "llvm", "mcpu": "znver3"}))
+
+
+def test_of_several_the_fastest_must_gain_over_the_last():
+    cycles = {"a": 3.0, "b": 2.0, "c": 4.0, "default": 2.1}
+    calls = {name: [call(CYCLES, count)] for name, count in cycles.items()}
+    assert compare("split", "x", calls, 0.1).chosen == "default"
+    found = compare("split", "x", calls, 0.05)
+    assert found.chosen == "b" and found.gain == pytest.approx(0.05)
+    assert set(found.seconds) == set(cycles)

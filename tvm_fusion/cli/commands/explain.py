@@ -77,8 +77,9 @@ def explain_command(
     if names_gpu(options["target"]):
         from ...compiler.explain.explain_gpu import explain_kernels, explain_kernels_table
 
-        refuse_given(["winograd", "records", "machine"], "it applies to CPUs only")
-        kept = {name: options[name] for name in ("target", "shapes", "fuse", "precision")}
+        refuse_given(["winograd", "records"], "it applies to CPUs only")
+        names = ("target", "shapes", "fuse", "precision", "machine")
+        kept = {name: options[name] for name in names}
         report = explain_kernels(model, resources=resources, **kept)
         show_table(report, explain_kernels_table(report, model.name), as_json)
         return

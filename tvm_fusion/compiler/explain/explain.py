@@ -49,7 +49,7 @@ def explain(
     records : path, optional
         Tuning records, as for ``compile``.
     machine : str or path, optional
-        Measured CPU, as for ``compile``.
+        As for ``compile``.
 
     Returns
     -------
@@ -63,18 +63,18 @@ def explain(
         ``failed`` on it, with the reasons, why it is likely to be ``slow``, empty where a rule for
         its kind took it, and the tuning ``record`` that chose its knobs, or None. ``decisions``:
         the times that were compared, each with ``decision`` (``fuse``, ``winograd`` or ``split``),
-        ``subject``, ``seconds`` by alternative, ``gain`` of the first over the second, what was
-        ``chosen`` by them, and their ``source``: ``model``, or the file of the tuning record that
-        has them; ``machine``: whose figures predicted those of the model.
+        ``subject``, ``seconds`` by alternative, ``gain`` over the last of them, what was ``chosen``
+        by them, and their ``source``: ``model``, or the file of the tuning record that has them;
+        ``machine``: whose figures predicted those of the model.
 
     Raises
     ------
     InvalidModelError, UnsupportedOperatorError, CompilationError, TargetError
         As for ``compile``.
     """
-    host = resolve(target)
-    found = choose_records(records, host)
     measured = None if machine is None else load_machine(machine)
+    host = resolve(target, machine=measured)
+    found = choose_records(records, host)
     options = pipeline.Options(fuse=fuse, winograd=winograd, records=found, machine=measured)
     with recorded() as comparisons:
         mod = pipeline.optimize(import_onnx(model, shapes).mod, host, options)
@@ -116,12 +116,12 @@ def explain_table(report: Mapping[str, Any], title: str = "") -> RenderableType:
     shown = with_tuned_kernels(table, report["functions"])
     if not report.get("decisions"):
         return shown
-    return Group(shown, _decisions(report["decisions"], report["machine"]))
+    source = report["machine"] or "the CPU's family, at a nominal clock of 3 GHz"
+    return Group(shown, decisions_table(report["decisions"], source))
 
 
-def _decisions(decisions: Sequence[Mapping[str, Any]], machine: str | None) -> Table:
-    """One row a comparison of times."""
-    source = machine or "the CPU's family, at a nominal clock of 3 GHz"
+def decisions_table(decisions: Sequence[Mapping[str, Any]], source: str) -> Table:
+    """Return a table with one row a comparison of times, and the source of the model's figures."""
     table = Table(title="times that were compared", caption=f"figures of the model: {source}")
     for heading in ("decision", "of", "chosen", "us", "other", "us", "by"):
         table.add_column(heading, justify="right" if heading == "us" else "left")

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import tvm
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from relay_passes.conv2d.fusion_report import read_report
 from relay_passes.reduction.report import read_reduction_report
+from schedules.cost.decisions import recorded
+from schedules.cost.machine import load_machine
 
 from ...codegen.device_code import compile_kernels
 from ...errors import TargetError
@@ -22,6 +25,7 @@ from .. import pipeline
 from ..gpu_phases import stock_phases
 from ..launches import kernel_uses
 from ..targets.target import is_gpu, resolve
+from .explain import decisions_table
 from .explain_slow import with_slow_kernels
 
 
@@ -32,6 +36,7 @@ def explain_kernels(
     fuse: Any = "auto",
     resources: bool = False,
     precision: str = "fp32",
+    machine: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Count the kernels that ``model`` launches on a GPU, with our passes and without them.
 
@@ -51,6 +56,8 @@ def explain_kernels(
         Whether to compile the kernels, for ``cuda`` only, and report their resources.
     precision : str
         As for ``compile``.
+    machine : str or path, optional
+        As for ``compile``.
 
     Returns
     -------
@@ -64,20 +71,25 @@ def explain_kernels(
         ``calls`` and their ``launches``, the rules that ``failed`` on it, with the reasons, and
         why it is likely to be ``slow``, if it is. With ``resources`` each has ``kernels``, by name
         ``registers`` a thread, and in bytes ``stack_frame``, ``spill_stores``, ``spill_loads`` and
-        ``shared``.
+        ``shared``. ``decisions``: with a machine, the times that were compared, as
+        :func:`tvm_fusion.explain` lists them: ``split`` (the number of blocks that share a result
+        of a reduction), ``finish`` (how they combine theirs, too) and ``store`` (whether a kernel
+        of few blocks stores a tensor that it has computed); ``machine``: its full name.
 
     Raises
     ------
     InvalidModelError, UnsupportedOperatorError, CompilationError, TargetError
         As for ``compile``; a ``TargetError`` too if the target is a CPU.
     """
-    device = resolve(target)
+    measured = None if machine is None else load_machine(machine)
+    device = resolve(target, machine=measured)
     if not is_gpu(device) or (resources and device.kind.name != "cuda"):
         what = "resources of kernels are known for 'cuda'" if is_gpu(device) else "expected a GPU"
         raise TargetError(f"{what}; got a target of kind {device.kind.name!r}")
     imported = import_onnx(model, shapes).mod
-    options = pipeline.Options(fuse=fuse, precision=precision)
-    mod = pipeline.optimize(imported, device, options)
+    options = pipeline.Options(fuse=fuse, precision=precision, machine=measured)
+    with recorded() as comparisons:
+        mod = pipeline.optimize(imported, device, options)
     stock = pipeline.run_phases(imported, device, stock_phases(device))
     functions: list[dict[str, Any]] = [asdict(use) for use in kernel_uses(mod)]
     if resources:
@@ -90,6 +102,8 @@ def explain_kernels(
         "launches": sum(use["launches"] for use in functions),
         "stock_launches": sum(use.launches for use in kernel_uses(stock)),
         "functions": functions,
+        "decisions": [asdict(one) for one in comparisons] if measured else [],
+        "machine": None if measured is None else measured.title,
     }
 
 
@@ -115,7 +129,11 @@ def explain_kernels_table(report: Mapping[str, Any], title: str = "") -> Rendera
             row.append(str(sum(kernel["spill_stores"] for kernel in kernels)))
             row.append(str(max(kernel["shared"] for kernel in kernels)))
         table.add_row(*row)
-    return with_slow_kernels(table, functions)
+    shown = with_slow_kernels(table, functions)
+    if not report.get("decisions"):
+        return shown
+    source = f"{report['machine']}; no time was measured on a GPU"
+    return Group(shown, decisions_table(report["decisions"], source))
 
 
 def _add_resources(

@@ -9,6 +9,9 @@ from typing import Any
 
 from tvm.target import Target
 
+from schedules.cost.machine import Machine
+from schedules.gpu.core.machine import GPUInfo
+
 from ...errors import TargetError
 from ...runtime.device import DeviceInfo, find_device
 from .target_names import unknown_name
@@ -65,6 +68,73 @@ def spell_out_gpu(config: dict[str, Any]) -> None:
     for name in ("max_num_threads", "max_threads_per_block") if kind == "cuda" else ():
         if config[name] > 1024:
             raise TargetError(f"{name} is {config[name]}; a CUDA block has at most 1024 threads")
+
+
+def take_machine(config: dict[str, Any], machine: Machine) -> None:
+    """Fill in architecture and multiprocessors of a machine where a target names none.
+
+    Raises
+    ------
+    TargetError
+        If the machine is no NVIDIA GPU, or the target is another kind of GPU.
+    PredictionError
+        If the machine lacks a figure.
+    """
+    refuse_other_kind(machine, config["kind"])
+    config.setdefault("arch", f"sm_{_capability(machine)}")
+    config.setdefault("model", MODEL.format(int(machine["multiprocessors"])))
+
+
+def refuse_other_kind(machine: Machine, kind: str) -> None:
+    """Refuse a machine that has not the kind of a target: ``cuda`` for a GPU, ``llvm`` for a CPU.
+
+    Raises
+    ------
+    TargetError
+        If it has another one; the message names both.
+    """
+    expected = "cuda" if machine.kind == "gpu" else "llvm"
+    if kind != expected:
+        device = "an NVIDIA GPU" if machine.kind == "gpu" else "a CPU"
+        raise TargetError(
+            f"the machine {machine.name!r} is {device}, and the target is of kind {kind!r}: name a "
+            f"target of kind {expected!r}, or another machine"
+        )
+
+
+def check_machine(target: Target, machine: Machine) -> None:
+    """Refuse a machine that is not the device of a resolved target.
+
+    Raises
+    ------
+    TargetError
+        If its kind, its compute capability or its number of multiprocessors is another one; the
+        message names both.
+    PredictionError
+        If the machine lacks a figure.
+    """
+    refuse_other_kind(machine, target.kind.name)
+    if machine.kind != "gpu":
+        return  # the cost models of CPUs compare the families
+    gpu, arch = GPUInfo.from_target(target), _capability(machine)
+    if gpu.arch != arch:
+        raise TargetError(
+            f"the machine {machine.name!r} has compute capability {arch / 10}, and the target is "
+            f"for {target.attrs['arch']}: name a machine of that architecture, or the target "
+            f"'cuda -arch=sm_{arch}'"
+        )
+    count = int(machine["multiprocessors"])
+    if gpu.multiprocessors != count:
+        raise TargetError(
+            f"the machine {machine.name!r} has {count} multiprocessors, and the target "
+            f"{gpu.multiprocessors}: leave them out of the target, or name "
+            f"'-model={MODEL.format(count)}'"
+        )
+
+
+def _capability(machine: Machine) -> int:
+    """Compute capability times ten."""
+    return round(10 * machine["compute_capability"])
 
 
 def named_after(target: Target, device: DeviceInfo) -> Target:

@@ -10,11 +10,13 @@ from typing import Any
 
 from tvm.target import Target, TargetKind, codegen, list_tags
 
+from schedules.cost.machine import Machine
+
 from ...errors import TargetError
 from ...machine.host import canonical_arch, host_arch, host_cpu, physical_cores, probe_features
 from ...machine.triples import CROSS_TRIPLES, arch_of_triple
 from ...runtime.device import DeviceNeeds
-from .gpu_target import GPU_KINDS, spell_out_gpu
+from .gpu_target import GPU_KINDS, refuse_other_kind, spell_out_gpu, take_machine
 from .target_names import (
     BASELINE,
     CODEGEN_FEATURES,
@@ -26,7 +28,9 @@ from .target_names import (
 
 
 def resolve(
-    target: str | Mapping[str, Any] | Target = "native", cores: int | None = None
+    target: str | Mapping[str, Any] | Target = "native",
+    cores: int | None = None,
+    machine: Machine | None = None,
 ) -> Target:
     """Turn a target into a TVM target with all options.
 
@@ -45,6 +49,8 @@ def resolve(
         default.
     cores : int, optional
         Cores to compile for where the target has none; by default those of this machine.
+    machine : Machine, optional
+        GPU whose architecture and multiprocessors a ``cuda`` target has that names none.
 
     Returns
     -------
@@ -56,18 +62,20 @@ def resolve(
     Raises
     ------
     TargetError
-        If it is of another kind, if a name in it is unknown, or if it means this machine's GPU and
-        there is none.
+        If it is of another kind, if a name in it is unknown, if it means this machine's GPU and
+        there is none, or if ``machine`` is of another kind.
     """
     config = _read_config(target)
     kind = config.get("kind")
     if kind in GPU_KINDS:
-        return _resolve_gpu(config, target, cores)
+        return _resolve_gpu(config, target, cores, machine)
     if kind != "llvm":
         raise TargetError(
             f"target kind {kind!r} is not supported: this version compiles for CPUs, CUDA and "
             "OpenCL; use 'native', a CPU such as 'x86-64-v3', 'cuda -arch=sm_90' or 'opencl'"
         )
+    if machine is not None:
+        refuse_other_kind(machine, "llvm")
     _spell_out(config)
     if "num-cores" not in config:
         config["num-cores"] = cores or physical_cores()
@@ -77,13 +85,17 @@ def resolve(
     return resolved
 
 
-def _resolve_gpu(config: dict[str, Any], target: Any, cores: int | None) -> Target:
+def _resolve_gpu(
+    config: dict[str, Any], target: Any, cores: int | None, machine: Machine | None
+) -> Target:
     host = resolve(config.pop("host", "native"), cores)
     if is_gpu(host):
         raise TargetError(f"the host of a GPU is a CPU; got {host.kind.name!r}")
     unknown = sorted(set(config) - set(_option_types(config["kind"])))
     if unknown:
         raise unknown_name(f"{config['kind']} option", unknown[0], _option_types(config["kind"]))
+    if machine is not None:
+        take_machine(config, machine)
     spell_out_gpu(config)
     return Target(_make(config, target), host)
 

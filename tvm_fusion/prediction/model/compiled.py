@@ -21,6 +21,11 @@ from schedules.cost.kernel_call import KernelCall
 from schedules.cost.kernels.cpu_kernels import CONVOLUTIONS
 from schedules.cost.machine import Machine
 from schedules.cpu.core.machine import CPUInfo
+from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.reduce.plan.configure import choose_config
+from schedules.gpu.reduce.plan.group_workload import GroupWorkload
+from schedules.gpu.reduce.plan.read_group import read_group
+from schedules.gpu.reduce.plan.streaming_call import streaming_call
 from schedules.schedule_rule import RULE
 from schedules.tir.expression_walk import nodes
 from schedules.tuning.records import Records
@@ -189,10 +194,22 @@ def lower_to_gpu_kernels(
             if name not in found:
                 call = _by_work(name, "gpu", costs[name].cost, mod[name])
                 like = _library_call(call, costs[name].kernel, mod[name], target.host)
-                call = replace(call, op=f"our {like.op}")
+                ours = replace(call, op=f"our {like.op}")
+                call = _one_pass_reduction(mod[name], GPUInfo.from_target(target), name) or ours
                 found[name] = _op(LoweredKernel(call, costs[name].operator, like))
             ops.append(found[name])
     return ops
+
+
+def _one_pass_reduction(func: tirx.PrimFunc, gpu: GPUInfo, name: str) -> KernelCall | None:
+    """Call of a kernel of reductions that reads its data once, for its own cost model."""
+    group = read_group(func)
+    workload = None if group is None else GroupWorkload.of(group)
+    if workload is None or not workload.is_static:
+        return None
+    config = choose_config(workload, gpu)
+    merged = workload.one_stage if config.is_online else workload
+    return None if merged is None or merged.is_chain else streaming_call(merged, config, name)
 
 
 def _library_call(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimated time of our GPU kernels, which have not been measured.
 
-A kernel is assumed to reach the share of its roofline that the library's kernel for the same
+Reductions in one pass have a model of their own, :mod:`schedules.cost.kernels.gpu_kernels`. Any
+other kernel is assumed to reach the share of its roofline that the library's kernel for the same
 operator and sizes reaches of its own, and to fill the machine in whole waves of blocks.
 """
 
@@ -9,12 +10,10 @@ from __future__ import annotations
 
 from schedules.cost import registry
 from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernels.gpu_kernels import HIGH, LOW, REDUCE, has_latencies
 from schedules.cost.kernels.roofline import roofline
 from schedules.cost.machine import Machine
 from schedules.cost.prediction import Prediction
-
-LOW, HIGH = 0.6, 2.5
-"""Interval of an estimate, in multiples of it: a guess, which measurements will replace."""
 
 
 def estimate(call: KernelCall, like: KernelCall, machine: Machine) -> Prediction:
@@ -34,6 +33,8 @@ def estimate(call: KernelCall, like: KernelCall, machine: Machine) -> Prediction
     PredictionError
         If the machine lacks a figure.
     """
+    if call.op == REDUCE and has_latencies(machine):
+        return registry.predict(call, machine)
     library = registry.predict(like, machine)
     least, bound = roofline(call, machine)
     taken = library.device_seconds

@@ -18,6 +18,7 @@ from .group_workload import GroupWorkload
 from .limits import chain_fits
 from .online_softmax import in_one_stage
 from .read_group import read_group
+from .split_decision import decide_split
 from .workspace import workspace_layout
 
 CONFIG = "tvm_fusion.reduce_config"
@@ -75,12 +76,21 @@ def read_configured(func: tirx.PrimFunc, gpu: GPUInfo) -> tuple[ReduceGroup, Red
 
 
 def choose_config(group: GroupWorkload, gpu: GPUInfo, has_workspace: bool = True) -> ReduceConfig:
-    """Choose the stages and the configuration of a group; without records, nothing else does."""
+    """Choose the stages and the configuration of a group; without records, nothing else does.
+
+    Where a machine is in use (:mod:`schedules.cost.decisions`), its figures choose the split of
+    sisters and its finish; the stages, and the configuration of chains, do not depend on it.
+    """
     if not group.is_chain:
-        return choose_sisters(group, gpu, has_workspace)
+        return _choose_sisters(group, gpu, has_workspace)
     if group.one_stage is None or prefers_chain(group, gpu):
         return choose_chain(group, gpu)
-    return replace(choose_sisters(group.one_stage, gpu, has_workspace), is_online=True)
+    return replace(_choose_sisters(group.one_stage, gpu, has_workspace), is_online=True)
+
+
+def _choose_sisters(group: GroupWorkload, gpu: GPUInfo, has_workspace: bool) -> ReduceConfig:
+    default = choose_sisters(group, gpu, has_workspace)
+    return decide_split(group, default, gpu, has_workspace)
 
 
 def prefers_chain(group: GroupWorkload, gpu: GPUInfo) -> bool:

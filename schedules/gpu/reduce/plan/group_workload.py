@@ -165,6 +165,15 @@ class GroupWorkload:
         return self.loops.form
 
     @property
+    def title(self) -> str:
+        """Operators, type and loops."""
+        operators = ", then ".join(
+            " and ".join(one.operator for one in stage.workloads) for stage in self.stages
+        )
+        dtype = self.reductions[0].workload.dtype
+        return f"{operators} of {dtype}, M {self.outputs}, N {self.reduced}, form {self.form}"
+
+    @property
     def is_chain(self) -> bool:
         """Return whether a row must be finished before all of it is used."""
         return len(self.stages) > 1 or bool(self.late_outputs)

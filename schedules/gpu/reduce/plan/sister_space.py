@@ -48,13 +48,19 @@ def sister_settings(group: GroupWorkload, gpu: GPUInfo) -> Iterator[ReduceConfig
     gpu : GPUInfo
         The device.
     """
-    finishes = _finishes(group, gpu)
     for block in _blocks(group, gpu):
-        yield block
-        for splits, finish in finishes:
-            config = replace(block, splits=splits, finish=finish)
-            if _may_split(group, config, gpu):
-                yield config
+        yield from split_settings(group, block, gpu)
+
+
+def split_settings(
+    group: GroupWorkload, block: ReduceConfig, gpu: GPUInfo
+) -> Iterator[ReduceConfig]:
+    """Yield a configuration without a split, and those with its block that are split."""
+    yield block
+    for splits, finish in _finishes(group, gpu):
+        config = replace(block, splits=splits, finish=finish)
+        if _may_split(group, config, gpu):
+            yield config
 
 
 def is_sister_setting(group: GroupWorkload, config: ReduceConfig, gpu: GPUInfo) -> bool:

@@ -129,5 +129,5 @@ def test_decisions_without_a_machine_are_at_a_nominal_clock() -> None:
 def test_a_machine_of_another_cpu_is_refused() -> None:
     with pytest.raises(TargetError, match="the machine is 'znver3', and the target for 'znver4'"):
         explain(small_model(), "llvm -mcpu=znver4", machine="znver3")
-    with pytest.raises(TargetError, match="machine='znver3' has no effect on 'cuda'"):
+    with pytest.raises(TargetError, match="'znver3' is a CPU, and the target is of kind 'cuda'"):
         explain(small_model(), "cuda -arch=sm_80", machine="znver3")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from gpu_onnx import attention, convolutions
+from gpu_onnx import attention, convolutions, long_sums
 from rich.console import Console
 from small_onnx import small_model
 
@@ -78,3 +78,16 @@ def test_pairs_of_convolutions_are_listed() -> None:
     apart = explain_kernels(small_model(), "opencl", fuse="none")
     assert not any(pair["fused"] for pair in apart["pairs"])
     assert apart["launches"] > report["launches"]
+
+
+def test_a_machine_decides_and_its_times_are_shown() -> None:
+    """No GPU is needed: the architecture is that of the machine."""
+    report = explain_kernels(long_sums(), "cuda", machine="l4")
+    assert "sm_89" in report["target"] and report["machine"] == "NVIDIA L4"
+    found = [one for one in report["decisions"] if one["decision"] in ("split", "finish")]
+    assert found and all("float32, M 3, N 60000" in one["subject"] for one in found)
+    assert all(len(one["seconds"]) >= 2 and one["source"] == "model" for one in found)
+    text = text_of(explain_kernels_table(report))
+    assert found[0]["chosen"] in text and "no time was measured on a GPU" in text
+    plain = explain_kernels(long_sums(), "cuda -arch=sm_89")
+    assert plain["decisions"] == [] and plain["machine"] is None

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tvm.target import Target
 
+from schedules.cost.machine import load_machine
+from schedules.errors import PredictionError
 from schedules.gpu.core.machine import GPUInfo
 from tvm_fusion.compiler.targets import gpu_target
 from tvm_fusion.compiler.targets.target import (
@@ -130,3 +133,38 @@ def test_a_device_must_have_the_threads_of_all_rules() -> None:
     for options in ("-max_num_threads=64 -max_threads_per_block=512", "-max_num_threads=512"):
         needs = device_needs(resolve(f"opencl {options}"))
         assert needs is not None and needs.max_threads == 512
+
+
+@pytest.mark.parametrize("spelling", ["cuda", "cuda -arch=sm_89", {"kind": "cuda"}])
+def test_a_machine_says_what_the_target_does_not(spelling: Any) -> None:
+    machine = load_machine("l4")
+    resolved = resolve(spelling, machine=machine)
+    assert resolved.attrs["arch"] == "sm_89"
+    assert GPUInfo.from_target(resolved).multiprocessors == 58
+    gpu_target.check_machine(resolved, machine)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "machine", "message"),
+    [
+        ("cuda", "znver3", "'znver3' is a CPU, and the target is of kind 'cuda'"),
+        ("opencl", "h100", "'h100' is an NVIDIA GPU, and the target is of kind 'opencl'"),
+        ("native", "h100", "'h100' is an NVIDIA GPU, and the target is of kind 'llvm'"),
+        ("cuda -arch=sm_80", "h100", "'h100' has compute capability 9.0.* target is for sm_80"),
+        ("cuda -model=multiprocessors=114", "h100", "'h100' has 132 multi.* the target 114"),
+        ("cuda", "p4", "sm_61 is too old; expected sm_70"),
+    ],
+)
+def test_a_machine_that_is_not_the_target_is_refused(
+    spelling: str, machine: str, message: str
+) -> None:
+    found = load_machine(machine)
+    with pytest.raises(TargetError, match=message):
+        gpu_target.check_machine(resolve(spelling, machine=found), found)
+
+
+def test_a_machine_without_its_architecture_is_refused() -> None:
+    machine = load_machine("h100")
+    figures = {name: one for name, one in machine.figures.items() if name[:7] != "compute"}
+    with pytest.raises(PredictionError, match="'h100' has no figure 'compute_capability'"):
+        resolve("cuda", machine=replace(machine, figures=figures))

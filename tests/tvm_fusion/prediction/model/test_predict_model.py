@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from gpu_onnx import long_sums
 from small_onnx import dense_model, small_model
 
 import tvm_fusion
@@ -54,6 +55,17 @@ def test_engines_have_their_own_kernels():
     assert len(eager.kernels) > len(ours.kernels)
     assert eager.host_seconds > ours.host_seconds
     assert any("PyTorch" in note for note in eager.notes)
+
+
+def test_our_reductions_on_a_gpu_have_a_model_of_their_own():
+    found = predict("h100", long_sums())
+    [row] = [row for row in found.kernels if row.op == "gpu.reduce"]
+    assert row.model == "estimate, gpu.reduce" and not row.in_range
+    assert row.low < row.seconds < row.high and row.bound == "latency"
+    machine = find_machine("h100")
+    few = {name: one for name, one in machine.figures.items() if name != "latency.L2"}
+    [row] = predict(replace(machine, figures=few), long_sums()).kernels
+    assert row.model.startswith("estimate, as layer_norm")
 
 
 def test_lookups_count_the_rows_that_they_read():
