@@ -95,6 +95,17 @@ def _transposed(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     return None if wanted is None else f"no padding gives its output_shape {list(wanted)}"
 
 
+def _scanned(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    dims = facts.dims(node.input[0])
+    value = facts.constant(node.input[1]) if len(node.input) > 1 else None
+    if value is not None and value.size != 1:
+        return f"its axis is {value.tolist()}; expected one number"
+    axis = attribute(node, "axis") if value is None else value.item()
+    if axis is None or dims is None or -len(dims) <= axis < len(dims):
+        return None
+    return f"its axis is {axis}; expected one of {len(dims)} dimensions"
+
+
 def _branch(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     return "its condition depends on data, and its branches return other shapes; expected the same"
 
@@ -104,6 +115,8 @@ _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "Compress": compress_problem,
     "Col2Im": unfolded_problem,
     "ConvTranspose": _transposed,
+    "CumProd": _scanned,
+    "CumSum": _scanned,
     "DFT": fourier_problem,
     "DeformConv": deform_conv_problem,
     "DequantizeLinear": blocks_problem,

@@ -268,3 +268,22 @@ def test_constant_outputs_without_elements() -> None:
         UnsupportedOperatorError, match=r"output 'y' of shape \(0, 3\) is empty; em"
     ):
         import_onnx(model)
+
+
+@pytest.mark.parametrize(("operator", "opset"), [("CumSum", 17), ("CumProd", 26)])
+@pytest.mark.parametrize("axis", [2, -3])
+def test_sums_along_a_dimension_that_is_not_there(operator: str, opset: int, axis: int) -> None:
+    """The importer leaves that to TVM, which fails when it lowers the operator."""
+    text = f"""<ir_version: 10, opset_import: ["": {opset}]> g (float[2,3] x) => (float[2,3] y)
+        <int32 axis = {{{axis}}}> {{ y = {operator}(x, axis) }}"""
+    with pytest.raises(UnsupportedOperatorError, match=f"its axis is {axis}; expected one of 2"):
+        import_onnx(onnx.parser.parse_model(text))
+
+
+def test_operators_that_no_others_define_with_these_attributes() -> None:
+    """ONNX has no body for them: to expand the model again and again would never end."""
+    text = """<ir_version: 13, opset_import: ["": 25]>
+        g (float[2,4,4,8] Q, float[2,2,6,8] K, float[2,2,6,6] V) => (float[2,4,4,6] Y)
+        { Y = Attention<is_causal = 1, softmax_precision = 0>(Q, K, V) }"""
+    with pytest.raises(UnsupportedOperatorError, match=r"\(Attention\) cannot be imported: O"):
+        import_onnx(onnx.parser.parse_model(text))

@@ -8,13 +8,14 @@ from typing import Any
 import onnx
 from onnx import inliner
 
-from tvm_fusion.errors import InvalidModelError
+from tvm_fusion.errors import InvalidModelError, UnsupportedOperatorError
 
 from ...model.graph_edits import (
     attribute,
     default_opset,
     is_default_domain,
     nested_graphs,
+    node_label,
     set_attributes,
 )
 from ...model.shapes import infer_shapes
@@ -53,7 +54,8 @@ def expand_operators(model: onnx.ModelProto) -> onnx.ModelProto:
 
     Their bodies depend on types, which are inferred in the main graph only: splice branches first.
     """
-    if not any(node.op_type in EXPANDED for node in model.graph.node):
+    before = _to_expand(model)
+    if not before:
         return model
     _write_defaults(model)
     _name_bodies(model)
@@ -63,7 +65,19 @@ def expand_operators(model: onnx.ModelProto) -> onnx.ModelProto:
         model = inliner.inline_selected_functions(model, wanted, inline_schema_functions=True)
     except (RuntimeError, ValueError) as error:
         raise InvalidModelError(f"operators of the model cannot be expanded: {error}") from error
+    for key, node in _to_expand(model).items():
+        if key in before:
+            raise UnsupportedOperatorError(
+                f"{node_label(node)} ({node.op_type}) cannot be imported: ONNX defines it by no "
+                "other operators with these attributes and inputs"
+            )
     return infer_shapes(model)
+
+
+def _to_expand(model: onnx.ModelProto) -> dict[tuple[str, ...], onnx.NodeProto]:
+    """Nodes of the operators of ``EXPANDED``, by operator and outputs."""
+    nodes = (node for node in model.graph.node if node.op_type in EXPANDED)
+    return {(node.op_type, *node.output): node for node in nodes if is_default_domain(node)}
 
 
 def _write_defaults(model: onnx.ModelProto) -> None:
