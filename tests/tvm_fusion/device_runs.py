@@ -60,10 +60,12 @@ def slices(region: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
     return tuple(slice(begin, end) for begin, end in region)
 
 
-def run(program: Program, arrays: Mapping[str, np.ndarray], steps: int = 1) -> np.ndarray:
-    """Run a program on ranks of this process; what a rank does not own is poisoned."""
+def run(
+    program: Program, arrays: Mapping[str, np.ndarray], steps: int = 1
+) -> tuple[np.ndarray, ...]:
+    """Outputs of a program on ranks of this process; what a rank does not own is poisoned."""
     nest = program.distribution.nest
-    result = np.full_like(arrays[nest.output.name], np.nan)
+    results = {out.name: np.full_like(arrays[out.name], np.nan) for out in nest.outputs}
 
     def work(world: LocalWorld) -> None:
         local = program.on(world)
@@ -71,8 +73,11 @@ def run(program: Program, arrays: Mapping[str, np.ndarray], steps: int = 1) -> n
             held = local.input(buffer.name)
             held.window.array[...] = np.nan
             held.owned[...] = arrays[buffer.name][slices(held.region)]
-        local.output.window.array[...] = np.nan
-        result[slices(local.output.region)] = local(steps)
+        for output in local.outputs.values():
+            output.window.array[...] = np.nan
+        local(steps)
+        for name, output in local.outputs.items():
+            results[name][slices(output.region)] = output.owned
 
     run_ranks(program.ranks, work)
-    return result
+    return tuple(results.values())

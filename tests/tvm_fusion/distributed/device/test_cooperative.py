@@ -12,7 +12,7 @@ import pytest
 from device_runs import WatchedDriver, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_nests import CASES, Interpreter, blur, elements, heat2d, random_arrays
+from loop_nests import CASES, SEVERAL, Interpreter, blur, elements, heat2d, random_arrays
 from opencl import opencl_context
 from tvm import s_tir
 
@@ -43,9 +43,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[WatchedDriver]:
 
 
 @functools.cache
-def alone(name: str, steps: int = 1) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Arrays, and the result of the CPU alone."""
-    func = CASES[name]()
+def alone(name: str, steps: int = 1) -> tuple[dict[str, np.ndarray], tuple[np.ndarray, ...]]:
+    """Arrays, and the outputs of the CPU alone."""
+    func = (CASES | SEVERAL)[name]()
     arrays = random_arrays(func)
     return arrays, run(compile(func, 1, repeat="A" if steps > 1 else None), arrays, steps)
 
@@ -53,9 +53,10 @@ def alone(name: str, steps: int = 1) -> tuple[dict[str, np.ndarray], np.ndarray]
 def check(program: distributed.Program, name: str, steps: int = 1) -> None:
     arrays, expected = alone(name, steps)
     found = run(program, arrays, steps)
-    if name in EXACT:
-        np.testing.assert_array_equal(found, expected)
-    np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
+    for result, wanted in zip(found, expected, strict=True):
+        if name in EXACT:
+            np.testing.assert_array_equal(result, wanted)
+        np.testing.assert_allclose(result, wanted, rtol=2e-6, atol=2e-6)
 
 
 def opencl(chunks: int | None = None, **others: Any) -> Device:
@@ -78,8 +79,13 @@ def test_same_result_as_the_cpu_alone(name: str, opened: list[WatchedDriver]) ->
     assert sum(size for what, size in log if what == "out") == out
 
 
+@pytest.mark.parametrize("name", ["gradients", "turned"])
+def test_several_outputs(name: str, opened: list[WatchedDriver]) -> None:
+    check(compile(SEVERAL[name](), loop="i", devices=[opencl(2)], split=[3, 5]), name)
+
+
 def test_without_ranks(opened: list[WatchedDriver]) -> None:
-    arrays, expected = alone("blur")
+    arrays, [expected] = alone("blur")
     local = compile(blur(), devices=["opencl"], split=[6, 7], threads=2).alone()
     local.input("A").owned[...] = arrays["A"]
     np.testing.assert_array_equal(local(), expected)
