@@ -198,7 +198,8 @@ def launch(ranks: int, arguments: Sequence[str], job: str, python: str = sys.exe
     if launcher is None:
         raise DistributedError("there is no mpiexec; install it by: pip install 'tvm-fusion[mpi]'")
     root = Path(__file__).resolve().parents[2]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    path = os.pathsep.join([str(beside.parent), os.environ.get("PATH", "")])  # with its mpicc
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "PATH": path}
     done = subprocess.run(
         [launcher, "-n", str(ranks), python, *arguments],
         capture_output=True,
