@@ -11,12 +11,11 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.loops.matmul.dense import PACKED_ROWS
 
 from ..core.constants import array_of, tensor_constant
-from ..core.expressions import op_name
-
-LEAST_ROWS = 24
-"""Rows from which on a kernel reads a matrix of whole vectors in a layout of its own."""
+from ..core.expressions import is_claimed, op_name
+from ..core.pass_target import pass_target
 
 LEAST_DEPTH = 256
 """Terms of a sum that take far longer than another copy of the sum."""
@@ -43,23 +42,31 @@ class PadColumns:
 
     Only a matrix of whole vectors can be stored in the order in which kernels read it; of another
     one, each call copies the columns of each tile, which lie far from row to row. Left alone:
-    products of few rows or short sums, matrices of whole vectors, and those too narrow for
-    padding; other types than float32 and float64. The pass is idempotent.
+    products of few rows, of an open number of rows, or with short sums; matrices of whole vectors,
+    those too narrow for padding, and those that something else reads, too; other types than float32
+    and float64. The pass is idempotent.
 
     Parameters
     ----------
-    target : Target
-        The CPU.
+    target : Target | None
+        The CPU; the current target for None.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target | None = None) -> None:
         self.target = target
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
-        """Rewrite all functions of Relax."""
-        rewriter = _Rewriter(mod, CPUInfo.from_target(self.target))
-        for var, function in mod.functions_items():
-            if isinstance(function, relax.Function):
+        """Rewrite all functions of Relax that are ours."""
+        cpu = CPUInfo.from_target(pass_target(self.target, "PadColumns"))
+        functions = [
+            (var, function)
+            for var, function in mod.functions_items()
+            if isinstance(function, relax.Function)
+        ]
+        kept = _kept_matrices([function for _, function in functions])
+        rewriter = _Rewriter(mod, cpu, kept)
+        for var, function in functions:
+            if not is_claimed(function):
                 rewriter.builder_.update_func(var, rewriter.visit_expr(function))
         return rewriter.builder_.get()
 
@@ -87,10 +94,11 @@ def padded_columns(columns: int, lanes: int) -> int:
 
 @mutator
 class _Rewriter(PyExprMutator):
-    def __init__(self, mod: IRModule, cpu: CPUInfo) -> None:
+    def __init__(self, mod: IRModule, cpu: CPUInfo, kept: set[int]) -> None:
         super().__init__(mod)
         self._cpu = cpu
-        self._padded: dict[tuple[int, int], relax.Expr] = {}
+        self._kept = kept
+        self._padded: dict[tuple[int, str, int], relax.Expr] = {}
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         """Rewrite one call."""
@@ -99,6 +107,8 @@ class _Rewriter(PyExprMutator):
             return call
         x, matrix = call.args
         if not isinstance(matrix, GenericConst) or not _pays(x, matrix):
+            return call
+        if _place(matrix) in self._kept:
             return call
         columns, lanes = int(matrix.ty.shape[1]), self._cpu.lanes(str(matrix.ty.dtype))
         size = padded_columns(columns, lanes)
@@ -110,12 +120,35 @@ class _Rewriter(PyExprMutator):
 
     def _pad(self, matrix: relax.Expr, size: int) -> relax.Expr:
         """A matrix with columns of zeros; the same one for all its readers."""
-        key = (matrix.value.data_ptr(), size)
+        key = (_place(matrix), str(matrix.ty), size)
         if key not in self._padded:
             values = array_of(matrix)
             wide = np.pad(values, [(0, 0), (0, size - values.shape[1])])
             self._padded[key] = tensor_constant(wide, matrix.ty.dtype)
         return self._padded[key]
+
+
+def _kept_matrices(functions: list[relax.Function]) -> set[int]:
+    """Places of constants that something reads for which another copy does not pay."""
+    kept: set[int] = set()
+
+    def visit(expr: relax.Expr) -> None:
+        if isinstance(expr, relax.Call):
+            args = list(expr.args)
+            if op_name(expr) == "relax.matmul" and _pays(*args):
+                args = args[:1]
+            kept.update(_place(arg) for arg in args if isinstance(arg, GenericConst))
+        elif isinstance(expr, relax.Tuple):
+            kept.update(_place(one) for one in expr.fields if isinstance(one, GenericConst))
+
+    for function in functions:
+        relax.analysis.post_order_visit(function, visit)
+    return kept
+
+
+def _place(constant: relax.Expr) -> int:
+    """The address of a constant, which tells copies of one array."""
+    return int(constant.value.data_ptr())
 
 
 def _pays(x: relax.Expr, matrix: relax.Expr) -> bool:
@@ -124,5 +157,5 @@ def _pays(x: relax.Expr, matrix: relax.Expr) -> bool:
     if not isinstance(shape, relax.ShapeExpr) or len(shape) < 2 or matrix.ty.ndim != 2:
         return False
     rows, depth = shape[-2], int(matrix.ty.shape[0])
-    is_high = isinstance(rows, tirx.IntImm) and int(rows) >= LEAST_ROWS
+    is_high = isinstance(rows, tirx.IntImm) and int(rows) >= PACKED_ROWS
     return is_high and depth >= LEAST_DEPTH and str(matrix.ty.dtype) in ("float32", "float64")

@@ -89,15 +89,16 @@ def rows_of_steps(
 def needed_by_steps(
     nest: LoopNest, again: Mapping[tirx.Buffer, tirx.Buffer], rows: Region, steps: int
 ) -> dict[tirx.Buffer, list[Region]]:
-    """Elements of each input that steps need from before the first one."""
+    """Elements of each input that steps need from before the first one.
+
+    The last round of a run may begin at any of the steps, so this is what any of them reads.
+    """
     wanted = nest.output_regions(rows)
     found: dict[tirx.Buffer, list[Region]] = {}
     for _ in range(steps):
         step = regions_needed(nest, wanted)
         for buffer, regions in step.items():
             found[buffer] = union([*found.get(buffer, []), *regions])
-        for buffer in again:  # what an earlier step computes need not be there
-            found[buffer] = step.get(buffer, [])
         wanted = {output: step.get(buffer, []) for buffer, output in again.items()}
     return found
 

@@ -126,14 +126,16 @@ def deliver(
     done = Delivery(())
     for number, transfer in enumerate(transfers):
         whole = _complete(transfer, shapes, len(owned))
-        held = [owned[whole.source][whole.buffer], *done.received(whole.source, whole.buffer)]
+        # What has not been waited for may not have come.
+        here = Delivery(tuple(one for one in done.transfers if one.mode.blocking))
+        held = [owned[whole.source][whole.buffer], *here.received(whole.source, whole.buffer)]
         rest = [whole.rows]
         for region in held:
             rest = [part for piece in rest for part in difference(piece, region)]
         if rest:
             raise OpError(
                 f"{_name(whole)}: rank {whole.source} does not hold region {rest[0]}; send it from "
-                "the rank that owns it, or to this rank first"
+                "the rank that owns it, or to this rank first, by a blocking transfer"
             )
         done = Delivery((*done.transfers, replace(whole, id=number)))
     return done

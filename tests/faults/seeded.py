@@ -297,8 +297,8 @@ IMPORTER = (
     Fault(
         "SAME_UPPER pads like SAME_LOWER",
         "tvm_fusion/onnx/rewrites/windows/auto_pad.py",
-        'pads = small + large if mode == "SAME_UPPER" else large + small',
-        'pads = small + large if mode == "SAME_LOWER" else large + small',
+        'return small + large if mode == "SAME_UPPER" else large + small',
+        'return small + large if mode == "SAME_LOWER" else large + small',
         ("tests/tvm_fusion/onnx/test_rewrite.py",),
     ),
     Fault(

@@ -226,6 +226,13 @@ def turned(rows: int = 8, cols: int = 5) -> tirx.PrimFunc:
     return function(a, plain, te.compute((cols, rows), lambda j, i: a[i + 1, j] * 2.0, "turned"))
 
 
+def gaps(rows: int = 12, cols: int = 3) -> tirx.PrimFunc:
+    """A step that reads the rows two above and two below, and not its own."""
+    a = image(rows, cols)
+    p = padded(a, 2)
+    return function(a, te.compute((rows, cols), lambda i, j: p[i, j] + p[i + 4, j], "next"))
+
+
 SEVERAL: dict[str, Case] = {case.__name__: case for case in (wave2d, gradients, levels, turned)}
 """Functions with several outputs; ``turned`` is distributed over its loop ``i``."""
 

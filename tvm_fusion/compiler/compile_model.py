@@ -81,9 +81,10 @@ def compile(
         Threads of a call; by default one a physical core. The code is compiled for that number,
         unless the target has ``num-cores``.
     records : path, optional
-        Winners of tuning jobs (:func:`tvm_fusion.tune`) for the knobs of CPU kernels: a file, the
-        folder of a job, or ``"none"``. They count for the same CPU, vectors and threads only, and
-        before the records that come with the package, which ``"none"`` switches off, too.
+        Winners of tuning jobs (:func:`tvm_fusion.tune`) for the knobs of kernels: a file, the
+        folder of a job, or ``"none"``. They count for the same CPU, vectors and threads, or the
+        same GPU, only, and before the records that come with the package, which ``"none"`` switches
+        off, too.
     fast_math : bool
         For CUDA: whether functions of float32 may be replaced by instructions that approximate
         them, of which ``tanh`` is accurate to 2^-11 only.

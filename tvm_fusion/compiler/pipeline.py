@@ -81,7 +81,7 @@ class Options:
     winograd : str
         Choice of 3x3 convolutions for :class:`relay_passes.ChooseWinograd`.
     records : Records
-        Winners of tuning jobs, for the forms and knobs of CPU kernels.
+        Winners of tuning jobs, for the forms and knobs of kernels.
     fast_math : bool
         Whether functions of float32 may be approximations on CUDA.
     precision : str

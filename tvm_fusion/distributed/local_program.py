@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -242,15 +243,11 @@ class LocalProgram:
         self.world.finish(self.plan.exchange)
 
     def _run(self, step: int, interior: bool) -> None:
-        started: list[Beside] = []
-        try:
+        with ExitStack() as started:  # all of them end, also where one fails
             for device in () if interior else self.devices:
-                started.append(device)
+                started.callback(device.finish)
                 device.start(self.buffers)
             self.run_pieces(step, interior)
-        finally:
-            for device in started:
-                device.finish()
 
     @property
     def has_pieces(self) -> bool:

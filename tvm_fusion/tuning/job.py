@@ -302,6 +302,12 @@ def _open_gpu(runner: str, target: Any, threads: int | None) -> Pool:
         ) from error
     resolved = named_after(resolved, device)
     machine = GPUInfo.from_target(resolved)
+    if kind == "opencl" and machine.model != device.name:
+        raise TargetError(
+            f"the target is the OpenCL device {machine.model!r} and this machine has "
+            f"{device.name!r}; records count for the device on which they are made: use "
+            "target='opencl'"
+        )
     if kind == "cuda":
         own = GPUInfo.named(device.arch, device.multiprocessors)
         if (own.name, own.multiprocessors) != (machine.name, machine.multiprocessors):

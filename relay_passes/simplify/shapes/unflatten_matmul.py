@@ -16,11 +16,10 @@ from __future__ import annotations
 import tvm_ffi
 from tvm import relax, tirx
 
+from schedules.cpu.loops.matmul.dense import PACKED_ROWS
+
 from ...core.expressions import Value
 from ...core.graph import Graph
-
-FEWEST_ROWS = 24
-"""Rows of a product from which on kernels read the matrix in a layout of its own."""
 
 
 def unflatten_matmul(graph: Graph, call: relax.Expr) -> Value:
@@ -34,11 +33,12 @@ def unflatten_matmul(graph: Graph, call: relax.Expr) -> Value:
     if flattened is None or flat.ty.ndim != 2 or weight.ty.ndim != 2:
         return None
     source, result, rows, columns = map(_extents, (flattened.args[0], call, flat, product))
-    if source is None or result is None or rows is None or columns is None:
+    if source is None or not result or rows is None or columns is None:
         return None
     if not _same_extents([*source, columns[-1]], [*result[:-1], rows[-1], result[-1]]):
         return None
-    if _is_small(result[-2]) and isinstance(rows[0], tirx.IntImm) and not _is_small(rows[0]):
+    few = len(result) > 1 and _is_small(result[-2])
+    if few and isinstance(rows[0], tirx.IntImm) and not _is_small(rows[0]):
         return None
     value = relax.op.matmul(flattened.args[0], weight, product.attrs.out_dtype or None)
     return value if bias is None else relax.op.add(graph.emit(value), bias)
@@ -63,7 +63,7 @@ def _extents(tensor: relax.Expr) -> list | None:
 
 
 def _is_small(extent: tirx.Expr) -> bool:
-    return isinstance(extent, tirx.IntImm) and int(extent) < FEWEST_ROWS
+    return isinstance(extent, tirx.IntImm) and int(extent) < PACKED_ROWS
 
 
 def _same_extents(first: list, second: list) -> bool:

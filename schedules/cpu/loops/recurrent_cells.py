@@ -346,6 +346,8 @@ class _Writer:
         turns = cell.hidden // chains
         wanted = min(tiles // lines, _MOST_UNROLLED)
         unrolled = max(n for n in range(1, max(1, wanted) + 1) if turns % n == 0)
+        if 2 * lines * unrolled < tiles:
+            return 1, 0  # so many rows hide the latency, and would prefetch far too much
         return unrolled, -(-lines * unrolled // tiles)
 
     def _chains(self, sums: int) -> int:

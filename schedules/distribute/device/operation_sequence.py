@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tvm import tirx
+
 from ...errors import OpError
 from ..exchange import Region, region_size
 from ..loop_nest import LoopNest, shape_of
@@ -56,7 +58,7 @@ class OperationSequence:
     outputs : tuple[str, ...]
         The parameters that are copied out; the others are copied in.
     resident : tuple[str, ...]
-        Inputs of which all chunks read the same, such as weights: copied once.
+        Inputs that all chunks read, and all the same, such as weights: copied once.
     slots : int
         Chunks that the device has memory for.
     """
@@ -129,7 +131,12 @@ def operation_sequence(
         _chunk(nest, ((begin + low, begin + high), *others))
         for low, high in zip(bounds, bounds[1:], strict=False)
     ]
-    resident = [buffer.name for buffer in nest.inputs if not any(nest.varying.get(buffer, ((),)))]
+    resident = [
+        buffer.name
+        for buffer in nest.inputs
+        if not any(nest.varying.get(buffer, ((),)))
+        and all(buffer.name not in chunk.unused for chunk in cut)
+    ]
     outputs = tuple(buffer.name for buffer in nest.outputs)
     return OperationSequence(tuple(cut), outputs, tuple(resident), min(slots, len(cut)))
 
@@ -156,15 +163,35 @@ def sequence_seconds(stages: Sequence[tuple[float, float, float]], slots: int) -
     return tuple(ends)
 
 
-def _chunk(nest: LoopNest, rows: Region) -> Chunk:
+def own_regions(nest: LoopNest, rows: Region) -> dict[tirx.Buffer, Region]:
+    """Region of every buffer that rows work on, of the outputs no row more.
+
+    Parameters
+    ----------
+    nest : LoopNest
+        The function.
+    rows : Region
+        Range of each distributed loop.
+
+    Raises
+    ------
+    OpError
+        If one output is computed from other rows of another one.
+    """
     wanted = nest.output_regions(rows)
     used = regions_computed(nest, wanted)
     for output, [region] in wanted.items():
-        if used[output] != region:
+        if used.get(output, region) != region:
             raise OpError(
                 f"rows {region} of output {output.name!r} need {used[output]}, which other rows of "
-                "another output read; a device computes its own rows alone: leave devices= out"
+                "another output read; beside a device each computes its own rows alone: leave "
+                "devices= out"
             )
+    return used
+
+
+def _chunk(nest: LoopNest, rows: Region) -> Chunk:
+    used = own_regions(nest, rows)
     windows = {
         buffer.name: used.get(buffer, tuple((0, min(1, n)) for n in shape_of(buffer)))
         for buffer in nest.func.params

@@ -216,8 +216,8 @@ def _best(
     if rows == 0:
         return 0.0, 1
     found = []
-    for count in [chunks] if chunks else [n for n in CHUNKS if n <= rows]:
-        count = min(count, rows)
+    # Of all counts at any number of rows, so that more rows never take less time.
+    for count in {min(count, rows) for count in ([chunks] if chunks else CHUNKS)}:
         each = rows / count
         into, compute, out = figures.stages(
             work.of_rows(each), work.bytes_in(each), work.bytes_out(each)

@@ -51,7 +51,7 @@ class ReduceTemplate(GPUTemplate[GroupWorkload, ReduceConfig]):
     def cycles(self, workload: GroupWorkload, knobs: ReduceConfig, machine: GPUInfo) -> float:
         """Return the cycles of reading, or of beginning blocks, and of the finish."""
         terms = self.terms(workload, knobs, machine)
-        return max(terms["reads"], terms["blocks"]) + terms["finish"]
+        return max(terms["reads"], terms["blocks"]) + terms["finish_cycles"]
 
     def features(
         self, workload: GroupWorkload, knobs: ReduceConfig, machine: GPUInfo
@@ -75,7 +75,7 @@ class ReduceTemplate(GPUTemplate[GroupWorkload, ReduceConfig]):
     def terms(
         self, workload: GroupWorkload, knobs: ReduceConfig, machine: GPUInfo
     ) -> dict[str, float]:
-        """Return ``reads``, ``blocks`` and ``finish`` in cycles, and what they depend on."""
+        """Return ``reads``, ``blocks`` and ``finish_cycles`` in cycles, and what they depend on."""
 
 
 class SistersTemplate(ReduceTemplate):

@@ -15,6 +15,7 @@ from loop_nests import (
     Interpreter,
     blur,
     elements,
+    gaps,
     gradients,
     heat2d,
     matmul,
@@ -92,6 +93,22 @@ def test_several_outputs(name: str, ranks: int) -> None:
 def test_grid_of_several_outputs() -> None:
     for name in ("wave2d", "levels", "turned"):
         check_messages(distribute(SEVERAL[name](), ["i", "j"], 6), interpreter_of(name))
+
+
+@pytest.mark.parametrize(("ranks", "deep"), [(4, 2), (12, 3)])
+def test_halos_of_any_number_of_steps(ranks: int, deep: int) -> None:
+    """The last round may have fewer steps than the others; each number reads other rows."""
+    func = gaps()
+    plan = distribute(func, "i", ranks, repeat="A", exchange_every=deep)
+    interpreter = Interpreter(func)
+    for part in plan.parts:
+        wanted, needed = set(elements(part.owned["next"])), set()
+        for _ in range(deep):
+            wanted = {index for out in wanted for _, index in interpreter.reads(out)}
+            needed |= wanted
+        received = [m.region for m in plan.exchange.received_by(part.rank)]
+        found = [index for region in received for index in elements(region)]
+        assert sorted(found) == sorted(needed - set(elements(part.owned["A"])))
 
 
 @pytest.mark.parametrize(("ranks", "deep"), [(3, 2), (2, 4), (12, 3)])

@@ -30,6 +30,14 @@ def test_relay() -> None:
     assert [exchange.id for exchange in plan.exchanges] == [0, 1, 2]
 
 
+def test_relay_of_what_may_not_have_come() -> None:
+    with pytest.raises(OpError, match=r"rank 1 does not hold region .* by a blocking transfer"):
+        plan_of(
+            send_recv("A", (2, 5), 0, 1, Mode(blocking=False)),
+            send_recv("A", (2, 4), 1, 2),
+        )
+
+
 def test_outputs() -> None:
     plan = plan_of(send_recv("by", (4, 6), 1, 0), send_recv("A", (0, 2), 0, 2))
     assert [transfer.id for transfer in plan.after] == [0]

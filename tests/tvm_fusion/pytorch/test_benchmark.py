@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("onnxscript", reason="PyTorch's exporter to ONNX is not installed")
 
-from examples import torch_zoo  # noqa: E402
+from examples import torch_zoo, torchvision_ops  # noqa: E402
 from examples.benchmarks import torch_engines, torch_models, zoo  # noqa: E402
 
 
@@ -26,7 +26,7 @@ def test_engines_make_the_same_model_and_agree(monkeypatch: pytest.MonkeyPatch) 
         return torch.nn.Sequential(pool, torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU())
 
     package = SimpleNamespace(models=SimpleNamespace(get_model=get_model))
-    monkeypatch.setattr(torch_engines, "import_torchvision", lambda: package)
+    monkeypatch.setattr(torchvision_ops, "import_torchvision", lambda: package)
     outputs = []
     for backend in ("eager", "tvm_fusion"):
         engine = torch_engines.engines.ENGINES[f"torch-{backend}"].make()

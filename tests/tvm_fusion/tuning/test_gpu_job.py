@@ -27,7 +27,7 @@ from tvm.script import tirx as T
 import tvm_fusion
 from schedules.gpu.core.machine import GPUInfo
 from schedules.tuning.records import Record
-from tvm_fusion.cli import commands as cli
+from tvm_fusion.cli import command_line as cli
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.targets.target import host_of, resolve
 from tvm_fusion.compiler.tuned import choose_records, used_records

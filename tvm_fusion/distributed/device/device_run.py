@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from schedules.distribute.exchange import LocalBuffer, region_size
@@ -91,8 +92,9 @@ class DeviceRun:
         DistributedError
             If the device has failed.
         """
-        for queue in (self._into, self._compute, self._out):
-            queue.finish()
+        with ExitStack() as all_queues:  # also where one has failed
+            for queue in (self._out, self._compute, self._into):
+                all_queues.callback(queue.finish)
 
     def _launch(
         self, call: KernelCall, number: int, names: list[str], before: list[Event]

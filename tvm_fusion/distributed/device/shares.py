@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from schedules.distribute.cost import Processor
-from schedules.distribute.device.operation_sequence import OperationSequence, operation_sequence
+from schedules.distribute.device.operation_sequence import (
+    OperationSequence,
+    operation_sequence,
+    own_regions,
+)
 from schedules.distribute.device.split import (
     MeasuredSplit,
     SecondsOfRows,
@@ -163,10 +167,13 @@ def _cut(
         counts = (end - begin, *(0 for _ in devices))
     else:
         counts = split_rows(end - begin, _seconds(plan, part.rows, devices, split, processor))
+        assert sum(counts) == end - begin, "every row has somebody who computes it"
     found: list[Region] = []
     for count in counts:
         found.append(((begin, begin + count), *others))
         begin += count
+    if any(counts[1:]) and counts[0]:
+        own_regions(plan.nest, found[0])  # what devices compute the CPU must not write
     return found
 
 

@@ -32,7 +32,8 @@ from ...nests.reduction_nests import (
 from .matmul_pattern import MatmulAxes, find_product, separate_groups
 from .matvec import split_over_threads, stream_rows
 
-_PACKED_ROWS = 24
+PACKED_ROWS = 24
+"""Rows of a product from which on a constant matrix is read in a layout of its own."""
 _STREAMED_ROWS = 4
 _LEAST_ROWS_TO_PACK = 8
 _MOST_COLUMNS = 4
@@ -114,7 +115,7 @@ class DenseTemplate(Template[DenseWorkload, DenseKnobs, CPUInfo]):
         rows, columns = matrix_tile(height, width, most)
         rows = _divisor(height, rows) if workload.grouped else rows
         cores, tiles = machine.num_cores, -(-width // columns) * workload.outer
-        packed = height >= _PACKED_ROWS and (cores == 1 or feeds(tiles, cores))
+        packed = height >= PACKED_ROWS and (cores == 1 or feeds(tiles, cores))
         return DenseKnobs(rows, columns, packed and workload.form == COLUMNS)
 
     def settings(self, workload: DenseWorkload, machine: CPUInfo) -> Iterator[DenseKnobs]:
@@ -266,7 +267,7 @@ def _write(opened: _Opened, knobs: DenseKnobs | None) -> s_tir.Schedule:
 
 def _in_dots(facts: BlockFacts, product: MatmulAxes) -> bool:
     """Return whether both factors are contiguous along K, and the rows too few for a transpose."""
-    if product.right.strides[product.n] == 1 or _height(facts, product) >= _PACKED_ROWS:
+    if product.right.strides[product.n] == 1 or _height(facts, product) >= PACKED_ROWS:
         return False
     return product.left.strides[product.k] == 1 and product.right.strides[product.k] == 1
 
@@ -358,7 +359,7 @@ def _plan_columns(
     rows = _divisor(height, rows) if grouped else rows
     packed = None
     tiles = -(-count // vectors) * outer // height
-    pays = height >= _PACKED_ROWS and (feeds(tiles, cpu.num_cores) or cpu.num_cores == 1)
+    pays = height >= PACKED_ROWS and (feeds(tiles, cpu.num_cores) or cpu.num_cores == 1)
     if knobs is not None:
         rows, vectors, pays = knobs.rows, knobs.columns, knobs.packed
     if pays:

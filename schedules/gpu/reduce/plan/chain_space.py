@@ -100,4 +100,4 @@ def chain_terms(group: GroupWorkload, config: ReduceConfig, gpu: GPUInfo) -> dic
     passes = 1 if config.kept else len(group.stages) + bool(group.late_outputs)
     terms = read_terms(group, config, gpu, blocks, _OWN_REGISTERS + words, passes)
     meeting = len(group.stages) * COSTS.block_latency / 2 if config.cluster > 1 else 0.0
-    return terms | {"finish": meeting, "kept_words": float(words if config.kept else 0)}
+    return terms | {"finish_cycles": meeting, "kept_words": float(words if config.kept else 0)}

@@ -214,7 +214,7 @@ def sister_terms(group: GroupWorkload, config: ReduceConfig, gpu: GPUInfo) -> di
     }[config.finish]
     steps = reduced / (config.stride * config.splits)
     used = math.ceil(steps / config.unroll) * config.unroll / steps if config.unroll > steps else 1
-    return terms | {"finish": finish, "unused_loads": used}
+    return terms | {"finish_cycles": finish, "unused_loads": used}
 
 
 def read_terms(

@@ -51,13 +51,14 @@ def layer(
     bias: np.ndarray | None = None,
     reads_twice: bool = False,
     swapped: bool = False,
+    columns: int = 5,
 ) -> tvm.IRModule:
     x = relax.Var("x", relax.TensorType(shape, "float32"))
     builder = relax.BlockBuilder()
     with builder.function("main", [x]):
         with builder.dataflow():
             flattened = builder.emit(relax.op.reshape(x, flat))
-            weight = np.resize(W, (int(flat[-1]), 5))
+            weight = np.resize(W, (int(flat[-1]), columns))
             product = builder.emit(relax.op.matmul(flattened, const(weight)))
             value = product
             if bias is not None:
@@ -76,6 +77,11 @@ def layer(
 def test_with_and_without_bias(bias: np.ndarray | None, swapped: bool):
     expected = ["matmul"] if bias is None else ["matmul", "add"]
     assert calls(simplify(layer(bias=bias, swapped=swapped))) == expected
+
+
+def test_vectors():
+    assert calls(simplify(layer((4,), (1, 4), (5,)))) == ["matmul"]
+    check_unchanged(layer((4,), (1, 4), (), columns=1))
 
 
 def test_a_symbolic_batch():

@@ -20,6 +20,7 @@ from loop_nests import (
     matmul,
     turned,
 )
+from tvm import te, tirx
 
 from schedules.distribute.device.operation_sequence import operation_sequence, sequence_seconds
 from schedules.distribute.loop_nest import read_loop_nest
@@ -60,6 +61,14 @@ def test_copies_of_several_outputs() -> None:
     sequence = operation_sequence(read_loop_nest(turned(8, 5), ["i"]), ((2, 8),), 2)
     assert sequence.copied_out(1) == {"plain": ((5, 8), (0, 5)), "turned": ((0, 5), (5, 8))}
     assert sequence.bytes({"A": 4, "plain": 4, "turned": 2}) == (40 * 4, 30 * (4 + 2))
+
+
+def test_input_that_later_chunks_share() -> None:
+    a, last = te.placeholder((8, 3), name="A"), te.placeholder((3,), name="last")
+    out = te.compute((8, 3), lambda i, j: tirx.if_then_else(i == 7, last[j], a[i, j]), "out")
+    nest = read_loop_nest(te.create_prim_func([a, last, out]), [0])
+    sequence = operation_sequence(nest, ((0, 8),), 2)
+    assert [sorted(sequence.copied_in(number)) for number in (0, 1)] == [["A"], ["A", "last"]]
 
 
 def test_output_that_other_rows_read() -> None:

@@ -50,6 +50,16 @@ def test_no_split_ends_earlier(extent: int, lines: list[tuple[int, int]]) -> Non
     assert last(chosen, seconds) <= best * (1 + 1e-9)
 
 
+def test_every_row_has_a_processor() -> None:
+    """More rows allow more chunks; they never end earlier for it."""
+    figures = Accelerator(rate=1e15, bandwidth=2e9, link=1e9, latency=0.0)
+    device = device_seconds(read_loop_nest(blur(64, 64), ["i"]), ((0, 64),), FLOATS, figures)
+    times = [device(count) for count in range(65)]
+    assert times == sorted(times)
+    for extent in range(1, 65):
+        assert sum(split_rows(extent, [MeasuredRows(0.0, times[32]), device])) == extent
+
+
 def test_equal_processors_share_equally() -> None:
     assert split_rows(10, [MeasuredRows(0.0, 1.0)] * 2) == (5, 5)
     assert split_rows(12, [MeasuredRows(0.0, 2.0), MeasuredRows(0.0, 1.0)]) == (4, 8)

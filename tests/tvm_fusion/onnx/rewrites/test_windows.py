@@ -150,8 +150,13 @@ def test_places_of_maxima(shape: tuple[int, ...], attributes: dict[str, Any]) ->
 
 
 def test_places_without_sizes_are_refused() -> None:
-    node = helper.make_node("MaxPool", ["x"], ["y", "places"], name="op", kernel_shape=[2, 2])
-    model = onnx_model([node], {"x": ("n", 1, 4, 4)}, ["y"])
+    nodes = [
+        helper.make_node("NonZero", ["v"], ["found"]),
+        helper.make_node("Cast", ["found"], ["row"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["row", "axis"], ["x"]),
+        helper.make_node("MaxPool", ["x"], ["y", "places"], name="op", kernel_shape=[2]),
+    ]
+    model = onnx_model(nodes, {"v": (6,)}, ["y"], {"axis": int64(0)})
     model.graph.output.append(helper.make_tensor_value_info("places", TensorProto.INT64, None))
     with pytest.raises(UnsupportedOperatorError, match="'places' needs the shape of 'x'"):
         import_onnx(model)

@@ -97,8 +97,12 @@ class _Bins:
         def largest(n: Any, c: Any, i: Any, j: Any) -> tirx.Expr:
             axes = [self._axis(regions, n, axis) for axis in (0, 1)]
             steps = [te.reduce_axis((0, count), f"step{k}") for k, (*_, count) in enumerate(axes)]
+            dtype = regions.dtype
             places = [
-                _place(start + (index + (step + 0.5) / count) * length, data.shape[2 + axis])
+                _place(
+                    start + (_cast(index, dtype) + _middle(step, count, dtype)) * length,
+                    data.shape[2 + axis],
+                )
                 for axis, (index, step, (start, length, count)) in enumerate(
                     zip((i, j), steps, axes, strict=True)
                 )
@@ -142,6 +146,15 @@ class _Bins:
         return start, length, tirx.Cast("int32", tirx.ceil(length))
 
 
+def _cast(value: Any, dtype: str) -> tirx.Expr:
+    return tirx.Cast(dtype, value)
+
+
+def _middle(step: Any, count: Any, dtype: str) -> tirx.Expr:
+    """The middle of one of some equal steps from 0 to 1."""
+    return (_cast(step, dtype) + tirx.const(0.5, dtype)) / _cast(count, dtype)
+
+
 @dataclass(frozen=True)
 class _Place:
     """Two pixels around a place on an axis and their shares; whether it is in the image."""
@@ -152,13 +165,13 @@ class _Place:
 
 def _place(at: tirx.Expr, size: Any) -> _Place:
     dtype = str(at.ty.dtype)
-    zero, last = tirx.const(0, dtype), tirx.Cast(dtype, size - 1)
-    is_inside = tirx.all(at >= tirx.const(-1, dtype), at <= tirx.Cast(dtype, size))
+    zero, last = tirx.const(0, dtype), _cast(size - 1, dtype)
+    is_inside = tirx.all(at >= tirx.const(-1, dtype), at <= _cast(size, dtype))
     at = tirx.min(tirx.max(at, zero), last)
     final = tirx.Cast("int32", size - 1)
     # What is no number becomes no index outside of the image.
     low = tirx.max(tirx.min(tirx.Cast("int32", at), final), 0)
-    share = at - tirx.Cast(dtype, low)
+    share = at - _cast(low, dtype)
     one = tirx.const(1, dtype)
     return _Place(((low, one - share), (tirx.min(low + 1, final), share)), is_inside)
 
