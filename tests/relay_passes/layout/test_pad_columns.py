@@ -92,6 +92,28 @@ def test_what_stays(mod: tvm.IRModule):
     tvm.ir.assert_structural_equal(padded(mod), mod)
 
 
+@pytest.mark.parametrize("other", ["few rows", "not a product"])
+def test_a_matrix_with_another_reader_stays(other: str):
+    """It would be kept twice."""
+    matrix = relax.const(W)
+    x, row = (relax.Var(n, relax.TensorType((m, 256), "float32")) for n, m in (("x", 24), ("r", 1)))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, row]):
+        with builder.dataflow():
+            first = builder.emit(relax.op.matmul(x, matrix))
+            reader = relax.op.matmul(row, matrix) if other == "few rows" else relax.op.abs(matrix)
+            result = builder.emit_output(relax.Tuple([first, builder.emit(reader)]))
+        builder.emit_func_output(result)
+    tvm.ir.assert_structural_equal(padded(builder.get()), builder.get())
+
+
+def test_functions_of_other_backends_stay():
+    mod = product()
+    [(var, func)] = mod.functions_items()
+    mod.update_func(var, func.with_attr("Codegen", "other"))
+    tvm.ir.assert_structural_equal(padded(mod), mod)
+
+
 def test_integers_stay():
     mod = product(dtype="int32")
     tvm.ir.assert_structural_equal(padded(mod), mod)

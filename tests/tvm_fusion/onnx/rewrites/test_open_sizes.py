@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx.reference import ReferenceEvaluator
 from onnx_reference import run_onnx
 
 import tvm_fusion
@@ -172,6 +173,21 @@ def test_bins_of_regions(mode: str, ratio: int, pool: str) -> None:
     regions[1, 2:] = regions[1, :2]  # without an extent
     feed = {"x": random(2, 3, 12, 12), "regions": regions}
     assert_same(model, feed | {"images": np.array([0, 1, 1, 0, 1])})
+
+
+def test_bins_of_other_types() -> None:
+    """Places of samples are as exact as the data."""
+    attributes = 'output_height = 4, output_width = 3, sampling_ratio = 3, mode = "max"'
+    x, regions = 100 * random(1, 2, 9, 9).astype("float64"), np.array([[0.3, 1.1, 7.7, 6.9]])
+    model = parse(
+        "double[1, 2, 9, 9] x, double[1, 4] regions, int64[1] images",
+        "double[1, 2, 4, 3] y",
+        f"y = RoiAlign <{attributes}> (x, regions, images)",
+    )
+    feed = {"x": x, "regions": regions, "images": np.array([0])}
+    found = tvm_fusion.compile(model, threads=1)(**feed)
+    wanted = ReferenceEvaluator(model).run(None, feed)[0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
 def test_an_image_out_of_range_is_the_nearest() -> None:
