@@ -106,9 +106,7 @@ class _Rewriter(PyExprMutator):
         if op_name(call) != "relax.matmul":
             return call
         x, matrix = call.args
-        if not isinstance(matrix, GenericConst) or not _pays(x, matrix):
-            return call
-        if _place(matrix) in self._kept:
+        if not isinstance(matrix, GenericConst) or _place(matrix) in self._kept:
             return call
         columns, lanes = int(matrix.ty.shape[1]), self._cpu.lanes(str(matrix.ty.dtype))
         size = padded_columns(columns, lanes)
@@ -135,7 +133,8 @@ def _kept_matrices(functions: list[relax.Function]) -> set[int]:
     def visit(expr: relax.Expr) -> None:
         if isinstance(expr, relax.Call):
             args = list(expr.args)
-            if op_name(expr) == "relax.matmul" and _pays(*args):
+            is_product = op_name(expr) == "relax.matmul" and isinstance(args[1], GenericConst)
+            if is_product and _pays(*args):
                 args = args[:1]
             kept.update(_place(arg) for arg in args if isinstance(arg, GenericConst))
         elif isinstance(expr, relax.Tuple):

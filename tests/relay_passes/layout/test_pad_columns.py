@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.target import Target
@@ -103,6 +103,26 @@ def test_a_matrix_with_another_reader_stays(other: str):
             first = builder.emit(relax.op.matmul(x, matrix))
             reader = relax.op.matmul(row, matrix) if other == "few rows" else relax.op.abs(matrix)
             result = builder.emit_output(relax.Tuple([first, builder.emit(reader)]))
+        builder.emit_func_output(result)
+    tvm.ir.assert_structural_equal(padded(builder.get()), builder.get())
+
+
+def test_products_of_open_sizes_stay():
+    n, k = tirx.Var("n", "int64"), tirx.Var("k", "int64")
+    x, y = (relax.Var(name, relax.TensorType((n, k), "float32")) for name in "xy")
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, y]):
+        with builder.dataflow():
+            turned = builder.emit(relax.op.permute_dims(y))
+            result = builder.emit_output(relax.op.matmul(x, turned))
+        builder.emit_func_output(result)
+    tvm.ir.assert_structural_equal(padded(builder.get()), builder.get())
+    z = relax.Var("z", relax.TensorType((k, 30), "float32"))
+    w = relax.Var("w", relax.TensorType((32, k), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [w, z]):
+        with builder.dataflow():
+            result = builder.emit_output(relax.op.matmul(w, z))
         builder.emit_func_output(result)
     tvm.ir.assert_structural_equal(padded(builder.get()), builder.get())
 

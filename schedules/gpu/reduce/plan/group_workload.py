@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the choice of a configuration knows of a group of reductions: the workload of its templates.
+"""Workload of the templates of a group of reductions: all that a configuration depends on.
 
 Tensors and expressions are left out. Loops are those of the merged axes, so that groups whose
 kernels differ in the shapes of their tensors only have the same workload, and the same records.

@@ -100,7 +100,7 @@ class _Bins:
             dtype = regions.dtype
             places = [
                 _place(
-                    start + (_cast(index, dtype) + _middle(step, count, dtype)) * length,
+                    start + (tirx.Cast(dtype, index) + _middle(step, count, dtype)) * length,
                     data.shape[2 + axis],
                 )
                 for axis, (index, step, (start, length, count)) in enumerate(
@@ -146,13 +146,9 @@ class _Bins:
         return start, length, tirx.Cast("int32", tirx.ceil(length))
 
 
-def _cast(value: Any, dtype: str) -> tirx.Expr:
-    return tirx.Cast(dtype, value)
-
-
 def _middle(step: Any, count: Any, dtype: str) -> tirx.Expr:
     """The middle of one of some equal steps from 0 to 1."""
-    return (_cast(step, dtype) + tirx.const(0.5, dtype)) / _cast(count, dtype)
+    return (tirx.Cast(dtype, step) + tirx.const(0.5, dtype)) / tirx.Cast(dtype, count)
 
 
 @dataclass(frozen=True)
@@ -165,13 +161,13 @@ class _Place:
 
 def _place(at: tirx.Expr, size: Any) -> _Place:
     dtype = str(at.ty.dtype)
-    zero, last = tirx.const(0, dtype), _cast(size - 1, dtype)
-    is_inside = tirx.all(at >= tirx.const(-1, dtype), at <= _cast(size, dtype))
+    zero, last = tirx.const(0, dtype), tirx.Cast(dtype, size - 1)
+    is_inside = tirx.all(at >= tirx.const(-1, dtype), at <= tirx.Cast(dtype, size))
     at = tirx.min(tirx.max(at, zero), last)
     final = tirx.Cast("int32", size - 1)
     # What is no number becomes no index outside of the image.
     low = tirx.max(tirx.min(tirx.Cast("int32", at), final), 0)
-    share = at - _cast(low, dtype)
+    share = at - tirx.Cast(dtype, low)
     one = tirx.const(1, dtype)
     return _Place(((low, one - share), (tirx.min(low + 1, final), share)), is_inside)
 
