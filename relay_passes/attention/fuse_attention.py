@@ -11,8 +11,8 @@ from tvm.target import Target
 from schedules.gpu.attention.attention import is_taken
 from schedules.gpu.core.machine import GPUInfo, gpu_target
 
-from ..core.expressions import Value, is_claimed
-from ..core.graph import Graph
+from ..core.expressions import Value
+from ..core.graph import Graph, function_graphs
 from .projections import combine
 from .region import MOVES, prim_func, read_region
 
@@ -64,16 +64,12 @@ class FuseAttention:
         if target is None:
             return mod
         fusion = _Fusion(mod, target)
-        rewritten: dict[tvm.ir.GlobalVar, relax.Function] = {}
-        for name, func in mod.functions_items():
-            if not isinstance(func, relax.Function) or not isinstance(func.body, relax.SeqExpr):
-                continue
-            graph = Graph(mod, func)
-            if not is_claimed(func) and graph.sweep(dict.fromkeys(_LAST, [fusion.rule])):
-                rewritten[name] = graph.to_function()
+        rules = dict.fromkeys(_LAST, [fusion.rule])
+        rewritten = {
+            name: graph.to_function() for name, graph in function_graphs(mod) if graph.sweep(rules)
+        }
         result = fusion.builder.get()
-        for name, func in rewritten.items():
-            result.update_func(name, func)
+        result.update(rewritten)
         return result
 
 

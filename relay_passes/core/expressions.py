@@ -66,9 +66,7 @@ def substitute(value: relax.Expr, old: relax.Var, new: relax.Expr) -> relax.Expr
     return value
 
 
-def resize_alike(
-    call: relax.Call, data: relax.Expr, size: relax.Expr, layout: str
-) -> relax.Call:
+def resize_alike(call: relax.Call, data: relax.Expr, size: relax.Expr, layout: str) -> relax.Call:
     """Resize other data as a call of ``relax.image.resize2d`` does, to ``size`` in ``layout``."""
     attrs = call.attrs
     return relax.op.image.resize2d(

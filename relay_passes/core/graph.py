@@ -11,7 +11,7 @@ variable's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import GenericConst
 
-from .expressions import Value, is_removable, op_name, operands, substitute
+from .expressions import Value, is_claimed, is_removable, op_name, operands, substitute
 
 Rule = Callable[["Graph", relax.Expr], Value]
 
@@ -45,13 +45,15 @@ class Graph:
 
     Attributes
     ----------
+    func : relax.Function
+        The function as it was.
     current : relax.Var
         The variable whose value a rule may rewrite.
     """
 
     def __init__(self, mod: tvm.IRModule, func: relax.Function) -> None:
         self.mod = mod
-        self._func = func
+        self.func = func
         self._builder = relax.BlockBuilder()
         self._values: dict[relax.Var, relax.Expr] = {}
         self._casts: dict[relax.Var, relax.MatchCast] = {}
@@ -132,6 +134,13 @@ class Graph:
                     block.order.append(var)
         return changed
 
+    def settle(self, rules: Mapping[str, Sequence[Rule]]) -> bool:
+        """Sweep until no rule changes anything; return whether any of them did."""
+        changed = False
+        while self.sweep(rules):
+            changed = True
+        return changed
+
     def to_function(self) -> relax.Function:
         """The function with the current bindings."""
         blocks = []
@@ -140,7 +149,7 @@ class Graph:
             make = relax.DataflowBlock if block.is_dataflow else relax.BindingBlock
             if bindings:
                 blocks.append(make(bindings))
-        func = self._func
+        func = self.func
         body = self._builder.normalize(relax.SeqExpr(blocks, func.body.body))
         return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs, func.span)
 
@@ -237,3 +246,12 @@ class Graph:
         self._count(var, value, -1)
         for operand in operands(value):
             self._drop_if_dead(operand)
+
+
+def function_graphs(mod: tvm.IRModule) -> Iterator[tuple[tvm.ir.GlobalVar, Graph]]:
+    """Yield the graph of every Relax function with bindings that no other pass has claimed."""
+    for global_var, func in mod.functions_items():
+        if not isinstance(func, relax.Function) or not isinstance(func.body, relax.SeqExpr):
+            continue
+        if not is_claimed(func):
+            yield global_var, Graph(mod, func)

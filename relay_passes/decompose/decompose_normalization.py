@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import tvm
-from tvm import IRModule, relax
+from tvm import IRModule
 
-from ..core.expressions import TUPLE_GET_ITEM, is_claimed
-from ..core.graph import Graph, Rule
+from ..core.expressions import TUPLE_GET_ITEM
+from ..core.graph import Rule, function_graphs
 from . import (
     batch_norm,
     cross_entropy,
@@ -90,20 +90,7 @@ class DecomposeNormalization:
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
         result = mod.clone()
-        for global_var, func in mod.functions_items():
-            if not isinstance(func, relax.Function) or not isinstance(func.body, relax.SeqExpr):
-                continue
-            if is_claimed(func):
-                continue
-            graph = Graph(mod, func)
-            if _sweep(graph, PATTERNS) | _sweep(graph, OPS):
+        for global_var, graph in function_graphs(mod):
+            if graph.settle(PATTERNS) | graph.settle(OPS):
                 result.update_func(global_var, graph.to_function())
         return result
-
-
-def _sweep(graph: Graph, rules: dict[str, list[Rule]]) -> bool:
-    """Apply ``rules`` until none matches; return whether one did."""
-    changed = False
-    while graph.sweep(rules):
-        changed = True
-    return changed

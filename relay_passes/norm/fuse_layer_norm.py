@@ -18,8 +18,8 @@ from schedules.gpu.gemm.matmul.statistics_cost import (
     takes_statistics,
 )
 
-from ..core.expressions import Value, is_claimed
-from ..core.graph import Graph, Rule
+from ..core.expressions import Value
+from ..core.graph import Graph, Rule, function_graphs
 from .norm_function import NAME, LoweredFunctions, NormFunction, NormInputs
 from .norm_plan import EPILOGUE, Bindings, Norm
 
@@ -74,18 +74,13 @@ class FuseLayerNorm:
         if target is None:
             return mod
         builder = relax.BlockBuilder(mod)
-        rewritten: dict[tvm.ir.GlobalVar, relax.Function] = {}
-        for name, func in mod.functions_items():
-            if not isinstance(func, relax.Function) or not isinstance(func.body, relax.SeqExpr):
-                continue
-            if is_claimed(func):
-                continue
-            graph, fusion = Graph(mod, func), _Fusion(Bindings(func), target)
-            if graph.sweep(fusion.rules(builder)):
-                rewritten[name] = graph.to_function()
+        rewritten = {
+            name: graph.to_function()
+            for name, graph in function_graphs(mod)
+            if graph.sweep(_Fusion(Bindings(graph.func), target).rules(builder))
+        }
         result = builder.get()
-        for name, func in rewritten.items():
-            result.update_func(name, func)
+        result.update(rewritten)
         return result
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import tvm
 from tvm import relax
 
-from ..core.expressions import TUPLE_GET_ITEM, is_claimed
-from ..core.graph import Graph, Rule
+from ..core.expressions import TUPLE_GET_ITEM
+from ..core.graph import Rule, function_graphs
 from .conv2d.canonicalize_bias import canonicalize_bias
 from .conv2d.fold_batch_norm import fold_batch_norm
 from .conv2d.fold_input_affine import fold_input_affine
@@ -115,28 +115,11 @@ def simplify(
         for name in names:
             table.setdefault(name, []).append(rule)
     result = tvm.IRModule(mod.functions, attrs=mod.attrs, global_infos=mod.global_infos)
-    for global_var, func in _functions(mod):
-        graph = Graph(mod, func)
-        changed = False
-        while graph.sweep(table):
-            changed = True
-        if changed:
+    for global_var, graph in function_graphs(mod):
+        if graph.settle(table):
             result.update_func(global_var, graph.to_function())
     return result
 
 
 def _has_constant_kernels(mod: tvm.IRModule) -> bool:
-    return any(
-        needs_kernel(value) for _, func in _functions(mod) for value in Graph(mod, func).values()
-    )
-
-
-def _functions(mod: tvm.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function]]:
-    """The Relax functions that no other pass has claimed."""
-    return [
-        (global_var, func)
-        for global_var, func in mod.functions_items()
-        if isinstance(func, relax.Function)
-        and isinstance(func.body, relax.SeqExpr)
-        and not is_claimed(func)
-    ]
+    return any(needs_kernel(value) for _, graph in function_graphs(mod) for value in graph.values())
