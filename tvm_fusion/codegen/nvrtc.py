@@ -227,7 +227,7 @@ def _by_nvrtc(release: _Release, text: str, arch: str, common: tuple[str, ...]) 
         known = ", ".join(f"sm_{number}" for number in release.architectures)
         raise TargetError(
             f"{release} does not compile for {arch}, only for {known}; install another release "
-            "of nvidia-cuda-nvrtc"
+            "of nvidia-cuda-nvrtc, for sm_70 and sm_72 nvidia-cuda-nvrtc-cu12"
         )
     lib = release.library
     options = [f"--gpu-architecture={arch}", *_NVRTC_OPTIONS, *common]

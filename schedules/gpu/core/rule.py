@@ -59,7 +59,8 @@ class GPUTemplate(Template[Workload, Knobs, GPUInfo]):
     def least_blocks(self, workload: Workload, knobs: Knobs, gpu: GPUInfo) -> int:
         """Return the blocks for which the compiler must find registers, at least; 0 for any number.
 
-        It spills nothing of the defaults, but some settings, to fit more blocks than they ask for.
+        Of the defaults it spills at most a few words, outside of the loops, but of some settings
+        more, to fit more blocks than they ask for.
         """
         return int(knobs != self.default(workload, gpu))
 

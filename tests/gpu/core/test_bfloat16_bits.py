@@ -20,11 +20,11 @@ from tests.selection import in_turns
 
 op = relax.op
 BF16 = "bfloat16"
-OLD, FIRST = (Target({"kind": "cuda", "arch": arch}, host="llvm") for arch in ("sm_75", "sm_80"))
+OLD, FIRST = (Target({"kind": "cuda", "arch": arch}, host="llvm") for arch in ("sm_70", "sm_80"))
 
 
 def _check(func: tirx.PrimFunc) -> None:
-    for used in ptxas(cuda_source(func, "sm_75"), "sm_75").values():
+    for used in ptxas(cuda_source(func, "sm_70"), "sm_70").values():
         assert (used.spill_stores, used.spill_loads) == (0, 0)
 
 
