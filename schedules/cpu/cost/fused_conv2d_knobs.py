@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import permutations, product
 
 from schedules.errors import OpError
@@ -252,8 +252,9 @@ class Grid:
 
     def knobs(self, tile1: tuple[int, int], tile2: tuple[int, int]) -> FusedConv2DKnobs:
         """The setting with these register tiles."""
-        shares = asdict(self)
-        return FusedConv2DKnobs(*tile1, *tile2, **shares, prefetch=True)
+        return FusedConv2DKnobs(
+            *tile1, *tile2, self.h_t, self.w_t, self.oc_t, self.h, prefetch=True
+        )
 
 
 def grids(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Grid]:
