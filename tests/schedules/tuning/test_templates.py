@@ -287,6 +287,19 @@ def test_the_wide_space_of_pairs_has_pieces_orders_and_places() -> None:
         assert not template.contains(workload, replace(shared, **other), CPU)
 
 
+@pytest.mark.parametrize("layer", [DENSE, POINTWISE, DEPTHWISE])
+@pytest.mark.parametrize("layout", ["NCHW16c", "NCHW"])
+def test_a_space_of_convolutions_contains_its_settings_and_no_others(layer, layout) -> None:
+    template, workload = TEMPLATES["cpu.conv2d"], replace(kernel(layer), data_layout=layout)
+    space = set(template.settings(workload, CPU))
+    assert space and all(template.contains(workload, knobs, CPU) for knobs in space)
+    for knobs in list(space)[::5]:
+        for name, value in asdict(knobs).items():
+            for other in (not value,) if isinstance(value, bool) else (value - 1, 2 * value):
+                changed = replace(knobs, **{name: other})
+                assert template.contains(workload, changed, CPU) is (changed in space)
+
+
 def test_cores_share_the_only_row_of_an_image() -> None:
     template = TEMPLATES["cpu.fused_conv2d"]
     workload = replace(kernel(DEPTHWISE, POINTWISE), height=1, width=100)
