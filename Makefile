@@ -58,6 +58,7 @@ map: $(VENV)/.stamp-test ## draw the map of the families in CONTRIBUTING.md agai
 bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime, OpenVINO, numpy and the machine's limits
 	$(BIN)/python examples/benchmarks/networks.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
 	$(BIN)/python examples/benchmarks/pairs.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
+	$(BIN)/python examples/benchmarks/shipped_records.py --threads $(or $(THREADS),2)
 	$(BIN)/python examples/benchmarks/rooflines.py --threads $(or $(THREADS),2)
 	$(BIN)/python examples/benchmarks/reductions_cpu.py --threads $(or $(THREADS),2)
 	$(BIN)/python examples/benchmarks/recurrent.py --threads $(or $(THREADS),2)

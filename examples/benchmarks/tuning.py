@@ -3,14 +3,16 @@
 
     python examples/benchmarks/tuning.py [--only mv2_2_1] [--pieces ours race] [--minutes 2.5]
 
-Twelve pairs of Table 3.2 of the dissertation on layer fusion, each in four pieces, which go on
+Twelve pairs of Table 3.2 of the dissertation on layer fusion, each in five pieces, which go on
 where they ended when the command is repeated:
 
 - ours: a tuning job of tvm-fusion, with the forms of the pair;
 - template: MetaSchedule's evolutionary search on the template of the default kernels, with as many
   trials, whose winner becomes a record of ours;
 - stock: MetaSchedule as it is on the two layers, as many trials for each;
-- race: all winners and the default take turns in the whole model.
+- race: all winners and the default take turns in the whole model;
+- again: a second job of ours with another seed and an empty database, whose winner takes turns with
+  that of the first.
 
 Prints a table and writes results/CPU/tuning.json, a piece at a time. Databases are kept in --work.
 """
@@ -24,7 +26,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -76,19 +78,33 @@ POPULATION = 64
 """Of the evolutionary search on a template; more is slow where mutators are Python."""
 PLAN = Plan(rounds=15, runs=30, turn_seconds=0.06)
 TITLES = ("tuned", "default", "MetaSchedule, template", "MetaSchedule, apart")
+TWICE = ("tuned", "tuned again")
 
 Result = dict[str, Any]
 
 
 def ours(name: str, folder: Path, options: argparse.Namespace) -> Result:
     """Run or go on with a tuning job."""
+    return _job(name, folder / "ours", options, options.seed)
+
+
+def again(name: str, folder: Path, options: argparse.Namespace) -> Result:
+    """Run or go on with a second job, and race its winner with the first one's."""
+    found = _job(name, folder / "again", options, options.seed + 1)
+    if found["done"]:
+        choices = [("tvm-fusion", {"records": str(folder / part)}) for part in ("ours", "again")]
+        found["engines"] = _turns(name, TWICE, choices, options)
+    return found
+
+
+def _job(name: str, database: Path, options: argparse.Namespace, seed: int) -> Result:
     found = tvm_fusion.tune(
         build_pair(name),
-        database=folder / "ours",
+        database=database,
         trials=options.trials,
         minutes=options.minutes,
         threads=options.threads,
-        seed=options.seed,
+        seed=seed,
     )
     forms = [{"about": task.about, "times": task.times} for task in found.tasks if task.times]
     return {
@@ -163,21 +179,30 @@ def stock(name: str, folder: Path, options: argparse.Namespace) -> Result:
 
 def race(name: str, folder: Path, options: argparse.Namespace) -> Result:
     """Let the winners and the default take turns."""
-    choices = (
+    choices = [
         ("tvm-fusion", {"records": str(folder / "ours")}),
         ("tvm-fusion", {"records": "none"}),
         ("tvm-fusion", {"records": str(folder / "template")}),
         (TUNED, {"database": str(folder / "stock")}),
-    )
+    ]
+    return {"engines": _turns(name, TITLES, choices, options), "done": True}
+
+
+def _turns(
+    name: str,
+    titles: Sequence[str],
+    choices: Sequence[tuple[str, Result]],
+    options: argparse.Namespace,
+) -> list[Result]:
+    """Race engines, each with its options, on the whole model."""
     engines = [
         EngineSpec(engine, title, given)
-        for title, (engine, given) in zip(TITLES, choices, strict=True)
+        for title, (engine, given) in zip(titles, choices, strict=True)
     ]
     with Arena(engines, options.threads) as arena:
         found = arena.race(build_pair(name), name, plan=PLAN).to_json()
     kept = ("title", "median_ms", "ratio", "relative_error")
-    rows = [{key: engine[key] for key in kept} for engine in found["engines"]]
-    return {"engines": rows, "done": True}
+    return [{key: engine[key] for key in kept} for engine in found["engines"]]
 
 
 PIECES: dict[str, Callable[[str, Path, argparse.Namespace], Result]] = {
@@ -185,8 +210,10 @@ PIECES: dict[str, Callable[[str, Path, argparse.Namespace], Result]] = {
     "template": template,
     "stock": stock,
     "race": race,
+    "again": again,
 }
 SEARCHES = ("ours", "template", "stock")
+NEEDED = {"race": SEARCHES, "again": ("ours",)}
 
 
 def run(options: argparse.Namespace) -> dict[str, dict[str, Result]]:
@@ -198,8 +225,9 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, Result]]:
             before = pieces.get(piece, {})
             if before.get("done"):
                 continue
-            if piece == "race" and not all(pieces.get(one, {}).get("done") for one in SEARCHES):
-                print(f"{name}: the race needs the other pieces", file=sys.stderr)
+            needed = NEEDED.get(piece, ())
+            if not all(pieces.get(one, {}).get("done") for one in needed):
+                print(f"{name}: {piece} needs {', '.join(needed)}", file=sys.stderr)
                 continue
             found = PIECES[piece](name, options.work / name, options)
             if "seconds" in found:
@@ -240,6 +268,7 @@ def tuning_table(results: dict[str, dict[str, Result]]) -> Table:
         table.add_column(f"{title}, us", justify="right")
     for title in TITLES[1:]:
         table.add_column(f"ratio to {title}", justify="right")
+    table.add_column("second job: time to the first's", justify="right")
     raced = {name: pieces for name, pieces in results.items() if "race" in pieces}
     for name, pieces in raced.items():
         engines = pieces["race"]["engines"]
@@ -249,6 +278,10 @@ def tuning_table(results: dict[str, dict[str, Result]]) -> Table:
             *(f"{rate:.2f}" for rate in rates),
             *(f"{1e3 * engine['median_ms']:.1f}" for engine in engines),
             *(f"{engine['ratio']:.2f}x" for engine in engines[1:]),
+            *(
+                f"{engine['ratio']:.3f}"
+                for engine in pieces.get("again", {}).get("engines", [])[1:]
+            ),
         )
     groups = {
         "depthwise": [name for name in raced if name in DEPTHWISE_PAIRS],

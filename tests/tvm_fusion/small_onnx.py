@@ -80,6 +80,27 @@ def dense_model(
     return model
 
 
+def depthwise_model(size: int = 32, channels: int = 32) -> onnx.ModelProto:
+    """Depthwise 3x3 + Relu, and conv 1x1, a pair for planes, too: input "x", output "y"."""
+    generator = np.random.default_rng(1)
+    shapes = {"w0": (channels, 1, 3, 3), "w1": (64, channels, 1, 1)}
+    weights = {name: generator.standard_normal(shape, "float32") for name, shape in shapes.items()}
+    padded = {"kernel_shape": [3, 3], "pads": [1] * 4, "group": channels}
+    nodes = [
+        helper.make_node("Conv", ["x", "w0"], ["x0"], **padded),
+        helper.make_node("Relu", ["x0"], ["x1"]),
+        helper.make_node("Conv", ["x1", "w1"], ["y"], kernel_shape=[1, 1]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "depthwise",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, channels, size, size])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 64, size, size])],
+        [numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_operatorsetid("", 17)], ir_version=8)
+
+
 def reductions_model(size: int = 28, channels: int = 16) -> onnx.ModelProto:
     """MaxPool, Softmax and sums of an image: input "x", outputs "mean", "norm" and "soft"."""
     constants = {"space": np.array([2, 3]), "channels": np.array([1])}

@@ -200,8 +200,8 @@ def tune(
         Of random choices; the same seed and measurements give the same trials.
     space : str
         ``"default"``, the settings that the cost models compare, or ``"wide"``: fused pairs on CPUs
-        also have rows in pieces, sums in parts, and any order of loops and place of layer one, some
-        hundred times as many.
+        also have rows in pieces or shared by the cores, sums in parts, any order of loops and place
+        of layer one, and no prefetch of weights, some hundred times as many.
     fuse, winograd
         As for ``compile``.
     forms : bool

@@ -32,7 +32,7 @@ from ..core.machine import CPUInfo
 from ..core.micro_kernel import Index, LayerOperands, ReducedBlocks, loop
 from ..core.rule import TunableCPURule
 from ..core.tiles import Run, Span, chunk, split_evenly
-from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space
+from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space, in_conv2d_space
 from ..cost.cost_model import default_conv2d_knobs, estimate
 from .register_tile_nest import (
     block_runs,
@@ -91,6 +91,10 @@ class Conv2DTemplate(PackedTemplate[Conv2DKnobs]):
     def settings(self, workload: Conv2DKernel, machine: CPUInfo) -> Iterable[Conv2DKnobs]:
         """Yield the settings that the cost model compares."""
         return conv2d_space(workload, machine)
+
+    def contains(self, workload: Conv2DKernel, knobs: Conv2DKnobs, machine: CPUInfo) -> bool:
+        """Return whether a setting is one of these."""
+        return in_conv2d_space(workload, knobs, machine)
 
     def write(
         self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: Conv2DKnobs, target: Target

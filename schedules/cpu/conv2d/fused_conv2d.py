@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from tvm import s_tir, tirx
 from tvm.target import Target
@@ -19,6 +18,7 @@ from ..cost.fused_conv2d_knobs import (
     FusedConv2DKnobs,
     fused_conv2d_space,
     in_wide_fused_conv2d_space,
+    whole_rows,
     wide_fused_conv2d_space,
 )
 from ..cost.fused_conv2d_limits import takes_plain, unsupported
@@ -54,7 +54,7 @@ class FusedTemplate(PackedTemplate[FusedConv2DKnobs]):
         return fused_conv2d_space(workload, machine)
 
     def wide_settings(self, workload: Conv2DKernel, machine: CPUInfo) -> Iterable[FusedConv2DKnobs]:
-        """Yield them with all pieces, orders and places of layer one."""
+        """Yield them with all pieces, orders and places of layer one, and what else there is."""
         return wide_fused_conv2d_space(workload, machine)
 
     def contains(self, workload: Conv2DKernel, knobs: FusedConv2DKnobs, machine: CPUInfo) -> bool:
@@ -69,17 +69,17 @@ class FusedTemplate(PackedTemplate[FusedConv2DKnobs]):
 
     def cycles(self, workload: Conv2DKernel, knobs: FusedConv2DKnobs, machine: CPUInfo) -> float:
         """Return the cost model's cycles; it knows whole rows only."""
-        return estimate(workload, replace(knobs, w_o=1), machine).cycles
+        return estimate(workload, whole_rows(workload, knobs), machine).cycles
 
     def features(
         self, workload: Conv2DKernel, knobs: FusedConv2DKnobs, machine: CPUInfo
     ) -> dict[str, float]:
         """Return the knobs, the terms of the cost model, and products of knobs."""
-        terms = estimate(workload, replace(knobs, w_o=1), machine).terms()
+        terms = estimate(workload, whole_rows(workload, knobs), machine).terms()
         terms |= {f"level_{name}": float(level) for level, name in enumerate(knobs.order)}
         terms["accumulators1"] = knobs.pixels1 * knobs.blocks1
         terms["accumulators2"] = knobs.pixels2 * knobs.blocks2
-        terms["pieces"] = knobs.h_t * knobs.oc_t
+        terms["pieces"] = knobs.h_t * knobs.w_t * knobs.oc_t
         return super().features(workload, knobs, machine) | terms
 
 

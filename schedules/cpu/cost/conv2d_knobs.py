@@ -53,28 +53,55 @@ def conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Conv2DKnobs]:
 
     Weights are always prefetched where that is possible.
     """
-    layer = kernel.layers[0]
+    for tile in _tiles(kernel, cpu):
+        yield from _settings(kernel, tile, cpu)
+
+
+def in_conv2d_space(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> bool:
+    """Return whether :func:`conv2d_space` yields a setting, without those of other tiles."""
+    tile = knobs.pixels, knobs.blocks
+    return tile in _tiles(kernel, cpu) and knobs in _settings(kernel, tile, cpu)
+
+
+def _tiles(kernel: Conv2DKernel, cpu: CPUInfo) -> list[tuple[int, int]]:
+    """Register tiles."""
+    return register_tiles(kernel.layers[0], _row(kernel), kernel.lanes, cpu)
+
+
+def _row(kernel: Conv2DKernel) -> int:
+    """Pixels that tiles divide: of a row, or of the image where rows do not matter."""
+    out_h, out_w = _out_size(kernel)
+    return out_h * out_w if _is_flat(kernel) else out_w
+
+
+def _out_size(kernel: Conv2DKernel) -> tuple[int, int]:
+    return kernel.layers[0].output_size(int(kernel.height or 1), int(kernel.width or 1))
+
+
+def _is_flat(kernel: Conv2DKernel) -> bool:
+    return kernel.layers[0].is_pointwise and kernel.data_layout != "NCHW"
+
+
+def _settings(kernel: Conv2DKernel, tile: tuple[int, int], cpu: CPUInfo) -> Iterator[Conv2DKnobs]:
+    """The settings with a register tile of pixels x blocks."""
+    layer, (pixels, blocks) = kernel.layers[0], tile
     plain = kernel.data_layout == "NCHW"
-    flat = layer.is_pointwise and not plain
-    out_h, out_w = layer.output_size(int(kernel.height or 1), int(kernel.width or 1))
-    row = out_h * out_w if flat else out_w
+    units = -(-_row(kernel) // pixels) if _is_flat(kernel) else _out_size(kernel)[0]
     out_blocks = -(-layer.out_channels // kernel.lanes)
-    for pixels, blocks in register_tiles(layer, row, kernel.lanes, cpu):
-        units = -(-row // pixels) if flat else out_h
-        cuts = (1,) if plain else _reduction_parts(kernel, blocks)
-        for unit_chunks, block_chunks in shares(kernel.batch or 1, cpu.num_cores):
-            if unit_chunks > units or block_chunks > -(-out_blocks // blocks):
+    cuts = (1,) if plain else _reduction_parts(kernel, blocks)
+    for unit_chunks, block_chunks in shares(kernel.batch or 1, cpu.num_cores):
+        if unit_chunks > units or block_chunks > -(-out_blocks // blocks):
+            continue
+        if plain and block_chunks > 1:  # LLVM 22 unrolls the columns of such tiles, and spills
+            continue
+        for group in _unit_groups(kernel, -(-units // unit_chunks), units, cpu):
+            share = pixels, blocks, unit_chunks, block_chunks, group
+            if layer.group_lanes(kernel.lanes):
+                yield Conv2DKnobs(*share, blocks_inside=False)
                 continue
-            if plain and block_chunks > 1:  # LLVM 22 unrolls the columns of such tiles, and spills
-                continue
-            for group in _unit_groups(kernel, -(-units // unit_chunks), units, cpu):
-                share = pixels, blocks, unit_chunks, block_chunks, group
-                if layer.group_lanes(kernel.lanes):
-                    yield Conv2DKnobs(*share, blocks_inside=False)
-                    continue
-                yield Conv2DKnobs(*share, blocks_inside=True)
-                for parts in cuts:
-                    yield Conv2DKnobs(*share, blocks_inside=False, ic_o=parts, prefetch=not plain)
+            yield Conv2DKnobs(*share, blocks_inside=True)
+            for parts in cuts:
+                yield Conv2DKnobs(*share, blocks_inside=False, ic_o=parts, prefetch=not plain)
 
 
 def shares(batch: int, cores: int) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
@@ -120,18 +120,31 @@ def fused_conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[FusedConv
     Whole rows, whole sums, and layer one once for each step of rows: other places of it, pieces of
     a row and parts of the sum never gained enough to search for.
     """
-    for grid in grids(kernel, cpu):
-        for pixels1, blocks1 in tiles_one(kernel, cpu):
-            for pixels2, blocks2 in tiles_two(kernel, grid, cpu):
-                yield grid.knobs((pixels1, blocks1), (pixels2, blocks2))
+    yield from _settings(kernel, grids(kernel, cpu), cpu)
 
 
 def in_fused_conv2d_space(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> bool:
     """Return whether :func:`fused_conv2d_space` yields a setting, without all the others."""
+    return _has_setting(kernel, knobs, grids(kernel, cpu), cpu)
+
+
+def _settings(
+    kernel: Conv2DKernel, some: Iterable[Grid], cpu: CPUInfo
+) -> Iterator[FusedConv2DKnobs]:
+    """All register tiles on some grids."""
+    for grid in some:
+        for tile1 in tiles_one(kernel, cpu):
+            for tile2 in tiles_two(kernel, grid, cpu):
+                yield grid.knobs(tile1, tile2)
+
+
+def _has_setting(
+    kernel: Conv2DKernel, knobs: FusedConv2DKnobs, some: Iterable[Grid], cpu: CPUInfo
+) -> bool:
+    """Return whether :func:`_settings` yields a setting."""
     tile1, tile2 = (knobs.pixels1, knobs.blocks1), (knobs.pixels2, knobs.blocks2)
     return tile1 in tiles_one(kernel, cpu) and any(
-        knobs == grid.knobs(tile1, tile2) and tile2 in tiles_two(kernel, grid, cpu)
-        for grid in grids(kernel, cpu)
+        knobs == grid.knobs(tile1, tile2) and tile2 in tiles_two(kernel, grid, cpu) for grid in some
     )
 
 
@@ -139,7 +152,10 @@ def wide_fused_conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Fuse
     """All settings of :func:`fused_conv2d_space`, with every piece, order and place of layer one.
 
     Rows in pieces, the sum in parts, the loops that run more than once in any order, and layer one
-    in any of them: the space of the dissertation, section 3.4. No two settings are the same nest.
+    in any of them: the space of the dissertation, section 3.4. In the usual nest, also shares of
+    the cores in a row's tiles (of images of few rows), and no prefetch of weights (of small ones,
+    which stay in the caches); with all orders they would be too many to be scored. No two settings
+    are the same nest.
     """
     for narrow in fused_conv2d_space(kernel, cpu):
         for w_o, ic_o in product(_row_pieces(kernel, narrow), _sum_parts(kernel)):
@@ -147,10 +163,19 @@ def wide_fused_conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Fuse
             if not _is_refused(kernel, pieces):
                 for order, compute_at in _nests(kernel, pieces):
                     yield replace(pieces, order=order, compute_at=compute_at)
+        yield replace(narrow, prefetch=False)
+    for shared in _settings(kernel, _row_grids(kernel, cpu), cpu):
+        if _can_share_rows(kernel, shared):
+            yield shared
 
 
 def in_wide_fused_conv2d_space(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> bool:
     """Return whether :func:`wide_fused_conv2d_space` yields a setting, without all the others."""
+    if not knobs.prefetch:
+        return in_fused_conv2d_space(kernel, replace(knobs, prefetch=True), cpu)
+    if knobs.w_t > 1:
+        some = _row_grids(kernel, cpu)
+        return _can_share_rows(kernel, knobs) and _has_setting(kernel, knobs, some, cpu)
     narrow = replace(
         knobs, w_o=1, ic_o=1, order=FusedConv2DKnobs.order, compute_at=FusedConv2DKnobs.compute_at
     )
@@ -163,10 +188,22 @@ def in_wide_fused_conv2d_space(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cp
     )
 
 
+def whole_rows(kernel: Conv2DKernel, knobs: FusedConv2DKnobs) -> FusedConv2DKnobs:
+    """Return the nearest setting that the cost model knows: cores that share a row share rows."""
+    h_t = min(knobs.h_t * knobs.w_t, _out_size(kernel)[0])
+    return replace(knobs, h_t=h_t, w_t=1, w_o=1)
+
+
 def _row_pieces(kernel: Conv2DKernel, knobs: FusedConv2DKnobs) -> list[int]:
     """Pieces of a row, each with a tile at least."""
-    width = kernel.layers[1].output_size(*_mid_size(kernel))[1]
+    width = _out_size(kernel)[1]
     return [pieces for pieces in (1, 2, 4) if pieces * knobs.pixels2 <= width or pieces == 1]
+
+
+def _can_share_rows(kernel: Conv2DKernel, knobs: FusedConv2DKnobs) -> bool:
+    """Return whether each core gets a tile of a row at least."""
+    enough = knobs.w_t * knobs.pixels2 <= _out_size(kernel)[1]
+    return enough and not _is_refused(kernel, knobs)
 
 
 def _sum_parts(kernel: Conv2DKernel) -> list[int]:
@@ -185,7 +222,7 @@ def _is_refused(kernel: Conv2DKernel, knobs: FusedConv2DKnobs) -> bool:
 
 def _nests(kernel: Conv2DKernel, knobs: FusedConv2DKnobs) -> list[tuple[tuple[str, ...], int]]:
     """Orders of the loops that run more than once, the others at their usual place; and places."""
-    out_h = kernel.layers[1].output_size(*_mid_size(kernel))[0]
+    out_h = _out_size(kernel)[0]
     once = {
         "h_o": knobs.h >= max(chunk_sizes(out_h, knobs.h_t)),
         "w_o": knobs.w_o == 1,
@@ -211,24 +248,37 @@ class Grid:
     h_t: int
     oc_t: int
     h: int
+    w_t: int = 1
 
     def knobs(self, tile1: tuple[int, int], tile2: tuple[int, int]) -> FusedConv2DKnobs:
         """The setting with these register tiles."""
         return FusedConv2DKnobs(
-            *tile1, *tile2, h_t=self.h_t, oc_t=self.oc_t, h=self.h, prefetch=True
+            *tile1, *tile2, self.h_t, self.w_t, self.oc_t, self.h, prefetch=True
         )
 
 
 def grids(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Grid]:
     """Shares and rows of a step (some of those that give different numbers of steps)."""
-    layer2 = kernel.layers[1]
-    out_h, _ = layer2.output_size(*_mid_size(kernel))
     for h_t, oc_t in shares(kernel.batch or 1, cpu.num_cores):
-        if h_t > out_h or oc_t > -(-layer2.out_channels // kernel.lanes):
-            continue
-        rows = -(-out_h // h_t)
-        for h in sorted({-(-rows // steps) for steps in (1, 2, 3, 4, 7, 14, 28)} | {1}):
-            yield Grid(h_t, oc_t, h)
+        yield from _steps(kernel, h_t, oc_t)
+
+
+def _row_grids(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Grid]:
+    """Grids whose cores also share the tiles of a row."""
+    for h_t, others in shares(kernel.batch or 1, cpu.num_cores):
+        for w_t in range(2, others + 1):
+            if others % w_t == 0:
+                yield from _steps(kernel, h_t, others // w_t, w_t)
+
+
+def _steps(kernel: Conv2DKernel, h_t: int, oc_t: int, w_t: int = 1) -> Iterator[Grid]:
+    """Rows of a step, if there are enough rows and channels for the cores."""
+    layer2, out_h = kernel.layers[1], _out_size(kernel)[0]
+    if h_t > out_h or oc_t > -(-layer2.out_channels // kernel.lanes):
+        return
+    rows = -(-out_h // h_t)
+    for h in sorted({-(-rows // steps) for steps in (1, 2, 3, 4, 7, 14, 28)} | {1}):
+        yield Grid(h_t, oc_t, h, w_t)
 
 
 def tiles_one(kernel: Conv2DKernel, cpu: CPUInfo) -> list[tuple[int, int]]:
@@ -242,10 +292,13 @@ def tiles_one(kernel: Conv2DKernel, cpu: CPUInfo) -> list[tuple[int, int]]:
 
 def tiles_two(kernel: Conv2DKernel, grid: Grid, cpu: CPUInfo) -> list[tuple[int, int]]:
     """Register tiles of layer two, on a row or on all rows of a step."""
-    layer2 = kernel.layers[1]
-    out_w = layer2.output_size(*_mid_size(kernel))[1]
+    layer2, out_w = kernel.layers[1], _out_size(kernel)[1]
     row = grid.h * out_w if layer2.is_pointwise else out_w
     return register_tiles(layer2, row, kernel.lanes, cpu)
+
+
+def _out_size(kernel: Conv2DKernel) -> tuple[int, int]:
+    return kernel.layers[1].output_size(*_mid_size(kernel))
 
 
 def _mid_size(kernel: Conv2DKernel) -> tuple[int, int]:

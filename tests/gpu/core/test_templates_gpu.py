@@ -30,7 +30,7 @@ OPENCL = Target(
     {"kind": "opencl", "max_num_threads": 1024, "max_shared_memory_per_block": 49152},
     host="llvm",
 )
-MANY = 200
+MANY, PARTS = 200, 4
 
 
 def matmul(m: Any, k: Any, n: Any, transposed: bool = False) -> tirx.PrimFunc:
@@ -140,15 +140,17 @@ def test_a_setting_agrees_with_the_default(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", gpu.TEMPLATES)
-def test_many_settings_spill_nothing(name: str) -> None:
-    check_resources(name, MANY)
+def test_many_settings_spill_nothing(name: str, part: int) -> None:
+    check_resources(name, MANY // PARTS)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", gpu.TEMPLATES)
-def test_many_settings_agree(name: str) -> None:
-    check_numbers(name, MANY)
+def test_many_settings_agree(name: str, part: int) -> None:
+    check_numbers(name, MANY // PARTS)
 
 
 @pytest.mark.parametrize("name", gpu.TEMPLATES)

@@ -266,12 +266,14 @@ def test_the_wide_space_of_pairs_has_pieces_orders_and_places() -> None:
     assert wide[0] == narrow[0]
     assert set(narrow) < set(wide)
     assert len(wide) > 20 * len(narrow)
-    for knob in ("w_o", "ic_o", "order", "compute_at"):
+    for knob in ("w_o", "ic_o", "order", "compute_at", "w_t", "prefetch"):
         assert len({getattr(knobs, knob) for knobs in narrow}) == 1
         assert len({getattr(knobs, knob) for knobs in wide}) > 1
     func, names = built(workload), template.features(workload, wide[0], CPU).keys()
-    for number in np.random.default_rng().choice(len(wide), 10, replace=False):
-        knobs = wide[number]
+    draw = np.random.default_rng().choice
+    rare = [[one for one in wide if one.w_t > 1], [one for one in wide if not one.prefetch]]
+    drawn = [some[number] for some in (wide, *rare) for number in draw(len(some), 8)]
+    for knobs in drawn:
         assert template.contains(workload, knobs, CPU), knobs
         found = template.features(workload, knobs, CPU)
         assert found.keys() == names
@@ -280,6 +282,32 @@ def test_the_wide_space_of_pairs_has_pieces_orders_and_places() -> None:
     assert not template.contains(workload, replace(wide[0], ic_o=3), CPU)
     same = replace(wide[0], order=("h_o", "ic_o", "w_o", "oc2"))  # loops that run once
     assert not template.contains(workload, same, CPU)
+    shared = rare[0][0]
+    for other in ({"w_t": 3}, {"w_t": 7}, {"prefetch": False}, {"w_o": 2}):
+        assert not template.contains(workload, replace(shared, **other), CPU)
+
+
+@pytest.mark.parametrize("layer", [DENSE, POINTWISE, DEPTHWISE])
+@pytest.mark.parametrize("layout", ["NCHW16c", "NCHW"])
+def test_a_space_of_convolutions_contains_its_settings_and_no_others(layer, layout) -> None:
+    template, workload = TEMPLATES["cpu.conv2d"], replace(kernel(layer), data_layout=layout)
+    space = set(template.settings(workload, CPU))
+    assert space and all(template.contains(workload, knobs, CPU) for knobs in space)
+    for knobs in list(space)[::5]:
+        for name, value in asdict(knobs).items():
+            for other in (not value,) if isinstance(value, bool) else (value - 1, 2 * value):
+                changed = replace(knobs, **{name: other})
+                assert template.contains(workload, changed, CPU) is (changed in space)
+
+
+def test_cores_share_the_only_row_of_an_image() -> None:
+    template = TEMPLATES["cpu.fused_conv2d"]
+    workload = replace(kernel(DEPTHWISE, POINTWISE), height=1, width=100)
+    wide = template.space(workload, CPU, wide=True)
+    assert {(knobs.h_t, knobs.w_t) for knobs in wide} == {(1, 1), (1, 2)}
+    assert all(template.cycles(workload, knobs, CPU) > 0 for knobs in wide if knobs.w_t > 1)
+    plain = replace(workload, height=7, plain_data=True, plain_out=True)
+    assert {knobs.w_t for knobs in template.space(plain, CPU, wide=True)} == {1}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

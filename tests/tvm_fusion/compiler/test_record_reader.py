@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from schedules import cpu
 from schedules.cpu.conv2d.conv2d import CONV2D, Conv2D
 from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
 from schedules.schedule_rule import schedule_function
 from schedules.tuning.records import LONGEST_LINE, RECORD, Record, Records, parse_record
 from schedules.workload.conv2d import ConvLayer, to_json
@@ -173,6 +174,16 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 SPACE = {json.dumps(vars(knobs), sort_keys=True) for knobs in CONV2D.space(CASE.kernel, MACHINE)}
 
 
+def damaged_by(generator: random.Random, longest: int) -> bytes:
+    """The line with some pieces of up to ``longest`` bytes cut out or replaced."""
+    line = bytearray(LINE.encode())
+    for _ in range(generator.randint(1, 3)):
+        at = generator.randrange(len(line) + 1)
+        piece = generator.randbytes(generator.randint(0, 3))
+        line[at : at + generator.randint(0, longest)] = piece
+    return bytes(line).replace(b"\n", b"")
+
+
 @given(st.data())
 @settings(max_examples=300)
 def test_damaged_files_never_crash_and_never_apply_foreign_knobs(tmp_path_factory, data) -> None:
@@ -208,17 +219,29 @@ def test_damaged_files_never_crash_and_never_apply_foreign_knobs(tmp_path_factor
 
 def test_ten_thousand_damaged_lines_hide_no_good_one(tmp_path: Path) -> None:
     generator, good = random.Random(), LINE.encode()
+    path = tmp_path / "r.jsonl"
+    write(path, *(damaged_by(generator, 9) for _ in range(10_000)), good)
+    assert knobs_in(path) == OTHER
 
-    def damaged() -> bytes:
-        line = bytearray(good)
-        for _ in range(generator.randint(1, 3)):
-            at = generator.randrange(len(line))
-            line[at : at + generator.randint(0, 9)] = generator.randbytes(generator.randint(0, 3))
-        return bytes(line).replace(b"\n", b"")
 
-    path = write(tmp_path / "r.jsonl", *(damaged() for _ in range(10_000)), good)
+def knobs_in(path: Path) -> Conv2DKnobs | None:
+    """Knobs that a file of records gives the case."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecordWarning)
         found = load(path)
     chosen = found.find(Conv2D().key(CASE.kernel, MACHINE), [CONV2D], CASE.kernel, MACHINE)
-    assert chosen is not None and chosen[1] == OTHER
+    return None if chosen is None else chosen[1]
+
+
+@pytest.mark.slow
+def test_ten_thousand_damaged_files(tmp_path: Path) -> None:
+    """Each with lines that are damaged, cut or binary; every other one has a good one, too."""
+    generator, path = random.Random(), tmp_path / "r.jsonl"
+    space = set(CONV2D.space(CASE.kernel, MACHINE))
+    for number in range(10_000):
+        lines = [damaged_by(generator, 400) for _ in range(generator.randint(1, 6))]
+        lines.insert(generator.randint(0, len(lines)), generator.randbytes(40))
+        lines += [LINE.encode()] * (number % 2)
+        path.write_bytes(b"\n".join(lines))
+        chosen = knobs_in(path)
+        assert chosen == OTHER if number % 2 else chosen is None or chosen in space

@@ -45,25 +45,52 @@ def test_pieces_go_on_where_they_ended(options: Namespace, monkeypatch) -> None:
             if title == "race":
                 return {"engines": [engine(*one) for one in RATIOS], "done": True}
             is_cut = title == "ours" and name in limit
-            return {"seconds": 3.0, "trials": 6, "done": not is_cut}
+            found = {"seconds": 3.0, "trials": 6, "done": not is_cut}
+            twice = [engine("tuned", 1.0), engine("tuned again", 0.987)]
+            return found | ({"engines": twice} if title == "again" else {})
 
         return do
 
     monkeypatch.setattr(tuning, "PIECES", {title: piece(title) for title in tuning.PIECES})
     tuning.run(options)
     assert ("res_2x", "race") not in asked and ("mv1_3", "race") in asked
+    assert ("res_2x", "again") not in asked and ("mv1_3", "again") in asked
     limit.clear()
     asked.clear()
     results = tuning.run(options)
-    assert asked == [("res_2x", "ours"), ("res_2x", "race")]
+    assert asked == [("res_2x", "ours"), ("res_2x", "race"), ("res_2x", "again")]
     assert results["res_2x"]["ours"]["seconds"] == 6.0
     assert json.loads(options.output.read_text())["results"].keys() == {"mv1_3", "res_2x"}
     console = Console(width=300, record=True)
     console.print(tuning.tuning_table(results))
     text = console.export_text()
     assert "geomean all (2)" in text and "1.50x" in text and "0.50" in text
+    assert text.count("0.987") == 2
     options.trials = 16  # other settings: nothing is kept
     assert tuning._stored(options) == {}
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_second_job_has_another_seed_and_database(
+    options: Namespace, monkeypatch, is_done: bool
+) -> None:
+    jobs, raced = [], []
+
+    def job(name: str, database: Path, _: Namespace, seed: int) -> tuning.Result:
+        jobs.append((name, database.name, seed))
+        return {"seconds": 1.0, "trials": 2, "done": is_done}
+
+    def turns(name, titles, choices, _):
+        raced.append((name, [Path(given["records"]).name for _, given in choices]))
+        return [engine(title, 1.0) for title in titles]
+
+    monkeypatch.setattr(tuning, "_job", job)
+    monkeypatch.setattr(tuning, "_turns", turns)
+    tuning.ours("mv1_3", options.work, options)
+    found = tuning.again("mv1_3", options.work, options)
+    assert jobs == [("mv1_3", "ours", 0), ("mv1_3", "again", 1)]
+    assert raced == ([("mv1_3", ["ours", "again"])] if is_done else [])
+    assert ("engines" in found) == is_done
 
 
 def test_a_task_that_was_cut_short_is_not_done(options: Namespace) -> None:

@@ -13,9 +13,8 @@ import onnx
 import pytest
 import tvm
 import tvm_ffi
-from onnx import TensorProto, helper, numpy_helper
 from onnx_reference import run_onnx
-from small_onnx import dense_model
+from small_onnx import dense_model, depthwise_model
 from tvm import tirx
 
 import tvm_fusion
@@ -34,27 +33,6 @@ from tvm_fusion.tuning.tasks import import_model
 TARGET = resolve("native", cores=2)
 SIZE, CHANNELS = 32, 32
 PLANES = Form(fused=True, planes=True)
-
-
-def depthwise_model() -> onnx.ModelProto:
-    """Depthwise 3x3 + Relu, and conv 1x1: a pair that can be computed on planes."""
-    generator = np.random.default_rng(1)
-    shapes = {"w0": (CHANNELS, 1, 3, 3), "w1": (64, CHANNELS, 1, 1)}
-    weights = {name: generator.standard_normal(shape, "float32") for name, shape in shapes.items()}
-    padded = {"kernel_shape": [3, 3], "pads": [1] * 4, "group": CHANNELS}
-    nodes = [
-        helper.make_node("Conv", ["x", "w0"], ["x0"], **padded),
-        helper.make_node("Relu", ["x0"], ["x1"]),
-        helper.make_node("Conv", ["x1", "w1"], ["y"], kernel_shape=[1, 1]),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "depthwise",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, CHANNELS, SIZE, SIZE])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 64, SIZE, SIZE])],
-        [numpy_helper.from_array(value, name) for name, value in weights.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_operatorsetid("", 17)], ir_version=8)
 
 
 def dense() -> onnx.ModelProto:
@@ -115,7 +93,7 @@ def test_a_record_forces_each_form_of_a_pair() -> None:
     assert len(hashes) == len(task.forms) == 3
 
 
-@pytest.mark.parametrize("tile", [0, 4])
+@pytest.mark.parametrize("tile", [0, 2, 4])
 def test_a_record_forces_each_form_of_a_layer(tile: int, tmp_path: Path) -> None:
     layer, pair = tasks_of(dense())
     for task, form in ((layer, Form(tile1=tile)), (pair, Form(tile1=tile))):

@@ -22,6 +22,7 @@ from without_torch import WITHOUT_TORCH
 import tvm_fusion
 from schedules.cpu.conv2d.conv2d import Conv2DTemplate
 from tvm_fusion.cli import command_line as cli
+from tvm_fusion.cli.commands.tune import seconds_left, tune_table
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import InvalidInputError, TargetError, TuningError
@@ -229,6 +230,17 @@ def test_the_time_limit_leaves_each_task_its_share(tmp_path: Path, monkeypatch) 
     result = tune(tmp_path, trials=999, minutes=1e-9)
     assert result.interrupted
     assert [task.status for task in result.tasks] == ["waiting", "waiting"]
+
+
+def test_the_table_says_how_long_a_job_will_take() -> None:
+    states = [job.TaskState("f", "conv", 1, 0.25, status=job.WAITING) for _ in range(4)]
+    result = job.TuneResult(states, "db", "llvm", seconds=30.0)
+    assert seconds_left(result) is None and "left" not in str(tune_table(result).caption)
+    states[0].status, states[1].status, states[2].status = job.TUNED, job.KNOWN, job.SEARCHING
+    assert seconds_left(result) == 60.0
+    assert str(tune_table(result).caption).startswith("30 s, about 60 s left")
+    result.minutes = 2.0
+    assert str(tune_table(result).caption).startswith("30 s, 90 s left")
 
 
 def test_one_job_measures_at_a_time() -> None:

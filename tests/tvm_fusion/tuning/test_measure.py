@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -19,6 +20,7 @@ from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import TuningError
 from tvm_fusion.tuning.measure import Session
 from tvm_fusion.tuning.tasks import Task
+from tvm_fusion.tuning.worker import BEACON, Races
 
 TARGET = resolve("native", cores=2)
 MACHINE = CPUInfo.from_target(TARGET)
@@ -169,6 +171,29 @@ def test_the_process_is_another_after_the_first_ended(session: Session) -> None:
     session.end_worker()
     session.race([], ROUNDS, SECONDS)
     assert session._worker.pid != first
+
+
+class Spoiled(Races[int]):
+    """Candidates of which the second one computes wrong numbers from its third run on."""
+
+    def load(self, about: Mapping[str, int], racers: int) -> int:
+        return about["number"]
+
+    def error_of(self, candidate: int) -> float:
+        self.runs[candidate] += 1
+        return float(candidate == 1 and self.runs[candidate] > 2)
+
+    def seconds_of(self, candidate: int) -> float:
+        self.runs[candidate] += 1
+        return 1e-6
+
+
+def test_numbers_are_compared_again_after_the_timing() -> None:
+    races = Spoiled(mmap.mmap(-1, BEACON.size))
+    races.runs = [0, 0]
+    found = races.race([{"number": 0}, {"number": 1}], (3, 3), 0.0, seed=0)
+    assert found["wrong"] == {"1": "relative error 1"}
+    assert len(found["times"]) == 3
 
 
 def test_a_default_that_fails_is_an_error() -> None:

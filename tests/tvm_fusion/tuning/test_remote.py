@@ -118,6 +118,15 @@ def test_servers_that_do_not_fit_are_errors(
     wait_for(lambda: tracker.servers() == (2, 2))  # all were given back
 
 
+def test_servers_listen_on_loopback_alone(tracker: Tracker, servers) -> None:
+    for server in servers:
+        process = psutil.Process(server.pid)
+        family = [process, *process.children(recursive=True)]
+        sockets = [one for member in family for one in member.net_connections("tcp")]
+        listening = {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
+        assert listening == {"127.0.0.1"}
+
+
 def test_servers_of_other_versions_are_refused(tracker: Tracker, servers, monkeypatch) -> None:
     monkeypatch.setattr(Conv2DTemplate, "version", 99)
     with pytest.raises(TuningError, match="no server .* can be used: .* is refused: .*cpu.conv2d"):

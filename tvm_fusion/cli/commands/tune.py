@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,10 +113,21 @@ def tune_table(result: TuneResult) -> Table:
     return table
 
 
+def seconds_left(result: TuneResult) -> float | None:
+    """Return the rest of a job's time: of its limit, or at the pace of its tasks so far."""
+    if result.minutes is not None:
+        return max(0.0, 60 * result.minutes - result.seconds)
+    states = Counter(task.status for task in result.tasks)
+    done = states["tuned"] + states["default stays"]
+    left = states["waiting"] + states["searching"] + states["confirming"]
+    return result.seconds / done * left if done else None
+
+
 def _caption(result: TuneResult) -> str:
     text = f"{result.seconds:.0f} s"
-    if result.minutes is not None:
-        text += f", {max(0.0, 60 * result.minutes - result.seconds):.0f} s left"
+    left = seconds_left(result)
+    if left is not None:
+        text += f", {'' if result.minutes else 'about '}{left:.0f} s left"
     failures = [(task, failure) for task in result.tasks for failure in task.failures]
     for task, failure in failures[-3:]:
         knobs = ", ".join(f"{name} {value}" for name, value in failure["knobs"].items())
