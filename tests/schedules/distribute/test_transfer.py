@@ -11,6 +11,8 @@ from schedules.distribute.exchange import Message
 from schedules.distribute.transfer import Mode, Transfer, send_recv
 from schedules.errors import OpError
 
+LATER = Mode(blocking=False)
+
 
 def plan_of(*transfers: Transfer) -> Distribution:
     return distribute(blur(12), "i", 3, transfers=transfers)
@@ -63,6 +65,10 @@ def test_outputs() -> None:
             send_recv("A", (0, 2), 0, 2, Mode(blocking=False)),
             "no block of rank 2 reads it, so that none waits for it; make it blocking",
         ),
+        (send_recv("A", (0, 2), 0, 1, before="bx"), "before block 'bx', and blocks; make it Mode"),
+        (send_recv("A", (0, 2), 0, 1, LATER, before="b"), "there is none; the blocks are bx, by"),
+        (send_recv("A", (0, 2), 0, 1, LATER, before="by"), "after block 'bx', which reads it; na"),
+        (send_recv("by", (0, 2), 0, 1, LATER, before="by"), "outputs are sent at the end of a run"),
     ],
 )
 def test_refused(transfer: Transfer, reason: str) -> None:

@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_nests import CASES, SEVERAL, blur, chain, heat2d, matmul, pipeline, random_arrays, wave2d
 from rank_stencils import poison, slices
-from tvm import s_tir
+from tvm import s_tir, te, tirx
 
+from examples.stencils import function, image
 from schedules.distribute.cost import Network, Processor
+from schedules.distribute.exchange import Exchange
 from schedules.distribute.transfer import Mode, send_recv
+from schedules.distribute.waits import FINISH
 from tests.selection import in_turns
 from tvm_fusion.distributed import Program, compile
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
@@ -196,6 +199,42 @@ def test_several_steps_share_an_exchange(
     np.testing.assert_array_equal(run(program, arrays, steps), expected)
 
 
+def quotients(rows: int = 40, cols: int = 3) -> tirx.PrimFunc:
+    """A step of integers that divides by a value four rows below one that lies two rows above."""
+    a = image(rows, cols, dtype="int32")
+    b = te.compute((rows, cols), lambda i, j: 1000 // a[i, j], "b")
+    return function(
+        a,
+        te.compute(
+            (rows, cols),
+            lambda i, j: 1 + b[te.max(i - 2, 0), j] // a[te.min(i + 4, rows - 1), j],
+            "next",
+        ),
+    )
+
+
+@pytest.mark.parametrize(("ranks", "deep"), [(20, 1), (10, 3), (3, 2)])
+def test_no_division_by_what_nobody_has_filled(ranks: int, deep: int) -> None:
+    """Ranks compute rows in gaps, too; where these held 0, a division would end the process."""
+    program = compile(quotients(), ranks, repeat="A", exchange_every=deep, overlap="always")
+    first = np.random.default_rng(0).integers(1, 9, (40, 3), np.int32)
+    expected = first
+    for _ in range(4):
+        at = np.arange(40)
+        above, below = np.maximum(at - 2, 0), np.minimum(at + 4, 39)
+        expected = 1 + (1000 // expected)[above] // expected[below]
+
+    def work(world: LocalWorld) -> np.ndarray:
+        local = program.on(world)
+        for buffer in local.buffers.values():
+            buffer.array[...] = 0
+        held = local.input("A")
+        held.owned[...] = first[slices(held.region)]
+        return local(4).copy()
+
+    np.testing.assert_array_equal(np.concatenate(run_ranks(ranks, work)), expected)
+
+
 def test_steps_between_exchanges_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is what counts: no kernel is compiled."""
     scheduled = "tvm_fusion.distributed.program.schedule_function"
@@ -220,6 +259,48 @@ def test_transfers() -> None:
     ]
     program = compile(blur(), 3, transfers=transfers)
     np.testing.assert_array_equal(run(program, arrays), expected)
+
+
+def late_mask(rows: int = 12, cols: int = 5) -> tirx.PrimFunc:
+    """Sums of rows, to which the second block adds an input that the first does not read."""
+    a, m = image(rows + 2, cols), image(rows + 2, cols, name="M")
+    b = te.compute((rows + 2, cols), lambda i, j: a[i, j] + 2.0, "b")
+    return function(
+        a, m, te.compute((rows, cols), lambda i, j: b[i, j] + b[i + 2, j] + m[i + 1, j], "out")
+    )
+
+
+def in_two_nests(sch: s_tir.Schedule) -> None:
+    sch.parallel(sch.get_loops("out")[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_wait_before_a_block(ranks: int) -> None:
+    func, mode = late_mask(), Mode(blocking=False)
+    arrays = random_arrays(func)
+    expected = run(compile(func, 1), arrays)
+    transfers = [send_recv("M", (5, 13), 0, 1, mode, before="out")]
+    given: dict[str, Any] = {"owned": {"M": [14, *[0] * (ranks - 1)]}, "transfers": transfers}
+    for schedule in (None, in_two_nests):
+        program = compile(func, ranks, schedule=schedule, overlap="always", **given)
+        np.testing.assert_array_equal(run(program, arrays), expected)
+    text = program.kernels[program.pieces[1][-1].kernel].script()
+    assert text.index('sblock("b")') < text.index(FINISH) < text.index('sblock("out")')
+
+
+def test_wait_fails_within_a_kernel() -> None:
+    transfers = [send_recv("M", (5, 13), 0, 1, Mode(blocking=False), before="out")]
+    program = compile(late_mask(), 2, owned={"M": [14, 0]}, transfers=transfers)
+
+    def work(world: LocalWorld) -> None:
+        local = program.on(world)
+        start = world.start
+        if world.rank == 0:  # it never sends what rank 1 waits for
+            world.start = lambda e, b: start(Exchange(0, ()) if e.id == 0 else e, b)  # type: ignore[method-assign]
+        local()
+
+    with pytest.raises(DistributedError, match="exchange 0: rank 1 waits for rank 0"):
+        run_ranks(2, work, timeout=0.2)
 
 
 def test_transfer_of_an_output() -> None:
