@@ -340,7 +340,9 @@ def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distributi
     ]
     check_waits(delivery, read, blocks)
     if choices.steps > 1 and any(transfer.before for transfer in delivery.transfers):
-        raise OpError("a transfer is waited for before a block only if each step has an exchange")
+        raise OpError(
+            f"exchange_every is {choices.steps}, and a transfer has before=; expected 1, or none"
+        )
     messages: list[Message] = []
     for name in (buffer.name for buffer in nest.inputs):
         lacking = [

@@ -286,7 +286,10 @@ class LocalProgram:
 
     def _run_with_waits(self, kernel: Callable[..., Any], scalars: tuple[int, ...]) -> None:
         _running.program = self
-        kernel(*self._tensors.values(), *scalars)
+        try:
+            kernel(*self._tensors.values(), *scalars)
+        finally:
+            del _running.program
 
     def _swap(self) -> None:
         """Let outputs of a step be inputs of the next."""

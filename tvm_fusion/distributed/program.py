@@ -161,8 +161,8 @@ class Program:
         func = plan.nest.func.script()
         shares = [share.identity() for shares in self.shares.devices for share in shares]
         return (
-            f"{plan.partition} {plan.exchanges} {self.pieces} {plan.repeat} {self.target} {shares} "
-            f"{func}"
+            f"{plan.partition} {plan.transfers} {plan.exchange} {self.pieces} {plan.repeat} "
+            f"{self.target} {shares} {func}"
         )
 
 

@@ -9,6 +9,7 @@ from loop_nests import blur
 from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Message
 from schedules.distribute.transfer import Mode, Transfer, send_recv
+from schedules.distribute.waits import with_waits
 from schedules.errors import OpError
 
 LATER = Mode(blocking=False)
@@ -74,3 +75,9 @@ def test_outputs() -> None:
 def test_refused(transfer: Transfer, reason: str) -> None:
     with pytest.raises(OpError, match=reason):
         plan_of(transfer)
+
+
+def test_refused_wait_before_what_the_schedule_has_left_out() -> None:
+    late = send_recv("by", (0, 2), 0, 1, LATER, before="bx_inlined")
+    with pytest.raises(OpError, match="before block 'bx_inlined', of which the schedule has left"):
+        with_waits(blur(12), [late])
