@@ -200,39 +200,40 @@ def test_several_steps_share_an_exchange(
 
 
 def quotients(rows: int = 40, cols: int = 3) -> tirx.PrimFunc:
-    """A step of integers that divides by a value four rows below one that lies two rows above."""
-    a = image(rows, cols, dtype="int32")
-    b = te.compute((rows, cols), lambda i, j: 1000 // a[i, j], "b")
-    return function(
-        a,
-        te.compute(
-            (rows, cols),
-            lambda i, j: 1 + b[te.max(i - 2, 0), j] // a[te.min(i + 4, rows - 1), j],
-            "next",
-        ),
-    )
+    """A step whose first block divides by integers; the second reads two rows far apart of it.
+
+    The other field takes quotients of its own row alone.
+    """
+    a, v = image(rows, cols, dtype="int32"), image(rows, cols, name="V", dtype="int32")
+    k = te.reduce_axis((0, cols), "k")
+    b = te.compute((rows,), lambda i: te.sum(1000 // a[i, k], k), "b")
+    ends = lambda i: b[te.max(i - 2, 0)] % 7 + b[te.min(i + 8, rows - 1)] % 5  # noqa: E731
+    after = te.compute((rows, cols), lambda i, j: 1 + ends(i) + j, "next")
+    return function(a, v, after, te.compute((rows, cols), lambda i, j: 9 - 8 // v[i, j], "W"))
 
 
-@pytest.mark.parametrize(("ranks", "deep"), [(20, 1), (10, 3), (3, 2)])
+@pytest.mark.parametrize(("ranks", "deep"), [(20, 1), (20, 2), (3, 3)])
 def test_no_division_by_what_nobody_has_filled(ranks: int, deep: int) -> None:
     """Ranks compute rows in gaps, too; where these held 0, a division would end the process."""
-    program = compile(quotients(), ranks, repeat="A", exchange_every=deep, overlap="always")
-    first = np.random.default_rng(0).integers(1, 9, (40, 3), np.int32)
-    expected = first
+    fields = {"A": "next", "V": "W"}
+    program = compile(quotients(), ranks, repeat=fields, exchange_every=deep, overlap="always")
+    first = np.random.default_rng(0).integers(1, 9, (2, 40, 3), np.int32)
+    (a, v), at = first, np.arange(40)
     for _ in range(4):
-        at = np.arange(40)
-        above, below = np.maximum(at - 2, 0), np.minimum(at + 4, 39)
-        expected = 1 + (1000 // expected)[above] // expected[below]
+        b = (1000 // a).sum(1)
+        ends = b[np.maximum(at - 2, 0)] % 7 + b[np.minimum(at + 8, 39)] % 5
+        a, v = 1 + ends[:, None] + np.arange(3), 9 - 8 // v
 
     def work(world: LocalWorld) -> np.ndarray:
         local = program.on(world)
         for buffer in local.buffers.values():
             buffer.array[...] = 0
-        held = local.input("A")
-        held.owned[...] = first[slices(held.region)]
-        return local(4).copy()
+        for name, values in zip("AV", first, strict=True):
+            held = local.input(name)
+            held.owned[...] = values[slices(held.region)]
+        return np.stack(local(4))
 
-    np.testing.assert_array_equal(np.concatenate(run_ranks(ranks, work)), expected)
+    np.testing.assert_array_equal(np.concatenate(run_ranks(ranks, work), 1), [a, v])
 
 
 def test_steps_between_exchanges_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
