@@ -132,9 +132,9 @@ class World:
             raise DistributedError(f"exchange {exchange.id} is finished without a start")
         begin, byte = time.monotonic(), self._byte
         try:
-            for request, parcel, status in prepared.incoming:
+            for done, (request, parcel, status) in enumerate(prepared.incoming):
                 if not request.Test(status):
-                    self._wait_for(request, status, prepared.awaited, prepared, begin)
+                    self._wait_for(request, status, prepared.awaited[done:], prepared, begin)
                 received = status.Get_count(byte)
                 if received != parcel.nbytes:
                     raise DistributedError(
@@ -144,7 +144,8 @@ class World:
                 parcel.unpack()
             for request, parcel in prepared.outgoing:
                 if prepared.awaits(parcel) and not request.Test():
-                    self._wait_for(request, None, prepared.awaited, prepared, begin)
+                    rest = prepared.awaited[len(prepared.incoming) :]
+                    self._wait_for(request, None, rest, prepared, begin)
         except self._mpi.Exception as error:
             who = name_ranks(sorted({peer for _, peer in prepared.requests}))
             raise DistributedError(f"MPI failed {prepared.name} with {who}: {error}") from error
