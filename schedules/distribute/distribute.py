@@ -333,7 +333,16 @@ def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distributi
             both = hull([windows[taker.name], windows[output.name]])
             windows |= {taker.name: both, output.name: both}
         parts.append(Part(rank, rows, mine, windows, steps))
-    check_waits(delivery, read)
+    inputs = {buffer.name for buffer in nest.inputs}
+    blocks = [
+        (stage.name, {read.buffer.name for read in reads} & inputs)
+        for stage, reads in zip(nest.stages, nest.reads, strict=True)
+    ]
+    check_waits(delivery, read, blocks)
+    if choices.steps > 1 and any(transfer.before for transfer in delivery.transfers):
+        raise OpError(
+            f"exchange_every is {choices.steps}, and a transfer has before=; expected 1, or none"
+        )
     messages: list[Message] = []
     for name in (buffer.name for buffer in nest.inputs):
         lacking = [

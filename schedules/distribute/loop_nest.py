@@ -11,7 +11,7 @@ from tvm import ir, s_tir, tirx
 
 from ..errors import OpError
 from ..tir.block_expressions import Stage, read_stages
-from ..tir.expression_walk import is_if_then_else, loads, variables
+from ..tir.expression_walk import is_if_then_else, loads, nodes, variables
 from ..tir.index_math import simplified
 from ..workload.reduce import constant
 from .exchange import Region
@@ -98,6 +98,18 @@ class LoopNest:
                 for dim, index in zip(dims, read.indices, strict=True):
                     dim.update(*(moved[v] for v in variables(index) if v in moved))
         return {buffer: tuple(map(frozenset, dims)) for buffer, dims in found.items()}
+
+    @cached_property
+    def may_trap(self) -> bool:
+        """True if values of a buffer may end the process: as divisors of integers, or as indices.
+
+        Such a function must not be computed, even where nobody reads it, from memory that nobody
+        has filled.
+        """
+        values = [stage.value for stage in self.stages]
+        indices = [index for load in loads(*values) for index in load.indices]
+        divisors = [divisor for value in values for divisor in _divisors(value)]
+        return bool(loads(*indices, *divisors))
 
     def output_regions(self, rows: Region) -> dict[tirx.Buffer, list[Region]]:
         """For each output one region: its elements of a range of each distributed loop."""
@@ -288,6 +300,12 @@ def _collect(expression: tirx.Expr, conditions: tuple[tirx.Expr, ...], found: li
         found.append(Read(expression.source, tuple(expression.indices), conditions))
     for child in operands(expression):
         _collect(child, conditions, found)
+
+
+def _divisors(expression: tirx.Expr) -> list[tirx.Expr]:
+    """What integers are divided by in an expression."""
+    divisions = nodes(expression, tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)
+    return [one.b for one in divisions if str(one.ty.dtype).startswith(("int", "uint"))]
 
 
 def operands(expression: tirx.Expr) -> list[tirx.Expr]:

@@ -36,13 +36,16 @@ def regions_needed(
     -------
     dict[tirx.Buffer, list[Region]]
         Disjoint regions, in which every element is needed where the indices of a read do not
-        depend on each other; no entry where nothing is needed.
+        depend on each other; no entry where nothing is needed. Of a function that
+        :attr:`.LoopNest.may_trap` all that a part reads, see :func:`regions_computed`.
 
     Raises
     ------
     OpError
         If what a block reads of a buffer cannot be bounded.
     """
+    if nest.may_trap:
+        return _walk(nest, wanted, lambda stage, regions: [_region(nest, stage.output, regions)])
     return _walk(nest, wanted, lambda stage, regions: regions)
 
 

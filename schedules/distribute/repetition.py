@@ -95,7 +95,9 @@ def needed_by_steps(
     """
     wanted = nest.output_regions(rows)
     found: dict[tirx.Buffer, list[Region]] = {}
-    for _ in range(steps):
+    for computed in reversed(rows_of_steps(nest, again, rows, steps)):
+        if nest.may_trap:  # in rows, too, that the next step does not read
+            wanted = nest.output_regions(computed)
         step = regions_needed(nest, wanted)
         for buffer, regions in step.items():
             found[buffer] = union([*found.get(buffer, []), *regions])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import OpError
@@ -42,6 +42,8 @@ class Transfer:
         Ranks.
     mode : Mode
         How.
+    before : str, optional
+        Block before which both sides wait, if the transfer does not block.
     id : int
         Number of its exchange, its place among all transfers.
     """
@@ -51,6 +53,7 @@ class Transfer:
     source: int
     dest: int
     mode: Mode = Mode()
+    before: str | None = None
     id: int = 0
 
     @property
@@ -66,6 +69,7 @@ def send_recv(
     source: int,
     dest: int,
     mode: Mode = Mode(),  # noqa: B008
+    before: str | None = None,
 ) -> Transfer:
     """Describe a transfer from one rank to another, for :func:`distribute`.
 
@@ -80,9 +84,13 @@ def send_recv(
         the destination receives of an output lies in its window.
     mode : Mode
         Synchronous or not, blocking or not.
+    before : str, optional
+        Block of the function before whose loops source and destination wait for the transfer, of an
+        input, if it does not block; by default they wait before the first block. No earlier block
+        may read the input.
     """
     leading = (rows,) if isinstance(rows[0], int) else rows
-    return Transfer(buffer, tuple((int(b), int(e)) for b, e in leading), source, dest, mode)
+    return Transfer(buffer, tuple((int(b), int(e)) for b, e in leading), source, dest, mode, before)
 
 
 @dataclass(frozen=True)
@@ -141,8 +149,12 @@ def deliver(
     return done
 
 
-def check_waits(delivery: Delivery, read: Sequence[Mapping[str, Sequence[Region]]]) -> None:
-    """Refuse transfers that neither side waits for.
+def check_waits(
+    delivery: Delivery,
+    read: Sequence[Mapping[str, Sequence[Region]]],
+    blocks: Sequence[tuple[str, Collection[str]]],
+) -> None:
+    """Refuse transfers that neither side waits for, or too late.
 
     Parameters
     ----------
@@ -150,13 +162,19 @@ def check_waits(delivery: Delivery, read: Sequence[Mapping[str, Sequence[Region]
         All transfers.
     read : Sequence[Mapping[str, Sequence[Region]]]
         What the blocks of each rank read of each input.
+    blocks : Sequence[tuple[str, Collection[str]]]
+        The blocks in order, each with the inputs that it reads.
 
     Raises
     ------
     OpError
-        If one does not block, and no block of the receiver, before which it could wait, reads it.
+        If one does not block, and no block of the receiver, before which it could wait, reads it,
+        or if the block before which it is to wait is none, or comes after one that reads it.
     """
     for transfer in delivery.transfers:
+        if transfer.before is not None:
+            _check_wait(transfer, blocks)
+            continue
         wanted = read[transfer.dest].get(transfer.buffer, ())
         if not transfer.mode.blocking and not any(
             region_size(intersection(region, transfer.rows)) for region in wanted
@@ -165,6 +183,22 @@ def check_waits(delivery: Delivery, read: Sequence[Mapping[str, Sequence[Region]
                 f"{_name(transfer)}: no block of rank {transfer.dest} reads it, so that none waits "
                 "for it; make it blocking"
             )
+
+
+def _check_wait(transfer: Transfer, blocks: Sequence[tuple[str, Collection[str]]]) -> None:
+    """Refuse a block before which a transfer cannot be waited for."""
+    names = [name for name, _ in blocks]
+    what = f"{_name(transfer)} is to be waited for before block {transfer.before!r}"
+    if transfer.mode.blocking:
+        raise OpError(f"{what}, and blocks; make it Mode(blocking=False), or leave out before=")
+    if transfer.before not in names:
+        raise OpError(f"{what}, and there is none; the blocks are {', '.join(names)}")
+    inputs = {buffer for _, read in blocks for buffer in read}
+    if transfer.buffer not in inputs:
+        raise OpError(f"{what}; outputs are sent at the end of a run: leave out before=")
+    for name, read in blocks[: names.index(transfer.before)]:
+        if transfer.buffer in read:
+            raise OpError(f"{what}, which comes after block {name!r}, which reads it; name that")
 
 
 def _complete(transfer: Transfer, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> Transfer:

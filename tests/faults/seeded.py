@@ -218,6 +218,13 @@ KERNELS = (
         "inside = extent is not None and extent >= _TILE",
         ("tests/gpu/pointwise/test_transpose_gpu.py",),
     ),
+    Fault(
+        "parts of a vector register are stored past the caches, one by one",
+        "schedules/cpu/nests/elementwise_nest.py",
+        "is_adjacent and stored >= register and",
+        "is_adjacent and",
+        ("tests/schedules/cpu/nests/test_stencils.py",),
+    ),
 )
 
 PASSES = (
@@ -386,6 +393,20 @@ RUNTIME = (
         "1 if name in self._sequence.resident else self._sequence.slots",
         "self._sequence.slots",
         ("tests/tvm_fusion/distributed/device/test_cooperative.py",),
+    ),
+    Fault(
+        "a rank divides by what nobody has filled, in rows that nobody reads",
+        "schedules/distribute/regions.py",
+        "    if nest.may_trap:\n",
+        "    if False:\n",
+        ("tests/tvm_fusion/distributed/test_program.py",),
+    ),
+    Fault(
+        "a message in shared memory is overwritten by the next one",
+        "tvm_fusion/distributed/world/communicator.py",
+        "            if parcel.slot is not None and not request.Test():\n",
+        "            if False:\n",
+        ("tests/tvm_fusion/distributed/world/test_communicator.py",),
     ),
 )
 

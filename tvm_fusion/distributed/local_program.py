@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 import tvm_ffi
 
 from schedules.distribute.exchange import Exchange, LocalBuffer, Region
+from schedules.distribute.waits import FINISH
 
 from ..errors import InvalidInputError
 from ..machine.numa import touch
@@ -106,6 +108,16 @@ class Piece:
     is_interior: bool
 
 
+_running = threading.local()
+"""The program whose kernel runs in this thread, for its calls of :func:`_finish_exchange`."""
+
+
+@tvm_ffi.register_global_func(FINISH, override=True)
+def _finish_exchange(number: int) -> None:
+    """Wait for a transfer from within a kernel."""
+    _running.program.finish_transfer(number)
+
+
 class LocalProgram:
     """One rank's share of a program; :meth:`.Program.on` makes it.
 
@@ -144,6 +156,7 @@ class LocalProgram:
             calls = self._calls.setdefault((piece.step, piece.is_interior), [])
             calls.append((kernels[piece.kernel], piece.scalars))
         self._crew = Crew(world.threads)
+        self._pending: dict[int, Exchange] = {}
         self._part = plan.parts[world.rank]
         self.buffers = {
             buffer.name: self._allocate(buffer.name, str(buffer.dtype))
@@ -222,6 +235,8 @@ class LocalProgram:
                 if step == first:
                     self._exchange(step)
                 self._run(step, interior=False)
+                for number in list(self._pending):  # of a rank that computes nothing
+                    self.finish_transfer(number)
                 done += 1
         for transfer in self.plan.after:
             self.world.start(transfer.exchange, self.buffers)
@@ -238,7 +253,9 @@ class LocalProgram:
         self.world.start(self.plan.exchange, self.buffers)
         self._run(step, interior=True)
         for transfer in self.plan.before:
-            if not transfer.mode.blocking:
+            if transfer.before is not None:
+                self._pending[transfer.id] = transfer.exchange
+            elif not transfer.mode.blocking:
                 self.world.finish(transfer.exchange)
         self.world.finish(self.plan.exchange)
 
@@ -257,7 +274,22 @@ class LocalProgram:
     def run_pieces(self, step: int = 0, interior: bool = False) -> None:
         """Compute what the CPU computes of a step, without exchange or devices."""
         for kernel, scalars in self._calls.get((step, interior), ()):
-            self._crew.run(kernel, *self._tensors.values(), *scalars)
+            if self._pending:
+                self._crew.run(self._run_with_waits, kernel, scalars)
+            else:
+                self._crew.run(kernel, *self._tensors.values(), *scalars)
+
+    def finish_transfer(self, number: int) -> None:
+        """Wait for a transfer that is to be waited for before a block, once."""
+        if (exchange := self._pending.pop(number, None)) is not None:
+            self.world.finish(exchange)
+
+    def _run_with_waits(self, kernel: Callable[..., Any], scalars: tuple[int, ...]) -> None:
+        _running.program = self
+        try:
+            kernel(*self._tensors.values(), *scalars)
+        finally:
+            del _running.program
 
     def _swap(self) -> None:
         """Let outputs of a step be inputs of the next."""

@@ -24,6 +24,7 @@ from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Region, difference, region_size
 from schedules.distribute.localize import LocalShape, localize, scalar_arguments
 from schedules.distribute.transfer import Transfer
+from schedules.distribute.waits import with_waits
 from schedules.schedule_rule import schedule_function
 
 from ..compiler.targets.target import is_gpu, resolve
@@ -160,8 +161,8 @@ class Program:
         func = plan.nest.func.script()
         shares = [share.identity() for shares in self.shares.devices for share in shares]
         return (
-            f"{plan.partition} {plan.exchanges} {self.pieces} {plan.repeat} {self.target} {shares} "
-            f"{func}"
+            f"{plan.partition} {plan.transfers} {plan.exchange} {self.pieces} {plan.repeat} "
+            f"{self.target} {shares} {func}"
         )
 
 
@@ -252,7 +253,7 @@ def compile(
     figures = _Figures(network or Network(), processor or estimated_processor(resolved))
     if devices:
         ranks = 1 if ranks is None and sizes is None else ranks
-        _check_devices(overlap, exchange_every)
+        _check_devices(overlap, exchange_every, transfers)
         overlap, exchange_every = "never", 1
     planned = functools.partial(
         distribute,
@@ -296,7 +297,9 @@ def compile(
     )
 
 
-def _check_devices(overlap: Overlap, exchange_every: int | str) -> None:
+def _check_devices(
+    overlap: Overlap, exchange_every: int | str, transfers: Sequence[Transfer]
+) -> None:
     """Refuse what devices cannot do."""
     if overlap == "always":
         raise OpError(
@@ -307,6 +310,8 @@ def _check_devices(overlap: Overlap, exchange_every: int | str) -> None:
         raise OpError(
             f"exchange_every is {exchange_every}; ranks with devices exchange at every step"
         )
+    if any(transfer.before for transfer in transfers):
+        raise OpError("before= of a transfer is for ranks without devices; leave it out")
 
 
 def estimated_processor(target: Target) -> Processor:
@@ -357,7 +362,7 @@ class _Kernels:
         self.plan = plan
         self.target = target
         self.functions: dict[str, tirx.PrimFunc] = {}
-        self._names: dict[tuple[LocalShape, Schedule | None], str] = {}
+        self._names: dict[tuple[LocalShape, Schedule | None, tuple[Transfer, ...]], str] = {}
         self._schedules = schedule if isinstance(schedule, Mapping) else {}
         self._schedule = None if isinstance(schedule, Mapping) else schedule
         strange = sorted(set(self._schedules) - set(range(plan.ranks)))
@@ -373,24 +378,35 @@ class _Kernels:
             return ()
         if cpu != part.rows:
             return (self._piece(rank, cpu, 0),)
+        waits = tuple(t for t in self.plan.before if t.before and rank in (t.source, t.dest))
         if not overlap:
-            return tuple(self._piece(rank, rows, step) for step, rows in enumerate(part.steps))
+            return tuple(
+                self._piece(rank, rows, step, waits) for step, rows in enumerate(part.steps)
+            )
         interior = self.plan.interior(rank)
         borders = difference(part.steps[0], interior)
         return (
             self._piece(rank, interior, 0, is_interior=True),
-            *(self._piece(rank, rows, 0) for rows in borders),
+            *(self._piece(rank, rows, 0, () if n else waits) for n, rows in enumerate(borders)),
             *(self._piece(rank, rows, step) for step, rows in enumerate(part.steps) if step),
         )
 
-    def _piece(self, rank: int, rows: Region, step: int, is_interior: bool = False) -> Piece:
+    def _piece(
+        self,
+        rank: int,
+        rows: Region,
+        step: int,
+        waits: tuple[Transfer, ...] = (),
+        is_interior: bool = False,
+    ) -> Piece:
         nest, windows = self.plan.nest, self.plan.parts[rank].windows
         local = localize(nest, rows, windows)
         schedule = self._schedules.get(rank, self._schedule)
-        key = local.shape, schedule
+        key = local.shape, schedule, waits
         if key not in self._names:
             name = self._names[key] = f"part_{len(self._names)}"
             func = self._scheduled(name, local.func, schedule)
+            func = with_waits(func, waits) if waits else func
             self.functions[name] = func.with_attr("global_symbol", name)
         scalars = scalar_arguments(nest, rows, windows)
         return Piece(rows, self._names[key], scalars, step, is_interior)

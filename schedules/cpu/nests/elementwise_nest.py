@@ -46,11 +46,12 @@ def schedule_spatial(
     fused = [fuse_group(sch, [loops[k] for k in group]) for group in groups]
     extents = [facts.volume(group) for group in groups]
     is_adjacent = len(groups[-1]) == 1 and facts.store.strides[groups[-1][0]] == 1
-    streams = is_adjacent and worth_streaming(kernel, facts)
-    lanes = _lanes(kernel, facts)
+    lanes, register = _lanes(kernel, facts), kernel.cpu.vector_bits // 8
+    stored = lanes * (tvm_ffi.dtype(str(facts.store.buffer.dtype)).bits // 8)
+    # Parts of a register, such as pixels of 8 bits, reach memory one by one.
+    streams = is_adjacent and stored >= register and worth_streaming(kernel, facts)
     if streams:
-        stored = lanes * (tvm_ffi.dtype(str(facts.store.buffer.dtype)).bits // 8)
-        sch.annotate(block, STREAM, min(stored, kernel.cpu.vector_bits // 8))
+        sch.annotate(block, STREAM, register)
     row = shared_rows(facts, groups)
     outer, lane, overlaps = _vectorize_last(kernel, facts, groups[-1], fused[-1], lanes, streams)
     any_chunks = bool(overlaps)

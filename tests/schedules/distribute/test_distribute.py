@@ -25,7 +25,7 @@ from tvm import s_tir
 
 from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Region, intersection, region_size
-from schedules.distribute.transfer import send_recv
+from schedules.distribute.transfer import Mode, send_recv
 from schedules.errors import OpError
 from tests.selection import in_turns
 
@@ -332,6 +332,13 @@ def test_halos_of_several_steps(plan: tuple[int, int], loops: list[int]) -> None
 def test_refused(arguments: dict, reason: str) -> None:
     with pytest.raises(OpError, match=reason):
         distribute(blur(), "i", **arguments)
+
+
+def test_refused_waits_between_exchanges() -> None:
+    late = send_recv("A", (0, 2), 0, 1, Mode(blocking=False), before="next")
+    arguments: dict = {"repeat": "A", "exchange_every": 2, "transfers": [late]}
+    with pytest.raises(OpError, match="exchange_every is 2, and a transfer has before=; expected"):
+        distribute(heat2d(), 0, 2, **arguments)
 
 
 def test_refused_owners_of_what_is_not_cut() -> None:

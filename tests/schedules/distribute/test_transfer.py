@@ -9,7 +9,10 @@ from loop_nests import blur
 from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Message
 from schedules.distribute.transfer import Mode, Transfer, send_recv
+from schedules.distribute.waits import with_waits
 from schedules.errors import OpError
+
+LATER = Mode(blocking=False)
 
 
 def plan_of(*transfers: Transfer) -> Distribution:
@@ -63,8 +66,18 @@ def test_outputs() -> None:
             send_recv("A", (0, 2), 0, 2, Mode(blocking=False)),
             "no block of rank 2 reads it, so that none waits for it; make it blocking",
         ),
+        (send_recv("A", (0, 2), 0, 1, before="bx"), "before block 'bx', and blocks; make it Mode"),
+        (send_recv("A", (0, 2), 0, 1, LATER, before="b"), "there is none; the blocks are bx, by"),
+        (send_recv("A", (0, 2), 0, 1, LATER, before="by"), "after block 'bx', which reads it; na"),
+        (send_recv("by", (0, 2), 0, 1, LATER, before="by"), "outputs are sent at the end of a run"),
     ],
 )
 def test_refused(transfer: Transfer, reason: str) -> None:
     with pytest.raises(OpError, match=reason):
         plan_of(transfer)
+
+
+def test_refused_wait_before_what_the_schedule_has_left_out() -> None:
+    late = send_recv("by", (0, 2), 0, 1, LATER, before="bx_inlined")
+    with pytest.raises(OpError, match="before block 'bx_inlined', of which the schedule has left"):
+        with_waits(blur(12), [late])

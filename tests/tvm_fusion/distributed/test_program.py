@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_nests import CASES, SEVERAL, blur, chain, heat2d, matmul, pipeline, random_arrays, wave2d
 from rank_stencils import poison, slices
-from tvm import s_tir
+from tvm import s_tir, te, tirx
 
+from examples.stencils import function, image
 from schedules.distribute.cost import Network, Processor
+from schedules.distribute.exchange import Exchange
 from schedules.distribute.transfer import Mode, send_recv
+from schedules.distribute.waits import FINISH
 from tests.selection import in_turns
 from tvm_fusion.distributed import Program, compile
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
@@ -196,6 +199,43 @@ def test_several_steps_share_an_exchange(
     np.testing.assert_array_equal(run(program, arrays, steps), expected)
 
 
+def quotients(rows: int = 40, cols: int = 3) -> tirx.PrimFunc:
+    """A step whose first block divides by integers; the second reads two rows far apart of it.
+
+    The other field takes quotients of its own row alone.
+    """
+    a, v = image(rows, cols, dtype="int32"), image(rows, cols, name="V", dtype="int32")
+    k = te.reduce_axis((0, cols), "k")
+    b = te.compute((rows,), lambda i: te.sum(1000 // a[i, k], k), "b")
+    ends = lambda i: b[te.max(i - 2, 0)] % 7 + b[te.min(i + 8, rows - 1)] % 5  # noqa: E731
+    after = te.compute((rows, cols), lambda i, j: 1 + ends(i) + j, "next")
+    return function(a, v, after, te.compute((rows, cols), lambda i, j: 9 - 8 // v[i, j], "W"))
+
+
+@pytest.mark.parametrize(("ranks", "deep"), [(20, 1), (20, 2), (3, 3)])
+def test_no_division_by_what_nobody_has_filled(ranks: int, deep: int) -> None:
+    """Ranks compute rows in gaps, too; where these held 0, a division would end the process."""
+    fields = {"A": "next", "V": "W"}
+    program = compile(quotients(), ranks, repeat=fields, exchange_every=deep, overlap="always")
+    first = np.random.default_rng(0).integers(1, 9, (2, 40, 3), np.int32)
+    (a, v), at = first, np.arange(40)
+    for _ in range(4):
+        b = (1000 // a).sum(1)
+        ends = b[np.maximum(at - 2, 0)] % 7 + b[np.minimum(at + 8, 39)] % 5
+        a, v = 1 + ends[:, None] + np.arange(3), 9 - 8 // v
+
+    def work(world: LocalWorld) -> np.ndarray:
+        local = program.on(world)
+        for buffer in local.buffers.values():
+            buffer.array[...] = 0
+        for name, values in zip("AV", first, strict=True):
+            held = local.input(name)
+            held.owned[...] = values[slices(held.region)]
+        return np.stack(local(4))
+
+    np.testing.assert_array_equal(np.concatenate(run_ranks(ranks, work), 1), [a, v])
+
+
 def test_steps_between_exchanges_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is what counts: no kernel is compiled."""
     scheduled = "tvm_fusion.distributed.program.schedule_function"
@@ -220,6 +260,48 @@ def test_transfers() -> None:
     ]
     program = compile(blur(), 3, transfers=transfers)
     np.testing.assert_array_equal(run(program, arrays), expected)
+
+
+def late_mask(rows: int = 12, cols: int = 5) -> tirx.PrimFunc:
+    """Sums of rows, to which the second block adds an input that the first does not read."""
+    a, m = image(rows + 2, cols), image(rows + 2, cols, name="M")
+    b = te.compute((rows + 2, cols), lambda i, j: a[i, j] + 2.0, "b")
+    return function(
+        a, m, te.compute((rows, cols), lambda i, j: b[i, j] + b[i + 2, j] + m[i + 1, j], "out")
+    )
+
+
+def in_two_nests(sch: s_tir.Schedule) -> None:
+    sch.parallel(sch.get_loops("out")[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_wait_before_a_block(ranks: int) -> None:
+    func, mode = late_mask(), Mode(blocking=False)
+    arrays = random_arrays(func)
+    expected = run(compile(func, 1), arrays)
+    transfers = [send_recv("M", (5, 13), 0, 1, mode, before="out")]
+    given: dict[str, Any] = {"owned": {"M": [14, *[0] * (ranks - 1)]}, "transfers": transfers}
+    for schedule in (None, in_two_nests):
+        program = compile(func, ranks, schedule=schedule, overlap="always", **given)
+        np.testing.assert_array_equal(run(program, arrays), expected)
+    text = program.kernels[program.pieces[1][-1].kernel].script()
+    assert text.index('sblock("b")') < text.index(FINISH) < text.index('sblock("out")')
+
+
+def test_wait_fails_within_a_kernel() -> None:
+    transfers = [send_recv("M", (5, 13), 0, 1, Mode(blocking=False), before="out")]
+    program = compile(late_mask(), 2, owned={"M": [14, 0]}, transfers=transfers)
+
+    def work(world: LocalWorld) -> None:
+        local = program.on(world)
+        start = world.start
+        if world.rank == 0:  # it never sends what rank 1 waits for
+            world.start = lambda e, b: start(Exchange(0, ()) if e.id == 0 else e, b)  # type: ignore[method-assign]
+        local()
+
+    with pytest.raises(DistributedError, match="exchange 0: rank 1 waits for rank 0"):
+        run_ranks(2, work, timeout=0.2)
 
 
 def test_transfer_of_an_output() -> None:

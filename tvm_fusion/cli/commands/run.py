@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,6 +21,9 @@ from ..options import (
 )
 from ..output import compile_model, show
 from .run_model import run_model, run_text, save_outputs
+
+if TYPE_CHECKING:
+    from ...distributed.world.numa_placement import Numa
 
 
 @click.command("run")
@@ -59,6 +62,12 @@ from .run_model import run_model, run_text, save_outputs
     show_default=True,
     help="With --distributed: seconds for which a rank waits for another.",
 )
+@click.option(
+    "--numa",
+    type=click.Choice(["same", "other", "unbound"]),
+    help="With --distributed: spread the ranks of a machine over its NUMA nodes, their memory on "
+    "the same node, the next (other) one, or unbound; refused by a machine with one node.",
+)
 @compile_options
 @records_option
 @threads_option
@@ -72,6 +81,7 @@ def run_command(
     streams: int | None,
     distributed: bool,
     timeout: float,
+    numa: Numa | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -88,9 +98,9 @@ def run_command(
         from .run_distributed import run_distributed
 
         threads = options["threads"]
-        run_distributed(model, inputs, output, seed, repeat, threads, timeout, as_json)
+        run_distributed(model, inputs, output, seed, repeat, threads, timeout, numa, as_json)
         return
-    refuse_given(["timeout"], "it is for --distributed")
+    refuse_given(["timeout", "numa"], "it is for --distributed")
     from ... import load
 
     if streams is not None and options["threads"] is None:

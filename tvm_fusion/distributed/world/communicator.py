@@ -23,6 +23,7 @@ from ...errors import DistributedError
 from . import failure
 from .numa_placement import Placement
 from .parcel import PreparedExchange, as_bytes, name_ranks
+from .shared_slots import NodeSlots
 from .watch import NodeRecord, slot_text
 
 _INSTALL = "{}; install both by: pip install 'tvm-fusion[mpi]', or mpi4py for the cluster's own MPI"
@@ -49,6 +50,8 @@ class World:
         Ranks of this node, and their places in the record.
     timeout : float
         Seconds for which a rank waits for another.
+    slots : NodeSlots, optional
+        Memory that this node's ranks share.
 
     Attributes
     ----------
@@ -69,20 +72,23 @@ class World:
         record: NodeRecord,
         neighbours: Mapping[int, int],
         timeout: float,
+        slots: NodeSlots | None = None,
     ) -> None:
         self.rank, self.size = int(comm.rank), int(comm.size)
         self.timeout, self.threads = timeout, 1
         self._mpi, self._comm = mpi, comm
-        self._record, self._neighbours = record, neighbours
+        self._record, self._neighbours, self._slots = record, neighbours, slots
         self._byte = mpi.BYTE
         self._prepared: dict[int, list[PreparedExchange]] = {}
         self._running: dict[int, PreparedExchange] = {}
         self.doing = "before its first exchange"
 
     def start(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> None:
-        """Start to send and receive the messages of an exchange, without waiting.
+        """Start to send and receive the messages of an exchange, without waiting for them.
 
         What is sent must not be written, and what is received not be read, before :meth:`finish`.
+        A rank of this node may have to take a short message of the last exchange with this number
+        first.
 
         Parameters
         ----------
@@ -94,7 +100,8 @@ class World:
         Raises
         ------
         DistributedError
-            If the exchange has been started and not finished, or a buffer is missing.
+            If the exchange has been started and not finished, a buffer is missing, or a rank does
+            not answer in time.
         """
         if exchange.id in self._running:
             raise DistributedError(
@@ -106,6 +113,8 @@ class World:
         for request, _, _ in prepared.incoming:
             request.Start()
         for request, parcel in prepared.outgoing:
+            if parcel.slot is not None and not request.Test():
+                self._wait_for(request, None, [(request, parcel.peer)], prepared, time.monotonic())
             parcel.pack()
             request.Start()
 
@@ -123,9 +132,9 @@ class World:
             raise DistributedError(f"exchange {exchange.id} is finished without a start")
         begin, byte = time.monotonic(), self._byte
         try:
-            for request, parcel, status in prepared.incoming:
+            for done, (request, parcel, status) in enumerate(prepared.incoming):
                 if not request.Test(status):
-                    self._wait_for(request, status, prepared, begin)
+                    self._wait_for(request, status, prepared.awaited[done:], prepared, begin)
                 received = status.Get_count(byte)
                 if received != parcel.nbytes:
                     raise DistributedError(
@@ -133,9 +142,10 @@ class World:
                         f"rank {self.rank} expected {parcel.nbytes}"
                     )
                 parcel.unpack()
-            for request, _ in prepared.outgoing:
-                if not request.Test():
-                    self._wait_for(request, None, prepared, begin)
+            for request, parcel in prepared.outgoing:
+                if prepared.awaits(parcel) and not request.Test():
+                    rest = prepared.awaited[len(prepared.incoming) :]
+                    self._wait_for(request, None, rest, prepared, begin)
         except self._mpi.Exception as error:
             who = name_ranks(sorted({peer for _, peer in prepared.requests}))
             raise DistributedError(f"MPI failed {prepared.name} with {who}: {error}") from error
@@ -240,7 +250,7 @@ class World:
         for prepared in kept:
             if prepared.fits(exchange, buffers):
                 return prepared
-        kept.append(PreparedExchange(self._mpi, self._comm, exchange, buffers))
+        kept.append(PreparedExchange(self._mpi, self._comm, exchange, buffers, self._slots))
         if len(kept) > _KEPT:
             kept.pop(0).free()
         return kept[-1]
@@ -256,11 +266,16 @@ class World:
         self._say(slot_text(before))
 
     def _wait_for(
-        self, request: Any, status: Any, prepared: PreparedExchange, begin: float
+        self,
+        request: Any,
+        status: Any,
+        awaited: Sequence[tuple[Any, int]],
+        prepared: PreparedExchange,
+        begin: float,
     ) -> None:
-        """Wait for a message of an exchange, or raise at the deadline."""
+        """Wait for a message of an exchange, or raise at the deadline and name whom it awaits."""
         if not self._completes(request, status, begin):
-            late = sorted({peer for other, peer in prepared.requests if not other.Test()})
+            late = sorted({peer for other, peer in awaited if not other.Test()})
             raise DistributedError(self._late(late, prepared.name))
 
     def _completes(self, request: Any, status: Any, begin: float) -> bool:
@@ -269,6 +284,7 @@ class World:
             if request.Test(status):
                 return True
         while not request.Test(status):
+            self._comm.Iprobe()  # messages of MPI go on, also while a slot is awaited
             waited = time.monotonic() - begin
             if waited > self.timeout:
                 return False

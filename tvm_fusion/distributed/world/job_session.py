@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from ...version import __version__
 from . import failure
 from .communicator import World, load_mpi, require_mpi
 from .numa_placement import NUMA, Numa, Placement, memory_bound, part, placements
+from .shared_slots import NodeSlots, make_file
 from .watch import NodeRecord, record_bytes
 
 TIMEOUT = 60.0
@@ -100,7 +101,8 @@ def _opened(timeout: float) -> Iterator[tuple[World, list[_Sibling]]]:
     siblings = [_Sibling(*fields) for fields in node.allgather(tuple(mine))]
     record = _open_record(node, siblings, int(comm.size), watch)
     neighbours = {sibling.rank: slot for slot, sibling in enumerate(siblings)}
-    world = World(mpi, comm, record, neighbours, timeout)
+    slots = _open_slots(node, neighbours, int(comm.rank))
+    world = World(mpi, comm, record, neighbours, timeout, slots)
     record.enter()
     try:
         yield world, siblings
@@ -139,6 +141,19 @@ def _open_record(
     else:
         watch.end()
     return record
+
+
+def _open_slots(node: Any, places: Mapping[int, int], rank: int) -> NodeSlots | None:
+    """The slots of this node, in a file that its first rank makes; None without shared memory."""
+    path = node.bcast(make_file(len(places)) if node.rank == 0 else "")
+    if not path:
+        return None
+    try:
+        return NodeSlots(path, places, rank)
+    finally:
+        node.Barrier()
+        if node.rank == 0:
+            os.unlink(path)
 
 
 def _check(world: World, ranks: int | None) -> None:

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parcels: all that one rank sends to another in an exchange, and how it travels.
 
-One contiguous region travels from where it lies. One of long segments, too: a derived datatype of
-MPI describes it. Short segments, and several regions, are copied into one piece (packed). Both
-sides choose for themselves, since the bytes on the way are the same.
+Between ranks of a node, a short parcel is packed into a slot of shared memory. Else one contiguous
+region travels from where it lies. One of long segments, too: a derived datatype of MPI describes
+it. Short segments, and several regions, are copied into one piece (packed); in this both sides
+choose for themselves, since the bytes on the way are the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 
 from ...errors import DistributedError
+from .shared_slots import NodeSlots, Slot, SlotReceive, SlotSend
 from .watch import slot_text
 
 SHORT_SEGMENT = 4 * 1024
@@ -25,6 +28,16 @@ SHORT_SEGMENT = 4 * 1024
 Measured between two ranks of one node (MPICH 5.0), packed and as datatype: 64 segments of 2 KB in
 40 and 43 us, of 4 KB 59 and 51, of 16 KB 146 and 104; several regions, 2 of 512 KB in 137 and 221.
 """
+
+
+_LEAST_SEGMENT = 16  # bytes; shorter ones numpy copies faster by elements
+
+SlotOf: TypeAlias = Callable[[int, int], Slot | None]
+"""The slot for a peer and a number of bytes."""
+
+
+def _no_slot(peer: int, nbytes: int) -> None:
+    """Leave it to MPI."""
 
 
 class Parcel:
@@ -36,24 +49,32 @@ class Parcel:
         The other rank.
     views : Sequence[np.ndarray]
         Regions of local windows, in the order of the messages; none is empty.
+    slot_of : Callable[[int, int], Slot | None], optional
+        The slot for it, or None.
 
     Attributes
     ----------
     stage : np.ndarray | None
         The bytes to send or receive in one piece; None if a datatype describes the only view.
+    slot : Slot | None
+        The slot of shared memory in which that piece lies.
     """
 
-    def __init__(self, peer: int, views: Sequence[np.ndarray]) -> None:
+    def __init__(self, peer: int, views: Sequence[np.ndarray], slot_of: SlotOf = _no_slot) -> None:
         self.peer = peer
         self.views = list(views)
         self.nbytes = sum(view.nbytes for view in views)
+        self.slot = slot_of(peer, self.nbytes)
         self.stage: np.ndarray | None = None
         self._copies: list[tuple[np.ndarray, np.ndarray]] = []
-        if len(views) == 1 and views[0].flags.c_contiguous:
+        if self.slot is not None:
+            self.stage = self.slot.data[: self.nbytes]
+            self._copies = _copies(self.stage, views)
+        elif len(views) == 1 and views[0].flags.c_contiguous:
             self.stage = as_bytes(views[0])
         elif len(views) > 1 or segment_bytes(views[0]) < SHORT_SEGMENT:
             self.stage = np.empty(self.nbytes, np.uint8)
-            self._copies = list(zip(_pieces(self.stage, views), views, strict=True))
+            self._copies = _copies(self.stage, views)
 
     def pack(self) -> None:
         """Copy the regions to send into one piece, where they travel so."""
@@ -64,6 +85,8 @@ class Parcel:
         """Copy what was received in one piece to its regions, where it travelled so."""
         for staged, view in self._copies:
             np.copyto(view, staged)
+        if self.slot is not None:
+            self.slot.take()
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
@@ -81,15 +104,28 @@ def segment_bytes(view: np.ndarray) -> int:
     return segment
 
 
-def _pieces(stage: np.ndarray, views: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Parts of the stage with the shapes and types of the views, one behind the other."""
-    pieces, begin = [], 0
-    for view in views:
+def _copies(
+    stage: np.ndarray, views: Sequence[np.ndarray]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Parts of the stage, one behind the other, each with the view that it holds."""
+    pairs, begin = [], 0
+    for view in map(_segments, views):
         piece = stage[begin : begin + view.nbytes]
-        pieces.append(np.ndarray(view.shape, view.dtype, piece.data))
+        pairs.append((np.ndarray(view.shape, view.dtype, piece.data), view))
         begin += view.nbytes
     assert begin == math.prod(stage.shape)
-    return pieces
+    return pairs
+
+
+def _segments(view: np.ndarray) -> np.ndarray:
+    """A view whose elements are contiguous segments: numpy copies each by one call of memmove."""
+    length, shape = segment_bytes(view), list(view.shape)
+    if length < _LEAST_SEGMENT:
+        return view
+    items, merged = length // view.itemsize, 1
+    while merged < items:
+        merged *= shape.pop()
+    return view.reshape(*shape, items).view(f"V{length}")
 
 
 class PreparedExchange:
@@ -105,12 +141,14 @@ class PreparedExchange:
         The messages of all ranks.
     buffers : Mapping[str, LocalBuffer]
         This rank's windows of the buffers that they name.
+    slots : NodeSlots, optional
+        The slots of this rank's node.
 
     Attributes
     ----------
-    incoming : list[tuple[Prequest, Parcel, Status]]
+    incoming : list[tuple[Prequest | SlotReceive, Parcel, Status | SlotReceive]]
         What is received, one a peer.
-    outgoing : list[tuple[Prequest, Parcel]]
+    outgoing : list[tuple[Prequest | SlotSend, Parcel]]
         What is sent, one a peer.
     name : str
         For messages.
@@ -119,30 +157,48 @@ class PreparedExchange:
     """
 
     def __init__(
-        self, mpi: Any, comm: Any, exchange: Exchange, buffers: Mapping[str, LocalBuffer]
+        self,
+        mpi: Any,
+        comm: Any,
+        exchange: Exchange,
+        buffers: Mapping[str, LocalBuffer],
+        slots: NodeSlots | None = None,
     ) -> None:
         self.exchange = exchange
         sent, received = exchange.sent_by(comm.rank), exchange.received_by(comm.rank)
         windows = {m.buffer: _buffer(exchange, buffers, m) for m in (*sent, *received)}
         self._windows = list(windows.items())
-        outgoing = _parcels(sent, [m.dest for m in sent], buffers)
-        incoming = _parcels(received, [m.source for m in received], buffers)
+        send_slot = partial(slots.outgoing, exchange.id) if slots else _no_slot
+        receive_slot = partial(slots.incoming, exchange.id) if slots else _no_slot
+        outgoing = _parcels(sent, [m.dest for m in sent], buffers, send_slot)
+        incoming = _parcels(received, [m.source for m in received], buffers, receive_slot)
         self.name = f"in exchange {exchange.id}"
         peers = sorted({parcel.peer for parcel in (*incoming, *outgoing)})
         whom = f" with {name_ranks(peers)}" if peers else ""
         self.inside = slot_text(f"{self.name}{whom}")
         self.after = slot_text(f"after exchange {exchange.id}{whom}")
         self._types: list[Any] = []
-        send, tag = comm.Ssend_init if exchange.synchronous else comm.Send_init, exchange.id
-        self.incoming = [
-            (comm.Recv_init(self._message(mpi, p), p.peer, tag), p, mpi.Status()) for p in incoming
-        ]
-        self.outgoing = [(send(self._message(mpi, p), p.peer, tag), p) for p in outgoing]
+        self._mpi, self._comm = mpi, comm
+        self.incoming = [self._receive(parcel) for parcel in incoming]
+        self.outgoing = [(self._send(parcel), parcel) for parcel in outgoing]
 
     @property
     def requests(self) -> list[tuple[Any, int]]:
         """All requests, each with its peer."""
         return [(request, parcel.peer) for request, parcel, *_ in (*self.incoming, *self.outgoing)]
+
+    @property
+    def awaited(self) -> list[tuple[Any, int]]:
+        """The requests that the end of the exchange waits for, each with its peer."""
+        sends = [(request, parcel.peer) for request, parcel in self.outgoing if self.awaits(parcel)]
+        return [*((request, parcel.peer) for request, parcel, _ in self.incoming), *sends]
+
+    def awaits(self, parcel: Parcel) -> bool:
+        """Return whether the end of the exchange waits until a parcel has been sent.
+
+        Its views may be written as soon as it lies in a slot.
+        """
+        return parcel.slot is None or self.exchange.synchronous
 
     def fits(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> bool:
         """Return whether these are the parcels of an exchange between given buffers."""
@@ -159,14 +215,29 @@ class PreparedExchange:
         for held in (*(request for request, _ in self.requests), *self._types):
             held.Free()
 
-    def _message(self, mpi: Any, parcel: Parcel) -> Any:
+    def _receive(self, parcel: Parcel) -> tuple[Any, Parcel, Any]:
+        """Request, parcel and status of what is received."""
+        if parcel.slot is not None:
+            through = SlotReceive(parcel.slot)
+            return through, parcel, through
+        request = self._comm.Recv_init(self._message(parcel), parcel.peer, self.exchange.id)
+        return request, parcel, self._mpi.Status()
+
+    def _send(self, parcel: Parcel) -> Any:
+        """Request of what is sent."""
+        if parcel.slot is not None:
+            return SlotSend(parcel.slot, parcel.nbytes)
+        send = self._comm.Ssend_init if self.exchange.synchronous else self._comm.Send_init
+        return send(self._message(parcel), parcel.peer, self.exchange.id)
+
+    def _message(self, parcel: Parcel) -> Any:
         """Argument of MPI's calls: bytes in one piece, or a datatype of a region."""
         if parcel.stage is not None:
-            return [parcel.stage, mpi.BYTE]
+            return [parcel.stage, self._mpi.BYTE]
         [view] = parcel.views
-        datatype = _strided(mpi, view).Commit()
+        datatype = _strided(self._mpi, view).Commit()
         self._types.append(datatype)
-        return [mpi.buffer.fromaddress(view.ctypes.data, 0), 1, datatype]
+        return [self._mpi.buffer.fromaddress(view.ctypes.data, 0), 1, datatype]
 
 
 def _same(given: LocalBuffer | None, window: LocalBuffer) -> bool:
@@ -185,13 +256,16 @@ def _buffer(
 
 
 def _parcels(
-    messages: Sequence[Message], peers: Sequence[int], buffers: Mapping[str, LocalBuffer]
+    messages: Sequence[Message],
+    peers: Sequence[int],
+    buffers: Mapping[str, LocalBuffer],
+    slot_of: SlotOf,
 ) -> list[Parcel]:
     """One parcel for each peer, of its messages in their order."""
     views: dict[int, list[np.ndarray]] = {}
     for message, peer in zip(messages, peers, strict=True):
         views.setdefault(peer, []).append(buffers[message.buffer].view(message.region))
-    return [Parcel(peer, found) for peer, found in views.items()]
+    return [Parcel(peer, found, slot_of) for peer, found in views.items()]
 
 
 def _strided(mpi: Any, view: np.ndarray) -> Any:

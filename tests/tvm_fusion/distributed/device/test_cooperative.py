@@ -18,6 +18,7 @@ from tvm import s_tir
 
 from schedules.distribute.cost import Processor
 from schedules.distribute.device.split import Accelerator, MeasuredRows, MeasuredSplit
+from schedules.distribute.transfer import Mode, send_recv
 from tvm_fusion import distributed
 from tvm_fusion.codegen.host_code import Launch
 from tvm_fusion.distributed import Device, compile, measure_split
@@ -25,6 +26,7 @@ from tvm_fusion.errors import DistributedError, InvalidInputError, OpError, Targ
 
 EXACT = ("blur", "upsample", "concatenation", "flip", "pipeline")
 """Their arithmetic is the same in both compilers: no products are joined with sums."""
+LATE = send_recv("A", (0, 2), 0, 1, Mode(blocking=False), before="next")
 QUICK = ("blur", "chain", "concatenation", "every_fourth", "heat2d", "matmul")
 
 
@@ -240,6 +242,7 @@ rank  iterations               sends    receives    compute   exchange        ov
         ({"split": MeasuredSplit(MeasuredRows(0, 1), ())}, OpError, "0 devices were measured"),
         ({"overlap": "always"}, OpError, "overlap='always' is for ranks without devices"),
         ({"exchange_every": 2}, OpError, "exchange_every is 2; ranks with devices exchange at"),
+        ({"transfers": [LATE]}, OpError, "before= of a transfer is for ranks without devices"),
         (
             {"devices": [Device("opencl", schedule=lambda _: None)], "split": [3, 3]},
             OpError,

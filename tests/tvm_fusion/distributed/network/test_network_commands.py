@@ -16,9 +16,12 @@ from small_onnx import small_model
 import tvm_fusion
 from tvm_fusion.cli import command_line as cli
 from tvm_fusion.distributed.network_figures import read_figures
+from tvm_fusion.distributed.world.numa_placement import NUMA
 from tvm_fusion.errors import InvalidInputError
+from tvm_fusion.machine.numa import numa_nodes
 
 COMMAND = "tvm_fusion.cli"
+ONE_NODE = pytest.mark.skipif(len(numa_nodes()) != 1, reason="the machine has several NUMA nodes")
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +74,7 @@ def test_two_processes(folder: Path) -> None:
         (3, "r2.so", [], "the program is for 2 ranks, and this job has 3; start it by mpiexec"),
         (1, "r2.so", [], "the program is for 2 ranks, and this job has 1; start it by mpiexec -n"),
         (2, "r2.so", ["--input", "other=x.npy"], "no input is called 'other'"),
+        pytest.param(2, "r2.so", ["--numa", "same"], "has one NUMA node; leave", marks=ONE_NODE),
     ],
 )
 def test_what_is_wrong_is_told_once(
@@ -91,6 +95,9 @@ def test_what_is_wrong_is_told_once(
 
 def test_options_without_effect(run: Any) -> None:
     assert run("run", "m.onnx", "--timeout", 5)[0] == 2
+    assert run("run", "m.onnx", "--numa", "same")[0] == 2
+    code, _, error = run("run", "r2.so", "--distributed", "--numa", "both")
+    assert code == 2 and all(repr(numa) in error for numa in NUMA)
     code, _, error = run("run", "r2.so", "--distributed", "--winograd", "never")
     assert code == 2 and "--distributed runs a model that is compiled already" in error
     code, _, error = run("run", "r2.so")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 from mpi4py import MPI
 
@@ -110,6 +112,19 @@ def check_one_message_a_peer(world):
         assert buffers["B"].array[[0, 2, 5]].tolist() == [0, 2, 5]
 
 
+def check_a_slow_receiver(world):
+    """A message is not overwritten by the next one before it is taken."""
+    exchange = Exchange(5, (Message(0, 1, "A", ((0, 4),)),))
+    buffers = {"A": LocalBuffer(np.zeros(4), (0,))}
+    for number in range(1, 6):
+        if world.rank == 1:
+            time.sleep(0.02)
+        buffers["A"].array[...] = number if world.rank == 0 else np.nan
+        world.start(exchange, buffers)
+        world.finish(exchange)
+        assert world.rank > 1 or buffers["A"].array.tolist() == [number] * 4
+
+
 def check_collectives(world):
     rank, size = world.rank, world.size
     assert world.all_gather(np.array([rank, -rank])).tolist() == [[r, -r] for r in range(size)]
@@ -166,5 +181,6 @@ with distributed.session(timeout=30) as world:
     check_collectives(world)
     if world.size > 1:
         check_one_message_a_peer(world)
+        check_a_slow_receiver(world)
         check_refusals(world)
     print("all checked", flush=True)

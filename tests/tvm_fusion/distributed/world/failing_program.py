@@ -81,6 +81,13 @@ def main() -> None:
             world.barrier()
         if MODE == "plans":
             world.agree(f"rows {3 + is_one}", "plans")
+        if MODE == "second hangs":
+            if world.rank == 2:
+                time.sleep(FOREVER)
+            messages = (Message(1, 0, "A", ((0, 1),)), Message(2, 0, "A", ((1, 2),)))
+            world.start(Exchange(4, messages), buffers)
+            world.finish(Exchange(4, messages))
+            time.sleep(0.5)  # it ends later than the one that waits
         rows = {"short message": 1, "long message": 3}.get(MODE, 2) if is_one else 2
         if world.rank < 2:
             world.start(halo(rows), buffers)

@@ -64,6 +64,14 @@ def test_the_first_of_several_that_wait() -> None:
 
 
 @needs_mpi
+def test_who_has_sent_is_not_waited_for() -> None:
+    outcome = run_ranks(3, PROGRAM, "second hangs")
+    assert outcome.code != 0
+    [line] = outcome.lines
+    assert "rank 0 of 3 waited 1 s for rank 2 in exchange 4; rank 2 is after exchange 3" in line
+
+
+@needs_mpi
 @pytest.mark.parametrize(
     ("mode", "text"),
     [

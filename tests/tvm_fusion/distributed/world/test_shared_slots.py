@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots of shared memory: both sides find the same one, and it holds one message at a time."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tvm_fusion.distributed.world import shared_slots
+from tvm_fusion.distributed.world.parcel import Parcel
+from tvm_fusion.distributed.world.shared_slots import (
+    MOST_BYTES,
+    NodeSlots,
+    SlotReceive,
+    SlotSend,
+    make_file,
+)
+
+RANKS = {4: 0, 6: 1, 9: 2}  # of one node of several
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(shared_slots, "_FOLDER", tmp_path)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    yield make_file(len(RANKS))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_both_sides_find_the_same_slot_and_no_other_pair_does(path: str) -> None:
+    nodes = {rank: NodeSlots(path, RANKS, rank) for rank in RANKS}
+    pairs = [(a, b) for a in RANKS for b in RANKS if a != b]
+    sizes = [(0, 100), (3, 7), (0, 50), (0, 5000), (3, 7)]
+    for source, dest in pairs:
+        for exchange, nbytes in sizes:
+            slot = nodes[source].outgoing(exchange, dest, nbytes)
+            assert slot is not None and not slot.is_full
+            slot.data[:nbytes] = 16 * source + dest
+            slot.send(nbytes)
+            there = nodes[dest].incoming(exchange, source, nbytes)
+            assert there is not None and there.is_full and there.nbytes == nbytes
+            assert set(there.data[:nbytes].tolist()) == {16 * source + dest}
+            there.take()
+            assert not slot.is_full
+            slot.data[:] = 255
+
+
+def test_what_mpi_sends(path: str) -> None:
+    node = NodeSlots(path, RANKS, 4)
+    assert node.outgoing(0, 5, 8) is None  # of another node
+    assert node.outgoing(0, 6, MOST_BYTES + 1) is None
+    slots = [node.outgoing(number, 6, MOST_BYTES) for number in range(20)]
+    assert slots[0] is not None and slots[-1] is None  # all memory of this pair is in use
+    assert node.outgoing(0, 6, MOST_BYTES) is slots[0]
+    assert node.outgoing(0, 9, MOST_BYTES) is not None
+
+
+def test_nothing_is_made_where_there_is_no_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(shared_slots, "_FOLDER", tmp_path)
+    assert make_file(1) == ""
+
+    def full(*_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert make_file(2) == "" and not list(tmp_path.iterdir())
+    monkeypatch.setattr(shared_slots, "_FOLDER", tmp_path / "none")
+    assert make_file(2) == ""
+    monkeypatch.undo()
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert make_file(2) == ""
+
+
+def test_parcels_through_a_slot(path: str) -> None:
+    """A part of an array arrives in one of another form; 600 messages overflow the counts."""
+    sides = NodeSlots(path, RANKS, 4), NodeSlots(path, RANKS, 6)
+    here, there = np.zeros((5, 6), "float32"), np.zeros((3, 4), "float32")
+    sent = Parcel(6, [here[1:4, 2:6]], lambda peer, n: sides[0].outgoing(1, peer, n))
+    got = Parcel(4, [there], lambda peer, n: sides[1].incoming(1, peer, n))
+    assert sent.slot is not None and got.slot is not None
+    send, receive = SlotSend(sent.slot, sent.nbytes), SlotReceive(got.slot)
+    for number in range(600):
+        here[...] = np.arange(30).reshape(5, 6) + number
+        assert send.Test() and not receive.Test()
+        sent.pack()
+        send.Start()
+        here[...] = -1
+        assert not send.Test() and receive.Test() and receive.Get_count() == 48
+        got.unpack()
+        np.testing.assert_array_equal(there, (np.arange(30).reshape(5, 6) + number)[1:4, 2:6])

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that the ranks of a node share: slots through which short parcels go.
+
+MPI copies a message between two ranks of a node twice, into memory that both share and out of it.
+Into a slot the sender packs, and out of it the receiver unpacks: two copies instead of four.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MOST_BYTES = 128 * 1024
+"""Of a parcel that goes through a slot; both sides have to choose alike."""
+
+_ARENA = 1 << 20  # bytes for all that a rank sends on its node
+_FOLDER = Path("/dev/shm")
+_LINE = 64  # a cache line: what the sender writes shares none with what the receiver writes
+_HEADER = 2 * _LINE
+_SENT, _SIZE, _TAKEN = 0, 8, _LINE  # places in the header
+_IN_ORDER = ("x86_64", "AMD64")
+"""Processors that let others see stores in their order. Elsewhere Python has no fence for them."""
+
+
+class Slot:
+    """Place of one message at a time from one rank to another.
+
+    Parameters
+    ----------
+    memory : memoryview
+        Header, then data; all of it 0 at first.
+
+    Attributes
+    ----------
+    data : np.ndarray
+        Bytes of the message; the sender's while the slot is empty, else the receiver's.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self.data = np.frombuffer(memory[_HEADER:], np.uint8)
+        self._counts = memory[:_HEADER]  # of messages, modulo 256
+        self._size = memory[_SIZE : _SIZE + 8].cast("Q")
+
+    @property
+    def is_full(self) -> bool:
+        """True from :meth:`send` to :meth:`take`."""
+        return self._counts[_SENT] != self._counts[_TAKEN]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message, as the sender has told."""
+        return self._size[0]
+
+    def send(self, nbytes: int) -> None:
+        """Hand the data to the receiver."""
+        self._size[0] = nbytes
+        self._counts[_SENT] = (self._counts[_TAKEN] + 1) % 256
+
+    def take(self) -> None:
+        """Give the slot back to the sender."""
+        self._counts[_TAKEN] = self._counts[_SENT]
+
+
+class SlotSend:
+    """Send through a slot, with those methods of a persistent request of MPI that are called."""
+
+    def __init__(self, slot: Slot, nbytes: int) -> None:
+        self._slot, self._nbytes = slot, nbytes
+
+    def Start(self) -> None:  # noqa: N802 - MPI's name
+        """Hand what was packed to the receiver."""
+        self._slot.send(self._nbytes)
+
+    def Test(self, status: Any = None) -> bool:  # noqa: N802
+        """Return whether the receiver has taken it, so that the next one may be packed."""
+        return not self._slot.is_full
+
+    def Free(self) -> None:  # noqa: N802
+        """Nothing: the slot is that of all exchanges of its number."""
+
+
+class SlotReceive:
+    """Receive through a slot, request and status of MPI at once."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+
+    def Start(self) -> None:  # noqa: N802
+        """Nothing: the sender needs no word."""
+
+    def Test(self, status: Any = None) -> bool:  # noqa: N802
+        """Return whether a message is there."""
+        return self._slot.is_full
+
+    def Get_count(self, datatype: Any = None) -> int:  # noqa: N802
+        """Return the bytes of the message."""
+        return self._slot.nbytes
+
+    def Free(self) -> None:  # noqa: N802
+        """Nothing: the slot is that of all exchanges of its number."""
+
+
+class NodeSlots:
+    """Slots of all pairs of ranks of a node, in a file that they share.
+
+    Both ranks of a pair ask for its slots in the same order, that of their exchanges, and so find
+    them at the same places.
+
+    Parameters
+    ----------
+    path : str
+        The file, of :func:`make_file`.
+    places : Mapping[int, int]
+        Ranks of this node, two or more, numbered from 0.
+    rank : int
+        This rank.
+    """
+
+    def __init__(self, path: str, places: Mapping[int, int], rank: int) -> None:
+        with open(path, "r+b") as file:
+            self._memory = memoryview(mmap.mmap(file.fileno(), 0))
+        self._places, self._rank = places, rank
+        self._quota = _ARENA // (len(places) - 1) // _LINE * _LINE
+        self._used: dict[tuple[int, int], int] = {}
+        self._slots: dict[tuple[int, int, int], Slot] = {}
+
+    def outgoing(self, exchange: int, peer: int, nbytes: int) -> Slot | None:
+        """Slot for what this rank sends to another one; None if MPI is to send it."""
+        return self._slot(exchange, self._rank, peer, nbytes)
+
+    def incoming(self, exchange: int, peer: int, nbytes: int) -> Slot | None:
+        """Slot for what this rank receives from another one; None if MPI is to receive it."""
+        return self._slot(exchange, peer, self._rank, nbytes)
+
+    def _slot(self, exchange: int, source: int, dest: int, nbytes: int) -> Slot | None:
+        if nbytes > MOST_BYTES or source not in self._places or dest not in self._places:
+            return None
+        slot = self._slots.get((exchange, source, dest))
+        if slot is None or slot.data.size < nbytes:
+            size = _HEADER + -(-nbytes // _LINE) * _LINE
+            begin = self._used.get((source, dest), 0)
+            if begin + size > self._quota:
+                return None
+            self._used[source, dest] = begin + size
+            row, column = self._places[source], self._places[dest]
+            begin += self._quota * (row * (len(self._places) - 1) + column - (column > row))
+            slot = Slot(self._memory[begin : begin + size])
+            self._slots[exchange, source, dest] = slot
+        return slot
+
+
+def make_file(ranks: int) -> str:
+    """Make the file of a node's slots and return its path; empty where there can be none."""
+    if ranks < 2 or platform.machine() not in _IN_ORDER:
+        return ""
+    try:
+        with tempfile.NamedTemporaryFile(prefix="tvm_fusion-", dir=_FOLDER, delete=False) as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, ranks * _ARENA)  # or pages may lack later
+            except OSError:
+                os.unlink(file.name)
+                return ""
+    except OSError:
+        return ""
+    return file.name
