@@ -35,7 +35,9 @@ def base_seconds(tables: Sequence[TableLookups], machine: Machine, is_backward: 
     levels = [float(sum(table.count * table.row_bytes for table in tables))]
     levels += [missing_bytes(tables, machine[f"capacity.{cache}"]) for cache in CACHES[1:]]
     from_level = [levels[0] - levels[1], levels[1] - levels[2], levels[2]]
-    streamed = sum(table.bags * table.row_bytes + _INDEX_BYTES * table.count for table in tables)
+    streamed = float(
+        sum(table.bags * table.row_bytes + _INDEX_BYTES * table.count for table in tables)
+    )
     if is_backward:  # gradients of all lookups are written and read, the rows read and written
         streamed += 2 * levels[0]
         from_level = [2 * size for size in from_level]
