@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from schedules.cost.json_file import read_json
-from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernels.embedding import predict_lookups
 from schedules.cost.machine import Machine
-from schedules.cost.registry import predict
+from schedules.cost.table_lookups import TableLookups
+from schedules.cost.trees import read_arrays
 
 from ..errors import PredictionError
 from .collectives import Collectives, all_to_all_bytes
@@ -46,17 +48,37 @@ class EmbeddingTable:
         Rows E and their width D, of float32.
     lookups : float
         Mean number L of rows that a sample looks up.
+    data : TableLookups, optional
+        Lookups of a batch of all ranks; without them all rows are equally likely.
     """
 
     name: str
     rows: int
     width: int
     lookups: float
+    data: TableLookups | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes of memory."""
         return self.rows * self.width * _BYTES
+
+    def batch_of(self, bags: int) -> TableLookups:
+        """Lookups of so many samples: those of its data, else of rows that are equally likely.
+
+        Raises
+        ------
+        PredictionError
+            If its data are of another number of samples.
+        """
+        if self.data is None:
+            return TableLookups(bags, self.rows, self.width, max(round(self.lookups * bags), 1))
+        if self.data.bags != bags:
+            raise PredictionError(
+                f"table {self.name!r}: its data are of {self.data.bags} samples; expected those of "
+                f"all ranks together, {bags}"
+            )
+        return self.data
 
 
 @dataclass(frozen=True)
@@ -110,11 +132,12 @@ class ShardingTask:
     machine: Machine
     ranks: int
     collectives: Collectives | None = None
+    _known: dict[tuple, float] = field(default_factory=dict, repr=False, compare=False)
 
     def sharding(self, name: str, ranks: Sequence[int]) -> Sharding:
         """Predict the iteration of a table's rank each."""
         parts = self._parts(ranks)
-        lookups = [[self._lookup(part, op) for part in parts] for op in _LOOKUPS]
+        lookups = [[self._lookup(part, back) for part in parts] for back in (False, True)]
         exchange = self._exchange(parts)
         graphs = [
             _iteration(rank, forward, backward, exchange)
@@ -133,7 +156,9 @@ class ShardingTask:
 
     @property
     def capacity(self) -> float:
-        """Bytes of tables that a rank may hold."""
+        """Bytes of tables that a rank may hold; any number on a CPU whose file does not say."""
+        if self.machine.kind == "cpu":
+            return MEMORY_SHARE * self.machine.get("capacity.memory", math.inf)
         return MEMORY_SHARE * self.machine["capacity.memory"]
 
     def _parts(self, ranks: Sequence[int]) -> list[list[EmbeddingTable]]:
@@ -142,18 +167,15 @@ class ShardingTask:
             parts[rank].append(table)
         return parts
 
-    def _lookup(self, tables: Sequence[EmbeddingTable], op: str) -> float:
-        """Seconds of one launch for the tables of a rank: the floor of a launch counts once."""
-        alike = Counter((table.rows, table.width, table.lookups) for table in tables)
-        floor = self.machine.get("launch_floor", 0.0)
-        total = 0.0
-        for (rows, width, lookups), count in alike.items():
+    def _lookup(self, tables: Sequence[EmbeddingTable], is_backward: bool) -> float:
+        """Seconds of one launch for the tables of a rank."""
+        key = tuple(tables), is_backward
+        if key not in self._known:
             bags = self.batch * self.ranks
-            read = bags * count * width * _BYTES * lookups
-            sizes = {"B": bags, "T": count, "E": rows, "L": max(round(lookups), 1), "D": width}
-            call = KernelCall(op, sizes, "float32", 0.0, read, bags * count * width * _BYTES)
-            total += max(predict(call, self.machine).seconds - floor, 0.0)
-        return total + floor if tables else 0.0
+            lookups = [table.batch_of(bags) for table in tables]
+            found = predict_lookups(lookups, self.machine, is_backward).seconds if tables else 0.0
+            self._known[key] = found
+        return self._known[key]
 
     def _exchange(self, parts: Sequence[Sequence[EmbeddingTable]]) -> float:
         """Seconds of the all-to-all of all results."""
@@ -166,9 +188,6 @@ class ShardingTask:
         if self.collectives is not None:
             return self.collectives.predict("all_to_all", self.ranks, message).seconds
         return message / self.machine["bandwidth.pcie"]
-
-
-_LOOKUPS = ("embedding_bag", "embedding_bag_backward")
 
 
 class _NoCosts:
@@ -277,7 +296,7 @@ def _neighbours(task: ShardingTask, now: Sharding) -> list[tuple[int, ...]]:
         own = now.ranks[index]
         for rank in range(task.ranks):
             if rank != own:
-                kind = table.rows, table.width, table.lookups, own, rank
+                kind = replace(table, name=""), own, rank
                 found[kind] = (*now.ranks[:index], rank, *now.ranks[index + 1 :])
     return list(found.values())
 
@@ -286,7 +305,8 @@ def load_tables(path: Path) -> tuple[tuple[EmbeddingTable, ...], int]:
     """Read tables and the batch of a rank.
 
     The file is ``{"batch": 4096, "tables": [{"name": "t", "rows": 1000000, "width": 64,
-    "lookups": 20}, ...]}``.
+    "lookups": 20}, ...]}``. In place of ``lookups`` a table may have ``data``, an ``.npz`` file
+    beside it with ``indices`` and ``offsets`` of a batch of all ranks.
 
     Raises
     ------
@@ -304,11 +324,26 @@ def load_tables(path: Path) -> tuple[tuple[EmbeddingTable, ...], int]:
 def _table(path: Path, index: int, entry: Any) -> EmbeddingTable:
     entry = entry if isinstance(entry, dict) else {}
     name = str(entry.get("name", index))
-    sizes = [
-        _positive(path, f"table {name!r}", part, entry.get(part), part != "lookups")
-        for part in ("rows", "width", "lookups")
-    ]
-    return EmbeddingTable(name, int(sizes[0]), int(sizes[1]), sizes[2])
+    where = f"table {name!r}"
+    rows, width = (
+        int(_positive(path, where, part, entry.get(part), whole=True)) for part in ("rows", "width")
+    )
+    if "data" not in entry:
+        lookups = _positive(path, where, "lookups", entry.get("lookups"), whole=False)
+        return EmbeddingTable(name, rows, width, lookups)
+    try:
+        arrays = read_arrays(path.parent / str(entry["data"]))
+        indices, offsets = (_array(arrays, part) for part in ("indices", "offsets"))
+        data = TableLookups.of(indices, offsets, rows, width)
+    except PredictionError as error:
+        raise PredictionError(f"{path}: {where}: {error}") from None
+    return EmbeddingTable(name, rows, width, data.count / data.bags, data)
+
+
+def _array(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    if name not in arrays:
+        raise PredictionError(f"its data have no array {name!r}")
+    return arrays[name]
 
 
 def _positive(path: Path, where: str, part: str, value: Any, whole: bool) -> float:

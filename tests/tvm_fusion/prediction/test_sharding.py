@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,3 +153,36 @@ def test_broken_files(tmp_path, data, reason: str) -> None:
     path.write_text("{")
     with pytest.raises(PredictionError, match="not JSON"):
         load_tables(path)
+
+
+def test_the_data_of_a_table_say_which_rows_are_hot(tmp_path) -> None:
+    random = np.random.default_rng(0)
+    offsets = np.arange(1024) * 20
+    shape = {"rows": 10**7, "width": 64}
+    for name, most in (("hot", 100), ("cold", 10**7)):
+        np.savez(tmp_path / name, indices=random.integers(most, size=20_480), offsets=offsets)
+    entries = [{"name": name, **shape, "data": f"{name}.npz"} for name in ("hot", "cold")]
+    file = tmp_path / "tables.json"
+    file.write_text(json.dumps({"batch": 512, "tables": entries}))
+    (hot, cold), batch = load_tables(file)
+    assert hot.lookups == cold.lookups == 20 and sum(hot.data.used) == 100
+    alone = [ShardingTask((one,), 1024, V100, 1).sharding("x", [0]).seconds for one in (hot, cold)]
+    assert alone[0] < alone[1] / 1.5
+    assert ShardingTask((hot, cold), batch, V100, 2).sharding("x", [0, 1]).balance < 0.9
+    with pytest.raises(PredictionError, match="'hot': its data are of 1024 samples; .* 512"):
+        ShardingTask((hot, cold), 256, V100, 2).sharding("x", [0, 1])
+
+
+def test_bad_data_of_a_table_are_refused(tmp_path) -> None:
+    np.savez(tmp_path / "few", indices=np.arange(20))
+    np.savez(tmp_path / "high", indices=np.arange(20), offsets=np.zeros(1, int))
+    for name, message in (
+        ("few.npz", "no array 'offsets'"),
+        ("high.npz", "expected rows 0 to 9"),
+        ("none.npz", "none.npz"),
+    ):
+        file = tmp_path / "tables.json"
+        table = {"name": "users", "rows": 10, "width": 4, "data": name}
+        file.write_text(json.dumps({"batch": 1, "tables": [table]}))
+        with pytest.raises(PredictionError, match=f"tables.json: table 'users': .*{message}"):
+            load_tables(file)

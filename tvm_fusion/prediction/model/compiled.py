@@ -17,14 +17,15 @@ from tvm.ir.transform import Pass
 from tvm.target import Target
 
 from schedules import cpu
+from schedules.cost.decisions import deciding_for
 from schedules.cost.kernel_call import KernelCall
 from schedules.cost.kernels.cpu_kernels import CONVOLUTIONS
 from schedules.cost.machine import Machine
 from schedules.cpu.core.machine import CPUInfo
+from schedules.gpu import CoalescedReduce
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.reduce.plan.configure import choose_config
+from schedules.gpu.reduce.plan.configure import read_configured
 from schedules.gpu.reduce.plan.group_workload import GroupWorkload
-from schedules.gpu.reduce.plan.read_group import read_group
 from schedules.gpu.reduce.plan.streaming_call import streaming_call
 from schedules.schedule_rule import RULE
 from schedules.tir.expression_walk import nodes
@@ -172,7 +173,8 @@ def lower_to_gpu_kernels(
 ) -> list[LoweredOp]:
     """Optimise a Relax module for a GPU, and describe its kernels.
 
-    Each comes with the library's kernel that it is compared with for an estimate.
+    Each comes with the library's kernel that it is compared with for an estimate. Reductions have
+    the configuration that a record, or the machine of the options, chooses.
 
     Parameters
     ----------
@@ -185,31 +187,32 @@ def lower_to_gpu_kernels(
     """
     plan = pipeline.phases(target, options)
     plan.pop("schedule")
-    mod = pipeline.run_phases(mod, target, plan)
-    costs = kernel_costs(mod)
+    rule = CoalescedReduce(options.records)
+    with deciding_for(options.machine):
+        mod = pipeline.run_phases(mod, target, plan)
+        costs = kernel_costs(mod)
+        called = [name for name in called_functions(mod) if name in costs]
+        configured = {name: rule.configure(mod[name], target) for name in set(called)}
     found: dict[str, LoweredOp] = {}
     ops = []
-    for name in called_functions(mod):
-        if name in costs:
-            if name not in found:
-                call = _by_work(name, "gpu", costs[name].cost, mod[name])
-                like = _library_call(call, costs[name].kernel, mod[name], target.host)
-                ours = replace(call, op=f"our {like.op}")
-                call = _one_pass_reduction(mod[name], GPUInfo.from_target(target), name) or ours
-                found[name] = _op(LoweredKernel(call, costs[name].operator, like))
-            ops.append(found[name])
+    for name in called:
+        if name not in found:
+            call = _by_work(name, "gpu", costs[name].cost, mod[name])
+            like = _library_call(call, costs[name].kernel, mod[name], target.host)
+            ours = replace(call, op=f"our {like.op}")
+            call = _one_pass_reduction(configured[name], target, name) or ours
+            found[name] = _op(LoweredKernel(call, costs[name].operator, like))
+        ops.append(found[name])
     return ops
 
 
-def _one_pass_reduction(func: tirx.PrimFunc, gpu: GPUInfo, name: str) -> KernelCall | None:
-    """Call of a kernel of reductions that reads its data once, for its own cost model."""
-    group = read_group(func)
-    workload = None if group is None else GroupWorkload.of(group)
-    if workload is None or not workload.is_static:
+def _one_pass_reduction(func: tirx.PrimFunc, target: Target, name: str) -> KernelCall | None:
+    """Call of a configured kernel of reductions that reads its data once, for its cost model."""
+    found = read_configured(func, GPUInfo.from_target(target))
+    workload = None if found is None else GroupWorkload.of(found[0])
+    if found is None or workload is None or not workload.is_static or workload.is_chain:
         return None
-    config = choose_config(workload, gpu)
-    merged = workload.one_stage if config.is_online else workload
-    return None if merged is None or merged.is_chain else streaming_call(merged, config, name)
+    return streaming_call(workload, found[1], name)
 
 
 def _library_call(

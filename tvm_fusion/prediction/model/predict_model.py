@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from schedules.cost import registry
+from schedules.cost.kernels.gpu_kernels import has_latencies
 from schedules.cost.machine import Machine
 from schedules.cost.prediction import Prediction
 
@@ -189,7 +190,10 @@ def predict_on(
         ops = lower_to_eager(imported.mod)
     elif found.kind == "gpu":
         target = gpu_target(found)
-        ops = lower_to_gpu_kernels(imported.mod, target, pipeline.Options(fuse=fuse))
+        decides = found if has_latencies(found) else None
+        known = choose_records(records, target)
+        options = pipeline.Options(fuse=fuse, records=known, machine=decides)
+        ops = lower_to_gpu_kernels(imported.mod, target, options)
     else:
         target = cpu_target(found)
         known = choose_records(records, target)

@@ -12,6 +12,7 @@ import tvm_fusion
 from examples.wide_and_deep import wide_and_deep
 from schedules.cost.machine import Figure
 from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.compiler.explain.explain_gpu import explain_kernels
 from tvm_fusion.errors import InvalidModelError, PredictionError, TargetError
 from tvm_fusion.prediction.machines import cpu_target, find_machine
 
@@ -66,6 +67,15 @@ def test_our_reductions_on_a_gpu_have_a_model_of_their_own():
     few = {name: one for name, one in machine.figures.items() if name != "latency.L2"}
     [row] = predict(replace(machine, figures=few), long_sums()).kernels
     assert row.model.startswith("estimate, as layer_norm")
+
+
+def test_gpu_kernels_are_those_that_compile_chooses_for_the_machine():
+    report = explain_kernels(long_sums(), "cuda", machine="l4")
+    [choice] = [one for one in report["decisions"] if one["decision"] in ("split", "finish")]
+    assert choice["seconds"][choice["chosen"]] == min(choice["seconds"].values())
+    [row] = [row for row in predict("l4", long_sums()).kernels if row.op == "gpu.reduce"]
+    assert row.seconds == pytest.approx(choice["seconds"][choice["chosen"]])
+    assert row.seconds < 0.95 * max(choice["seconds"].values())
 
 
 def test_lookups_count_the_rows_that_they_read():

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted and measured times of PyTorch's lookups of embedding bags on this CPU.
+
+    python examples/benchmarks/predict_lookups.py --seconds 120   # measures; again for more
+    python examples/benchmarks/predict_lookups.py --seconds 0 --train
+
+A launch is one to eight tables of random sizes, with rows that are equally likely or follow a Zipf
+law, and batches that differ. Backward is the gradient of the rows and their update by plain SGD.
+Measured times are kept in ``--launches``. ``--train`` writes the kernel models from four fifths of
+the launches (needs xgboost) and results/CPU/predict_lookups.json: errors on the last fifth by the
+data of each batch, and without them, beside the difference of two measurements of the same batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.prediction.data import errors  # noqa: E402
+from schedules.cost.kernels.cpu_lookups import (  # noqa: E402
+    RANGES,
+    base_seconds,
+    features,
+    size_features,
+    sizes_of,
+)
+from schedules.cost.machine import Machine, load_machine  # noqa: E402
+from schedules.cost.table_lookups import TableLookups  # noqa: E402
+from tvm_fusion.cli.json_text import json_text  # noqa: E402
+from tvm_fusion.machine.host import host_cpu  # noqa: E402
+from tvm_fusion.machine.host_info import host_info  # noqa: E402
+from tvm_fusion.written_aside import written_aside  # noqa: E402
+
+THREADS = 2
+BATCHES = 3  # of a launch, one after the other, so that none finds its own rows in the cache
+ROUNDS = 8
+ARENA = 1 << 30  # bytes in which all tables lie
+MOST = 48 << 20  # bytes of rows that a launch reads
+WIDTHS = (16, 32, 64, 128, 256)
+SEEDS = (0, 1, 2)
+DIRECTIONS = ("forward", "backward")
+PARAMETERS = {"max_depth": 6, "eta": 0.06, "subsample": 0.8, "colsample_bynode": 0.5}
+TREES = 300
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class Launch:
+    """Tables and batches of one launch.
+
+    Parameters
+    ----------
+    rows, widths : list of int
+        Of each table.
+    batches : list of list of tuple
+        Indices and offsets of each table, for each batch.
+    """
+
+    rows: list[int]
+    widths: list[int]
+    batches: list[list[Batch]]
+
+    @property
+    def lookups(self) -> list[list[TableLookups]]:
+        """What the model is told of each batch."""
+        return [
+            [
+                TableLookups.of(indices.numpy(), offsets.numpy(), rows, width)
+                for (indices, offsets), rows, width in zip(
+                    batch, self.rows, self.widths, strict=True
+                )
+            ]
+            for batch in self.batches
+        ]
+
+
+def draw(seed: int) -> Launch:
+    """Draw a launch; the same for the same seed."""
+    random = np.random.default_rng(seed)
+    while True:
+        count = 1 if random.random() < 0.6 else int(random.integers(2, 9))
+        bags = int(2 ** random.uniform(4, 12))
+        rows = [int(10 ** random.uniform(3, 6.6)) for _ in range(count)]
+        widths = [int(random.choice(WIDTHS)) for _ in range(count)]
+        lookups = [2 ** random.uniform(0, 6.6) for _ in range(count)]
+        held = sum(4 * e * d for e, d in zip(rows, widths, strict=True))
+        read = sum(4 * bags * n * d for n, d in zip(lookups, widths, strict=True))
+        if held <= ARENA and read <= MOST:
+            break
+    skews = [0.0 if random.random() < 0.25 else random.uniform(0, 1.5) for _ in range(count)]
+    batches = [
+        [
+            (torch.from_numpy(zipf(random, int(sizes.sum()), e, skew)), _offsets(sizes))
+            for e, mean, skew in zip(rows, lookups, skews, strict=True)
+            for sizes in [_bag_sizes(random, bags, mean)]
+        ]
+        for _ in range(BATCHES)
+    ]
+    return Launch(rows, widths, batches)
+
+
+def _bag_sizes(random: np.random.Generator, bags: int, mean: float) -> np.ndarray:
+    if bags % 2:
+        return np.full(bags, max(1, round(mean)))
+    return np.maximum(random.poisson(mean, bags), 1)
+
+
+def _offsets(sizes: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.cumsum(sizes) - sizes)
+
+
+def zipf(random: np.random.Generator, count: int, rows: int, skew: float) -> np.ndarray:
+    """Rows whose probability falls with the power ``skew`` of their rank; ranks lie anywhere."""
+    share = random.random(count)
+    if skew == 0:
+        return (share * rows).astype(np.int64)
+    if abs(skew - 1) < 1e-3:
+        rank = np.exp(share * np.log(rows + 1))
+    else:
+        rank = (share * ((rows + 1) ** (1 - skew) - 1) + 1) ** (1 / (1 - skew))
+    rank = np.minimum(rank.astype(np.int64) - 1, rows - 1)
+    return (rank * 2654435761) % rows if rows % 2654435761 else rank
+
+
+def tables_in(arena: torch.Tensor, launch: Launch) -> list[torch.Tensor]:
+    """Tables of a launch, one after the other in one piece of memory."""
+    found, at = [], 0
+    for rows, width in zip(launch.rows, launch.widths, strict=True):
+        found.append(arena[at : at + rows * width].view(rows, width))
+        at += rows * width
+    return found
+
+
+def forward(tables: list[torch.Tensor], batch: list[Batch]) -> Callable[[], None]:
+    """Lookups of one batch."""
+    lookup = torch.ops.aten._embedding_bag_forward_only.default
+
+    def run() -> None:
+        for table, (indices, offsets) in zip(tables, batch, strict=True):
+            lookup(table, indices, offsets, False, 0, True, None, False, -1)
+
+    return run
+
+
+def backward(tables: list[torch.Tensor], batch: list[Batch]) -> Callable[[], None]:
+    """Sparse gradients of one batch, and the update of the rows by them."""
+    gradient = torch.ops.aten._embedding_bag_backward.default
+    parts = []
+    for table, (indices, offsets) in zip(tables, batch, strict=True):
+        out, bag, size, most = torch.ops.aten._embedding_bag.default(
+            table, indices, offsets, False, 0, True, None, False, -1
+        )
+        parts.append((table, torch.full_like(out, 1e-3), indices, offsets, bag, size, most))
+
+    def run() -> None:
+        for table, *operands in parts:
+            found = gradient(*operands, table.shape[0], False, 0, True, None, -1)
+            table.add_(found, alpha=-1e-6)
+
+    return run
+
+
+def measure(arena: torch.Tensor, seed: int) -> dict[str, Any]:
+    """Microseconds of each batch, forward and backward: medians of even and odd rounds."""
+    launch = draw(seed)
+    tables = tables_in(arena, launch)
+    result: dict[str, Any] = {"seed": seed}
+    for name, prepare in zip(DIRECTIONS, (forward, backward), strict=True):
+        runs = [prepare(tables, batch) for batch in launch.batches]
+        for run in runs:
+            run()
+        times = [[_timed(run) for run in runs] for _ in range(ROUNDS)]
+        halves = [np.median(times[half::2], axis=0) for half in (0, 1)]
+        result[name] = [[round(float(t) * 1e6, 2) for t in half] for half in halves]
+    return result
+
+
+def _timed(run: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def measure_more(launches: list[dict[str, Any]], seconds: float) -> None:
+    """Measure launches for so many seconds, and add them."""
+    torch.set_num_threads(THREADS)
+    arena = torch.full((ARENA // 4,), 1e-3)
+    end = time.monotonic() + seconds
+    with torch.no_grad():
+        while time.monotonic() < end:
+            launches.append(measure(arena, len(launches)))
+
+
+@dataclass
+class Rows:
+    """Batches as rows of a training: features, least seconds, measured ones, and by what split."""
+
+    by_data: np.ndarray
+    by_sizes: np.ndarray
+    base: dict[str, np.ndarray]
+    measured: dict[str, np.ndarray]
+    repeat: dict[str, np.ndarray]
+    held: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def rows_of(launches: list[dict[str, Any]], machine: Machine) -> Rows:
+    """Draw the launches again, and describe each of their batches."""
+    found: dict[str, list[Any]] = {name: [] for name in ("data", "sizes", "held", "low", "high")}
+    base: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
+    times: dict[str, list[list[float]]] = {name: [] for name in DIRECTIONS}
+    for entry in launches:
+        for number, tables in enumerate(draw(entry["seed"]).lookups):
+            equal = [TableLookups(t.bags, t.rows, t.width, t.count) for t in tables]
+            found["data"].append(features(tables, machine))
+            found["sizes"].append(
+                np.append(size_features(tables, machine), base_seconds(equal, machine, False))
+            )
+            low, high = sizes_of(tables)
+            found["low"].append(low)
+            found["high"].append(high)
+            found["held"].append(entry["seed"] % 5 == 0)
+            for name in DIRECTIONS:
+                base[name].append(base_seconds(tables, machine, name == "backward"))
+                times[name].append([half[number] * 1e-6 for half in entry[name]])
+    halves = {name: np.array(times[name]) for name in DIRECTIONS}
+    return Rows(
+        np.array(found["data"]),
+        np.array(found["sizes"]),
+        {name: np.array(base[name]) for name in DIRECTIONS},
+        {name: halves[name].mean(axis=1) for name in DIRECTIONS},
+        {name: np.abs(halves[name][:, 0] / halves[name][:, 1] - 1) for name in DIRECTIONS},
+        np.array(found["held"]),
+        np.min(found["low"], axis=0),
+        np.max(found["high"], axis=0),
+    )
+
+
+def fit(rows: np.ndarray, target: np.ndarray, held: np.ndarray, seed: int) -> tuple[Any, Any]:
+    """Trees trained on what is not held out, as arrays, and what they predict of all rows."""
+    import xgboost
+
+    from examples.benchmarks.prediction.train import arrays_of
+    from schedules.cost.trees import trees_from_arrays
+
+    parameters = {**PARAMETERS, "tree_method": "hist", "nthread": THREADS, "seed": seed}
+    parameters |= {"min_child_weight": 3, "base_score": float(target[~held].mean())}
+    matrix = xgboost.DMatrix(rows[~held].astype(np.float32), target[~held])
+    arrays = arrays_of(xgboost.train(parameters, matrix, TREES))
+    return arrays, trees_from_arrays(arrays)(rows)
+
+
+def train(rows: Rows, direction: str) -> dict[str, Any]:
+    """Train one direction three times, keep the median model, and tell the errors."""
+    from examples.benchmarks.prediction.train import intervals
+
+    held, measured, base = rows.held, rows.measured[direction], rows.base[direction]
+    trained = []
+    for seed in SEEDS:
+        arrays, found = fit(rows.by_data, np.log(measured / base), held, seed)
+        predicted = base * np.exp(found)
+        trained.append((errors(measured[held], predicted[held]), arrays, predicted[held]))
+    trained.sort(key=lambda one: one[0]["gmae"])
+    figures, arrays, predicted = trained[len(trained) // 2]
+    without = []
+    for seed in SEEDS:
+        _, found = fit(rows.by_sizes, np.log(measured), held, seed)
+        without.append(errors(measured[held], np.exp(found)[held]))
+    ends = intervals(measured[held], predicted, base[held])
+    zero = np.zeros(1)
+    arrays |= {"harness": zero, "latency": zero, "low": rows.low, "high": rows.high, **ends}
+    return {
+        "arrays": arrays,
+        "errors": {
+            "by_the_data": figures,
+            "three_trainings_gmae": [one[0]["gmae"] for one in trained],
+            "by_sizes_alone": sorted(without, key=lambda one: one["gmae"])[1],
+            "by_traffic": errors(measured[held], base[held]),
+            "repeat": {
+                "gmae": round(
+                    100 * float(np.exp(np.log(rows.repeat[direction][held] + 4e-4).mean())), 2
+                ),
+                "mape": round(100 * float(rows.repeat[direction][held].mean()), 2),
+            },
+        },
+    }
+
+
+def write_model(direction: str, found: dict[str, Any], rows: Rows, machine: Machine) -> None:
+    """Write a model and its report beside the others."""
+    import xgboost
+
+    from schedules.cost.learned import FOLDER
+
+    kernel = "lookup_backward" if direction == "backward" else "lookup"
+    path = FOLDER / f"{kernel}-float32-{machine.name}.npz"
+    with written_aside(path) as aside, aside.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **found["arrays"])
+    ranges = zip(RANGES, rows.low.tolist(), rows.high.tolist(), strict=True)
+    report = {
+        "kernel": kernel,
+        "dtype": "float32",
+        "machines": [machine.name],
+        "data": "measured: examples/benchmarks/predict_lookups.py",
+        "rows": len(rows.held),
+        "ranges": {name: [low, high] for name, low, high in ranges},
+        "command": "python examples/benchmarks/predict_lookups.py --seconds 0 --train",
+        "xgboost": xgboost.__version__,
+        "split": "a fifth of the launches is held out",
+        "held_out": found["errors"]["by_the_data"],
+        **found["errors"],
+    }
+    with written_aside(path.with_suffix(".json")) as aside:
+        aside.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def table_of(results: dict[str, Any]) -> Table:
+    """GMAE and MAPE of each direction and model."""
+    table = Table("lookups", "by", "GMAE %", "MAPE %")
+    for direction, found in results.items():
+        for by, entry in found.items():
+            if isinstance(entry, dict):
+                table.add_row(direction, by, f"{entry['gmae']:.2f}", f"{entry['mape']:.2f}")
+    return table
+
+
+def main() -> int:
+    """Measure, and train if asked to."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--seconds", type=float, default=120, help="of measuring (default: 120)")
+    options.add_argument("--train", action="store_true", help="write the models")
+    options.add_argument("--launches", type=Path, default=Path("build/lookups.json"))
+    options.add_argument("--output", type=Path, default=CPU_FOLDER / "predict_lookups.json")
+    chosen = options.parse_args()
+    file = chosen.launches
+    launches: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+    if chosen.seconds:
+        measure_more(launches, chosen.seconds)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(file) as aside:
+            aside.write_text(json.dumps(launches))
+    print(f"{len(launches)} launches of {BATCHES} batches in {file}")
+    if chosen.train:
+        machine = load_machine(host_cpu())
+        rows, results = rows_of(launches, machine), {}
+        for direction in DIRECTIONS:
+            found = train(rows, direction)
+            write_model(direction, found, rows, machine)
+            results[direction] = found["errors"]
+        settings = {"machine": host_info(), "torch": torch.__version__, "threads": THREADS}
+        settings |= {"launches": len(launches), "batches": BATCHES}
+        with written_aside(chosen.output) as aside:
+            aside.write_text(json_text({"settings": settings, "results": results}))
+        Console(width=100).print(table_of(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uses of rows in a batch, by hand and for equally likely rows, and what caches lack."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedules.cost.kernels.embedding import hit_rate_of, predict_lookups
+from schedules.cost.machine import load_machine
+from schedules.cost.table_lookups import BINS, TableLookups, missing_bytes
+from schedules.errors import PredictionError
+
+# Row 5 is used seven times, row 0 three times, rows 2 and 9 once.
+BATCH = TableLookups.of([5, 5, 0, 5, 2, 5, 5, 0, 5, 9, 0, 5], [0, 4, 4], rows=10, width=16)
+
+
+def test_rows_are_counted_by_their_uses():
+    assert (BATCH.bags, BATCH.count) == (3, 12)
+    assert BATCH.used[:4] == (2, 1, 1, 0) and BATCH.uses[:4] == (2, 3, 7, 0)
+    assert BATCH.reuse_factors[:3] == (0.5, 0.25, 0.25) and sum(BATCH.reuse_factors) == 1
+
+
+def test_caches_keep_the_rows_used_most():
+    # A row of 16 floats is one line: none, the hottest, the two hottest, one and a half of the two.
+    assert [missing_bytes([BATCH], 64 * rows) / 64 for rows in (0, 1, 2, 3, 4)] == [12, 5, 2, 1, 0]
+    assert missing_bytes([BATCH, BATCH], 128) / 64 == 10
+    # The first use of a row misses, too: two misses of rows that stay, five of others.
+    assert hit_rate_of(BATCH, 1) == pytest.approx(1 - 6 / 12)
+    assert hit_rate_of(BATCH, 4) == pytest.approx(1 - 4 / 12)
+
+
+@given(rows=st.integers(1, 3000), count=st.integers(1, 20_000), seed=st.integers(0, 9))
+def test_equally_likely_rows_have_the_bins_of_a_draw(rows, count, seed):
+    drawn = np.random.default_rng(seed).integers(rows, size=count)
+    measured = TableLookups.of(drawn, [0], rows, 8).histogram
+    expected = TableLookups(1, rows, 8, count).histogram
+    assert expected[1].sum() == pytest.approx(count)
+    for one, other in zip(measured, expected, strict=True):
+        assert one.shape == other.shape == (BINS,)
+        assert np.abs(np.cumsum(one) - np.cumsum(other)).max() <= 0.1 * one.sum() + 8
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("name", ["znver4", "znver3", "v100"])
+def test_batches_that_repeat_rows_are_faster(name, is_backward):
+    machine = load_machine(name)
+    random, shape = np.random.default_rng(0), (2_000_000, 64)
+    spread = random.integers(shape[0], size=200_000)
+    offsets = np.arange(0, 200_000, 20)
+    few = TableLookups.of(spread % 500, offsets, *shape)
+    many = TableLookups.of(spread, offsets, *shape)
+    fast, slow = (predict_lookups([one], machine, is_backward) for one in (few, many))
+    assert fast.seconds < 0.8 * slow.seconds
+    assert 0 < fast.low < fast.seconds < fast.high
+    equal = TableLookups(len(offsets), *shape, 200_000)
+    assert predict_lookups([equal], machine, is_backward).seconds == pytest.approx(
+        slow.seconds, rel=0.1
+    )
+
+
+@pytest.mark.parametrize("name", ["znver4", "v100"])
+def test_tables_of_different_sizes_are_one_launch(name):
+    machine = load_machine(name)
+    tables = [TableLookups(512, 10**n, 16 * n, 512 * n) for n in (3, 4, 5, 6)]
+    together = predict_lookups(tables, machine, False).seconds
+    apart = [predict_lookups([one], machine, False).seconds for one in tables]
+    assert max(apart) < together < 1.5 * sum(apart)
+
+
+def test_bad_batches_are_refused():
+    for indices, offsets, message in (
+        ([1, 10], [0], "indices from 1 to 10; expected rows 0 to 9"),
+        ([-1], [0], "indices from -1"),
+        ([1, 2], [1], "begin with 0"),
+        ([1, 2], [0, 2, 1], "never descend"),
+        ([1, 2], [0, 3], "offset 3 lies after all 2 indices"),
+        ([1.5], [0], "vector of integers"),
+        ([[1]], [0], "indices of shape"),
+    ):
+        with pytest.raises(PredictionError, match=message):
+            TableLookups.of(indices, offsets, 10, 4)
+    with pytest.raises(PredictionError, match="rows is 0"):
+        TableLookups(1, 0, 4, 1)
+    with pytest.raises(PredictionError, match="1 of 2 lookups are in the bins"):
+        TableLookups(1, 9, 4, 2, (1.0, *[0.0] * 16), (1.0, *[0.0] * 16))
+    with pytest.raises(PredictionError, match="in no tables"):
+        predict_lookups([], load_machine("v100"), False)
