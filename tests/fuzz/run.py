@@ -3,7 +3,8 @@
 
 Nothing may be printed on the way.
 
-    python tests/fuzz/run.py [--cases 10000] [--seed 0] [--limit 120] [--jobs 1] [--log FILE]
+    python tests/fuzz/run.py [--cases 10000] [--seed 0] [--first 0] [--limit 120] [--jobs 1]
+                             [--log FILE]
 
 The models are ONNX's own test cases and a small network, damaged by ``mutations.py``; case number
 N of a seed is always the same. Worker processes take them one after the other; if one dies, or
@@ -180,6 +181,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0, help="of the cases")
+    parser.add_argument("--first", type=int, default=0, help="case of the seed to begin with")
     parser.add_argument("--limit", type=float, default=120, help="seconds a case")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
     parser.add_argument("--log", type=Path, help="file of outcomes, which a second run continues")
@@ -188,8 +190,8 @@ def main() -> int:
     if arguments.only is not None:
         print(*attempt(arguments.only), sep="\n")
         return 0
-    first = arguments.seed * 1_000_000
-    numbers = range(first, first + arguments.cases)
+    seed = arguments.seed * 1_000_000
+    numbers = range(seed + arguments.first, seed + arguments.cases)
     logged = read_log(arguments.log) if arguments.log else []
     done = [found for found in logged if found.case in numbers]
     left = sorted(set(numbers) - {found.case for found in done})

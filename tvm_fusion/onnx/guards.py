@@ -17,6 +17,7 @@ from .operator_checks import refuse_nodes
 from .rewrites.arithmetic.division import division_problem
 from .rewrites.arithmetic.wider_types import sort_problem
 from .rewrites.control_flow.loops import loop_problem
+from .rewrites.determinant import determinant_problem
 from .rewrites.fourier import fourier_problem
 from .rewrites.indexing.sequences import sequence_problem
 from .rewrites.indexing.unique import unique_problem
@@ -120,6 +121,7 @@ _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "DFT": fourier_problem,
     "DeformConv": deform_conv_problem,
     "DequantizeLinear": blocks_problem,
+    "Det": determinant_problem,
     "Div": division_problem,
     "Dropout": _training,
     "GRU": recurrent_problem,

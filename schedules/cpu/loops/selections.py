@@ -46,7 +46,7 @@ def find_nonzero(shape: Sequence[Extent], dtype: str) -> tirx.PrimFunc:
         ``main(x, places, size)``: ``places`` int64 [elements, rank], the coordinates in row-major
         order; ``size`` int64 [2].
     """
-    shape = _own_extents(shape)
+    shape = own_extents(shape)
     total = _product(shape)
     buffers: Shapes = {
         "x": (shape, dtype),
@@ -63,7 +63,7 @@ def find_nonzero(shape: Sequence[Extent], dtype: str) -> tirx.PrimFunc:
             with T.If(chosen), T.Then():
                 _append(places, size, indices)
 
-    return _kernel("NonZero", buffers, write)
+    return cpu_kernel("NonZero", buffers, write)
 
 
 def suppress_boxes(
@@ -95,8 +95,8 @@ def suppress_boxes(
     -----
     A box without area suppresses none, and corners may come in any order, as in ONNX Runtime.
     """
-    batch, classes, boxes = _own_extents((batch, classes, boxes))
-    kept = tirx.min(_long(most), boxes)
+    batch, classes, boxes = own_extents((batch, classes, boxes))
+    kept = tirx.min(long(most), boxes)
     buffers: Shapes = {
         "boxes": ((batch, boxes, 4), dtype),
         "scores": ((batch, classes, boxes), dtype),
@@ -123,7 +123,7 @@ def suppress_boxes(
             with T.If(rank == 0), T.Then():
                 T.buffer_store(start, size[0], [0])
             box = order[image, kind, rank]
-            room = size[0] - start[0] < _long(most)
+            room = size[0] - start[0] < long(most)
             T.buffer_store(is_kept, tirx.all(room, scores[image, kind, box] > score[0]), [0])
             with T.If(is_kept[0]), T.Then():
                 with T.serial(start[0], size[0]) as other:
@@ -136,19 +136,19 @@ def suppress_boxes(
                 with T.If(is_kept[0]), T.Then():
                     _append(found, size, (image, kind, box))
 
-    return _kernel("NonMaxSuppression", buffers, write)
+    return cpu_kernel("NonMaxSuppression", buffers, write)
 
 
 def _begin(size: tirx.Buffer, columns: int) -> None:
     for axis, extent in enumerate((0, columns)):
-        T.buffer_store(size, _long(extent), [axis])
+        T.buffer_store(size, long(extent), [axis])
 
 
 def _append(rows: tirx.Buffer, size: tirx.Buffer, values: Sequence[tirx.Expr]) -> None:
     """Write a row behind the others, and count it."""
     for column, value in enumerate(values):
         T.buffer_store(rows, tirx.Cast("int64", value), [size[0], column])
-    T.buffer_store(size, size[0] + _long(1), [0])
+    T.buffer_store(size, size[0] + long(1), [0])
 
 
 def _corners(box: Sequence[tirx.Expr], centred: bool, dtype: str) -> list[tirx.Expr]:
@@ -173,7 +173,8 @@ def _overlaps(
     return tirx.all(*has_area, shared / union > most)
 
 
-def _kernel(operator: str, shapes: Shapes, write: Callable[..., None]) -> tirx.PrimFunc:
+def cpu_kernel(operator: str, shapes: Shapes, write: Callable[..., None]) -> tirx.PrimFunc:
+    """Function ``main`` of buffers, whose body ``write`` emits, for CPUs only."""
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
             T.func_name("main")
@@ -191,10 +192,10 @@ def _kernel(operator: str, shapes: Shapes, write: Callable[..., None]) -> tirx.P
     return builder.get().without_attr("global_symbol")
 
 
-def _own_extents(shape: Sequence[Extent]) -> list[Extent]:
+def own_extents(shape: Sequence[Extent]) -> list[Extent]:
     """The extents, with a variable of the kernel's own for each that is no number."""
     return [
-        _long(int(extent))
+        long(int(extent))
         if isinstance(extent, int | tirx.IntImm)
         else tirx.Var(f"extent_{axis}", "int64")
         for axis, extent in enumerate(shape)
@@ -205,5 +206,6 @@ def _product(extents: Sequence[Extent]) -> Extent:
     return reduce(lambda a, b: a * b, extents)
 
 
-def _long(value: int) -> tirx.Expr:
+def long(value: int) -> tirx.Expr:
+    """A constant of int64."""
     return tirx.const(value, "int64")

@@ -192,7 +192,7 @@ def test_reductions(opset: int) -> None:
 def test_reductions_of_nothing() -> None:
     """Sums are 0, products 1, and the largest of no number is minus infinity."""
     constants = {"empty": np.zeros((2, 0, 3), np.float32), "axes": int64(1)}
-    names = [name for name in REDUCTIONS if name not in ("Mean", "LogSumExp")]
+    names = [name for name in REDUCTIONS if name != "Mean"]
     nodes = [node(f"Reduce{name}", "empty axes", name.lower(), keepdims=0) for name in names]
     nodes = [*nodes, node("Relu", "x", "y")]
     feeds = {"x": normal(3)}

@@ -246,7 +246,7 @@ def test_weights_that_do_not_fill_their_shape() -> None:
 def test_all_unsupported_operators_in_one_error() -> None:
     nodes = [
         helper.make_node("Relu", ["x"], ["a"], name="fine"),
-        helper.make_node("Det", ["a"], ["b"], name="once"),
+        helper.make_node("Bernoulli", ["a"], ["b"], name="once"),
         helper.make_node("Magic", ["b"], ["c"], domain="com.example"),
         helper.make_node("RandomUniformLike", ["c"], ["y"], name="draw"),
     ]
@@ -257,7 +257,7 @@ def test_all_unsupported_operators_in_one_error() -> None:
     reason = "this operator has no translation"
     assert str(caught.value).splitlines() == [
         "3 nodes of the model cannot be imported; export it with other operators:",
-        f"  node 'once': Det of ai.onnx, opset 15: {reason}",
+        f"  node 'once': Bernoulli of ai.onnx, opset 15: {reason}",
         f"  the unnamed node that computes 'c': Magic of com.example, opset 4: {reason}",
         f"  node 'draw': RandomUniformLike of ai.onnx, opset 15: {reason}",
     ]
@@ -276,11 +276,10 @@ def test_unsupported_operator_inside_of_a_branch_is_named() -> None:
             [node], op_type, [], [helper.make_tensor_value_info("r", TensorProto.FLOAT, None)]
         )
 
-    node = helper.make_node(
-        "If", ["c"], ["y"], then_branch=branch("Relu"), else_branch=branch("Det"), name="choice"
-    )
+    branches = {"then_branch": branch("Relu"), "else_branch": branch("Bernoulli")}
+    node = helper.make_node("If", ["c"], ["y"], name="choice", **branches)
     model = onnx_model([node], {"x": (2, 2)}, ["y"], {"c": np.array(True)})
-    with pytest.raises(UnsupportedOperatorError, match="node 'inner_Det': Det of ai.onnx"):
+    with pytest.raises(UnsupportedOperatorError, match="node 'inner_Bernoulli': Bernoulli of"):
         import_onnx(model)
 
 

@@ -29,6 +29,7 @@ MAX_BYTES = 2**31 - 1
 PACKED_BITS = {
     **dict.fromkeys(("INT4", "UINT4", "FLOAT4E2M1"), 4),
     **dict.fromkeys(("INT2", "UINT2"), 2),
+    **dict.fromkeys(("FLOAT6E2M3", "FLOAT6E3M2"), 6),
 }
 """Element types of which several share a byte in a file."""
 

@@ -28,9 +28,10 @@ FOLDABLE = frozenset(
     """Abs Add And ArgMax ArgMin Cast CastLike Ceil Clip Concat Constant ConstantOfShape Cos CumSum
     DequantizeLinear Div Equal Exp Expand EyeLike Flatten Floor Gather GatherElements GatherND
     Greater GreaterOrEqual Identity IsInf IsNaN Less LessOrEqual Log Max MelWeightMatrix Min Mod
-    Mul Neg NonZero Not Or Pad Pow Range Reciprocal ReduceMax ReduceMean ReduceMin ReduceProd
-    ReduceSum Relu Reshape Round ScatterElements ScatterND Shape Sigmoid Sign Sin Size Slice Split
-    Sqrt Squeeze Sub Sum Tanh Tile Transpose Trilu Unique Unsqueeze Where Xor""".split()
+    Mul Neg NonZero Not Or Pad Pow Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp
+    ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Round
+    ScatterElements ScatterND Shape Sigmoid Sign Sin Size Slice Split Sqrt Squeeze Sub Sum Tanh Tile
+    Transpose Trilu Unique Unsqueeze Where Xor""".split()
 )
 
 BROADCASTING = frozenset(

@@ -21,6 +21,7 @@ from ..model.graph_edits import attribute
 from ..model.tensor_facts import GraphFacts
 from .arithmetic.narrow_types import ROUND, translate_round
 from .arithmetic.saturation import SATURATE, translate_saturate
+from .determinant import translate_determinant
 from .expansion import Expansion
 from .indexing.wide_concat import WIDE_CONCAT, translate_wide_concat
 from .open_sizes import translate_compress, translate_nonzero, translate_suppression
@@ -79,6 +80,7 @@ OWN_OPS: dict[str, Translation] = {
     "BitCast": translate_bit_cast,
     "Compress": translate_compress,
     "CumProd": translate_cumulative_product,
+    "Det": translate_determinant,
     "DeformConv": translate_deform_conv,
     "NonMaxSuppression": translate_suppression,
     "NonZero": translate_nonzero,

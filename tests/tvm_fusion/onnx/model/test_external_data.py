@@ -111,7 +111,9 @@ def test_no_more_is_read_than_the_tensor_takes(folder: Path) -> None:
     np.testing.assert_array_equal(run_relax(import_onnx(path), [zeros])[0], normal(512))
 
 
-@pytest.mark.parametrize(("kind", "count"), [("INT4", 3), ("UINT2", 5), ("DOUBLE", 1)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [("INT4", 3), ("UINT2", 5), ("FLOAT6E2M3", 2), ("DOUBLE", 1)]
+)
 def test_packed_elements_share_bytes(folder: Path, kind: str, count: int) -> None:
     tensor = onnx.TensorProto(name="w", data_type=onnx.TensorProto.DataType.Value(kind))
     tensor.dims.append(count)

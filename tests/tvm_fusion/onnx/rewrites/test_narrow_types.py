@@ -15,7 +15,10 @@ from tests.selection import in_turns
 from tvm_fusion.errors import InvalidModelError
 from tvm_fusion.onnx.frontend import import_onnx
 
-FLOATS = ("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ", "FLOAT4E2M1")
+FLOATS = (
+    *("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ"),
+    *("FLOAT4E2M1", "FLOAT6E2M3", "FLOAT6E3M2"),
+)
 INTEGERS = ("INT4", "UINT4", "INT2", "UINT2")
 
 
@@ -36,7 +39,7 @@ def model_of(
         [helper.make_tensor_value_info("y", result, None)],
         [numpy_helper.from_array(value, name) for name, value in (constants or {}).items()],
     )
-    return helper.make_model(graph, opset_imports=[helper.make_operatorsetid("", 25)])
+    return helper.make_model(graph, opset_imports=[helper.make_operatorsetid("", 28)])
 
 
 def there_and_back(kind: int, x: np.ndarray, **attributes: int | str) -> np.ndarray:
@@ -116,7 +119,7 @@ def test_inputs_of_4_bits_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name",), in_turns([FLOATS[0], "UINT4", *FLOATS[1:4], "INT4"], every=5)
+    ("name",), in_turns([FLOATS[0], "UINT4", *FLOATS[1:4], "UINT2", "INT4", *FLOATS[5:]], every=5)
 )
 def test_quantised_and_back(name: str) -> None:
     """One scale for each row; numbers beyond the range are its ends."""

@@ -3,7 +3,7 @@
 
 ::
 
-    float8 and float4, as their bits:   Cast from:  table[bits];      Cast to:  a kernel rounds
+    float8, float6, float4, as bits:    Cast from:  table[bits];      Cast to:  a kernel rounds
     int4, int2 and those without sign:  Cast from:  the number;       Cast to:  modulo 16 or 4
 
 Tensors that are moved only, as by Reshape, are moved as bytes. The formats are those of
@@ -30,7 +30,11 @@ FLOAT8 = frozenset(
     getattr(TensorProto, f"FLOAT8{name}")
     for name in ("E4M3FN", "E4M3FNUZ", "E5M2", "E5M2FNUZ", "E8M0")
 )
-NARROW_FLOATS = FLOAT8 | {TensorProto.FLOAT4E2M1}
+NARROW_FLOATS = FLOAT8 | {
+    TensorProto.FLOAT4E2M1,
+    TensorProto.FLOAT6E2M3,
+    TensorProto.FLOAT6E3M2,
+}
 NARROW_INTEGERS: dict[int, int] = {
     TensorProto.INT2: TensorProto.INT8,
     TensorProto.INT4: TensorProto.INT8,
