@@ -2,8 +2,9 @@
 """Parcels: all that one rank sends to another in an exchange, and how it travels.
 
 One contiguous region travels from where it lies. One of long segments, too: a derived datatype of
-MPI describes it. Short segments, and several regions, are copied into one piece (packed). Both
-sides choose for themselves, since the bytes on the way are the same.
+MPI describes it. Short segments, and several regions, are copied into one piece (packed); in the
+memory of a device a datatype describes all of them. Both sides choose for themselves, since the
+bytes on the way are the same.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ class Parcel:
         The other rank.
     views : Sequence[np.ndarray]
         Regions of local windows, in the order of the messages; none is empty.
+    on_device : bool
+        Whether any of them lies in the memory of a device.
 
     Attributes
     ----------
     stage : np.ndarray | None
-        The bytes to send or receive in one piece; None if a datatype describes the only view.
+        The bytes to send or receive in one piece; None if a datatype describes the views.
     """
 
-    def __init__(self, peer: int, views: Sequence[np.ndarray]) -> None:
+    def __init__(self, peer: int, views: Sequence[np.ndarray], on_device: bool = False) -> None:
         self.peer = peer
         self.views = list(views)
         self.nbytes = sum(view.nbytes for view in views)
@@ -51,7 +54,7 @@ class Parcel:
         self._copies: list[tuple[np.ndarray, np.ndarray]] = []
         if len(views) == 1 and views[0].flags.c_contiguous:
             self.stage = as_bytes(views[0])
-        elif len(views) > 1 or segment_bytes(views[0]) < SHORT_SEGMENT:
+        elif not on_device and (len(views) > 1 or segment_bytes(views[0]) < SHORT_SEGMENT):
             self.stage = np.empty(self.nbytes, np.uint8)
             self._copies = list(zip(_pieces(self.stage, views), views, strict=True))
 
@@ -163,10 +166,16 @@ class PreparedExchange:
         """Argument of MPI's calls: bytes in one piece, or a datatype of a region."""
         if parcel.stage is not None:
             return [parcel.stage, mpi.BYTE]
-        [view] = parcel.views
-        datatype = _strided(mpi, view).Commit()
-        self._types.append(datatype)
-        return [mpi.buffer.fromaddress(view.ctypes.data, 0), 1, datatype]
+        origin = parcel.views[0].ctypes.data
+        datatypes = [_strided(mpi, view) for view in parcel.views]
+        datatype = datatypes[0]
+        if len(datatypes) > 1:
+            offsets = [view.ctypes.data - origin for view in parcel.views]
+            datatype = mpi.Datatype.Create_struct([1] * len(offsets), offsets, datatypes)
+            for each in datatypes:
+                each.Free()
+        self._types.append(datatype.Commit())
+        return [mpi.buffer.fromaddress(origin, 0), 1, datatype]
 
 
 def _same(given: LocalBuffer | None, window: LocalBuffer) -> bool:
@@ -191,7 +200,8 @@ def _parcels(
     views: dict[int, list[np.ndarray]] = {}
     for message, peer in zip(messages, peers, strict=True):
         views.setdefault(peer, []).append(buffers[message.buffer].view(message.region))
-    return [Parcel(peer, found) for peer, found in views.items()]
+    on_device = any(buffers[message.buffer].on_device for message in messages)
+    return [Parcel(peer, found, on_device) for peer, found in views.items()]
 
 
 def _strided(mpi: Any, view: np.ndarray) -> Any:
