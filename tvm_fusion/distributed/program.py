@@ -122,7 +122,7 @@ class Program:
         ------
         InvalidInputError
             If there are more or fewer ranks than the program was compiled for, or if with
-            ``gpu_aware`` some rows of a rank are not on one device.
+            ``gpu_aware`` some rows of a rank are not on one device, or there are transfers.
         TargetError
             If the rank has not the devices that the program names.
         DistributedError
@@ -166,7 +166,12 @@ class Program:
         return run_ranks(1, work)[0]
 
     def _check_gpu_aware(self, world: Ranks) -> None:
-        """Refuse ranks whose rows are not all on one device, and an MPI without GPUs."""
+        """Refuse what is not all on one device a rank, and an MPI without GPUs."""
+        if self.distribution.before:
+            raise InvalidInputError(
+                "gpu_aware is for the inferred exchange, and the program has transfers of inputs; "
+                "leave either out"
+            )
         for part, cpu, devices in zip(
             self.distribution.parts, self.shares.cpu, self.shares.devices, strict=True
         ):

@@ -26,6 +26,7 @@ from tvm_fusion.distributed.world import local_world
 from tvm_fusion.errors import InvalidInputError, TargetError
 
 PROGRAM = Path(__file__).with_name("gpu_aware_program.py")
+MOVE = send_recv("A", (4, 5), 0, 1)
 FIELDS = {"A": "next", "V": "speed"}
 ALONE = {"devices": ["opencl"], "split": [0, 11]}  # all rows of heat2d on one device
 
@@ -181,6 +182,7 @@ def test_explain() -> None:
         ({"devices": ["opencl"], "split": [1, 10]}, InvalidInputError, "rows of rank 0 do not"),
         ({**ALONE, "repeat": None}, InvalidInputError, "do not stay on one device; compile the"),
         ({}, InvalidInputError, "one device a rank without chunks="),
+        ({"ranks": 2, "transfers": [MOVE]}, InvalidInputError, "has transfers of inputs; leave"),
         (ALONE, TargetError, "MPI takes no memory of opencl:0"),
     ],
 )
@@ -192,9 +194,9 @@ def test_gpu_aware_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(local_world.LocalWorld, "takes_device_memory", True)
-    program = compile(heat2d(), 1, **{"repeat": "A"} | options)
+    program = compile(heat2d(), **{"ranks": 1, "repeat": "A"} | options)
     with pytest.raises(error, match=reason):
-        local_world.run_ranks(1, lambda world: program.on(world, gpu_aware=True))
+        local_world.run_ranks(program.ranks, lambda world: program.on(world, gpu_aware=True))
 
 
 @needs_mpi
