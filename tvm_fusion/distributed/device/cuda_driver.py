@@ -150,7 +150,8 @@ class CUDADriver:
     def array(self, memory: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
         """An array at the address of memory of the device."""
         size = math.prod(shape) * dtype.itemsize
-        return np.ndarray(shape, dtype, (ctypes.c_uint8 * size).from_address(memory.value))
+        raw = (ctypes.c_uint8 * size).from_address(memory.value)
+        return np.ndarray(shape, dtype, memoryview(raw))
 
     def queue(self) -> CUDAQueue:
         """Make a queue: a stream that does not wait for the default one."""

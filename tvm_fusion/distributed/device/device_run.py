@@ -98,10 +98,11 @@ class DeviceRun:
         """Let outputs of a step be inputs of the next, if they stay on the device."""
         if self._sequence.kept is None:
             return
-        for held in (self._memory, self._exchanged):
-            for name, output in self._sequence.kept.repeat.items():
-                if name in held:
-                    held[name], held[output] = held[output], held[name]
+        memory, windows = self._memory, self._exchanged
+        for name, output in self._sequence.kept.repeat.items():
+            memory[name], memory[output] = memory[output], memory[name]
+            if windows:
+                windows[name], windows[output] = windows[output], windows[name]
 
     def exchanged(self, buffers: Mapping[str, LocalBuffer]) -> dict[str, LocalBuffer]:
         """Windows on the device of what outputs and inputs pass on, for MPI.

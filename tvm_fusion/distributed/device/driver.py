@@ -96,7 +96,8 @@ class Place:
     @classmethod
     def of(cls, region: Region, window: Region, itemsize: int) -> Place:
         """The place of a region in memory that holds a window densely."""
-        strides, step = [], itemsize
+        strides: list[int] = []
+        step = itemsize
         for begin, end in reversed(window):
             strides.insert(0, step)
             step *= end - begin
