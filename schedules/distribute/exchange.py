@@ -168,10 +168,13 @@ class LocalBuffer:
         The window: what the rank owns, and room for what it receives; C-contiguous.
     first : tuple[int, ...]
         Indices in the whole buffer of the window's first element.
+    on_device : bool
+        Whether the array stands for memory of a device, whose elements cannot be touched here.
     """
 
     array: np.ndarray
     first: tuple[int, ...]
+    on_device: bool = False
 
     @property
     def region(self) -> Region:

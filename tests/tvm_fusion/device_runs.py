@@ -12,7 +12,7 @@ from opencl_device import cl
 
 from tvm_fusion.distributed import Program
 from tvm_fusion.distributed.device import opencl_driver
-from tvm_fusion.distributed.device.driver import planes
+from tvm_fusion.distributed.device.driver import Place, planes
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
 
 
@@ -43,13 +43,13 @@ class WatchedQueue(opencl_driver.OpenCLQueue):
         super().__init__(name, queue)
         self.log = log
 
-    def copy_in(self, dest: Any, view: np.ndarray, after: Any) -> Any:
-        self.log.append(("in", sum(plane.nbytes for plane in planes(view))))
-        return super().copy_in(dest, view, after)
+    def copy_in(self, dest: Any, place: Place, view: np.ndarray, after: Any) -> Any:
+        self.log.append(("in", sum(plane.nbytes for plane in planes(view, place))))
+        return super().copy_in(dest, place, view, after)
 
-    def copy_out(self, view: np.ndarray, source: Any, after: Any) -> Any:
-        self.log.append(("out", sum(plane.nbytes for plane in planes(view))))
-        return super().copy_out(view, source, after)
+    def copy_out(self, view: np.ndarray, source: Any, place: Place, after: Any) -> Any:
+        self.log.append(("out", sum(plane.nbytes for plane in planes(view, place))))
+        return super().copy_out(view, source, place, after)
 
     def launch(self, kernel: Any, launch: Any, arguments: Any, after: Any) -> Any:
         self.log.append(("kernel", 0))

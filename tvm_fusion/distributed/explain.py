@@ -78,10 +78,18 @@ def _line(
 
 def _device(plan: Distribution, share: DeviceShare) -> str:
     into, out = share.sequence.bytes(plan.itemsizes)
+    name, rows, seconds = share.device.name, _text(share.rows), _time(share.seconds)
+    kept = share.sequence.kept
+    if kept is not None:
+        each_in, each_out = kept.bytes(plan.itemsizes)
+        return (
+            f"      {name} meanwhile: {rows}, which stay there; {into} bytes in first, {out} out "
+            f"last, {each_in} in and {each_out} out between steps; {seconds} a step"
+        )
     count = len(share.sequence.chunks)
     return (
-        f"      {share.device.name} meanwhile: {_text(share.rows)} in {count} "
-        f"chunk{'s' if count > 1 else ''}, {into} bytes in, {out} out, {_time(share.seconds)}"
+        f"      {name} meanwhile: {rows} in {count} chunk{'s' if count > 1 else ''}, "
+        f"{into} bytes in, {out} out, {seconds}"
     )
 
 

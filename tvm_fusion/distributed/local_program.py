@@ -36,6 +36,10 @@ class Ranks(Protocol):
     threads: int
 
     @property
+    def takes_device_memory(self) -> bool:
+        """Whether messages may lie in the memory of a GPU."""
+
+    @property
     def placement(self) -> Placement | None:
         """Its place on the NUMA nodes of its machine, if it has one."""
 
@@ -55,8 +59,16 @@ class Ranks(Protocol):
 class Beside(Protocol):
     """What computes rows of a rank beside its CPU."""
 
-    def start(self, buffers: Mapping[str, LocalBuffer]) -> None:
-        """Begin to compute them, from and to these windows."""
+    def start(
+        self, buffers: Mapping[str, LocalBuffer], first: bool = True, last: bool = True
+    ) -> None:
+        """Begin to compute them, from and to these windows, in the first or last step of a run."""
+
+    def swap(self) -> None:
+        """Let outputs of a step be inputs of the next, where it has memory of its own for them."""
+
+    def exchanged(self, buffers: Mapping[str, LocalBuffer]) -> Mapping[str, LocalBuffer]:
+        """Windows in its own memory that MPI can send from and receive into."""
 
     def finish(self) -> None:
         """Wait until they are there."""
@@ -138,9 +150,12 @@ class LocalProgram:
         The windows of all parameters, by name.
     devices : Sequence[Beside]
         What devices compute of this rank's rows.
+    gpu_aware : bool
+        Whether MPI sends from the memory of the device, and receives there, between steps.
     """
 
     devices: Sequence[Beside] = ()
+    gpu_aware: bool = False
 
     def __init__(
         self,
@@ -233,8 +248,8 @@ class LocalProgram:
                 if done:
                     self._swap()
                 if step == first:
-                    self._exchange(step)
-                self._run(step, interior=False)
+                    self._exchange(step, begins=not done)
+                self._run(step, begins=not done, ends=done + 1 == steps)
                 for number in list(self._pending):  # of a rank that computes nothing
                     self.finish_transfer(number)
                 done += 1
@@ -244,14 +259,18 @@ class LocalProgram:
         owned = tuple(output.owned for output in self.outputs.values())
         return owned if len(owned) > 1 else owned[0]
 
-    def _exchange(self, step: int) -> None:
+    def _exchange(self, step: int, begins: bool) -> None:
         """Send and receive halos, and compute the interior of a step meanwhile."""
+        buffers = self.buffers
+        if self.gpu_aware and not begins:
+            for device in self.devices:
+                buffers = {**buffers, **device.exchanged(buffers)}
         for transfer in self.plan.before:
-            self.world.start(transfer.exchange, self.buffers)
+            self.world.start(transfer.exchange, buffers)
             if transfer.mode.blocking:
                 self.world.finish(transfer.exchange)
-        self.world.start(self.plan.exchange, self.buffers)
-        self._run(step, interior=True)
+        self.world.start(self.plan.exchange, buffers)
+        self.run_pieces(step, interior=True)
         for transfer in self.plan.before:
             if transfer.before is not None:
                 self._pending[transfer.id] = transfer.exchange
@@ -259,12 +278,12 @@ class LocalProgram:
                 self.world.finish(transfer.exchange)
         self.world.finish(self.plan.exchange)
 
-    def _run(self, step: int, interior: bool) -> None:
+    def _run(self, step: int, begins: bool, ends: bool) -> None:
         with ExitStack() as started:  # all of them end, also where one fails
-            for device in () if interior else self.devices:
+            for device in self.devices:
                 started.callback(device.finish)
-                device.start(self.buffers)
-            self.run_pieces(step, interior)
+                device.start(self.buffers, begins, ends)
+            self.run_pieces(step, interior=False)
 
     @property
     def has_pieces(self) -> bool:
@@ -297,6 +316,8 @@ class LocalProgram:
         for name, output in self.plan.repeat.items():
             buffers[output], buffers[name] = buffers[name], buffers[output]
             tensors[output], tensors[name] = tensors[name], tensors[output]
+        for device in self.devices:
+            device.swap()
 
 
 def check_ranks(world: Ranks, ranks: int, what: str) -> None:

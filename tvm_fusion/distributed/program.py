@@ -28,7 +28,7 @@ from schedules.distribute.waits import with_waits
 from schedules.schedule_rule import schedule_function
 
 from ..compiler.targets.target import is_gpu, resolve
-from ..errors import OpError, TargetError
+from ..errors import DistributedError, InvalidInputError, OpError, TargetError
 from .device.device import Device, resolve_devices
 from .device.device_run import DeviceRun
 from .device.driver import open_driver
@@ -105,7 +105,7 @@ class Program:
             for piece in self.pieces[rank]
         )
 
-    def on(self, world: Ranks) -> LocalProgram:
+    def on(self, world: Ranks, gpu_aware: bool = False) -> LocalProgram:
         """Share of the program of one rank, with memory for its windows.
 
         Called by all ranks together.
@@ -115,17 +115,24 @@ class Program:
         world : World
             The ranks: of MPI (``distributed.session()``), or of one process
             (:mod:`.local_world`).
+        gpu_aware : bool
+            Whether MPI is given the memory of devices between steps (``repeat``), where a device
+            computes all rows of its rank; by default halos pass through pinned memory of the host.
 
         Raises
         ------
         InvalidInputError
-            If there are more or fewer ranks than the program was compiled for.
+            If there are more or fewer ranks than the program was compiled for, or if with
+            ``gpu_aware`` some rows of a rank are not on one device, or there are transfers.
         TargetError
             If the rank has not the devices that the program names.
         DistributedError
-            If ranks have different programs, or a device has not the memory.
+            If ranks have different programs, a device has not the memory, or MPI takes no memory
+            of devices.
         """
         check_ranks(world, self.ranks, "program")
+        if gpu_aware:
+            self._check_gpu_aware(world)
         shares = self.shares.devices[world.rank]
         drivers = [open_driver(share.device.kind, share.device.index) for share in shares]
         world.agree(self._identity(), "programs")
@@ -136,6 +143,10 @@ class Program:
             DeviceRun(share, driver, local.buffers)
             for share, driver in zip(shares, drivers, strict=True)
         ]
+        if gpu_aware:
+            local.gpu_aware = True
+            for device in local.devices:
+                device.exchanged(local.buffers)
         return local
 
     def alone(self) -> LocalProgram:
@@ -154,6 +165,29 @@ class Program:
             return self.on(world)
 
         return run_ranks(1, work)[0]
+
+    def _check_gpu_aware(self, world: Ranks) -> None:
+        """Refuse what is not all on one device a rank, and an MPI without GPUs."""
+        if self.distribution.before:
+            raise InvalidInputError(
+                "gpu_aware is for the inferred exchange, and the program has transfers of inputs; "
+                "leave either out"
+            )
+        for part, cpu, devices in zip(
+            self.distribution.parts, self.shares.cpu, self.shares.devices, strict=True
+        ):
+            alone = len(devices) == 1 and region_size(cpu) == 0
+            if not part.is_empty and not (alone and devices[0].sequence.kept):
+                raise InvalidInputError(
+                    f"gpu_aware: the rows of rank {part.rank} do not stay on one device; compile "
+                    "the program with repeat=, one device a rank without chunks=, and a split "
+                    "that gives it all rows"
+                )
+        if not world.takes_device_memory:
+            raise DistributedError(
+                "this MPI takes no memory of GPUs; use one that is built with CUDA, or leave "
+                "gpu_aware out"
+            )
 
     def _identity(self) -> str:
         """Text of what must be the same on all ranks."""
@@ -221,8 +255,9 @@ def compile(
     devices : Sequence or Mapping
         Devices that compute rows of every rank beside its CPU, or from ranks to theirs: names such
         as ``"cuda"``, ``"cuda:1"`` or ``"opencl"``, or :class:`.device.device.Device`. Their rows
-        are copied from the rank's memory and back, in chunks; messages of other ranks pass through
-        that memory, too.
+        are copied from the rank's memory and back, in chunks; with ``repeat`` they stay on the
+        device from step to step instead, unless its chunks are given, and what others read and
+        compute is copied. Messages of other ranks pass through the rank's memory, too.
     split : str, sequence, mapping or MeasuredSplit
         Iterations of the first distributed loop that the CPU and each device compute, in this
         order, of every rank or from ranks to theirs; ``"auto"`` takes those that end first by the

@@ -9,7 +9,8 @@ There are three sequences, each in order: copies in, kernels, copies out. Events
     copies out                out 0  out 1  out i     after kernel i
 
 So the copies of one chunk run beside the kernel of another, and the memory that the device needs
-does not grow with the number of rows.
+does not grow with the number of rows. Rows that are computed again and again may stay on the device
+instead (``kept_rows.py``).
 """
 
 from __future__ import annotations
@@ -35,16 +36,43 @@ class Chunk:
     rows : Region
         Range of each distributed loop; never empty.
     windows : Mapping[str, Region]
-        For each parameter what the device has memory for: all that the rows read, and, of the
-        outputs, the rows themselves.
-    unused : frozenset[str]
-        Inputs that the rows do not read; there is memory for one element, since a kernel takes no
-        empty array.
+        For each parameter what the device has memory for: all that is copied, and one element of
+        inputs that are not read, since a kernel takes no empty array.
+    copied : Mapping[str, Region]
+        What the rows read of inputs, those left out that they do not read, and the rows themselves
+        of the outputs.
     """
 
     rows: Region
     windows: Mapping[str, Region]
-    unused: frozenset[str]
+    copied: Mapping[str, Region]
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """What is copied between two steps of rows that stay on a device.
+
+    Parameters
+    ----------
+    repeat : Mapping[str, str]
+        Inputs, and the outputs that they take in the next step; both have the same window.
+    into : tuple[tuple[str, Region], ...]
+        Of these inputs what somebody else computes, to be copied in before each step but the first.
+    out : tuple[tuple[str, Region], ...]
+        Of these outputs what somebody else reads, to be copied out after each step but the last.
+    """
+
+    repeat: Mapping[str, str]
+    into: tuple[tuple[str, Region], ...]
+    out: tuple[tuple[str, Region], ...]
+
+    def bytes(self, itemsizes: Mapping[str, int]) -> tuple[int, int]:
+        """Bytes that are copied in and out between two steps."""
+        into, out = (
+            sum(region_size(region) * itemsizes[name] for name, region in copies)
+            for copies in (self.into, self.out)
+        )
+        return into, out
 
 
 @dataclass(frozen=True)
@@ -61,23 +89,26 @@ class OperationSequence:
         Inputs that all chunks read, and all the same, such as weights: copied once.
     slots : int
         Chunks that the device has memory for.
+    kept : KeptRows | None
+        What is copied between steps, if the rows stay on the device; then there is one chunk.
     """
 
     chunks: tuple[Chunk, ...]
     outputs: tuple[str, ...]
     resident: tuple[str, ...]
     slots: int
+    kept: KeptRows | None = None
 
     def copied_in(self, number: int) -> dict[str, Region]:
         """Regions of inputs that are copied for a chunk; those that stay come with the first."""
-        chunk = self.chunks[number]
-        skipped = {*self.outputs, *chunk.unused, *(self.resident if number else ())}
-        return {name: region for name, region in chunk.windows.items() if name not in skipped}
+        skipped = {*self.outputs, *(self.resident if number else ())}
+        copied = self.chunks[number].copied
+        return {name: region for name, region in copied.items() if name not in skipped}
 
     def copied_out(self, number: int) -> dict[str, Region]:
         """Regions of outputs that are copied after a chunk."""
-        windows = self.chunks[number].windows
-        return {name: windows[name] for name in self.outputs}
+        copied = self.chunks[number].copied
+        return {name: copied[name] for name in self.outputs}
 
     def chunk_bytes(self, number: int, itemsizes: Mapping[str, int]) -> tuple[int, int]:
         """Bytes that are copied in and out for a chunk."""
@@ -135,7 +166,7 @@ def operation_sequence(
         buffer.name
         for buffer in nest.inputs
         if not any(nest.varying.get(buffer, ((),)))
-        and all(buffer.name not in chunk.unused for chunk in cut)
+        and all(buffer.name in chunk.copied for chunk in cut)
     ]
     outputs = tuple(buffer.name for buffer in nest.outputs)
     return OperationSequence(tuple(cut), outputs, tuple(resident), min(slots, len(cut)))
@@ -196,5 +227,5 @@ def _chunk(nest: LoopNest, rows: Region) -> Chunk:
         buffer.name: used.get(buffer, tuple((0, min(1, n)) for n in shape_of(buffer)))
         for buffer in nest.func.params
     }
-    unused = frozenset(buffer.name for buffer in nest.inputs if buffer not in used)
-    return Chunk(rows, windows, unused)
+    copied = {buffer.name: used[buffer] for buffer in nest.func.params if buffer in used}
+    return Chunk(rows, windows, copied)

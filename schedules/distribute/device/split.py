@@ -18,6 +18,7 @@ from ...errors import OpError
 from ..cost import Processor, Work, work_of
 from ..exchange import Region
 from ..loop_nest import LoopNest
+from .kept_rows import halo_bytes
 from .operation_sequence import OperationSequence, operation_sequence, sequence_seconds
 
 CHUNKS = (1, 2, 4, 8, 16, 32)
@@ -116,9 +117,15 @@ def device_seconds(
     figures: Accelerator,
     chunks: int | None = None,
     slots: int = 2,
+    repeat: Mapping[str, str] | None = None,
 ) -> SecondsOfRows:
-    """Predicted time of a number of the rows of a rank on a device, in the best of ``CHUNKS``."""
-    work = _LinearWork.of(nest, rows, itemsizes)
+    """Predicted time of a number of the rows of a rank on a device, in the best of ``CHUNKS``.
+
+    With ``repeat``, the inputs that take outputs, of a step of rows that stay on the device. What
+    others read of them is taken to be as much as they read of others.
+    """
+    work = _LinearWork.of(nest, rows, itemsizes, repeat)
+    chunks = 1 if repeat else chunks
     return functools.cache(lambda count: _best(work, count, figures, chunks, slots)[0])
 
 
@@ -140,7 +147,11 @@ def predicted_seconds(
     itemsizes: Mapping[str, int],
     figures: Accelerator,
 ) -> float:
-    """Predicted time of an operation sequence."""
+    """Predicted time of an operation sequence; of rows that stay on the device, of a step."""
+    if sequence.kept is not None:
+        copied = sequence.kept.bytes(itemsizes)
+        [chunk] = sequence.chunks
+        return sum(figures.stages(work_of(nest, chunk.rows, itemsizes), *copied))
     stages = [
         figures.stages(
             work_of(nest, chunk.rows, itemsizes), *sequence.chunk_bytes(number, itemsizes)
@@ -239,21 +250,33 @@ class _LinearWork:
     resident: int
 
     @classmethod
-    def of(cls, nest: LoopNest, rows: Region, itemsizes: Mapping[str, int]) -> _LinearWork:
+    def of(
+        cls,
+        nest: LoopNest,
+        rows: Region,
+        itemsizes: Mapping[str, int],
+        repeat: Mapping[str, str] | None = None,
+    ) -> _LinearWork:
         """The lines through half of the rows and all of them."""
         (begin, end), *others = rows
         counts = [max(1, (end - begin) // 2), end - begin]
         points = []
+        halo = 0
         for count in counts:
             part = ((begin, begin + count), *others)
             work, sequence = work_of(nest, part, itemsizes), operation_sequence(nest, part)
             once = {n: itemsizes[n] if n in sequence.resident else 0 for n in itemsizes}
             resident, _ = sequence.bytes(once)
             into, out = sequence.bytes(itemsizes)
+            if repeat:
+                halo = max(halo, halo_bytes(sequence, repeat, itemsizes))
             points.append((work.operations, work.bytes, into - resident, out))
         operations, traffic, copied, made = (
             _line(counts, pair) for pair in zip(*points, strict=True)
         )
+        if repeat:
+            copied = made = float(halo), 0.0  # of any number of rows
+            resident = 0
         return cls(operations, traffic, copied, made, resident)
 
     def of_rows(self, rows: float) -> Work:

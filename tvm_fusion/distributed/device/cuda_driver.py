@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from ...codegen.host_code import Launch
 from ...errors import DistributedError, OpError, TargetError
 from .device_functions import DeviceCode
-from .driver import Plane, check_index, planes
+from .driver import Place, Plane, check_index, planes
 
 _LIBRARY = "libcuda.so.1"
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE
@@ -146,6 +147,12 @@ class CUDADriver:
             self.call("cuMemHostRegister_v2", address, size, ctypes.c_uint(0))
             self._arrays[array.ctypes.data] = array
 
+    def array(self, memory: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+        """An array at the address of memory of the device."""
+        size = math.prod(shape) * dtype.itemsize
+        raw = (ctypes.c_uint8 * size).from_address(memory.value)
+        return np.ndarray(shape, dtype, memoryview(raw))
+
     def queue(self) -> CUDAQueue:
         """Make a queue: a stream that does not wait for the default one."""
         self.use()
@@ -188,17 +195,17 @@ class CUDAQueue:
         self._stream = stream
         self._events: list[ctypes.c_void_p] = []
 
-    def copy_in(self, dest: Any, view: np.ndarray, after: Sequence[Any]) -> Any:
+    def copy_in(self, dest: Any, place: Place, view: np.ndarray, after: Sequence[Any]) -> Any:
         """Copy an array to the device; returns at once where its pages are locked."""
         self._wait(after)
-        for plane in planes(view):
+        for plane in planes(view, place):
             self._copy(dest, plane, into=True)
         return self._record()
 
-    def copy_out(self, view: np.ndarray, source: Any, after: Sequence[Any]) -> Any:
+    def copy_out(self, view: np.ndarray, source: Any, place: Place, after: Sequence[Any]) -> Any:
         """Copy from the device to an array; returns at once where its pages are locked."""
         self._wait(after)
-        for plane in planes(view):
+        for plane in planes(view, place):
             self._copy(source, plane, into=False)
         return self._record()
 
@@ -252,7 +259,7 @@ class CUDAQueue:
         return self._events[-1]
 
     def _copy(self, memory: Any, plane: Plane, into: bool) -> None:
-        dense = _Pointer(memory.value + plane.dense)
+        dense = _Pointer(memory.value + plane.offset)
         if plane.rows == 1:
             host, size = ctypes.c_void_p(plane.address), ctypes.c_size_t(plane.nbytes)
             if into:
@@ -267,7 +274,7 @@ class CUDAQueue:
         setattr(copy, f"{host_end}Pitch", plane.pitch)
         setattr(copy, f"{device_end}MemoryType", _DEVICE)
         setattr(copy, f"{device_end}Device", dense.value)
-        setattr(copy, f"{device_end}Pitch", plane.length)
+        setattr(copy, f"{device_end}Pitch", plane.offset_pitch)
         self._driver.call("cuMemcpy2DAsync_v2", ctypes.byref(copy), self._stream)
 
 

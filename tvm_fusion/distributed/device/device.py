@@ -48,7 +48,7 @@ class Device:
         rules of this package do.
     chunks : int, optional
         Pieces in which rows are copied and computed; by default as many as are predicted to be
-        fastest.
+        fastest, but of a program with ``repeat`` the rows stay on the device.
     figures : Accelerator, optional
         Figures of the predictions; by default those of a GPU of its architecture.
     """

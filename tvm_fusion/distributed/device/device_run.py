@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from schedules.distribute.exchange import LocalBuffer, region_size
+from schedules.distribute.exchange import LocalBuffer, Region, region_size
 
 from .device_functions import KernelCall, Scratch
-from .driver import Driver, Event
+from .driver import Driver, Event, Place
 from .shares import DeviceShare
 
 
@@ -32,6 +33,7 @@ class DeviceRun:
     ) -> None:
         self._share = share
         self._sequence = share.sequence
+        self._driver = driver
         self._kernels = driver.load(share.code)
         for buffer in buffers.values():
             driver.pin(buffer.array)
@@ -47,6 +49,7 @@ class DeviceRun:
         # One for all chunks: kernels are in one queue.
         self._scratch = {number: driver.allocate(nbytes) for number, nbytes in sizes.items()}
         self._into, self._compute, self._out = (driver.queue() for _ in range(3))
+        self._exchanged: dict[str, LocalBuffer] = {}
 
     def _slots(self, driver: Driver, name: str, itemsize: int) -> list[Any]:
         """Memory of a parameter: one for all chunks if it stays, else one a slot."""
@@ -54,7 +57,9 @@ class DeviceRun:
         count = 1 if name in self._sequence.resident else self._sequence.slots
         return [driver.allocate(max(sizes) * itemsize) for _ in range(count)]
 
-    def start(self, buffers: Mapping[str, LocalBuffer]) -> None:
+    def start(
+        self, buffers: Mapping[str, LocalBuffer], first: bool = True, last: bool = True
+    ) -> None:
         """Begin to copy, compute and copy back all chunks; returns at once.
 
         Parameters
@@ -62,15 +67,19 @@ class DeviceRun:
         buffers : Mapping[str, LocalBuffer]
             The rank's windows; until :meth:`finish` nobody else writes what the rows read, or
             touches the rows themselves.
+        first, last : bool
+            Whether it is the first and the last step of a run. Between them, rows that stay on the
+            device are copied only where others compute or read them.
         """
         kernels: list[Event] = []
         ends: list[Event] = []
         names = list(buffers)
         for number in range(len(self._sequence.chunks)):
             copied = self._of_slot(kernels, number)
-            for name, region in self._sequence.copied_in(number).items():
+            for name, region in self._copies_in(number, first):
+                memory, place = self._of(name, number), self._place(buffers, name, region, number)
                 view = buffers[name].view(region)
-                copied = [self._into.copy_in(self._of(name, number), view, copied)]
+                copied = [self._into.copy_in(memory, place, view, copied)]
             self._into.flush()
             before = [*copied, *self._of_slot(ends, number)]
             for call in self._share.calls[number]:
@@ -78,11 +87,40 @@ class DeviceRun:
             kernels.append(event)
             self._compute.flush()
             after = [event]
-            for name, region in self._sequence.copied_out(number).items():
+            for name, region in self._copies_out(number, last):
+                memory, place = self._of(name, number), self._place(buffers, name, region, number)
                 rows = buffers[name].view(region)
-                after = [self._out.copy_out(rows, self._of(name, number), after)]
+                after = [self._out.copy_out(rows, memory, place, after)]
             ends += after
             self._out.flush()
+
+    def swap(self) -> None:
+        """Let outputs of a step be inputs of the next, if they stay on the device."""
+        if self._sequence.kept is None:
+            return
+        memory, windows = self._memory, self._exchanged
+        for name, output in self._sequence.kept.repeat.items():
+            memory[name], memory[output] = memory[output], memory[name]
+            if windows:
+                windows[name], windows[output] = windows[output], windows[name]
+
+    def exchanged(self, buffers: Mapping[str, LocalBuffer]) -> dict[str, LocalBuffer]:
+        """Windows on the device of what outputs and inputs pass on, for MPI.
+
+        Raises
+        ------
+        TargetError
+            If the device's memory has no address.
+        """
+        if not self._exchanged and self._sequence.kept is not None:
+            [chunk] = self._sequence.chunks
+            for name in itertools.chain.from_iterable(self._sequence.kept.repeat.items()):
+                window, dtype = chunk.windows[name], buffers[name].array.dtype
+                shape = [end - begin for begin, end in window]
+                array = self._driver.array(self._of(name, 0), shape, dtype)
+                first = tuple(begin for begin, _ in window)
+                self._exchanged[name] = LocalBuffer(array, first, on_device=True)
+        return self._exchanged
 
     def finish(self) -> None:
         """Wait for the last copy.
@@ -95,6 +133,24 @@ class DeviceRun:
         with ExitStack() as all_queues:  # also where one has failed
             for queue in (self._out, self._compute, self._into):
                 all_queues.callback(queue.finish)
+
+    def _copies_in(self, number: int, first: bool) -> Iterable[tuple[str, Region]]:
+        kept = self._sequence.kept
+        if kept is None or first:
+            return self._sequence.copied_in(number).items()
+        return () if self._exchanged else kept.into
+
+    def _copies_out(self, number: int, last: bool) -> Iterable[tuple[str, Region]]:
+        kept = self._sequence.kept
+        if kept is None or last:
+            return self._sequence.copied_out(number).items()
+        return () if self._exchanged else kept.out
+
+    def _place(
+        self, buffers: Mapping[str, LocalBuffer], name: str, region: Region, number: int
+    ) -> Place:
+        window = self._sequence.chunks[number].windows[name]
+        return Place.of(region, window, buffers[name].array.itemsize)
 
     def _launch(
         self, call: KernelCall, number: int, names: list[str], before: list[Event]

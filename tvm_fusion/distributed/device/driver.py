@@ -15,9 +15,10 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from schedules.distribute.exchange import Region
+
 from ...codegen.host_code import Launch
 from ...errors import TargetError
-from ..world.parcel import segment_bytes
 from .device_functions import DeviceCode
 
 Event: TypeAlias = Any
@@ -28,11 +29,15 @@ Kernel: TypeAlias = Any
 class Queue(Protocol):
     """Operations that run in their order, beside those of other queues."""
 
-    def copy_in(self, dest: Memory, view: np.ndarray, after: Sequence[Event]) -> Event:
-        """Copy an array to the begin of a device's memory, densely; returns at once."""
+    def copy_in(
+        self, dest: Memory, place: Place, view: np.ndarray, after: Sequence[Event]
+    ) -> Event:
+        """Copy an array to a place of a device's memory; returns at once."""
 
-    def copy_out(self, view: np.ndarray, source: Memory, after: Sequence[Event]) -> Event:
-        """Copy back to an array what lies densely at the begin of a device's memory."""
+    def copy_out(
+        self, view: np.ndarray, source: Memory, place: Place, after: Sequence[Event]
+    ) -> Event:
+        """Copy back to an array what lies at a place of a device's memory."""
 
     def launch(
         self, kernel: Kernel, launch: Launch, arguments: Sequence[Any], after: Sequence[Event]
@@ -60,13 +65,50 @@ class Driver(Protocol):
     def pin(self, array: np.ndarray) -> None:
         """Keep an array where it lies, where that makes its copies faster."""
 
+    def array(self, memory: Memory, shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+        """An array at the address of memory of the device, which only MPI may touch.
+
+        Raises
+        ------
+        TargetError
+            If this memory has no address.
+        """
+
     def queue(self) -> Queue:
         """Make a queue."""
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a region lies in the memory of a device.
+
+    Parameters
+    ----------
+    offset : int
+        Byte of its first element.
+    strides : tuple[int, ...]
+        Bytes from an element to the next along each dimension.
+    """
+
+    offset: int
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, region: Region, window: Region, itemsize: int) -> Place:
+        """The place of a region in memory that holds a window densely."""
+        strides: list[int] = []
+        step = itemsize
+        for begin, end in reversed(window):
+            strides.insert(0, step)
+            step *= end - begin
+        starts = (begin - first for (begin, _), (first, _) in zip(region, window, strict=True))
+        offset = sum(n * stride for n, stride in zip(starts, strides, strict=True))
+        return cls(offset, tuple(strides))
+
+
+@dataclass(frozen=True)
 class Plane:
-    """Rows of bytes in the host's memory, and where they lie densely.
+    """Rows of bytes in the host's memory, and where they lie in a device's.
 
     Parameters
     ----------
@@ -74,15 +116,16 @@ class Plane:
         Of the first row.
     rows, length, pitch : int
         Number of rows, bytes of each, and bytes from one to the next.
-    dense : int
-        Offset of the first row where all rows lie one behind the other.
+    offset, offset_pitch : int
+        Byte of the first row in the device's memory, and bytes from one to the next there.
     """
 
     address: int
     rows: int
     length: int
     pitch: int
-    dense: int
+    offset: int
+    offset_pitch: int
 
     @property
     def nbytes(self) -> int:
@@ -90,18 +133,21 @@ class Plane:
         return self.rows * self.length
 
 
-def planes(view: np.ndarray) -> Iterator[Plane]:
+def planes(view: np.ndarray, place: Place) -> Iterator[Plane]:
     """The bytes of a view of a C-contiguous array; one plane where that is possible."""
     if view.size == 0:
         return
-    length = segment_bytes(view)
-    axes = [(n, s) for n, s in zip(view.shape, view.strides, strict=True) if n > 1]
-    while axes and axes[-1][1] < length:
-        axes.pop()
-    rows, pitch = axes.pop() if axes else (1, length)
-    for number, index in enumerate(np.ndindex(*(n for n, _ in axes))):
-        offset = sum(i * s for i, (_, s) in zip(index, axes, strict=True))
-        yield Plane(view.ctypes.data + offset, rows, length, pitch, number * rows * length)
+    strides = zip(view.shape, view.strides, place.strides, strict=True)
+    axes = [each for each in strides if each[0] > 1]
+    length = view.itemsize
+    while axes and axes[-1][1] == axes[-1][2] == length:
+        length *= axes.pop()[0]
+    rows, pitch, offset_pitch = axes.pop() if axes else (1, length, length)
+    for index in np.ndindex(*(n for n, *_ in axes)):
+        host = sum(i * stride for i, (_, stride, _) in zip(index, axes, strict=True))
+        there = sum(i * stride for i, (_, _, stride) in zip(index, axes, strict=True))
+        address, offset = view.ctypes.data + host, place.offset + there
+        yield Plane(address, rows, length, pitch, offset, offset_pitch)
 
 
 def open_driver(kind: str, index: int) -> Driver:

@@ -82,10 +82,12 @@ def _measure(local: LocalProgram) -> list[float]:
         held[...] = np.random.default_rng(0).integers(0, 2, held.shape)
     found = [_median(local.run_pieces)] if local.has_pieces else []
 
-    def run(device: Beside) -> None:
-        device.start(local.buffers)
+    def run(device: Beside, first: bool = False) -> None:
+        device.start(local.buffers, first, last=False)
         device.finish()
 
+    for device in local.devices:
+        run(device, first=True)
     return [*found, *(_median(functools.partial(run, device)) for device in local.devices)]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from ...codegen.host_code import Launch
 from ...errors import DistributedError, OpError, TargetError
 from .device_functions import DeviceCode
-from .driver import Plane, check_index, planes
+from .driver import Place, Plane, check_index, planes
 
 # pyopencl keeps binaries by the device's name, which virtual machines on other CPUs share.
 os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
@@ -77,6 +77,12 @@ class OpenCLDriver:
     def pin(self, array: np.ndarray) -> None:
         """Leave the array as it is: OpenCL pins what it copies."""
 
+    def array(self, memory: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+        """Refuse: a buffer of OpenCL has no address."""
+        raise TargetError(
+            f"MPI takes no memory of {self.name}, which has no address; leave gpu_aware out"
+        )
+
     def queue(self) -> OpenCLQueue:
         """Make a queue."""
         return OpenCLQueue(self.name, cl.CommandQueue(self._context))
@@ -99,17 +105,17 @@ class OpenCLQueue:
         # That of a copy waits, when it is deleted, for the copy: kept until all is finished.
         self._events: list[Any] = []
 
-    def copy_in(self, dest: Any, view: np.ndarray, after: Sequence[Any]) -> Any:
+    def copy_in(self, dest: Any, place: Place, view: np.ndarray, after: Sequence[Any]) -> Any:
         """Copy an array to the device; returns at once."""
         with _told(f"{self._name} cannot copy {view.nbytes} bytes"):
-            for plane in planes(view):
+            for plane in planes(view, place):
                 self._events.append(self._copy(dest, plane, after, into=True))
         return self._events[-1]
 
-    def copy_out(self, view: np.ndarray, source: Any, after: Sequence[Any]) -> Any:
+    def copy_out(self, view: np.ndarray, source: Any, place: Place, after: Sequence[Any]) -> Any:
         """Copy from the device to an array; returns at once."""
         with _told(f"{self._name} cannot copy {view.nbytes} bytes"):
-            for plane in planes(view):
+            for plane in planes(view, place):
                 self._events.append(self._copy(source, plane, after, into=False))
         return self._events[-1]
 
@@ -142,15 +148,16 @@ class OpenCLQueue:
         ends = (memory, host) if into else (host, memory)
         waits: dict[str, Any] = {"is_blocking": False, "wait_for": list(after)}
         if plane.rows == 1:
-            offset = {"dst_offset" if into else "src_offset": plane.dense}
+            offset = {"dst_offset" if into else "src_offset": plane.offset}
             return cl.enqueue_copy(self._queue, *ends, **offset, **waits)
+        there = plane.offset_pitch
         return cl.enqueue_copy(
             self._queue,
             *ends,
-            buffer_origin=(0, plane.dense // plane.length, 0),
+            buffer_origin=(plane.offset % there, plane.offset // there, 0),
             host_origin=(0, 0, 0),
             region=(plane.length, plane.rows, 1),
-            buffer_pitches=(plane.length, plane.length * plane.rows),
+            buffer_pitches=(there, there * plane.rows),
             host_pitches=(plane.pitch, plane.pitch * plane.rows),
             **waits,
         )

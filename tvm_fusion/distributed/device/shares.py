@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from schedules.distribute.cost import Processor
+from schedules.distribute.device.kept_rows import kept_rows
 from schedules.distribute.device.operation_sequence import (
     OperationSequence,
     operation_sequence,
@@ -67,7 +68,7 @@ class DeviceShare:
     def identity(self) -> str:
         """Text of what must be the same on all ranks."""
         chunks = [chunk.rows for chunk in self.sequence.chunks]
-        return f"{self.device.name} {self.device.target} {chunks}"
+        return f"{self.device.name} {self.device.target} {chunks} {self.sequence.kept}"
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ def plan_shares(
                 continue
             key = str(device.target), device.schedule
             ours = functions.setdefault(key, DeviceFunctions(device.target, device.schedule))
-            sequence = _sequence(plan, device, rows)
+            others = [other for other in cut[rank] if other is not rows]
+            sequence = _sequence(plan, rank, device, rows, others)
             names = [
                 ours.add(localize(plan.nest, chunk.rows, chunk.windows))
                 for chunk in sequence.chunks
@@ -195,13 +197,24 @@ def _seconds(
     return [
         cpu_seconds(plan.nest, rows, plan.itemsizes, processor),
         *(
-            device_seconds(plan.nest, rows, plan.itemsizes, device.accelerator, device.chunks)
+            device_seconds(
+                plan.nest,
+                rows,
+                plan.itemsizes,
+                device.accelerator,
+                device.chunks,
+                repeat=None if device.chunks else plan.repeat,
+            )
             for device in devices
         ),
     ]
 
 
-def _sequence(plan: Distribution, device: ResolvedDevice, rows: Region) -> OperationSequence:
+def _sequence(
+    plan: Distribution, rank: int, device: ResolvedDevice, rows: Region, others: Sequence[Region]
+) -> OperationSequence:
+    if plan.repeat and device.chunks is None:
+        return kept_rows(plan, rank, rows, others)
     chunks = device.chunks or choose_chunks(plan.nest, rows, plan.itemsizes, device.accelerator)
     return operation_sequence(plan.nest, rows, chunks)
 

@@ -50,12 +50,15 @@ class LocalWorld:
         Threads of each kernel of this rank: 1.
     placement : None
         Threads of a process have no place of their own.
+    takes_device_memory : bool
+        False: messages are copied here.
     sent : list[tuple[Message, int]]
         Every message that this rank has sent, and its bytes.
     """
 
     threads = 1
     placement = None
+    takes_device_memory = False
 
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank, self.size = rank, shared.size

@@ -3,8 +3,10 @@
 
 Between ranks of a node, a short parcel is packed into a slot of shared memory. Else one contiguous
 region travels from where it lies. One of long segments, too: a derived datatype of MPI describes
-it. Short segments, and several regions, are copied into one piece (packed); in this both sides
-choose for themselves, since the bytes on the way are the same.
+it. Short segments, and several regions, are copied into one piece (packed); in the memory of a
+device a datatype describes all of them. In this both sides choose for themselves, since the bytes
+on the way are the same; whether there is a slot, they choose alike, and all ranks of an exchange
+have their windows on devices, or none.
 """
 
 from __future__ import annotations
@@ -51,20 +53,28 @@ class Parcel:
         Regions of local windows, in the order of the messages; none is empty.
     slot_of : Callable[[int, int], Slot | None], optional
         The slot for it, or None.
+    on_device : bool
+        Whether any of them lies in the memory of a device, where only MPI can read it.
 
     Attributes
     ----------
     stage : np.ndarray | None
-        The bytes to send or receive in one piece; None if a datatype describes the only view.
+        The bytes to send or receive in one piece; None if a datatype describes the views.
     slot : Slot | None
         The slot of shared memory in which that piece lies.
     """
 
-    def __init__(self, peer: int, views: Sequence[np.ndarray], slot_of: SlotOf = _no_slot) -> None:
+    def __init__(
+        self,
+        peer: int,
+        views: Sequence[np.ndarray],
+        slot_of: SlotOf = _no_slot,
+        on_device: bool = False,
+    ) -> None:
         self.peer = peer
         self.views = list(views)
         self.nbytes = sum(view.nbytes for view in views)
-        self.slot = slot_of(peer, self.nbytes)
+        self.slot = None if on_device else slot_of(peer, self.nbytes)
         self.stage: np.ndarray | None = None
         self._copies: list[tuple[np.ndarray, np.ndarray]] = []
         if self.slot is not None:
@@ -72,7 +82,7 @@ class Parcel:
             self._copies = _copies(self.stage, views)
         elif len(views) == 1 and views[0].flags.c_contiguous:
             self.stage = as_bytes(views[0])
-        elif len(views) > 1 or segment_bytes(views[0]) < SHORT_SEGMENT:
+        elif not on_device and (len(views) > 1 or segment_bytes(views[0]) < SHORT_SEGMENT):
             self.stage = np.empty(self.nbytes, np.uint8)
             self._copies = _copies(self.stage, views)
 
@@ -234,10 +244,16 @@ class PreparedExchange:
         """Argument of MPI's calls: bytes in one piece, or a datatype of a region."""
         if parcel.stage is not None:
             return [parcel.stage, self._mpi.BYTE]
-        [view] = parcel.views
-        datatype = _strided(self._mpi, view).Commit()
-        self._types.append(datatype)
-        return [self._mpi.buffer.fromaddress(view.ctypes.data, 0), 1, datatype]
+        origin = parcel.views[0].ctypes.data
+        datatypes = [_strided(self._mpi, view) for view in parcel.views]
+        datatype = datatypes[0]
+        if len(datatypes) > 1:
+            offsets = [view.ctypes.data - origin for view in parcel.views]
+            datatype = self._mpi.Datatype.Create_struct([1] * len(offsets), offsets, datatypes)
+            for each in datatypes:
+                each.Free()
+        self._types.append(datatype.Commit())
+        return [self._mpi.buffer.fromaddress(origin, 0), 1, datatype]
 
 
 def _same(given: LocalBuffer | None, window: LocalBuffer) -> bool:
@@ -265,7 +281,8 @@ def _parcels(
     views: dict[int, list[np.ndarray]] = {}
     for message, peer in zip(messages, peers, strict=True):
         views.setdefault(peer, []).append(buffers[message.buffer].view(message.region))
-    return [Parcel(peer, found, slot_of) for peer, found in views.items()]
+    on_device = any(buffers[message.buffer].on_device for message in messages)
+    return [Parcel(peer, found, slot_of, on_device) for peer, found in views.items()]
 
 
 def _strided(mpi: Any, view: np.ndarray) -> Any:

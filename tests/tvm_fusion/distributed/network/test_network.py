@@ -18,6 +18,7 @@ import tvm_fusion
 from examples.onnx_builder import random_inputs
 from examples.transformers import bert_base
 from examples.unet import unet
+from examples.zoo import ZOO
 from tvm_fusion import distributed
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
 from tvm_fusion.errors import (
@@ -34,6 +35,9 @@ MODELS = {
     "small": small_model,
     "two": two_results,
 }
+
+
+ZOO_SIZES = {"resnet_18": 96, "resnet_50": 96, "mobilenet_v2": 96, "vgg_16": 64, "unet": 64}
 
 
 @functools.cache
@@ -87,6 +91,19 @@ def test_bits_of_one_rank(name: str, ranks: int, exchange: str, winograd: str) -
     np.testing.assert_array_equal(result, alone(name, winograd))
     results = list(result) if isinstance(result, tuple) else [result]
     assert_same(results, run_onnx(model, feed), limit=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", list(ZOO_SIZES))
+def test_networks_of_the_zoo(name: str, ranks: int) -> None:
+    """At the choices that are predicted to be fastest, late small layers on one rank included."""
+    model = ZOO[name](image_size=ZOO_SIZES[name])
+    feed = random_inputs(model, 3)
+    compiled = distributed.compile_network(model, ranks, threads=1)
+    result = over_ranks(compiled, feed)
+    np.testing.assert_array_equal(result, tvm_fusion.compile(model, threads=1)(**feed))
+    assert_same([result], run_onnx(model, feed), limit=1e-5)
 
 
 @pytest.fixture(scope="module")

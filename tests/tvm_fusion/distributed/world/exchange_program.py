@@ -32,11 +32,11 @@ def draw(generator, shape, axis, parts, halo):
     return owned, needed
 
 
-def window(whole, needed, owned):
+def window(whole, needed, owned, on_device=False):
     """A rank's window: its own elements and, before an exchange, something else in the halo."""
     region = needed[0] if needed else tuple((begin, begin) for begin, _ in owned)
     array = np.empty([end - begin for begin, end in region], whole.dtype)
-    buffer = LocalBuffer(array, tuple(begin for begin, _ in region))
+    buffer = LocalBuffer(array, tuple(begin for begin, _ in region), on_device)
     fill(buffer, whole, owned)
     return buffer
 
@@ -62,7 +62,8 @@ def check_exchanges(world, cases):
         for repeat in range(3):
             if repeat < 2:  # the last round uses the same arrays again
                 buffers = {
-                    name: window(whole, needed, owned)
+                    # Of those that stand for a device nothing may be packed.
+                    name: window(whole, needed, owned, on_device=repeat == 1)
                     for (name, needed, owned), whole in zip(windows, wholes, strict=True)
                 }
             for (name, _, owned), whole in zip(windows, wholes, strict=True):

@@ -63,3 +63,12 @@ def test_long_segments_stay_where_they_are(columns: int, is_staged: bool, is_cop
 def test_names() -> None:
     assert name_ranks([3]) == "rank 3"
     assert name_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+
+
+def test_memory_of_a_device_is_not_packed() -> None:
+    view = np.zeros((4, 8), np.float32)[:, 2:4]
+    assert Parcel(1, [view]).stage is not None
+    for views in ([view], [view, view]):
+        parcel = Parcel(1, views, on_device=True)
+        assert parcel.stage is None
+        parcel.pack()

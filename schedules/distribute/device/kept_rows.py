@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a repeated function that stay on a device from one step to the next.
+
+All of them are copied in before the first step, and out after the last. In between only those are
+copied that somebody else computes or reads: another rank, the CPU, or another device of the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..distribute import Distribution
+from ..exchange import Region, difference, hull, intersection, region_size, union
+from ..loop_nest import LoopNest
+from .operation_sequence import KeptRows, OperationSequence, operation_sequence, own_regions
+
+
+def kept_rows(
+    plan: Distribution, rank: int, rows: Region, others: Sequence[Region]
+) -> OperationSequence:
+    """The sequence of rows that stay on a device.
+
+    Parameters
+    ----------
+    plan : Distribution
+        Parts and messages of all ranks, of a function with ``repeat``.
+    rank : int
+        The rank that has the device.
+    rows : Region
+        Rows of the device; not empty.
+    others : Sequence[Region]
+        Rows of the rank's CPU and of its other devices; perhaps empty.
+
+    Raises
+    ------
+    OpError
+        As of :func:`operation_sequence`.
+    """
+    sequence = operation_sequence(plan.nest, rows, 1)
+    [chunk] = sequence.chunks
+    windows = dict(chunk.windows)
+    into: list[tuple[str, Region]] = []
+    out: list[tuple[str, Region]] = []
+    for taker, output in plan.repeat.items():
+        made, read = chunk.copied[output], chunk.copied.get(taker)
+        both = hull([made, read]) if read else made
+        windows |= {taker: both, output: both}
+        if read:
+            into += [(taker, region) for region in difference(read, made)]
+        wanted = [*_sent(plan, rank, taker), *_reads(plan.nest, taker, others)]
+        out += [(output, one) for one in union([intersection(made, one) for one in wanted])]
+    kept = KeptRows(plan.repeat, tuple(into), tuple(out))
+    return replace(sequence, chunks=(replace(chunk, windows=windows),), kept=kept)
+
+
+def halo_bytes(
+    sequence: OperationSequence, repeat: Mapping[str, str], itemsizes: Mapping[str, int]
+) -> int:
+    """Bytes that rows read of the step before and do not compute themselves."""
+    [chunk] = sequence.chunks
+    return sum(
+        region_size(region) * itemsizes[taker]
+        for taker, output in repeat.items()
+        if taker in chunk.copied
+        for region in difference(chunk.copied[taker], chunk.copied[output])
+    )
+
+
+def _sent(plan: Distribution, rank: int, buffer: str) -> list[Region]:
+    """Regions of an input that a rank sends before a step."""
+    exchanges = [*(transfer.exchange for transfer in plan.before), plan.exchange]
+    return [one.region for e in exchanges for one in e.sent_by(rank) if one.buffer == buffer]
+
+
+def _reads(nest: LoopNest, buffer: str, others: Sequence[Region]) -> list[Region]:
+    """What several ranges of rows read of an input."""
+    return [
+        region
+        for rows in others
+        if region_size(rows)
+        for read, region in own_regions(nest, rows).items()
+        if read.name == buffer
+    ]
