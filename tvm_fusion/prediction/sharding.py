@@ -331,8 +331,13 @@ def _table(path: Path, index: int, entry: Any) -> EmbeddingTable:
     if "data" not in entry:
         lookups = _positive(path, where, "lookups", entry.get("lookups"), whole=False)
         return EmbeddingTable(name, rows, width, lookups)
+    file = entry["data"]
+    if not isinstance(file, str) or Path(file).name != file:
+        raise PredictionError(
+            f"{path}: {where}: data is {file!r}; expected the name of a file in the same folder"
+        )
     try:
-        arrays = read_arrays(path.parent / str(entry["data"]))
+        arrays = read_arrays(path.parent / file)
         indices, offsets = (_array(arrays, part) for part in ("indices", "offsets"))
         data = TableLookups.of(indices, offsets, rows, width)
     except PredictionError as error:

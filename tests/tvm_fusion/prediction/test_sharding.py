@@ -180,6 +180,9 @@ def test_bad_data_of_a_table_are_refused(tmp_path) -> None:
         ("few.npz", "no array 'offsets'"),
         ("high.npz", "expected rows 0 to 9"),
         ("none.npz", "none.npz"),
+        ("../few.npz", "data is '../few.npz'; expected the name of a file in the same folder"),
+        (str(tmp_path / "few.npz"), "expected the name of a file in the same folder"),
+        (7, "data is 7; expected the name of a file"),
     ):
         file = tmp_path / "tables.json"
         table = {"name": "users", "rows": 10, "width": 4, "data": name}
