@@ -44,7 +44,7 @@ class TableLookups:
     Raises
     ------
     PredictionError
-        If a size is not positive, or the bins do not hold all lookups.
+        If a size is not positive or beyond any memory, or the bins do not hold all lookups.
     """
 
     bags: int
@@ -56,12 +56,13 @@ class TableLookups:
 
     def __post_init__(self) -> None:
         for name in ("bags", "rows", "width"):
-            if getattr(self, name) < 1:
+            if not 1 <= getattr(self, name) < 1 << 53:
                 raise PredictionError(
-                    f"lookups: {name} is {getattr(self, name)}; expected 1 or more"
+                    f"lookups: {name} is {getattr(self, name)}; expected 1 to 2**53 - 1"
                 )
-        if self.count < 0 or len(self.used) != len(self.uses) or len(self.used) not in (0, BINS):
-            raise PredictionError(f"lookups: expected a count of 0 or more, and {BINS} bins")
+        is_binned = len(self.used) == len(self.uses) and len(self.used) in (0, BINS)
+        if not (is_binned and 0 <= self.count < 1 << 96):
+            raise PredictionError(f"lookups: expected a count from 0 on, and {BINS} bins")
         if self.used and abs(sum(self.uses) - self.count) > 1e-6 * max(1, self.count):
             raise PredictionError(
                 f"lookups: {sum(self.uses):g} of {self.count} lookups are in the bins"
@@ -96,7 +97,7 @@ class TableLookups:
                 raise PredictionError(
                     f"{name} of shape {array.shape}; expected a vector of integers"
                 )
-        if not offsets.size or offsets[0] != 0 or (np.diff(offsets.astype(np.int64)) < 0).any():
+        if not offsets.size or offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
             raise PredictionError("offsets must begin with 0 and never descend")
         if offsets[-1] > indices.size:
             raise PredictionError(f"offset {offsets[-1]} lies after all {indices.size} indices")

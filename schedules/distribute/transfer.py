@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from ..errors import OpError
 from .exchange import Exchange, Message, Region, difference, intersection, region_size
 
+FINISH = "tvm_fusion.exchange_finish"
+"""Packed function that waits for the exchange whose number it is given."""
+
 
 @dataclass(frozen=True)
 class Mode:

@@ -9,10 +9,7 @@ from tvm import ir, s_tir, tirx
 
 from ..errors import OpError
 from ..tir.expression_walk import nodes
-from .transfer import Transfer
-
-FINISH = "tvm_fusion.exchange_finish"
-"""Packed function that waits for the exchange whose number it is given."""
+from .transfer import FINISH, Transfer
 
 
 def with_waits(func: tirx.PrimFunc, transfers: Sequence[Transfer]) -> tirx.PrimFunc:

@@ -13,7 +13,7 @@ import numpy as np
 import tvm_ffi
 
 from schedules.distribute.exchange import Exchange, LocalBuffer, Region
-from schedules.distribute.waits import FINISH
+from schedules.distribute.transfer import FINISH
 
 from ..errors import InvalidInputError
 from ..machine.numa import touch

@@ -123,7 +123,8 @@ class Program:
         ------
         InvalidInputError
             If there are more or fewer ranks than the program was compiled for, or if with
-            ``gpu_aware`` some rows of a rank are not on one device, or there are transfers.
+            ``gpu_aware`` some rows of a rank are not on one device, there are transfers, or ranks
+            exchange an input that no step computes.
         TargetError
             If the rank has not the devices that the program names.
         DistributedError
@@ -135,7 +136,7 @@ class Program:
             self._check_gpu_aware(world)
         shares = self.shares.devices[world.rank]
         drivers = [open_driver(share.device.kind, share.device.index) for share in shares]
-        world.agree(self._identity(), "programs")
+        world.agree(f"{self._identity()} {gpu_aware}", "programs")
         pieces = self.pieces[world.rank]
         kernels = {piece.kernel: self.library[piece.kernel] for piece in pieces}
         local = LocalProgram(self.distribution, world, pieces, kernels)
@@ -183,6 +184,12 @@ class Program:
                     "the program with repeat=, one device a rank without chunks=, and a split "
                     "that gives it all rows"
                 )
+        moved = {message.buffer for message in self.distribution.exchange.messages}
+        if constant := sorted(moved - self.distribution.repeat.keys()):
+            raise InvalidInputError(
+                f"gpu_aware: ranks exchange {', '.join(constant)}, which no step computes and the "
+                "host keeps; leave gpu_aware out"
+            )
         if not world.takes_device_memory:
             raise DistributedError(
                 "this MPI takes no memory of GPUs; use one that is built with CUDA, or leave "

@@ -62,7 +62,7 @@ def size_features(tables: Sequence[TableLookups], machine: Machine) -> np.ndarra
     sums = [len(tables), bags, lookups, moved, held, widest, longest]
     sums += [moved / max(lookups, 1), lookups / bags]
     sums += [held / machine[f"capacity.{cache}"] for cache in CACHES]
-    return np.log2(np.maximum(sums, _LEAST))
+    return np.log2(np.maximum(np.array(sums, np.float64), _LEAST))
 
 
 def reuse_features(tables: Sequence[TableLookups], machine: Machine) -> np.ndarray:

@@ -84,12 +84,11 @@ def predict_embedding_bag(call: KernelCall, machine: Machine) -> Prediction | No
     """
     b, t, e, lookups, d = (call.size(name) for name in ("B", "T", "E", "L", "D"))
     is_backward = call.op.endswith("backward")
+    elements = -(-d * element_bytes(call.dtype) // 4)
+    tables = [TableLookups(b, e, elements, b * lookups)] * t
     if machine.kind == "cpu":
-        tables = [TableLookups(b, e, d, b * lookups)] * t
         return predict_cpu_lookups(tables, machine, is_backward)
     block = call.size("rows_per_block", _ROWS_PER_BLOCK)
-    elements = d * element_bytes(call.dtype) // 4 or 1
-    tables = [TableLookups(b, e, elements, b * lookups)] * t
     return _predict(machine, tables, block, is_backward)
 
 
@@ -98,7 +97,7 @@ def predict_gather(call: KernelCall, machine: Machine) -> Prediction | None:
     if machine.kind != "gpu":
         return None
     e, lookups, d = (call.size(name) for name in ("E", "L", "D"))
-    elements = d * element_bytes(call.dtype) // 4 or 1
+    elements = -(-d * element_bytes(call.dtype) // 4)
     table = TableLookups(lookups, e, elements, lookups)
     return _predict(machine, [table], _ROWS_PER_BLOCK, False)
 

@@ -167,7 +167,7 @@ def _compare_softmax_sums(outputs: Sequence[np.ndarray], data: np.ndarray) -> No
     np.testing.assert_allclose(outputs[1], np.exp(exact - maximum).sum(1), rtol=4e-6)
 
 
-@pytest.mark.parametrize(("form", "calls"), in_turns(SHAPES, [PLACES, 2]))
+@pytest.mark.parametrize(("form", "calls"), in_turns(SHAPES, [PLACES, 2], every=4))
 def test_blocks_of_several_calls_in_any_order(
     form: str, calls: int, rng: np.random.Generator
 ) -> None:

@@ -135,7 +135,7 @@ def test_unknown_outputs_of_chains(shape: tuple, rng: np.random.Generator) -> No
             check_chain("softmax", axis, inputs, group.outputs(arguments))
 
 
-@pytest.mark.parametrize("symbolic", ["all", "x", "y"])
+@pytest.mark.parametrize("symbolic", in_turns(["all", "x", "y"], every=3))
 def test_symbolic_rows(symbolic: str, rng: np.random.Generator) -> None:
     n = tirx.Var("n", "int64")
     shape, axis = {"all": ((n,), 0), "x": ((3, n), 1), "y": ((n, 70), 0)}[symbolic]
@@ -315,6 +315,7 @@ def test_nothing_spills(source: str) -> None:
         assert spilled == (0, 0, 0), name
 
 
+@pytest.mark.slow
 def test_large_states_of_many_stages_fit() -> None:
     """Memory kept for other blocks to the end is not taken from that of the stages."""
 

@@ -369,7 +369,7 @@ def test_an_atomic_finish_that_does_not_exist(operator: str, dtype: str) -> None
             if _is_valid(name, "float32", "atomic") and _is_valid(name, dtype)
         ],
         WORD_SHAPES,
-        every=7,
+        every=13,
     ),
 )
 def test_updates_of_a_part_of_a_word(

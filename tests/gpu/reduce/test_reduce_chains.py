@@ -271,7 +271,7 @@ CUDA_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turns(CHAINS, ["float32", "float16"], every=4))
+@pytest.mark.parametrize(("name", "dtype"), in_turns(CHAINS, ["float32", "float16"], every=8))
 def test_nothing_spills(name: str, dtype: str) -> None:
     functions = {
         f"kernel{number}": make(name, dtype, shape, axis, CUDA).func.with_attr(

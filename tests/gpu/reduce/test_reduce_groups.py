@@ -38,7 +38,7 @@ def sisters(operators: list[str], axes: list[int], finish: str = "auto"):
     return build
 
 
-@pytest.mark.parametrize(("form", "finish"), in_turns(SHAPES, ["one_block", "last_block"]))
+@pytest.mark.parametrize(("form", "finish"), in_turns(SHAPES, ["one_block", "last_block"], every=4))
 def test_any_mixture_of_operators(form: str, finish: str, rng: np.random.Generator) -> None:
     shape, axes = SHAPES[form]
     operators = ["sum", "argmax", "max", "sum_squares", "mean", "argmin", "prod"]
@@ -78,7 +78,9 @@ def test_atomic_only_where_every_sister_can_be() -> None:
 
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    in_turns(["x", "y"], ["float16", "bfloat16", "float32", "float64", "int8", "bool"]),
+    in_turns(
+        ["x", "y"], ["float16", "bfloat16", "float32", "float64", "int8", "bool"], every=4
+    ),
 )
 def test_types(form: str, dtype: str, rng: np.random.Generator) -> None:
     shape, axes = SHAPES[form]
@@ -265,7 +267,7 @@ def test_a_shared_input_is_read_once(form: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "finish"),
-    in_turns(["float32", "float16", "int8"], ["one_block", "last_block"]),
+    in_turns(["float32", "float16", "int8"], ["one_block", "last_block"], every=3),
 )
 def test_nothing_spills(dtype: str, finish: str) -> None:
     functions = {}

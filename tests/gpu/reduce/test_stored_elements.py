@@ -60,7 +60,7 @@ def wanted(x: np.ndarray, y: np.ndarray, axes: list[int]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("form", "finish"), in_turns(SHAPES, ["one_block", "last_block", "atomic", "auto"])
+    ("form", "finish"), in_turns(SHAPES, ["one_block", "last_block", "atomic", "auto"], every=4)
 )
 def test_numbers(form: str, finish: str, rng: np.random.Generator) -> None:
     shape, axes = SHAPES[form]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernel_call import KernelCall, element_bytes
 from schedules.cost.kernels.elementwise import BY_BYTES, STREAMING, combine
 from schedules.cost.kernels.embedding import bag_traffic, hit_rate
 from schedules.cost.machine import Figure, known_machines, load_machine, machine_from_json
@@ -163,6 +163,16 @@ def test_a_lookup_by_hand():
     assert gathered.seconds == pytest.approx(
         1e-6 + 64 * ((32 + 32 + 32 / 64) / 0.83e9 + (96 + 32 * 63 / 64) / 4e9)
     )
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("uint8", 33), ("int8", 65), ("float16", 17)])
+def test_the_last_sector_of_a_row_counts(dtype: str, width: int):
+    sectors = -(-width * element_bytes(dtype) // 32)
+    narrow, whole = (
+        predict(KernelCall("gather", {"E": 10**6, "L": 10**5, "D": d}, kind), load_machine("v100"))
+        for d, kind in ((width, dtype), (8 * sectors, "float32"))
+    )
+    assert narrow.seconds == pytest.approx(whole.seconds, rel=0.01)
 
 
 def test_fewer_rows_in_use_are_never_slower():

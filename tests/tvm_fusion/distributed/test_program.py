@@ -18,8 +18,7 @@ from tvm import s_tir, te, tirx
 from examples.stencils import function, image
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.exchange import Exchange
-from schedules.distribute.transfer import Mode, send_recv
-from schedules.distribute.waits import FINISH
+from schedules.distribute.transfer import FINISH, Mode, send_recv
 from tests.selection import in_turns
 from tvm_fusion.distributed import Program, compile
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks

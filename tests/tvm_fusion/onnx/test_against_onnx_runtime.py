@@ -199,6 +199,12 @@ def test_reductions_of_nothing() -> None:
     check(nodes, feeds, constants)
 
 
+def test_log_sum_exp_of_constant_infinities() -> None:
+    constants = {"low": np.full(2, -np.inf, np.float32), "x": normal(3)}
+    nodes = [node("ReduceLogSumExp", "low", "none", keepdims=0), node("Add", "y none", "sum")]
+    check([*nodes, node("ReduceLogSumExp", "x", "some")], {"y": normal(3)}, constants)
+
+
 def test_ranges_sums_slices_and_powers() -> None:
     feeds = {"x": normal(4, 6, 5), "n": np.arange(-10, 10, dtype=np.int32).reshape(4, 5)}
     constants = {

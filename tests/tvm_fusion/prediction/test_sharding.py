@@ -155,6 +155,16 @@ def test_broken_files(tmp_path, data, reason: str) -> None:
         load_tables(path)
 
 
+@pytest.mark.parametrize("machine", ["znver4", "v100"])
+def test_tables_beyond_any_memory(tmp_path, machine: str) -> None:
+    size = (1 << 53) - 1
+    table = {"name": "u", "rows": size, "width": size, "lookups": 5}
+    (tmp_path / "t.json").write_text(json.dumps({"batch": 1, "tables": [table]}))
+    tables, batch = load_tables(tmp_path / "t.json")
+    seconds = ShardingTask(tables, batch, load_machine(machine), 1).sharding("x", [0]).seconds
+    assert 0 < seconds < math.inf
+
+
 def test_the_data_of_a_table_say_which_rows_are_hot(tmp_path) -> None:
     random = np.random.default_rng(0)
     offsets = np.arange(1024) * 20

@@ -209,6 +209,7 @@ def test_the_fastest_form_is_recorded(tmp_path: Path, monkeypatch, winner: str) 
     assert cli.main(["records", "list", str(other)]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_believed")
 def test_forms_race_again_only_after_their_kernels(tmp_path: Path) -> None:
     def states(**options: object) -> dict[str, str]:

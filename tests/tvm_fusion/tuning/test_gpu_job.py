@@ -138,6 +138,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "find_device", lambda kind: DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("device")
 def test_a_job_for_opencl(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(job, "Session", OnOpenCL)

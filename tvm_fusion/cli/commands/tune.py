@@ -120,7 +120,7 @@ def seconds_left(result: TuneResult) -> float | None:
     states = Counter(task.status for task in result.tasks)
     done = states["tuned"] + states["default stays"]
     left = states["waiting"] + states["searching"] + states["confirming"]
-    return result.seconds / done * left if done else None
+    return result.seconds / done * left if done and left else None
 
 
 def _caption(result: TuneResult) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import tempfile
@@ -148,12 +149,13 @@ def _open_slots(node: Any, places: Mapping[int, int], rank: int) -> NodeSlots | 
     path = node.bcast(make_file(len(places)) if node.rank == 0 else "")
     if not path:
         return None
-    try:
-        return NodeSlots(path, places, rank)
-    finally:
-        node.Barrier()
-        if node.rank == 0:
-            os.unlink(path)
+    slots = None
+    with contextlib.suppress(OSError):  # ranks of a machine in containers of their own
+        slots = NodeSlots(path, places, rank)
+    all_have_them = all(node.allgather(slots is not None))
+    if node.rank == 0:
+        os.unlink(path)
+    return slots if all_have_them else None
 
 
 def _check(world: World, ranks: int | None) -> None:

@@ -5,8 +5,8 @@ Between ranks of a node, a short parcel is packed into a slot of shared memory. 
 region travels from where it lies. One of long segments, too: a derived datatype of MPI describes
 it. Short segments, and several regions, are copied into one piece (packed); in the memory of a
 device a datatype describes all of them. In this both sides choose for themselves, since the bytes
-on the way are the same; whether there is a slot, they choose alike, and all ranks of an exchange
-have their windows on devices, or none.
+on the way are the same. Whether there is a slot, they must choose alike: a buffer is on devices on
+all ranks, or on none.
 """
 
 from __future__ import annotations
@@ -178,6 +178,8 @@ class PreparedExchange:
         sent, received = exchange.sent_by(comm.rank), exchange.received_by(comm.rank)
         windows = {m.buffer: _buffer(exchange, buffers, m) for m in (*sent, *received)}
         self._windows = list(windows.items())
+        if exchange.synchronous:  # ends when its receives have begun, which a slot does not tell
+            slots = None
         send_slot = partial(slots.outgoing, exchange.id) if slots else _no_slot
         receive_slot = partial(slots.incoming, exchange.id) if slots else _no_slot
         outgoing = _parcels(sent, [m.dest for m in sent], buffers, send_slot)
@@ -208,7 +210,7 @@ class PreparedExchange:
 
         Its views may be written as soon as it lies in a slot.
         """
-        return parcel.slot is None or self.exchange.synchronous
+        return parcel.slot is None
 
     def fits(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> bool:
         """Return whether these are the parcels of an exchange between given buffers."""
@@ -279,10 +281,12 @@ def _parcels(
 ) -> list[Parcel]:
     """One parcel for each peer, of its messages in their order."""
     views: dict[int, list[np.ndarray]] = {}
+    with_devices = set()
     for message, peer in zip(messages, peers, strict=True):
         views.setdefault(peer, []).append(buffers[message.buffer].view(message.region))
-    on_device = any(buffers[message.buffer].on_device for message in messages)
-    return [Parcel(peer, found, slot_of, on_device) for peer, found in views.items()]
+        if buffers[message.buffer].on_device:
+            with_devices.add(peer)
+    return [Parcel(peer, found, slot_of, peer in with_devices) for peer, found in views.items()]
 
 
 def _strided(mpi: Any, view: np.ndarray) -> Any:

@@ -20,6 +20,7 @@ import numpy as np
 MOST_BYTES = 128 * 1024
 """Of a parcel that goes through a slot; both sides have to choose alike."""
 
+_LEAST_ROOM = 1024  # bytes
 _ARENA = 1 << 20  # bytes for all that a rank sends on its node
 _FOLDER = Path("/dev/shm")
 _LINE = 64  # a cache line: what the sender writes shares none with what the receiver writes
@@ -83,7 +84,7 @@ class SlotSend:
         return not self._slot.is_full
 
     def Free(self) -> None:  # noqa: N802
-        """Nothing: the slot is that of all exchanges of its number."""
+        """Nothing: the slot is that of all such messages of its exchange."""
 
 
 class SlotReceive:
@@ -104,14 +105,15 @@ class SlotReceive:
         return self._slot.nbytes
 
     def Free(self) -> None:  # noqa: N802
-        """Nothing: the slot is that of all exchanges of its number."""
+        """Nothing: the slot is that of all such messages of its exchange."""
 
 
 class NodeSlots:
     """Slots of all pairs of ranks of a node, in a file that they share.
 
-    Both ranks of a pair ask for its slots in the same order, that of their exchanges, and so find
-    them at the same places.
+    Both ranks of a pair first ask for the slots of its exchanges in the same order, and so find
+    them at the same places. A slot stays that of an exchange's messages up to a power of two of
+    bytes, so that it does not matter which of them a rank prepares anew.
 
     Parameters
     ----------
@@ -129,7 +131,7 @@ class NodeSlots:
         self._places, self._rank = places, rank
         self._quota = _ARENA // (len(places) - 1) // _LINE * _LINE
         self._used: dict[tuple[int, int], int] = {}
-        self._slots: dict[tuple[int, int, int], Slot] = {}
+        self._slots: dict[tuple[int, int, int, int], Slot | None] = {}
 
     def outgoing(self, exchange: int, peer: int, nbytes: int) -> Slot | None:
         """Slot for what this rank sends to another one; None if MPI is to send it."""
@@ -140,20 +142,24 @@ class NodeSlots:
         return self._slot(exchange, peer, self._rank, nbytes)
 
     def _slot(self, exchange: int, source: int, dest: int, nbytes: int) -> Slot | None:
-        if nbytes > MOST_BYTES or source not in self._places or dest not in self._places:
+        if source == dest or nbytes > MOST_BYTES or not {source, dest} <= self._places.keys():
             return None
-        slot = self._slots.get((exchange, source, dest))
-        if slot is None or slot.data.size < nbytes:
-            size = _HEADER + -(-nbytes // _LINE) * _LINE
-            begin = self._used.get((source, dest), 0)
-            if begin + size > self._quota:
-                return None
-            self._used[source, dest] = begin + size
-            row, column = self._places[source], self._places[dest]
-            begin += self._quota * (row * (len(self._places) - 1) + column - (column > row))
-            slot = Slot(self._memory[begin : begin + size])
-            self._slots[exchange, source, dest] = slot
-        return slot
+        room = max(_LEAST_ROOM, 1 << (nbytes - 1).bit_length())
+        key = exchange, source, dest, room
+        if key not in self._slots:
+            self._slots[key] = self._allocate(source, dest, room)
+        return self._slots[key]
+
+    def _allocate(self, source: int, dest: int, room: int) -> Slot | None:
+        """A new slot; None if the memory of this pair is in use."""
+        size = _HEADER + room
+        begin = self._used.get((source, dest), 0)
+        if begin + size > self._quota:
+            return None
+        self._used[source, dest] = begin + size
+        row, column = self._places[source], self._places[dest]
+        begin += self._quota * (row * (len(self._places) - 1) + column - (column > row))
+        return Slot(self._memory[begin : begin + size])
 
 
 def make_file(ranks: int) -> str:

@@ -42,4 +42,4 @@ def determinant_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     dims = facts.dims(node.input[0])
     if dims is None or len(dims) < 2 or None in dims[-2:]:
         return f"the size of its matrices {node.input[0]!r} is only known at run time"
-    return None
+    return "its matrices are empty" if 0 in dims[-2:] else None

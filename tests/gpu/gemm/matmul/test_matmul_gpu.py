@@ -202,7 +202,7 @@ BERT: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", BERT)
+@pytest.mark.parametrize("name", in_turns(BERT))
 def test_machine_code_of_tiles(name: str) -> None:
     build, _, types = BERT[name]
     [func] = scheduled(build, *types, target=CUDA).values()

@@ -103,7 +103,7 @@ def test_tiles_that_hold_no_whole_segment_or_not_all_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "arch"), in_turns(("fp32", "tf32"), ("sm_90", "sm_80"))
+    ("precision", "arch"), in_turns(("fp32", "tf32"), ("sm_90", "sm_80"), every=3)
 )
 def test_machine_code_has_no_spills(precision: str, arch: str) -> None:
     """Of the largest tiles, for the longest rows: a norm as left factor, and as residual."""

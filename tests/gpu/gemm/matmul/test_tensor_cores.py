@@ -73,7 +73,7 @@ def test_numbers(left: str, right: str) -> None:
     assert_close(found, factors[0].astype("float64") @ factors[1].astype("float64"), k)
 
 
-@pytest.mark.parametrize("tile", tensor_core_tile._TILES, ids=str)
+@pytest.mark.parametrize("tile", in_turns(tensor_core_tile._TILES), ids=str)
 def test_numbers_of_each_tile(tile: TensorTile, emulated: pytest.MonkeyPatch) -> None:
     emulated.setattr(tensor_core_tile, "_TILES", (tile,))
     m, n, k = tile.rows + 3, tile.columns + 8, 48
@@ -250,7 +250,7 @@ BYTES: dict[str, tuple[Build, str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "target"), in_turns(BYTES, [A100, CUDA]), ids=str)
+@pytest.mark.parametrize(("name", "target"), in_turns(BYTES, [A100, CUDA], every=4), ids=str)
 def test_machine_code_of_other_types(name: str, target: Target) -> None:
     """Two blocks of 256 threads a multiprocessor; chunks go to shared memory as they lie."""
     build, dtype, opcode, copies = BYTES[name]

@@ -205,6 +205,7 @@ def test_the_split_of_the_model(opened: list[WatchedDriver]) -> None:
     assert compile(blur(400, 64), devices=[slow]).shares.devices == ((),)
 
 
+@pytest.mark.slow
 def test_the_split_of_a_measurement(opened: list[WatchedDriver]) -> None:
     found = measure_split(blur(64, 32), ["opencl"])
     assert found.cpu(64) > 0 and found.devices[0](64) > 0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from loop_nests import Interpreter, elements, heat2d, heat3d, random_arrays
 from mpi_ranks import needs_mpi, run_ranks
 from opencl import opencl_context
-from tvm import te
+from tvm import te, tirx
 
 from examples.stencils import wave2d
 from schedules.distribute.cost import Processor
@@ -199,8 +199,24 @@ def test_gpu_aware_refused(
         local_world.run_ranks(program.ranks, lambda world: program.on(world, gpu_aware=True))
 
 
+def test_gpu_aware_refuses_halos_that_the_host_keeps(
+    opened: list[WatchedDriver],
+) -> None:
+    field, speed = (te.placeholder((12, 6), "float32", name) for name in ("A", "speed"))
+
+    def around(data: te.Tensor, i: tirx.Var, j: tirx.Var) -> tirx.Expr:
+        return data[tirx.max(i - 1, 0), j] + data[tirx.min(i + 1, 11), j]
+
+    result = te.compute((12, 6), lambda i, j: around(field, i, j) * around(speed, i, j), "next")
+    func = te.create_prim_func([field, speed, result], index_dtype_override="int64")
+    split = {0: [0, 6], 1: [0, 6]}
+    program = compile(func, ranks=2, repeat="A", devices=["opencl"], split=split)
+    with pytest.raises(InvalidInputError, match="ranks exchange speed, which no step computes"):
+        local_world.run_ranks(2, lambda world: program.on(world, gpu_aware=True))
+
+
 @needs_mpi
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("axis", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_with_gpus(axis: int) -> None:
     """Halos through memory of the host, and from GPU to GPU: of rows, and of columns."""
     outcome = run_ranks(3, PROGRAM, str(axis))

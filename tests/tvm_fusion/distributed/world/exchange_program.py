@@ -126,6 +126,47 @@ def check_a_slow_receiver(world):
         assert world.rank > 1 or buffers["A"].array.tolist() == [number] * 4
 
 
+def check_kept_windows(world):
+    """A number with messages of two sizes; one side has a new window, the other its old one."""
+    sizes = (100, 200, 100, 200)
+    kept = {size: LocalBuffer(np.zeros(size), (0,)) for size in sizes}
+    for number, size in enumerate(sizes):
+        buffer = kept[size] if world.rank == 0 else LocalBuffer(np.full(size, np.nan), (0,))
+        buffer.array[...] = number if world.rank == 0 else np.nan
+        exchange = Exchange(6, (Message(0, 1, "A", ((0, size),)),))
+        world.start(exchange, {"A": buffer})
+        world.finish(exchange)
+        assert world.rank > 1 or buffer.array.tolist() == [number] * size
+
+
+def check_synchronous_transfers_in_any_order(world):
+    """A send is complete when its receive has begun: the ends may come in any order."""
+    exchanges = [
+        Exchange(7 + source, (Message(source, 1 - source, name, ((0, 9),)),), synchronous=True)
+        for source, name in enumerate("AB")
+    ]
+    buffers = {name: LocalBuffer(np.full(9, float(world.rank)), (0,)) for name in "AB"}
+    for exchange in exchanges:
+        world.start(exchange, buffers)
+    for exchange in exchanges if world.rank == 0 else reversed(exchanges):
+        world.finish(exchange)
+    if world.rank < 2:
+        assert [buffers[name].array[0] for name in "AB"] == [0, 1]
+
+
+def check_a_device_beside(world):
+    """One of two peers gets what lies in the memory of a device, the other what does not."""
+    messages = (Message(1, 0, "A", ((0, 3),)), Message(1, 2, "B", ((0, 3),)))
+    buffers = {
+        name: LocalBuffer(np.full(3, float(world.rank)), (0,), name == "B") for name in "AB"
+    }
+    exchange = Exchange(9, messages)
+    world.start(exchange, buffers)
+    world.finish(exchange)
+    if world.rank in (0, 2):
+        assert buffers["AB"[world.rank // 2]].array.tolist() == [1] * 3
+
+
 def check_collectives(world):
     rank, size = world.rank, world.size
     assert world.all_gather(np.array([rank, -rank])).tolist() == [[r, -r] for r in range(size)]
@@ -183,5 +224,9 @@ with distributed.session(timeout=30) as world:
     if world.size > 1:
         check_one_message_a_peer(world)
         check_a_slow_receiver(world)
+        check_kept_windows(world)
+        check_synchronous_transfers_in_any_order(world)
         check_refusals(world)
+    if world.size > 2:
+        check_a_device_beside(world)
     print("all checked", flush=True)

@@ -35,7 +35,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_both_sides_find_the_same_slot_and_no_other_pair_does(path: str) -> None:
     nodes = {rank: NodeSlots(path, RANKS, rank) for rank in RANKS}
     pairs = [(a, b) for a in RANKS for b in RANKS if a != b]
-    sizes = [(0, 100), (3, 7), (0, 50), (0, 5000), (3, 7)]
+    sizes = [(0, 100), (3, 7), (0, 50), (0, 5000), (3, 7), (0, 100)]
     for source, dest in pairs:
         for exchange, nbytes in sizes:
             slot = nodes[source].outgoing(exchange, dest, nbytes)
@@ -48,11 +48,15 @@ def test_both_sides_find_the_same_slot_and_no_other_pair_does(path: str) -> None
             there.take()
             assert not slot.is_full
             slot.data[:] = 255
+        again = nodes[source].outgoing(0, dest, 5000)
+        assert again is not None and again is nodes[source].outgoing(0, dest, 5000)
+        assert again is not nodes[source].outgoing(0, dest, 100)
 
 
 def test_what_mpi_sends(path: str) -> None:
     node = NodeSlots(path, RANKS, 4)
     assert node.outgoing(0, 5, 8) is None  # of another node
+    assert node.outgoing(0, 4, 8) is None  # itself
     assert node.outgoing(0, 6, MOST_BYTES + 1) is None
     slots = [node.outgoing(number, 6, MOST_BYTES) for number in range(20)]
     assert slots[0] is not None and slots[-1] is None  # all memory of this pair is in use

@@ -68,3 +68,5 @@ def test_other_matrices_are_refused() -> None:
         import_onnx(det_model((2, 3)))
     with pytest.raises(UnsupportedOperatorError, match="node 'op': Det.*only known at run time"):
         import_onnx(det_model((2, "n", "n")), {"n": "n"})
+    with pytest.raises(UnsupportedOperatorError, match="Det.*its matrices are empty"):
+        import_onnx(det_model((0, 0)))
