@@ -44,6 +44,7 @@ fuzz: $(VENV)/.stamp-test ## compile and call 10,000 damaged models; FUZZ_ARGS="
 
 lint: $(VENV)/.stamp-test ## check style, and that imports go down only
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
 types: $(VENV)/.stamp-test ## check types

@@ -94,9 +94,7 @@ def test_commands_run(page: Path, folder: Path, capfd: Any) -> None:
             assert program == "git" and arguments[0] == "clone"
 
 
-def test_a_wrong_example_fails_at_its_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_example_fails_at_its_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = folder / "wrong.md"
     page.write_text("A page.\n\n```python\nx = 1\n```\n\nMore.\n\n```python\nassert x == 2\n```\n")
     with pytest.raises(AssertionError) as error:

@@ -72,9 +72,7 @@ class Prediction:
     share: float | None
 
 
-def predictions(
-    model: onnx.ModelProto, machine: Machine, program: str | None
-) -> list[Prediction]:
+def predictions(model: onnx.ModelProto, machine: Machine, program: str | None) -> list[Prediction]:
     """All kernels of a model in the order of their calls; ``program`` is llvm-mca, if installed."""
     imported = import_onnx(model)
     found = predict_on(imported, machine, "tvm_fusion", records="none")

@@ -161,9 +161,7 @@ def run(path: Path, seeds: int) -> dict[str, dict[str, list[Replay]]]:
     """Replays of each strategy, by kernel, of one CPU."""
     kernels = list(recordings(path))
     return {
-        strategy: {
-            found.name: [search(found, seed) for seed in range(seeds)] for found in kernels
-        }
+        strategy: {found.name: [search(found, seed) for seed in range(seeds)] for found in kernels}
         for strategy, search in STRATEGIES.items()
     }
 

@@ -55,9 +55,7 @@ def row_mean(sums: te.Tensor) -> te.Tensor:
     return te.compute((*rows, 1), lambda *at: total(*at) / count, name="row_mean")
 
 
-def row_scale(
-    sums: te.Tensor, squares: te.Tensor, mean: te.Tensor, epsilon: float
-) -> te.Tensor:
+def row_scale(sums: te.Tensor, squares: te.Tensor, mean: te.Tensor, epsilon: float) -> te.Tensor:
     """``1 / sqrt(variance + epsilon)`` of each row, ``[*rows, 1]``."""
     segments, *rows = sums.shape
     segment = te.reduce_axis((0, segments), "segment")

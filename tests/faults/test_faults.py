@@ -36,8 +36,7 @@ def test_faults_are_seeded_in_a_copy(
     )
     (repository / "code.txt").write_text("one two")
     (repository / "test_code.py").write_text(
-        "from pathlib import Path\n"
-        "def test_one(): assert 'one' in Path('code.txt').read_text()\n"
+        "from pathlib import Path\ndef test_one(): assert 'one' in Path('code.txt').read_text()\n"
     )
     faults = (
         Fault("no one", "code.txt", "one", "none at all"[-3:], ("test_code.py",)),

@@ -105,9 +105,7 @@ def outcome(case: Case) -> Outcome:
     return Outcome("refused", reason)
 
 
-def _run(
-    case: Case, model: onnx.ModelProto, feeds: dict[str, np.ndarray], kind: str
-) -> Outcome:
+def _run(case: Case, model: onnx.ModelProto, feeds: dict[str, np.ndarray], kind: str) -> Outcome:
     try:
         compiled = tvm_fusion.compile(model, threads=1)
         found = compiled(feeds) if feeds else compiled()

@@ -227,9 +227,7 @@ def _generate(
 ) -> pipeline.Built:
     """The code of an optimised module, CUDA kernels as machine code, and its weights."""
     tell("build")
-    built = pipeline.build_apart(
-        mod, target, options.fast_math, cuda_graph=options.cuda_graph
-    )
+    built = pipeline.build_apart(mod, target, options.fast_math, cuda_graph=options.cuda_graph)
     if _is_cuda(target):
         tell("machine code")
         with interrupts_kept():

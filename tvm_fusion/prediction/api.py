@@ -213,4 +213,3 @@ def _run(
         next(iter(traces.values())).device,
         tuple(warning for trace in traces.values() for warning in trace.warnings()),
     )
-

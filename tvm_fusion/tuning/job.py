@@ -582,9 +582,7 @@ class _Job:
         state.template, state.knobs = template.name, asdict(knobs)
 
 
-def _second_race(
-    session: Session, measured: Mapping[int, float]
-) -> tuple[dict[int, float], float]:
+def _second_race(session: Session, measured: Mapping[int, float]) -> tuple[dict[int, float], float]:
     """Race the best settings and the default again, in a fresh process.
 
     Parameters

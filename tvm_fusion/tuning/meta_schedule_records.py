@@ -63,9 +63,7 @@ def export_records(database: Path, folder: Path, tasks: Sequence[Task], target: 
     return count
 
 
-def _write(
-    folder: Path, tasks: Sequence[Task], known: Mapping[Key, Record], target: Target
-) -> int:
+def _write(folder: Path, tasks: Sequence[Task], known: Mapping[Key, Record], target: Target) -> int:
     from tvm.s_tir import meta_schedule as ms
 
     found = ms.database.JSONDatabase(work_dir=str(folder))

@@ -142,9 +142,7 @@ class Predictor:
 
     def total(self, nodes: list[dict[str, Any]], direction: str, layers: float) -> np.ndarray:
         """Time and interval of all ops, those of the layer as often as it runs."""
-        times = [
-            self.node(node, direction) * (layers if node["in_layer"] else 1) for node in nodes
-        ]
+        times = [self.node(node, direction) * (layers if node["in_layer"] else 1) for node in nodes]
         return np.sum(times, axis=0)
 
     def run(self, run: Run, nodes: list[dict[str, Any]]) -> np.ndarray:

@@ -140,9 +140,7 @@ def causal(past: np.ndarray, least: float) -> Build:
     return of_logits(lambda s: op.where(relax.const(past), s, relax.const(least, F32)))
 
 
-@pytest.mark.parametrize(
-    ("m", "least"), in_turns([70, 33], [-np.inf, np.finfo(F32).min, -3.0])
-)
+@pytest.mark.parametrize(("m", "least"), in_turns([70, 33], [-np.inf, np.finfo(F32).min, -3.0]))
 def test_a_constant_causal_mask(m: int, least: float, rng: np.random.Generator) -> None:
     """Keys are skipped where their weight is zero, not where they are merely weighed less."""
     query, key, value = heads(rng, (2, m, 16), (2, 70, 16), (2, 70, 16))

@@ -288,10 +288,7 @@ def test_nothing_spills(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("softmax", "rms_norm") else SLOW)
-        for name in CHAINS
-    ],
+    [pytest.param(name, marks=() if name in ("softmax", "rms_norm") else SLOW) for name in CHAINS],
 )
 def test_rows_of_one_turn_and_a_part_do_not_spill(name: str) -> None:
     """Many rows: of 512 threads, a turn takes 16384 elements."""

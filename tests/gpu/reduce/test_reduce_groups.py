@@ -78,9 +78,7 @@ def test_atomic_only_where_every_sister_can_be() -> None:
 
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    in_turns(
-        ["x", "y"], ["float16", "bfloat16", "float32", "float64", "int8", "bool"], every=4
-    ),
+    in_turns(["x", "y"], ["float16", "bfloat16", "float32", "float64", "int8", "bool"], every=4),
 )
 def test_types(form: str, dtype: str, rng: np.random.Generator) -> None:
     shape, axes = SHAPES[form]

@@ -28,9 +28,7 @@ def weight(*shape: int) -> relax.Expr:
     return relax.const(np.ones(shape, np.float32))
 
 
-def function(
-    build: Callable[..., relax.Expr], *shapes: Any, name: str = "main"
-) -> tvm.IRModule:
+def function(build: Callable[..., relax.Expr], *shapes: Any, name: str = "main") -> tvm.IRModule:
     """A function of float32 tensors, whose parameters are called x0, x1, ..."""
     params = [
         relax.Var(f"x{i}", relax.TensorType(shape, "float32")) for i, shape in enumerate(shapes)
@@ -233,6 +231,4 @@ def test_sizes_only_known_at_run_time() -> None:
 
 def test_a_model_without_images() -> None:
     with pytest.raises(OpError, match=r"'gv' \(matmul\) needs all rows"):
-        DistributeRows(2, *FIGURES)(
-            function(lambda b, x: relax.op.matmul(x, weight(8, 8)), (5, 8))
-        )
+        DistributeRows(2, *FIGURES)(function(lambda b, x: relax.op.matmul(x, weight(8, 8)), (5, 8)))

@@ -175,8 +175,7 @@ def test_models_of_the_package(stem):
         ("layer_norm", {"B": 4000, "H": 1000}),
         (
             "conv2d",
-            {"B": 8, "IC": 64, "OC": 64, "H": 28, "W": 28}
-            | {"FH": 3, "FW": 3, "OH": 28, "OW": 28},
+            {"B": 8, "IC": 64, "OC": 64, "H": 28, "W": 28} | {"FH": 3, "FW": 3, "OH": 28, "OW": 28},
         ),
     ],
 )

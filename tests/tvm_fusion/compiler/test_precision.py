@@ -86,9 +86,7 @@ def test_kernels_of_tensor_cores_and_one_more_launch(bert: tvm.IRModule) -> None
 
 
 @pytest.mark.parametrize("make", [attention, convolutions, clipped])
-def test_numbers(
-    make: Callable[..., onnx.ModelProto], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers(make: Callable[..., onnx.ModelProto], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opencl, "refuse_half_arithmetic", lambda kernel: None)
     model, target = make(), resolve(OPENCL)
     mod = pipeline.optimize(import_onnx(model).mod, target, Options(precision="fp16"))

@@ -134,9 +134,7 @@ def limited() -> SpecializedModel:
         (tokens(3, 4), r"x.*\(2, 4, 64\)|2"),
     ],
 )
-def test_calls_that_are_refused(
-    limited: SpecializedModel, arguments: tuple, message: str
-) -> None:
+def test_calls_that_are_refused(limited: SpecializedModel, arguments: tuple, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         limited(*arguments)
 

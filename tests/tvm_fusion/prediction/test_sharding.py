@@ -61,9 +61,7 @@ def test_exchange_follows_the_largest_message() -> None:
     )
     ranks = [0, 0, 0, 0, 1]
     # Rank 0 sends 288 columns of 512 samples, rank 1 gets them; forward and backward.
-    gap = (
-        found.sharding("x", ranks).seconds - task(collectives=free).sharding("x", ranks).seconds
-    )
+    gap = found.sharding("x", ranks).seconds - task(collectives=free).sharding("x", ranks).seconds
     assert gap == pytest.approx(2 * 512 * 288 * 4 / 1e10, rel=0.01)
 
 

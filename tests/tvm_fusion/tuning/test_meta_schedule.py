@@ -183,9 +183,7 @@ def test_the_stock_database_reads_our_winners(exported: Path, tasks: list[Task])
 def test_our_winners_come_back(exported: Path, tasks: list[Task], tmp_path: Path) -> None:
     assert import_records(tmp_path / "new", [exported]) == (2, 0)
     found = Database(tmp_path / "new").records()
-    for task, number, seconds in zip(
-        tasks, (7, 0), ((3e-5, 2e-5), (4e-5, 4e-5)), strict=True
-    ):
+    for task, number, seconds in zip(tasks, (7, 0), ((3e-5, 2e-5), (4e-5, 4e-5)), strict=True):
         wanted = winner(task, number, seconds)
         record = found[task.key]
         assert (record.template, record.knobs) == (wanted.template, wanted.knobs)

@@ -11,9 +11,7 @@ from ..options import threads_option
 
 
 @click.command("serve")
-@click.option(
-    "--tracker", "address", metavar="HOST:PORT", required=True, help="TVM's RPC tracker."
-)
+@click.option("--tracker", "address", metavar="HOST:PORT", required=True, help="TVM's RPC tracker.")
 @click.option("--key", required=True, help="Name under which jobs find this machine.")
 @click.option(
     "--host",
@@ -24,9 +22,7 @@ from ..options import threads_option
 )
 @click.option("--port", type=click.IntRange(1, 65535), help="Default: a free one from 9090 on.")
 @threads_option
-def serve_command(
-    address: str, key: str, host: str, port: int | None, threads: int | None
-) -> None:
+def serve_command(address: str, key: str, host: str, port: int | None, threads: int | None) -> None:
     """Measure on this machine for tuning jobs on others, until Ctrl-C.
 
     Start a tracker first (python -m tvm.exec.rpc_tracker); jobs are then run by

@@ -137,9 +137,7 @@ def decisions_table(decisions: Sequence[Mapping[str, Any]], source: str) -> Tabl
     return table
 
 
-def with_tuned_kernels(
-    table: Table, functions: Sequence[Mapping[str, Any]]
-) -> RenderableType:
+def with_tuned_kernels(table: Table, functions: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return ``table``, and below it the kernels with records, and those likely to be slow."""
     shown = with_slow_kernels(table, functions)
     tuned = [use for use in functions if use["record"]]

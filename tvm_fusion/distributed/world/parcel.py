@@ -114,9 +114,7 @@ def segment_bytes(view: np.ndarray) -> int:
     return segment
 
 
-def _copies(
-    stage: np.ndarray, views: Sequence[np.ndarray]
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def _copies(stage: np.ndarray, views: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Parts of the stage, one behind the other, each with the view that it holds."""
     pairs, begin = [], 0
     for view in map(_segments, views):

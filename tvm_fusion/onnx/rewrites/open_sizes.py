@@ -91,9 +91,7 @@ def _selected(
         "vm.builtin.reshape", rows, shape, ty_args=relax.TensorType(dtype="int64", ndim=2)
     )
     count = tirx.Var(builder.get_unique_name("selected"), "int64")
-    return builder.match_cast(
-        builder.emit(part), relax.TensorType((count, columns), "int64")
-    )
+    return builder.match_cast(builder.emit(part), relax.TensorType((count, columns), "int64"))
 
 
 def _product(extents: Sequence[Any]) -> Any:

@@ -107,9 +107,7 @@ def translate_sort_first(
     rank = len(x.ty.shape)
     axis = attributes["axis"] % rank
     bounds = [tirx.const(number, "int64") for number in attributes.get("numbers", [])]
-    bounds += [
-        each.ty.shape[place] for each, place in zip(sized, attributes["sizes"], strict=True)
-    ]
+    bounds += [each.ty.shape[place] for each, place in zip(sized, attributes["sizes"], strict=True)]
     count = bounds[0]
     for bound in bounds[1:]:
         count = tirx.min(count, bound)

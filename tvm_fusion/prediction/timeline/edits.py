@@ -61,9 +61,11 @@ def retime(graph: ExecutionGraph, seconds: Callable[[Kernel], float]) -> Executi
     """Give every kernel of a device or a collective a new time: of another machine or batch."""
     return map_kernels(
         graph,
-        lambda kernel, _: kernel
-        if kernel.stream == HOST and kernel.collective is None
-        else changed(kernel, seconds=seconds(kernel)),
+        lambda kernel, _: (
+            kernel
+            if kernel.stream == HOST and kernel.collective is None
+            else changed(kernel, seconds=seconds(kernel))
+        ),
     )
 
 

@@ -318,4 +318,3 @@ def own_time(call: TracedCall) -> float:
     """Microseconds of a runtime call, without what it waits for."""
     event = call.event
     return event.end - (max(event.start, min(call.free, event.end)) if call.waits else event.start)
-

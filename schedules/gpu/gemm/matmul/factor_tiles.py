@@ -94,9 +94,7 @@ class FactorTiles:
         """Vectors that a thread loads."""
         return self.rows * self.depth // self.lanes.vector // self.threads
 
-    def shifts(
-        self, rows: RowTile, first: tirx.Expr, thread: tirx.Expr
-    ) -> tirx.Buffer | None:
+    def shifts(self, rows: RowTile, first: tirx.Expr, thread: tirx.Expr) -> tirx.Buffer | None:
         """Registers with the value of a row that is subtracted from each of a thread's vectors."""
         name = self.operand.shift
         if name is None:

@@ -146,9 +146,7 @@ def _tree(terms: Sequence[tirx.Expr]) -> tirx.Expr:
     return _tree(terms[:half]) + _tree(terms[half:])
 
 
-def combine(
-    held: tirx.Buffer, parts: Sequence[tuple[tirx.Expr, tirx.Expr]], count: int
-) -> None:
+def combine(held: tirx.Buffer, parts: Sequence[tuple[tirx.Expr, tirx.Expr]], count: int) -> None:
     """Set registers to the moments of several parts of ``count`` elements, by sum and squares.
 
     They may be those of one of the parts.

@@ -147,9 +147,7 @@ def test_numbers(name: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize(
     ("tile", "transposed"),
-    in_turns(
-        [(128, 128, 8, 8), (64, 128, 8, 8), (64, 64, 8, 4), (32, 64, 4, 4)], [False, True]
-    ),
+    in_turns([(128, 128, 8, 8), (64, 128, 8, 8), (64, 64, 8, 4), (32, 64, 4, 4)], [False, True]),
 )
 def test_every_tile(
     tile: tuple[int, ...],

@@ -84,9 +84,7 @@ def test_large_means_lose_no_more_than_in_a_norm_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("tile", "is_short"), each_tile(tensor_core_tile._TILES, -1))
-def test_numbers_of_tf32(
-    tile: TensorTile, is_short: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_of_tf32(tile: TensorTile, is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Centred before they are rounded: rounding a mean of 100 would leave two digits."""
     emulate_tensor_cores(monkeypatch)
     monkeypatch.setattr(tensor_core_tile, "_TILES", (tile,))

@@ -151,9 +151,7 @@ def test_numbers_of_tf32(left: str, right: str, extents: tuple[int, int, int]) -
     ],
     ids=str,
 )
-def test_numbers_of_bytes(
-    left: str, right: str, extents: tuple[int, int, int], dtype: str
-) -> None:
+def test_numbers_of_bytes(left: str, right: str, extents: tuple[int, int, int], dtype: str) -> None:
     """The sums are exact; those of equal extremes are the largest that there are."""
     rng = np.random.default_rng()
     least, greatest = np.iinfo(dtype).min, np.iinfo(dtype).max
@@ -170,9 +168,7 @@ def test_numbers_of_bytes(
 @pytest.mark.usefixtures("emulated")
 def test_numbers_of_a_convolution_of_bytes() -> None:
     rng = np.random.default_rng()
-    data, weight = (
-        rng.integers(-128, 128, shape, INT8) for shape in ((2, 9, 5, 8), (20, 9, 3, 3))
-    )
+    data, weight = (rng.integers(-128, 128, shape, INT8) for shape in ((2, 9, 5, 8), (20, 9, 3, 3)))
 
     def build(x: relax.Expr, w: relax.Expr) -> relax.Expr:
         return op.nn.relu(op.nn.conv2d(x, w, padding=1, out_dtype="int32"))

@@ -43,14 +43,16 @@ def filtered(rows: int, cols: int, channels: int, taps: tuple[float, ...]) -> ti
     a = image(rows + len(taps) - 1, cols + len(taps) - 1, channels)
     x = te.compute(
         (rows + len(taps) - 1, cols, channels),
-        lambda i, j, c: sum((a[i, j + k, c] * w for k, w in enumerate(taps[1:], 1)),
-                            a[i, j, c] * taps[0]),
+        lambda i, j, c: sum(
+            (a[i, j + k, c] * w for k, w in enumerate(taps[1:], 1)), a[i, j, c] * taps[0]
+        ),
         "x",
     )
     y = te.compute(
         (rows, cols, channels),
-        lambda i, j, c: sum((x[i + k, j, c] * w for k, w in enumerate(taps[1:], 1)),
-                            x[i, j, c] * taps[0]),
+        lambda i, j, c: sum(
+            (x[i + k, j, c] * w for k, w in enumerate(taps[1:], 1)), x[i, j, c] * taps[0]
+        ),
         "y",
     )
     return te.create_prim_func([a, y], index_dtype_override="int64")
@@ -191,5 +193,7 @@ def test_other_machines_have_no_streaming_stores(streamed):
 def test_rows_are_unrolled_and_the_last_step_overlaps():
     func = schedule(Elementwise(), STENCILS["blur"](30, 64))
     assert [int(loop.extent) for loop in loops(func, tirx.ForKind.UNROLLED)] == [ROWS]
-    assert all(extent in (LANES, ROWS, 8, 64 // LANES) for extent in map(
-        lambda loop: int(loop.extent), loops(func)))
+    assert all(
+        extent in (LANES, ROWS, 8, 64 // LANES)
+        for extent in map(lambda loop: int(loop.extent), loops(func))
+    )

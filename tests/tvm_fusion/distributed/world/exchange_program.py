@@ -157,9 +157,7 @@ def check_synchronous_transfers_in_any_order(world):
 def check_a_device_beside(world):
     """One of two peers gets what lies in the memory of a device, the other what does not."""
     messages = (Message(1, 0, "A", ((0, 3),)), Message(1, 2, "B", ((0, 3),)))
-    buffers = {
-        name: LocalBuffer(np.full(3, float(world.rank)), (0,), name == "B") for name in "AB"
-    }
+    buffers = {name: LocalBuffer(np.full(3, float(world.rank)), (0,), name == "B") for name in "AB"}
     exchange = Exchange(9, messages)
     world.start(exchange, buffers)
     world.finish(exchange)

@@ -27,9 +27,7 @@ def contrib(
     """A model of some nodes; its outputs are those that no node reads."""
     read = {name for node in nodes for name in node.input}
     names = [name for node in nodes for name in node.output if name and name not in read]
-    types = {name: onnx.TensorProto.FLOAT for name in names} | {
-        "counts": onnx.TensorProto.INT32
-    }
+    types = {name: onnx.TensorProto.FLOAT for name in names} | {"counts": onnx.TensorProto.INT32}
     graph = helper.make_graph(
         list(nodes),
         "contrib",
@@ -47,9 +45,7 @@ def contrib(
 
 def node(op_type: str, inputs: str, outputs: str, **attributes: Any) -> onnx.NodeProto:
     """A node from two lists of names; ``-`` stands for a missing one."""
-    names = [
-        ["" if name == "-" else name for name in text.split()] for text in (inputs, outputs)
-    ]
+    names = [["" if name == "-" else name for name in text.split()] for text in (inputs, outputs)]
     domain = attributes.pop("domain", DOMAIN)
     name = f"{op_type}_{names[1][0]}"
     return helper.make_node(op_type, *names, name=name, domain=domain, **attributes)

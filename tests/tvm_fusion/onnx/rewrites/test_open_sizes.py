@@ -60,9 +60,7 @@ def test_places_of_what_is_not_zero_and_of_nothing(tmp_path: Path) -> None:
 
 
 def test_results_of_two_calls_do_not_share_memory() -> None:
-    compiled = tvm_fusion.compile(
-        parse("float[8] x", "int64[1, n] y", "y = NonZero(x)"), threads=1
-    )
+    compiled = tvm_fusion.compile(parse("float[8] x", "int64[1, n] y", "y = NonZero(x)"), threads=1)
     first = compiled(np.ones(8, "float32"))
     compiled(np.array([0] * 7 + [1], "float32"))
     np.testing.assert_array_equal(first, [np.arange(8)])

@@ -108,9 +108,7 @@ def test_parts_sum_up(ranks) -> None:
     for rank in timeline.ranks:
         for stream in streams(rank):
             busy = sum(
-                run.end - run.ready
-                for run in rank.kernels.values()
-                if run.kernel.stream == stream
+                run.end - run.ready for run in rank.kernels.values() if run.kernel.stream == stream
             )
             idle_time = sum(idle_seconds(rank, stream).values())
             assert busy + idle_time == pytest.approx(rank.seconds, abs=1e-12)

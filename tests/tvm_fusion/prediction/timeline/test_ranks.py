@@ -19,9 +19,7 @@ COMM = 1
 
 
 def reduce_op(id_: int, micros: float, sequence: int = 0, **more):
-    return op(
-        launch(id_, micros, COMM, collective=all_reduce(sequence), **more), name="all_reduce"
-    )
+    return op(launch(id_, micros, COMM, collective=all_reduce(sequence), **more), name="all_reduce")
 
 
 def times(timeline, id_: int) -> list[tuple[float, float, float]]:
@@ -119,9 +117,7 @@ def test_send_meets_recv() -> None:
 
 def test_names_the_rank_that_lacks_a_collective() -> None:
     ranks = [graph(reduce_op(1, 50)), graph(reduce_op(1, 50), rank=1), graph(op(), rank=2)]
-    expected = (
-        "rank 2 lacks all_reduce number 0 of group 'world', which rank 0 calls in all_reduce"
-    )
+    expected = "rank 2 lacks all_reduce number 0 of group 'world', which rank 0 calls in all_reduce"
     with pytest.raises(PredictionError, match=expected):
         simulate(ranks, COSTS)
 
@@ -135,9 +131,7 @@ def test_names_ranks_that_differ() -> None:
 
 def test_names_a_deadlock() -> None:
     first = graph(reduce_op(1, 50, 0), op(Wait((1,))), reduce_op(2, 50, 1), op(Wait((2,))))
-    second = graph(
-        reduce_op(2, 50, 1), op(Wait((2,))), reduce_op(1, 50, 0), op(Wait((1,))), rank=1
-    )
+    second = graph(reduce_op(2, 50, 1), op(Wait((2,))), reduce_op(1, 50, 0), op(Wait((1,))), rank=1)
     with pytest.raises(PredictionError, match="rank 1 never starts all_reduce number 0 .*order"):
         simulate([first, second], COSTS)
 

@@ -15,7 +15,7 @@ from tvm_fusion.prediction.traces.json_stream import json_items
 
 DATA = {
     "a": 12345,
-    "deep": {"x": [1, {"y": "z, ] } \\ \" ü"}]},
+    "deep": {"x": [1, {"y": 'z, ] } \\ " ü'}]},
     "events": [{"n": i, "text": "e" * i} for i in range(40)] + [17, "s", None, []],
     "none": [],
     "last": -1.5e-3,

@@ -76,9 +76,7 @@ def _replacement(
     return nodes + others + choices
 
 
-def _asks_if_empty(
-    name: str, facts: GraphFacts, made_by: Mapping[str, onnx.NodeProto]
-) -> bool:
+def _asks_if_empty(name: str, facts: GraphFacts, made_by: Mapping[str, onnx.NodeProto]) -> bool:
     """Return whether a condition is that a tensor has no elements."""
     node = made_by.get(name)
     while node is not None and node.op_type in ("Cast", "Identity"):
@@ -109,9 +107,7 @@ def _is_empty(branch: onnx.GraphProto) -> bool:
     return all(tensor is not None and 0 in tensor.dims for tensor in found)
 
 
-def _is_choice(
-    branches: list[onnx.GraphProto], facts: GraphFacts, node: onnx.NodeProto
-) -> bool:
+def _is_choice(branches: list[onnx.GraphProto], facts: GraphFacts, node: onnx.NodeProto) -> bool:
     """Return whether both branches return tensors of the same known shapes."""
     condition = facts.shape(node.input[0])
     if condition not in ((), (1,)):

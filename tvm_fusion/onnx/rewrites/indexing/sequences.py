@@ -84,9 +84,7 @@ def _batched(expansion: Expansion, name: str, axis: int, rank: int) -> str:
     return expansion.emit("Reshape", wide, expansion.constant("sizes", sizes))
 
 
-def _gather(
-    expansion: Expansion, x: str, places: str, shape: tuple[int, ...], axis: int
-) -> str:
+def _gather(expansion: Expansion, x: str, places: str, shape: tuple[int, ...], axis: int) -> str:
     """Elements at places that broadcast to the shape of the result."""
     sizes = expansion.constant("sizes", np.array(shape, np.int64))
     whole = expansion.emit("Expand", places, sizes)

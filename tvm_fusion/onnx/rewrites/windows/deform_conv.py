@@ -104,8 +104,7 @@ def _between(x: te.Tensor, n: Any, c: Any, place: Sequence[tirx.Expr]) -> tirx.E
         for right in (0, 1):
             corner = [first[0] + down, first[1] + right]
             shares = [
-                part if moved else 1 - part
-                for part, moved in zip(rest, (down, right), strict=True)
+                part if moved else 1 - part for part, moved in zip(rest, (down, right), strict=True)
             ]
             inside = tirx.all(
                 *(tirx.all(at >= 0, at < x.shape[2 + axis]) for axis, at in enumerate(corner))
