@@ -18,8 +18,8 @@ from examples.torchvision_ops import suppress  # noqa: E402
 OURS = ("conformer", "diffusion_unet", "dlrm", "speech_gru", "speech_lstm", "unet")
 """Small networks of our own, for which PyTorch is enough."""
 
-QUICK = ("conformer", "dlrm", "speech_lstm")
-"""Attention, tables and a loop; the U-Nets have the layers of the other zoo's."""
+QUICK = ("conformer", "dlrm")
+"""Attention and tables; the U-Nets have the layers of the other zoo's."""
 
 PACKAGES = {
     "classification": "torchvision",

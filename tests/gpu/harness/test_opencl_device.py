@@ -131,6 +131,7 @@ def test_the_loader_is_left_alone_without_intels_library(monkeypatch: pytest.Mon
     assert "OCL_ICD_VENDORS" not in os.environ
 
 
+@pytest.mark.slow
 def test_one_line_tells_of_all_skipped_tests(tmp_path: Path) -> None:
     """Kernels, whole modules and queues are skipped; the other tests of their files run."""
     lines = ("import pyopencl, sys", "pyopencl.get_platforms = list", "sys.modules['torch'] = None")

@@ -158,6 +158,7 @@ def test_rows_without_a_finite_maximum(rng):
         np.testing.assert_allclose(result, softmax_of(x.astype("float64")), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_losses_of_long_rows(rng):
     shape = (4, 70_001)
     x, y = logits(rng, *shape), np.abs(normal(rng, *shape))

@@ -235,6 +235,7 @@ def test_no_division_by_what_nobody_has_filled(ranks: int, deep: int) -> None:
     np.testing.assert_array_equal(np.concatenate(run_ranks(ranks, work), 1), [a, v])
 
 
+@pytest.mark.slow
 def test_steps_between_exchanges_by_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is what counts: no kernel is compiled."""
     scheduled = "tvm_fusion.distributed.program.schedule_function"

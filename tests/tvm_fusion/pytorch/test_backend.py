@@ -107,7 +107,7 @@ def test_transformer_block_of_any_length(models: list[Any]) -> None:
     assert [isinstance(size, str) for size in models[0].inputs[0].shape] == [True, True, False]
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("norm_first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_layers_that_pytorch_computes_by_one_op(models: list[Any], norm_first: bool) -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, norm_first=norm_first).eval()
     model = Encoder(layer).eval()

@@ -177,6 +177,7 @@ def test_work_of_a_server_that_dies_is_done_by_the_other(
     assert len(compiled.records) == 2
 
 
+@pytest.mark.slow
 def test_a_lost_session_is_opened_again_and_a_lost_server_ends_the_job(
     tracker: Tracker, servers, tmp_path: Path, monkeypatch
 ) -> None:

@@ -174,9 +174,10 @@ def blocks_at_once(
 ) -> int:
     """Blocks of a reduction that share a multiprocessor, with registers for each.
 
-    No more than a grid has, and only as many as spill nothing.
+    No more than a grid has, and only as many as spill nothing; a thread gets eight registers at a
+    time.
     """
-    registers = thread_registers(config, workloads, row_inputs, row_outputs)
+    registers = -(-thread_registers(config, workloads, row_inputs, row_outputs) // 8) * 8
     most = COSTS.cluster_blocks if config.cluster > 1 else COSTS.resident_blocks
     most = max(1, most * THREADS // max(THREADS, config.threads))  # of larger blocks fewer
     return min(most, max(1, COSTS.register_file // (registers * config.threads)))
