@@ -133,6 +133,17 @@ def test_constant_indices_out_of_range(op_type: str, bad: int) -> None:
         import_onnx(model)
 
 
+def test_constant_indices_far_out_of_range_of_constants() -> None:
+    """numpy would wrap them, a size at a time."""
+    graph = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["": 17]> far (float[2] x) => (float[2] y)
+        <float[3] data = {1, 2, 3}, int64[2] places = {-7275828153236176120, 1}>
+        { kept = GatherElements(data, places) y = Add(x, kept) }
+    """)
+    with pytest.raises(InvalidModelError, match="has the index -7275828153236176120"):
+        import_onnx(graph)
+
+
 def test_constant_coordinates_out_of_range() -> None:
     model = one_node("GatherND", (3, 4), np.array([[2, 3], [3, 0]]))
     with pytest.raises(InvalidModelError, match=r"'op' \(GatherND\) has the index 3; 'x' has the"):

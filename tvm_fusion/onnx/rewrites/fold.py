@@ -116,7 +116,7 @@ class _Folder:
             if node.op_type == "ReduceLogSumExp" and not np.isfinite(value).all():
                 return False  # what evaluates it subtracts infinities
             feeds[name] = value
-        if not self._reserve(node, feeds):
+        if not self._reserve(node, feeds) or _is_beyond(node, feeds):
             return False
         results = _evaluate(node, feeds, self.opsets)
         if results is None:
@@ -218,6 +218,18 @@ def _result_elements(node: onnx.NodeProto, values: list[np.ndarray]) -> int | No
     except (ValueError, TypeError, IndexError, ArithmeticError):
         return None
     return sum(value.size for value in values)
+
+
+def _is_beyond(node: onnx.NodeProto, feeds: dict[str, np.ndarray]) -> bool:
+    """Return whether a GatherElements has an index out of bounds; numpy wraps it by steps."""
+    if node.op_type != "GatherElements":
+        return False
+    data, indices = (feeds[name] for name in node.input)
+    axis = attribute(node, "axis", 0)
+    if not -data.ndim <= axis < data.ndim:
+        return True
+    size = data.shape[axis]
+    return bool(((indices < -size) | (indices >= size)).any())
 
 
 def _evaluate(

@@ -84,6 +84,8 @@ def expand_quantize(node: onnx.NodeProto, expansion: Expansion) -> None:
     kind = facts.dtype(zero) if zero else attribute(node, "output_dtype", 0) or TensorProto.UINT8
     if not attribute(node, "block_size", 0) and kind not in NARROW:
         return
+    if blocks_problem(node, facts):
+        return  # which refuses the node later
     wide = expansion.emit("Cast", x, to=TensorProto.FLOAT)
     divisor = expansion.emit("Cast", _blocked(node, expansion, scale), to=TensorProto.FLOAT)
     quotient = expansion.emit("Div", wide, divisor)
@@ -103,6 +105,8 @@ def expand_dequantize(node: onnx.NodeProto, expansion: Expansion) -> None:
     x, scale, zero = [*node.input, ""][:3]
     if not attribute(node, "block_size", 0) and expansion.facts.dtype(x) not in NARROW:
         return
+    if blocks_problem(node, expansion.facts):
+        return  # which refuses the node later
     kind = attribute(node, "output_dtype", 0) or expansion.facts.dtype(scale)
     centred = expansion.emit("Cast", x, to=TensorProto.FLOAT)
     if zero:
@@ -129,9 +133,14 @@ def _blocked(node: onnx.NodeProto, expansion: Expansion, name: str) -> str:
 
 def blocks_problem(node: onnx.NodeProto, facts: Any) -> str | None:
     """Return the reason why a quantisation in blocks cannot be written out, if any."""
-    for name in node.input[:2]:
-        if attribute(node, "block_size", 0) and facts.shape(name) is None:
+    if not attribute(node, "block_size", 0):
+        return None
+    shapes = {name: facts.shape(name) for name in filter(None, node.input)}
+    for name, shape in shapes.items():
+        if shape is None:
             return f"the shape of {name!r} is only known at run time"
+    if len({len(shape) for shape in shapes.values()}) > 1:
+        return f"with blocks its inputs need as many dimensions as each other; got {shapes}"
     return None
 
 

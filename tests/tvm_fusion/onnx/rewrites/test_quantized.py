@@ -115,6 +115,16 @@ def test_blocks() -> None:
     np.testing.assert_allclose(again, (found - wide[1]) * wide[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("op_type", ["QuantizeLinear", "DequantizeLinear"])
+def test_blocks_of_other_dimensions_are_refused(op_type: str) -> None:
+    data = np.zeros(4, "int8" if op_type[0] == "D" else "float32")
+    scales = {"s": np.ones((3, 2), np.float32)}
+    kind = "float32" if op_type[0] == "D" else "uint8"
+    model = model_of(op_type, {"x": data}, scales, kind, axis=1, block_size=2)
+    with pytest.raises(UnsupportedOperatorError, match=f"{op_type}.*as many dimensions as each"):
+        tvm_fusion.compile(model, threads=1)
+
+
 @pytest.mark.parametrize(("axis", "inverse", "onesided"), [(1, 0, 0), (2, 0, 1), (1, 1, 0)])
 def test_transforms(axis: int, inverse: int, onesided: int) -> None:
     parts = 1 if onesided else 2
