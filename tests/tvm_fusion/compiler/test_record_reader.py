@@ -244,5 +244,4 @@ def test_ten_thousand_damaged_files(tmp_path: Path) -> None:
         lines += [LINE.encode()] * (number % 2)
         path.write_bytes(b"\n".join(lines))
         chosen = knobs_in(path)
-        # A damaged line may still be a record; the first one counts.
-        assert chosen in space if number % 2 else chosen is None or chosen in space
+        assert chosen == OTHER if number % 2 else chosen is None or chosen in space
