@@ -316,11 +316,11 @@ IMPORTER = (
         ("tests/tvm_fusion/onnx/test_guards.py", "tests/tvm_fusion/onnx/test_rewrite.py"),
     ),
     Fault(
-        "indices are clamped to one past the last",
-        "tvm_fusion/onnx/rewrites/indexing/indices.py",
-        "np.asarray(extents - 1, dtype)",
-        "np.asarray(extents, dtype)",
-        ("tests/tvm_fusion/onnx/test_guards.py",),
+        "an index from data may be one past the last",
+        "schedules/cpu/loops/checked_indices.py",
+        "index >= bound",
+        "index > bound",
+        ("tests/tvm_fusion/onnx/rewrites/test_indices.py",),
     ),
     Fault(
         "a Mod of floats has the sign of the dividend",

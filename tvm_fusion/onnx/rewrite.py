@@ -44,7 +44,7 @@ from .rewrites.control_flow.loops import unroll_loops
 from .rewrites.expansion import Rule, expand_nodes
 from .rewrites.fold import fold_constants
 from .rewrites.fourier import expand_dft, expand_stft, write_sides
-from .rewrites.indexing.indices import clamp_diagonal, clamp_indices
+from .rewrites.indexing.indices import check_indices, clamp_diagonal
 from .rewrites.indexing.one_hot import expand_one_hot
 from .rewrites.indexing.sequences import expand_reverse_sequence, expand_tensor_scatter
 from .rewrites.indexing.unique import expand_unique
@@ -153,7 +153,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     replace_divisions_by_minus_one(model, facts)
     pad_pools(model, facts)
     normalize_resizes(model, facts)
-    clamp_indices(model, facts)
+    check_indices(model, facts)
     drop_identities(model, facts)
     check_translations(model, facts)
     saturate_casts(model, facts)

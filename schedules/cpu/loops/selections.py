@@ -27,7 +27,8 @@ from schedules.workload.reduce import Extent
 CPU_ONLY = "tvm_fusion.cpu_only"
 """Attribute of kernels that no thread of a GPU may run; its value names the operator."""
 
-Shapes = dict[str, tuple[Sequence[Extent], str]]
+Shapes = dict[str, tuple[Sequence[Extent], str] | tirx.Var]
+"""The arguments of a kernel: the shapes and types of its buffers, or numbers."""
 
 
 def find_nonzero(shape: Sequence[Extent], dtype: str) -> tirx.PrimFunc:
@@ -174,14 +175,17 @@ def _overlaps(
 
 
 def cpu_kernel(operator: str, shapes: Shapes, write: Callable[..., None]) -> tirx.PrimFunc:
-    """Function ``main`` of buffers, whose body ``write`` emits, for CPUs only."""
+    """Function ``main``, whose body ``write`` emits from its buffers, for CPUs only."""
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
             T.func_name("main")
             buffers = []
-            for name, (shape, dtype) in shapes.items():
-                buffers.append(tirx.decl_buffer(shape, dtype, name))
-                T.arg(name, buffers[-1])
+            for name, argument in shapes.items():
+                if isinstance(argument, tirx.Var):
+                    T.arg(name, argument)
+                else:
+                    buffers.append(tirx.decl_buffer(*argument, name))
+                    T.arg(name, buffers[-1])
             T.func_attr(
                 {"tirx.is_scheduled": True, "tvm_fusion.rule": operator, CPU_ONLY: operator}
             )

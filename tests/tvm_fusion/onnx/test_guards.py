@@ -150,45 +150,6 @@ def test_constant_coordinates_out_of_range() -> None:
         import_onnx(model)
 
 
-@pytest.mark.parametrize(
-    ("op_type", "indices"),
-    [
-        ("Gather", np.array([1, -2, 0])),
-        ("GatherElements", np.array([[1, -2, 0, 2]])),
-        ("GatherND", np.array([[2, -1], [-3, 0]])),
-    ],
-)
-def test_indices_from_data_are_clamped(op_type: str, indices: np.ndarray) -> None:
-    node = helper.make_node(op_type, ["x", "i"], ["y"], name="op")
-    model = onnx_model([node], {"x": (3, 4)}, ["y"])
-    value = helper.make_tensor_value_info("i", TensorProto.INT64, indices.shape)
-    model.graph.input.append(value)
-    data = normal(3, 4)
-    imported = assert_same_as_onnx_runtime(model, {"x": data, "i": indices})
-    wild = np.where(indices > 0, 10**9, -(10**9))
-    result = run_relax(imported, [data, wild])[0]
-    assert np.isin(result, data).all()
-
-
-def test_indices_into_a_symbolic_dimension() -> None:
-    model = one_node("Gather", (3, 4), int64(1, -1, 0), axis=0)
-    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
-    imported = import_onnx(model, {"n": "n"})
-    for size in (5, 2):
-        data = normal(size, 4)
-        np.testing.assert_array_equal(run_relax(imported, [data])[0], data[[1, -1, 0]])
-    data = normal(1, 4)  # one element is too few: no other memory is read
-    assert np.isin(run_relax(imported, [data])[0], data).all()
-    assert import_onnx(model, {"n": 3}).outputs[0].shape == (3, 4)
-
-
-def test_scattered_indices_into_a_symbolic_dimension_are_refused() -> None:
-    model = one_node("GatherElements", (3, 4), np.array([[1, 0, 2, 1]]), axis=0)
-    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
-    with pytest.raises(InvalidModelError, match=r"'op' \(GatherElements\) needs the size of the"):
-        import_onnx(model, {"n": "n"})
-
-
 def test_axis_of_indices_out_of_range() -> None:
     model = one_node("GatherElements", (3, 4), np.array([[1]]), axis=2)
     with pytest.raises(InvalidModelError, match="axis 2; 'x' has 2 dimensions|do not fit together"):

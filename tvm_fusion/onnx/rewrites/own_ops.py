@@ -23,6 +23,7 @@ from .arithmetic.narrow_types import ROUND, translate_round
 from .arithmetic.saturation import SATURATE, translate_saturate
 from .determinant import translate_determinant
 from .expansion import Expansion
+from .indexing.indices import CHECKED_INDICES, translate_checked_indices
 from .indexing.wide_concat import WIDE_CONCAT, translate_wide_concat
 from .open_sizes import translate_compress, translate_nonzero, translate_suppression
 from .open_topk import SORT_FIRST, translate_sort_first
@@ -85,6 +86,7 @@ OWN_OPS: dict[str, Translation] = {
     "NonMaxSuppression": translate_suppression,
     "NonZero": translate_nonzero,
     "RoiAlign": translate_roi_align,
+    CHECKED_INDICES: translate_checked_indices,
     MAX_PLACES: translate_max_places,
     ROUND: translate_round,
     SATURATE: translate_saturate,

@@ -12,6 +12,8 @@ from ...model.graph_edits import attribute, drop_unread_nodes, is_default_domain
 from ...model.tensor_facts import GraphFacts
 from .splice import Body
 
+_SPECULATIVE = "tvm_fusion.speculative"
+
 
 def splice_branches(model: onnx.ModelProto, facts: GraphFacts) -> bool:
     """Replace each If by the nodes of its branches; return whether there was one.
@@ -32,6 +34,7 @@ def splice_branches(model: onnx.ModelProto, facts: GraphFacts) -> bool:
     Both branches are computed where the condition is, so their results must have one shape; others
     stay, and are refused later. An If that only returns empty tensors for an empty one becomes its
     other branch, which detectors have around their suppression of boxes: it must keep that empty.
+    Nodes that are computed although they may not be taken are marked, see :func:`is_speculative`.
     """
     nodes: list[onnx.NodeProto] = []
     changed = False
@@ -73,7 +76,14 @@ def _replacement(
         helper.make_node("Where", [node.input[0], *pair], [output], name=node.name)
         for *pair, output in zip(taken, left, node.output, strict=True)
     ]
+    for inner in nodes + others:
+        inner.metadata_props.add(key=_SPECULATIVE)
     return nodes + others + choices
+
+
+def is_speculative(node: onnx.NodeProto) -> bool:
+    """Return whether a node comes from a branch that may not be taken: it must not raise errors."""
+    return any(entry.key == _SPECULATIVE for entry in node.metadata_props)
 
 
 def _asks_if_empty(name: str, facts: GraphFacts, made_by: Mapping[str, onnx.NodeProto]) -> bool:

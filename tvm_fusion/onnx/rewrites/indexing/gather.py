@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translation of Gather to one op without out-of-bounds reads.
-
-TVM's own translation computes the extent at run time, and does not check the indices.
-"""
+"""Translation of Gather to one op; TVM's own translation computes the extent at run time."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ from typing import Any
 
 from tvm import relax, te, tirx
 from tvm.ir import GenericConst
+
+from relay_passes.op.checked_indices import is_checked
 
 
 def translate_gather(
@@ -23,9 +22,8 @@ def translate_gather(
     builder : relax.BlockBuilder
         Where the kernel is added.
     inputs : sequence
-        Data, and int32 or int64 indices from ``-extent`` to ``extent - 1``; constant ones are not
-        negative. Other indices are taken modulo the extent; where that is symbolic, one out of
-        range is the nearest.
+        Data, and int32 or int64 indices from 0 to ``extent - 1``; where the extent is a number,
+        others are taken modulo the extent unless they are constant or were checked.
     axis : int
         The axis.
 
@@ -41,22 +39,18 @@ def translate_gather(
         return None
     if not isinstance(data.ty.shape.values[axis], tirx.IntImm):
         first = axis % len(data.ty.shape)
-        return builder.emit_te(_take_nearest, data, indices, first, primfunc_name_hint="take")
-    mode = "clip" if are_constant[1] else "wrap"
+        return builder.emit_te(_take, data, indices, first, primfunc_name_hint="take")
+    mode = "clip" if are_constant[1] or is_checked(builder, indices) else "wrap"
     return relax.op.take(data, indices, axis, mode=mode)
 
 
-def _take_nearest(data: te.Tensor, indices: te.Tensor, axis: int) -> te.Tensor:
+def _take(data: te.Tensor, indices: te.Tensor, axis: int) -> te.Tensor:
     """Slices of an axis; 0 where it is empty."""
     count = len(indices.shape)
 
     def element(*i: tirx.Var) -> tirx.Expr:
-        extent = tirx.Cast(indices.dtype, data.shape[axis])
-        index = indices(*i[axis : axis + count])
-        from_start = tirx.if_then_else(index < 0, index + extent, index)
-        place = tirx.max(tirx.min(from_start, extent - 1), 0)
-        value = data(*i[:axis], place, *i[axis + count :])
-        return tirx.if_then_else(extent > 0, value, tirx.const(0, data.dtype))
+        value = data(*i[:axis], indices(*i[axis : axis + count]), *i[axis + count :])
+        return tirx.if_then_else(data.shape[axis] > 0, value, tirx.const(0, data.dtype))
 
     shape = [*data.shape[:axis], *indices.shape, *data.shape[axis + 1 :]]
     return te.compute(shape, element, name="take")

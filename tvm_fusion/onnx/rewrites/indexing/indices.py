@@ -1,68 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds of indices: TVM's gather and scatter kernels do not check them.
+"""Bounds of indices: an index outside of them is an error, as ONNX defines it.
 
-In ONNX an index out of range is an error, so no correct model changes its meaning.
+Constant ones are checked now, others when the model runs::
+
+    y = Gather(x, i)      ->      y = Gather(x, tvm_fusion.CheckedIndices(i, x))
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import onnx
 from onnx import helper
+from tvm import relax
 
+from relay_passes.op.checked_indices import checked_indices
+from schedules.workload.reduce import constant
 from tvm_fusion.errors import InvalidModelError
 
 from ...model.graph_edits import attribute, is_default_domain, node_label, replace_nodes
 from ...model.tensor_facts import GraphFacts
+from ..control_flow.branches import is_speculative
 from ..expansion import Expansion
 
 ALONG_AXIS = frozenset({"Gather", "GatherElements", "ScatterElements"})
 BY_COORDINATES = frozenset({"GatherND", "ScatterND"})
 
+CHECKED_INDICES = "tvm_fusion.CheckedIndices"
+"""Operator that :func:`translate_checked_indices` translates."""
+
 _FAR = (1 << 31) - 1
 
 
-def clamp_indices(model: onnx.ModelProto, facts: GraphFacts) -> None:
-    """Check constant indices now, and clamp those that are computed at run time."""
+def check_indices(model: onnx.ModelProto, facts: GraphFacts) -> None:
+    """Check constant indices, and let the model check those that are computed at run time."""
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
         if is_default_domain(node) and node.op_type in ALONG_AXIS | BY_COORDINATES:
-            nodes += _clamp(node, facts)
+            nodes += _check(node, facts)
         nodes.append(node)
     replace_nodes(model.graph, nodes)
 
 
-def _clamp(node: onnx.NodeProto, facts: GraphFacts) -> list[onnx.NodeProto]:
+def _check(node: onnx.NodeProto, facts: GraphFacts) -> list[onnx.NodeProto]:
     """Make the node's indices safe; return the nodes that must come before it."""
     what = f"{node_label(node)} ({node.op_type})"
     data, indices = node.input[0], node.input[1]
     extents = _extents(node, facts)
     value = facts.constant(indices)
-    if node.op_type == "Gather" and (value is None or extents is None):
-        return []  # its translation stays within the tensor
-    if extents is None:
+    if value is None or extents is None:
+        return _checked_later(node, facts)
+    bad = (value >= extents) | (value < -extents)
+    if bad.any():
         raise InvalidModelError(
-            f"{what} needs the size of the indexed tensor {data!r}; give every dimension of the "
-            "model's inputs a number, or use tvm_fusion.specialize"
+            f"{what} has the index {value[bad][0]}; {data!r} has the shape {facts.shape(data)}"
         )
-    if value is not None:
-        bad = (value >= extents) | (value < -extents)
-        if bad.any():
-            raise InvalidModelError(
-                f"{what} has the index {value[bad][0]}; {data!r} has the shape {facts.shape(data)}"
-            )
-        positive = np.where(value < 0, value + extents, value).astype(value.dtype)
-        node.input[1] = facts.add_constant(f"{indices}/positive", positive)
-        return []
-    dtype = helper.tensor_dtype_to_np_dtype(facts.dtype(indices))
-    low = facts.add_constant(f"{indices}/low", np.asarray(-extents, dtype))
-    high = facts.add_constant(f"{indices}/high", np.asarray(extents - 1, dtype))
-    bounded, clamped = facts.fresh(f"{indices}/bounded"), facts.fresh(f"{indices}/clamped")
-    node.input[1] = clamped
-    return [
-        helper.make_node("Max", [indices, low], [bounded]),
-        helper.make_node("Min", [bounded, high], [clamped]),
-    ]
+    positive = np.where(value < 0, value + extents, value).astype(value.dtype)
+    node.input[1] = facts.add_constant(f"{indices}/positive", positive)
+    return []
+
+
+def _checked_later(node: onnx.NodeProto, facts: GraphFacts) -> list[onnx.NodeProto]:
+    """Let the node read checked indices; return the node that checks them."""
+    data, indices = node.input[0], node.input[1]
+    node.input[1] = facts.fresh(f"{indices}/checked")
+    along = {"axis": attribute(node, "axis", 0)}
+    first = {"batch_dims": attribute(node, "batch_dims", 0)}
+    check = helper.make_node(
+        CHECKED_INDICES,
+        [indices, data],
+        [node.input[1]],
+        name=node.name,
+        about="" if is_speculative(node) else f"{node_label(node)} ({node.op_type})",
+        data=data,
+        guarded=int(node.op_type == "Gather"),
+        **(along if node.op_type in ALONG_AXIS else first),
+    )
+    return [check]
+
+
+def translate_checked_indices(
+    _builder: relax.BlockBuilder, inputs: Sequence[Any], attributes: dict[str, Any]
+) -> relax.Expr:
+    """The indices checked against the sizes of the data; those into a shape as they are."""
+    indices, data = inputs
+    if not all(isinstance(each.ty, relax.TensorType) for each in inputs):
+        return indices
+    about, name = attributes["about"].decode(), attributes["data"].decode()
+    if not isinstance(data.ty.shape, relax.ShapeExpr):
+        raise InvalidModelError(f"the shape of the indexed tensor {name!r} is unknown")
+    sizes = [constant(extent) or extent for extent in data.ty.shape]
+    if "axis" in attributes:
+        extents = [sizes[attributes["axis"]]]
+    else:
+        first = attributes["batch_dims"]
+        extents = sizes[first : first + int(indices.ty.shape[-1])]
+    shape = ", ".join(map(str, sizes))
+    message = f"{about} has an index out of bounds; {name!r} has the shape ({shape})"
+    return checked_indices(indices, extents, message if about else "", bool(attributes["guarded"]))
 
 
 def _extents(node: onnx.NodeProto, facts: GraphFacts) -> np.ndarray | None:

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel that checks indices: one that is out of bounds ends the call with an error.
+
+::
+
+    for c in T.parallel(chunks):
+        for i in T.serial(rows of c):
+            outside[c] |= indices[i] < -extent or indices[i] >= extent
+            checked[i] = indices[i] + (extent if indices[i] < 0 else 0)
+    for c in range(chunks):
+        assert outside[c] == 0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.workload.reduce import Extent, constant
+
+from .selections import Shapes, cpu_kernel, long, own_extents
+
+CHUNK = 1 << 16
+"""Indices of a chunk, about 50 us of one core: many times what it takes to wake another."""
+
+
+def check_indices(
+    shape: Sequence[Extent], extents: Sequence[Extent], dtype: str, message: str
+) -> tirx.PrimFunc:
+    """Build the kernel that checks indices, and counts negative ones from the beginning.
+
+    Parameters
+    ----------
+    shape : Sequence
+        Of the indices; it may be symbolic.
+    extents : Sequence
+        Sizes of the indexed dimensions; they may be symbolic. Several belong to the coordinates
+        along the last axis.
+    dtype : str
+        ``"int32"`` or ``"int64"``.
+    message : str
+        Of the ``ValueError`` that an index outside of ``-extent`` to ``extent - 1`` raises.
+
+    Returns
+    -------
+    tirx.PrimFunc
+        ``main(indices, *bounds, checked)``, where ``bounds`` are those of ``extents`` that are
+        symbolic, as int64.
+    """
+    shape = own_extents(shape)
+    bounds = [
+        tirx.Var(f"bound_{axis}", "int64") if constant(extent) is None else long(int(extent))
+        for axis, extent in enumerate(extents)
+    ]
+    loops = shape[:-1] if len(bounds) > 1 else shape
+    rows, chunks = _chunks([constant(extent) for extent in loops])
+    numbers = {bound.name: bound for bound in bounds if isinstance(bound, tirx.Var)}
+    arguments: Shapes = {"indices": (shape, dtype), **numbers, "checked": (shape, dtype)}
+
+    def write(indices: tirx.Buffer, checked: tirx.Buffer) -> None:
+        outside = T.sblock_alloc_buffer((chunks,), "int32")
+        with T.parallel(long(0), long(chunks)) if chunks > 1 else T.serial(long(0), long(1)) as c:
+            T.buffer_store(outside, 0, [c])
+            with ExitStack() as nest:
+                places: list[tirx.Expr] = []
+                for extent in loops:
+                    begin, end = long(0), extent
+                    if chunks > 1 and not places:
+                        begin = c * long(rows)
+                        end = tirx.min(begin + long(rows), extent)
+                    places.append(nest.enter_context(T.serial(begin, end)))
+                for axis, bound in enumerate(bounds):
+                    place = [*places, long(axis)] if len(bounds) > 1 else places
+                    index = T.bind(tirx.Cast("int64", indices[tuple(place)]))
+                    is_outside = tirx.any(index < -bound, index >= bound)
+                    flag = tirx.bitwise_or(outside[c], tirx.Cast("int32", is_outside))
+                    T.buffer_store(outside, flag, [c])
+                    from_start = index + tirx.Select(index < 0, bound, long(0))
+                    T.buffer_store(checked, tirx.Cast(dtype, from_start), place)
+        with T.serial(long(0), long(chunks)) as c:
+            with T.Assert(outside[c] == 0, message, "ValueError"):
+                pass
+
+    return cpu_kernel("CheckIndices", arguments, write)
+
+
+def _chunks(sizes: Sequence[int | None]) -> tuple[int, int]:
+    """Rows of a chunk, and the number of chunks; one if a size is symbolic."""
+    if not sizes or None in sizes or 0 in sizes:
+        return 0, 1
+    first, *inner = [size for size in sizes if size is not None]
+    rows = max(1, CHUNK // math.prod(inner))
+    return rows, -(-first // rows)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Indices from data: numbers of ONNX Runtime within bounds, and an error outside of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx_cases import int64, normal, one_node
+
+import tvm_fusion
+from schedules.errors import OpError
+from tvm_fusion.errors import InvalidInputError
+
+GRAPHS = {
+    "Gather": "(float[3,4] x, int64[2,2] i) => (float[2,2,4] y) { y = Gather(x, i) }",
+    "Gather of a number": "(float[3,4] x, int32 i) => (float[3] y) { y = Gather<axis = 1>(x, i) }",
+    "GatherElements": (
+        "(float[3,4] x, int32[3,2] i) => (float[3,2] y) { y = GatherElements<axis = -1>(x, i) }"
+    ),
+    "GatherND": "(float[3,4] x, int64[2,2] i) => (float[2] y) { y = GatherND(x, i) }",
+    "GatherND of a batch": (
+        "(float[3,4] x, int64[3,2,1] i) => (float[3,2] y) { y = GatherND<batch_dims = 1>(x, i) }"
+    ),
+    "ScatterElements": (
+        "(float[3,4] x, int64[1,4] i) => (float[3,4] y) <float[1,4] u = {1, 2, 3, 4}>"
+        " { y = ScatterElements(x, i, u) }"
+    ),
+    "ScatterND": (
+        "(float[3,4] x, int64[1,1] i) => (float[3,4] y) <float[1,4] u = {1, 2, 3, 4}>"
+        " { y = ScatterND(x, i, u) }"
+    ),
+}
+INSIDE = {
+    "Gather": ([[0, -1], [2, -3]], [[2, 2], [0, 1]]),
+    "Gather of a number": (-4, 3),
+    "GatherElements": ([[-4, 3], [0, -1], [2, 1]],),
+    "GatherND": ([[2, 3], [-3, -4]],),
+    "GatherND of a batch": ([[[0], [3]], [[-4], [-1]], [[1], [2]]],),
+    "ScatterElements": ([[0, -1, -3, 2]],),
+    "ScatterND": ([[-3]], [[2]]),
+}
+OUTSIDE = {
+    "Gather": ([[0, 0], [0, 3]], [[-4, 0], [0, 0]], [[0, 1 << 40], [0, 0]]),
+    "Gather of a number": (4, -5),
+    "GatherElements": ([[0, 0], [4, 0], [0, 0]], [[0, 0], [0, 0], [0, -5]]),
+    "GatherND": ([[3, 0], [0, 0]], [[0, 0], [0, 4]], [[0, -5], [0, 0]], [[-4, 3], [0, 0]]),
+    "GatherND of a batch": ([[[0], [0]], [[0], [0]], [[0], [4]]],),
+    "ScatterElements": ([[0, 0, 0, 3]], [[-4, 0, 0, 0]]),
+    "ScatterND": ([[3]], [[-4]]),
+}
+
+
+def _model(name: str, rows: str = "3") -> onnx.ModelProto:
+    graph = GRAPHS[name].replace("float[3,4] x", f"float[{rows},4] x")
+    header = '<ir_version: 8, opset_import: ["": 17]> graph '
+    model = onnx.parser.parse_model(header + graph.replace("{ y", "{ [op] y"))
+    onnx.checker.check_model(model)
+    return model
+
+
+def _indices(model: onnx.ModelProto, values: object) -> np.ndarray:
+    kind = model.graph.input[1].type.tensor_type.elem_type
+    return np.array(values, onnx.helper.tensor_dtype_to_np_dtype(kind))
+
+
+def _expected(model: onnx.ModelProto, *arguments: np.ndarray) -> np.ndarray:
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    names = [value.name for value in session.get_inputs()]
+    return session.run(None, dict(zip(names, arguments, strict=True)))[0]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_indices_from_data(name: str) -> None:
+    model = _model(name)
+    compiled = tvm_fusion.compile(model, threads=2)
+    data = normal(3, 4)
+    message = (
+        rf"node 'op' \({name.split()[0]}\) has an index out of bounds; 'x' has the shape \(3, 4\)"
+    )
+    for wrong in OUTSIDE[name]:
+        with pytest.raises(InvalidInputError, match=message):
+            compiled(data, _indices(model, wrong))
+    for right in INSIDE[name]:  # after the errors: none of them lasts
+        indices = _indices(model, right)
+        np.testing.assert_array_equal(compiled(data, indices), _expected(model, data, indices))
+
+
+@pytest.mark.parametrize("name", ["Gather", "GatherND", "ScatterND"])
+def test_indices_into_an_open_dimension(name: str) -> None:
+    model = _model(name, rows="n")
+    if name == "ScatterND":
+        model.graph.output[0].type.tensor_type.shape.dim[0].dim_param = "n"
+    compiled = tvm_fusion.compile(model, shapes={"n": "n"}, threads=2)
+    shape = r"'x' has the shape \(n, 4\)"
+    for rows in (3, 7):
+        data = normal(rows, 4)
+        for right in INSIDE[name]:
+            indices = _indices(model, right)
+            np.testing.assert_array_equal(compiled(data, indices), _expected(model, data, indices))
+    with pytest.raises(InvalidInputError, match=shape):
+        compiled(normal(2, 4), _indices(model, INSIDE[name][-1]))
+
+
+def test_constant_indices_into_an_open_dimension() -> None:
+    model = one_node("Gather", (3, 4), int64(1, -1, 0), axis=0)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
+    compiled = tvm_fusion.compile(model, shapes={"n": "n"}, threads=2)
+    for size in (5, 2):
+        data = normal(size, 4)
+        np.testing.assert_array_equal(compiled(data), data[[1, -1, 0]])
+    with pytest.raises(InvalidInputError, match=r"\(Gather\) has an index out of bounds"):
+        compiled(normal(1, 4))
+
+
+@pytest.mark.parametrize("shape", [(150_001,), (3, 70_000), (1, 90_000)])
+def test_many_indices_are_checked_in_chunks(shape: tuple[int, ...]) -> None:
+    """An index in each chunk, in any of which threads may be wrong."""
+    kinds = ",".join(map(str, shape))
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> graph '
+        f"(float[9] x, int64[{kinds}] i) => (float[{kinds}] y) {{ y = Gather(x, i) }}"
+    )
+    compiled = tvm_fusion.compile(model, threads=2)
+    data = normal(9)
+    indices = np.random.default_rng(3).integers(-9, 9, shape)
+    np.testing.assert_array_equal(compiled(data, indices), data[indices])
+    for place in (0, indices.size // 2, indices.size - 1):
+        wrong = indices.copy()
+        wrong.flat[place] = 9
+        with pytest.raises(InvalidInputError, match="out of bounds"):
+            compiled(data, wrong)
+
+
+def test_a_branch_that_is_not_taken_raises_no_error() -> None:
+    """Both branches are computed where the condition depends on data."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["": 17]>
+        graph (float[3,4] x, int64[2] i, bool safe) => (float[2,4] y) {
+            y = If (safe) <
+                then_branch = first () => (float[2,4] a) {
+                    zero = Constant<value_ints = [0, 0]>() a = Gather(x, zero)
+                },
+                else_branch = second () => (float[2,4] b) { b = Gather(x, i) }
+            >
+        }
+    """)
+    compiled = tvm_fusion.compile(model, threads=2)
+    data, wild = normal(3, 4), np.array([7, -9])
+    np.testing.assert_array_equal(compiled(data, wild, np.array(True)), data[[0, 0]])
+    np.testing.assert_array_equal(compiled(data, np.array([2, -3]), np.array(False)), data[[2, 0]])
+    assert np.isin(compiled(data, wild, np.array(False)), data).all()  # no other memory is read
+
+
+def test_a_branch_with_coordinates_of_an_open_dimension_is_refused() -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["": 17]>
+        graph (float[n,4] x, int64[2,1] i, bool safe, float[2,4] z) => (float[2,4] y) {
+            y = If (safe) <
+                then_branch = first () => (float[2,4] a) { a = Neg(z) },
+                else_branch = second () => (float[2,4] b) { b = GatherND(x, i) }
+            >
+        }
+    """)
+    with pytest.raises(OpError, match="the size of an indexed dimension is open"):
+        tvm_fusion.compile(model, shapes={"n": "n"}, threads=2)
