@@ -125,6 +125,27 @@ def searches() -> str:
     return "\n\n".join(parts)
 
 
+def tuned_pairs() -> str:
+    """Pairs tuned by us and by MetaSchedule, for each CPU on which they were."""
+    parts = []
+    for path in sorted(RESULTS.glob("*/tuning.json")):
+        stored = json.loads(path.read_text())
+        pairs = {name: one for name, one in stored["results"].items() if "race" in one}
+        races = [one["race"] for one in pairs.values()]
+        ours, *peers = [engine["title"] for engine in races[0]["engines"]]
+        rows = []
+        for name, one in pairs.items():
+            first, *others = one["race"]["engines"]
+            trial = one["ours"]["seconds"] / max(1, one["ours"]["trials"])
+            ratios = [f"{engine['ratio']:.2f}x" for engine in others]
+            rows.append([name, f"{trial:.2f}", f"{first['median_ms']:.3g}", *ratios])
+        rows.append(["geometric mean", "", "", *(_mean(races, peer) for peer in peers)])
+        head = ["pair", "s a trial", f"{ours}, ms", *peers]
+        about = f"{_cpu(path.parent.name)}, {stored['settings']['trials']} trials:"
+        parts += [about, _table(head, rows)]
+    return "\n\n".join(parts)
+
+
 def zoo() -> str:
     """The races of exported architectures, by CPU side by side."""
     return _races("zoo", ("ONNX Runtime",))
@@ -274,5 +295,6 @@ PARTS: dict[str, Callable[..., str]] = {
         predicted_reductions,
         searches,
         stencils,
+        tuned_pairs,
     )
 }

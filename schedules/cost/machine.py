@@ -88,6 +88,22 @@ class Machine:
         found = self.figures.get(figure)
         return default if found is None else found.value
 
+    def peak_flops(self, dtype: str) -> float:
+        """Peak of a data type, or what follows from that of float32 if it has no figure.
+
+        That holds for integers, and on CPUs for floats: 64 bits are half the lanes, and narrow
+        floats are computed in float32.
+
+        Raises
+        ------
+        PredictionError
+            If neither the type nor float32 has a figure, or a GPU has none of a float.
+        """
+        figure = f"peak_flops.{dtype}"
+        if figure in self.figures or (self.kind == "gpu" and "float" in dtype):
+            return self[figure]
+        return self["peak_flops.float32"] * (0.5 if dtype.endswith("64") else 1.0)
+
     def to_json(self) -> dict[str, Any]:
         """The machine as its file holds it."""
         figures = {

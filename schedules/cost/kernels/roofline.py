@@ -17,6 +17,6 @@ def roofline(call: KernelCall, machine: Machine) -> tuple[float, str]:
     PredictionError
         If the machine has no peak for the dtype, or no bandwidth of its memory.
     """
-    arithmetic = call.flops / machine[f"peak_flops.{call.dtype}"] if call.flops else 0.0
+    arithmetic = call.flops / machine.peak_flops(call.dtype) if call.flops else 0.0
     traffic = call.moved_bytes / machine["bandwidth.memory"]
     return max(arithmetic, traffic), "compute" if arithmetic > traffic else "memory"

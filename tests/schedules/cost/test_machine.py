@@ -62,3 +62,25 @@ def test_roofline_by_hand():
     assert (memory.seconds, memory.bound, memory.in_range) == (1e-5, "memory", False)
     assert (compute.seconds, compute.bound) == (1e-3, "compute")
     assert compute.roofline_share == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "expected"),
+    [
+        ("cpu", "float32", 1e12),
+        ("cpu", "float16", 1e12),
+        ("cpu", "float64", 5e11),
+        ("cpu", "int64", 5e11),
+        ("gpu", "int64", 5e11),
+        ("gpu", "int8", 2e12),
+    ],
+)
+def test_peaks_of_types_without_figures(kind, dtype, expected):
+    figures = {"peak_flops.float32": 1e12, "peak_flops.int8": 2e12}
+    assert machine_from_json({**toy(**figures), "kind": kind}).peak_flops(dtype) == expected
+
+
+def test_a_gpu_has_no_peak_of_a_float_without_a_figure():
+    machine = machine_from_json({**toy(**{"peak_flops.float32": 1e12}), "kind": "gpu"})
+    with pytest.raises(PredictionError, match="no figure 'peak_flops.float64'"):
+        machine.peak_flops("float64")

@@ -101,8 +101,8 @@ class World:
         Raises
         ------
         DistributedError
-            If the exchange has been started and not finished, a buffer is missing, or a rank does
-            not answer in time.
+            If the exchange has been started and not finished, a buffer is missing, a rank does not
+            answer in time, or MPI fails.
         """
         if exchange.id in self._running:
             raise DistributedError(
@@ -111,13 +111,17 @@ class World:
         prepared = self._prepare(exchange, buffers)
         self._running[exchange.id] = prepared
         self._say(prepared.inside)
-        for request, _, _ in prepared.incoming:
-            request.Start()
-        for request, parcel in prepared.outgoing:
-            if parcel.slot is not None and not request.Test():
-                self._wait_for(request, None, [(request, parcel.peer)], prepared, time.monotonic())
-            parcel.pack()
-            request.Start()
+        try:
+            for request, _, _ in prepared.incoming:
+                request.Start()
+            for request, parcel in prepared.outgoing:
+                if parcel.slot is not None and not request.Test():
+                    whom = [(request, parcel.peer)]
+                    self._wait_for(request, None, whom, prepared, time.monotonic())
+                parcel.pack()
+                request.Start()
+        except self._mpi.Exception as error:
+            raise self._failed(prepared, error) from error
 
     def finish(self, exchange: Exchange) -> None:
         """Wait until all messages of an exchange have arrived, and been sent.
@@ -148,8 +152,7 @@ class World:
                     rest = prepared.awaited[len(prepared.incoming) :]
                     self._wait_for(request, None, rest, prepared, begin)
         except self._mpi.Exception as error:
-            who = name_ranks(sorted({peer for _, peer in prepared.requests}))
-            raise DistributedError(f"MPI failed {prepared.name} with {who}: {error}") from error
+            raise self._failed(prepared, error) from error
         self._say(prepared.after)
 
     @property
@@ -264,6 +267,11 @@ class World:
         if len(kept) > _KEPT:
             kept.pop(0).free()
         return kept[-1]
+
+    def _failed(self, prepared: PreparedExchange, error: Exception) -> DistributedError:
+        """The error of an exchange in which MPI failed."""
+        who = name_ranks(sorted({peer for _, peer in prepared.requests}))
+        return DistributedError(f"MPI failed {prepared.name} with {who}: {error}")
 
     def _collective(self, name: str, request: Any) -> None:
         before = self.doing

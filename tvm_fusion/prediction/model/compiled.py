@@ -138,6 +138,8 @@ def _template(
     func: tirx.PrimFunc, target: Target, machine: CPUInfo, records: Records
 ) -> tuple[str, int] | None:
     """The template of a kernel with knobs, and the cycles that it predicts for those chosen."""
+    if "tirx.is_scheduled" in (func.attrs or {}):
+        return None
     for rule in cpu.rules(records):
         workload = rule.workload(func, target) if isinstance(rule, TunableRule) else None
         if workload is None:

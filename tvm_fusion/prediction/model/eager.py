@@ -202,6 +202,10 @@ class _Eager:
         self._add(name, gather(table.tensor, indices.tensor, out.tensor))
         return out
 
+    def _same(self, var: relax.Var, call: relax.Call, args: list[_Value]) -> _Value:
+        """Indices: PyTorch's kernels check those that they use."""
+        return args[0]
+
     def _concat(self, var: relax.Var, call: relax.Call, args: list[_Value]) -> _Value:
         out = _fresh(var.ty)
         self._add("cat", elementwise("concat", _of(args), out.tensor, 0.0))
@@ -281,6 +285,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "relax.strided_slice": _Eager._slice,
     "relax.split": _Eager._split,
     "relax.take": _Eager._take,
+    "relax.tvm_fusion.checked_indices": _Eager._same,
     "relax.concat": _Eager._concat,
     "relax.matmul": _Eager._matmul,
     "relax.add": _Eager._add_or_bias,

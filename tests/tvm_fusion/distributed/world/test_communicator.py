@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from mpi_ranks import ROOT, needs_mpi, run_ranks
+
+from tvm_fusion.distributed.world.communicator import World
+from tvm_fusion.errors import DistributedError
 
 PROGRAM = Path(__file__).with_name("exchange_program.py")
 
@@ -19,6 +24,29 @@ def test_exchanges(ranks: int) -> None:
     assert outcome.code == 0, outcome.stderr
     assert outcome.stdout.count("all checked") == ranks
     assert outcome.lines == []
+
+
+def test_a_failure_of_mpi_at_the_start_names_the_exchange() -> None:
+    class Refused:
+        def Start(self) -> None:  # noqa: N802 - MPI's name
+            raise OSError("no memory")
+
+    request: Any = Refused()
+    mpi = SimpleNamespace(BYTE=None, Exception=OSError)
+    record: Any = SimpleNamespace(say=lambda text: None)
+    world = World(mpi, SimpleNamespace(rank=0, size=2), record, {}, 1.0)
+    prepared: Any = SimpleNamespace(
+        name="in exchange 3",
+        inside=b"",
+        fits=lambda *_: True,
+        incoming=[(request, None, None)],
+        outgoing=[],
+        requests=[(request, 1)],
+    )
+    world._prepared[3] = [prepared]
+    exchange: Any = SimpleNamespace(id=3)
+    with pytest.raises(DistributedError, match="MPI failed in exchange 3 with rank 1: no memory"):
+        world.start(exchange, {})
 
 
 def test_only_the_communicator_imports_mpi() -> None:

@@ -95,8 +95,10 @@ def translate_checked_indices(
     if "axis" in attributes:
         extents = [sizes[attributes["axis"]]]
     else:
-        first = attributes["batch_dims"]
-        extents = sizes[first : first + int(indices.ty.shape[-1])]
+        first, count = attributes["batch_dims"], constant(indices.ty.shape[-1])
+        if count is None:
+            raise InvalidModelError(f"the number of coordinates of {name!r} depends on data")
+        extents = sizes[first : first + count]
     shape = ", ".join(map(str, sizes))
     message = f"{about} has an index out of bounds; {name!r} has the shape ({shape})"
     return checked_indices(indices, extents, message if about else "", bool(attributes["guarded"]))
