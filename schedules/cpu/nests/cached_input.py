@@ -40,6 +40,17 @@ def copy_of_input(sch: s_tir.Schedule, facts: BlockFacts, index: int) -> SBlockR
     return copy
 
 
+def reads_columns_in_order(sch: s_tir.Schedule, facts: BlockFacts, index: int) -> bool:
+    """Return whether column ``n`` of a block reads column ``n`` of an input: no steps, no offset.
+
+    Parameters are those of :func:`copy_of_input`.
+    """
+    buffer = sch.get(facts.block).reads[index].source
+    column = facts.vars[facts.positions("S")[-1]]
+    load = next(load for load in facts.loads if load.buffer.same_as(buffer))
+    return load.indices[column_axis(facts, buffer)].same_as(column)
+
+
 def column_axis(facts: BlockFacts, buffer: tirx.Buffer) -> int:
     """Return the axis of an input along which the columns of a block run."""
     column = facts.vars[facts.positions("S")[-1]]

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from .blocks import BlockFacts, Kernel
-from .cached_input import copy_of_input, vectorize_copy
+from .cached_input import copy_of_input, reads_columns_in_order, vectorize_copy
 from .fused_consumers import follow, follow_or_copy, vectorize_under
 from .lane_reduction import arrange_lanes, split_into_lanes
 from .loop_transforms import (
@@ -106,7 +106,10 @@ def reduce_in_columns(
     vectors = min(plan.vectors, width // lanes)
     packed = None
     if plan.packed is not None and not plan.laid_out:
-        packed = copy_of_input(sch, facts, plan.packed)
+        if width % (vectors * lanes) and not reads_columns_in_order(sch, facts, plan.packed):
+            plan = replace(plan, packed=None)  # the copy of a tile does not end where the tile does
+        else:
+            packed = copy_of_input(sch, facts, plan.packed)
     tiles: list[LoopRV] = []
     rows: list[LoopRV] = []
     if plan.rows > 1:

@@ -94,6 +94,32 @@ def test_batches(batch, rows, columns, shared):
     close(run(scheduled, a, b)[0], exact, 5)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("columns", [16, 28, 40, 65, 100])
+@pytest.mark.parametrize("place", [lambda n: 2 * n, lambda n: n + 5, lambda n: 199 - n])
+def test_columns_with_steps_offsets_and_from_the_end(place, columns, transposed):
+    x = tensor("x", 37, 33)
+    w = tensor("w", *((200, 33) if transposed else (33, 200)))
+    k = te.reduce_axis((0, 33))
+    product = te.compute(
+        (37, columns),
+        lambda m, n: te.sum(
+            x[m, k] * (w[place(n), k] if transposed else w[k, place(n)]), axis=[k]
+        ),
+    )
+    a, b = draw([37, 33]), draw([200, 33] if transposed else [33, 200], 1)
+    taken = (b.T if transposed else b)[:, [place(n) for n in range(columns)]]
+    func = schedule(Dense(), function([x, w], product), HOST)
+    close(run(func, a, b)[0], a.astype("float64") @ taken.astype("float64"), 6)
+
+
+def test_a_matrix_times_itself():
+    x = tensor("x", 40, 40)
+    a = draw([40, 40])
+    func = schedule(Dense(), function([x], topi.matmul(x, x)), HOST)
+    close(run(func, a)[0], a.astype("float64") @ a.astype("float64"), 7)
+
+
 @pytest.mark.parametrize(("cores", "depth", "rows"), in_turns([1, 2, 3, 8], [640, 643], [1, 3]))
 def test_large_matrices_are_streamed_on_any_number_of_cores(cores, depth, rows):
     target = Target({**HOST.export(), "num-cores": cores})
