@@ -11,11 +11,12 @@ from tvm import relax
 from ..core.expressions import TUPLE_GET_ITEM
 from ..core.graph import Rule, function_graphs
 from .conv2d.canonicalize_bias import canonicalize_bias
+from .conv2d.flatten_conv3d import flatten_conv3d
 from .conv2d.fold_batch_norm import fold_batch_norm
 from .conv2d.fold_input_affine import fold_input_affine
 from .conv2d.fold_pad import fold_pad
 from .conv2d.fold_scale import fold_scale
-from .conv2d.sink_row import sink_row
+from .conv2d.sink_image import sink_image
 from .conv2d.split_conv_transpose import OPS as TRANSPOSED
 from .conv2d.split_conv_transpose import split_conv_transpose
 from .conv2d.widen_conv1d import BINARY, POINTWISE, widen_conv1d
@@ -55,7 +56,8 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (fold_input_affine, ("relax.nn.conv2d",)),
     (split_conv_transpose, tuple(TRANSPOSED)),
     (widen_conv1d, ("relax.nn.conv1d",)),
-    (sink_row, (*BINARY, *POINTWISE)),
+    (flatten_conv3d, ("relax.nn.conv3d",)),
+    (sink_image, (*BINARY, *POINTWISE)),
 )
 """Every rule with the ops that it rewrites; at one op, earlier rules are tried first."""
 
@@ -82,9 +84,9 @@ class SimplifyInference:
     multiply and one add, reshapes and transposes that shuffle channels become
     ``tvm_fusion.channel_shuffle``, matrix products lose the reshapes around them, and those on the
     channels of an image become convolutions, without the transposes around them. Convolutions of
-    sequences become those of images of one row, transposed ones those of their phases. RMS norms
-    over all axes get one axis more. Dropout and other identities, stacks that are summed, and dead
-    bindings are removed, and constants are folded.
+    sequences become those of images of one row, those of volumes those of frames, transposed ones
+    those of their phases. RMS norms over all axes get one axis more. Dropout and other identities,
+    stacks that are summed, and dead bindings are removed, and constants are folded.
 
     Left alone: ops that the rules in ``relay_passes.simplify`` do not know, batch normalisations
     with ``training=True`` (the op's default), values in between with other readers, other layouts

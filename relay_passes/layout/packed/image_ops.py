@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops over height and width of packed tensors: pooling, reductions, resizing, padding.
+"""Ops over height and width of packed tensors: pooling, reductions, resizing, padding, slices.
 
 They treat each lane alike, so the magnitude of lanes past the last channel hardly grows.
 """
@@ -113,10 +113,24 @@ def pack_padding(scope: Scope, binding: relax.VarBinding) -> Packed | None:
     return scope.result(padded, data.channels, max(data.bound, abs(value)))
 
 
+def pack_slice(scope: Scope, binding: relax.VarBinding) -> Packed | None:
+    """Take some images, rows or columns of the packed tensor."""
+    call = binding.value
+    data = scope.lookup(call.args[0])
+    axes = [int(axis) % 4 for axis in call.args[1].fields] if data is not None else []
+    if data is None or 1 in axes or not scope.is_worth_packing(binding):
+        return None
+    taken = relax.op.strided_slice(
+        data.expr, axes, *call.args[2:], assume_inbound=bool(call.attrs.assume_inbound)
+    )
+    return scope.result(taken, data.channels, data.bound)
+
+
 SPATIAL_RULES: dict[str, Rule] = {
     **dict.fromkeys(_POOLS, pack_pool),
     **dict.fromkeys(_REDUCTIONS, pack_reduction),
     "relax.image.resize2d": pack_resize,
     "relax.nn.adaptive_avg_pool2d": pack_adaptive_pool,
     "relax.nn.pad": pack_padding,
+    "relax.strided_slice": pack_slice,
 }

@@ -11,7 +11,7 @@
     lv2 = reshape(lv1, [N, O, W'])
     gv  = nn.gelu(lv2 + b)
 
-The rule :mod:`.sink_row` then moves the reshape behind what is done to each element. Left alone:
+The rule :mod:`.sink_image` then moves the reshape behind what is done to each element. Left alone:
 other layouts than NCW, and sequences of unknown length.
 """
 
@@ -75,18 +75,22 @@ def _as_image(graph: Graph, sequence: relax.Expr) -> relax.Expr:
 
 def row_image(graph: Graph, sequence: relax.Expr) -> relax.Expr | None:
     """The image of one row that ``sequence`` is a reshape of, if a convolution computed it."""
-    reshape = graph.definition(sequence, "relax.reshape")
-    if reshape is None:
+    found = image_of(graph, sequence)
+    if found is None or len(sequence.ty.shape) != 3:
         return None
-    image = reshape.args[0]
-    found, wanted = extents(image), extents(reshape)
-    if found is None or wanted is None or len(found) != 4 or len(wanted) != 3:
+    batch, channels, rows, columns = found.ty.shape.values
+    if not isinstance(rows, tirx.IntImm) or int(rows) != 1:
         return None
-    rows = found.pop(2)
-    is_row = isinstance(rows, tirx.IntImm) and int(rows) == 1
-    if not is_row or not all(map(tvm_ffi.structural_equal, found, wanted)):
+    same = map(tvm_ffi.structural_equal, [batch, channels, columns], sequence.ty.shape.values)
+    return found if all(same) else None
+
+
+def image_of(graph: Graph, tensor: relax.Expr) -> relax.Expr | None:
+    """The image that ``tensor`` is a reshape of, if a convolution computed it."""
+    reshape = graph.definition(tensor, "relax.reshape")
+    if reshape is None or len(extents(reshape.args[0]) or ()) != 4 or extents(reshape) is None:
         return None
-    return image if _is_of_convolution(graph, image) else None
+    return reshape.args[0] if _is_of_convolution(graph, reshape.args[0]) else None
 
 
 def _is_of_convolution(graph: Graph, image: relax.Expr) -> bool:

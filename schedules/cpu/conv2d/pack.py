@@ -7,7 +7,7 @@ from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
-from ..core.kernel_builder import KernelBuilder
+from ..core.kernel_builder import KernelBuilder, buffers
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import loop
 from ..core.rule import CPURule
@@ -30,7 +30,7 @@ class Pack(CPURule):
         kind = str(func.attrs.get("tvm_fusion.op", "")) if func.attrs else ""
         if kind not in ("pack", "unpack"):
             return None
-        plain, packed = func.params if kind == "pack" else reversed(func.params)
+        plain, packed = buffers(func) if kind == "pack" else reversed(buffers(func))
         extents = [*plain.shape[1:], *packed.shape[1:]]
         if not all(isinstance(extent, tirx.IntImm) for extent in extents):
             return None

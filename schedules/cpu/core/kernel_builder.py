@@ -30,12 +30,13 @@ class KernelBuilder:
     Attributes
     ----------
     flat : list[tirx.Buffer]
-        One-dimensional views of the parameters, in order, valid inside :meth:`body`.
+        One-dimensional views of the tensors among the parameters, in order, valid inside
+        :meth:`body`. Numbers among them stay parameters.
     """
 
     def __init__(self, func: tirx.PrimFunc):
         self.func = func
-        self.buffers = list(func.params)
+        self.buffers = buffers(func)
         self.flat: list[tirx.Buffer] = []
         self._result: tirx.PrimFunc | None = None
 
@@ -71,8 +72,8 @@ class KernelBuilder:
         with IRBuilder() as builder:
             with T.prim_func(s_tir=True):
                 T.func_name("main")
-                for buffer in self.buffers:
-                    T.arg(buffer.name, buffer)
+                for param in self.func.params:
+                    T.arg(param.name, param)
                 T.func_attr(dict(self.func.attrs))
                 with T.sblock("root"):
                     T.reads()
@@ -113,6 +114,11 @@ class KernelBuilder:
             height=height,
             width=width,
         )
+
+
+def buffers(func: tirx.PrimFunc) -> list[tirx.Buffer]:
+    """Tensors among the parameters; a number stands for a dimension, as in a batch of ``2 * n``."""
+    return [param for param in func.params if isinstance(param.ty, tirx.BufferType)]
 
 
 def _text(extent: tirx.Expr) -> str:

@@ -139,6 +139,8 @@ STAY_PACKED = {
     "bilinear": lambda b, x: op.image.resize2d(x, (12, 14), method="linear"),
     "bicubic": lambda b, x: op.image.resize2d(x, (4, 11), method="cubic"),
     "zero padding": lambda b, x: nn.pad(x, [0, 0, 0, 0, 1, 0, 2, 1], "constant", 0.0),
+    "some images and columns": lambda b, x: op.strided_slice(x, [0, 3], [1, 0], [2, 7], [1, 2]),
+    "rows backwards": lambda b, x: op.strided_slice(x, [-2], [5], [-7], [-1]),
     "reflection": lambda b, x: nn.pad(x, [0, 0, 0, 0, 1, 1, 1, 1], "reflect"),
     "concat over height": lambda b, x: op.concat([x, b.emit(nn.relu(x))], 2),
     "layer norm": lambda b, x: layer_norm(x),
@@ -238,6 +240,7 @@ STAY_PLAIN = {
     "mean over everything": lambda b, x: op.mean(x, None, True),
     "slopes of columns": lambda b, x: nn.prelu(x, const(PIXELS[1]), 3),
     "transposition": lambda b, x: op.permute_dims(x, [0, 1, 3, 2]),
+    "channels backwards": lambda b, x: op.strided_slice(x, [1], [-1], [-9], [-1]),
     "channel padding": lambda b, x: nn.pad(x, [0, 0, 1, 2, 0, 0, 0, 0]),
     "more channels by broadcast": lambda b, x: op.add(
         b.emit(op.mean(x, [1], True)), const(1, 9, 1, 1)

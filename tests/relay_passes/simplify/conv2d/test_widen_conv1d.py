@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules ``widen_conv1d`` and ``sink_row``: convolutions of sequences become those of images."""
+"""Rules ``widen_conv1d`` and ``sink_image``: convolutions of sequences become those of images."""
 
 from __future__ import annotations
 

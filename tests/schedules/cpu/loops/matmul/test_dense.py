@@ -103,9 +103,7 @@ def test_columns_with_steps_offsets_and_from_the_end(place, columns, transposed)
     k = te.reduce_axis((0, 33))
     product = te.compute(
         (37, columns),
-        lambda m, n: te.sum(
-            x[m, k] * (w[place(n), k] if transposed else w[k, place(n)]), axis=[k]
-        ),
+        lambda m, n: te.sum(x[m, k] * (w[place(n), k] if transposed else w[k, place(n)]), axis=[k]),
     )
     a, b = draw([37, 33]), draw([200, 33] if transposed else [33, 200], 1)
     taken = (b.T if transposed else b)[:, [place(n) for n in range(columns)]]
