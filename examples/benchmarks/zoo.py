@@ -105,7 +105,8 @@ def plot(results: Results, path: Path) -> None:
     axes.axvline(1, color="black", linewidth=1)
     axes.axvline(mean, color="black", linewidth=1, linestyle=":")
     axes.set_xscale("log")
-    ticks = [tick for tick in (0.25, 0.5, 0.8, 1, 1.5, 2, 3, 4, 6, 8) if tick <= 1.1 * ratios[-1]]
+    near = 0.8 * min(1, ratios[0]), 1.1 * ratios[-1]
+    ticks = [tick for tick in (0.25, 0.5, 0.8, 1, 1.5, 2, 3, 4, 6, 8) if near[0] <= tick <= near[1]]
     axes.set_xticks(ticks, [f"{tick}x" for tick in ticks], minor=False)
     axes.set_xticks([], minor=True)
     axes.set_title(f"How many times as fast as ONNX Runtime (geometric mean {mean:.2f}x)")

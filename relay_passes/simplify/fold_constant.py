@@ -16,6 +16,8 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.ir import GenericConst, GlobalVar
 
+from schedules.errors import InvalidModelError
+
 from ..core.constants import array_of, tensor_constant
 from ..core.expressions import Value, op_name
 from ..core.graph import Graph
@@ -36,6 +38,13 @@ def _permute(call: relax.Call, x: np.ndarray) -> np.ndarray:
 
 def _concat(call: relax.Call, *parts: np.ndarray) -> np.ndarray:
     return np.concatenate(parts, int(call.attrs.axis or 0))
+
+
+def _check_indices(call: relax.Call, x: np.ndarray) -> np.ndarray:
+    bounds = np.array([int(extent) for extent in call.args[1].values])
+    if call.attrs["message"] and ((x < -bounds) | (x >= bounds)).any():
+        raise InvalidModelError(str(call.attrs["message"]))
+    return np.clip(np.where(x < 0, x + bounds, x), 0, np.maximum(bounds - 1, 0))
 
 
 _COMPUTE: dict[str, Callable[..., Any]] = {
@@ -59,6 +68,7 @@ _COMPUTE: dict[str, Callable[..., Any]] = {
     "relax.concat": _concat,
     "relax.less": lambda call, x, y: x < y,
     "relax.equal": lambda call, x, y: x == y,
+    "relax.tvm_fusion.checked_indices": _check_indices,
 }
 
 FOLDED = tuple(_COMPUTE)
@@ -73,6 +83,9 @@ def fold_constant(graph: Graph, call: relax.Expr) -> Value:
     if not tensors or not all(isinstance(tensor, GenericConst) for tensor in tensors):
         return None
     if not _is_static(call.ty) or not all(_is_static(tensor.ty) for tensor in tensors):
+        return None
+    shapes = [shape.values for shape in call.args if isinstance(shape, relax.ShapeExpr)]
+    if not all(isinstance(extent, tirx.IntImm) for shape in shapes for extent in shape):
         return None
     dtype = str(call.ty.dtype)
     if name == "relax.divide" and not dtype.startswith("float"):

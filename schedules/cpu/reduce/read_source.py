@@ -31,6 +31,7 @@ from schedules.workload.reduce import (
 )
 from schedules.workload.reduce_operator import field_dtypes
 
+from ..core.kernel_builder import buffers
 from ..nests.blocks import Kernel, block_facts, open_kernel
 from ..nests.loop_transforms import inline_blocks, merge_groups
 from ..nests.reduction_nests import is_side_by_side
@@ -53,8 +54,6 @@ def read_source(func: tirx.PrimFunc, target: Target) -> ReduceSource | None:
         None for functions that hold anything else than one reduction, element-wise producers, and
         element-wise consumers of the output's shape.
     """
-    if not all(isinstance(param.ty, tirx.BufferType) for param in func.params):
-        return None
     kernel = open_kernel(func, target)
     if kernel is None or sum(not info.is_injective() for info in kernel.blocks) != 1:
         return None
@@ -88,10 +87,9 @@ class _SourceReader:
         self, kernel: Kernel, func: tirx.PrimFunc, workload: ReduceWorkload, stages: Sequence
     ) -> None:
         self.kernel, self.func, self.workload, self.stages = kernel, func, workload, stages
-        params = kernel.sch.mod["main"].params
         self.flats = {
             param: tirx.decl_buffer((math.prod(param.shape, start=1),), param.dtype, param.name)
-            for param in params
+            for param in buffers(kernel.sch.mod["main"])
         }
         self.analyzer = sym.Analyzer()
 

@@ -11,10 +11,13 @@ from tvm import relax, topi
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+from relay_passes.op.checked_indices import checked_indices
 from relay_passes.simplify.fold_constant import FOLDED
+from schedules.errors import InvalidModelError
 
 op = relax.op
 A, B = dyadic(2, 3, 4), dyadic(3, 1, seed=1) + 4
+PLACES = np.array([[4, -6, 0], [-5, 5, -1]])
 
 CASES = {
     "relax.add": lambda: op.add(const(A), const(B)),
@@ -37,6 +40,9 @@ CASES = {
     "relax.concat": lambda: op.concat((const(A), const(A + 1)), axis=1),
     "relax.less": lambda: op.less(const(A), const(B - 4)),
     "relax.equal": lambda: op.equal(const(A), const(np.round(A))),
+    "relax.tvm_fusion.checked_indices": lambda: checked_indices(
+        const(PLACES, "int64"), [5, 6, 7], "outside"
+    ),
 }
 
 
@@ -151,3 +157,22 @@ def test_what_depends_on_inputs_stays():
             result = builder.emit_output(op.concat((x, filled), axis=0))
         builder.emit_func_output(result)
     check_unchanged(builder.get())
+
+
+def checked(places, extent, message):
+    """The constant that checked indices become."""
+    places = const(np.array(places), "int64")
+    return folded(
+        simplify(constant_function(lambda: checked_indices(places, [extent], message)))
+    ).tolist()
+
+
+@pytest.mark.parametrize("place", [7, -8])
+def test_constant_indices_out_of_bounds(place):
+    assert checked([3, place], 8, "outside") == [3, place % 8]
+    with pytest.raises(InvalidModelError, match="an index of 'rows' is outside"):
+        checked([3, place], 7, "an index of 'rows' is outside")
+
+
+def test_constant_indices_that_no_error_is_for_become_the_nearest():
+    assert checked([9, -9], 4, "") == [3, 0]

@@ -139,6 +139,20 @@ def test_symbolic_extents(axis):
         close(out.numpy(), array.astype("float64").sum(axis), 40)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_extents_that_a_number_gives(axis):
+    n = tirx.Var("n", "int64")
+    x = te.placeholder((2 * n, tirx.IntImm("int64", 77)), name="x")
+    out = topi.sum(x, axis)
+    func = te.create_prim_func([x, n, out]).with_attr("tirx.noalias", True)
+    executable = compiled(schedule(RULE, func))
+    for size in (1, 13, 150):
+        array = draw([2 * size, 77])
+        found = tvm.runtime.tensor(np.full((77, 2 * size)[axis], np.nan, "float32"))
+        executable["main"](tvm.runtime.tensor(array), size, found)
+        close(found.numpy(), array.astype("float64").sum(axis), 40)
+
+
 @pytest.mark.parametrize(("op", "reference"), [(topi.max, np.max), (topi.min, np.min)])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_extremes_keep_nan_and_infinities(op, reference, axis):
