@@ -20,7 +20,7 @@ from ...version import __version__
 from . import failure
 from .communicator import World, load_mpi, require_mpi
 from .numa_placement import NUMA, Numa, Placement, memory_bound, part, placements
-from .shared_slots import NodeSlots, make_file
+from .shared_slots import NodeSlots, shared_file
 from .watch import NodeRecord, record_bytes
 
 TIMEOUT = 60.0
@@ -146,15 +146,14 @@ def _open_record(
 
 def _open_slots(node: Any, places: Mapping[int, int], rank: int) -> NodeSlots | None:
     """The slots of this node, in a file that its first rank makes; None without shared memory."""
-    path = node.bcast(make_file(len(places)) if node.rank == 0 else "")
-    if not path:
-        return None
-    slots = None
-    with contextlib.suppress(OSError):  # ranks of a machine in containers of their own
-        slots = NodeSlots(path, places, rank)
-    all_have_them = all(node.allgather(slots is not None))
-    if node.rank == 0:
-        os.unlink(path)
+    with shared_file(len(places) if node.rank == 0 else 0) as mine:
+        path = node.bcast(mine)
+        if not path:
+            return None
+        slots = None
+        with contextlib.suppress(OSError):  # ranks of a machine in containers of their own
+            slots = NodeSlots(path, places, rank)
+        all_have_them = all(node.allgather(slots is not None))
     return slots if all_have_them else None
 
 

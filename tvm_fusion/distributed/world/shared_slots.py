@@ -10,9 +10,8 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ MOST_BYTES = 128 * 1024
 
 _LEAST_ROOM = 1024  # bytes
 _ARENA = 1 << 20  # bytes for all that a rank sends on its node
-_FOLDER = Path("/dev/shm")
 _LINE = 64  # a cache line: what the sender writes shares none with what the receiver writes
 _HEADER = 2 * _LINE
 _SENT, _SIZE, _TAKEN = 0, 8, _LINE  # places in the header
@@ -118,7 +116,7 @@ class NodeSlots:
     Parameters
     ----------
     path : str
-        The file, of :func:`make_file`.
+        The file, of :func:`shared_file`.
     places : Mapping[int, int]
         Ranks of this node, two or more, numbered from 0.
     rank : int
@@ -162,17 +160,31 @@ class NodeSlots:
         return Slot(self._memory[begin : begin + size])
 
 
-def make_file(ranks: int) -> str:
-    """Make the file of a node's slots and return its path; empty where there can be none."""
+@contextmanager
+def shared_file(ranks: int) -> Iterator[str]:
+    """Path of a file for a node's slots, as long as it is open here; empty where there can be none.
+
+    The file has no name of its own: it goes with the processes that have opened it, however they
+    end.
+    """
     if ranks < 2 or platform.machine() not in _IN_ORDER:
-        return ""
+        yield ""
+        return
     try:
-        with tempfile.NamedTemporaryFile(prefix="tvm_fusion-", dir=_FOLDER, delete=False) as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, ranks * _ARENA)  # or pages may lack later
-            except OSError:
-                os.unlink(file.name)
-                return ""
+        number = os.memfd_create("tvm_fusion")
     except OSError:
-        return ""
-    return file.name
+        yield ""
+        return
+    try:
+        yield f"/proc/{os.getpid()}/fd/{number}" if _allocate(number, ranks * _ARENA) else ""
+    finally:
+        os.close(number)
+
+
+def _allocate(number: int, size: int) -> bool:
+    """Give a file its pages, which may lack later; return whether there were as many."""
+    try:
+        os.posix_fallocate(number, 0, size)
+    except OSError:
+        return False
+    return True

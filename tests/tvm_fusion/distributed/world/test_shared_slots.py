@@ -11,25 +11,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tvm_fusion.distributed.world import shared_slots
 from tvm_fusion.distributed.world.parcel import Parcel
 from tvm_fusion.distributed.world.shared_slots import (
     MOST_BYTES,
     NodeSlots,
     SlotReceive,
     SlotSend,
-    make_file,
+    shared_file,
 )
 
 RANKS = {4: 0, 6: 1, 9: 2}  # of one node of several
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(shared_slots, "_FOLDER", tmp_path)
+def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    yield make_file(len(RANKS))
-    assert len(list(tmp_path.iterdir())) == 1
+    with shared_file(len(RANKS)) as found:
+        yield found
+    assert not Path(found).exists()
 
 
 def test_both_sides_find_the_same_slot_and_no_other_pair_does(path: str) -> None:
@@ -64,23 +63,26 @@ def test_what_mpi_sends(path: str) -> None:
     assert node.outgoing(0, 9, MOST_BYTES) is not None
 
 
+@pytest.mark.parametrize("name", ["memfd_create", "posix_fallocate"])
 def test_nothing_is_made_where_there_is_no_shared_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(shared_slots, "_FOLDER", tmp_path)
-    assert make_file(1) == ""
-
     def full(*_: object) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    assert make_file(2) == "" and not list(tmp_path.iterdir())
-    monkeypatch.setattr(shared_slots, "_FOLDER", tmp_path / "none")
-    assert make_file(2) == ""
-    monkeypatch.undo()
+    def made(ranks: int) -> bool:
+        with shared_file(ranks) as path:
+            return path != ""
+
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert made(2) and not made(1)
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, full)
+        assert not made(2)
+    assert os.listdir("/proc/self/fd") == before
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert make_file(2) == ""
+    assert not made(2)
 
 
 def test_parcels_through_a_slot(path: str) -> None:
