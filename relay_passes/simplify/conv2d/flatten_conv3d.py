@@ -36,7 +36,7 @@ def flatten_conv3d(graph: Graph, call: relax.Expr) -> Value:
     data, weight = call.args
     attrs = call.attrs
     layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout or attrs.data_layout)
-    shapes = [extents(tensor) for tensor in (data, weight, call)]
+    shapes = [extents(tensor) or [] for tensor in (data, weight, call)]
     if layouts != ("NCDHW", "OIDHW", "NCDHW") or not all(map(_is_deep, shapes)):
         return None
     front, top, left, back, bottom, right = (int(pad) for pad in attrs.padding)
@@ -64,8 +64,8 @@ def frame_image(graph: Graph, volume: relax.Expr) -> relax.Expr | None:
     found = image_of(graph, turned.args[0])
     if found is None:
         return None
-    _, *wanted = extents(found)
-    _, _, *given = extents(turned.args[0])
+    _, *wanted = found.ty.shape.values
+    _, _, *given = turned.args[0].ty.shape.values
     return found if all(map(tvm_ffi.structural_equal, wanted, given)) else None
 
 
@@ -76,8 +76,8 @@ def from_frames(graph: Graph, image: relax.Expr, volume: relax.Expr) -> relax.Ex
     return relax.op.permute_dims(apart, FROM_FRAMES)
 
 
-def _is_deep(shape: list | None) -> bool:
-    return shape is not None and len(shape) == 5 and isinstance(shape[2], tirx.IntImm)
+def _is_deep(shape: list) -> bool:
+    return len(shape) == 5 and isinstance(shape[2], tirx.IntImm)
 
 
 def _as_frames(graph: Graph, volume: relax.Expr) -> relax.Expr:

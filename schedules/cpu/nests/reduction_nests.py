@@ -104,12 +104,12 @@ def reduce_in_columns(
     width = static_extent(sch, outer[-1]) or 1
     lanes = min(width, kernel.lanes(facts))
     vectors = min(plan.vectors, width // lanes)
-    packed = None
-    if plan.packed is not None and not plan.laid_out:
-        if width % (vectors * lanes) and not reads_columns_in_order(sch, facts, plan.packed):
+    packed, copied = None, None if plan.laid_out else plan.packed
+    if copied is not None:
+        if width % (vectors * lanes) and not reads_columns_in_order(sch, facts, copied):
             plan = replace(plan, packed=None)  # the copy of a tile does not end where the tile does
         else:
-            packed = copy_of_input(sch, facts, plan.packed)
+            packed = copy_of_input(sch, facts, copied)
     tiles: list[LoopRV] = []
     rows: list[LoopRV] = []
     if plan.rows > 1:
