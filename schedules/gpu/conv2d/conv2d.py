@@ -32,6 +32,8 @@ from ..gemm.shared_memory_pipeline import DataStage, WeightStage
 from ..gemm.thread_block_tile import GemmBlock
 
 ADDING_THREADS = 128
+LEAST_REGISTERS = 80
+"""Of a thread; with as few as a small tile is estimated to need, some of its addresses spill."""
 
 
 class ConvTemplate(GPUTemplate[Conv2DKernel, Knobs]):
@@ -53,7 +55,7 @@ class Conv2DTemplate(ConvTemplate[ConvTile]):
     """Tiles of :class:`Conv2D`."""
 
     name = "gpu.conv2d"
-    version = 1
+    version = 2
     knobs = ConvTile
     rule = "Conv2D"
 
@@ -194,13 +196,14 @@ def _write_product(
     """Emit the kernel of the product, which ends with the layer or in ``partial``."""
     across = (shape.const(shape.pixels) + (tile.pixels - 1)) // tile.pixels
     down = -(-shape.out_blocks // tile.blocks)
+    registers = max(tile.registers, LEAST_REGISTERS)
     with (
         unless_empty(across),
         T.launch_thread("blockIdx.z", shape.const(tile.splits)) as split,
         T.launch_thread("blockIdx.y", shape.const(shape.groups * down)) as row,
         T.launch_thread("blockIdx.x", across) as column,
         T.launch_thread("threadIdx.x", shape.const(tile.threads)) as thread,
-        resident_blocks(gpu, COSTS.register_file // (tile.registers * tile.threads)),
+        resident_blocks(gpu, COSTS.register_file // (registers * tile.threads)),
     ):
         data, weight = [flat_view(param) for param in func.params[:2]]
         group = 0 if shape.groups == 1 else row // down
