@@ -156,6 +156,11 @@ def recurrent() -> str:
     return _races("recurrent", ("ONNX Runtime",))
 
 
+def quantized() -> str:
+    """The races of quantised models, by CPU side by side."""
+    return _races("quantized", ("ONNX Runtime",))
+
+
 def pytorch() -> str:
     """The races of models of torchvision, by CPU side by side."""
     return _races("torch", ("Inductor, freezing", "eager"))
@@ -288,6 +293,7 @@ PARTS: dict[str, Callable[..., str]] = {
         contrib_operators,
         networks,
         pytorch,
+        quantized,
         recurrent,
         zoo,
         pairs,

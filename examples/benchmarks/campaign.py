@@ -79,7 +79,32 @@ def run_races(
     return {name: results[name] for name in models if name in results}
 
 
-def finish(table: Table, results: Results, options: argparse.Namespace) -> int:
+def peer_table(results: Results, title: str, models: str) -> Table:
+    """Return a table with one row a model: latencies of two engines, their ratio, and the error."""
+    first = next(iter(results.values()))["engines"]
+    table = Table(title=f"{title}, medians in ms")
+    table.add_column(models)
+    for engine in first:
+        table.add_column(engine["title"], justify="right")
+    for heading in (f"ratio to {first[1]['title']}", "relative error"):
+        table.add_column(heading, justify="right")
+    for name, result in results.items():
+        ours, peer = result["engines"]
+        table.add_row(
+            name,
+            *(f"{engine['median_ms']:.2f}" for engine in (ours, peer)),
+            f"{peer['ratio']:.2f}x",
+            f"{float(ours['relative_error']):.1e}",
+        )
+    table.add_section()
+    ratios = [result["engines"][1]["ratio"] for result in results.values()]
+    table.add_row("geometric mean", "", "", geometric_mean(ratios))
+    return table
+
+
+def finish(
+    table: Table, results: Results, options: argparse.Namespace, tolerance: float = TOLERANCE
+) -> int:
     """Print the table; the exit code is 1 if an engine's outputs are wrong."""
     console = Console()
     console = console if console.is_terminal else Console(width=FILE_WIDTH)
@@ -92,7 +117,7 @@ def finish(table: Table, results: Results, options: argparse.Namespace) -> int:
     console.print(table)
     console.print(f"{first['machine']['cpu']}, {first['threads']} threads, {packages}")
     console.print(f"Written to {options.output}")
-    return 0 if largest_error(results) <= TOLERANCE else 1
+    return 0 if largest_error(results) <= tolerance else 1
 
 
 def largest_error(results: Results) -> float:

@@ -19,19 +19,12 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
-from rich.table import Table
 
 from tvm_fusion.bench.race import EngineSpec, Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import (  # noqa: E402
-    Results,
-    finish,
-    geometric_mean,
-    parser,
-    run_races,
-)
+from examples.benchmarks.campaign import finish, parser, peer_table, run_races  # noqa: E402
 
 PLAN = Plan(rounds=15, runs=10, turn_seconds=0.25, budget_seconds=8.0)
 STEPS = 64
@@ -107,29 +100,6 @@ LAYERS = {
 """Layers by name: kind, batch and units."""
 
 
-def layers_table(results: Results) -> Table:
-    """One row a layer: latencies, and how many times as fast tvm-fusion is."""
-    first = next(iter(results.values()))["engines"]
-    table = Table(title=f"Recurrent layers of {STEPS} steps, medians in ms")
-    table.add_column("layer")
-    for engine in first:
-        table.add_column(engine["title"], justify="right")
-    for heading in (f"ratio to {first[1]['title']}", "relative error"):
-        table.add_column(heading, justify="right")
-    for name, result in results.items():
-        ours, peer = result["engines"]
-        table.add_row(
-            name,
-            *(f"{engine['median_ms']:.2f}" for engine in (ours, peer)),
-            f"{peer['ratio']:.2f}x",
-            f"{float(ours['relative_error']):.1e}",
-        )
-    table.add_section()
-    ratios = [result["engines"][1]["ratio"] for result in results.values()]
-    table.add_row("geometric mean", "", "", geometric_mean(ratios))
-    return table
-
-
 def main() -> int:
     """Run the benchmark; the exit code is 1 if any output is wrong."""
     options = parser("Race tvm-fusion on recurrent layers.", list(LAYERS), "recurrent.json")
@@ -137,7 +107,8 @@ def main() -> int:
     models = {name: functools.partial(Layer.build, layer) for name, layer in LAYERS.items()}
     engines = [EngineSpec(name) for name in ("tvm-fusion", "onnxruntime")]
     results = run_races(models, engines, PLAN, arguments, fresh=True)
-    return finish(layers_table(results), results, arguments)
+    title = f"Recurrent layers of {STEPS} steps"
+    return finish(peer_table(results, title, "layer"), results, arguments)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ The normal form of a chain, each line optional but the first, inside one dataflo
     lv1 = R.add(lv0, bias)              # one number a channel: [1, C, 1, 1], [C, 1, 1] or fewer
     lv2 = R.add(lv1, residual)          # a tensor of the same shape
     lv3 = R.nn.relu(lv2)                # or clip, sigmoid, silu, gelu, tvm_fusion.hardswish
+                                        # or tvm_fusion.round_clip
 
 Every value but the last has one consumer, the next line. Matching uses ops, attributes, types
 and uses; the operands of an addition may stand in either order.
@@ -25,6 +26,7 @@ from tvm.sym import Analyzer
 from schedules.workload.conv2d import Activation, ConvLayer
 
 from .. import op as ops
+from ..op.round_clip import bounds_of
 
 Users = Mapping[relax.Var, list[relax.Binding]]
 
@@ -189,6 +191,8 @@ def read_activation(line: relax.VarBinding) -> Activation | None:
     ):
         if _calls(line, name):
             return Activation(kind)
+    if _calls(line, "relax.tvm_fusion.round_clip"):
+        return Activation("round_clip", *bounds_of(line.value))
     if not _calls(line, "relax.clip"):
         return None
     bounds = line.value.args[1:]

@@ -270,7 +270,7 @@ _ELEMENT_WISE = (
     *("abs", "add", "astype", "clip", "divide", "erf", "exp", "maximum", "minimum", "multiply"),
     *("negative", "sigmoid", "sqrt", "square", "subtract", "tanh"),
     *("nn.gelu", "nn.gelu_tanh", "nn.leakyrelu", "nn.relu", "nn.relu6", "nn.silu", "nn.softplus"),
-    "tvm_fusion.hardswish",
+    *("tvm_fusion.hardswish", "tvm_fusion.round_clip"),
 )
 _CHANNELS = ("channel_norm", "channel_shuffle", "channel_slice", "pack", "unpack")
 

@@ -20,6 +20,7 @@ from .fused_conv2d import fused_conv2d
 from .hardswish import hardswish
 from .pack import pack, unpack
 from .recurrence import recurrence
+from .round_clip import round_clip
 from .winograd_conv2d import winograd_conv2d
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "hardswish",
     "pack",
     "recurrence",
+    "round_clip",
     "unpack",
     "winograd_conv2d",
 ]

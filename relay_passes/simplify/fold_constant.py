@@ -47,6 +47,26 @@ def _check_indices(call: relax.Call, x: np.ndarray) -> np.ndarray:
     return np.clip(np.where(x < 0, x + bounds, x), 0, np.maximum(bounds - 1, 0))
 
 
+def _along(call: relax.Call, numbers: np.ndarray) -> np.ndarray:
+    """A scale or zero point for all elements, or one for each slice of the call's axis."""
+    if numbers.size == 1:
+        return numbers.reshape(())
+    rank = call.args[0].ty.ndim
+    shape = [1] * rank
+    shape[int(call.attrs.axis) % rank] = -1
+    return numbers.reshape(shape)
+
+
+def _dequantize(call: relax.Call, x: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    return (x.astype("int64") - _along(call, zero)).astype("float32") * _along(call, scale)
+
+
+def _quantize(call: relax.Call, x: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    limits = np.iinfo(str(call.ty.dtype))
+    whole = np.rint(x / _along(call, scale)) + _along(call, zero)
+    return np.clip(whole, limits.min, limits.max)
+
+
 _COMPUTE: dict[str, Callable[..., Any]] = {
     "relax.add": lambda call, x, y: x + y,
     "relax.subtract": lambda call, x, y: x - y,
@@ -59,6 +79,8 @@ _COMPUTE: dict[str, Callable[..., Any]] = {
     "relax.rsqrt": lambda call, x: 1 / np.sqrt(x),
     "relax.isnan": lambda call, x: np.isnan(x),
     "relax.where": lambda call, condition, x, y: np.where(condition, x, y),
+    "relax.dequantize": _dequantize,
+    "relax.quantize": _quantize,
     "relax.astype": lambda call, x: x,
     "relax.reshape": lambda call, x: x.reshape(_shape(call)),
     "relax.squeeze": lambda call, x: x.reshape(_shape(call)),
@@ -90,9 +112,20 @@ def fold_constant(graph: Graph, call: relax.Expr) -> Value:
     dtype = str(call.ty.dtype)
     if name == "relax.divide" and not dtype.startswith("float"):
         return None  # integers are rounded differently
+    if name in _QUANTIZING and not _is_quantizing(call):
+        return None
     with np.errstate(all="ignore"):
         result = _COMPUTE[str(name)](call, *(array_of(tensor) for tensor in tensors))
     return tensor_constant(result, dtype)
+
+
+_QUANTIZING = ("relax.dequantize", "relax.quantize")
+
+
+def _is_quantizing(call: relax.Call) -> bool:
+    """Return whether a call is between float32 and whole numbers."""
+    types = sorted([str(call.ty.dtype), str(call.args[0].ty.dtype)])
+    return types[0] == "float32" and "int" in types[1]
 
 
 def needs_kernel(call: relax.Expr) -> bool:

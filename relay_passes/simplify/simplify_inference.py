@@ -22,6 +22,7 @@ from .conv2d.split_conv_transpose import split_conv_transpose
 from .conv2d.widen_conv1d import BINARY, POINTWISE, widen_conv1d
 from .elementwise.canonicalize_activation import canonicalize_activation
 from .elementwise.canonicalize_clip import canonicalize_clip
+from .elementwise.fold_quantization import fold_quantization
 from .fold_constant import FOLDED, fold_constant, needs_kernel
 from .remove_broadcast import ELEMENTWISE, remove_broadcast
 from .remove_identity import remove_identity
@@ -48,6 +49,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (canonicalize_shuffle, ("relax.reshape",)),
     (unflatten_matmul, ("relax.reshape",)),
     (channels_first, ("relax.permute_dims",)),
+    (fold_quantization, ("relax.dequantize",)),
     (canonicalize_clip, CLIPS),
     (canonicalize_activation, ("relax.multiply", "relax.divide")),
     (fold_scale, ("relax.multiply", "relax.divide")),

@@ -56,6 +56,8 @@ def activate(value: tirx.Expr, activation: Activation, dtype: str) -> tirx.Expr:
         return clip(value, 0, 6)
     if activation.kind == "clip":
         return clip(value, activation.low, activation.high)
+    if activation.kind == "round_clip":
+        return clip(tirx.round(value), activation.low, activation.high)
     if activation.kind == "hardswish":
         return value * clip(value + const(3), 0, 6) * const(1 / 6)
     if activation.kind == "gelu":

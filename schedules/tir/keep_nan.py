@@ -13,7 +13,11 @@ from collections.abc import Callable
 import tvm_ffi
 from tvm import ir, tirx
 
-from .expression_walk import loads
+from .expression_walk import loads, nodes
+from .let_bindings import share_values
+
+_MOST_REPEATED = 3
+"""Choices in a value that is written twice; a chain of bounds would double it at each."""
 
 
 def keep_nan(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -39,7 +43,8 @@ def keep_nan(func: tirx.PrimFunc) -> tirx.PrimFunc:
         same = value.same_as(store.value)
         return store if same else tirx.BufferStore(store.buffer, value, store.indices)
 
-    return tvm_ffi.structural_map(func, (tirx.BufferStore, rewrite))
+    done = tvm_ffi.structural_map(func, (tirx.BufferStore, rewrite))
+    return done if done.same_as(func) else share_values(done, _renewed)
 
 
 def _is_float(expr: ir.Expr) -> bool:
@@ -63,13 +68,29 @@ def _choose(expr: tirx.Max | tirx.Min, wins: Callable[[ir.Expr, ir.Expr], ir.Exp
     if not _is_float(expr):
         return expr
     if _is_constant(expr.a):
-        return tirx.Select(wins(expr.a, expr.b), expr.a, expr.b)
+        return _unless_wins(expr.a, expr.b, wins)
     if _is_constant(expr.b):
-        return tirx.Select(wins(expr.b, expr.a), expr.b, expr.a)
+        return _unless_wins(expr.b, expr.a, wins)
     if isinstance(expr.a, ir.TensorLoad) and isinstance(expr.b, ir.TensorLoad):
         other = tirx.Select(tirx.isnan(expr.a), expr.a, expr.b)
         return tirx.Select(wins(expr.a, expr.b), expr.a, other)
     return expr
+
+
+def _unless_wins(
+    limit: ir.Expr, value: ir.Expr, wins: Callable[[ir.Expr, ir.Expr], ir.Expr]
+) -> ir.Expr:
+    """Return ``value`` unless ``limit`` wins, with a name for a value that holds many choices."""
+    if len(nodes(value, tirx.Select)) <= _MOST_REPEATED:
+        return tirx.Select(wins(limit, value), limit, value)
+    named = tirx.Var("value", value.ty)
+    return tirx.Let(named, value, tirx.Select(wins(limit, named), limit, named))
+
+
+def _renewed(value: ir.Expr) -> ir.Expr:
+    return tvm_ffi.structural_map(
+        value, ((tirx.Let, lambda let: tirx.Let(let.var, let.value, let.body)),)
+    )
 
 
 def _is_constant(expr: ir.Expr) -> bool:

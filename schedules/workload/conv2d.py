@@ -15,7 +15,11 @@ from typing import Any
 from ..errors import OpError
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-ACTIVATIONS = ("none", "relu", "relu6", "clip", "sigmoid", "hardswish", "silu", "gelu")
+ACTIVATIONS = (
+    *("none", "relu", "relu6", "clip", "sigmoid", "hardswish", "silu", "gelu"),
+    "round_clip",
+)
+BOUNDED = ("clip", "round_clip")
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,9 @@ class Activation:
     ----------
     kind : str
         One of ``none``, ``relu``, ``relu6``, ``clip``, ``sigmoid``, ``hardswish``, ``silu``,
-        ``gelu``.
+        ``gelu``, ``round_clip``, which rounds to whole numbers before it bounds.
     low, high : float
-        The bounds of ``clip``; unused otherwise.
+        The bounds of ``clip`` and ``round_clip``; unused otherwise.
     """
 
     kind: str = "none"
@@ -38,11 +42,12 @@ class Activation:
     def __post_init__(self) -> None:
         if self.kind not in ACTIVATIONS:
             raise OpError(f"activation is {self.kind!r}; expected one of {', '.join(ACTIVATIONS)}")
-        if self.kind == "clip" and not self.low <= self.high:
-            raise OpError(f"clip has bounds ({self.low}, {self.high}); expected low <= high")
+        if self.kind in BOUNDED and not self.low <= self.high:
+            raise OpError(f"{self.kind} has bounds ({self.low}, {self.high}); expected low <= high")
 
     def __str__(self) -> str:
-        return f"clip({self.low:g}, {self.high:g})" if self.kind == "clip" else self.kind
+        bounds = f"({self.low:g}, {self.high:g})" if self.kind in BOUNDED else ""
+        return self.kind + bounds
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ from .rewrites.quantized import (
     expand_qlinear_conv,
     expand_qlinear_matmul,
     expand_quantize,
+    take_products_as_floats,
 )
 from .rewrites.recurrent import expand_recurrent
 from .rewrites.windows.auto_pad import pad_pools
@@ -147,6 +148,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
         "LayerNormalization": LayerNormRule(opset),
         "RoiAlign": RoiAlignRule(opset),
     }
+    take_products_as_floats(model, facts)
     expand_nodes(model, facts, {**EXPANSIONS, **by_opset})
     replace_powers(model, facts)
     replace_lp_norms(model, facts)

@@ -371,6 +371,8 @@ def _activated(activation: Activation, value: relax.Expr) -> relax.Expr | None:
     bounds = {"relu6": (0.0, 6.0), "clip": (activation.low, activation.high)}
     if activation.kind in bounds:
         return relax.op.clip(value, *bounds[activation.kind])
+    if activation.kind == "round_clip":
+        return ops.round_clip(value, activation.low, activation.high)
     functions = {
         "relu": relax.op.nn.relu,
         "sigmoid": relax.op.sigmoid,

@@ -9,7 +9,7 @@ from tvm.ir import Op
 from relay_passes.op.conv2d import CONV2D
 from relay_passes.op.conv_types import ConvOp, read_kernel
 from relay_passes.op.fused_conv2d import FUSED_CONV2D
-from schedules.workload.conv2d import Activation, ConvLayer
+from schedules.workload.conv2d import BOUNDED, Activation, ConvLayer
 
 from .packing_state import Packed, Rule, Scope
 from .weight_packing import weight_form
@@ -94,7 +94,7 @@ def _bound_after(activation: Activation, bound: float) -> float:
     """Bound of the magnitude after ``activation`` for numbers within ``bound``."""
     if activation.kind == "sigmoid":
         return 1.0
-    if activation.kind == "clip":
+    if activation.kind in BOUNDED:
         return max(bound, activation.low, -activation.high)
     return bound
 

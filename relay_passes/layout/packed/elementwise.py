@@ -18,6 +18,7 @@ from tvm import relax, tirx
 from tvm.ir import GenericConst
 
 from relay_passes.op.pack import pack
+from relay_passes.op.round_clip import bounds_of
 from schedules.workload.reduce import extent_of
 
 from .packing_state import Packed, Rule, Scope, channels_of
@@ -58,6 +59,11 @@ def _clip(call: relax.Call, bound: float) -> float:
     return max(bound, low, -high)
 
 
+def _round_clip(call: relax.Call, bound: float) -> float:
+    low, high = bounds_of(call)
+    return max(bound + 0.5 if bound else 0.0, low, -high)
+
+
 def _leaky(call: relax.Call, bound: float) -> float:
     return bound * max(1.0, abs(float(call.attrs.alpha)))
 
@@ -86,6 +92,7 @@ _UNARY: dict[str, Callable[[relax.Call, float], float]] = {
     "relax.square": lambda call, bound: bound * bound,
     "relax.tanh": _one,
     "relax.tvm_fusion.hardswish": _same,
+    "relax.tvm_fusion.round_clip": _round_clip,
 }
 
 _BINARY: dict[str, Callable[[PackedOperand, PackedOperand], float]] = {

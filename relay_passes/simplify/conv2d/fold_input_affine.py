@@ -7,7 +7,8 @@
     conv2d(x + t, w)   ->   conv2d(x, w) + sum(w * t)    only without padding
 
 Padding is zero after the offset, not before it, so an offset in front of a padded convolution
-stays where it is. The factor or offset must have no other reader, and the weight must be constant.
+stays where it is. The factor or offset must have no other reader, unless it is the scale of
+a quantised tensor, and the weight must be constant.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from tvm import relax
 from ...core.constants import channel_constant, constant, per_channel, scaled, shifted
 from ...core.expressions import Value
 from ...core.graph import Graph
+from ..elementwise.fold_quantization import is_whole
 from .conv2d_operands import padding_of, weight_of, with_weight
 
 
 def fold_input_affine(graph: Graph, call: relax.Expr) -> Value:
     """Move the factor or offset in front of the convolution ``call`` behind it."""
-    if not graph.has_one_use(call.args[0]):
-        return None
     producer = graph.definition(call.args[0])
     scale = scaled(producer)
+    if not graph.has_one_use(call.args[0]) and (scale is None or not is_whole(graph, scale[0])):
+        return None
     match = shifted(producer) if scale is None else scale
     if match is None or (scale is None and any(padding_of(call))):
         return None

@@ -36,6 +36,7 @@ UNARY = (
     "relax.sigmoid",
     "relax.tanh",
     "relax.tvm_fusion.hardswish",
+    "relax.tvm_fusion.round_clip",
     "relax.clip",
 )
 

@@ -53,7 +53,7 @@ from .register_tile import step_cycles
 
 L1, L2, L3, MEMORY = range(4)
 
-CLIPPED = ("relu6", "clip")  # activations of two operations
+CLIPPED = ("relu6", "clip", "round_clip")  # activations of two operations or three
 
 Sizes = tuple[tuple[int, int], ...]
 

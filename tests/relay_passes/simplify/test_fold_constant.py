@@ -31,6 +31,12 @@ CASES = {
     "relax.rsqrt": lambda: op.rsqrt(const(B)),
     "relax.isnan": lambda: op.isnan(const(np.where(A > 0, np.nan, A))),
     "relax.where": lambda: op.where(const(A > 0, "bool"), const(A), const(B)),
+    "relax.dequantize": lambda: op.dequantize(
+        const(PLACES, "int8"), const(B[:, 0]), const([1, -2, 3], "int8"), axis=1
+    ),
+    "relax.quantize": lambda: op.quantize(
+        const(A * 300), const(B[:2, 0]), const([5, 130], "uint8"), axis=0, out_dtype="uint8"
+    ),
     "relax.astype": lambda: op.astype(const(A), "int32"),
     "relax.reshape": lambda: op.reshape(const(A), (4, 6)),
     "relax.squeeze": lambda: op.squeeze(const(B), [1]),

@@ -40,6 +40,20 @@ def test_two_tensors(op, reference):
     np.testing.assert_array_equal(run(func, Y, X)[0], reference(Y, X))
 
 
+def test_bounds_of_bounds_name_each_value_once():
+    def chain(x):
+        for _ in range(12):
+            x = topi.add(topi.clip(topi.multiply(x, 2.0), -3, 5), 1.0)
+        return x
+
+    func = schedule(Elementwise(), function([x := tensor("x", 8)], chain(x)))
+    assert func.script().count("Select(") < 40  # 4096 if each value were written twice
+    expected = X
+    for _ in range(12):
+        expected = np.clip(expected * 2, -3, 5) + 1
+    np.testing.assert_array_equal(run(func, X)[0], expected)
+
+
 def test_a_relu_is_one_instruction():
     x = tensor("x", 64)
     text = assembly(schedule(Elementwise(), function([x], topi.nn.relu(x)), AVX2), AVX2)

@@ -20,7 +20,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from ..model.graph_edits import attribute
+from ..model.graph_edits import all_graphs, attribute, is_default_domain, replace_nodes
+from ..model.tensor_facts import GraphFacts
 from .arithmetic.narrow_types import NARROW, NARROW_FLOATS
 from .expansion import Expansion, conv_attributes
 
@@ -43,38 +44,67 @@ def expand_qlinear_matmul(node: onnx.NodeProto, expansion: Expansion) -> None:
 
 
 def expand_qlinear_conv(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Replace a QLinearConv."""
+    """Replace a QLinearConv by the convolution of the floats that its tensors stand for."""
     x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, *bias = node.input
-    kind = TensorProto.FLOAT
-    result = _conv(node, expansion, x, x_zero, w, w_zero, kind)
-    rank = len(expansion.facts.dims(x) or ())
+    operands = [
+        expansion.emit("DequantizeLinear", x, x_scale, x_zero),
+        expansion.emit("DequantizeLinear", w, w_scale, w_zero, axis=0),
+    ]
     if bias and bias[0]:
-        added = expansion.emit("Cast", bias[0], to=kind)
-        result = expansion.emit("Add", result, _along(expansion, added, 1, rank, bias[0]))
-    scales = x_scale, _along(expansion, w_scale, 1, rank, w_scale)
-    _requantize(node, expansion, result, scales, y_scale, y_zero)
+        scale = expansion.emit("Mul", x_scale, w_scale)
+        operands.append(expansion.emit("DequantizeLinear", bias[0], scale, axis=0))
+    result = expansion.emit("Conv", *operands, **conv_attributes(node))
+    expansion.finish(expansion.emit("QuantizeLinear", result, y_scale, y_zero))
 
 
 def expand_matmul_integer(node: onnx.NodeProto, expansion: Expansion) -> None:
     """Replace a MatMulInteger."""
-    a, b, a_zero, b_zero = [*node.input, "", ""][:4]
-    dims = expansion.facts.dims(a) or (None,)
-    kind = _exact(dims[-1])
-    product = expansion.emit(
-        "MatMul",
-        _centred(expansion, a, _as_rows(expansion, a_zero), kind),
-        _centred(expansion, b, b_zero, kind),
-    )
+    dims = expansion.facts.dims(node.input[0]) or (None,)
+    product = _matmul_of_integers(node, expansion, _exact(dims[-1]))
     expansion.finish(expansion.emit("Cast", product, to=TensorProto.INT32))
 
 
 def expand_conv_integer(node: onnx.NodeProto, expansion: Expansion) -> None:
     """Replace a ConvInteger."""
-    x, w, x_zero, w_zero = [*node.input, "", ""][:4]
-    shape = expansion.facts.shape(w)
+    shape = expansion.facts.shape(node.input[1])
     kind = _exact(None if shape is None else math.prod(shape[1:]))
-    result = _conv(node, expansion, x, x_zero, w, w_zero, kind)
+    result = _conv_of_integers(node, expansion, kind)
     expansion.finish(expansion.emit("Cast", result, to=TensorProto.INT32))
+
+
+def take_products_as_floats(model: onnx.ModelProto, facts: GraphFacts) -> None:
+    """Compute in float32 each MatMulInteger and ConvInteger that is only read as such.
+
+    ::
+
+        Cast(MatMulInteger(a, b, za, zb), to=FLOAT)   ->   MatMul(Cast(a) - za, Cast(b) - zb)
+
+    That is how models whose activations are quantised at run time read them.
+    """
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for graph in all_graphs(model):
+        for node in graph.node:
+            for name in node.input:
+                readers.setdefault(name, []).append(node)
+    kept = {value.name for value in model.graph.output}
+    nodes: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        expansion = Expansion(node, facts)
+        product = _PRODUCTS.get(node.op_type) if is_default_domain(node) else None
+        casts = [] if product is None else readers.get(node.output[0], [])
+        if product and casts and node.output[0] not in kept and all(map(_is_to_float, casts)):
+            result = product(node, expansion, TensorProto.FLOAT)
+            for cast in casts:
+                cast.op_type = "Identity"
+                cast.input[0] = result
+                del cast.attribute[:]
+        nodes += expansion.nodes or [node]
+    replace_nodes(model.graph, nodes)
+
+
+def _is_to_float(node: onnx.NodeProto) -> bool:
+    is_cast = node.op_type == "Cast" and is_default_domain(node)
+    return is_cast and attribute(node, "to") == TensorProto.FLOAT
 
 
 def expand_quantize(node: onnx.NodeProto, expansion: Expansion) -> None:
@@ -174,19 +204,21 @@ def _along(expansion: Expansion, name: str, axis: int, rank: int, known: str) ->
     return expansion.emit("Reshape", name, expansion.constant("shape", sizes))
 
 
-def _conv(
-    node: onnx.NodeProto,
-    expansion: Expansion,
-    x: str,
-    x_zero: str,
-    w: str,
-    w_zero: str,
-    kind: int,
-) -> str:
+def _matmul_of_integers(node: onnx.NodeProto, expansion: Expansion, kind: int) -> str:
+    a, b, a_zero, b_zero = [*node.input, "", ""][:4]
+    left = _centred(expansion, a, _as_rows(expansion, a_zero), kind)
+    return expansion.emit("MatMul", left, _centred(expansion, b, b_zero, kind))
+
+
+def _conv_of_integers(node: onnx.NodeProto, expansion: Expansion, kind: int) -> str:
+    x, w, x_zero, w_zero = [*node.input, "", ""][:4]
     rank = len(expansion.facts.dims(w) or ())
     zeros = _along(expansion, w_zero, 0, rank, w_zero) if w_zero else ""
     data, weights = _centred(expansion, x, x_zero, kind), _centred(expansion, w, zeros, kind)
     return expansion.emit("Conv", data, weights, **conv_attributes(node))
+
+
+_PRODUCTS = {"ConvInteger": _conv_of_integers, "MatMulInteger": _matmul_of_integers}
 
 
 def _requantize(

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from cpu.conv_cases import TARGET, Case
+from cpu.conv_cases import ACTIVATION, TARGET, Case
 from cpu.plain_cases import build, check, depthwise, kernel_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -20,13 +20,12 @@ from schedules.cpu.conv2d.fused_conv2d import (
     takes_plain,
 )
 from schedules.errors import OpError
-from schedules.workload.conv2d import ACTIVATIONS, Activation, ConvLayer
+from schedules.workload.conv2d import Activation, ConvLayer
 from tests.selection import in_turns
 
 SEED = st.integers(0, 2**32 - 1)
 SAME = (1, 1, 1, 1)
 RELU6 = Activation("relu6")
-ACTIVATION = st.sampled_from(ACTIVATIONS).map(lambda kind: Activation(kind, -0.4, 0.7))
 
 
 @st.composite

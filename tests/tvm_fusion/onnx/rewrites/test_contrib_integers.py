@@ -110,10 +110,13 @@ def test_tensors_of_several_scales_in_one() -> None:
     check(model, feeds, 1)
 
 
+@pytest.mark.parametrize("each_column", [False, True])
 @pytest.mark.parametrize("is_float", [False, True])
-def test_dense_layers(is_float: bool) -> None:
+def test_dense_layers(is_float: bool, each_column: bool) -> None:
     left = [bits(3, 6), number(0.02), number(100, "uint8")]
     right = [weights(5, 6), number(0.01), number(0, "int8")]
+    if each_column:
+        right[1:] = [np.linspace(0.01, 0.02, 5, dtype="float32"), np.zeros(5, "int8")]
     bias = bits(5, dtype="int16").astype("int32")
     ends = [None, None] if is_float else [number(0.1), number(128, "uint8")]
     result = TensorProto.FLOAT if is_float else TensorProto.UINT8

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 import tvm_fusion
 from tvm_fusion.errors import UnsupportedOperatorError
@@ -98,6 +98,49 @@ def test_exact_convolutions() -> None:
     feeds = {"x": integers(1, 3, 6, 5), "w": integers(4, 3, 3, 3)}
     zeros = {"xz": np.array(9, "uint8")}
     check(model_of("ConvInteger", feeds, zeros, "int32", pads=[1, 0, 1, 2]), feeds, 0)
+
+
+@pytest.mark.parametrize("op_type", ["MatMulInteger", "ConvInteger"])
+def test_products_that_are_read_as_floats_are_computed_as_such(op_type: str) -> None:
+    attributes = {"pads": [1, 1, 1, 1]} if op_type == "ConvInteger" else {}
+    data = integers(2, 65, 6, 5) if attributes else integers(2, 9, 300)
+    constants = {
+        "w": weights(4, 65, 3, 3) if attributes else weights(300, 7),
+        "xz": np.array(9, "uint8"),
+    }
+    model = model_of(op_type, {"x": data}, constants, "float32", **attributes)
+    model.graph.node[0].output[0] = "whole"
+    model.graph.node.append(helper.make_node("Cast", ["whole"], ["y"], to=TensorProto.FLOAT))
+    (wanted,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": data})
+    np.testing.assert_allclose(tvm_fusion.compile(model, threads=1)(data), wanted, rtol=1e-4)
+    assert "float64" not in str(import_onnx(model).mod)
+
+
+def test_products_that_are_read_as_both_stay_exact() -> None:
+    data = integers(2, 300)
+    model = model_of("MatMulInteger", {"x": data}, {"w": weights(300, 7)}, "float32")
+    model.graph.node[0].output[0] = "whole"
+    model.graph.node.append(helper.make_node("Cast", ["whole"], ["y"], to=TensorProto.FLOAT))
+    model.graph.output.append(helper.make_tensor_value_info("whole", TensorProto.INT32, None))
+    wanted = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": data})
+    for found, expected in zip(tvm_fusion.compile(model, threads=1)(data), wanted, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("opset", [13, 17, 21])
+def test_constants_are_computed_without_a_kernel(opset: int) -> None:
+    """ONNX's reference has no DequantizeLinear before opset 19."""
+    x = np.ones((2, 3), "float32")
+    constants = {"w": weights(4, 3), "s": np.linspace(1, 2, 4, dtype="float32")}
+    model = model_of("DequantizeLinear", {}, {**constants}, "float32", axis=0)
+    model.opset_import[0].version = opset
+    model.ir_version = 8
+    model.graph.node[0].output[0] = "f"
+    model.graph.node.append(helper.make_node("Gemm", ["x", "f"], ["y"], transB=1))
+    model.graph.input.append(helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3]))
+    assert "dequantize" not in str(import_onnx(model).mod)
+    wanted = (constants["w"] * constants["s"][:, None]).sum(axis=1)
+    np.testing.assert_allclose(tvm_fusion.compile(model, threads=1)(x)[0], wanted, rtol=1e-6)
 
 
 def test_blocks() -> None:

@@ -15,7 +15,6 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from ..quantized import saturate
 from .contrib_expansion import ContribExpansion
 from .pointwise import Refusal
 
@@ -24,12 +23,23 @@ FLOAT = TensorProto.FLOAT
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
 
 
-def _real(parts: ContribExpansion, x: str, scale: str, zero: str) -> str:
-    """The floats that a quantised tensor stands for."""
-    wide = parts.emit("Cast", x, to=FLOAT)
-    if zero:
-        wide = parts.emit("Sub", wide, parts.emit("Cast", zero, to=FLOAT))
-    return parts.emit("Mul", wide, scale)
+def _real(parts: ContribExpansion, x: str, scale: str, zero: str, axis: int = 1) -> str:
+    """The floats that a quantised tensor stands for; several scales are those of an axis."""
+    scale = _one(parts, scale)
+    points = [_one(parts, zero)] if zero else []
+    return parts.emit("DequantizeLinear", x, scale, *points, axis=axis)
+
+
+def _real_at(parts: ContribExpansion, first: int, axis: int = 1) -> str:
+    """The floats of the tensor, the scale and the zero point that begin at an input."""
+    x, scale, zero = (parts.input(place) for place in range(first, first + 3))
+    return _real(parts, x, scale, zero, axis)
+
+
+def _one(parts: ContribExpansion, name: str) -> str:
+    """A number that may be stored as a tensor of one element."""
+    dims = parts.dims(name)
+    return parts.emit("Reshape", name, parts.integers([])) if dims == (1,) else name
 
 
 def _finish_quantized(parts: ContribExpansion, value: str, scale: str, zero: str) -> Refusal:
@@ -37,16 +47,14 @@ def _finish_quantized(parts: ContribExpansion, value: str, scale: str, zero: str
     kind = parts.facts.dtype(zero) if zero else TensorProto.UINT8
     if kind == TensorProto.UNDEFINED:
         return f"the type of its zero point {zero!r} is not known"
-    value = parts.emit("Round", parts.emit("Div", value, scale))
-    if zero:
-        value = parts.emit("Add", value, parts.emit("Cast", zero, to=FLOAT))
-    saturate(parts, value, kind)
+    points = [_one(parts, zero)] if zero else []
+    parts.finish(parts.emit("QuantizeLinear", value, _one(parts, scale), *points))
     return None
 
 
 def qlinear_binary(parts: ContribExpansion) -> Refusal:
     """The sum or the product of two tensors."""
-    left, right = (_real(parts, *map(parts.input, range(i, i + 3))) for i in (0, 3))
+    left, right = _real_at(parts, 0), _real_at(parts, 3)
     op_type = parts.node.op_type.removeprefix("QLinear")
     result = parts.emit(op_type, left, right)
     return _finish_quantized(parts, result, parts.input(6), parts.input(7))
@@ -62,7 +70,7 @@ def qlinear_unary(parts: ContribExpansion) -> Refusal:
         if parts.get("opset", 13) < 13:
             return "it is the Softmax of opset 12, which flattens its input"
         given = {"axis": parts.get("axis", -1)}
-    x = _real(parts, *map(parts.input, range(3)))
+    x = _real_at(parts, 0)
     return _finish_quantized(parts, parts.emit(op_type, x, **given), parts.input(3), parts.input(4))
 
 
@@ -72,7 +80,7 @@ def pool_quantized(parts: ContribExpansion) -> Refusal:
         return "its channels come last"
     op_type = parts.node.op_type.removeprefix("QLinear")
     given = {name: parts.get(name) for name in _POOL if parts.get(name) is not None}
-    x = _real(parts, *map(parts.input, range(3)))
+    x = _real_at(parts, 0)
     return _finish_quantized(parts, parts.emit(op_type, x, **given), parts.input(3), parts.input(4))
 
 
@@ -86,8 +94,9 @@ def qlinear_concat(parts: ContribExpansion) -> Refusal:
 
 def qgemm(parts: ContribExpansion) -> Refusal:
     """``alpha * A @ B + C``, quantised again if it has a scale; the scale of C is that of A @ B."""
-    left, right = (_real(parts, *map(parts.input, range(i, i + 3))) for i in (0, 3))
     flags = {name: parts.get(name, 0) for name in ("transA", "transB")}
+    left = _real_at(parts, 0)
+    right = _real_at(parts, 3, axis=0 if flags["transB"] else 1)
     result = parts.emit("Gemm", left, right, **flags)
     if parts.input(6):
         scale = parts.emit("Mul", parts.input(1), parts.input(4))
@@ -116,7 +125,8 @@ def _float_product(
     parts: ContribExpansion, left: str, right: tuple[int, int, int], bias: int
 ) -> Refusal:
     """The product with the quantised tensor at three inputs, and a bias if there is one."""
-    product = parts.emit("MatMul", left, _real(parts, *map(parts.input, right)))
+    factor, scale, zero = map(parts.input, right)
+    product = parts.emit("MatMul", left, _real(parts, factor, scale, zero))
     parts.finish(parts.emit("Add", product, parts.input(bias)) if parts.input(bias) else product)
     return None
 

@@ -10,17 +10,16 @@ from functools import cache
 import numpy as np
 import pytest
 import tvm
-from cpu.conv_cases import Case, assembly, compile_function
+from cpu.conv_cases import ACTIVATION, Case, assembly, compile_function
 from cpu.plain_cases import arrays_of, build, check, depthwise, kernel_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from schedules.cpu.conv2d.planar.planar_nest import PlanarKnobs, planar_template, takes_planar
 from schedules.errors import OpError
-from schedules.workload.conv2d import ACTIVATIONS, Activation, ConvLayer
+from schedules.workload.conv2d import Activation, ConvLayer
 
 LANES = st.sampled_from([None, 4, 8, 16])
-ACTIVATION = st.sampled_from(ACTIVATIONS).map(lambda kind: Activation(kind, -0.4, 0.7))
 
 
 def planar(case: Case, knobs: PlanarKnobs):

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Op ``relax.tvm_fusion.round_clip``: the rounding of a quantised tensor, whose values stay floats.
+
+::
+
+    round_clip(x, low, high) = min(max(round(x), low), high)        any shape, any float type
+
+Halves are rounded to even, and NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+from tvm import relax, te
+
+from schedules.compute.conv2d import activate
+from schedules.errors import OpError
+from schedules.workload.conv2d import Activation
+
+from .register import is_typed, register_op
+
+
+def round_clip(data: relax.Expr, low: float, high: float) -> relax.Call:
+    """Round every element, and bound it.
+
+    Parameters
+    ----------
+    data : relax.Expr
+        A tensor of a floating-point type.
+    low, high : float
+        Whole numbers, ``low <= high``.
+
+    Returns
+    -------
+    relax.Call
+        A tensor of the same type and shape.
+
+    Raises
+    ------
+    OpError
+        If ``data`` is no tensor of floats, or the bounds are the wrong way round.
+    """
+    bounds = Activation("round_clip", float(low), float(high))
+    call = relax.Call(_ROUND_CLIP, [data], {"low": bounds.low, "high": bounds.high})
+    if is_typed(data):
+        _infer_type(call, None)
+    return call
+
+
+def bounds_of(call: relax.Call) -> tuple[float, float]:
+    """Return the bounds of a call."""
+    return float(call.attrs["low"]), float(call.attrs["high"])
+
+
+def _infer_type(call: relax.Call, _: relax.BlockBuilder | None) -> relax.TensorType:
+    ty = call.args[0].ty
+    if not isinstance(ty, relax.TensorType):
+        raise OpError(f"relax.tvm_fusion.round_clip: data is {ty}; expected a tensor")
+    if ty.dtype is not None and not str(ty.dtype).startswith(("float", "bfloat")):
+        raise OpError(
+            f"relax.tvm_fusion.round_clip: data has dtype {ty.dtype}; expected a floating-point "
+            "type: cast it with relax.astype first"
+        )
+    return ty
+
+
+def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    activation = Activation("round_clip", *bounds_of(call))
+
+    def rounded(data: te.Tensor) -> te.Tensor:
+        return te.compute(
+            data.shape,
+            lambda *index: activate(data(*index), activation, data.dtype),
+            name="round_clip",
+        )
+
+    return builder.call_te(rounded, call.args[0], primfunc_name_hint="round_clip")
+
+
+_ROUND_CLIP = register_op(
+    "relax.tvm_fusion.round_clip", "min(max(round(x), low), high).", _infer_type, _legalize
+)

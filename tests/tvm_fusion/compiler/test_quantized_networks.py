@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks of ONNX Runtime's quantiser: its numbers, and rounding within the convolutions."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx_reference import run_onnx
+from onnxruntime.quantization import (
+    CalibrationDataReader,
+    QuantFormat,
+    QuantType,
+    quantize_dynamic,
+    quantize_static,
+)
+from small_onnx import dense_model, small_model
+
+import tvm_fusion
+from relay_passes import FuseEpilogue, SimplifyInference
+from tvm_fusion.onnx.frontend import import_onnx
+
+
+class Images(CalibrationDataReader):
+    """Two random inputs."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        (value,) = model.graph.input
+        shape = [d.dim_value for d in value.type.tensor_type.shape.dim]
+        rng = np.random.default_rng(3)
+        self._left = [{value.name: rng.standard_normal(shape, np.float32)} for _ in range(2)]
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return self._left.pop() if self._left else None
+
+
+def quantized(model: onnx.ModelProto, folder, form: QuantFormat, kind: QuantType):
+    given, made = folder / "model.onnx", folder / "quantized.onnx"
+    onnx.save(model, given)
+    quantize_static(
+        given, made, Images(model), form, activation_type=kind, weight_type=QuantType.QInt8,
+        per_channel=True, extra_options={"ActivationSymmetric": kind == QuantType.QInt8},
+    )  # fmt: skip
+    return onnx.load(made)
+
+
+@pytest.mark.parametrize("kind", [QuantType.QUInt8, QuantType.QInt8], ids=str)
+@pytest.mark.parametrize("form", list(QuantFormat), ids=str)
+@pytest.mark.parametrize("make", [small_model, dense_model])
+def test_numbers_and_kernels(make, form, kind, tmp_path):
+    model = quantized(make(), tmp_path, form, kind)
+    x = next(iter(Images(make()).get_next().values()))
+    (wanted,) = run_onnx(model, {model.graph.input[0].name: x})
+    compiled = tvm_fusion.compile(model, threads=1, records="none")
+    found = compiled(x)
+    steps = np.unique(np.diff(np.unique(wanted)))
+    step = steps[steps > 1e-6].min()
+    assert np.abs(found - wanted).max() < 1.01 * step
+    assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
+    text = str(FuseEpilogue()(SimplifyInference()(import_onnx(model).mod)))
+    assert "quantize" not in text
+    assert text.count('activation="round_clip"') == text.count("tvm_fusion.conv2d")
+
+
+def test_products_quantised_at_run_time(tmp_path):
+    rng = np.random.default_rng(0)
+    weight = onnx.numpy_helper.from_array(rng.standard_normal((300, 24), np.float32), "w")
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "dense",
+        [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [5, 300])],
+        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [5, 24])],
+        [weight],
+    )
+    opsets = [onnx.helper.make_operatorsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "m")
+    quantize_dynamic(tmp_path / "m", tmp_path / "q", weight_type=QuantType.QInt8)
+    model = onnx.load(tmp_path / "q")
+    assert any(node.op_type == "MatMulInteger" for node in model.graph.node)
+    x = rng.standard_normal((5, 300), np.float32)
+    (wanted,) = run_onnx(model, {"x": x})
+    np.testing.assert_allclose(
+        tvm_fusion.compile(model, threads=1)(x), wanted, rtol=1e-4, atol=1e-3
+    )
+    assert "int32" not in str(import_onnx(model).mod)
