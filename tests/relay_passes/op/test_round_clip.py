@@ -10,6 +10,7 @@ from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+import tvm_fusion.pipeline  # noqa: F401  registers it
 from relay_passes.op import round_clip
 from relay_passes.op.round_clip import bounds_of
 from schedules.errors import OpError
@@ -51,6 +52,7 @@ def test_script_reads_what_it_prints():
 
 def test_halves_go_to_even_and_nan_stays():
     x = np.array([-9, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5, 4.6, np.inf, np.nan], "float32")
-    machine = relax.VirtualMachine(tvm.compile(Module, "llvm"), tvm.cpu())
+    pipeline = relax.get_pipeline("tvm_fusion")
+    machine = relax.VirtualMachine(tvm.compile(Module, "llvm", relax_pipeline=pipeline), tvm.cpu())
     found = machine["main"](tvm.runtime.tensor(x)).numpy()
     np.testing.assert_array_equal(found, np.clip(np.rint(x), -3, 4))

@@ -33,6 +33,13 @@ EXACT_FLOAT32 = 1 << 24
 def expand_qlinear_matmul(node: onnx.NodeProto, expansion: Expansion) -> None:
     """Replace a QLinearMatMul."""
     a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = node.input
+    scales = expansion.facts.shape(a_scale), expansion.facts.shape(b_scale)
+    if all(scale is not None and len(scale) <= 1 and 1 not in scale for scale in scales):
+        left = expansion.emit("DequantizeLinear", a, a_scale, a_zero, axis=-2)
+        right = expansion.emit("DequantizeLinear", b, b_scale, b_zero, axis=-1)
+        result = expansion.emit("MatMul", left, right)
+        expansion.finish(expansion.emit("QuantizeLinear", result, y_scale, y_zero))
+        return
     kind = TensorProto.FLOAT
     product = expansion.emit(
         "MatMul",

@@ -11,7 +11,8 @@ from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relay_passes import FuseEpilogue
+from relay_passes import ApplyRules, FuseEpilogue
+from schedules import cpu
 
 SCALE, OTHER = 0.25, 0.5
 WEIGHT, BIAS = dyadic(4, 4, 3, 3), dyadic(1, 4, 1, 1, seed=1)
@@ -149,3 +150,18 @@ def test_other_grids_on_both_sides_stay():
         return relax.op.dequantize(builder.emit(bits), const(OTHER), zero, axis=1)
 
     check_unchanged(module(body))
+
+
+def test_chains_of_roundings_stay_short():
+    def body(builder, x):
+        for step in range(8):
+            x = rounded(builder, builder.emit(relax.op.add(x, const(step + 0.5))), SCALE, step)
+        return x
+
+    target = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2})
+    steps = [relax.transform.LegalizeOps(), relax.transform.AnnotateTIROpPattern()]
+    steps += [relax.transform.FuseOps(), relax.transform.FuseTIR(), ApplyRules(*cpu.RULES)]
+    with target:
+        done = tvm.transform.Sequential(steps)(simplify(module(body)))
+    (kernel,) = [func for func in done.functions.values() if isinstance(func, tvm.tirx.PrimFunc)]
+    assert 8 <= kernel.script().count("T.round(") <= 40  # not a power of the length
