@@ -11,7 +11,7 @@ import numpy as np
 
 from ..features import Limits, divisibility, tile_features
 from ..kernel_call import KernelCall, element_bytes
-from ..learned import Kernel, Sizes, predict_learned
+from ..learned import LearnedKernel, Sizes, predict_learned
 from ..machine import Machine
 from ..prediction import Prediction
 
@@ -48,7 +48,7 @@ def _group(sizes: Sizes) -> np.ndarray:
     return np.where(_is_linear(sizes), 0, 1)
 
 
-GEMM = Kernel("gemm", ("B", "M", "N", "K"), _work, _features, _group, ("B",))
+GEMM = LearnedKernel("gemm", ("B", "M", "N", "K"), _work, _features, _group, ("B",))
 
 
 def predict_gemm(call: KernelCall, machine: Machine) -> Prediction | None:
@@ -56,7 +56,7 @@ def predict_gemm(call: KernelCall, machine: Machine) -> Prediction | None:
     return predict_learned(GEMM, call, machine)
 
 
-BMM = Kernel(
+BMM = LearnedKernel(
     "gemm",
     ("B", "M", "N", "K"),
     _work,

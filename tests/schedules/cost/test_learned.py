@@ -14,7 +14,7 @@ from schedules.cost.kernels.conv2d import CONV2D
 from schedules.cost.kernels.cpu_lookups import RANGES
 from schedules.cost.kernels.gemm import GEMM, gemm_call
 from schedules.cost.kernels.row_kernels import LAYER_NORM, SOFTMAX
-from schedules.cost.learned import FOLDER, Kernel, find_model, model_from_arrays, seconds
+from schedules.cost.learned import FOLDER, LearnedKernel, find_model, model_from_arrays, seconds
 from schedules.cost.machine import known_machines, load_machine
 from schedules.cost.prediction import Prediction
 from schedules.cost.registry import predict
@@ -92,7 +92,7 @@ def arrays(**changes):
     return {name: value for name, value in (found | changes).items() if value is not None}
 
 
-TOY = Kernel(
+TOY = LearnedKernel(
     "toy",
     ("N",),
     lambda sizes, width: (0 * sizes["N"], 9e8 * sizes["N"]),
