@@ -303,7 +303,7 @@ def _collect(expression: tirx.Expr, conditions: tuple[tirx.Expr, ...], found: li
 
 
 def _divisors(expression: tirx.Expr) -> list[tirx.Expr]:
-    """What integers are divided by in an expression."""
+    """Divisors of the integer divisions of an expression."""
     divisions = nodes(expression, tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)
     return [one.b for one in divisions if str(one.ty.dtype).startswith(("int", "uint"))]
 

@@ -147,7 +147,7 @@ def _value(number: int, kind: str, usual: Any) -> Any:
     choices = choices_of(kind)
     if choices:
         if not 0 <= number < len(choices):
-            raise OpError(f"{number} is none of the {len(choices)} choices {', '.join(choices)}")
+            raise OpError(f"{number} is not one of the {len(choices)} choices {', '.join(choices)}")
         return choices[number]
     if kind == "bool":
         return number != 0

@@ -37,7 +37,7 @@ class Ranks(Protocol):
 
     @property
     def takes_device_memory(self) -> bool:
-        """Whether messages may lie in the memory of a GPU."""
+        """True if messages may lie in the memory of a GPU."""
 
     @property
     def placement(self) -> Placement | None:
@@ -57,7 +57,7 @@ class Ranks(Protocol):
 
 
 class Beside(Protocol):
-    """What computes rows of a rank beside its CPU."""
+    """Device that computes rows of a rank beside its CPU."""
 
     def start(
         self, buffers: Mapping[str, LocalBuffer], first: bool = True, last: bool = True

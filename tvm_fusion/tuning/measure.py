@@ -485,11 +485,11 @@ class Session:
             raise
 
     def _outputs(self) -> dict[str, Any]:
-        """What the process of a GPU must know of the tensors."""
+        """Description of the tensors for the process of a GPU."""
         return {"outputs": self.task.outputs}
 
     def _cpu_inputs(self, data: np.ndarray) -> dict[str, Any]:
-        """What the process of a CPU must know, with code that writes the first tensor."""
+        """Description of the tensors for the process of a CPU, with code that writes the first."""
         shape, path = planes(data.shape), self.folder / "writer.so"
         if not path.exists():
             written = writer(shape, str(data.dtype), self.task.machine.num_cores)

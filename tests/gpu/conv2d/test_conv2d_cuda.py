@@ -119,7 +119,10 @@ def test_depthwise_loads_each_row_once() -> None:
     "case",
     [
         case_of(depthwise(144), dense(144, 24), height=56, width=56),
-        case_of(dense(64, 64, 3, "relu"), dense(64, 64, 3), height=56, width=56),
+        pytest.param(
+            case_of(dense(64, 64, 3, "relu"), dense(64, 64, 3), height=56, width=56),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["depthwise", "dense"],
 )
@@ -181,7 +184,13 @@ def test_a_symbolic_batch_is_not_split() -> None:
     assert choose_tile(ProductExtents.of(shape), GPU).splits == 1
 
 
-@pytest.mark.parametrize("tile", [ConvTile(4, 32, 1, 4, 8, 4), ConvTile(16, 64, 2, 8, 2)])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        ConvTile(4, 32, 1, 4, 8, 4),
+        pytest.param(ConvTile(16, 64, 2, 8, 2), marks=pytest.mark.slow),
+    ],
+)
 def test_shared_memory_is_as_predicted(tile: ConvTile) -> None:
     """The sums of several parts may reuse the memory of the operands."""
     case = case_of(dense(64, 64, 3), height=8, width=8)

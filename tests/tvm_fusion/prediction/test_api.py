@@ -209,7 +209,7 @@ def test_what_cannot_be_changed(run, change: str, reason: str) -> None:
 
 def test_machine_of_a_device() -> None:
     assert device_machine("Tesla V100-SXM2-32GB").name == "v100"
-    with pytest.raises(PredictionError, match="'Radeon' is none of the known machines: .*v100"):
+    with pytest.raises(PredictionError, match="'Radeon' is not a known machine; known are .*v100"):
         device_machine("Radeon")
 
 
