@@ -238,7 +238,9 @@ def parse_record(line: bytes) -> Record:
         raise ValueError(f"trials is {found['trials']}; expected none or more")
     record = Record(**found, times=times)
     if record.kind != target_kind:
-        raise ValueError(f"{record.template!r} is no template for targets of kind {target_kind!r}")
+        raise ValueError(
+            f"{record.template!r} is not a template for targets of kind {target_kind!r}"
+        )
     return record
 
 

@@ -278,7 +278,7 @@ def _number(name: str, text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise PredictionError(f"{name}: {text!r} is no positive, finite number")
+        raise PredictionError(f"{name}: {text!r} is not a positive, finite number")
     return number
 
 

@@ -395,7 +395,7 @@ def test_workloads_that_describe_nothing_are_refused(name: str, change: dict) ->
 
 def test_a_stream_needs_few_columns() -> None:
     loops = replace(workload_of("cpu.reduce_stream"), extents=(5000, 3000))
-    with pytest.raises(OpError, match="is no stream; expected reduced rows of a few columns"):
+    with pytest.raises(OpError, match="is not a stream; expected reduced rows of a few columns"):
         TEMPLATES["cpu.reduce_stream"].default(loops, CPU)
 
 

@@ -171,5 +171,5 @@ def test_figures(tmp_path: Path) -> None:
     file.write_text(json.dumps(machine))
     assert read_figures(str(file))[1] == 2
     for text in ("alpha", "alpha=1", "alpha=1GB/s", "gamma=1us", "beta=0GB/s", "alpha=1.1.1us"):
-        with pytest.raises(InvalidInputError, match="no figure of a network|no positive number"):
+        with pytest.raises(InvalidInputError, match="not a network figure|no positive number"):
             read_figures(text)
