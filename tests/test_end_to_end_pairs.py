@@ -13,7 +13,7 @@ from examples.layers import PAIRS, build_pair
 NAMES = list(PAIRS)
 CASES = [(name, 1) for name in NAMES] + [(name, 3) for name in NAMES[::3]]
 # Neighbours in the table differ in their sizes only.
-QUICK = [(name, 3) for name in NAMES[::6]]
+QUICK = [(name, 3) for name in NAMES[::12]]
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def table_of(name: str, sweep: Sweep, times: dict[str, list[float]]) -> Table:
 
 
 def result_of(sweep: Sweep, times: dict[str, list[float]]) -> dict[str, Any]:
-    """What the file keeps of a stencil."""
+    """Entry of the file for a stencil."""
     return {
         title: {
             "cpu_rows": sweep.rows(title),

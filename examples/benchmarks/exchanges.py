@@ -86,7 +86,7 @@ _FEWEST, _MOST = 20, 2000  # exchanges of a turn
 
 
 class Side(NamedTuple):
-    """What is measured: an exchange, and what writes before it the arrays that it sends."""
+    """Measured side: an exchange, and what writes before it the arrays that it sends."""
 
     renew: Callable[[], object]
     run: Callable[[], object]

@@ -76,7 +76,7 @@ class Launch:
 
     @property
     def lookups(self) -> list[list[TableLookups]]:
-        """What the model is told of each batch."""
+        """Lookups of each batch, as the model is told of them."""
         return [
             [
                 TableLookups.of(indices.numpy(), offsets.numpy(), rows, width)

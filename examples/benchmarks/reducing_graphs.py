@@ -252,7 +252,7 @@ def several_statistics(g: Graph) -> None:
 
 
 def finite_check(g: Graph) -> None:
-    """Whether all elements are small, and the elements as half precision."""
+    """True if all elements are small, and the elements as half precision."""
     x = g.input(*g.shape, dtype="float32")
     small = g(op.astype(g(op.less(g(op.abs(x)), relax.const(6e4))), "int32"))
     g.out(op.min(small), op.astype(x, "float16"))
@@ -293,7 +293,7 @@ def build(seed: int, small: bool = False) -> tvm.IRModule:
 
 @dataclass(frozen=True)
 class Count:
-    """What becomes of a sub-graph: kernels, their bytes, and those of inputs and outputs."""
+    """Result for a sub-graph: kernels, their bytes, and those of inputs and outputs."""
 
     kernels: int
     moved: int

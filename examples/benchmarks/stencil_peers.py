@@ -149,6 +149,52 @@ def alone(run: Callable[[], object]) -> float:
     return times(run, lambda: None, lambda seconds: seconds)
 
 
+def _blur_rows(a: np.ndarray, out: np.ndarray, ring: np.ndarray) -> None:
+    """Means of nine pixels, by columns and then by rows."""
+    rows, cols = out.shape
+    for i in range(rows + 2):
+        line = ring[i % 3]
+        for j in range(cols):
+            line[j] = (a[i, j] + a[i, j + 1] + a[i, j + 2]) * np.float32(1 / 3)
+        if i >= 2:
+            for j in range(cols):
+                out[i - 2, j] = (ring[0, j] + ring[1, j] + ring[2, j]) * np.float32(1 / 3)
+
+
+def _sobel_rows(a: np.ndarray, out: np.ndarray, ring: np.ndarray) -> None:
+    """Magnitudes of the gradient."""
+    rows, cols = out.shape
+    two = np.float32(2)
+    for i in range(rows):
+        for j in range(cols):
+            gx = a[i, j + 2] - a[i, j] + two * (a[i + 1, j + 2] - a[i + 1, j])
+            gx += a[i + 2, j + 2] - a[i + 2, j]
+            gy = a[i + 2, j] - a[i, j] + two * (a[i + 2, j + 1] - a[i, j + 1])
+            gy += a[i + 2, j + 2] - a[i, j + 2]
+            out[i, j] = np.sqrt(gx * gx + gy * gy)
+
+
+def _convolution_rows(a: np.ndarray, out: np.ndarray, w: np.ndarray) -> None:
+    """Weighted sums of nine pixels, a channel each."""
+    rows, wide = out.shape
+    for i in range(rows):
+        for j in range(wide):  # columns and channels are one axis
+            value = w[0, 0] * a[i, j] + w[0, 1] * a[i, j + 3] + w[0, 2] * a[i, j + 6]
+            value += w[1, 0] * a[i + 1, j] + w[1, 1] * a[i + 1, j + 3] + w[1, 2] * a[i + 1, j + 6]
+            value += w[2, 0] * a[i + 2, j] + w[2, 1] * a[i + 2, j + 3] + w[2, 2] * a[i + 2, j + 6]
+            out[i, j] = value
+
+
+def _heat_rows(a: np.ndarray, out: np.ndarray, low: int, high: int) -> None:
+    """A step of diffusion in some rows."""
+    cols = a.shape[1]
+    for i in range(low, high):
+        out[i, 0], out[i, cols - 1] = a[i, 0], a[i, cols - 1]
+        for j in range(1, cols - 1):
+            around = a[i - 1, j] + a[i + 1, j] + a[i, j - 1] + a[i, j + 1]
+            out[i, j] = a[i, j] + np.float32(_DIFFUSION) * (around - np.float32(4) * a[i, j])
+
+
 def numba_ranks(stencil: str, sizes: Sizes) -> float | None:
     """Loops by hand on two ranks, whose halos mpi4py exchanges."""
     import numba
@@ -159,53 +205,8 @@ def numba_ranks(stencil: str, sizes: Sizes) -> float | None:
     whole = random_input(stencil, sizes)
     begin, end = sizes.rows * rank // size, sizes.rows * (rank + 1) // size
 
-    @numba.njit(fastmath=True)
-    def blur_rows(a: np.ndarray, out: np.ndarray, ring: np.ndarray) -> None:
-        rows, cols = out.shape
-        for i in range(rows + 2):
-            line = ring[i % 3]
-            for j in range(cols):
-                line[j] = (a[i, j] + a[i, j + 1] + a[i, j + 2]) * np.float32(1 / 3)
-            if i >= 2:
-                for j in range(cols):
-                    out[i - 2, j] = (ring[0, j] + ring[1, j] + ring[2, j]) * np.float32(1 / 3)
-
-    @numba.njit(fastmath=True)
-    def sobel_rows(a: np.ndarray, out: np.ndarray, ring: np.ndarray) -> None:
-        rows, cols = out.shape
-        two = np.float32(2)
-        for i in range(rows):
-            for j in range(cols):
-                gx = a[i, j + 2] - a[i, j] + two * (a[i + 1, j + 2] - a[i + 1, j])
-                gx += a[i + 2, j + 2] - a[i + 2, j]
-                gy = a[i + 2, j] - a[i, j] + two * (a[i + 2, j + 1] - a[i, j + 1])
-                gy += a[i + 2, j + 2] - a[i, j + 2]
-                out[i, j] = np.sqrt(gx * gx + gy * gy)
-
-    @numba.njit(fastmath=True)
-    def convolution_rows(a: np.ndarray, out: np.ndarray, w: np.ndarray) -> None:
-        rows, wide = out.shape
-        for i in range(rows):
-            for j in range(wide):  # columns and channels are one axis
-                value = w[0, 0] * a[i, j] + w[0, 1] * a[i, j + 3] + w[0, 2] * a[i, j + 6]
-                value += (
-                    w[1, 0] * a[i + 1, j] + w[1, 1] * a[i + 1, j + 3] + w[1, 2] * a[i + 1, j + 6]
-                )
-                value += (
-                    w[2, 0] * a[i + 2, j] + w[2, 1] * a[i + 2, j + 3] + w[2, 2] * a[i + 2, j + 6]
-                )
-                out[i, j] = value
-
-    @numba.njit(fastmath=True)
-    def heat_rows(a: np.ndarray, out: np.ndarray, low: int, high: int) -> None:
-        cols = a.shape[1]
-        for i in range(low, high):
-            out[i, 0], out[i, cols - 1] = a[i, 0], a[i, cols - 1]
-            for j in range(1, cols - 1):
-                around = a[i - 1, j] + a[i + 1, j] + a[i, j - 1] + a[i, j + 1]
-                out[i, j] = a[i, j] + np.float32(_DIFFUSION) * (around - np.float32(4) * a[i, j])
-
     if stencil == "heat2d":
+        heat_rows = numba.njit(fastmath=True)(_heat_rows)
         low, high = max(0, begin - 1), min(sizes.rows, end + 1)
         fields = [whole[low:high].copy(), whole[low:high].copy()]
         inside = max(begin, 1) - low, min(end, sizes.rows - 1) - low
@@ -227,7 +228,8 @@ def numba_ranks(stencil: str, sizes: Sizes) -> float | None:
         local = whole[begin : end + halo].copy()
         flat = local.reshape(len(local), -1)
         out = np.empty((end - begin, flat.shape[1] - halo * local[0, 0].size), np.float32)
-        kernel = {"blur": blur_rows, "sobel": sobel_rows, "convolution": convolution_rows}[stencil]
+        kernels = {"blur": _blur_rows, "sobel": _sobel_rows, "convolution": _convolution_rows}
+        kernel = numba.njit(fastmath=True)(kernels[stencil])
         extra = WEIGHTS if stencil == "convolution" else np.empty((3, out.shape[1]), np.float32)
 
         def run() -> None:

@@ -55,7 +55,7 @@ def exported(name: str, folder: Path) -> Path:
 
 
 def ratio(result: dict[str, Any]) -> float:
-    """How many times as long the peer takes."""
+    """Time of the peer over ours."""
     return result["engines"][1]["ratio"]
 
 

@@ -12,7 +12,7 @@ from tvm import IRModule, relax
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.rows.rank_plan import RankPart, RankPlan, RowExchange
 from schedules.distribute.rows.row_cost import choose_exchanges, row_cost
-from schedules.distribute.rows.row_plan import Placement
+from schedules.distribute.rows.row_plan import RowPlacement
 from schedules.distribute.rows.row_segments import segments
 
 from .rank_function import rank_function
@@ -99,7 +99,7 @@ class DistributeRows:
 
 
 def _inputs(
-    bound: Sequence[BoundStage], placement: Placement, rank: int
+    bound: Sequence[BoundStage], placement: RowPlacement, rank: int
 ) -> tuple[tuple[int, int] | None, ...]:
     found = []
     for index, one in enumerate(bound):
@@ -109,7 +109,7 @@ def _inputs(
     return tuple(found)
 
 
-def _exchanges(bound: Sequence[BoundStage], placement: Placement) -> tuple[RowExchange, ...]:
+def _exchanges(bound: Sequence[BoundStage], placement: RowPlacement) -> tuple[RowExchange, ...]:
     found = []
     for index in placement.exchanged:
         var = bound[index].var

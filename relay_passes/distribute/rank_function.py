@@ -9,7 +9,7 @@ import numpy as np
 from tvm import relax
 
 from schedules.distribute.rows.rank_plan import EXCHANGE
-from schedules.distribute.rows.row_plan import ROOT, Placement, rows_needed
+from schedules.distribute.rows.row_plan import ROOT, RowPlacement, rows_needed
 
 from ..core.expressions import operands, substitute
 from .row_rules import AXIS, image_shape, tensors
@@ -20,7 +20,7 @@ Range = tuple[int, int]
 
 def rank_function(
     stages: Sequence[BoundStage],
-    placement: Placement,
+    placement: RowPlacement,
     transfers: Sequence[np.ndarray],
     rank: int,
     name: str,
@@ -31,7 +31,7 @@ def rank_function(
     ----------
     stages : Sequence[BoundStage]
         The function.
-    placement : Placement
+    placement : RowPlacement
         Rows of all stages on all ranks.
     transfers : Sequence[np.ndarray]
         Messages of every exchange, in the order of ``placement.exchanged``.
@@ -67,7 +67,7 @@ def rank_function(
 class _Writer:
     """Emits the calls of one rank; knows which rows of which stage are in which variable."""
 
-    def __init__(self, stages: Sequence[BoundStage], placement: Placement, rank: int) -> None:
+    def __init__(self, stages: Sequence[BoundStage], placement: RowPlacement, rank: int) -> None:
         self.builder = relax.BlockBuilder()
         self._stages, self._placement, self._rank = stages, placement, rank
         self._places = {bound.var: index for index, bound in enumerate(stages)}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tvm import relax
 from tvm.ir import Op
 
-from schedules.distribute.rows.row_plan import Enlargement, RowMap, Window
+from schedules.distribute.rows.row_plan import Enlargement, RowMap, RowWindow
 from schedules.workload.conv2d import Conv2DKernel
 from schedules.workload.reduce import constant
 
@@ -84,7 +84,7 @@ def _rows(expr: relax.Expr) -> int:
     return shape[AXIS] if shape else 0
 
 
-def _paddings(windows: Sequence[Window], begin: int, end: int) -> list[tuple[int, int]]:
+def _paddings(windows: Sequence[RowWindow], begin: int, end: int) -> list[tuple[int, int]]:
     """Rows of padding before and after each window's operand, for some rows of the last result."""
     found = []
     for window in windows:
@@ -94,7 +94,7 @@ def _paddings(windows: Sequence[Window], begin: int, end: int) -> list[tuple[int
     return found
 
 
-def _all_touch(windows: Sequence[Window], rows: int) -> bool:
+def _all_touch(windows: Sequence[RowWindow], rows: int) -> bool:
     """True if every window reads at least one row that is not padding."""
     for window in windows:
         if window.top >= window.reach or (rows - 1) * window.stride - window.top >= window.extent:
@@ -129,13 +129,13 @@ def _convolution(call: relax.Call) -> RowOp | None:
     return RowOp(tuple(reads), rebuild, kernel.flops() / rows, kernel.winograd or 1)
 
 
-def _windows(kernel: Conv2DKernel) -> list[Window]:
+def _windows(kernel: Conv2DKernel) -> list[RowWindow]:
     """Windows of the layers, from the last to the first."""
     height, width = kernel.height or 0, kernel.width or 0
     found = []
     for layer in kernel.layers:
         reach = (layer.kernel[0] - 1) * layer.dilation[0] + 1
-        found.append(Window(height, layer.strides[0], reach, layer.padding[0]))
+        found.append(RowWindow(height, layer.strides[0], reach, layer.padding[0]))
         height, width = layer.output_size(height, width)
     return found[::-1]
 
@@ -155,7 +155,7 @@ def _pooling(call: relax.Call) -> RowOp | None:
     reach_h, reach_w = (
         (int(attrs.pool_size[i]) - 1) * int(attrs.dilation[i]) + 1 for i in range(2)
     )
-    window = Window(shape[2], int(attrs.strides[0]), reach_h, top)
+    window = RowWindow(shape[2], int(attrs.strides[0]), reach_h, top)
     if not _all_touch([window], result[2]):
         return None
     # Padding instead of rounding up.

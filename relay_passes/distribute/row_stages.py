@@ -10,7 +10,7 @@ import tvm
 from tvm import relax
 from tvm.ir import GenericConst
 
-from schedules.distribute.rows.row_plan import Operand, Stage
+from schedules.distribute.rows.row_plan import NetworkStage, StageOperand
 from schedules.errors import OpError
 from schedules.workload.reduce import constant
 
@@ -24,7 +24,7 @@ class BoundStage:
 
     Parameters
     ----------
-    stage : Stage
+    stage : NetworkStage
         The stage.
     var : relax.Var
         Its variable: a parameter of the function, or that of a binding.
@@ -34,7 +34,7 @@ class BoundStage:
         How its rows are split; None if they are not.
     """
 
-    stage: Stage
+    stage: NetworkStage
     var: relax.Var
     value: relax.Expr | None
     rows: RowOp | None
@@ -78,7 +78,7 @@ def read_stages(func: relax.Function) -> list[BoundStage]:
 
 def _parameter(param: relax.Var) -> BoundStage:
     rows, row_bytes = _size(param)
-    return BoundStage(Stage(param.name, "input", rows, row_bytes), param, None, None)
+    return BoundStage(NetworkStage(param.name, "input", rows, row_bytes), param, None, None)
 
 
 def _bound(binding: relax.VarBinding, places: Mapping[relax.Var, int]) -> BoundStage:
@@ -88,16 +88,16 @@ def _bound(binding: relax.VarBinding, places: Mapping[relax.Var, int]) -> BoundS
     name = (op_name(value) or type(value).__name__).removeprefix("relax.")
     reads = {places[operand]: None for operand in operands(value)}
     if split is None:
-        read = tuple(Operand(place, None) for place in reads)
+        read = tuple(StageOperand(place, None) for place in reads)
         fixed = _constant_bytes(value) if isinstance(value, relax.Call) else 0
-        stage = Stage(var.name, name, rows, row_bytes, read, fixed_bytes=fixed, grain=rows)
+        stage = NetworkStage(var.name, name, rows, row_bytes, read, fixed_bytes=fixed, grain=rows)
         return BoundStage(stage, var, value, None)
     read = tuple(
-        Operand(places[operand], maps)
+        StageOperand(places[operand], maps)
         for operand, maps in zip(tensors(value), split.reads, strict=True)
         if isinstance(operand, relax.Var)
     )
-    stage = Stage(
+    stage = NetworkStage(
         var.name, name, rows, row_bytes, read, split.flops, _constant_bytes(value), split.grain
     )
     return BoundStage(stage, var, value, split)
@@ -107,8 +107,8 @@ def _result(value: relax.Expr, places: Mapping[relax.Var, int]) -> BoundStage:
     """A stage for a result that is not what the last binding computes."""
     var = relax.Var("result", value.ty)
     rows, row_bytes = _size(var)
-    read = tuple(Operand(place, None) for place in {places[o]: None for o in operands(value)})
-    stage = Stage("result", "result", rows, row_bytes, read, grain=rows)
+    read = tuple(StageOperand(place, None) for place in {places[o]: None for o in operands(value)})
+    stage = NetworkStage("result", "result", rows, row_bytes, read, grain=rows)
     return BoundStage(stage, var, value, None)
 
 

@@ -11,12 +11,13 @@ from tvm import relax
 from tvm.ir import IRModule, Op
 from tvm.target import Target
 
+from schedules.cpu.core.machine import CPUInfo
 from schedules.errors import OpError
-from schedules.gpu.core.machine import gpu_target
+from schedules.gpu.core.machine import KINDS, gpu_target
+from schedules.gpu.gemm.implicit_gemm import LANES
 
 from ..core.pass_target import pass_target
 from ..op.pack import unpack
-from .channel_lanes import channel_lanes
 from .packed import RULES
 from .packed.consumers import Uses, find_uses
 from .packed.convolution import CONVOLUTION_RULES, read_convolution
@@ -70,12 +71,21 @@ class PackLayout:
 
     def transform_module(self, mod: IRModule, ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
-        lanes = self.block or channel_lanes(pass_target(self.target, "PackLayout"))
+        lanes = self.block or _channel_lanes(pass_target(self.target, "PackLayout"))
         packer = _Packer(mod, lanes, cuts=gpu_target(self.target) is None)
         for name, func in mod.functions_items():
             if isinstance(func, relax.Function) and packer.is_concerned(func):
                 packer.builder_.update_func(name, packer.rewrite(func))
         return packer.builder_.get()
+
+
+def _channel_lanes(target: Target) -> int:
+    """Channels in a block, of float32.
+
+    On a CPU they fill a vector register. On a GPU they are 4, the 16 bytes that a thread loads at
+    once, while neighbouring threads process neighbouring pixels.
+    """
+    return LANES if target.kind.name in KINDS else CPUInfo.from_target(target).lanes("float32")
 
 
 @relax.expr_functor.mutator

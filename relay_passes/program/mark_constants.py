@@ -30,7 +30,7 @@ class MarkConstants:
             T.func_attr({"tvm_fusion.constants": [1]})
             ...
 
-    Left alone: functions that are scheduled, and those that something else than ``R.call_tir``
+    Left alone: functions that are scheduled, and those that something other than ``R.call_tir``
     refers to. It runs before ``ApplyRules``. The pass is idempotent.
     """
 

@@ -97,8 +97,8 @@ def compare(
     alternatives : Mapping[str, Sequence[KernelCall]]
         Two or more, by name: kernels that run one after another.
     least_gain : float
-        Time of the last over that of the fastest other one, minus one, from which on the latter is
-        chosen.
+        Least value of (time of the last / time of the fastest other one) - 1 for which the latter
+        is chosen.
     nominal : Mapping[str, float], optional
         Cycles of each alternative without a machine, if its calls have none.
 

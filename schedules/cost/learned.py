@@ -43,7 +43,7 @@ Sizes = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Kernel:
+class LearnedKernel:
     """View of a kernel by its learned models.
 
     Parameters
@@ -164,12 +164,12 @@ def find_model(kernel: str, dtype: str, machine: str) -> tuple[LearnedModel, str
     return None
 
 
-def seconds(kernel: Kernel, model: LearnedModel, sizes: Sizes, machine: Limits, width: int):
+def seconds(kernel: LearnedKernel, model: LearnedModel, sizes: Sizes, machine: Limits, width: int):
     """Times, bases and rooflines of many launches.
 
     Parameters
     ----------
-    kernel : Kernel
+    kernel : LearnedKernel
         How to see the launches.
     model : LearnedModel
         Its model.
@@ -196,7 +196,7 @@ _TRAINED_AS = {"bfloat16": "float16"}
 _FARTHER = 2.0  # the interval, on a logarithmic scale, outside the trained range
 
 
-def predict_learned(kernel: Kernel, call: KernelCall, machine: Machine) -> Prediction | None:
+def predict_learned(kernel: LearnedKernel, call: KernelCall, machine: Machine) -> Prediction | None:
     """Predict a launch by the learned model, or None where there is none for dtype or machine.
 
     Raises

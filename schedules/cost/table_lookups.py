@@ -20,8 +20,8 @@ BINS = 17
 LINE = 64
 """Bytes of a cache line, of which a row takes whole ones."""
 
-_ALL_LAST = 4 << BINS  # mean uses from which on no row is below the last bin
-_SPARSE = 16  # rows over lookups from which on sorting is faster than counting in a table
+_ALL_LAST = 4 << BINS  # with so many mean uses or more, every row is in the last bin
+_SPARSE = 16  # with so many rows a lookup or more, sorting is faster than counting in a table
 _TAIL = 12  # standard deviations of a Poisson distribution that are summed up
 
 

@@ -264,7 +264,9 @@ def _axis(
     spatial = stage.loops[: len(stage.axes)]
     if isinstance(loop, int):
         if not 0 <= loop < len(spatial):
-            raise OpError(f"loop {loop} is no axis of {stage.output.name!r}; it has {len(spatial)}")
+            raise OpError(
+                f"loop {loop} is not an axis of {stage.output.name!r}; it has {len(spatial)}"
+            )
         return loop
     name = loop if isinstance(loop, str) else str(source.get(loop).loop_var.name)
     if name in stage.loops[len(stage.axes) :]:
@@ -303,7 +305,7 @@ def _collect(expression: tirx.Expr, conditions: tuple[tirx.Expr, ...], found: li
 
 
 def _divisors(expression: tirx.Expr) -> list[tirx.Expr]:
-    """What integers are divided by in an expression."""
+    """Divisors of the integer divisions of an expression."""
     divisions = nodes(expression, tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)
     return [one.b for one in divisions if str(one.ty.dtype).startswith(("int", "uint"))]
 

@@ -172,7 +172,8 @@ def check_waits(
     ------
     OpError
         If one does not block, and no block of the receiver, before which it could wait, reads it,
-        or if the block before which it is to wait is none, or comes after one that reads it.
+        or if the function has no block of the name before which it is to wait, or that block comes
+        after one that reads it.
     """
     for transfer in delivery.transfers:
         if transfer.before is not None:
@@ -210,7 +211,7 @@ def _complete(transfer: Transfer, shapes: Mapping[str, tuple[int, ...]], ranks: 
         raise OpError(f"{_name(transfer)}: no such input or output; there are {', '.join(shapes)}")
     for rank in (transfer.source, transfer.dest):
         if not 0 <= rank < ranks:
-            raise OpError(f"{_name(transfer)}: rank {rank} is none of 0 to {ranks - 1}")
+            raise OpError(f"{_name(transfer)}: rank {rank} is not between 0 and {ranks - 1}")
     if transfer.source == transfer.dest:
         raise OpError(f"{_name(transfer)}: a rank needs no transfer to itself")
     shape = shapes[transfer.buffer]

@@ -216,7 +216,7 @@ def parse_record(line: bytes) -> Record:
     found = parse_line(line)
     target_kind = found.pop("kind", None)
     if target_kind not in (CPU_KIND, *GPU_KINDS):
-        raise ValueError("the kind of the target is none of 'llvm', 'cuda' and 'opencl'")
+        raise ValueError("the kind of the target is not 'llvm', 'cuda' or 'opencl'")
     times = _read_times(found.pop("times", {}))
     checks = _CHECKS.keys()
     if found.keys() != checks:
@@ -238,7 +238,9 @@ def parse_record(line: bytes) -> Record:
         raise ValueError(f"trials is {found['trials']}; expected none or more")
     record = Record(**found, times=times)
     if record.kind != target_kind:
-        raise ValueError(f"{record.template!r} is no template for targets of kind {target_kind!r}")
+        raise ValueError(
+            f"{record.template!r} is not a template for targets of kind {target_kind!r}"
+        )
     return record
 
 

@@ -142,12 +142,12 @@ def _value(number: int, kind: str, usual: Any) -> Any:
     if kind.startswith("tuple"):
         orders = list(permutations(sorted(usual)))
         if not 0 <= number < len(orders):
-            raise OpError(f"{number} is no permutation of {len(usual)} loops")
+            raise OpError(f"{number} is not a permutation of {len(usual)} loops")
         return list(orders[number])
     choices = choices_of(kind)
     if choices:
         if not 0 <= number < len(choices):
-            raise OpError(f"{number} is none of the {len(choices)} choices {', '.join(choices)}")
+            raise OpError(f"{number} is not one of the {len(choices)} choices {', '.join(choices)}")
         return choices[number]
     if kind == "bool":
         return number != 0

@@ -219,6 +219,13 @@ KERNELS = (
         ("tests/gpu/gemm/matmul/test_statistics_gpu.py",),
     ),
     Fault(
+        "a small tile is asked for the registers of its sums, without those of its addresses",
+        "schedules/gpu/conv2d/conv2d.py",
+        "registers = max(tile.registers, LEAST_REGISTERS)",
+        "registers = tile.registers",
+        ("tests/gpu/conv2d/test_conv2d_cuda.py",),
+    ),
+    Fault(
         "a transposed tile that is not full is stored whole",
         "schedules/gpu/pointwise/transpose.py",
         "inside = extent is not None and extent % _TILE == 0",
@@ -241,6 +248,20 @@ PASSES = (
         "shapes, attrs, (front, back)),",
         "shapes, attrs, (back, front)),",
         ("tests/relay_passes/simplify/conv2d/test_flatten_conv3d.py",),
+    ),
+    Fault(
+        "the frames of a dilated kernel are neighbours",
+        "relay_passes/simplify/conv2d/flatten_conv3d.py",
+        "for begin in range(0, taps * dilation, dilation):",
+        "for begin in range(taps):",
+        ("tests/relay_passes/simplify/conv2d/test_flatten_conv3d.py",),
+    ),
+    Fault(
+        "a packed slice of channels takes blocks of them",
+        "relay_passes/layout/packed/image_ops.py",
+        "data is None or 1 in axes or not scope",
+        "data is None or not scope",
+        ("tests/relay_passes/layout/packed/test_packed_rules.py",),
     ),
     Fault(
         "the running variance stands for the running mean",
@@ -337,6 +358,13 @@ IMPORTER = (
         ("tests/tvm_fusion/onnx/rewrites/test_indices.py",),
     ),
     Fault(
+        "the last row of each chunk of indices is not checked",
+        "schedules/cpu/loops/checked_indices.py",
+        "end = tirx.min(begin + long(rows), extent)",
+        "end = tirx.min(begin + long(rows), extent) - long(1)",
+        ("tests/tvm_fusion/onnx/rewrites/test_indices.py",),
+    ),
+    Fault(
         "a Mod of floats has the sign of the dividend",
         "tvm_fusion/onnx/rewrites/arithmetic/modulo.py",
         '"Where", apart, moved, remainder',
@@ -414,6 +442,13 @@ RUNTIME = (
         "    if nest.may_trap:\n",
         "    if False:\n",
         ("tests/tvm_fusion/distributed/test_program.py",),
+    ),
+    Fault(
+        "two pairs of ranks share a slot",
+        "tvm_fusion/distributed/world/shared_slots.py",
+        "+ column - (column > row))",
+        "+ column - (column > 0))",
+        ("tests/tvm_fusion/distributed/world/test_shared_slots.py",),
     ),
     Fault(
         "a message in shared memory is overwritten by the next one",

@@ -34,6 +34,9 @@ from tvm_fusion.codegen.host_code import (
 POISON = np.array([0xFF], np.uint8)
 _GUARD_BYTES = 4096
 
+# Arrays are small: most kernels run for less time than it takes to optimize them.
+_OPTIONS = "-w -cl-opt-disable"
+
 # Helpers with which :meth:`Session.launch_block` runs one block of a grid, by its offset.
 BLOCK_BY_BLOCK = "#define get_group_id(axis) (get_global_id(axis) / get_local_size(axis))\n"
 
@@ -123,7 +126,7 @@ class OpenCLKernels:
         self._host = host
         self._kernels = kernels
         self._programs = {
-            name: cl.Program(opencl_context(), helpers + text).build("-w")
+            name: cl.Program(opencl_context(), helpers + text).build(_OPTIONS)
             for name, text in opencl_texts(source).items()
         }
 

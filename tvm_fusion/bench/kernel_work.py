@@ -14,7 +14,7 @@ from schedules.tir.expression_walk import nodes
 from schedules.tir.vector_math import is_expensive
 
 
-class Work(NamedTuple):
+class KernelWork(NamedTuple):
     """Work of one call.
 
     Parameters
@@ -29,7 +29,7 @@ class Work(NamedTuple):
     gathered_bytes: dict[int, int]
 
 
-def count_work(func: tirx.PrimFunc) -> Work:
+def count_work(func: tirx.PrimFunc) -> KernelWork:
     """Count the work of a function that has no schedule yet; symbolic loops count once."""
     functions = 0
     gathered: dict[str, int] = {}
@@ -59,7 +59,7 @@ def count_work(func: tirx.PrimFunc) -> Work:
         name = getattr(param, "name", "")
         if name in gathered:
             found[position] = min(parameter_bytes(param), gathered[name])
-    return Work(functions, found)
+    return KernelWork(functions, found)
 
 
 def parameter_bytes(param: tirx.Var) -> int:

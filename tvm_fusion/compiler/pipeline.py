@@ -53,7 +53,7 @@ from schedules.workload.conv2d import FusedConv2DWorkload
 
 from ..codegen.nvrtc import tvm_compiler
 from ..errors import CompilationError, TargetError, TVMFusionError
-from ..runtime.kernel_call import KernelCall
+from ..runtime.kernel_call import SoleKernelCall
 from .build_kernels import build_program, reason
 from .gpu_phases import gpu_phases
 from .interrupts import interrupts_kept
@@ -316,13 +316,13 @@ class Built(NamedTuple):
         The program; its ``main`` takes the weights after the model's inputs.
     weights : list of tvm.runtime.Tensor
         The weights.
-    kernel : KernelCall | None
+    kernel : SoleKernelCall | None
         Call of the program if it is one kernel.
     """
 
     executable: relax.VMExecutable
     weights: list[tvm.runtime.Tensor]
-    kernel: KernelCall | None
+    kernel: SoleKernelCall | None
 
 
 def build_apart(
@@ -364,7 +364,7 @@ def _generate(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
     return build_program(mod, target)
 
 
-def _kernel_call(main: relax.Function) -> KernelCall | None:
+def _kernel_call(main: relax.Function) -> SoleKernelCall | None:
     """Call of the kernel of a program that is one kernel."""
     call = sole_kernel(main)
     params = list(main.params)
@@ -372,7 +372,7 @@ def _kernel_call(main: relax.Function) -> KernelCall | None:
         return None
     arguments = tuple(params.index(argument) for argument in call.args[:-1])
     is_once = sorted(arguments) == list(range(len(params)))
-    return KernelCall(call.op.name_hint, arguments) if is_once else None
+    return SoleKernelCall(call.op.name_hint, arguments) if is_once else None
 
 
 def _cuda_compiler(target: Target, fast_math: bool = False) -> AbstractContextManager[None]:

@@ -63,7 +63,7 @@ def read_records(path: Path) -> list[Record]:
     if bad:
         shown = "; ".join(f"line {line.number}: {line.reason}" for line in bad[:_SHOWN])
         more = f"; and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        warnings.warn(f"{path} has lines that are no records: {shown}{more}", RecordWarning, 2)
+        warnings.warn(f"{path} has lines that are not records: {shown}{more}", RecordWarning, 2)
     return [line.record for line in lines if line.record is not None]
 
 

@@ -277,7 +277,8 @@ def _open_inputs(proto: onnx.ModelProto, shapes: Mapping[str, Any]) -> tuple[Ten
     unknown = sorted(shapes.keys() - used)
     if unknown:
         raise InvalidModelError(
-            f"shapes names {unknown[0]!r}, which is no input and no open dimension of the model"
+            f"shapes names {unknown[0]!r}, which is neither an input nor an open dimension of the "
+            "model"
         )
     return tuple(specs)
 

@@ -32,7 +32,7 @@ _ROW_SECONDS = 5e-4  # between barriers, which ranks do not leave at the same ti
 _OVERLAP_BYTES = 4 << 20
 
 
-class Ranks(Protocol):
+class MeasuredRanks(Protocol):
     """Ranks of a job as a measurement needs them, whoever connects them."""
 
     rank: int
@@ -125,7 +125,7 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     return max(latency, 1e-9), 1 / max(slope, 1e-15)
 
 
-def slowest(ranks: Ranks, value: float) -> float:
+def slowest(ranks: MeasuredRanks, value: float) -> float:
     """Return the largest value of all ranks."""
     return float(ranks.all_gather(np.array([value])).max())
 
@@ -179,7 +179,7 @@ def _progress(world: World) -> float:
     return (alone + computing - together) / min(alone, computing)
 
 
-def timed(ranks: Ranks, call: Callable[[], object], seconds: float = _SECONDS) -> float:
+def timed(ranks: MeasuredRanks, call: Callable[[], object], seconds: float = _SECONDS) -> float:
     """Median seconds of a call that all ranks make together, several times in a row.
 
     All together take about ``seconds``, but five calls at least.

@@ -15,7 +15,7 @@ from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 from ..errors import InvalidInputError
 from ..machine.host_info import cpu_name
 from ..prediction.collectives import Collectives, Curve
-from .calibrate import Ranks, slowest, timed
+from .calibrate import MeasuredRanks, slowest, timed
 from .world.communicator import World
 
 MESSAGES = tuple(4 << k for k in range(23))
@@ -71,7 +71,7 @@ KINDS: dict[str, Callable[[World, int], Call]] = {
 
 
 def measure_collectives(
-    ranks: Ranks,
+    ranks: MeasuredRanks,
     messages: tuple[int, ...] = MESSAGES,
     rounds: int = ROUNDS,
     kinds: Mapping[str, Callable[[Any, int], Call]] = KINDS,
@@ -84,7 +84,7 @@ def measure_collectives(
 
     Parameters
     ----------
-    ranks : Ranks
+    ranks : MeasuredRanks
         At least two: a :class:`.World`, or a :class:`.ProcessGroup`.
     messages : tuple of int
         Bytes, rounded up to what divides among the ranks; the larger of what a rank puts in and
@@ -126,7 +126,7 @@ def measure_collectives(
 
 
 def _curve(
-    ranks: Ranks, start: Callable[[Any, int], Call], sizes: list[int], rounds: int
+    ranks: MeasuredRanks, start: Callable[[Any, int], Call], sizes: list[int], rounds: int
 ) -> tuple[list[float], float]:
     """Median seconds of each size, and by how much its rounds differ in the median."""
     times: list[list[float]] = [[] for _ in sizes]

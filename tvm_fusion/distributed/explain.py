@@ -10,12 +10,12 @@ from schedules.distribute.distribute import Distribution
 from schedules.distribute.exchange import Message, Region, region_size
 
 from .device.shares import DeviceShare, Shares
-from .local_program import Piece
+from .local_program import KernelPiece
 
 
 def describe(
     plan: Distribution,
-    pieces: Sequence[Sequence[Piece]],
+    pieces: Sequence[Sequence[KernelPiece]],
     network: Network,
     processor: Processor,
     overlap: str,
@@ -51,7 +51,7 @@ def describe(
 def _line(
     plan: Distribution,
     rank: int,
-    pieces: Sequence[Piece],
+    pieces: Sequence[KernelPiece],
     network: Network,
     processor: Processor,
 ) -> str:

@@ -37,7 +37,7 @@ class Ranks(Protocol):
 
     @property
     def takes_device_memory(self) -> bool:
-        """Whether messages may lie in the memory of a GPU."""
+        """True if messages may lie in the memory of a GPU."""
 
     @property
     def placement(self) -> Placement | None:
@@ -57,7 +57,7 @@ class Ranks(Protocol):
 
 
 class Beside(Protocol):
-    """What computes rows of a rank beside its CPU."""
+    """Device that computes rows of a rank beside its CPU."""
 
     def start(
         self, buffers: Mapping[str, LocalBuffer], first: bool = True, last: bool = True
@@ -96,7 +96,7 @@ class LocalArray:
 
 
 @dataclass(frozen=True)
-class Piece:
+class KernelPiece:
     """Range of a rank's loops that one kernel call computes.
 
     Parameters
@@ -139,7 +139,7 @@ class LocalProgram:
         Parts and messages of all ranks.
     world : Ranks
         All ranks.
-    pieces : Sequence[Piece]
+    pieces : Sequence[KernelPiece]
         This rank's kernel calls.
     kernels : Mapping[str, Callable]
         Their kernels.
@@ -161,7 +161,7 @@ class LocalProgram:
         self,
         plan: Distribution,
         world: Ranks,
-        pieces: Sequence[Piece],
+        pieces: Sequence[KernelPiece],
         kernels: Mapping[str, Callable[..., Any]],
     ) -> None:
         self.plan = plan

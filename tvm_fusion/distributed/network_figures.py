@@ -50,7 +50,7 @@ def read_figures(text: str | None) -> tuple[Network, int]:
         unit = _UNITS.get(name, {}).get(number[2]) if number else None
         if number is None or unit is None:
             raise InvalidInputError(
-                f"{item!r} is no figure of a network; expected a file of `calibrate --network`, or "
+                f"{item!r} is not a network figure; expected a file of `calibrate --network`, or "
                 "alpha=1.5us,beta=12GB/s with units s, ms, us, ns and B/s, KB/s, MB/s, GB/s"
             )
         found[_FIELDS[name]] = _number(number[1], item) * unit

@@ -17,7 +17,6 @@ from ..errors import DistributedError
 if TYPE_CHECKING:
     import torch
 
-BACKENDS = ("gloo", "nccl")
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Call = Callable[[], object]
@@ -29,7 +28,7 @@ class ProcessGroup:
     Parameters
     ----------
     backend : str
-        One of ``BACKENDS``; with ``nccl`` each rank of a machine has a GPU.
+        ``gloo`` or ``nccl``, with which each rank of a machine has a GPU.
     """
 
     def __init__(self, backend: str) -> None:
@@ -117,7 +116,7 @@ def process_group(backend: str, timeout: float) -> Iterator[ProcessGroup]:
     Parameters
     ----------
     backend : str
-        One of ``BACKENDS``.
+        ``gloo`` or ``nccl``.
     timeout : float
         Seconds for which a rank waits for another.
 

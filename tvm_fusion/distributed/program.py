@@ -34,7 +34,7 @@ from .device.device_run import DeviceRun
 from .device.driver import open_driver
 from .device.shares import Shares, Split, plan_shares
 from .explain import describe
-from .local_program import LocalProgram, Piece, Ranks, check_ranks
+from .local_program import KernelPiece, LocalProgram, Ranks, check_ranks
 from .world.local_world import LocalWorld, run_ranks
 
 Schedule = Callable[[s_tir.Schedule], None]
@@ -52,7 +52,7 @@ class Program:
     ----------
     distribution : Distribution
         Parts and messages of all ranks.
-    pieces : tuple[tuple[Piece, ...], ...]
+    pieces : tuple[tuple[KernelPiece, ...], ...]
         The kernel calls of each rank, in order.
     kernels : Mapping[str, tirx.PrimFunc]
         The scheduled kernels.
@@ -71,7 +71,7 @@ class Program:
     """
 
     distribution: Distribution
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[KernelPiece, ...], ...]
     kernels: Mapping[str, tirx.PrimFunc]
     library: Any
     target: Target
@@ -413,7 +413,7 @@ class _Kernels:
                 f"a schedule is given for rank {strange[0]}; ranks are 0 to {plan.ranks - 1}"
             )
 
-    def pieces(self, rank: int, overlap: bool, cpu: Region) -> tuple[Piece, ...]:
+    def pieces(self, rank: int, overlap: bool, cpu: Region) -> tuple[KernelPiece, ...]:
         """The kernel calls of a rank's CPU: its interior first if that is overlapped."""
         part = self.plan.parts[rank]
         if region_size(cpu) == 0:
@@ -440,7 +440,7 @@ class _Kernels:
         step: int,
         waits: tuple[Transfer, ...] = (),
         is_interior: bool = False,
-    ) -> Piece:
+    ) -> KernelPiece:
         nest, windows = self.plan.nest, self.plan.parts[rank].windows
         local = localize(nest, rows, windows)
         schedule = self._schedules.get(rank, self._schedule)
@@ -451,7 +451,7 @@ class _Kernels:
             func = with_waits(func, waits) if waits else func
             self.functions[name] = func.with_attr("global_symbol", name)
         scalars = scalar_arguments(nest, rows, windows)
-        return Piece(rows, self._names[key], scalars, step, is_interior)
+        return KernelPiece(rows, self._names[key], scalars, step, is_interior)
 
     def _scheduled(
         self, name: str, func: tirx.PrimFunc, schedule: Schedule | None

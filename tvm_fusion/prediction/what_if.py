@@ -182,7 +182,9 @@ def device_machine(device: str) -> Machine:
         if model in words and (not memory or not sizes or f"{memory}gb" in sizes):
             return load_machine(name)
     known = ", ".join(known_machines())
-    raise PredictionError(f"the traces' device {device!r} is none of the known machines: {known}")
+    raise PredictionError(
+        f"the traces' device {device!r} is not a known machine; known are {known}"
+    )
 
 
 def _link(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
@@ -276,7 +278,7 @@ def _number(name: str, text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise PredictionError(f"{name}: {text!r} is no positive, finite number")
+        raise PredictionError(f"{name}: {text!r} is not a positive, finite number")
     return number
 
 

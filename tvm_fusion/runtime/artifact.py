@@ -53,7 +53,7 @@ from ..machine.triples import arch_of_triple
 from ..version import __version__
 from ..written_aside import written_aside
 from .device import DeviceNeeds, check_device
-from .kernel_call import KernelCall
+from .kernel_call import SoleKernelCall
 from .tensor_spec import TensorSpec
 from .tvm_runtime import version as tvm_version
 from .weights import read_weights, stored_bytes, write_weights
@@ -90,7 +90,7 @@ class Description:
         Arguments of ``main`` after the inputs.
     device : DeviceNeeds | None
         The GPU that the kernels run on; None if they run on the CPU.
-    kernel : KernelCall | None
+    kernel : SoleKernelCall | None
         Call of the program if it is one kernel.
     fast_math : bool
         Whether functions in CUDA kernels may be approximations.
@@ -111,7 +111,7 @@ class Description:
     versions: dict[str, str]
     weights: tuple[TensorSpec, ...] = ()
     device: DeviceNeeds | None = None
-    kernel: KernelCall | None = None
+    kernel: SoleKernelCall | None = None
     fast_math: bool = False
     records: tuple[dict[str, Any], ...] = ()
     ranks: RankPlan | None = None
@@ -317,7 +317,7 @@ def _foreign(path: Path, start: bytes) -> str:
             f"{str(path)!r} is a shared library which tvm_fusion did not save, or one that is cut "
             "off; expected a file that was written by CompiledModel.save"
         )
-    return f"{str(path)!r} is no compiled model; expected a file written by CompiledModel.save"
+    return f"{str(path)!r} is not a compiled model; expected a file written by CompiledModel.save"
 
 
 def _digest(path: Path, count: int) -> bytes:
@@ -386,14 +386,14 @@ def _device(data: Any, target: dict[str, Any]) -> DeviceNeeds | None:
     return needs
 
 
-def _kernel(data: Any, arguments: int) -> KernelCall | None:
+def _kernel(data: Any, arguments: int) -> SoleKernelCall | None:
     """Read the kernel's call; ``arguments`` is the number that ``main`` takes."""
     if data is None:
         return None
     taken = tuple(_typed(index, int) for index in _typed(data["arguments"], list))
     if sorted(taken) != list(range(arguments)):
         raise ValueError(f"'kernel' takes the arguments {taken}; expected {arguments} in any order")
-    return KernelCall(_typed(data["name"], str), taken)
+    return SoleKernelCall(_typed(data["name"], str), taken)
 
 
 def _specs(data: Any) -> tuple[TensorSpec, ...]:

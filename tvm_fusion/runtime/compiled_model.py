@@ -24,7 +24,7 @@ from .artifact import (
 )
 from .described_model import DescribedModel
 from .device import device_of
-from .fast_call import FastCall, Program, has_fast_call, is_known, make_fast_call, no_fast_call
+from .fast_call import FastCall, PreparedCall, has_fast_call, is_known, make_fast_call, no_fast_call
 from .host_arrays import random_inputs
 from .memory import DeviceMemory, HostMemory, Memory, own_tensors
 from .tensor_spec import refuse_open_shapes
@@ -257,12 +257,12 @@ class CompiledModel(DescribedModel):
         if about.device is None and has_fast_call(about.inputs, about.outputs, about.fresh):
             self._fast_call = make_fast_call(self._program(module), self._crew, about.inputs)
 
-    def _program(self, library: tvm_ffi.Module) -> Program:
+    def _program(self, library: tvm_ffi.Module) -> PreparedCall:
         """The program that computes the only output."""
         about, weights, inputs = self._about, self._on_device(), len(self._about.inputs)
         [output] = about.outputs
         if about.kernel is None or not is_known([output]):
-            return Program.of_main(self._main, inputs, weights)
+            return PreparedCall.of_main(self._main, inputs, weights)
         try:
             kernel = library.get_function(about.kernel.name, query_imports=True)
         except AttributeError as error:
@@ -270,7 +270,7 @@ class CompiledModel(DescribedModel):
                 f"the model has no kernel {about.kernel.name!r}, which its description names; "
                 "compile it again"
             ) from error
-        return Program.of_kernel(kernel, about.kernel, inputs, weights, output)
+        return PreparedCall.of_kernel(kernel, about.kernel, inputs, weights, output)
 
     def share_weights(self, known: Mapping[bytes, Any]) -> dict[bytes, Any]:
         """Use other models' weights in place of those that are equal; before the first call.

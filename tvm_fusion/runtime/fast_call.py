@@ -19,7 +19,7 @@ import tvm_ffi
 from ..errors import InvalidInputError
 from .arguments import numpy_dtype
 from .host_arrays import ALIGNMENT
-from .kernel_call import KernelCall, OutputPool
+from .kernel_call import OutputPool, SoleKernelCall
 from .tensor_spec import TensorSpec
 from .thread_pool import Crew
 
@@ -27,8 +27,8 @@ FastCall = Callable[[tuple[Any, ...]], "np.ndarray | None"]
 
 
 @dataclass(frozen=True)
-class Program:
-    """Program that a call runs.
+class PreparedCall:
+    """Function that a call runs, with its arguments.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Program:
     outputs: OutputPool | None
 
     @classmethod
-    def of_main(cls, main: Callable[..., Any], inputs: int, weights: Sequence[Any]) -> Program:
+    def of_main(cls, main: Callable[..., Any], inputs: int, weights: Sequence[Any]) -> PreparedCall:
         """The program on the virtual machine."""
         return cls(main, [*[None] * inputs, *weights], range(inputs), None)
 
@@ -56,11 +56,11 @@ class Program:
     def of_kernel(
         cls,
         kernel: Callable[..., Any],
-        call: KernelCall,
+        call: SoleKernelCall,
         inputs: int,
         weights: Sequence[Any],
         output: TensorSpec,
-    ) -> Program:
+    ) -> PreparedCall:
         """A program that is one kernel."""
         given = [*[None] * inputs, *weights]
         arguments = [given[index] for index in call.arguments]
@@ -84,12 +84,12 @@ def has_fast_call(
     return is_plain and list(fresh) == [True]
 
 
-def make_fast_call(program: Program, crew: Crew, inputs: Sequence[TensorSpec]) -> FastCall:
+def make_fast_call(program: PreparedCall, crew: Crew, inputs: Sequence[TensorSpec]) -> FastCall:
     """Make a function from the arguments by position to the output.
 
     Parameters
     ----------
-    program : Program
+    program : PreparedCall
         That of a model with :func:`has_fast_call`.
     crew : Crew
         Threads that run it.

@@ -19,7 +19,7 @@ _UNUSED = 2  # references to an array that only its tuple holds, as getrefcount 
 
 
 @dataclass(frozen=True)
-class KernelCall:
+class SoleKernelCall:
     """Kernel call that ``main`` consists of.
 
     Parameters

@@ -37,7 +37,7 @@ from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, Fused
 
 from ..compiler import pipeline
 from ..errors import TuningError
-from .measure import Program
+from .measure import KernelSequence
 from .tasks import Task, extract_tasks
 
 _WRITING = threading.Lock()
@@ -134,18 +134,20 @@ class FormTask:
                 knobs = default if best is None else template.read_knobs(best)
                 self.knobs[form].insert(0, Record.of_key(key, template, knobs))
 
-    def program(self, number: int, target: Target) -> Program:
+    def program(self, number: int, target: Target) -> KernelSequence:
         """Write a form with the knobs of its records."""
         form = self.forms[number]
         sourced = [*self._forced(form), *(("", one) for one in self.knobs.get(form, ()))]
         return self._program(form, target, Records(sourced), scheduled=True)
 
-    def reference(self, target: Target) -> Program:
+    def reference(self, target: Target) -> KernelSequence:
         """Return the layers one by one without schedules."""
         form = Form()
         return self._program(form, target, Records(self._forced(form)), scheduled=False)
 
-    def _program(self, form: Form, target: Target, records: Records, scheduled: bool) -> Program:
+    def _program(
+        self, form: Form, target: Target, records: Records, scheduled: bool
+    ) -> KernelSequence:
         plan = pipeline.phases(target, pipeline.Options(records=records))
         if not scheduled:
             plan.pop("schedule")
@@ -413,7 +415,7 @@ def _drawn(shape: tuple[int, ...], lanes: int, generator: np.random.Generator) -
     return np.ascontiguousarray(split.transpose(0, 1, 3, 4, 2))
 
 
-def program_of(mod: tvm.IRModule) -> Program:
+def program_of(mod: tvm.IRModule) -> KernelSequence:
     """Read a lowered module, whose ``main`` only calls kernels, as a program.
 
     Raises
@@ -454,7 +456,7 @@ def program_of(mod: tvm.IRModule) -> Program:
         calls.append((call.args[0].name_hint, [*given, slots[var]]))
     first = {"tensor": 0, "constant": tensors, "buffer": tensors + len(constants)}
     functions = {name: mod[name].with_attr("global_symbol", name) for name, _ in calls}
-    return Program(
+    return KernelSequence(
         tvm.IRModule(functions),
         tuple((name, tuple(first[kind] + n for kind, n in given)) for name, given in calls),
         tuple(constants),

@@ -57,7 +57,7 @@ _BOOT = (
 
 
 @dataclass(frozen=True)
-class Program:
+class KernelSequence:
     """Kernels that are called one after another.
 
     Parameters
@@ -94,10 +94,10 @@ class Subject(Protocol):
     def name(self) -> str:
         """For messages."""
 
-    def program(self, number: int, target: Target) -> Program:
+    def program(self, number: int, target: Target) -> KernelSequence:
         """Write a setting."""
 
-    def reference(self, target: Target) -> Program:
+    def reference(self, target: Target) -> KernelSequence:
         """Return what computes the right output."""
 
     def tensors(self, generator: np.random.Generator) -> list[np.ndarray]:
@@ -370,7 +370,7 @@ class Session:
             text = " ".join(str(error).split())[-200:]
             return Outcome(None, "compile", f"{type(error).__name__}: {text}")
 
-    def _compiled(self, program: Program, name: str, target: Target | None = None) -> _Built:
+    def _compiled(self, program: KernelSequence, name: str, target: Target | None = None) -> _Built:
         """Compile a program into files of this name, for another target if one is given."""
         constants = []
         for number, array in enumerate(program.constants):
@@ -485,11 +485,11 @@ class Session:
             raise
 
     def _outputs(self) -> dict[str, Any]:
-        """What the process of a GPU must know of the tensors."""
+        """Description of the tensors for the process of a GPU."""
         return {"outputs": self.task.outputs}
 
     def _cpu_inputs(self, data: np.ndarray) -> dict[str, Any]:
-        """What the process of a CPU must know, with code that writes the first tensor."""
+        """Description of the tensors for the process of a CPU, with code that writes the first."""
         shape, path = planes(data.shape), self.folder / "writer.so"
         if not path.exists():
             written = writer(shape, str(data.dtype), self.task.machine.num_cores)

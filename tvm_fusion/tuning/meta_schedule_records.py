@@ -168,7 +168,7 @@ def parse_measurement(line: bytes) -> Record:
         workload = json.loads(decisions[WORKLOAD])
     except (LookupError, TypeError, ArithmeticError, RecursionError, ValueError) as error:
         kind = type(error).__name__
-        raise ValueError(f"it is no measurement of a template ({kind}: {error})") from error
+        raise ValueError(f"it is not a measurement of a template ({kind}: {error})") from error
     if not 0 < mean < FAILED_SECONDS or not isinstance(workload, dict) or type(cores) is not int:
         raise ValueError("its seconds, workload or cores are not those of a measurement")
     try:

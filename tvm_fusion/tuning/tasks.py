@@ -24,7 +24,7 @@ from ..compiler.targets.target import is_gpu
 from ..errors import InvalidModelError
 from ..onnx.frontend import import_onnx
 from ..runtime.tensor_spec import refuse_open_shapes
-from .measure import Program
+from .measure import KernelSequence
 
 DTYPES = ("float32", "float16", "float64")
 
@@ -99,22 +99,22 @@ class Task:
         order = {template.name: number for number, template in enumerate(self.templates)}
         return [order[template.name] for template, _ in self.settings]
 
-    def program(self, number: int, target: Target) -> Program:
+    def program(self, number: int, target: Target) -> KernelSequence:
         """Write the nest of a setting."""
         template, knobs = self.settings[number]
         return self._sole(template.write(self.func, self.workload, knobs, target).mod)
 
-    def reference(self, target: Target) -> Program:
+    def reference(self, target: Target) -> KernelSequence:
         """Return the function without a schedule."""
         return self._sole(tvm.IRModule({"main": self.func}))
 
-    def _sole(self, mod: tvm.IRModule) -> Program:
+    def _sole(self, mod: tvm.IRModule) -> KernelSequence:
         """The program of one kernel; a workspace before the parameters is a constant of it."""
         params, own = mod["main"].params, len(self.func.params)
         added = params[: len(params) - own]
         constants = tuple(np.zeros([int(e) for e in one.shape], str(one.dtype)) for one in added)
         numbers = (*range(own, len(params)), *range(own))
-        return Program(mod, (("main", numbers),), constants)
+        return KernelSequence(mod, (("main", numbers),), constants)
 
     def tensors(self, generator: np.random.Generator) -> list[np.ndarray]:
         """Draw the parameters, with weights that do not saturate activations."""

@@ -38,7 +38,7 @@ from schedules.cost.kernels.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
 from schedules.cost.learned import (  # noqa: E402
     FOLDER,
     KINDS,
-    Kernel,
+    LearnedKernel,
     model_from_arrays,
     seconds,
 )
@@ -74,7 +74,7 @@ def machine_limits(sweep: Sweep) -> Limits:
     return Limits(*(np.array([getattr(x, field) for x in found])[index] for field in fields))
 
 
-def harness(kernel: Kernel, sweep: Sweep) -> tuple[np.ndarray, np.ndarray]:
+def harness(kernel: LearnedKernel, sweep: Sweep) -> tuple[np.ndarray, np.ndarray]:
     """Least seconds by group, median over machines, and the latency within.
 
     Times of float16 are of kernels alone: no harness, and the latency is the least time.
@@ -131,7 +131,9 @@ def arrays_of(booster: xgboost.Booster) -> dict[str, np.ndarray]:
     }
 
 
-def train(kernel: Kernel, sweep: Sweep, seed: int, changes: dict[str, float], balanced: bool):
+def train(
+    kernel: LearnedKernel, sweep: Sweep, seed: int, changes: dict[str, float], balanced: bool
+):
     """Arrays of a model trained on a sweep, intervals still open."""
     least, latency = harness(kernel, sweep)
     bounds, width = machine_limits(sweep), WIDTH[sweep.dtype]
@@ -158,7 +160,7 @@ def train(kernel: Kernel, sweep: Sweep, seed: int, changes: dict[str, float], ba
     return arrays | {"below": np.ones(1), "above": np.ones(1)}
 
 
-def evaluate(kernel: Kernel, arrays: dict[str, np.ndarray], sweep: Sweep):
+def evaluate(kernel: LearnedKernel, arrays: dict[str, np.ndarray], sweep: Sweep):
     """Predicted seconds and bases of a sweep, by numpy."""
     found = seconds(
         kernel, model_from_arrays(arrays), sweep.sizes, machine_limits(sweep), WIDTH[sweep.dtype]
@@ -185,7 +187,7 @@ def intervals(measured: np.ndarray, predicted: np.ndarray, base: np.ndarray) -> 
     }
 
 
-def train_kind(kernel: Kernel, sweep: Sweep, kind: str) -> None:
+def train_kind(kernel: LearnedKernel, sweep: Sweep, kind: str) -> None:
     """Train one GPU's model three times and write the median one."""
     held = sweep.held_out()
     trained = []
@@ -207,7 +209,7 @@ def train_kind(kernel: Kernel, sweep: Sweep, kind: str) -> None:
     write(kernel, sweep, kind, arrays, report)
 
 
-def leave_one_out(kernel: Kernel, sweep: Sweep) -> dict[str, dict[str, float]]:
+def leave_one_out(kernel: LearnedKernel, sweep: Sweep) -> dict[str, dict[str, float]]:
     """Errors of each part, predicted by a model that is trained on the others."""
     found = {}
     for part in np.unique(sweep.part):
@@ -218,7 +220,7 @@ def leave_one_out(kernel: Kernel, sweep: Sweep) -> dict[str, dict[str, float]]:
     return found
 
 
-def train_unseen(kernel: Kernel, sweep: Sweep) -> None:
+def train_unseen(kernel: LearnedKernel, sweep: Sweep) -> None:
     """Train the model for GPUs never measured; its errors leave out one GPU each."""
     kinds = np.array([KINDS.get(name, name) for name in sweep.machine.tolist()])
     taught = kinds != CONTRADICTORY.get(f"{kernel.name}-{sweep.dtype}")
@@ -245,7 +247,9 @@ def by_part(sweep: Sweep, predicted: np.ndarray) -> dict[str, dict[str, float]]:
     }
 
 
-def write(kernel: Kernel, sweep: Sweep, kind: str, arrays: dict[str, np.ndarray], report) -> None:
+def write(
+    kernel: LearnedKernel, sweep: Sweep, kind: str, arrays: dict[str, np.ndarray], report
+) -> None:
     """Write a model and its report."""
     path = FOLDER / f"{kernel.name}-{sweep.dtype}-{kind}.npz"
     with written_aside(path) as aside:

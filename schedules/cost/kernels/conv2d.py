@@ -12,7 +12,7 @@ import numpy as np
 
 from ..features import Limits, divisibility, tile_features, waves
 from ..kernel_call import KernelCall
-from ..learned import Kernel, Sizes, predict_learned
+from ..learned import LearnedKernel, Sizes, predict_learned
 from ..machine import Machine
 from ..prediction import Prediction
 
@@ -86,7 +86,7 @@ def _fourier(b, ic, oc, h, w, roofline, machine: Limits) -> list[np.ndarray]:
     return found + [np.maximum(h, w) / whole]
 
 
-CONV2D = Kernel(
+CONV2D = LearnedKernel(
     "conv2d",
     (*_NAMES, "groups"),
     _work,

@@ -10,18 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..features import Limits, divisibility, tile_features
-from ..kernel_call import KernelCall, element_bytes
-from ..learned import Kernel, Sizes, predict_learned
+from ..kernel_call import KernelCall
+from ..learned import LearnedKernel, Sizes, predict_learned
 from ..machine import Machine
 from ..prediction import Prediction
-
-
-def gemm_call(b: int, m: int, n: int, k: int, dtype: str = "float32", name: str = "") -> KernelCall:
-    """Launch of B products of M x K by K x N, as a kernel call."""
-    width = element_bytes(dtype)
-    read, written = float(width) * b * (m * k + k * n), float(width) * b * m * n
-    sizes = {"B": b, "M": m, "N": n, "K": k}
-    return KernelCall("gemm", sizes, dtype, 2.0 * b * m * n * k, read, written, name)
 
 
 def _work(sizes: Sizes, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -48,7 +40,7 @@ def _group(sizes: Sizes) -> np.ndarray:
     return np.where(_is_linear(sizes), 0, 1)
 
 
-GEMM = Kernel("gemm", ("B", "M", "N", "K"), _work, _features, _group, ("B",))
+GEMM = LearnedKernel("gemm", ("B", "M", "N", "K"), _work, _features, _group, ("B",))
 
 
 def predict_gemm(call: KernelCall, machine: Machine) -> Prediction | None:
@@ -56,7 +48,7 @@ def predict_gemm(call: KernelCall, machine: Machine) -> Prediction | None:
     return predict_learned(GEMM, call, machine)
 
 
-BMM = Kernel(
+BMM = LearnedKernel(
     "gemm",
     ("B", "M", "N", "K"),
     _work,

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..features import Limits, divisibility
 from ..kernel_call import KernelCall, element_bytes
-from ..learned import Kernel, Sizes, predict_learned
+from ..learned import LearnedKernel, Sizes, predict_learned
 from ..machine import Machine
 from ..prediction import Prediction
 from .elementwise import predict_streaming
@@ -35,8 +35,10 @@ def _features(sizes: Sizes, machine: Limits, roofline: np.ndarray, width: int) -
     return np.stack(columns + machine.features(len(b)), axis=1)
 
 
-def _kernel(name: str) -> Kernel:
-    return Kernel(name, ("B", "H"), _work, _features, lambda sizes: np.zeros(len(sizes["B"]), int))
+def _kernel(name: str) -> LearnedKernel:
+    return LearnedKernel(
+        name, ("B", "H"), _work, _features, lambda sizes: np.zeros(len(sizes["B"]), int)
+    )
 
 
 SOFTMAX = _kernel("softmax")
@@ -53,7 +55,7 @@ def predict_layer_norm(call: KernelCall, machine: Machine) -> Prediction | None:
     return _predict(LAYER_NORM, call, machine)
 
 
-def _predict(kernel: Kernel, call: KernelCall, machine: Machine) -> Prediction | None:
+def _predict(kernel: LearnedKernel, call: KernelCall, machine: Machine) -> Prediction | None:
     """By the learned model; of dtypes without one, by the bytes of the rows."""
     found = predict_learned(kernel, call, machine)
     if found is not None or machine.kind != "gpu":

@@ -48,7 +48,7 @@ from .nest_cost import (
     L2,
     L3,
     MEMORY,
-    LoopNest,
+    ConvNest,
     Terms,
     bandwidth,
     fits,
@@ -282,7 +282,7 @@ class _Part(NamedTuple):
 
     Parameters
     ----------
-    nest : LoopNest
+    nest : ConvNest
         One of them.
     number : int
         Their number.
@@ -294,7 +294,7 @@ class _Part(NamedTuple):
         Times that all of them run.
     """
 
-    nest: LoopNest
+    nest: ConvNest
     number: int
     first: bool
     kept: float
@@ -359,7 +359,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
     row_bytes = data_bytes / height
     if layer.groups > 1:  # each channel is read by one core
         row_bytes *= len(vectors) / len(_block_tiles(layer, lanes, knobs.blocks))
-    nest = LoopNest(
+    nest = ConvNest(
         layer=layer,
         lanes=lanes,
         source_lanes=layer.input_step(1 if plain else lanes),
@@ -430,7 +430,7 @@ def _parts_one(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> l
     if "oc2" in enclosing:
         repeats *= -(-len(_block_tiles(layer2, lanes, knobs.blocks2)) // knobs.oc_t)
     blocks = -(-layer.out_channels // lanes) // pieces
-    nest = LoopNest(
+    nest = ConvNest(
         layer=layer,
         lanes=lanes,
         source_lanes=layer.input_step(lanes),
@@ -466,7 +466,7 @@ def _parts_two(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> l
     mid = layer1.output_size(*_size(kernel))
     out_h, out_w = layer.output_size(*mid)
     flat = layer.is_pointwise
-    nest = LoopNest(
+    nest = ConvNest(
         layer=layer,
         lanes=lanes,
         source_lanes=lanes,

@@ -76,7 +76,7 @@ class Terms(NamedTuple):
         return max(compute, traffic) + costs.leak * min(compute, traffic) + self.exposed
 
 
-class LoopNest(NamedTuple):
+class ConvNest(NamedTuple):
     """One loop nest.
 
     Parameters
@@ -137,12 +137,12 @@ class LoopNest(NamedTuple):
     out_level: int = L2
 
 
-def nest_terms(nest: LoopNest, weight_levels: Sequence[int], cpu: CPUInfo) -> list[Terms]:
+def nest_terms(nest: ConvNest, weight_levels: Sequence[int], cpu: CPUInfo) -> list[Terms]:
     """Return the cost of a nest, by the equations of the module's docstring.
 
     Parameters
     ----------
-    nest : LoopNest
+    nest : ConvNest
         The nest.
     weight_levels : Sequence[int]
         Levels in which its weights may be when it begins; the cost for each of them is returned.
@@ -188,7 +188,7 @@ def nest_terms(nest: LoopNest, weight_levels: Sequence[int], cpu: CPUInfo) -> li
     return found
 
 
-def multiply_adds(nest: LoopNest, cpu: CPUInfo) -> float:
+def multiply_adds(nest: ConvNest, cpu: CPUInfo) -> float:
     """Return the first of :func:`nest_terms`, a lower bound of all together."""
     layer = nest.layer
     if nest.flat is not None:
@@ -233,7 +233,7 @@ def _visible_rows(layer: ConvLayer, height: int, out_height: int) -> float:
 
 
 def _dense(
-    nest: LoopNest, spans: Sizes, tiles: Sizes, visible: float, cpu: CPUInfo
+    nest: ConvNest, spans: Sizes, tiles: Sizes, visible: float, cpu: CPUInfo
 ) -> tuple[float, float, float]:
     """Cycles of multiply-adds, of tiles and of starts."""
     costs, layer = cpu.costs, nest.layer
@@ -249,7 +249,7 @@ def _dense(
     return _multiply_adds(nest, spans, visible, cpu), ends, starts
 
 
-def _multiply_adds(nest: LoopNest, spans: Sizes, visible: float, cpu: CPUInfo) -> float:
+def _multiply_adds(nest: ConvNest, spans: Sizes, visible: float, cpu: CPUInfo) -> float:
     """Cycles of the multiply-adds of all tiles."""
     layer, width = nest.layer, nest.layer.group_lanes(nest.lanes)
     if not width:
@@ -300,7 +300,7 @@ def _ends(
     return drain, partial
 
 
-def _lanes_summed(nest: LoopNest) -> int:
+def _lanes_summed(nest: ConvNest) -> int:
     """Input lanes that one output channel sums up in this nest: of whole blocks if in parts."""
     lanes = nest.in_blocks * nest.source_lanes
     if nest.layer.groups > 1 or nest.parts > 1 or nest.calls > 1:
@@ -309,7 +309,7 @@ def _lanes_summed(nest: LoopNest) -> int:
 
 
 def _own_blocks(
-    nest: LoopNest, spans: Sizes, passes: int, visible: float, cpu: CPUInfo
+    nest: ConvNest, spans: Sizes, passes: int, visible: float, cpu: CPUInfo
 ) -> tuple[float, float, float]:
     blocks, layer = len(nest.vectors), nest.layer
     chain = cpu.costs.depthwise_tap * layer.kernel[0] * layer.kernel[1]
@@ -318,7 +318,7 @@ def _own_blocks(
 
 
 def _weights_again(
-    nest: LoopNest, block_bytes: float, passes: int, cpu: CPUInfo
+    nest: ConvNest, block_bytes: float, passes: int, cpu: CPUInfo
 ) -> tuple[float, float]:
     """Cycles of reading weights after the first pass, and their bytes from beyond the L2."""
     whole = block_bytes * sum(nest.vectors)
@@ -332,7 +332,7 @@ def _weights_again(
     return again / bandwidth(level, cpu), again if level >= L3 else 0.0
 
 
-def _asked_for(nest: LoopNest, passes: int) -> float:
+def _asked_for(nest: ConvNest, passes: int) -> float:
     """Share of the weights that ``passes`` tiles prefetch."""
     if not nest.prefetch:
         return 0.0
@@ -341,7 +341,7 @@ def _asked_for(nest: LoopNest, passes: int) -> float:
     return min(1.0, passes * lines_a_step(needed, passes) / needed)
 
 
-def _data(nest: LoopNest, block_bytes: float, cpu: CPUInfo) -> tuple[float, float]:
+def _data(nest: ConvNest, block_bytes: float, cpu: CPUInfo) -> tuple[float, float]:
     """Cycles of the traffic of data, and those among them that nothing hides."""
     layer = nest.layer
     first = nest.data_bytes / bandwidth(nest.data_level, cpu)

@@ -360,7 +360,7 @@ class _Writer:
     def _start(
         self, step: tirx.Var, block: tirx.Expr, row: tirx.Expr | int, gate: int
     ) -> tirx.Expr:
-        """What the product of the state is added to."""
+        """Terms that the product of the state is added to."""
         if self.cell.kind == "GRU" and gate == 2 and self.cell.reset_after:
             return self._bias(block)
         return _HiddenUnits(self, step, block, row).product(gate)

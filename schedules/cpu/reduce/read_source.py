@@ -51,7 +51,7 @@ def read_source(func: tirx.PrimFunc, target: Target) -> ReduceSource | None:
     Returns
     -------
     ReduceSource | None
-        None for functions that hold anything else than one reduction, element-wise producers, and
+        None for functions that hold anything other than one reduction, element-wise producers, and
         element-wise consumers of the output's shape.
     """
     kernel = open_kernel(func, target)
@@ -126,7 +126,7 @@ class _SourceReader:
         )
 
     def _flatten(self, expr: tirx.Expr) -> tirx.Expr | None:
-        """Let all loads read stand-ins; None if one reads anything else than a parameter."""
+        """Let all loads read stand-ins; None if one reads anything other than a parameter."""
         if any(load.source not in self.flats for load in loads(expr)):
             return None
 

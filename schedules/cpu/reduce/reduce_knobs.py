@@ -201,7 +201,7 @@ def default_stream(loops: ReductionLoops, cpu: CPUInfo) -> StreamKnobs:
     """
     stream = find_stream(loops, cpu)
     if stream is None:
-        raise OpError(f"{loops} is no stream; expected reduced rows of a few columns")
+        raise OpError(f"{loops} is not a stream; expected reduced rows of a few columns")
     step = -(-stream.step // int(loops.extents[-1] or 1))
     split = _split(loops, cpu, loops.parallel[:-1], step)
     return StreamKnobs(stream.lanes, stream.vectors, split.threads, split.parts, split.axis)

@@ -74,7 +74,7 @@ def _sent(plan: Distribution, rank: int, buffer: str) -> list[Region]:
 
 
 def _reads(nest: LoopNest, buffer: str, others: Sequence[Region]) -> list[Region]:
-    """What several ranges of rows read of an input."""
+    """Part of an input that several ranges of rows read."""
     return [
         region
         for rows in others

@@ -50,7 +50,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """What is copied between two steps of rows that stay on a device.
+    """Copies between two steps of rows that stay on a device.
 
     Parameters
     ----------

@@ -205,7 +205,7 @@ def check_split(rows: Sequence[int], extent: int, names: Sequence[str]) -> tuple
         )
     if min(rows) < 0 or sum(rows) != extent:
         raise OpError(
-            f"the split {list(rows)} is no split of {extent} rows between {', '.join(names)}; "
+            f"the split {list(rows)} is not a split of {extent} rows between {', '.join(names)}; "
             "expected numbers from 0 that sum up to it"
         )
     return tuple(rows)

@@ -182,7 +182,7 @@ def _segment(data: Mapping[str, Any]) -> Segment:
 def _range(data: Any) -> Range:
     begin, end = (_typed(value, int) for value in _typed(data, list))
     if not 0 <= begin <= end:
-        raise ValueError(f"{begin} to {end} is no range of rows")
+        raise ValueError(f"{begin} to {end} is not a range of rows")
     return begin, end
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...errors import OpError
 from ..cost import CALL_SECONDS, Network, Processor
-from .row_plan import Placement, Rows, Stage, place, rows_needed
+from .row_plan import NetworkStage, RowPlacement, Rows, place, rows_needed
 
 CHOICES = ("auto", "always", "once")
 EXCHANGE_SECONDS = 8e-5
@@ -47,7 +47,7 @@ class RowCost:
 
 
 def row_cost(
-    stages: Sequence[Stage], placement: Placement, network: Network, processor: Processor
+    stages: Sequence[NetworkStage], placement: RowPlacement, network: Network, processor: Processor
 ) -> RowCost:
     """Predict the times of a placement.
 
@@ -69,17 +69,17 @@ def row_cost(
 
 
 def choose_exchanges(
-    stages: Sequence[Stage],
+    stages: Sequence[NetworkStage],
     ranks: int,
     network: Network,
     processor: Processor,
     choice: str = "auto",
-) -> Placement:
+) -> RowPlacement:
     """Choose the stages that are exchanged.
 
     Parameters
     ----------
-    stages : Sequence[Stage]
+    stages : Sequence[NetworkStage]
         The network.
     ranks : int
         Number of ranks.
@@ -136,11 +136,11 @@ _Choice = tuple[frozenset[int], frozenset[int]]
 
 
 def _without_silent(
-    stages: Sequence[Stage],
+    stages: Sequence[NetworkStage],
     ranks: int,
     exchanged: Sequence[int],
     aligned: frozenset[int] = frozenset(),
-) -> Placement:
+) -> RowPlacement:
     """A placement without those exchanges in which no rank needs anything of another."""
     while True:
         placement = place(stages, ranks, exchanged, aligned)
@@ -150,7 +150,7 @@ def _without_silent(
         exchanged = heard
 
 
-def _candidates(stages: Sequence[Stage]) -> list[int]:
+def _candidates(stages: Sequence[NetworkStage]) -> list[int]:
     """Stages split since the inputs that are read with a halo, a stride, or as a whole."""
     split: set[int] = set()
     for index, stage in enumerate(stages):
@@ -164,7 +164,7 @@ def _candidates(stages: Sequence[Stage]) -> list[int]:
     return sorted(index for index in split & read if not stages[index].is_input)
 
 
-def _nothing_to_split(stages: Sequence[Stage]) -> str:
+def _nothing_to_split(stages: Sequence[NetworkStage]) -> str:
     """Reason why no stage can be distributed: the first that needs all rows."""
     first = next(stage for stage in stages if not stage.is_input)
     return (
@@ -175,7 +175,7 @@ def _nothing_to_split(stages: Sequence[Stage]) -> str:
 
 
 def _stage_seconds(
-    stages: Sequence[Stage], stage: Stage, rows: Rows, processor: Processor
+    stages: Sequence[NetworkStage], stage: NetworkStage, rows: Rows, processor: Processor
 ) -> np.ndarray:
     count = rows[:, 1] - rows[:, 0]
     size = count * float(stage.row_bytes) + stage.fixed_bytes
@@ -188,7 +188,7 @@ def _stage_seconds(
 
 
 def _exchange_seconds(
-    stage: Stage, index: int, placement: Placement, network: Network, processor: Processor
+    stage: NetworkStage, index: int, placement: RowPlacement, network: Network, processor: Processor
 ) -> np.ndarray:
     held, own = placement.held[index], placement.computed[index]
     ranks = len(held)

@@ -31,7 +31,7 @@ class RowMap(Protocol):
 
 
 @dataclass(frozen=True)
-class Window:
+class RowWindow:
     """Rows that a convolution or a pooling reads.
 
     Parameters
@@ -86,7 +86,7 @@ class Enlargement:
 
 
 @dataclass(frozen=True)
-class Operand:
+class StageOperand:
     """A stage that another one reads.
 
     Parameters
@@ -103,7 +103,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Stage:
+class NetworkStage:
     """One operation of a network, or one of its inputs.
 
     Parameters
@@ -116,7 +116,7 @@ class Stage:
         Rows of the result; 1 where it has none.
     row_bytes : int
         Bytes of a row.
-    operands : tuple[Operand, ...]
+    operands : tuple[StageOperand, ...]
         Earlier stages.
     flops : float
         Operations for a row.
@@ -131,7 +131,7 @@ class Stage:
     op: str
     rows: int
     row_bytes: int
-    operands: tuple[Operand, ...] = ()
+    operands: tuple[StageOperand, ...] = ()
     flops: float = 0.0
     fixed_bytes: int = 0
     grain: int = 1
@@ -148,7 +148,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RowPlacement:
     """Rows of every stage on every rank.
 
     Parameters
@@ -171,16 +171,16 @@ class Placement:
 
 
 def place(
-    stages: Sequence[Stage],
+    stages: Sequence[NetworkStage],
     ranks: int,
     exchanged: Iterable[int],
     aligned: Collection[int] = (),
-) -> Placement:
+) -> RowPlacement:
     """Give every rank its rows of every stage.
 
     Parameters
     ----------
-    stages : Sequence[Stage]
+    stages : Sequence[NetworkStage]
         In an order in which they can be computed; the last is the result.
     ranks : int
         Number of ranks.
@@ -207,10 +207,10 @@ def place(
         for operand in stage.operands:
             needed = rows_needed(stages[operand.stage], operand, rows)
             held[operand.stage] = _hulls(held[operand.stage], needed)
-    return Placement(tuple(sorted(shared)), tuple(computed), tuple(held))
+    return RowPlacement(tuple(sorted(shared)), tuple(computed), tuple(held))
 
 
-def rows_needed(source: Stage, operand: Operand, rows: Rows) -> Rows:
+def rows_needed(source: NetworkStage, operand: StageOperand, rows: Rows) -> Rows:
     """Rows of an operand that the ranks need for rows of its reader."""
     begin, end = rows[:, 0], rows[:, 1]
     busy = begin < end
@@ -256,7 +256,7 @@ def _shares(extent: int, grain: int, ranks: int) -> Rows:
     return np.where((rows[:, 0] < rows[:, 1])[:, None], rows, 0)
 
 
-def _whole_grains(stage: Stage, rows: Rows) -> Rows:
+def _whole_grains(stage: NetworkStage, rows: Rows) -> Rows:
     begin, end = rows[:, 0], rows[:, 1]
     low = begin // stage.grain * stage.grain
     high = np.minimum(-(-end // stage.grain) * stage.grain, stage.rows)

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...errors import OpError
-from .row_plan import Enlargement, Operand, RowMap, Stage, Window
+from .row_plan import Enlargement, NetworkStage, RowMap, RowWindow, StageOperand
 
 _ANY_HEIGHT = ("mean", "sum", "max", "min", "nn.adaptive_avg_pool2d", "result", "Tuple", "Var")
 
 
-def heighten(stages: Sequence[Stage], factor: int) -> list[Stage]:
+def heighten(stages: Sequence[NetworkStage], factor: int) -> list[NetworkStage]:
     """The network for images of ``factor`` times the height.
 
     Parameters
     ----------
-    stages : Sequence[Stage]
+    stages : Sequence[NetworkStage]
         The network.
     factor : int
         At least 1.
@@ -27,7 +27,7 @@ def heighten(stages: Sequence[Stage], factor: int) -> list[Stage]:
     OpError
         If an operation takes images of one height only, such as a fully connected layer.
     """
-    found: list[Stage] = []
+    found: list[NetworkStage] = []
     for stage in stages:
         if stage.is_input:
             found.append(replace(stage, rows=stage.rows * factor if stage.rows > 1 else 1))
@@ -43,13 +43,13 @@ def heighten(stages: Sequence[Stage], factor: int) -> list[Stage]:
                     rows = source.rows  # a result that is all of another stage
             else:
                 maps, rows = _heighten(operand.maps, before.rows, source.rows, stage.rows)
-                read.append(Operand(operand.stage, maps))
+                read.append(StageOperand(operand.stage, maps))
         grain = rows if is_whole else stage.grain
         found.append(replace(stage, rows=rows, operands=tuple(read), grain=grain))
     return found
 
 
-def _check(stage: Stage, before: Stage, after: Stage) -> None:
+def _check(stage: NetworkStage, before: NetworkStage, after: NetworkStage) -> None:
     if before.rows != after.rows and stage.op not in _ANY_HEIGHT:
         raise OpError(
             f"weak scaling needs a network for images of any height: {stage.name!r} ({stage.op}) "
@@ -65,7 +65,7 @@ def _heighten(
     for index in reversed(range(len(maps))):
         one = maps[index]
         made = result if index == 0 else maps[index - 1].extent  # type: ignore[attr-defined]
-        if isinstance(one, Window):
+        if isinstance(one, RowWindow):
             bottom = (made - 1) * one.stride + one.reach - one.top - before
             found.append(replace(one, extent=after))
             before, after = made, (after + one.top + bottom - one.reach) // one.stride + 1

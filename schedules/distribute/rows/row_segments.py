@@ -9,10 +9,12 @@ import numpy as np
 
 from .rank_plan import Segment
 from .row_cost import RowCost
-from .row_plan import ROOT, Placement, Rows, Stage
+from .row_plan import ROOT, NetworkStage, RowPlacement, Rows
 
 
-def segments(stages: Sequence[Stage], placement: Placement, cost: RowCost) -> tuple[Segment, ...]:
+def segments(
+    stages: Sequence[NetworkStage], placement: RowPlacement, cost: RowCost
+) -> tuple[Segment, ...]:
     """Describe a placement.
 
     Parameters
@@ -30,7 +32,7 @@ def segments(stages: Sequence[Stage], placement: Placement, cost: RowCost) -> tu
 
 
 def _segment(
-    stages: Sequence[Stage], placement: Placement, cost: RowCost, begin: int, end: int
+    stages: Sequence[NetworkStage], placement: RowPlacement, cost: RowCost, begin: int, end: int
 ) -> Segment:
     own, held = placement.computed[end], placement.held[end]
     is_exchanged = end in placement.exchanged
@@ -59,7 +61,7 @@ def _kind(held: Rows) -> str:
     return "exchange" if needs.any() else "gather"
 
 
-def _recomputed(stages: Sequence[Stage], computed: Sequence[Rows]) -> float:
+def _recomputed(stages: Sequence[NetworkStage], computed: Sequence[Rows]) -> float:
     """Share of operations beyond those for each row once."""
     done = once = 0.0
     for stage, rows in zip(stages, computed, strict=True):

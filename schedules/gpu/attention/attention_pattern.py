@@ -30,7 +30,7 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Results:
+class OutputElements:
     """Elements of the output.
 
     Parameters
@@ -69,7 +69,7 @@ class AttentionFunction:
         Axes: those of the batch, ``m``, ``n``; no stores.
     logit : tirx.Expr
         The argument of softmax, float32: the score after scale, mask and bias.
-    results : Results
+    results : OutputElements
         The output.
     ahead : int | None
         Row ``m`` depends on the keys up to ``m + ahead`` only; None if it may depend on all.
@@ -86,7 +86,7 @@ class AttentionFunction:
     score: tirx.Var
     logits: IterationSpace
     logit: tirx.Expr
-    results: Results
+    results: OutputElements
     ahead: int | None
 
     def tiles(self, first: tirx.Expr, rows: int, keys: int) -> tirx.Expr:
@@ -286,7 +286,7 @@ class _Reader:
         value = program.element(self.argument, axes)
         return IterationSpace(axes, self.scores.shape, tuple(program.steps), ()), _single(value)
 
-    def _results(self, after: Sequence[Stage]) -> Results | None:
+    def _results(self, after: Sequence[Stage]) -> OutputElements | None:
         """The output, which only moves and converts the elements of the second product."""
         element = tirx.Var("element", "float32")
         axes, shape = _axes(self.batch, ("m", "c")), self.result.shape
@@ -308,7 +308,7 @@ class _Reader:
             return None
         store = Store(buffer, tuple(indices), value)
         epilogue = IterationSpace(axes, shape, (), (store,))
-        return Results(shape[-2], shape[-1], element, epilogue)
+        return OutputElements(shape[-2], shape[-1], element, epilogue)
 
 
 def _ahead(logits: IterationSpace, logit: tirx.Expr) -> int | None:

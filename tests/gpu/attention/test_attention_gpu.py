@@ -291,6 +291,7 @@ def test_numbers_on_tensor_cores(
     in_turns(
         [((12, 128, 64), "float16"), ((128, 512, 64), "bfloat16"), ((64, 512, 128), "float16")],
         CUDA,
+        every=3,
     ),
     ids=str,
 )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,11 +20,12 @@ from tvm.target import Target
 from relay_passes import FuseConv2D, FuseEpilogue, PackLayout, SimplifyInference
 from schedules.compute.conv2d import conv2d
 from schedules.gpu import AnyConv2D, Conv2D, DepthwiseConv2D, FusedConv2D
-from schedules.gpu.conv2d.conv2d import conv2d_template
+from schedules.gpu.conv2d.conv2d import LEAST_REGISTERS, conv2d_template
 from schedules.gpu.conv2d.depthwise_conv2d import choose_rows
 from schedules.gpu.conv2d.fused_conv2d import fused_template
 from schedules.gpu.conv2d.fused_tiles import FusedTile
 from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.gemm.conv_tiles import ConvTile, ProductExtents, all_tiles, choose_tile, fits
 from schedules.gpu.gemm.implicit_gemm import ConvShape
 from schedules.gpu.gemm.thread_block_tile import ThreadPlace
@@ -117,7 +119,10 @@ def test_depthwise_loads_each_row_once() -> None:
     "case",
     [
         case_of(depthwise(144), dense(144, 24), height=56, width=56),
-        case_of(dense(64, 64, 3, "relu"), dense(64, 64, 3), height=56, width=56),
+        pytest.param(
+            case_of(dense(64, 64, 3, "relu"), dense(64, 64, 3), height=56, width=56),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["depthwise", "dense"],
 )
@@ -127,6 +132,16 @@ def test_fused_pair(case: Case, arch: str) -> None:
     names = _main_loop(func, arch)
     assert count(names, "LDG.E") == count(names, "LDG.E.128") > 0
     assert count(names, "LDS") == count(names, "LDS.128") > 0
+
+
+@pytest.mark.parametrize(
+    "tile", [ConvTile(1, 16, 1, 1, 4, 4), ConvTile(2, 16, 1, 1, 8, 4)], ids=str
+)
+def test_small_tiles_leave_registers_for_addresses(tile: ConvTile) -> None:
+    func = conv2d_template(build(SMALL), SMALL.kernel, tile, GPU)
+    found = re.search(r"__launch_bounds__\((\d+), (\d+)\)", cuda_source(func))
+    assert found and int(found[1]) == tile.threads
+    assert COSTS.register_file // (tile.threads * int(found[2])) >= LEAST_REGISTERS
 
 
 @pytest.mark.parametrize(
@@ -169,7 +184,13 @@ def test_a_symbolic_batch_is_not_split() -> None:
     assert choose_tile(ProductExtents.of(shape), GPU).splits == 1
 
 
-@pytest.mark.parametrize("tile", [ConvTile(4, 32, 1, 4, 8, 4), ConvTile(16, 64, 2, 8, 2)])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        ConvTile(4, 32, 1, 4, 8, 4),
+        pytest.param(ConvTile(16, 64, 2, 8, 2), marks=pytest.mark.slow),
+    ],
+)
 def test_shared_memory_is_as_predicted(tile: ConvTile) -> None:
     """The sums of several parts may reuse the memory of the operands."""
     case = case_of(dense(64, 64, 3), height=8, width=8)

@@ -133,7 +133,7 @@ RESNET = {
 }
 
 
-@pytest.mark.parametrize(("name", "arch"), in_turns(RESNET, ["sm_90", "sm_80"], every=4))
+@pytest.mark.parametrize(("name", "arch"), in_turns(RESNET, ["sm_90", "sm_80"], every=5))
 def test_machine_code(name: str, arch: str) -> None:
     layer, size = RESNET[name]
     dtype = "bfloat16" if name == "2_3x3" else "float16"

@@ -179,7 +179,12 @@ CONV = {"nn.conv2d", "add", "nn.relu"}
             models.mobilenet_v1, 27, CONV | {"mean", "reshape", "matmul"}, marks=pytest.mark.slow
         ),
         (models.mobilenet_v2, 52, {"nn.conv2d", "add", "clip", "mean", "reshape", "matmul"}),
-        (models.mnasnet_a1, 65, CONV | {"mean", "reshape", "matmul", "sigmoid", "multiply"}),
+        pytest.param(
+            models.mnasnet_a1,
+            65,
+            CONV | {"mean", "reshape", "matmul", "sigmoid", "multiply"},
+            marks=pytest.mark.slow,
+        ),
         (models.resnet_18, 20, CONV | {"nn.max_pool2d", "mean", "reshape", "matmul"}),
         pytest.param(
             models.resnet_50,

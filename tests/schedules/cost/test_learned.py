@@ -12,9 +12,9 @@ from schedules.cost.features import Limits, divisibility, tile_features, waves
 from schedules.cost.kernel_call import KernelCall, element_bytes
 from schedules.cost.kernels.conv2d import CONV2D
 from schedules.cost.kernels.cpu_lookups import RANGES
-from schedules.cost.kernels.gemm import GEMM, gemm_call
+from schedules.cost.kernels.gemm import GEMM
 from schedules.cost.kernels.row_kernels import LAYER_NORM, SOFTMAX
-from schedules.cost.learned import FOLDER, Kernel, find_model, model_from_arrays, seconds
+from schedules.cost.learned import FOLDER, LearnedKernel, find_model, model_from_arrays, seconds
 from schedules.cost.machine import known_machines, load_machine
 from schedules.cost.prediction import Prediction
 from schedules.cost.registry import predict
@@ -53,8 +53,6 @@ def test_work_of_a_product():
     flops, moved = GEMM.work({n: vector(s) for n, s in zip("BMNK", (2, 3, 5, 7), strict=True)}, 4)
     assert flops == 2 * 2 * 3 * 5 * 7
     assert moved == 4 * 2 * (3 * 7 + 7 * 5 + 3 * 5)
-    call = gemm_call(2, 3, 5, 7, "float16", "layer")
-    assert (call.flops, call.read_bytes, call.written_bytes) == (420, 2 * 2 * 56, 2 * 2 * 15)
 
 
 def test_work_of_a_convolution():
@@ -92,7 +90,7 @@ def arrays(**changes):
     return {name: value for name, value in (found | changes).items() if value is not None}
 
 
-TOY = Kernel(
+TOY = LearnedKernel(
     "toy",
     ("N",),
     lambda sizes, width: (0 * sizes["N"], 9e8 * sizes["N"]),
@@ -217,7 +215,8 @@ def test_bytes_of_elements():
 
 def test_cpus_have_the_roofline():
     machine = learned.Machine("toy", "cpu", "Toy", load_machine("v100").figures)
-    call = gemm_call(1, 64, 64, 64)
+    sizes = dict.fromkeys("BMNK", 64)
+    call = KernelCall("gemm", sizes, "float32", 2.0 * 64**4, 8.0 * 64**3, 4.0 * 64**3)
     assert predict(call, machine).model == "roofline"
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import asdict, replace
@@ -121,6 +122,7 @@ def softmax(shape: tuple[int, int]) -> list[te.Tensor]:
     return [data, te.compute(shape, lambda i, j: terms[i, j] / sums[i, 0], "softmax")]
 
 
+@functools.cache
 def workload_of(name: str) -> Any:
     """What a template computes."""
     given = WORKLOADS[name]
@@ -140,6 +142,7 @@ def machine_of(name: str) -> CPUInfo | GPUInfo:
     return CPU if name.startswith("cpu.") else GPU
 
 
+@functools.cache
 def function(name: str) -> tirx.PrimFunc:
     """The function of a template's workload as legalization makes it."""
     workload = WORKLOADS[name]
@@ -392,7 +395,7 @@ def test_workloads_that_describe_nothing_are_refused(name: str, change: dict) ->
 
 def test_a_stream_needs_few_columns() -> None:
     loops = replace(workload_of("cpu.reduce_stream"), extents=(5000, 3000))
-    with pytest.raises(OpError, match="is no stream; expected reduced rows of a few columns"):
+    with pytest.raises(OpError, match="is not a stream; expected reduced rows of a few columns"):
         TEMPLATES["cpu.reduce_stream"].default(loops, CPU)
 
 

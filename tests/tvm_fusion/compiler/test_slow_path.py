@@ -159,6 +159,15 @@ def test_explain_shows_what_no_rule_takes() -> None:
     assert "no rule takes it" in text_of(explain_table(report))
 
 
+def test_explain_shows_what_is_left_to_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    fallback = cpu.RULES[-1]
+    monkeypatch.setattr("tvm_fusion.compiler.pipeline.cpu.rules", lambda _: (fallback,))
+    report = explain(small_model(), fuse="none")
+    kernels = [use for use in report["functions"] if use["rule"] == "Fallback"]
+    assert kernels and all(use["slow"] == "no other rule takes it" for use in kernels)
+    assert "no other rule takes it" in text_of(explain_table(report))
+
+
 @pytest.mark.usefixtures("lenient")
 def test_explain_for_gpus_shows_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
     rule = next(rule for rule in gpu.RULES if isinstance(rule, gpu.Conv2D))

@@ -151,7 +151,7 @@ def test_variants_that_are_refused(limited: SpecializedModel) -> None:
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"length": 4}, "names 'length', which is no input and no open dimension"),
+        ({"length": 4}, "names 'length', which is neither an input nor an open dimension"),
         ({"length": range(4)}, "limits 'length'; the open dimensions are batch, sequence"),
         ([4], "expected a mapping"),
     ],

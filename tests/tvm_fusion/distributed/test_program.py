@@ -211,7 +211,9 @@ def quotients(rows: int = 40, cols: int = 3) -> tirx.PrimFunc:
     return function(a, v, after, te.compute((rows, cols), lambda i, j: 9 - 8 // v[i, j], "W"))
 
 
-@pytest.mark.parametrize(("ranks", "deep"), [(20, 1), (20, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "deep"), [pytest.param(20, 1, marks=pytest.mark.slow), (20, 2), (3, 3)]
+)
 def test_no_division_by_what_nobody_has_filled(ranks: int, deep: int) -> None:
     """Ranks compute rows in gaps, too; where these held 0, a division would end the process."""
     fields = {"A": "next", "V": "W"}

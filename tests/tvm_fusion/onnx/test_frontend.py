@@ -149,8 +149,8 @@ def test_errors_are_one_family() -> None:
         (b"", "the model is not ONNX: it holds no graph with an output"),
         (42, "the model is a int; expected a path, bytes or onnx.ModelProto"),
         ("missing/model.onnx", "cannot read model 'missing/model.onnx': No such file"),
-        (".", r"cannot read model '\.': it is no regular file"),
-        ("/dev/zero", "cannot read model '/dev/zero': it is no regular file"),
+        (".", r"cannot read model '\.': it is not a regular file"),
+        ("/dev/zero", "cannot read model '/dev/zero': it is not a regular file"),
     ],
 )
 def test_not_a_model(source: object, message: str) -> None:
@@ -162,7 +162,7 @@ def test_a_pipe_is_no_model(tmp_path: Path) -> None:
     """To open it would wait for somebody to write."""
     pipe = tmp_path / "model.onnx"
     os.mkfifo(pipe)
-    with pytest.raises(InvalidModelError, match="model.onnx': it is no regular file"):
+    with pytest.raises(InvalidModelError, match="model.onnx': it is not a regular file"):
         import_onnx(pipe)
 
 

@@ -191,11 +191,11 @@ def test_what_if_unequal_messages(run, tmp_path) -> None:
     ("change", "reason"),
     [
         ("magic", "unknown change 'magic'; expected machine, batch"),
-        ("batch=0", "batch: '0' is no positive"),
-        ("batch=x", "batch: 'x' is no positive"),
-        ("fuse=(", "no regular expression"),
+        ("batch=0", "batch: '0' is not a positive"),
+        ("batch=x", "batch: 'x' is not a positive"),
+        ("fuse=(", "not a regular expression"),
         ("remove=nothing", "remove=nothing: matches no operator"),
-        ("resize=linear:nan", "resize: 'nan' is no positive"),
+        ("resize=linear:nan", "resize: 'nan' is not a positive"),
         ("ranks=4", "expected ranks=N:FILE"),
         ("bucket=25", "expected bucket=MB:FILE"),
         ("machine=abacus", "no machine 'abacus'"),
@@ -209,7 +209,7 @@ def test_what_cannot_be_changed(run, change: str, reason: str) -> None:
 
 def test_machine_of_a_device() -> None:
     assert device_machine("Tesla V100-SXM2-32GB").name == "v100"
-    with pytest.raises(PredictionError, match="'Radeon' is none of the known machines: .*v100"):
+    with pytest.raises(PredictionError, match="'Radeon' is not a known machine; known are .*v100"):
         device_machine("Radeon")
 
 

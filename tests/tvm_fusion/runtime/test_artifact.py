@@ -348,7 +348,7 @@ def test_a_file_that_is_cut_off_is_refused(saved: Path, tmp_path: Path, keep: fl
     data = saved.read_bytes()
     path = tmp_path / "cut.so"
     path.write_bytes(data[: int(len(data) * keep)])
-    with pytest.raises(ArtifactError, match="is no compiled model|or one that is cut off"):
+    with pytest.raises(ArtifactError, match="is not a compiled model|or one that is cut off"):
         load(path)
 
 
@@ -370,9 +370,9 @@ def test_any_wrong_bit_is_found(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no compiled model; expected a file written by CompiledModel.save"),
+        (b"", "is not a compiled model; expected a file written by CompiledModel.save"),
         (b"\x7fELF" + bytes(500), "is a shared library which tvm_fusion did not save, or one"),
-        (b"\x08\x07\x12\x04onnx" * 50, "is no compiled model"),
+        (b"\x08\x07\x12\x04onnx" * 50, "is not a compiled model"),
         (join(b"", b"{"), r"the description in '.*' is not valid \(JSONDecodeError"),
         (join(b"", b"\xff\xff"), "is not valid"),
         (join(b"", b"[" * 100_000), r"is not valid \(RecursionError|is not valid \(JSONDecode"),

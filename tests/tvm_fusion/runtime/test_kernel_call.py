@@ -18,7 +18,7 @@ from tvm import relax
 from tvm_fusion.errors import ArtifactError, InvalidInputError
 from tvm_fusion.runtime.compiled_model import CompiledModel, load
 from tvm_fusion.runtime.host_arrays import aligned_empty
-from tvm_fusion.runtime.kernel_call import KernelCall, OutputPool
+from tvm_fusion.runtime.kernel_call import OutputPool, SoleKernelCall
 from tvm_fusion.runtime.tensor_spec import TensorSpec
 
 op = relax.op
@@ -61,14 +61,14 @@ def fast(model: CompiledModel, *args: Any) -> np.ndarray:
 
 
 def test_arguments_are_in_the_order_of_the_kernel(model: CompiledModel) -> None:
-    assert model._about.kernel == KernelCall("matmul", (1, 0))
+    assert model._about.kernel == SoleKernelCall("matmul", (1, 0))
     x = random_input()
     assert_product(fast(model, x), x)
 
 
 def test_several_inputs() -> None:
     model = one_kernel(lambda a, b, _: op.subtract(b, a), ["a", "b"])
-    assert model._about.kernel == KernelCall("subtract", (1, 0))
+    assert model._about.kernel == SoleKernelCall("subtract", (1, 0))
     a, b = random_input(), random_input()
     np.testing.assert_array_equal(fast(model, a, b), b - a)
 
@@ -191,7 +191,7 @@ def test_a_saved_model_calls_its_kernel_too(model: CompiledModel, tmp_path: Path
 
 
 def test_a_kernel_that_is_not_there(model: CompiledModel) -> None:
-    about = replace(model._about, kernel=KernelCall("missing", (1, 0)))
+    about = replace(model._about, kernel=SoleKernelCall("missing", (1, 0)))
     other = CompiledModel(model._executable, about, 1, model._weights)
     with pytest.raises(ArtifactError, match="has no kernel 'missing', .*; compile it again"):
         other(random_input())

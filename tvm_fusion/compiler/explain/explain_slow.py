@@ -18,7 +18,8 @@ def with_slow_kernels(table: Table, functions: Sequence[Mapping[str, Any]]) -> R
     table : Table
         What comes first.
     functions : Sequence[Mapping]
-        With ``name``, ``rule``, ``calls`` and ``slow``, as :class:`.launches.KernelUse` has them.
+        With ``name``, ``rule``, ``calls`` and ``slow``, as
+        :class:`tvm_fusion.compiler.launches.KernelUse` has them.
     """
     slow = [use for use in functions if use["slow"]]
     if not slow:

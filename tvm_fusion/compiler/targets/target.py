@@ -230,7 +230,7 @@ def _from_name(name: str) -> dict[str, Any]:
         if name in known_cpus(arch):
             return {"kind": "llvm", "mtriple": triple_for(arch), "mcpu": name}
     if re.fullmatch(r"sm_\d+[a-z]?", name):
-        raise TargetError(f"target {name!r} is no CPU; did you mean 'cuda -arch={name}'?")
+        raise TargetError(f"target {name!r} is not a CPU; did you mean 'cuda -arch={name}'?")
     known = [name for arch in arches for name in known_cpus(arch)]
     known += ["native", *BASELINE, *Target.list_kinds()]
     raise unknown_name("target", name, known, "'native', 'x86-64-v3' or 'llvm -mcpu=...'")

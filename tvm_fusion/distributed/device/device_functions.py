@@ -47,7 +47,7 @@ Argument: TypeAlias = "int | Scratch | np.generic"
 
 
 @dataclass(frozen=True)
-class KernelCall:
+class DeviceCall:
     """One launch.
 
     Parameters
@@ -89,7 +89,7 @@ class DeviceCode:
         """OpenCL text of each kernel."""
         return opencl_texts(self.text)
 
-    def calls(self, function: str, scalars: Sequence[int]) -> tuple[KernelCall, ...]:
+    def calls(self, function: str, scalars: Sequence[int]) -> tuple[DeviceCall, ...]:
         """The launches of a call of a function.
 
         Parameters
@@ -117,7 +117,7 @@ class DeviceCode:
                 buffers[value] if dtype is None else dtype.type(value)
                 for value, dtype in step.arguments
             )
-            found.append(KernelCall(step.launch, arguments))
+            found.append(DeviceCall(step.launch, arguments))
         return tuple(found)
 
 

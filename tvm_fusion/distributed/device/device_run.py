@@ -10,7 +10,7 @@ from typing import Any
 
 from schedules.distribute.exchange import LocalBuffer, Region, region_size
 
-from .device_functions import KernelCall, Scratch
+from .device_functions import DeviceCall, Scratch
 from .driver import Driver, Event, Place
 from .shares import DeviceShare
 
@@ -153,7 +153,7 @@ class DeviceRun:
         return Place.of(region, window, buffers[name].array.itemsize)
 
     def _launch(
-        self, call: KernelCall, number: int, names: list[str], before: list[Event]
+        self, call: DeviceCall, number: int, names: list[str], before: list[Event]
     ) -> Event:
         arguments = [
             self._scratch[argument.number]

@@ -80,7 +80,7 @@ class Driver(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a region lies in the memory of a device.
+    """Place of a region in the memory of a device.
 
     Parameters
     ----------

@@ -30,7 +30,7 @@ from schedules.distribute.localize import localize, scalar_arguments
 
 from ...errors import OpError
 from .device import ResolvedDevice, Schedule
-from .device_functions import DeviceCode, DeviceFunctions, KernelCall
+from .device_functions import DeviceCall, DeviceCode, DeviceFunctions
 
 RankSplit: TypeAlias = "Literal['auto'] | Sequence[int] | MeasuredSplit"
 """Rows of the CPU and of each device, or by which figures they are chosen."""
@@ -50,7 +50,7 @@ class DeviceShare:
         Range of each distributed loop.
     sequence : OperationSequence
         The rows in chunks.
-    calls : tuple[tuple[KernelCall, ...], ...]
+    calls : tuple[tuple[DeviceCall, ...], ...]
         The launches of each chunk.
     code : DeviceCode
         Their kernels.
@@ -61,7 +61,7 @@ class DeviceShare:
     device: ResolvedDevice
     rows: Region
     sequence: OperationSequence
-    calls: tuple[tuple[KernelCall, ...], ...]
+    calls: tuple[tuple[DeviceCall, ...], ...]
     code: DeviceCode
     seconds: float
 

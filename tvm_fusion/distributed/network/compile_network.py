@@ -22,7 +22,7 @@ from relay_passes.distribute.row_stages import read_stages
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.rows.rank_plan import Segment, plan_from_json
 from schedules.distribute.rows.row_cost import choose_exchanges, row_cost
-from schedules.distribute.rows.row_plan import Stage
+from schedules.distribute.rows.row_plan import NetworkStage
 from schedules.distribute.rows.row_segments import segments
 
 from ...compiler import pipeline
@@ -163,7 +163,7 @@ def read_network(
     shapes: Mapping[str, Any] | None = None,
     fuse: str | Callable[..., Any] = "auto",
     winograd: str = "auto",
-) -> list[Stage]:
+) -> list[NetworkStage]:
     """Stages of a model, whose kernels are chosen and not compiled.
 
     Parameters

@@ -8,14 +8,14 @@ from typing import Literal
 
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.rows.row_cost import RowCost, choose_exchanges, row_cost
-from schedules.distribute.rows.row_plan import Placement, Stage
+from schedules.distribute.rows.row_plan import NetworkStage, RowPlacement
 from schedules.distribute.rows.row_scaling import heighten
 
 from ..simulate import RANKS, Scaling, ScalingPoint, check_ranks, scaling_of
 
 
 def simulate_network(
-    stages: Sequence[Stage],
+    stages: Sequence[NetworkStage],
     processor: Processor,
     ranks: Sequence[int] = RANKS,
     *,
@@ -29,7 +29,7 @@ def simulate_network(
 
     Parameters
     ----------
-    stages : Sequence[Stage]
+    stages : Sequence[NetworkStage]
         The network (:func:`.compile_network.read_network`).
     processor : Processor
         What each rank computes with.
@@ -75,8 +75,8 @@ def simulate_network(
 
 
 def _point(
-    stages: Sequence[Stage],
-    placement: Placement,
+    stages: Sequence[NetworkStage],
+    placement: RowPlacement,
     cost: RowCost,
     correction: float,
     beyond: bool,

@@ -157,7 +157,7 @@ class World:
 
     @property
     def takes_device_memory(self) -> bool:
-        """Whether messages may lie in the memory of a GPU, as MPICH and Open MPI tell; else True.
+        """True if messages may lie in the memory of a GPU, as MPICH and Open MPI tell; else True.
 
         Others are not asked: there is no call for it in MPI.
         """

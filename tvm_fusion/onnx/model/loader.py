@@ -53,10 +53,10 @@ def read_model(model: str | os.PathLike[str] | bytes | onnx.ModelProto) -> bytes
     try:
         if path.exists() and not path.is_file():
             # Reading a device may never end, reading a pipe may block.
-            raise InvalidModelError(f"cannot read model {str(path)!r}: it is no regular file")
+            raise InvalidModelError(f"cannot read model {str(path)!r}: it is not a regular file")
         if path.exists() and path.stat().st_size > MAX_BYTES:
             raise InvalidModelError(
-                f"{str(path)!r} is over 2 GB, so it is no ONNX model; a larger model keeps its "
+                f"{str(path)!r} is over 2 GB, so it is not an ONNX model; a larger model keeps its "
                 "weights as external data"
             )
         return path.read_bytes()
@@ -161,7 +161,9 @@ def _check_extent(tensor: onnx.TensorProto, entries: dict[str, str], file: Path,
     try:
         offset, length = int(entries.get("offset", 0)), int(entries.get("length", size))
     except ValueError as error:
-        raise InvalidModelError(f"{what}, whose offset or length is no number: {error}") from error
+        raise InvalidModelError(
+            f"{what}, whose offset or length is not a number: {error}"
+        ) from error
     if length != size:
         raise InvalidModelError(f"{what} of length {length}; its shape and type take {size} bytes")
     if offset < 0 or offset + size > file.stat().st_size:

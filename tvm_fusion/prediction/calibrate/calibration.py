@@ -261,7 +261,7 @@ def _read(output: Path, threads: int) -> tuple[Machine | None, list[dict[str, An
             _check(sample)
     except (PredictionError, ValueError, KeyError, TypeError) as error:
         raise PredictionError(
-            f"{output} is no file of a calibration ({error}): name another one"
+            f"{output} is not a calibration file ({error}): name another one"
         ) from None
     if (machine.name, int(machine["multiprocessors"])) != (host_cpu(), threads):
         raise PredictionError(

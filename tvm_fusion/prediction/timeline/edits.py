@@ -29,7 +29,7 @@ def named(pattern: str) -> Match:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise PredictionError(f"{pattern!r} is no regular expression: {error}") from None
+        raise PredictionError(f"{pattern!r} is not a regular expression: {error}") from None
     return lambda op: compiled.search(op.name) is not None
 
 

@@ -16,7 +16,7 @@ CAUSES = ("host", "other rank", "other stream", "end")
 
 
 @dataclass(frozen=True)
-class Segment:
+class PathSegment:
     """Part of the critical path.
 
     Parameters
@@ -37,14 +37,14 @@ class Segment:
     seconds: float
 
 
-def critical_path(timeline: Timeline) -> list[Segment]:
+def critical_path(timeline: Timeline) -> list[PathSegment]:
     """Path from the end of the last rank back to its start, in order of time.
 
     Its lengths sum up to that end less the start of the rank on which the path begins.
     """
     ranks = {rank.graph.rank: rank for rank in timeline.ranks}
     rank = max(timeline.ranks, key=lambda one: one.end)
-    segments: list[Segment] = []
+    segments: list[PathSegment] = []
     run = max(rank.kernels.values(), key=lambda one: one.end or 0.0, default=None)
     if run is None or (run.end or 0.0) <= rank.host_end:
         segments += _host_segments(rank, rank.host_end, len(rank.waits))
@@ -55,11 +55,11 @@ def critical_path(timeline: Timeline) -> list[Segment]:
             run = _same_collective(rank, run)
         where = "collective" if run.kernel.collective else "device"
         name = rank.graph.ops[run.op].name
-        segments.append(Segment(rank.graph.rank, name, where, (run.end or 0.0) - run.start))
+        segments.append(PathSegment(rank.graph.rank, name, where, (run.end or 0.0) - run.start))
         if run.source is not None:
             source = rank.kernels[run.source]
             gap = run.start - (source.end or 0.0)
-            segments.append(Segment(rank.graph.rank, name, where, gap))
+            segments.append(PathSegment(rank.graph.rank, name, where, gap))
             run = source
             continue
         segments += _host_segments(rank, run.start, run.waits)
@@ -78,7 +78,7 @@ def _same_collective(rank: RankTimeline, run: KernelRun) -> KernelRun:
     )
 
 
-def _host_segments(rank: RankTimeline, end: float, waits: int) -> Iterator[Segment]:
+def _host_segments(rank: RankTimeline, end: float, waits: int) -> Iterator[PathSegment]:
     """Time of the host from its last wait to ``end``, by operator, backwards."""
     begin = rank.waits[waits - 1].end if waits else rank.graph.start
     index = bisect.bisect_left(rank.host, end, key=lambda run: run.start) - 1
@@ -88,7 +88,7 @@ def _host_segments(rank: RankTimeline, end: float, waits: int) -> Iterator[Segme
         before = rank.host[index - 1].end if index else rank.graph.start
         start = max(min(before, end), begin) if index else begin
         name = rank.graph.ops[rank.host[index].op].name
-        yield Segment(rank.graph.rank, name, "host", end - start)
+        yield PathSegment(rank.graph.rank, name, "host", end - start)
         end, index = start, index - 1
 
 

@@ -203,7 +203,7 @@ class _EventReader:
     def add(self, event: Any) -> None:
         """Keep an event, if it says what the host or the device does."""
         if not isinstance(event, dict):
-            self._trace.count_problem("entries that are no events", repr(event)[:80])
+            self._trace.count_problem("entries that are not events", repr(event)[:80])
             return
         kind = str(event.get("cat"))
         self.kinds[kind] += 1

@@ -33,7 +33,7 @@ from .matmul_pattern import MatmulAxes, find_product, separate_groups
 from .matvec import split_over_threads, stream_rows
 
 PACKED_ROWS = 24
-"""Rows of a product from which on a constant matrix is read in a layout of its own."""
+"""Least number of rows of a product for which a constant matrix is packed."""
 _STREAMED_ROWS = 4
 _LEAST_ROWS_TO_PACK = 8
 _MOST_COLUMNS = 4

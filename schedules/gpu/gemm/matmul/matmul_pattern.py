@@ -16,7 +16,7 @@ from schedules.workload.reduce import Extent, constant, extent_of, unravel
 
 from ...pointwise.element_program import ElementProgram, Value
 from ...pointwise.iteration_domain import IterationSpace, Store
-from .row_statistics import Moments, RowStatistics, SplitStages, split_stages
+from .row_statistics import RowStatistics, SegmentMoments, SplitStages, split_stages
 
 ACCUMULATOR = {"float16": "float32", "bfloat16": "float32"}
 
@@ -71,7 +71,7 @@ class MatmulFunction:
         Axes: those of the batch, ``m``, ``n``; it stores the outputs.
     statistics : RowStatistics | None
         Values of each row that the left factor and the epilogue refer to.
-    moments : Moments | None
+    moments : SegmentMoments | None
         Further outputs: moments of segments of one that the epilogue stores.
     """
 
@@ -85,7 +85,7 @@ class MatmulFunction:
     accumulator: tirx.Var
     epilogue: IterationSpace
     statistics: RowStatistics | None = None
-    moments: Moments | None = None
+    moments: SegmentMoments | None = None
 
     @property
     def is_plain(self) -> bool:

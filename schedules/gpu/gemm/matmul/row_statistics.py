@@ -47,7 +47,7 @@ class RowStatistics:
 
 
 @dataclass(frozen=True)
-class Moments:
+class SegmentMoments:
     """Moments of segments of the result, stored ``[segments, rows]``.
 
     Parameters
@@ -75,7 +75,7 @@ class SplitStages:
         Those of one value a row.
     known : dict[tirx.Buffer, tirx.Var]
         The values of a row that others read, with a variable for each.
-    moments : Moments | None
+    moments : SegmentMoments | None
         What the reductions behind the product compute.
     """
 
@@ -83,7 +83,7 @@ class SplitStages:
     after: list[Stage]
     rows: list[Stage]
     known: dict[tirx.Buffer, tirx.Var]
-    moments: Moments | None
+    moments: SegmentMoments | None
 
     @property
     def is_plain(self) -> bool:
@@ -163,7 +163,7 @@ def _is_at(load: ir.TensorLoad, axes: Sequence[tirx.IterVar]) -> bool:
     )
 
 
-def _read_moments(stages: Sequence[Stage], func: tirx.PrimFunc) -> Moments | None:
+def _read_moments(stages: Sequence[Stage], func: tirx.PrimFunc) -> SegmentMoments | None:
     """The moments that two reductions compute, as :mod:`schedules.compute.row_moments` has them."""
     if len(stages) != 2 or not all(stage.output in func.params for stage in stages):
         return None
@@ -185,7 +185,7 @@ def _read_moments(stages: Sequence[Stage], func: tirx.PrimFunc) -> Moments | Non
         return None
     if not _is_of_segment(difference.a, source, squares):
         return None
-    return Moments(source, sums.output, squares.output)
+    return SegmentMoments(source, sums.output, squares.output)
 
 
 def _number(expression: tirx.Expr) -> float | None:

@@ -22,7 +22,7 @@ from ...core.intrinsics import sync
 from ...pointwise.coalescing import classify
 from ...pointwise.point_kernel import PointWriter, Views
 from .matmul_pattern import MatmulFunction, divides
-from .row_statistics import Moments, RowStatistics
+from .row_statistics import RowStatistics, SegmentMoments
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def combine(held: tirx.Buffer, parts: Sequence[tuple[tirx.Expr, tirx.Expr]], cou
 
 def store_moments(
     matmul: MatmulFunction,
-    moments: Moments,
+    moments: SegmentMoments,
     views: Views,
     row: tirx.Expr,
     column: tirx.Expr,

@@ -20,7 +20,7 @@ from .sister_space import split_settings
 from .streaming_call import streaming_call
 
 LEAST_GAIN = 0.1
-"""Time of the default over that of another split, minus one, from which on that is chosen.
+"""Least value of (time of the default / time of another split) - 1 that another split needs.
 
 Four of five estimates differ less from those by machine code.
 """

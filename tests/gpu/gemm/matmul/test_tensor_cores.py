@@ -223,7 +223,7 @@ CASES: dict[str, tuple[Build, list[tuple[tuple[int, ...], str]]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "target"), in_turns(CASES, [A100, CUDA]), ids=str)
+@pytest.mark.parametrize(("name", "target"), in_turns(CASES, [A100, CUDA], every=3), ids=str)
 def test_machine_code(name: str, target: Target) -> None:
     build, types = CASES[name]
     [func] = scheduled(build, *types, target=target).values()

@@ -153,7 +153,14 @@ def check(shape: Sequence[int], dtype: str, operator: str, axes: Sequence[int], 
 CASES = [(op, dtype) for op in OPERATORS for dtype in DTYPES if can_reduce(op, dtype)]
 
 
-@pytest.mark.parametrize(("operator", "dtype"), CASES, ids=lambda value: value)
+@pytest.mark.parametrize(
+    ("operator", "dtype"),
+    [
+        pytest.param(*case, marks=() if number % 2 == 0 else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+    ],
+    ids=lambda value: value,
+)
 def test_every_operator_and_type(operator, dtype):
     """Each pair on one form, so that all pairs together meet each form several times."""
     place = CASES.index((operator, dtype))

@@ -113,5 +113,5 @@ def test_refused() -> None:
     with pytest.raises(OpError, match=r"\[10\] has 1 numbers of rows; expected 2: for the CPU, op"):
         check_split([10], 10, names)
     for rows in ([-1, 11], [3, 8]):
-        with pytest.raises(OpError, match="is no split of 10 rows between the CPU, opencl:0"):
+        with pytest.raises(OpError, match="is not a split of 10 rows between the CPU, opencl:0"):
             check_split(rows, 10, names)

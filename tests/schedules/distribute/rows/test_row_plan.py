@@ -16,9 +16,9 @@ from schedules.distribute.rows.rank_plan import RankPart, RankPlan, RowExchange,
 from schedules.distribute.rows.row_cost import choose_exchanges, row_cost
 from schedules.distribute.rows.row_plan import (
     Enlargement,
-    Operand,
-    Stage,
-    Window,
+    NetworkStage,
+    RowWindow,
+    StageOperand,
     place,
     transfers,
 )
@@ -31,39 +31,39 @@ FAST, SLOW = Network(1e-7, 1e11), Network(1.0, 1e3)
 
 
 @st.composite
-def windows(draw: st.DrawFn, extent: int) -> Window:
+def windows(draw: st.DrawFn, extent: int) -> RowWindow:
     reach = draw(st.integers(1, min(5, extent)))
-    return Window(extent, draw(st.integers(1, 3)), reach, draw(st.integers(0, reach - 1)))
+    return RowWindow(extent, draw(st.integers(1, 3)), reach, draw(st.integers(0, reach - 1)))
 
 
 @st.composite
-def networks(draw: st.DrawFn) -> list[Stage]:
+def networks(draw: st.DrawFn) -> list[NetworkStage]:
     """A chain of windows and enlargements, some of whose results are added to the input's."""
-    stages = [Stage("x", "input", draw(st.integers(1, 40)), 8)]
+    stages = [NetworkStage("x", "input", draw(st.integers(1, 40)), 8)]
     for number in range(draw(st.integers(1, 5))):
         rows = stages[-1].rows
         if draw(st.booleans()):
             factor = draw(st.sampled_from([1, 2]))
-            one: Window | Enlargement = Enlargement(rows, factor, draw(st.integers(0, 1)))
+            one: RowWindow | Enlargement = Enlargement(rows, factor, draw(st.integers(0, 1)))
             made = rows * factor
         else:
             one = draw(windows(rows))
             bottom = draw(st.integers(0, one.reach - 1))
             made = (rows + one.top + bottom - one.reach) // one.stride + 1
-        read = [Operand(len(stages) - 1, (one,))]
+        read = [StageOperand(len(stages) - 1, (one,))]
         same = [place for place, stage in enumerate(stages) if stage.rows == made]
         if same and draw(st.booleans()):
-            read.append(Operand(draw(st.sampled_from(same)), ()))
+            read.append(StageOperand(draw(st.sampled_from(same)), ()))
         grain = draw(st.sampled_from([1, 1, 4]))
-        stages.append(Stage(f"y{number}", "window", made, 8, tuple(read), 100.0, 16, grain))
+        stages.append(NetworkStage(f"y{number}", "window", made, 8, tuple(read), 100.0, 16, grain))
     return stages
 
 
-def rows_read(operand: Operand, source: Stage, row: int) -> set[int]:
+def rows_read(operand: StageOperand, source: NetworkStage, row: int) -> set[int]:
     """Rows that one row of a reader needs, by the definitions."""
     rows = {row}
     for one in operand.maps or ():
-        if isinstance(one, Window):
+        if isinstance(one, RowWindow):
             reached = {one.stride * r - one.top + k for r in rows for k in range(one.reach)}
         else:
             near = range(-one.halo, one.halo + 1)
@@ -78,7 +78,7 @@ def as_set(rows: np.ndarray) -> set[int]:
 
 @given(networks(), st.integers(1, 9), st.data())
 def test_every_rank_holds_what_it_reads_and_no_row_more(
-    stages: list[Stage], ranks: int, data: st.DataObject
+    stages: list[NetworkStage], ranks: int, data: st.DataObject
 ) -> None:
     inner = range(1, len(stages))
     split = [index for index in inner if stages[index].is_split]
@@ -123,13 +123,13 @@ def test_messages_bring_each_missing_row_once(rows: int, ranks: int, data: st.Da
         assert sorted(received[rank]) == sorted(as_set(held[rank]) - as_set(own[rank]))
 
 
-def chain(count: int = 3, rows: int = 64) -> list[Stage]:
+def chain(count: int = 3, rows: int = 64) -> list[NetworkStage]:
     """3x3 convolutions, and a sum over all rows."""
-    stages = [Stage("x", "input", rows, 400)]
+    stages = [NetworkStage("x", "input", rows, 400)]
     for number in range(count):
-        read = (Operand(number, (Window(rows, 1, 3, 1),)),)
-        stages.append(Stage(f"conv{number}", "conv2d", rows, 400, read, 1e5, 1000))
-    stages.append(Stage("sum", "sum", 1, 4, (Operand(count, None),), grain=1))
+        read = (StageOperand(number, (RowWindow(rows, 1, 3, 1),)),)
+        stages.append(NetworkStage(f"conv{number}", "conv2d", rows, 400, read, 1e5, 1000))
+    stages.append(NetworkStage("sum", "sum", 1, 4, (StageOperand(count, None),), grain=1))
     return stages
 
 
@@ -179,9 +179,9 @@ def test_shares_are_cut_between_tiles_where_that_gains() -> None:
     """14 rows in tiles of 4: 8 and 6 are computed at once, 7 and 7 as 8 and 10."""
     stages = chain(2, rows=14)
     tiled = replace(stages[2], grain=4)
-    read = (Operand(2, (Window(14, 1, 1, 0),)),)
-    last = Stage("conv2", "conv2d", 14, 400, read, 1.0, 1000)
-    head = Stage("sum", "sum", 1, 4, (Operand(3, None),), grain=1)
+    read = (StageOperand(2, (RowWindow(14, 1, 1, 0),)),)
+    last = NetworkStage("conv2", "conv2d", 14, 400, read, 1.0, 1000)
+    head = NetworkStage("sum", "sum", 1, 4, (StageOperand(3, None),), grain=1)
     placement = choose_exchanges([*stages[:2], tiled, last, head], 2, FAST, PROCESSOR)
     assert placement.computed[2].tolist() == [[0, 8], [8, 14]]
     assert place([*stages[:2], tiled, last, head], 2, [3]).computed[2].tolist() == [[0, 8], [4, 14]]
@@ -197,16 +197,21 @@ def test_one_rank_exchanges_nothing() -> None:
     [
         (chain(), 0, "auto", "over 0 ranks; expected at least 1"),
         (chain(), 2, "maybe", "exchange is 'maybe'; expected 'auto', 'always', 'once'"),
-        ([chain()[0], Stage("t", "matmul", 1, 4, (Operand(0, None),))], 2, "auto", r"'t' \(matmul"),
+        (
+            [chain()[0], NetworkStage("t", "matmul", 1, 4, (StageOperand(0, None),))],
+            2,
+            "auto",
+            r"'t' \(matmul",
+        ),
     ],
 )
-def test_bad_input(stages: list[Stage], ranks: int, choice: str, message: str) -> None:
+def test_bad_input(stages: list[NetworkStage], ranks: int, choice: str, message: str) -> None:
     with pytest.raises(OpError, match=message):
         choose_exchanges(stages, ranks, FAST, PROCESSOR, choice)
 
 
 @given(networks())
-def test_higher_images(stages: list[Stage]) -> None:
+def test_higher_images(stages: list[NetworkStage]) -> None:
     assert heighten(stages, 1) == stages
     high = heighten(stages, 5)
     assert high[0].rows == (5 * stages[0].rows if stages[0].rows > 1 else 1)

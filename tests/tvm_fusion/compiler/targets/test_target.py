@@ -121,7 +121,7 @@ OTHER_KIND = "is not supported: this version compiles for CPUs, CUDA and OpenCL"
         ("natve", "unknown target 'natve'; did you mean native"),
         ("qqq", r"unknown target 'qqq'; expected for example 'native'"),
         ("", "unknown target ''"),
-        ("sm_90", "target 'sm_90' is no CPU; did you mean 'cuda -arch=sm_90'"),
+        ("sm_90", "target 'sm_90' is not a CPU; did you mean 'cuda -arch=sm_90'"),
         ("lvm -mcpu=znver3", "unknown target kind 'lvm'; did you mean llvm"),
         ("llvm -mtriple=x86_64-linux-gnu -mcpu=znvr3", "unknown x86_64 mcpu .*did you mean znver3"),
         ("llvm -mtriple=x86_64-linux-gnu -mcpu=pentium", "unknown x86_64 mcpu 'pentium'"),

@@ -239,7 +239,7 @@ rank  iterations               sends    receives    compute   exchange        ov
         ({"devices": {3: ["opencl"]}}, InvalidInputError, "for rank 3; ranks are 0 to 1"),
         ({"split": "half"}, OpError, "split is 'half'; expected 'auto' or rows"),
         ({"split": {2: [1]}}, OpError, "a split is given for rank 2; ranks are 0 to 1"),
-        ({"split": [4, 4]}, OpError, r"split \[4, 4\] is no split of 6 rows"),
+        ({"split": [4, 4]}, OpError, r"split \[4, 4\] is not a split of 6 rows"),
         ({"split": MeasuredSplit(MeasuredRows(0, 1), ())}, OpError, "0 devices were measured"),
         ({"overlap": "always"}, OpError, "overlap='always' is for ranks without devices"),
         ({"exchange_every": 2}, OpError, "exchange_every is 2; ranks with devices exchange at"),

@@ -52,6 +52,19 @@ def test_both_sides_find_the_same_slot_and_no_other_pair_does(path: str) -> None
         assert again is not nodes[source].outgoing(0, dest, 100)
 
 
+def test_messages_of_all_pairs_at_once(path: str) -> None:
+    nodes = {rank: NodeSlots(path, RANKS, rank) for rank in RANKS}
+    pairs = [(source, dest) for source in RANKS for dest in RANKS if source != dest]
+    for source, dest in pairs:
+        slot = nodes[source].outgoing(0, dest, MOST_BYTES)
+        assert slot is not None and not slot.is_full
+        slot.data[:] = 16 * source + dest
+        slot.send(MOST_BYTES)
+    for source, dest in pairs:
+        slot = nodes[dest].incoming(0, source, MOST_BYTES)
+        assert slot is not None and slot.is_full and (slot.data == 16 * source + dest).all()
+
+
 def test_what_mpi_sends(path: str) -> None:
     node = NodeSlots(path, RANKS, 4)
     assert node.outgoing(0, 5, 8) is None  # of another node

@@ -92,7 +92,7 @@ def test_missing_file(folder: Path) -> None:
         ({"length": "4000"}, "of length 4000; its shape and type take 2048 bytes"),
         ({"offset": "2044"}, "2048 bytes from offset 2044; the file has 2048 bytes"),
         ({"offset": "-4"}, "2048 bytes from offset -4; the file has 2048 bytes"),
-        ({"offset": "far"}, "whose offset or length is no number: .*'far'"),
+        ({"offset": "far"}, "whose offset or length is not a number: .*'far'"),
     ],
 )
 def test_data_that_do_not_fill_the_tensor(

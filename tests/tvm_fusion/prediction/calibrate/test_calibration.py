@@ -116,11 +116,11 @@ def test_intervals_are_percentiles_of_the_ratios():
 @pytest.mark.parametrize(
     "text, why",
     [
-        ("[]", "no file of a calibration"),
-        ("{", "no file of a calibration"),
-        (" " * (5 << 20), "no file of a calibration .*larger than any file of a calibration"),
-        (json.dumps(LIMITS.to_json()), "no file of a calibration .'samples'"),
-        (json.dumps({**LIMITS.to_json(), "samples": [{"case": "x"}]}), "no file of a calibration"),
+        ("[]", "not a calibration file"),
+        ("{", "not a calibration file"),
+        (" " * (5 << 20), "not a calibration file .*larger than any file of a calibration"),
+        (json.dumps(LIMITS.to_json()), "not a calibration file .'samples'"),
+        (json.dumps({**LIMITS.to_json(), "samples": [{"case": "x"}]}), "not a calibration file"),
     ],
 )
 def test_files_of_others_are_neither_used_nor_overwritten(tmp_path, text, why):

@@ -152,7 +152,7 @@ def test_buckets() -> None:
 
 
 def test_broken_pattern() -> None:
-    with pytest.raises(PredictionError, match="no regular expression"):
+    with pytest.raises(PredictionError, match="not a regular expression"):
         named("(")
 
 

@@ -55,7 +55,7 @@ def test_what_cannot_be_used_is_counted(tmp_path) -> None:
         "x.json: 2 events of negative duration; the first: aten::bad at 30 us: -4 us",
         "x.json: 1 kernels without correlation; the first: nameless at 12.0 us",
         "x.json: 1 events without name, start or duration; the first: aten::nan at nan us",
-        "x.json: 1 entries that are no events; the first: 'text'",
+        "x.json: 1 entries that are not events; the first: 'text'",
         "x.json: 1 kernels without their launch, taken as launched before the trace began; the "
         "first: orphan at 12.0 us (correlation 99)",
     ] == warnings

@@ -84,7 +84,11 @@ def unfolded_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
         if image is None or block is None or not 1 <= len(image) <= 3 or len(shape) != 3:
             return f"its image_shape is {image}; expected one to three sizes"
         window = math.prod(block.tolist())
-        return None if shape[1] % window == 0 else f"{shape[1]} rows are no windows of {window}"
+        return (
+            None
+            if shape[1] % window == 0
+            else f"{shape[1]} rows do not divide into windows of {window}"
+        )
     given = facts.constant(node.input[2]) if len(node.input) > 2 else None
     wanted = _unpooled(node, facts)
     if given is not None and given.tolist() != wanted:
