@@ -10,9 +10,9 @@ where they ended when the command is repeated:
 - template: MetaSchedule's evolutionary search on the template of the default kernels, with as many
   trials, whose winner becomes a record of ours;
 - stock: MetaSchedule as it is on the two layers, as many trials for each;
-- race: all winners and the default take turns in the whole model;
+- race: all winners and the default take turns in the whole model, three times in fresh processes;
 - again: a second job of ours with another seed and an empty database, whose winner takes turns with
-  that of the first.
+  that of the first, three times, too.
 
 Prints a table and writes results/CPU/tuning.json, a piece at a time. Databases are kept in --work.
 """
@@ -23,6 +23,7 @@ import argparse
 import importlib
 import inspect
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -77,6 +78,8 @@ BATCH = 8
 POPULATION = 64
 """Of the evolutionary search on a template; more is slow where mutators are Python."""
 PLAN = Plan(rounds=15, runs=30, turn_seconds=0.06)
+RACES = 3
+"""Races of each comparison, each in fresh processes: equal models differ by 2 % in some."""
 TITLES = ("tuned", "default", "MetaSchedule, template", "MetaSchedule, apart")
 TWICE = ("tuned", "tuned again")
 
@@ -194,15 +197,23 @@ def _turns(
     choices: Sequence[tuple[str, Result]],
     options: argparse.Namespace,
 ) -> list[Result]:
-    """Race engines, each with its options, on the whole model."""
+    """Race engines on the whole model, each with its options; of the races keep the medians."""
     engines = [
         EngineSpec(engine, title, given)
         for title, (engine, given) in zip(titles, choices, strict=True)
     ]
-    with Arena(engines, options.threads) as arena:
-        found = arena.race(build_pair(name), name, plan=PLAN).to_json()
-    kept = ("title", "median_ms", "ratio", "relative_error")
-    return [{key: engine[key] for key in kept} for engine in found["engines"]]
+    races: list[list[Result]] = []
+    for _ in range(RACES):
+        with Arena(engines, options.threads) as arena:
+            found = arena.race(build_pair(name), name, plan=PLAN).to_json()
+        races.append(found["engines"])
+    kept = ("median_ms", "ratio", "relative_error")
+    return [
+        {"title": title}
+        | {key: statistics.median(race[position][key] for race in races) for key in kept}
+        | {"ratios": [race[position]["ratio"] for race in races]}
+        for position, title in enumerate(titles)
+    ]
 
 
 PIECES: dict[str, Callable[[str, Path, argparse.Namespace], Result]] = {
