@@ -10,9 +10,9 @@ where they ended when the command is repeated:
 - template: MetaSchedule's evolutionary search on the template of the default kernels, with as many
   trials, whose winner becomes a record of ours;
 - stock: MetaSchedule as it is on the two layers, as many trials for each;
-- race: all winners and the default take turns in the whole model;
+- race: all winners and the default take turns in the whole model, three times in fresh processes;
 - again: a second job of ours with another seed and an empty database, whose winner takes turns with
-  that of the first.
+  that of the first and with the default, three times, too.
 
 Prints a table and writes results/CPU/tuning.json, a piece at a time. Databases are kept in --work.
 """
@@ -23,6 +23,7 @@ import argparse
 import importlib
 import inspect
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -77,8 +78,10 @@ BATCH = 8
 POPULATION = 64
 """Of the evolutionary search on a template; more is slow where mutators are Python."""
 PLAN = Plan(rounds=15, runs=30, turn_seconds=0.06)
+RACES = 3
+"""Races of each comparison, each in fresh processes: equal models differ by 2 % in some."""
 TITLES = ("tuned", "default", "MetaSchedule, template", "MetaSchedule, apart")
-TWICE = ("tuned", "tuned again")
+TWICE = ("tuned", "tuned again", "default")
 
 Result = dict[str, Any]
 
@@ -92,7 +95,8 @@ def again(name: str, folder: Path, options: argparse.Namespace) -> Result:
     """Run or go on with a second job, and race its winner with the first one's."""
     found = _job(name, folder / "again", options, options.seed + 1)
     if found["done"]:
-        choices = [("tvm-fusion", {"records": str(folder / part)}) for part in ("ours", "again")]
+        databases = [*(str(folder / part) for part in ("ours", "again")), "none"]
+        choices = [("tvm-fusion", {"records": database}) for database in databases]
         found["engines"] = _turns(name, TWICE, choices, options)
     return found
 
@@ -194,15 +198,23 @@ def _turns(
     choices: Sequence[tuple[str, Result]],
     options: argparse.Namespace,
 ) -> list[Result]:
-    """Race engines, each with its options, on the whole model."""
+    """Race engines on the whole model, each with its options; of the races keep the medians."""
     engines = [
         EngineSpec(engine, title, given)
         for title, (engine, given) in zip(titles, choices, strict=True)
     ]
-    with Arena(engines, options.threads) as arena:
-        found = arena.race(build_pair(name), name, plan=PLAN).to_json()
-    kept = ("title", "median_ms", "ratio", "relative_error")
-    return [{key: engine[key] for key in kept} for engine in found["engines"]]
+    races: list[list[Result]] = []
+    for _ in range(RACES):
+        with Arena(engines, options.threads) as arena:
+            found = arena.race(build_pair(name), name, plan=PLAN).to_json()
+        races.append(found["engines"])
+    kept = ("median_ms", "ratio", "relative_error")
+    return [
+        {"title": title}
+        | {key: statistics.median(race[position][key] for race in races) for key in kept}
+        | {"ratios": [race[position]["ratio"] for race in races]}
+        for position, title in enumerate(titles)
+    ]
 
 
 PIECES: dict[str, Callable[[str, Path, argparse.Namespace], Result]] = {
@@ -222,7 +234,7 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, Result]]:
     for name in options.only:
         pieces = results.setdefault(name, {})
         for piece in options.pieces:
-            before = pieces.get(piece, {})
+            before = {} if options.redo else pieces.get(piece, {})
             if before.get("done"):
                 continue
             needed = NEEDED.get(piece, ())
@@ -280,7 +292,7 @@ def tuning_table(results: dict[str, dict[str, Result]]) -> Table:
             *(f"{engine['ratio']:.2f}x" for engine in engines[1:]),
             *(
                 f"{engine['ratio']:.3f}"
-                for engine in pieces.get("again", {}).get("engines", [])[1:]
+                for engine in pieces.get("again", {}).get("engines", [])[1:2]
             ),
         )
     groups = {
@@ -310,6 +322,7 @@ def main() -> int:
     options.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()) / "tvm-fusion-tuning"
     )
+    options.add_argument("--redo", action="store_true", help="do pieces again that are done")
     chosen = options.parse_args()
     chosen.threads = chosen.threads or host_info()["physical_cores"]
     results = run(chosen)

@@ -114,7 +114,7 @@ class DeviceBench(Races[DeviceCandidate]):
         ]
         return float(np.max(errors))  # NaN, if one is
 
-    def seconds_of(self, candidate: DeviceCandidate) -> float:
+    def seconds_of(self, candidate: DeviceCandidate, state: int) -> float:
         """Time one launch by events, with a cold cache."""
         return candidate.seconds()
 

@@ -39,12 +39,16 @@ from .tasks import Task, extract_tasks, import_model, merged, text_of
 
 LEAST_GAIN = 0.01
 """Gain in the second race below which the default stays, and expected gain that ends a search."""
-LEAST_TRIALS = 2 * BATCH
-BATCH_ROUNDS, BATCH_SECONDS = (7, 60), 0.4
-FINAL_ROUNDS, FINAL_SECONDS = (15, 400), 2.0
+LEAST_TRIALS = 5 * BATCH
+"""Before these the trees promise next to nothing, and are wrong."""
+MOST_LOSS = 0.01
+"""Loss in one state of the caches above which a setting does not win."""
+BATCH_ROUNDS, BATCH_SECONDS = (8, 60), 0.4
+FINAL_ROUNDS, FINAL_SECONDS = (16, 400), 2.0
 FORM_SECONDS = 10.0
 """Expected time to build and race the forms of a layer or a pair."""
-FINALISTS = 3
+FINALISTS = 8
+"""Settings that meet again: the first race orders those that differ by less than 2 % by chance."""
 SEEDS = 2
 """Neighbours' winners that are tried first."""
 
@@ -462,7 +466,7 @@ class _Job:
         if task.number_of(record.template, record.version, record.knobs) is None:
             return not task.wide and task.is_in_wide_space(record)
         enough = max(search.trials, record.trials) >= min(self.trials, len(task.settings) - 1)
-        return enough or _promises_little(search)
+        return enough or (_promises_little(search) and not search.neighbours())
 
     def _search(self, task: Task, known: Mapping[Key, Record]) -> Search:
         """The search, with what the log has of earlier trials."""
@@ -487,8 +491,9 @@ class _Job:
     ) -> None:
         """Try batches until the trials, the time, or what is left to gain run out."""
         hopeless = 0
-        while search.trials < self.trials and hopeless < 2:
-            batch = search.propose(min(BATCH, self.trials - search.trials))
+        while search.trials < self.trials:
+            room = min(BATCH, self.trials - search.trials)
+            batch = search.neighbours()[:room] if hopeless > 1 else search.propose(room)
             if not batch or (search.trials and time.monotonic() >= until):
                 return
             session.build([0, *batch])
@@ -526,8 +531,8 @@ class _Job:
 
     def _confirm(self, session: Session, task: Task, search: Search, state: TaskState) -> None:
         """Race the best settings again in a fresh process, and record the winner or the default."""
-        ratios, default = _second_race(session, search.measured)
-        best, ratio = _winner(ratios)
+        outcomes, default = _second_race(session, search.measured)
+        best, ratio = _winner(outcomes)
         _tell_winner(state, best, default, default * ratio)
         self._name_best(task, state, best)
         self.database.add_record(_record(session, task, best, default, default * ratio, search))
@@ -556,7 +561,8 @@ class _Job:
             logs = {number: math.log(ratio) for number, ratio in ratios.items()}
             second, default = _second_race(session, logs)
             best, ratio = _winner(second)
-            ratios = {0: 1.0} | ratios | second
+            again = {number: one.ratio for number, one in second.items() if one.ratio is not None}
+            ratios = {0: 1.0} | ratios | again
             state.times = {task.title(n): default * one for n, one in sorted(ratios.items())}
             _tell_winner(state, best, default, default * ratio)
             state.template, state.knobs = FORMS.name, asdict(task.forms[best])
@@ -582,7 +588,9 @@ class _Job:
         state.template, state.knobs = template.name, asdict(knobs)
 
 
-def _second_race(session: Session, measured: Mapping[int, float]) -> tuple[dict[int, float], float]:
+def _second_race(
+    session: Session, measured: Mapping[int, float]
+) -> tuple[dict[int, Outcome], float]:
     """Race the best settings and the default again, in a fresh process.
 
     Parameters
@@ -594,22 +602,27 @@ def _second_race(session: Session, measured: Mapping[int, float]) -> tuple[dict[
 
     Returns
     -------
-    tuple[dict[int, float], float]
-        Times of the best ones in units of the default's, and that in seconds.
+    tuple[dict[int, Outcome], float]
+        Outcomes of the best ones, and the default's seconds.
     """
     session.end_worker()
     ranked = sorted(measured, key=measured.__getitem__)
     finalists = [number for number in ranked if number and measured[number] < 0][:FINALISTS]
     session.build([0, *finalists])
     outcomes, default = session.race(finalists, FINAL_ROUNDS, FINAL_SECONDS)
-    return {number: outcomes[number].ratio or math.inf for number in finalists}, default
+    return {number: outcomes[number] for number in finalists}, default
 
 
-def _winner(ratios: Mapping[int, float]) -> tuple[int, float]:
-    """The best setting with its ratio if it gains enough, else the default."""
-    best = min(ratios, key=ratios.__getitem__, default=0)
-    wins = best and ratios[best] <= 1 / (1 + LEAST_GAIN)
-    return (best, ratios[best]) if wins else (0, 1.0)
+def _winner(outcomes: Mapping[int, Outcome]) -> tuple[int, float]:
+    """The best setting with its ratio if it gains enough and loses nowhere, else the default."""
+    able = {
+        number: one.ratio
+        for number, one in outcomes.items()
+        if one.ratio is not None and max(one.states, default=1.0) <= 1 + MOST_LOSS
+    }
+    best = min(able, key=able.__getitem__, default=0)
+    wins = best and able[best] <= 1 / (1 + LEAST_GAIN)
+    return (best, able[best]) if wins else (0, 1.0)
 
 
 def _tell_winner(state: TaskState, best: int, default: float, seconds: float) -> None:

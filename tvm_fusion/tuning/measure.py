@@ -111,16 +111,26 @@ class Outcome:
     Parameters
     ----------
     ratio : float | None
-        Its time over that of the default, median over the rounds; None for a failure.
+        Its time over that of the default, the geometric mean of ``states``; None for a failure.
     failure : str
         ``compile``, ``hang``, ``crash`` or ``wrong``; empty otherwise.
     reason : str
         Of the failure.
+    states : tuple of float
+        The ratio in each state of the caches, median over its rounds.
     """
 
     ratio: float | None
     failure: str = ""
     reason: str = ""
+    states: tuple[float, ...] = ()
+
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[Sequence[Any]], position: int, states: int) -> Outcome:
+        """Compare the candidate at ``position`` with the one at 0, round by round."""
+        ratios = [turn[position] / turn[0] for turn in rounds]
+        found = tuple(statistics.median(ratios[state::states]) for state in range(states))
+        return cls(statistics.geometric_mean(found), states=found)
 
 
 class LostWorker(Exception):
@@ -387,7 +397,8 @@ class Session:
         Returns
         -------
         tuple[dict[int, Outcome], float]
-            Outcome of each of ``numbers``, and the default's median seconds.
+            Outcome of each of ``numbers``, and the default's seconds: of its medians in the states
+            of the caches the geometric mean.
 
         Raises
         ------
@@ -420,11 +431,12 @@ class Session:
             outcomes[racers[int(position)]] = Outcome(None, "wrong", error)
         self._check_default(outcomes)
         times = found["times"]
+        states = min(found["states"], len(times))
         for position, number in enumerate(racers):
             if number not in outcomes:
-                ratio = statistics.median(turn[position] / turn[0] for turn in times)
-                outcomes[number] = Outcome(ratio)
-        return outcomes, statistics.median(turn[0] for turn in times)
+                outcomes[number] = Outcome.of_rounds(times, position, states)
+        own = [statistics.median(turn[0] for turn in times[s::states]) for s in range(states)]
+        return outcomes, statistics.geometric_mean(own)
 
     def _check_default(self, outcomes: dict[int, Outcome]) -> None:
         if 0 in outcomes and outcomes[0].failure:

@@ -20,6 +20,8 @@ BATCH = 8
 EXPLORED = 8
 LEAST_COVERED = 4
 """Smallest batch of which one candidate covers values of knobs."""
+REACH = 2
+"""Values of a knob on either side of the best setting's whose settings are its neighbours."""
 LEAST_LEARNT = 6
 """Measured settings with which the trees begin."""
 
@@ -73,7 +75,8 @@ class Search:
         count = len(self.log_predicted)
         self._first = [index for index in dict.fromkeys(first) if 0 < index < count]
         self._order = _interleaved(self.log_predicted, groups or [0] * count)
-        self._with_value = _settings_by_value(self.features[:, self.features.shape[1] - knobs :])
+        self._knobs = self.features[:, self.features.shape[1] - knobs :]
+        self._with_value = _settings_by_value(self._knobs)
 
     def __len__(self) -> int:
         return len(self.log_predicted)
@@ -111,6 +114,25 @@ class Search:
             drawn += [self._least_tried(ranked, drawn)]
         chosen = [index for index in ranked if index not in drawn]
         return chosen[: count - len(drawn)] + drawn
+
+    def neighbours(self) -> list[int]:
+        """Return the untried settings that differ from the best in one knob, the best score first.
+
+        By one of the next :data:`REACH` values on either side. The trees see steps between values
+        that were measured; where they promise nothing, one of these may still be better.
+        """
+        own = self._knobs[self.best]
+        same = (self._knobs == own) | (np.isnan(self._knobs) & np.isnan(own))
+        in_one = same.sum(axis=1) == len(own) - 1
+        found: list[int] = []
+        for values, value in zip(self._knobs.T, own, strict=True):
+            above, below = (np.unique(values[in_one & (values * s > value * s)]) for s in (1, -1))
+            near = [*above[:REACH], *below[-REACH:]]
+            found += np.flatnonzero(in_one & np.isin(values, near)).tolist()
+        scores = self.scores()
+        order = self.log_predicted if scores is None else scores
+        untried = [index for index in found if index and not self._was_tried(index)]
+        return sorted(untried, key=lambda index: (order[index], index))
 
     def _least_tried(self, ranked: Sequence[int], drawn: Sequence[int]) -> int:
         """The first of the ranked settings with a value of a knob that was tried least."""

@@ -32,8 +32,10 @@ from ..gemm.shared_memory_pipeline import DataStage, WeightStage
 from ..gemm.thread_block_tile import GemmBlock
 
 ADDING_THREADS = 128
-LEAST_REGISTERS = 80
+LEAST_REGISTERS = 104
 """Of a thread; with as few as a small tile is estimated to need, some of its addresses spill."""
+PARTITIONS = 4
+"""Parts of a multiprocessor, each with its share of the registers and of the warps."""
 
 
 class ConvTemplate(GPUTemplate[Conv2DKernel, Knobs]):
@@ -55,7 +57,7 @@ class Conv2DTemplate(ConvTemplate[ConvTile]):
     """Tiles of :class:`Conv2D`."""
 
     name = "gpu.conv2d"
-    version = 2
+    version = 3
     knobs = ConvTile
     rule = "Conv2D"
 
@@ -186,6 +188,13 @@ def conv2d_template(
     return write_kernels(func, body)
 
 
+def _blocks_at_once(tile: ConvTile, gpu: GPUInfo) -> int:
+    """Blocks whose warps find their registers in the parts of a multiprocessor."""
+    a_warp = gpu.warp_size * max(tile.registers, LEAST_REGISTERS)
+    warps = PARTITIONS * (COSTS.register_file // PARTITIONS // a_warp)
+    return warps // -(-tile.threads // gpu.warp_size)
+
+
 def _write_product(
     func: tirx.PrimFunc,
     shape: ConvShape,
@@ -196,14 +205,13 @@ def _write_product(
     """Emit the kernel of the product, which ends with the layer or in ``partial``."""
     across = (shape.const(shape.pixels) + (tile.pixels - 1)) // tile.pixels
     down = -(-shape.out_blocks // tile.blocks)
-    registers = max(tile.registers, LEAST_REGISTERS)
     with (
         unless_empty(across),
         T.launch_thread("blockIdx.z", shape.const(tile.splits)) as split,
         T.launch_thread("blockIdx.y", shape.const(shape.groups * down)) as row,
         T.launch_thread("blockIdx.x", across) as column,
         T.launch_thread("threadIdx.x", shape.const(tile.threads)) as thread,
-        resident_blocks(gpu, COSTS.register_file // (registers * tile.threads)),
+        resident_blocks(gpu, _blocks_at_once(tile, gpu)),
     ):
         data, weight = [flat_view(param) for param in func.params[:2]]
         group = 0 if shape.groups == 1 else row // down

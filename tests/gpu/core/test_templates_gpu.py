@@ -21,6 +21,7 @@ from tvm.target import Target
 from schedules import gpu
 from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.errors import OpError
+from schedules.gpu.gemm.conv_tiles import ConvTile
 from schedules.tuning.records import RECORD, Record, Records, parse_record
 from schedules.tuning.tunable_rule import tunable_rule_of
 from schedules.workload.reduce import ReduceWorkload
@@ -132,6 +133,23 @@ def check_numbers(name: str, count: int) -> None:
 @pytest.mark.parametrize("name", gpu.TEMPLATES)
 def test_a_setting_spills_nothing(name: str) -> None:
     check_resources(name, 1)
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        ConvTile(blocks=1, pixels=128, thread_blocks=1, thread_pixels=1, quads=4, parts=1),
+        ConvTile(blocks=1, pixels=128, thread_blocks=1, thread_pixels=2, quads=2, parts=1),
+    ],
+    ids=str,
+)
+def test_small_tiles_get_the_registers_that_addresses_take(tile: ConvTile) -> None:
+    """These spill in 80 and in 96 registers."""
+    func, template = FUNCTIONS["gpu.conv2d"][1], gpu.TEMPLATES["gpu.conv2d"]
+    _, workload = tunable_rule_of(func, CUDA, gpu.RULES) or (None, None)
+    written = template.write(func, workload, tile, CUDA).mod["main"]
+    (used,) = ptxas(cuda_source(written)).values()
+    assert (used.stack_frame, used.spill_stores) == (0, 0)
 
 
 @pytest.mark.parametrize("name", gpu.TEMPLATES)

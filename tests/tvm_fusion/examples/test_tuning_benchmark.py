@@ -25,6 +25,7 @@ def options(tmp_path: Path) -> Namespace:
         minutes=1.0,
         output=tmp_path / "tuning.json",
         work=tmp_path,
+        redo=False,
     )
 
 
@@ -32,7 +33,7 @@ RATIOS = tuple(zip(tuning.TITLES, (1.0, 1.1, 1.05, 1.5), strict=True))
 
 
 def engine(title: str, ratio: float) -> dict[str, object]:
-    return {"title": title, "median_ms": 0.1 * ratio, "ratio": ratio, "relative_error": "1e-7"}
+    return {"title": title, "median_ms": 0.1 * ratio, "ratio": ratio, "relative_error": 1e-7}
 
 
 def test_pieces_go_on_where_they_ended(options: Namespace, monkeypatch) -> None:
@@ -46,7 +47,7 @@ def test_pieces_go_on_where_they_ended(options: Namespace, monkeypatch) -> None:
                 return {"engines": [engine(*one) for one in RATIOS], "done": True}
             is_cut = title == "ours" and name in limit
             found = {"seconds": 3.0, "trials": 6, "done": not is_cut}
-            twice = [engine("tuned", 1.0), engine("tuned again", 0.987)]
+            twice = [engine("tuned", 1.0), engine("tuned again", 0.987), engine("default", 1.2)]
             return found | ({"engines": twice} if title == "again" else {})
 
         return do
@@ -66,6 +67,11 @@ def test_pieces_go_on_where_they_ended(options: Namespace, monkeypatch) -> None:
     text = console.export_text()
     assert "geomean all (2)" in text and "1.50x" in text and "0.50" in text
     assert text.count("0.987") == 2
+    options.redo, options.only = True, ["mv1_3"]
+    asked.clear()
+    again = tuning.run(options)
+    assert asked == [("mv1_3", title) for title in tuning.PIECES]
+    assert again["mv1_3"]["ours"]["seconds"] == 3.0
     options.trials = 16  # other settings: nothing is kept
     assert tuning._stored(options) == {}
 
@@ -89,8 +95,34 @@ def test_a_second_job_has_another_seed_and_database(
     tuning.ours("mv1_3", options.work, options)
     found = tuning.again("mv1_3", options.work, options)
     assert jobs == [("mv1_3", "ours", 0), ("mv1_3", "again", 1)]
-    assert raced == ([("mv1_3", ["ours", "again"])] if is_done else [])
+    assert raced == ([("mv1_3", ["ours", "again", "none"])] if is_done else [])
     assert ("engines" in found) == is_done
+
+
+def test_a_comparison_is_the_median_of_races_in_fresh_processes(
+    options: Namespace, monkeypatch
+) -> None:
+    ratios = iter([(1.0, 1.3), (1.0, 0.9), (1.0, 1.1)])
+
+    class FakeArena:
+        def __init__(self, engines, threads) -> None:
+            self.titles = [one.title for one in engines]
+
+        def __enter__(self) -> FakeArena:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            pass
+
+        def race(self, model, name, plan) -> Namespace:
+            engines = [engine(*one) for one in zip(self.titles, next(ratios), strict=True)]
+            return Namespace(to_json=lambda: {"engines": engines})
+
+    monkeypatch.setattr(tuning, "Arena", FakeArena)
+    choices = [("tvm-fusion", {"records": "none"})] * 2
+    base, other = tuning._turns("mv1_3", ("a", "b"), choices, options)
+    assert (base["title"], base["ratio"]) == ("a", 1.0)
+    assert (other["title"], other["ratio"], other["ratios"]) == ("b", 1.1, [1.3, 0.9, 1.1])
 
 
 def test_a_task_that_was_cut_short_is_not_done(options: Namespace) -> None:

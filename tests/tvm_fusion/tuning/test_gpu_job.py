@@ -387,7 +387,7 @@ def test_a_session_prepares_a_device(monkeypatch, tmp_path: Path) -> None:
                 np.testing.assert_allclose(tensors[-1].numpy(), sums, atol=0.1)
                 return {"finite": True}
             racers = len(request["candidates"])
-            return {"times": [[1.0] * racers], "wrong": {}}
+            return {"times": [[1.0] * racers], "wrong": {}, "states": 1}
 
         def close(self) -> None:
             pass

@@ -30,6 +30,7 @@ from tvm_fusion.onnx.frontend import import_onnx
 from tvm_fusion.tuning import job
 from tvm_fusion.tuning.database import Database, append_line, measuring, measuring_lock
 from tvm_fusion.tuning.measure import Outcome
+from tvm_fusion.tuning.search import Search
 from tvm_fusion.tuning.tasks import extract_tasks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -173,6 +174,7 @@ class Believed:
     """A session that measures what it is told: a ratio for each race."""
 
     search_ratio, final_ratio = 0.8, 0.8
+    states: tuple[float, ...] = ()
 
     def __init__(self, task, target, seed, host) -> None:
         self.task, self.host, self.fresh = task, host, False
@@ -191,7 +193,8 @@ class Believed:
 
     def race(self, numbers, rounds, seconds):
         ratio = self.final_ratio if self.fresh else self.search_ratio
-        return {number: Outcome(1.0 if number == 0 else ratio) for number in numbers}, 1e-3
+        found = {number: Outcome(ratio, states=self.states) for number in numbers}
+        return found | {0: Outcome(1.0)}, 1e-3
 
 
 @pytest.mark.parametrize(
@@ -215,12 +218,31 @@ def test_only_a_second_race_decides(
         assert record["default_seconds"] / record["best_seconds"] == pytest.approx(gain)
 
 
-def test_a_search_that_promises_nothing_ends_early(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(("states", "status"), [((0.6, 1.005), "tuned"), ((0.6, 1.1), "stays")])
+def test_a_winner_loses_in_no_state(tmp_path: Path, monkeypatch, states, status: str) -> None:
     monkeypatch.setattr(job, "Session", Believed)
-    monkeypatch.setattr(Believed, "search_ratio", 1.0)
+    monkeypatch.setattr(Believed, "states", states)
+    assert {task.status.split()[-1] for task in tune(tmp_path).tasks} == {status}
+
+
+def test_a_search_that_promises_nothing_ends_with_the_neighbours(
+    tmp_path: Path, monkeypatch
+) -> None:
+    ended: list[Search] = []
+    monkeypatch.setattr(job, "Session", Believed)
+    monkeypatch.setattr(Believed, "search_ratio", 1.1)  # the default is the best
     monkeypatch.setattr(job, "_promises_little", lambda search: search.trials >= 16)
+    explore = job._Job._explore
+
+    def note(self, session, task, search, state, until) -> None:
+        explore(self, session, task, search, state, until)
+        ended.append(search)
+
+    monkeypatch.setattr(job._Job, "_explore", note)
     result = tune(tmp_path, trials=999)
-    assert [task.trials for task in result.tasks] == [24, 24]  # twice in a row
+    for task, search in zip(result.tasks, ended, strict=True):
+        assert 24 <= task.trials < task.settings - 1  # twice in a row, then the neighbours
+        assert not search.neighbours()
     again = tune(tmp_path, trials=999)
     assert [task.status for task in again.tasks] == ["known", "known"]
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import pytest
 import tvm
 from tvm import s_tir, tirx
@@ -18,9 +20,9 @@ from schedules.tuning.records import Key
 from schedules.tuning.template import Template
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import TuningError
-from tvm_fusion.tuning.measure import Session
+from tvm_fusion.tuning.measure import Outcome, Session, library, writer
 from tvm_fusion.tuning.tasks import Task
-from tvm_fusion.tuning.worker import BEACON, Races
+from tvm_fusion.tuning.worker import BEACON, Bench, Races
 
 TARGET = resolve("native", cores=2)
 MACHINE = CPUInfo.from_target(TARGET)
@@ -183,9 +185,9 @@ class Spoiled(Races[int]):
         self.runs[candidate] += 1
         return float(candidate == 1 and self.runs[candidate] > 2)
 
-    def seconds_of(self, candidate: int) -> float:
+    def seconds_of(self, candidate: int, state: int) -> float:
         self.runs[candidate] += 1
-        return 1e-6
+        return 1.0 + state
 
 
 def test_numbers_are_compared_again_after_the_timing() -> None:
@@ -194,6 +196,44 @@ def test_numbers_are_compared_again_after_the_timing() -> None:
     found = races.race([{"number": 0}, {"number": 1}], (3, 3), 0.0, seed=0)
     assert found["wrong"] == {"1": "relative error 1"}
     assert len(found["times"]) == 3
+
+
+def test_rounds_meet_the_states_in_turn_and_are_compared_apart() -> None:
+    races = Spoiled(mmap.mmap(-1, BEACON.size))
+    races.runs, races.states = [0, 0], 2
+    found = races.race([{"number": 0}], (4, 4), 0.0, seed=0)
+    assert (found["times"], found["states"]) == ([[1.0], [2.0], [1.0], [2.0]], 2)
+    outcome = Outcome.of_rounds([[1.0, 0.5], [4.0, 8.0], [2.0, 1.0], [1.0, 2.0]], 1, 2)
+    assert outcome.states == (0.5, 2.0) and outcome.ratio == pytest.approx(1.0)
+
+
+class Noting:
+    """A candidate that notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[np.ndarray]] = []
+
+    def steps(self, common):
+        return [(lambda *given: self.calls.append([np.from_dlpack(one) for one in given]), common)]
+
+
+def test_an_input_is_written_before_a_run_or_comes_from_memory(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{number}.npy") for number in range(3)]
+    for number, path in enumerate(paths):
+        np.save(path, np.full((4, 8), number, "float32"))
+    writes = str(library(writer([1, 4, 8], "float32", 2), TARGET, tmp_path / "writer.so"))
+    reference = {"library": writes, "calls": [], "constants": [], "buffers": []}
+    bench, noting = Bench(2, mmap.mmap(-1, BEACON.size)), Noting()
+    bench.prepare(paths, [1], reference, writes, [1, 4, 8])
+    written: list[int] = []
+    bench._write = lambda planes: written.append(len(noting.calls))
+    for state in (0, 1, 1, 0):
+        bench.seconds_of(noting, state)
+    assert written == [0, 3]
+    data, weights, outputs = ([call[n].ctypes.data for call in noting.calls] for n in range(3))
+    assert data[0] == data[3] == bench._arrays[0].ctypes.data
+    assert len(set(data)) == 3 and len(set(weights)) == 4 and len(set(outputs)) == 1
+    assert all((call[0] == 0).all() and (call[1] == 1).all() for call in noting.calls)
 
 
 def test_a_default_that_fails_is_an_error() -> None:

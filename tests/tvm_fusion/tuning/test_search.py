@@ -72,6 +72,19 @@ def test_exploration_tries_all_values_of_knobs() -> None:
     assert 150 in play(search, times, 64)
 
 
+def test_neighbours_of_the_best_differ_in_one_knob_by_the_next_values() -> None:
+    knobs = np.array([[a, b, np.nan] for a in (1, 2, 4, 8) for b in (0, 1)], dtype=float)
+    knobs = np.vstack([knobs, [np.nan, np.nan, 2.0]])  # of another template
+    predicted = -np.arange(9.0)
+    search = Search(np.column_stack([np.ones(9), knobs]), predicted, knobs=3)
+    search.add(0, 0.0)
+    assert search.neighbours() == [4, 2, 1]  # not 6: two values are nearer
+    search.add(4, -1.0)
+    assert search.neighbours() == [6, 5, 2]  # not 0: it was tried
+    search.fail(2)
+    assert search.neighbours() == [6, 5]
+
+
 def test_neighbours_winners_come_first() -> None:
     features, predicted, _ = landscape()
     worst = int(np.argmax(predicted))
