@@ -340,6 +340,10 @@ def test_a_zero_byte_in_a_path(model: CompiledModel, tmp_path: Path) -> None:
         model.save(f"{tmp_path}/a\0b.so")
     with pytest.raises(ArtifactError, match="cannot read .*null byte"):
         load(f"{tmp_path}/a\0b.so")
+    for path in (None, b"model.so", 3):
+        for refused in (load, model.save):
+            with pytest.raises(ArtifactError, match="; expected a path"):
+                refused(path)
 
 
 @pytest.mark.usefixtures("no_loading")
