@@ -38,6 +38,8 @@ def written_aside(
     path = as_path(path, error)
     try:
         target = _real(path)
+        if not target.name:
+            raise OSError(None, "it is a folder")
         aside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.partial")
         if target.exists() and not target.is_file():
             raise OSError(None, "it exists and is not a file")

@@ -265,6 +265,7 @@ def test_a_file_that_is_there_is_replaced_also_while_it_is_in_use(
         ("missing/model.so", "cannot write '.*missing/model.so': No such file or directory"),
         ("file/model.so", "cannot write '.*file/model.so': Not a directory"),
         ("folder", "cannot write '.*folder': it exists and is not a file"),
+        ("/", "cannot write '/': it is a folder"),
         ("x" * 300, "cannot write '.*': File name too long"),
     ],
 )
