@@ -241,7 +241,7 @@ def _another_type(array: np.ndarray, rng: random.Random) -> Any:
     names = "float32 float64 float16 int8 uint8 int32 int64 uint64 bool complex64 complex128 object"
     others = ("S4", "U2", "M8[s]", "m8[D]", "V3", "f4,i4", "bfloat16", "float8_e4m3fn", "int4")
     name = rng.choice([*names.split(), *others])
-    with contextlib.suppress(TypeError, ValueError, np.exceptions.ComplexWarning):
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, np.exceptions.ComplexWarning):
         return array.astype(getattr(ml_dtypes, name, name))
     return np.zeros(array.shape, name)
 
