@@ -146,7 +146,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
         facts = GraphFacts(model, weights)
     bound_topk(model, facts)
     if choose_axes(model, facts):
-        model = infer_shapes(model)
+        model = fold_constants(infer_shapes(model), weights)  # reductions of nothing
         facts = GraphFacts(model, weights)
     opset = default_opset(model) or 1
     by_opset: dict[str, Rule] = {

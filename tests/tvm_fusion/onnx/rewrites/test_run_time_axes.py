@@ -100,3 +100,17 @@ def test_an_axis_of_a_scan(op_type: str, kind: str) -> None:
     for axis in (3, -4):
         with pytest.raises(InvalidInputError, match=message):
             compiled(data, np.full(size, axis, dtype))
+
+
+@pytest.mark.parametrize(
+    ("op_type", "wanted"), [("ReduceMax", -np.inf), ("ReduceMin", np.inf), ("ReduceSum", 0)]
+)
+def test_reductions_of_nothing(op_type: str, wanted: float) -> None:
+    model = _model(
+        f"(float[2,0,4] x, int64[1] axes) => (float[2,1,4] y) {{ y = {op_type}(x, axes) }}", 20
+    )
+    compiled = tvm_fusion.compile(model, threads=1)
+    data = np.zeros((2, 0, 4), np.float32)
+    arguments = {"x": data, "axes": np.array([1])}
+    found = compiled(*(arguments[spec.name] for spec in compiled.inputs))
+    np.testing.assert_array_equal(found, np.full((2, 1, 4), wanted, np.float32))
