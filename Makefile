@@ -39,7 +39,7 @@ test-all: $(VENV)/.stamp-test $(VENV)/.stamp-pytorch-cpu ## run all tests, with 
 faults: $(VENV)/.stamp-test $(VENV)/.stamp-pytorch-cpu ## seed faults; the quick tests must catch each; FAULT_ARGS="--only 3"
 	$(BIN)/python tests/faults/run.py $(FAULT_ARGS)
 
-fuzz: $(VENV)/.stamp-test ## compile and call 10,000 damaged models; FUZZ_ARGS="--cases 500 --seed 1"
+fuzz: $(VENV)/.stamp-test ## 10,000 damaged models, files and arguments; FUZZ_ARGS="--cases 500 --seed 1"
 	$(BIN)/python tests/fuzz/run.py $(FUZZ_ARGS)
 
 lint: $(VENV)/.stamp-test ## check style, and that imports go down only

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import ArtifactError, TVMFusionError
+from .paths import as_path
 
 
 @contextlib.contextmanager
@@ -34,8 +35,11 @@ def written_aside(
         Of the class ``error``, if the block or the system cannot write the file.
     """
     aside = None
+    path = as_path(path, error)
     try:
         target = _real(path)
+        if not target.name:
+            raise OSError(None, "it is a folder")
         aside = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.partial")
         if target.exists() and not target.is_file():
             raise OSError(None, "it exists and is not a file")
@@ -47,14 +51,14 @@ def written_aside(
         _write_through(target.parent)
     except OSError as failure:
         reason = failure.strerror or failure
-        raise error(f"cannot write {os.fspath(path)!r}: {reason}") from failure
+        raise error(f"cannot write {str(path)!r}: {reason}") from failure
     finally:
         if aside is not None:
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
 
 
-def _real(path: str | os.PathLike[str]) -> Path:
+def _real(path: Path) -> Path:
     """The file that symbolic links lead to."""
     try:
         return Path(os.path.realpath(path))

@@ -21,7 +21,11 @@ OP = "relax.tvm_fusion.checked_indices"
 
 
 def checked_indices(
-    indices: relax.Expr, extents: Sequence[Extent], message: str, guarded: bool = False
+    indices: relax.Expr,
+    extents: Sequence[Extent],
+    message: str,
+    guarded: bool = False,
+    taken: relax.Expr | None = None,
 ) -> relax.Call:
     """Check indices, and count those that are negative from the beginning.
 
@@ -36,6 +40,9 @@ def checked_indices(
         The error's; where it is empty, the nearest index inside takes the place of one outside.
     guarded : bool
         Whether the reader reads no element where an extent is 0, which has no nearest index.
+    taken : relax.Expr, optional
+        bool of one element: where it is false, the nearest index inside takes the place of one
+        outside, too.
 
     Returns
     -------
@@ -49,8 +56,10 @@ def checked_indices(
         if an extent is symbolic and the reader is not guarded.
     """
     attributes = {"message": message, "guarded": int(guarded)}
-    call = relax.Call(_CHECKED_INDICES, [indices, relax.ShapeExpr(extents)], attributes)
-    if is_typed(indices):
+    conditions = [] if taken is None else [taken]
+    arguments = [indices, relax.ShapeExpr(extents), *conditions]
+    call = relax.Call(_CHECKED_INDICES, arguments, attributes)
+    if all(map(is_typed, (indices, *conditions))):
         _infer_type(call, None)
     return call
 
@@ -62,12 +71,17 @@ def is_checked(builder: relax.BlockBuilder, value: relax.Expr) -> bool:
 
 
 def _infer_type(call: relax.Call, _: relax.BlockBuilder | None) -> relax.TensorType:
-    indices, extents = call.args
+    indices, extents, *taken = call.args
     ty, count = indices.ty, len(extents.values)
     if not isinstance(ty, relax.TensorType) or str(ty.dtype) not in ("int32", "int64"):
         raise OpError(f"{OP}: the indices are {ty}; expected int32 or int64")
     if not isinstance(ty.shape, relax.ShapeExpr):
         raise OpError(f"{OP}: the indices are {ty}; expected a known rank")
+    for condition in taken:
+        is_bool = isinstance(condition.ty, relax.TensorType) and str(condition.ty.dtype) == "bool"
+        sizes = condition.ty.shape.values if is_bool and condition.ty.shape is not None else [0]
+        if any(constant(size) != 1 for size in sizes):
+            raise OpError(f"{OP}: the condition is {condition.ty}; expected a bool of one element")
     if count > 1 and (not ty.shape.values or constant(ty.shape.values[-1]) != count):
         raise OpError(f"{OP}: the indices are {ty}; expected {count} coordinates in the last axis")
     return ty
@@ -85,10 +99,13 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
             )
         return builder.call_te(_nearest, indices, extents, primfunc_name_hint="indices_in_bounds")
     ty = _infer_type(call, None)
-    kernel = check_indices(ty.shape.values, extents, str(ty.dtype), message)
+    taken = call.args[2:]
+    sizes = taken[0].ty.shape.values if taken else None
+    is_guarded = bool(call.attrs["guarded"])
+    kernel = check_indices(ty.shape.values, extents, str(ty.dtype), message, sizes, is_guarded)
     function = builder.add_func(kernel, "checked_indices")
     open_extents = [extent for extent in extents if constant(extent) is None]
-    return relax.call_tir(function, [indices, *open_extents], ty)
+    return relax.call_tir(function, [indices, *taken, *open_extents], ty)
 
 
 def _nearest(indices: te.Tensor, extents: Sequence[tirx.Expr]) -> te.Tensor:

@@ -127,8 +127,10 @@ def load_machine(machine: str | os.PathLike[str]) -> Machine:
         If there is no such machine or file, or the file is not one of a machine: the message names
         the file and the figure.
     """
+    if not isinstance(machine, str | os.PathLike):
+        raise PredictionError(f"machine is {machine!r:.60}; expected a name or a path")
     path = _FOLDER / f"{machine}.json" if machine in known_machines() else Path(machine)
-    if not path.is_file():
+    if not os.path.isfile(path):  # noqa: PTH113  false where pathlib raises: a name too long
         raise PredictionError(
             f"no machine {str(machine)!r}; expected {', '.join(known_machines())} or a file"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -23,8 +24,16 @@ LEAF = 255
 """Feature of a node that is a leaf."""
 
 _MAX_FILE_BYTES = 64 << 20
+
 _MAX_DEPTH = 64
 _ROWS_AT_ONCE = 1 << 20
+
+DAMAGED_ARRAY = (
+    *(OSError, EOFError, ValueError, TypeError, OverflowError, MemoryError, RuntimeError),
+    *(SyntaxError, tokenize.TokenError),  # numpy reads a header as Python's own source
+    *(zipfile.BadZipFile, zlib.error),
+)
+"""What numpy raises on damaged files of arrays."""
 
 
 @dataclass(frozen=True)
@@ -193,9 +202,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             return {_stem(m.filename): _member(archive, m) for m in members}
     except PredictionError as error:
         raise PredictionError(f"{path}: {error}") from None
-    except (OSError, ValueError, EOFError, NotImplementedError, RuntimeError) as error:
-        raise PredictionError(f"{path}: no archive of arrays: {error}") from None
-    except (zipfile.BadZipFile, zlib.error, SyntaxError) as error:
+    except DAMAGED_ARRAY as error:
         raise PredictionError(f"{path}: no archive of arrays: {error}") from None
 
 

@@ -1,95 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles and calls damaged models: each ends in a result or in one of our exceptions.
+"""Damaged models, files and arguments: each ends in a result or in one of our exceptions.
 
-Nothing may be printed on the way.
+Nothing may be printed on the way, and no result may be wrong where it is known.
 
     python tests/fuzz/run.py [--cases 10000] [--seed 0] [--first 0] [--limit 120] [--jobs 1]
                              [--log FILE]
 
-The models are ONNX's own test cases and a small network, damaged by ``mutations.py``; case number
-N of a seed is always the same. Worker processes take them one after the other; if one dies, or
-takes longer than the limit for a case, that case has failed, and another worker goes on. With
-``--log`` each outcome is a line of JSON in a file, and cases that it holds are not run again: the
-same command continues a run that was stopped. Exit status: 0 if no case failed, 1 else.
+Half of the cases are models, ONNX's own test cases and small networks (``models.py``); the others
+are files that the package reads (``files.py``), arguments of a model's call (``arguments.py``), and
+those of functions and commands (``options.py``). Case number N of a seed is always the same.
+
+Worker processes take cases one after the other; if one dies, or takes longer than the limit for a
+case, that case has failed, and another worker goes on. With ``--log`` each outcome is a line of
+JSON in a file, and cases that it holds are not run again: the same command continues a run that was
+stopped. Exit status: 0 if no case failed, 1 else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
 import random
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+from types import ModuleType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "tests" / "tvm_fusion")]
 
-import onnx  # noqa: E402
 from rich.progress import track  # noqa: E402
 
-MOST_ELEMENTS = 1 << 20
-RIGHT = ("result", "compiled", "refused", "refused call")
+from tests.fuzz import arguments, files, models, options  # noqa: E402
+from tests.fuzz.outcomes import RIGHT, Found  # noqa: E402
+
+KINDS = {models: 5, files: 2, arguments: 2, options: 1}
+"""Modules of cases, and their shares."""
 
 
-def attempt(number: int) -> tuple[str, str]:
-    """Compile and call one case; return the outcome and, of a failure, where it was."""
-    import tvm_fusion
-    from tests.fuzz.mutations import damaged
-    from tvm_fusion.errors import TVMFusionError
-    from tvm_fusion.runtime.host_arrays import random_inputs
-
-    models = corpus()
-    data = damaged(random.Random(f"model {number}").choice(models), number)
-    try:
-        model = tvm_fusion.compile(data, threads=1)
-        if any(isinstance(size, str) for spec in model.inputs for size in spec.shape):
-            return "compiled", ""
-        if any(math.prod(map(int, spec.shape)) > MOST_ELEMENTS for spec in model.inputs):
-            return "compiled", ""
-        inputs = random_inputs(model.inputs, number, normal=True)
-    except TVMFusionError as error:
-        return "refused", f"{type(error).__name__}: {error}"
-    except Exception:
-        return "failed", traceback.format_exc()
-    try:
-        model(inputs)
-        return "result", ""
-    except TVMFusionError as error:
-        return "refused call", str(error)
-    except Exception:
-        return "failed", traceback.format_exc()
+def kind_of(number: int) -> ModuleType:
+    """The kind of a case."""
+    [kind] = random.Random(f"kind {number}").choices(list(KINDS), list(KINDS.values()))
+    return kind
 
 
-def corpus() -> list[onnx.ModelProto]:
-    """Models to damage; built once a process."""
-    if not _CORPUS:
-        from small_onnx import dense_model, small_model
-
-        from operator_cases import cases
-
-        _CORPUS.extend(case.model for case in cases(every=True))
-        _CORPUS.extend([small_model(), dense_model()] * 50)
-    return _CORPUS
-
-
-_CORPUS: list[onnx.ModelProto] = []
+def attempt(number: int) -> Found:
+    """Run one case; return the outcome and, of a failure, where it was."""
+    return kind_of(number).attempt(number)
 
 
 def work(connection: Connection) -> None:
     """Answer each number that comes with the outcome of its case."""
-    corpus()
+    for prepare in (models.corpus, files.every_artifact, arguments.subjects):
+        prepare()
     connection.send(("ready", ""))
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
@@ -121,7 +93,7 @@ class Worker:
         other.close()
         self._end.recv()
 
-    def run(self, number: int) -> tuple[str, str]:
+    def run(self, number: int) -> Found:
         """Return the outcome of a case, ``hung`` and ``crashed`` among them."""
         self._end.send(number)
         outcome = ("hung", f"no end in {self._limit:.0f} s")
@@ -199,7 +171,7 @@ def main() -> int:
         tell(found)
     workers = [Worker(arguments.limit) for _ in range(min(arguments.jobs, len(left)))]
     with open(arguments.log or os.devnull, "a", encoding="utf-8") as log:
-        running = track(run_cases(left, workers), "damaged models", total=len(left))
+        running = track(run_cases(left, workers), "cases", total=len(left))
         for found in running if left else ():
             done.append(found)
             print(json.dumps(found._asdict()), file=log, flush=True)
@@ -217,7 +189,10 @@ def tell(found: Outcome) -> None:
 def report(done: list[Outcome]) -> int:
     """Print the numbers of outcomes, and the time of a case; return the exit status."""
     counts = Counter(found.outcome for found in done)
-    print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))
+    for kind in KINDS:
+        own = Counter(found.outcome for found in done if kind_of(found.case) == kind)
+        told = ", ".join(f"{count} {name}" for name, count in sorted(own.items()))
+        print(f"{kind.__name__.split('.')[-1]}: {own.total()} cases; {told or 'none'}")
     slowest = max(done, key=lambda found: found.seconds, default=None)
     if slowest is not None:
         mean = sum(found.seconds for found in done) / len(done)

@@ -1,47 +1,134 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The script that damages models: its cases repeat, and it sees what it is for."""
+"""The script that damages all input: its cases repeat, and it sees what it is for."""
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import sys
 import time
+import warnings
+from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-import onnx
+import numpy as np
 import pytest
 from small_onnx import dense_model, small_model
 
 import tvm_fusion
-from tests.fuzz import run
+from tests.fuzz import arguments, files, models, options, run
+from tests.fuzz.damage import BYTE_DAMAGES, damaged_bytes, damaged_json
 from tests.fuzz.mutations import MUTATIONS, damaged
+from tests.fuzz.outcomes import WrongResultError, outcome_of
+from tvm_fusion.errors import RecordWarning
 
 
-@pytest.fixture(autouse=True)
-def corpus(monkeypatch: pytest.MonkeyPatch) -> list[onnx.ModelProto]:
-    models = [small_model(), dense_model()]
-    monkeypatch.setattr(run, "_CORPUS", models)
-    return models
+@pytest.fixture
+def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models, which take no time to make."""
+    monkeypatch.setattr(models, "corpus", lambda: (small_model(), dense_model()))
 
 
-def test_damages_differ_and_repeat(corpus: list[onnx.ModelProto]) -> None:
-    variants = [damaged(corpus[0], seed) for seed in range(60)]
-    assert variants == [damaged(corpus[0], seed) for seed in range(60)]
+def test_damaged_models_differ_and_repeat() -> None:
+    model = small_model()
+    variants = [damaged(model, seed) for seed in range(60)]
+    assert variants == [damaged(model, seed) for seed in range(60)]
     assert len(set(variants)) > 50 and len(MUTATIONS) > 15
-    assert corpus[0] == small_model()
+    assert model == small_model()
 
 
-def test_damaged_models_end_well() -> None:
-    outcomes = [run.attempt(number) for number in range(20)]
-    assert {outcome for outcome, _ in outcomes} <= set(run.RIGHT)
-    assert {"refused", "result"} <= {outcome for outcome, _ in outcomes}
+@pytest.mark.parametrize("damage", [*BYTE_DAMAGES, damaged_bytes, damaged_json])
+def test_damaged_files_differ_and_repeat(damage: Any) -> None:
+    data = json.dumps({"a": [1, 2, {"b": None}], "c": "text " * 20}).encode()
+
+    def variant(seed: int) -> bytes:
+        rng, changed = random.Random(seed), bytearray(data)
+        if damage in BYTE_DAMAGES:
+            damage(changed, rng, b"another file")
+            return bytes(changed)
+        return damage(data, rng)
+
+    variants = [variant(seed) for seed in range(40)]
+    assert variants == [variant(seed) for seed in range(40)]
+    assert len(set(variants)) > 10 and len(set(variants) - {data}) > 10
 
 
+def test_kinds_of_cases_have_their_shares() -> None:
+    kinds = Counter(map(run.kind_of, range(4000)))
+    assert set(kinds) == set(run.KINDS)
+    for kind, share in run.KINDS.items():
+        assert kinds[kind] == pytest.approx(400 * share, rel=0.2)
+
+
+@pytest.mark.usefixtures("small_corpus")
+@pytest.mark.parametrize(
+    ("kind", "count", "outcomes"),
+    [
+        (models, 20, {"refused", "result"}),
+        (files, 60, {"refused", "read"}),
+        (arguments, 150, {"refused call", "result"}),
+        (options, 20, {"refused", "result"}),
+    ],
+)
+def test_cases_end_well(kind: ModuleType, count: int, outcomes: set[str]) -> None:
+    found = [kind.attempt(number) for number in range(count)]
+    assert [one for one in found if one[0] not in run.RIGHT] == []
+    assert outcomes <= {outcome for outcome, _ in found}
+
+
+@pytest.mark.usefixtures("small_corpus")
 def test_a_foreign_exception_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tvm_fusion, "compile", lambda *_, **__: 1 // 0)
-    outcome, where = run.attempt(0)
+    outcome, where = models.attempt(0)
     assert outcome == "failed" and "ZeroDivisionError" in where
+
+
+def test_what_is_wrong_or_warned_of_is_a_failure() -> None:
+    def wrong() -> str:
+        raise WrongResultError("1 instead of 2")
+
+    assert outcome_of(wrong)[0] == "wrong"
+
+    def warned(category: type[Warning]) -> str:
+        warnings.warn("something", category, stacklevel=1)
+        return "read"
+
+    assert outcome_of(lambda: warned(UserWarning))[0] == "failed"
+    assert outcome_of(lambda: warned(RecordWarning)) == ("read", "")
+
+
+def test_a_call_with_wrong_numbers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = arguments.subjects()[0]
+    wrong = subject._replace(model=CallsWrong(subject.model))
+    monkeypatch.setattr(arguments, "subjects", lambda: (wrong,))
+    assert {arguments.attempt(number)[0] for number in range(5)} == {"wrong"}
+
+
+class CallsWrong:
+    """A model whose first number is off."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **named: Any) -> np.ndarray:
+        found = self._model(*args, **named).copy()
+        found.flat[0] += 1
+        return found
+
+
+def test_a_saved_model_with_other_numbers_is_found(tmp_path: Path) -> None:
+    data, inputs, expected = files.saved_model(files.GRAPHS[0])
+    (tmp_path / "model.so").write_bytes(data)
+    files._runs(inputs, expected)(tmp_path / "model.so")
+    with pytest.raises(WrongResultError):
+        files._runs(inputs, [expected[0] + 1])(tmp_path / "model.so")
 
 
 def _play(connection: Connection) -> None:

@@ -17,7 +17,7 @@ from schedules.cost.machine import load_machine
 from schedules.distribute.rows.rank_plan import RankPlan
 
 from ..codegen.device_code import compile_kernels
-from ..errors import TargetError
+from ..errors import InvalidInputError, TargetError
 from ..onnx.frontend import ImportedModel, import_onnx
 from ..runtime.artifact import Description, current_versions
 from ..runtime.compiled_model import CompiledModel
@@ -209,7 +209,15 @@ def import_model(model: Any, shapes: Mapping[str, Any] | None) -> ImportedModel:
 
 
 def announcer(progress: Progress | None, stages: int) -> Callable[[str], None]:
-    """Function that reports each stage's name, its number and the number of stages."""
+    """Function that reports each stage's name, its number and the number of stages.
+
+    Raises
+    ------
+    InvalidInputError
+        If ``progress`` is no function.
+    """
+    if progress is not None and not callable(progress):
+        raise InvalidInputError(f"progress is {progress!r:.60}; expected a function or None")
     numbers = itertools.count()
 
     def tell(stage: str) -> None:

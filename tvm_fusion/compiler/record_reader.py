@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,9 +76,9 @@ def record_files(path: Path) -> list[Path]:
     TuningError
         If there is no such file or folder.
     """
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112  false where pathlib raises: a name too long
         return sorted(file for file in path.glob("*.jsonl") if file.name != TRIALS)
-    if not path.exists():
+    if not os.path.exists(path):  # noqa: PTH110
         raise TuningError(
             f"no records at {str(path)!r}; expected a file of records, a folder that "
             "tvm-fusion tune has filled, or 'none'"

@@ -9,6 +9,7 @@ from collections import ChainMap, OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -233,8 +234,8 @@ def specialize(
     >>> model = tvm_fusion.specialize("bert.onnx")                  # doctest: +SKIP
     >>> y = model(input_ids=ids, attention_mask=mask)               # doctest: +SKIP
     """
-    if variants < 1:
-        raise InvalidInputError(f"variants is {variants}; expected 1 or more")
+    if isinstance(variants, bool) or not isinstance(variants, Integral) or variants < 1:
+        raise InvalidInputError(f"variants is {variants!r:.60}; expected an integer of 1 or more")
     if not isinstance(shapes or {}, Mapping):
         raise InvalidModelError(f"shapes is {shapes!r:.80}; expected a mapping")
     data = read_model(model)

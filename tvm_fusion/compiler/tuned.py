@@ -17,6 +17,8 @@ from schedules import cpu, gpu
 from schedules.gpu.core.machine import GPUInfo
 from schedules.tuning.records import RECORD, AnySpace, Records
 
+from ..errors import TuningError
+from ..paths import as_path
 from .record_reader import load_records, record_files
 from .targets.target import is_gpu
 
@@ -52,7 +54,7 @@ def choose_records(records: str | os.PathLike[str] | None, target: Target) -> Re
     """
     if records == NONE:
         return Records()
-    files = [] if records is None else record_files(Path(records))
+    files = [] if records is None else record_files(as_path(records, TuningError))
     name = GPUInfo.from_target(target).name if is_gpu(target) else target.attrs["mcpu"]
     shipped = SHIPPED / f"{name}.jsonl"
     files += [shipped] if shipped.exists() else []

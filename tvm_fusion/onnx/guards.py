@@ -74,7 +74,10 @@ def _mistranslation(node: onnx.NodeProto, facts: GraphFacts, from_data: set[str]
         if index < len(node.input) and node.input[index] in from_data:
             return f"its input {node.input[index]!r} depends on data; expected a constant"
     if node.op_type.startswith("Reduce") and len(node.input) > 1 and node.input[1] in from_data:
-        return f"its axes {node.input[1]!r} depend on data; expected a constant"
+        return (
+            f"its axes {node.input[1]!r} depend on data, and the shape of its result is not known; "
+            "expected constant axes, or a model that declares that shape"
+        )
     check = _CHECKS.get(node.op_type)
     return None if check is None else check(node, facts)
 

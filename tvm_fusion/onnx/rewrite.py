@@ -65,8 +65,10 @@ from .rewrites.quantized import (
     take_products_as_floats,
 )
 from .rewrites.recurrent import expand_recurrent
+from .rewrites.run_time_axes import choose_axes
 from .rewrites.windows.auto_pad import pad_pools
 from .rewrites.windows.conv_transpose import pad_transposed_convolutions
+from .rewrites.windows.grid_sample import widen_reflection
 from .rewrites.windows.max_places import expand_max_pool
 from .rewrites.windows.p_norms import expand_p_norm
 from .rewrites.windows.resize import normalize_resizes
@@ -97,6 +99,7 @@ EXPANSIONS: dict[str, Rule] = {
     "Elu": expand_elu,
     "GRU": expand_recurrent,
     "GlobalLpPool": expand_p_norm,
+    "GridSample": widen_reflection,
     "IsInf": expand_is_inf,
     "IsNaN": expand_is_nan,
     "LSTM": expand_recurrent,
@@ -143,6 +146,9 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
         model = infer_shapes_anew(model)
         facts = GraphFacts(model, weights)
     bound_topk(model, facts)
+    if choose_axes(model, facts):
+        model = fold_constants(infer_shapes(model), weights)  # reductions of nothing
+        facts = GraphFacts(model, weights)
     opset = default_opset(model) or 1
     by_opset: dict[str, Rule] = {
         "LayerNormalization": LayerNormRule(opset),

@@ -323,8 +323,11 @@ def _machine_file(path: Path) -> dict[str, Any]:
 
 def _curves_of(path: Path, data: Mapping[str, Any]) -> dict[tuple[str, int], Curve]:
     """Curves in the JSON of a file; the message of an error names the file."""
+    entries = data.get("curves", [])
+    if not isinstance(entries, list):
+        raise PredictionError(f"{path}: 'curves' is {entries!r:.50}; expected a list")
     try:
-        curves = [_curve(entry) for entry in data.get("curves", ())]
+        curves = [_curve(entry) for entry in entries]
     except PredictionError as error:
         raise PredictionError(f"{path}: {error}") from None
     return {(curve.kind, curve.ranks): curve for curve in curves}

@@ -155,26 +155,44 @@ def as_array(spec: TensorSpec, value: Any, place: str = "the CPU") -> np.ndarray
     """
     if isinstance(value, (np.ndarray, np.generic)):  # a union type would be built in each call
         return np.asarray(value)
-    if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
+    has_dlpack = hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__")
+    if not has_dlpack or isinstance(value, type):
         raise InvalidInputError(
             f"input {spec.name!r} is a {type(value).__name__}; expected a numpy array or an "
             "object with DLPack (__dlpack__)"
         )
     _refuse_lazy_view(spec, value)
-    device = value.__dlpack_device__()
-    if int(device[0]) != _CPU:
+    kind, _ = dlpack_device(spec, value)
+    if kind != _CPU:
         raise InvalidInputError(
-            f"input {spec.name!r} is on another device (DLPack type {int(device[0])}); "
-            f"move it to {place}"
+            f"input {spec.name!r} is on another device (DLPack type {kind}); move it to {place}"
         )
+    is_numpys_own = numpy_dtype(spec.dtype).isbuiltin == 1
     try:
-        if numpy_dtype(spec.dtype).isbuiltin == 1:
-            return np.from_dlpack(value)
-        return _as_numpy(tvm_ffi.from_dlpack(value))
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise InvalidInputError(
-            f"input {spec.name!r} ({type(value).__name__}) cannot be read through DLPack: {error}"
-        ) from error
+        return np.from_dlpack(value) if is_numpys_own else _as_numpy(tvm_ffi.from_dlpack(value))
+    except Exception as error:  # an object's own methods raise anything
+        raise _unreadable(spec, value, error) from error
+
+
+def dlpack_device(spec: TensorSpec, value: Any) -> tuple[int, int]:
+    """The device of an object with DLPack, as its type and its number.
+
+    Raises
+    ------
+    InvalidInputError
+        If the object does not tell.
+    """
+    try:
+        kind, index = (int(number) for number in value.__dlpack_device__())
+    except Exception as error:  # an object's own methods raise anything
+        raise _unreadable(spec, value, error) from error
+    return kind, index
+
+
+def _unreadable(spec: TensorSpec, value: Any, error: Exception) -> InvalidInputError:
+    return InvalidInputError(
+        f"input {spec.name!r} ({type(value).__name__}) cannot be read through DLPack: {error}"
+    )
 
 
 def _refuse_lazy_view(spec: TensorSpec, value: Any) -> None:

@@ -50,6 +50,7 @@ from ..codegen.linker import SharedLinker
 from ..errors import ArtifactError
 from ..machine.host import check_host
 from ..machine.triples import arch_of_triple
+from ..paths import as_path
 from ..version import __version__
 from ..written_aside import written_aside
 from .device import DeviceNeeds, check_device
@@ -241,11 +242,12 @@ def describe_artifact(path: str | os.PathLike[str]) -> Description:
         If the file cannot be read, was not written by tvm_fusion, is damaged, or is of a newer
         format.
     """
+    file = as_path(path, ArtifactError)
     try:
-        return _read(Path(path))
+        return _read(file)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         reason = getattr(error, "strerror", None) or error
-        raise ArtifactError(f"cannot read {os.fspath(path)!r}: {reason}") from error
+        raise ArtifactError(f"cannot read {str(file)!r}: {reason}") from error
 
 
 def read_artifact_weights(path: Path, about: Description) -> list[tvm_ffi.Tensor]:

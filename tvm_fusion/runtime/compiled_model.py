@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -321,9 +322,14 @@ class CompiledModel(DescribedModel):
         TargetError
             As for a call.
         """
-        if repeat < 1 or warmup < 0:
+        numbers = all(isinstance(count, Integral) for count in (repeat, warmup))
+        if not numbers or repeat < 1 or warmup < 0:
             raise InvalidInputError(
-                f"repeat is {repeat} and warmup {warmup}; expected at least 1 and 0"
+                f"repeat is {repeat!r} and warmup {warmup!r}; expected integers of at least 1 and 0"
+            )
+        if not isinstance(inputs, Mapping | None):
+            raise InvalidInputError(
+                f"inputs is a {type(inputs).__name__}; expected a mapping from names to arrays"
             )
         feed = self._random_feed() if inputs is None else inputs
         values = bind(self.inputs, (), feed)

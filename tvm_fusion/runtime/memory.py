@@ -17,7 +17,7 @@ import numpy as np
 import tvm_ffi
 
 from ..errors import InvalidInputError, TargetError
-from .arguments import InputBuffers, as_array, check, empty, numpy_dtype, results
+from .arguments import InputBuffers, as_array, check, dlpack_device, empty, numpy_dtype, results
 from .host_arrays import ALIGNMENT
 from .tensor_spec import TensorSpec
 from .tvm_runtime import get_function
@@ -154,10 +154,9 @@ class DeviceMemory:
 
     def _view(self, spec: TensorSpec, value: Any) -> Any:
         """A tensor of the device, or an array of the host."""
-        place = getattr(value, "__dlpack_device__", None)
-        if place is None or isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray | type) or not hasattr(value, "__dlpack_device__"):
             return as_array(spec, value)
-        kind, index = (int(number) for number in place())
+        kind, index = dlpack_device(spec, value)
         if kind != self.device.dlpack_device_type():
             return as_array(spec, value, f"the CPU or to {self.device}")
         if index != self.device.index:
@@ -236,7 +235,7 @@ def _import(spec: TensorSpec, value: Any, kind: int) -> Any:
             value = value.__dlpack__(**stream)
         tensor = tvm_ffi.from_dlpack(value, require_contiguous=True)
         str(tensor.dtype)  # fails where TVM has no such type, as for complex numbers
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # an object's own methods raise anything
         raise InvalidInputError(
             f"input {spec.name!r} ({type(value).__name__}) cannot be read through DLPack: {error}; "
             f"expected a contiguous tensor of {spec.dtype}"

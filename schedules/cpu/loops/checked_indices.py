@@ -9,6 +9,9 @@
             checked[i] = indices[i] + (extent if indices[i] < 0 else 0)
     for c in range(chunks):
         assert outside[c] == 0
+
+With a condition, ``outside`` only counts where that is true, and an index outside becomes the
+nearest inside.
 """
 
 from __future__ import annotations
@@ -29,7 +32,12 @@ CHUNK = 1 << 16
 
 
 def check_indices(
-    shape: Sequence[Extent], extents: Sequence[Extent], dtype: str, message: str
+    shape: Sequence[Extent],
+    extents: Sequence[Extent],
+    dtype: str,
+    message: str,
+    taken: Sequence[Extent] | None = None,
+    guarded: bool = False,
 ) -> tirx.PrimFunc:
     """Build the kernel that checks indices, and counts negative ones from the beginning.
 
@@ -44,11 +52,16 @@ def check_indices(
         ``"int32"`` or ``"int64"``.
     message : str
         Of the ``ValueError`` that an index outside of ``-extent`` to ``extent - 1`` raises.
+    taken : Sequence, optional
+        Shape of a bool of one element, without which there is no error.
+    guarded : bool
+        Whether the reader reads no element where an extent is 0; else an extent of 0, which has no
+        nearest index, is an error, whatever ``taken`` is.
 
     Returns
     -------
     tirx.PrimFunc
-        ``main(indices, *bounds, checked)``, where ``bounds`` are those of ``extents`` that are
+        ``main(indices, [taken,] *bounds, checked)``; ``bounds`` are those of ``extents`` that are
         symbolic, as int64.
     """
     shape = own_extents(shape)
@@ -59,9 +72,16 @@ def check_indices(
     loops = shape[:-1] if len(bounds) > 1 else shape
     rows, chunks = _chunks([constant(extent) for extent in loops])
     numbers = {bound.name: bound for bound in bounds if isinstance(bound, tirx.Var)}
-    arguments: Shapes = {"indices": (shape, dtype), **numbers, "checked": (shape, dtype)}
+    condition: Shapes = {} if taken is None else {"taken": (own_extents(taken), "bool")}
+    arguments: Shapes = {
+        "indices": (shape, dtype),
+        **condition,
+        **numbers,
+        "checked": (shape, dtype),
+    }
 
-    def write(indices: tirx.Buffer, checked: tirx.Buffer) -> None:
+    def write(indices: tirx.Buffer, *others: tirx.Buffer) -> None:
+        *conditions, checked = others
         outside = T.sblock_alloc_buffer((chunks,), "int32")
         with T.parallel(long(0), long(chunks)) if chunks > 1 else T.serial(long(0), long(1)) as c:
             T.buffer_store(outside, 0, [c])
@@ -77,9 +97,15 @@ def check_indices(
                     place = [*places, long(axis)] if len(bounds) > 1 else places
                     index = T.bind(tirx.Cast("int64", indices[tuple(place)]))
                     is_outside = tirx.any(index < -bound, index >= bound)
+                    for one in conditions:
+                        is_outside = tirx.all(is_outside, one[(0,) * len(one.shape)])
+                        if not guarded:
+                            is_outside = tirx.any(is_outside, bound == 0)
                     flag = tirx.bitwise_or(outside[c], tirx.Cast("int32", is_outside))
                     T.buffer_store(outside, flag, [c])
                     from_start = index + tirx.Select(index < 0, bound, long(0))
+                    if conditions:
+                        from_start = tirx.max(tirx.min(from_start, bound - 1), long(0))
                     T.buffer_store(checked, tirx.Cast(dtype, from_start), place)
         with T.serial(long(0), long(chunks)) as c:
             with T.Assert(outside[c] == 0, message, "ValueError"):

@@ -46,6 +46,30 @@ def test_negative_indices_count_from_the_end(dtype: str) -> None:
             _run(mod, np.array(wrong, dtype), (5, 3))
 
 
+@pytest.mark.parametrize("shape", [(), (1, 1)])
+def test_a_condition_says_whether_there_is_an_error(shape: tuple[int, ...]) -> None:
+    builder = relax.BlockBuilder()
+    indices = _indices((4,))
+    taken = relax.Var("taken", relax.TensorType(shape, "bool"))
+    with builder.function("main", [indices, taken]):
+        result = builder.emit(checked_indices(indices, [5], "wrong", taken=taken))
+        builder.emit_func_output(result)
+    compiled = tvm.compile(builder.get(), tvm.target.Target("llvm"))
+    main = relax.VirtualMachine(compiled, tvm.cpu())["main"]
+    values = tvm.runtime.tensor(np.array([-7, -5, 4, 9]))
+    yes, no = (tvm.runtime.tensor(np.full(shape, value)) for value in (True, False))
+    np.testing.assert_array_equal(main(values, no).numpy(), [0, 0, 4, 4])
+    with pytest.raises(ValueError, match="wrong"):
+        main(values, yes)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2,), "bool"), ((), "int64"), (None, "bool")])
+def test_conditions_that_are_refused(shape: tuple[int, ...] | None, dtype: str) -> None:
+    ty = relax.TensorType(shape, dtype) if shape is not None else relax.TensorType(dtype=dtype)
+    with pytest.raises(OpError, match="expected a bool of one element"):
+        checked_indices(_indices((2,)), [5], "wrong", taken=relax.Var("taken", ty))
+
+
 def test_without_a_message_the_nearest_takes_its_place() -> None:
     mod = _module(_indices((4,)), [5], "")
     result = _run(mod, np.array([-7, -5, 4, 9]), (5,))

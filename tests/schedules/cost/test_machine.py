@@ -51,6 +51,10 @@ def test_damaged_files(tmp_path, text):
 
 
 def test_unknown_machine():
+    with pytest.raises(PredictionError, match="machine is 3; expected a name or a path"):
+        load_machine(3)
+    with pytest.raises(PredictionError, match="no machine 'aaa"):
+        load_machine("a" * 5000)
     with pytest.raises(PredictionError, match="no machine 'v1000'; expected .*v100"):
         load_machine("v1000")
 

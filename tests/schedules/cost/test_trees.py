@@ -145,6 +145,7 @@ def header(shape, data=b"", dtype="<f4"):
         (b"\x93NUMPY\x03\x00" + b"\0" * 20, "numpy format"),
         (b"nonsense", "no archive of arrays"),
         (b"", "no archive of arrays"),
+        (header("(3,), ((("), "no archive of arrays"),
     ],
 )
 def test_members_that_are_refused(tmp_path, payload, message):

@@ -338,6 +338,8 @@ def test_bench_races_a_compiled_model(run: Run, model_path: Path, library: Path)
         (None, ["run", "{library}", "--input", "image={npy}"], "image"),
         (None, ["run", "{library}", "--input", "image={model}"], "as a .npy file"),
         (None, ["run", "{library}", "--input", "image={pickle}"], "as a .npy file"),
+        (None, ["run", "{library}", "--input", "image={cut}"], "as a .npy file"),
+        (b"PK\x03\x04", ["run", "{library}", "--input", "image={bad}"], "as a .npy file"),
         (None, ["run", "{library}", "--input", "image={npz}"], "holds several arrays"),
         (None, ["run", "{library}", "--output", "no/folder.npz"], "cannot write 'no/folder.npz'"),
     ],
@@ -352,8 +354,9 @@ def test_our_errors_exit_1_with_one_line(
     message: str,
 ) -> None:
     names = {"model": model_path, "library": library}
-    names |= {name: tmp_path / f"x.{name}" for name in ("npy", "npz", "bad", "pickle")}
+    names |= {name: tmp_path / f"x.{name}" for name in ("npy", "npz", "bad", "pickle", "cut")}
     np.save(names["npy"], np.zeros((2, 2), np.float32))
+    names["cut"].write_bytes(names["npy"].read_bytes().replace(b"(2, 2)", b"(2, (("))
     np.savez(names["npz"], a=np.zeros(2), b=np.zeros(2))
     with names["pickle"].open("wb") as file:
         np.save(file, np.array([{}], dtype=object), allow_pickle=True)

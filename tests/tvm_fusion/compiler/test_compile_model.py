@@ -98,6 +98,11 @@ def test_the_code_is_made_for_as_many_cores_as_threads() -> None:
     assert (told.threads, told.target.attrs["num-cores"]) == (1, 3)
 
 
+def test_progress_is_a_function() -> None:
+    with pytest.raises(InvalidInputError, match="progress is 3; expected a function or None"):
+        tvm_fusion.compile(small_model(), progress=3)
+
+
 def test_progress_counts_the_stages() -> None:
     seen: list[tuple[str, int, int]] = []
     tvm_fusion.compile(small_model(), threads=1, progress=lambda *step: seen.append(step))

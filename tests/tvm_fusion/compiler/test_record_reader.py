@@ -22,6 +22,7 @@ from schedules.schedule_rule import schedule_function
 from schedules.tuning.records import LONGEST_LINE, RECORD, Record, Records, parse_record
 from schedules.workload.conv2d import ConvLayer, to_json
 from tvm_fusion.compiler.record_reader import load_records, read_lines, read_records, record_files
+from tvm_fusion.compiler.tuned import choose_records
 from tvm_fusion.errors import RecordWarning, TuningError
 
 MACHINE = CPUInfo.from_target(TARGET)
@@ -164,6 +165,10 @@ def test_a_line_of_a_gigabyte_takes_no_memory(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TuningError, match="no records at 'aaa"):
+        record_files(Path("a" * 5000))
+    with pytest.raises(TuningError, match="is a bytes; expected a path"):
+        choose_records(b"x", TARGET)  # type: ignore[arg-type]
     with pytest.raises(TuningError, match="no records at .*absent"):
         record_files(tmp_path / "absent")
     write(tmp_path / "trials.jsonl", "{}")

@@ -159,6 +159,8 @@ def test_variants_that_are_refused(limited: SpecializedModel) -> None:
 def test_shapes_that_are_refused(shapes: object, message: str) -> None:
     with pytest.raises(InvalidModelError, match=message):
         tvm_fusion.specialize(attention(), shapes=shapes)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="variants is 'x'; expected an integer"):
+        tvm_fusion.specialize(attention(), variants="x")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="variants is 0"):
         tvm_fusion.specialize(attention(), variants=0)
 

@@ -152,6 +152,7 @@ def test_broken_curves(tmp_path, change: dict, reason: str) -> None:
         ("x", "not JSON"),
         ("{}", "expected a file of collectives"),
         ('{"format": "tvm-fusion collectives 1"}', "no curves"),
+        ('{"format": "tvm-fusion collectives 1", "curves": true}', "'curves' is True; expected a"),
     ],
 )
 def test_other_files(tmp_path, text: str, reason: str) -> None:

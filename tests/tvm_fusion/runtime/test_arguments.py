@@ -58,6 +58,13 @@ class Meta(Exporter):
     is_meta = True
 
 
+class Wild(Exporter):
+    """An exporter with an error of its own."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise KeyError("wild")
+
+
 class Refusing(Exporter):
     def __dlpack__(self, **options: Any) -> Any:
         raise BufferError("call detach() first")
@@ -139,6 +146,9 @@ def test_arrays_scalars_and_dlpack_are_seen_without_copying() -> None:
         (LazyView(ones(2, 3), "conj"), r"is a conj view.*pass a.resolve_conj\(\)"),
         (LazyView(ones(2, 3), "neg"), r"is a neg view.*pass a.resolve_neg\(\)"),
         (Meta(ones(2, 3)), "input 'a' is a meta tensor, which has no data"),
+        (np.ndarray, "input 'a' is a type; expected a numpy array or an object with DLPack"),
+        (Exporter(ones(2, 3), device="cpu"), r"\(Exporter\) cannot be read through DLPack"),
+        (Wild(ones(2, 3)), r"\(Wild\) cannot be read through DLPack: 'wild'"),
         (Refusing(ones(2, 3)), r"\(Refusing\) cannot be read through DLPack: call detach\(\)"),
     ],
 )

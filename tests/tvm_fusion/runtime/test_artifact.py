@@ -265,6 +265,7 @@ def test_a_file_that_is_there_is_replaced_also_while_it_is_in_use(
         ("missing/model.so", "cannot write '.*missing/model.so': No such file or directory"),
         ("file/model.so", "cannot write '.*file/model.so': Not a directory"),
         ("folder", "cannot write '.*folder': it exists and is not a file"),
+        ("/", "cannot write '/': it is a folder"),
         ("x" * 300, "cannot write '.*': File name too long"),
     ],
 )
@@ -340,6 +341,10 @@ def test_a_zero_byte_in_a_path(model: CompiledModel, tmp_path: Path) -> None:
         model.save(f"{tmp_path}/a\0b.so")
     with pytest.raises(ArtifactError, match="cannot read .*null byte"):
         load(f"{tmp_path}/a\0b.so")
+    for path in (None, b"model.so", 3):
+        for refused in (load, model.save):
+            with pytest.raises(ArtifactError, match="; expected a path"):
+                refused(path)
 
 
 @pytest.mark.usefixtures("no_loading")

@@ -227,9 +227,13 @@ def test_benchmark_takes_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
         model.benchmark(3, 1)
     with pytest.raises(InvalidInputError, match="no input is called 'c'"):
         model.benchmark(3, 1, {"c": 1})
+    with pytest.raises(InvalidInputError, match="inputs is a list; expected a mapping from names"):
+        model.benchmark(3, 1, [normal(0, 3, 2)])
 
 
-@pytest.mark.parametrize(("repeat", "warmup"), [(0, 1), (-1, 1), (3, -1)])
+@pytest.mark.parametrize(
+    ("repeat", "warmup"), [(0, 1), (-1, 1), (3, -1), (2.5, 1), ("3", 1), (3, None)]
+)
 def test_benchmark_needs_something_to_time(model: CompiledModel, repeat: int, warmup: int) -> None:
-    with pytest.raises(InvalidInputError, match=f"repeat is {repeat} and warmup {warmup}"):
+    with pytest.raises(InvalidInputError, match=f"repeat is {repeat!r} and warmup {warmup!r}"):
         model.benchmark(repeat, warmup)

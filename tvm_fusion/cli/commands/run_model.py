@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from schedules.cost.trees import DAMAGED_ARRAY
+
 from ...bench.throughput import throughput
 from ...errors import InvalidInputError
 from ...runtime.host_arrays import random_inputs
@@ -77,7 +79,7 @@ def load_array(path: Path) -> np.ndarray:
     """Read a .npy file; one that would execute code when read is refused."""
     try:
         array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except DAMAGED_ARRAY as error:
         reason = (str(error).splitlines() or ["it is empty"])[0]
         raise InvalidInputError(f"cannot read {str(path)!r} as a .npy file: {reason}") from error
     if not isinstance(array, np.ndarray):

@@ -141,7 +141,7 @@ def _external_file(what: str, location: str, folder: Path) -> Path:
     # The same rule on every system: backslashes and drives count on all of them.
     windows = PureWindowsPath(location)
     absolute = os.path.isabs(location) or windows.drive or windows.root
-    if not location or absolute or ".." in windows.parts:
+    if not location or absolute or ".." in windows.parts or "\0" in location:
         raise InvalidModelError(f"{what}; expected a relative path inside the model's folder")
     root = folder.resolve()
     target = (root / location).resolve()

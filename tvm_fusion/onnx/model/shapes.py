@@ -252,6 +252,10 @@ def _set_dim(dim: onnx.TensorShapeProto.Dimension, size: int | str, what: str) -
         raise InvalidModelError(
             f"shapes gives {what} the size {size!r}; expected a whole number of 1 or more"
         )
+    elif size > MAX_ELEMENTS:
+        raise InvalidModelError(
+            f"shapes gives {what} the size {size}; tensors have up to {MAX_ELEMENTS} elements"
+        )
     else:
         dim.dim_value = int(size)
 

@@ -119,7 +119,7 @@ def expand_quantize(node: onnx.NodeProto, expansion: Expansion) -> None:
     x, scale, zero = [*node.input, ""][:3]
     facts = expansion.facts
     kind = facts.dtype(zero) if zero else attribute(node, "output_dtype", 0) or TensorProto.UINT8
-    if not attribute(node, "block_size", 0) and kind not in NARROW:
+    if not attribute(node, "block_size", 0) and not _is_wider_inside(kind, facts.dtype(scale)):
         return
     if blocks_problem(node, facts):
         return  # which refuses the node later
@@ -140,7 +140,8 @@ def expand_quantize(node: onnx.NodeProto, expansion: Expansion) -> None:
 def expand_dequantize(node: onnx.NodeProto, expansion: Expansion) -> None:
     """Replace a DequantizeLinear with a scale for each block, or from a narrow type."""
     x, scale, zero = [*node.input, ""][:3]
-    if not attribute(node, "block_size", 0) and expansion.facts.dtype(x) not in NARROW:
+    types = expansion.facts.dtype(x), expansion.facts.dtype(scale)
+    if not attribute(node, "block_size", 0) and not _is_wider_inside(*types):
         return
     if blocks_problem(node, expansion.facts):
         return  # which refuses the node later
@@ -152,6 +153,12 @@ def expand_dequantize(node: onnx.NodeProto, expansion: Expansion) -> None:
     factor = expansion.emit("Cast", _blocked(node, expansion, scale), to=TensorProto.FLOAT)
     product = expansion.emit("Mul", centred, factor)
     expansion.finish(expansion.emit("Cast", product, to=kind))
+
+
+def _is_wider_inside(kind: int | None, scale: int | None) -> bool:
+    """Return whether the importer's own type cannot hold a quantised number and its zero point."""
+    is_short = scale in (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+    return kind in NARROW or (is_short and kind in (TensorProto.INT16, TensorProto.UINT16))
 
 
 def _blocked(node: onnx.NodeProto, expansion: Expansion, name: str) -> str:

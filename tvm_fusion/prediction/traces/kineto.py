@@ -296,7 +296,10 @@ class _EventReader:
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    """A value of JSON as what can be a key; objects, which no shape or type holds, become None."""
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    return None if isinstance(value, dict) else value
 
 
 def _collective_args(args: dict) -> Mapping[str, Any] | None:
@@ -307,7 +310,7 @@ def _collective_args(args: dict) -> Mapping[str, Any] | None:
 
 def _thread(event: Mapping[str, Any]) -> int:
     thread = event.get("tid")
-    return thread if isinstance(thread, int) else hash(thread)
+    return thread if isinstance(thread, int) else hash(str(thread))
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -220,9 +220,12 @@ def load_overheads(path: Path) -> Overheads:
     data = read_json(path, _MAX_FILE_BYTES, "file of overheads")
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise PredictionError(f"{path}: expected a file of overheads, of format {_FORMAT!r}")
-    result = Overheads(origins=[str(origin) for origin in data.get("origins", ())])
+    origins, tables = data.get("origins", []), data.get("tables")
+    if not isinstance(origins, list) or not isinstance(tables, Mapping):
+        raise PredictionError(f"{path}: expected a list of 'origins' and an object of 'tables'")
+    result = Overheads(origins=[str(origin) for origin in origins])
     for table in _TABLES:
-        entries: Any = data.get("tables", {}).get(table)
+        entries: Any = tables.get(table)
         if not isinstance(entries, Mapping):
             raise PredictionError(f"{path}: no table {table!r}")
         for name, entry in entries.items():

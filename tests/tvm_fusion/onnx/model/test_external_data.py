@@ -56,7 +56,8 @@ def test_data_below_the_model_with_offset(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "location", ["../secret.bin", "sub/../../secret.bin", r"..\secret.bin", "C:secret.bin", ""]
+    "location",
+    ["../secret.bin", "sub/../../secret.bin", r"..\secret.bin", "C:secret.bin", "", "a\0b"],
 )
 def test_paths_that_leave_the_folder(folder: Path, location: str) -> None:
     message = "tensor 'w' has external data at .*; expected a relative path inside the model's"

@@ -105,6 +105,7 @@ def test_inputs_of_size_0_have_it_or_another_one() -> None:
         ({"a": (5, 4), "n": 5}, "gives dimension 1 of input 'a' the size 4; the model fixes it at"),
         ({"a": (5,)}, r"shapes gives input 'a' the shape \(5,\) of 1 dimensions; the model"),
         ({"c": (5, 3)}, r"shapes names 'c', which is neither .* inputs: 'a' \(n, 3\), 'b' \(n, 3"),
+        ({"n": 1 << 70}, "the size 1180591620717411303424; tensors have up to 2147483647 elem"),
         ({"n": 0}, "shapes gives dimension 'n' the size 0; expected a whole number of 1 or more"),
         ({"n": -2}, "shapes gives dimension 'n' the size -2"),
         ({"a": (True, 3)}, "shapes gives dimension 0 of input 'a' the size True"),

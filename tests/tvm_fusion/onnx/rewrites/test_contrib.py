@@ -239,3 +239,52 @@ def test_grouped_attention(past: int) -> None:
             kept = range(min(size, length) if axis == 1 else size)
             pair = [np.take(each[row], kept, axis - 1) for each in (one, other)]
             np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("unidirectional", [0, 1])
+def test_masks_of_lengths(unidirectional: int) -> None:
+    """A mask of one dimension holds the number of keys of each sequence."""
+    options = {"num_heads": 2, "unidirectional": unidirectional}
+    check(
+        [node("Attention", "x w b m", "y", **options)],
+        x=normal(3, 4, 6),
+        w=normal(6, 24, seed=2),
+        b=normal(24, seed=3),
+        m=np.array([4, 1, 3], np.int32),
+    )
+    check(
+        [node("MultiHeadAttention", "q k v - m", "y", num_heads=2)],
+        q=normal(2, 3, 8),
+        k=normal(2, 5, 8, seed=2),
+        v=normal(2, 5, 8, seed=3),
+        m=np.array([2, 5], np.int32),
+    )
+
+
+def test_masks_of_begins_and_ends_are_refused() -> None:
+    nodes = [node("Attention", "x w b m", "y", num_heads=2)]
+    feeds = {"x": normal(3, 4, 6), "w": normal(6, 24), "b": normal(24)}
+    model = contrib(nodes, feeds | {"m": np.ones(6, np.int32)})
+    with pytest.raises(UnsupportedOperatorError, match="expected a length of each key, without"):
+        import_onnx(model)
+
+
+def test_embeddings_without_segments() -> None:
+    """All words are then of the first kind."""
+    check(
+        [node("EmbedLayerNormalization", "ids - words places kinds scale bias", "y counts")],
+        ids=np.array([[2, 4, 1], [1, 3, 0]], np.int32),
+        words=normal(5, 4),
+        places=normal(6, 4, seed=2),
+        kinds=normal(2, 4, seed=3),
+        scale=normal(4, seed=4),
+        bias=normal(4, seed=5),
+    )
+
+
+@pytest.mark.parametrize("activation", ["Relu", "Tanh", "LeakyRelu"])
+def test_fused_gemm(activation: str) -> None:
+    more = {"activation_alpha": 0.2} if activation == "LeakyRelu" else {}
+    options = {"alpha": 0.5, "beta": 2.0, "transB": 1, "activation": activation, **more}
+    nodes = [node("FusedGemm", "a b c", "y", **options)]
+    check(nodes, a=normal(3, 4), b=normal(5, 4, seed=2), c=normal(5, seed=3))

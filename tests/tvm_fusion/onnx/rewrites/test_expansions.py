@@ -277,6 +277,16 @@ def test_reversed_sequences(time: int, batch: int) -> None:
     np.testing.assert_array_equal(outputs(model, feeds)[0], wanted)
 
 
+@pytest.mark.parametrize(("time", "batch", "shape"), [(0, 1, (4,)), (1, 1, (4, 4)), (0, 2, (4, 4))])
+def test_sequences_along_other_axes_are_refused(
+    time: int, batch: int, shape: tuple[int, ...]
+) -> None:
+    feeds = {"x": normal(*shape), "n": np.array([1, 4, 3, 2])}
+    model = node_model("ReverseSequence", feeds, opset=10, time_axis=time, batch_axis=batch)
+    with pytest.raises((InvalidModelError, UnsupportedOperatorError), match="axis|rank"):
+        import_onnx(model)
+
+
 @pytest.mark.parametrize(("mode", "starts"), [("linear", [0, 3]), ("circular", [4, 1])])
 def test_caches_with_new_rows(mode: str, starts: list[int]) -> None:
     feeds = {"past": normal(2, 3, 5, 4), "new": normal(2, 3, 2, 4, seed=2), "at": int64(*starts)}

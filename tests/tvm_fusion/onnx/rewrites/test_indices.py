@@ -10,7 +10,6 @@ import pytest
 from onnx_cases import int64, normal, one_node
 
 import tvm_fusion
-from schedules.errors import OpError
 from tvm_fusion.errors import InvalidInputError
 
 GRAPHS = {
@@ -133,7 +132,7 @@ def test_many_indices_are_checked_in_chunks(shape: tuple[int, ...]) -> None:
             compiled(data, wrong)
 
 
-def test_a_branch_that_is_not_taken_raises_no_error() -> None:
+def test_only_the_branch_that_is_taken_raises_an_error() -> None:
     """Both branches are computed where the condition depends on data."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["": 17]>
@@ -147,13 +146,48 @@ def test_a_branch_that_is_not_taken_raises_no_error() -> None:
         }
     """)
     compiled = tvm_fusion.compile(model, threads=2)
-    data, wild = normal(3, 4), np.array([7, -9])
-    np.testing.assert_array_equal(compiled(data, wild, np.array(True)), data[[0, 0]])
+    data = normal(3, 4)
+    for wild in ([7, -9], [0, 1 << 62], [-(1 << 63), 0]):
+        indices = np.array(wild)
+        np.testing.assert_array_equal(compiled(data, indices, np.array(True)), data[[0, 0]])
+        with pytest.raises(InvalidInputError, match=r"\(Gather\) has an index out of bounds"):
+            compiled(data, indices, np.array(False))
     np.testing.assert_array_equal(compiled(data, np.array([2, -3]), np.array(False)), data[[2, 0]])
-    assert np.isin(compiled(data, wild, np.array(False)), data).all()  # no other memory is read
 
 
-def test_a_branch_with_coordinates_of_an_open_dimension_is_refused() -> None:
+@pytest.mark.parametrize("shape", ["bool", "bool[1]"])
+def test_a_branch_in_a_branch_raises_an_error_where_both_are_taken(shape: str) -> None:
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["": 17]>
+        graph (float[3,4] x, int64[2,2] i, {shape} outer, {shape} inner) => (float[2] y) {{
+            y = If (outer) <
+                then_branch = first () => (float[2] a) {{
+                    a = If (inner) <
+                        then_branch = third () => (float[2] c) {{ c = GatherND(x, i) }},
+                        else_branch = fourth () => (float[2] d) {{
+                            d = Constant<value_floats = [0.0, 0.0]>()
+                        }}
+                    >
+                }},
+                else_branch = second () => (float[2] b) {{
+                    b = Constant<value_floats = [1.0, 1.0]>()
+                }}
+            >
+        }}
+    """)
+    compiled = tvm_fusion.compile(model, threads=2)
+    data, wild = normal(3, 4), np.array([[0, 0], [0, 4]])
+    size = (1,) if shape == "bool[1]" else ()
+    for outer, inner in ((True, False), (False, True), (False, False)):
+        flags = [np.full(size, flag) for flag in (outer, inner)]
+        np.testing.assert_array_equal(compiled(data, wild, *flags), [1 - outer] * 2)
+    with pytest.raises(InvalidInputError, match=r"\(GatherND\) has an index out of bounds"):
+        compiled(data, wild, *[np.full(size, True)] * 2)
+    right = compiled(data, np.array([[2, 3], [-3, -4]]), *[np.full(size, True)] * 2)
+    np.testing.assert_array_equal(right, data[[2, 0], [3, 0]])
+
+
+def test_a_branch_with_coordinates_of_an_open_dimension() -> None:
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["": 17]>
         graph (float[n,4] x, int64[2,1] i, bool safe, float[2,4] z) => (float[2,4] y) {
@@ -163,5 +197,12 @@ def test_a_branch_with_coordinates_of_an_open_dimension_is_refused() -> None:
             >
         }
     """)
-    with pytest.raises(OpError, match="the size of an indexed dimension is open"):
-        tvm_fusion.compile(model, shapes={"n": "n"}, threads=2)
+    compiled = tvm_fusion.compile(model, shapes={"n": "n"}, threads=2)
+    data, other, yes, no = normal(5, 4), normal(2, 4), np.array(True), np.array(False)
+    inside, outside = np.array([[4], [-5]]), np.array([[5], [0]])
+    np.testing.assert_array_equal(compiled(data, inside, no, other), data[[4, 0]])
+    np.testing.assert_array_equal(compiled(data, outside, yes, other), -other)
+    message = r"\(GatherND\) has an index out of bounds; 'x' has the shape \(n, 4\)"
+    for arguments in ((data, outside, no), (data[:0], inside, no), (data[:0], inside, yes)):
+        with pytest.raises(InvalidInputError, match=message):  # of nothing, none is the nearest
+            compiled(*arguments, other)

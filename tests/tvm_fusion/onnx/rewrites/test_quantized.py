@@ -222,3 +222,29 @@ def test_clipped_numbers_are_cast_without_wrapping(kind: str) -> None:
     assert "isfinite" not in str(import_onnx(model).mod)
     wanted = np.trunc(np.clip(x, int(limits.min), int(limits.max)))
     np.testing.assert_array_equal(tvm_fusion.compile(model, threads=1)(x), wanted)
+
+
+@pytest.mark.parametrize(("kind", "zero"), [("int16", -6460), ("uint16", 40000)])
+def test_zero_points_that_a_float16_cannot_hold(kind: str, zero: int) -> None:
+    """Numbers of 16 bits are quantised in float32, whatever the type of their scale."""
+    x = np.random.default_rng(5).uniform(-8, 8, (3, 7)).astype("float16")
+    scale, point = np.float16(0.7686), np.array(zero, kind)
+    graph = helper.make_graph(
+        [
+            helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
+            helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["y"]),
+        ],
+        "quantize",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT16, x.shape)],
+        [
+            helper.make_tensor_value_info("q", helper.np_dtype_to_tensor_dtype(point.dtype), None),
+            helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT16, None),
+        ],
+        [numpy_helper.from_array(scale, "scale"), numpy_helper.from_array(point, "zero")],
+    )
+    opset = [helper.make_operatorsetid("", 21)]
+    model = helper.make_model(graph, opset_imports=opset, ir_version=10)
+    numbers, again = tvm_fusion.compile(model, threads=1)(x)
+    exact = np.rint(x.astype("float64") / np.float64(scale))
+    np.testing.assert_array_equal(numbers, exact + zero)
+    np.testing.assert_allclose(again, exact * np.float64(scale), rtol=1e-3)

@@ -17,6 +17,23 @@ from tests.selection import in_turns
 from tvm_fusion.errors import UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
+
+@pytest.mark.parametrize("mode", ["linear", "nearest", "cubic"])
+@pytest.mark.parametrize("shape", [(1, 2, 1, 4), (2, 1, 3, 1), (1, 1, 1, 1)])
+def test_reflection_along_one_pixel(mode: str, shape: tuple[int, ...]) -> None:
+    grid = np.random.default_rng(0).uniform(-3, 3, (shape[0], 3, 5, 2)).astype("float32")
+    feeds = {"x": normal(*shape), "grid": grid}
+    options = {"mode": mode, "padding_mode": "reflection", "align_corners": 1}
+    node = helper.make_node("GridSample", list(feeds), ["y"], **options)
+    inputs = {name: value.shape for name, value in feeds.items()}
+    compiled = tvm_fusion.compile(onnx_model([node], inputs, ["y"], opset=20), threads=1)
+    wide = [np.concatenate([feeds["x"]] * 2, axis) for axis in (2, 3) if shape[axis] == 1]
+    x = np.concatenate([wide[0]] * 2, 3) if len(wide) == 2 else wide[0]
+    reference = ReferenceEvaluator(onnx_model([node], inputs | {"x": x.shape}, ["y"], opset=20))
+    (wanted,) = reference.run(None, feeds | {"x": x})
+    np.testing.assert_allclose(compiled(**feeds), wanted, rtol=1e-4, atol=1e-5)
+
+
 HALVES = np.array([1, 1, 0.6, 0.7], np.float32)
 
 

@@ -33,6 +33,13 @@ def test_cpu_alone(tmp_path) -> None:
     assert (read.device, len(read.device_events)) == ("", 0)
 
 
+def test_values_of_other_kinds_are_no_shapes(tmp_path) -> None:
+    trace = Kineto()
+    trace.op("aten::add", 5, 10, tid={"x": 1}, **{"Input Dims": [{"x": 1}, [2, {}]]})
+    (event,) = read_kineto(trace.write(tmp_path / "x.json")).host
+    assert event.shapes == (None, (2, None))
+
+
 def test_calls_of_python_functions(tmp_path) -> None:
     trace = Kineto()
     trace.op("aten::add", 10, 10)

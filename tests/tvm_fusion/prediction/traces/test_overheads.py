@@ -193,6 +193,15 @@ def test_broken_entries(tmp_path, entry) -> None:
         load_overheads(path)
 
 
+@pytest.mark.parametrize("part", ["origins", "tables"])
+def test_parts_of_another_kind(tmp_path, part: str) -> None:
+    path = tmp_path / "o.json"
+    measure(tmp_path, two_launches()).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {part: True}))
+    with pytest.raises(PredictionError, match=r"o.json: expected a list of 'origins' and an obj"):
+        load_overheads(path)
+
+
 def test_infinite_entry_and_absent_files(tmp_path) -> None:
     path = tmp_path / "o.json"
     measure(tmp_path, two_launches()).save(path)

@@ -53,6 +53,7 @@ def attention(parts: ContribExpansion) -> Refusal:
     problem = _problem(parts, mask, causal)
     if problem is not None:
         return problem
+    mask = _as_rows(parts, mask, parts.input(0))
     result = _attend(parts, (query, key, value), scale, mask, parts.input(5), causal)
     parts.finish(result, present)
     return None
@@ -89,6 +90,7 @@ def multi_head_attention(parts: ContribExpansion) -> Refusal:
     problem = _problem(parts, mask, causal)
     if problem is not None:
         return problem
+    mask = _as_rows(parts, mask, parts.input(1))
     result = _attend(parts, (query, key, value), scale, mask, parts.input(5), causal)
     parts.finish(result, key, value)
     return None
@@ -127,8 +129,20 @@ def _causal(length: list[int] | None, past: list[int] | None) -> np.ndarray | No
 def _problem(parts: ContribExpansion, mask: str, causal: np.ndarray | None) -> Refusal:
     """The reason why scores cannot be masked, if any."""
     rank = len(parts.dims(mask) or ()) if mask else 2
-    if rank not in (2, 3):
-        return f"its mask {mask!r} has {rank} dimensions; expected 2 or 3"
+    if rank not in (1, 2, 3):
+        return f"its mask {mask!r} has {rank} dimensions; expected 1 to 3"
+    if rank == 1:
+        batch, counts = sizes(parts, parts.input(0), [0]), sizes(parts, mask, [0])
+        has_past = parts.input(4 if parts.node.op_type == "Attention" else 6)
+        if (
+            has_past
+            or batch is None
+            or batch != counts
+            or len(parts.dims(parts.input(1)) or ()) > 3
+        ):
+            return (
+                f"its mask {mask!r} has one dimension; expected a length of each key, without past"
+            )
     if parts.get("unidirectional", 0) and causal is None:
         return "it is causal, and its lengths are only known at run time"
     return None
@@ -147,7 +161,7 @@ def _attend(
     turned = parts.emit("Transpose", key, perm=[0, 1, 3, 2])
     scores = parts.emit("MatMul", parts.scaled(query, scale), turned)
     if mask:
-        rank = len(parts.dims(mask) or ())
+        rank = len(parts.dims(mask) or (0, 0))  # written out by :func:`_as_rows`, it has two
         added = _added_by_mask(parts, mask, scores)
         scores = parts.emit(
             "Add", scores, parts.emit("Unsqueeze", added, parts.integers([1, 2][: 4 - rank]))
@@ -159,6 +173,17 @@ def _attend(
         scores = parts.emit("Add", scores, parts.number_like(causal, scores))
     mixed = parts.emit("MatMul", parts.emit("Softmax", scores, axis=-1), value)
     return parts.reshape(parts.emit("Transpose", mixed, perm=[0, 2, 1, 3]), 0, 0, -1)
+
+
+def _as_rows(parts: ContribExpansion, mask: str, keys: str) -> str:
+    """A mask of the number of keys of each sequence as one of its keys; any other mask itself."""
+    if not mask or len(parts.dims(mask) or ()) != 1:
+        return mask
+    first = parts.integers(1)
+    length = parts.emit("Gather", parts.emit("Shape", keys), first)
+    places = parts.emit("Range", parts.integers(0), length, first)
+    counts = parts.emit("Unsqueeze", parts.emit("Cast", mask, to=7), parts.integers([1]))
+    return parts.emit("Less", places, counts)
 
 
 def _added_by_mask(parts: ContribExpansion, mask: str, scores: str) -> str:

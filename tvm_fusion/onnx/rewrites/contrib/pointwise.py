@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..expansion import conv_attributes
 from .contrib_expansion import ContribExpansion
 
@@ -82,6 +84,8 @@ def embed_layer_norm(parts: ContribExpansion) -> Refusal:
     )
     if segments:
         total = parts.emit("Add", total, parts.emit("Gather", kinds, segments))
+    elif kinds:
+        total = parts.emit("Add", total, parts.emit("Gather", kinds, parts.integers(0)))
     result = parts.layer_norm(total, scale, bias, parts.get("epsilon", 1e-12))
     counts = ""
     if mask and len(parts.node.output) > 1 and parts.node.output[1]:
@@ -123,6 +127,17 @@ def _turned(parts: ContribExpansion, position: int) -> str | None:
 PARAMETERS = {"LeakyRelu": ("alpha",), "HardSigmoid": ("alpha", "beta")}
 
 
+def fused_gemm(parts: ContribExpansion) -> Refusal:
+    """A Gemm and an activation."""
+    given = {name: parts.get(name) for name in ("alpha", "beta", "transA", "transB")}
+    options = {name: value for name, value in given.items() if value is not None}
+    result = parts.emit("Gemm", *filter(None, map(parts.input, range(3))), **options)
+    name = parts.get("activation", "")
+    count = len(PARAMETERS.get(name, ()))
+    values = [parts.get(f"activation_{part}") for part in ("alpha", "beta", "gamma")][:count]
+    return _activated(parts, result, name, [value for value in values if value is not None])
+
+
 def fused_conv(parts: ContribExpansion) -> Refusal:
     """A Conv, what is added to it, and an activation."""
     operands = filter(None, map(parts.input, range(3)))
@@ -130,6 +145,11 @@ def fused_conv(parts: ContribExpansion) -> Refusal:
     if parts.input(3):
         result = parts.emit("Add", result, parts.input(3))
     name, values = parts.get("activation", ""), parts.get("activation_params", [])
+    return _activated(parts, result, name, values)
+
+
+def _activated(parts: ContribExpansion, result: str, name: str, values: Sequence[float]) -> Refusal:
+    """Finish with an activation of a result."""
     if name == "Clip":
         result = parts.emit("Clip", result, *(parts.number_like(value, result) for value in values))
     elif name in ("Relu", "Sigmoid", "Tanh", *PARAMETERS):

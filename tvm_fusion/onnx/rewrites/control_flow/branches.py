@@ -12,7 +12,7 @@ from ...model.graph_edits import attribute, drop_unread_nodes, is_default_domain
 from ...model.tensor_facts import GraphFacts
 from .splice import Body
 
-_SPECULATIVE = "tvm_fusion.speculative"
+_TAKEN = "tvm_fusion.taken"
 
 
 def splice_branches(model: onnx.ModelProto, facts: GraphFacts) -> bool:
@@ -34,7 +34,7 @@ def splice_branches(model: onnx.ModelProto, facts: GraphFacts) -> bool:
     Both branches are computed where the condition is, so their results must have one shape; others
     stay, and are refused later. An If that only returns empty tensors for an empty one becomes its
     other branch, which detectors have around their suppression of boxes: it must keep that empty.
-    Nodes that are computed although they may not be taken are marked, see :func:`is_speculative`.
+    Nodes that are computed although they may not be taken are marked, see :func:`taken_if`.
     """
     nodes: list[onnx.NodeProto] = []
     changed = False
@@ -76,14 +76,43 @@ def _replacement(
         helper.make_node("Where", [node.input[0], *pair], [output], name=node.name)
         for *pair, output in zip(taken, left, node.output, strict=True)
     ]
-    for inner in nodes + others:
-        inner.metadata_props.add(key=_SPECULATIVE)
+    around = _conditions(node)
+    for side, inners in (("+", nodes), ("-", others)):
+        for inner in inners:
+            inner.metadata_props.add(key=_TAKEN, value="\n".join([*around, side + node.input[0]]))
     return nodes + others + choices
 
 
-def is_speculative(node: onnx.NodeProto) -> bool:
-    """Return whether a node comes from a branch that may not be taken: it must not raise errors."""
-    return any(entry.key == _SPECULATIVE for entry in node.metadata_props)
+def taken_if(node: onnx.NodeProto, facts: GraphFacts) -> tuple[list[onnx.NodeProto], str]:
+    """A value that tells whether the branch that a node comes from is taken.
+
+    A node of a branch that is not taken must not raise errors.
+
+    Returns
+    -------
+    list of onnx.NodeProto
+        The nodes that compute it.
+    str
+        Its name, a bool of one element; empty if the node is always taken.
+    """
+    nodes: list[onnx.NodeProto] = []
+    taken = ""
+    for condition in _conditions(node):
+        name = condition[1:]
+        if condition[0] == "-":
+            nodes.append(helper.make_node("Not", [name], [facts.fresh(f"{name}/not")]))
+            name = nodes[-1].output[0]
+        if taken:
+            nodes.append(helper.make_node("And", [taken, name], [facts.fresh(f"{name}/and")]))
+            name = nodes[-1].output[0]
+        taken = name
+    return nodes, taken
+
+
+def _conditions(node: onnx.NodeProto) -> list[str]:
+    """Names of the conditions around a node, each after ``+``, or ``-`` where it must be false."""
+    found = [entry.value for entry in node.metadata_props if entry.key == _TAKEN]
+    return found[-1].split("\n") if found else []
 
 
 def _asks_if_empty(name: str, facts: GraphFacts, made_by: Mapping[str, onnx.NodeProto]) -> bool:

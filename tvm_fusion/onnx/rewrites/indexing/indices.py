@@ -4,6 +4,8 @@
 Constant ones are checked now, others when the model runs::
 
     y = Gather(x, i)      ->      y = Gather(x, tvm_fusion.CheckedIndices(i, x))
+
+In a branch that may not be taken, a third input says whether it is: only then an index is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from tvm_fusion.errors import InvalidModelError
 
 from ...model.graph_edits import attribute, is_default_domain, node_label, replace_nodes
 from ...model.tensor_facts import GraphFacts
-from ..control_flow.branches import is_speculative
+from ..control_flow.branches import taken_if
 from ..expansion import Expansion
 
 ALONG_AXIS = frozenset({"Gather", "GatherElements", "ScatterElements"})
@@ -32,6 +34,12 @@ CHECKED_INDICES = "tvm_fusion.CheckedIndices"
 """Operator that :func:`translate_checked_indices` translates."""
 
 _FAR = (1 << 31) - 1
+_MESSAGE = "tvm_fusion.message"
+
+
+def set_message(node: onnx.NodeProto, message: str) -> None:
+    """Let an error of a node's indices at run time have another message."""
+    node.metadata_props.add(key=_MESSAGE, value=message)
 
 
 def check_indices(model: onnx.ModelProto, facts: GraphFacts) -> None:
@@ -63,30 +71,33 @@ def _check(node: onnx.NodeProto, facts: GraphFacts) -> list[onnx.NodeProto]:
 
 
 def _checked_later(node: onnx.NodeProto, facts: GraphFacts) -> list[onnx.NodeProto]:
-    """Let the node read checked indices; return the node that checks them."""
+    """Let the node read checked indices; return the nodes that check them."""
     data, indices = node.input[0], node.input[1]
     node.input[1] = facts.fresh(f"{indices}/checked")
     along = {"axis": attribute(node, "axis", 0)}
     first = {"batch_dims": attribute(node, "batch_dims", 0)}
+    decisions, taken = taken_if(node, facts)
+    message = next((entry.value for entry in node.metadata_props if entry.key == _MESSAGE), "")
     check = helper.make_node(
         CHECKED_INDICES,
-        [indices, data],
+        [indices, data, *([taken] if taken else [])],
         [node.input[1]],
         name=node.name,
-        about="" if is_speculative(node) else f"{node_label(node)} ({node.op_type})",
+        about=f"{node_label(node)} ({node.op_type})",
+        message=message,
         data=data,
         guarded=int(node.op_type == "Gather"),
         **(along if node.op_type in ALONG_AXIS else first),
     )
-    return [check]
+    return [*decisions, check]
 
 
 def translate_checked_indices(
     _builder: relax.BlockBuilder, inputs: Sequence[Any], attributes: dict[str, Any]
 ) -> relax.Expr:
     """The indices checked against the sizes of the data; those into a shape as they are."""
-    indices, data = inputs
-    if not all(isinstance(each.ty, relax.TensorType) for each in inputs):
+    indices, data, *taken = inputs
+    if not all(isinstance(each.ty, relax.TensorType) for each in (indices, data)):
         return indices
     about, name = attributes["about"].decode(), attributes["data"].decode()
     if not isinstance(data.ty.shape, relax.ShapeExpr):
@@ -100,8 +111,9 @@ def translate_checked_indices(
             raise InvalidModelError(f"the number of coordinates of {name!r} depends on data")
         extents = sizes[first : first + count]
     shape = ", ".join(map(str, sizes))
-    message = f"{about} has an index out of bounds; {name!r} has the shape ({shape})"
-    return checked_indices(indices, extents, message if about else "", bool(attributes["guarded"]))
+    message = attributes["message"].decode()
+    message = message or f"{about} has an index out of bounds; {name!r} has the shape ({shape})"
+    return checked_indices(indices, extents, message, bool(attributes["guarded"]), *taken)
 
 
 def _extents(node: onnx.NodeProto, facts: GraphFacts) -> np.ndarray | None:

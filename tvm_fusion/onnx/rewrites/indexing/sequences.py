@@ -25,9 +25,9 @@ def expand_reverse_sequence(node: onnx.NodeProto, expansion: Expansion) -> None:
     """Replace a ReverseSequence of known shape."""
     x, lengths = node.input
     shape = expansion.facts.shape(x)
-    if shape is None:
-        return
     time, batch = (attribute(node, n, d) for n, d in (("time_axis", 0), ("batch_axis", 1)))
+    if shape is None or not 0 <= min(time, batch) < max(time, batch) < len(shape):
+        return
     steps = _along(expansion, np.arange(shape[time]), time, len(shape))
     count = _batched(expansion, lengths, batch, len(shape))
     last = expansion.emit("Sub", count, _number(expansion, 1))
@@ -62,7 +62,11 @@ def sequence_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     """Return the reason why a node of this family cannot be written out, if any."""
     names = node.input[: 1 if node.op_type == "ReverseSequence" else 2]
     unknown = [name for name in names if facts.shape(name) is None]
-    return f"the shape of {unknown[0]!r} is only known at run time" if unknown else None
+    if unknown:
+        return f"the shape of {unknown[0]!r} is only known at run time"
+    if node.op_type == "ReverseSequence":  # all others were replaced
+        return "its time_axis and batch_axis are not two of the dimensions of its input"
+    return None
 
 
 def _number(expansion: Expansion, value: int) -> str:
