@@ -29,6 +29,14 @@ from .fast_paths import FAST_PATHS
 FX_NODE = "pkg.torch.onnx.fx_node"
 """Key under which PyTorch's exporter stores the FX node that an ONNX node comes from."""
 
+_DECOMPOSITIONS = {
+    **FAST_PATHS,
+    torch.ops.aten._assert_tensor_metadata.default: lambda *arguments, **options: None,
+}
+
+_LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")
+"""Loggers of PyTorch's exporter and of the libraries that it calls."""
+
 _NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 
 
@@ -93,16 +101,16 @@ def import_exported_program(
 def functional(program: ExportedProgram) -> ExportedProgram:
     """The program with changes in place as additional outputs, which its signature lists.
 
-    The ops of ``FAST_PATHS`` are written out.
+    The ops of ``FAST_PATHS`` are written out, and what the tracer asserts of types is left out.
     """
     is_ready = not any(map(_needs_decomposition, program.graph.nodes))
-    return program if is_ready else program.run_decompositions(dict(FAST_PATHS))
+    return program if is_ready else program.run_decompositions(dict(_DECOMPOSITIONS))
 
 
 def _needs_decomposition(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if node.target in FAST_PATHS:
+    if node.target in _DECOMPOSITIONS:
         return True
     # Normalisation in training mode updates its running statistics; its schema conceals that.
     is_training = node.target in _NORMS and len(node.args) > 5 and node.args[5] is True
@@ -161,14 +169,16 @@ def _open_dimensions(model: onnx.ModelProto, shapes: Mapping[str, Any]) -> dict[
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Context without the exporter's warnings, which are about its own inner workings."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings_ignored():
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    with warnings_ignored():  # one thread at a time
+        levels = [logger.level for logger in loggers]
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
             yield
-    finally:
-        logger.setLevel(level)
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
