@@ -243,6 +243,8 @@ def describe_artifact(path: str | os.PathLike[str]) -> Description:
     """
     try:
         return _read(Path(path))
+    except TypeError as error:
+        raise ArtifactError(f"the path is {path!r}; expected a str or os.PathLike") from error
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         reason = getattr(error, "strerror", None) or error
         raise ArtifactError(f"cannot read {os.fspath(path)!r}: {reason}") from error

@@ -138,7 +138,7 @@ def test_arrays_scalars_and_dlpack_are_seen_without_copying() -> None:
         (Exporter(ones(2, 3), device=2), r"is on another device \(DLPack type 2\); move it"),
         (LazyView(ones(2, 3), "conj"), r"is a conj view.*pass a.resolve_conj\(\)"),
         (LazyView(ones(2, 3), "neg"), r"is a neg view.*pass a.resolve_neg\(\)"),
-        (Meta(ones(2, 3)), "input 'a' is a meta tensor, which has no data"),
+        (Meta(ones(2, 3)), "input 'a' is a meta or fake tensor, which has no data"),
         (Refusing(ones(2, 3)), r"\(Refusing\) cannot be read through DLPack: call detach\(\)"),
     ],
 )
