@@ -98,6 +98,17 @@ def import_exported_program(
         raise UnsupportedTorchOpError(f"{', '.join(sorted(ops))}: {error}", ops) from error
 
 
+def as_onnx(program: ExportedProgram) -> onnx.ModelProto:
+    """An exported program as an ONNX model that holds its weights.
+
+    Raises
+    ------
+    UnsupportedTorchOpError
+        If PyTorch cannot export it.
+    """
+    return onnx_ir.to_proto(_exported(functional(program)))
+
+
 def functional(program: ExportedProgram) -> ExportedProgram:
     """The program with changes in place as additional outputs, which its signature lists.
 
@@ -125,6 +136,13 @@ def changed_in_place(program: ExportedProgram) -> list[str]:
 
 def _to_onnx(program: ExportedProgram) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     """The program as ONNX, and its large weights, for which it has inputs of their names."""
+    model = _exported(program)
+    weights = _detach_weights(model)
+    return onnx_ir.to_proto(model), weights
+
+
+def _exported(program: ExportedProgram) -> onnx_ir.Model:
+    """The program as ONNX, by PyTorch's exporter."""
     try:
         with _quiet():
             exported = torch.onnx.export(program, dynamo=True, verbose=False)
@@ -137,8 +155,7 @@ def _to_onnx(program: ExportedProgram) -> tuple[onnx.ModelProto, dict[str, np.nd
             f"PyTorch cannot export the program to ONNX{named}: {reason}", ops
         ) from error
     assert exported is not None, "an exporter without a file returns its result"
-    weights = _detach_weights(exported.model)
-    return onnx_ir.to_proto(exported.model), weights
+    return exported.model
 
 
 def _detach_weights(model: onnx_ir.Model) -> dict[str, np.ndarray]:

@@ -80,7 +80,8 @@ class FrozenGraph:
         self._own = [*graph.parameters(), *graph.buffers()]
         self._has_open_shape = any(_is_symbolic(node) for node in nodes)
         self._can_stay_open = self._has_open_shape
-        self._has_open_floats = bool(self._floats) and _is_single(nodes)
+        is_single = _is_single(nodes)
+        self._open_floats = [i for i in self._floats if is_single and _is_operand(nodes[i])]
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._updates = 0
         self._is_eager = False
@@ -109,8 +110,8 @@ class FrozenGraph:
     def _key(self, arguments: Sequence[Any], weights: Sequence[torch.Tensor]) -> Any:
         """Key of a variant: identities of the weights, numbers, and shapes if these are fixed."""
         key: list[Any] = [*map(id, weights)]
-        if not self._has_open_floats:
-            key += [float(arguments[place]) for place in self._floats]
+        fixed = [place for place in self._floats if place not in self._open_floats]
+        key += [float(arguments[place]) for place in fixed]
         if self._has_open_shape and not self._can_stay_open:
             key += [x.shape if isinstance(x, torch.Tensor) else x for x in arguments]
         return tuple(key)
@@ -148,14 +149,14 @@ class FrozenGraph:
         if any(map(_differentiates, self._graph.graph.nodes)):
             raise TVMFusionError("it differentiates a function")
         self._outputs = self._outputs or Outputs.of(self._graph, self._names)
-        while self._can_stay_open or self._has_open_floats:
+        while self._can_stay_open or self._open_floats:
             try:
                 return self._compile_open(arguments)
             except TVMFusionError as error:
                 _LOG.info("a model for each shape, at most %d are kept: %s", MOST_VARIANTS, error)
                 # First each float has a model of its own, then each shape, too.
-                self._can_stay_open &= self._has_open_floats
-                self._has_open_floats = False
+                self._can_stay_open &= bool(self._open_floats)
+                self._open_floats = []
         while True:
             module, inputs = self._frozen(arguments)
             program = export(module, [arguments[place] for place in inputs])
@@ -188,7 +189,7 @@ class FrozenGraph:
         for place, name in enumerate(self._names):
             if place in self._static:
                 bind_input(module, nodes[name], _buffer(place), arguments[place])
-            elif place in self._floats and self._has_open_floats:
+            elif place in self._open_floats:
                 for user in list(nodes[name].users):
                     _replace_by_tensor(module.graph, user, nodes[name])
                 inputs.append(place)
@@ -228,6 +229,16 @@ def _differentiates(node: fx.Node) -> bool:
     """Return whether a node is about derivatives, within a graph that itself needs none."""
     target = str(getattr(node.target, "__name__", node.target))
     return "_grad_" in target or "_jvp_" in target
+
+
+def _is_operand(node: fx.Node) -> bool:
+    """Return whether a float is only an operand of arithmetic on tensors."""
+    return all(
+        getattr(user.target, "__module__", None) == "_operator"
+        and isinstance(value_of(user), torch.Tensor)
+        for item in node.users
+        for user in item.users
+    )
 
 
 def _is_single(nodes: Sequence[fx.Node]) -> bool:

@@ -128,6 +128,17 @@ def test_floats_of_a_call_are_inputs_of_one_model(models: list[Any]) -> None:
     assert len(models) <= 4  # of either type one for the first float, and one for all others
 
 
+def test_floats_that_no_tensor_can_replace(
+    models: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.LayerNorm(4, eps=1e-3), nn.LeakyReLU(0.3))  # inputs where all is open
+    fast = accelerate(model, dynamic=True)
+    for rows in (3, 5):
+        check(fast, model, torch.randn(rows, 4))
+    assert len(models) == 1
+    assert capfd.readouterr() == ("", "")
+
+
 def test_arguments_in_one_memory_of_which_one_is_changed() -> None:
     def change(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x.add_(1)
