@@ -258,8 +258,9 @@ def run_phases(
         for number, (name, passes) in enumerate(plan.items()):
             if progress is not None:
                 progress(name, number, len(plan))
-            with _own_errors(name):
-                mod = tvm.transform.Sequential(list(passes), name=name)(mod)
+            for one in passes:  # a signal waits for the end of a pass
+                with _own_errors(name):
+                    mod = one(mod)
             if dump is not None:
                 dump.mkdir(parents=True, exist_ok=True)
                 (dump / f"{number}-{name}.py").write_text(mod.script())
@@ -343,10 +344,11 @@ def build_apart(
     CompilationError
         If TVM fails.
     """
-    with target, _own_errors("build"), _cuda_compiler(target, fast_math):
+    with target, _own_errors("build"):
         lower = lower_to_vm(target, functions if cuda_graph else ())
         shared = [] if is_gpu(target) else [ShareKernels()]
         mod = tvm.transform.Sequential([lower, LiftWeights(functions), *shared])(mod)
+    with target, _own_errors("build"), _cuda_compiler(target, fast_math):
         weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
         executable = _generate(mod.without_attr(WEIGHTS), target)
         is_main = tuple(functions) == ("main",)

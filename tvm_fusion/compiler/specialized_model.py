@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections import ChainMap, OrderedDict
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -23,6 +24,9 @@ from ..runtime.arguments import bind
 from ..runtime.compiled_model import CompiledModel
 from ..runtime.tensor_spec import TensorSpec
 from .compile_model import compile
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 Sizes = Mapping[str, int]
 
@@ -191,22 +195,23 @@ class SpecializedModel:
 
 
 def specialize(
-    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto | ExportedProgram,
     target: Any = "native",
     shapes: Mapping[str, Any] | None = None,
     *,
     variants: int = 8,
     **options: Any,
 ) -> SpecializedModel:
-    """Prepare an ONNX model for calls with any sizes of its open dimensions.
+    """Prepare a model of ONNX or PyTorch for calls with any sizes of its open dimensions.
 
     Kernels for known sizes are faster than those for any, and exist for all operators; so each
     combination of sizes gets kernels of its own when it is first called. Nothing is compiled yet.
 
     Parameters
     ----------
-    model : path, bytes or onnx.ModelProto
-        The model. If its weights are in other files, they are read for each variant.
+    model : path, bytes, onnx.ModelProto or torch.export.ExportedProgram
+        The model. If its weights are in other files, they are read for each variant. Those of a
+        program are copied.
     target : str, mapping or tvm.target.Target
         As for :func:`tvm_fusion.compile`.
     shapes : mapping, optional
@@ -238,6 +243,9 @@ def specialize(
         raise InvalidInputError(f"variants is {variants!r:.60}; expected an integer of 1 or more")
     if not isinstance(shapes or {}, Mapping):
         raise InvalidModelError(f"shapes is {shapes!r:.80}; expected a mapping")
+    if type(model).__module__.startswith("torch.export"):
+        # By name: that family stands above this one, and needs PyTorch.
+        model = importlib.import_module("tvm_fusion.torch.exported_program").as_onnx(model)
     data = read_model(model)
     proto = parse_model(data)
     source = model if any(True for _ in external_tensors(proto)) else data

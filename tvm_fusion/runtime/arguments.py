@@ -197,9 +197,10 @@ def _unreadable(spec: TensorSpec, value: Any, error: Exception) -> InvalidInputE
 
 def _refuse_lazy_view(spec: TensorSpec, value: Any) -> None:
     """Refuse tensors of PyTorch whose memory holds other numbers, or none; DLPack does not tell."""
-    if getattr(value, "is_meta", False):
+    if getattr(value, "is_meta", False) or hasattr(value, "fake_mode"):
         raise InvalidInputError(
-            f"input {spec.name!r} is a meta tensor, which has no data; expected a tensor on the CPU"
+            f"input {spec.name!r} is a meta or fake tensor, which has no data; expected a tensor "
+            "on the CPU"
         )
     for view in ("conj", "neg"):
         is_view = getattr(value, f"is_{view}", None)

@@ -30,7 +30,7 @@ from .host_arrays import random_inputs
 from .memory import DeviceMemory, HostMemory, Memory, own_tensors
 from .tensor_spec import refuse_open_shapes
 from .thread_pool import Crew, choose_threads
-from .tvm_runtime import get_function, start_machine
+from .tvm_runtime import copied, get_function, start_machine
 from .weights import digest, stored_bytes
 
 _FILE_NAME = "model.so"
@@ -251,7 +251,10 @@ class CompiledModel(DescribedModel):
         self._about.check_machine()
         module = self._executable
         if not isinstance(module, tvm_ffi.Module):
-            module = module.jit(fcompile=self._about.linker(module))
+            executable = module
+            module = executable.jit(fcompile=self._about.linker(executable))
+            if module.same_as(executable.mod):  # which will be saved
+                module = copied(module)
         self._machine = start_machine(module, self._memory.device)
         self._main = self._machine["main"]
         about = self._about

@@ -16,6 +16,7 @@ import importlib.util
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -84,6 +85,21 @@ def _start(library: tvm_ffi.Module, device: tvm_ffi.Device | None) -> tvm_ffi.Mo
     settings = [(*place, _POOLED_ALLOCATOR) for place in places]
     machine["vm_initialization"](*(number for setting in settings for number in setting))
     return machine
+
+
+def copied(program: tvm_ffi.Module) -> tvm_ffi.Module:
+    """Copy a Relax program, but not the kernels that it imports.
+
+    A virtual machine that starts adds a memory scope for each constant to its program, and TVM
+    prints a warning for each of them whenever it saves the program, or loads it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program"
+        program.write_to_file(str(path), program.kind)
+        copy = get_function(f"ffi.Module.load_from_file.{program.kind}")(str(path))
+    for module in program.imports:
+        copy.import_module(module)
+    return copy
 
 
 def load_device_library(kind: str) -> None:

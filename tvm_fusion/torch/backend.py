@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..errors import InvalidInputError
 from .frozen_graph import FrozenGraph
 from .lowering import Choices, warn_once
 
@@ -25,6 +26,7 @@ def tvm_fusion(
     example_inputs: Sequence[Any],
     *,
     options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo.
 
@@ -40,12 +42,18 @@ def tvm_fusion(
     options : mapping, optional
         ``fuse``, ``target``, ``threads`` and ``winograd`` of :func:`tvm_fusion.compile`. There
         are as many threads as PyTorch has, ``torch.get_num_threads()``, by default.
+    mode : str, optional
+        Only ``"default"``: the others of ``torch.compile`` are sets of options of Inductor.
 
     Raises
     ------
     InvalidInputError
         If an option is unknown.
     """
+    if mode not in (None, "default"):
+        raise InvalidInputError(
+            f"backend 'tvm_fusion' has no mode {mode!r}; leave it out, or use options="
+        )
     choices = Choices.of(options)
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     tensors += [*graph.parameters(), *graph.buffers()]

@@ -29,6 +29,14 @@ from .fast_paths import FAST_PATHS
 FX_NODE = "pkg.torch.onnx.fx_node"
 """Key under which PyTorch's exporter stores the FX node that an ONNX node comes from."""
 
+_DECOMPOSITIONS = {
+    **FAST_PATHS,
+    torch.ops.aten._assert_tensor_metadata.default: lambda *arguments, **options: None,
+}
+
+_LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")
+"""Loggers of PyTorch's exporter and of the libraries that it calls."""
+
 _NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 
 
@@ -90,19 +98,30 @@ def import_exported_program(
         raise UnsupportedTorchOpError(f"{', '.join(sorted(ops))}: {error}", ops) from error
 
 
+def as_onnx(program: ExportedProgram) -> onnx.ModelProto:
+    """An exported program as an ONNX model that holds its weights.
+
+    Raises
+    ------
+    UnsupportedTorchOpError
+        If PyTorch cannot export it.
+    """
+    return onnx_ir.to_proto(_exported(functional(program)))
+
+
 def functional(program: ExportedProgram) -> ExportedProgram:
     """The program with changes in place as additional outputs, which its signature lists.
 
-    The ops of ``FAST_PATHS`` are written out.
+    The ops of ``FAST_PATHS`` are written out, and what the tracer asserts of types is left out.
     """
     is_ready = not any(map(_needs_decomposition, program.graph.nodes))
-    return program if is_ready else program.run_decompositions(dict(FAST_PATHS))
+    return program if is_ready else program.run_decompositions(dict(_DECOMPOSITIONS))
 
 
 def _needs_decomposition(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if node.target in FAST_PATHS:
+    if node.target in _DECOMPOSITIONS:
         return True
     # Normalisation in training mode updates its running statistics; its schema conceals that.
     is_training = node.target in _NORMS and len(node.args) > 5 and node.args[5] is True
@@ -117,6 +136,13 @@ def changed_in_place(program: ExportedProgram) -> list[str]:
 
 def _to_onnx(program: ExportedProgram) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     """The program as ONNX, and its large weights, for which it has inputs of their names."""
+    model = _exported(program)
+    weights = _detach_weights(model)
+    return onnx_ir.to_proto(model), weights
+
+
+def _exported(program: ExportedProgram) -> onnx_ir.Model:
+    """The program as ONNX, by PyTorch's exporter."""
     try:
         with _quiet():
             exported = torch.onnx.export(program, dynamo=True, verbose=False)
@@ -129,8 +155,7 @@ def _to_onnx(program: ExportedProgram) -> tuple[onnx.ModelProto, dict[str, np.nd
             f"PyTorch cannot export the program to ONNX{named}: {reason}", ops
         ) from error
     assert exported is not None, "an exporter without a file returns its result"
-    weights = _detach_weights(exported.model)
-    return onnx_ir.to_proto(exported.model), weights
+    return exported.model
 
 
 def _detach_weights(model: onnx_ir.Model) -> dict[str, np.ndarray]:
@@ -161,14 +186,16 @@ def _open_dimensions(model: onnx.ModelProto, shapes: Mapping[str, Any]) -> dict[
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Context without the exporter's warnings, which are about its own inner workings."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings_ignored():
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    with warnings_ignored():  # one thread at a time
+        levels = [logger.level for logger in loggers]
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
             yield
-    finally:
-        logger.setLevel(level)
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

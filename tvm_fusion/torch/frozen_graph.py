@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.convert_frame import compile_lock
 
 from ..errors import TVMFusionError
+from .exported_program import changed_in_place
 from .lowering import Choices, Run, bind_input, export, lower, lower_whole, warn_once
+from .outputs import Outputs, value_of
 
 MOST_VARIANTS = 8
 """Compiled models of a graph that are kept, and times that changed weights are compiled anew."""
@@ -43,14 +46,17 @@ class Variant:
         Positions of those arguments.
     weights : tuple of torch.Tensor
         The weights; kept, so that no other tensor gets their identity.
-    versions : list of int
-        Their version counters.
+    versions : list
+        Their versions, see ``_versions``.
+    changes_inputs : bool
+        Whether it changes arguments in place.
     """
 
     run: Run
     inputs: tuple[int, ...]
     weights: tuple[torch.Tensor, ...]
-    versions: list[int]
+    versions: list[Any]
+    changes_inputs: bool
 
 
 class FrozenGraph:
@@ -74,21 +80,27 @@ class FrozenGraph:
         self._own = [*graph.parameters(), *graph.buffers()]
         self._has_open_shape = any(_is_symbolic(node) for node in nodes)
         self._can_stay_open = self._has_open_shape
+        is_single = _is_single(nodes)
+        self._open_floats = [i for i in self._floats if is_single and _is_operand(nodes[i])]
         self._variants: OrderedDict[Any, Variant] = OrderedDict()
         self._updates = 0
         self._is_eager = False
         self._lock = threading.RLock()
-        self._outputs = _Outputs.of(graph, self._names)
+        self._outputs: Outputs | None = None
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         """Compute all outputs of the graph."""
+        if self._is_eager:
+            return self._graph(*arguments)
         weights = self._weights(arguments)
         variant = self._variants.get(self._key(arguments, weights))
         if variant is None or variant.versions != _versions(weights):
-            with self._lock:
+            # Tracing replaces functions of PyTorch, also for other threads that trace.
+            with self._lock, compile_lock:
                 variant = self._make(arguments)
-        if variant is None:
+        if variant is None or (variant.changes_inputs and _share_memory(arguments)):
             return self._graph(*arguments)
+        assert self._outputs is not None, "the graph was compiled"
         results = variant.run(*[arguments[place] for place in variant.inputs])
         return self._outputs.join(arguments, results)
 
@@ -97,12 +109,12 @@ class FrozenGraph:
 
     def _key(self, arguments: Sequence[Any], weights: Sequence[torch.Tensor]) -> Any:
         """Key of a variant: identities of the weights, numbers, and shapes if these are fixed."""
-        identities = tuple(map(id, weights))
-        floats = tuple(float(arguments[place]) for place in self._floats)
-        if not self._has_open_shape or self._can_stay_open:
-            return identities, floats
-        shapes = tuple(tuple(x.shape) for x in arguments if isinstance(x, torch.Tensor))
-        return identities, floats, shapes
+        key: list[Any] = [*map(id, weights)]
+        fixed = [place for place in self._floats if place not in self._open_floats]
+        key += [float(arguments[place]) for place in fixed]
+        if self._has_open_shape and not self._can_stay_open:
+            key += [x.shape if isinstance(x, torch.Tensor) else x for x in arguments]
+        return tuple(key)
 
     def _make(self, arguments: Sequence[Any]) -> Variant | None:
         """Compile the graph for these weights; None if it stays in eager mode."""
@@ -114,12 +126,14 @@ class FrozenGraph:
             self._give_up(f"its weights have changed {self._updates} times")
             return None
         try:
-            run, inputs = self._compile(arguments)
-        except TVMFusionError as error:
-            self._give_up(str(error).splitlines()[0])
+            run, inputs, changes_inputs = self._compile(arguments)
+        except Exception as error:  # PyTorch's tracers raise anything
+            text = str(error).strip().splitlines() or [""]
+            kind = "" if isinstance(error, TVMFusionError) else f"{type(error).__name__}: "
+            self._give_up(kind + text[0])
             return None
         weights = self._weights(arguments)  # those that are left, see _compile
-        variant = Variant(run, tuple(inputs), tuple(weights), _versions(weights))
+        variant = Variant(run, tuple(inputs), tuple(weights), _versions(weights), changes_inputs)
         self._variants[self._key(arguments, weights)] = variant
         if len(self._variants) > MOST_VARIANTS:
             self._variants.popitem(last=False)
@@ -130,32 +144,38 @@ class FrozenGraph:
         self._variants.clear()
         warn_once(f"torch.compile runs a graph in eager mode: {reason}")
 
-    def _compile(self, arguments: Sequence[Any]) -> tuple[Run, list[int]]:
-        """A compiled form, and the positions of its arguments."""
-        if self._outputs.has_numbers:
-            raise TVMFusionError("an output is a number that is computed from sizes")
-        if self._can_stay_open:
+    def _compile(self, arguments: Sequence[Any]) -> tuple[Run, list[int], bool]:
+        """A compiled form, the positions of its arguments, and whether it changes some of them."""
+        if any(map(_differentiates, self._graph.graph.nodes)):
+            raise TVMFusionError("it differentiates a function")
+        self._outputs = self._outputs or Outputs.of(self._graph, self._names)
+        while self._can_stay_open or self._open_floats:
             try:
                 return self._compile_open(arguments)
             except TVMFusionError as error:
-                self._can_stay_open = False
                 _LOG.info("a model for each shape, at most %d are kept: %s", MOST_VARIANTS, error)
+                # First each float has a model of its own, then each shape, too.
+                self._can_stay_open &= bool(self._open_floats)
+                self._open_floats = []
         while True:
             module, inputs = self._frozen(arguments)
             program = export(module, [arguments[place] for place in inputs])
             changed = set(program.graph_signature.buffers_to_mutate.values())
             kept = [place for place in self._static if _buffer(place) not in changed]
             if kept == self._static:
-                return lower(program, self._choices), inputs
+                return lower(program, self._choices), inputs, bool(changed_in_place(program))
             # A buffer that the graph itself changes is an input from now on, not a weight.
             self._static = kept
 
-    def _compile_open(self, arguments: Sequence[Any]) -> tuple[Run, list[int]]:
-        module, inputs = self._frozen(arguments, is_open=True)
-        nodes = {node.name: node for node in self._graph.graph.nodes}
-        open_dimensions = tuple(_open_dimensions(nodes[self._names[place]]) for place in inputs)
+    def _compile_open(self, arguments: Sequence[Any]) -> tuple[Run, list[int], bool]:
+        is_open = self._can_stay_open
+        module, inputs = self._frozen(arguments, is_open)
+        open_dimensions = None
+        if is_open:
+            nodes = {node.name: node for node in self._graph.graph.nodes}
+            open_dimensions = tuple(_open_dimensions(nodes[self._names[place]]) for place in inputs)
         program = export(module, [arguments[place] for place in inputs], open_dimensions)
-        return lower_whole(program, self._choices), inputs
+        return lower_whole(program, self._choices), inputs, False
 
     def _frozen(
         self, arguments: Sequence[Any], is_open: bool = False
@@ -163,11 +183,16 @@ class FrozenGraph:
         """The graph with weights as buffers and sizes as numbers, and the remaining inputs."""
         module = fx.GraphModule(self._graph, copy.deepcopy(self._graph.graph))
         nodes = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
+        assert self._outputs is not None, "asked for before"
         self._outputs.drop_arguments(module.graph)
         inputs = []
         for place, name in enumerate(self._names):
             if place in self._static:
                 bind_input(module, nodes[name], _buffer(place), arguments[place])
+            elif place in self._open_floats:
+                for user in list(nodes[name].users):
+                    _replace_by_tensor(module.graph, user, nodes[name])
+                inputs.append(place)
             elif place in self._floats:
                 for user in list(nodes[name].users):
                     _replace_by_number(module.graph, user, float(arguments[place]))
@@ -182,58 +207,45 @@ class FrozenGraph:
         return module, inputs
 
 
-@dataclass(frozen=True)
-class _Outputs:
-    """Outputs of a graph: arguments, constants, and computed values, each of which once.
+def _versions(weights: Sequence[torch.Tensor]) -> list[Any]:
+    """Version counters, which each change in place raises, and addresses.
 
-    Parameters
-    ----------
-    plan : tuple of (str, Any)
-        For each output ``("argument", place)``, ``("constant", value)`` or ``("computed", index)``.
-    computed : tuple of str
-        Names of the nodes that are computed.
-    has_numbers : bool
-        Whether one of them is no tensor.
+    A new tensor as ``weight.data`` only changes the address. Inference tensors have no counter.
     """
-
-    plan: tuple[tuple[str, Any], ...]
-    computed: tuple[str, ...]
-    has_numbers: bool
-
-    @classmethod
-    def of(cls, graph: fx.GraphModule, inputs: Sequence[str]) -> _Outputs:
-        """Outputs of a graph whose inputs have these names."""
-        plan: list[tuple[str, Any]] = []
-        computed: list[str] = []
-        has_numbers = False
-        for value in graph.graph.output_node().args[0]:
-            if not isinstance(value, fx.Node):
-                plan.append(("constant", value))
-            elif value.op == "placeholder":
-                plan.append(("argument", inputs.index(value.name)))
-            else:
-                if value.name not in computed:
-                    computed.append(value.name)
-                    has_numbers |= isinstance(value.meta.get("example_value"), torch.SymInt)
-                plan.append(("computed", computed.index(value.name)))
-        return cls(tuple(plan), tuple(computed), has_numbers)
-
-    def drop_arguments(self, graph: fx.Graph) -> None:
-        """Let a copy of the graph return the computed outputs only."""
-        nodes = {node.name: node for node in graph.nodes}
-        graph.output_node().args = (tuple(nodes[name] for name in self.computed),)
-
-    def join(self, arguments: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        """All outputs, in order."""
-        sources = {"argument": arguments, "computed": results}
-        return tuple(
-            value if kind == "constant" else sources[kind][value] for kind, value in self.plan
-        )
+    try:
+        counters = [weight._version for weight in weights]
+    except RuntimeError:
+        counters = [-1 if weight.is_inference() else weight._version for weight in weights]
+    return [counters, [weight.data_ptr() for weight in weights]]
 
 
-def _versions(weights: Sequence[torch.Tensor]) -> list[int]:
-    """Version counters, which each change in place raises; inference tensors have none."""
-    return [-1 if weight.is_inference() else weight._version for weight in weights]
+def _share_memory(arguments: Sequence[Any]) -> bool:
+    """Return whether two arguments are in one memory: what changes one may change the other."""
+    places = [x.untyped_storage()._cdata for x in arguments if isinstance(x, torch.Tensor)]
+    return len(set(places)) < len(places)
+
+
+def _differentiates(node: fx.Node) -> bool:
+    """Return whether a node is about derivatives, within a graph that itself needs none."""
+    target = str(getattr(node.target, "__name__", node.target))
+    return "_grad_" in target or "_jvp_" in target
+
+
+def _is_operand(node: fx.Node) -> bool:
+    """Return whether a float is only an operand of arithmetic on tensors."""
+    return all(
+        getattr(user.target, "__module__", None) == "_operator"
+        and isinstance(value_of(user), torch.Tensor)
+        for item in node.users
+        for user in item.users
+    )
+
+
+def _is_single(nodes: Sequence[fx.Node]) -> bool:
+    """Return whether no input is of double precision, so that a float may be a tensor instead."""
+    doubles = (torch.float64, torch.complex128)
+    values = [value_of(node) for node in nodes if not _is_float(node)]
+    return not any(isinstance(x, torch.Tensor) and x.dtype in doubles for x in values)
 
 
 def _buffer(place: int) -> str:
@@ -245,7 +257,7 @@ def _tensor_dict(node: fx.Node) -> dict[str, Any]:
 
 
 def _is_symbolic(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("example_value"), torch.SymInt)
+    return isinstance(value_of(node), torch.SymInt)
 
 
 def _is_float(node: fx.Node) -> bool:
@@ -256,7 +268,7 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _shape(node: fx.Node) -> Sequence[Any]:
-    value = node.meta.get("example_value")
+    value = value_of(node)
     return value.shape if isinstance(value, torch.Tensor) else ()
 
 
@@ -276,7 +288,7 @@ def _compute_size(graph: fx.Graph, node: fx.Node) -> None:
     if not node.users:
         graph.erase_node(node)
         return
-    wanted = node.meta["example_value"].node.expr
+    wanted = value_of(node).node.expr
     inputs = [other for other in graph.nodes if other.op == "placeholder"]
     for other in inputs:
         for axis, size in enumerate(_shape(other)):
@@ -287,6 +299,14 @@ def _compute_size(graph: fx.Graph, node: fx.Node) -> None:
                 graph.erase_node(node)
                 return
     raise TVMFusionError(f"the size {wanted} is not that of an input")
+
+
+def _replace_by_tensor(graph: fx.Graph, item: fx.Node, node: fx.Node) -> None:
+    """Replace the number in a tensor of float64 by a tensor that computes as a number does."""
+    with graph.inserting_before(item):
+        single = graph.call_method("to", (node, torch.get_default_dtype()))
+    item.replace_all_uses_with(single)
+    graph.erase_node(item)
 
 
 def _replace_by_number(graph: fx.Graph, node: fx.Node, value: Any) -> None:

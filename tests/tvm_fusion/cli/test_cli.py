@@ -136,7 +136,16 @@ def test_run_shows_outputs_and_saves_them(
     feed = np.random.default_rng(1).standard_normal((1, 3, 12, 12), dtype=np.float32)
     np.save(tmp_path / "feed.npy", feed)
     given = f"image={tmp_path / 'feed.npy'}"
-    options = ("--input", given, "--output", tmp_path / "out.npz", "--repeat", 2, "--threads", 1)
+    options = (
+        "--input",
+        given,
+        "--output",
+        tmp_path / "out.npz",
+        "--iterations",
+        2,
+        "--threads",
+        1,
+    )
     code, out, _ = run("run", library, *options)
     assert code == 0
     (want,) = onnxruntime.InferenceSession(model_path).run(None, {"image": feed})

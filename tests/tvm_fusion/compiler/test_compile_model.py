@@ -61,6 +61,15 @@ def test_a_model_is_compiled_called_saved_and_loaded(model: CompiledModel, tmp_p
     assert loaded.fused == model.fused
 
 
+def test_nothing_is_printed_of_a_model_that_was_called(
+    model: CompiledModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model(image())
+    model.save(tmp_path / "model.so")
+    tvm_fusion.load(tmp_path / "model.so", threads=1)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_names_shapes_target_and_pairs_are_those_of_the_model(model: CompiledModel) -> None:
     assert model.inputs == (TensorSpec("image", (1, 3, 12, 12), "float32"),)
     assert model.outputs == (TensorSpec("scores", (1, 6, 12, 12), "float32"),)

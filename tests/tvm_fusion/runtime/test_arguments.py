@@ -145,7 +145,7 @@ def test_arrays_scalars_and_dlpack_are_seen_without_copying() -> None:
         (Exporter(ones(2, 3), device=2), r"is on another device \(DLPack type 2\); move it"),
         (LazyView(ones(2, 3), "conj"), r"is a conj view.*pass a.resolve_conj\(\)"),
         (LazyView(ones(2, 3), "neg"), r"is a neg view.*pass a.resolve_neg\(\)"),
-        (Meta(ones(2, 3)), "input 'a' is a meta tensor, which has no data"),
+        (Meta(ones(2, 3)), "input 'a' is a meta or fake tensor, which has no data"),
         (np.ndarray, "input 'a' is a type; expected a numpy array or an object with DLPack"),
         (Exporter(ones(2, 3), device="cpu"), r"\(Exporter\) cannot be read through DLPack"),
         (Wild(ones(2, 3)), r"\(Wild\) cannot be read through DLPack: 'wild'"),

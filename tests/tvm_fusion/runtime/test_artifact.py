@@ -394,6 +394,12 @@ def test_files_that_are_not_ours_are_refused(tmp_path: Path, content: bytes, mes
         load(path)
 
 
+@pytest.mark.parametrize("path", [b"model.so", 3, None])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(ArtifactError, match="expected a str or os.PathLike"):
+        load(path)
+
+
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="cannot read '.*nothing.so': No such file"):
         load(tmp_path / "nothing.so")

@@ -42,7 +42,14 @@ if TYPE_CHECKING:
     help="Write the outputs, by name, to this .npz file.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--repeat", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option(
+    "--iterations",
+    "--repeat",
+    "repeat",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+)
 @click.option(
     "--streams",
     type=click.IntRange(min=1),
@@ -88,7 +95,7 @@ def run_command(
     """Run MODEL, a compiled model or an ONNX file, and show its outputs and its latency.
 
     --target, --fuse and --winograd apply to ONNX files only; --seed is that of the random inputs,
-    --repeat the number of timed runs.
+    --iterations the number of timed runs.
     """
     if distributed:
         refuse_given(

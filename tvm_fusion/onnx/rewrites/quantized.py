@@ -33,8 +33,8 @@ EXACT_FLOAT32 = 1 << 24
 def expand_qlinear_matmul(node: onnx.NodeProto, expansion: Expansion) -> None:
     """Replace a QLinearMatMul."""
     a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = node.input
-    scales = expansion.facts.shape(a_scale), expansion.facts.shape(b_scale)
-    if all(scale is not None and len(scale) <= 1 and 1 not in scale for scale in scales):
+    shapes = [expansion.facts.shape(scale) for scale in (a_scale, b_scale)]
+    if all(shape is not None and len(shape) <= 1 and 1 not in shape for shape in shapes):
         left = expansion.emit("DequantizeLinear", a, a_scale, a_zero, axis=-2)
         right = expansion.emit("DequantizeLinear", b, b_scale, b_zero, axis=-1)
         result = expansion.emit("MatMul", left, right)
