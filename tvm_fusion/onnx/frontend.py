@@ -186,9 +186,22 @@ def _translate(model: onnx.ModelProto, weights: Weights) -> tvm.IRModule:
         node = _node_in_traceback(raised)
         where = "the model" if node is None else f"{node_label(node)} ({node.op_type})"
         reason = " ".join(str(error).split())[:500] or type(error).__name__
+        reason += _advice(model)
         if isinstance(error, NotImplementedError | tvm.error.OpNotImplemented):
             raise UnsupportedOperatorError(f"{where} cannot be imported: {reason}") from error
         raise InvalidModelError(f"{where} cannot be imported: {reason}") from error
+
+
+def _advice(model: onnx.ModelProto) -> str:
+    """What a user can do about an error that open sizes may cause."""
+    dims = [dim for value in model.graph.input for dim in value.type.tensor_type.shape.dim]
+    names = list(dict.fromkeys(dim.dim_param for dim in dims if dim.dim_param))
+    if not names:
+        return ""
+    return (
+        f"; the sizes {', '.join(names)} are open: bind them by shapes=, or let "
+        "tvm_fusion.specialize compile a variant for each size"
+    )
 
 
 def _node_in_traceback(error: BaseException) -> onnx.NodeProto | None:

@@ -285,8 +285,16 @@ def test_unsupported_operator_inside_of_a_branch_is_named() -> None:
 
 def test_failure_of_the_importer_names_the_node() -> None:
     model = one_node("Pad", (1, 1, 4, 4), int64(0, 0, 1, 1, 0, 0, 1, 1), mode="wrap", opset=18)
-    with pytest.raises(InvalidModelError, match=r"node 'op' \(Pad\) cannot be imported: .*wrap"):
+    with pytest.raises(
+        InvalidModelError, match=r"node 'op' \(Pad\) cannot be imported: .*wrap"
+    ) as r:
         import_onnx(model)
+    assert "specialize" not in str(r.value)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "rows"
+    with pytest.raises(
+        InvalidModelError, match="the sizes rows are open: bind them by shapes=, or"
+    ):
+        import_onnx(model, {"rows": "rows"})
 
 
 @pytest.mark.parametrize(
