@@ -18,6 +18,7 @@ from tvm.target import Target
 
 from ..errors import CompilationError
 from ..machine.host import physical_cores
+from .interrupts import interrupts_at_once
 from .lowering import NAME as LOWERING
 
 GROUP = 8
@@ -92,7 +93,8 @@ def _on_threads(groups: Sequence[_Group], target: Target) -> list[tvm.runtime.Mo
 
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tvm_fusion.build")
     try:
-        return list(pool.map(build, groups))
+        with interrupts_at_once():
+            return list(pool.map(build, groups))
     finally:
         # After an error or Ctrl-C, groups that have not begun are left out.
         stopped.set()

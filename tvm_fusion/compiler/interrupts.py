@@ -16,6 +16,35 @@ from types import FrameType
 from typing import Any
 
 
+class _Kept:
+    """Handler of SIGINT that leaves the first signal to the end of a block.
+
+    Parameters
+    ----------
+    before : callable
+        The handler that it replaces.
+    """
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self.before = before
+        self._frames: list[FrameType | None] = []
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._frames.append(frame)
+        if len(self._frames) > 1:
+            self.before(number, frame)
+
+    def deliver(self) -> None:
+        """Call the handler before this one for a signal that came."""
+        if not self._frames:
+            return
+        frame = self._frames.pop()
+        try:
+            self.before(signal.SIGINT, frame)
+        except BaseException as interrupt:
+            raise interrupt from None  # whatever TVM made of it
+
+
 @contextmanager
 def interrupts_kept() -> Iterator[None]:
     """Call the handler of SIGINT at the end of the block, if the signal comes within.
@@ -27,28 +56,37 @@ def interrupts_kept() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    frames: list[FrameType | None] = []
+    kept = _Kept(before)
+    with _handler(kept):
+        try:
+            yield
+        except BaseException:
+            kept.deliver()
+            raise
+    kept.deliver()
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        frames.append(frame)
-        if len(frames) > 1:
-            before(number, frame)
 
-    signal.signal(signal.SIGINT, handle)
+@contextmanager
+def interrupts_at_once() -> Iterator[None]:
+    """Let signals through in a part of :func:`interrupts_kept` that waits outside of TVM."""
+    kept = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not isinstance(kept, _Kept):
+        yield
+        return
+    before: Any = kept
+    while isinstance(before, _Kept):
+        before.deliver()
+        before = before.before
+    with _handler(before):
+        yield
+
+
+@contextmanager
+def _handler(handler: Callable[..., Any]) -> Iterator[None]:
+    """Handle SIGINT by another function, unless the block changes that itself."""
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
-    except BaseException:
-        _end(handle, before, frames)
-        raise
-    _end(handle, before, frames)
-
-
-def _end(handle: Any, before: Callable[..., Any], frames: list[FrameType | None]) -> None:
-    """Give SIGINT its handler back, and call that for a signal that came."""
-    if signal.getsignal(signal.SIGINT) is handle:
-        signal.signal(signal.SIGINT, before)
-    if frames:
-        try:
-            before(signal.SIGINT, frames[0])
-        except BaseException as interrupt:
-            raise interrupt from None  # whatever TVM made of it
+    finally:
+        if signal.getsignal(signal.SIGINT) is handler:
+            signal.signal(signal.SIGINT, before)

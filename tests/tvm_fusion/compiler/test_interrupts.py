@@ -17,7 +17,7 @@ from onnx import parser
 from small_onnx import small_model
 
 import tvm_fusion
-from tvm_fusion.compiler.interrupts import interrupts_kept
+from tvm_fusion.compiler.interrupts import interrupts_at_once, interrupts_kept
 from tvm_fusion.errors import InvalidModelError
 
 
@@ -61,6 +61,21 @@ def test_a_second_interrupt_does_not_wait() -> None:
         interrupt()
         with pytest.raises(KeyboardInterrupt):
             interrupt()
+
+
+def test_a_part_that_waits_outside_of_tvm_is_interrupted_at_once() -> None:
+    before, reached = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt), interrupts_kept(), interrupts_kept():
+        with interrupts_at_once():
+            assert signal.getsignal(signal.SIGINT) is before
+            interrupt()
+        reached.append(1)
+    with pytest.raises(KeyboardInterrupt), interrupts_kept():
+        interrupt()
+        with interrupts_at_once():  # a signal that came before ends it, too
+            reached.append(2)
+    assert not reached
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_handlers_of_the_program() -> None:
