@@ -42,8 +42,8 @@ class LiftWeights:
 
     It runs last: in each call, the virtual machine checks the parameters that exist when
     ``VMShapeLower`` runs. Left alone: constants of less than 4096 bytes, unless the program is one
-    kernel, which may then be called with the weights; those of types that numpy lacks, and other
-    functions than those named.
+    kernel, which may then be called with the weights, or they have no element, since TVM cannot
+    load those; constants of types that numpy lacks, and other functions than those named.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class _Lifter(PyExprMutator):
         tensor = op.value
         if not isinstance(tensor, tvm.runtime.Tensor):
             return op
-        if str(tensor.dtype) not in _TYPES or _bytes(tensor) < self._least_bytes:
+        if str(tensor.dtype) not in _TYPES or 0 < _bytes(tensor) < self._least_bytes:
             return op
         place = (tensor.data_ptr(), str(tensor.dtype), tuple(int(size) for size in tensor.shape))
         self._weights.setdefault(place, op)

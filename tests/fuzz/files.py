@@ -99,11 +99,15 @@ def command(*arguments: str | Path) -> Reader:
 def run_command(arguments: list[str]) -> None:
     """Run the command line in this process; an exception that it does not expect leaves it."""
     import os
+    from unittest import mock
 
     from tvm_fusion.cli.command_line import DEBUG, main
 
-    os.environ[DEBUG] = "1"
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        mock.patch.dict(os.environ, {DEBUG: "1"}),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         main(arguments)
 
 

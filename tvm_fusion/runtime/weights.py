@@ -82,7 +82,7 @@ def _layout(specs: Sequence[TensorSpec]) -> Iterator[tuple[np.dtype, int, int]]:
         if spec.dtype not in _DTYPES:
             raise ValueError(f"{spec.name!r} has the element type {spec.dtype!r}")
         dtype = np.dtype(spec.dtype)
-        extents = [extent for extent in spec.shape if isinstance(extent, int) and extent > 0]
+        extents = [extent for extent in spec.shape if isinstance(extent, int) and extent >= 0]
         if len(extents) < len(spec.shape):
             raise ValueError(f"{spec.name!r} has the shape {spec.shape}")
         size = math.prod(extents) * dtype.itemsize

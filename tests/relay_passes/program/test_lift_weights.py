@@ -48,6 +48,13 @@ def test_the_argument_of_the_pass_is_left_as_it_is() -> None:
     tvm.ir.assert_structural_equal(before, add_all([weight((32, 32))], bound=True))
 
 
+def test_tensors_without_elements_become_parameters() -> None:
+    """TVM writes them into a program that it then cannot read."""
+    tensors = [weight((2, 0, 3)), weight((2, 0, 3), seed=1)]
+    after = LiftWeights()(add_all(tensors, bound=True))
+    assert len(after["main"].params) > 1
+
+
 def test_twice_equals_once() -> None:
     once = LiftWeights()(add_all([weight((32, 32))], bound=True))
     tvm.ir.assert_structural_equal(LiftWeights()(once), once)

@@ -396,7 +396,7 @@ def test_files_that_are_not_ours_are_refused(tmp_path: Path, content: bytes, mes
 
 @pytest.mark.parametrize("path", [b"model.so", 3, None])
 def test_what_is_no_path_is_refused(path: Any) -> None:
-    with pytest.raises(ArtifactError, match="expected a str or os.PathLike"):
+    with pytest.raises(ArtifactError, match="expected a path"):
         load(path)
 
 
@@ -442,7 +442,7 @@ def put(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         put("fused", [3]),
         put("weights", 3),
         put("weights", [{"name": "w", "shape": ["n"], "dtype": "float32"}]),
-        put("weights", [{"name": "w", "shape": [0], "dtype": "float32"}]),
+        put("weights", [{"name": "w", "shape": [-1], "dtype": "float32"}]),
         put("weights", [{"name": "w", "shape": [-3, -5], "dtype": "float32"}]),
         put("weights", [{"name": "w", "shape": [1], "dtype": "object"}]),
         put("weights", [{"name": "w", "shape": [1], "dtype": ">f4"}]),

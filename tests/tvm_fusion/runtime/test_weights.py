@@ -59,7 +59,7 @@ def test_a_file_that_ends_too_early_is_an_error() -> None:
     ("shape", "dtype", "message"),
     [
         (("n",), "float32", r"'w' has the shape \('n',\)"),
-        ((2, 0), "float32", r"'w' has the shape \(2, 0\)"),
+        ((2, -1), "float32", r"'w' has the shape \(2, -1\)"),
         ((2,), "bool", "'w' has the element type .bool."),
         ((2,), ">f4", "'w' has the element type '>f4'"),
     ],

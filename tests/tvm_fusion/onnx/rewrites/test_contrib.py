@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -209,7 +210,7 @@ def test_rotary_embeddings(interleaved: int) -> None:
 
 
 @pytest.mark.parametrize("past", [0, 4])
-def test_grouped_attention(past: int) -> None:
+def test_grouped_attention(past: int, tmp_path: Path) -> None:
     """The second sequence is shorter; with a past, by two of its elements."""
     length = 1 if past else 5
     total, angles = past + length, normal(16, 8, seed=9)
@@ -232,7 +233,11 @@ def test_grouped_attention(past: int) -> None:
     stated = onnx.numpy_helper.from_array(np.array(total, "int32"), "total")
     model.graph.initializer.append(stated)
     wanted = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
-    found = tvm_fusion.compile(model, threads=1)(feeds)
+    compiled = tvm_fusion.compile(model, threads=1)
+    found = compiled(feeds)
+    compiled.save(tmp_path / "model.so")  # with a constant without elements
+    again = tvm_fusion.load(tmp_path / "model.so", threads=1)(feeds)
+    assert all(map(np.array_equal, again, found))
     for one, other, axis in zip(found, wanted, (1, 2, 2), strict=True):
         assert one.shape == other.shape
         for row, size in enumerate(lengths):
