@@ -97,9 +97,9 @@ def optimised(monkeypatch: pytest.MonkeyPatch) -> list[tvm.IRModule]:
     modules: list[tvm.IRModule] = []
     build_apart = pipeline.build_apart
 
-    def keep(mod: tvm.IRModule, target: Target) -> Any:
+    def keep(mod: tvm.IRModule, target: Target, *args: Any, **options: Any) -> Any:
         modules.append(mod)
-        return build_apart(mod, target)
+        return build_apart(mod, target, *args, **options)
 
     monkeypatch.setattr(pipeline, "build_apart", keep)
     return modules

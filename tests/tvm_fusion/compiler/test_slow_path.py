@@ -207,4 +207,5 @@ def test_no_rule_fails_on_the_models_of_the_examples(name: str, target: str) -> 
     functions = explain(ZOO[name](2, **ZOO_SIZES[name]), target)["functions"]
     assert functions and not any(use["failed"] for use in functions)
     rules = {use["rule"].split()[0] for use in functions}  # before the nest of a reduction
-    assert rules <= {type(rule).__name__ for rule in cpu.RULES}
+    of_ops = {"CheckIndices"}  # legalization writes their kernels
+    assert rules - of_ops <= {type(rule).__name__ for rule in cpu.RULES}
