@@ -28,8 +28,9 @@ from examples.zoo import ZOO  # noqa: E402
 
 PLAN = Plan(rounds=15, runs=10, turn_seconds=0.25, budget_seconds=8.0)
 NETWORKS = ("mobilenet_v2", "resnet_18", "resnet_50")
-TOLERANCE = 0.05
-"""Roundings of numbers near a half differ by a step of some 1/128 of the range, in any layer."""
+TOLERANCE = 0.1
+"""Numbers near a half are rounded up or down, in each layer: ONNX Runtime's own BERT differs by 0.03
+with and without optimisations."""
 
 
 def quantized(name: str) -> onnx.ModelProto:
