@@ -29,8 +29,8 @@ from examples.zoo import ZOO  # noqa: E402
 PLAN = Plan(rounds=15, runs=10, turn_seconds=0.25, budget_seconds=8.0)
 NETWORKS = ("mobilenet_v2", "resnet_18", "resnet_50")
 TOLERANCE = 0.1
-"""Numbers near a half are rounded up or down, in each layer: ONNX Runtime's own BERT differs by 0.03
-with and without optimisations."""
+"""Numbers near a half are rounded up or down, in each layer: ONNX Runtime with and without
+optimisations differs from itself by 0.03 in BERT."""
 
 
 def quantized(name: str) -> onnx.ModelProto:
