@@ -79,15 +79,21 @@ def run_races(
     return {name: results[name] for name in models if name in results}
 
 
-def peer_table(results: Results, title: str, models: str) -> Table:
-    """Return a table with one row a model: latencies of two engines, their ratio, and the error."""
+def two_engines(results: Results, title: str, models: str, *headings: str) -> Table:
+    """Return an empty table of models: latencies of two engines, their ratio, other figures."""
     first = next(iter(results.values()))["engines"]
     table = Table(title=f"{title}, medians in ms")
     table.add_column(models)
     for engine in first:
         table.add_column(engine["title"], justify="right")
-    for heading in (f"ratio to {first[1]['title']}", "relative error"):
+    for heading in (f"ratio to {first[1]['title']}", *headings):
         table.add_column(heading, justify="right")
+    return table
+
+
+def peer_table(results: Results, title: str, models: str) -> Table:
+    """Return a table with one row a model: latencies of two engines, their ratio, and the error."""
+    table = two_engines(results, title, models, "relative error")
     for name, result in results.items():
         ours, peer = result["engines"]
         table.add_row(

@@ -30,6 +30,7 @@ from examples.benchmarks.campaign import (  # noqa: E402
     geometric_mean,
     parser,
     run_races,
+    two_engines,
 )
 from examples.torch_zoo import FAMILIES, TORCH_ZOO, export  # noqa: E402
 
@@ -61,13 +62,8 @@ def ratio(result: dict[str, Any]) -> float:
 
 def zoo_table(results: Results) -> Table:
     """One row a model, a section a family: latencies, and how many times as fast tvm-fusion is."""
-    first = next(iter(results.values()))["engines"]
-    table = Table(title="Exported architectures, medians in ms")
-    table.add_column("model")
-    for engine in first:
-        table.add_column(engine["title"], justify="right")
-    for heading in (f"ratio to {first[1]['title']}", "compile s", "relative error"):
-        table.add_column(heading, justify="right")
+    headings = "compile s", "relative error"
+    table = two_engines(results, "Exported architectures", "model", *headings)
     for family, names in FAMILIES.items():
         found = {name: results[name] for name in names if name in results}
         if not found:

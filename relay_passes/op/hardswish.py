@@ -11,10 +11,9 @@ from __future__ import annotations
 from tvm import relax, te
 
 from schedules.compute.conv2d import activate
-from schedules.errors import OpError
 from schedules.workload.conv2d import Activation
 
-from .register import is_typed, register_op
+from .register import float_tensor_type, is_typed, register_op
 
 
 def hardswish(data: relax.Expr) -> relax.Call:
@@ -32,20 +31,8 @@ def hardswish(data: relax.Expr) -> relax.Call:
     """
     call = relax.Call(_HARDSWISH, [data])
     if is_typed(data):
-        _infer_type(call, None)
+        float_tensor_type(call)
     return call
-
-
-def _infer_type(call: relax.Call, _: relax.BlockBuilder | None) -> relax.TensorType:
-    ty = call.args[0].ty
-    if not isinstance(ty, relax.TensorType):
-        raise OpError(f"relax.tvm_fusion.hardswish: data is {ty}; expected a tensor")
-    if ty.dtype is not None and not str(ty.dtype).startswith(("float", "bfloat")):
-        raise OpError(
-            f"relax.tvm_fusion.hardswish: data has dtype {ty.dtype}; expected a floating-point "
-            "type: cast it with relax.astype first"
-        )
-    return ty
 
 
 def _hardswish(data: te.Tensor) -> te.Tensor:
@@ -60,5 +47,5 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
 
 
 _HARDSWISH = register_op(
-    "relax.tvm_fusion.hardswish", "x * clip(x + 3, 0, 6) / 6.", _infer_type, _legalize
+    "relax.tvm_fusion.hardswish", "x * clip(x + 3, 0, 6) / 6.", float_tensor_type, _legalize
 )

@@ -9,6 +9,8 @@ import tvm
 from tvm import relax
 from tvm.ir import Op
 
+from schedules.errors import OpError
+
 
 def register_op(
     name: str,
@@ -46,3 +48,22 @@ def is_typed(*arguments: relax.Expr) -> bool:
     """Return whether all types are known: a nested call gets its type when it is emitted."""
     missing = tvm.ir.Type.missing()
     return not any(argument.ty.same_as(missing) for argument in arguments)
+
+
+def float_tensor_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.TensorType:
+    """Return the type of the only operand, which is that of an element-wise op on floats.
+
+    Raises
+    ------
+    OpError
+        If it is no tensor of a floating-point type.
+    """
+    ty = call.args[0].ty
+    if not isinstance(ty, relax.TensorType):
+        raise OpError(f"{call.op.name}: data is {ty}; expected a tensor")
+    if ty.dtype is not None and not str(ty.dtype).startswith(("float", "bfloat")):
+        raise OpError(
+            f"{call.op.name}: data has dtype {ty.dtype}; expected a floating-point type: cast it "
+            "with relax.astype first"
+        )
+    return ty

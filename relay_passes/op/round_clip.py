@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from tvm import relax, te, tirx, topi
 
-from schedules.errors import OpError
 from schedules.workload.conv2d import Activation
 
-from .register import is_typed, register_op
+from .register import float_tensor_type, is_typed, register_op
 
 
 def round_clip(data: relax.Expr, low: float, high: float) -> relax.Call:
@@ -41,25 +40,13 @@ def round_clip(data: relax.Expr, low: float, high: float) -> relax.Call:
     bounds = Activation("round_clip", float(low), float(high))
     call = relax.Call(_ROUND_CLIP, [data], {"low": bounds.low, "high": bounds.high})
     if is_typed(data):
-        _infer_type(call, None)
+        float_tensor_type(call)
     return call
 
 
 def bounds_of(call: relax.Call) -> tuple[float, float]:
     """Return the bounds of a call."""
     return float(call.attrs["low"]), float(call.attrs["high"])
-
-
-def _infer_type(call: relax.Call, _: relax.BlockBuilder | None) -> relax.TensorType:
-    ty = call.args[0].ty
-    if not isinstance(ty, relax.TensorType):
-        raise OpError(f"relax.tvm_fusion.round_clip: data is {ty}; expected a tensor")
-    if ty.dtype is not None and not str(ty.dtype).startswith(("float", "bfloat")):
-        raise OpError(
-            f"relax.tvm_fusion.round_clip: data has dtype {ty.dtype}; expected a floating-point "
-            "type: cast it with relax.astype first"
-        )
-    return ty
 
 
 def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
@@ -73,5 +60,5 @@ def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
 
 
 _ROUND_CLIP = register_op(
-    "relax.tvm_fusion.round_clip", "min(max(round(x), low), high).", _infer_type, _legalize
+    "relax.tvm_fusion.round_clip", "min(max(round(x), low), high).", float_tensor_type, _legalize
 )

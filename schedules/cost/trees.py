@@ -33,7 +33,7 @@ DAMAGED_ARRAY = (
     *(SyntaxError, tokenize.TokenError),  # numpy reads a header as Python's own source
     *(zipfile.BadZipFile, zlib.error),
 )
-"""What numpy raises on damaged files of arrays."""
+"""Exceptions of numpy on damaged files of arrays."""
 
 
 @dataclass(frozen=True)

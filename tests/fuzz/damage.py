@@ -14,7 +14,7 @@ VALUES: tuple[Any, ...] = (
     *("", "x", "0", "-1", "nan", "\0", "../x", "a" * 300, "\ud800", "float32", "object"),
     *([], {}, [[]], [None], [1, 2, 3], {"x": 1}, {"value": 1, "origin": ""}),
 )
-"""What takes the place of a value in JSON."""
+"""Replacements of a value in JSON."""
 
 
 def damaged_bytes(data: bytes, rng: random.Random, other: bytes = b"") -> bytes:

@@ -193,7 +193,7 @@ def _translate(model: onnx.ModelProto, weights: Weights) -> tvm.IRModule:
 
 
 def _advice(model: onnx.ModelProto) -> str:
-    """What a user can do about an error that open sizes may cause."""
+    """Advice for an error that open sizes may cause."""
     dims = [dim for value in model.graph.input for dim in value.type.tensor_type.shape.dim]
     names = list(dict.fromkeys(dim.dim_param for dim in dims if dim.dim_param))
     if not names:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a graph of ``torch.compile`` returns and takes: views, strides, numbers, shared memory."""
+"""Outputs and arguments of ``torch.compile``'s graphs: views, strides, numbers, shared memory."""
 
 from __future__ import annotations
 
