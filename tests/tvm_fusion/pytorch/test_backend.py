@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,27 +20,13 @@ from tests.tvm_fusion.pytorch.torch_modules import (  # noqa: E402
     image,
 )
 from tvm_fusion.errors import EagerModeWarning  # noqa: E402
-from tvm_fusion.torch import lowering  # noqa: E402
 from tvm_fusion.torch.backend import tvm_fusion  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The models that are compiled; Dynamo forgets all before and after a test."""
-    made: list[Any] = []
-    compile_model = lowering.compile
-
-    def keep(*arguments: Any, **options: Any) -> Any:
-        made.append(compile_model(*arguments, **options))
-        return made[-1]
-
-    monkeypatch.setattr(lowering, "compile", keep)
-    torch._dynamo.reset()
-    lowering.warn_once.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", EagerModeWarning)
-        yield made
-    torch._dynamo.reset()
+def models(kept_models: list[Any]) -> list[Any]:
+    """The models that are compiled; eager mode is an error."""
+    return kept_models
 
 
 def accelerate(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,27 +14,14 @@ pytest.importorskip("onnxscript", reason="PyTorch's exporter to ONNX is not inst
 from torch import nn  # noqa: E402
 
 from tvm_fusion.errors import EagerModeWarning  # noqa: E402
-from tvm_fusion.torch import lowering  # noqa: E402
 from tvm_fusion.torch.backend import tvm_fusion  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The models that are compiled; eager mode is an error."""
-    made: list[Any] = []
-    compile_model = lowering.compile
-
-    def keep(*arguments: Any, **options: Any) -> Any:
-        made.append(compile_model(*arguments, **options))
-        return made[-1]
-
-    monkeypatch.setattr(lowering, "compile", keep)
-    torch._dynamo.reset()
-    lowering.warn_once.cache_clear()
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("error", EagerModeWarning)
-        yield made
-    torch._dynamo.reset()
+def models(kept_models: list[Any]) -> Iterator[list[Any]]:
+    """The models that are compiled; eager mode is an error, and no gradients are needed."""
+    with torch.no_grad():
+        yield kept_models
 
 
 def accelerate(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
