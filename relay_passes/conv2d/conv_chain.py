@@ -47,6 +47,8 @@ class ConvChain:
         The added tensor.
     bindings : tuple[relax.VarBinding, ...]
         The lines of the chain in order.
+    out_dtype : str | None
+        ``uint8`` where the activation gives bytes.
     """
 
     layer: ConvLayer
@@ -55,6 +57,7 @@ class ConvChain:
     bias: relax.Expr | None
     residual: relax.Expr | None
     bindings: tuple[relax.VarBinding, ...]
+    out_dtype: str | None = None
 
     @property
     def output(self) -> relax.Var:
@@ -68,7 +71,8 @@ class ConvChain:
 
     def to_call(self) -> relax.Call:
         """The chain as one call of ``relax.tvm_fusion.conv2d``; OpError if the op rejects it."""
-        return ops.conv2d(self.data, self.weight, self.bias, self.residual, **self.layer.to_attrs())
+        operands = self.data, self.weight, self.bias, self.residual
+        return ops.conv2d(*operands, **self.layer.to_attrs(), out_dtype=self.out_dtype)
 
 
 def find_users(block: relax.DataflowBlock) -> Users:
@@ -98,7 +102,7 @@ def find_chains(block: relax.DataflowBlock, users: Users) -> list[ConvChain]:
 
 def _match(binding: relax.Binding, users: Users, taken: set[relax.Var]) -> ConvChain | None:
     """The chain that starts at ``binding``, without bindings already ``taken``."""
-    layer = _read_convolution(binding)
+    layer = read_convolution(binding)
     if layer is None:
         return None
     conv = binding.value
@@ -112,7 +116,7 @@ def _match(binding: relax.Binding, users: Users, taken: set[relax.Var]) -> ConvC
     return chain
 
 
-def _read_convolution(binding: relax.Binding) -> ConvLayer | None:
+def read_convolution(binding: relax.Binding) -> ConvLayer | None:
     """The layer of a binding to a convolution that the op can take over, else None."""
     if not _calls(binding, "relax.nn.conv2d"):
         return None
@@ -175,8 +179,11 @@ def _add_activation(chain: ConvChain, line: relax.VarBinding) -> ConvChain | Non
     activation = read_activation(line)
     if activation is None:
         return None
+    out_dtype = None if _is_float32(line.var.ty) else str(line.var.ty.dtype)
+    if out_dtype is not None and chain.layer.suits_winograd:
+        return None  # Winograd's algorithm stores floats
     layer = replace(chain.layer, activation=activation)
-    return replace(chain, layer=layer, bindings=(*chain.bindings, line))
+    return replace(chain, layer=layer, bindings=(*chain.bindings, line), out_dtype=out_dtype)
 
 
 def read_activation(line: relax.VarBinding) -> Activation | None:

@@ -200,7 +200,9 @@ def _pairs(block: relax.DataflowBlock) -> Iterator[_Pair]:
         if not isinstance(first.output, relax.DataflowVar) or len(readers) != 1:
             continue  # the intermediate is needed elsewhere
         second = by_convolution.get(readers[0].var)
-        if second is not None and second.data.same_as(first.output):
+        if second is None or second.out_dtype is not None:
+            continue
+        if second.data.same_as(first.output):
             yield _Pair(first, second, first.data not in bound, _leaves(second.output, users))
 
 

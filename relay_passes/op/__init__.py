@@ -19,6 +19,7 @@ from .conv2d import conv2d
 from .fused_conv2d import fused_conv2d
 from .hardswish import hardswish
 from .pack import pack, unpack
+from .quantized_conv2d import quantized_conv2d
 from .recurrence import recurrence
 from .round_clip import round_clip
 from .winograd_conv2d import winograd_conv2d
@@ -32,6 +33,7 @@ __all__ = [
     "fused_conv2d",
     "hardswish",
     "pack",
+    "quantized_conv2d",
     "recurrence",
     "round_clip",
     "unpack",

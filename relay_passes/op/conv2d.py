@@ -47,6 +47,7 @@ def conv2d(
     out_layout: str | None = None,
     in_channels: int | None = None,
     out_channels: int | None = None,
+    out_dtype: str | None = None,
 ) -> relax.Call:
     """Convolve, add bias and residual, and activate.
 
@@ -66,6 +67,9 @@ def conv2d(
         The same choice; None stands for ``data_layout``.
     in_channels, out_channels : int | None
         True channel counts; given exactly where ``out_layout`` is packed.
+    out_dtype : str | None
+        ``uint8`` where the activation is ``round_clip``, for the distances to its lower bound; the
+        type of ``data`` if None.
 
     Returns
     -------
@@ -84,6 +88,7 @@ def conv2d(
         "out_layout": out_layout,
         "in_channels": in_channels,
         "out_channels": out_channels,
+        "out_dtype": out_dtype,
     }
     return build_call(CONV2D, [data, weight, bias], residual, attrs)
 
@@ -97,7 +102,9 @@ def _compute(
 ) -> te.Tensor:
     data, weight, bias = operands
     layouts = kernel.data_layout, kernel.out_layout
-    return compute.conv2d(data, weight, bias, residual, kernel.layers[0], *layouts)
+    return compute.conv2d(
+        data, weight, bias, residual, kernel.layers[0], *layouts, kernel.out_dtype
+    )
 
 
 def legalize(

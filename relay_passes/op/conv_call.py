@@ -42,7 +42,7 @@ def build_call(
     attrs : dict[str, Any]
         All attributes as the caller gave them.
     """
-    attrs = _checked_attrs(op, attrs)
+    attrs = checked_attrs(op, attrs)
     packed = attrs["out_layout"] != "NCHW"
     arguments = [
         _zero_bias(operands[index - 1], op.operand_name(index - 1), packed, op)
@@ -110,7 +110,7 @@ def legalize_kernel(
     return relax.Call(legal.op, legal.args, legal.attrs, ty_args=[call.ty])
 
 
-def _checked_attrs(op: ConvOp, attrs: Mapping[str, Any]) -> dict[str, Any]:
+def checked_attrs(op: ConvOp, attrs: Mapping[str, Any]) -> dict[str, Any]:
     """Plain numbers, lists and strings for every attribute; packed calls need their channels."""
     checked: dict[str, Any] = {}
     for suffix in op.suffixes:
@@ -128,6 +128,8 @@ def _checked_attrs(op: ConvOp, attrs: Mapping[str, Any]) -> dict[str, Any]:
     data_layout = str(attrs["data_layout"])
     out_layout = data_layout if attrs["out_layout"] is None else str(attrs["out_layout"])
     checked |= {"data_layout": data_layout, "out_layout": out_layout}
+    if attrs.get("out_dtype") is not None:
+        checked["out_dtype"] = str(attrs["out_dtype"])
     channels = {name: attrs[name] for name in op.channels if attrs[name] is not None}
     if packed_lanes(data_layout, out_layout, op.name):
         if len(channels) < len(op.channels):

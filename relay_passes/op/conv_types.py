@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tvm import relax, tirx
@@ -23,6 +23,7 @@ from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 from schedules.workload.reduce import constant
 
 from .conv_checks import check_layer, check_packable, check_parameters, check_sizes
+from .round_clip import check_bytes
 
 FLOAT_DTYPES = ("float32", "float64", "float16")
 _BLOCKED = re.compile(r"NCHW([1-9][0-9]*)c")
@@ -127,7 +128,12 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
     if height is not None and width is not None:
         check_sizes(layers, height, width, op.name)
     residual = len(call.args) > op.operands
-    return Conv2DKernel(layers, batch, height, width, residual, str(data.dtype), *layouts)
+    kernel = Conv2DKernel(layers, batch, height, width, residual, str(data.dtype), *layouts)
+    if "out_dtype" not in call.attrs.keys():
+        return kernel
+    out_dtype = str(call.attrs["out_dtype"])
+    check_bytes(layers[-1].activation, out_dtype, op.name)
+    return replace(kernel, out_dtype=out_dtype)
 
 
 def output_type(call: relax.Call, op: ConvOp) -> relax.TensorType:
@@ -145,7 +151,7 @@ def kernel_output_type(call: relax.Call, kernel: Conv2DKernel, op: str) -> relax
     lanes = lanes_of(kernel.out_layout, op)
     shape = [batch, -(-channels // lanes) if lanes else channels, height, width]
     shape += [lanes] if lanes else []
-    result = relax.TensorType(shape, data.dtype, data.vdevice)
+    result = relax.TensorType(shape, kernel.out_dtype or data.dtype, data.vdevice)
     if kernel.residual:
         residual = tensor_type(call.args[-1], "residual", op)
         if not _same_shape(residual.shape.values, result.shape.values):

@@ -66,6 +66,34 @@ def activate(value: tirx.Expr, activation: Activation, dtype: str) -> tirx.Expr:
     return gate if activation.kind == "sigmoid" else value * gate
 
 
+def activate_to_bytes(value: tirx.Expr, activation: Activation, dtype: str) -> tirx.Expr:
+    """Apply ``round_clip`` to floats as :func:`activate` does; return the distance to its bound.
+
+    That of NaN is 0.
+    """
+    lanes = DataType(str(value.ty.dtype)).lanes
+
+    def const(number: float) -> tirx.Expr:
+        scalar = tirx.const(number, dtype)
+        return tirx.Broadcast(scalar, lanes) if lanes > 1 else scalar
+
+    # From zero on: where the operands are unordered, TVM's extremes are the second.
+    distance = tirx.round(value) - const(activation.low) if activation.low else tirx.round(value)
+    span = activation.high - activation.low
+    byte = tirx.min(tirx.max(distance, const(0)), const(span))
+    word = "int32" if lanes == 1 else f"int32x{lanes}"
+    return byte.astype(word).astype(word.replace("int32", "uint8"))
+
+
+def finished(
+    value: tirx.Expr, activation: Activation, dtype: str, out_dtype: str | None
+) -> tirx.Expr:
+    """Apply ``activation`` to numbers of ``dtype``, as elements of an output of ``out_dtype``."""
+    if out_dtype == "uint8":
+        return activate_to_bytes(value, activation, dtype)
+    return activate(value, activation, dtype)
+
+
 def conv2d(
     data: te.Tensor,
     weight: te.Tensor,
@@ -74,6 +102,7 @@ def conv2d(
     layer: ConvLayer,
     data_layout: str = "NCHW",
     out_layout: str = "NCHW",
+    out_dtype: str | None = None,
 ) -> te.Tensor:
     """One convolution: ``act(conv(data, weight) + bias [+ residual])``.
 
@@ -87,13 +116,15 @@ def conv2d(
         Attributes; its channel counts are the true ones, without padding lanes.
     data_layout, out_layout : str
         ``NCHW`` or ``NCHW{x}c``.
+    out_dtype : str | None
+        ``uint8`` for the distances of the rounded output to its lower bound.
 
     Returns
     -------
     te.Tensor
         The activated output in ``out_layout``.
     """
-    return _layer(data, weight, bias, residual, layer, data_layout, out_layout, "1")
+    return _layer(data, weight, bias, residual, layer, data_layout, out_layout, "1", out_dtype)
 
 
 def fused_conv2d(
@@ -126,28 +157,30 @@ def _layer(
     data_layout: str,
     out_layout: str,
     suffix: str,
+    out_dtype: str | None = None,
 ) -> te.Tensor:
     if out_layout == "NCHW":
-        conv = _conv_plain(_pad(data, layer, suffix), weight, layer, suffix)
+        conv = _conv_plain(padded(data, layer, suffix), weight, layer, suffix)
     elif data_layout == "NCHW":
-        conv = _conv_first(_pad(data, layer, suffix), weight, layer, suffix)
+        conv = _conv_first(padded(data, layer, suffix), weight, layer, suffix)
     elif layer.is_depthwise:
-        conv = _conv_depthwise(_pad(data, layer, suffix), weight, layer, suffix)
+        conv = _conv_depthwise(padded(data, layer, suffix), weight, layer, suffix)
     elif layer.group_lanes(int(weight.shape[-1])):
-        conv = _conv_narrow(_pad(data, layer, suffix), weight, layer, suffix)
+        conv = _conv_narrow(padded(data, layer, suffix), weight, layer, suffix)
     else:
-        conv = _conv_packed(_pad(data, layer, suffix), weight, layer, suffix)
+        conv = _conv_packed(padded(data, layer, suffix), weight, layer, suffix)
 
     def finish(*index: tirx.Var) -> tirx.Expr:
         value = conv(*index) + (bias(index[1]) if len(index) == 4 else bias(index[1], index[4]))
         if residual is not None:
             value = value + residual(*index)
-        return activate(value, layer.activation, data.dtype)
+        return finished(value, layer.activation, data.dtype, out_dtype)
 
     return te.compute(conv.shape, finish, name=f"layer{suffix}")
 
 
-def _pad(data: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
+def padded(data: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
+    """The data with the zeros around it that the layer reads."""
     top, left, bottom, right = layer.padding
     if not any(layer.padding):
         return data
@@ -164,22 +197,26 @@ def _pad(data: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
     return te.compute(shape, read, name=f"pad{suffix}")
 
 
-def _out_space(padded: te.Tensor, layer: ConvLayer) -> list[tirx.Expr]:
+def out_space(image: te.Tensor, layer: ConvLayer) -> list[tirx.Expr]:
+    """Height and width of the output for padded data."""
     return [
-        (padded.shape[2 + i] - (layer.kernel[i] - 1) * layer.dilation[i] - 1) // layer.strides[i]
-        + 1
+        (image.shape[2 + i] - (layer.kernel[i] - 1) * layer.dilation[i] - 1) // layer.strides[i] + 1
         for i in range(2)
     ]
 
 
-def _taps(layer: ConvLayer) -> tuple[tirx.IterVar, tirx.IterVar]:
+def taps(layer: ConvLayer) -> tuple[tirx.IterVar, tirx.IterVar]:
+    """Axes over the rows and columns of the kernel."""
     return (
         te.reduce_axis((0, layer.kernel[0]), name="kh"),
         te.reduce_axis((0, layer.kernel[1]), name="kw"),
     )
 
 
-def _source(layer: ConvLayer, h: tirx.Expr, w: tirx.Expr, kh, kw) -> tuple[tirx.Expr, tirx.Expr]:
+def source_pixel(
+    layer: ConvLayer, h: tirx.Expr, w: tirx.Expr, kh, kw
+) -> tuple[tirx.Expr, tirx.Expr]:
+    """Row and column of the padded data that a tap of an output pixel reads."""
     return (
         h * layer.strides[0] + kh * layer.dilation[0],
         w * layer.strides[1] + kw * layer.dilation[1],
@@ -187,7 +224,7 @@ def _source(layer: ConvLayer, h: tirx.Expr, w: tirx.Expr, kh, kw) -> tuple[tirx.
 
 
 def _conv_plain(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
-    kh, kw = _taps(layer)
+    kh, kw = taps(layer)
     group_in = layer.in_channels // layer.groups
     group_out = layer.out_channels // layer.groups
     ic = te.reduce_axis((0, group_in), name="ic")
@@ -195,22 +232,22 @@ def _conv_plain(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: st
     def value(n, o, h, w):
         channel = ic if layer.groups == 1 else (o // group_out) * group_in + ic
         return te.sum(
-            data(n, channel, *_source(layer, h, w, kh, kw)) * weight(o, ic, kh, kw),
+            data(n, channel, *source_pixel(layer, h, w, kh, kw)) * weight(o, ic, kh, kw),
             axis=[ic, kh, kw],
         )
 
-    shape = [data.shape[0], layer.out_channels, *_out_space(data, layer)]
+    shape = [data.shape[0], layer.out_channels, *out_space(data, layer)]
     return te.compute(shape, value, name=f"conv{suffix}")
 
 
 def _conv_first(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
-    kh, kw = _taps(layer)
+    kh, kw = taps(layer)
     ic = te.reduce_axis((0, layer.in_channels), name="ic")
-    shape = [data.shape[0], weight.shape[0], *_out_space(data, layer), weight.shape[5]]
+    shape = [data.shape[0], weight.shape[0], *out_space(data, layer), weight.shape[5]]
     return te.compute(
         shape,
         lambda n, ob, h, w, oi: te.sum(
-            data(n, ic, *_source(layer, h, w, kh, kw)) * weight(ob, ic, kh, kw, 0, oi),
+            data(n, ic, *source_pixel(layer, h, w, kh, kw)) * weight(ob, ic, kh, kw, 0, oi),
             axis=[ic, kh, kw],
         ),
         name=f"conv{suffix}",
@@ -218,12 +255,12 @@ def _conv_first(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: st
 
 
 def _conv_depthwise(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
-    kh, kw = _taps(layer)
-    shape = [data.shape[0], data.shape[1], *_out_space(data, layer), data.shape[4]]
+    kh, kw = taps(layer)
+    shape = [data.shape[0], data.shape[1], *out_space(data, layer), data.shape[4]]
     return te.compute(
         shape,
         lambda n, cb, h, w, ci: te.sum(
-            data(n, cb, *_source(layer, h, w, kh, kw), ci) * weight(cb, kh, kw, ci),
+            data(n, cb, *source_pixel(layer, h, w, kh, kw), ci) * weight(cb, kh, kw, ci),
             axis=[kh, kw],
         ),
         name=f"conv{suffix}",
@@ -231,26 +268,26 @@ def _conv_depthwise(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix
 
 
 def _conv_narrow(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
-    kh, kw = _taps(layer)
+    kh, kw = taps(layer)
     width = int(weight.shape[4])
     ic = te.reduce_axis((0, width), name="ic")
 
     def value(n, cb, h, w, oi):
         lane = oi // width * width + ic
-        source = data(n, cb, *_source(layer, h, w, kh, kw), lane)
+        source = data(n, cb, *source_pixel(layer, h, w, kh, kw), lane)
         return te.sum(source * weight(cb, 0, kh, kw, oi ^ lane, lane), axis=[ic, kh, kw])
 
-    shape = [data.shape[0], data.shape[1], *_out_space(data, layer), data.shape[4]]
+    shape = [data.shape[0], data.shape[1], *out_space(data, layer), data.shape[4]]
     return te.compute(shape, value, name=f"conv{suffix}")
 
 
 def _conv_packed(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
-    kh, kw = _taps(layer)
+    kh, kw = taps(layer)
     parts, step, lanes = (int(weight.shape[axis]) for axis in (1, 4, 5))
     group_in, group_out = layer.in_channels // layer.groups, layer.out_channels // layer.groups
     icb = te.reduce_axis((0, parts), name="icb")
     ici = te.reduce_axis((0, step), name="ici")
-    shape = [data.shape[0], weight.shape[0], *_out_space(data, layer), weight.shape[5]]
+    shape = [data.shape[0], weight.shape[0], *out_space(data, layer), weight.shape[5]]
 
     def value(n, ob, h, w, oi):
         block, lane = icb, ici
@@ -261,7 +298,8 @@ def _conv_packed(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: s
             channel = group * group_in + icb * step + ici
             block, lane = channel // lanes, channel % lanes
         return te.sum(
-            data(n, block, *_source(layer, h, w, kh, kw), lane) * weight(ob, icb, kh, kw, ici, oi),
+            data(n, block, *source_pixel(layer, h, w, kh, kw), lane)
+            * weight(ob, icb, kh, kw, ici, oi),
             axis=[icb, kh, kw, ici],
         )
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..errors import OpError
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
+WORD_BYTES = 4
+"""Neighbouring channels of bytes that one instruction multiplies and adds up."""
 ACTIVATIONS = (
     *("none", "relu", "relu6", "clip", "sigmoid", "hardswish", "silu", "gelu"),
     "round_clip",
@@ -289,13 +291,17 @@ class Conv2DKernel:
     residual : bool
         Whether a tensor of the output's shape is added before the last activation.
     dtype : str
-        Element type of every tensor.
+        Element type of the data, and of every other tensor if it is a float; with ``uint8`` the
+        weights are int8, and scales and biases float32.
     data_layout, out_layout : str
         ``NCHW`` or ``NCHW{x}c``.
     plain_data, plain_out : bool
         Whether the kernel itself packs its data from NCHW, or unpacks its output to NCHW.
     winograd : int
         Height and width of the output tiles of Winograd's algorithm; 0 for a direct convolution.
+    out_dtype : str | None
+        Element type of the output, if not that of the data. ``uint8`` stands for rounded numbers
+        from which the activation's lower bound is subtracted.
     """
 
     layers: tuple[ConvLayer, ...]
@@ -309,6 +315,23 @@ class Conv2DKernel:
     plain_data: bool = False
     plain_out: bool = False
     winograd: int = 0
+    out_dtype: str | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether bytes are multiplied."""
+        return self.dtype == "uint8"
+
+    def in_words(self) -> Conv2DKernel:
+        """The convolution of floats that moves as many bytes by as many instructions.
+
+        That of words of four channels of bytes; a convolution of floats is its own.
+        """
+        if not self.is_quantized:
+            return self
+        (layer,) = self.layers
+        words = replace(layer, in_channels=-(-layer.in_channels // WORD_BYTES))
+        return replace(self, layers=(words,), dtype="float32")
 
     @property
     def is_static(self) -> bool:
@@ -340,12 +363,16 @@ def describe(kernel: Conv2DKernel) -> str:
     """Return the layers and the size of the image in a few words."""
     layers = " + ".join(map(str, kernel.layers))
     by = f" by Winograd {kernel.winograd}x{kernel.winograd}" if kernel.winograd else ""
-    return f"{layers} on {kernel.height}x{kernel.width}{by}"
+    of = " of bytes" if kernel.is_quantized else ""
+    return f"{layers}{of} on {kernel.height}x{kernel.width}{by}"
 
 
 def to_json(kernel: Conv2DKernel) -> str:
     """Write ``kernel`` as one line of JSON, the same text for equal kernels."""
-    return json.dumps(asdict(kernel), sort_keys=True)
+    fields = asdict(kernel)
+    if kernel.out_dtype is None:
+        del fields["out_dtype"]
+    return json.dumps(fields, sort_keys=True)
 
 
 def from_json(text: str) -> Conv2DKernel:

@@ -35,6 +35,7 @@ from relay_passes import (
     PackLayout,
     PackWeights,
     PadColumns,
+    QuantizeConv2D,
     ShareKernels,
     SimplifyInference,
     WidenProducts,
@@ -157,6 +158,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     return {
         "simplify": [WidenProducts(), SimplifyInference()],
         "fuse": [
+            QuantizeConv2D(target),
             FuseConv2D(options.fuse, target, winograd, options.records),
             FuseEpilogue(),
         ],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed forms of ``relax.tvm_fusion.conv2d`` and ``relax.tvm_fusion.fused_conv2d``."""
+"""Packed forms of the convolution ops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from tvm.ir import Op
 from relay_passes.op.conv2d import CONV2D
 from relay_passes.op.conv_types import ConvOp, read_kernel
 from relay_passes.op.fused_conv2d import FUSED_CONV2D
-from schedules.workload.conv2d import BOUNDED, Activation, ConvLayer
+from relay_passes.op.quantized_conv2d import QUANTIZED_CONV2D, read_quantized
+from schedules.workload.conv2d import BOUNDED, WORD_BYTES, Activation, ConvLayer
 
 from .packing_state import Packed, Rule, Scope
 from .weight_packing import weight_form
@@ -36,10 +37,12 @@ def read_convolution(
     tuple[ConvLayer, ...] | None
         One layer, or the two of a pair.
     """
-    op = _OPS.get(call.op.name) if isinstance(call.op, Op) else None
-    if op is None or str(call.attrs["out_layout"]) != "NCHW":
+    name = call.op.name if isinstance(call.op, Op) else ""
+    if name not in CONVOLUTION_RULES or str(call.attrs["out_layout"]) != "NCHW":
         return None
-    layers = read_kernel(call, op).layers
+    if name == QUANTIZED_CONV2D.name:
+        return None if block % WORD_BYTES else read_quantized(call).layers
+    layers = read_kernel(call, _OPS[name]).layers
     return layers if cuts or not any(_is_cut(layer, block) for layer in layers) else None
 
 
@@ -99,4 +102,23 @@ def _bound_after(activation: Activation, bound: float) -> float:
     return bound
 
 
-CONVOLUTION_RULES: dict[str, Rule] = {name: pack_convolution for name in _OPS}
+def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Packed | None:
+    """Rewrite one call of bytes."""
+    call = binding.value
+    layers = read_convolution(call, scope.block, scope.cuts)
+    if layers is None:
+        return None
+    forms = "quantized", "bias", "bias"
+    operands = [scope.pack(call.args[0]).expr]
+    operands += [scope.parameter(*pair) for pair in zip(call.args[1:], forms, strict=True)]
+    attrs = dict(call.attrs.items())
+    attrs |= _layout_attrs(QUANTIZED_CONV2D, layers, scope.layout, plain_data=False)
+    (layer,) = layers
+    packed = relax.Call(call.op, operands, attrs)
+    return Packed(packed, layer.out_channels, _bound_after(layer.activation, 0.0))
+
+
+CONVOLUTION_RULES: dict[str, Rule] = {
+    **dict.fromkeys(_OPS, pack_convolution),
+    QUANTIZED_CONV2D.name: pack_quantized,
+}

@@ -10,6 +10,8 @@ depthwise  ``[C, 1, kh, kw]``           ``[C/x, kh, kw, x]``
 grouped    ``[O, I/g, kh, kw]``         ``[O/x, (I/g)/d, kh, kw, d, x]``, ``d = gcd(I/g, x)``
 narrow     ``[C, g, kh, kw]``           ``[C/x, 1, kh, kw, g, x]``: from input lane ``i`` to output
                                         lane ``i ^ j`` at ``[.., j, i]``, both of one group
+quantized  ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x/4, x, 4]``: words of input lanes,
+                                        output lanes, input lanes of a word
 bias       ``[C]``                      ``[C/x, x]``
 data       ``[N, C, H, W]``             ``[N, C/x, H, W, x]``
 ========== ============================ =====================================================
@@ -30,9 +32,9 @@ from tvm import relax
 
 from schedules.compute.pack import channel_blocks
 from schedules.errors import OpError
-from schedules.workload.conv2d import ConvLayer
+from schedules.workload.conv2d import WORD_BYTES, ConvLayer
 
-FORMS = ("dense", "first", "depthwise", "grouped", "narrow", "bias", "data")
+FORMS = ("dense", "first", "depthwise", "grouped", "narrow", "quantized", "bias", "data")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ class Packing:
             rows = rows.reshape(width, blocks[0], block).swapaxes(0, 1)
             split = (blocks[0], 1, width, block, *extents[2:])
             return cls((tail[0], 0, 0, 0), split, (0, 1, 4, 5, 2, 3), tuple(rows.ravel().tolist()))
+        if form == "quantized":
+            words = block // WORD_BYTES
+            split = (blocks[0], block, blocks[1], words, WORD_BYTES, *extents[2:])
+            return cls((tail[0], tail[1], 0, 0), split, (0, 2, 5, 6, 3, 1, 4))
         split = (blocks[0], block, blocks[1], block, *extents[2:])
         return cls((tail[0], tail[1], 0, 0), split, (0, 2, 4, 5, 3, 1))
 

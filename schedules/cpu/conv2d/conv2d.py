@@ -25,7 +25,7 @@ from tvm.target import Target
 
 from schedules.errors import OpError
 from schedules.tuning.template import Knobs, Template
-from schedules.workload.conv2d import Conv2DKernel, describe, from_json
+from schedules.workload.conv2d import WORD_BYTES, Conv2DKernel, describe, from_json
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
@@ -59,7 +59,7 @@ class PackedTemplate(Template[Conv2DKernel, Knobs, CPUInfo]):
         if position == 0:
             if array.ndim == 5:
                 _keep(array, (1, 4), workload.layers[0].in_channels)
-        elif number < len(workload.layers):
+        elif number < len(workload.layers) and not workload.is_quantized:
             layer, first = workload.layers[number], int(workload.winograd > 0)
             last = array.ndim - 1
             _keep(array, (0 if is_bias else first, last), layer.out_channels)
@@ -86,15 +86,15 @@ class Conv2DTemplate(PackedTemplate[Conv2DKnobs]):
 
     def default(self, workload: Conv2DKernel, machine: CPUInfo) -> Conv2DKnobs:
         """Return the cheapest setting of the cost model."""
-        return default_conv2d_knobs(workload, machine)
+        return default_conv2d_knobs(workload.in_words(), machine)
 
     def settings(self, workload: Conv2DKernel, machine: CPUInfo) -> Iterable[Conv2DKnobs]:
         """Yield the settings that the cost model compares."""
-        return conv2d_space(workload, machine)
+        return conv2d_space(workload.in_words(), machine)
 
     def contains(self, workload: Conv2DKernel, knobs: Conv2DKnobs, machine: CPUInfo) -> bool:
         """Return whether a setting is one of these."""
-        return in_conv2d_space(workload, knobs, machine)
+        return in_conv2d_space(workload.in_words(), knobs, machine)
 
     def write(
         self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: Conv2DKnobs, target: Target
@@ -104,13 +104,13 @@ class Conv2DTemplate(PackedTemplate[Conv2DKnobs]):
 
     def cycles(self, workload: Conv2DKernel, knobs: Conv2DKnobs, machine: CPUInfo) -> float:
         """Return the cost model's cycles."""
-        return estimate(workload, knobs, machine).cycles
+        return estimate(workload.in_words(), knobs, machine).cycles
 
     def features(
         self, workload: Conv2DKernel, knobs: Conv2DKnobs, machine: CPUInfo
     ) -> dict[str, float]:
         """Return the knobs, the terms of the cost model, and products of knobs."""
-        terms = estimate(workload, knobs, machine).terms()
+        terms = estimate(workload.in_words(), knobs, machine).terms()
         terms["accumulators"] = knobs.pixels * knobs.blocks
         terms["pieces"] = knobs.unit_chunks * knobs.block_chunks
         return super().features(workload, knobs, machine) | terms
@@ -152,6 +152,8 @@ def operands(
     builder: KernelBuilder, kernel: Conv2DKernel, image: Index, position: int = 0
 ) -> LayerOperands:
     """The operands of a function with parameters data, weight, bias[, residual], output."""
+    if kernel.is_quantized:
+        return _quantized_operands(builder, kernel, image)
     layer = kernel.layers[position]
     weight = builder.buffers[1 + 2 * position]
     return LayerOperands(
@@ -165,6 +167,35 @@ def operands(
         in_blocks=1 if layer.is_depthwise else int(weight.shape[1]),
         out_blocks=int(weight.shape[0]),
         dtype=kernel.dtype,
+        out_dtype=kernel.out_dtype,
+    )
+
+
+def _quantized_operands(
+    builder: KernelBuilder, kernel: Conv2DKernel, image: Index
+) -> LayerOperands:
+    """The operands of a function with parameters data, weight, bias, scale, output."""
+    data, weight = builder.feature_map(0, image), builder.buffers[1]
+    return LayerOperands(
+        layer=kernel.in_words().layers[0],
+        source=replace(
+            data,
+            buffer=builder.words(0),
+            offset=tirx.floordiv(data.offset, WORD_BYTES),
+            block_stride=data.block_stride // WORD_BYTES,
+            row_stride=data.row_stride // WORD_BYTES,
+            lanes=data.lanes // WORD_BYTES,
+        ),
+        output=builder.feature_map(-1, image),
+        weight=builder.words(1),
+        bias=builder.flat[2],
+        residual=None,
+        lanes=int(weight.shape[5]),
+        in_blocks=int(weight.shape[1]),
+        out_blocks=int(weight.shape[0]),
+        dtype="int32",
+        scale=builder.flat[3],
+        out_dtype=kernel.out_dtype,
     )
 
 

@@ -96,6 +96,11 @@ class KernelBuilder:
             size = size * extent
         return T.decl_buffer((size,), buffer.dtype, data=buffer.data)
 
+    def words(self, position: int) -> tirx.Buffer:
+        """The parameter at ``position``, of bytes, as int32 words; valid inside :meth:`body`."""
+        flat = self.flat[position]
+        return T.decl_buffer((flat.shape[0] // 4,), "int32", data=flat.data)
+
     def feature_map(self, position: int, image: Index) -> FeatureMap:
         """The parameter at ``position`` as the feature map of one image of the batch.
 

@@ -55,6 +55,8 @@ class CPUInfo:
         LLVM's name of the CPU; empty if the target names none.
     has_streaming_stores : bool
         Whether vectors can be stored past the caches.
+    multiplies_bytes : bool
+        Whether four products of bytes are added to each int32 of a vector at once (VNNI).
     """
 
     vector_bits: int
@@ -66,6 +68,7 @@ class CPUInfo:
     l3_bytes: int
     family: str = ""
     has_streaming_stores: bool = False
+    multiplies_bytes: bool = False
 
     @cached_property
     def costs(self) -> MachineCosts:
@@ -198,6 +201,8 @@ class MeasuredCPU(CPUInfo):
             l2_bytes=int(machine["capacity.L2"] / known),
             l3_bytes=int(machine["capacity.L3"]),
             family=info.family,
+            has_streaming_stores=info.has_streaming_stores,
+            multiplies_bytes=info.multiplies_bytes,
             memory_bytes_per_cycle=min(per_cycle, family.bytes_per_cycle[2]),
             fork=machine.get("overhead.fork", FORK) * machine["clock"],
         )
@@ -211,7 +216,9 @@ def _from_text(text: str) -> CPUInfo:
     l1d, l2, l3 = _caches(target)
     family = str(target.attrs.get("mcpu", ""))
     streams = "sse2" in features
-    return CPUInfo(bits, registers, fma, _num_cores(target), l1d, l2, l3, family, streams)
+    multiplies_bytes = ("avx512vnni" if bits == 512 else "avxvnni") in features
+    cores = _num_cores(target)
+    return CPUInfo(bits, registers, fma, cores, l1d, l2, l3, family, streams, multiplies_bytes)
 
 
 def _vector_unit(features: set[str], aarch64: bool) -> tuple[int, int, bool]:

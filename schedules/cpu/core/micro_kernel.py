@@ -32,8 +32,9 @@ from dataclasses import dataclass, replace
 
 from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
+from tvm.target.codegen import llvm_version_major
 
-from schedules.compute.conv2d import activate
+from schedules.compute.conv2d import finished
 from schedules.workload.conv2d import ConvLayer
 
 from .prefetch import line_elements, prefetch
@@ -46,6 +47,7 @@ Tap = tuple[Index, Index, tuple[int, int]]
 # spills them.
 UNROLLED_STEPS = 8
 LANES_OF_128_BITS = 4
+BYTES_SINCE_LLVM = 22  # The operands of LLVM's instruction for bytes were vectors of int32 before.
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,14 @@ class LayerOperands:
     out_blocks : int
         Blocks of the output.
     dtype : str
-        Element type.
+        Element type of the accumulators.
     met : int
         Groups that the output blocks of the tile belong to.
+    scale : tirx.Buffer | None
+        Factors of the sums, like ``bias``; only of layers of bytes, whose input and weights are
+        int32 words of four channels each.
+    out_dtype : str | None
+        Element type of the output, if not ``dtype``.
     """
 
     layer: ConvLayer
@@ -134,6 +141,8 @@ class LayerOperands:
     out_blocks: int
     dtype: str
     met: int = 1
+    scale: tirx.Buffer | None = None
+    out_dtype: str | None = None
 
     @property
     def group_lanes(self) -> int:
@@ -493,7 +502,20 @@ def _multiply(
             factor = element(number, lane)
             for v, vector in enumerate(vectors):
                 total = sums[p * blocks + v]
-                _store(total, _load(total, 0, lanes) + factor * vector, 0, lanes)
+                _store(total, _multiply_add(ops, _load(total, 0, lanes), factor, vector), 0, lanes)
+
+
+def _multiply_add(
+    ops: LayerOperands, total: tirx.Expr, factor: tirx.Expr, vector: tirx.Expr
+) -> tirx.Expr:
+    """Add to ``total`` products of floats, or those of four bytes and four signed ones a lane."""
+    if ops.scale is None:
+        return total + factor * vector
+    bits = 32 * ops.lanes
+    if llvm_version_major() >= BYTES_SINCE_LLVM:
+        factor, vector = (T.reinterpret(f"int8x{bits // 8}", each) for each in (factor, vector))
+    name = f"llvm.x86.avx512.vpdpbusd.{bits}"
+    return T.call_llvm_pure_intrin(ops.vector, name, total, factor, vector)
 
 
 def _elements(
@@ -551,7 +573,7 @@ def _start(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile) 
     """Fill the accumulators with the bias, or with the partial sums of an earlier part."""
     lanes, first = ops.lanes, tile.reduction.first
     for total, (p, v) in zip(sums, tile.cells(), strict=True):
-        if ops.bias is None:
+        if ops.bias is None or ops.scale is not None:
             value = T.broadcast(tirx.const(0, ops.dtype), lanes)
         else:
             value = _load(ops.bias, (tile.block + v) * lanes, lanes)
@@ -568,11 +590,20 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
     def write(complete: bool) -> None:
         for total, (p, v) in zip(sums, tile.cells(), strict=True):
             value = _load(total, 0, lanes)
+            if ops.scale is not None:
+                place, floats = (tile.block + v) * lanes, f"float32x{lanes}"
+                value = T.Cast(floats, value) * _load(ops.scale, place, lanes)
+                value = value + _load(ops.bias, place, lanes)
             if complete:
                 if ops.residual is not None:
                     at = _place(ops.residual, tile, p, v)
                     value = value + _load(ops.residual.buffer, at, lanes)
-                value = activate(value, ops.layer.activation, ops.dtype)
+                value = finished(
+                    value,
+                    ops.layer.activation,
+                    "float32" if ops.scale is not None else ops.dtype,
+                    ops.out_dtype,
+                )
             _store(ops.output.buffer, value, _place(ops.output, tile, p, v), lanes)
 
     if last is True:

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from tvm import tirx
+from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
-
-from schedules.workload.conv2d import ITEM_BYTES
 
 from .tiles import Index
 
@@ -16,7 +14,7 @@ MOST_LINES = 16  # prefetched in one step, more than a core can have in flight
 
 def line_elements(dtype: str) -> int:
     """Number of elements in a cache line."""
-    return CACHE_LINE_BYTES // ITEM_BYTES[dtype]
+    return CACHE_LINE_BYTES * 8 // DataType(dtype).bits
 
 
 def lines_a_step(needed: int, tiles: int) -> int:

@@ -88,7 +88,9 @@ def _settings(kernel: Conv2DKernel, tile: tuple[int, int], cpu: CPUInfo) -> Iter
     plain = kernel.data_layout == "NCHW"
     units = -(-_row(kernel) // pixels) if _is_flat(kernel) else _out_size(kernel)[0]
     out_blocks = -(-layer.out_channels // kernel.lanes)
-    cuts = (1,) if plain else _reduction_parts(kernel, blocks)
+    # An output of another type has no room for partial sums.
+    whole = plain or kernel.out_dtype is not None
+    cuts = (1,) if whole else _reduction_parts(kernel, blocks)
     for unit_chunks, block_chunks in shares(kernel.batch or 1, cpu.num_cores):
         if unit_chunks > units or block_chunks > -(-out_blocks // blocks):
             continue

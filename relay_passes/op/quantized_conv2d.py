@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Op ``relax.tvm_fusion.quantized_conv2d``: a convolution of bytes with its epilogue.
+
+::
+
+    out = activation(conv(data, weight) * scale + bias)                   one group
+
+    data [N, C, H, W] uint8    weight [O, C, kh, kw] int8    scale, bias [O] float32
+    out [N, O, H', W'] float32, or uint8: the distances of rounded numbers to their lower bound
+
+Sums are exact in int32; padding consists of zero bytes. Packed, with lanes ``x`` from ``layout``
+``NCHW{x}c``: ``data`` and ``out`` are ``[N, blocks, H, W, x]``, ``scale`` and ``bias``
+``[blocks, x]``, the weight is as in ``schedules/compute/quantized_conv2d.py``, and ``in_channels``
+and ``out_channels`` are given. Batch, height and width may be symbolic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from tvm import relax, te
+
+from schedules.compute.quantized_conv2d import quantized_conv2d as compute
+from schedules.errors import OpError
+from schedules.workload.conv2d import WORD_BYTES, Conv2DKernel, ConvLayer
+from schedules.workload.reduce import constant
+
+from .conv_call import Known, checked_attrs, legalize_kernel
+from .conv_checks import check_layer, check_sizes
+from .conv_types import (
+    ConvOp,
+    check_channels,
+    constant_shape,
+    kernel_output_type,
+    lanes_of,
+    tensor_type,
+)
+from .register import is_typed, register_op
+from .round_clip import check_bytes
+
+QUANTIZED_CONV2D = ConvOp(
+    "relax.tvm_fusion.quantized_conv2d", ("",), ("in_channels", "out_channels")
+)
+MOST_PRODUCTS = (2**31 - 1) // (255 * 128)
+"""Products of bytes whose sum an int32 holds, whatever they are."""
+_NAME = QUANTIZED_CONV2D.name
+_OPERANDS = {"data": "uint8", "weight": "int8", "bias": "float32", "scale": "float32"}
+
+
+def quantized_conv2d(
+    data: relax.Expr,
+    weight: relax.Expr,
+    bias: relax.Expr,
+    scale: relax.Expr,
+    *,
+    strides: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0, 0, 0),
+    dilation: Sequence[int] = (1, 1),
+    activation: str = "none",
+    low: float = 0.0,
+    high: float = 0.0,
+    layout: str = "NCHW",
+    in_channels: int | None = None,
+    out_channels: int | None = None,
+    out_dtype: str = "float32",
+) -> relax.Call:
+    """Convolve, scale, add the bias, and activate.
+
+    Parameters
+    ----------
+    data, weight, bias, scale : relax.Expr
+        Image, filters, and two numbers a channel, in the layouts of the module's docstring.
+    strides, padding, dilation, activation, low, high
+        The layer, as :meth:`schedules.workload.conv2d.ConvLayer.to_attrs` writes it.
+    layout : str
+        ``NCHW`` or ``NCHW{x}c``.
+    in_channels, out_channels : int | None
+        True channel counts; given exactly where ``layout`` is packed.
+    out_dtype : str
+        ``float32``, or ``uint8`` where the activation is ``round_clip``.
+
+    Returns
+    -------
+    relax.Call
+        The call; its type is inferred when it is emitted.
+
+    Raises
+    ------
+    OpError
+        If operands and attributes do not fit together, or a sum may not fit in an int32.
+    """
+    given = {
+        "strides": strides,
+        "padding": padding,
+        "dilation": dilation,
+        "groups": 1,
+        "activation": activation,
+        "low": low,
+        "high": high,
+        "data_layout": layout,
+        "out_layout": layout,
+        "in_channels": in_channels,
+        "out_channels": out_channels,
+        "out_dtype": out_dtype,
+    }
+    operands = [data, weight, bias, scale]
+    call = relax.Call(QUANTIZED_CONV2D.get(), operands, checked_attrs(QUANTIZED_CONV2D, given))
+    if is_typed(*operands):
+        _infer_type(call)
+    return call
+
+
+def read_quantized(call: relax.Call) -> Conv2DKernel:
+    """The kernel of a call; raises OpError where its operands do not fit together."""
+    if len(call.args) != len(_OPERANDS):
+        raise OpError(f"{_NAME}: {len(call.args)} operands; expected {', '.join(_OPERANDS)}")
+    for argument, (name, dtype) in zip(call.args, _OPERANDS.items(), strict=True):
+        if str(tensor_type(argument, name, _NAME).dtype) != dtype:
+            raise OpError(f"{_NAME}: {name} is of {argument.ty.dtype}; expected {dtype}")
+    layout, extents = str(call.attrs["out_layout"]), call.args[0].ty.shape.values
+    lanes, rank = lanes_of(layout, _NAME), 4 if layout == "NCHW" else 5
+    if len(extents) != rank or lanes % WORD_BYTES:
+        raise OpError(
+            f"{_NAME}: data has rank {len(extents)} with layout {layout!r}; expected {rank}, and "
+            f"channel blocks of a multiple of {WORD_BYTES}"
+        )
+    layer = _read_layer(call, lanes)
+    check_channels(extents, [layer], lanes, _NAME)
+    batch, height, width = (constant(extents[axis]) for axis in (0, 2, 3))
+    if height is not None and width is not None:
+        check_sizes([layer], height, width, _NAME)
+    out_dtype = str(call.attrs["out_dtype"])
+    if out_dtype != "float32":
+        check_bytes(layer.activation, out_dtype, _NAME)
+    return Conv2DKernel(
+        (layer,), batch, height, width, False, "uint8", layout, layout, out_dtype=out_dtype
+    )
+
+
+def _read_layer(call: relax.Call, lanes: int) -> ConvLayer:
+    weight = constant_shape(call.args[1], "weight", _NAME)
+    if len(weight) != (7 if lanes else 4):
+        raise OpError(f"{_NAME}: weight has rank {len(weight)}; expected {7 if lanes else 4}")
+    if lanes:
+        channels = int(call.attrs["in_channels"]), int(call.attrs["out_channels"])
+    else:
+        channels = weight[1], weight[0]
+    layer = ConvLayer.from_attrs(call.attrs, *channels, (weight[2], weight[3]))
+    check_layer(layer, "", _NAME)
+    expected = (layer.out_channels, layer.in_channels, *layer.kernel)
+    numbers = expected[:1]
+    if lanes:
+        out_blocks, in_blocks = (-(-count // lanes) for count in expected[:2])
+        words = lanes // WORD_BYTES
+        expected = (out_blocks, in_blocks, *layer.kernel, words, lanes, WORD_BYTES)
+        numbers = (out_blocks, lanes)
+    shapes = {"weight": expected, "bias": numbers, "scale": numbers}
+    for argument, (name, shape) in zip(call.args[1:], shapes.items(), strict=True):
+        if constant_shape(argument, name, _NAME) != shape:
+            raise OpError(f"{_NAME}: {name} has shape {argument.ty.shape}; expected {shape}")
+    if layer.groups != 1 or layer.in_channels * prod(layer.kernel) > MOST_PRODUCTS:
+        raise OpError(
+            f"{_NAME}: {layer} has {layer.groups} groups and {layer.in_channels} x "
+            f"{prod(layer.kernel)} products a sum; expected one group and at most {MOST_PRODUCTS}"
+        )
+    return layer
+
+
+def _infer_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.TensorType:
+    return kernel_output_type(call, read_quantized(call), _NAME)
+
+
+def _compute(kernel: Conv2DKernel, operands: Sequence[te.Tensor], _: None) -> te.Tensor:
+    return compute(*operands, kernel.layers[0], str(kernel.out_dtype))
+
+
+def legalize(
+    builder: relax.BlockBuilder, call: relax.Call, known: Known | None = None
+) -> relax.Expr:
+    """Replace a call, as :func:`.conv_call.legalize_kernel` does."""
+    return legalize_kernel(builder, call, _NAME, read_quantized(call), _compute, known)
+
+
+register_op(
+    _NAME, "Convolution of bytes, scale, bias and activation in one.", _infer_type, legalize
+)

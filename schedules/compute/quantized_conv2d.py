@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TE compute of a convolution of bytes, in NCHW and in NCHW[x]c.
+
+========== ======================= ======================================================
+tensor     NCHW                    NCHW[x]c
+========== ======================= ======================================================
+data       ``[N, C, H, W]``        ``[N, B(C), H, W, x]``, uint8
+weight     ``[O, I, kh, kw]``      ``[B(O), B(I), kh, kw, x / 4, x, 4]``, int8: words of input
+                                   channels, output lanes, channels of a word
+bias       ``[O]``                 ``[B(O), x]``, float32
+scale      ``[O]``                 ``[B(O), x]``, float32
+========== ======================= ======================================================
+"""
+
+from __future__ import annotations
+
+from tvm import te, tirx
+
+from ..workload.conv2d import WORD_BYTES, ConvLayer
+from .conv2d import finished, out_space, padded, source_pixel, taps
+
+
+def quantized_conv2d(
+    data: te.Tensor,
+    weight: te.Tensor,
+    bias: te.Tensor,
+    scale: te.Tensor,
+    layer: ConvLayer,
+    out_dtype: str,
+) -> te.Tensor:
+    """One convolution: ``act(conv(data, weight) * scale + bias)``, with sums of int32.
+
+    Parameters
+    ----------
+    data, weight, bias, scale : te.Tensor
+        In the layouts of the table in this module's docstring.
+    layer : ConvLayer
+        Attributes, with one group; its channel counts are the true ones.
+    out_dtype : str
+        ``float32``, or ``uint8`` for the distances of the rounded output to its lower bound.
+
+    Returns
+    -------
+    te.Tensor
+        The activated output in the layout of the data.
+    """
+    image = padded(data, layer, "1")
+    packed = len(data.shape) == 5
+    kh, kw = taps(layer)
+    channels = data.shape[1] * data.shape[4] if packed else data.shape[1]
+    ic = te.reduce_axis((0, channels), name="ic")
+    space = out_space(image, layer)
+    shape = [data.shape[0], weight.shape[0], *space, *([weight.shape[5]] if packed else [])]
+
+    def product(n, o, h, w, *lane):
+        pixel = source_pixel(layer, h, w, kh, kw)
+        if packed:
+            block, channel = ic // data.shape[4], ic % data.shape[4]
+            word, byte = channel // WORD_BYTES, channel % WORD_BYTES
+            factors = image(n, block, *pixel, channel), weight(o, block, kh, kw, word, *lane, byte)
+        else:
+            factors = image(n, ic, *pixel), weight(o, ic, kh, kw)
+        left, right = (factor.astype("int32") for factor in factors)
+        return te.sum(left * right, axis=[ic, kh, kw])
+
+    conv = te.compute(shape, product, name="conv1")
+
+    def finish(*index: tirx.Var) -> tirx.Expr:
+        channel = (index[1], index[4]) if packed else (index[1],)
+        value = conv(*index).astype("float32") * scale(*channel) + bias(*channel)
+        return finished(value, layer.activation, "float32", out_dtype)
+
+    return te.compute(shape, finish, name="layer1")
