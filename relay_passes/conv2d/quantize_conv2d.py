@@ -59,11 +59,11 @@ class QuantizeConv2D:
             out_dtype="uint8",
         )
 
-    For CPUs that multiply bytes (VNNI). Maxima of pixels are taken of bytes, and readers other than
-    convolutions get floats again. Left alone: tensors whose limits are more than 255 apart, padded
-    layers whose data have another lower bound than zero, since the padding would not be zero
-    bytes, grouped layers, images of fewer channels than a vector has lanes, weights whose output
-    channels are no multiples of integers of 8 bits, and sums that 32 bits may not hold.
+    For CPUs that multiply bytes (VNNI). Maxima of pixels are taken of bytes, readers other than
+    convolutions get floats again, and bytes whose zero stands for another number are padded
+    explicitly. Left alone: tensors whose limits are more than 255 apart, grouped layers, weights
+    whose output channels are no multiples of integers of 8 bits, and sums that 32 bits may not
+    hold.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class QuantizeConv2D:
             return mod
         changed = {}
         for name, graph in function_graphs(mod):
-            rules = _Rules(cpu.lanes("float32"))
+            rules = _Rules()
             graph.sweep({"relax.nn.conv2d": [rules.find_sources]})
             if rules.sources:
                 graph.settle({_ROUND_CLIP: [rules.store_bytes]})
@@ -117,20 +117,14 @@ class _Weights(NamedTuple):
 class _Rules:
     """Rules of one function.
 
-    Parameters
-    ----------
-    least_channels : int
-        Input channels of the smallest layer that is worth it.
-
     Attributes
     ----------
     sources : set[relax.Var]
         The roundings whose results become bytes.
     """
 
-    def __init__(self, least_channels: int) -> None:
+    def __init__(self) -> None:
         self.sources: set[relax.Var] = set()
-        self._least = least_channels
         self._weights: dict[GenericConst, _Weights | None] = {}
 
     def find_sources(self, graph: Graph, call: relax.Call) -> None:
@@ -142,7 +136,7 @@ class _Rules:
             value = graph.definition(source)
         if op_name(value) == _ROUND_CLIP and not in_bytes(value):
             low, high = bounds_of(value)
-            if high - low <= BYTE and self._multiplies(graph, call, low):
+            if high - low <= BYTE and self._multiplies(graph, call):
                 self.sources.add(source)
 
     def store_bytes(self, graph: Graph, call: relax.Call) -> Value:
@@ -160,7 +154,7 @@ class _Rules:
     def multiply_bytes(self, graph: Graph, call: relax.Call) -> Value:
         """Convolve bytes; what they are short of the numbers is part of the bias."""
         data = _bytes_of(graph, call.args[0])
-        if data is None or not self._multiplies(graph, call, data.low):
+        if data is None or not self._multiplies(graph, call):
             return None
         weights = self._weights_of(call.args[1])
         assert weights is not None
@@ -170,18 +164,22 @@ class _Rules:
         layer = read_convolution(relax.VarBinding(graph.current, call))
         if scale is None or bias is None or layer is None:
             return None
-        attrs = layer.to_attrs()
+        image, attrs = data.data, layer.to_attrs()
         del attrs["groups"]
-        return quantized_conv2d(
-            data.data, tensor_constant(weights.integers, "int8"), bias, scale, **attrs
-        )
+        if data.low and any(layer.padding):  # the op pads with zero bytes
+            top, left, bottom, right = layer.padding
+            widths = [0, 0, 0, 0, top, bottom, left, right]
+            image = graph.emit_once(relax.op.nn.pad(image, widths, pad_value=-data.low))
+            attrs["padding"] = [0, 0, 0, 0]
+        integers = tensor_constant(weights.integers, "int8")
+        return quantized_conv2d(image, integers, bias, scale, **attrs)
 
-    def _multiplies(self, graph: Graph, call: relax.Call, low: float) -> bool:
-        """Return whether a convolution of numbers from ``low`` on multiplies bytes."""
+    def _multiplies(self, graph: Graph, call: relax.Call) -> bool:
+        """Return whether a convolution of whole numbers can multiply bytes."""
         layer = read_convolution(relax.VarBinding(graph.current, call))
-        if layer is None or layer.groups > 1 or layer.in_channels < self._least:
+        if layer is None or layer.groups > 1:
             return False
-        if low and any(layer.padding) or layer.in_channels * prod(layer.kernel) > MOST_PRODUCTS:
+        if layer.in_channels * prod(layer.kernel) > MOST_PRODUCTS:
             return False
         return self._weights_of(call.args[1]) is not None
 

@@ -8,10 +8,11 @@
     data [N, C, H, W] uint8    weight [O, C, kh, kw] int8    scale, bias [O] float32
     out [N, O, H', W'] float32, or uint8: the distances of rounded numbers to their lower bound
 
-Sums are exact in int32; padding consists of zero bytes. Packed, with lanes ``x`` from ``layout``
-``NCHW{x}c``: ``data`` and ``out`` are ``[N, blocks, H, W, x]``, ``scale`` and ``bias``
-``[blocks, x]``, the weight is as in ``schedules/compute/quantized_conv2d.py``, and ``in_channels``
-and ``out_channels`` are given. Batch, height and width may be symbolic.
+Sums are exact in int32; padding consists of zero bytes. Packed, with lanes ``x`` from
+``out_layout`` ``NCHW{x}c``: ``out`` is ``[N, blocks, H, W, x]``, ``scale`` and ``bias`` are
+``[blocks, x]``, ``data`` alike, or with 4 lanes in ``NCHW4c`` as for an input image, the weight is
+as in ``schedules/compute/quantized_conv2d.py``, and ``in_channels`` and ``out_channels`` are given.
+Batch, height and width may be symbolic.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def quantized_conv2d(
     activation: str = "none",
     low: float = 0.0,
     high: float = 0.0,
-    layout: str = "NCHW",
+    data_layout: str = "NCHW",
+    out_layout: str | None = None,
     in_channels: int | None = None,
     out_channels: int | None = None,
     out_dtype: str = "float32",
@@ -73,10 +75,12 @@ def quantized_conv2d(
         Image, filters, and two numbers a channel, in the layouts of the module's docstring.
     strides, padding, dilation, activation, low, high
         The layer, as :meth:`schedules.workload.conv2d.ConvLayer.to_attrs` writes it.
-    layout : str
-        ``NCHW`` or ``NCHW{x}c``.
+    data_layout : str
+        ``NCHW``, ``NCHW{x}c`` or ``NCHW4c``.
+    out_layout : str | None
+        ``NCHW`` or ``NCHW{x}c``; None stands for ``data_layout``.
     in_channels, out_channels : int | None
-        True channel counts; given exactly where ``layout`` is packed.
+        True channel counts; given exactly where the layouts are packed.
     out_dtype : str
         ``float32``, or ``uint8`` where the activation is ``round_clip``.
 
@@ -98,14 +102,15 @@ def quantized_conv2d(
         "activation": activation,
         "low": low,
         "high": high,
-        "data_layout": layout,
-        "out_layout": layout,
+        "data_layout": out_layout or data_layout,
+        "out_layout": out_layout,
         "in_channels": in_channels,
         "out_channels": out_channels,
         "out_dtype": out_dtype,
     }
     operands = [data, weight, bias, scale]
-    call = relax.Call(QUANTIZED_CONV2D.get(), operands, checked_attrs(QUANTIZED_CONV2D, given))
+    attrs = checked_attrs(QUANTIZED_CONV2D, given) | {"data_layout": data_layout}
+    call = relax.Call(QUANTIZED_CONV2D.get(), operands, attrs)
     if is_typed(*operands):
         _infer_type(call)
     return call
@@ -118,15 +123,19 @@ def read_quantized(call: relax.Call) -> Conv2DKernel:
     for argument, (name, dtype) in zip(call.args, _OPERANDS.items(), strict=True):
         if str(tensor_type(argument, name, _NAME).dtype) != dtype:
             raise OpError(f"{_NAME}: {name} is of {argument.ty.dtype}; expected {dtype}")
-    layout, extents = str(call.attrs["out_layout"]), call.args[0].ty.shape.values
-    lanes, rank = lanes_of(layout, _NAME), 4 if layout == "NCHW" else 5
-    if len(extents) != rank or lanes % WORD_BYTES:
+    layouts = str(call.attrs["data_layout"]), str(call.attrs["out_layout"])
+    extents = call.args[0].ty.shape.values
+    data_lanes, lanes = (lanes_of(layout, _NAME) for layout in layouts)
+    rank = 5 if lanes else 4
+    words = data_lanes in (lanes, WORD_BYTES) and bool(data_lanes) == bool(lanes)
+    if len(extents) != rank or lanes % WORD_BYTES or not words:
         raise OpError(
-            f"{_NAME}: data has rank {len(extents)} with layout {layout!r}; expected {rank}, and "
-            f"channel blocks of a multiple of {WORD_BYTES}"
+            f"{_NAME}: data has rank {len(extents)} with layouts {', '.join(layouts)}; expected "
+            f"rank {rank}, blocks of a multiple of {WORD_BYTES} channels in the output, and the "
+            f"same or NCHW{WORD_BYTES}c in the data"
         )
-    layer = _read_layer(call, lanes)
-    check_channels(extents, [layer], lanes, _NAME)
+    layer = _read_layer(call, data_lanes, lanes)
+    check_channels(extents, [layer], data_lanes, _NAME)
     batch, height, width = (constant(extents[axis]) for axis in (0, 2, 3))
     if height is not None and width is not None:
         check_sizes([layer], height, width, _NAME)
@@ -134,11 +143,11 @@ def read_quantized(call: relax.Call) -> Conv2DKernel:
     if out_dtype != "float32":
         check_bytes(layer.activation, out_dtype, _NAME)
     return Conv2DKernel(
-        (layer,), batch, height, width, False, "uint8", layout, layout, out_dtype=out_dtype
+        (layer,), batch, height, width, False, "uint8", *layouts, out_dtype=out_dtype
     )
 
 
-def _read_layer(call: relax.Call, lanes: int) -> ConvLayer:
+def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
     weight = constant_shape(call.args[1], "weight", _NAME)
     if len(weight) != (7 if lanes else 4):
         raise OpError(f"{_NAME}: weight has rank {len(weight)}; expected {7 if lanes else 4}")
@@ -151,8 +160,8 @@ def _read_layer(call: relax.Call, lanes: int) -> ConvLayer:
     expected = (layer.out_channels, layer.in_channels, *layer.kernel)
     numbers = expected[:1]
     if lanes:
-        out_blocks, in_blocks = (-(-count // lanes) for count in expected[:2])
-        words = lanes // WORD_BYTES
+        out_blocks, in_blocks = -(-layer.out_channels // lanes), -(-layer.in_channels // data_lanes)
+        words = data_lanes // WORD_BYTES
         expected = (out_blocks, in_blocks, *layer.kernel, words, lanes, WORD_BYTES)
         numbers = (out_blocks, lanes)
     shapes = {"weight": expected, "bias": numbers, "scale": numbers}

@@ -4,8 +4,9 @@
 ========== ======================= ======================================================
 tensor     NCHW                    NCHW[x]c
 ========== ======================= ======================================================
-data       ``[N, C, H, W]``        ``[N, B(C), H, W, x]``, uint8
-weight     ``[O, I, kh, kw]``      ``[B(O), B(I), kh, kw, x / 4, x, 4]``, int8: words of input
+data       ``[N, C, H, W]``        ``[N, B(C), H, W, x]`` or ``[N, ceil(C / 4), H, W, 4]``, uint8
+weight     ``[O, I, kh, kw]``      ``[B(O), B(I), kh, kw, x / 4, x, 4]`` or
+                                   ``[B(O), ceil(I / 4), kh, kw, 1, x, 4]``, int8: words of input
                                    channels, output lanes, channels of a word
 bias       ``[O]``                 ``[B(O), x]``, float32
 scale      ``[O]``                 ``[B(O), x]``, float32

@@ -331,7 +331,8 @@ class Conv2DKernel:
             return self
         (layer,) = self.layers
         words = replace(layer, in_channels=-(-layer.in_channels // WORD_BYTES))
-        return replace(self, layers=(words,), dtype="float32")
+        layout = "NCHW" if self.data_layout == f"NCHW{WORD_BYTES}c" else self.data_layout
+        return replace(self, layers=(words,), dtype="float32", data_layout=layout)
 
     @property
     def is_static(self) -> bool:

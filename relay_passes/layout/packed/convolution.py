@@ -9,6 +9,7 @@ from tvm.ir import Op
 from relay_passes.op.conv2d import CONV2D
 from relay_passes.op.conv_types import ConvOp, read_kernel
 from relay_passes.op.fused_conv2d import FUSED_CONV2D
+from relay_passes.op.pack import pack
 from relay_passes.op.quantized_conv2d import QUANTIZED_CONV2D, read_quantized
 from schedules.workload.conv2d import BOUNDED, WORD_BYTES, Activation, ConvLayer
 
@@ -103,17 +104,22 @@ def _bound_after(activation: Activation, bound: float) -> float:
 
 
 def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Packed | None:
-    """Rewrite one call of bytes."""
+    """Rewrite one call of bytes; images of few channels are packed in words of four."""
     call = binding.value
     layers = read_convolution(call, scope.block, scope.cuts)
     if layers is None:
         return None
-    forms = "quantized", "bias", "bias"
-    operands = [scope.pack(call.args[0]).expr]
-    operands += [scope.parameter(*pair) for pair in zip(call.args[1:], forms, strict=True)]
+    (layer,), data = layers, call.args[0]
     attrs = dict(call.attrs.items())
     attrs |= _layout_attrs(QUANTIZED_CONV2D, layers, scope.layout, plain_data=False)
-    (layer,) = layers
+    forms = "quantized", "bias", "bias"
+    if layer.in_channels < scope.block and scope.lookup(data) is None:
+        attrs["data_layout"] = f"NCHW{WORD_BYTES}c"
+        forms = "quantized_first", "bias", "bias"
+        operands = [scope.emit(pack(scope.visit(data), WORD_BYTES))]
+    else:
+        operands = [scope.pack(data).expr]
+    operands += [scope.parameter(*pair) for pair in zip(call.args[1:], forms, strict=True)]
     packed = relax.Call(call.op, operands, attrs)
     return Packed(packed, layer.out_channels, _bound_after(layer.activation, 0.0))
 

@@ -12,6 +12,8 @@ narrow     ``[C, g, kh, kw]``           ``[C/x, 1, kh, kw, g, x]``: from input l
                                         lane ``i ^ j`` at ``[.., j, i]``, both of one group
 quantized  ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x/4, x, 4]``: words of input lanes,
                                         output lanes, input lanes of a word
+quantized_ ``[O, I, kh, kw]``           ``[O/x, I/4, kh, kw, 1, x, 4]``, for data in words of four
+first
 bias       ``[C]``                      ``[C/x, x]``
 data       ``[N, C, H, W]``             ``[N, C/x, H, W, x]``
 ========== ============================ =====================================================
@@ -34,7 +36,10 @@ from schedules.compute.pack import channel_blocks
 from schedules.errors import OpError
 from schedules.workload.conv2d import WORD_BYTES, ConvLayer
 
-FORMS = ("dense", "first", "depthwise", "grouped", "narrow", "quantized", "bias", "data")
+FORMS = (
+    *("dense", "first", "depthwise", "grouped", "narrow", "quantized", "quantized_first"),
+    *("bias", "data"),
+)
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,12 @@ class Packing:
             rows = rows.reshape(width, blocks[0], block).swapaxes(0, 1)
             split = (blocks[0], 1, width, block, *extents[2:])
             return cls((tail[0], 0, 0, 0), split, (0, 1, 4, 5, 2, 3), tuple(rows.ravel().tolist()))
-        if form == "quantized":
-            words = block // WORD_BYTES
-            split = (blocks[0], block, blocks[1], words, WORD_BYTES, *extents[2:])
-            return cls((tail[0], tail[1], 0, 0), split, (0, 2, 5, 6, 3, 1, 4))
+        if form.startswith("quantized"):
+            lanes = WORD_BYTES if form == "quantized_first" else block
+            count = channel_blocks(extents[1], lanes)
+            padding = (tail[0], count * lanes - extents[1], 0, 0)
+            split = (blocks[0], block, count, lanes // WORD_BYTES, WORD_BYTES, *extents[2:])
+            return cls(padding, split, (0, 2, 5, 6, 3, 1, 4))
         split = (blocks[0], block, blocks[1], block, *extents[2:])
         return cls((tail[0], tail[1], 0, 0), split, (0, 2, 4, 5, 3, 1))
 

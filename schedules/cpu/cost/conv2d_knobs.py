@@ -65,7 +65,8 @@ def in_conv2d_space(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> b
 
 def _tiles(kernel: Conv2DKernel, cpu: CPUInfo) -> list[tuple[int, int]]:
     """Register tiles."""
-    return register_tiles(kernel.layers[0], _row(kernel), kernel.lanes, cpu)
+    in_words = kernel.out_dtype is not None
+    return register_tiles(kernel.layers[0], _row(kernel), kernel.lanes, cpu, in_words)
 
 
 def _row(kernel: Conv2DKernel) -> int:
