@@ -13,6 +13,7 @@ from tvm.ir import GenericConst, IRModule
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
+from schedules.workload.conv2d import ConvLayer
 
 from ..core.constants import (
     constant,
@@ -26,6 +27,7 @@ from ..core.constants import (
 from ..core.expressions import Value, op_name
 from ..core.graph import Graph, function_graphs
 from ..core.pass_target import pass_target
+from ..op.conv2d import CONV2D, conv2d
 from ..op.quantized_conv2d import MOST_PRODUCTS, QUANTIZED_CONV2D, quantized_conv2d
 from ..op.round_clip import BYTE, bounds_of, in_bytes, round_clip
 from .conv_chain import read_activation, read_convolution
@@ -59,11 +61,11 @@ class QuantizeConv2D:
             out_dtype="uint8",
         )
 
-    For CPUs that multiply bytes (VNNI). Maxima of pixels are taken of bytes, readers other than
-    convolutions get floats again, and bytes whose zero stands for another number are padded
-    explicitly. Left alone: tensors whose limits are more than 255 apart, grouped layers, weights
-    whose output channels are no multiples of integers of 8 bits, and sums that 32 bits may not
-    hold.
+    For CPUs that multiply bytes (VNNI). Depthwise convolutions read bytes, and multiply floats.
+    Maxima of pixels are taken of bytes, other readers get floats again, and bytes whose zero stands
+    for another number are padded explicitly. Left alone: tensors whose limits are more than 255
+    apart, other groups, weights whose output channels are no multiples of integers of 8 bits, and
+    sums that 32 bits may not hold.
 
     Parameters
     ----------
@@ -136,7 +138,9 @@ class _Rules:
             value = graph.definition(source)
         if op_name(value) == _ROUND_CLIP and not in_bytes(value):
             low, high = bounds_of(value)
-            if high - low <= BYTE and self._multiplies(graph, call):
+            layer = read_convolution(relax.VarBinding(graph.current, call))
+            takes_bytes = layer is not None and self._takes_bytes(layer, call.args[1])
+            if high - low <= BYTE and takes_bytes:
                 self.sources.add(source)
 
     def store_bytes(self, graph: Graph, call: relax.Call) -> Value:
@@ -154,34 +158,38 @@ class _Rules:
     def multiply_bytes(self, graph: Graph, call: relax.Call) -> Value:
         """Convolve bytes; what they are short of the numbers is part of the bias."""
         data = _bytes_of(graph, call.args[0])
-        if data is None or not self._multiplies(graph, call):
-            return None
-        weights = self._weights_of(call.args[1])
-        assert weights is not None
-        scales = weights.scales * data.scale
-        offsets = data.low * scales * weights.integers.sum(axis=(1, 2, 3), dtype=np.int64)
-        scale, bias = constant(scales, "float32"), constant(offsets, "float32")
         layer = read_convolution(relax.VarBinding(graph.current, call))
-        if scale is None or bias is None or layer is None:
+        if data is None or layer is None or not self._takes_bytes(layer, call.args[1]):
+            return None
+        if layer.is_depthwise:
+            weight = numbers(call.args[1]) * data.scale
+            operands = [constant(weight, "float32")]
+        else:
+            integers, scales = self._weights_of(call.args[1])
+            operands = [tensor_constant(integers, "int8"), constant(scales * data.scale, "float32")]
+            weight = integers * (scales * data.scale)[:, None, None, None]
+        bias = constant(data.low * weight.sum(axis=(1, 2, 3)), "float32")
+        if bias is None or any(operand is None for operand in operands):
             return None
         image, attrs = data.data, layer.to_attrs()
-        del attrs["groups"]
-        if data.low and any(layer.padding):  # the op pads with zero bytes
+        if data.low and any(layer.padding):  # the ops pad with zero bytes
             top, left, bottom, right = layer.padding
             widths = [0, 0, 0, 0, top, bottom, left, right]
             image = graph.emit_once(relax.op.nn.pad(image, widths, pad_value=-data.low))
             attrs["padding"] = [0, 0, 0, 0]
-        integers = tensor_constant(weights.integers, "int8")
-        return quantized_conv2d(image, integers, bias, scale, **attrs)
+        if layer.is_depthwise:
+            return conv2d(image, operands[0], bias, **attrs)
+        del attrs["groups"]
+        return quantized_conv2d(image, operands[0], bias, operands[1], **attrs)
 
-    def _multiplies(self, graph: Graph, call: relax.Call) -> bool:
-        """Return whether a convolution of whole numbers can multiply bytes."""
-        layer = read_convolution(relax.VarBinding(graph.current, call))
-        if layer is None or layer.groups > 1:
-            return False
-        if layer.in_channels * prod(layer.kernel) > MOST_PRODUCTS:
-            return False
-        return self._weights_of(call.args[1]) is not None
+    def _takes_bytes(self, layer: ConvLayer, weight: relax.Expr) -> bool:
+        """Return whether a layer of whole numbers can read bytes."""
+        if layer.is_depthwise:
+            return isinstance(weight, GenericConst)
+        products = layer.in_channels * prod(layer.kernel)
+        return (
+            layer.groups == 1 and products <= MOST_PRODUCTS and self._weights_of(weight) is not None
+        )
 
     def _weights_of(self, expr: relax.Expr) -> _Weights | None:
         if not isinstance(expr, GenericConst):
@@ -214,13 +222,13 @@ def fold_bias(graph: Graph, call: relax.Call) -> Value:
     product = None if match is None else _open_product(graph, match[0])
     if match is None or product is None:
         return None
-    data, weight, bias, scale = product.args
+    data, weight, bias, *scale = product.args
     before = numbers(bias)
     offset = per_channel(match[1], 4, before.size)
     total = None if offset is None else constant(before + offset, "float32")
     if total is None:
         return None
-    return relax.Call(product.op, [data, weight, total, scale], product.attrs)
+    return relax.Call(product.op, [data, weight, total, *scale], product.attrs)
 
 
 def fold_activation(graph: Graph, call: relax.Call) -> Value:
@@ -230,13 +238,14 @@ def fold_activation(graph: Graph, call: relax.Call) -> Value:
     if product is None or activation is None:
         return None
     ended = {"activation": activation.kind, "low": activation.low, "high": activation.high}
-    ended["out_dtype"] = str(call.ty.dtype)
+    if str(call.ty.dtype) == "uint8":
+        ended["out_dtype"] = "uint8"
     return relax.Call(product.op, product.args, dict(product.attrs.items()) | ended)
 
 
 def _open_product(graph: Graph, expr: relax.Expr) -> relax.Call | None:
     """The convolution of bytes without activation whose result nothing else reads."""
-    product = graph.definition(expr, QUANTIZED_CONV2D.name)
+    product = graph.definition(expr, QUANTIZED_CONV2D.name, CONV2D.name)
     if product is None or not graph.has_one_use(expr):
         return None
     return product if str(product.attrs["activation"]) == "none" else None

@@ -128,12 +128,24 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
     if height is not None and width is not None:
         check_sizes(layers, height, width, op.name)
     residual = len(call.args) > op.operands
-    kernel = Conv2DKernel(layers, batch, height, width, residual, str(data.dtype), *layouts)
+    dtype = str(tensor_type(call.args[1], op.operand_name(1), op.name).dtype)
+    kernel = Conv2DKernel(layers, batch, height, width, residual, dtype, *layouts)
+    if str(data.dtype) != dtype:
+        _check_bytes_in(layers, op.name)
+        kernel = replace(kernel, data_dtype=str(data.dtype))
     if "out_dtype" not in call.attrs.keys():
         return kernel
     out_dtype = str(call.attrs["out_dtype"])
     check_bytes(layers[-1].activation, out_dtype, op.name)
     return replace(kernel, out_dtype=out_dtype)
+
+
+def _check_bytes_in(layers: Sequence[ConvLayer], op: str) -> None:
+    if len(layers) > 1 or not layers[0].is_depthwise:
+        raise OpError(
+            f"{op}: data of uint8 for {' and '.join(map(str, layers))}; expected one depthwise "
+            "layer: use relax.tvm_fusion.quantized_conv2d, or cast the data with relax.astype"
+        )
 
 
 def output_type(call: relax.Call, op: ConvOp) -> relax.TensorType:
@@ -151,7 +163,7 @@ def kernel_output_type(call: relax.Call, kernel: Conv2DKernel, op: str) -> relax
     lanes = lanes_of(kernel.out_layout, op)
     shape = [batch, -(-channels // lanes) if lanes else channels, height, width]
     shape += [lanes] if lanes else []
-    result = relax.TensorType(shape, kernel.out_dtype or data.dtype, data.vdevice)
+    result = relax.TensorType(shape, kernel.out_dtype or kernel.dtype, data.vdevice)
     if kernel.residual:
         residual = tensor_type(call.args[-1], "residual", op)
         if not _same_shape(residual.shape.values, result.shape.values):
@@ -200,11 +212,16 @@ def _true_channels(attrs: Any, op: ConvOp, index: int) -> tuple[int, int]:
 
 
 def check_dtypes(call: relax.Call, names: Sequence[str], op: str) -> None:
-    """Reject operands, called ``names``, that are not of one floating-point type."""
+    """Reject operands, called ``names``, that are not of one floating-point type.
+
+    Data may be bytes among operands of float32.
+    """
     dtypes = [
         str(tensor_type(argument, name, op).dtype)
         for name, argument in zip(names, call.args, strict=True)
     ]
+    if dtypes[0] == "uint8" and dtypes[1] == "float32":
+        dtypes = dtypes[1:]
     if dtypes[0] not in FLOAT_DTYPES or len(set(dtypes)) > 1:
         raise OpError(
             f"{op}: operands have element types {', '.join(dtypes)}; expected one of "

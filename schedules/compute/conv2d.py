@@ -174,7 +174,7 @@ def _layer(
         value = conv(*index) + (bias(index[1]) if len(index) == 4 else bias(index[1], index[4]))
         if residual is not None:
             value = value + residual(*index)
-        return finished(value, layer.activation, data.dtype, out_dtype)
+        return finished(value, layer.activation, bias.dtype, out_dtype)
 
     return te.compute(conv.shape, finish, name=f"layer{suffix}")
 
@@ -232,7 +232,8 @@ def _conv_plain(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: st
     def value(n, o, h, w):
         channel = ic if layer.groups == 1 else (o // group_out) * group_in + ic
         return te.sum(
-            data(n, channel, *source_pixel(layer, h, w, kh, kw)) * weight(o, ic, kh, kw),
+            data(n, channel, *source_pixel(layer, h, w, kh, kw)).astype(weight.dtype)
+            * weight(o, ic, kh, kw),
             axis=[ic, kh, kw],
         )
 
@@ -260,7 +261,8 @@ def _conv_depthwise(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix
     return te.compute(
         shape,
         lambda n, cb, h, w, ci: te.sum(
-            data(n, cb, *source_pixel(layer, h, w, kh, kw), ci) * weight(cb, kh, kw, ci),
+            data(n, cb, *source_pixel(layer, h, w, kh, kw), ci).astype(weight.dtype)
+            * weight(cb, kh, kw, ci),
             axis=[kh, kw],
         ),
         name=f"conv{suffix}",

@@ -291,17 +291,19 @@ class Conv2DKernel:
     residual : bool
         Whether a tensor of the output's shape is added before the last activation.
     dtype : str
-        Element type of the data, and of every other tensor if it is a float; with ``uint8`` the
-        weights are int8, and scales and biases float32.
+        Element type of every tensor if it is a float, but for the next ones; ``uint8`` for data of
+        bytes with weights of int8, and scales and biases of float32.
     data_layout, out_layout : str
         ``NCHW`` or ``NCHW{x}c``.
     plain_data, plain_out : bool
         Whether the kernel itself packs its data from NCHW, or unpacks its output to NCHW.
     winograd : int
         Height and width of the output tiles of Winograd's algorithm; 0 for a direct convolution.
+    data_dtype : str | None
+        ``uint8`` for bytes that a depthwise layer converts to ``dtype``; else None.
     out_dtype : str | None
-        Element type of the output, if not that of the data. ``uint8`` stands for rounded numbers
-        from which the activation's lower bound is subtracted.
+        Element type of the output, if not ``dtype``. ``uint8`` stands for rounded numbers from
+        which the activation's lower bound is subtracted.
     """
 
     layers: tuple[ConvLayer, ...]
@@ -315,6 +317,7 @@ class Conv2DKernel:
     plain_data: bool = False
     plain_out: bool = False
     winograd: int = 0
+    data_dtype: str | None = None
     out_dtype: str | None = None
 
     @property
@@ -371,8 +374,9 @@ def describe(kernel: Conv2DKernel) -> str:
 def to_json(kernel: Conv2DKernel) -> str:
     """Write ``kernel`` as one line of JSON, the same text for equal kernels."""
     fields = asdict(kernel)
-    if kernel.out_dtype is None:
-        del fields["out_dtype"]
+    for name in ("data_dtype", "out_dtype"):
+        if fields[name] is None:
+            del fields[name]
     return json.dumps(fields, sort_keys=True)
 
 

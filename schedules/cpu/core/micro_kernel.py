@@ -287,6 +287,8 @@ def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, colum
             # Pixels innermost: LLVM keeps them in registers, and one vector of weights.
             for j, p in itertools.product(range(width), range(low, high)):
                 pixel = _load(ops.source.buffer, origin + p * (layer.strides[1] * lanes), lanes)
+                if str(ops.source.buffer.dtype) != ops.dtype:
+                    pixel = T.Cast(ops.vector, pixel)
                 product = pixel * _load(ops.weight, weight + j * lanes, lanes)
                 total = sums[p * width + j]
                 _store(total, _load(total, 0, lanes) + product, 0, lanes)
