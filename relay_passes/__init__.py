@@ -17,7 +17,7 @@ from .conv2d.choose_winograd import ChooseWinograd
 from .conv2d.fuse_conv2d import FuseConv2D
 from .conv2d.fuse_epilogue import FuseEpilogue
 from .conv2d.fusion_decision import Decision, decide
-from .conv2d.quantize_conv2d import QuantizeConv2D
+from .conv2d.quantized.multiply_bytes import MultiplyBytes
 from .decompose.decompose_normalization import DecomposeNormalization
 from .distribute.distribute_rows import DistributeRows
 from .layout.fuse_pack import FusePack
@@ -69,7 +69,7 @@ __all__ = [
     "PackLayout",
     "PackWeights",
     "PadColumns",
-    "QuantizeConv2D",
+    "MultiplyBytes",
     "ShareKernels",
     "ShortenNames",
     "SimplifyInference",

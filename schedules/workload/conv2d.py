@@ -328,14 +328,22 @@ class Conv2DKernel:
     def in_words(self) -> Conv2DKernel:
         """The convolution of floats that moves as many bytes by as many instructions.
 
-        That of words of four channels of bytes; a convolution of floats is its own.
+        That of words of four channels of bytes, with images of one pixel as one row; a convolution
+        of floats is its own.
         """
         if not self.is_quantized:
             return self
         (layer,) = self.layers
         words = replace(layer, in_channels=-(-layer.in_channels // WORD_BYTES))
         layout = "NCHW" if self.data_layout == f"NCHW{WORD_BYTES}c" else self.data_layout
-        return replace(self, layers=(words,), dtype="float32", data_layout=layout)
+        kernel = replace(self, layers=(words,), dtype="float32", data_layout=layout)
+        return replace(kernel, batch=1, width=self.batch) if self.is_matrix else kernel
+
+    @property
+    def is_matrix(self) -> bool:
+        """Return whether bytes of several images of one pixel are multiplied: rows of a matrix."""
+        single = self.height == self.width == 1 and self.layers[0].is_pointwise
+        return self.is_quantized and single and (self.batch or 0) > 1
 
     @property
     def is_static(self) -> bool:

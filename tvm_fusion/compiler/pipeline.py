@@ -32,10 +32,10 @@ from relay_passes import (
     FusePack,
     LiftWeights,
     MarkConstants,
+    MultiplyBytes,
     PackLayout,
     PackWeights,
     PadColumns,
-    QuantizeConv2D,
     ShareKernels,
     SimplifyInference,
     WidenProducts,
@@ -158,7 +158,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     return {
         "simplify": [WidenProducts(), SimplifyInference()],
         "fuse": [
-            QuantizeConv2D(target),
+            MultiplyBytes(target),
             FuseConv2D(options.fuse, target, winograd, options.records),
             FuseEpilogue(),
         ],

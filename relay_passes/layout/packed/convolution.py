@@ -13,7 +13,7 @@ from relay_passes.op.pack import pack
 from relay_passes.op.quantized_conv2d import QUANTIZED_CONV2D, read_quantized
 from schedules.workload.conv2d import BOUNDED, WORD_BYTES, Activation, ConvLayer
 
-from .packing_state import Packed, Rule, Scope
+from .packing_state import Packed, Result, Rule, Scope, is_single_pixel
 from .weight_packing import weight_form
 
 _OPS = {op.name: op for op in (CONV2D, FUSED_CONV2D)}
@@ -103,13 +103,15 @@ def _bound_after(activation: Activation, bound: float) -> float:
     return bound
 
 
-def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Packed | None:
+def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
     """Rewrite one call of bytes; images of few channels are packed in words of four."""
     call = binding.value
     layers = read_convolution(call, scope.block, scope.cuts)
     if layers is None:
         return None
     (layer,), data = layers, call.args[0]
+    # Blocks of a single pixel lie where its channels do.
+    is_row = is_single_pixel(data) and layer.in_channels % scope.block == 0
     attrs = dict(call.attrs.items())
     attrs |= _layout_attrs(QUANTIZED_CONV2D, layers, scope.layout, plain_data=False)
     forms = "quantized", "bias", "bias"
@@ -117,10 +119,17 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Packed | None:
         attrs["data_layout"] = f"NCHW{WORD_BYTES}c"
         forms = "quantized_first", "bias", "bias"
         operands = [scope.emit(pack(scope.visit(data), WORD_BYTES))]
+    elif scope.lookup(data) is None and is_row:
+        blocks = layer.in_channels // scope.block
+        shape = [data.ty.shape.values[0], blocks, 1, 1, scope.block]
+        operands = [scope.emit(relax.op.reshape(scope.visit(data), shape))]
     else:
         operands = [scope.pack(data).expr]
     operands += [scope.parameter(*pair) for pair in zip(call.args[1:], forms, strict=True)]
     packed = relax.Call(call.op, operands, attrs)
+    is_row = is_single_pixel(binding.var) and layer.out_channels % scope.block == 0
+    if is_row and binding.var not in scope.uses.wanted:
+        return relax.op.reshape(scope.emit(packed), binding.var.ty.shape)
     return Packed(packed, layer.out_channels, _bound_after(layer.activation, 0.0))
 
 

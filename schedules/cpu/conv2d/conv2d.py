@@ -29,7 +29,7 @@ from schedules.workload.conv2d import WORD_BYTES, Conv2DKernel, describe, from_j
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
-from ..core.micro_kernel import Index, LayerOperands, ReducedBlocks, loop
+from ..core.micro_kernel import FeatureMap, Index, LayerOperands, ReducedBlocks, loop
 from ..core.rule import TunableCPURule
 from ..core.tiles import Run, Span, chunk, split_evenly
 from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space, in_conv2d_space
@@ -175,7 +175,10 @@ def _quantized_operands(
     builder: KernelBuilder, kernel: Conv2DKernel, image: Index
 ) -> LayerOperands:
     """The operands of a function with parameters data, weight, bias, scale, output."""
-    data, weight = builder.feature_map(0, image), builder.buffers[1]
+    data, output = builder.feature_map(0, image), builder.feature_map(-1, image)
+    if kernel.is_matrix:
+        data, output = (_row_of_images(each, int(kernel.batch or 1)) for each in (data, output))
+    weight = builder.buffers[1]
     return LayerOperands(
         layer=kernel.in_words().layers[0],
         source=replace(
@@ -185,8 +188,9 @@ def _quantized_operands(
             block_stride=data.block_stride // WORD_BYTES,
             row_stride=data.row_stride // WORD_BYTES,
             lanes=data.lanes // WORD_BYTES,
+            pixel_stride=data.step // WORD_BYTES,
         ),
-        output=builder.feature_map(-1, image),
+        output=output,
         weight=builder.words(1),
         bias=builder.flat[2],
         residual=None,
@@ -197,6 +201,12 @@ def _quantized_operands(
         scale=builder.flat[3],
         out_dtype=kernel.out_dtype,
     )
+
+
+def _row_of_images(image: FeatureMap, count: int) -> FeatureMap:
+    """Images of one pixel as the pixels of one row."""
+    step = int(image.buffer.shape[0]) // count
+    return replace(image, pixel_stride=step, row_stride=count * step, width=count)
 
 
 def conv2d_template(
@@ -212,7 +222,8 @@ def conv2d_template(
     builder = KernelBuilder(func)
     with builder.body():
         pieces = knobs.unit_chunks * knobs.block_chunks
-        with T.parallel(0, builder.batch * pieces) as index:
+        images = 1 if kernel.is_matrix else builder.batch
+        with T.parallel(0, images * pieces) as index:
             image, piece = tirx.floordiv(index, pieces), tirx.floormod(index, pieces)
             ops = operands(builder, kernel, image)
             if ops.in_blocks % knobs.ic_o or (knobs.blocks_inside and knobs.ic_o > 1):

@@ -30,7 +30,7 @@ from ..core.tiles import Run, Span, block_tiles, row_runs, split_evenly
 def is_flat(ops: LayerOperands) -> bool:
     """Return whether rows of input and output are adjacent in memory and see one tap only."""
     whole = all(
-        image.row_stride == image.width * image.lanes
+        image.row_stride == image.width * image.step
         for image in (ops.source, ops.output, ops.residual)
         if image is not None
     )
@@ -46,7 +46,7 @@ def flatten(ops: LayerOperands, row: Index, rows: int) -> LayerOperands:
         return replace(
             image,
             offset=start,
-            row_stride=pixels * image.lanes,
+            row_stride=pixels * image.step,
             height=1,
             width=pixels,
             first_row=0,

@@ -60,14 +60,18 @@ class FeatureMap:
         One-dimensional.
     offset : Index
         Element of the first stored block, row and column.
-    block_stride, row_stride, lanes : int
-        Elements from one channel block, row, pixel to the next; ``lanes`` is 1 for NCHW data.
+    block_stride, row_stride : int
+        Elements from one channel block, and row, to the next.
+    lanes : int
+        Channels of a block; 1 for NCHW data.
     height, width : int
         Extents of the whole image, beyond which zeros are read.
     first_row, first_block : Index
         Image row and channel block that are stored first.
     is_local : bool
         Whether the buffer belongs to a block of the nest, rather than to the function's parameters.
+    pixel_stride : int | None
+        Elements from one pixel to the next; None for ``lanes``.
     """
 
     buffer: tirx.Buffer
@@ -80,6 +84,12 @@ class FeatureMap:
     first_row: Index = 0
     first_block: Index = 0
     is_local: bool = False
+    pixel_stride: int | None = None
+
+    @property
+    def step(self) -> int:
+        """Elements from one pixel to the next."""
+        return self.lanes if self.pixel_stride is None else self.pixel_stride
 
     def at(self, block: Index, row: Index, column: Index) -> Index:
         """Element offset of lane 0 of a pixel."""
@@ -87,7 +97,7 @@ class FeatureMap:
             self.offset
             + cancelled(block - self.first_block) * self.block_stride
             + cancelled(row - self.first_row) * self.row_stride
-            + column * self.lanes
+            + column * self.step
         )
 
 
@@ -485,7 +495,7 @@ def _multiply(
     weight = block * per_block + position
     in_pixel = _source_pixel(layer, tile.row, tile.column, kh, kw)
     origins = [source.at(at, *in_pixel) + lane for at, lane in _group_inputs(ops, block, in_block)]
-    pixel_step = layer.strides[1] * source.lanes
+    pixel_step = layer.strides[1] * source.step
     for start in ahead:
         step = in_block * taps + kh * layer.kernel[1] + kw
         prefetch(ops.weight, start + step * line_elements(ops.dtype), level=2)

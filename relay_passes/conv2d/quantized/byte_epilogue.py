@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Epilogues of products of bytes: factors, biases and activations that follow join the call.
+
+Each needs the product to have no other reader. Between a matrix product and its epilogue stands a
+reshape, since the product is a convolution of pixels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from tvm import relax
+from tvm.ir import GenericConst
+
+from ...core.constants import constant, numbers, per_channel, shifted
+from ...core.expressions import Value, op_name
+from ...core.graph import Graph
+from ...op.conv2d import CONV2D
+from ...op.quantized_conv2d import QUANTIZED_CONV2D
+from ..conv_chain import read_activation
+
+
+class _Product(NamedTuple):
+    """A call without activation, and the reshape after it, if any."""
+
+    call: relax.Call
+    reshape: relax.Call | None
+
+    def with_(self, graph: Graph, operands: list[relax.Expr], **attrs: object) -> relax.Expr:
+        """The same product with other operands and attributes."""
+        changed = dict(self.call.attrs.items()) | attrs
+        call = relax.Call(self.call.op, operands, changed)
+        if self.reshape is None:
+            return call
+        return relax.op.reshape(graph.emit(call), self.reshape.args[1])
+
+
+def fold_byte_bias(graph: Graph, call: relax.Call) -> Value:
+    """Add a constant, one number a channel, in the product."""
+    match = shifted(call)
+    product = None if match is None else _open_product(graph, match[0])
+    if match is None or product is None:
+        return None
+    data, weight, bias, *scale = product.call.args
+    ndim, axis = call.ty.ndim, 1 if product.reshape is None else call.ty.ndim - 1
+    offset = per_channel(match[1], ndim, int(bias.ty.shape.values[0]), axis)
+    total = None if offset is None else _sum(graph, bias, offset)
+    return None if total is None else product.with_(graph, [data, weight, total, *scale])
+
+
+def fold_byte_scale(graph: Graph, call: relax.Call) -> Value:
+    """Multiply by a scalar that is known only at run time in the product."""
+    for data, factor in (call.args, reversed(call.args)):
+        product = _open_product(graph, data)
+        if product is None or isinstance(factor, GenericConst) or factor.ty.ndim != 0:
+            continue
+        if len(product.call.args) < 4:
+            return None
+        image, weight, bias, scale = product.call.args
+        bias, scale = (graph.emit(relax.op.multiply(each, factor)) for each in (bias, scale))
+        return product.with_(graph, [image, weight, bias, scale])
+    return None
+
+
+def fold_byte_activation(graph: Graph, call: relax.Call) -> Value:
+    """End the product with the activation of its result."""
+    product = _open_product(graph, call.args[0])
+    activation = read_activation(relax.VarBinding(graph.current, call))
+    if product is None or activation is None:
+        return None
+    attrs = {"activation": activation.kind, "low": activation.low, "high": activation.high}
+    if str(call.ty.dtype) == "uint8":
+        attrs["out_dtype"] = "uint8"
+    return product.with_(graph, list(product.call.args), **attrs)
+
+
+def _open_product(graph: Graph, expr: relax.Expr) -> _Product | None:
+    """The product without activation whose result nothing else reads."""
+    reshape = graph.definition(expr, "relax.reshape")
+    if reshape is not None and not graph.has_one_use(expr):
+        return None
+    source = expr if reshape is None else reshape.args[0]
+    call = graph.definition(source, QUANTIZED_CONV2D.name, CONV2D.name)
+    if call is None or not graph.has_one_use(source) or str(call.attrs["activation"]) != "none":
+        return None
+    if reshape is not None and op_name(call) != QUANTIZED_CONV2D.name:
+        return None
+    return _Product(call, reshape)
+
+
+def _sum(graph: Graph, bias: relax.Expr, offset: np.ndarray) -> relax.Expr | None:
+    before = numbers(bias)
+    if before is not None:
+        return constant(before + offset, "float32")
+    added = constant(offset, "float32")
+    return None if added is None else graph.emit(relax.op.add(bias, added))

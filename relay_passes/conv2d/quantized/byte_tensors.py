@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of floats that are made of bytes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from tvm import relax
+from tvm.ir import GenericConst
+
+from ...core.constants import scaled, shifted, tensor_constant, uniform
+from ...core.expressions import Value, op_name
+from ...core.graph import Graph
+from ...op.round_clip import BYTE, bounds_of, in_bytes
+
+ROUND_CLIP, MAX_POOL = "relax.tvm_fusion.round_clip", "relax.nn.max_pool2d"
+MOVES = ("relax.reshape", "relax.permute_dims", "relax.squeeze", "relax.expand_dims")
+"""Ops that only move elements."""
+
+
+class ByteTensor(NamedTuple):
+    """The numbers ``scale * (data + low - zero)``.
+
+    Parameters
+    ----------
+    data : relax.Expr
+        uint8.
+    scale, low : float
+        Constants; ``low`` is whole.
+    zero : relax.Expr | None
+        A scalar in float32 that is known only at run time; None for 0.
+    """
+
+    data: relax.Expr
+    scale: float = 1.0
+    low: float = 0.0
+    zero: relax.Expr | None = None
+
+    def floats(self, graph: Graph, data: relax.Expr) -> relax.Expr:
+        """The numbers that other bytes stand for, alike."""
+        value = relax.op.astype(data, "float32")
+        if self.low:
+            low = tensor_constant(np.array(self.low), "float32")
+            value = relax.op.add(graph.emit(value), low)
+        if self.zero is not None:
+            value = relax.op.subtract(graph.emit(value), self.zero)
+        if self.scale != 1:
+            scale = tensor_constant(np.array(self.scale), "float32")
+            value = relax.op.multiply(graph.emit(value), scale)
+        return value
+
+
+def rounding_of(graph: Graph, expr: relax.Expr) -> relax.Var | None:
+    """The rounded numbers, few enough for bytes, that the elements of ``expr`` are multiples of."""
+    value = graph.definition(expr)
+    while op_name(value) in (MAX_POOL, *MOVES) or _factor(value) is not None:
+        expr = value.args[0] if _factor(value) is None else scaled(value)[0]
+        value = graph.definition(expr)
+    if op_name(value) != ROUND_CLIP or in_bytes(value):
+        return None
+    low, high = bounds_of(value)
+    return expr if high - low <= BYTE else None
+
+
+def bytes_of(graph: Graph, expr: relax.Expr) -> ByteTensor | None:
+    """The bytes that ``expr`` is made of; moved ones are bound in front of the current variable."""
+    value = graph.definition(expr)
+    if op_name(value) == "relax.astype":
+        data = value.args[0]
+        return ByteTensor(data) if str(data.ty.dtype) == "uint8" else None
+    if op_name(value) in MOVES:
+        source = bytes_of(graph, value.args[0])
+        if source is None:
+            return None
+        moved = relax.Call(value.op, [source.data, *value.args[1:]], value.attrs)
+        return source._replace(data=graph.emit_once(moved))
+    if op_name(value) == "relax.subtract" and _is_scalar(value.args[1]):
+        source = bytes_of(graph, value.args[0])
+        return source._replace(zero=value.args[1]) if _is_plain(source) else None
+    match, number = scaled(value), _factor(value)
+    if number is not None:
+        source = bytes_of(graph, match[0])
+        return None if source is None else source._replace(scale=source.scale * number)
+    match = shifted(value)
+    number = None if match is None else uniform(match[1])
+    source = None if number is None else bytes_of(graph, match[0])
+    if source is None or source.scale != 1 or number != np.rint(number):
+        return None
+    return source._replace(low=source.low + number)
+
+
+def pool_bytes(graph: Graph, call: relax.Call) -> Value:
+    """Take maxima of bytes in place of those of the numbers they stand for."""
+    source = bytes_of(graph, call.args[0])
+    if source is None or source.scale <= 0:
+        return None
+    attrs = {name: call.attrs[name] for name in ("pool_size", "strides", "padding", "dilation")}
+    layouts = {"layout": call.attrs.layout, "out_layout": call.attrs.out_layout}
+    pooled = relax.op.nn.max_pool2d(source.data, ceil_mode=call.attrs.ceil_mode, **attrs, **layouts)
+    return source.floats(graph, graph.emit(pooled))
+
+
+def _factor(value: Value) -> float | None:
+    match = scaled(value)
+    return None if match is None else uniform(match[1])
+
+
+def _is_scalar(expr: relax.Expr) -> bool:
+    return not isinstance(expr, GenericConst) and expr.ty.ndim == 0
+
+
+def _is_plain(source: ByteTensor | None) -> bool:
+    return source is not None and source.scale == 1 and source.zero is None

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Integers of 8 bits and scales of weights that were quantised, from the numbers they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+_LARGEST = 127
+_TOLERANCE = 1e-3
+"""Distance of a weight from an integer, in scales: these were multiplied in float32 a few times."""
+_SAMPLE = 64  # weights of a row by which most scales are ruled out
+
+
+class IntegerWeights(NamedTuple):
+    """A weight ``[O, ...]`` as integers, and a scale for each output channel."""
+
+    integers: np.ndarray
+    scales: np.ndarray
+
+
+def integer_weights(weight: np.ndarray) -> IntegerWeights | None:
+    """Write each row as multiples of a scale by -128 to 127.
+
+    Parameters
+    ----------
+    weight : np.ndarray
+        ``[O, ...]`` in float64.
+
+    Returns
+    -------
+    IntegerWeights | None
+        int8 and float64; None where a row has no such scale.
+    """
+    rows = weight.reshape(len(weight), -1)
+    largest = np.abs(rows).max(axis=1, initial=0)
+    if not np.isfinite(largest).all():
+        return None
+    scales, integers = np.ones(len(rows)), np.zeros(rows.shape, np.int8)
+    left = np.flatnonzero(largest)
+    for tried in _scales(largest):
+        likely = left[_fit(rows[left, :_SAMPLE], tried[left])]
+        found = likely[_fit(rows[likely], tried[likely])]
+        scales[found] = tried[found]
+        integers[found] = np.rint(rows[found] / tried[found, None])
+        left = np.setdiff1d(left, found, assume_unique=True)
+        if not left.size:
+            return IntegerWeights(integers.reshape(weight.shape), scales)
+    return None if left.size else IntegerWeights(integers.reshape(weight.shape), scales)
+
+
+def _scales(largest: np.ndarray) -> Iterator[np.ndarray]:
+    """Scales to try, likely ones first: of each row its own, or one for all."""
+    yield largest / _LARGEST
+    yield np.ones_like(largest)
+    for steps in (_LARGEST, _LARGEST + 1):
+        yield np.full_like(largest, largest.max(initial=0) / steps)
+    for steps in (_LARGEST + 1, *range(_LARGEST - 1, 0, -1)):
+        yield largest / steps
+
+
+def _fit(rows: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return which rows are multiples of their scales."""
+    units = rows / scales[:, None]
+    whole = np.rint(units)
+    near = np.abs(units - whole).max(axis=1, initial=0) < _TOLERANCE
+    bounds = whole.min(axis=1, initial=0), whole.max(axis=1, initial=0)
+    return near & (bounds[0] >= -_LARGEST - 1) & (bounds[1] <= _LARGEST)

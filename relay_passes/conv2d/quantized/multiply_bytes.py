@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass ``MultiplyBytes``: convolutions and matrix products of quantised tensors in integers."""
+
+from __future__ import annotations
+
+import math
+
+import tvm
+from tvm import relax, tirx
+from tvm.ir import GenericConst, IRModule
+from tvm.target import Target
+
+from schedules.cpu.core.machine import CPUInfo
+from schedules.workload.conv2d import ConvLayer
+
+from ...core.constants import constant, numbers, tensor_constant
+from ...core.expressions import Value
+from ...core.graph import Graph, function_graphs
+from ...core.pass_target import pass_target
+from ...op.conv2d import conv2d
+from ...op.quantized_conv2d import MOST_PRODUCTS, quantized_conv2d
+from ...op.round_clip import bounds_of, round_clip
+from ..conv_chain import read_convolution
+from .byte_epilogue import fold_byte_activation, fold_byte_bias, fold_byte_scale
+from .byte_tensors import (
+    MAX_POOL,
+    ROUND_CLIP,
+    ByteTensor,
+    bytes_of,
+    pool_bytes,
+    rounding_of,
+)
+from .integer_weights import IntegerWeights, integer_weights
+
+_CONV2D, _MATMUL = "relax.nn.conv2d", "relax.matmul"
+_ACTIVATIONS = (
+    *("relax.nn.relu", "relax.nn.relu6", "relax.clip", "relax.sigmoid", "relax.nn.silu"),
+    *("relax.nn.gelu", "relax.tvm_fusion.hardswish", ROUND_CLIP),
+)
+
+
+@tvm.transform.module_pass(opt_level=0, name="MultiplyBytes")
+class MultiplyBytes:
+    """Compute convolutions and matrix products of quantised tensors by quantised weights in bytes.
+
+    Before::
+
+        lv = R.tvm_fusion.round_clip(y, low=0, high=255)           # whole numbers
+        lv1 = R.nn.conv2d(lv, w, padding=[1, 1, 1, 1])             # rows of w: scale * integers
+        lv2 = R.add(lv1, b)
+        lv3 = R.tvm_fusion.round_clip(lv2, low=-3, high=252)
+
+    After::
+
+        lv = R.tvm_fusion.round_clip(y, low=0, high=255, out_dtype="uint8")
+        lv3 = R.tvm_fusion.quantized_conv2d(
+            lv, w8, b, scale, padding=[1, 1, 1, 1], activation="round_clip", low=-3, high=252,
+            out_dtype="uint8",
+        )
+
+    For CPUs that multiply bytes (VNNI). Products with constant matrices are those of pixels;
+    depthwise convolutions read bytes, and multiply floats; maxima are taken of bytes; other readers
+    get floats again. Where zero bytes stand for another number than zero, they are padded
+    explicitly. Left alone: tensors whose limits are more than 255 apart, convolutions of other
+    groups, weights whose output channels are no multiples of integers of 8 bits, and sums that
+    32 bits may not hold.
+
+    Parameters
+    ----------
+    target : Target | None
+        Target of the module; None takes the current target.
+    """
+
+    def __init__(self, target: Target | None = None) -> None:
+        self.target = target
+
+    def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
+        """Rewrite every Relax function of ``mod``."""
+        cpu = CPUInfo.from_target(pass_target(self.target, "MultiplyBytes"))
+        if not cpu.multiplies_bytes:
+            return mod
+        result = mod.clone()
+        for name, graph in function_graphs(mod):
+            rules = _Rules()
+            graph.sweep({_CONV2D: [rules.find_rounding], _MATMUL: [rules.find_rounding]})
+            graph.settle({ROUND_CLIP: [rules.store_bytes]})
+            changed = graph.settle(
+                {
+                    MAX_POOL: [pool_bytes],
+                    _CONV2D: [rules.convolve_bytes],
+                    _MATMUL: [rules.multiply_matrix],
+                    "relax.add": [fold_byte_bias],
+                    "relax.multiply": [fold_byte_scale],
+                    **dict.fromkeys(_ACTIVATIONS, [fold_byte_activation]),
+                }
+            )
+            if changed:
+                result.update_func(name, graph.to_function())
+        return result
+
+
+class _Rules:
+    """Rules of one function."""
+
+    def __init__(self) -> None:
+        self._roundings: set[relax.Var] = set()  # whose results become bytes
+        self._weights: dict[GenericConst, IntegerWeights | None] = {}
+
+    def find_rounding(self, graph: Graph, call: relax.Call) -> None:
+        """Note the rounded numbers that a product reads."""
+        source = rounding_of(graph, call.args[0])
+        if source is not None and self._layer(graph, call) is not None:
+            self._roundings.add(source)
+
+    def store_bytes(self, graph: Graph, call: relax.Call) -> Value:
+        """Round to bytes, of which the floats are made."""
+        if graph.current not in self._roundings:
+            return None
+        low, high = bounds_of(call)
+        data = graph.emit(round_clip(call.args[0], low, high, "uint8"))
+        return ByteTensor(data, low=low).floats(graph, data)
+
+    def convolve_bytes(self, graph: Graph, call: relax.Call) -> Value:
+        """Convolve bytes; what they are short of the numbers is part of the bias."""
+        layer, source = self._layer(graph, call), bytes_of(graph, call.args[0])
+        if layer is None or source is None:
+            return None
+        attrs = layer.to_attrs()
+        if any(layer.padding) and (source.low or source.zero is not None):
+            if source.zero is not None:
+                return None
+            top, left, bottom, right = layer.padding  # the ops pad with zero bytes
+            widths = [0, 0, 0, 0, top, bottom, left, right]
+            padded = relax.op.nn.pad(source.data, widths, pad_value=-source.low)
+            source = source._replace(data=graph.emit_once(padded))
+            attrs["padding"] = [0, 0, 0, 0]
+        if not layer.is_depthwise:
+            return self._product(graph, call, source, attrs)
+        values = numbers(call.args[1]) * source.scale
+        weight = constant(values, "float32")
+        bias = constant(source.low * values.sum(axis=(1, 2, 3)), "float32")
+        if source.zero is not None or weight is None or bias is None:
+            return None
+        return conv2d(source.data, weight, bias, **attrs)
+
+    def multiply_matrix(self, graph: Graph, call: relax.Call) -> Value:
+        """Multiply rows of bytes, each the channels of a pixel, by a matrix."""
+        source = bytes_of(graph, call.args[0])
+        if source is None or self._layer(graph, call) is None:
+            return None
+        *rows, channels = source.data.ty.shape.values
+        count = math.prod(rows, start=tirx.IntImm("int64", 1))
+        pixels = graph.emit_once(relax.op.reshape(source.data, (count, channels, 1, 1)))
+        product = self._product(graph, call, source._replace(data=pixels), {})
+        return None if product is None else relax.op.reshape(graph.emit(product), call.ty.shape)
+
+    def _product(
+        self, graph: Graph, call: relax.Call, source: ByteTensor, attrs: dict[str, object]
+    ) -> relax.Call | None:
+        """The product of bytes by the weight of ``call``."""
+        integers, scales = self._integers(call)
+        scales = scales * source.scale
+        sums = integers.sum(axis=(1, 2, 3), dtype="int64") * scales
+        scale, bias = constant(scales, "float32"), constant(source.low * sums, "float32")
+        if scale is None or bias is None:
+            return None
+        if source.zero is not None:
+            short = graph.emit(relax.op.multiply(tensor_constant(sums, "float32"), source.zero))
+            bias = graph.emit(relax.op.subtract(bias, short))
+        weight = tensor_constant(integers, "int8")
+        attrs = {name: value for name, value in attrs.items() if name != "groups"}
+        return quantized_conv2d(source.data, weight, bias, scale, **attrs)
+
+    def _layer(self, graph: Graph, call: relax.Call) -> ConvLayer | None:
+        """The layer of a convolution or matrix product that can read bytes, else None."""
+        weight = call.args[1]
+        if not isinstance(weight, GenericConst):
+            return None
+        if call.op.name == _MATMUL:
+            if str(call.ty.dtype) != "float32" or weight.ty.ndim != 2 or call.args[0].ty.ndim < 2:
+                return None
+            channels, outputs = (int(extent) for extent in weight.ty.shape.values)
+            layer = ConvLayer(channels, outputs, (1, 1)) if channels and outputs else None
+        else:
+            layer = read_convolution(relax.VarBinding(graph.current, call))
+        if layer is None or layer.is_depthwise:
+            return layer
+        products = layer.in_channels * math.prod(layer.kernel)
+        fits = layer.groups == 1 and products <= MOST_PRODUCTS
+        return layer if fits and self._integers(call) is not None else None
+
+    def _integers(self, call: relax.Call) -> IntegerWeights | None:
+        """The weight of a call ``[O, I, kh, kw]`` as integers."""
+        weight = call.args[1]
+        if weight not in self._weights:
+            values = numbers(weight)
+            if values is not None and call.op.name == _MATMUL:
+                values = values.T[:, :, None, None]
+            self._weights[weight] = None if values is None else integer_weights(values)
+        return self._weights[weight]
