@@ -38,6 +38,7 @@ from cpu.machine_cases import (
     machine_of,
     target_of,
 )
+from cpu.quantized_cases import QuantizedCase
 from cpu.reduce.test_coalesced_reduce import reduction
 from cpu.reduce.test_plain_reductions import reduced
 from tvm import topi
@@ -127,6 +128,27 @@ def stems(cpu: str) -> Forms:
         "stem3": square(cpu, conv(3, 32, 3, 2), 224, nchw=True),
         "stem7": square(cpu, conv(3, 64, 7, 2), 224, nchw=True),
     }
+
+
+def products_of_bytes(cpu: str) -> Forms:
+    """Convolutions and a matrix product of bytes, and an image in words."""
+    info, lanes, found = info_of(cpu), lanes_of(cpu), {}
+    if not info.multiplies_bytes:
+        return {}
+    for name, layer, size, words in (
+        ("flat", conv(16 * lanes, 16 * lanes, 1), 14, False),
+        ("window", conv(8 * lanes, 8 * lanes, 3), 28, False),
+        ("stem", replace(conv(3, 64, 7, 2), padding=(0, 0, 0, 0)), 230, True),
+        ("matrix", conv(32 * lanes, 16 * lanes, 1), 1, False),
+    ):
+        case = QuantizedCase(layer, 64 if size == 1 else 1, size, size, lanes, words)
+        kernel = case.kernel.in_words()
+        knobs = default_conv2d_knobs(kernel, info)
+        func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]
+        whole, seen = dense_tiles_of(kernel, knobs.pixels, knobs.blocks)
+        depth = kernel.layers[0].in_channels * prod(layer.kernel)
+        found[name] = Form(func, (check_dense(whole, seen, depth),))
+    return found
 
 
 def grouped(cpu: str) -> Forms:
@@ -249,6 +271,7 @@ FORMS: dict[str, Callable[[str], Forms]] = {
     "some tiles of 1x1": lambda cpu: tiles(cpu, 1, 196, every=4),
     "some tiles of 3x3": lambda cpu: tiles(cpu, 3, 56, every=5),
     "stems": stems,
+    "products of bytes": products_of_bytes,
     "grouped": grouped,
     "depthwise": depthwise,
     "planar": planar,
@@ -279,6 +302,12 @@ SLOW = [cpu if cpu in QUICK else pytest.param(cpu, marks=pytest.mark.slow) for c
 )
 def test_sums_stay_in_registers_and_loads_are_few(cpu, forms):
     found = defects(FORMS[forms](cpu), cpu)
+    assert not found, "\n".join(found)
+
+
+def test_vectors_of_256_bits_multiply_bytes():
+    assert products_of_bytes("alderlake")
+    found = defects(products_of_bytes("alderlake"), "alderlake")
     assert not found, "\n".join(found)
 
 

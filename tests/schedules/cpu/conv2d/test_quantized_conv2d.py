@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions of bytes: their numbers to the bit, their machine code, and other types."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tvm
+from cpu.conv2d.test_conv2d import KNOBS, SEED
+from cpu.conv_cases import TARGET, assembly, compile_function, pack
+from cpu.quantized_cases import QuantizedCase, quantized_cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tvm import te, tirx
+from tvm.target import Target
+
+from schedules.compute.conv2d import conv2d
+from schedules.cpu.conv2d.conv2d import CONV2D, Conv2D, conv2d_template
+from schedules.cpu.core.machine import CPUInfo
+from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, from_json, to_json
+
+HAS_BYTES = CPUInfo.from_target(TARGET).multiplies_bytes
+runs_bytes = pytest.mark.skipif(not HAS_BYTES, reason="this CPU does not multiply bytes (VNNI)")
+ROUNDED = Activation("round_clip", -3, 252)
+
+
+def schedule(case: QuantizedCase, target: Target = TARGET) -> tirx.PrimFunc:
+    found = Conv2D().apply(case.build(), target, False)
+    assert found is not None
+    return found.mod["main"]
+
+
+@runs_bytes
+@given(quantized_cases(), SEED)
+@settings(max_examples=settings.default.max_examples // 2)
+def test_numbers_with_default_knobs(case, seed):
+    case.check(compile_function(schedule(case)), seed)
+
+
+@runs_bytes
+@given(quantized_cases(), KNOBS, SEED)
+@settings(max_examples=settings.default.max_examples // 4)
+def test_numbers_with_any_knobs(case, knobs, seed):
+    func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]
+    case.check(compile_function(func), seed)
+
+
+@given(quantized_cases(), SEED)
+@settings(max_examples=settings.default.max_examples // 4)
+def test_numbers_of_the_definition(case, seed):
+    plain = case.build().without_attr("tvm_fusion.workload")
+    case.check(compile_function(plain), seed)
+
+
+@runs_bytes
+def test_the_largest_sums_do_not_saturate():
+    layer = ConvLayer(7296, 16, (3, 3))
+    case = QuantizedCase(layer, height=3, width=3)
+    packed, _ = case.arguments(0)
+    packed[0][:], packed[1][:], packed[2][:], packed[3][:] = 255, -128, 0, 2.0**-12
+    found = case.run(compile_function(schedule(case)), packed)
+    np.testing.assert_array_equal(found, 7296 * 9 * 255 * -128 * 2.0**-12)
+
+
+@runs_bytes
+@pytest.mark.parametrize("batch", [1, 2, 17, 100])
+def test_images_of_one_pixel_are_rows_of_a_matrix(batch):
+    layer = ConvLayer(48, 80, (1, 1), activation=Activation("relu"))
+    case = QuantizedCase(layer, batch, 1, 1)
+    assert case.kernel.is_matrix == (batch > 1)
+    case.check(compile_function(schedule(case)), 1)
+
+
+@runs_bytes
+def test_a_batch_that_is_known_only_at_run_time():
+    case = QuantizedCase(ConvLayer(20, 20, (3, 3)), batch=3)
+    func = Conv2D().apply(case.build(batch=tirx.Var("n", "int64")), TARGET, False)
+    case.check(compile_function(func.mod["main"]), 2)
+
+
+def depthwise(layer: ConvLayer, kernel: Conv2DKernel) -> tirx.PrimFunc:
+    lanes = 16
+    blocks = -(-layer.in_channels // lanes)
+    size = int(kernel.height or 1), int(kernel.width or 1)
+    data = te.placeholder((1, blocks, *size, lanes), "uint8", name="data")
+    weight = te.placeholder((blocks, *layer.kernel, lanes), name="weight")
+    bias = te.placeholder((blocks, lanes), name="bias")
+    layouts = kernel.data_layout, kernel.out_layout
+    output = conv2d(data, weight, bias, None, layer, *layouts, kernel.out_dtype)
+    func = te.create_prim_func([data, weight, bias, output])
+    return func.with_attr("tvm_fusion.workload", to_json(kernel))
+
+
+@pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("out_dtype", [None, "uint8"])
+def test_depthwise_layers_read_and_write_bytes(strides, out_dtype):
+    layer = ConvLayer(40, 40, (3, 3), strides, (1, 1, 1, 1), groups=40, activation=ROUNDED)
+    layouts = ("NCHW16c",) * 2
+    types = {"data_dtype": "uint8", "out_dtype": out_dtype}
+    kernel = Conv2DKernel((layer,), 1, 13, 19, False, "float32", *layouts, **types)
+    func = Conv2D().apply(depthwise(layer, kernel), TARGET, False).mod["main"]
+    random = np.random.default_rng(5)
+    data = random.integers(0, 256, (1, 40, 13, 19)).astype("uint8")
+    weight = random.integers(-64, 65, (40, 1, 3, 3)).astype("float32") / 64
+    bias = (random.integers(-64, 64, 40) / 4).astype("float32")
+    packed = pack(data, 16), pack(weight[:, 0], 16, axis=0), pack(bias, 16, axis=0)
+    size = layer.output_size(13, 19)
+    found = tvm.runtime.tensor(np.full((1, 3, *size, 16), 99, out_dtype or "float32"))
+    tensors = [tvm.runtime.tensor(np.ascontiguousarray(array)) for array in packed]
+    compile_function(func)["main"](*tensors, found)
+    image = np.pad(data.astype("float64"), ((0, 0), (0, 0), (1, 1), (1, 1)))
+    sums = bias[:, None, None] + sum(
+        image[:, :, kh:, kw:][:, :, :: strides[0], :: strides[1]][:, :, : size[0], : size[1]]
+        * weight[:, 0, kh, kw][:, None, None]
+        for kh, kw in np.ndindex(3, 3)
+    )
+    wanted = np.clip(np.rint(sums), -3, 252) + (3 if out_dtype else 0)
+    channels = np.moveaxis(found.numpy(), -1, 2).reshape(1, -1, *size)[:, :40]
+    np.testing.assert_array_equal(channels, wanted)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "register"), [("znver4", "zmm"), ("sapphirerapids", "zmm"), ("alderlake", "ymm")]
+)
+def test_the_instruction_of_the_cpu(cpu, register):
+    target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu, "num-cores": 2})
+    lanes = CPUInfo.from_target(target).lanes("float32")
+    case = QuantizedCase(ConvLayer(64, 64, (1, 1)), lanes=lanes)
+    text = assembly(schedule(case, target), target)
+    assert any("vpdpbusd" in line and register in line for line in text.splitlines())
+
+
+@pytest.mark.parametrize("cpu", ["x86-64-v3", "znver3", "skylake-avx512", "x86-64"])
+def test_cpus_without_the_instruction(cpu):
+    target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu})
+    assert not CPUInfo.from_target(target).multiplies_bytes
+
+
+@given(quantized_cases(), st.booleans())
+def test_kernels_are_written_and_read_back(case, in_bytes):
+    kernel = case.kernel if in_bytes else replace(case.kernel, dtype="float32", out_dtype=None)
+    assert from_json(to_json(kernel)) == kernel
+    assert ("out_dtype" in to_json(kernel)) == in_bytes
+
+
+def test_sums_are_not_cut_where_partial_ones_have_no_room():
+    cpu = CPUInfo(512, 32, True, 2, 32 << 10, 512 << 10, 32 << 20, multiplies_bytes=True)
+    kernel = QuantizedCase(ConvLayer(512, 512, (3, 3)), height=14, width=14).kernel
+    settings_ = list(CONV2D.settings(kernel, cpu))
+    assert settings_ and {knobs.ic_o for knobs in settings_} == {1}
+    assert CONV2D.default(kernel, cpu) in settings_
+    assert all(CONV2D.contains(kernel, knobs, cpu) for knobs in settings_)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions of bytes for tests: how they are drawn, built, fed, run, and computed in NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import tvm
+from cpu.conv_cases import CHANNELS, SIZES, Array, convolve, layers, pack, up
+from hypothesis import strategies as st
+from tvm import te, tirx
+
+from schedules.compute.quantized_conv2d import quantized_conv2d
+from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
+
+ENDS = (Activation(), Activation("relu"), Activation("round_clip", -100, 155))
+
+
+@dataclass(frozen=True)
+class QuantizedCase:
+    """A layer on concrete shapes; ``words``: the data is packed in words of four channels."""
+
+    layer: ConvLayer
+    batch: int = 1
+    height: int = 9
+    width: int = 11
+    lanes: int = 16
+    words: bool = False
+    out_dtype: str = "float32"
+
+    @property
+    def data_lanes(self) -> int:
+        return 4 if self.words else self.lanes
+
+    @property
+    def kernel(self) -> Conv2DKernel:
+        layouts = f"NCHW{self.data_lanes}c", f"NCHW{self.lanes}c"
+        sizes = self.batch, self.height, self.width
+        return Conv2DKernel(
+            (self.layer,), *sizes, False, "uint8", *layouts, out_dtype=self.out_dtype
+        )
+
+    def build(self, batch: int | tirx.Var | None = None) -> tirx.PrimFunc:
+        """The function as legalization makes it, with another ``batch`` if given."""
+        lanes, data_lanes, layer = self.lanes, self.data_lanes, self.layer
+        blocks, out_blocks = up(layer.in_channels, data_lanes), up(layer.out_channels, lanes)
+        images = self.batch if batch is None else batch
+        shapes = {
+            "data": ((images, blocks, self.height, self.width, data_lanes), "uint8"),
+            "weight": ((out_blocks, blocks, *layer.kernel, data_lanes // 4, lanes, 4), "int8"),
+            "bias": ((out_blocks, lanes), "float32"),
+            "scale": ((out_blocks, lanes), "float32"),
+        }
+        inputs = [te.placeholder(*shape, name=name) for name, shape in shapes.items()]
+        output = quantized_conv2d(*inputs, layer, self.out_dtype)
+        func = te.create_prim_func([*inputs, output])
+        return func.with_attr("tvm_fusion.workload", to_json(self.kernel))
+
+    def arguments(self, seed: int) -> tuple[list[Array], Array]:
+        """Packed arguments, with garbage in the pad lanes of the data, and the NCHW result.
+
+        Scales and biases are such that float32 has no rounding error.
+        """
+        random, layer = np.random.default_rng(seed), self.layer
+        size = layer.in_channels, self.height, self.width
+        data = random.integers(0, 256, (self.batch, *size))
+        weight = random.integers(-128, 128, (layer.out_channels, layer.in_channels, *layer.kernel))
+        scale = 2.0 ** random.integers(-12, -8, layer.out_channels)
+        bias = random.integers(-64, 64, layer.out_channels) / 4
+        packed = [pack(data, self.data_lanes, fill=77), self._pack_weight(weight)]
+        packed += [pack(each, self.lanes, axis=0, fill=3) for each in (bias, scale)]
+        with np.errstate(over="ignore"):  # it computes all activations
+            sums = convolve(data, weight, np.zeros(layer.out_channels), _sums(layer), None)
+        exact = sums * scale[:, None, None] + bias[:, None, None]
+        return packed, _end(exact, layer.activation)
+
+    def _pack_weight(self, weight: Array) -> Array:
+        words = pack(pack(weight, self.data_lanes, axis=1), self.lanes, axis=0)
+        shape = *words.shape[:4], self.data_lanes // 4, 4, self.lanes
+        return np.moveaxis(words.reshape(shape), 5, 6)
+
+    def run(self, executable: tvm.runtime.Executable, packed: list[Array]) -> Array:
+        """Run into a poisoned output; return its true channels in NCHW."""
+        dtypes = "uint8", "int8", "float32", "float32"
+        tensors = [
+            tvm.runtime.tensor(array.astype(dtype))
+            for array, dtype in zip(packed, dtypes, strict=True)
+        ]
+        size = self.layer.output_size(self.height, self.width)
+        shape = self.batch, up(self.layer.out_channels, self.lanes), *size, self.lanes
+        poison = 99 if self.out_dtype == "uint8" else np.nan
+        output = tvm.runtime.tensor(np.full(shape, poison, self.out_dtype))
+        executable["main"](*tensors, output)
+        channels = np.moveaxis(output.numpy(), -1, 2).reshape(self.batch, -1, *size)
+        return channels[:, : self.layer.out_channels]
+
+    def check(self, executable: tvm.runtime.Executable, seed: int) -> None:
+        """Compare with NumPy, to the bit."""
+        packed, expected = self.arguments(seed)
+        if self.out_dtype == "uint8":
+            expected = expected - self.layer.activation.low
+        np.testing.assert_array_equal(self.run(executable, packed), expected, err_msg=str(self))
+
+
+def _sums(layer: ConvLayer) -> ConvLayer:
+    return replace(layer, activation=Activation())
+
+
+def _end(value: Array, activation: Activation) -> Array:
+    if activation.kind == "round_clip":
+        return np.clip(np.rint(value), activation.low, activation.high)
+    return np.maximum(value, 0) if activation.kind == "relu" else value
+
+
+@st.composite
+def quantized_cases(draw) -> QuantizedCase:
+    """A dense layer on an image that is large enough for it."""
+    words = draw(st.booleans())
+    channels = draw(st.sampled_from((1, 3, 4, 7) if words else CHANNELS))
+    lanes = draw(st.sampled_from([8, 16]))
+    layer = replace(
+        draw(layers(channels, lanes, ("dense", "plain"))), activation=draw(st.sampled_from(ENDS))
+    )
+    height, width = (
+        max(
+            draw(st.sampled_from(SIZES)),
+            (layer.kernel[i] - 1) * layer.dilation[i] + 1 - layer.padding[i] - layer.padding[i + 2],
+        )
+        for i in range(2)
+    )
+    in_bytes = layer.activation.kind == "round_clip" and draw(st.booleans())
+    out_dtype = "uint8" if in_bytes else "float32"
+    return QuantizedCase(layer, draw(st.integers(1, 3)), height, width, lanes, words, out_dtype)
