@@ -250,7 +250,7 @@ def _blocks(lines: list[str]) -> list[_Block]:
         if line.endswith(":"):
             blocks.append(_Block(line[:-1]))
         elif line.strip():
-            instruction = Instruction(line.strip(), register)
+            instruction = Instruction(line.strip().removeprefix("{vex}").strip(), register)
             blocks[-1].instructions.append(instruction)
             if instruction.target or instruction.leaves:
                 blocks.append(_Block())

@@ -110,6 +110,7 @@ def quantized_conv2d(
     }
     operands = [data, weight, bias, scale]
     attrs = checked_attrs(QUANTIZED_CONV2D, given) | {"data_layout": data_layout}
+    del attrs["groups"]
     call = relax.Call(QUANTIZED_CONV2D.get(), operands, attrs)
     if is_typed(*operands):
         _infer_type(call)
@@ -155,7 +156,8 @@ def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
         channels = int(call.attrs["in_channels"]), int(call.attrs["out_channels"])
     else:
         channels = weight[1], weight[0]
-    layer = ConvLayer.from_attrs(call.attrs, *channels, (weight[2], weight[3]))
+    attrs = dict(call.attrs.items()) | {"groups": 1}
+    layer = ConvLayer.from_attrs(attrs, *channels, (weight[2], weight[3]))
     check_layer(layer, "", _NAME)
     expected = (layer.out_channels, layer.in_channels, *layer.kernel)
     numbers = expected[:1]
@@ -168,10 +170,10 @@ def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
     for argument, (name, shape) in zip(call.args[1:], shapes.items(), strict=True):
         if constant_shape(argument, name, _NAME) != shape:
             raise OpError(f"{_NAME}: {name} has shape {argument.ty.shape}; expected {shape}")
-    if layer.groups != 1 or layer.in_channels * prod(layer.kernel) > MOST_PRODUCTS:
+    if layer.in_channels * prod(layer.kernel) > MOST_PRODUCTS:
         raise OpError(
-            f"{_NAME}: {layer} has {layer.groups} groups and {layer.in_channels} x "
-            f"{prod(layer.kernel)} products a sum; expected one group and at most {MOST_PRODUCTS}"
+            f"{_NAME}: {layer} has {layer.in_channels} x {prod(layer.kernel)} products a sum; "
+            f"expected at most {MOST_PRODUCTS}"
         )
     return layer
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 _LARGEST = 127
-_TOLERANCE = 1e-3
-"""Distance of a weight from an integer, in scales: these were multiplied in float32 a few times."""
+_TOLERANCE = 1e-5
+"""Error of a weight relative to the largest of its row: scales are multiplied in float32 before."""
 _SAMPLE = 64  # weights of a row by which most scales are ruled out
 
 
@@ -65,6 +65,7 @@ def _fit(rows: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Return which rows are multiples of their scales."""
     units = rows / scales[:, None]
     whole = np.rint(units)
-    near = np.abs(units - whole).max(axis=1, initial=0) < _TOLERANCE
+    limits = _TOLERANCE * np.abs(units).max(axis=1, initial=0)
+    near = np.abs(units - whole).max(axis=1, initial=0) <= limits
     bounds = whole.min(axis=1, initial=0), whole.max(axis=1, initial=0)
     return near & (bounds[0] >= -_LARGEST - 1) & (bounds[1] <= _LARGEST)

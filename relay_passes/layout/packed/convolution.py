@@ -11,6 +11,7 @@ from relay_passes.op.conv_types import ConvOp, read_kernel
 from relay_passes.op.fused_conv2d import FUSED_CONV2D
 from relay_passes.op.pack import pack
 from relay_passes.op.quantized_conv2d import QUANTIZED_CONV2D, read_quantized
+from relay_passes.op.round_clip import BYTE
 from schedules.workload.conv2d import BOUNDED, WORD_BYTES, Activation, ConvLayer
 
 from .packing_state import Packed, Result, Rule, Scope, is_single_pixel
@@ -79,7 +80,7 @@ def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Packed | None:
     return Packed(
         relax.Call(call.op, operands, attrs),
         layers[-1].out_channels,
-        _bound_after(layers[-1].activation, bound),
+        BYTE if "out_dtype" in attrs else _bound_after(layers[-1].activation, bound),
     )
 
 
@@ -130,7 +131,9 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
     is_row = is_single_pixel(binding.var) and layer.out_channels % scope.block == 0
     if is_row and binding.var not in scope.uses.wanted:
         return relax.op.reshape(scope.emit(packed), binding.var.ty.shape)
-    return Packed(packed, layer.out_channels, _bound_after(layer.activation, 0.0))
+    in_bytes = attrs["out_dtype"] == "uint8"
+    bound = BYTE if in_bytes else _bound_after(layer.activation, 0.0)
+    return Packed(packed, layer.out_channels, bound)
 
 
 CONVOLUTION_RULES: dict[str, Rule] = {

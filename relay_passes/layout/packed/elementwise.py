@@ -18,7 +18,7 @@ from tvm import relax, tirx
 from tvm.ir import GenericConst
 
 from relay_passes.op.pack import pack
-from relay_passes.op.round_clip import bounds_of
+from relay_passes.op.round_clip import BYTE, bounds_of, in_bytes
 from schedules.workload.reduce import extent_of
 
 from .packing_state import Packed, Rule, Scope, channels_of
@@ -60,6 +60,8 @@ def _clip(call: relax.Call, bound: float) -> float:
 
 
 def _round_clip(call: relax.Call, bound: float) -> float:
+    if in_bytes(call):
+        return BYTE
     low, high = bounds_of(call)
     return max(bound + 0.5 if bound else 0.0, low, -high)
 

@@ -133,8 +133,12 @@ class Conv2D(PackedRule):
     template = CONV2D
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
-        """Return the convolution."""
-        return packed_kernel(func, layers=1)
+        """Return the convolution; None for one of bytes that the CPU does not multiply."""
+        kernel, cpu = packed_kernel(func, layers=1), CPUInfo.from_target(target)
+        if kernel is not None and kernel.is_quantized:
+            takes_bytes = cpu.multiplies_bytes and kernel.lanes <= cpu.lanes("int32")
+            return kernel if takes_bytes else None
+        return kernel
 
 
 def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> Conv2DKernel | None:

@@ -272,9 +272,9 @@ def _tile_of_groups(ops: LayerOperands, tile: RegisterTile, turns: int, lines: i
                 for tap in _taps(ops, tile.row, run):
                     _multiply(ops, sums, tile, in_block, tap, channels, ahead)
         else:
-            # Channels innermost: otherwise LLVM keeps the pixels that neighbouring kernel columns
-            # share in registers, and spills the accumulators.
-            for tap in _taps(ops, tile.row, run):
+            # Channels innermost, or rows of a single one: otherwise LLVM keeps the pixels that
+            # neighbouring kernel columns share in registers, and spills the accumulators.
+            for tap in _taps(ops, tile.row, run, rows_inside=reduction.count == 1):
                 with loop(reduction.start, reduction.start + reduction.count) as in_block:
                     _multiply(ops, sums, tile, in_block, tap, 1)
         _finish(ops, sums, tile)
@@ -399,7 +399,13 @@ def _source_pixel(
     )
 
 
-def _taps(ops: LayerOperands, row: Index, run: Run, unroll_columns: bool = False) -> Iterator[Tap]:
+def _taps(
+    ops: LayerOperands,
+    row: Index,
+    run: Run,
+    unroll_columns: bool = False,
+    rows_inside: bool = False,
+) -> Iterator[Tap]:
     """Open the loops over the kernel and yield its taps with the pixels that see them.
 
     Neighbouring columns that the same pixels see are one loop: unrolled, the pixels that they share
@@ -407,17 +413,27 @@ def _taps(ops: LayerOperands, row: Index, run: Run, unroll_columns: bool = False
     that no pixel sees is left out.
     """
     low, high = _visible_rows(ops, row)
+    if rows_inside:
+        for start, stop, span in _columns(run):
+            with loop(start, stop) as kw, loop(low, high) as kh:
+                yield kh, kw, span
+        return
     with loop(low, high) as kh:
-        for span, columns in itertools.groupby(range(len(run.taps)), key=run.taps.__getitem__):
-            if span[0] == span[1]:
-                continue
-            first, *rest = columns
+        for start, stop, span in _columns(run):
             if unroll_columns:
-                for kw in (first, *rest):
+                for kw in range(start, stop):
                     yield kh, kw, span
             else:
-                with loop(first, first + 1 + len(rest)) as kw:
+                with loop(start, stop) as kw:
                     yield kh, kw, span
+
+
+def _columns(run: Run) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """Ranges of neighbouring columns of the kernel that the same pixels see, and these."""
+    for span, columns in itertools.groupby(range(len(run.taps)), key=run.taps.__getitem__):
+        first, *rest = columns
+        if span[0] < span[1]:
+            yield first, first + 1 + len(rest), span
 
 
 def _visible_rows(ops: LayerOperands, row: Index) -> tuple[Index, Index]:

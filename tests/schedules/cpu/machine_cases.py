@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import tvm
@@ -144,6 +144,17 @@ def check_dense(whole: Mapping[Tile, set[int]], seen: Iterable[Tile], depth: int
         return wrong + _missing(hot, whole)
 
     return check
+
+
+def check_bytes(whole: Mapping[Tile, set[int]], seen: Iterable[Tile], depth: int) -> Check:
+    """Like :func:`check_dense`, for products of bytes; floats are multiplied at the end only."""
+    check = check_dense(whole, seen, depth)
+
+    def of_bytes(loop: Loop) -> Loop:
+        kept = [each for each in loop.instructions if not each.name.startswith("vfmadd")]
+        return replace(loop, instructions=kept)
+
+    return lambda found: check([of_bytes(loop) for loop in found])
 
 
 def _is_promised(loop: Loop, tile: Tile) -> bool:

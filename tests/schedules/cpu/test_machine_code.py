@@ -22,6 +22,7 @@ from cpu.loops.matmul.test_dense import dense
 from cpu.machine_cases import (
     CPUS,
     Form,
+    check_bytes,
     check_dense,
     check_matrix,
     check_reduction,
@@ -147,7 +148,7 @@ def products_of_bytes(cpu: str) -> Forms:
         func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]
         whole, seen = dense_tiles_of(kernel, knobs.pixels, knobs.blocks)
         depth = kernel.layers[0].in_channels * prod(layer.kernel)
-        found[name] = Form(func, (check_dense(whole, seen, depth),))
+        found[name] = Form(func, (check_bytes(whole, seen, depth),))
     return found
 
 

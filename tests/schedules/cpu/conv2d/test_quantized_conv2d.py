@@ -136,6 +136,16 @@ def test_the_instruction_of_the_cpu(cpu, register):
 def test_cpus_without_the_instruction(cpu):
     target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu})
     assert not CPUInfo.from_target(target).multiplies_bytes
+    assert (
+        Conv2D().apply(QuantizedCase(ConvLayer(8, 8, (1, 1)), lanes=4).build(), target, False)
+        is None
+    )
+
+
+def test_blocks_that_are_larger_than_vectors_are_left_to_others():
+    target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "alderlake"})
+    case = QuantizedCase(ConvLayer(16, 16, (1, 1)), lanes=16)
+    assert Conv2D().apply(case.build(), target, False) is None
 
 
 @given(quantized_cases(), st.booleans())

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Integers and scales of quantised weights, from their products in float32."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relay_passes.conv2d.quantized.integer_weights import integer_weights
+
+
+@given(
+    rows=st.integers(1, 6),
+    columns=st.integers(1, 200),
+    largest=st.integers(1, 127),
+    alike=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_products_of_integers_and_scales_are_found(rows, columns, largest, alike, seed):
+    random = np.random.default_rng(seed)
+    integers = random.integers(-largest - (largest == 127), largest + 1, (rows, columns))
+    scales = np.exp(random.uniform(-12, 4, 1 if alike else rows)).astype("float32")
+    factors = np.exp(random.uniform(-3, 3, 2)).astype("float32")  # of inputs and outputs, later
+    weight = integers * scales[:, None] * factors[0] / factors[1]
+    found = integer_weights(weight.astype("float64"))
+    assert found is not None and found.integers.dtype == np.int8
+    again = found.integers * found.scales[:, None]
+    limit = 2e-5 * np.abs(weight).max(axis=1, keepdims=True)
+    assert (np.abs(again - weight) <= limit).all()
+
+
+def test_rows_of_zeros_and_of_no_elements():
+    found = integer_weights(np.zeros((2, 3, 1, 1)))
+    assert not found.integers.any() and (found.scales == 1).all()
+    assert integer_weights(np.zeros((2, 0))).integers.shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        np.random.default_rng(0).standard_normal(40),
+        np.arange(-200, 201),
+        np.append(np.arange(-127, 128), 0.5),
+        [1.0, np.nan],
+        [1.0, np.inf],
+    ],
+    ids=["random", "more than 8 bits", "a half", "NaN", "infinity"],
+)
+def test_other_weights_are_refused(row):
+    row = np.asarray(row, "float64")
+    assert integer_weights(np.stack([row, np.ones_like(row)])) is None

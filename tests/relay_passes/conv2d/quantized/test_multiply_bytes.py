@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass ``MultiplyBytes``: what becomes products of bytes, what does not, and the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.target import Target
+
+from relay_passes import MultiplyBytes
+from relay_passes.op import quantized_conv2d, round_clip
+
+RNG = np.random.default_rng(5)
+VNNI = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "znver4"})
+INTEGERS = RNG.integers(-127, 128, (8, 4, 3, 3))
+INTEGERS[:, 0, 0, 0] = 127
+SCALES = 2.0 ** -np.arange(1, 9)
+WEIGHT = (INTEGERS * SCALES[:, None, None, None]).astype("float32")
+BIAS = RNG.standard_normal((1, 8, 1, 1)).astype("float32")
+
+Step = Callable[[relax.Expr], relax.Expr]
+
+
+def module(*steps: Step, shape=(1, 4, 6, 6)) -> tvm.IRModule:
+    """A module of steps, each from an expression to an expression."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType(shape, "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            value: relax.Expr = x
+            for step in steps:
+                value = builder.emit(step(value))
+            result = builder.emit_output(value)
+        builder.emit_func_output(result)
+    return relax.transform.CanonicalizeBindings()(builder.get())
+
+
+def rounded(low=0, high=255) -> Step:
+    return lambda x: round_clip(x, low, high)
+
+
+def convolved(weight=WEIGHT, **attrs) -> Step:
+    return lambda x: relax.op.nn.conv2d(x, relax.const(weight), **attrs)
+
+
+def plus(array) -> Step:
+    return lambda x: relax.op.add(x, relax.const(np.asarray(array, "float32")))
+
+
+def times(number) -> Step:
+    return lambda x: relax.op.multiply(x, relax.const(number, "float32"))
+
+
+def names(mod: tvm.IRModule) -> list[str]:
+    """Names of the ops that ``main`` calls, in order."""
+    return [
+        binding.value.op.name.removeprefix("relax.")
+        for block in mod["main"].body.blocks
+        for binding in block.bindings
+        if isinstance(binding.value, relax.Call)
+    ]
+
+
+def after(*steps: Step, **options) -> tvm.IRModule:
+    return MultiplyBytes(VNNI)(module(*steps, **options))
+
+
+def check_numbers(run_module, *steps: Step, shape=(1, 4, 6, 6), spread=300.0) -> None:
+    """The same numbers, but for those that rounding in another order may move by one."""
+    before = module(*steps, shape=shape)
+    x = ((RNG.random(shape) - 0.25) * spread).astype("float32")
+    wanted, found = run_module(before, x), run_module(MultiplyBytes(VNNI)(before), x)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_a_convolution_with_its_epilogue():
+    found = after(rounded(), convolved(padding=1), plus(BIAS), lambda x: round_clip(x, -3, 252))
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((1, 4, 6, 6), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            data = builder.emit(round_clip(x, 0, 255, "uint8"))
+            product = builder.emit(
+                quantized_conv2d(
+                    data,
+                    relax.const(INTEGERS.astype("int8")),
+                    relax.const(BIAS.reshape(8)),
+                    relax.const(SCALES.astype("float32")),
+                    padding=[1, 1, 1, 1],
+                    activation="round_clip",
+                    low=-3,
+                    high=252,
+                )
+            )
+            result = builder.emit_output(product)
+        builder.emit_func_output(result)
+    tvm.ir.assert_structural_equal(
+        found, relax.transform.CanonicalizeBindings()(builder.get()), map_free_vars=True
+    )
+
+
+def test_results_that_are_read_as_bytes_are_stored_as_bytes():
+    second = np.repeat(WEIGHT, 2, axis=1)
+    found = after(rounded(), convolved(padding=1), plus(BIAS), rounded(0, 200), convolved(second))
+    assert names(found) == ["tvm_fusion.round_clip", *["tvm_fusion.quantized_conv2d"] * 2]
+    assert str(found).count('out_dtype="uint8"') == 2
+
+
+@pytest.mark.parametrize("low", [0, -3])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_numbers_that_bytes_are_short_of(run_module, low, padding):
+    steps = rounded(low, 200), convolved(padding=padding), plus(BIAS)
+    assert ("nn.pad" in names(after(*steps))) == bool(low and padding)
+    check_numbers(run_module, *steps)
+
+
+def test_maxima_of_scaled_numbers(run_module):
+    pool = lambda x: relax.op.nn.max_pool2d(x, (2, 2), (2, 2))  # noqa: E731
+    steps = rounded(-5, 250), times(0.25), pool, convolved()
+    assert names(after(*steps)) == [
+        *("tvm_fusion.round_clip", "nn.max_pool2d", "tvm_fusion.quantized_conv2d")
+    ]
+    check_numbers(run_module, *steps)
+
+
+def test_other_readers_get_floats(run_module):
+    def both(x):
+        branch = relax.op.nn.conv2d(x, relax.const(WEIGHT[:4]), padding=1)
+        return relax.op.add(branch, relax.op.multiply(x, relax.const(0.5)))
+
+    steps = rounded(-3, 252), both
+    assert {"astype", "tvm_fusion.quantized_conv2d"} <= set(names(after(*steps)))
+    check_numbers(run_module, *steps)
+
+
+def test_depthwise_layers_read_bytes(run_module):
+    weight = RNG.standard_normal((4, 1, 3, 3)).astype("float32")
+    steps = rounded(-3, 200), convolved(weight, groups=4, padding=1), rounded(-20, 30)
+    found = after(*steps)
+    assert names(found) == ["tvm_fusion.round_clip", "nn.pad", "tvm_fusion.conv2d"]
+    check_numbers(run_module, *steps)
+
+
+@pytest.mark.parametrize("shape", [(5, 48), (2, 3, 48)])
+def test_products_with_matrices(run_module, shape):
+    matrix = (RNG.integers(-127, 128, (48, 32)) / 512).astype("float32")
+    steps = (
+        rounded(-7, 248),
+        lambda x: relax.op.matmul(x, relax.const(matrix)),
+        plus(RNG.standard_normal(32)),
+        lambda x: relax.op.nn.relu(x),
+    )
+    found = after(*steps, shape=shape)
+    assert names(found)[1:] == ["reshape", "tvm_fusion.quantized_conv2d", "reshape"]
+    assert 'activation="relu"' in str(found)
+    check_numbers(run_module, *steps, shape=shape)
+
+
+def test_scales_and_zeros_of_run_time(run_module):
+    matrix = RNG.integers(-127, 128, (48, 32)).astype("float32")
+
+    def product(x):
+        builder = relax.BlockBuilder.current()
+        zero = builder.emit(relax.op.max(relax.op.round(x)))
+        scale = builder.emit(relax.op.mean(x))
+        data = builder.emit(round_clip(x, 0, 255, "uint8"))
+        short = builder.emit(relax.op.subtract(relax.op.astype(data, "float32"), zero))
+        return relax.op.multiply(relax.op.matmul(short, relax.const(matrix)), scale)
+
+    found = after(product, plus(RNG.standard_normal(32)), shape=(5, 48))
+    assert names(found)[-2:] == ["tvm_fusion.quantized_conv2d", "reshape"]
+    check_numbers(run_module, product, plus(RNG.standard_normal(32)), shape=(5, 48))
+
+
+REST = {
+    "a wide range": (rounded(0, 256), convolved()),
+    "numbers that are not whole": (lambda x: relax.op.nn.relu(x), convolved()),
+    "weights of no scale": (
+        rounded(),
+        convolved(RNG.standard_normal((8, 4, 3, 3)).astype("float32")),
+    ),
+    "groups": (rounded(), convolved(WEIGHT[:, :2], groups=2)),
+    "zeros with an offset of fractions": (rounded(), plus(0.5), convolved()),
+}
+
+
+@pytest.mark.parametrize("steps", REST.values(), ids=REST)
+def test_left_alone(steps):
+    before = module(*steps)
+    tvm.ir.assert_structural_equal(MultiplyBytes(VNNI)(before), before)
+
+
+@pytest.mark.parametrize("cpu", ["znver3", "skylake-avx512"])
+def test_cpus_that_do_not_multiply_bytes(cpu):
+    target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu})
+    before = module(rounded(), convolved())
+    tvm.ir.assert_structural_equal(MultiplyBytes(target)(before), before)
+
+
+def test_sums_that_32_bits_may_not_hold():
+    weight = np.full((1, 7400, 3, 3), 127, "float32")
+    steps = rounded(), convolved(weight)
+    assert "tvm_fusion.quantized_conv2d" not in names(after(*steps, shape=(1, 7400, 3, 3)))
+
+
+def test_twice_equals_once():
+    once = after(rounded(-3, 200), convolved(padding=1), plus(BIAS), rounded())
+    tvm.ir.assert_structural_equal(MultiplyBytes(VNNI)(once), once)
