@@ -26,7 +26,7 @@ from ..onnx.frontend import import_onnx
 from ..runtime.tensor_spec import refuse_open_shapes
 from .measure import KernelSequence
 
-DTYPES = ("float32", "float16", "float64")
+DTYPES = ("float32", "float16", "float64", "uint8", "int8")
 
 Setting = tuple[AnyTemplate, Any]
 
@@ -121,8 +121,12 @@ class Task:
         found = []
         for position, param in enumerate(self.func.params):
             shape = [int(extent) for extent in param.shape]
-            scale = math.prod(shape[1:-1]) ** -0.5 if position in self.weights else 1.0
-            array = (generator.standard_normal(shape) * scale).astype(str(param.dtype))
+            if str(param.dtype).endswith("int8"):
+                limits = np.iinfo(str(param.dtype))
+                array = generator.integers(limits.min, limits.max + 1, shape, str(param.dtype))
+            else:
+                scale = math.prod(shape[1:-1]) ** -0.5 if position in self.weights else 1.0
+                array = (generator.standard_normal(shape) * scale).astype(str(param.dtype))
             template, _ = self.settings[0]
             template.clear_padding(self.workload, position, array)
             found.append(array)

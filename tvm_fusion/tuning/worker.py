@@ -35,8 +35,11 @@ REFERENCE = -1
 WEIGHT_BYTES = 48 << 20
 """Bytes of all copies of a kernel's weights: more than most last-level caches hold."""
 MOST_COPIES = 200
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2}
-"""Largest error of an output, relative to the largest magnitude of the reference."""
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "uint8": 1.5 / 255}
+"""Largest error of an output, relative to the largest magnitude of the reference.
+
+Of bytes one: sums of floats may be rounded up or down.
+"""
 
 
 class Candidate:
@@ -223,11 +226,13 @@ class Bench(Races[Candidate]):
         self._inputs = self._copies(sorted({*range(len(arrays) - 1)} - {*weights}))
         self._write = tvm_ffi.load_module(writer)["main"]
         self._planes = tvm_ffi.from_dlpack(self._arrays[0].reshape(planes))
-        self._output[...] = np.nan
+        self._output[...] = np.nan if self._output.dtype.kind == "f" else 0
         self.begin(REFERENCE)
         Candidate(reference).run(self._arguments)
         self._wanted = self._output.copy()
-        self._scale = float(np.abs(self._wanted).max()) or 1.0
+        is_bytes = self._output.dtype == np.uint8
+        self._poison = self._wanted + np.uint8(128) if is_bytes else np.nan
+        self._scale = 255.0 if is_bytes else float(np.abs(self._wanted).max()) or 1.0
         return {"finite": bool(np.isfinite(self._wanted).all())}
 
     def _copies(self, numbers: Sequence[int]) -> Iterator[dict[int, Any]]:
@@ -241,9 +246,10 @@ class Bench(Races[Candidate]):
 
     def error_of(self, candidate: Candidate) -> float:
         """Run a candidate on a poisoned output; return the largest relative error."""
-        self._output[...] = np.nan
+        self._output[...] = self._poison
         candidate.run(self._arguments)
-        return float(np.abs(self._output - self._wanted).max()) / self._scale
+        found = self._output.astype(np.promote_types(self._output.dtype, np.float32))
+        return float(np.abs(found - self._wanted).max()) / self._scale
 
     def seconds_of(self, candidate: Candidate, state: int) -> float:
         """Time one run with cold weights.

@@ -46,6 +46,9 @@ from .register_tile_nest import (
 )
 
 
+_SCALE = 3  # among the parameters of a convolution of bytes
+
+
 class PackedTemplate(Template[Conv2DKernel, Knobs, CPUInfo]):
     """Base of the templates of packed convolutions."""
 
@@ -54,7 +57,14 @@ class PackedTemplate(Template[Conv2DKernel, Knobs, CPUInfo]):
         return from_json(text)
 
     def clear_padding(self, workload: Conv2DKernel, position: int, array: np.ndarray) -> None:
-        """Zero the channels that fill up blocks, of data, weights and biases."""
+        """Zero the channels that fill up blocks, of data, weights and biases.
+
+        Scales of sums of bytes become such that the sums reach about a quarter of a byte's range.
+        """
+        if workload.is_quantized and position == _SCALE:
+            layer = workload.layers[0]
+            array *= 2**-7 / (layer.in_channels * prod(layer.kernel)) ** 0.5
+            return
         number, is_bias = divmod(position - 1, 2)
         if position == 0:
             if array.ndim == 5:
