@@ -159,8 +159,8 @@ def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
     attrs = dict(call.attrs.items()) | {"groups": 1}
     layer = ConvLayer.from_attrs(attrs, *channels, (weight[2], weight[3]))
     check_layer(layer, "", _NAME)
-    expected = (layer.out_channels, layer.in_channels, *layer.kernel)
-    numbers = expected[:1]
+    expected: tuple[int, ...] = (layer.out_channels, layer.in_channels, *layer.kernel)
+    numbers: tuple[int, ...] = expected[:1]
     if lanes:
         out_blocks, in_blocks = -(-layer.out_channels // lanes), -(-layer.in_channels // data_lanes)
         words = data_lanes // WORD_BYTES
@@ -183,7 +183,8 @@ def _infer_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.
 
 
 def _compute(kernel: Conv2DKernel, operands: Sequence[te.Tensor], _: None) -> te.Tensor:
-    return compute(*operands, kernel.layers[0], str(kernel.out_dtype))
+    data, weight, bias, scale = operands
+    return compute(data, weight, bias, scale, kernel.layers[0], str(kernel.out_dtype))
 
 
 def legalize(

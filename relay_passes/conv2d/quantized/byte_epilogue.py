@@ -27,7 +27,7 @@ class _Product(NamedTuple):
     call: relax.Call
     reshape: relax.Call | None
 
-    def with_(self, graph: Graph, operands: list[relax.Expr], **attrs: object) -> relax.Expr:
+    def rebuilt(self, graph: Graph, operands: list[relax.Expr], **attrs: object) -> relax.Expr:
         """The same product with other operands and attributes."""
         changed = dict(self.call.attrs.items()) | attrs
         call = relax.Call(self.call.op, operands, changed)
@@ -46,7 +46,7 @@ def fold_byte_bias(graph: Graph, call: relax.Call) -> Value:
     ndim, axis = call.ty.ndim, 1 if product.reshape is None else call.ty.ndim - 1
     offset = per_channel(match[1], ndim, int(bias.ty.shape.values[0]), axis)
     total = None if offset is None else _sum(graph, bias, offset)
-    return None if total is None else product.with_(graph, [data, weight, total, *scale])
+    return None if total is None else product.rebuilt(graph, [data, weight, total, *scale])
 
 
 def fold_byte_scale(graph: Graph, call: relax.Call) -> Value:
@@ -59,7 +59,7 @@ def fold_byte_scale(graph: Graph, call: relax.Call) -> Value:
             return None
         image, weight, bias, scale = product.call.args
         bias, scale = (graph.emit(relax.op.multiply(each, factor)) for each in (bias, scale))
-        return product.with_(graph, [image, weight, bias, scale])
+        return product.rebuilt(graph, [image, weight, bias, scale])
     return None
 
 
@@ -72,7 +72,7 @@ def fold_byte_activation(graph: Graph, call: relax.Call) -> Value:
     attrs = {"activation": activation.kind, "low": activation.low, "high": activation.high}
     if str(call.ty.dtype) == "uint8":
         attrs["out_dtype"] = "uint8"
-    return product.with_(graph, list(product.call.args), **attrs)
+    return product.rebuilt(graph, list(product.call.args), **attrs)
 
 
 def _open_product(graph: Graph, expr: relax.Expr) -> _Product | None:

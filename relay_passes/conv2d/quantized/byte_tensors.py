@@ -54,8 +54,11 @@ class ByteTensor(NamedTuple):
 def rounding_of(graph: Graph, expr: relax.Expr) -> relax.Var | None:
     """The rounded numbers, few enough for bytes, that the elements of ``expr`` are multiples of."""
     value = graph.definition(expr)
-    while op_name(value) in (MAX_POOL, *MOVES) or _factor(value) is not None:
-        expr = value.args[0] if _factor(value) is None else scaled(value)[0]
+    while True:
+        factor = _uniform(scaled(value))
+        if factor is None and op_name(value) not in (MAX_POOL, *MOVES):
+            break
+        expr = value.args[0] if factor is None else factor[0]
         value = graph.definition(expr)
     if op_name(value) != ROUND_CLIP or in_bytes(value):
         return None
@@ -77,17 +80,16 @@ def bytes_of(graph: Graph, expr: relax.Expr) -> ByteTensor | None:
         return source._replace(data=graph.emit_once(moved))
     if op_name(value) == "relax.subtract" and _is_scalar(value.args[1]):
         source = bytes_of(graph, value.args[0])
-        return source._replace(zero=value.args[1]) if _is_plain(source) else None
-    match, number = scaled(value), _factor(value)
-    if number is not None:
-        source = bytes_of(graph, match[0])
-        return None if source is None else source._replace(scale=source.scale * number)
-    match = shifted(value)
-    number = None if match is None else uniform(match[1])
-    source = None if number is None else bytes_of(graph, match[0])
-    if source is None or source.scale != 1 or number != np.rint(number):
+        is_plain = source is not None and source.scale == 1 and source.zero is None
+        return source._replace(zero=value.args[1]) if source is not None and is_plain else None
+    factor, offset = _uniform(scaled(value)), _uniform(shifted(value))
+    if factor is not None:
+        source = bytes_of(graph, factor[0])
+        return None if source is None else source._replace(scale=source.scale * factor[1])
+    source = None if offset is None else bytes_of(graph, offset[0])
+    if source is None or offset is None or source.scale != 1 or not offset[1].is_integer():
         return None
-    return source._replace(low=source.low + number)
+    return source._replace(low=source.low + offset[1])
 
 
 def pool_bytes(graph: Graph, call: relax.Call) -> Value:
@@ -101,14 +103,11 @@ def pool_bytes(graph: Graph, call: relax.Call) -> Value:
     return source.floats(graph, graph.emit(pooled))
 
 
-def _factor(value: Value) -> float | None:
-    match = scaled(value)
-    return None if match is None else uniform(match[1])
+def _uniform(match: tuple[relax.Expr, np.ndarray] | None) -> tuple[relax.Expr, float] | None:
+    """The operand and the number, where a constant is one number."""
+    number = None if match is None else uniform(match[1])
+    return None if match is None or number is None else (match[0], number)
 
 
 def _is_scalar(expr: relax.Expr) -> bool:
     return not isinstance(expr, GenericConst) and expr.ty.ndim == 0
-
-
-def _is_plain(source: ByteTensor | None) -> bool:
-    return source is not None and source.scale == 1 and source.zero is None

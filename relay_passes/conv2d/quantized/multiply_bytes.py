@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import tvm
 from tvm import relax, tirx
@@ -136,10 +137,13 @@ class _Rules:
             attrs["padding"] = [0, 0, 0, 0]
         if not layer.is_depthwise:
             return self._product(graph, call, source, attrs)
-        values = numbers(call.args[1]) * source.scale
-        weight = constant(values, "float32")
-        bias = constant(source.low * values.sum(axis=(1, 2, 3)), "float32")
-        if source.zero is not None or weight is None or bias is None:
+        values = numbers(call.args[1])
+        if values is None or source.zero is not None:
+            return None
+        weight = constant(values * source.scale, "float32")
+        sums = values.sum(axis=(1, 2, 3))
+        bias = constant(source.low * source.scale * sums, "float32")
+        if weight is None or bias is None:
             return None
         return conv2d(source.data, weight, bias, **attrs)
 
@@ -155,11 +159,13 @@ class _Rules:
         return None if product is None else relax.op.reshape(graph.emit(product), call.ty.shape)
 
     def _product(
-        self, graph: Graph, call: relax.Call, source: ByteTensor, attrs: dict[str, object]
+        self, graph: Graph, call: relax.Call, source: ByteTensor, attrs: dict[str, Any]
     ) -> relax.Call | None:
         """The product of bytes by the weight of ``call``."""
-        integers, scales = self._integers(call)
-        scales = scales * source.scale
+        weights = self._integers(call)
+        if weights is None:
+            return None
+        integers, scales = weights.integers, weights.scales * source.scale
         sums = integers.sum(axis=(1, 2, 3), dtype="int64") * scales
         scale, bias = constant(scales, "float32"), constant(source.low * sums, "float32")
         if scale is None or bias is None:

@@ -25,7 +25,13 @@ from tvm.target import Target
 
 from schedules.errors import OpError
 from schedules.tuning.template import Knobs, Template
-from schedules.workload.conv2d import WORD_BYTES, Conv2DKernel, describe, from_json
+from schedules.workload.conv2d import (
+    WORD_BYTES,
+    Activation,
+    Conv2DKernel,
+    describe,
+    from_json,
+)
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
@@ -44,7 +50,6 @@ from .register_tile_nest import (
     weight_lines,
     weight_turns,
 )
-
 
 _SCALE = 3  # among the parameters of a convolution of bytes
 
@@ -149,6 +154,15 @@ class Conv2D(PackedRule):
             takes_bytes = cpu.multiplies_bytes and kernel.lanes <= cpu.lanes("int32")
             return kernel if takes_bytes else None
         return kernel
+
+    def workload_json(self, workload: Conv2DKernel) -> str:
+        """Write the convolution; the bounds of bytes do not count, which differ in each layer."""
+        (layer,) = workload.layers
+        in_bytes = workload.is_quantized or workload.data_dtype or workload.out_dtype
+        if in_bytes and layer.activation.kind == "round_clip":
+            layer = replace(layer, activation=Activation("round_clip", 0.0, 255.0))
+            workload = replace(workload, layers=(layer,))
+        return super().workload_json(workload)
 
 
 def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> Conv2DKernel | None:
