@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schedules.cost.kernels.cpu_lookups import EXCHANGES, base_seconds
 from schedules.cost.kernels.embedding import hit_rate_of, predict_lookups
-from schedules.cost.machine import load_machine
+from schedules.cost.machine import Figure, load_machine
 from schedules.cost.table_lookups import BINS, TableLookups, missing_bytes
 from schedules.errors import PredictionError
 
@@ -30,6 +33,13 @@ def test_caches_keep_the_rows_used_most():
     # The first use of a row misses, too: two misses of rows that stay, five of others.
     assert hit_rate_of(BATCH, 1) == pytest.approx(1 - 6 / 12)
     assert hit_rate_of(BATCH, 4) == pytest.approx(1 - 4 / 12)
+
+
+def test_the_busiest_part_of_the_rows_by_hand():
+    # Of rows 0 to 4 are 4 of 12 lookups, of rows 5 to 9 eight; seven of these are of row 5.
+    assert BATCH.busiest(1) == 1 and BATCH.busiest(2) == pytest.approx(8 / 12)
+    assert BATCH.busiest(10**6) == pytest.approx(7 / 12)
+    assert TableLookups(3, 10, 16, 12).busiest(4) == 1 / 4
 
 
 @given(rows=st.integers(1, 3000), count=st.integers(1, 20_000), seed=st.integers(0, 9))
@@ -62,6 +72,29 @@ def test_batches_that_repeat_rows_are_faster(name, is_backward):
     )
 
 
+@pytest.mark.parametrize("name", ["znver4", "znver3"])
+def test_one_thread_updates_more_if_the_used_rows_are_neighbours(name):
+    machine, offsets = load_machine(name), np.arange(0, 200_000, 20)
+    rows = np.random.default_rng(0).integers(1_000_000, size=200_000)
+    spread, lower = (TableLookups.of(rows * step, offsets, 2_000_000, 64) for step in (2, 1))
+    assert (spread.used, spread.uses) == (lower.used, lower.uses)
+    times = [base_seconds(one, machine, True) for one in (spread, lower)]
+    assert times[0] < times[1]
+    forward = [base_seconds(one, machine, False) for one in (spread, lower)]
+    assert forward[0] == forward[1]
+
+
+def test_gradients_wait_for_the_other_core():
+    machine = load_machine("znver4")
+    fast = replace(
+        machine, figures=machine.figures | {"bandwidth.exchange": Figure(1e12, "by hand")}
+    )
+    times = [base_seconds(BATCH, one, True) for one in (machine, fast)]
+    moved = 12 * 64
+    exchange = machine["bandwidth.exchange"]
+    assert times[0] - times[1] == pytest.approx(EXCHANGES * moved * (1 / exchange - 1e-12))
+
+
 @pytest.mark.parametrize("name", ["znver4", "v100"])
 def test_tables_of_different_sizes_are_one_launch(name):
     machine = load_machine(name)
@@ -87,5 +120,7 @@ def test_bad_batches_are_refused():
         TableLookups(1, 0, 4, 1)
     with pytest.raises(PredictionError, match="1 of 2 lookups are in the bins"):
         TableLookups(1, 9, 4, 2, (1.0, *[0.0] * 16), (1.0, *[0.0] * 16))
+    with pytest.raises(PredictionError, match="1 of 2 lookups are in the ranges"):
+        TableLookups(1, 9, 4, 2, ranges=(1.0, *[0.0] * 63))
     with pytest.raises(PredictionError, match="in no tables"):
         predict_lookups([], load_machine("v100"), False)
