@@ -3,13 +3,13 @@
 
     python examples/benchmarks/predict_training.py [--only mlp cnn] [--rounds 15]
 
-Each training has four batch sizes. A step of each is timed without profiler, and recorded once by
-PyTorch's profiler. Predicted are, with the overheads of the host from the traces of all other
-models: steps whose operators take the times of their own trace, and steps of a batch whose
+Each training has four batch sizes. A step of each is timed without profiler; then PyTorch's
+profiler records some steps, of which each operator takes its median time, without what the profiler
+adds to the events inside it. Predicted are, with the overheads of the host from the traces of the
+other models: steps whose operators take the times of their own trace, and steps of a batch whose
 operators take times between those of the other three batch sizes, so that nothing of that batch is
-known. What the profiler adds to an event is taken from the other models, too. Writes
-results/CPU/predict_training.json; beside the errors stands the difference of the same step timed
-twice.
+known. All is measured in three turns; beside the errors stands the difference of the first and the
+last. Writes results/CPU/predict_training.json.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +48,10 @@ from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 THREADS = 2
 WARM_UP = 5
-TRACED = 3  # steps that are recorded; the one of median time counts
+TURNS = 3  # of all trainings
+TRACED = 9  # steps that are recorded
+WARMED = 2  # of them those that do not count
+TINY = 2000  # operators by which the cost of the profiler is measured
 MOST_SLOPE = 1.5  # of the logarithm of an operator's time over that of the batch
 MICRO = 1e-6
 
@@ -62,29 +66,24 @@ class Measured:
         Training.
     batch : int
         Batch size.
-    halves : tuple of float
-        Median seconds of a step, before and after all others were measured.
-    run : TracedRun
-        Trace of a step, its overheads as the profiler shows them.
-    trace : Path
-        The trace.
+    times : list of float
+        Median seconds of a step in each turn.
+    overheads : Overheads
+        Overheads in its traces.
+    graph : ExecutionGraph
+        A step of them.
     """
 
     name: str
     batch: int
-    halves: tuple[float, float]
-    run: TracedRun
-    trace: Path
+    times: list[float]
+    overheads: Overheads
+    graph: ExecutionGraph
 
     @property
     def seconds(self) -> float:
         """Median time of a step."""
-        return sum(self.halves) / 2
-
-    @property
-    def graph(self) -> ExecutionGraph:
-        """What ran."""
-        return self.run.graphs[0]
+        return float(np.median(self.times))
 
 
 def time_steps(step: Step, count: int) -> float:
@@ -99,56 +98,84 @@ def time_steps(step: Step, count: int) -> float:
     return float(np.median(times))
 
 
-def record(step: Step, path: Path) -> TracedRun:
-    """Record a few steps, and keep the trace of the one of median time."""
-    runs = []
-    for number in range(TRACED + 1):
-        file = path.with_name(f"{path.name}.{number}.json")
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
-        ) as profiler:
+def record(step: Step, path: Path, cost: float) -> TracedRun:
+    """Trace of some steps, and its overheads without ``cost`` seconds an event."""
+    with _profiler() as profiler:
+        for _ in range(TRACED):
             step()
-        profiler.export_chrome_trace(str(file))
-        runs.append((load_traces(file)[0], file))
-    runs = sorted(runs[1:], key=lambda found: found[0].measured[0])  # the first one warms up
-    run, file = runs[len(runs) // 2]
-    file.rename(path)
-    return replace(run, name=path.stem)
+    profiler.export_chrome_trace(str(path))
+    (run,) = load_traces(path, ProfilerCost(cost / MICRO))
+    return run
+
+
+def _profiler() -> torch.profiler.profile:
+    return torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    )
+
+
+def event_cost() -> float:
+    """Seconds that the profiler adds to an event: by operators on one element."""
+    one = torch.zeros(1)
+
+    def step() -> None:
+        for _ in range(TINY):
+            one.add_(one)
+
+    plain = time_steps(step, TRACED)
+    with _profiler():
+        traced = time_steps(step, TRACED)
+    return max(traced - plain, 0.0) / TINY
+
+
+def typical_step(graphs: Sequence[ExecutionGraph], count: int = TRACED) -> ExecutionGraph:
+    """The second of some steps, with operators of the median times of all traced ones.
+
+    Of each trace of ``count`` steps the first two do not count.
+
+    Raises
+    ------
+    ValueError
+        If the steps do not call the same operators.
+    """
+    length = len(graphs[0].ops) // count
+    steps = [g.ops[at : at + length] for g in graphs for at in range(0, len(g.ops), length)]
+    if len(steps) != count * len(graphs) or any(_names(s) != _names(steps[0]) for s in steps):
+        raise ValueError(f"{graphs[0].name}: {count} steps do not call the same operators")
+    counted = [step for number, step in enumerate(steps) if number % count >= WARMED]
+    times = [[kernel.seconds for op in step for kernel in op.kernels] for step in counted]
+    medians = iter(np.median(times, axis=0).tolist())
+    second = replace(graphs[0], ops=steps[1])
+    return map_kernels(second, lambda kernel, _: replace(kernel, seconds=next(medians)))
+
+
+def _names(ops: Sequence[Op]) -> list[str]:
+    return [op.name for op in ops]
 
 
 def measure(names: Sequence[str], rounds: int, folder: Path) -> list[Measured]:
-    """Time and record every step, then time it again."""
+    """Time and record every step, in turns, so that each meets the machine in the same states."""
     cases = [(name, batch) for name in names for batch in TRAININGS[name][2]]
-    first, runs = [], []
-    for name, batch in cases:
-        step = training_step(name, batch)
-        first.append(time_steps(step, rounds))
-        runs.append(record(step, folder / f"{name}-{batch}.json"))
-        print(f"{name} {batch}: {1e3 * first[-1]:.2f} ms", flush=True)
-    second = [time_steps(training_step(name, batch), rounds) for name, batch in cases]
+    cost = event_cost()
+    print(f"the profiler adds {cost / MICRO:.2f} us to an event")
+    times: dict[Any, list[float]] = defaultdict(list)
+    runs: dict[Any, list[TracedRun]] = defaultdict(list)
+    for turn in range(TURNS):
+        for name, batch in cases:
+            step = training_step(name, batch)
+            times[name, batch].append(time_steps(step, rounds))
+            path = folder / f"{name}-{batch}.{turn}.json"
+            runs[name, batch].append(record(step, path, cost))
+            print(f"{name} {batch}: {1e3 * times[name, batch][-1]:.2f} ms", flush=True)
     return [
-        Measured(*case, halves, run, folder / f"{run.name}.json")
-        for case, halves, run in zip(cases, zip(first, second, strict=True), runs, strict=True)
+        Measured(
+            *case,
+            times[case],
+            Overheads().merge(run.overheads for run in runs[case]),
+            without_profiler(typical_step([run.graphs[0] for run in runs[case]]), cost),
+        )
+        for case in cases
     ]
-
-
-def event_cost(others: Sequence[Measured]) -> float:
-    """Seconds that the profiler adds to an event, the median over some trainings."""
-    each = [(one.run.measured[0] - one.seconds) / events_of(one.graph) for one in others]
-    return max(float(np.median(each)), 0.0)
-
-
-def events_of(graph: ExecutionGraph) -> int:
-    """Events that the profiler recorded: operators, and those inside them."""
-    return sum(1 + sum(op.events) for op in graph.ops)
-
-
-def of_others(cases: Sequence[Measured], own: Measured) -> tuple[Overheads, float]:
-    """Overheads and the cost of an event from the traces of all other trainings."""
-    others = [one for one in cases if one.name != own.name]
-    cost = event_cost(others)
-    found = [load_traces(one.trace, ProfilerCost(cost / MICRO))[0].overheads for one in others]
-    return Overheads().merge(found), cost
 
 
 def without_profiler(graph: ExecutionGraph, cost: float) -> ExecutionGraph:
@@ -173,7 +200,7 @@ def between(batch: int, known: Mapping[int, ExecutionGraph]) -> ExecutionGraph:
         If there are fewer than two, or their operators differ.
     """
     sizes = sorted(known)
-    names = [[op.name for op in known[size].ops] for size in sizes]
+    names = [_names(known[size].ops) for size in sizes]
     if len(sizes) < 2 or any(one != names[0] for one in names):
         raise ValueError(f"batches {sizes} do not call the same operators")
     at = min(max(int(np.searchsorted(sizes, batch)) - 1, 0), len(sizes) - 2)
@@ -200,17 +227,14 @@ def predictions(cases: Sequence[Measured]) -> dict[str, list[float]]:
     """Seconds of every step by each kind of prediction."""
     found: dict[str, list[float]] = {"own_trace": [], "other_batches": [], "operators_alone": []}
     for own in cases:
-        overheads, cost = of_others(cases, own)
-        graph = without_profiler(own.graph, cost)
+        overheads = Overheads().merge(one.overheads for one in cases if one.name != own.name)
         others = {
-            one.batch: without_profiler(one.graph, cost)
-            for one in cases
-            if one.name == own.name and one.batch != own.batch
+            one.batch: one.graph for one in cases if one.name == own.name and one.batch != own.batch
         }
-        found["own_trace"].append(simulate([graph], overheads).seconds)
+        found["own_trace"].append(simulate([own.graph], overheads).seconds)
         unseen = between(own.batch, others)
         found["other_batches"].append(simulate([unseen], overheads).seconds)
-        found["operators_alone"].append(sum(_seconds(graph)))
+        found["operators_alone"].append(sum(_seconds(own.graph)))
     return found
 
 
@@ -221,10 +245,9 @@ def results_of(cases: Sequence[Measured]) -> dict[str, Any]:
     return {
         "cases": [f"{case.name} {case.batch}" for case in cases],
         "measured_ms": [1e3 * seconds for seconds in measured],
-        "traced_ms": [1e3 * case.run.measured[0] for case in cases],
         "predicted_ms": {by: [1e3 * one for one in times] for by, times in found.items()},
         **{by: errors(times, measured) for by, times in found.items()},
-        "repeat": errors([case.halves[1] for case in cases], [case.halves[0] for case in cases]),
+        "repeat": errors([case.times[-1] for case in cases], [case.times[0] for case in cases]),
     }
 
 
@@ -243,7 +266,7 @@ def main() -> int:
     """Measure, predict, and write the errors."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--only", nargs="+", choices=TRAININGS, default=list(TRAININGS))
-    options.add_argument("--rounds", type=int, default=15, help="steps that are timed, twice")
+    options.add_argument("--rounds", type=int, default=15, help="steps that are timed in a turn")
     options.add_argument("--traces", type=Path, help="folder to keep the traces in")
     options.add_argument("--output", type=Path, default=CPU_FOLDER / "predict_training.json")
     chosen = options.parse_args()
