@@ -128,7 +128,7 @@ def event_cost() -> float:
     return max(traced - plain, 0.0) / TINY
 
 
-def typical_step(graphs: Sequence[ExecutionGraph], count: int = TRACED) -> ExecutionGraph:
+def typical_step(graphs: Sequence[ExecutionGraph], count: int) -> ExecutionGraph:
     """The second of some steps, with operators of the median times of all traced ones.
 
     Of each trace of ``count`` steps the first two do not count.
@@ -172,7 +172,7 @@ def measure(names: Sequence[str], rounds: int, folder: Path) -> list[Measured]:
             *case,
             times[case],
             Overheads().merge(run.overheads for run in runs[case]),
-            without_profiler(typical_step([run.graphs[0] for run in runs[case]]), cost),
+            without_profiler(typical_step([run.graphs[0] for run in runs[case]], TRACED), cost),
         )
         for case in cases
     ]

@@ -59,8 +59,8 @@ def base_seconds(table: TableLookups, machine: Machine, is_backward: bool) -> fl
 
 
 def _exchange(machine: Machine) -> float:
-    """Bytes/s of what another core has just written."""
-    return machine.get("bandwidth.exchange", machine["bandwidth.L3"])
+    """Bytes/s of what another core has just written; where that is unknown, as much as of L3."""
+    return machine.get("bandwidth.exchange", EXCHANGES * machine["bandwidth.L3"])
 
 
 def _threads(machine: Machine) -> int:
