@@ -14,11 +14,12 @@ it reads gradients that the other threads have just written, at the machine's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from ..learned import find_model
-from ..machine import Machine
+from ..machine import Machine, known_machines, load_machine
 from ..prediction import Prediction
 from ..table_lookups import TableLookups, missing_bytes
 
@@ -59,8 +60,18 @@ def base_seconds(table: TableLookups, machine: Machine, is_backward: bool) -> fl
 
 
 def _exchange(machine: Machine) -> float:
-    """Bytes/s of what another core has just written; where that is unknown, as much as of L3."""
-    return machine.get("bandwidth.exchange", EXCHANGES * machine["bandwidth.L3"])
+    """Bytes/s of what another core has just written.
+
+    Where a file of ``calibrate`` lacks it, that of its family, and if that is unknown, too, enough
+    for as much as a pass over L3.
+    """
+    known = machine.get("bandwidth.exchange", 0.0) or _family_exchange(machine.name)
+    return known or EXCHANGES * machine["bandwidth.L3"]
+
+
+@lru_cache(maxsize=16)
+def _family_exchange(name: str) -> float:
+    return load_machine(name).get("bandwidth.exchange", 0.0) if name in known_machines() else 0.0
 
 
 def _threads(machine: Machine) -> int:

@@ -97,6 +97,15 @@ def test_gradients_wait_for_the_other_core():
     assert times[0] - times[1] == pytest.approx(EXCHANGES * moved * (1 / exchange - 1e-12))
 
 
+def test_a_calibrated_machine_exchanges_as_its_family():
+    machine = load_machine("znver4")
+    figures = {k: v for k, v in machine.figures.items() if k != "bandwidth.exchange"}
+    calibrated = replace(machine, figures=figures)
+    assert base_seconds(BATCH, calibrated, True) == base_seconds(BATCH, machine, True)
+    unknown = replace(calibrated, name="other")
+    assert base_seconds(BATCH, unknown, True) < base_seconds(BATCH, machine, True)
+
+
 @pytest.mark.parametrize("name", ["znver4", "v100"])
 def test_tables_of_different_sizes_are_one_launch(name):
     machine = load_machine(name)
