@@ -7,7 +7,6 @@ error that the message explains, 2 for wrong usage, 130 after Ctrl-C.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import sys
@@ -38,9 +37,6 @@ COMMANDS = (
 DEBUG = "TVM_FUSION_DEBUG"
 """Environment variable that makes errors show their traceback."""
 
-GARBAGE = 100_000
-"""New objects between two searches for garbage: imports and graphs make many, and keep them."""
-
 
 class Commands(click.Group):
     """The commands of ``COMMANDS``; a module is imported when its command is asked for."""
@@ -69,7 +65,6 @@ def cli() -> None:
 def program() -> int:
     """Run the command line in a process of its own, without PyTorch."""
     hide_torch()
-    gc.set_threshold(GARBAGE)
     return main()
 
 
