@@ -4,12 +4,12 @@
     python examples/benchmarks/predict_training.py [--only mlp cnn] [--rounds 15]
 
 Each training has four batch sizes. A step of each is timed without profiler; then PyTorch's
-profiler records some steps, of which each operator takes its median time, without what the profiler
-adds to the events inside it. Predicted are, with the overheads of the host from the traces of the
-other models: steps whose operators take the times of their own trace, and steps of a batch whose
-operators take times between those of the other three batch sizes, so that nothing of that batch is
-known. All is measured in three turns; beside the errors stands the difference of the first and the
-last. Writes results/CPU/predict_training.json.
+profiler records some steps, and each operator takes its mean in the half of them nearest to the
+median step, without what the profiler adds to the events inside it. Predicted are, with the
+overheads of the host from the traces of the other models: steps whose operators take the times of
+their own trace, and steps of a batch whose operators take times between those of the other three
+batch sizes, so that nothing of that batch is known. All is measured in three turns; beside the
+errors stands the difference of the first and the last. Writes results/CPU/predict_training.json.
 """
 
 from __future__ import annotations
@@ -129,9 +129,10 @@ def event_cost() -> float:
 
 
 def typical_step(graphs: Sequence[ExecutionGraph], count: int) -> ExecutionGraph:
-    """The second of some steps, with operators of the median times of all traced ones.
+    """The second of some steps, with operators of their mean times in the middle half of all.
 
-    Of each trace of ``count`` steps the first two do not count.
+    The sum of the operators' medians would be less than the median of a step. Of each trace of
+    ``count`` steps the first two do not count.
 
     Raises
     ------
@@ -143,10 +144,11 @@ def typical_step(graphs: Sequence[ExecutionGraph], count: int) -> ExecutionGraph
     if len(steps) != count * len(graphs) or any(_names(s) != _names(steps[0]) for s in steps):
         raise ValueError(f"{graphs[0].name}: {count} steps do not call the same operators")
     counted = [step for number, step in enumerate(steps) if number % count >= WARMED]
-    times = [[kernel.seconds for op in step for kernel in op.kernels] for step in counted]
-    medians = iter(np.median(times, axis=0).tolist())
+    times = np.array([[kernel.seconds for op in step for kernel in op.kernels] for step in counted])
+    order, outer = np.argsort(times.sum(axis=1)), len(times) // 4
+    means = iter(times[order[outer : len(order) - outer]].mean(axis=0).tolist())
     second = replace(graphs[0], ops=steps[1])
-    return map_kernels(second, lambda kernel, _: replace(kernel, seconds=next(medians)))
+    return map_kernels(second, lambda kernel, _: replace(kernel, seconds=next(means)))
 
 
 def _names(ops: Sequence[Op]) -> list[str]:
