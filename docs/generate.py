@@ -183,6 +183,41 @@ def predicted_reductions() -> str:
     return _table(["case", "MB", *machines, f"waves, {machines[-1]}"], rows)
 
 
+def predicted_lookups() -> str:
+    """Errors of predicted lookups, by CPU and direction."""
+    kinds = {
+        "by_the_data": "by the data",
+        "by_the_data_with_the_exchange_of_the_file": "exchange not measured beside",
+        "by_sizes_alone": "by sizes alone",
+        "repeat": "same launch again",
+    }
+    rows = [
+        [cpu, direction, *(f"{found[kind]['gmae']:.1f} %" for kind in kinds if kind in found)]
+        for cpu, results in _by_cpu("predict_lookups")
+        for direction, found in results.items()
+    ]
+    return _table(["CPU", "direction", *kinds.values()], rows)
+
+
+def predicted_trainings() -> str:
+    """Errors of predicted steps of trainings, by CPU."""
+    kinds = {
+        "own_trace": "operators of its own trace",
+        "other_batches": "operators of other batch sizes",
+        "repeat": "same step again",
+    }
+    rows = [
+        [cpu, *(f"{results[kind]['mape_percent']:.1f} %" for kind in kinds)]
+        for cpu, results in _by_cpu("predict_training")
+    ]
+    return _table(["CPU", *kinds.values()], rows)
+
+
+def _by_cpu(name: str) -> list[tuple[str, dict[str, Any]]]:
+    files = sorted(RESULTS.glob(f"*/{name}.json"))
+    return [(_cpu(file.parent.name), json.loads(file.read_text())["results"]) for file in files]
+
+
 def _races(name: str, peers: Sequence[str], section: str = "results") -> str:
     """One row a case: our latency, and how many times as long each peer takes."""
     files = sorted(RESULTS.glob(f"*/{name}.json"))
@@ -299,6 +334,8 @@ PARTS: dict[str, Callable[..., str]] = {
         pairs,
         reductions,
         predicted_reductions,
+        predicted_lookups,
+        predicted_trainings,
         searches,
         stencils,
         tuned_pairs,

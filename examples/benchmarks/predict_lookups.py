@@ -6,6 +6,10 @@
 
 A launch is one to eight tables of random sizes, with rows that are equally likely or follow a Zipf
 law, and batches that differ. Backward is the gradient of the rows and their update by plain SGD.
+The process keeps the memory that it frees: otherwise what was freed before decides whether glibc
+gives large gradients back to the system, and they take page faults anew, up to 20 times the time.
+What a core writes and another reads at once takes times that differ up to 15-fold with the place
+of a virtual machine's cores, which may change every few seconds; it is measured beside each launch.
 Measured times are kept in ``--launches``. ``--train`` writes the kernel models from four fifths of
 the launches (needs xgboost) and results/CPU/predict_lookups.json: errors on the last fifth by the
 data of each batch, and without them, beside the difference of two measurements of the same batch.
@@ -14,11 +18,14 @@ data of each batch, and without them, beside the difference of two measurements 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +44,7 @@ from schedules.cost.kernels.cpu_lookups import (  # noqa: E402
     size_features,
     sizes_of,
 )
-from schedules.cost.machine import Machine, load_machine  # noqa: E402
+from schedules.cost.machine import Figure, Machine, load_machine  # noqa: E402
 from schedules.cost.table_lookups import TableLookups  # noqa: E402
 from tvm_fusion.cli.json_text import json_text  # noqa: E402
 from tvm_fusion.machine.host import host_cpu  # noqa: E402
@@ -51,6 +58,10 @@ ARENA = 1 << 30  # bytes in which all tables lie
 MOST = 48 << 20  # bytes of rows that a launch reads
 WIDTHS = (16, 32, 64, 128, 256)
 SEEDS = (0, 1, 2)
+LEAST_EXCHANGE = 2e-6  # seconds of a megabyte that count as none
+STEADY = 1.5  # times by which the exchange before and after a launch may differ
+KEEP_MEMORY = {-1: 2**31 - 1, -4: 0}
+"""Options of glibc's mallopt: M_TRIM_THRESHOLD as large as can be, and M_MMAP_MAX none."""
 DIRECTIONS = ("forward", "backward")
 PARAMETERS = {"max_depth": 6, "eta": 0.06, "subsample": 0.8, "colsample_bynode": 0.5}
 TREES = 300
@@ -145,109 +156,178 @@ def tables_in(arena: torch.Tensor, launch: Launch) -> list[torch.Tensor]:
     return found
 
 
-def forward(tables: list[torch.Tensor], batch: list[Batch]) -> Callable[[], None]:
-    """Lookups of one batch."""
+Run = Callable[[], Any]
+
+
+def forward(tables: list[torch.Tensor], batch: list[Batch]) -> list[Run]:
+    """Lookups of one batch in each table."""
     lookup = torch.ops.aten._embedding_bag_forward_only.default
-
-    def run() -> None:
-        for table, (indices, offsets) in zip(tables, batch, strict=True):
-            lookup(table, indices, offsets, False, 0, True, None, False, -1)
-
-    return run
+    return [
+        partial(lookup, table, indices, offsets, False, 0, True, None, False, -1)
+        for table, (indices, offsets) in zip(tables, batch, strict=True)
+    ]
 
 
-def backward(tables: list[torch.Tensor], batch: list[Batch]) -> Callable[[], None]:
-    """Sparse gradients of one batch, and the update of the rows by them."""
+def backward(tables: list[torch.Tensor], batch: list[Batch]) -> list[Run]:
+    """Sparse gradients of one batch, and the update of the rows by them, of each table."""
+    return [_update(table, *given) for table, given in zip(tables, batch, strict=True)]
+
+
+def _update(table: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> Run:
     gradient = torch.ops.aten._embedding_bag_backward.default
-    parts = []
-    for table, (indices, offsets) in zip(tables, batch, strict=True):
-        out, bag, size, most = torch.ops.aten._embedding_bag.default(
-            table, indices, offsets, False, 0, True, None, False, -1
-        )
-        parts.append((table, torch.full_like(out, 1e-3), indices, offsets, bag, size, most))
+    out, *found = torch.ops.aten._embedding_bag.default(
+        table, indices, offsets, False, 0, True, None, False, -1
+    )
+    ones = torch.full_like(out, 1e-3)
 
     def run() -> None:
-        for table, *operands in parts:
-            found = gradient(*operands, table.shape[0], False, 0, True, None, -1)
-            table.add_(found, alpha=-1e-6)
+        sparse = gradient(ones, indices, offsets, *found, table.shape[0], False, 0, True, None, -1)
+        table.add_(sparse, alpha=-1e-6)
 
     return run
 
 
 def measure(arena: torch.Tensor, seed: int) -> dict[str, Any]:
-    """Microseconds of each batch, forward and backward: medians of even and odd rounds."""
+    """Microseconds of each batch and table, by direction: medians of even and of odd rounds."""
     launch = draw(seed)
     tables = tables_in(arena, launch)
-    result: dict[str, Any] = {"seed": seed}
+    result: dict[str, Any] = {"seed": seed, "exchange": [exchange_seconds()]}
     for name, prepare in zip(DIRECTIONS, (forward, backward), strict=True):
-        runs = [prepare(tables, batch) for batch in launch.batches]
-        for run in runs:
-            run()
-        times = [[_timed(run) for run in runs] for _ in range(ROUNDS)]
-        halves = [np.median(times[half::2], axis=0) for half in (0, 1)]
-        result[name] = [[round(float(t) * 1e6, 2) for t in half] for half in halves]
+        batches = [prepare(tables, batch) for batch in launch.batches]
+        times = [[[_timed(run) for run in batch] for batch in batches] for _ in range(ROUNDS + 1)]
+        halves = [np.median(times[1 + half :: 2], axis=0) for half in (0, 1)]
+        result[name] = (1e6 * np.array(halves)).round(2).tolist()
+    result["exchange"].append(exchange_seconds())
     return result
 
 
-def _timed(run: Callable[[], None]) -> float:
+def is_steady(entry: dict[str, Any]) -> bool:
+    """Whether the cores exchanged data after a launch as they did before it."""
+    return max(entry["exchange"]) <= STEADY * min(entry["exchange"])
+
+
+def machine_beside(entry: dict[str, Any], machine: Machine) -> Machine:
+    """The machine as it was during a launch."""
+    seconds = float(np.mean(entry["exchange"]))
+    exchange = Figure(1 / seconds, "measured beside the launch")
+    return replace(machine, figures={**machine.figures, "bandwidth.exchange": exchange})
+
+
+def _timed(run: Run) -> float:
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
 
 
+def exchange_seconds() -> float:
+    """Seconds that a byte takes longer if another core has written it than if the same one has."""
+    rows, width = 1024, 256
+    source, copy, same = torch.zeros(rows, width), torch.zeros(rows, width), torch.arange(rows)
+    times: list[list[float]] = [[], []]
+    for _ in range(ROUNDS):
+        for found, order in zip(times, (same, same.flip(0)), strict=True):
+            source.fill_(1.0)
+            found.append(_timed(partial(torch.index_select, source, 0, order, out=copy)))
+    own, other = (float(np.median(found)) for found in times)
+    return max(other - own, LEAST_EXCHANGE) / (4 * rows * width)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory; other C libraries have no such choice."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for option, value in KEEP_MEMORY.items():
+        if mallopt is not None:
+            mallopt(option, value)
+
+
 def measure_more(launches: list[dict[str, Any]], seconds: float) -> None:
     """Measure launches for so many seconds, and add them."""
     torch.set_num_threads(THREADS)
+    keep_freed_memory()
     arena = torch.full((ARENA // 4,), 1e-3)
     end = time.monotonic() + seconds
     with torch.no_grad():
         while time.monotonic() < end:
-            launches.append(measure(arena, len(launches)))
+            found = measure(arena, launches[-1]["seed"] + 1 if launches else 0)
+            if is_steady(found):
+                launches.append(found)
 
 
 @dataclass
 class Rows:
-    """Batches as rows of a training: features, least seconds, measured ones, and by what split."""
+    """Tables of batches as rows of a training.
+
+    Parameters
+    ----------
+    by_data, by_sizes, usual : np.ndarray
+        (rows, features); ``usual`` as ``by_data``, of the machine of the file.
+    base, usual_base, measured : dict of str to np.ndarray
+        (rows,) least and measured seconds by direction.
+    halves : dict of str to np.ndarray
+        (rows, 2) seconds of even and of odd rounds.
+    launch : np.ndarray
+        (rows,) number of the batch of a launch that a row belongs to.
+    held : np.ndarray
+        (rows,) whether it is held out.
+    sizes : np.ndarray
+        (rows, ranges).
+    """
 
     by_data: np.ndarray
     by_sizes: np.ndarray
+    usual: np.ndarray
     base: dict[str, np.ndarray]
+    usual_base: dict[str, np.ndarray]
     measured: dict[str, np.ndarray]
-    repeat: dict[str, np.ndarray]
+    halves: dict[str, np.ndarray]
+    launch: np.ndarray
     held: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
+    sizes: np.ndarray
+
+    def sums(self, each: np.ndarray) -> np.ndarray:
+        """(launches, ...) sums over the tables of each held-out launch."""
+        _, number = np.unique(self.launch[self.held], return_inverse=True)
+        total = np.zeros((number.max() + 1, *each.shape[1:]))
+        np.add.at(total, number, each[self.held])
+        return total
 
 
 def rows_of(launches: list[dict[str, Any]], machine: Machine) -> Rows:
-    """Draw the launches again, and describe each of their batches."""
-    found: dict[str, list[Any]] = {name: [] for name in ("data", "sizes", "held", "low", "high")}
-    base: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
-    times: dict[str, list[list[float]]] = {name: [] for name in DIRECTIONS}
+    """Draw the launches again, and describe each table of their batches."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    base: dict[str, list[list[float]]] = {name: [] for name in DIRECTIONS}
+    times: dict[str, list[Any]] = {name: [] for name in DIRECTIONS}
     for entry in launches:
-        for number, tables in enumerate(draw(entry["seed"]).lookups):
+        beside = machine_beside(entry, machine)
+        for batch, tables in enumerate(draw(entry["seed"]).lookups):
             equal = [TableLookups(t.bags, t.rows, t.width, t.count) for t in tables]
-            found["data"].append(features(tables, machine))
-            found["sizes"].append(
-                np.append(size_features(tables, machine), base_seconds(equal, machine, False))
-            )
-            low, high = sizes_of(tables)
-            found["low"].append(low)
-            found["high"].append(high)
-            found["held"].append(entry["seed"] % 5 == 0)
-            for name in DIRECTIONS:
-                base[name].append(base_seconds(tables, machine, name == "backward"))
-                times[name].append([half[number] * 1e-6 for half in entry[name]])
+            for number, table in enumerate(tables):
+                found["data"].append(features(table, tables, beside))
+                found["usual"].append(features(table, tables, machine))
+                sizes = size_features(table, tables, beside)
+                traffic = np.log2(base_seconds(equal[number], beside, False))
+                found["sizes"].append(np.append(sizes, traffic))
+                found["ranges"].append(sizes_of(table))
+                found["launch"].append(BATCHES * entry["seed"] + batch)
+                found["held"].append(entry["seed"] % 5 == 0)
+                for name in DIRECTIONS:
+                    is_backward = name == "backward"
+                    base[name].append(
+                        [base_seconds(table, each, is_backward) for each in (beside, machine)]
+                    )
+                    times[name].append([half[batch][number] * 1e-6 for half in entry[name]])
     halves = {name: np.array(times[name]) for name in DIRECTIONS}
     return Rows(
         np.array(found["data"]),
         np.array(found["sizes"]),
-        {name: np.array(base[name]) for name in DIRECTIONS},
+        np.array(found["usual"]),
+        {name: np.array(base[name])[:, 0] for name in DIRECTIONS},
+        {name: np.array(base[name])[:, 1] for name in DIRECTIONS},
         {name: halves[name].mean(axis=1) for name in DIRECTIONS},
-        {name: np.abs(halves[name][:, 0] / halves[name][:, 1] - 1) for name in DIRECTIONS},
+        halves,
+        np.array(found["launch"]),
         np.array(found["held"]),
-        np.min(found["low"], axis=0),
-        np.max(found["high"], axis=0),
+        np.array(found["ranges"]),
     )
 
 
@@ -266,37 +346,36 @@ def fit(rows: np.ndarray, target: np.ndarray, held: np.ndarray, seed: int) -> tu
 
 
 def train(rows: Rows, direction: str) -> dict[str, Any]:
-    """Train one direction three times, keep the median model, and tell the errors."""
+    """Train one direction three times, keep the median model, and tell the errors of launches."""
     from examples.benchmarks.prediction.train import intervals
+    from schedules.cost.trees import trees_from_arrays
 
     held, measured, base = rows.held, rows.measured[direction], rows.base[direction]
-    trained = []
+    total = rows.sums(measured)
+    trained, without = [], []
     for seed in SEEDS:
         arrays, found = fit(rows.by_data, np.log(measured / base), held, seed)
         predicted = base * np.exp(found)
-        trained.append((errors(measured[held], predicted[held]), arrays, predicted[held]))
+        trained.append((errors(total, rows.sums(predicted)), arrays, predicted[held]))
+        _, found = fit(rows.by_sizes, np.log(measured), held, seed)
+        without.append(errors(total, rows.sums(np.exp(found))))
     trained.sort(key=lambda one: one[0]["gmae"])
     figures, arrays, predicted = trained[len(trained) // 2]
-    without = []
-    for seed in SEEDS:
-        _, found = fit(rows.by_sizes, np.log(measured), held, seed)
-        without.append(errors(measured[held], np.exp(found)[held]))
     ends = intervals(measured[held], predicted, base[held])
+    low, high = rows.sizes.min(axis=0), rows.sizes.max(axis=0)
     zero = np.zeros(1)
-    arrays |= {"harness": zero, "latency": zero, "low": rows.low, "high": rows.high, **ends}
+    arrays |= {"harness": zero, "latency": zero, "low": low, "high": high, **ends}
+    usual = rows.usual_base[direction] * np.exp(trees_from_arrays(arrays)(rows.usual))
+    even, odd = rows.sums(rows.halves[direction]).T
     return {
         "arrays": arrays,
         "errors": {
             "by_the_data": figures,
             "three_trainings_gmae": [one[0]["gmae"] for one in trained],
+            "by_the_data_with_the_exchange_of_the_file": errors(total, rows.sums(usual)),
             "by_sizes_alone": sorted(without, key=lambda one: one["gmae"])[1],
-            "by_traffic": errors(measured[held], base[held]),
-            "repeat": {
-                "gmae": round(
-                    100 * float(np.exp(np.log(rows.repeat[direction][held] + 4e-4).mean())), 2
-                ),
-                "mape": round(100 * float(rows.repeat[direction][held].mean()), 2),
-            },
+            "by_traffic": errors(total, rows.sums(base)),
+            "repeat": errors(odd, even),
         },
     }
 
@@ -311,7 +390,8 @@ def write_model(direction: str, found: dict[str, Any], rows: Rows, machine: Mach
     path = FOLDER / f"{kernel}-float32-{machine.name}.npz"
     with written_aside(path) as aside, aside.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **found["arrays"])
-    ranges = zip(RANGES, rows.low.tolist(), rows.high.tolist(), strict=True)
+    ends = (rows.sizes.min(axis=0), rows.sizes.max(axis=0))
+    ranges = zip(RANGES, *(end.tolist() for end in ends), strict=True)
     report = {
         "kernel": kernel,
         "dtype": "float32",

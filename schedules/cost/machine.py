@@ -57,10 +57,11 @@ class Machine:
         Full name of the device.
     figures : Mapping[str, Figure]
         By name: ``peak_flops.float32`` and of other dtypes (FLOP/s), ``bandwidth.memory``,
-        ``bandwidth.L2`` (bytes/s), ``capacity.memory``, ``capacity.L2`` (bytes),
-        ``multiprocessors`` (cores of a CPU), ``clock`` (Hz), ``launch_floor`` (seconds of an empty
-        kernel), ``latency.memory``, ``latency.L2`` (seconds), ``share.read`` (of the memory's
-        bandwidth that reads reach) and what single models fit.
+        ``bandwidth.L2``, ``bandwidth.exchange`` (bytes/s, the last of what another core has just
+        written), ``capacity.memory``, ``capacity.L2`` (bytes), ``multiprocessors`` (cores of a
+        CPU), ``clock`` (Hz), ``launch_floor`` (seconds of an empty kernel), ``latency.memory``,
+        ``latency.L2`` (seconds), ``share.read`` (of the memory's bandwidth that reads reach) and
+        what single models fit.
     """
 
     name: str

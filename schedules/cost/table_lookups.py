@@ -20,6 +20,9 @@ BINS = 17
 LINE = 64
 """Bytes of a cache line, of which a row takes whole ones."""
 
+RANGES = 64
+"""Equal ranges of a table's rows in which lookups are counted."""
+
 _ALL_LAST = 4 << BINS  # with so many mean uses or more, every row is in the last bin
 _SPARSE = 16  # with so many rows a lookup or more, sorting is faster than counting in a table
 _TAIL = 12  # standard deviations of a Poisson distribution that are summed up
@@ -40,11 +43,14 @@ class TableLookups:
     used, uses : tuple of float
         (17,) each: rows of each bin of uses, and the lookups in them. Empty for rows that are
         equally likely.
+    ranges : tuple of float
+        (64,) lookups in equal ranges of the rows; empty for rows that are equally likely.
 
     Raises
     ------
     PredictionError
-        If a size is not positive or beyond any memory, or the bins do not hold all lookups.
+        If a size is not positive or beyond any memory, or the bins or ranges do not hold all
+        lookups.
     """
 
     bags: int
@@ -53,6 +59,7 @@ class TableLookups:
     count: int
     used: tuple[float, ...] = ()
     uses: tuple[float, ...] = ()
+    ranges: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("bags", "rows", "width"):
@@ -63,10 +70,11 @@ class TableLookups:
         is_binned = len(self.used) == len(self.uses) and len(self.used) in (0, BINS)
         if not (is_binned and 0 <= self.count < 1 << 96):
             raise PredictionError(f"lookups: expected a count from 0 on, and {BINS} bins")
-        if self.used and abs(sum(self.uses) - self.count) > 1e-6 * max(1, self.count):
-            raise PredictionError(
-                f"lookups: {sum(self.uses):g} of {self.count} lookups are in the bins"
-            )
+        for name, parts in (("bins", self.uses), ("ranges", self.ranges)):
+            if parts and abs(sum(parts) - self.count) > 1e-6 * max(1, self.count):
+                raise PredictionError(
+                    f"lookups: {sum(parts):g} of {self.count} lookups are in the {name}"
+                )
 
     @staticmethod
     def of(
@@ -110,7 +118,17 @@ class TableLookups:
         used = np.bincount(bins, minlength=BINS)
         uses = np.bincount(bins, each, minlength=BINS)
         used_, uses_ = (tuple(map(float, bins)) for bins in (used, uses))
-        return TableLookups(len(offsets), rows, width, indices.size, used_, uses_)
+        ranges = np.bincount(indices.astype(np.int64) * RANGES // rows, minlength=RANGES)
+        counted = tuple(map(float, ranges))
+        return TableLookups(len(offsets), rows, width, indices.size, used_, uses_, counted)
+
+    def busiest(self, parts: int) -> float:
+        """Share of the lookups in the busiest of some equal parts of the rows, 64 at most."""
+        parts = max(min(parts, RANGES), 1)
+        if not self.ranges or not self.count:
+            return 1 / parts
+        part = np.arange(RANGES) * parts // RANGES
+        return float(np.bincount(part, self.ranges).max() / self.count)
 
     @property
     def reuse_factors(self) -> tuple[float, ...]:

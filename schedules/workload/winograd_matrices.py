@@ -21,6 +21,7 @@ from numpy.polynomial import polynomial
 
 TAPS = 3
 TILE_SIZES = (2, 4)
+_AT_ONCE = 1 << 14
 _MAGNITUDES = {2: (1.0,), 4: (0.75, 1.5)}
 
 
@@ -77,6 +78,10 @@ def transform_weight(weight: np.ndarray, size: int) -> np.ndarray:
         ``[(size + 2)**2, B(O), B(I), x, x]``, of the element type of ``weight``.
     """
     matrix = transforms(size).weight
-    taps = np.moveaxis(weight, (2, 3), (0, 1)).astype("float64").reshape(TAPS**2, -1)
-    points = (np.kron(matrix, matrix) @ taps).astype(weight.dtype)
+    both = np.kron(matrix, matrix)
+    taps = np.moveaxis(weight, (2, 3), (0, 1)).reshape(TAPS**2, -1)
+    points = np.empty((len(both), taps.shape[1]), weight.dtype)
+    for start in range(0, taps.shape[1], _AT_ONCE):  # so that float64 stays in the cache
+        some = slice(start, start + _AT_ONCE)
+        points[:, some] = both @ taps[:, some].astype("float64")
     return points.reshape(-1, *weight.shape[:2], *weight.shape[4:])

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schedules.cost.kernels.cpu_lookups import EXCHANGES, base_seconds
 from schedules.cost.kernels.embedding import hit_rate_of, predict_lookups
-from schedules.cost.machine import load_machine
+from schedules.cost.machine import Figure, load_machine
 from schedules.cost.table_lookups import BINS, TableLookups, missing_bytes
 from schedules.errors import PredictionError
 
@@ -32,6 +35,13 @@ def test_caches_keep_the_rows_used_most():
     assert hit_rate_of(BATCH, 4) == pytest.approx(1 - 4 / 12)
 
 
+def test_the_busiest_part_of_the_rows_by_hand():
+    # Of rows 0 to 4 are 4 of 12 lookups, of rows 5 to 9 eight; seven of these are of row 5.
+    assert BATCH.busiest(1) == 1 and BATCH.busiest(2) == pytest.approx(8 / 12)
+    assert BATCH.busiest(10**6) == pytest.approx(7 / 12)
+    assert TableLookups(3, 10, 16, 12).busiest(4) == 1 / 4
+
+
 @given(rows=st.integers(1, 3000), count=st.integers(1, 20_000), seed=st.integers(0, 9))
 def test_equally_likely_rows_have_the_bins_of_a_draw(rows, count, seed):
     drawn = np.random.default_rng(seed).integers(rows, size=count)
@@ -51,15 +61,49 @@ def test_batches_that_repeat_rows_are_faster(name, is_backward):
     random, shape = np.random.default_rng(0), (2_000_000, 64)
     spread = random.integers(shape[0], size=200_000)
     offsets = np.arange(0, 200_000, 20)
-    few = TableLookups.of(spread % 500, offsets, *shape)
+    few = TableLookups.of(spread % 500 * 4000, offsets, *shape)
     many = TableLookups.of(spread, offsets, *shape)
     fast, slow = (predict_lookups([one], machine, is_backward) for one in (few, many))
-    assert fast.seconds < 0.8 * slow.seconds
+    # Without a model of the CPU, reading the indices is most of a backward pass.
+    share = 0.95 if name == "znver3" and is_backward else 0.8
+    assert fast.seconds < share * slow.seconds
     assert 0 < fast.low < fast.seconds < fast.high
     equal = TableLookups(len(offsets), *shape, 200_000)
     assert predict_lookups([equal], machine, is_backward).seconds == pytest.approx(
         slow.seconds, rel=0.1
     )
+
+
+@pytest.mark.parametrize("name", ["znver4", "znver3"])
+def test_one_thread_updates_more_if_the_used_rows_are_neighbours(name):
+    machine, offsets = load_machine(name), np.arange(0, 200_000, 20)
+    rows = np.random.default_rng(0).integers(1_000_000, size=200_000)
+    spread, lower = (TableLookups.of(rows * step, offsets, 2_000_000, 64) for step in (2, 1))
+    assert (spread.used, spread.uses) == (lower.used, lower.uses)
+    times = [base_seconds(one, machine, True) for one in (spread, lower)]
+    assert times[0] < times[1]
+    forward = [base_seconds(one, machine, False) for one in (spread, lower)]
+    assert forward[0] == forward[1]
+
+
+def test_gradients_wait_for_the_other_core():
+    machine = load_machine("znver4")
+    fast = replace(
+        machine, figures=machine.figures | {"bandwidth.exchange": Figure(1e12, "by hand")}
+    )
+    times = [base_seconds(BATCH, one, True) for one in (machine, fast)]
+    moved = 12 * 64
+    exchange = machine["bandwidth.exchange"]
+    assert times[0] - times[1] == pytest.approx(EXCHANGES * moved * (1 / exchange - 1e-12))
+
+
+def test_a_calibrated_machine_exchanges_as_its_family():
+    machine = load_machine("znver4")
+    figures = {k: v for k, v in machine.figures.items() if k != "bandwidth.exchange"}
+    calibrated = replace(machine, figures=figures)
+    assert base_seconds(BATCH, calibrated, True) == base_seconds(BATCH, machine, True)
+    unknown = replace(calibrated, name="other")
+    assert base_seconds(BATCH, unknown, True) < base_seconds(BATCH, machine, True)
 
 
 @pytest.mark.parametrize("name", ["znver4", "v100"])
@@ -87,5 +131,7 @@ def test_bad_batches_are_refused():
         TableLookups(1, 0, 4, 1)
     with pytest.raises(PredictionError, match="1 of 2 lookups are in the bins"):
         TableLookups(1, 9, 4, 2, (1.0, *[0.0] * 16), (1.0, *[0.0] * 16))
+    with pytest.raises(PredictionError, match="1 of 2 lookups are in the ranges"):
+        TableLookups(1, 9, 4, 2, ranges=(1.0, *[0.0] * 63))
     with pytest.raises(PredictionError, match="in no tables"):
         predict_lookups([], load_machine("v100"), False)
