@@ -5,8 +5,8 @@
 
 Networks of images have weights of int8 with a scale for each channel and activations of uint8,
 either as pairs of QuantizeLinear and DequantizeLinear (``qdq``) or as operators on integers
-(``operators``); BERT-base quantises its activations at run time (``dynamic``). tvm-fusion computes
-in float32 between the roundings. Prints a table and writes results/CPU/quantized.json.
+(``operators``); BERT-base quantises its activations at run time (``dynamic``). Prints a table and
+writes results/CPU/quantized.json.
 """
 
 from __future__ import annotations
