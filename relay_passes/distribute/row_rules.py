@@ -21,6 +21,7 @@ from ..core.expressions import resize_alike
 from ..op.conv2d import CONV2D
 from ..op.conv_types import read_kernel
 from ..op.fused_conv2d import FUSED_CONV2D
+from ..op.quantized_conv2d import QUANTIZED_CONV2D, read_quantized
 from ..op.winograd_conv2d import NAME as WINOGRAD
 from ..op.winograd_conv2d import read_winograd
 
@@ -103,9 +104,12 @@ def _all_touch(windows: Sequence[RowWindow], rows: int) -> bool:
     return True
 
 
+_READERS = {WINOGRAD: read_winograd, QUANTIZED_CONV2D.name: read_quantized}
+
+
 def _convolution(call: relax.Call) -> RowOp | None:
-    if call.op.name == WINOGRAD:
-        kernel, suffixes = read_winograd(call), [""]
+    if call.op.name in _READERS:
+        kernel, suffixes = _READERS[call.op.name](call), [""]
     else:
         op = CONV2D if call.op.name == CONV2D.name else FUSED_CONV2D
         kernel, suffixes = read_kernel(call, op), list(op.suffixes)
@@ -138,6 +142,39 @@ def _windows(kernel: Conv2DKernel) -> list[RowWindow]:
         found.append(RowWindow(height, layer.strides[0], reach, layer.padding[0]))
         height, width = layer.output_size(height, width)
     return found[::-1]
+
+
+def _explicit_padding(call: relax.Call) -> RowOp | None:
+    """Constant rows and columns around an image.
+
+    Each part reads as many rows before its own as there are rows of padding, so that also a part
+    within the padding reads one.
+    """
+    widths, shape = [int(width) for width in call.attrs.pad_width], image_shape(call.args[0])
+    result = image_shape(call)
+    if shape is None or result is None or str(call.attrs.pad_mode) != "constant":
+        return None
+    top, bottom = widths[2 * AXIS : 2 * AXIS + 2]
+    extent = shape[AXIS]
+    window = RowWindow(extent, 1, top + bottom + 1, top + bottom)
+
+    def rebuild(operands: Sequence[relax.Expr], begin: int, end: int) -> relax.Expr:
+        first = max(begin - top - bottom, 0)  # row of the operand
+        low, high = max(begin - top, 0), min(end - top, extent)
+        parts = list(widths)
+        parts[2 * AXIS] = max(0, min(top, end) - begin)
+        parts[2 * AXIS + 1] = end - begin - parts[2 * AXIS] - max(0, high - low)
+        value = float(call.attrs.pad_value)
+        if high <= low:
+            extents = [*result[:AXIS], end - begin, *result[AXIS + 1 :]]
+            dtype = str(call.ty.dtype)
+            return relax.op.full(extents, relax.const(value, dtype), dtype)
+        data = operands[0]
+        if (first, min(end, extent)) != (low, high):
+            data = relax.op.strided_slice(data, [AXIS], [low - first], [high - first])
+        return relax.op.nn.pad(data, parts, "constant", value)
+
+    return RowOp(((window,),), rebuild)
 
 
 _POOLS = {
@@ -275,10 +312,11 @@ _ELEMENT_WISE = (
 _CHANNELS = ("channel_norm", "channel_shuffle", "channel_slice", "pack", "unpack")
 
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys((CONV2D.name, FUSED_CONV2D.name, WINOGRAD), _convolution),
+    **dict.fromkeys((CONV2D.name, FUSED_CONV2D.name, *_READERS), _convolution),
     **dict.fromkeys(_POOLS, _pooling),
     **{f"relax.{name}": _element_wise for name in _ELEMENT_WISE},
     **{f"relax.tvm_fusion.{name}": _channels for name in _CHANNELS},
     "relax.concat": _concatenation,
     "relax.image.resize2d": _enlargement,
+    "relax.nn.pad": _explicit_padding,
 }

@@ -179,6 +179,9 @@ def test_calls_that_are_not_split(build: Callable[..., relax.Expr], shapes: Any)
         (lambda x, y: relax.op.multiply(x, y), [(1, 4, 8, 8), (1, 4, 1, 1)]),
         (lambda x, y: relax.op.add(x, y), [(1, 4, 8, 8), (1, 4, 8, 8)]),
         (lambda x, y: relax.op.concat([x, y], 1), [(1, 4, 8, 8), (1, 2, 8, 8)]),
+        (lambda x: nn.pad(x, [0, 0, 0, 0, 2, 1, 1, 0], pad_value=7.0), [(1, 4, 8, 8)]),
+        (lambda x: nn.pad(x, [0, 0, 0, 0, 5, 1, 0, 0], pad_value=7.0), [(1, 4, 2, 8)]),
+        (lambda x: nn.pad(x, [0, 0, 0, 0, 1, 6, 0, 0], pad_value=7.0), [(1, 4, 2, 8)]),
         (lambda x: pack(x, 4), [(1, 6, 8, 8)]),
         (lambda x: unpack(x, 6), [(1, 2, 8, 8, 4)]),
         (lambda x: image.resize2d(x, (16, 16)), [(1, 4, 8, 8)]),
@@ -221,6 +224,19 @@ def test_parts_of_a_call_make_its_result(
 
         parts.append(run_module(function(part, *[g.shape for g in given]), *given))
     np.testing.assert_array_equal(np.concatenate(parts, axis=2), whole)
+
+
+def test_rows_of_bytes() -> None:
+    types = [((1, 4, 9, 8), "uint8"), ((8, 4, 3, 3), "int8"), ((8,), "float32"), ((8,), "float32")]
+    operands = [relax.Var("x", relax.TensorType(*ty)) for ty in types]
+    made = relax.BlockBuilder().normalize(op.quantized_conv2d(*operands, padding=[1, 1, 1, 1]))
+    rows = row_op(made)
+    assert rows is not None and rows.reads[1:] == (None,) * 3
+    part = rows.rebuild(
+        [relax.Var("x", relax.TensorType((1, 4, 5, 8), "uint8")), *operands[1:]], 0, 4
+    )
+    assert list(part.attrs["padding"]) == [1, 1, 0, 1]
+    assert list(relax.BlockBuilder().normalize(part).ty.shape.values) == [1, 8, 4, 8]
 
 
 def test_sizes_only_known_at_run_time() -> None:
