@@ -65,5 +65,5 @@ class LegalizeCalls:
 
 def _registered() -> dict[str, Legalize]:
     """Legalizations of all ops that have one."""
-    ops = map(Op.get, Op.list_op_names())
-    return {op.name: op.get_attr("FLegalize") for op in ops if op.has_attr("FLegalize")}
+    found = {name: Op.get(name).get_attr("FLegalize") for name in Op.list_op_names()}
+    return {name: legalize for name, legalize in found.items() if legalize is not None}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import tvm
 from op_calls import module_of
-from tvm import relax
+from tvm import relax, tirx
 
 from relay_passes import LegalizeCalls
 
@@ -22,6 +22,12 @@ def test_calls_become_kernels_as_by_the_pass_of_tvm() -> None:
     legal = LegalizeCalls()(norm("float32"))
     tvm.ir.assert_structural_equal(legal, relax.transform.LegalizeOps()(norm("float32")))
     tvm.ir.assert_structural_equal(LegalizeCalls()(legal), legal)
+
+
+def test_calls_without_a_kernel_of_their_own_stay() -> None:
+    data = relax.Var("v", relax.TensorType((2, tirx.Var("n", "int64")), "float32"))
+    mod = module_of(relax.op.shape_of(data), [data])
+    tvm.ir.assert_structural_equal(LegalizeCalls()(mod), mod)
 
 
 def test_own_rules_come_first() -> None:
