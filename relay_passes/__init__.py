@@ -31,6 +31,7 @@ from .program.capture_graphs import CaptureGraphs
 from .program.check_alignment import CheckAlignment
 from .program.drop_pragma_scopes import DropPragmaScopes
 from .program.half_precision import HalfPrecision
+from .program.legalize_calls import LegalizeCalls
 from .program.lift_weights import LiftWeights
 from .program.mark_constants import MarkConstants
 from .program.pack_weights import PackWeights
@@ -64,6 +65,7 @@ __all__ = [
     "FuseReductionProducers",
     "FuseReductions",
     "HalfPrecision",
+    "LegalizeCalls",
     "LiftWeights",
     "MarkConstants",
     "PackLayout",

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import errors
+from .compiler.interrupts import interrupts_kept
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -80,11 +82,17 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     """Import on first use what needs TVM."""
     if name in _LATER:
-        module = importlib.import_module(f".{_LATER[name]}", __name__)
+        module = _imported(_LATER[name])
         return getattr(module, "resolve" if name == "resolve_target" else name)
     if name == "pipeline":
-        return importlib.import_module(".pipeline", __name__)
+        return _imported(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _imported(name: str) -> ModuleType:
+    """Import a module of this package; extensions crash where Ctrl-C ends their own import."""
+    with interrupts_kept():
+        return importlib.import_module(f".{name}", __name__)
 
 
 def __dir__() -> list[str]:

@@ -26,6 +26,7 @@ from relay_passes import (
     FuseReductionProducers,
     FuseReductions,
     HalfPrecision,
+    LegalizeCalls,
     PackLayout,
     ShortenNames,
     SimplifyInference,
@@ -86,7 +87,7 @@ def gpu_phases(
         "reduce": [CoalesceReduction()],
         "lower": [
             *gpu_generic.library_dispatch_passes(target),
-            transform.LegalizeOps(),
+            LegalizeCalls(),
             transform.AnnotateTIROpPattern(),
             AnnotateGathers(),
             FuseReductions(target),

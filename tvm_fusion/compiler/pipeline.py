@@ -30,6 +30,7 @@ from relay_passes import (
     FuseConv2D,
     FuseEpilogue,
     FusePack,
+    LegalizeCalls,
     LiftWeights,
     MarkConstants,
     MultiplyBytes,
@@ -170,7 +171,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         "reduce": [CoalesceReduction()],
         "lower": [
             *cpu_generic.library_dispatch_passes(target),
-            transform.LegalizeOps(shared_legalizations()),
+            LegalizeCalls(shared_legalizations()),
             DropPragmaScopes(),
             FusePack(),
             transform.AnnotateTIROpPattern(),

@@ -37,7 +37,12 @@ from .rewrites.arithmetic.modulo import expand_modulo
 from .rewrites.arithmetic.narrow_types import carry_narrow_types
 from .rewrites.arithmetic.powers import expand_power, replace_powers
 from .rewrites.arithmetic.saturation import saturate_casts
-from .rewrites.arithmetic.wider_types import widen_cast, widen_extremes, widen_sort
+from .rewrites.arithmetic.wider_types import (
+    widen_cast,
+    widen_extremes,
+    widen_norm,
+    widen_sort,
+)
 from .rewrites.control_flow.branches import splice_branches
 from .rewrites.control_flow.functions import expand_operators, inline_functions
 from .rewrites.control_flow.loops import unroll_loops
@@ -102,6 +107,7 @@ EXPANSIONS: dict[str, Rule] = {
     "GridSample": widen_reflection,
     "IsInf": expand_is_inf,
     "IsNaN": expand_is_nan,
+    "LRN": widen_norm,
     "LSTM": expand_recurrent,
     "LpPool": expand_p_norm,
     "MatMulInteger": expand_matmul_integer,

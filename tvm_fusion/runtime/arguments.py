@@ -189,6 +189,12 @@ def dlpack_device(spec: TensorSpec, value: Any) -> tuple[int, int]:
     return kind, index
 
 
+def call_error(error: Exception) -> InvalidInputError:
+    """The error of a call whose program stopped, from that of TVM."""
+    reason = str(error).strip().splitlines()[-1]
+    return InvalidInputError(f"the model cannot run on these inputs: {reason}")
+
+
 def _unreadable(spec: TensorSpec, value: Any, error: Exception) -> InvalidInputError:
     return InvalidInputError(
         f"input {spec.name!r} ({type(value).__name__}) cannot be read through DLPack: {error}"

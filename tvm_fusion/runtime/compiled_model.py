@@ -17,7 +17,7 @@ import numpy as np
 import tvm_ffi
 
 from ..errors import ArtifactError, InvalidInputError, TargetError
-from .arguments import bind
+from .arguments import bind, call_error
 from .artifact import (
     Description,
     read_artifact,
@@ -219,10 +219,10 @@ class CompiledModel(DescribedModel):
             outputs = self._main(*tensors, *self._on_device())
         except (RuntimeError, ValueError, TypeError) as error:
             # TVM checks what the specs cannot say, such as a dimension computed from others.
-            reason = str(error).strip().splitlines()[-1]
             if self.needs is not None and re.search("CUDA|OpenCL|CL_", str(error)):
+                reason = str(error).strip().splitlines()[-1]
                 raise TargetError(f"the GPU failed to run the model: {reason}") from error
-            raise InvalidInputError(f"the model cannot run on these inputs: {reason}") from error
+            raise call_error(error) from error
         return [outputs] if isinstance(outputs, tvm_ffi.Tensor) else outputs
 
     def _place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:

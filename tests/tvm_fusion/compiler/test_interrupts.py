@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import threading
 import warnings
@@ -128,3 +129,22 @@ def test_nothing_is_printed_of_a_node_that_tvm_cannot_import(
     with pytest.raises(InvalidModelError, match="cannot be imported"):
         tvm_fusion.compile(model, threads=1)
     assert capfd.readouterr() == ("", "")
+
+
+def test_an_interrupt_waits_for_the_end_of_imports() -> None:
+    code = """
+import signal, sys
+import tvm_fusion
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Finder:
+    def find_spec(name, *_):
+        if name == "onnx":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+try:
+    tvm_fusion.compile
+except KeyboardInterrupt:
+    print("tvm_fusion.compiler.compile_model" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")

@@ -217,13 +217,15 @@ def test_negative_indices_from_data() -> None:
         "a = Gather<axis = 0>(x, i)",
         "a = GatherElements<axis = 0>(x, i)",
         "a = GatherND(x, j)",
+        "a = ScatterElements<axis = 0>(x, i, u)",
         "a = ScatterND(x, j, u)",
     ],
 )
 def test_indices_beyond_the_tensor(node: str) -> None:
     """They read and write no other memory: they are an error of the call, by the node's name."""
     operator = node.split()[2].split("<")[0].split("(")[0]
-    kind = {"Gather": "[2, 4, 4]", "ScatterND": "[3, 4]"}.get(operator, "[2, 4]")
+    kind = "[3, 4]" if operator.startswith("Scatter") else "[2, 4]"
+    kind = "[2, 4, 4]" if operator == "Gather" else kind
     inputs = "float[3, 4] x, int64[2, 4] i, int64[2, 1] j, float[2, 4] u"
     compiled = tvm_fusion.compile(parse(inputs, f"float{kind} a", node), threads=1)
     x, u = normal(3, 4), normal(2, 4, seed=1)

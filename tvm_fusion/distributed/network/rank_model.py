@@ -16,7 +16,7 @@ import tvm_ffi
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message, Region, intersection
 from schedules.distribute.rows.rank_plan import EXCHANGE, Range, RowExchange
 
-from ...runtime.arguments import InputBuffers, bind, check, numpy_dtype, results
+from ...runtime.arguments import InputBuffers, bind, call_error, check, numpy_dtype, results
 from ...runtime.artifact import Description
 from ...runtime.compiled_model import Latency
 from ...runtime.thread_pool import Crew
@@ -91,7 +91,8 @@ class RankModel:
         Raises
         ------
         InvalidInputError
-            If an input is missing, unknown, or of the wrong type or shape.
+            If an input is missing, unknown, or of the wrong type or shape, or an index in it out
+            of bounds.
         DistributedError
             If a rank does not answer in time.
         """
@@ -143,11 +144,11 @@ class RankModel:
         _running.model = self
         try:
             returned = self._machine[self._part.function](*tensors, *self._weights)
-        except Exception:
+        except Exception as failure:
             error, self._error = self._error, None
             if error is not None:
                 raise error from None
-            raise
+            raise call_error(failure) from failure
         finally:
             _running.model = None
         if self.world.rank:

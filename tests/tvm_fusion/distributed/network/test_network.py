@@ -204,3 +204,42 @@ def test_refusals(model: Any, options: dict[str, Any], error: type, message: str
 def test_options_for_gpus_have_no_effect() -> None:
     with pytest.raises(TargetError, match="precision and cuda_graph are for GPUs"):
         tvm_fusion.compile(small_model(), ranks=2, precision="fp16")
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        "a = Gather<axis = 2>(y, i)",
+        "a = GatherElements<axis = 2>(y, p)",
+        "a = GatherND(y, q)",
+        "a = ScatterElements<axis = 2>(y, p, u)",
+        "a = ScatterND(y, q, v)",
+    ],
+)
+def test_an_index_out_of_bounds_is_an_error_of_the_call(node: str) -> None:
+    inputs = {
+        "x": np.ones((1, 4, 16, 8), "float32"),
+        "w": np.ones((4, 4, 3, 3), "float32"),
+        "i": np.ones(2, "int64"),
+        "p": np.ones((1, 1, 1, 1), "int64"),
+        "q": np.ones((1, 2), "int64"),
+        "u": np.ones((1, 1, 1, 1), "float32"),
+        "v": np.ones((1, 16, 8), "float32"),
+    }
+    inputs["q"][0, 0] = 0
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": 18]>
+        g (float[1,4,16,8] x, float[4,4,3,3] w, int64[2] i, int64[1,1,1,1] p, int64[1,2] q,
+            float[1,1,1,1] u, float[1,16,8] v) => (float o) {{
+            y = Conv <pads = [1, 1, 1, 1]> (x, w) {node} o = Relu(a) }}"""
+    )
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    compiled = distributed.compile_network(model, 2, threads=1, exchange="always")
+    one = tvm_fusion.compile(model, threads=1)
+    np.testing.assert_array_equal(over_ranks(compiled, inputs), one(inputs))
+    operator = node.split()[2].split("<")[0].split("(")[0]
+    for far in (16, -17, 2**40):
+        for name in "ipq":
+            inputs[name].flat[-1] = far
+        with pytest.raises(InvalidInputError, match=rf"\({operator}\) has an index out of bounds"):
+            run_ranks(2, lambda world: compiled.on(world)(inputs), timeout=20)

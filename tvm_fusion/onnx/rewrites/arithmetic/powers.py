@@ -16,6 +16,12 @@ from ..expansion import Expansion
 LARGEST_PRODUCT = 8
 """Largest exponent that becomes products, at most four of them."""
 
+WIDER: dict[int | None, int] = {
+    TensorProto.BFLOAT16: TensorProto.FLOAT,
+    **dict.fromkeys(INTEGER_TYPES, TensorProto.DOUBLE),
+}
+"""Types that TVM has no power of, and the one that it is computed in."""
+
 
 def replace_powers(model: onnx.ModelProto, facts: GraphFacts) -> None:
     """Write powers of floats with a small integer exponent as products; cast other exponents."""
@@ -31,16 +37,18 @@ def replace_powers(model: onnx.ModelProto, facts: GraphFacts) -> None:
 
 
 def expand_power(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Compute a power of integers in float64, and one with exponents from data in one type.
+    """Compute a power in a type that TVM has it in, and one with exponents from data in one type.
 
     ::
 
         integers:  Cast(Pow(Cast(x, double), Cast(y, double)))
+        bfloat16:  Cast(Pow(Cast(x, float), Cast(y, float)))
         floats:    Pow(x, Cast(y))
     """
     base, exponent = (expansion.facts.dtype(name) for name in node.input)
-    if base in INTEGER_TYPES:
-        wide = [expansion.emit("Cast", name, to=TensorProto.DOUBLE) for name in node.input]
+    kind = WIDER.get(base)
+    if kind is not None and _small_exponent(node, expansion.facts) is None:
+        wide = [expansion.emit("Cast", name, to=kind) for name in node.input]
         expansion.finish(expansion.emit("Cast", expansion.emit("Pow", *wide), to=base))
     elif exponent != base and expansion.facts.constant(node.input[1]) is None:
         cast = expansion.emit("Cast", node.input[1], to=base)

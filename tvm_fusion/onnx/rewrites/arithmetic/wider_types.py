@@ -18,6 +18,8 @@ SORTED_AS: dict[int, int] = {
 }
 """Types that TVM's sort lacks, or takes for others, and types that hold all their numbers."""
 
+HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
 
 def widen_cast(node: onnx.NodeProto, expansion: Expansion) -> None:
     """Cast bfloat16 to whole numbers by way of float32: the importer looks for infinities."""
@@ -30,7 +32,7 @@ def widen_cast(node: onnx.NodeProto, expansion: Expansion) -> None:
 def widen_extremes(node: onnx.NodeProto, expansion: Expansion) -> None:
     """Reduce bools as integers: TVM knows no largest and no smallest bool."""
     if expansion.facts.dtype(node.input[0]) == TensorProto.BOOL:
-        _widen(node, expansion, TensorProto.INT32)
+        widen(node, expansion, TensorProto.INT32)
 
 
 def widen_sort(node: onnx.NodeProto, expansion: Expansion) -> None:
@@ -38,7 +40,13 @@ def widen_sort(node: onnx.NodeProto, expansion: Expansion) -> None:
     set_attributes(node, ("sorted",))
     wide = SORTED_AS.get(expansion.facts.dtype(node.input[0]))
     if wide is not None:
-        _widen(node, expansion, wide)
+        widen(node, expansion, wide)
+
+
+def widen_norm(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Normalise 16-bit data in float32: the importer adds a constant of float32."""
+    if expansion.facts.dtype(node.input[0]) in HALVES:
+        widen(node, expansion, TensorProto.FLOAT)
 
 
 def sort_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
@@ -48,12 +56,14 @@ def sort_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     return None
 
 
-def _widen(node: onnx.NodeProto, expansion: Expansion, wide: int) -> None:
-    """Cast the node's first input, and its first output back."""
+def widen(node: onnx.NodeProto, expansion: Expansion, wide: int, count: int = 1) -> None:
+    """Cast the first inputs of the node, ``count`` of them, and its first output back."""
     narrow = expansion.facts.dtype(node.input[0])
     inner = onnx.NodeProto()
     inner.CopyFrom(node)
-    inner.input[0] = expansion.emit("Cast", node.input[0], to=wide)
+    for index, name in enumerate(node.input[:count]):
+        if name:
+            inner.input[index] = expansion.emit("Cast", name, to=wide)
     inner.output[0] = expansion.facts.fresh(f"{node.output[0]}/wide")
     expansion.nodes.append(inner)
     expansion.finish(expansion.emit("Cast", inner.output[0], to=narrow))

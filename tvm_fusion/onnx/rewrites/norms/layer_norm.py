@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a LayerNormalization whose mean or deviation is asked for.
+"""Write a LayerNormalization whose mean or deviation is asked for, or of a type that TVM lacks.
 
 ::
 
     c = x - ReduceMean(x);    i = 1 / Sqrt(ReduceMean(c * c) + epsilon);    y = c * i * scale + bias
+
+Of bfloat16, ``Cast(LayerNormalization(Cast(x), Cast(scale), Cast(bias)))`` in float32.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ import onnx
 from onnx import TensorProto, helper
 
 from ...model.graph_edits import attribute
+from ..arithmetic.wider_types import widen
 from ..expansion import AXES_ARE_INPUTS, Expansion
 
 
 class LayerNormRule:
-    """Replaces a LayerNormalization of more than one output, computed in float32 as ONNX asks.
+    """Replaces a LayerNormalization of several outputs, or of bfloat16 or float64.
+
+    It is computed in float32 where ONNX asks for that, but with one output float64 stays so.
 
     Parameters
     ----------
@@ -32,9 +37,15 @@ class LayerNormRule:
         """Emit the nodes of the formula."""
         facts = expansion.facts
         dims = facts.dims(node.input[0])
-        if len(node.output) < 2 or dims is None:
-            return
         own, kind = facts.dtype(node.input[0]), attribute(node, "stash_type", TensorProto.FLOAT)
+        if len(node.output) < 2:
+            if own == TensorProto.BFLOAT16:
+                widen(node, expansion, TensorProto.FLOAT, count=3)
+            if own != TensorProto.DOUBLE:
+                return
+            kind = own
+        if dims is None:
+            return
         axes = list(range(attribute(node, "axis", -1) % len(dims), len(dims)))
         x, scale, bias = [*node.input, ""][:3]
         x = x if own == kind else expansion.emit("Cast", x, to=kind)
