@@ -35,6 +35,20 @@ class Fault:
 
 KERNELS = (
     Fault(
+        "bytes of the data count as signed, those of the weights as unsigned",
+        "schedules/cpu/core/micro_kernel.py",
+        "T.call_llvm_pure_intrin(ops.vector, name, total, factor, vector)",
+        "T.call_llvm_pure_intrin(ops.vector, name, total, vector, factor)",
+        ("tests/schedules/cpu/conv2d/test_quantized_conv2d.py",),
+    ),
+    Fault(
+        "sums of bytes are cut though partial ones have no room in the output",
+        "schedules/cpu/cost/conv2d_knobs.py",
+        "whole = plain or kernel.out_dtype is not None",
+        "whole = plain",
+        ("tests/schedules/cpu/conv2d/test_quantized_conv2d.py",),
+    ),
+    Fault(
         "padding on the right reads one column of the next row",
         "schedules/compute/conv2d.py",
         "w >= left, w < width + left)",
@@ -242,6 +256,20 @@ KERNELS = (
 )
 
 PASSES = (
+    Fault(
+        "bytes are padded with zero, whatever zero stands for",
+        "relay_passes/conv2d/quantized/multiply_bytes.py",
+        "pad_value=-source.low)",
+        "pad_value=0.0)",
+        ("tests/relay_passes/conv2d/quantized/test_multiply_bytes.py",),
+    ),
+    Fault(
+        "small weights count as whole numbers of a large scale",
+        "relay_passes/conv2d/quantized/integer_weights.py",
+        "limits = _TOLERANCE * np.abs(units).max(axis=1, initial=0)",
+        "limits = 127 * _TOLERANCE",
+        ("tests/relay_passes/conv2d/quantized/test_integer_weights.py",),
+    ),
     Fault(
         "frames are padded at the end as at the beginning",
         "relay_passes/simplify/conv2d/flatten_conv3d.py",

@@ -15,10 +15,13 @@ from onnxruntime.quantization import (
     quantize_static,
 )
 from small_onnx import dense_model, small_model
+from tvm.target import Target
 
 import tvm_fusion
-from relay_passes import FuseEpilogue, SimplifyInference
+from relay_passes import FuseEpilogue, MultiplyBytes, SimplifyInference
 from tvm_fusion.onnx.frontend import import_onnx
+
+VNNI = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "znver4"})
 
 
 class Images(CalibrationDataReader):
@@ -60,6 +63,8 @@ def test_numbers_and_kernels(make, form, kind, tmp_path):
     text = str(FuseEpilogue()(SimplifyInference()(import_onnx(model).mod)))
     assert "quantize" not in text
     assert text.count('activation="round_clip"') == text.count("tvm_fusion.conv2d")
+    bytes_ = str(FuseEpilogue()(MultiplyBytes(VNNI)(SimplifyInference()(import_onnx(model).mod))))
+    assert "tvm_fusion.quantized_conv2d" in bytes_ and "nn.matmul" not in bytes_
 
 
 def test_products_quantised_at_run_time(tmp_path):
@@ -82,4 +87,6 @@ def test_products_quantised_at_run_time(tmp_path):
     np.testing.assert_allclose(
         tvm_fusion.compile(model, threads=1)(x), wanted, rtol=1e-4, atol=1e-3
     )
-    assert "int32" not in str(import_onnx(model).mod)
+    mod = import_onnx(model).mod
+    assert "int32" not in str(mod)
+    assert "tvm_fusion.quantized_conv2d" in str(MultiplyBytes(VNNI)(SimplifyInference()(mod)))
