@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ pytest.importorskip("onnxscript", reason="PyTorch's exporter to ONNX is not inst
 
 from examples import torch_zoo  # noqa: E402
 from examples.torch_zoo import FAMILIES, LIMIT, TORCH_ZOO, check, rows_error  # noqa: E402
-from examples.torchvision_ops import suppress  # noqa: E402
+from examples.torchvision_ops import import_torchvision, suppress  # noqa: E402
 
 OURS = ("conformer", "diffusion_unet", "dlrm", "speech_gru", "speech_lstm", "unet")
 """Small networks of our own, for which PyTorch is enough."""
@@ -44,6 +45,8 @@ def needed(name: str) -> str | None:
 def test_numbers_of_onnx_runtime(name: str) -> None:
     package = needed(name)
     if package:
+        with contextlib.suppress(ImportError):
+            import_torchvision()  # before transformers, which imports it, too
         pytest.importorskip(package, reason="it is not installed", exc_type=ImportError)
     error, _ = check(name)
     assert error <= LIMIT

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import tvm
 from tvm import relax
+from tvm.target import Target
+
+from schedules.gpu.core.machine import KINDS
 
 from ..core.expressions import TUPLE_GET_ITEM
 from ..core.graph import Rule, function_graphs
@@ -29,7 +32,7 @@ from .remove_identity import remove_identity
 from .shapes.canonicalize_shuffle import canonicalize_shuffle
 from .shapes.channels_first import channels_first
 from .shapes.reshape_rms_norm import reshape_rms_norm
-from .shapes.unflatten_matmul import unflatten_matmul
+from .shapes.unflatten_matmul import unflatten_any_matmul, unflatten_matmul
 from .shapes.unstack_reduction import unstack_reduction
 
 CLIPS = ("relax.nn.relu", "relax.clip", "relax.maximum", "relax.minimum", "relax.call_tir")
@@ -63,6 +66,11 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
 )
 """Every rule with the ops that it rewrites; at one op, earlier rules are tried first."""
 
+GPU_RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = tuple(
+    (unflatten_any_matmul if rule is unflatten_matmul else rule, names) for rule, names in RULES
+)
+"""The rules for GPUs."""
+
 
 @tvm.transform.module_pass(opt_level=0, name="SimplifyInference")
 class SimplifyInference:
@@ -94,7 +102,16 @@ class SimplifyInference:
     with ``training=True`` (the op's default), values in between with other readers, other layouts
     than NCHW, other types than floats, functions that another pass has marked as primitive,
     branches, and local functions. Every rule computes in float64. The pass is idempotent.
+
+    Parameters
+    ----------
+    target : Target | None
+        What the module is compiled for. Without, it is the current target, if any, else a CPU.
+        Only for GPUs do products of few rows in many groups lose their reshapes.
     """
+
+    def __init__(self, target: Target | None = None) -> None:
+        self.target = target
 
     def transform_module(self, mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
         """Simplify every Relax function of ``mod``."""
@@ -104,9 +121,11 @@ class SimplifyInference:
                 relax.transform.DeadCodeElimination(),  # dead bindings must not count as readers
             ]
         )
-        mod = simplify(tidy(relax.transform.Normalize()(mod)))
+        target = self.target or Target.current(allow_none=True)
+        rules = GPU_RULES if target is not None and target.kind.name in KINDS else RULES
+        mod = simplify(tidy(relax.transform.Normalize()(mod)), rules)
         if _has_constant_kernels(mod):
-            mod = simplify(tidy(relax.transform.FoldConstant()(mod)))
+            mod = simplify(tidy(relax.transform.FoldConstant()(mod)), rules)
         return tidy(mod)
 
 

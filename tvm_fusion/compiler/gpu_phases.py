@@ -72,11 +72,11 @@ def gpu_phases(
     transform = relax.transform
     rules = gpu.rules(records) if records else gpu.RULES
     # Before norms and softmax decompose, which stay float32.
-    half = [HalfPrecision(), SimplifyInference()] if precision == "fp16" else []
+    half = [HalfPrecision(), SimplifyInference(target)] if precision == "fp16" else []
     tf32 = [AllowTF32()] if precision == "tf32" else []
     return {
         "simplify": [
-            SimplifyInference(),
+            SimplifyInference(target),
             *half,
             FuseAttention(target),
             FuseLayerNorm(target),

@@ -279,7 +279,7 @@ def _additions(node: onnx.NodeProto) -> list[onnx.NodeProto]:
 
 
 def drop_identities(model: onnx.ModelProto, facts: GraphFacts) -> None:
-    """Replace Identity, and Dropout as it is at inference, by their input."""
+    """Replace Identity, Dropout as it is at inference and a Slice of all by their input."""
     outputs = {value.name for value in model.graph.output}
     replaced: dict[str, str] = {}
     kept = []
@@ -305,7 +305,23 @@ def _does_nothing(node: onnx.NodeProto, facts: GraphFacts) -> bool:
     """Return whether the node's first output always equals its first input, without other uses."""
     if not is_default_domain(node) or len(node.output) > 1:
         return False
+    if node.op_type == "Slice":
+        return _takes_all(node, facts)
     if node.op_type != "Dropout" or len(node.input) < 3 or not node.input[2]:
         return node.op_type in ("Identity", "Dropout")
     training = facts.constant(node.input[2])
     return training is not None and not training.any()
+
+
+def _takes_all(node: onnx.NodeProto, facts: GraphFacts) -> bool:
+    """Whether a Slice goes from 0 to the largest integer by steps of 1.
+
+    Of an open size the importer would write another formula, which is not known to be the same.
+    """
+    starts, ends = (facts.constant(name) for name in node.input[1:3])
+    step_name = node.input[4] if len(node.input) > 4 else ""
+    steps = facts.constant(step_name) if step_name else np.ones(1)
+    if starts is None or ends is None or steps is None:
+        return False
+    reaches_end = (ends >= np.iinfo("int32").max).all()
+    return bool(reaches_end and not starts.any() and (steps == 1).all())

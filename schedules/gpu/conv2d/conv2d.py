@@ -57,7 +57,7 @@ class Conv2DTemplate(ConvTemplate[ConvTile]):
     """Tiles of :class:`Conv2D`."""
 
     name = "gpu.conv2d"
-    version = 3
+    version = 4
     knobs = ConvTile
     rule = "Conv2D"
 

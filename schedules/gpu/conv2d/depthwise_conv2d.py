@@ -53,7 +53,7 @@ class DepthwiseTemplate(ConvTemplate[DepthwiseKnobs]):
     """Columns and blocks of :class:`DepthwiseConv2D`."""
 
     name = "gpu.depthwise_conv2d"
-    version = 1
+    version = 2
     knobs = DepthwiseKnobs
     rule = "DepthwiseConv2D"
 

@@ -52,7 +52,7 @@ class FusedTemplate(ConvTemplate[FusedTile]):
     """Tiles of :class:`FusedConv2D`."""
 
     name = "gpu.fused_conv2d"
-    version = 1
+    version = 2
     knobs = FusedTile
     rule = "FusedConv2D"
 

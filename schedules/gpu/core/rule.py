@@ -93,4 +93,6 @@ class TunableGPURule(TunableRule, GPURule):
 def _finished(kernel: tirx.PrimFunc, gpu: GPUInfo, rule: str) -> s_tir.Schedule:
     if not gpu.has_bfloat16:
         kernel = convert_by_bits(kernel)
-    return s_tir.Schedule(tvm.IRModule({"main": kernel.with_attr(RULE, rule)}))
+    mod = tvm.IRModule({"main": kernel.with_attr(RULE, rule)})
+    # TVM's lowering does the same, but after passes whose time grows with accesses times lets.
+    return s_tir.Schedule(s_tir.transform.StmtSimplify()(mod))

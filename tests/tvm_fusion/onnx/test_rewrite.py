@@ -115,6 +115,28 @@ def test_identity_and_dropout_vanish() -> None:
     assert relax_ops(assert_same_as_onnx_runtime(model)) == {"relax.nn.relu"}
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "step", "vanishes"),
+    [
+        (0, 2**63 - 1, 1, True),
+        (0, 2**31 - 1, 1, True),
+        (1, 2**63 - 1, 1, False),
+        (-1, 2**63 - 1, 1, False),
+        (0, 4, 1, False),
+        (0, 2**63 - 1, 2, False),
+    ],
+)
+def test_slice_of_all_vanishes(start: int, end: int, step: int, vanishes: bool) -> None:
+    bounds = [int64(*both) for both in ((0, start), (2**63 - 1, end), (0, 1), (1, step))]
+    names = ["start", "end", "axes", "step"]
+    nodes = [
+        helper.make_node("Slice", ["x", *names], ["part"]),
+        helper.make_node("Relu", ["part"], ["y"]),
+    ]
+    model = onnx_model(nodes, {"x": (3, 5)}, ["y"], dict(zip(names, bounds, strict=True)))
+    assert ("relax.strided_slice" not in relax_ops(import_onnx(model))) == vanishes
+
+
 def test_mask_of_a_dropout_that_drops_nothing() -> None:
     nodes = [helper.make_node("Dropout", ["x"], ["y", "mask"])]
     model = onnx_model(nodes, {"x": (2, 3)}, ["y"])

@@ -91,7 +91,7 @@ class TilesTemplate(MatmulTemplate[TileConfig]):
     """Tiles in shared memory (:mod:`.tiled_matmul`)."""
 
     name = "gpu.matmul_tiles"
-    version = 1
+    version = 2
     knobs = TileConfig
 
     def default(self, workload: MatmulWorkload, machine: GPUInfo) -> TileConfig:
@@ -120,7 +120,7 @@ class RowsTemplate(MatmulTemplate[RowsConfig]):
     """Few rows (:mod:`.skinny_matmul`)."""
 
     name = "gpu.matmul_rows"
-    version = 1
+    version = 2
     knobs = RowsConfig
 
     def default(self, workload: MatmulWorkload, machine: GPUInfo) -> RowsConfig:

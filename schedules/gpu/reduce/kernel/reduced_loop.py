@@ -183,9 +183,13 @@ def _share(ctx: ReduceContext) -> tuple[tirx.Expr, tirx.Expr]:
     if constant(longer) == 0 and constant(simplified(reduced % i64(config.stride))) == 0:
         length = simplified(least * i64(config.stride))
         return ctx.split * length, length
-    begin = T.bind((ctx.split * least + tirx.min(ctx.split, longer)) * i64(config.stride))
-    more = tirx.Select(ctx.split < longer, i64(1), i64(0))
-    end = T.bind(tirx.min(reduced, begin + (least + more) * i64(config.stride)))
+
+    def first(block: tirx.Expr) -> tirx.Expr:
+        # Without a condition, of which TVM would derive bounds anew wherever the result is used.
+        return (block * least + tirx.min(block, longer)) * i64(config.stride)
+
+    begin = T.bind(first(ctx.split))
+    end = T.bind(tirx.min(reduced, first(ctx.split + i64(1))))
     return begin, tirx.max(end - begin, i64(0))
 
 

@@ -11,6 +11,9 @@ from simplify_checks import calls, check, check_unchanged, const, dyadic, simpli
 from tvm import relax, tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
+from tvm.target import Target
+
+from relay_passes import SimplifyInference
 
 W = dyadic(4, 5)
 B = dyadic(5, seed=1)
@@ -109,3 +112,7 @@ def test_what_stays(mod: tvm.IRModule):
 def test_products_of_few_rows_stay_one_product(batch: int, rows: int, stays: bool):
     module = layer((batch, rows, 4), (batch * rows, 4), (batch, rows, 5))
     assert ("reshape" in calls(simplify(module))) == stays
+    on_gpu = SimplifyInference(Target("opencl"))(module)
+    assert "reshape" not in calls(on_gpu)
+    with Target("opencl"):
+        tvm.ir.assert_structural_equal(SimplifyInference()(module), on_gpu)
