@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 from tvm import s_tir, tirx
@@ -53,12 +53,8 @@ class TunableRule(Rule):
         raise NotImplementedError
 
     def workload_json(self, workload: Any) -> str:
-        """Write a workload, a dataclass, as JSON with sorted keys, without fields left at None."""
-        left = {field.name for field in fields(workload) if field.default is None}
-        values = asdict(workload).items()
-        return canonical(
-            {name: value for name, value in values if not (value is None and name in left)}
-        )
+        """Write a workload, a dataclass, as JSON with sorted keys."""
+        return canonical(asdict(workload))
 
     def templates(self, workload: Any, machine: Any) -> Sequence[AnyTemplate]:
         """Return the templates that can compute a workload, the default's first."""

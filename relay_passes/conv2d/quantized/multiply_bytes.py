@@ -123,8 +123,9 @@ class _Rules:
 
     def convolve_bytes(self, graph: Graph, call: relax.Call) -> Value:
         """Convolve bytes; what they are short of the numbers is part of the bias."""
-        layer, source = self._layer(graph, call), bytes_of(graph, call.args[0])
-        if layer is None or source is None:
+        source = bytes_of(graph, call.args[0])
+        layer = None if source is None else self._layer(graph, call)
+        if source is None or layer is None:
             return None
         attrs = layer.to_attrs()
         if any(layer.padding) and (source.low or source.zero is not None):

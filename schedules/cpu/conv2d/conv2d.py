@@ -31,6 +31,7 @@ from schedules.workload.conv2d import (
     Conv2DKernel,
     describe,
     from_json,
+    to_json,
 )
 
 from ..core.kernel_builder import KernelBuilder
@@ -136,6 +137,10 @@ CONV2D = Conv2DTemplate()
 
 class PackedRule(TunableCPURule):
     """Base of the rules for functions that legalization marked as packed convolutions."""
+
+    def workload_json(self, workload: Conv2DKernel) -> str:
+        """Write the convolutions as legalization does."""
+        return to_json(workload)
 
 
 class Conv2D(PackedRule):

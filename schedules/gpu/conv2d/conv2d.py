@@ -16,7 +16,7 @@ from tvm.target import Target
 
 from schedules.errors import OpError
 from schedules.tir.branch import when
-from schedules.workload.conv2d import Conv2DKernel, ConvLayer, describe, from_json
+from schedules.workload.conv2d import Conv2DKernel, ConvLayer, describe, from_json, to_json
 from schedules.workload.reduce import extent_of
 
 from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
@@ -88,6 +88,10 @@ CONV2D = Conv2DTemplate()
 
 class ConvRule(TunableGPURule):
     """Base of the rules of marked convolutions."""
+
+    def workload_json(self, workload: Conv2DKernel) -> str:
+        """Write the convolutions as legalization does."""
+        return to_json(workload)
 
 
 class Conv2D(ConvRule):

@@ -13,7 +13,7 @@ from tvm import relax, te, tirx
 from tvm.relax import op
 from tvm.target import Target
 
-from schedules.compute.conv2d import _pad, activate, conv2d
+from schedules.compute.conv2d import activate, conv2d, padded
 from schedules.gpu import AnyConv2D
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
 from tests.selection import in_turns
@@ -52,12 +52,12 @@ def scheduled(
 
 def wide_conv2d(data: te.Tensor, weight: te.Tensor, bias: te.Tensor, layer: ConvLayer) -> te.Tensor:
     """A convolution of float16 with a float32 output: OpenCL on a CPU does not add float16."""
-    padded = _pad(data, layer, "1")
+    image = padded(data, layer, "1")
     taps = [te.reduce_axis((0, int(extent))) for extent in weight.shape[1:]]
 
     def value(n: tirx.Var, o: tirx.Var, h: tirx.Var, w: tirx.Var) -> tirx.Expr:
         c, kh, kw = taps
-        window = padded(n, c, h * layer.strides[0] + kh, w * layer.strides[1] + kw)
+        window = image(n, c, h * layer.strides[0] + kh, w * layer.strides[1] + kw)
         product = window.astype("float32") * weight(o, c, kh, kw).astype("float32")
         return te.sum(product, axis=taps)
 

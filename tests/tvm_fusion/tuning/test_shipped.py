@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from schedules import cpu
+from schedules import cpu, gpu
 from schedules.tuning.records import Record, Records
 from tvm_fusion.compiler.record_reader import read_lines
 from tvm_fusion.compiler.targets.target import resolve
@@ -48,7 +48,8 @@ def test_records_are_chosen_by_the_target(tmp_path: Path) -> None:
     with pytest.raises(TuningError, match="no records at"):
         choose_records(tmp_path / "absent", target)
     assert isinstance(choose_records(None, resolve("opencl")), Records)
-    record = Record("gpu.matmul_tiles", 1, {}, {}, "sm_90", 1024, 132, 2e-5, 1e-5, 8)
+    version = gpu.TEMPLATES["gpu.matmul_tiles"].version
+    record = Record("gpu.matmul_tiles", version, {}, {}, "sm_90", 1024, 132, 2e-5, 1e-5, 8)
     (tmp_path / "mine.jsonl").write_text(record.to_line() + "\n")
     assert len(choose_records(tmp_path, resolve("cuda -arch=sm_90"))) == 1
     assert verify(tmp_path)[0] == 0  # its workload is none

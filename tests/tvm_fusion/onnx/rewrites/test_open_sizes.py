@@ -18,7 +18,7 @@ from tvm_fusion.errors import TargetError, UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
 CHOSEN = """float half = {0.5} int64[1] zero = {0} int64 first = {0} int64[1] three = {3}
-    int64[1] flat = {-1} int64[1] hundred = {100} int64[1] most = {9223372036854775807}
+    int64[1] flat = {-1} int64[1] hundred = {100} int64[1] largest = {9223372036854775807}
     float[1] overlap = {0.3}"""
 CHOOSE = """above = Greater(x, half) both = NonZero(above) places = Squeeze(both, zero)
     chosen = Gather(x, places)"""
@@ -101,7 +101,7 @@ def test_compress(axis: int | None) -> None:
         ),
         (  # boxes and scores are as many by different formulas
             "int64[n, 3] y",
-            """boxes = Gather(corners, places) shift = Slice(boxes, zero, most, zero)
+            """boxes = Gather(corners, places) shift = Slice(boxes, zero, largest, zero)
             moved = Add(boxes, shift) image = Unsqueeze(moved, zero)
             one = Unsqueeze(chosen, zero) scores = Unsqueeze(one, zero)
             y = NonMaxSuppression(image, scores, hundred, overlap)""",
