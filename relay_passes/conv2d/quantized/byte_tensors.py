@@ -100,7 +100,7 @@ def pool_bytes(graph: Graph, call: relax.Call) -> Value:
     attrs = {name: call.attrs[name] for name in ("pool_size", "strides", "padding", "dilation")}
     layouts = {"layout": call.attrs.layout, "out_layout": call.attrs.out_layout}
     pooled = relax.op.nn.max_pool2d(source.data, ceil_mode=call.attrs.ceil_mode, **attrs, **layouts)
-    return source.floats(graph, graph.emit(pooled))
+    return source.floats(graph, graph.emit_once(pooled))
 
 
 def _uniform(match: tuple[relax.Expr, np.ndarray] | None) -> tuple[relax.Expr, float] | None:

@@ -4,6 +4,7 @@
 ::
 
     dequantize(quantize(x, s, z), s, z)   ->   round_clip(x / s, a - z, b - z) * s
+    dequantize(move(quantize(x, s, z)), s, z)   ->   move(dequantize(quantize(x, s, z), s, z))
     round_clip(clip(x, c, d) / s, ...)    ->   round_clip(x / s, ...)     where that bounds as much
 
 ``a`` and ``b`` are the limits of the quantised type. The division joins the weight of a convolution
@@ -48,7 +49,9 @@ class _Grid(NamedTuple):
 def fold_quantization(graph: Graph, call: relax.Expr) -> Value:
     """Round the floats that were quantised, where ``call`` makes them floats again."""
     quantized = graph.definition(call.args[0], "relax.quantize")
-    if quantized is None or str(call.ty.dtype) != "float32":
+    if quantized is None:
+        return _before_move(graph, call)
+    if str(call.ty.dtype) != "float32":
         return None
     data, grid = quantized.args[0], _grid(quantized)
     if grid is None or grid != _grid(call) or str(data.ty.dtype) != "float32":
@@ -59,6 +62,21 @@ def fold_quantization(graph: Graph, call: relax.Expr) -> Value:
     units = graph.emit(relax.op.divide(_unbounded(graph, data, grid), scale))
     whole = graph.emit_once(round_clip(units, grid.low, grid.high))
     return relax.op.multiply(whole, scale)
+
+
+def _before_move(graph: Graph, call: relax.Call) -> Value:
+    """Make floats of what was quantised before its elements were only moved or compared."""
+    move, grid = graph.definition(call.args[0], *MOVES), _grid(call)
+    source = move
+    while op_name(source) in MOVES:
+        source = graph.definition(source.args[0], *MOVES, "relax.quantize")
+    if move is None or source is None or grid is None or grid != _grid(source):
+        return None
+    if any(operand.ty.ndim for operand in call.args[1:]):  # one number for each of some axis
+        return None
+    floats = relax.Call(call.op, [move.args[0], *call.args[1:]], call.attrs)
+    moved = relax.Call(move.op, [graph.emit_once(floats), *move.args[1:]], move.attrs)
+    return graph.emit_once(moved)
 
 
 def is_whole(graph: Graph, expr: relax.Expr) -> bool:

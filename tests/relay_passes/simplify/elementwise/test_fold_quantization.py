@@ -75,6 +75,47 @@ def test_scales_join_the_weights_and_rounding_the_convolution():
     tvm.ir.assert_structural_equal(simplify(module(body)), Expected)
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: relax.op.nn.max_pool2d(x, (2, 2), (2, 2)),
+        lambda x: relax.op.reshape(x, (1, 4, 30)),
+        lambda x: relax.op.permute_dims(relax.op.nn.max_pool2d(x, (2, 2)), [0, 2, 3, 1]),
+    ],
+)
+def test_bytes_that_are_moved_before_they_are_floats(move):
+    """Two readers, each with a dequantisation of its own."""
+
+    def body(builder, x):
+        scale, zero = const(np.array(SCALE)), const(np.array(3), "uint8")
+        bits = builder.emit(relax.op.quantize(x, scale, zero, axis=1, out_dtype="uint8"))
+        moved = builder.emit(move(bits))
+        floats = [
+            builder.emit(relax.op.dequantize(moved, scale, zero, axis=1, out_dtype="float32"))
+            for _ in range(2)
+        ]
+        return builder.emit(relax.op.multiply(floats[0], builder.emit(relax.op.exp(floats[1]))))
+
+    before = module(body)
+    after = simplify(before)
+    names = calls(after)
+    assert not any("quantize" in name for name in names)
+    assert names.count("relax.nn.max_pool2d") <= 1 and names.count("relax.reshape") <= 1
+    x = np.random.default_rng(2).standard_normal(SHAPE).astype("float32")
+    np.testing.assert_array_equal(run(after, x), run(before, x))
+
+
+def test_what_was_quantised_otherwise_stays_quantised():
+    def body(builder, x):
+        operands = const(np.array(SCALE)), const(np.array(3), "uint8")
+        bits = builder.emit(relax.op.quantize(x, *operands, axis=1, out_dtype="uint8"))
+        pooled = builder.emit(relax.op.nn.max_pool2d(bits, (2, 2)))
+        others = const(np.array(OTHER)), const(np.array(3), "uint8")
+        return builder.emit(relax.op.dequantize(pooled, *others, axis=1, out_dtype="float32"))
+
+    check_unchanged(module(body))
+
+
 def test_numbers_are_those_of_the_quantised_network():
     before = module(network)
     after = simplify(before)
