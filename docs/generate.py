@@ -158,7 +158,8 @@ def recurrent() -> str:
 
 def quantized() -> str:
     """The races of quantised models, by CPU side by side."""
-    return _races("quantized", ("ONNX Runtime",))
+    peers = {"quantized": "ONNX Runtime", "quantized_openvino": "OpenVINO"}
+    return "\n\n".join(_races(name, (peer,)) for name, peer in peers.items())
 
 
 def pytorch() -> str:
