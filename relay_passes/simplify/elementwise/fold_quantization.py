@@ -59,7 +59,7 @@ def fold_quantization(graph: Graph, call: relax.Expr) -> Value:
     if _is_on(graph, data, grid):
         return data
     scale = tensor_constant(np.array(grid.scale), "float32")
-    units = graph.emit(relax.op.divide(_unbounded(graph, data, grid), scale))
+    units = graph.emit_once(relax.op.divide(_unbounded(graph, data, grid), scale))
     whole = graph.emit_once(round_clip(units, grid.low, grid.high))
     return relax.op.multiply(whole, scale)
 
