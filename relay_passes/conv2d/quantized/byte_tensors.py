@@ -37,9 +37,9 @@ class ByteTensor(NamedTuple):
     low: float = 0.0
     zero: relax.Expr | None = None
 
-    def floats(self, graph: Graph, data: relax.Expr) -> relax.Expr:
-        """The numbers that other bytes stand for, alike."""
-        value = relax.op.astype(data, "float32")
+    def floats(self, graph: Graph) -> relax.Expr:
+        """The numbers that the bytes stand for."""
+        value = relax.op.astype(self.data, "float32")
         if self.low:
             low = tensor_constant(np.array(self.low), "float32")
             value = relax.op.add(graph.emit(value), low)
@@ -97,10 +97,8 @@ def pool_bytes(graph: Graph, call: relax.Call) -> Value:
     source = bytes_of(graph, call.args[0])
     if source is None or source.scale <= 0:
         return None
-    attrs = {name: call.attrs[name] for name in ("pool_size", "strides", "padding", "dilation")}
-    layouts = {"layout": call.attrs.layout, "out_layout": call.attrs.out_layout}
-    pooled = relax.op.nn.max_pool2d(source.data, ceil_mode=call.attrs.ceil_mode, **attrs, **layouts)
-    return source.floats(graph, graph.emit_once(pooled))
+    pooled = graph.emit_once(relax.Call(call.op, [source.data], call.attrs))
+    return source._replace(data=pooled).floats(graph)
 
 
 def _uniform(match: tuple[relax.Expr, np.ndarray] | None) -> tuple[relax.Expr, float] | None:

@@ -47,7 +47,7 @@ def integer_weights(weight: np.ndarray) -> IntegerWeights | None:
         integers[found] = np.rint(rows[found] / tried[found, None])
         left = np.setdiff1d(left, found, assume_unique=True)
         if not left.size:
-            return IntegerWeights(integers.reshape(weight.shape), scales)
+            break
     return None if left.size else IntegerWeights(integers.reshape(weight.shape), scales)
 
 

@@ -119,7 +119,7 @@ class _Rules:
             return None
         low, high = bounds_of(call)
         data = graph.emit(round_clip(call.args[0], low, high, "uint8"))
-        return ByteTensor(data, low=low).floats(graph, data)
+        return ByteTensor(data, low=low).floats(graph)
 
     def convolve_bytes(self, graph: Graph, call: relax.Call) -> Value:
         """Convolve bytes; what they are short of the numbers is part of the bias."""
