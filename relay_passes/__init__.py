@@ -34,6 +34,7 @@ from .program.half_precision import HalfPrecision
 from .program.legalize_calls import LegalizeCalls
 from .program.lift_weights import LiftWeights
 from .program.mark_constants import MarkConstants
+from .program.name_sizes import NameSizes
 from .program.pack_weights import PackWeights
 from .program.share_kernels import ShareKernels
 from .program.shorten_names import ShortenNames
@@ -68,6 +69,7 @@ __all__ = [
     "LegalizeCalls",
     "LiftWeights",
     "MarkConstants",
+    "NameSizes",
     "MultiplyBytes",
     "PackLayout",
     "PackWeights",

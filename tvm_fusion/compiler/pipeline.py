@@ -33,6 +33,7 @@ from relay_passes import (
     LegalizeCalls,
     LiftWeights,
     MarkConstants,
+    NameSizes,
     MultiplyBytes,
     PackLayout,
     PackWeights,
@@ -167,6 +168,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
             PackLayout(target=target),
             ChooseWinograd(winograd, target, options.records),
             PadColumns(target),
+            NameSizes(),
         ],
         "reduce": [CoalesceReduction()],
         "lower": [

@@ -12,6 +12,7 @@ import onnxruntime
 import pytest
 import relax_models
 import tvm
+from onnx_reference import run_onnx
 from small_onnx import small_model
 
 import tvm_fusion
@@ -97,6 +98,27 @@ def test_open_dimensions_get_their_sizes_from_shapes() -> None:
     compiled = tvm_fusion.compile(small_model("N"), shapes={"N": 2}, threads=1)
     assert compiled.inputs[0].shape == (2, 3, 12, 12)
     assert_close(compiled(image(2)), reference(small_model(2), image(2)))
+
+
+def test_height_and_width_stay_open_through_many_pools() -> None:
+    """Sizes of poolings with ``ceil_mode`` once took minutes from the third one on."""
+    layers = "".join(
+        f"""c{layer} = Conv<pads=[1, 1, 1, 1]>(x{layer}, weight)
+        x{layer + 1} = MaxPool<kernel_shape=[3, 3], strides=[2, 2], ceil_mode=1>(c{layer})
+        """
+        for layer in range(4)
+    )
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        pools (float[1, 8, h, w] x0) => (float[1, 8, oh, ow] x4)
+        {{ {layers} }}"""
+    )
+    weight = np.random.default_rng(3).standard_normal((8, 8, 3, 3), np.float32) / 5
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "weight"))
+    compiled = tvm_fusion.compile(model, shapes={"h": "h", "w": "w"}, threads=1)
+    for height, width in ((64, 47), (97, 131)):
+        x = np.random.default_rng(width).standard_normal((1, 8, height, width), np.float32)
+        assert_close(compiled(x), run_onnx(model, {"x0": x})[0])
 
 
 def test_the_code_is_made_for_as_many_cores_as_threads() -> None:
