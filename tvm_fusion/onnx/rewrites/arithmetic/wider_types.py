@@ -49,6 +49,13 @@ def widen_norm(node: onnx.NodeProto, expansion: Expansion) -> None:
         widen(node, expansion, TensorProto.FLOAT)
 
 
+def norm_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    """Say why the importer cannot normalise a tensor, if so: its constants have float32."""
+    if facts.dtype(node.input[0]) == TensorProto.DOUBLE:
+        return "its input has float64; expected float32 or 16 bits: cast it"
+    return None
+
+
 def sort_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     """Say why TVM cannot sort a tensor, if so."""
     if facts.dtype(node.input[0]) == TensorProto.UINT64:
