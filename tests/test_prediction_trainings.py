@@ -21,6 +21,9 @@ from examples.benchmarks.predict_training import (
 from examples.benchmarks.prediction import trainings
 from examples.benchmarks.prediction.trainings import TRAININGS, training_step
 from schedules.cost.machine import load_machine
+from tvm_fusion.bench.exchange_probe import ExchangeProbe
+from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.prediction.machines import NATIVE
 from tvm_fusion.prediction.timeline.execution_graph import HOST, ExecutionGraph, Kernel, Launch, Op
 
 US = 1e-6
@@ -128,7 +131,8 @@ def test_a_launch_has_a_time_of_each_batch_and_table(monkeypatch):
     monkeypatch.setattr(predict_lookups, "ROUNDS", 2)
     with torch.no_grad():
         arena = torch.zeros(predict_lookups.ARENA // 4)
-        found = predict_lookups.measure(arena, 1)
+        probe = ExchangeProbe(resolve(NATIVE, cores=2), predict_lookups.THREADS)
+        found = predict_lookups.measure(arena, 1, probe)
     tables = len(predict_lookups.draw(1).rows)
     for direction in predict_lookups.DIRECTIONS:
         halves = found[direction]
