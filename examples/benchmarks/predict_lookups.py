@@ -24,7 +24,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -115,8 +115,15 @@ def draw(seed: int) -> Launch:
         read = sum(4 * bags * n * d for n, d in zip(lookups, widths, strict=True))
         if held <= ARENA and read <= MOST:
             break
-    skews = [0.0 if random.random() < 0.25 else random.uniform(0, 1.5) for _ in range(count)]
-    batches = [
+    return Launch(rows, widths, draw_batches(random, bags, rows, lookups))
+
+
+def draw_batches(
+    random: np.random.Generator, bags: int, rows: Sequence[int], lookups: Sequence[float]
+) -> list[list[Batch]]:
+    """Batches of some bags for tables of some rows, with a mean number of lookups a bag of each."""
+    skews = [0.0 if random.random() < 0.25 else random.uniform(0, 1.5) for _ in rows]
+    return [
         [
             (torch.from_numpy(zipf(random, int(sizes.sum()), e, skew)), _offsets(sizes))
             for e, mean, skew in zip(rows, lookups, skews, strict=True)
@@ -124,7 +131,6 @@ def draw(seed: int) -> Launch:
         ]
         for _ in range(BATCHES)
     ]
-    return Launch(rows, widths, batches)
 
 
 def _bag_sizes(random: np.random.Generator, bags: int, mean: float) -> np.ndarray:

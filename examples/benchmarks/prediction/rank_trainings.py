@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.benchmarks.prediction import timed_steps
+from examples.benchmarks.prediction.gloo_ranks import RANKS, connected, start_ranks
 from examples.benchmarks.prediction.timed_steps import event_cost, profiler, time_steps
 from examples.benchmarks.prediction.trainings import (
     DENSE,
@@ -39,11 +38,7 @@ from examples.benchmarks.prediction.trainings import (
     interact,
 )
 
-RANKS = 2
-THREADS = 1  # of a rank
 STRUCTURE = 3  # steps whose execution trace is recorded, too
-PATIENCE = 1200.0  # seconds for all steps
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)
@@ -175,21 +170,8 @@ def run_ranks(folder: Path, names: Sequence[str], rounds: int, turns: int) -> Ra
     RuntimeError
         If a rank fails.
     """
-    (folder / "meeting").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "examples.benchmarks.prediction.rank_trainings", str(folder)]
-    command += ["--rounds", str(rounds), "--turns", str(turns), "--only", *names]
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": paths}
-    started = [
-        subprocess.Popen(command, cwd=ROOT, env={**own, "RANK": str(rank)}) for rank in range(RANKS)
-    ]
-    try:
-        codes = [one.wait(PATIENCE) for one in started]
-    finally:
-        for one in started:
-            one.kill()
-    if any(codes):
-        raise RuntimeError(f"ranks ended with {codes}")
+    arguments = ["--rounds", str(rounds), "--turns", str(turns), "--only", *names]
+    start_ranks("examples.benchmarks.prediction.rank_trainings", folder, arguments)
     return RankTimes(**json.loads((folder / "times.json").read_text()))
 
 
@@ -201,11 +183,8 @@ def main() -> int:
     options.add_argument("--turns", type=int, required=True)
     options.add_argument("--only", nargs="+", choices=TRAININGS, required=True)
     chosen = options.parse_args()
-    torch.set_num_threads(THREADS)
-    meeting = f"file://{chosen.folder.resolve() / 'meeting'}"
-    dist.init_process_group("gloo", meeting, rank=int(os.environ["RANK"]), world_size=RANKS)
-    measure_rank(chosen.folder, chosen.only, chosen.rounds, chosen.turns)
-    dist.destroy_process_group()
+    with connected(chosen.folder):
+        measure_rank(chosen.folder, chosen.only, chosen.rounds, chosen.turns)
     return 0
 
 
